@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
 from mmqa_jax.commands import flags
+from mmqa_jax.weights.bundled import MODELS
 from mmqa_jax.weights.registry import NAMES, describe
 
 SUMMARY = "turn published weights into Orbax weights for any mesh, or back into safetensors."
@@ -26,7 +28,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--source",
         required=True,
         metavar="PATH|NAME",
-        help="checkpoint file or folder, or ORG/NAME[@REVISION] in the Hugging Face cache",
+        help="checkpoint file or folder, ORG/NAME[@REVISION] in the Hugging Face cache, or an "
+        f"installed package's: {', '.join(MODELS)}",
     )
     flags.add_download(parser)
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write")
@@ -70,12 +73,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.weights.hub import download_model, find_model, is_hub_name
 
     jax.config.update("jax_platforms", "cpu")  # leaves accelerators to other processes
-    source = arguments.source
+    name = arguments.source
     if arguments.download:
-        download_model(source, "--source")
+        download_model(name, "--source")
+    if name in MODELS and not Path(name).exists():
+        source = MODELS[name]()
+    else:
+        source = find_model(name, "--source") if is_hub_name(name) else Path(name)
     return convert(
         arguments.model,
-        find_model(source, "--source") if is_hub_name(source) else Path(source),
+        source,
         Path(arguments.out),
         dtype=arguments.dtype,
         export=arguments.export,
@@ -83,4 +90,20 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         changes=arguments.set,
         clip=Path(arguments.clip) if arguments.clip else None,
         preprocessing=arguments.preprocessing,
+        write_more=_write_tokenizer if source.suffix == ".gguf" else None,
     )
+
+
+def _write_tokenizer(source: Path, folder: Path) -> list[str]:
+    """Writes the tokenizer of a GGUF file as files; returns their names."""
+    from mmqa_jax.core.errors import UserError
+    from mmqa_jax.prompting.text_tokenizer import open_tokenizer
+
+    try:
+        tokenizer = open_tokenizer(source)
+    except UserError as error:  # the weights are of use without it
+        print(f"{source}: its tokenizer is not written ({error})", file=sys.stderr)
+        return []
+    before = set(folder.iterdir())
+    tokenizer.save(folder)
+    return sorted(file.name for file in set(folder.iterdir()) - before)

@@ -38,7 +38,7 @@ from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import LlavaConfig
 from mmqa_jax.prompting.backend_engine import EngineBackend
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
-from mmqa_jax.weights.bundled import smollm2_path
+from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.folder import (
     MIB,
@@ -54,7 +54,6 @@ from mmqa_jax.weights.hub import find_model, is_hub_name
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.registry import architecture
 
-NAMES = {"smollm2": smollm2_path}  # models that come as Python packages
 _KINDS = ("llama", "llava")
 _CHUNK = 1 << 22
 
@@ -86,9 +85,9 @@ def open_backend(
     """Opens a LLaMA or LLaVA as a backend; its weights are loaded on first use.
 
     Args:
-      model: a name of NAMES, a folder of `mmqa convert`, the workdir of a language-model run (or
-        its folder best), a published checkpoint in any layout that `mmqa convert --model=llama` (or
-        llava) reads, or a name on the Hugging Face hub (see weights.hub).
+      model: a name of LANGUAGE_MODELS, a folder of `mmqa convert`, the workdir of a language-model
+        run (or its folder best), a published checkpoint in any layout that `mmqa convert
+        --model=llama` (or llava) reads, or a name on the Hugging Face hub (see weights.hub).
       tokenizer: folder, tokenizer.json or GGUF file with the tokenizer; None is the model's.
       config: see ModelConfig.
       engine: an EngineConfig, or values of one of which some may be "auto", as are those left out;
@@ -224,14 +223,15 @@ def spans_processes(mesh: Mapping[str, Any]) -> bool:
 
 def _find(model: str | os.PathLike, flag: str) -> Path:
     """Where the weights are of what `open_backend` takes."""
-    if str(model) in NAMES:
-        return NAMES[str(model)]()
+    if str(model) in LANGUAGE_MODELS:
+        return LANGUAGE_MODELS[str(model)]()
     if is_hub_name(model):
         return find_model(str(model), flag)
     if not Path(model).exists():
         raise UserError(
-            f"{flag}={model}: no such file or folder, nor one of the names {', '.join(NAMES)}, "
-            "nor ORG/NAME of a model on the Hugging Face hub; check the path."
+            f"{flag}={model}: no such file or folder, nor one of the names "
+            f"{', '.join(LANGUAGE_MODELS)}, nor ORG/NAME of a model on the Hugging Face hub; check "
+            "the path."
         )
     return Path(model)
 

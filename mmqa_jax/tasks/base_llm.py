@@ -16,8 +16,9 @@ from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.lora import ADDED
-from mmqa_jax.prompting.local_model import NAMES, weights_hash
+from mmqa_jax.prompting.local_model import weights_hash
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer, open_tokenizer
+from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.folder import is_weights_folder, load_converted, read_record
 from mmqa_jax.weights.hub import find_model, is_hub_name
@@ -38,11 +39,12 @@ def base_path(name: str) -> Path:
     if is_hub_name(name):
         path = find_model(name, "config key init")
     else:
-        path = NAMES[name]() if name in NAMES else Path(name)
+        path = LANGUAGE_MODELS[name]() if name in LANGUAGE_MODELS else Path(name)
     if not path.exists():
         raise UserError(
             f"config key init={name}: no such file or folder; name a LLaMA as `mmqa prompt "
-            f"--model` does ({', '.join(NAMES)}, a folder, a GGUF file or ORG/NAME), or {SCRATCH}."
+            f"--model` does ({', '.join(LANGUAGE_MODELS)}, a folder, a GGUF file or ORG/NAME), or "
+            f"{SCRATCH}."
         )
     if is_weights_folder(path) and (kind := read_record(path).architecture.name) != "llama":
         raise UserError(f"config key init={name}: holds a {kind}, a llama was expected.")

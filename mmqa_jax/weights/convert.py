@@ -70,6 +70,7 @@ def convert(
     changes: Sequence[str] = (),
     clip: Path | None = None,
     preprocessing: str | None = None,
+    write_more: Callable[[Path, Path], list[str]] | None = None,
 ) -> dict[str, Any]:
     """Converts a checkpoint.
 
@@ -86,6 +87,8 @@ def convert(
       clip: folder of the CLIP that a LLaVA was trained with, where it has no vision tower.
       preprocessing: of a CLIP, whose code prepares texts and pictures (`PREPROCESSING`); None
         leaves it to the source's layout, see data/clip_tokenizer.py.
+      write_more: writes files of a published source to a folder, and names them: the tokenizer
+        that a GGUF file holds.
 
     Returns:
       What the command prints as JSON.
@@ -117,7 +120,7 @@ def convert(
             made = _export_converted(entry, source, out, dtype, export, changes)
         else:
             made = _convert_published(
-                entry, source, out, dtype, export, changes, clip, preprocessing
+                entry, source, out, dtype, export, changes, clip, preprocessing, write_more
             )
     return {
         "model": entry.name,
@@ -138,6 +141,7 @@ def _convert_published(
     changes: Sequence[str],
     clip: Path | None,
     preprocessing: str | None,
+    write_more: Callable[[Path, Path], list[str]] | None,
 ) -> dict[str, Any]:
     checkpoint = entry.open(path, clip)
     require_given(checkpoint, [change.partition("=")[0] for change in changes])
@@ -166,6 +170,8 @@ def _convert_published(
     }
     with whole_folder(out, size) as folder:
         copied = copy_companions(folder_of, folder)
+        if write_more is not None:
+            copied += write_more(path, folder)
         with Progress(f"Converting {path.name}", total // MIB, "MiB") as progress:
             source.on_bytes = in_mebibytes(progress)
             if export is None:

@@ -22,9 +22,11 @@ from cached import decode, prefill
 from compare import WHOLE
 from flax import nnx
 
+from mmqa_jax.cli import main
 from mmqa_jax.decoding import kv_cache
 from mmqa_jax.models.llama import unstack_layers
 from mmqa_jax.models.llama_config import smollm2_135m
+from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.weights.bundled import smollm2_path
 from mmqa_jax.weights.published import load_published
 
@@ -117,6 +119,29 @@ def test_logits_equal_on_real_text(theirs, tokenizer, ours):
     )
     np.testing.assert_allclose(got, want, **WHOLE)
     assert want.mean() > -4  # the weights know English: a blind guess has -10.8
+
+
+def test_an_export_is_a_model_and_a_tokenizer_for_transformers(theirs, tokenizer, tmp_path):
+    out = tmp_path / "smollm2"
+    assert (
+        main(["convert", "--model=llama", "--source=smollm2", "--export=hf", f"--out={out}"]) == 0
+    )
+    theirs_again = transformers.AutoTokenizer.from_pretrained(out)
+    message = [
+        {"role": "user", "content": "Who wrote 2001: A Space Odyssey, and when?\n\tTell me."}
+    ]
+    render = {"add_generation_prompt": True, "tokenize": False}
+    text = tokenizer.apply_chat_template(message, **render)
+    assert theirs_again.apply_chat_template(message, **render) == text
+    ids = open_tokenizer(smollm2_path()).encode_plain(text)
+    assert theirs_again(text, add_special_tokens=False)["input_ids"] == ids
+    model = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    with torch.no_grad():
+        want = theirs(torch.tensor([ids])).logits
+        torch.testing.assert_close(
+            model(torch.tensor([ids])).logits.to(want), want, atol=1e-3, rtol=1e-3
+        )
+    assert model.generation_config.eos_token_id == [theirs_again.eos_token_id]
 
 
 def test_generation_equals_transformers_and_makes_sense(theirs, tokenizer, ours):
