@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mmqa_jax.core.arguments import check_questions
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Question, Ranking
@@ -61,6 +62,7 @@ class DenseRetriever:
         return self._rankings(questions, self.index.search_within(vectors, rows, most))
 
     def _embed(self, questions: Sequence[Question]) -> np.ndarray:  # -> float32[n, dim]
+        check_questions(questions, "DenseRetriever.search")
         pixels = [self.pictures.question_pixels(question) for question in questions]
         return self.embedder.embed_questions([q.question for q in questions], pixels)
 
