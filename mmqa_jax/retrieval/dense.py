@@ -20,7 +20,7 @@ class DenseRetriever:
 
     Args:
       corpus: the sources to search; row i of `index` is source i.
-      embedder: embeds the questions, with their pictures.
+      embedder: embeds the questions, with their pictures if it sees.
       index: an ExactIndex, ScannIndex or ModalityIndex.
       pictures: pixels of the questions' pictures, as the embedder takes them.
     """
@@ -63,7 +63,9 @@ class DenseRetriever:
 
     def _embed(self, questions: Sequence[Question]) -> np.ndarray:  # -> float32[n, dim]
         check_questions(questions, "DenseRetriever.search")
-        pixels = [self.pictures.question_pixels(question) for question in questions]
+        pixels = None  # an encoder of texts alone sees no pictures
+        if self.embedder.image_size:
+            pixels = [self.pictures.question_pixels(question) for question in questions]
         return self.embedder.embed_questions([q.question for q in questions], pixels)
 
     def _rankings(
