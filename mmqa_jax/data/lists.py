@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from mmqa_jax.core.arguments import check_several
@@ -37,15 +37,12 @@ def corpus_of_lists(
         is there twice, or a picture that cannot be read.
       TypeError: one text in place of a list, or a value of another type.
     """
-    for name, values in (("texts", texts), ("titles", titles), ("pictures", pictures),
-                         ("ids", ids)):  # fmt: skip
-        check_several(values, f"open_corpus: {name}", name)
-        if values is not None and len(values) != len(texts):
-            raise UserError(
-                f"open_corpus: {len(texts):,} texts but {len(values):,} {name}; give one for each "
-                "text, None where there is none."
-            )
-    if not len(texts):
+    texts = _list(texts, "texts")
+    titles, pictures, ids = (
+        None if values is None else _list(values, name, len(texts))
+        for name, values in (("titles", titles), ("pictures", pictures), ("ids", ids))
+    )
+    if not texts:
         raise UserError("open_corpus: there are no texts; give at least one.")
     sources: dict[str, Source] = {}
     encoded: dict[str, PictureOf] = {}
@@ -77,6 +74,22 @@ def corpus_of_lists(
         return _read(encoded[image], image) if image in encoded else None
 
     return Corpus(sources.values(), (), read_picture, digest.hexdigest())
+
+
+def _list(values: Iterable[Any], name: str, length: int | None = None) -> list[Any]:
+    check_several(values, f"open_corpus: {name}", name)
+    if isinstance(values, Mapping | Set):  # whose order, or keys, would be taken
+        raise TypeError(
+            f"open_corpus: {name} are a {type(values).__name__}, a list was expected; list them, "
+            "and give the ids as `ids`."
+        )
+    found = list(values)
+    if length is not None and len(found) != length:
+        raise UserError(
+            f"open_corpus: {length:,} texts but {len(found):,} {name}; give one for each text, "
+            "None where there is none."
+        )
+    return found
 
 
 def _text(value: Any, place: str) -> str:

@@ -221,6 +221,7 @@ def refusals(corpus):
         "no texts": (lambda: mmqa.open_corpus([]), wrong, "there are no texts"),
         "fewer titles": (lambda: mmqa.open_corpus(TEXTS, titles=["x"]), wrong, "3 texts but 1 titles"),
         "titles of one text": (lambda: mmqa.open_corpus(TEXTS, titles="abc"), mistyped, "titles: one text was given"),
+        "a dict": (lambda: mmqa.open_corpus({"x": "y"}), mistyped, "texts are a dict, a list was expected"),
         "an empty text": (lambda: mmqa.open_corpus(["a", " "]), wrong, r"texts\[1\] is empty"),
         "a number": (lambda: mmqa.open_corpus(["a", 7]), mistyped, r"texts\[1\] is 7, a text was"),
         "the same id": (lambda: mmqa.open_corpus(["a", "b"], ids=["x", "x"]), wrong, r"ids\[1\] is 'x', as another"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Source
 from mmqa_jax.data.tokenizers import minilm_tokenizer
@@ -85,3 +86,8 @@ def test_allowed_rows_are_a_mask(allowed):
         asked = EYE[:1] if isinstance(index, ExactIndex) else ["red"]
         with pytest.raises(TypeError, match=r"a NumPy mask was expected; give bool\[4\]"):
             index.search(asked, 1, allowed)
+
+
+def test_two_sources_with_one_id():
+    with pytest.raises(UserError, match="corpus: source id 's0' is there twice"):
+        Corpus([*CORPUS.sources, CORPUS.sources[0]])
