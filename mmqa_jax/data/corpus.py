@@ -25,6 +25,9 @@ class Corpus:
       read_picture: encoded bytes of a picture by its name (`Source.image`).
       fingerprint: hash of texts, pictures and questions.
       manifest: what `mmqa prepare` stored (counts, attribution, broken pictures, ...).
+
+    Raises:
+      UserError: two sources with one id.
     """
 
     def __init__(
@@ -37,6 +40,11 @@ class Corpus:
     ):
         self.sources = list(sources)
         self.row: dict[str, int] = {source.id: row for row, source in enumerate(self.sources)}
+        if len(self.row) < len(self.sources):  # results would name one for the other
+            row = next(n for n, source in enumerate(self.sources) if self.row[source.id] != n)
+            raise UserError(
+                f"corpus: source id {self.sources[row].id!r} is there twice; give each its own id."
+            )
         self.fingerprint = fingerprint
         self.manifest = dict(manifest or {})
         self._questions = list(questions)

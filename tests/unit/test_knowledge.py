@@ -183,7 +183,7 @@ def test_rmr_with_knowledge(library):
 class TextEmbedder(FakeEmbedder):
     """As an Embedder: sources by their text, questions with no picture."""
 
-    text_of = staticmethod(source_text)
+    image_size, text_of = 0, staticmethod(source_text)
 
     def embed_questions(self, texts, pictures=None):
         assert pictures is None or set(pictures) == {None}
