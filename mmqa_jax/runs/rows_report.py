@@ -14,6 +14,7 @@ from mmqa_jax.evaluation.tables import Cell, Table, llm_columns, llm_use
 from mmqa_jax.runs.workdirs import finished_rows
 
 _MOST_COLUMNS = 8
+_OF_SOURCES = ("source_f1", "recall@", "mrr", "modality_")  # rows that answer nothing
 
 
 def report_rows(folder: Path) -> tuple[Path, list[Table]]:
@@ -27,7 +28,8 @@ def report_rows(folder: Path) -> tuple[Path, list[Table]]:
         key = (str(scores["dataset"]), str(scores.get("split")), scorer)
         groups.setdefault(key, {})[name] = scores
     tables, bars = [], {}
-    for (dataset, split, scorer), own in groups.items():
+    answers_first = sorted(groups.items(), key=lambda one: one[0][2].startswith(_OF_SOURCES))
+    for (dataset, split, scorer), own in answers_first:
         if not scorer:
             continue
         names = sorted(own, key=lambda name: -own[name]["scores"][scorer])
@@ -36,7 +38,7 @@ def report_rows(folder: Path) -> tuple[Path, list[Table]]:
             bars[title] = [Bar(one, _value(own[one], scorer), _link(folder, one)) for one in names]
         tables.append(_table(folder, title, {name: own[name] for name in names}))
     data = ReportData(
-        title=f"{len(rows)} rows of {folder.resolve().name}",
+        title=f"{'/'.join(folder.resolve().parts[-2:])}: {len(rows)} rows",
         description="The best first; a row's name leads to its report.",
         bars=bars,
         tables=tables,

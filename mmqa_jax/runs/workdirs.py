@@ -27,7 +27,7 @@ def kind_of(folder: Path) -> Kind:
         config = read_config(folder)
         if "row" in config:
             return "row"
-        return "demo" if {"contrastive", "evaluate"} <= config.keys() else ""
+        return "demo" if "contrastive" in config and "evaluate" in config else ""
     return "rows" if finished_rows(folder) else ""
 
 
