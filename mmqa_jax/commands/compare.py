@@ -44,13 +44,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         against_first=arguments.against_first,
         shared=arguments.shared,
     )
-    for table in compare_tables(compared):
-        show(table, markdown=arguments.markdown)
     if arguments.report:
         from mmqa_jax.runs.compare_report import write_comparison
 
-        path = Path(arguments.report)
-        write_comparison(path, runs, compared)
-        print(f"Report: {path}")
-        return {**compared, "report": str(path)}
+        write_comparison(Path(arguments.report), runs, compared)
+        compared["report"] = arguments.report
+    for table in compare_tables(compared):
+        show(table, markdown=arguments.markdown)
+    if arguments.report:
+        print(f"Report: {arguments.report}")
     return compared

@@ -15,7 +15,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, read_jsonl
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.schema import Prediction, Question, Ranking
+from mmqa_jax.data.schema import Prediction, Question, Ranking, is_answerable
 from mmqa_jax.evaluation.benchmarks import BENCHMARKS
 from mmqa_jax.evaluation.cards import (
     MOST_CARDS,
@@ -55,6 +55,7 @@ _VERDICTS = {
     "seedbench": ("seed_bench/likelihood", "seed_bench/letter"),
 }
 _CHOSEN = ("scienceqa/recorded_choice",)  # before them, where options were ranked
+_REFUSED = "refused/"  # scores of all questions of their kind
 _RANKINGS = ("relevance", "candidates")
 
 
@@ -280,12 +281,14 @@ def _evaluation(
         values = np.array([per_question[one][name] for one in ids], float)
         by_questions.setdefault(ids, {})[name] = values
     categories = {question.id: question.category for question in questions}
+    asked = sum(is_answerable(question) or not row.answers for question in questions)
     evaluation = Evaluation()
     evaluation.has_modalities = not any(p.choice is not None for p in predictions)
     for ids, values in by_questions.items():
         for kind in dict.fromkeys(map(_kind, values)):
             own = {name: x for name, x in values.items() if _kind(name) == kind}
-            scores = Scores(ids, tuple(categories[one] for one in ids), own)
+            unscored = 0 if _REFUSED in next(iter(own)) else asked - len(ids)
+            scores = Scores(ids, tuple(categories[one] for one in ids), own, unscored=unscored)
             if kind == "retrieval":
                 evaluation.retrieval = scores
             else:
@@ -297,4 +300,4 @@ def _kind(scorer: str) -> str:
     """In which list of an Evaluation a scorer is."""
     if scorer == "mrr" or scorer.startswith("recall@"):
         return "retrieval"
-    return "attribution" if scorer.startswith(("citation_", "refused/")) else "scored"
+    return "attribution" if scorer.startswith(("citation_", _REFUSED)) else "scored"

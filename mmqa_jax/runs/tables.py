@@ -201,8 +201,7 @@ def commands_table(listed: list[dict[str, Any]]) -> Table:
             _, _, config = figure["command"].partition(" --config=")
             needs = "; ".join(need.partition(":")[0] for need in figure["needs"])
             state = f"run: {figure['workdir']}" if figure["workdir"] else ""
-            row = rows.setdefault(figure["command"], [config.partition(" ")[0], ""])
-            row[1] = row[1] or state or needs or "–"
+            rows[figure["command"]] = [config.partition(" ")[0], state or needs or "–"]
     note = (
         "Run one with: mmqa run --config=CONFIG --workdir=runs/tables/DATASET/ROW. What is missing "
         "and where it comes from: mmqa tables --json, key needs."
