@@ -28,7 +28,7 @@ def recall_plot(recall: Mapping[str, Mapping[int, float]]) -> str:
     lines = {name: sorted(values.items()) for name, values in recall.items()}
     ks = sorted({k for values in recall.values() for k in values})
     axes = _Axes(
-        (560, 300),
+        (420, 260),
         x=(math.log(ks[0]), math.log(ks[-1])),
         y=(0.0, 1.0),
         of_x=math.log,

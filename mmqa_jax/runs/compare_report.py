@@ -74,7 +74,6 @@ def write_comparison(path: Path, runs: Sequence[ScoredRun], compared: Mapping[st
             ]
         },
         tables=tables,
-        facts={"compared": ", ".join(run.name for run in runs)},
     )
     write_report(path, data)
 
