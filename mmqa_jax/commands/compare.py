@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from mmqa_jax.core.files import check_out
+
 SUMMARY = "compare runs question by question: intervals, paired bootstrap, McNemar, Holm."
 EXAMPLE = "mmqa compare runs/tables/vlp runs/tables/clip20_vlp --report=compare.html"
 
@@ -37,6 +39,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.evaluation.compare import compare_runs, compare_tables, read_run
     from mmqa_jax.evaluation.tables import show
 
+    if arguments.report:
+        check_out(Path(arguments.report), flag="--report")
     runs = [read_run(Path(folder)) for folder in arguments.workdirs]
     compared = compare_runs(
         runs,

@@ -311,3 +311,4 @@ def test_a_page_of_answers_of_another_shape(runs, refused, tmp_path):
     message = r"b/per_question\.jsonl, line 4: expected a text \"answer\""
     refused("compare", *runs[:2], f"--report={tmp_path / 'compare.html'}", message=message)
     assert not (tmp_path / "compare.html").exists()
+    refused("compare", *runs[:2], f"--report={tmp_path}", message="is a folder, a file to write")
