@@ -82,6 +82,8 @@ def test_mavl(finished):
     assert "Decides: without the agent" in page
     assert "Prompts" in page
     assert "questions without candidates" in page
+    done("report", f"--workdir={workdir}")  # the same page anew
+    assert (workdir / "report.html").read_text() == page
 
 
 def test_what_the_prompts_lacked_is_on_the_terminal(inputs, tmp_path):

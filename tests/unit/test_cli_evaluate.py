@@ -78,8 +78,8 @@ def test_two_systems_are_compared_question_by_question(data, bm25, refused, tmp_
     # Two questions that differ, both for this system: half of the sign flips are as extreme.
     assert accuracy["p_permutation"] == pytest.approx(1 / 2, abs=0.03)
     assert found["source_f1/official"]["difference"] == 0.0
-    line = next(line for line in ended.out.splitlines() if line.startswith("| webqa_acc/no_lemma"))
-    assert line.startswith("| webqa_acc/no_lemma | 1.000 | 0.600 | 0.400 [")
+    line = next(line for line in ended.out.splitlines() if line.startswith("| answer accuracy"))
+    assert line.startswith("| answer accuracy (WebQA, no lemmatizer) | 1.000 | 0.600 | 0.400 [")
     refused(*flags, f"--predictions={bm25}", f"--against={good}", message="--against: .* rankings")
 
 

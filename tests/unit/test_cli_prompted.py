@@ -6,6 +6,7 @@ import json
 
 import pytest
 from cli_runs import ROOT, done, mmqa, rows_of
+from report_pages import cards_of
 from tiny_llm import write_folder
 from vqa_files import write_okvqa
 
@@ -57,7 +58,11 @@ def test_a_prompted_row(inputs, tmp_path):
     counts = result["prompts"]
     assert counts["dropped_shots"] == sum(t["dropped_shots"] for t in traces) > 0
     assert (counts["failed"], counts["too_long"]) == (0, 0)
-    assert "trace-data" in (tmp_path / "run" / "report.html").read_text()
+    page = (tmp_path / "run" / "report.html").read_text()
+    shown = {card["id"]: dict(card["details"])["prompt"] for card in cards_of(page)}
+    assert shown == {trace["question_id"]: trace["prompts"][0] for trace in traces}
+    done("report", f"--workdir={tmp_path / 'run'}")  # the same page anew
+    assert (tmp_path / "run" / "report.html").read_text() == page
     assert (tmp_path / "run" / "journals" / "responses").exists()
 
     kept = {name: (tmp_path / "run" / name).read_bytes() for name in ("trace.jsonl", "scores.json")}
