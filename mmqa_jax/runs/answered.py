@@ -76,7 +76,7 @@ def answering(
 
 def _computing(stage: Stage, questions: Sequence[Question], opened: OpenedParts) -> Compute:
     """Opens the parts; returns what answers a chunk of the questions."""
-    parts = _open_parts(stage, questions, opened)
+    parts = open_parts(stage, questions, opened)
 
     def compute(chunk: range) -> ChunkPart:
         span = slice(chunk.start, chunk.stop)
@@ -86,7 +86,7 @@ def _computing(stage: Stage, questions: Sequence[Question], opened: OpenedParts)
     return compute
 
 
-def _open_parts(stage: Stage, questions: Sequence[Question], opened: OpenedParts) -> dict[str, Any]:
+def open_parts(stage: Stage, questions: Sequence[Question], opened: OpenedParts) -> dict[str, Any]:
     """The parts in use, in their turn."""
     opened.new_row()
     files = {name: part for name, part in stage.parts.items() if part.turn == "file"}

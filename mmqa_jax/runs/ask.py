@@ -85,17 +85,21 @@ class _Heard:
 class Answerer:
     """Retriever, selector and reader of a demo.
 
+    Args:
+      folder: of the demo.
+      corpus: its data, where they are open already.
+
     Raises:
       UserError: `folder` holds no finished demo.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, corpus: AskedCorpus | None = None):
         needed = folder / "retrieval" / "selection.json"
         if not needed.exists() or not (folder / "answer" / "model.json").exists():
             raise UserError(
                 f"--workdir={folder}: holds no finished demo; run `mmqa demo --workdir={folder}`."
             )
-        self.corpus = AskedCorpus(open_sources(folder / "data"))
+        self.corpus = corpus or AskedCorpus(open_sources(folder / "data"))
         tuned = read_json(needed)
         self._top_k = read_config(folder)["select"]["top_k"]
         self._threshold = tuned["threshold"]

@@ -16,7 +16,10 @@ class AskedCorpus(Corpus):
 
     def __init__(self, prepared: Corpus):
         super().__init__(
-            prepared.sources, fingerprint=prepared.fingerprint, manifest=prepared.manifest
+            prepared.sources,
+            prepared.questions(),
+            fingerprint=prepared.fingerprint,
+            manifest=prepared.manifest,
         )
         self._prepared = prepared
         self._numbers = itertools.count(1)

@@ -81,6 +81,7 @@ class PageApi:
                 "label": system.label,
                 "about": system.about,
                 "pictures": system.takes_pictures,
+                "examples": list(system.examples),
             }
             for system in parts.systems.values()
         ]

@@ -13,18 +13,26 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from ml_collections import ConfigDict
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.workdir import read_config
+from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.decoding.requests import Scoring
 from mmqa_jax.prompting.backends import Chat, Decoding, Message
 from mmqa_jax.prompting.llm_reader import LLMReaderOptions
 from mmqa_jax.prompting.served import ServedModel
 from mmqa_jax.runs.ask import Answerer
 from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, open_folder
+from mmqa_jax.runs.asked import AskedCorpus
+from mmqa_jax.runs.opened_parts import OpenedParts
 from mmqa_jax.runs.prepare import folder_notes
+from mmqa_jax.runs.row import read_row
+from mmqa_jax.runs.workdirs import finished_rows, kind_of
 from mmqa_jax.serve.app import make_app
 from mmqa_jax.serve.limits import Limits
 from mmqa_jax.serve.parts import Parts
+from mmqa_jax.serve.row_system import RowSystem
 from mmqa_jax.serve.systems import (
     DemoChain,
     FindPassages,
@@ -33,6 +41,7 @@ from mmqa_jax.serve.systems import (
     System,
     Threads,
 )
+from mmqa_jax.tasks.library import open_text_embedder
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _GRACE = 10  # seconds beyond an answer's own limit that the end waits for answers
@@ -97,7 +106,7 @@ def open_parts(
       open_model: opens the language model: an EngineBackend, which is then served, or another
         backend (a server's), which reads passages alone; None: there is none.
       data: a folder of documents or a prepared corpus.
-      workdir: a finished demo.
+      workdir: a finished demo, or a row of `mmqa run`.
       cache: where what was read of the documents is kept.
 
     Raises:
@@ -105,7 +114,9 @@ def open_parts(
     """
     threads, computing = Threads(options.most), threading.Lock()
     asking, reading = asking or AskOptions(), reading or LLMReaderOptions()
-    corpus, embedder, embedder_name, title = None, None, asking.encoder, model_name
+    corpus: AskedCorpus | None = None
+    embedder: Any = None
+    embedder_name, title = asking.encoder, model_name
     systems: list[System] = []
     answerer: FolderAnswerer | None = None
     if data is not None:
@@ -117,15 +128,11 @@ def open_parts(
         with corpus.asked("What is this?") as question:
             answerer.find(question)
     elif workdir is not None:
-        demo = Answerer(workdir)
-        corpus, title = demo.corpus, workdir.resolve().name
-        embedder, embedder_name = demo.embedder, "contrastive"
-        demo.answer("What is this?")
-        systems.append(DemoChain(demo, threads, computing))
-    else:
-        from mmqa_jax.data.corpus import Corpus
-        from mmqa_jax.tasks.library import open_text_embedder
-
+        title = workdir.resolve().name
+        corpus, demo, systems = _of_workdir(workdir, threads, computing)
+        if demo is not None:
+            embedder, embedder_name = demo.embedder, "contrastive"
+    if embedder is None:
         embedder, _ = open_text_embedder(asking.encoder, Corpus([]))
     llm: ServedModel | None = None
     if open_model is not None:
@@ -138,7 +145,7 @@ def open_parts(
             systems.append(ReadPassages(answerer, session, reading, threads, computing))
         if answerer is not None:
             systems.append(FindPassages(answerer, threads, computing))
-        memory = corpus if corpus is not None else _no_sources()
+        memory = corpus if corpus is not None else AskedCorpus(Corpus([]))
         systems.append(FromMemory(memory, session, reading, threads))
     return Parts(
         title, llm, model_name, embedder, embedder_name, computing,
@@ -212,11 +219,34 @@ def _served(backend: Any, most: int) -> ServedModel | None:
     return model
 
 
-def _no_sources() -> Any:
-    from mmqa_jax.data.corpus import Corpus
-    from mmqa_jax.runs.asked import AskedCorpus
+def _of_workdir(
+    workdir: Path, threads: Threads, computing: threading.Lock
+) -> tuple[AskedCorpus, Answerer | None, list[System]]:
+    """The systems of a finished demo and its rows, or of one row; the demo's own is ready.
 
-    return AskedCorpus(Corpus([]))
+    Raises:
+      UserError: it holds neither, or inputs of the row are missing.
+    """
+    if kind_of(workdir) == "row":
+        row = read_row(ConfigDict(read_config(workdir)))
+        if missing := row.missing_inputs():
+            listed = "; ".join(f"{path} ({how})" for path, how in missing.items())
+            raise UserError(f"--workdir={workdir}: inputs of the row are missing: {listed}.")
+        corpus = AskedCorpus(row.open_corpus())
+        opened = OpenedParts(corpus)
+        return corpus, None, [RowSystem(row, corpus, opened, threads, computing)]
+    data = workdir / "data"
+    corpus_of_demo = AskedCorpus(open_corpus(data)) if data.is_dir() else None
+    demo = Answerer(workdir, corpus_of_demo)
+    demo.answer("What is this?")
+    systems: list[System] = [DemoChain(demo, threads, computing)]
+    opened = OpenedParts(demo.corpus)
+    for name in finished_rows(workdir):
+        row = read_row(ConfigDict(read_config(workdir / name)))
+        same = Path(row.data.dir).resolve() == data.resolve() and not row.data.context
+        if same and row.answers and not row.answering.needs_all and not row.missing_inputs():
+            systems.append(RowSystem(row, demo.corpus, opened, threads, computing))
+    return demo.corpus, demo, systems
 
 
 class _NoReader:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.schema import NOT_FOUND, Ranking
+from mmqa_jax.data.schema import NOT_FOUND, Prediction, Ranking
 from mmqa_jax.decoding.online import QueueFull
 from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
 from mmqa_jax.prompting.served import ServedBackend
@@ -30,6 +30,7 @@ from mmqa_jax.runs.asked import AskedCorpus
 Tell = Callable[[str, Any], None]  # called in another thread
 Row = dict[str, Any]
 _LONGEST = 20_000  # characters of a question
+_EXAMPLES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +58,14 @@ class System(Protocol):
       label: on the page.
       about: one sentence for the page.
       takes_pictures: whether a question may come with one.
+      examples: questions to begin with.
     """
 
     name: str
     label: str
     about: str
     takes_pictures: bool
+    examples: Sequence[str]
 
     def ask(self, question: str, picture: bytes | None, tell: Tell) -> Asking:
         """Begins to answer.
@@ -119,6 +122,7 @@ class ReadPassages:
         "Passages are found by meaning and by words; a language model reads them and cites them."
     )
     takes_pictures = True
+    examples = ()
 
     def __init__(
         self,
@@ -169,6 +173,7 @@ class FindPassages:
     name, label = "search", "Find passages"
     about = "Passages are found by meaning and by words; nothing is written."
     takes_pictures = False
+    examples = ()
 
     def __init__(self, answerer: FolderAnswerer, threads: Threads, finding: threading.Lock):
         self._answerer, self._threads, self._finding = answerer, threads, finding
@@ -184,10 +189,10 @@ class FindPassages:
             rows = source_rows(self._answerer.corpus, found.passages)
             tell("sources", rows)
             said = NOT_FOUND if found.is_refused else "The nearest passages:"
-            seconds = round(time.perf_counter() - began, 2)
-            return _row(question, said, not found.is_refused, rows, seconds)
+            seconds = time.perf_counter() - began
+            return answer_row(question, said, not found.is_refused, rows, seconds)
 
-        return self._threads.start(answer, _nothing)
+        return self._threads.start(answer, nothing)
 
 
 class FromMemory:
@@ -195,6 +200,7 @@ class FromMemory:
 
     name, label = "memory", "Without sources"
     about = "The language model answers from what it learned: nothing is looked up or cited."
+    examples = ()
 
     def __init__(
         self,
@@ -221,8 +227,8 @@ class FromMemory:
             with self._corpus.asked(question, picture) as asked:
                 reader = LLMReader(self._corpus, backend, self._options)
                 (said,) = reader.answer([asked], [Ranking(asked.id, (), ())])
-            seconds = round(time.perf_counter() - began, 2)
-            return _row(question, said.answer, bool(said.answer), [], seconds)
+            seconds = time.perf_counter() - began
+            return answer_row(question, said.answer, bool(said.answer), [], seconds)
 
         return self._threads.start(answer, cancel_of(backend))
 
@@ -236,6 +242,8 @@ class DemoChain:
 
     def __init__(self, answerer: Answerer, threads: Threads, computing: threading.Lock):
         self._answerer, self._threads, self._computing = answerer, threads, computing
+        tested = answerer.corpus.questions("test")
+        self.examples = [question.question for question in tested[:_EXAMPLES]]
 
     def ask(self, question: str, picture: bytes | None, tell: Tell) -> Asking:
         """See System."""
@@ -248,23 +256,15 @@ class DemoChain:
             tell("queries", list(answered.queries))
             prediction = answered.prediction
             found = answered.candidates or Ranking("", prediction.sources, prediction.source_scores)
-            cited = {name: n for n, name in enumerate(prediction.sources, start=1)}
-            # Those that the answer cites come first, numbered as `mmqa ask` numbers them.
-            order = sorted(
-                zip(found.sources, found.scores, strict=True),
-                key=lambda one: cited.get(one[0], len(cited) + 1),
-            )
-            ranking = Ranking("", *map(tuple, zip(*order, strict=True))) if order else found
-            rows = source_rows(corpus, ranking)
+            cited = prediction if answered.found else Prediction("", "")
+            rows = cited_first(corpus, found, cited)
             tell("sources", rows)
-            for row in rows:
-                row["cited"] = cited.get(row["id"]) if answered.found else None
-            marks = "".join(f" [{n}]" for n in cited.values()) if answered.found else ""
-            seconds = round(time.perf_counter() - began, 2)
-            whole = _row(question, answered.text, answered.found, rows, seconds)
+            marks = "".join(f" [{row['number']}]" for row in rows if row["cited"] is not None)
+            seconds = time.perf_counter() - began
+            whole = answer_row(question, answered.text, answered.found, rows, seconds)
             return {**whole, "marked": answered.text + marks}
 
-        return self._threads.start(answer, _nothing)
+        return self._threads.start(answer, nothing)
 
 
 def check_question(question: str) -> None:
@@ -291,19 +291,31 @@ def source_rows(corpus: AskedCorpus, ranking: Ranking) -> list[Row]:
                 "page": source.extra.get("page"),
                 "text": source.text,
                 "image": source.image,
-                "score": float(score),
+                "score": None if score is None else float(score),
                 "cited": None,
             }
         )
     return rows
 
 
+def cited_first(corpus: AskedCorpus, found: Ranking, prediction: Prediction) -> list[Row]:
+    """Rows of what was found, those that an answer cites first and numbered in its order."""
+    cited = dict(zip(prediction.sources, prediction.source_scores, strict=False))
+    scores = {**dict.fromkeys((*prediction.sources, *found.sources)), **cited}
+    scores |= dict(zip(found.sources, found.scores, strict=False))
+    rows = source_rows(corpus, Ranking("", tuple(scores), tuple(scores.values())))
+    for row in rows[: len(prediction.sources)]:
+        row["cited"] = row["number"]
+    return rows
+
+
 def cancel_of(backend: Any) -> Callable[[], None]:
     """What ends the work of a served model for one user; a server's own is not ended."""
-    return backend.cancel if isinstance(backend, ServedBackend) else _nothing
+    return backend.cancel if isinstance(backend, ServedBackend) else nothing
 
 
-def _row(question: str, answer: str, found: bool, rows: Sequence[Row], seconds: float) -> Row:
+def answer_row(question: str, answer: str, found: bool, rows: Sequence[Row], seconds: float) -> Row:
+    """An answer as a row, its markers aside."""
     return {
         "question": question,
         "answer": answer,
@@ -311,9 +323,9 @@ def _row(question: str, answer: str, found: bool, rows: Sequence[Row], seconds: 
         "found": found,
         "sources": list(rows),
         "notes": [],
-        "seconds": seconds,
+        "seconds": round(seconds, 2),
     }
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """Ends nothing."""

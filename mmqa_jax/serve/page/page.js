@@ -57,6 +57,12 @@ function choose() {
   if (!one) return;
   const count = about.sources ? `${about.sources.toLocaleString("en")} sources. ` : "";
   $("about").textContent = count + one.about;
+  $("examples").replaceChildren(...one.examples.map((text) => {
+    const button = make("button", "", text);
+    button.type = "button";
+    button.addEventListener("click", () => { question.value = text; ask(); });
+    return button;
+  }));
   $("attach").hidden = !one.pictures;
   if (!one.pictures) forget();
 }
@@ -103,7 +109,7 @@ function sourceButton(source, scored) {
   const title = source.file && source.title && !source.title.startsWith(source.file) ? ` · ${source.title}` : "";
   body.append(make("span", "place", place(source) + title));
   body.append(make("span", "text", source.text));
-  if (scored) body.append(make("span", "score", `score ${source.score.toFixed(3)}`));
+  if (scored && source.score !== null) body.append(make("span", "score", `score ${source.score.toFixed(3)}`));
   button.append(body);
   if (source.image) button.append(pictureOf(source, ""));
   button.addEventListener("click", () => openSource(source));
@@ -154,7 +160,7 @@ function withCitations(text, sources) {
 
 function tree(step) {
   const item = make("li");
-  item.append(make("span", "who", step.who), document.createTextNode(step.said ? `: ${step.said}` : ""));
+  item.append(make("span", "who", step.who));
   if (step.prompt) {
     const fold = make("details");
     fold.append(make("summary", "", "prompt"), make("pre", "", step.prompt));
