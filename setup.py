@@ -16,6 +16,6 @@ setup(
             "targets/*",
             "templates/*",
         ],
-        "mmqa_jax.configs": ["*.py", "**/*.py", "**/*.md", "**/*.png"],
+        "mmqa_jax.configs": ["*.py", "*.ipynb", "**/*.py", "**/*.md", "**/*.png"],
     },
 )

