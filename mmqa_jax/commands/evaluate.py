@@ -25,13 +25,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--references",
-        help="folder written by `mmqa prepare`, a benchmark's official files, or WebQA's official "
-        "output TSV (default: the predictions, if they are such a TSV or MMBench's table)",
+        help="folder written by `mmqa prepare`, a benchmark's official files, WebQA's official "
+        "output TSV (default: the predictions, if they are such a TSV or MMBench's table), or for "
+        "rankings qrels of TREC, whose name has `qrels` in it",
     )
     parser.add_argument(
         "--predictions",
         required=True,
-        help="predictions.jsonl, the benchmark's own formats, or a rankings file",
+        help="predictions.jsonl, the benchmark's own formats, or a rankings file: .jsonl, or a run "
+        "of TREC, .trec",
     )
     parser.add_argument(
         "--split",
@@ -79,6 +81,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.core.files import check_out
     from mmqa_jax.evaluation.scores import count_empty, predictions_by_question
     from mmqa_jax.evaluation.webqa_formats import unknown_sources
+    from mmqa_jax.retrieval.rankings import holds_rankings
+    from mmqa_jax.retrieval.trec import is_qrels, is_run
 
     arguments = flags.fetched(arguments, STORE_INPUTS)
     if arguments.submission:
@@ -88,14 +92,26 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     arguments.split = arguments.split or "test"
     references = flags.optional_path(arguments.references)
     predictions = Path(arguments.predictions)
-    reference = read_references(references, predictions, arguments.split)
-    if predictions.suffix == ".jsonl" and _holds_rankings(predictions):
+    is_ranked = is_run(predictions) or (
+        predictions.suffix == ".jsonl" and holds_rankings(predictions)
+    )
+    if is_ranked:
         for flag in ("submission", "against"):
             if getattr(arguments, flag):
                 raise UserError(
                     f"--{flag}: {predictions} holds rankings; give a file with answers, as `mmqa "
                     "answer` writes it."
                 )
+    if references is not None and is_qrels(references):
+        if not is_ranked:
+            raise UserError(
+                f"--references={references}: qrels tell which sources are relevant, and "
+                f"{predictions} holds no rankings; give a file of `mmqa search`, or a run that "
+                "ends in .trec."
+            )
+        return _evaluate_by_qrels(arguments, references, predictions)
+    reference = read_references(references, predictions, arguments.split)
+    if is_ranked:
         return _evaluate_rankings(arguments, reference, predictions)
     given = _read(predictions, reference.corpus)
     questions = reference.questions
@@ -296,6 +312,34 @@ def _evaluate_rankings(
     }
 
 
+def _evaluate_by_qrels(arguments: argparse.Namespace, qrels: Path, path: Path) -> dict[str, Any]:
+    """Scores rankings by the judgments of a file, which no corpus need be there for."""
+    from mmqa_jax.evaluation.retrieval import score_rankings, show_rankings
+    from mmqa_jax.retrieval.rankings import read_rankings
+    from mmqa_jax.retrieval.trec import gold_of, read_qrels
+
+    gold = {name: sources for name, sources in gold_of(read_qrels(qrels)).items() if sources}
+    if not gold:
+        raise UserError(f"{qrels}: judges no source relevant; give other qrels.")
+    ranked = {ranking.question_id: ranking.sources for ranking in read_rankings(path)}
+    if not gold.keys() & ranked.keys():
+        raise UserError(
+            f"{path}: ranks none of the {len(gold):,} questions that {qrels} has relevant sources "
+            "for; name the run of the same questions."
+        )
+    missing, unjudged = len(gold.keys() - ranked.keys()), len(ranked.keys() - gold.keys())
+    if arguments.only_given:
+        gold = {name: sources for name, sources in gold.items() if name in ranked}
+    elif missing:
+        _warn([f"{missing:,} of {len(gold):,} questions have no ranking and count 0"])
+    if unjudged:
+        _warn([f"{unjudged:,} questions have no relevant source in {qrels} and are left out"])
+    scored = score_rankings([*gold.values()], [ranked.get(name, ()) for name in gold])
+    show_rankings(path.stem, scored, markdown=arguments.markdown)
+    counts = {"n": scored.n, "missing": missing, "unjudged": unjudged}
+    return {"dataset": arguments.dataset, **counts, "scores": scored.scores, "by_category": {}}
+
+
 def _read(predictions: Path, corpus: Any) -> list:
     from mmqa_jax.evaluation.prediction_lines import read_answers
     from mmqa_jax.evaluation.webqa_formats import (
@@ -340,13 +384,6 @@ def _among(questions: Sequence, given: Sequence, path: Path) -> list:
             "name another file or --split."
         )
     return kept
-
-
-def _holds_rankings(path: Path) -> bool:
-    from mmqa_jax.core.files import read_jsonl
-
-    first = next(read_jsonl(path), (0, {}))[1]
-    return isinstance(first, dict) and "scores" in first and "answer" not in first
 
 
 def _missing_note(missing: int, questions: Sequence) -> list[str]:

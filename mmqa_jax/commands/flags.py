@@ -57,6 +57,16 @@ def add_split(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", default="test", help="train, val or test (test)")
 
 
+def add_rankings_out(parser: argparse.ArgumentParser) -> None:
+    """`--out` of a verb that writes rankings."""
+    parser.add_argument(
+        "--out",
+        required=True,
+        help="file to write: JSON lines, or a run of TREC if the name ends in .trec; other verbs "
+        "read both",
+    )
+
+
 def add_select(parser: argparse.ArgumentParser) -> None:
     """`--select`."""
     parser.add_argument(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
@@ -10,6 +11,7 @@ from mmqa_jax.core.paths import as_path
 
 SUMMARY = "build a nearest-neighbor index over embeddings."
 EXAMPLE = "mmqa index --embeddings=runs/index --kind=auto"
+STORE_INPUTS = ("data",)
 STORE_OUTPUTS = ("embeddings",)
 
 
@@ -24,6 +26,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "over all devices; mesh_approx: the same with half the memory and TPU-KNN",
     )
     parser.add_argument(
+        "--export",
+        choices=("faiss",),
+        help="write the embeddings for another tool instead, to --out; faiss: exact inner product "
+        "(IndexFlatIP), and the ids of its rows beside it (package faiss-cpu)",
+    )
+    parser.add_argument("--out", metavar="FOLDER", help="of --export")
+    parser.add_argument(
+        "--data",
+        metavar="FOLDER",
+        help="with --export, the corpus that was embedded (the one that `mmqa embed` was given)",
+    )
+    parser.add_argument(
         "--index",
         default="",
         metavar="milvus://HOST:PORT/COLLECTION",
@@ -33,7 +47,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Builds the index."""
+    """Builds the index, or exports it."""
+    if arguments.export:
+        return _export(arguments)
+    for flag in ("out", "data"):
+        if getattr(arguments, flag):
+            raise UserError(
+                f"--{flag}: is of an export; give --export=faiss with it, or leave it out."
+            )
     if arguments.index and arguments.kind != "auto":
         raise UserError(
             f"--index and --kind={arguments.kind}: Milvus has its own kind; give one of them."
@@ -44,3 +65,18 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.runs.indexing import index
 
     return index(as_path(arguments.embeddings), arguments.kind, arguments.index)
+
+
+def _export(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Writes the embeddings for another tool."""
+    if arguments.index or arguments.kind != "auto":
+        flag = "--index" if arguments.index else f"--kind={arguments.kind}"
+        raise UserError(f"{flag} and --export: an export is exact; leave {flag} out.")
+    if not arguments.out:
+        raise UserError(
+            "--export=faiss: needs --out; give the folder to write, such as runs/faiss."
+        )
+    from mmqa_jax.runs.indexing import export
+
+    data = as_path(arguments.data) if arguments.data else None
+    return export(as_path(arguments.embeddings), Path(arguments.out), data)

@@ -73,7 +73,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_select(parser)
     flags.add_devices(parser, "pairs")
     flags.add_shard(parser, "questions", shown=f"{_CHUNK}; --candidates=all: {_CHUNK_ALL}")
-    parser.add_argument("--out", required=True, help="JSON-lines file to write")
+    flags.add_rankings_out(parser)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.evaluation.source_selection import SELECTIONS, best_threshold
     from mmqa_jax.extensions import similarity
     from mmqa_jax.papers import webqa
-    from mmqa_jax.retrieval.rankings import read_rankings, write_rankings
+    from mmqa_jax.retrieval.rankings import check_rankings_out, read_rankings, write_rankings
     from mmqa_jax.runs import identity
     from mmqa_jax.runs.answered import Stage, answering
     from mmqa_jax.runs.opened_parts import OpenedParts
@@ -100,6 +100,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     check_out(out)
     corpus = open_corpus(data)
     questions = split_questions(corpus, data, split)
+    check_rankings_out(out, questions, corpus)
     candidates = None
     if arguments.candidates not in ("restricted", "all"):  # checked before the model loads
         candidates = read_rankings(arguments.candidates, [q.id for q in questions], corpus.row)

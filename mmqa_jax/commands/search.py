@@ -22,7 +22,7 @@ EXAMPLE = (
     "--index=runs/index --out=runs/retrieval/dense.jsonl"
 )
 STORE_INPUTS = ("data", "model", "index", "modality_model")
-STORE_OUTPUTS = ("out",)
+STORE_OUTPUTS = ("out", "qrels")
 
 
 _CHUNK = 1024
@@ -88,7 +88,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--top_k", type=int, default=100, help="sources per question (100)")
     flags.add_shard(parser, "questions", _CHUNK)
-    parser.add_argument("--out", required=True, help="JSON-lines file to write")
+    flags.add_rankings_out(parser)
+    parser.add_argument(
+        "--qrels",
+        metavar="FILE",
+        help="also write the split's gold sources as qrels of TREC, for trec_eval or ir-measures",
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -104,7 +109,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.extensions.fusion_tuning import check_gold, tune_fusion
     from mmqa_jax.papers import webqa
     from mmqa_jax.retrieval.modality import modality_report
-    from mmqa_jax.retrieval.rankings import ranking_of, ranking_row, write_rankings
+    from mmqa_jax.retrieval.rankings import (
+        check_rankings_out,
+        ranking_of,
+        ranking_row,
+        write_rankings,
+    )
+    from mmqa_jax.retrieval.trec import check_qrels, write_qrels
     from mmqa_jax.runs import identity
     from mmqa_jax.runs.answered import Stage, answering
     from mmqa_jax.runs.opened_parts import OpenedParts
@@ -127,6 +138,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     spec.check(restricted=restricted)
     corpus = open_corpus(data)
     questions = split_questions(corpus, data, split)
+    check_rankings_out(out, questions, corpus)
+    qrels = as_path(arguments.qrels) if arguments.qrels else None
+    if qrels is not None:  # before hours of search, not after them
+        check_out(qrels, flag="--qrels")
+        check_qrels(qrels, questions)
     top_k, more, placed = arguments.top_k, {}, {}
     opened = OpenedParts(corpus, say=flags.say_where("search", "retriever.model", placed))
     if arguments.tune:
@@ -169,12 +185,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             return {"questions": len(questions), **placed, **job.waiting()}
         rankings = [ranking_of(row) for row in rows]
         write_rankings(out, rankings)
+        if qrels is not None:
+            write_qrels(qrels, questions)
         job.done()
     depth = 0 if restricted else min(top_k, len(corpus))
     scored = score_retrieval(corpus, questions, rankings, depth)
     searched = "own candidates" if restricted else f"modality {spec.modality}"
     show_retrieval(f"{data.name}, {split}: {spec.method}, {searched}", scored)
     print(f"Rankings of {len(questions):,} questions: {out}")
+    if qrels is not None:
+        print(f"Their gold sources: {qrels}")
     if spec.modality != "unknown":
         choose = None if spec.modality == "known" else open_predictor(corpus, spec)
         report = modality_report(corpus, questions, choose)

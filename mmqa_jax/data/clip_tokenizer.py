@@ -21,6 +21,7 @@ from typing import Literal, get_args
 import ftfy
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
+from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, decode_text, read_json, read_text
 from mmqa_jax.core.paths import as_path
@@ -97,6 +98,7 @@ class ClipTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of many texts, without start and end."""
+        check_several(texts, "ClipTokenizer.encode_batch")
         if self.preprocessing == "openai":
             texts = [_clean(text) for text in texts]
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)

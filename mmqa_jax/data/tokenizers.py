@@ -21,6 +21,7 @@ from tokenizers import (
     trainers,
 )
 
+from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_json, read_text
 from mmqa_jax.core.paths import as_path
@@ -68,6 +69,7 @@ class WordPiece:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of many texts, without special tokens; much faster than one by one."""
+        check_several(texts, "WordPiece.encode_batch")
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 

@@ -22,6 +22,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_text
 from mmqa_jax.core.mesh import platform
@@ -93,6 +94,8 @@ class BartScorer:
         Args:
           progress: called with (done, total) pairs.
         """
+        check_several(sources, "the fluency of answers")
+        check_several(targets, "the fluency of answers")
         if len(sources) != len(targets):
             raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
         texts = list(dict.fromkeys((*sources, *targets)))

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking
@@ -54,15 +55,23 @@ def score_rankings(
     """Scores one ranking (best first) per question against its gold sources.
 
     recall@k is the fraction of a question's gold sources among the top k; hit_any@k and hit_all@k
-    are 1 if at least one or all of them are; ndcg@k has binary gains, and min(k, number of gold
-    sources) in its ideal ranking; mrr is one over the rank of the first gold source, 0 if none is
-    ranked. A source ranked twice counts at its first rank.
+    are 1 if at least one or all of them are; mrr is one over the rank of the first gold source, 0
+    if none is ranked. ndcg@k is trec_eval's: a gold source gains 1, or its relevance where they
+    differ, and the ideal ranking has the best k. A source ranked twice counts at its first rank.
 
     `ks` defaults to the values of KS up to the longest ranking: recall@1000 of a hundred sources
     would be the same as their recall@100.
 
-    Raises UserError if the lengths differ, a k is below 1, or no question has gold sources.
+    Args:
+      gold: of every question its gold sources, or its relevant sources -> relevance above 0.
+      rankings: of every question its sources.
+
+    Raises:
+      UserError: the lengths differ, a k is below 1, or no question has gold sources.
+      TypeError: a question's sources are one text.
     """
+    for sources in (*gold, *rankings):
+        check_several(sources, "score_rankings: the sources of a question", "source ids")
     if len(gold) != len(rankings):
         raise UserError(
             f"{len(gold)} questions but {len(rankings)} rankings; give one ranking per question, "
@@ -78,19 +87,21 @@ def score_rankings(
             f"none of the {len(gold)} questions has gold sources; retrieval cannot be scored on "
             "this split."
         )
-    ranks = [_gold_ranks(set(gold[row]), rankings[row]) for row in rows]
-    sizes = np.array([len(set(gold[row])) for row in rows])
+    relevance = [_relevance(gold[row]) for row in rows]
+    places = [_places(of, rankings[row]) for of, row in zip(relevance, rows, strict=True)]
+    sizes = np.array([len(of) for of in relevance])
+    best = [np.sort([*of.values()])[::-1] for of in relevance]  # gains of the ideal ranking
 
     per_question: dict[str, np.ndarray] = {}
     for k in ks:
-        found = np.array([(rank <= k).sum() for rank in ranks])
-        gains = np.array([_discounts(rank[rank <= k]) for rank in ranks])
-        ideal = np.array([_discounts(np.arange(1, min(k, size) + 1)) for size in sizes])
+        found = np.array([(ranks <= k).sum() for ranks, _ in places])
+        gain = np.array([_discounted(ranks[ranks <= k], of[ranks <= k]) for ranks, of in places])
+        ideal = np.array([_discounted(np.arange(1, len(of[:k]) + 1), of[:k]) for of in best])
         per_question[f"recall@{k}"] = found / sizes
         per_question[f"hit_any@{k}"] = (found > 0).astype(np.float64)
         per_question[f"hit_all@{k}"] = (found == sizes).astype(np.float64)
-        per_question[f"ndcg@{k}"] = gains / ideal
-    per_question["mrr"] = np.array([1 / rank[0] if len(rank) else 0.0 for rank in ranks])
+        per_question[f"ndcg@{k}"] = gain / ideal
+    per_question["mrr"] = np.array([1 / ranks[0] if len(ranks) else 0.0 for ranks, _ in places])
     return RetrievalScores(rows, len(gold) - len(rows), per_question)
 
 
@@ -99,17 +110,25 @@ def ks_up_to(depth: int) -> list[int]:
     return [k for k in KS if k <= max(depth, 1)]
 
 
-def _gold_ranks(gold: set[str], ranking: Sequence[str]) -> np.ndarray:
-    """1-based ranks of the gold sources that were ranked, ascending."""
+def _relevance(gold: Collection[str]) -> dict[str, float]:
+    """The gold sources of a question with their gains."""
+    return dict(gold) if isinstance(gold, Mapping) else dict.fromkeys(gold, 1.0)
+
+
+def _places(
+    relevance: Mapping[str, float], ranking: Sequence[str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """1-based ranks of the gold sources that were ranked, ascending, and their gains."""
     first: dict[str, int] = {}
     for rank, source in enumerate(ranking, start=1):
-        if source in gold:
+        if source in relevance:
             first.setdefault(source, rank)
-    return np.array(sorted(first.values()), dtype=np.int64)
+    gains = np.array([relevance[source] for source in first], np.float64)
+    return np.array([*first.values()], np.int64), gains
 
 
-def _discounts(ranks: np.ndarray) -> float:
-    return float((1 / np.log2(ranks + 1)).sum())
+def _discounted(ranks: np.ndarray, gains: np.ndarray) -> float:
+    return float((gains / np.log2(ranks + 1)).sum())
 
 
 # Retrieval scores by modality: recall@k, as numbers and as a table.
@@ -178,6 +197,16 @@ def show_retrieval(title: str, scored: Mapping[str, Any], *, markdown: bool = Fa
     rows.append(["source F1, top 2", *(group["source_f1_top_2"] for group in groups.values())])
     note = "Questions by the modality of their gold sources." if len(groups) > 2 else ""
     show(Table(title, ["", *columns], rows, note), markdown=markdown)
+
+
+def show_rankings(title: str, scored: RetrievalScores, *, markdown: bool = False) -> None:
+    """Prints scores of `score_rankings`: a row for each k, and mrr."""
+    scores = scored.scores
+    names = ("recall", "hit_any", "hit_all", "ndcg")
+    ks = [name.partition("@")[2] for name in scores if name.startswith("recall@")]
+    rows = [[f"@{k}", *(scores[f"{name}@{k}"] for name in names)] for k in ks]
+    note = f"{scored.n:,} questions; mrr {scores['mrr']:.4f}."
+    show(Table(title, ["", *names], rows, note), markdown=markdown)
 
 
 def _scores(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.datasets.aokvqa import DIFFICULT
 from mmqa_jax.data.datasets.okvqa import SOFT_LABELS
@@ -69,6 +70,7 @@ def prophet_accuracy(answer: str, references: Sequence[str]) -> float:
     The answer is always normalized; the annotators' only lose their punctuation, and keep case,
     articles and number words.
     """
+    check_several(references, "the accuracy of an answer", "reference answers")
     if len(set(references)) > 1:
         references = [process_punctuation(reference) for reference in references]
     return _leaving_one_out(references.count(normalize_answer(answer)), len(references))
@@ -227,6 +229,7 @@ def _leaving_one_out(same: int, total: int) -> float:
 
 def _matches(answer: str, references: Sequence[str]) -> tuple[int, int]:
     """How many references equal the answer by the official rules, and how many there are."""
+    check_several(references, "the accuracy of an answer", "reference answers")
     said = strip_whitespace(answer)
     expected = [strip_whitespace(reference) for reference in references]
     if len(set(expected)) > 1:

@@ -21,6 +21,7 @@ from typing import Literal, get_args
 import numpy as np
 from word2number import w2n
 
+from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.scores import (
@@ -115,6 +116,8 @@ def accuracy(
 
     `epsilon` is added to P + R in F1, which therefore never quite reaches 1.
     """
+    check_several(prediction, "WebQA accuracy", "tokens")
+    check_several(keywords, "WebQA accuracy", "tokens")
     common = (Counter(prediction) & Counter(keywords)).total()
     if common == 0:
         return 0.0
@@ -243,6 +246,8 @@ def source_f1(predicted: Sequence[str], gold: Sequence[str], *, variant: SourceF
     notebook's cell 43 computes for CLIP(20) + VLP: the predicted set always has two members, since
     an unused second slot stays in it as the id -1, so that precision is over two at least.
     """
+    check_several(predicted, "source F1", "source ids")
+    check_several(gold, "source F1", "source ids")
     overlap = len(set(predicted) & set(gold))
     if overlap == 0:
         return 0.0

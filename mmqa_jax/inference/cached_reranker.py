@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mmqa_jax.core.arguments import check_questions
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.serving import serve
@@ -147,6 +148,7 @@ class CachedReranker:
 
         Each source is encoded once, however many questions have it among their candidates.
         """
+        check_questions(questions, "CachedReranker.score")
         return rescored(candidates, gather(self.score_batches(questions, candidates), candidates))
 
     def score_batches(

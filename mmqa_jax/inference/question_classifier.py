@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float32
 
+from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.serving import serve
 from mmqa_jax.data.schema import Modality
@@ -49,6 +50,7 @@ class QuestionClassifier:
 
     def probabilities(self, texts: Sequence[str]) -> Float32[np.ndarray, "n 2"]:
         """The probability of each of MODALITIES."""
+        check_several(texts, "the question classifier")
         tokens = self._tokenizer.encode_batch([without_quotes(text) for text in texts])
         found = np.zeros((len(tokens), len(MODALITIES)), np.float32)
         placement, size = self.serving.placement, self.serving.batch_size

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from mmqa_jax.core.arguments import check_questions
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
@@ -56,6 +57,7 @@ class Reader:
         A picture that belongs to the question (`Question.image`) comes before the sources.
         Cited sources that the reader leaves out (see `readable`) stay cited.
         """
+        check_questions(questions, "Reader.answer")
         answers: list[Prediction | None] = [None] * len(questions)
         for batch in self.answer_batches(questions, cited):
             for index, prediction in batch:

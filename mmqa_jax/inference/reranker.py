@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from mmqa_jax.core.arguments import check_questions
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.serving import serve
@@ -70,6 +71,7 @@ class Reranker:
 
     def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
         """The same sources by P(relevant), best first; ties keep their order."""
+        check_questions(questions, "Reranker.score")
         return rescored(candidates, gather(self.score_batches(questions, candidates), candidates))
 
     def score_batches(

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
+from mmqa_jax.core.arguments import check_questions
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import (
@@ -155,6 +156,7 @@ class LLMReader:
           has the prompt, the output and what was dropped. Where no source answers, the answer is
           NOT_FOUND; where the model gave none, it is empty.
         """
+        check_questions(questions, "LLMReader.answer")
         prompts = [
             self._prompt(question, ranking)
             for question, ranking in zip(questions, cited, strict=True)

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from mmqa_jax.core.arguments import check_questions
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.decoding.requests import Scores, Unanswerable
@@ -74,6 +75,7 @@ class LLMReranker:
 
     def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
         """The candidates by P(yes), in [0, 1], best first; of equal ones the earlier first."""
+        check_questions(questions, "LLMReranker.score")
         queries: dict[tuple[str, str], Choices] = {}
         for question, ranking in zip(questions, candidates, strict=True):
             names = [*ranking.sources, *([""] if self.options.calibrated else [])]

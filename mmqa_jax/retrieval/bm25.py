@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from mmqa_jax.core.arguments import check_questions, check_several
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking, source_text
@@ -64,6 +65,7 @@ class BM25:
 
     Raises:
       UserError: no texts, or no words in them.
+      TypeError: one text in place of several, as of `search`.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class BM25:
         stop_words: bool = True,
         method: str = "lucene",
     ):
+        check_several(texts, "BM25")
         if not len(texts):
             raise UserError("BM25: the corpus is empty, at least one source was expected.")
         vocabulary: dict[str, int] = {}
@@ -115,6 +118,7 @@ class BM25:
         Raises:
           UserError: `top_k` out of range.
         """
+        check_several(queries, "BM25.search")
         check_top_k(top_k, len(self), allowed, "BM25")
         rows = np.full((len(queries), top_k), -1, np.int32)
         scores = np.zeros((len(queries), top_k), np.float32)
@@ -193,6 +197,7 @@ class BM25Retriever:
 
         Fewer where fewer share a word with the question; none where it has no word that is known.
         """
+        check_questions(questions, "BM25Retriever.search")
         texts = [question.question for question in questions]
         found = self.bm25.search(texts, min(top_k, len(self.corpus)))
         ids = [source.id for source in self.corpus.sources]
@@ -227,7 +232,13 @@ class BM25Retriever:
 
 
 def check_top_k(top_k: int, rows: int, allowed: np.ndarray | None, what: str) -> None:
-    """UserError unless 1 <= top_k <= number of allowed rows."""
+    """UserError unless 1 <= top_k <= number of allowed rows; TypeError for what is no mask."""
+    if allowed is not None and not (isinstance(allowed, np.ndarray) and allowed.dtype == bool):
+        kind = getattr(allowed, "dtype", type(allowed).__name__)
+        raise TypeError(
+            f"{what}: the allowed rows are {kind}, a NumPy mask was expected; give bool[{rows}], "
+            "True for the rows that may be found."
+        )
     if allowed is not None and allowed.shape != (rows,):
         raise UserError(
             f"{what}: the mask of allowed rows has shape {allowed.shape}, ({rows},) was expected."

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking, Source
@@ -47,6 +48,7 @@ class WebQABM25:
     def __init__(
         self, texts: Sequence[str], k1: float = 1.5, b: float = 0.75, epsilon: float = 0.25
     ):
+        check_several(texts, "WebQABM25")
         if not len(texts):
             raise UserError("BM25: the corpus is empty, at least one source was expected.")
         self._texts, self._settings = list(texts), (k1, b, epsilon)
@@ -103,6 +105,7 @@ class WebQABM25:
         Best first; equal scores with the later row first, in the order of
         `sorted(range(n), key=...)[-k:]`. UserError if `top_k` is out of range.
         """
+        check_several(queries, "WebQABM25.search")
         check_top_k(top_k, len(self), None, "BM25")
         rows = np.zeros((len(queries), top_k), np.int32)
         scores = np.zeros((len(queries), top_k), np.float32)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mmqa_jax.core.arguments import check_questions
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Question, Ranking
@@ -19,7 +20,7 @@ class DenseRetriever:
 
     Args:
       corpus: the sources to search; row i of `index` is source i.
-      embedder: embeds the questions, with their pictures.
+      embedder: embeds the questions, with their pictures if it sees.
       index: an ExactIndex, ScannIndex or ModalityIndex.
       pictures: pixels of the questions' pictures, as the embedder takes them.
     """
@@ -61,7 +62,10 @@ class DenseRetriever:
         return self._rankings(questions, self.index.search_within(vectors, rows, most))
 
     def _embed(self, questions: Sequence[Question]) -> np.ndarray:  # -> float32[n, dim]
-        pixels = [self.pictures.question_pixels(question) for question in questions]
+        check_questions(questions, "DenseRetriever.search")
+        pixels = None  # an encoder of texts alone sees no pictures
+        if self.embedder.image_size:
+            pixels = [self.pictures.question_pixels(question) for question in questions]
         return self.embedder.embed_questions([q.question for q in questions], pixels)
 
     def _rankings(

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Float32, Int32
 
+from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
@@ -136,7 +137,9 @@ class Embedder:
 
         Raises:
           UserError: pictures that do not match the texts in number or the encoder's picture size.
+          TypeError: one text in place of several.
         """
+        check_several(texts, "Embedder.embed_questions")
         vectors = np.zeros((len(texts), self.dim), np.float32)
         encoded = (
             (indices, self._call(self._encode_text, *self._put(ids, mask)))

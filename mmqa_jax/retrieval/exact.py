@@ -187,11 +187,25 @@ def index_manifest(
 
 
 def check_embeddings(embeddings: Embeddings) -> None:
-    """UserError unless there are vectors, all of them finite: a NaN would be every query's best."""
+    """UserError unless there are vectors, all of them finite: a NaN would be every query's best.
+
+    TypeError as `check_wrapped`.
+    """
+    check_wrapped(embeddings)
     if embeddings.vectors.ndim != 2 or not len(embeddings.vectors):
         raise UserError("index: the corpus is empty, at least one embedded source was expected.")
     remedy = "run `mmqa embed` again, with another checkpoint if it says so"
     check_finite(embeddings.vectors, "index: the embeddings", remedy)
+
+
+def check_wrapped(embeddings: Any) -> None:
+    """TypeError for an array alone: nobody would know of which encoder and corpus it is."""
+    if not isinstance(embeddings, Embeddings):
+        raise TypeError(
+            f"index: {type(embeddings).__name__} was given, Embeddings were expected; wrap vectors "
+            "as mmqa_jax.retrieval.embeddings.Embeddings(vectors, model_fingerprint, "
+            "corpus_fingerprint)."
+        )
 
 
 def check_queries(queries: np.ndarray, embeddings: Embeddings) -> Float32[np.ndarray, "n D"]:

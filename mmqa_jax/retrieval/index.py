@@ -30,6 +30,7 @@ from mmqa_jax.retrieval.exact import (
     ExactIndex,
     check_embeddings,
     check_queries,
+    check_wrapped,
     index_manifest,
     search_within,
 )
@@ -213,7 +214,9 @@ def build_index(
 
     Raises:
       UserError: empty corpus, unknown kind, or "scann" if ScaNN cannot be imported.
+      TypeError: an array in place of Embeddings.
     """
+    check_wrapped(embeddings)
     if kind not in KINDS:
         raise UserError(f"index: kind {kind!r} is not known; use one of {', '.join(KINDS)}.")
     if kind == "scann" and not scann_available():

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mmqa_jax.core.arguments import check_several
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.retrieval.rankings import Retriever, to_rankings
@@ -54,6 +55,7 @@ class KnowledgeBase:
 
     def find(self, texts: Sequence[str], top_k: int) -> list[list[Passage]]:
         """The `top_k` passages of every text, best first; none where no passage shares a word."""
+        check_several(texts, "KnowledgeBase.find")
         queries = [Question(str(n), "", text) for n, text in enumerate(texts)]
         return self._passages(self.retriever.search(queries, min(top_k, len(self.corpus))), top_k)
 

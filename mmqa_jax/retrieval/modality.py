@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from jaxtyping import Float64
 
+from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Modality, Question, Ranking, category_modality
@@ -214,6 +215,7 @@ class ModalityClassifier:
 
     def scores(self, texts: Sequence[str]) -> Float64[np.ndarray, " n"]:
         """Log-odds of image over text."""
+        check_several(texts, "ModalityClassifier")
         inputs = _matrix([_features(text) for text in texts], self.vocabulary)
         return inputs @ self.weights + self.bias
 

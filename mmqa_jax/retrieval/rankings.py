@@ -1,11 +1,14 @@
-"""retrieval/*.jsonl: one Ranking per line, `{"question_id", "sources", "scores"}`, best first."""
+"""Files of rankings: retrieval/*.jsonl, or runs of TREC (*.trec, see trec.py).
+
+A line of JSON is a Ranking, `{"question_id", "sources", "scores"}`, best first.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +18,7 @@ from mmqa_jax.core.files import read_jsonl, write_jsonl
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.data.table_files import real_number
+from mmqa_jax.retrieval.trec import check_ids, is_run, read_run, write_run
 
 
 def to_rankings(
@@ -40,8 +44,23 @@ def to_rankings(
 
 
 def write_rankings(path: str | os.PathLike, rankings: Sequence[Ranking]) -> None:
-    """Writes one ranking per line, the file whole or not at all."""
-    write_jsonl(path, map(ranking_row, rankings))
+    """Writes one ranking a line, or a run if the name ends in .trec; whole or not at all.
+
+    Raises:
+      UserError: a run cannot hold these rankings, see `trec.write_run`.
+    """
+    if is_run(path):
+        write_run(path, rankings)
+    else:
+        write_jsonl(path, map(ranking_row, rankings))
+
+
+def check_rankings_out(
+    path: str | os.PathLike, questions: Sequence[Question], corpus: Corpus
+) -> None:
+    """UserError if `write_rankings` cannot write their ids there: before the search, not after."""
+    if is_run(path):
+        check_ids(path, questions, corpus.row)
 
 
 def ranking_row(ranking: Ranking) -> dict[str, Any]:
@@ -66,6 +85,8 @@ def read_rankings(
     """Reads rankings, checking every line.
 
     Args:
+      path: a run if its name ends in .trec, else JSON lines. A question without a line in a run has
+        an empty ranking: nothing was found.
       question_ids: the questions that the file must rank, each exactly once; the result is in
         their order. None: any questions, in the file's order.
       source_ids: the corpus's source ids (a set or dict); None: not checked.
@@ -76,9 +97,8 @@ def read_rankings(
     """
     known = None if question_ids is None else frozenset(question_ids)
     by_question: dict[str, Ranking] = {}
-    for number, row in read_jsonl(path):
+    for number, ranking in _lines(path):
         where = f"{path}, line {number}"
-        ranking = _parse(row, where)
         question_id = ranking.question_id
         if known is not None and question_id not in known:
             raise UserError(
@@ -95,6 +115,8 @@ def read_rankings(
         by_question[question_id] = ranking
     if question_ids is None:
         return list(by_question.values())
+    if is_run(path):
+        return [by_question.get(name, Ranking(name, (), ())) for name in question_ids]
     missing = [question_id for question_id in question_ids if question_id not in by_question]
     if missing:
         raise UserError(
@@ -102,6 +124,23 @@ def read_rankings(
             f"is {missing[0]!r}; run `mmqa search` again for all of them."
         )
     return [by_question[question_id] for question_id in question_ids]
+
+
+def _lines(path: str | os.PathLike) -> Iterator[tuple[int, Ranking]]:
+    """The rankings of a file, each with the number of its (first) line."""
+    if is_run(path):
+        yield from read_run(path)
+        return
+    for number, row in read_jsonl(path):
+        yield number, _parse(row, f"{path}, line {number}")
+
+
+def holds_rankings(path: str | os.PathLike) -> bool:
+    """Whether a file of predictions or rankings holds rankings, by its name and first line."""
+    if is_run(path):
+        return True
+    first = next(read_jsonl(path), (0, {}))[1]
+    return isinstance(first, dict) and "scores" in first and "answer" not in first
 
 
 def _parse(row: Any, where: str) -> Ranking:

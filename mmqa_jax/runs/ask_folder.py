@@ -24,15 +24,16 @@ from mmqa_jax.data.corpus import Corpus, open_sources
 from mmqa_jax.data.folder import FolderOptions
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.prepare import prepare
-from mmqa_jax.data.schema import NOT_FOUND, Prediction, Ranking
-from mmqa_jax.papers.webqa import Reader
+from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, Ranking
+from mmqa_jax.papers.webqa import Reader, top
 from mmqa_jax.retrieval.bm25 import BM25Retriever
 from mmqa_jax.retrieval.cached_vectors import cached_vectors
 from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.exact import ExactIndex
-from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, DEPTH, HybridSearch, convex_combination
+from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, HybridSearch, ScoreFusion
 from mmqa_jax.retrieval.minilm import load_minilm_embedder
+from mmqa_jax.retrieval.rankings import Retriever
 from mmqa_jax.runs.asked import AskedCorpus, ShownSource, shown_sources
 from mmqa_jax.tasks.library import open_text_embedder
 
@@ -115,16 +116,39 @@ class FolderAnswer:
         return shown_sources(corpus, self.read.sources, self.read.scores, cited=False)
 
 
-class Passages(NamedTuple):
-    """A corpus behind both retrievers.
+class Found(NamedTuple):
+    """What was found for a question.
 
     Attributes:
-      dense: by cosine.
-      hybrid: by cosine and by BM25.
+      best: the sources to read, best first, by their cosines; without an encoder by the scores that
+        ranked them.
+      nearest: the most similar source by itself; empty: none shares a word with the question.
     """
 
-    dense: DenseRetriever
-    hybrid: HybridSearch
+    best: Ranking
+    nearest: Ranking
+
+
+class Passages(NamedTuple):
+    """A corpus behind retrievers.
+
+    Attributes:
+      ranked: whose best sources are read.
+      dense: tells how similar they are; None: BM25 alone.
+    """
+
+    ranked: Retriever
+    dense: DenseRetriever | None
+
+    def find(self, question: Question, top_k: int) -> Found:
+        """The best `top_k` sources of a question, and the nearest one."""
+        (best,) = self.ranked.search([question], top_k)
+        if self.dense is None:
+            return Found(best, top(best, 1))
+        (nearest,), (scored,) = self.dense.search_and_score([question], 1, [best])
+        cosines = dict(zip(scored.sources, scored.scores, strict=True))
+        scores = tuple(cosines[name] for name in best.sources)
+        return Found(Ranking(question.id, best.sources, scores), nearest)
 
 
 class FolderAnswerer:
@@ -133,12 +157,19 @@ class FolderAnswerer:
     Args:
       corpus: of `open_folder`.
       reader: of the passages, over the same corpus.
+      passages: of the corpus; None: they are opened as `options` say.
     """
 
-    def __init__(self, corpus: AskedCorpus, reader: Reader, options: AskOptions):
+    def __init__(
+        self,
+        corpus: AskedCorpus,
+        reader: Reader,
+        options: AskOptions,
+        passages: Passages | None = None,
+    ):
         self.corpus, self.options = corpus, options
         self._reader = reader
-        self._passages = open_passages(corpus, options.encoder)
+        self._passages = passages or open_passages(corpus, options.encoder, options.weight)
         self._threshold = options.threshold(len(corpus))
 
     def answer(self, text: str, picture: bytes | None = None) -> FolderAnswer:
@@ -149,30 +180,31 @@ class FolderAnswerer:
             and is refused by the model alone.
         """
         question = self.corpus.ask(text, picture)
-        sought = question
-        if not self._passages.dense.embedder.image_size:  # it embeds texts alone
-            sought = dataclasses.replace(question, image=None)
-        depth = max(self.options.top_k, DEPTH)
-        (pool,) = self._passages.hybrid.search([sought], depth)
-        best = convex_combination(pool, self.options.weight, self.options.top_k)
-        cosines = tuple(pool.cosines[name] for name in best.sources)
-        found = Ranking(question.id, best.sources, cosines)
-        if picture is None and pool.dense.scores[0] < self._threshold:
-            nearest = Ranking(question.id, pool.dense.sources[:1], pool.dense.scores[:1])
-            return FolderAnswer(NOT_FOUND, False, Prediction(question.id, NOT_FOUND), nearest)
-        (prediction,) = self._reader.answer([question], [found])
+        found = self._passages.find(question, self.options.top_k)
+        if picture is None and not self._is_near(found.nearest):
+            prediction = Prediction(question.id, NOT_FOUND)
+            return FolderAnswer(NOT_FOUND, False, prediction, found.nearest)
+        (prediction,) = self._reader.answer([question], [found.best])
         said = prediction.answer.strip()
-        return FolderAnswer(said, said not in ("", NOT_FOUND), prediction, found)
+        return FolderAnswer(said, said not in ("", NOT_FOUND), prediction, found.best)
+
+    def _is_near(self, nearest: Ranking) -> bool:
+        """Whether a source is similar enough to a question to answer it."""
+        return bool(nearest.sources) and nearest.scores[0] >= self._threshold
 
 
 def open_folder(
-    folder: Path, cache: Path | None = None, options: FolderOptions | None = None
+    folder: Path,
+    cache: Path | None = None,
+    options: FolderOptions | None = None,
+    flag: str = "--data",
 ) -> AskedCorpus:
     """A folder of documents as a corpus, of which only what has changed is read.
 
     Args:
       folder: of documents and pictures, an interchange folder, or a prepared corpus.
       cache: where the corpus is kept; None: in the cache folder, by the path of `folder`.
+      flag: that named the folder, for messages.
 
     Raises:
       UserError: no such folder, or nothing in it can be read.
@@ -182,14 +214,24 @@ def open_folder(
     if cache is None:
         key = hashlib.sha256(str(folder.resolve()).encode("utf-8", "surrogateescape")).hexdigest()
         cache = cache_dir() / "folders" / key[:16]
-    manifest = prepare("folder", folder, cache, overwrite=True, folder=options, flag="--data")
+    manifest = prepare("folder", folder, cache, overwrite=True, folder=options, flag=flag)
     prepared = open_sources(cache)
     prepared.manifest.update(manifest)  # of this call: how many files were opened
     return AskedCorpus(prepared)
 
 
-def open_passages(corpus: Corpus, encoder: str) -> Passages:
-    """All sources of a corpus behind both retrievers; vectors of unchanged files are kept on disk.
+def open_passages(corpus: Corpus, encoder: str, weight: float = DEFAULT_WEIGHT) -> Passages:
+    """All sources of a corpus behind an encoder (see `open_encoded`) and BM25.
+
+    Args:
+      weight: of the encoder's cosines beside BM25's scores, see retrieval/fusion.py.
+    """
+    dense = open_encoded(corpus, encoder)
+    return Passages(ScoreFusion(HybridSearch(dense, BM25Retriever(corpus)), weight), dense)
+
+
+def open_encoded(corpus: Corpus, encoder: str) -> DenseRetriever:
+    """All sources of a corpus by their vectors; those of unchanged files are kept on disk.
 
     Args:
       encoder: `minilm` embeds pictures by their captions, others by caption and pixels.
@@ -222,8 +264,7 @@ def open_passages(corpus: Corpus, encoder: str) -> Passages:
         groups=files if all(files) else None,
     )
     embeddings = Embeddings(vectors, embedder.fingerprint, corpus.fingerprint)
-    dense = DenseRetriever(corpus, embedder, ExactIndex(embeddings), pictures)
-    return Passages(dense, HybridSearch(dense, BM25Retriever(corpus)))
+    return DenseRetriever(corpus, embedder, ExactIndex(embeddings), pictures)
 
 
 def _open_encoder(encoder: str, corpus: Corpus) -> tuple[Any, PictureStore]:

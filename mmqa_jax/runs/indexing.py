@@ -9,12 +9,14 @@ from typing import Any
 
 from mmqa_jax.core import distributed
 from mmqa_jax.core.chunks import Engine, check_chunk
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_out, read_json, write_json
 from mmqa_jax.core.local_copies import local_copy
-from mmqa_jax.core.paths import check_store
+from mmqa_jax.core.paths import as_path, check_store
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.shards import WHOLE, Shard
-from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.data.corpus import open_corpus, open_sources
+from mmqa_jax.data.records import MANIFEST as CORPUS
 from mmqa_jax.retrieval.embeddings import (
     Embeddings,
     join_embeddings,
@@ -22,6 +24,9 @@ from mmqa_jax.retrieval.embeddings import (
     read_unfinished,
 )
 from mmqa_jax.retrieval.exact import ExactIndex, check_embeddings
+from mmqa_jax.retrieval.faiss_export import IDS as FAISS_IDS
+from mmqa_jax.retrieval.faiss_export import INDEX as FAISS_INDEX
+from mmqa_jax.retrieval.faiss_export import check_export, export_faiss
 from mmqa_jax.retrieval.index import build_index, is_current, load_index, recall_against
 from mmqa_jax.retrieval.manifest import MANIFEST
 from mmqa_jax.retrieval.milvus import ingest, open_milvus
@@ -137,6 +142,39 @@ def index(folder: Path, kind: str, place: str = "") -> dict[str, Any]:
     if kind == "mesh_approx":
         result |= _recall(load_index(folder / INDEX, embeddings), embeddings)
     return result
+
+
+def export(folder: Path, out: Path, data: Path | None = None) -> dict[str, Any]:
+    """Writes the embeddings in `folder` as an index of FAISS, with the ids of its rows.
+
+    Args:
+      data: the corpus that was embedded; None: the one that `embed` was given.
+
+    Raises:
+      UserError: no embeddings or corpus, another corpus, or as `check_export`.
+    """
+    check_store(folder)
+    embeddings = open_embeddings(folder / EMBEDDINGS)
+    if data is None:
+        record = folder / "embed.json"
+        data = as_path(read_json(record)["data"]) if record.is_file() else None
+    if data is None or not (local_copy(data) / CORPUS).is_file():
+        raise UserError(
+            f"--data: the corpus of {folder} {'' if data is None else f'({data}) '}is not there, "
+            "and the ids of its sources are needed; name its folder."
+        )
+    corpus = open_sources(local_copy(data))
+    if corpus.fingerprint != embeddings.corpus_fingerprint:
+        raise UserError(
+            f"--data={data}: is not the corpus that was embedded in {folder}; name that one, or "
+            "run `mmqa embed` again."
+        )
+    ids = [source.id for source in corpus.sources]
+    check_export(out, ids)
+    export_faiss(out, embeddings, ids)
+    rows, dim = embeddings.vectors.shape
+    print(f"Index of {rows:,} sources x {dim} (faiss): {out / FAISS_INDEX}, {out / FAISS_IDS}")
+    return {"rows": rows, "dim": dim, "kind": "faiss", "out": str(out)}
 
 
 def _fill(place: str, embeddings: Embeddings) -> dict[str, Any]:

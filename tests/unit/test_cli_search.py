@@ -7,11 +7,14 @@ import shutil
 import subprocess
 import sys
 
+import faiss
+import numpy as np
 import pytest
 from cli_runs import QUESTIONS, TEST, done, mmqa, question, rows_of, write_documents
 
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.retrieval.rankings import read_rankings
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -296,3 +299,100 @@ def test_milvus_has_no_kinds(index, refused):
     flags = (f"--embeddings={index}", "--kind=exact", "--index=milvus://localhost:19530/a")
     refused("index", *flags, message="--index and --kind=exact: Milvus has its own kind")
     refused("index", *flags[::2][:1], "--index=milvus://nowhere", message="HOST:PORT/COLLECTION")
+
+
+def test_rankings_as_a_run_of_trec(data, models, tmp_path):
+    """Every verb that reads or writes rankings takes .trec; qrels stand in for the corpus."""
+    corpus, run, qrels = f"--data={data}", tmp_path / "found.trec", tmp_path / "test.qrels"
+    plain = tmp_path / "found.jsonl"
+    search = ("search", corpus, "--method=bm25", "--top_k=5")
+    found = done(*search, f"--out={run}", f"--qrels={qrels}")
+    assert done(*search, f"--out={plain}") == found
+    ids = [row["id"] for row in TEST]
+    assert read_rankings(run, ids) == read_rankings(plain, ids)
+    gold = [f"{row['id']} 0 {name} 1" for row in TEST for name in row["positives"]]
+    assert qrels.read_text().splitlines() == gold
+
+    references = f"--references={data}"
+    by_corpus = done("evaluate", "corpus", references, f"--predictions={run}")
+    assert by_corpus == done("evaluate", "corpus", references, f"--predictions={plain}")
+    by_qrels = done("evaluate", "corpus", f"--references={qrels}", f"--predictions={run}")
+    assert by_qrels["scores"] == by_corpus["scores"]
+    assert by_qrels.items() >= {"n": 4, "missing": 0, "unjudged": 1}.items()
+
+    reranked = tmp_path / "reranked.trec"
+    model = f"--model={models / 'rerank'}"
+    done("rerank", corpus, model, f"--candidates={run}", f"--out={reranked}")
+    again = tmp_path / "reranked.jsonl"
+    done("rerank", corpus, model, f"--candidates={plain}", f"--out={again}")
+    assert read_rankings(reranked, ids) == read_rankings(again, ids)
+    out = f"--out={tmp_path / 'predictions.jsonl'}"
+    reader = ("answer", corpus, f"--model={models / 'answer'}", "--threshold=0")
+    assert done(*reader, f"--sources={reranked}", out)["questions"] == 5
+
+
+def test_runs_and_qrels_that_are_refused(data, refused, tmp_path):
+    out = f"--out={tmp_path / 'x.trec'}"
+    run, qrels, spaced = tmp_path / "r.trec", tmp_path / "t.qrels", tmp_path / "spaced"
+    rows = [question(0, "test", "Hav", positives=[], negatives=[]) | {"id": "test 0"}]
+    raw = write_documents(tmp_path / "raw", rows)
+    done("prepare", "corpus", f"--raw={raw}", f"--out={spaced}")
+    run.write_text("test0 Q0 s-Hav 1 0.5 x\ntest0 Q0 s-Nowhere 2 0.5 x\n")
+    qrels.write_text("test0 0 s-Hav 0\n")
+    evaluate = ("evaluate", "corpus", f"--predictions={run}")
+    refused(
+        "search",
+        f"--data={spaced}",
+        "--method=bm25",
+        out,
+        message="question 'test 0' is .* has a space",
+    )
+    hidden = ("--method=bm25", f"--out={tmp_path / 'x.jsonl'}", f"--qrels={tmp_path / 'x.qrels'}")
+    refused("search", f"--data={spaced}", *hidden, message="none of the 1 questions has gold")
+    refused(
+        *evaluate, f"--references={data}", message=r"r\.trec, line 1: source 's-Nowhere' is not"
+    )
+    refused(*evaluate, f"--references={qrels}", message=r"t\.qrels: judges no source relevant")
+    qrels.write_text("other 0 s-Hav 1\n")
+    refused(*evaluate, f"--references={qrels}", message="ranks none of the 1 questions")
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text(json.dumps({"question_id": "test0", "answer": "x"}))
+    flags = (f"--references={qrels}", f"--predictions={answers}")
+    refused("evaluate", "corpus", *flags, message="answers.jsonl holds no rankings")
+
+
+def test_questions_that_a_run_or_qrels_lack_are_said(tmp_path, quiet):
+    run, qrels = tmp_path / "r.trec", tmp_path / "t.qrels"
+    run.write_text("q1 Q0 a 1 2 x\nq1 Q0 b 2 1 x\nq3 Q0 a 1 1 x\n")
+    qrels.write_text("q1 0 b 2\nq2 0 a 1\nq3 0 a 0\n")
+    flags = ("evaluate", "corpus", f"--references={qrels}", f"--predictions={run}")
+    ended = mmqa(*flags, "--json")
+    assert ended.value["scores"].items() >= {"mrr": 0.25, "recall@2": 0.5, "recall@1": 0}.items()
+    assert "1 of 2 questions have no ranking and count 0" in ended.err
+    assert "1 questions have no relevant source" in ended.err
+    assert done(*flags, "--only_given")["scores"]["mrr"] == 0.5
+
+
+def test_an_index_for_faiss(data, index, refused, tmp_path):
+    out = tmp_path / "faiss"
+    result = done("index", f"--embeddings={index}", "--export=faiss", f"--out={out}")
+    assert result == {"rows": 11, "dim": 32, "kind": "faiss", "out": str(out)}
+    sources = open_corpus(data).sources
+    assert (out / "docid").read_text().splitlines() == [source.id for source in sources]
+    vectors = np.load(index / "embeddings" / "embeddings.npy")
+    searched = faiss.read_index(str(out / "index"))
+    assert searched.search(vectors, 1)[1][:, 0].tolist() == list(range(11))
+    # The corpus has been moved, and another one stands in its place.
+    moved = tmp_path / "index"
+    shutil.copytree(index, moved)
+    write_json(moved / "embed.json", {"data": str(tmp_path / "gone"), "model": "m"})
+    flags = ("index", f"--embeddings={moved}", "--export=faiss", f"--out={out}")
+    assert done(*flags, f"--data={data}") == result
+    refused(*flags, message=r"--data: the corpus of .* \(.*gone\) is not there.*name its folder")
+    raw = write_documents(tmp_path / "raw", QUESTIONS[:3])
+    done("prepare", "corpus", f"--raw={raw}", f"--out={tmp_path / 'other'}")
+    refused(*flags, f"--data={tmp_path / 'other'}", message="is not the corpus that was embedded")
+    refused(*flags[:3], message="--export=faiss: needs --out")
+    refused(*flags, "--kind=exact", message="--kind=exact and --export: .* leave --kind=exact out")
+    refused(*flags[:2], f"--out={out}", message="--out: is of an export; give --export=faiss")
+    refused(*flags[:3], f"--out={moved}", f"--data={data}", message=r"index: is a folder")

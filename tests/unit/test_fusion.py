@@ -68,6 +68,8 @@ SIZE, DIM = 60, 8
 class Vectors:
     """An embedder that knows every question's vector; counts how often it is asked."""
 
+    image_size = 1
+
     def __init__(self, vectors):
         self.vectors, self.calls = vectors, 0
 

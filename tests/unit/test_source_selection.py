@@ -101,6 +101,8 @@ def test_a_question_may_go_without_sources():
 class Texts:
     """An embedder that knows its texts' vectors by heart, and notes what it was asked."""
 
+    image_size = 1
+
     def __init__(self, **vectors):
         self.vectors, self.asked = vectors, []
 

@@ -228,6 +228,8 @@ class NoPictures:
 class Alike:
     """An embedder whose every text is nearest to the first of three sources; it notes them."""
 
+    image_size = 1
+
     def __init__(self):
         self.asked: list[str] = []
 

@@ -1,0 +1,437 @@
+"""mmqa_jax from Python: a corpus, a retriever, a reader, and answers that cite their sources.
+
+    import mmqa_jax as mmqa
+
+    corpus = mmqa.open_corpus("my-folder")       # or a list of texts
+    retriever = mmqa.open_retriever(corpus)      # BM25 and MiniLM
+    with mmqa.open_reader(corpus, "smollm2") as reader:
+        answer = mmqa.ask("How often is the filter to be cleaned?", retriever, reader)
+
+The parts are those of `mmqa ask --data`: what was read and embedded, and what a language model
+said, is kept in the cache folder ($MMQA_CACHE, ~/.cache/mmqa_jax). Wrong input raises UserError,
+or TypeError, whose message says what to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from mmqa_jax.core import distributed
+from mmqa_jax.core.arguments import check_several
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.host import cache_dir
+from mmqa_jax.data.images import decode, read_picture_file
+from mmqa_jax.data.lists import PictureOf, corpus_of_lists
+from mmqa_jax.data.schema import NOT_FOUND, Question, Ranking
+from mmqa_jax.papers.webqa import top
+from mmqa_jax.prompting.backends import Backend
+from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
+from mmqa_jax.prompting.llm_reranker import LLMReranker, LLMRerankerOptions
+from mmqa_jax.prompting.source_prompts import Pictures
+from mmqa_jax.retrieval.bm25 import BM25Retriever
+from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, RankFusion, check_weight
+from mmqa_jax.retrieval.rankings import Retriever as Ranker
+from mmqa_jax.retrieval.rankings import read_rankings, write_rankings
+from mmqa_jax.runs.ask_folder import (
+    MINILM,
+    AskOptions,
+    FolderAnswer,
+    FolderAnswerer,
+    Passages,
+    open_encoded,
+    open_folder,
+    open_passages,
+)
+from mmqa_jax.runs.asked import AskedCorpus, ShownSource, shown_sources
+from mmqa_jax.runs.parts import LLMSpec
+from mmqa_jax.runs.parts import open_llm as open_cached
+from mmqa_jax.runs.prepare import folder_notes
+from mmqa_jax.weights.hub import download_model
+
+__all__ = [
+    "Answer",
+    "Reader",
+    "Retriever",
+    "UserError",
+    "ask",
+    "open_corpus",
+    "open_llm",
+    "open_reader",
+    "open_reranker",
+    "open_retriever",
+    "read_rankings",
+    "write_rankings",
+]
+
+Method = Literal["bm25", "dense", "fused", "rrf"]
+_CANDIDATES = 20  # that a reranker scores
+
+
+def open_corpus(
+    texts: Sequence[str] | str | os.PathLike,
+    *,
+    titles: Sequence[str | None] | None = None,
+    pictures: Sequence[PictureOf | None] | None = None,
+    ids: Sequence[str] | None = None,
+) -> AskedCorpus:
+    """A corpus of texts and pictures, or of a folder.
+
+    Args:
+      texts: the snippets, a caption where there is a picture; or a folder's path: documents and
+        pictures, an interchange folder, or what `mmqa prepare` wrote.
+      titles, pictures, ids: of the texts, see data/lists.py; pictures are paths or encoded bytes.
+
+    Returns:
+      Its `sources` have id, text, title and image. It keeps the picture of the question that was
+      asked last, so that one question is asked of it at a time.
+
+    Raises:
+      UserError: names the folder, or the place in the list.
+      TypeError: a value of another type.
+    """
+    if not isinstance(texts, str | os.PathLike):
+        return AskedCorpus(corpus_of_lists(texts, titles, pictures, ids))
+    for name, values in {"titles": titles, "pictures": pictures, "ids": ids}.items():
+        if values is not None:
+            raise UserError(
+                f"open_corpus: {name} belong to a list of texts, and {str(texts)!r} names a "
+                "folder; put the text into a list, or leave them out."
+            )
+    corpus = open_folder(Path(texts), flag="open_corpus: texts")
+    for line in folder_notes(corpus.manifest["origin"]):
+        warnings.warn(line, stacklevel=2)
+    return corpus
+
+
+class Retriever:
+    """A corpus behind a search. Made by `open_retriever`.
+
+    Attributes:
+      corpus: that is searched.
+      encoder: of its passages; "": none, BM25 alone.
+      passages: the retrievers of the other rooms, which take Questions.
+    """
+
+    def __init__(self, corpus: AskedCorpus, encoder: str, passages: Passages):
+        self.corpus, self.encoder, self.passages = corpus, encoder, passages
+
+    def search(
+        self, query: str, top_k: int = 10, *, picture: PictureOf | None = None
+    ) -> list[ShownSource]:
+        """The `top_k` best sources of one query, each with `source` and `score`.
+
+        Args:
+          picture: that belongs to the query, for an encoder that sees.
+
+        Returns:
+          Best first; fewer where the corpus has fewer, or BM25 finds no more that share a word.
+        """
+        question = _asked(self.corpus, query, picture, "Retriever.search")
+        (ranking,) = self._search([question], top_k)
+        return _found(self.corpus, ranking)
+
+    def search_many(self, queries: Sequence[str], top_k: int = 10) -> list[list[ShownSource]]:
+        """`search` of many queries, which are embedded together."""
+        check_several(queries, "Retriever.search_many", "queries")
+        rankings = self.rank({str(n): query for n, query in enumerate(queries)}, top_k)
+        return [_found(self.corpus, ranking) for ranking in rankings]
+
+    def rank(self, queries: Mapping[str, str], top_k: int = 100) -> list[Ranking]:
+        """The rankings of many queries by their ids, as `write_rankings` takes them."""
+        if not isinstance(queries, Mapping):
+            raise TypeError(
+                f"Retriever.rank: {type(queries).__name__} was given, a dict of id -> query was "
+                "expected; take search_many for queries without ids."
+            )
+        for query in queries.values():
+            _check_query(query, "Retriever.rank")
+        return self._search([Question(name, "", query) for name, query in queries.items()], top_k)
+
+    def _search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
+        _check_top_k(top_k)
+        return self.passages.ranked.search(questions, min(top_k, len(self.corpus)))
+
+
+def open_retriever(
+    corpus: AskedCorpus,
+    method: Method = "fused",
+    *,
+    encoder: str | os.PathLike = MINILM,
+    weight: float = DEFAULT_WEIGHT,
+    reranker: LLMReranker | None = None,
+    candidates: int = _CANDIDATES,
+) -> Retriever:
+    """A retriever over a corpus.
+
+    Args:
+      corpus: of `open_corpus`.
+      method: `bm25`, `dense` (by an encoder), or both: `fused` by scores, `rrf` by ranks.
+      encoder: `minilm`, a converted CLIP or a contrastive run; not for bm25.
+      weight: of the encoder's cosines beside BM25's scores, from 0 to 1; of fused.
+      reranker: of `open_reranker`, or any with its method `score`, that ranks the best
+        `candidates` again.
+
+    Raises:
+      UserError: no such encoder, or no word in the corpus for BM25 to find.
+    """
+    _check_corpus(corpus, "open_retriever")
+    if method not in get_args(Method):
+        raise UserError(
+            f"open_retriever: method {method!r} is not known; use one of "
+            f"{', '.join(get_args(Method))}."
+        )
+    _check_top_k(candidates, "candidates")
+    check_weight(weight, "open_retriever: weight")
+    encoder = str(encoder)
+    if method == "bm25":
+        passages = Passages(BM25Retriever(corpus), None)
+    else:
+        distributed.start(join=False)  # programs are kept between runs
+        if method == "fused":
+            passages = open_passages(corpus, encoder, weight)
+        else:
+            dense = open_encoded(corpus, encoder)
+            ranked = dense if method == "dense" else RankFusion([BM25Retriever(corpus), dense])
+            passages = Passages(ranked, dense)
+    if reranker is not None:
+        ranked = _Reranked(passages.ranked, reranker, min(candidates, len(corpus)))
+        passages = passages._replace(ranked=ranked)
+    return Retriever(corpus, "" if method == "bm25" else encoder, passages)
+
+
+def open_llm(
+    model: str | os.PathLike = "smollm2",
+    backend: Literal["engine", "openai"] = "engine",
+    *,
+    download: bool = False,
+) -> Backend:
+    """A language model, for a reader and a reranker to share; its `close` ends it.
+
+    Args:
+      model: as `mmqa prompt --model`: `smollm2`, a folder or GGUF file, ORG/NAME in the Hugging
+        Face cache, or a server's name for it.
+      backend: `engine` is this process, `openai` a server, at OPENAI_BASE_URL with OPENAI_API_KEY.
+      download: fetch ORG/NAME if it is not in the cache.
+
+    Raises:
+      UserError: no such model or server.
+    """
+    if backend not in ("engine", "openai"):
+        raise UserError(f"open_llm: backend {backend!r} is not known; use engine or openai.")
+    if download:
+        download_model(str(model), "model")
+    return open_cached(LLMSpec(str(model), backend), cache_dir() / "responses", "model")
+
+
+class Reader:
+    """A language model that answers from a corpus's sources. Made by `open_reader`.
+
+    A context manager, which closes the model at its end if it has opened it.
+    """
+
+    def __init__(self, corpus: AskedCorpus, llm: Backend, reader: LLMReader, owns: bool):
+        self.corpus, self.llm, self.reader = corpus, llm, reader
+        self._owns = owns
+
+    def answer(
+        self, question: str, sources: Sequence[ShownSource], *, picture: PictureOf | None = None
+    ) -> Answer:
+        """The answer to a question from sources that a search has found, best first.
+
+        Without sources and without a picture there is nothing to answer from: not found.
+        """
+        check_several(sources, "Reader.answer", "sources of Retriever.search")
+        asked = _asked(self.corpus, question, picture, "Reader.answer")
+        names = tuple(found.source.id for found in sources)
+        unknown = [name for name in names if name not in self.corpus.row]
+        if unknown:
+            raise UserError(
+                f"Reader.answer: source {unknown[0]!r} is not in the reader's corpus; open "
+                "retriever and reader over the same one."
+            )
+        given = Ranking(asked.id, names, tuple(float(found.score) for found in sources))
+        if not names and picture is None:
+            return Answer(NOT_FOUND, False)
+        (prediction,) = self.reader.answer([asked], [given])
+        said = prediction.answer.strip()
+        answer = FolderAnswer(said, said not in ("", NOT_FOUND), prediction, given)
+        return _answer(self.corpus, answer)
+
+    def close(self) -> None:
+        """Ends the model, if `open_reader` has opened it."""
+        if self._owns:
+            self.llm.close()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def open_reader(
+    corpus: AskedCorpus,
+    model: str | os.PathLike | Backend = "smollm2",
+    backend: Literal["engine", "openai"] = "engine",
+    *,
+    pictures: Pictures = "auto",
+    max_new_tokens: int = LLMReaderOptions.max_new_tokens,
+) -> Reader:
+    """A language model as a reader of a corpus.
+
+    Args:
+      corpus: of `open_corpus`.
+      model, backend: see `open_llm`, or what it returned.
+      pictures: how the model is shown pictures, see LLMReaderOptions.
+      max_new_tokens: of an answer.
+
+    Raises:
+      UserError: no such model or server.
+    """
+    _check_corpus(corpus, "open_reader")
+    options = LLMReaderOptions(pictures=pictures, max_new_tokens=max_new_tokens)
+    owns = isinstance(model, str | os.PathLike)
+    llm = open_llm(model, backend) if owns else model
+    return Reader(corpus, llm, LLMReader(corpus, llm, options), owns)
+
+
+def open_reranker(corpus: AskedCorpus, llm: Backend, *, calibrated: bool = False) -> LLMReranker:
+    """A language model as a reranker: by its probability that a source helps to answer.
+
+    Args:
+      llm: of `open_llm`; a server must give log-probabilities.
+      calibrated: see LLMRerankerOptions.
+    """
+    _check_corpus(corpus, "open_reranker")
+    if isinstance(llm, str | os.PathLike):
+        raise TypeError(
+            f"open_reranker: {str(llm)!r} is a name, an opened model was expected; open it with "
+            f"open_llm({str(llm)!r}), which a reader can share."
+        )
+    return LLMReranker(corpus, llm, LLMRerankerOptions(calibrated=calibrated))
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The answer to one question.
+
+    Attributes:
+      text: what the model wrote, without its markers; `Not found in the sources.` if no source is
+        similar enough, or the model says so.
+      found: whether there is an answer.
+      sources: those that it cites, each with `source`, `score` and its number, `cited`.
+      read: all that the model was shown; if none was similar enough, the nearest one, which was
+        not.
+      notes: what the model was not shown, and what failed.
+    """
+
+    text: str
+    found: bool
+    sources: Sequence[ShownSource] = ()
+    read: Sequence[ShownSource] = ()
+    notes: Sequence[str] = ()
+
+
+def ask(
+    question: str,
+    retriever: Retriever,
+    reader: Reader,
+    *,
+    picture: PictureOf | None = None,
+    top_k: int = AskOptions.top_k,
+    least_similarity: float | None = None,
+) -> Answer:
+    """Answers a question from the corpus of a retriever and a reader, as `mmqa ask --data` does.
+
+    Args:
+      picture: that belongs to the question; a path or encoded bytes.
+      top_k: sources that the model reads.
+      least_similarity: as AskOptions; a question whose nearest source is less similar is refused
+        unread. BM25 alone refuses questions that share no word with any source.
+    """
+    if not isinstance(retriever, Retriever) or not isinstance(reader, Reader):
+        given = f"{type(retriever).__name__} and {type(reader).__name__}"
+        raise TypeError(
+            f"ask: {given} were given; give the question, what open_retriever returned, then what "
+            "open_reader returned."
+        )
+    if retriever.corpus is not reader.corpus:
+        raise UserError("ask: retriever and reader are of two corpora; open both over the same.")
+    _check_query(question, "ask")
+    _check_top_k(top_k)
+    options = AskOptions(
+        retriever.encoder, min(top_k, len(retriever.corpus)), least_similarity=least_similarity
+    )
+    answerer = FolderAnswerer(retriever.corpus, reader.reader, options, retriever.passages)
+    return _answer(retriever.corpus, answerer.answer(question, _encoded(picture, "ask")))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reranked:
+    """The best sources of a retriever, ranked again."""
+
+    retriever: Ranker
+    reranker: LLMReranker
+    candidates: int
+
+    def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
+        """The `top_k` best of the candidates, and of as many at least."""
+        found = self.retriever.search(questions, max(top_k, self.candidates))
+        return [top(ranking, top_k) for ranking in self.reranker.score(questions, found)]
+
+
+def _answer(corpus: AskedCorpus, answer: FolderAnswer) -> Answer:
+    cited, scores = answer.prediction.sources, answer.prediction.source_scores
+    return Answer(
+        answer.text,
+        answer.found,
+        tuple(shown_sources(corpus, cited, scores, cited=True)),
+        tuple(_found(corpus, answer.read)),
+        tuple(answer.notes()),
+    )
+
+
+def _found(corpus: AskedCorpus, ranking: Ranking) -> list[ShownSource]:
+    return shown_sources(corpus, ranking.sources, ranking.scores, cited=False)
+
+
+def _asked(corpus: AskedCorpus, text: str, picture: PictureOf | None, where: str) -> Question:
+    """The question, whose picture the corpus has from now on."""
+    _check_query(text, where)
+    return corpus.ask(text, _encoded(picture, where))
+
+
+def _encoded(picture: PictureOf | None, where: str) -> bytes | None:
+    if picture is None:
+        return None
+    data = picture if isinstance(picture, bytes) else read_picture_file(picture)
+    decode(data, f"{where}: the picture")  # a broken one is refused before it is searched with
+    return data
+
+
+def _check_query(query: Any, where: str) -> None:
+    if not isinstance(query, str):
+        raise TypeError(
+            f"{where}: a text was expected, {type(query).__name__} was given; give one text at a "
+            "time, or many to Retriever.search_many."
+        )
+    if not query.strip():
+        raise UserError(f"{where}: the question is empty; write one.")
+
+
+def _check_top_k(top_k: int, name: str = "top_k") -> None:
+    if top_k < 1:
+        raise UserError(f"{name}={top_k}: at least 1 was expected; give a larger number.")
+
+
+def _check_corpus(corpus: Any, where: str) -> None:
+    if not isinstance(corpus, AskedCorpus):
+        raise TypeError(
+            f"{where}: {type(corpus).__name__} was given, a corpus was expected; open one with "
+            "open_corpus(...) and give that."
+        )
