@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # Of single verbs, or of nothing here.
-NOT_IN_DEMO = {"pyarrow", "openpyxl", "openai", "tensorflow", "torch", "pandas"}
+NOT_IN_DEMO = {"pyarrow", "matplotlib", "openpyxl", "openai", "tensorflow", "torch", "pandas"}
 
 
 def names(lines: list[str]) -> set[str]:
