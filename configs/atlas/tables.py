@@ -1,8 +1,9 @@
 """The rows of Atlas, our own benchmark, that the demo runs: `mmqa run --config=...:ROW`.
 
 The published figures are those of configs/atlas/README.md, which the demo measures on 300
-questions of the test split. Source selection is VLP's with the retriever's similarity and a second
-hop (ours); `restricted_vlp` and `full_vlp` count VLP's relevance alone.
+questions of the test split, as every row here does; `--config.data.questions=0` takes all. Source
+selection is VLP's with the retriever's similarity and a second hop (ours); `restricted_vlp` and
+`full_vlp` count VLP's relevance alone.
 
 `pica_*` and `smollm2_*` are the other papers' systems on the same test questions, with SmolLM2. To
 these, whose benchmarks ask on a picture with a caption, a question brings its gold sources: its
@@ -206,7 +207,11 @@ def get_config(mode: str = "full") -> ConfigDict:
     """`mode`: a row, of MODES."""
     config = _rows.make_row(
         mode,
-        {**ROWS[mode], "published": _cells(mode, ROWS[mode]["published"])},
+        {
+            "questions": _QUESTIONS,
+            **ROWS[mode],
+            "published": _cells(mode, ROWS[mode]["published"]),
+        },
         system="webqa",
         dataset="atlas",
         data=DATA,

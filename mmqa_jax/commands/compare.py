@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 SUMMARY = "compare runs question by question: intervals, paired bootstrap, McNemar, Holm."
-EXAMPLE = "mmqa compare runs/tables/vlp runs/tables/clip20_vlp --metric=source_f1/official"
+EXAMPLE = "mmqa compare runs/tables/vlp runs/tables/clip20_vlp --report=compare.html"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +26,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare on the questions that all runs were scored on",
     )
+    parser.add_argument(
+        "--report", metavar="FILE.html", help="a page with the runs' answers side by side"
+    )
     parser.add_argument("--markdown", action="store_true", help="tables as markdown, to paste")
 
 
@@ -41,6 +44,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         against_first=arguments.against_first,
         shared=arguments.shared,
     )
+    if arguments.report:
+        from mmqa_jax.runs.compare_report import write_comparison
+
+        write_comparison(Path(arguments.report), runs, compared)
+        compared["report"] = arguments.report
     for table in compare_tables(compared):
         show(table, markdown=arguments.markdown)
+    if arguments.report:
+        print(f"Report: {arguments.report}")
     return compared

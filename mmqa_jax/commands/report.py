@@ -1,4 +1,4 @@
-"""`mmqa report`: report.html of a finished demo, or of a training run."""
+"""`mmqa report`: report.html of any workdir."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-SUMMARY = "write report.html from the workdir of a demo or of a training run."
+SUMMARY = "write report.html of a demo, a training run, a row, or a folder of rows."
 EXAMPLE = "mmqa report --workdir=workdir-demo"
 
 
@@ -15,15 +15,31 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workdir",
         default="workdir-demo",
-        help="of a finished demo, or of a training run, finished or not: its curves and validation",
+        help="of a finished demo, of a training run, finished or not, of a finished row of "
+        "`mmqa run`, or a folder of several rows' workdirs (workdir-demo)",
     )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Writes the report."""
-    from mmqa_jax.runs.demo import write_demo_report
-    from mmqa_jax.runs.training_report import METRICS, write_training_report
+    """Writes the report of what the workdir holds."""
+    from mmqa_jax.runs.workdirs import kind_of
 
     folder = Path(arguments.workdir)
-    is_training = (folder / METRICS).exists()
-    return write_training_report(folder) if is_training else write_demo_report(folder)
+    kind = kind_of(folder)
+    if kind == "training":
+        from mmqa_jax.runs.training_report import write_training_report
+
+        return write_training_report(folder)
+    if kind not in ("row", "rows"):
+        from mmqa_jax.runs.demo import write_demo_report
+
+        return write_demo_report(folder)
+    from mmqa_jax.evaluation.tables import show
+    from mmqa_jax.runs.row_report import report_row
+    from mmqa_jax.runs.rows_report import report_rows
+
+    path, tables = report_row(folder) if kind == "row" else report_rows(folder)
+    for table in tables:
+        show(table)
+    print(f"Report: {path}")
+    return {"report": str(path)}

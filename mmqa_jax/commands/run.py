@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def show_results(result: RowRun, folder: Path) -> dict[str, Any]:
     """Prints what a row's run came to; returns scores.json."""
     from mmqa_jax.evaluation.tables import show
-    from mmqa_jax.runs.results import row_title
+    from mmqa_jax.runs.row_report import row_title
     from mmqa_jax.runs.traces import counts_table
 
     for note in result.scores["notes"]:

@@ -1,13 +1,14 @@
-"""`mmqa status`: how far a training run is, or a job that shards compute."""
+"""`mmqa status`: how far a training run, a row, a demo or a job that shards compute is."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
-from mmqa_jax.core.paths import as_path, check_store
+from mmqa_jax.core.paths import as_path, check_store, in_store
 
-SUMMARY = "show how far a training run or a job in parts is, and the time left."
+SUMMARY = "show how far a training run, a row, a demo or a job in parts is, and the time left."
 EXAMPLE = "mmqa status runs/retrieval/dense.jsonl"
 STORE_OUTPUTS = ("path",)
 
@@ -15,7 +16,7 @@ STORE_OUTPUTS = ("path",)
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     parser.add_argument(
-        "path", help="the --workdir of `mmqa train`, or the --out or --workdir of a job"
+        "path", help="the --workdir of `mmqa train`, `run` or `demo`, or the --out of a job"
     )
 
 
@@ -29,6 +30,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         training = training_status(path)
         print("\n".join(status_lines(training)))
         return training
+    if (known := _of_workdir(path)) is not None:
+        return known
     from mmqa_jax.core.chunks import named
     from mmqa_jax.core.progress import duration
     from mmqa_jax.evaluation.tables import Table, show
@@ -51,6 +54,31 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         show(Table(status["folder"], columns, rows))
     print(_sentence(status, named(status["missing"]), duration))
     return status
+
+
+def _of_workdir(path: Path) -> dict[str, Any] | None:
+    """Prints how far a demo, a finished row or a folder of rows is; None: it is none of these."""
+    if in_store(path):  # where none of these lies
+        return None
+    from mmqa_jax.runs.workdirs import kind_of
+
+    kind = kind_of(path)
+    if kind not in ("demo", "row", "rows"):
+        return None
+    from mmqa_jax.runs import status as found
+
+    if kind == "demo":
+        demo = found.demo_status(path)
+        print(found.demo_line(demo))
+        return demo
+    if kind == "rows":
+        rows = found.rows_status(path)
+        print(found.rows_line(rows))
+        return rows
+    row = found.row_status(path)
+    if row is not None:
+        print(found.row_line(row))
+    return row
 
 
 def _sentence(status: dict[str, Any], missing: str, duration: Any) -> str:

@@ -7,6 +7,11 @@ from typing import Any
 
 from mmqa_jax.commands import flags
 
+# Of runs/tables.py: PAPERS and datasets(), which this list does without loading.
+NAMES = (
+    *("webqa", "pica", "rmr", "mavl", "llava", "atlas", "openstax"),
+    *("okvqa", "aokvqa", "scienceqa", "mmbench", "seedbench"),
+)
 SUMMARY = "list the rows of the papers' tables: published and measured figures, commands, needs."
 EXAMPLE = "mmqa tables webqa --workdir=runs/tables"
 
@@ -14,13 +19,16 @@ EXAMPLE = "mmqa tables webqa --workdir=runs/tables"
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     parser.add_argument(
-        "paper",
+        "name",
         nargs="?",
-        choices=("webqa", "pica", "rmr", "mavl", "llava", "atlas", "openstax"),
-        help="a paper, or atlas or openstax, whose rows are ours (all)",
+        metavar="PAPER_OR_DATASET",
+        choices=NAMES,
+        help=f"a paper or a data set: {', '.join(NAMES)} (all)",
     )
     parser.add_argument(
-        "--workdir", help="folder with the rows' workdirs (WORKDIR/ROW), for the measured figures"
+        "--workdir",
+        help="folder with the rows' workdirs (WORKDIR/ROW), or a demo's, for the measured figures "
+        "(runs/tables and workdir-demo)",
     )
     parser.add_argument("--markdown", action="store_true", help="tables as markdown, to paste")
 
@@ -28,12 +36,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Lists the rows."""
     from mmqa_jax.evaluation.tables import show
-    from mmqa_jax.runs.tables import PAPERS, commands_table, list_rows, rows_tables
+    from mmqa_jax.runs.tables import commands_table, list_rows, paper_tables
 
-    rows = []
-    for paper in [arguments.paper] if arguments.paper else PAPERS:
-        listed = list_rows(paper, flags.optional_path(arguments.workdir))
-        for table in (*rows_tables(paper, listed), commands_table(paper, listed)):
+    rows = list_rows(arguments.name, flags.optional_path(arguments.workdir))
+    for paper in dict.fromkeys(figure["paper"] for figure in rows):
+        own = [figure for figure in rows if figure["paper"] == paper]
+        for table in (*paper_tables(own), commands_table(own)):
             show(table, markdown=arguments.markdown)
-        rows += listed
     return {"rows": rows}

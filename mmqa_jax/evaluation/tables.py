@@ -1,4 +1,7 @@
-"""Result tables: printed with rich, written as markdown, or put in the report."""
+"""Result tables: printed with rich, written as markdown, or put in the report.
+
+Their texts hold scores' identifiers; what is shown has their names (score_names.py).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.evaluation.score_names import for_people, identifiers_in
 from mmqa_jax.evaluation.scores import Scores
 from mmqa_jax.evaluation.significance import Interval, bootstrap_interval
 
@@ -25,12 +29,17 @@ LLM_USE = {
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A titled table; floats are shown with three decimals, None as a dash."""
+    """A titled table; floats are shown with three decimals, None as a dash.
+
+    Attributes:
+      links: of a report, row -> the page that its first cell leads to.
+    """
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     note: str = ""
+    links: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         for row in self.rows:
@@ -42,16 +51,24 @@ class Table:
         cells = [row[column] for row in self.rows if row[column] is not None]
         return bool(cells) and not any(isinstance(cell, str) for cell in cells)
 
+    def printed_note(self) -> str:
+        """The note, with the identifiers of the scores that the table names."""
+        texts = [self.title, *self.columns]
+        texts += [cell for row in self.rows for cell in row if isinstance(cell, str)]
+        named = identifiers_in(texts)
+        listed = ", ".join(f"{name} = {identifier}" for name, identifier in named.items())
+        return " ".join(filter(None, (self.note, listed and f"Scores: {listed}.")))
+
 
 def format_cell(cell: Cell) -> str:
-    """`0.412`, `1,234`, `0.412 [0.390, 0.434]`, a dash for None."""
+    """`0.412`, `1,234`, `0.412 [0.390, 0.434]`, a dash for None, a score by its name."""
     if cell is None:
         return "–"
     if isinstance(cell, Interval):
         return f"{cell.mean:.3f} {format_bounds(cell)}"
     if isinstance(cell, float):
         return f"{cell:.3f}"
-    return f"{cell:,}" if isinstance(cell, int) else cell
+    return f"{cell:,}" if isinstance(cell, int) else for_people(cell)
 
 
 def llm_use(scores: Mapping[str, Any]) -> dict[str, float]:
@@ -100,8 +117,8 @@ def to_rich(table: Table) -> rich.table.Table:
     import rich.table
 
     shown = rich.table.Table(
-        title=rich.markup.escape(table.title),
-        caption=rich.markup.escape(table.note) or None,
+        title=rich.markup.escape(for_people(table.title)),
+        caption=rich.markup.escape(table.printed_note()) or None,
         title_justify="left",
         caption_justify="left",
     )
@@ -109,7 +126,8 @@ def to_rich(table: Table) -> rich.table.Table:
         right = table.numeric(index)
         justify = "right" if right else "left"
         # Cells are wrapped, never cut: names are to be copied.
-        shown.add_column(rich.markup.escape(column), justify=justify, overflow="fold")
+        name = rich.markup.escape(for_people(column))
+        shown.add_column(name, justify=justify, overflow="fold")
     for row in table.rows:
         shown.add_row(*(rich.markup.escape(format_cell(cell)) for cell in row))
     return shown
@@ -122,10 +140,11 @@ def to_markdown(table: Table) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
     rules = ["---:" if table.numeric(index) else "---" for index in range(len(table.columns))]
-    lines = [f"**{table.title}**", "", line(table.columns), line(rules)]
+    columns = list(map(for_people, table.columns))
+    lines = [f"**{for_people(table.title)}**", "", line(columns), line(rules)]
     lines += [line([format_cell(cell) for cell in row]) for row in table.rows]
-    if table.note:
-        lines += ["", table.note]
+    if note := table.printed_note():
+        lines += ["", note]
     return "\n".join(lines) + "\n"
 
 
@@ -154,7 +173,7 @@ def answer_table(title: str, scores: Scores, constant: Scores | None = None) -> 
 
     rows = [row(category, n, category) for category, n in scores.counts.items()]
     rows.append(row("all", scores.n, None))
-    notes = [f"Scorers: {', '.join(scorers)}. Intervals: 95%, bootstrap over questions."]
+    notes = ["Intervals: 95%, bootstrap over questions."]
     if constant is not None:
         notes.append("Constant: each category's single best answer, chosen on the other splits.")
     if scores.missing:

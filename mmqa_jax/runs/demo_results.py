@@ -14,8 +14,16 @@ from rich.console import Console
 from mmqa_jax.core.files import read_jsonl
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
+from mmqa_jax.evaluation.cards import (
+    Card,
+    CardAnswer,
+    SourcesOfCards,
+    best_first,
+    cites_picture,
+    evenly_by_category,
+)
 from mmqa_jax.evaluation.prediction_lines import read_answers
-from mmqa_jax.evaluation.report import ReportData, evenly_by_category, example, write_report
+from mmqa_jax.evaluation.report import ReportData, write_report
 from mmqa_jax.evaluation.significance import Interval, bootstrap_interval
 from mmqa_jax.evaluation.tables import Cell, Table, retrieval_table, to_rich
 from mmqa_jax.evaluation.webqa import (
@@ -25,7 +33,8 @@ from mmqa_jax.evaluation.webqa import (
     score_answers,
 )
 from mmqa_jax.retrieval.rankings import read_rankings
-from mmqa_jax.runs.results import run_facts
+from mmqa_jax.runs.row_report import run_facts, verdict_note
+from mmqa_jax.runs.traces import reference_rows
 from mmqa_jax.runs.training_report import run_curves
 from mmqa_jax.tasks.reading import known_tasks
 from mmqa_jax.training.best_weights import read_best
@@ -48,6 +57,7 @@ SOURCE_F1 = {
     "full_reranked": "full",
 }
 METRICS = ("webqa_acc", "exact_match")
+_SCORER = "webqa_acc/no_lemma"
 NOTICE = (
     "Atlas is mmqa_jax's own benchmark, made from OpenMoji pictures and World Factbook text. Its "
     "scores are not comparable with WebQA's or with any other benchmark's."
@@ -141,7 +151,7 @@ def score_demo(results: Results) -> dict[str, Any]:
     return {
         "dataset": "atlas",
         "n": len(results.questions),
-        "scorer": "webqa_acc/no_lemma",
+        "scorer": _SCORER,
         "selection": {k: results.selection[k] for k in _TUNED},
         "scores": {name: interval.mean for name, interval in intervals.items()}
         | {f"recall_at_20/{row}": values["20"] for row, values in recall.items()},
@@ -233,41 +243,67 @@ def write_html(
             "the reader."
         ),
         notice=NOTICE,
-        attribution=results.corpus.manifest.get("attribution", "").strip().splitlines(),
-        facts=run_facts(results.folder, results.corpus),
         headline={
             "answer accuracy, oracle sources": scores["scores"]["webqa_acc/oracle"],
             "answer accuracy, full collection": scores["scores"]["webqa_acc/full"],
             "recall@20, dense with second hop": scores["scores"]["recall_at_20/dense_second_hop"],
             "source F1, restricted": scores["scores"]["source_f1/reranked"],
         },
+        cards=_cards(results),
+        card_note=verdict_note(_SCORER) + " Sources: those of the setting full.",
         tables=result_tables(results, scores),
-        curves={
-            kind.product: run_curves(results.folder / task) for task, kind in known_tasks().items()
-        },
-        best_steps={title: found["step"] for title, found in best.items() if found is not None},
         recall={
             name: {int(k): v for k, v in values.items()}
             for name, values in scores["recall"].items()
         },
+        curves={
+            kind.product: run_curves(results.folder / task) for task, kind in known_tasks().items()
+        },
+        best_steps={title: found["step"] for title, found in best.items() if found is not None},
         stages=[(name, record["seconds"]) for name, record in stages.items()],
-        examples=[
-            _example(results, i) for i in evenly_by_category(results.questions, results.examples)
-        ],
+        facts=run_facts(results.folder, results.corpus),
+        attribution=results.corpus.manifest.get("attribution", "").strip().splitlines(),
     )
     write_report(path, data)
 
 
-def _example(results: Results, i: int) -> Any:
-    answers = {
-        row: (
-            results.predictions[row][i],
-            {metric: float(results.scores[row][f"{metric}/no_lemma"][i]) for metric in METRICS},
+def _cards(results: Results) -> list[Card]:
+    """About `examples` questions, equally many of each category, the best first.
+
+    A card is right where the setting `full` is.
+    """
+    corpus, predictions = results.corpus, results.predictions["full"]
+    picked = evenly_by_category(results.questions, results.examples)
+    order = best_first(
+        [float(results.scores["full"][_SCORER][i]) for i in picked],
+        [cites_picture(corpus, predictions[i].sources) for i in picked],
+        [results.questions[i].category for i in picked],
+    )
+    sources = SourcesOfCards(corpus)
+    return [_card(results, picked[place], sources) for place in order]
+
+
+def _card(results: Results, i: int, sources: SourcesOfCards) -> Card:
+    question = results.questions[i]
+    answers = [
+        CardAnswer(
+            row.replace("_", " "),
+            results.predictions[row][i].answer,
+            float(results.scores[row][_SCORER][i]),
+            {f"{m}/no_lemma": float(results.scores[row][f"{m}/no_lemma"][i]) for m in METRICS},
         )
         for row in ("full", "restricted", "oracle", "question_only")
-    }
+    ]
     cited = results.predictions["full"][i].sources
-    return example(results.corpus, results.questions[i], answers, results.relevance[i], cited)
+    return Card(
+        question=question.question,
+        id=question.id,
+        category=question.category,
+        answers=answers,
+        rows=reference_rows(question),
+        sources=sources.of(question, results.relevance[i], [cited]),
+        picture=results.corpus.question_picture(question),
+    )
 
 
 def _settings_table(results: Results, scores: Mapping[str, Any], metric: str, title: str) -> Table:

@@ -1,4 +1,4 @@
-"""The results of a row: scores, the files of its workdir, its tables and report.html."""
+"""The results of a row: scores and the files of its workdir, report.html among them."""
 
 from __future__ import annotations
 
@@ -7,37 +7,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.core.files import read_json, write_json, write_jsonl
-from mmqa_jax.core.workdir import read_config
+from mmqa_jax.core.files import write_json, write_jsonl
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking, prediction_row
 from mmqa_jax.evaluation.benchmarks import BENCHMARKS
-from mmqa_jax.evaluation.report import ReportData, Trace, evenly_by_category, example, write_report
 from mmqa_jax.evaluation.retrieval import score_modality, score_rankings
 from mmqa_jax.evaluation.scores import Scores, count_empty
 from mmqa_jax.evaluation.scoring import Evaluation, notes_of_counts, score_predictions
-from mmqa_jax.evaluation.tables import Table
-from mmqa_jax.prompting.llm_reader import READER
 from mmqa_jax.retrieval.rankings import write_rankings
-from mmqa_jax.runs.agent_report import agent_summary, agent_tables
+from mmqa_jax.runs.agent_report import agent_summary
 from mmqa_jax.runs.answered import Answered
 from mmqa_jax.runs.parts import RetrieverSpec
 from mmqa_jax.runs.row import Row
-from mmqa_jax.runs.traces import counts_table, llm_cost, report_traces, trace_counts, trace_rows
-
-_EXAMPLES = 60
-_HEADLINE = (
-    *("webqa_acc", "exact_match", "source_f1/official", "recall@20", "vqa_accuracy"),
-    *("a_okvqa", "scienceqa", "mmbench", "seed_bench", "choice_accuracy"),
-)
-# Dataset -> the scorers that tell right from wrong, the best first; of others the first there is.
-_VERDICTS = {
-    "scienceqa": ("scienceqa/letter_or_wrong",),  # letter_or_random draws where there is no letter
-    "aokvqa": ("a_okvqa_mc/official", "a_okvqa_da/official"),
-    "mmbench": ("mmbench/vanilla",),  # circular: of all passes, of which one is shown
-    "seedbench": ("seed_bench/likelihood", "seed_bench/letter"),
-}
-_CHOSEN = ("scienceqa/recorded_choice",)  # before them, where options were ranked
+from mmqa_jax.runs.row_report import write_row_report
+from mmqa_jax.runs.traces import llm_cost, trace_counts, trace_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,133 +188,3 @@ def _write(folder: Path, run: RowRun, seconds: Mapping[str, float], limit: int |
         run.predictions,
         run.rankings,
     )
-
-
-def row_title(scores: Mapping[str, Any]) -> str:
-    """`webqa, val: vlp (first 100 questions)`."""
-    title = f"{scores['dataset']}, {scores['split']}: {scores['row']}"
-    if scores["limit"] is not None:
-        title += f" (first {scores['limit']} questions)"
-    return title
-
-
-def write_row_report(
-    folder: Path,
-    scores: Mapping[str, Any],
-    evaluation: Evaluation,
-    corpus: Corpus,
-    questions: Sequence[Question],
-    predictions: Sequence[Prediction],
-    rankings: Mapping[str, Sequence[Ranking]],
-) -> list[Table]:
-    """Writes a row's report.html; returns the tables in it."""
-    tables = [*evaluation.tables(row_title(scores)), *agent_tables(agent_summary(predictions))]
-    tables += counts_table(scores.get("prompts", {}))
-    if "llm" in scores:
-        tables.append(_cost_table(scores["llm"]))
-    ranked = rankings.get("relevance") or rankings.get("candidates")
-    per_question = evaluation.per_question()
-    scorer = verdict_scorer(scores["dataset"], evaluation, predictions)
-    traces = report_traces(corpus, questions, predictions, per_question, scorer)
-    recall = {
-        int(name.partition("@")[2]): value
-        for name, value in scores["scores"].items()
-        if name.startswith("recall@")
-    }
-    data = ReportData(
-        title=row_title(scores),
-        description=f"Setting {scores['setting']}; {len(questions):,} questions.",
-        notice="; ".join(scores["notes"]),
-        attribution=corpus.manifest.get("attribution", "").strip().splitlines(),
-        facts=row_facts(folder) | run_facts(folder, corpus),
-        traces=_with_scores(traces, predictions, per_question),
-        trace_scorer=scorer,
-        headline={
-            name: value for name, value in scores["scores"].items() if name.startswith(_HEADLINE)
-        },
-        tables=tables,
-        recall={scores["row"]: recall} if recall else {},
-        examples=[
-            example(
-                corpus,
-                questions[i],
-                {scores["setting"]: (predictions[i], per_question.get(questions[i].id, {}))},
-                ranked[i] if ranked else _cited(predictions[i]),
-                predictions[i].sources,
-            )
-            for i in evenly_by_category(questions, _EXAMPLES)
-            # Other traces show all.
-            if not predictions[i].trace or READER in predictions[i].trace
-        ],
-    )
-    write_report(folder / "report.html", data)
-    return tables
-
-
-def verdict_scorer(dataset: str, evaluation: Evaluation, predictions: Sequence[Prediction]) -> str:
-    """The scorer by which the report calls an answer right or wrong; "" without scores.
-
-    It reads the answer that is shown: no random draw, no other pass of the question. Of options
-    that a model ranked, the choice itself counts.
-    """
-    known = [name for scores in evaluation.scored for name in scores.per_question]
-    preferred = _VERDICTS.get(dataset, ())
-    if any("option_scores" in prediction.trace for prediction in predictions):
-        preferred = (*_CHOSEN, *preferred)
-    return next((name for name in (*preferred, *known) if name in known), "")
-
-
-def _with_scores(
-    traces: Sequence[Trace],
-    predictions: Sequence[Prediction],
-    per_question: Mapping[str, Mapping[str, float]],
-) -> list[Trace]:
-    """The traces with all scores of their questions."""
-    traced = [prediction for prediction in predictions if prediction.trace]
-    chosen = []
-    for trace, prediction in zip(traces, traced, strict=True):
-        scores = per_question.get(prediction.question_id, {})
-        listed = " · ".join(f"{name} {score:.2f}" for name, score in scores.items())
-        rows = [*trace.rows, ("scored", listed)] if listed else trace.rows
-        chosen.append(dataclasses.replace(trace, rows=rows))
-    return chosen
-
-
-def row_facts(folder: Path) -> dict[str, str]:
-    """What the row in `folder` is, changes of its config included: setting, options and models."""
-    config = read_config(folder)
-    options = ", ".join(f"{name}={value}" for name, value in config.options.items())
-    models = {
-        f"model of {name}": part.model for name, part in config.parts.items() if part.get("model")
-    }
-    return {
-        "setting": f"{config.system}, {config.setting}",
-        "options": options or "the setting's own",
-        **models,
-    }
-
-
-def run_facts(folder: Path, corpus: Corpus | None = None) -> dict[str, str]:
-    """When, where and with which code (and on which corpus) the run in `folder` was made."""
-    run = read_json(folder / "config.json")
-    device = run.get("devices", {})
-    return {
-        "started": run["started"],
-        "device": f"{device.get('count', '?')} x {device.get('kind', '?')}",
-        "host": f"{run['host']['cpus']} CPU cores, Python {run['host']['python']}",
-        "jax": run["versions"].get("jax", "?"),
-        "commit": run["git"]["commit"][:10] if run.get("git") else "not from a checkout",
-        **({} if corpus is None else {"corpus": corpus.fingerprint[:16]}),
-    }
-
-
-def _cost_table(cost: Mapping[str, float]) -> Table:
-    """Calls and tokens of the language model, per question and in all."""
-    names = ("calls", "prompt_tokens", "completion_tokens")
-    rows = [[name.replace("_", " "), cost[f"{name}_per_question"], cost[name]] for name in names]
-    return Table("Language model", ("cost", "per question", "all questions"), rows)
-
-
-def _cited(prediction: Prediction) -> Ranking:
-    scores = prediction.source_scores or (1.0,) * len(prediction.sources)
-    return Ranking(prediction.question_id, prediction.sources, scores)

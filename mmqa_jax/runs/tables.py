@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmqa_jax.core.config import find_config, load_module
 from mmqa_jax.core.errors import UserError
@@ -27,29 +27,47 @@ PAPERS = {
     "atlas": ("atlas",),
     "openstax": ("openstax",),
 }
-
+# Folders of rows' workdirs that are looked into where no other is named.
+PLACES = ("runs/tables", "workdir-demo/rows")
 
 _WIDEST = 9  # columns of figures that a terminal of 120 characters holds
 
 
-def list_rows(paper: str, workdir: Path | None = None) -> list[dict[str, Any]]:
-    """Every published figure of a paper's tables: the rows of `mmqa tables --json`.
+def datasets() -> list[str]:
+    """The data sets that have rows."""
+    return list(dict.fromkeys(dataset for folders in PAPERS.values() for dataset in folders))
+
+
+def list_rows(name: str | None, workdir: Path | None = None) -> list[dict[str, Any]]:
+    """Every published figure of a paper's or a data set's tables: the rows of `mmqa tables --json`.
 
     Args:
-      paper: of PAPERS.
-      workdir: folder of rows' workdirs (WORKDIR/ROW), or one row's own.
+      name: of PAPERS or of `datasets()`; what is both lists all rows of the data set. None: all.
+      workdir: folder of rows' workdirs (WORKDIR/ROW), one row's own, or a demo's; by default the
+        PLACES that exist.
 
     Returns:
       One dict per figure: paper, table, row, column, published, tolerance, scorer, command, needs,
       measured, interval (95%) and n (where scores.json has them), llm (calls and prompt tokens per
-      question), limit, sample (if not the row's own `data.questions`) and status: `pass` or `fail`
-      (of all questions of the row), `not run`, `needs` (inputs are missing), `cited only`,
-      `missing` (not implemented yet), or, of a row of ours without a published figure, `measured`.
+      question), limit, sample (if not the row's own `data.questions`), workdir (of the measured
+      figure) and status: `pass` or `fail` (of all questions of the row), `partial` (of some of them
+      or of another split, which neither passes nor fails), `not run`, `needs` (inputs are missing),
+      `cited only`, `missing` (not implemented yet), or, of a row of ours without a published
+      figure, `measured`.
     """
-    return [figure for dataset in PAPERS[paper] for figure in _rows_of(paper, dataset, workdir)]
+    places = [Path(place) for place in PLACES] if workdir is None else [workdir]
+    if workdir is not None and not workdir.is_dir():
+        raise UserError(f"--workdir={workdir}: no such folder; name one that holds rows' workdirs.")
+    return [
+        figure
+        for paper, folders in PAPERS.items()
+        for dataset in folders
+        if name in (None, dataset) or (name == paper and name not in datasets())
+        for figure in _rows_of(paper, dataset, places)
+    ]
 
 
-def _rows_of(paper: str, dataset: str, workdir: Path | None) -> list[dict[str, Any]]:
+def _rows_of(paper: str, dataset: str, places: Sequence[Path]) -> list[dict[str, Any]]:
     """The figures of one paper in configs/DATASET/tables.py."""
     tables = load_module(find_config(f"configs/{dataset}/tables.py"))
     listed = []
@@ -57,14 +75,14 @@ def _rows_of(paper: str, dataset: str, workdir: Path | None) -> list[dict[str, A
         if content.get("paper", dataset) != paper:
             continue
         row = read_row(tables.get_config(name))
-        measured = None if workdir is None else _scores(workdir, dataset, name, row.dataset)
+        measured = _scores(places, dataset, name, row)
         needs = [f"{path}: {how}" for path, how in row.missing_inputs().items()]
         needs += _missing_server(row)
         command = (
             f"mmqa run --config=configs/{dataset}/tables.py:{name} "
             f"--workdir=runs/tables/{dataset}/{name}"
         )
-        for cell in row.published or _ours(dataset, name, measured):
+        for cell in row.published or _ours(dataset, name, measured and measured.scores):
             listed.append(_figure(paper, name, dict(cell), command, needs, measured, row))
     for status, rows in (("missing", tables.MISSING), ("cited only", tables.CITED)):
         for name, cells in rows.items():
@@ -100,12 +118,13 @@ def _ours(dataset: str, name: str, scores: Mapping[str, Any] | None) -> list[dic
     ]
 
 
-def rows_tables(paper: str, listed: list[dict[str, Any]]) -> list[Table]:
-    """The result of `list_rows` as tables.
+def paper_tables(listed: list[dict[str, Any]]) -> list[Table]:
+    """The figures of one paper, of `list_rows`, as tables.
 
-    The papers' figures, a line per row; below them what has been measured of these rows, and of
+    The published ones, a line per row; below them what has been measured of these rows, and of
     our own.
     """
+    paper = listed[0]["paper"]
     published = [figure for figure in listed if figure["published"] is not None]
     numbers = sorted(dict.fromkeys(figure["table"] for figure in published), key=_numbered)
     tables = [
@@ -163,6 +182,8 @@ def _measured_table(title: str, figures: list[dict[str, Any]]) -> Table:
         note = f"first {one['limit']} only" if one["limit"] else ""
         if one["sample"]:
             note = f"{one['sample']:,} questions only"
+        if not note and one["status"] == "partial":
+            note = f"split {one['split']}"
         if not ours:
             note = one["status"] + (f" ({note})" if note else "")
         published = () if ours else (one["published"],)
@@ -172,19 +193,21 @@ def _measured_table(title: str, figures: list[dict[str, Any]]) -> Table:
     return Table(title, columns, rows)
 
 
-def commands_table(paper: str, listed: list[dict[str, Any]]) -> Table:
-    """The config of every row that can be run, and the inputs that it still needs."""
+def commands_table(listed: list[dict[str, Any]]) -> Table:
+    """Of one paper, of `list_rows`: every row's config, and where it was run or what it needs."""
     rows: dict[str, list[Cell]] = {}
     for figure in listed:
         if figure["command"]:
             _, _, config = figure["command"].partition(" --config=")
             needs = "; ".join(need.partition(":")[0] for need in figure["needs"])
-            rows[figure["command"]] = [config.partition(" ")[0], needs or "–"]
+            state = f"run: {figure['workdir']}" if figure["workdir"] else ""
+            rows[figure["command"]] = [config.partition(" ")[0], state or needs or "–"]
     note = (
         "Run one with: mmqa run --config=CONFIG --workdir=runs/tables/DATASET/ROW. What is missing "
         "and where it comes from: mmqa tables --json, key needs."
     )
-    return Table(f"{paper}, rows to run", ("config", "still needs"), list(rows.values()), note)
+    title = f"{listed[0]['paper']}, rows to run"
+    return Table(title, ("config", "run, or still needs"), list(rows.values()), note)
 
 
 def _figure(
@@ -193,9 +216,10 @@ def _figure(
     cell: Mapping[str, Any],
     command: str,
     needs: list[str],
-    scores: Mapping[str, Any] | None,
+    found: _Measured | None,
     row: Row | None,
 ) -> dict[str, Any]:
+    scores = None if found is None else found.scores
     measured = None if scores is None else _measured(scores, cell["scorer"], cell["group"])
     status = "needs" if needs else "not run"
     needs_bart = cell["scorer"].startswith("webqa_fl") and row and not row.scoring.bart
@@ -205,14 +229,15 @@ def _figure(
     limit = None if scores is None else scores.get("limit")
     # How many questions a run took of those that its row does, by `data.questions`.
     sample = None if scores is None else scores.get("sample") or None
-    if row is not None and sample == row.data.questions:
+    if row is not None and sample == (row.data.questions or None):
         sample = None
-    whole = limit is None and sample is None
     if measured is not None and cell["published"] is None:
         status = "measured"
-    elif measured is not None and whole and scores["split"] == row.data.split:
+    elif measured is not None and found.whole:
         within = abs(measured - cell["published"]) <= cell["tolerance"]
         status = "pass" if within else "fail"
+    elif measured is not None:
+        status = "partial"
     return {
         "paper": paper,
         "table": cell["table"],
@@ -229,6 +254,8 @@ def _figure(
         "llm": {} if scores is None else llm_use(scores),
         "limit": limit,
         "sample": sample,
+        "split": None if scores is None else scores["split"],
+        "workdir": None if found is None else str(found.folder),
         "status": status,
     }
 
@@ -252,16 +279,35 @@ def _certainty(scores: Mapping[str, Any], scorer: str, group: str) -> dict[str, 
     return {"interval": interval, "n": scores.get("n_by_scorer", {}).get(scorer)}
 
 
-def _scores(workdir: Path, folder: str, row: str, dataset: str) -> Mapping[str, Any] | None:
-    """scores.json of a row: in WORKDIR/FOLDER/ROW, in WORKDIR/ROW or in `workdir` itself."""
-    if not workdir.is_dir():
-        raise UserError(f"--workdir={workdir}: no such folder; name one that holds rows' workdirs.")
-    for place in (workdir / folder / row, workdir / row, workdir):
-        file = place / "scores.json"
-        if file.exists():
-            scores = read_json(file)
+class _Measured(NamedTuple):
+    """A finished run of a row.
+
+    Attributes:
+      whole: whether it took all questions that the row's published figures are of.
+    """
+
+    folder: Path
+    scores: Mapping[str, Any]
+    whole: bool
+
+
+def _scores(places: Sequence[Path], folder: str, name: str, row: Row) -> _Measured | None:
+    """The first run of a row below `places` that took all its questions, or the first of all.
+
+    A place is a folder of workdirs (PLACE/FOLDER/ROW or PLACE/ROW), a row's workdir or a demo's.
+    """
+    found = []
+    for place in places:
+        for workdir in (place / folder / name, place / name, place / "rows" / name, place):
+            file = workdir / "scores.json"
+            scores = read_json(file) if file.exists() else None
             if not isinstance(scores, Mapping):
                 continue
-            if (scores.get("row"), scores.get("dataset")) == (row, dataset):
-                return scores
-    return None
+            if (scores.get("row"), scores.get("dataset")) == (name, row.dataset):
+                whole = (
+                    scores.get("limit") is None
+                    and (scores.get("sample") or 0) == row.data.questions
+                    and scores.get("split") == row.data.split
+                )
+                found.append(_Measured(workdir, scores, whole))
+    return next((run for run in found if run.whole), found[0] if found else None)

@@ -1,13 +1,12 @@
-"""How a prompted system came to each of its answers: trace.jsonl, and the report's questions."""
+"""How a prompted system came to each of its answers: trace.jsonl, and what cards say of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.report import Trace
+from mmqa_jax.evaluation.cards import TraceNode
 from mmqa_jax.evaluation.tables import Table
 from mmqa_jax.prompting.few_shot import lacks_caption
 from mmqa_jax.prompting.llm_reader import READER
@@ -148,41 +147,34 @@ def _chosen(trace: Mapping[str, Any]) -> int:
     return sum(map(len, trace.get("shots", ()))) + trace.get("dropped_shots", 0)
 
 
-def report_traces(
-    corpus: Corpus,
-    questions: Sequence[Question],
-    predictions: Sequence[Prediction],
-    scores: Mapping[str, Mapping[str, float]],
-    scorer: str,
-) -> list[Trace]:
-    """The traces as the report shows them; right and wrong are told by `scorer`."""
-    return [
-        Trace(
-            question=question.question,
-            category=question.category,
-            score=scores.get(question.id, {}).get(scorer),
-            rows=_rows(question, prediction),
-            details=_details(prediction.trace),
-            picture=corpus.question_picture(question),
-            tree=agent_tree(prediction.trace, prediction.answer)
-            if "agents" in prediction.trace
-            else (),
-        )
-        for question, prediction in zip(questions, predictions, strict=True)
-        if prediction.trace
-    ]
-
-
-def _rows(question: Question, prediction: Prediction) -> list[tuple[str, str]]:
-    trace = prediction.trace
+def reference_rows(question: Question) -> list[tuple[str, str]]:
+    """What a card says of the right answer: choices and references."""
     rows = []
     if question.choices:
         rows.append(("choices", " · ".join(question.choices)))
     answers = question.answers
     if question.answer_index is not None:
         answers = (question.choices[question.answer_index],)
-    rows.append(("reference", " · ".join(dict.fromkeys(answers)) or "(not published)"))
-    rows.append(("answer", prediction.answer or "(none)"))
+    reference = " · ".join(dict.fromkeys(answers))
+    if question.keywords and reference:
+        reference += f"  (scored: {question.keywords})"
+    rows.append(("reference", reference or "(not published)"))
+    return rows
+
+
+def trace_tree(prediction: Prediction) -> list[TraceNode]:
+    """The agents of a prediction as a tree; [] of a system without agents."""
+    if "agents" not in prediction.trace:
+        return []
+    return agent_tree(prediction.trace, prediction.answer)
+
+
+def answer_rows(question: Question, prediction: Prediction) -> list[tuple[str, str]]:
+    """What a card says of how a prompted system came to its answer; [] of other systems."""
+    trace = prediction.trace
+    if not trace:
+        return []
+    rows = []
     outputs = () if "agents" in trace else trace.get("outputs", ())  # those are in the tree
     for one in outputs:
         known = f"  (log-probability {one['logprob']:.2f})" if "logprob" in one else ""
@@ -199,9 +191,6 @@ def _rows(question: Question, prediction: Prediction) -> list[tuple[str, str]]:
         rows.append(("knowledge", " · ".join(dict.fromkeys(listed)) or "(none found)"))
     if dropped := trace.get("dropped_passages"):
         rows.append(("dropped", f"{dropped} passages that did not fit"))
-    if READER in trace:
-        rows.append(("cited", " · ".join(prediction.sources) or "(none)"))
-        rows.append(("read", " · ".join(prediction.read) or "(none)"))
     if dropped := trace.get("dropped_sources"):
         rows.append(("dropped", f"{dropped} sources that did not fit"))
     rows += [
@@ -210,7 +199,7 @@ def _rows(question: Question, prediction: Prediction) -> list[tuple[str, str]]:
     return rows
 
 
-def _details(trace: Mapping[str, Any]) -> list[tuple[str, str]]:
+def trace_details(trace: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Each prompt with its shots; the prompts of agents are in their tree."""
     details = []
     prompts = trace.get("prompts", ())

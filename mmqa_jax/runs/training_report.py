@@ -18,7 +18,7 @@ from mmqa_jax.data.table_files import real_number, whole_number
 from mmqa_jax.evaluation.plots import Points
 from mmqa_jax.evaluation.report import ReportData, read_curves, write_report
 from mmqa_jax.evaluation.tables import Table, show
-from mmqa_jax.runs.results import run_facts
+from mmqa_jax.runs.row_report import run_facts
 from mmqa_jax.tasks.reading import known_tasks
 from mmqa_jax.tasks.run import is_trained
 from mmqa_jax.training.attempts import FILE, Goodput, goodput, read_attempts
@@ -53,23 +53,23 @@ def write_training_report(folder: Path) -> dict[str, Any]:
     title = f"Training of the {product}"
     tables = [_validation_table(curves)] if any(_VALIDATION in name for name in curves) else []
     headline = {} if best is None else {f"best {best['metric']}": best["value"]}
-    if (measured := goodput(read_attempts(folder))) is not None:
-        tables.append(_time_table(measured))
+    measured = goodput(read_attempts(folder))
+    times = [] if measured is None else [_time_table(measured)]
     facts = run_facts(folder)
     if best is not None:
         facts = {"best step": f"{best['step']} (weights: {best['weights']})", **facts}
-    for table in tables:
+    for table in (*tables, *times):
         show(table)
+    where = f" of {config.data.dir}" if config.data.dir else ""
     data = ReportData(
         title=title,
-        description=(
-            f"{config.train.steps:,} steps on split {config.data.split} of {config.data.dir}."
-        ),
-        facts=facts,
+        description=f"{config.train.steps:,} steps on split {config.data.split}{where}.",
         headline=headline,
         tables=tables,
         curves={product: curves},
         best_steps={} if best is None else {product: best["step"]},
+        run_tables=times,
+        facts=facts,
     )
     write_report(folder / "report.html", data)
     Console(stderr=True).print(f"Report: {folder / 'report.html'}", soft_wrap=True)

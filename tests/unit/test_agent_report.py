@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import re
-
 import pytest
 from mavl_team import FULL, QUESTIONS, FakeKnowledge, heuristics, library, team_llm
+from report_pages import card_data
 from test_mavl import by_tools
 
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.evaluation.report import ReportData, Trace, TraceNode, render_report
+from mmqa_jax.evaluation.cards import Card, CardAnswer, TraceNode
+from mmqa_jax.evaluation.report import ReportData, render_report
 from mmqa_jax.papers.mavl import answer_mavl
 from mmqa_jax.runs.agent_report import agent_summary, agent_tables, agent_tree
-from mmqa_jax.runs.traces import report_traces, trace_counts
+from mmqa_jax.runs.row_report import row_cards
+from mmqa_jax.runs.traces import trace_counts
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +22,6 @@ def predictions():
     return answer_mavl(
         QUESTIONS, team_llm(plans, by_tools), library(), heuristics(), FakeKnowledge(), shots=1
     )
-
-
-def data_of(page: str) -> dict:
-    found = re.search(r'<script type="application/json" id="trace-data">(.*?)</script>', page, re.S)
-    return json.loads(found[1])
 
 
 def test_the_tree_of_a_question(predictions):
@@ -121,31 +116,35 @@ def test_nothing_found_and_nobody_answers():
 
 
 def test_the_report_holds_the_tree_and_each_line_once(predictions):
-    shown = report_traces(Corpus([], QUESTIONS), QUESTIONS, predictions, {}, "s")
-    page = render_report(ReportData("run", traces=shown, trace_scorer="s"))
-    data = data_of(page)
+    cards = row_cards(Corpus([], QUESTIONS), QUESTIONS, predictions, {}, {}, "s")
+    data = card_data(render_report(ReportData("run", cards=cards)))
     lines = data["lines"]
     assert len(lines) == len(set(lines))
-    names = [name for name, _ in data["traces"][0]["details"]]
+    names = [name for name, _ in data["cards"][0]["details"]]
     assert names == [f"shots of prompt {n} and their similarity" for n in (1, 2)]
-    prompt = data["traces"][0]["tree"][0]["children"][-1]
+    prompt = data["cards"][0]["tree"][0]["children"][-1]
     assert "\n".join(lines[n] for n in prompt["long"]) == predictions[0].trace["prompts"][0]
 
 
 def test_no_text_of_a_tree_is_markup():
     evil = "</script><script>alert('x')</script>"
     node = TraceNode(evil, long=evil, children=[TraceNode(evil)])
-    page = render_report(ReportData("run", traces=[Trace("?", "", None, [], tree=[node])]))
-    assert page.count("<script") == page.count("</script>") == 2
-    assert data_of(page)["traces"][0]["tree"][0]["children"][0]["text"] == evil
+    card = Card("?", [CardAnswer("", "")], tree=[node])
+    page = render_report(ReportData("run", cards=[card]))
+    assert page.count("<script") == page.count("</script>") == 3
+    assert card_data(page)["cards"][0]["tree"][0]["children"][0]["text"] == evil
 
 
 def test_five_thousand_questions_stay_small(predictions):
     """Every question shows the same shots: their lines are kept once."""
     shots = "\n".join(f"Question: {n}, and some more words of it ?" for n in range(60))
-    traces = [
-        Trace(f"ask {n}", "", 0.0, [], [("prompt", f"{shots}\nQuestion: own {n}")] * 3)
+    cards = [
+        Card(
+            f"ask {n}",
+            [CardAnswer("", "", 0.0)],
+            details=[("prompt", f"{shots}\nQuestion: own {n}")] * 3,
+        )
         for n in range(5000)
     ]
-    assert len(render_report(ReportData("run", traces=traces))) < 6_000_000
+    assert len(render_report(ReportData("run", cards=cards))) < 6_000_000
     assert 5000 * 3 * len(shots) > 30_000_000

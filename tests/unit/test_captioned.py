@@ -14,7 +14,8 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.papers import mavl, pica, prophet
 from mmqa_jax.prompting.captions import Captions
 from mmqa_jax.prompting.shots import ExampleLibrary
-from mmqa_jax.runs.traces import counts_table, report_traces, trace_counts
+from mmqa_jax.runs.row_report import row_cards
+from mmqa_jax.runs.traces import counts_table, trace_counts
 
 CAPTIONS = Captions({"q0": "a file's scene", "q1": "another", "e0": "a file's view"})
 # q2 and every example but e0 keep their own caption.
@@ -71,8 +72,8 @@ def test_prophet_with_promptcaps_captions():
     assert "Context: a file's view.\n===\nQuestion: ask 0 ?" in prompts["q0"]
     assert "Context: view 1.\n===\nQuestion: ask 1 ?" in prompts["q0"]
     assert "Context: scene 2.\n===\nQuestion: query 2 ?" in prompts["q2"]
-    shown = report_traces(Corpus([], QUESTIONS), QUESTIONS, found, {}, "s")
-    captions = [dict(trace.rows)["caption"] for trace in shown]
+    cards = row_cards(Corpus([], QUESTIONS), QUESTIONS, found, {}, {}, "s")
+    captions = [dict(card.rows)["caption"] for card in cards]
     assert captions == ["a file's scene", "another", "scene 2."]
 
 

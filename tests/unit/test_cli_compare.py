@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cli_runs import done, mmqa, write_rows
+from report_pages import card_data, cards_of
 
 from mmqa_jax.evaluation.significance import holm, mcnemar
 
@@ -263,3 +264,50 @@ def test_lines_of_another_shape(line, runs, refused):
     lines[3] = line
     path.write_text("\n".join(lines) + "\n")
     refused("compare", *runs, message=r"b/per_question\.jsonl, line 4")
+
+
+def test_the_page_of_two_runs(runs, tmp_path):
+    """Side by side, those first on which they differ; without their data ids stand for texts."""
+    rows = [json.loads(line) for line in (runs[1] / "per_question.jsonl").read_text().splitlines()]
+    rows[15] |= {"answer": "<b>Nairobi</b>", "sources": ["s1"]}
+    write_rows(runs[1] / "per_question.jsonl", rows)
+    page = tmp_path / "compare.html"
+    found = done("compare", *runs[:2], f"--report={page}")
+    assert found["report"] == str(page)
+    text = page.read_text()
+    counts = {one["label"]: one["count"] for one in card_data(text)["filters"]}
+    assert counts == {
+        "all": 40, "A right, B wrong": 0, "B right, A wrong": 8, "both right": 12, "both wrong": 20,
+    }  # fmt: skip
+    cards = cards_of(text)
+    assert [card["id"] for card in cards[:8]] == [f"q{n}" for n in range(12, 20)]
+    (card,) = (card for card in cards if card["id"] == "q15")
+    assert [(one["system"], one["answer"], one["verdict"]) for one in card["answers"]] == [
+        ("A", "", "wrong"), ("B", "<b>Nairobi</b>", "right"),
+    ]  # fmt: skip
+    assert [(one["id"], one["cited"]) for one in card["sources"]] == [("s1", [1])]
+    assert "A − B: -0.200" in text
+    assert "p = 0.0078 (McNemar)" in text
+    assert "questions and sources are shown by their ids" in text
+
+
+def test_the_page_of_graded_and_of_three_runs(runs, tmp_path):
+    page = tmp_path / "compare.html"
+    done("compare", *runs[:2], f"--metric={F1}", f"--report={page}")
+    labels = [one["label"] for one in card_data(page.read_text())["filters"]]
+    assert labels[-2:] == ["A better", "B better"]
+    done("compare", *runs, f"--report={page}")
+    labels = [one["label"] for one in card_data(page.read_text())["filters"]]
+    assert labels == [
+        *("all", "A right, others wrong", "B right, others wrong", "C right, others wrong"),
+        *("all right", "all wrong"),
+    ]
+
+
+def test_a_page_of_answers_of_another_shape(runs, refused, tmp_path):
+    rows = [json.loads(line) for line in (runs[1] / "per_question.jsonl").read_text().splitlines()]
+    rows[3]["sources"] = "s1"
+    write_rows(runs[1] / "per_question.jsonl", rows)
+    message = r"b/per_question\.jsonl, line 4: expected a text \"answer\""
+    refused("compare", *runs[:2], f"--report={tmp_path / 'compare.html'}", message=message)
+    assert not (tmp_path / "compare.html").exists()

@@ -9,18 +9,12 @@ import re
 import numpy as np
 import PIL.Image
 import pytest
+from report_pages import card_data, cards_of
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.evaluation import tables
-from mmqa_jax.evaluation.report import (
-    Example,
-    ExampleAnswer,
-    ExampleSource,
-    ReportData,
-    read_curves,
-    render_report,
-    write_report,
-)
+from mmqa_jax.evaluation.cards import Card, CardAnswer, CardSource, best_first
+from mmqa_jax.evaluation.report import Bar, ReportData, read_curves, render_report, write_report
 from mmqa_jax.evaluation.scores import Scores
 from mmqa_jax.evaluation.significance import Interval
 
@@ -104,22 +98,22 @@ def full_report():
         },
         recall={"bm25": {1: 0.25, 20: 0.5}, "dense": {1: 0.5, 20: 1.0}, "a$b$_<c>": {1: 0, 20: 1}},
         stages=[("prepare", 5.04), ("train", 125.0)],
-        examples=[
-            Example(
+        cards=[
+            Card(
                 EVIL,
+                [CardAnswer("full", "Yes.", 0.25, {"webqa_acc/no_lemma": 0.25})],
                 "YesNo",
-                [ExampleAnswer("full", "Yes.", {"webqa_acc/no_lemma": 0.25})],
-                ["No <b>."],
-                keywords="no",
-                picture=picture("red", kind="JPEG"),
-                sources=[
-                    ExampleSource("s1", "Flag of A", "A", picture("blue"), 1, 0.9, True, True),
-                    ExampleSource("s2", "A snippet", "B", None, 2, 0.5),
-                    ExampleSource("s3", "Flag of C", "C", b"not a picture", None, None, gold=True),
+                [("reference", "No <b>.")],
+                [
+                    CardSource("s1", "Flag of A", "A", picture("blue"), False, 1, 0.9, [0], True),
+                    CardSource("s2", "A snippet", "B", None, False, 2, 0.5),
+                    CardSource("s3", "Flag of C", "C", b"not a picture", gold=True),
                 ],
+                picture("red", kind="JPEG"),
             ),
-            Example("Which color?", "color", [ExampleAnswer("full", "")], ["Red."]),
+            Card("Which color?", [CardAnswer("full", "")], "color"),
         ],
+        bars={"webqa_acc/no_lemma": [Bar("<a>", Interval(0.5, 0.4, 0.6), "./a/report.html")]},
     )
 
 
@@ -134,53 +128,84 @@ def page(page_source):
 
 
 def test_texts_are_escaped(page, page_source):
-    assert EVIL in page.text
+    card, _ = cards_of(page_source)
+    assert card["question"] == EVIL
+    assert card["rows"] == [["reference", "No <b>."]]
     assert "<script>alert" not in page_source
     assert "Atlas <1>" in page.text
-    assert "No <b>." in page.text
-    assert len(page.all("script")) == 1  # the filter's own
-    assert "(no answer)" in page.text
+    assert len(page.all("script")) == 3  # the cards, and the page's own two
+    assert "<a>" in page.text
 
 
 def test_the_page_needs_no_other_file(page, page_source):
     assert not page.all("link")
-    assert all(src["src"].startswith("data:") for src in page.all("img"))
+    assert not page.all("img")  # the script makes them, of data URIs
+    assert all(uri.startswith("data:") for uri in card_data(page_source)["pictures"] if uri)
     assert not [script for script in page.all("script") if "src" in script]
     links = {link["href"] for link in page.all("a") if not link["href"].startswith("#")}
-    assert links == {"https://openmoji.org"}
+    assert links == {"https://openmoji.org", "./a/report.html"}
     assert "url(http" not in page_source
     assert "@import" not in page_source
 
 
-def test_pictures_are_embedded_small_and_true(page):
-    images = page.all("img")
-    assert len(images) == 2  # the question's and s1's; s3 is broken
+def test_pictures_are_embedded_small_and_true(page_source):
+    card, _ = cards_of(page_source)
+    assert card["sources"][2]["picture"] == ""  # broken, which the script says
     found = []
-    for image in images:
-        kind, data = re.fullmatch(r"data:image/(\w+);base64,(.+)", image["src"]).groups()
+    for uri in (card["picture"], card["sources"][0]["picture"]):
+        kind, data = re.fullmatch(r"data:image/(\w+);base64,(.+)", uri).groups()
         decoded = PIL.Image.open(io.BytesIO(base64.b64decode(data)))
         assert decoded.format.lower() == kind
         assert decoded.size == (300, 225)
         found.append(decoded.convert("RGB").getpixel((150, 100)))
     np.testing.assert_allclose(found, [(255, 0, 0), (0, 0, 255)], atol=3)
-    assert "[unreadable picture]" in page.text
 
 
-def test_sources_are_marked(page):
-    assert [source["title"] for source in page.with_class("source")] == ["s1", "s2", "s3"]
-    assert [source["title"] for source in page.with_class("cited") if "title" in source] == ["s1"]
-    assert [source["title"] for source in page.with_class("is-gold")] == ["s1", "s3"]
-    assert "not retrieved" in page.text
+def test_sources_are_marked(page_source):
+    card, _ = cards_of(page_source)
+    assert [place["id"] for place in card["sources"]] == ["s1", "s2", "s3"]
+    assert [place["id"] for place in card["sources"] if place["cited"]] == ["s1"]
+    assert [place["id"] for place in card["sources"] if place["gold"]] == ["s1", "s3"]
+    assert [place["rank"] for place in card["sources"]] == [1, 2, None]
 
 
-def test_examples_can_be_filtered_by_category(page):
-    buttons = [button["data-show"] for button in page.all("button")]
-    assert buttons == ["", "YesNo", "color"]
-    assert [card["data-category"] for card in page.all("article")] == ["YesNo", "color"]
+def test_a_source_of_many_cards_is_kept_once():
+    sources = [CardSource("s1", "a text", picture=picture("blue"))]
+    cards = [Card(f"{n} ?", [CardAnswer("", "Yes.")], sources=sources) for n in range(9)]
+    data = card_data(render_report(ReportData("many", cards=cards)))
+    assert (len(data["sources"]), len(data["pictures"])) == (1, 1)
+
+
+def test_verdicts_are_counted(page_source):
+    counts = {one["label"]: one["count"] for one in card_data(page_source)["filters"]}
+    assert counts == {"all": 2, "right": 0, "partly right": 1, "wrong": 0}  # one is not scored
+
+
+def test_the_best_comes_first():
+    """Right answers with pictures, other right ones, then the rest; categories in turn."""
+    scores = [0.0, 1.0, 1.0, 0.5, 1.0, None, 1.0]
+    pictures = [True, False, True, True, True, True, True]
+    assert best_first(scores, pictures, "aabaaab") == [4, 2, 6, 1, 3, 0, 5]
+    assert best_first([], [], []) == []
+
+
+def test_sections_come_in_the_order_of_interest(page):
+    ids = [section["id"] for section in page.all("section")]
+    assert ids == ["questions", "scores", "retrieval", "training", "run"]
+
+
+def test_tables_can_be_sorted(page):
+    """Headings are buttons, which a keyboard reaches; numbers are sorted by their value."""
+    table = page.all("table", **{"class": "sortable"})
+    assert len(table) == 2
+    values = [cell["data-value"] for cell in page.all("td") if "data-value" in cell]
+    assert {"3", "2", "5", "0.7"} <= set(values)
+    titles = [button["title"] for button in page.all("button") if "title" in button]
+    assert "webqa_acc/no_lemma" in titles  # the identifier behind the name
 
 
 def test_plots_have_their_lines(page, page_source):
-    assert len(page.all("svg")) == 3  # recall, rerank, answer; the empty curve has none
+    assert len(page.all("svg")) == 4  # recall, loss, dev_f1, loss; the empty curve has none
     ids = [attrs["id"] for _, attrs in page.elements if "id" in attrs]
     assert [name for name in ids if name.startswith("recall-line-")] == [
         "recall-line-0",
@@ -192,16 +217,18 @@ def test_plots_have_their_lines(page, page_source):
     assert len(ids) == len(set(ids)), "ids repeat on the page"
     for word in ("bm25", "dense", "a$b$_<c>", "loss", "dev_f1"):
         assert word in page.text
-    assert "#010203" not in page_source  # ink follows the page's color
+    assert [g["data-label"] for g in page.all("g") if "data-label" in g][:3] == [
+        *("bm25", "dense", "a$b$_<c>")
+    ]
     assert page_source.count("<style") == 1
 
 
 def test_the_recall_line_goes_where_the_numbers_say(page_source):
-    (path,) = re.findall(r'<g id="recall-line-1">\s*<path d="([^"]*)"', page_source)
+    (path,) = re.findall(r'<g id="recall-line-1"[^>]*><path d="([^"]*)"', page_source)
     (x0, y0), (x1, y1) = [
         tuple(map(float, point)) for point in re.findall(r"[ML] ([\d.]+) ([\d.]+)", path)
     ]
-    (low,) = re.findall(r'<g id="recall-line-0">\s*<path d="M [\d.]+ ([\d.]+)', page_source)
+    (low,) = re.findall(r'<g id="recall-line-0"[^>]*><path d="M [\d.]+ ([\d.]+)', page_source)
     assert x1 > x0
     # dense rises from 0.5 to 1.0 and bm25 starts at 0.25: y falls in proportion.
     assert (float(low) - y0) * 2 == pytest.approx(y0 - y1, rel=1e-3)
@@ -211,8 +238,8 @@ def test_the_best_step_is_marked_where_it_is():
     points = [(0, 1.0), (10, 0.2), (30, 0.7)]
     data = ReportData("Run", curves={"answer": {"loss": points}}, best_steps={"answer": 10})
     source = render_report(data)
-    (path,) = re.findall(r'<g id="curve-answer-0">\s*<path d="([^"]*)"', source)
-    (mark,) = re.findall(r'<g id="best-answer-0">\s*<path d="([^"]*)"', source)
+    (path,) = re.findall(r'<g id="curve-answer-0"[^>]*><path d="([^"]*)"', source)
+    (mark,) = re.findall(r'<g id="best-answer-0"[^>]*><path d="([^"]*)"', source)
     of_points = [float(x) for x in re.findall(r"[ML] ([\d.]+) [\d.]+", path)]
     of_mark = [float(x) for x in re.findall(r"[ML] ([\d.]+) [\d.]+", mark)]
     assert of_mark == pytest.approx([of_points[1]] * 2)  # upright, at step 10
@@ -222,8 +249,9 @@ def test_the_best_step_is_marked_where_it_is():
 def test_tables_show_values_intervals_and_baselines(page):
     text = page.text
     assert "0.700 [" in text  # oracle, all categories
-    assert "webqa_acc/no_lemma" in text
-    assert "constant webqa_acc" in text
+    assert "answer accuracy (WebQA, no lemmatizer)" in text
+    assert "constant answer accuracy" in text
+    assert "webqa_acc" not in text
     assert "0.750" in text
     assert "2 min 05 s" in text
     assert "2 min 10 s" in text  # the sum
@@ -234,19 +262,20 @@ def test_rendering_is_deterministic(page_source):
 
 
 @pytest.mark.parametrize(
-    "left_out", ["tables", "curves", "recall", "stages", "examples", "facts", "headline"]
+    "left_out", ["tables", "curves", "recall", "stages", "cards", "facts", "headline"]
 )
 def test_missing_parts_are_left_out(left_out):
     data = full_report()
     kept = {field: getattr(data, field) for field in data.__dataclass_fields__ if field != left_out}
     kept["curves"] = {} if left_out == "curves" else {"answer": {"loss": [(0, 1.0)]}}
+    kept["bars"] = {}
     page = Page(render_report(ReportData(**kept)))
-    sections = {"results", "retrieval", "training", "run", "examples"}
+    sections = {"scores", "retrieval", "training", "run", "questions"}
     gone = {
-        "tables": "results",
+        "tables": "scores",
         "curves": "training",
         "recall": "retrieval",
-        "examples": "examples",
+        "cards": "questions",
     }.get(left_out)
     assert {section["id"] for section in page.all("section")} == sections - {gone}
     targets = {link["href"] for link in page.all("a") if link["href"].startswith("#")}
@@ -308,6 +337,16 @@ def test_markdown_and_rich_show_the_same_cells():
     shown = console.export_text()
     for word in ("T [bold]", "a|b", "1,234", "0.500 [0.250, 0.750]", "[red]c", "–", "A note."):
         assert word in shown
+
+
+def test_tables_name_scores_for_people_and_their_identifiers_below():
+    table = tables.Table("T: webqa_acc/official", ["row", "recall@5"], [["mrr", 0.5]], "A note.")
+    lines = tables.to_markdown(table).splitlines()
+    assert lines[0] == "**T: answer accuracy (WebQA)**"
+    assert "| mean reciprocal rank | 0.500 |" in lines
+    assert lines[-1] == (
+        "A note. Scores: answer accuracy (WebQA) = webqa_acc/official, mean reciprocal rank = mrr."
+    )
 
 
 def test_tables_of_other_questions_or_shapes_are_refused():

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 
 import pytest
+from report_pages import card_data, cards_of
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.report import ReportData, Trace, render_report
-from mmqa_jax.runs.traces import report_traces, trace_counts, trace_rows
+from mmqa_jax.evaluation.cards import Card, CardAnswer
+from mmqa_jax.evaluation.report import ReportData, render_report
+from mmqa_jax.runs.row_report import row_cards
+from mmqa_jax.runs.traces import trace_counts, trace_rows
 
 EVIL = "</script><script>alert('x')</script> & <b>bold</b>"
 TRACE = {
@@ -34,30 +35,25 @@ PREDICTIONS = [
 SCORES = {"q1": {"vqa_accuracy/paper": 2 / 3}}
 
 
-def traces_of(page: str) -> list[dict]:
-    """The traces as the page's script reads them: long texts are lists of lines' numbers."""
-    found = re.search(r'<script type="application/json" id="trace-data">(.*?)</script>', page, re.S)
-    data = json.loads(found[1])
-    for trace in data["traces"]:
-        trace["details"] = [
-            [name, "\n".join(data["lines"][n] for n in numbers)]
-            for name, numbers in trace["details"]
-        ]
-    return data["traces"]
+def page_of(predictions):
+    cards = row_cards(
+        Corpus([], QUESTIONS), QUESTIONS, predictions, {}, SCORES, "vqa_accuracy/paper"
+    )
+    return render_report(ReportData("run", cards=cards))
 
 
 def test_traces_are_data():
-    shown = report_traces(
-        Corpus([], QUESTIONS), QUESTIONS, PREDICTIONS, SCORES, "vqa_accuracy/paper"
-    )
-    page = render_report(ReportData("run", traces=shown, trace_scorer="vqa_accuracy/paper"))
-    assert page.count("<script") == page.count("</script>") == 2
-    one, two = traces_of(page)
+    page = page_of(PREDICTIONS)
+    assert page.count("<script") == page.count("</script>") == 3
+    one, two = cards_of(page)
     assert one["question"] == EVIL
-    assert one["score"] == pytest.approx(2 / 3)
-    assert two["score"] is None
+    (answer,) = one["answers"]
+    assert answer["answer"] == "red"
+    assert answer["score"] == pytest.approx(2 / 3)
+    assert answer["verdict"] == "partly"
+    assert answer["scores"] == [["VQA accuracy (formula of papers)", "vqa_accuracy/paper", 0.6667]]
+    assert two["answers"][0]["score"] is None
     assert ["reference", "red · blue"] in one["rows"]
-    assert ["answer", "red"] in one["rows"]
     assert ["dropped", "1 shots that did not fit"] in one["rows"]
     assert ["shots of prompt 1 and their similarity", "s1  0.500"] in one["details"]
     assert ["prompt 2", "Q: two"] in one["details"]
@@ -66,8 +62,8 @@ def test_traces_are_data():
     assert ["caption", "A map."] in two["rows"]
 
 
-def test_reports_without_traces_are_as_before():
-    assert "trace-data" not in render_report(ReportData("run"))
+def test_reports_without_questions_have_no_cards():
+    assert "card-data" not in render_report(ReportData("run"))
 
 
 def test_rows_and_counts():
@@ -93,7 +89,8 @@ def test_rows_and_counts():
 
 def test_pictures_are_thumbnails():
     png = next(Path(__file__).parents[2].glob("configs/atlas/*.png")).read_bytes()
-    page = render_report(ReportData("run", traces=[Trace("?", "", None, [], (), png)]))
-    (one,) = traces_of(page)
-    assert one["picture"].startswith("data:image/")
-    assert len(one["picture"]) < 100_000
+    cards = [Card(f"{n} ?", [CardAnswer("", "")], picture=png) for n in range(400)]
+    data = card_data(render_report(ReportData("run", cards=cards)))
+    (uri,) = data["pictures"]  # of all cards, once
+    assert uri.startswith("data:image/")
+    assert len(uri) < 100_000

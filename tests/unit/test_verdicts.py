@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
 from ml_collections import ConfigDict
+from report_pages import cards_of
 
 from mmqa_jax.core.workdir import Workdir
 from mmqa_jax.data.corpus import Corpus
@@ -14,7 +14,7 @@ from mmqa_jax.data.datasets.mmbench import BASE, PASS
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.benchmarks import BENCHMARKS
 from mmqa_jax.evaluation.multiple_choice import random_choice
-from mmqa_jax.runs.results import verdict_scorer, write_row_report
+from mmqa_jax.runs.row_report import verdict_scorer, write_row_report
 
 TRACE = {"prompts": ["Q"], "shots": [[]], "outputs": [{"text": "said"}]}
 RANKED = {"prompts": ["Q"], "shots": [[]], "option_scores": [-1.0, -2.0]}
@@ -94,15 +94,14 @@ def page(tmp_path):
 
 def test_a_random_draw_makes_no_answer_right(page):
     """The card lists what every scorer says."""
-    data = re.search(r'id="trace-data">(.*?)</script>', page, re.S)[1]
-    (trace,) = json.loads(data)["traces"]
-    assert trace["score"] == 0.0
-    assert "Right: scienceqa/letter_or_wrong of 1" in page
-    (listed,) = (value for name, value in trace["rows"] if name == "scored")
-    assert listed.split(" · ")[:3] == [
-        "scienceqa/letter_or_random 1.00",
-        "scienceqa/letter_or_expected 0.50",
-        "scienceqa/letter_or_wrong 0.00",
+    (card,) = cards_of(page)
+    (answer,) = card["answers"]
+    assert (answer["score"], answer["verdict"]) == (0.0, "wrong")
+    assert "Right: accuracy (ScienceQA, no letter is wrong) of 1" in page
+    assert [[identifier, value] for _, identifier, value in answer["scores"][:3]] == [
+        ["scienceqa/letter_or_random", 1.0],
+        ["scienceqa/letter_or_expected", 0.5],
+        ["scienceqa/letter_or_wrong", 0.0],
     ]
 
 

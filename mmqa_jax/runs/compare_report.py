@@ -1,0 +1,185 @@
+"""`mmqa compare --report`: the answers of several runs side by side, question by question."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_jsonl
+from mmqa_jax.core.workdir import read_config
+from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.data.schema import Question
+from mmqa_jax.evaluation.cards import (
+    MOST_CARDS,
+    RIGHT,
+    Card,
+    CardAnswer,
+    CardFilter,
+    SourcesOfCards,
+)
+from mmqa_jax.evaluation.compare import ScoredRun, compare_tables
+from mmqa_jax.evaluation.report import Bar, ReportData, write_report
+from mmqa_jax.evaluation.score_names import score_name
+from mmqa_jax.evaluation.significance import Interval
+from mmqa_jax.runs.traces import reference_rows
+
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_NOT_RIGHT = ["partly", "wrong"]
+
+
+def write_comparison(path: Path, runs: Sequence[ScoredRun], compared: Mapping[str, Any]) -> None:
+    """Writes a page of runs side by side: their answers, sources and verdicts, and the tests.
+
+    Questions, references and pictures come from the corpus that the first run names; where it is
+    not there, the page has ids in their place and says so.
+
+    Args:
+      compared: the result of evaluation.compare.compare_runs.
+
+    Raises:
+      UserError: more runs than letters, or a line of per_question.jsonl that is none.
+    """
+    if len(runs) > len(_LETTERS):
+        raise UserError(f"--report: at most {len(_LETTERS)} runs were expected; name fewer.")
+    metric = compared["metric"]
+    letters = [letter for letter, _ in zip(_LETTERS, runs, strict=False)]
+    answers = [_answers(Path(run.name)) for run in runs]
+    corpus, lacking = _corpus(runs[0])
+    asked = {question.id: question for question in corpus.questions()}
+    scored = [one for one in runs[0].per_question if all(metric in _of(run, one) for run in runs)]
+    scored.sort(key=lambda one: -_spread(runs, metric, one))
+    sources = SourcesOfCards(corpus)
+    cards = [
+        _card(asked.get(name, Question(name, "", name)), runs, letters, answers, metric, sources)
+        for name in scored[:MOST_CARDS]
+    ]
+    tables = compare_tables(compared)
+    data = ReportData(
+        title=", ".join(map(": ".join, zip(letters, _short(runs), strict=True))),
+        description=_summary(compared, letters, len(scored)),
+        notice=lacking,
+        headline={
+            f"{letter}: {score_name(metric)}": run["score"]
+            for letter, run in zip(letters, compared["runs"], strict=True)
+        },
+        cards=cards,
+        filters=_filters(letters, runs, metric, scored),
+        card_note=f"Right: {metric} of 1, wrong: less. A source's letters say who cites it.",
+        bars={
+            metric: [
+                Bar(f"{letter}: {run['name']}", Interval(run["score"], *run["interval"]))
+                for letter, run in zip(letters, compared["runs"], strict=True)
+            ]
+        },
+        tables=tables,
+    )
+    write_report(path, data)
+
+
+def _summary(compared: Mapping[str, Any], letters: Sequence[str], count: int) -> str:
+    """The questions, and of two runs their difference with its test."""
+    text = f"{count:,} questions, those first on which the runs differ most."
+    if len(letters) == 2:
+        (pair,) = compared["pairs"]
+        low, high = pair["interval"]
+        order = letters if pair["a"] == compared["runs"][0]["name"] else letters[::-1]
+        text += (
+            f" {' − '.join(order)}: {pair['difference']:+.3f} [{low:+.3f}, {high:+.3f}], "
+            f"p = {pair['p']:.2g} ({pair['test']})."
+        )
+    return text
+
+
+def _of(run: ScoredRun, name: str) -> Mapping[str, float]:
+    return run.per_question.get(name, {})
+
+
+def _spread(runs: Sequence[ScoredRun], metric: str, name: str) -> float:
+    """By how much the runs differ on a question."""
+    values = [run.per_question[name][metric] for run in runs]
+    return max(values) - min(values)
+
+
+def _short(runs: Sequence[ScoredRun]) -> list[str]:
+    """The ends of the runs' paths that tell them apart."""
+    parts = [Path(run.name).resolve().parts for run in runs]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(one[-length:]) for one in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [run.name for run in runs]
+
+
+def _answers(folder: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Question id -> answer and cited sources, of per_question.jsonl."""
+    found = {}
+    file = folder / "per_question.jsonl"
+    for number, row in read_jsonl(file):
+        answer, sources = row.get("answer", ""), row.get("sources", [])
+        if not isinstance(answer, str) or not (
+            isinstance(sources, list) and all(isinstance(name, str) for name in sources)
+        ):
+            raise UserError(
+                f'{file}, line {number}: expected a text "answer" and a list of ids "sources"; run '
+                "`mmqa run` again."
+            )
+        found[row["question_id"]] = (answer, tuple(sources))
+    return found
+
+
+def _corpus(run: ScoredRun) -> tuple[Corpus, str]:
+    """The corpus of a run, or an empty one and what the page says of that."""
+    file = Path(run.name) / "config.json"
+    folder = read_config(Path(run.name)).get("data", {}).get("dir") if file.exists() else None
+    if not folder or not Path(folder).is_dir():
+        place = f"at {folder}, seen from here" if folder else "named by the run"
+        return Corpus([]), f"The data is not {place}: questions and sources are shown by their ids."
+    return open_corpus(Path(folder)), ""
+
+
+def _card(
+    question: Question,
+    runs: Sequence[ScoredRun],
+    letters: Sequence[str],
+    answers: Sequence[Mapping[str, tuple[str, tuple[str, ...]]]],
+    metric: str,
+    sources: SourcesOfCards,
+) -> Card:
+    name = question.id
+    given = [one.get(name, ("", ())) for one in answers]
+    return Card(
+        question=question.question,
+        id=name,
+        category=question.category,
+        answers=[
+            CardAnswer(letter, answer, run.per_question[name][metric], run.per_question[name])
+            for letter, run, (answer, _) in zip(letters, runs, given, strict=True)
+        ],
+        rows=reference_rows(question) if question.answers or question.choices else (),
+        sources=sources.of(question, None, [cited for _, cited in given]),
+    )
+
+
+def _filters(
+    letters: Sequence[str], runs: Sequence[ScoredRun], metric: str, scored: Sequence[str]
+) -> list[CardFilter]:
+    """All, one right and others not, all right, all wrong; of two graded runs which is better."""
+    several = len(letters) > 2
+    together = "all" if several else "both"
+    filters = [CardFilter("all", [[]] * len(letters))]
+    for number, letter in enumerate(letters):
+        others = "others" if several else letters[1 - number]
+        wanted = [["right"] if i == number else _NOT_RIGHT for i in range(len(letters))]
+        filters.append(CardFilter(f"{letter} right, {others} wrong", wanted))
+    filters.append(CardFilter(f"{together} right", [["right"]] * len(letters)))
+    filters.append(CardFilter(f"{together} wrong", [_NOT_RIGHT] * len(letters)))
+    graded = any(0 < run.per_question[name][metric] < RIGHT for run in runs for name in scored)
+    if graded and not several:
+        any_verdict = [[]] * len(letters)
+        filters += [
+            CardFilter(f"{letters[0]} better", any_verdict, 1),
+            CardFilter(f"{letters[1]} better", any_verdict, -1),
+        ]
+    return filters

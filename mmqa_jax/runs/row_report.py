@@ -1,0 +1,303 @@
+"""The report of a row: its questions as cards, scores and tables; of a finished run, made anew."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json, read_jsonl
+from mmqa_jax.core.workdir import read_config
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Prediction, Question, Ranking, is_answerable
+from mmqa_jax.evaluation.benchmarks import BENCHMARKS
+from mmqa_jax.evaluation.cards import (
+    MOST_CARDS,
+    Card,
+    CardAnswer,
+    SourcesOfCards,
+    best_first,
+    cites_picture,
+    evenly_by_category,
+)
+from mmqa_jax.evaluation.compare import read_run
+from mmqa_jax.evaluation.prediction_lines import read_answers
+from mmqa_jax.evaluation.report import ReportData, write_report
+from mmqa_jax.evaluation.scores import Scores
+from mmqa_jax.evaluation.scoring import Evaluation
+from mmqa_jax.evaluation.tables import Table
+from mmqa_jax.retrieval.rankings import read_rankings
+from mmqa_jax.runs.agent_report import agent_summary, agent_tables
+from mmqa_jax.runs.row import Row, read_row
+from mmqa_jax.runs.traces import (
+    answer_rows,
+    counts_table,
+    reference_rows,
+    trace_details,
+    trace_tree,
+)
+
+_HEADLINE = (
+    *("webqa_acc", "exact_match", "source_f1/official", "recall@20", "vqa_accuracy"),
+    *("a_okvqa", "scienceqa", "mmbench", "seed_bench", "choice_accuracy"),
+)
+# Dataset -> the scorers that tell right from wrong, the best first; of others the first there is.
+_VERDICTS = {
+    "scienceqa": ("scienceqa/letter_or_wrong",),  # letter_or_random draws where there is no letter
+    "aokvqa": ("a_okvqa_mc/official", "a_okvqa_da/official"),
+    "mmbench": ("mmbench/vanilla",),  # circular: of all passes, of which one is shown
+    "seedbench": ("seed_bench/likelihood", "seed_bench/letter"),
+}
+_CHOSEN = ("scienceqa/recorded_choice",)  # before them, where options were ranked
+_REFUSED = "refused/"  # scores of all questions of their kind
+_RANKINGS = ("relevance", "candidates")
+
+
+def row_title(scores: Mapping[str, Any]) -> str:
+    """`webqa, val: vlp (first 100 questions)`."""
+    title = f"{scores['dataset']}, {scores['split']}: {scores['row']}"
+    if scores["limit"] is not None:
+        title += f" (first {scores['limit']} questions)"
+    return title
+
+
+def write_row_report(
+    folder: Path,
+    scores: Mapping[str, Any],
+    evaluation: Evaluation,
+    corpus: Corpus,
+    questions: Sequence[Question],
+    predictions: Sequence[Prediction],
+    rankings: Mapping[str, Sequence[Ranking]],
+) -> list[Table]:
+    """Writes a row's report.html; returns the tables in it."""
+    tables = [*evaluation.tables(row_title(scores)), *agent_tables(agent_summary(predictions))]
+    tables += counts_table(scores.get("prompts", {}))
+    if "llm" in scores:
+        tables.append(_cost_table(scores["llm"]))
+    per_question = evaluation.per_question()
+    scorer = verdict_scorer(scores["dataset"], evaluation, predictions)
+    recall = {
+        int(name.partition("@")[2]): value
+        for name, value in scores["scores"].items()
+        if name.startswith("recall@")
+    }
+    cards = row_cards(corpus, questions, predictions, rankings, per_question, scorer)
+    shown = "" if len(cards) == len(questions) else f"{len(cards):,} of them are shown."
+    data = ReportData(
+        title=row_title(scores),
+        description=f"{len(questions):,} questions. {shown}",
+        notice="; ".join(scores["notes"]),
+        headline={
+            name: value for name, value in scores["scores"].items() if name.startswith(_HEADLINE)
+        },
+        cards=cards,
+        card_note=verdict_note(scorer),
+        tables=tables,
+        recall={scores["row"]: recall} if recall else {},
+        facts=row_facts(folder) | run_facts(folder, corpus),
+        attribution=corpus.manifest.get("attribution", "").strip().splitlines(),
+    )
+    write_report(folder / "report.html", data)
+    return tables
+
+
+def row_cards(
+    corpus: Corpus,
+    questions: Sequence[Question],
+    predictions: Sequence[Prediction],
+    rankings: Mapping[str, Sequence[Ranking]],
+    per_question: Mapping[str, Mapping[str, float]],
+    scorer: str,
+) -> list[Card]:
+    """The questions of a row, the best first; of more than MOST_CARDS some of every category.
+
+    Args:
+      scorer: tells right from wrong.
+    """
+    ranked = next((rankings[name] for name in _RANKINGS if rankings.get(name)), None)
+    picked = range(len(questions))
+    if len(questions) > MOST_CARDS:
+        picked = evenly_by_category(questions, MOST_CARDS)
+    verdicts = [per_question.get(questions[i].id, {}).get(scorer) for i in picked]
+    order = best_first(
+        verdicts,
+        [cites_picture(corpus, predictions[i].sources) for i in picked],
+        [questions[i].category for i in picked],
+    )
+    sources = SourcesOfCards(corpus)
+    cards = []
+    for place in order:
+        i = picked[place]
+        question, prediction = questions[i], predictions[i]
+        scores = per_question.get(question.id, {})
+        ranking = ranked[i] if ranked else None
+        cards.append(
+            Card(
+                question=question.question,
+                id=question.id,
+                category=question.category,
+                answers=[CardAnswer("", answer_text(prediction), scores.get(scorer), scores)],
+                rows=[*reference_rows(question), *answer_rows(question, prediction)],
+                sources=sources.of(question, ranking, [prediction.sources], prediction.read),
+                picture=corpus.question_picture(question),
+                details=trace_details(prediction.trace),
+                tree=trace_tree(prediction),
+            )
+        )
+    return cards
+
+
+def answer_text(prediction: Prediction) -> str:
+    """The answer as a card shows it; of a row that only finds sources what it did."""
+    if prediction.answer or prediction.trace or not prediction.sources:
+        return prediction.answer
+    return f"{len(prediction.sources)} sources found"
+
+
+def verdict_note(scorer: str) -> str:
+    """What counts as right."""
+    return f"Right answers first. Right: {scorer} of 1; wrong: of 0." if scorer else ""
+
+
+def verdict_scorer(dataset: str, evaluation: Evaluation, predictions: Sequence[Prediction]) -> str:
+    """The scorer by which the report calls an answer right or wrong; "" without scores.
+
+    It reads the answer that is shown: no random draw, no other pass of the question. Of options
+    that a model ranked, the choice itself counts.
+    """
+    known = [name for scores in evaluation.scored for name in scores.per_question]
+    preferred = _VERDICTS.get(dataset, ())
+    if any("option_scores" in prediction.trace for prediction in predictions):
+        preferred = (*_CHOSEN, *preferred)
+    return next((name for name in (*preferred, *known) if name in known), "")
+
+
+def row_facts(folder: Path) -> dict[str, str]:
+    """What the row in `folder` is, changes of its config included: setting, options and models."""
+    config = read_config(folder)
+    options = ", ".join(f"{name}={value}" for name, value in config.options.items())
+    models = {
+        f"model of {name}": part.model for name, part in config.parts.items() if part.get("model")
+    }
+    return {
+        "setting": f"{config.system}, {config.setting}",
+        "options": options or "the setting's own",
+        **models,
+    }
+
+
+def run_facts(folder: Path, corpus: Corpus | None = None) -> dict[str, str]:
+    """When, where and with which code (and on which corpus) the run in `folder` was made."""
+    run = read_json(folder / "config.json")
+    device = run.get("devices", {})
+    return {
+        "started": run["started"],
+        "device": f"{device.get('count', '?')} x {device.get('kind', '?')}",
+        "host": f"{run['host']['cpus']} CPU cores, Python {run['host']['python']}",
+        "jax": run["versions"].get("jax", "?"),
+        "commit": run["git"]["commit"][:10] if run.get("git") else "not from a checkout",
+        **({} if corpus is None else {"corpus": corpus.fingerprint[:16]}),
+    }
+
+
+def _cost_table(cost: Mapping[str, float]) -> Table:
+    """Calls and tokens of the language model, per question and in all."""
+    names = ("calls", "prompt_tokens", "completion_tokens")
+    rows = [[name.replace("_", " "), cost[f"{name}_per_question"], cost[name]] for name in names]
+    return Table("Language model", ("cost", "per question", "all questions"), rows)
+
+
+# Of a finished run.
+
+
+def report_row(folder: Path) -> tuple[Path, list[Table]]:
+    """Writes the report of the finished row in `folder` anew; returns its path and its tables.
+
+    Raises:
+      UserError: the run is not finished, or its data is not where it was.
+    """
+    run = read_run(folder)
+    scores = {"notes": [], "limit": None, **run.scores}
+    recorded = read_config(folder).to_dict()
+    recorded.pop("limit", None)
+    row = read_row(ConfigDict(recorded))
+    if not Path(row.data.dir).is_dir():
+        raise UserError(
+            f"{folder}: its data is not at {os.fspath(row.data.dir)}, seen from here; start `mmqa "
+            "report` where the run was started."
+        )
+    corpus = row.open_corpus()
+    asked = {question.id: question for question in row.questions(corpus)}
+    predictions = _predictions(folder)
+    unknown = [one.question_id for one in predictions if one.question_id not in asked]
+    if unknown:
+        raise UserError(
+            f"{folder}: the data at {row.data.dir} has no question {unknown[0]!r}, which the run "
+            "answered; it was prepared anew since. Run the row again."
+        )
+    questions = [asked[one.question_id] for one in predictions]
+    ids = [question.id for question in questions]
+    files = {name: folder / "retrieval" / f"{name}.jsonl" for name in _RANKINGS}
+    rankings = {
+        name: read_rankings(file, ids, corpus.row) for name, file in files.items() if file.exists()
+    }
+    evaluation = _evaluation(row, questions, predictions, run.per_question)
+    tables = write_row_report(folder, scores, evaluation, corpus, questions, predictions, rankings)
+    return folder / "report.html", tables
+
+
+def _predictions(folder: Path) -> list[Prediction]:
+    """predictions.jsonl with the traces of trace.jsonl."""
+    file = folder / "trace.jsonl"
+    traces = {line["question_id"]: line for _, line in read_jsonl(file)} if file.exists() else {}
+    return [
+        dataclasses.replace(one, trace=traces.get(one.question_id, {}))
+        for one in read_answers(folder / "predictions.jsonl")
+    ]
+
+
+def _evaluation(
+    row: Row,
+    questions: Sequence[Question],
+    predictions: Sequence[Prediction],
+    per_question: Mapping[str, Mapping[str, float]],
+) -> Evaluation:
+    """The scores of per_question.jsonl; a benchmark's, which has groups of its own, anew."""
+    if row.dataset in BENCHMARKS:
+        benchmark = BENCHMARKS[row.dataset]
+        scored = any(per_question.values())
+        return benchmark.score(questions, predictions) if scored else Evaluation()
+    names = dict.fromkeys(name for scores in per_question.values() for name in scores)
+    by_questions: dict[tuple[str, ...], dict[str, np.ndarray]] = {}
+    for name in names:
+        ids = tuple(q.id for q in questions if name in per_question.get(q.id, {}))
+        values = np.array([per_question[one][name] for one in ids], float)
+        by_questions.setdefault(ids, {})[name] = values
+    categories = {question.id: question.category for question in questions}
+    asked = sum(is_answerable(question) or not row.answers for question in questions)
+    evaluation = Evaluation()
+    evaluation.has_modalities = not any(p.choice is not None for p in predictions)
+    for ids, values in by_questions.items():
+        for kind in dict.fromkeys(map(_kind, values)):
+            own = {name: x for name, x in values.items() if _kind(name) == kind}
+            unscored = 0 if _REFUSED in next(iter(own)) else asked - len(ids)
+            scores = Scores(ids, tuple(categories[one] for one in ids), own, unscored=unscored)
+            if kind == "retrieval":
+                evaluation.retrieval = scores
+            else:
+                getattr(evaluation, kind).append(scores)
+    return evaluation
+
+
+def _kind(scorer: str) -> str:
+    """In which list of an Evaluation a scorer is."""
+    if scorer == "mrr" or scorer.startswith("recall@"):
+        return "retrieval"
+    return "attribution" if scorer.startswith(("citation_", _REFUSED)) else "scored"

@@ -1,0 +1,42 @@
+"""What a workdir holds, as far as `mmqa report` and `mmqa status` have to know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from mmqa_jax.core.files import read_json
+from mmqa_jax.core.metrics import METRICS
+from mmqa_jax.core.workdir import read_config
+from mmqa_jax.training.attempts import FILE
+
+Kind = Literal["training", "row", "demo", "rows", ""]
+_DEPTH = 3  # how deep rows lie in a folder of several: DATASET/ROW, or a demo's rows/ROW
+
+
+def kind_of(folder: Path) -> Kind:
+    """What the workdir is of; `rows`: a folder with finished rows below it, "": nothing known.
+
+    Raises:
+      UserError: its config.json is damaged.
+    """
+    if (folder / FILE).is_file() or (folder / METRICS).is_file():
+        return "training"
+    if (folder / "config.json").is_file():
+        config = read_config(folder)
+        if "row" in config:
+            return "row"
+        return "demo" if "contrastive" in config and "evaluate" in config else ""
+    return "rows" if finished_rows(folder) else ""
+
+
+def finished_rows(folder: Path) -> dict[str, Mapping[str, Any]]:
+    """Path of a finished row below `folder`, relative to it -> its scores.json."""
+    found = {}
+    for depth in range(1, _DEPTH + 1):
+        for file in sorted(folder.glob("/".join(["*"] * depth) + "/scores.json")):
+            scores = read_json(file)
+            if isinstance(scores, Mapping) and {"row", "dataset", "scores"} <= scores.keys():
+                found[file.parent.relative_to(folder).as_posix()] = scores
+    return found
