@@ -17,6 +17,6 @@ setup(
             "page/*",
             "templates/*",
         ],
-        "mmqa_jax.configs": ["*.py", "**/*.py", "**/*.md", "**/*.png"],
+        "mmqa_jax.configs": ["*.py", "*.ipynb", "**/*.py", "**/*.md", "**/*.png"],
     },
 )

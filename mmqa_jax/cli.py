@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from mmqa_jax.commands import completion
 from mmqa_jax.core.disk_errors import find_disk_failure, report_disk_once
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.host import skip_absent_tpu
@@ -211,6 +212,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Multimodal, multi-hop question answering in JAX.",
         epilog="`mmqa VERB --help` shows a verb's flags and a working example.",
     )
+    completion.add_flags(parser)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for verb in VERBS:
         module = command(verb)

@@ -32,7 +32,17 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("papers", "tasks", "evaluation", "retrieval", "weights", "core/store.py")
-_COPIED = ("mmqa_jax", "tests", "configs", "launch", "pyproject.toml", "README.md", "SECURITY.md")
+_COPIED = (
+    "mmqa_jax",
+    "tests",
+    "configs",
+    "launch",
+    "pyproject.toml",
+    "README.md",
+    "SECURITY.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+)
 _FIRST = 10  # tests that judge a mutant before all others do
 _PYTEST = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist")
 # What most tests import, before the children are forked. Nothing of ours: a child imports a mutant.

@@ -19,10 +19,11 @@ def score_candidates(
 ) -> dict[str, float]:
     """Scores over the questions; one without candidates counts 0.
 
-    accuracy     VQA accuracy of the first candidate: official, from annotators' answers, or from
-                 soft labels where those stand for them; WebQA's without lemmas, from keywords
-    recall@k     share of questions with an answer of any annotator among the first k
-    oracle@k     accuracy of the best of the first k
+        accuracy     VQA accuracy of the first candidate: official, from annotators' answers, or
+                     from soft labels where those stand for them; WebQA's without lemmas, from
+                     keywords
+        recall@k     share of questions with an answer of any annotator among the first k
+        oracle@k     accuracy of the best of the first k
 
     Args:
       questions: with answers.

@@ -1,15 +1,15 @@
 """Accuracy on ScienceQA, MMBench and SEED-Bench, where a question has one correct choice.
 
-scienceqa/letter_or_random     `The answer is X.` once, else a random choice (run_gpt3.py)
-scienceqa/letter_or_expected   the same, with 1 / (number of choices) in place of the draw
-scienceqa/letter_or_wrong      LLaVA's rule, which also takes a bare letter; else wrong
-scienceqa/recorded_choice      the choices that the file itself gives (tools/evaluate_acc.py)
-mmbench/circular               every circular pass of a question is right (VLMEvalKit, 2025)
-mmbench/vanilla                the first pass is right
-mmbench/circular_2026          the same two by VLMEvalKit's rule since June 2026, which also
-mmbench/vanilla_2026           takes `answer is X` for X
-seed_bench/likelihood          the choice of least loss is right (eval.py)
-seed_bench/letter              the answer is the correct letter and nothing else (LLaVA)
+    scienceqa/letter_or_random     `The answer is X.` once, else a random choice (run_gpt3.py)
+    scienceqa/letter_or_expected   the same, with 1 / (number of choices) in place of the draw
+    scienceqa/letter_or_wrong      LLaVA's rule, which also takes a bare letter; else wrong
+    scienceqa/recorded_choice      the choices that the file itself gives (tools/evaluate_acc.py)
+    mmbench/circular               every circular pass of a question is right (VLMEvalKit, 2025)
+    mmbench/vanilla                the first pass is right
+    mmbench/circular_2026          the same two by VLMEvalKit's rule since June 2026, which also
+    mmbench/vanilla_2026           takes `answer is X` for X
+    seed_bench/likelihood          the choice of least loss is right (eval.py)
+    seed_bench/letter              the answer is the correct letter and nothing else (LLaVA)
 
 A prediction that has a choice and no text, or no text but that choice's, counts by its choice under
 every rule. Predictions that name none of the choices are counted as `unparsed`.

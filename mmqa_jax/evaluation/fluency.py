@@ -1,6 +1,6 @@
 """WebQA's fluency: BARTScore of an answer given each reference, relative to the reference's own.
 
-BARTScore s(x -> y) is the mean log-probability of y's tokens, <s> and </s> among them, given x
+BARTScore s(x -> y) is the mean log-probability of y's tokens, `<s>` and `</s>` among them, given x
 (Yuan et al. 2021; neulab/BARTScore bart_score.py). The official script (WebQA_Baseline
 vlp/eval_1022.py:30-34) scores with bart-large-cnn's architecture and BARTScore's ParaBank2
 weights, `bart.pth`: only with them is a score named `official`. With bart-large-cnn's own weights
@@ -63,7 +63,7 @@ class BartScorer:
 
     Args:
       model: a BART.
-      tokenizer: adds <s> and </s> and truncates but does not pad; see load_bart_tokenizer.
+      tokenizer: adds `<s>` and `</s>` and truncates but does not pad; see load_bart_tokenizer.
       buckets: sequence lengths; those beyond the model's positions are ignored.
       batch_tokens: tokens per batch, padding included; by default chosen for the device.
     """
@@ -220,7 +220,7 @@ def load_bart_tokenizer(folder: Path) -> Tokenizer:
     """BART's byte-level BPE: tokenizer.json, or vocab.json and merges.txt.
 
     Raises:
-      UserError: neither exists, or the tokenizer does not wrap texts in <s> and </s>.
+      UserError: neither exists, or the tokenizer does not wrap texts in `<s>` and `</s>`.
     """
     combined, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
     try:

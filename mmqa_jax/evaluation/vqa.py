@@ -1,13 +1,15 @@
 """Accuracy of short answers on pictures: OK-VQA's, and A-OKVQA's two.
 
-vqa_accuracy/official   leave-one-out over the annotators (GT-Vision-Lab/VQA, vqaEval.py)
-vqa_accuracy/paper      min(1, n / 3), n annotators of the same answer (VQA, section 5)
-vqa_accuracy/prophet    as official by the older script that Prophet's authors score with
-vqa_accuracy/soft_labels                the weights of published soft labels
-vqa_accuracy/official_from_soft_labels  official accuracy of a weight, where counts are even
-a_okvqa_da/official     exact match with n of the ten answers, min(1, n / 3), without the
-                        questions marked difficult (allenai/aokvqa, eval_predictions.py)
-a_okvqa_mc/official     the text of the chosen option is that of the correct one (the same)
+A score is named by its benchmark and its rule.
+
+    vqa_accuracy/official   leave-one-out over the annotators (GT-Vision-Lab/VQA, vqaEval.py)
+    vqa_accuracy/paper      min(1, n / 3), n annotators of the same answer (VQA, section 5)
+    vqa_accuracy/prophet    as official by the older script that Prophet's authors score with
+    vqa_accuracy/soft_labels                the weights of published soft labels
+    vqa_accuracy/official_from_soft_labels  official accuracy of a weight, where counts are even
+    a_okvqa_da/official     exact match with n of the ten answers, min(1, n / 3), without the
+                            questions marked difficult (allenai/aokvqa, eval_predictions.py)
+    a_okvqa_mc/official     the text of the chosen option is that of the correct one (the same)
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Three things follow from how the weights are split:
 - a product that contracts a dimension which `tensor` splits gives partial sums, added up over it
   (sums of partial sums at once);
 - gradients are added up over the devices that share the batch.
+
 Compilers exchange more, and run some of it beside other work: of a compiled program
 `python -m tests.bench plan` counts it.
 """

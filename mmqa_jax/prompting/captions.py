@@ -1,8 +1,8 @@
 """Descriptions of pictures from side files, for prompts to a model that does not see.
 
-captions TSV     name TAB [{"caption", "conf"}, ...]              VinVL's and Oscar+'s (PICa)
-captions JSON    {name: {"pred_captions": [...]}} or {name: text} PromptCap's, Prophet's
-tags TSV         name TAB [{"class", "conf"}, ...]                object tags (PICa)
+    captions TSV     name TAB [{"caption", "conf"}, ...]              VinVL's and Oscar+'s (PICa)
+    captions JSON    {name: {"pred_captions": [...]}} or {name: text} PromptCap's, Prophet's
+    tags TSV         name TAB [{"class", "conf"}, ...]                object tags (PICa)
 
 A name is the id of a question (PromptCap describes a picture for a question), of a picture
 (image_id: VinVL and Prophet) or of a source. A question that PromptCap's file lacks keeps its own

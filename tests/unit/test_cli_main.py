@@ -45,7 +45,7 @@ def test_help_loads_no_numerical_library():
         "        assert stop.code == 0\n"
         "heavy = {'jax', 'numpy', 'grain', 'flax', 'orbax', 'PIL', 'rich', 'tokenizers',\n"
         "         'tensorflow_datasets', 'ml_collections', 'matplotlib', 'scipy', 'openai', 'jinja2', 'torch',\n"
-        "         'transformers'}\n"
+        "         'transformers', 'shtab'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )
     ended = subprocess.run(

@@ -16,8 +16,7 @@ from tests.bench import __main__ as bench
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    ROOT / "README.md",
-    ROOT / "SECURITY.md",
+    *(ROOT / f"{name}.md" for name in ("README", "SECURITY", "CHANGELOG", "CONTRIBUTING")),
     ROOT / "tests/README.md",
     ROOT / "tests/bench/README.md",
     *(
@@ -26,6 +25,8 @@ PAGES = [
         for page in sorted((ROOT / room).rglob("README.md"))
     ),
 ]
+# They act as they are parsed: test_completion.py.
+_WITHOUT_VERB = ("--help", "--install-completion", "--print-completion")
 _OF_ALL = ("--help", "--json", "--traceback")  # flags of every verb
 _SEPARATOR = "\x1f"  # between the arguments of a command
 # In front of a block: `mmqa` and `python` print their arguments, nothing else can be started.
@@ -63,7 +64,7 @@ def test_every_command_parses(page, tmp_path):
     for program, *line in _commands(page, tmp_path):
         if [program, *line[:2]] == _BENCH:
             bench.make_parser().parse_args(split_config_overrides(line[2:])[0])
-        if program == "python":
+        if program == "python" or line[0] in _WITHOUT_VERB:
             continue
         kept, overrides = split_config_overrides(line)
         arguments = make_parser().parse_args(kept)
@@ -78,7 +79,7 @@ def test_every_flag_in_the_text_exists(page):
     text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
     for fragment in re.findall(r"`mmqa ([^`]+)`", text):
         verb, *rest = fragment.split()
-        if verb in ("VERB", "--help"):
+        if verb in ("VERB", *_WITHOUT_VERB):
             continue
         assert verb in VERBS, fragment
         parser = argparse.ArgumentParser(description="")

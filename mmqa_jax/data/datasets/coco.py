@@ -1,9 +1,11 @@
 """COCO's pictures, and the descriptions of pictures that stand in for pixels.
 
-captions TSV    image_id TAB [{"caption", "conf"}, ...]     VinVL's captions (PICa)
-tags TSV        image_id TAB [{"class", "conf"}, ...]       object tags (PICa)
-captions JSON   {name: caption}                             Prophet's by image_id, PromptCap's
-COCO's JSON     {"annotations": [{"image_id", "caption"}]}  five captions by people
+Four kinds of files describe pictures.
+
+    captions TSV    image_id TAB [{"caption", "conf"}, ...]     VinVL's captions (PICa)
+    tags TSV        image_id TAB [{"class", "conf"}, ...]       object tags (PICa)
+    captions JSON   {name: caption}                             Prophet's by image_id, PromptCap's
+    COCO's JSON     {"annotations": [{"image_id", "caption"}]}  five captions by people
 """
 
 from __future__ import annotations

@@ -124,10 +124,24 @@ def _bytes_of(picture: Any) -> Any:
     )
 
 
-def _open(path: Path, dictionaries: Sequence[str] = ()) -> Any:
-    import pyarrow
-    import pyarrow.parquet
+def parquet_columns(path: Path) -> list[str]:
+    """The names of a Parquet file's columns.
 
+    Raises:
+      UserError: the file is cut off or no Parquet.
+    """
+    return _open(path).schema_arrow.names
+
+
+def _open(path: Path, dictionaries: Sequence[str] = ()) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(
+            f"{path}: reading Parquet needs the package pyarrow; install it with "
+            "`pip install 'mmqa-jax[parquet]'`."
+        ) from error
     try:
         return pyarrow.parquet.ParquetFile(path, read_dictionary=list(dictionaries))
     except Exception as error:  # names of columns that are no UTF-8, beside Arrow's own errors

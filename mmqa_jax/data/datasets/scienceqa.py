@@ -29,7 +29,12 @@ from mmqa_jax.data.datasets.benchmark import (
     PictureFiles,
     one_file,
 )
-from mmqa_jax.data.datasets.parquet import ParquetPictures, parquet_rows, row_name
+from mmqa_jax.data.datasets.parquet import (
+    ParquetPictures,
+    parquet_columns,
+    parquet_rows,
+    row_name,
+)
 from mmqa_jax.data.schema import SPLITS, Question
 
 # The paper (table 1), and data/scienceqa/pid_splits.json.
@@ -271,9 +276,7 @@ def _parquet_rows(tables: Sequence[Path], pictures: ParquetPictures) -> list[_Ro
 
 def _require_pictures(path: Path) -> None:
     """UserError where a Parquet file has no column `image`, which says who has a picture."""
-    import pyarrow.parquet
-
-    if "image" not in pyarrow.parquet.read_schema(path).names:
+    if "image" not in parquet_columns(path):
         raise UserError(
             f"{path}: has no column image, which says which questions have a picture; fetch "
             "ScienceQA's own Parquet files."

@@ -1,7 +1,9 @@
 """Questions and annotations in the JSON of VQA, which VQAv2 and OK-VQA share.
 
-questions     {"questions": [{"image_id", "question", "question_id"}]}
-annotations   {"annotations": [{"question_id", "image_id", "answers": [{"answer"}]}]}
+Each of the two files is one object.
+
+    questions     {"questions": [{"image_id", "question", "question_id"}]}
+    annotations   {"annotations": [{"question_id", "image_id", "answers": [{"answer"}]}]}
 """
 
 from __future__ import annotations

@@ -1,0 +1,57 @@
+"""configs/corpus.ipynb runs from its first cell to its last, and shows what its text promises."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOK = Path(__file__).parents[2] / "configs/corpus.ipynb"
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory) -> dict[str, str]:
+    """What each cell prints, by the cell's name."""
+    with pytest.MonkeyPatch.context() as patch:
+        # As a user starts it: in a folder that is not the checkout.
+        patch.setenv("PYTHONPATH", str(NOTEBOOK.parents[1]))
+        patch.setenv("MMQA_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("JAX_PLATFORMS", "cpu")
+        notebook = nbformat.read(NOTEBOOK, as_version=4)
+        folder = tmp_path_factory.mktemp("notebook")
+        client = NotebookClient(
+            notebook, timeout=600, resources={"metadata": {"path": str(folder)}}
+        )
+        client.execute(env=dict(os.environ))
+    assert not list(folder.iterdir())
+    return {
+        cell["id"]: "".join(
+            output["text"] for output in cell.outputs if output.get("name") == "stdout"
+        )
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    }
+
+
+def test_no_outputs_are_committed():
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)
+    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+
+
+def test_the_search_finds_what_is_asked_for(printed):
+    assert "Fiji: " in printed["search"].splitlines()[0]
+
+
+def test_the_answer_is_right_and_cited(printed):
+    answer, *sources = printed["answer"].splitlines()
+    assert "sol" in answer.replace(".", "").split()
+    assert sources == ["[1] Peru: The capital of Peru is Lima. Its currency is the sol."]
+
+
+def test_a_question_that_nothing_answers_is_refused(printed):
+    assert printed["refused"] == "False Not found in the sources.\n"
