@@ -45,7 +45,7 @@ class OpenedParts:
 
     Args:
       journals: folder of the stores in which parts keep what they finished; None: they keep
-        nothing.
+        nothing, but for the answers of language models, which go to the cache folder.
       inference: in place of the sections `inference` of the rerankers' and readers' runs.
       say: told where each model but the LLM runs, by its key in the section `parts`
         (retriever.model).

@@ -415,8 +415,8 @@ class LLMSpec(Part):
 
     def open(self, row: OpenedParts) -> Any:
         """The language model with its response cache."""
-        assert row.journals is not None, "its answers are kept"
-        return row.closing(open_llm(self, row.journals / "responses"))
+        kept = cache_dir() if row.journals is None else row.journals
+        return row.closing(open_llm(self, kept / "responses"))
 
 
 # Of an LLMSpec, what changes no answer beyond its last bits: where the engine runs, its sizes (but

@@ -28,7 +28,7 @@ from mmqa_jax.core.typed import (
     sections_by_name,
     spec_of,
 )
-from mmqa_jax.core.workdir import is_free
+from mmqa_jax.core.workdir import is_free, read_config
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.question_pictures import GoldContext, with_gold_sources
 from mmqa_jax.data.schema import Prediction, Question
@@ -264,6 +264,13 @@ class Row:
 
         check = functools.partial(self.answering.check_inputs, questions, self.options)
         return Stage(what, self.parts, keeping(predict, opened), check=check)
+
+
+def recorded_row(folder: Path) -> Row:
+    """The row of a workdir of `mmqa run`."""
+    recorded = read_config(folder).to_dict()
+    recorded.pop("limit", None)
+    return read_row(ConfigDict(recorded))
 
 
 def read_row(config: ConfigDict, *, split: str | None = None) -> Row:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, read_jsonl
@@ -34,7 +33,7 @@ from mmqa_jax.evaluation.scoring import Evaluation
 from mmqa_jax.evaluation.tables import Table
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.runs.agent_report import agent_summary, agent_tables
-from mmqa_jax.runs.row import Row, read_row
+from mmqa_jax.runs.row import Row, recorded_row
 from mmqa_jax.runs.traces import (
     answer_rows,
     counts_table,
@@ -225,9 +224,7 @@ def report_row(folder: Path) -> tuple[Path, list[Table]]:
     """
     run = read_run(folder)
     scores = {"notes": [], "limit": None, **run.scores}
-    recorded = read_config(folder).to_dict()
-    recorded.pop("limit", None)
-    row = read_row(ConfigDict(recorded))
+    row = recorded_row(folder)
     if not Path(row.data.dir).is_dir():
         raise UserError(
             f"{folder}: its data is not at {os.fspath(row.data.dir)}, seen from here; start `mmqa "

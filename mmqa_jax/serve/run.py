@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from ml_collections import ConfigDict
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.decoding.requests import Scoring
 from mmqa_jax.prompting.backends import Chat, Decoding, Message
@@ -27,7 +25,7 @@ from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, open_folder
 from mmqa_jax.runs.asked import AskedCorpus
 from mmqa_jax.runs.opened_parts import OpenedParts
 from mmqa_jax.runs.prepare import folder_notes
-from mmqa_jax.runs.row import read_row
+from mmqa_jax.runs.row import recorded_row
 from mmqa_jax.runs.workdirs import finished_rows, kind_of
 from mmqa_jax.serve.app import make_app
 from mmqa_jax.serve.limits import Limits
@@ -228,7 +226,7 @@ def _of_workdir(
       UserError: it holds neither, or inputs of the row are missing.
     """
     if kind_of(workdir) == "row":
-        row = read_row(ConfigDict(read_config(workdir)))
+        row = recorded_row(workdir)
         if missing := row.missing_inputs():
             listed = "; ".join(f"{path} ({how})" for path, how in missing.items())
             raise UserError(f"--workdir={workdir}: inputs of the row are missing: {listed}.")
@@ -242,7 +240,7 @@ def _of_workdir(
     systems: list[System] = [DemoChain(demo, threads, computing)]
     opened = OpenedParts(demo.corpus)
     for name in finished_rows(workdir):
-        row = read_row(ConfigDict(read_config(workdir / name)))
+        row = recorded_row(workdir / name)
         same = Path(row.data.dir).resolve() == data.resolve() and not row.data.context
         if same and row.answers and not row.answering.needs_all and not row.missing_inputs():
             systems.append(RowSystem(row, demo.corpus, opened, threads, computing))

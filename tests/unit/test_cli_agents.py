@@ -7,8 +7,10 @@ from cli_runs import ROOT, done, mmqa, rows_of, write_documents
 from tiny_llm import write_folder
 from vqa_files import write_okvqa
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.prompting.heuristics import write_answer_aware, write_candidates
+from mmqa_jax.serve.run import ServeOptions, open_parts
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -172,3 +174,21 @@ def test_another_splits_candidates(inputs, tmp_path, refused):
     )  # fmt: skip
     refused(*run, message=r"parts\.heuristics\.candidates: no candidates for any of the 3")
     assert not (tmp_path / "run" / "predictions.jsonl").exists()
+
+
+def test_a_served_row_answers_its_questions_and_shows_its_agents(finished):
+    workdir, _ = finished
+    parts = open_parts(None, "", ServeOptions(), workdir=workdir)
+    (system,) = parts.systems.values()
+    wanted = {row["question"]: row["answer"] for row in rows_of(workdir / "trace.jsonl")}
+    for question in system.examples:
+        row = system.ask(question.upper(), None, lambda kind, value: None).future.result(300)
+        assert row["answer"] == wanted[question]
+        assert [step["who"].partition(":")[0] for step in row["steps"]] == [
+            *("junior", "senior", "manager"),
+            "vote",
+        ]
+        assert row["steps"][2]["steps"][0]["who"].startswith("plan: ")
+    with pytest.raises(UserError, match="the questions of its data alone"):
+        system.ask("Which question is none of them?", None, lambda kind, value: None)
+    parts.close()
