@@ -174,6 +174,7 @@ def serve(parts: Parts, listening: socket.socket, options: ServeOptions) -> None
             "requires one.",
             file=sys.stderr,
         )
+    os.environ.setdefault("MMQA_PROGRESS", "off")  # each answer would show its own
     # uvicorn raises the signal that ended it again, once all answers are given.
     before = {number: signal.signal(number, _ignored) for number in _ENDING}
     try:

