@@ -33,6 +33,7 @@ BENCHES = {
     "store": "keeping finished work: core/store.py against ArrayRecord, SQLite and LMDB",
     "refusals": "the threshold below which `mmqa ask --data` refuses, chosen on --data",
     "rerank": "VLP on every pair of WebQA: each encoded in full, or sources and questions once",
+    "serve": "20 users of `mmqa serve` at once against the same asked one by one",
 }
 SIZES = ("small", "full")
 _ON_DATA = ("input", "refusals")  # benches that can measure on a user's corpus

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import tempfile
 
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from tiny_llm import (
     END,
-    MODEL,
     SIZES,
     by_id,
     flag,
     text_tokenizer,
     tiny_backend,
+    tiny_llava,
 )
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.llava_images import llava_pixels
-from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring, TooLong
-from mmqa_jax.models.clip import VisionConfig
-from mmqa_jax.models.llava import Llava, LlavaConfig
 from mmqa_jax.prompting import llava_prompt
 from mmqa_jax.prompting.backend_engine import EngineBackend
 from mmqa_jax.prompting.backends import (
@@ -160,16 +155,8 @@ def test_what_does_not_fit_is_refused_before_weights_are_loaded():
 
 def test_a_llava_sees_the_pictures_of_a_conversation():
     """vicuna_v1, one placeholder a picture, the pictures as LLaVA-1.5 sees them."""
-    vision = VisionConfig(
-        image_size=12, patch_size=4, width=24, layers=2, heads=2, mlp_width=20, embed_dim=16
-    )
-    config = LlavaConfig(vision, dataclasses.replace(MODEL, positions=320), image_token=-200)
-    sizes = dataclasses.replace(SIZES, length=320, buckets=(32,), slots=2)
-    model = Llava(config, rngs=nnx.Rngs(3))
-    engine = Engine(model, text_tokenizer(), config=sizes)
-    backend = EngineBackend(
-        lambda demand: engine, text_tokenizer(), length=320, fingerprint="llava", llava=config
-    )
+    backend = tiny_llava()
+    engine = backend.engine
     red, blue = flag(), flag((20, 30, 240), (3, 9))
     first = Message("user", (red, "What is it"))
     turns = (first, Message("assistant", ("A flag.",)), Message("user", (blue, "And this")))

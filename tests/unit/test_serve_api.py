@@ -14,7 +14,7 @@ import openai
 import pytest
 from PIL import Image
 from served_app import serving
-from tiny_llm import flag, text_tokenizer, tiny_backend
+from tiny_llm import flag, text_tokenizer, tiny_backend, tiny_llava
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Message
@@ -331,3 +331,37 @@ def waited(holds) -> bool:
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.02)
     return holds()
+
+
+def test_pictures_for_a_model_that_sees():
+    """The answer to a data: URL is the backend's to the picture; a cancelled one leaves nothing."""
+    red, blue = flag(), flag((20, 30, 240), (3, 9))
+    backend = tiny_llava()
+    decoding = Decoding(max_new_tokens=6)
+    wanted = {}
+    for name, seen in (("red", red), ("blue", blue)):
+        chat = Chat(0, (Message("user", (seen, "What is it")),), decoding)
+        wanted[name] = next(iter(backend.answer([chat]))).text
+    assert wanted["red"] != wanted["blue"]
+    model = ServedModel(backend, 64)
+    parts = Open(
+        "tiny", model, "llava", Vectors(), "vectors", threading.Lock(), {},
+        AskedCorpus(Corpus([])), Threads(4),
+    )  # fmt: skip
+    with served(parts) as address:
+        cancelled = [
+            model.submit(Chat(0, (Message("user", (blue, f"go {n}")),), Decoding(120)))
+            for n in range(9)
+        ]
+        for one in cancelled:
+            one.cancel()
+        for name, seen in (("red", red), ("blue", blue)):
+            url = f"data:image/png;base64,{base64.b64encode(seen.data).decode()}"
+            content = [{"type": "image_url", "image_url": {"url": url}},
+                       {"type": "text", "text": "What is it"}]  # fmt: skip
+            body = {"model": "llava", "temperature": 0, "max_tokens": 6,
+                    "messages": [{"role": "user", "content": content}]}  # fmt: skip
+            reply = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=120).json()
+            assert reply["choices"][0]["message"]["content"] == wanted[name]
+    model.close()
+    assert parts.unfinished == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from collections.abc import Iterable
@@ -14,8 +15,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.llava import Llava, LlavaConfig
 from mmqa_jax.prompting.backend_engine import EngineBackend
 from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer
@@ -74,6 +77,19 @@ def tiny_backend(engine: Engine, fingerprint: str = "tiny") -> EngineBackend:
     """A backend over an engine that is there."""
     return EngineBackend(
         lambda demand: engine, text_tokenizer(), length=SIZES.length, fingerprint=fingerprint
+    )
+
+
+def tiny_llava() -> EngineBackend:
+    """A backend of a tiny random LLaVA, whose engine is its own."""
+    vision = VisionConfig(
+        image_size=12, patch_size=4, width=24, layers=2, heads=2, mlp_width=20, embed_dim=16
+    )
+    config = LlavaConfig(vision, dataclasses.replace(MODEL, positions=320), image_token=-200)
+    sizes = dataclasses.replace(SIZES, length=320, buckets=(32,), slots=2)
+    engine = Engine(Llava(config, rngs=nnx.Rngs(3)), text_tokenizer(), config=sizes)
+    return EngineBackend(
+        lambda demand: engine, text_tokenizer(), length=320, fingerprint="llava", llava=config
     )
 
 
