@@ -23,6 +23,7 @@ from mmqa_jax.decoding.requests import Candidate, Result, TooLong, Unanswerable
 from mmqa_jax.evaluation.webqa import has_keywords
 from mmqa_jax.prompting.backends import Backend, Completion, Decoding, Picture, Query
 from mmqa_jax.prompting.shots import Shot, shots_record
+from mmqa_jax.prompting.source_prompts import IMAGE, MARK
 from mmqa_jax.prompting.stream import answer_all
 from mmqa_jax.prompting.templates import PromptTemplate
 from mmqa_jax.retrieval.knowledge import KnowledgeBase, Passage, passages_of
@@ -289,7 +290,7 @@ def prompts_record(prompts: Sequence[FewShot], failed: Iterable[str] = ()) -> di
     reasons = [p.reason for p in prompts if p.query is None and not p.too_long]
     reasons += failed
     record: dict[str, Any] = {
-        "prompts": [p.text for p in prompts],
+        "prompts": [p.text.replace(MARK, IMAGE) for p in prompts],
         "shots": [shots_record(p.shots) for p in prompts],
         "dropped_shots": sum(p.dropped for p in prompts),
         "too_long": [p.reason for p in prompts if p.too_long],

@@ -273,6 +273,8 @@ def test_dropped_triplets_take_their_pictures_along(tmp_path):
         assert 0 < len(kept) < 6
         names = [shot["id"] for shot in kept if int(shot["id"][1:]) % 2 == 0]
         assert shown(asked[query.id]) == [*names, query.image]
+        (told,) = prediction.trace["prompts"]
+        assert told.count("<image>") == len(names) + 1
 
 
 def test_triplets_pictures_need_the_questions_own():
