@@ -96,6 +96,15 @@ def token_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(one) is int for one in value)
 
 
+def data_url(picture: bytes) -> str | None:
+    """An encoded picture as a URL; None of a kind that browsers do not show."""
+    try:
+        media_type = Picture(picture).media_type
+    except UserError:
+        return None
+    return f"data:{media_type};base64,{base64.b64encode(picture).decode()}"
+
+
 def read_picture(url: str, key: str) -> Picture:
     """The picture of a `data:` URL, checked before it is decoded.
 

@@ -10,6 +10,7 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, Ranking, prediction_of
 from mmqa_jax.evaluation.cards import TraceNode
+from mmqa_jax.prompting.openai_fields import data_url
 from mmqa_jax.retrieval.rankings import ranking_of
 from mmqa_jax.runs.agent_report import agent_tree
 from mmqa_jax.runs.answered import open_parts
@@ -81,8 +82,11 @@ class RowSystem:
         def answer() -> dict[str, Any]:
             began = time.perf_counter()
             with self._corpus.asked(question, picture) as asked, self._computing:
-                prediction, rankings = self._answer(known if picture is None and known else asked)
-            return self._told(question, prediction, rankings, tell, began)
+                meant = known if picture is None and known else asked
+                prediction, rankings = self._answer(meant)
+            row = self._told(question, prediction, rankings, tell, began)
+            shown = self._corpus.question_picture(meant) if meant is known else None
+            return row if shown is None else {**row, "picture": data_url(shown)}
 
         return self._threads.start(answer, nothing)
 

@@ -5,6 +5,9 @@ rows), `text` (pieces of the answer, where it is decoded token by token). Its an
 
     {question, answer, marked, found, sources: [row], notes: [text], seconds}
 
+and of a row of `mmqa run` also `steps`, how it was answered, and `picture`, the question's own as a
+data: URL.
+
 `marked` is the answer with its [n], the numbers of the rows. A row has the keys of `mmqa ask
 --json` and `number` and `title`; its `cited` is its number where the answer cites it, else null.
 """

@@ -18,6 +18,7 @@ from tiny_llm import flag, text_tokenizer, tiny_backend, tiny_llava
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Message
+from mmqa_jax.prompting.openai_fields import data_url, read_picture
 from mmqa_jax.prompting.served import ServedModel
 from mmqa_jax.runs.asked import AskedCorpus
 from mmqa_jax.serve.app import make_app
@@ -230,6 +231,13 @@ def test_refused_requests(server, path, body, status, words):
     assert reply.status_code == status, error
     assert words.replace("..", "[]") in error["message"]
     assert "request 0" not in error["message"]
+
+
+def test_pictures_as_urls():
+    url = data_url(flag().data)
+    assert url == RED
+    assert read_picture(url, "image").data == flag().data
+    assert data_url(b"BM") is None
 
 
 def test_what_is_no_request(server):

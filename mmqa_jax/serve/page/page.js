@@ -160,11 +160,12 @@ function withCitations(text, sources) {
 
 function tree(step) {
   const item = make("li");
-  item.append(make("span", "who", step.who));
   if (step.prompt) {
     const fold = make("details");
-    fold.append(make("summary", "", "prompt"), make("pre", "", step.prompt));
+    fold.append(make("summary", "who", step.who), make("pre", "", step.prompt));
     item.append(fold);
+  } else {
+    item.append(make("span", "who", step.who));
   }
   if (step.steps?.length) {
     const inner = make("ul");
@@ -219,6 +220,10 @@ function card(text, image) {
       part("notes").replaceChildren(...row.notes.map((one) => make("li", "", one)));
       const cited = sources.filter((one) => one.cited !== null);
       part("sources").replaceChildren(...cited.map((one) => sourceButton(one, false)));
+      if (row.picture && !image) {
+        part("asked-picture").src = row.picture;
+        part("asked-picture").hidden = false;
+      }
       if (row.steps?.length) {
         part("steps").hidden = false;
         const list = make("ul");
