@@ -45,7 +45,8 @@ class RetrieverSpec(Part):
     Attributes:
       method: `bm25`, `dense`, or both: `fused` by a convex combination of their scores, `rrf` by
         reciprocal-rank fusion.
-      model: workdir of a contrastive run, or a converted CLIP (not for bm25).
+      model: workdir of a contrastive run, a converted CLIP, or a published encoder of texts: its
+        folder, or ORG/NAME in the Hugging Face cache (not for bm25).
       index: folder of `mmqa embed` and `mmqa index` with that model (not for bm25), or the Milvus
         collection that `mmqa index` filled (milvus://HOST:PORT/COLLECTION).
       modality: `unknown` searches all sources; `known` those of the gold sources' modality;
@@ -438,7 +439,8 @@ class KnowledgeSpec(Part):
       top_k: passages of a question.
       max_words: longer passages are cut there; 0: never.
       modality: only snippets (`text`), only pictures' captions (`image`), or all.
-      text_model: of dense retrieval: `minilm`, a converted CLIP or a contrastive run.
+      text_model: of dense retrieval: `minilm`, a published encoder of texts (folder or ORG/NAME), a
+        converted CLIP or a contrastive run.
       index: folder of `mmqa embed` and `mmqa index` with that model; "": the passages' texts are
         embedded here, and kept on disk by content.
       text: what is searched for: the question, with hint and choices, or behind the caption.
@@ -572,7 +574,7 @@ def _open_dense_knowledge(home: Corpus, spec: KnowledgeSpec) -> Any:
         cache_dir() / "vectors",
         f"text {embedder.fingerprint}",
         texts,
-        lambda rows: embedder.embed_questions([texts[row] for row in rows]),
+        lambda rows: embedder.embed_passages([texts[row] for row in rows]),
     )
     embeddings = Embeddings(vectors, embedder.fingerprint, home.fingerprint)
     return DenseRetriever(home, embedder, ExactIndex(embeddings), pictures)
