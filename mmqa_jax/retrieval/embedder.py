@@ -70,7 +70,7 @@ class Embedder:
         pictures as uint8. The state may be abstract if `use` gives the parameters.
       tokenizer: a WordPiece or another with its ids (data/encoder_tokenizer.py); texts are encoded
         as [CLS] tokens [SEP].
-      image_size: side of the pictures in pixels.
+      image_size: side of the pictures in pixels; 0: it takes texts alone.
       buckets: lengths in tokens, including special tokens, increasing.
       batch_size: texts or pictures per call, over all devices, or `auto`.
       cost: of a source, for `auto`.
@@ -206,14 +206,15 @@ class Embedder:
         cannot be decoded is embedded from its caption alone (the store counts it).
 
         Args:
-          pictures: pixels by row; None: pictures are embedded from their captions alone.
+          pictures: pixels by row; None, or an encoder of texts alone: pictures are embedded from
+            their captions.
           part: (i, n): this process is the i-th of n that share the job; by default, JAX's process
             index and count.
 
         Returns:
           The embeddings; None while other processes still have shards to write.
         """
-        if pictures is not None and pictures.size != self.image_size:
+        if self.image_size and pictures is not None and pictures.size != self.image_size:
             raise UserError(
                 f"embedder: the pictures are {pictures.size} pixels wide, the encoder takes "
                 f"{self.image_size}; set the same size for both."
@@ -248,9 +249,8 @@ class Embedder:
     ) -> Float32[np.ndarray, "n D"]:
         sources = [corpus.sources[row] for row in rows]
         texts, prompt = [self.text_of(source) for source in sources], self.prompts.source
-        pictured = np.array(
-            [pictures is not None and source.modality == "image" for source in sources]
-        )
+        sees = pictures is not None and self.image_size > 0
+        pictured = np.array([sees and source.modality == "image" for source in sources])
         vectors = np.zeros((len(rows), self.dim), np.float32)
 
         def encoded() -> Iterator[tuple[np.ndarray, jax.Array]]:

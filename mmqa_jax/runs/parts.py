@@ -134,7 +134,8 @@ class RerankerSpec(Part):
     """How sources are selected.
 
     Attributes:
-      model: workdir of a rerank run.
+      model: workdir of a rerank run, or a published cross-encoder: its folder, or ORG/NAME in the
+        Hugging Face cache.
       similarity: the retriever whose cosines are combined with VLP's relevance, and whose second
         hop is reranked too (ours); None is the paper's VLP alone.
       similarity_weight: of the cosines; 0 uses the relevance alone.
@@ -154,9 +155,9 @@ class RerankerSpec(Part):
         """The reranker over the row's corpus."""
 
         def load(on_model: OnModel) -> Any:
-            from mmqa_jax.tasks.rerank import load_reranker
+            from mmqa_jax.tasks.reranker import open_reranker
 
-            reranker = load_reranker(self.model, row.corpus, row.inference)
+            reranker = open_reranker(self.model, row.corpus, row.inference)
             on_model("model", reranker)
             return reranker
 

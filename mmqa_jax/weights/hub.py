@@ -39,6 +39,17 @@ def is_hub_name(text: str | os.PathLike) -> bool:
     return _NAME.fullmatch(str(text)) is not None and not Path(text).exists()
 
 
+def is_cached(text: str | os.PathLike) -> bool:
+    """Whether a text is the name of a model that the local cache has whole."""
+    if not is_hub_name(text):
+        return False
+    try:
+        find_model(str(text))
+    except UserError:
+        return False
+    return True
+
+
 def find_model(name: str, flag: str = "--model", fetch: str = "add --download") -> Path:
     """A model in the local cache; nothing is fetched.
 

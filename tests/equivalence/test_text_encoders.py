@@ -1,6 +1,6 @@
 """Text encoders and cross-encoders beside transformers and sentence-transformers, float32.
 
-The next family is one entry in text_encoders.FAMILIES.
+The next family is one entry in tests/tiny_encoders.FAMILIES.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import transformers
 from compare import LAYER, WHOLE, alone, compiled
 from sentence_transformers import CrossEncoder, SentenceTransformer
-from text_encoders import FAMILIES, QUESTIONS, save_plain, save_sentences, texts
+from tiny_encoders import FAMILIES, QUESTIONS, save_plain, save_sentences, texts
 
 from mmqa_jax.data.encoder_tokenizer import cut_longest, load_encoder_tokenizer
 from mmqa_jax.data.lists import corpus_of_lists

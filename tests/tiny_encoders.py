@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from compare import randomize
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Normalize, Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
@@ -96,7 +95,10 @@ def save_plain(name: str, folder: Path, *, classifier: bool = False, **more) -> 
     config = family.config(**sizes | more)
     torch.manual_seed(0)
     kind = family.classifier if classifier else family.model
-    model = randomize(kind(config), 1, 0.15)
+    model = kind(config).eval()
+    with torch.no_grad():  # fresh biases are 0 and norms 1, which would hide a swapped one
+        for parameter in model.parameters():
+            parameter.add_(0.15 * torch.randn(parameter.shape))
     model.save_pretrained(folder)
     tokenizer.model_max_length = 540
     tokenizer.save_pretrained(folder)
