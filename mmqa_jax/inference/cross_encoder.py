@@ -13,14 +13,14 @@ from jaxtyping import Float32
 from mmqa_jax.core.arguments import check_questions
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
-from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh, serve
+from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh, serve
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.encoder_tokenizer import EncoderTokenizer, load_encoder_tokenizer
 from mmqa_jax.data.schema import Question, Ranking, source_text
 from mmqa_jax.models.cross_encoder import CrossEncoder
-from mmqa_jax.retrieval.embedder import FULL_LENGTH, rows_of_length, text_cost
+from mmqa_jax.retrieval.embedder import rows_of_length
 from mmqa_jax.retrieval.rankings import rescored
-from mmqa_jax.retrieval.text_encoder import length_buckets
+from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
 from mmqa_jax.weights.sentence_pooling import read_pair_length
 from mmqa_jax.weights.text_encoders import load_cross_encoder
 
@@ -55,8 +55,7 @@ class CrossEncoderReranker:
         self._buckets = length_buckets(longest, model.config.positions)
         self._has_types = model.config.types > 1
         graphdef, self._state = nnx.split(model)
-        cost = text_cost(model.config, min(self._buckets[-1], FULL_LENGTH))
-        cost = RowCost("pairs", cost.on_cpu, cost.most, cost.bytes)
+        cost = encoder_cost(model.config, self._buckets[-1], "pairs")
         self.serving = serve(batch_size, cost, self._state)
         self._relevance = jax.jit(
             lambda state, *inputs: jax.nn.sigmoid(nnx.merge(graphdef, state)(*inputs))

@@ -6,6 +6,7 @@ questions and sources, the length at which texts are cut, a Matryoshka size.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,13 +15,15 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import state_shardings
-from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
+from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh
 from mmqa_jax.data.encoder_tokenizer import load_encoder_tokenizer
+from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.sentence_encoder import SentenceEncoder
 from mmqa_jax.retrieval.embedder import FULL_LENGTH, Embedder, text_cost
 from mmqa_jax.weights.sentence_pooling import read_recipe
 from mmqa_jax.weights.text_encoders import load_text_encoder
 
+_ON_CPU = 8  # texts of a call: more do not fit a CPU's caches (runs/ask_folder.py)
 _BUCKETS = (16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -59,10 +62,16 @@ def load_text_embedder(
         image_size=0,
         buckets=buckets,
         batch_size=batch_size,
-        cost=text_cost(config, min(buckets[-1], FULL_LENGTH)),
+        cost=encoder_cost(config, buckets[-1], "texts"),
         prompts=recipe.prompts,
         recipe=f"{type(encoder).__name__} {config} {recipe.pooling} {recipe.truncate_dim}",
     )
+
+
+def encoder_cost(config: BertConfig, longest: int, unit: str) -> RowCost:
+    """What a text costs a published encoder; a call has fewer long ones (`rows_of_length`)."""
+    cost = text_cost(config, min(longest, FULL_LENGTH))
+    return dataclasses.replace(cost, unit=unit, on_cpu=_ON_CPU)
 
 
 def length_buckets(longest: int | None, positions: int) -> tuple[int, ...]:

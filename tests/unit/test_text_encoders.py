@@ -16,6 +16,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.encoder_tokenizer import load_encoder_tokenizer
 from mmqa_jax.inference.cross_encoder import open_cross_encoder
 from mmqa_jax.retrieval.text_encoder import load_text_embedder
+from mmqa_jax.runs import identity
+from mmqa_jax.weights.hub import find_model, is_cached
 from mmqa_jax.weights.sentence_pooling import Prompts, SentenceRecipe, read_pair_length, read_recipe
 from mmqa_jax.weights.text_encoders import load_cross_encoder, load_text_encoder, published_folder
 
@@ -238,6 +240,21 @@ def cached(published, tmp_path, monkeypatch):
         (home / "refs" / "main").write_text("a" * 40)
         shutil.copytree(published / name, home / "snapshots" / ("a" * 40))
     return "org/bert", "org/reranker"
+
+
+def test_what_depends_on_a_model_sees_its_weights(cached, tmp_path):
+    assert (is_cached(cached[0]), is_cached("org/none"), is_cached("minilm")) == (
+        True,
+        False,
+        False,
+    )
+    folder = shutil.copytree(find_model(cached[0]), tmp_path / "copy")
+    before = identity.of_folders(folder)
+    assert identity.of_folders(cached[0]) == before
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    assert identity.of_folders(folder) != before
 
 
 def test_by_name_in_python(cached):
