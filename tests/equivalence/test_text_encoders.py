@@ -141,8 +141,8 @@ def test_scores_are_those_of_the_cross_encoder(name, tmp_path):
         pairs = [
             (question.question, corpus.sources[corpus.row[name]].text) for name in ranking.sources
         ]
-        np.testing.assert_allclose(ranking.scores, theirs.predict(pairs), **WHOLE)
-        assert np.ptp(ranking.scores) > 0.01
+        np.testing.assert_allclose(ranking.scores, theirs.predict(pairs), **LAYER)
+        assert np.ptp(ranking.scores) > 1e-3  # what is compared differs by more than is allowed
 
 
 def test_the_longer_text_is_cut_first():
