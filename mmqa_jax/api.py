@@ -29,7 +29,8 @@ from mmqa_jax.core.host import cache_dir
 from mmqa_jax.data.images import decode, read_picture_file
 from mmqa_jax.data.lists import PictureOf, corpus_of_lists
 from mmqa_jax.data.schema import NOT_FOUND, Question, Ranking
-from mmqa_jax.papers.webqa import top
+from mmqa_jax.inference.cross_encoder import open_cross_encoder
+from mmqa_jax.papers.webqa import Reranker, top
 from mmqa_jax.prompting.backends import Backend
 from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
 from mmqa_jax.prompting.llm_reranker import LLMReranker, LLMRerankerOptions
@@ -53,6 +54,7 @@ from mmqa_jax.runs.parts import LLMSpec
 from mmqa_jax.runs.parts import open_llm as open_cached
 from mmqa_jax.runs.prepare import folder_notes
 from mmqa_jax.weights.hub import download_model
+from mmqa_jax.weights.text_encoders import published_folder
 
 __all__ = [
     "Answer",
@@ -163,7 +165,7 @@ def open_retriever(
     *,
     encoder: str | os.PathLike = MINILM,
     weight: float = DEFAULT_WEIGHT,
-    reranker: LLMReranker | None = None,
+    reranker: Reranker | str | os.PathLike | None = None,
     candidates: int = _CANDIDATES,
 ) -> Retriever:
     """A retriever over a corpus.
@@ -171,10 +173,11 @@ def open_retriever(
     Args:
       corpus: of `open_corpus`.
       method: `bm25`, `dense` (by an encoder), or both: `fused` by scores, `rrf` by ranks.
-      encoder: `minilm`, a converted CLIP or a contrastive run; not for bm25.
+      encoder: `minilm`, a published encoder of texts (its folder, or ORG/NAME in the Hugging Face
+        cache), a converted CLIP or a contrastive run; not for bm25.
       weight: of the encoder's cosines beside BM25's scores, from 0 to 1; of fused.
-      reranker: of `open_reranker`, or any with its method `score`, that ranks the best
-        `candidates` again.
+      reranker: of `open_reranker` (or the name of its model), or any with its method `score`, that
+        ranks the best `candidates` again.
 
     Raises:
       UserError: no such encoder, or no word in the corpus for BM25 to find.
@@ -198,6 +201,8 @@ def open_retriever(
             dense = open_encoded(corpus, encoder)
             ranked = dense if method == "dense" else RankFusion([BM25Retriever(corpus), dense])
             passages = Passages(ranked, dense)
+    if isinstance(reranker, str | os.PathLike):
+        reranker = open_reranker(corpus, reranker)
     if reranker is not None:
         ranked = _Reranked(passages.ranked, reranker, min(candidates, len(corpus)))
         passages = passages._replace(ranked=ranked)
@@ -301,15 +306,26 @@ def open_reader(
     return Reader(corpus, llm, LLMReader(corpus, llm, options), owns)
 
 
-def open_reranker(corpus: AskedCorpus, llm: Backend, *, calibrated: bool = False) -> LLMReranker:
-    """A language model as a reranker: by its probability that a source helps to answer.
+def open_reranker(
+    corpus: AskedCorpus, model: Backend | str | os.PathLike, *, calibrated: bool = False
+) -> Reranker:
+    """A reranker: a published cross-encoder, or a language model by its probability of yes.
 
     Args:
-      llm: of `open_llm`; a server must give log-probabilities.
-      calibrated: see LLMRerankerOptions.
+      model: folder of a cross-encoder, such as ms-marco MiniLM or bge-reranker, or its ORG/NAME in
+        the Hugging Face cache; or a language model of `open_llm`; a server must give
+        log-probabilities.
+      calibrated: of a language model, see LLMRerankerOptions.
+
+    Raises:
+      UserError: no such cross-encoder, or one of another kind.
+      TypeError: the name of a language model, which has to be opened.
     """
     _check_corpus(corpus, "open_reranker")
+    llm = model
     if isinstance(llm, str | os.PathLike):
+        if folder := published_folder(Path(llm), "open_reranker: model"):
+            return open_cross_encoder(folder, corpus)
         raise TypeError(
             f"open_reranker: {str(llm)!r} is a name, an opened model was expected; open it with "
             f"open_llm({str(llm)!r}), which a reader can share."
@@ -377,7 +393,7 @@ class _Reranked:
     """The best sources of a retriever, ranked again."""
 
     retriever: Ranker
-    reranker: LLMReranker
+    reranker: Reranker
     candidates: int
 
     def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:

@@ -55,8 +55,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--encoder",
         metavar="NAME|PATH",
-        help="with --data, who finds the passages beside BM25: minilm, a converted CLIP, or a "
-        "contrastive run (minilm)",
+        help="with --data, who finds the passages beside BM25: minilm, a published encoder of "
+        "texts (folder or ORG/NAME), a converted CLIP, or a contrastive run (minilm)",
     )
     parser.add_argument("--top_k", type=int, help="passages that the model reads (5)")
     parser.add_argument(

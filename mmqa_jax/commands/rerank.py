@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mmqa_jax.data.schema import Question
     from mmqa_jax.extensions.similarity import Tuned
 
-SUMMARY = "score candidate sources with a trained VLP source head."
+SUMMARY = "score candidate sources with a trained VLP source head, or a cross-encoder."
 EXAMPLE = (
     "mmqa rerank --data=data/atlas --model=runs/rerank --candidates=restricted "
     "--out=runs/retrieval/restricted.jsonl"
@@ -35,7 +35,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_data(parser)
     flags.add_split(parser)
     parser.add_argument(
-        "--model", required=True, help="workdir of a rerank training run, or its folder best"
+        "--model",
+        required=True,
+        help="workdir of a rerank training run, or its folder best; or a published cross-encoder "
+        "(folder or ORG/NAME), which reads pictures by their captions",
     )
     parser.add_argument(
         "--candidates",
@@ -58,8 +61,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--retriever",
-        help="workdir of a contrastive run, or a converted CLIP: scores two-hop questions again "
-        "with the title of their best source, and provides cosines as the similarity",
+        help="workdir of a contrastive run, a converted CLIP, or a published encoder of texts: "
+        "scores two-hop questions again with the title of their best source, and provides cosines "
+        "as the similarity",
     )
     parser.add_argument("--index", help="folder written by `mmqa index`, of the retriever")
     parser.add_argument(

@@ -192,15 +192,7 @@ def load_tokenizer(path: str | os.PathLike) -> WordPiece:
     Raises:
       UserError: no such file, not a tokenizer, not WordPiece, or lacks a special token.
     """
-    text = read_text(path)
-    try:
-        tokenizer = Tokenizer.from_str(text)
-    except Exception as error:  # the library raises plain Exception for every mistake
-        raise UserError(
-            f"{path}: not a tokenizer ({error}); give a tokenizer.json in Hugging Face's format."
-        ) from error
-    apply_settings(tokenizer, as_path(path).parent)
-    add_published_tokens(tokenizer, as_path(path).parent)
+    tokenizer = read_tokenizer(path)
     if not isinstance(tokenizer.model, models.WordPiece):
         kind = type(tokenizer.model).__name__
         raise UserError(f"{path}: holds a {kind} tokenizer; give a WordPiece one (BERT's kind).")
@@ -210,6 +202,24 @@ def load_tokenizer(path: str | os.PathLike) -> WordPiece:
             f"{path}: the vocabulary lacks {', '.join(missing)}; give a BERT vocabulary."
         )
     return WordPiece(tokenizer)
+
+
+def read_tokenizer(path: str | os.PathLike) -> Tokenizer:
+    """The tokenizer of a tokenizer.json, with the settings and tokens beside it.
+
+    Raises:
+      UserError: no such file, not a tokenizer, or as `apply_settings` and `add_published_tokens`.
+    """
+    text = read_text(path)
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # the library raises plain Exception for every mistake
+        raise UserError(
+            f"{path}: not a tokenizer ({error}); give a tokenizer.json in Hugging Face's format."
+        ) from error
+    apply_settings(tokenizer, as_path(path).parent)
+    add_published_tokens(tokenizer, as_path(path).parent)
+    return tokenizer
 
 
 def minilm_tokenizer() -> WordPiece:
@@ -388,6 +398,7 @@ Prefix = Literal["always", "first", "never"]
 _SPACE = "▁"  # as SentencePiece spells it
 # Models of which transformers does not believe that their tokenizer is LLaMA's.
 _FILE_ALONE = ("llava", "llava_next", "vipllava")
+_LIKE_BERT = ("", "BertTokenizer", "MPNetTokenizer")
 # BERT's settings -> the normalizer's.
 _BERT = {
     "do_lower_case": "lowercase",
@@ -420,7 +431,7 @@ def apply_settings(tokenizer: Tokenizer, folder: Path) -> None:
             "template cannot do with; take the key out."
         )
     kind = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
-    if isinstance(tokenizer.model, models.WordPiece) and kind in ("", "BertTokenizer"):
+    if isinstance(tokenizer.model, models.WordPiece) and kind in _LIKE_BERT:
         _normalize_as_bert(tokenizer, settings)
     elif isinstance(tokenizer.model, models.BPE) and kind == "LlamaTokenizer":
         given_by_file = prefix_of(tokenizer)

@@ -19,9 +19,10 @@ from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
-from mmqa_jax.core.serving import BatchSize, RowCost, serve
+from mmqa_jax.core.serving import BatchSize, RowCost, Serving, serve
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.encoder_tokenizer import EncoderTokenizer
 from mmqa_jax.data.images import Resize
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Source, source_text
@@ -31,9 +32,12 @@ from mmqa_jax.models.clip import TextConfig, VisionConfig
 from mmqa_jax.models.dual_encoder import DualEncoderConfig
 from mmqa_jax.retrieval.embeddings import BROKEN, Embeddings, write_embeddings
 from mmqa_jax.retrieval.vectors import check_finite, not_finite
+from mmqa_jax.weights.sentence_pooling import Prompts
 
 _SMALL_BATCH = 8  # a few questions (`mmqa ask`) should not cost a whole batch
 _MANY = 2_000  # texts or pictures, from which on their progress is shown
+_NO_PROMPTS = Prompts()
+FULL_LENGTH = 512  # tokens; of longer texts a batch has fewer
 _ANY_COST = RowCost("texts", 64, 64, 1 << 24)  # of an encoder whose caller names a size
 _IN_FLIGHT = 3  # batches that the device may lag behind the tokenizer and picture decoder
 
@@ -57,21 +61,24 @@ def make_encode_source(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
 class Embedder:
     """Holds the encoder's parameters and its jitted functions.
 
-    Texts are padded to the smallest bucket that fits them and batches to a fixed size, so that
-    a model compiles once per bucket and kind of input. Texts longer than the longest bucket are
-    truncated, as by CLIP's `tokenize(truncate=True)`.
+    Texts are padded to the smallest bucket that fits them and batches to a fixed size (beyond 512
+    tokens to a smaller one), so that a model compiles once per bucket and kind of input. Texts
+    longer than the longest bucket are truncated, as by CLIP's `tokenize(truncate=True)`.
 
     Args:
       graphdef, state: `nnx.split` of a dual encoder (models/dual_encoder.py), which takes
         pictures as uint8. The state may be abstract if `use` gives the parameters.
-      tokenizer: texts are encoded as [CLS] tokens [SEP].
-      image_size: side of the pictures in pixels.
+      tokenizer: a WordPiece or another with its ids (data/encoder_tokenizer.py); texts are encoded
+        as [CLS] tokens [SEP].
+      image_size: side of the pictures in pixels; 0: it takes texts alone.
       buckets: lengths in tokens, including special tokens, increasing.
       batch_size: texts or pictures per call, over all devices, or `auto`.
       cost: of a source, for `auto`.
       text_of: the text of a source, as the encoder was trained on it.
       fingerprint: of the encoder; None: computed from all of the above when it is asked for.
       resize: how pictures are to be made square for it, see data/images.py.
+      prompts: before the texts of questions and of sources.
+      recipe: what else decides a vector and is no parameter (config, pooling), for the fingerprint.
 
     Attributes:
       serving: its devices and batches.
@@ -81,7 +88,7 @@ class Embedder:
         self,
         graphdef: Any,
         state: Any,
-        tokenizer: WordPiece,
+        tokenizer: WordPiece | EncoderTokenizer,
         *,
         image_size: int,
         buckets: Sequence[int] = (16, 32, 64, 96),
@@ -90,6 +97,8 @@ class Embedder:
         text_of: Callable[[Source], str] = source_text,
         fingerprint: str | None = None,
         resize: Resize = "crop",
+        prompts: Prompts = _NO_PROMPTS,
+        recipe: str = "",
     ):
         if not buckets or buckets[0] < 3 or sorted(set(buckets)) != list(buckets):
             raise UserError(
@@ -98,6 +107,7 @@ class Embedder:
         self.tokenizer = tokenizer
         self.image_size, self.resize = image_size, resize
         self.buckets = tuple(buckets)
+        self.prompts, self._recipe = prompts, recipe
         self._given, self._cost = batch_size, cost
         self.text_of = text_of
         self._state = state
@@ -114,7 +124,7 @@ class Embedder:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything that determines an embedding: parameters, tokenizer, sizes."""
+        """Hash of all that determines an embedding: parameters, tokenizer, sizes, prompts."""
         if self._fingerprint is None:
             self._fingerprint = self._hash()
         return self._fingerprint
@@ -140,13 +150,7 @@ class Embedder:
           TypeError: one text in place of several.
         """
         check_several(texts, "Embedder.embed_questions")
-        vectors = np.zeros((len(texts), self.dim), np.float32)
-        encoded = (
-            (indices, self._call(self._encode_text, *self._put(ids, mask)))
-            for indices, ids, mask in self._text_batches(texts)
-        )
-        self._collect(encoded, vectors, "texts")
-        check_finite(vectors, "embedder: the texts", BROKEN)
+        vectors = self.embed_texts(texts, self.prompts.question)
         if pictures is None:
             return vectors
         if len(pictures) != len(texts):
@@ -156,6 +160,26 @@ class Embedder:
             both = vectors[pictured] + self.embed_pictures([pictures[i] for i in pictured])
             length = np.linalg.norm(both, axis=1, keepdims=True)
             vectors[pictured] = both / np.maximum(length, 1e-12)
+        return vectors
+
+    def embed_passages(self, texts: Sequence[str]) -> Float32[np.ndarray, "n D"]:
+        """Unit vectors of the texts of sources, as those of snippets in `embed_sources`."""
+        return self.embed_texts(texts, self.prompts.source)
+
+    def embed_texts(self, texts: Sequence[str], prompt: str = "") -> Float32[np.ndarray, "n D"]:
+        """Unit vectors of texts with `prompt` before each.
+
+        Raises:
+          TypeError: one text in place of several.
+        """
+        check_several(texts, "Embedder.embed_texts")
+        vectors = np.zeros((len(texts), self.dim), np.float32)
+        encoded = (
+            (indices, self._call(self._encode_text, *self._put(ids, mask)))
+            for indices, ids, mask in self._text_batches(texts, prompt)
+        )
+        self._collect(encoded, vectors, "texts")
+        check_finite(vectors, "embedder: the texts", BROKEN)
         return vectors
 
     def embed_pictures(self, pictures: Sequence[np.ndarray]) -> Float32[np.ndarray, "n D"]:
@@ -182,14 +206,15 @@ class Embedder:
         cannot be decoded is embedded from its caption alone (the store counts it).
 
         Args:
-          pictures: pixels by row; None: pictures are embedded from their captions alone.
+          pictures: pixels by row; None, or an encoder of texts alone: pictures are embedded from
+            their captions.
           part: (i, n): this process is the i-th of n that share the job; by default, JAX's process
             index and count.
 
         Returns:
           The embeddings; None while other processes still have shards to write.
         """
-        if pictures is not None and pictures.size != self.image_size:
+        if self.image_size and pictures is not None and pictures.size != self.image_size:
             raise UserError(
                 f"embedder: the pictures are {pictures.size} pixels wide, the encoder takes "
                 f"{self.image_size}; set the same size for both."
@@ -223,17 +248,16 @@ class Embedder:
         pool: concurrent.futures.Executor,
     ) -> Float32[np.ndarray, "n D"]:
         sources = [corpus.sources[row] for row in rows]
-        texts = [self.text_of(source) for source in sources]
-        pictured = np.array(
-            [pictures is not None and source.modality == "image" for source in sources]
-        )
+        texts, prompt = [self.text_of(source) for source in sources], self.prompts.source
+        sees = pictures is not None and self.image_size > 0
+        pictured = np.array([sees and source.modality == "image" for source in sources])
         vectors = np.zeros((len(rows), self.dim), np.float32)
 
         def encoded() -> Iterator[tuple[np.ndarray, jax.Array]]:
             snippets, captions = np.flatnonzero(~pictured), np.flatnonzero(pictured)
-            for indices, ids, mask in self._text_batches([texts[i] for i in snippets]):
+            for indices, ids, mask in self._text_batches([texts[i] for i in snippets], prompt):
                 yield snippets[indices], self._call(self._encode_text, *self._put(ids, mask))
-            for indices, ids, mask in self._text_batches([texts[i] for i in captions]):
+            for indices, ids, mask in self._text_batches([texts[i] for i in captions], prompt):
                 own = self.serving.placement.rows(len(ids))
                 shown = [rows[captions[indices[n]]] for n in own if n < len(indices)]
                 decoded = list(pool.map(pictures.pixels, shown))
@@ -251,16 +275,18 @@ class Embedder:
         return vectors
 
     def _text_batches(
-        self, texts: Sequence[str]
+        self, texts: Sequence[str], prompt: str
     ) -> Iterator[tuple[np.ndarray, Int32[np.ndarray, "B L"], Bool[np.ndarray, "B L"]]]:
         """Batches of texts of similar length: (indices into `texts`, ids, attention mask)."""
         longest = self.buckets[-1] - 2
-        tokens = [ids[:longest] for ids in self.tokenizer.encode_batch(list(texts))]
+        whole = self.tokenizer.encode_batch([prompt + text for text in texts])
+        tokens = [ids[:longest] for ids in whole]
         bucket = np.searchsorted(self.buckets, [len(ids) + 2 for ids in tokens])
         for number, length in enumerate(self.buckets):
             members = np.flatnonzero(bucket == number)
-            for indices in self._batches(members):
-                size = self._padded_size(len(indices))
+            most = rows_of_length(self.serving, length)
+            for indices in self._batches(members, most):
+                size = min(self._padded_size(len(indices)), most)
                 ids = np.full((size, length), self.tokenizer.pad_id, np.int32)
                 lengths = np.full(size, 2)  # padding rows are [CLS] [SEP]: no empty softmax
                 for i, index in enumerate(indices):
@@ -273,15 +299,14 @@ class Embedder:
     def _picture_batches(
         self, pictures: Sequence[np.ndarray]
     ) -> Iterator[tuple[np.ndarray, jax.Array]]:
-        for indices in self._batches(np.arange(len(pictures))):
+        for indices in self._batches(np.arange(len(pictures)), self.serving.batch_size):
             size = self._padded_size(len(indices))
             own = self.serving.placement.rows(size)
             shown = [pictures[indices[n]] for n in own if n < len(indices)]
             pixels, _ = self._stack(shown, len(own))
             yield indices, self._call(self._encode_image, self.serving.placement.put(pixels))
 
-    def _batches(self, members: np.ndarray) -> list[np.ndarray]:
-        size = self.serving.batch_size
+    def _batches(self, members: np.ndarray, size: int) -> list[np.ndarray]:
         return [members[start : start + size] for start in range(0, len(members), size)]
 
     def _padded_size(self, count: int) -> int:
@@ -348,6 +373,8 @@ class Embedder:
     def _hash(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{self.tokenizer.fingerprint} {self.image_size} {self.buckets[-1]}".encode())
+        if self.prompts != _NO_PROMPTS or self._recipe:
+            digest.update(f"{self.prompts} {self._recipe}".encode())
         for name, leaf in sorted(flatten_named(self._state).items()):
             array = np.asarray(jax.device_get(leaf))
             digest.update(f"{name} {array.dtype} {array.shape}".encode())
@@ -361,6 +388,13 @@ class Embedder:
 # once more as weights) and what is live beside its MLP, without the fusions of a compiler. Compiled
 # for a v5e the programs of configs/webqa use 0.7 to 0.9 of that (`mmqa plan`,
 # memory_gib.temporaries over the examples).
+
+
+def rows_of_length(serving: Serving, length: int) -> int:
+    """Texts of `length` tokens in a call: attention's scores are quadratic in it."""
+    share = min(1.0, (FULL_LENGTH / length) ** 2)
+    size = serving.batch_size
+    return size if share == 1 else serving.placement.padded(max(1, int(size * share)))
 
 
 def dual_encoder_cost(model: DualEncoderConfig, length: int) -> RowCost:

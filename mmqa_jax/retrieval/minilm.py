@@ -11,26 +11,13 @@ from mmqa_jax.core.mesh import state_shardings
 from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.models.bert import Bert, minilm_l6
-from mmqa_jax.models.clip import l2_normalize
-from mmqa_jax.models.dual_encoder import mean_pool
+from mmqa_jax.models.sentence_encoder import SentenceEncoder
 from mmqa_jax.retrieval.embedder import Embedder, text_cost
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.keymap import abstract_model
 from mmqa_jax.weights.pretrained import fill_bert
 
 _BUCKETS = (16, 24, 32, 48, 64, 128, 256)  # 256 tokens: the authors' max_seq_length
-
-
-class SentenceEncoder(nnx.Module):
-    """BERT with mean pooling over the real tokens (sentence-transformers)."""
-
-    def __init__(self, bert: Bert):
-        self.bert = bert
-
-    def encode_text(self, input_ids: jax.Array, attention_mask: jax.Array) -> jax.Array:
-        """Texts, input_ids int[B, L] and attention_mask bool[B, L] -> [B, 384], of length 1."""
-        hidden = self.bert(input_ids, attention_mask)  # [B, L, 384]
-        return l2_normalize(mean_pool(hidden, attention_mask))
 
 
 @functools.cache

@@ -52,7 +52,8 @@ class AskOptions:
     """How questions are answered from a folder.
 
     Attributes:
-      encoder: of passages and questions: `minilm`, a converted CLIP or a contrastive run.
+      encoder: of passages and questions: `minilm`, a published encoder of texts (its folder, or
+        ORG/NAME in the Hugging Face cache), a converted CLIP or a contrastive run.
       top_k: passages that the language model reads.
       weight: of the encoder's cosines beside BM25's scores, see retrieval/fusion.py.
       least_similarity: questions whose most similar passage has a lower cosine are refused; None:
@@ -266,19 +267,20 @@ def open_encoded(corpus: Corpus, encoder: str) -> DenseRetriever:
     """All sources of a corpus by their vectors; those of unchanged files are kept on disk.
 
     Args:
-      encoder: `minilm` embeds pictures by their captions, others by caption and pixels.
+      encoder: `minilm` and other encoders of texts embed pictures by their captions, others by
+        caption and pixels.
 
     Raises:
       UserError: no such encoder.
     """
     embedder, pictures = _open_encoder(encoder, corpus)
     texts = [embedder.text_of(source) for source in corpus.sources]
-    if encoder == MINILM:
+    if not embedder.image_size:
         contents, kind = texts, "text"
 
         def embed(rows: Any) -> Any:
             with jax.default_matmul_precision(_products()):
-                return embedder.embed_questions([texts[row] for row in rows])
+                return embedder.embed_passages([texts[row] for row in rows])
     else:
         contents, kind = [_content(corpus, row, text) for row, text in enumerate(texts)], "source"
 

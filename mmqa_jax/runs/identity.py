@@ -15,18 +15,27 @@ from pathlib import Path
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.retrieval.rankings import ranking_row
+from mmqa_jax.weights.hub import find_model, is_hub_name
 
 _SAMPLED = 1 << 30  # bytes: of larger files (weights) only the size and both ends are read
 _END = 1 << 20
+_PUBLISHED = ("*.safetensors", "pytorch_model*.bin")  # weights of published models
 
 
 def of_folders(*folders: str | Path, text: str = "") -> str:
-    """16 hex digits of the JSON files and the weights' manifest of folders, and of a text.
+    """16 hex digits of the JSON files and the weights of folders, and of a text.
 
-    The manifest differs for every writing of weights, even of the same size to the same folder.
+    Of our own weights the manifest is read, which differs for every writing, even of the same size
+    to the same folder. A published model may be named ORG/NAME, as in the Hugging Face cache.
     """
     digest = hashlib.sha256(text.encode())
-    for folder in map(Path, filter(None, folders)):
+    for folder in filter(None, folders):
+        folder = Path(folder)
+        if not folder.exists() and is_hub_name(folder):
+            folder = find_model(str(folder), fetch=f"run `hf download {folder}`")
+        for pattern in _PUBLISHED:
+            for file in sorted(folder.glob(pattern)):
+                digest.update(f"{file.name} {of_file(file)}".encode())
         for file in (*sorted(folder.glob("*.json")), *folder.glob("weights/manifest.ocdbt")):
             digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()[:16]

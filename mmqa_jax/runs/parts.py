@@ -45,7 +45,8 @@ class RetrieverSpec(Part):
     Attributes:
       method: `bm25`, `dense`, or both: `fused` by a convex combination of their scores, `rrf` by
         reciprocal-rank fusion.
-      model: workdir of a contrastive run, or a converted CLIP (not for bm25).
+      model: workdir of a contrastive run, a converted CLIP, or a published encoder of texts: its
+        folder, or ORG/NAME in the Hugging Face cache (not for bm25).
       index: folder of `mmqa embed` and `mmqa index` with that model (not for bm25), or the Milvus
         collection that `mmqa index` filled (milvus://HOST:PORT/COLLECTION).
       modality: `unknown` searches all sources; `known` those of the gold sources' modality;
@@ -133,7 +134,8 @@ class RerankerSpec(Part):
     """How sources are selected.
 
     Attributes:
-      model: workdir of a rerank run.
+      model: workdir of a rerank run, or a published cross-encoder: its folder, or ORG/NAME in the
+        Hugging Face cache.
       similarity: the retriever whose cosines are combined with VLP's relevance, and whose second
         hop is reranked too (ours); None is the paper's VLP alone.
       similarity_weight: of the cosines; 0 uses the relevance alone.
@@ -153,9 +155,9 @@ class RerankerSpec(Part):
         """The reranker over the row's corpus."""
 
         def load(on_model: OnModel) -> Any:
-            from mmqa_jax.tasks.rerank import load_reranker
+            from mmqa_jax.tasks.reranker import open_reranker
 
-            reranker = load_reranker(self.model, row.corpus, row.inference)
+            reranker = open_reranker(self.model, row.corpus, row.inference)
             on_model("model", reranker)
             return reranker
 
@@ -438,7 +440,8 @@ class KnowledgeSpec(Part):
       top_k: passages of a question.
       max_words: longer passages are cut there; 0: never.
       modality: only snippets (`text`), only pictures' captions (`image`), or all.
-      text_model: of dense retrieval: `minilm`, a converted CLIP or a contrastive run.
+      text_model: of dense retrieval: `minilm`, a published encoder of texts (folder or ORG/NAME), a
+        converted CLIP or a contrastive run.
       index: folder of `mmqa embed` and `mmqa index` with that model; "": the passages' texts are
         embedded here, and kept on disk by content.
       text: what is searched for: the question, with hint and choices, or behind the caption.
@@ -572,7 +575,7 @@ def _open_dense_knowledge(home: Corpus, spec: KnowledgeSpec) -> Any:
         cache_dir() / "vectors",
         f"text {embedder.fingerprint}",
         texts,
-        lambda rows: embedder.embed_questions([texts[row] for row in rows]),
+        lambda rows: embedder.embed_passages([texts[row] for row in rows]),
     )
     embeddings = Embeddings(vectors, embedder.fingerprint, home.fingerprint)
     return DenseRetriever(home, embedder, ExactIndex(embeddings), pictures)

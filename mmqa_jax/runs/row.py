@@ -51,7 +51,7 @@ from mmqa_jax.runs.parts import (
 )
 from mmqa_jax.runs.systems import find_setting
 from mmqa_jax.tasks.library import LibrarySpec, has_picture
-from mmqa_jax.weights.hub import is_hub_name
+from mmqa_jax.weights.hub import is_cached, is_hub_name
 
 FREE = tuple(f"parts.llm.{key}" for key in LLM_FREE)  # keys that may be changed in a workdir
 # Names of models that are installed packages.
@@ -204,7 +204,7 @@ class Row:
         return {
             path: made_by.get(path, "no such path; name another with --config.KEY=PATH")
             for path in paths
-            if path not in no_paths and not as_path(path).exists()
+            if path not in no_paths and not as_path(path).exists() and not is_cached(path)
         }
 
     def open_corpus(self) -> Corpus:

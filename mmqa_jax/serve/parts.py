@@ -46,9 +46,9 @@ class Parts:
         return [*llm, *self.systems, self.embedder_name]
 
     def embed(self, texts: Sequence[str]) -> tuple[np.ndarray, int]:
-        """Unit vectors float32 [n, D] of texts, embedded as questions are, and their tokens."""
+        """Unit vectors float32 [n, D] of texts, without the encoder's prompts, and their tokens."""
         with self.computing:
-            vectors = self.embedder.embed_questions(list(texts))
+            vectors = self.embedder.embed_texts(list(texts))
         tokens = sum(map(len, self.embedder.tokenizer.encode_batch(list(texts))))
         return vectors, tokens
 

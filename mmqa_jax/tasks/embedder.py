@@ -1,4 +1,4 @@
-"""Opens what embeds questions and sources: a run of a dual encoder, or a converted CLIP."""
+"""Opens what embeds questions and sources: a trained dual encoder, CLIP, an encoder of texts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.retrieval.clip import load_clip_embedder
 from mmqa_jax.retrieval.embedder import Embedder
+from mmqa_jax.retrieval.text_encoder import load_text_embedder
 from mmqa_jax.tasks.contrastive import Contrastive
 from mmqa_jax.tasks.dual_encoder import DualEncoderTask
 from mmqa_jax.tasks.example_retrieval import ExampleRetrieval
 from mmqa_jax.tasks.opening import Options, read_run
 from mmqa_jax.weights.folder import is_converted
+from mmqa_jax.weights.text_encoders import published_folder
 
 
 def load_embedder(
@@ -33,13 +35,17 @@ def load_embedder(
 def open_embedder(
     model: Path, corpus: Corpus, options: Options | None = None, *, one_shape: bool = False
 ) -> tuple[Any, PictureStore]:
-    """The embedder of a run or a converted CLIP, and pictures sized for it.
+    """The embedder that a path or name means, and pictures sized for it.
 
     Args:
+      model: a run, a converted CLIP, or a published encoder of texts: its folder, or ORG/NAME in
+        the Hugging Face cache. The last embeds pictures by their captions.
       options: `batch_size` and `mesh`, in place of those of the run's `inference`.
     """
     if is_converted(model):
         embedder = load_clip_embedder(model, **(options or {}))
         return embedder, PictureStore(corpus, embedder.image_size, embedder.resize, alpha="dropped")
+    if folder := published_folder(model):
+        return load_text_embedder(folder, **(options or {})), PictureStore(corpus, size=1)
     embedder, task = load_embedder(model, options, one_shape=one_shape)
     return embedder, task.pictures.open(corpus)

@@ -29,7 +29,8 @@ class LibrarySpec:
       data: folder of `mmqa prepare`; "" is the row's own.
       split: of the examples.
       folds: see ExampleLibrary; 2 makes one split both library and queries.
-      text_model: `minilm`, a converted CLIP or a contrastive run; "": no embeddings (random shots).
+      text_model: `minilm`, a published encoder of texts (folder or ORG/NAME), a converted CLIP or a
+        contrastive run; "": no embeddings (random shots).
       image_model: a converted CLIP or a contrastive run that embeds the questions' pictures; "":
         none.
       text: what is embedded: the question, or the question with hint and choices.
@@ -197,7 +198,7 @@ def _scann_index(vectors: np.ndarray) -> Any:
 
 
 def open_text_embedder(model: str, corpus: Corpus) -> tuple[Any, PictureStore]:
-    """The encoder of texts that a section names (`minilm`, a folder), and a corpus's pictures."""
+    """The encoder that a section names (`minilm`, a folder, ORG/NAME), and a corpus's pictures."""
     if model == "minilm":
         return load_minilm_embedder(), PictureStore(corpus, size=1)
     return open_embedder(Path(model), corpus)

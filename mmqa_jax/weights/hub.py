@@ -27,7 +27,11 @@ _WEIGHTS = tuple(
 
 
 # Of sentence-transformers: how one vector is made of a text (see sentence_pooling.py).
-_POOLING = ("modules.json", "1_Pooling/config.json", "config_sentence_transformers.json")
+_POOLING = (
+    *("modules.json", "1_Pooling/config.json", "config_sentence_transformers.json"),
+    *("sentence_bert_config.json", "sentence_roberta_config.json"),
+    "sentence_xlm-roberta_config.json",
+)
 
 
 def is_hub_name(text: str | os.PathLike) -> bool:
@@ -35,12 +39,24 @@ def is_hub_name(text: str | os.PathLike) -> bool:
     return _NAME.fullmatch(str(text)) is not None and not Path(text).exists()
 
 
-def find_model(name: str, flag: str = "--model") -> Path:
+def is_cached(text: str | os.PathLike) -> bool:
+    """Whether a text is the name of a model that the local cache has whole."""
+    if not is_hub_name(text):
+        return False
+    try:
+        find_model(str(text))
+    except UserError:
+        return False
+    return True
+
+
+def find_model(name: str, flag: str = "--model", fetch: str = "add --download") -> Path:
     """A model in the local cache; nothing is fetched.
 
     Args:
       name: ORG/NAME or ORG/NAME@REVISION (branch, tag or commit; `main` by default).
       flag: that named it, for messages.
+      fetch: how to fetch it, for messages.
 
     Returns:
       Its folder, or its file if the folder has only a GGUF file.
@@ -61,7 +77,7 @@ def find_model(name: str, flag: str = "--model") -> Path:
         raise UserError(
             f"{flag}={name}: no such file or folder, and the Hugging Face cache "
             f"({constants.HF_HUB_CACHE}) has no revision {revision} of a model of this name; "
-            "check the spelling, or add --download to fetch it."
+            f"check the spelling, or {fetch} to fetch it."
         ) from error
     folder = Path(found)
     gguf = sorted(folder.glob("*.gguf"))
@@ -71,7 +87,7 @@ def find_model(name: str, flag: str = "--model") -> Path:
     if missing:
         raise UserError(
             f"{flag}={name}: the Hugging Face cache has revision {revision} without "
-            f"{first_names(missing)}; add --download to fetch what is missing."
+            f"{first_names(missing)}; {fetch} to fetch what is missing."
         )
     return folder
 

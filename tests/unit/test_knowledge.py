@@ -189,6 +189,8 @@ class TextEmbedder(FakeEmbedder):
         assert pictures is None or set(pictures) == {None}
         return super().embed_questions(texts)
 
+    embed_passages = embed_questions
+
 
 @pytest.fixture
 def embedder(monkeypatch, tmp_path):

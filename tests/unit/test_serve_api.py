@@ -39,7 +39,7 @@ class Vectors:
         def encode_batch(texts):
             return [text.split() for text in texts]
 
-    def embed_questions(self, texts):
+    def embed_texts(self, texts):
         angles = np.array([len(text) for text in texts], np.float32)
         return np.stack([np.cos(angles), np.sin(angles)], axis=1)
 
@@ -164,7 +164,7 @@ def test_embeddings(client):
     packed = client.embeddings.create(model="vectors", input=texts)  # base64, which it unpacks
     vectors = [one.embedding for one in plain.data]
     np.testing.assert_array_equal(vectors, [one.embedding for one in packed.data])
-    np.testing.assert_allclose(vectors, Vectors().embed_questions(texts), rtol=1e-6)
+    np.testing.assert_allclose(vectors, Vectors().embed_texts(texts), rtol=1e-6)
     assert plain.usage.prompt_tokens == 4
 
 

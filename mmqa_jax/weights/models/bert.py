@@ -106,19 +106,33 @@ def bert_key_map(config: BertConfig) -> KeyMap:
     )
 
 
+def bert_classifier_key_map(config: BertConfig) -> KeyMap:
+    """Key map of transformers' classifier of sequences and our CrossEncoder."""
+    return KeyMap(
+        rules=[
+            *bert_rules("bert.", "bert/"),
+            *linear_rules("bert.pooler.dense", "bert/pooler"),
+            *linear_rules("classifier", "classifier"),
+        ],
+        rename=OLD_NAMES,
+        ignore=[rf"^bert\.{BUFFERS}"],
+    )
+
+
 def bert_config(
     published: Mapping[str, Any],
     where: str = "config.json",
     *,
     read: Mapping[str, str] | None = None,
     harmless: Collection[str] = (),
+    fixed: Mapping[str, tuple[Any, ...]] | None = None,
 ) -> BertConfig:
     """Our config from transformers' `config.json`; absent values are transformers' defaults.
 
     Args:
       published: the file's content.
       where: its name, for messages.
-      read, harmless: keys of a model around the encoder, see `check_keys`.
+      read, harmless, fixed: keys of a model around the encoder, see `check_keys`.
 
     Raises:
       UserError: an option that our BERT does not have (causal attention, relative positions).
@@ -128,7 +142,7 @@ def bert_config(
         where,
         read={**_READ, **(read or {})},
         harmless=(*_HARMLESS, *harmless),
-        fixed=_FIXED,
+        fixed={**_FIXED, **(fixed or {})},
     )
     positions = published.get("position_embedding_type", "absolute")
     if positions != "absolute":

@@ -1,0 +1,169 @@
+"""Tokenizers of published encoders: WordPiece, SentencePiece or bytes, from a tokenizer.json."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, normalizers
+
+from mmqa_jax.core.arguments import check_several
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json
+from mmqa_jax.data.tokenizers import SETTINGS, read_tokenizer
+
+FILE = "tokenizer.json"
+_PADDING = ("[PAD]", "<pad>")
+_PROBE = "a"
+
+
+class EncoderTokenizer:
+    """Token ids of texts and of pairs, and the special tokens that the file's template puts around.
+
+    A special token that is written in a text is read as plain characters, as in WordPiece.
+
+    Attributes:
+      pad_id, cls_id, sep_id: of padding, and of the tokens before and after a text.
+      between: ids between the texts of a pair: BERT's [SEP], RoBERTa's </s></s>.
+      second_type: token type of a pair's second text and of what follows it.
+      max_tokens: the longest input, special tokens included, by tokenizer_config.json; None: not
+        said.
+      vocab_size: number of tokens.
+      fingerprint: 16 hex digits that change with anything of it.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, settings: dict[str, Any], where: str, lowercase: bool = False
+    ):
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.encode_special_tokens = True
+        if lowercase:
+            steps = [normalizers.Lowercase()]
+            steps += [] if tokenizer.normalizer is None else [tokenizer.normalizer]
+            tokenizer.normalizer = normalizers.Sequence(steps)
+        self._tokenizer = tokenizer
+        self.vocab_size = tokenizer.get_vocab_size()
+        self.cls_id, self.sep_id, self.between, self.second_type = _template(tokenizer, where)
+        self.pad_id = _padding(tokenizer, settings, where)
+        if settings.get("truncation_side", "right") != "right":
+            raise UserError(
+                f"{where}: truncation_side {settings['truncation_side']!r} cuts the beginning of "
+                "long texts, which is not done here; take the key out."
+            )
+        longest = settings.get("model_max_length")
+        is_length = isinstance(longest, int | float) and 0 < longest < 1 << 30  # 1e30: not said
+        self.max_tokens = int(longest) if is_length else None
+        content = json.loads(tokenizer.to_str())
+        parts = [content[name] for name in ("model", "normalizer", "pre_tokenizer", "added_tokens")]
+        ends = [self.cls_id, self.sep_id, self.pad_id, *self.between, self.second_type]
+        digest = hashlib.sha256(json.dumps([*parts, ends]).encode())
+        self.fingerprint = digest.hexdigest()[:16]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of texts, without special tokens."""
+        check_several(texts, "EncoderTokenizer.encode_batch")
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def pair(
+        self, first: Sequence[int], second: Sequence[int], length: int
+    ) -> tuple[list[int], list[int]]:
+        """Ids and token types of a pair of at most `length` tokens.
+
+        The longer text is cut first, as transformers' `longest_first` does.
+        """
+        first, second = cut_longest(first, second, length - 2 - len(self.between))
+        ids = [self.cls_id, *first, *self.between, *second, self.sep_id]
+        before = 1 + len(first) + min(len(self.between), 1)  # [SEP] belongs to the first text
+        return ids, [0] * before + [self.second_type] * (len(ids) - before)
+
+    def pair_length(self, first: int, second: int) -> int:
+        """Tokens of a whole pair of texts of so many tokens."""
+        return first + second + 2 + len(self.between)
+
+
+def cut_longest(
+    first: Sequence[int], second: Sequence[int], room: int
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Two texts cut at their ends to `room` tokens together, the longer one first.
+
+    Of two that are both longer than half of it the second keeps an odd token.
+    """
+    if len(first) + len(second) <= room:
+        return first, second
+    swapped = len(first) > len(second)
+    short, long = sorted((len(first), len(second)))
+    long = short if short > room else max(short, room - short)
+    if short + long > room:
+        short = room // 2
+        long = short + room % 2
+    kept = (long, short) if swapped else (short, long)
+    return first[: kept[0]], second[: kept[1]]
+
+
+def load_encoder_tokenizer(
+    folder: str | os.PathLike, vocab_size: int, *, lowercase: bool = False
+) -> EncoderTokenizer:
+    """The tokenizer of a published encoder's folder.
+
+    Args:
+      vocab_size: of the model, which no id may exceed.
+      lowercase: put texts in lower case first.
+
+    Raises:
+      UserError: no tokenizer.json, one that puts other tokens around a text than one on each side,
+        or more tokens than the model has.
+    """
+    folder = Path(folder)
+    file = folder / FILE
+    if not file.is_file():
+        raise UserError(
+            f"{file}: no such file; save it with transformers' "
+            "`AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)`."
+        )
+    settings = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
+    settings = settings if isinstance(settings, dict) else {}
+    tokenizer = EncoderTokenizer(read_tokenizer(file), settings, str(file), lowercase)
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"{file}: has {tokenizer.vocab_size:,} tokens, the model {vocab_size:,}; put the "
+            "checkpoint's own tokenizer there."
+        )
+    return tokenizer
+
+
+def _template(tokenizer: Tokenizer, where: str) -> tuple[int, int, list[int], int]:
+    """What the post-processor puts before, after and between texts, and the second one's type."""
+    plain = tokenizer.encode(_PROBE, add_special_tokens=False).ids
+    whole = tokenizer.encode(_PROBE).ids
+    pair = tokenizer.encode(_PROBE, _PROBE)
+    size = len(plain)
+    between = pair.ids[1 + size : len(pair.ids) - size - 1]
+    if (
+        not size
+        or whole[1:-1] != plain
+        or pair.ids != [whole[0], *plain, *between, *plain, whole[-1]]
+        or not between
+    ):
+        raise UserError(
+            f"{where}: its template makes {tokenizer.encode(_PROBE).tokens} of {_PROBE!r}; one "
+            "token before and one after a text were expected, as BERT and RoBERTa have; use "
+            "another checkpoint."
+        )
+    return whole[0], whole[-1], between, pair.type_ids[-1]
+
+
+def _padding(tokenizer: Tokenizer, settings: dict[str, Any], where: str) -> int:
+    named = settings.get("pad_token")
+    named = named.get("content") if isinstance(named, dict) else named
+    for token in (named, *_PADDING):
+        if isinstance(token, str) and (found := tokenizer.token_to_id(token)) is not None:
+            return found
+    raise UserError(
+        f"{where}: no padding token is known; name one of its tokens as pad_token in {SETTINGS}."
+    )

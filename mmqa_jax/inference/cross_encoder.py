@@ -1,0 +1,137 @@
+"""Published cross-encoders as rerankers: ms-marco MiniLM, bge-reranker and others like them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Float32
+
+from mmqa_jax.core.arguments import check_questions
+from mmqa_jax.core.mesh import fetch
+from mmqa_jax.core.progress import Progress
+from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh, serve
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.encoder_tokenizer import EncoderTokenizer, load_encoder_tokenizer
+from mmqa_jax.data.schema import Question, Ranking, source_text
+from mmqa_jax.models.cross_encoder import CrossEncoder
+from mmqa_jax.retrieval.embedder import rows_of_length
+from mmqa_jax.retrieval.rankings import rescored
+from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
+from mmqa_jax.weights.sentence_pooling import read_pair_length
+from mmqa_jax.weights.text_encoders import load_cross_encoder
+
+
+class CrossEncoderReranker:
+    """Scores each question's candidates by a model that reads question and source together.
+
+    A source is its title and text, a picture its caption. Pairs are padded to the smallest bucket
+    that fits them; of longer pairs the longer text is cut.
+
+    Args:
+      corpus: of the sources.
+      model: the cross-encoder.
+      tokenizer: of the model.
+      longest: tokens of a pair, special tokens included; None: as many as the model takes.
+      batch_size: pairs a call, over all devices, or `auto`.
+
+    Attributes:
+      serving: its devices and batches.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        model: CrossEncoder,
+        tokenizer: EncoderTokenizer,
+        *,
+        longest: int | None = None,
+        batch_size: BatchSize = AUTO,
+    ):
+        self.corpus, self.tokenizer = corpus, tokenizer
+        self._buckets = length_buckets(longest, model.config.positions)
+        self._has_types = model.config.types > 1
+        graphdef, self._state = nnx.split(model)
+        cost = encoder_cost(model.config, self._buckets[-1], "pairs")
+        self.serving = serve(batch_size, cost, self._state)
+        self._relevance = jax.jit(
+            lambda state, *inputs: jax.nn.sigmoid(nnx.merge(graphdef, state)(*inputs))
+        )
+
+    def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
+        """The same sources by P(relevant), best first; ties keep their order."""
+        check_questions(questions, "CrossEncoderReranker.score")
+        rows = [[self.corpus.row[name] for name in given.sources] for given in candidates]
+        pairs = [
+            (question.question, source_text(self.corpus.sources[row]))
+            for question, own in zip(questions, rows, strict=True)
+            for row in own
+        ]
+        return rescored(candidates, self.relevance(pairs))
+
+    def relevance(self, pairs: Sequence[tuple[str, str]]) -> Float32[np.ndarray, " n"]:
+        """P(relevant) of pairs (question, text): the sigmoid of the model's logit."""
+        tokens = self._tokens(pairs)
+        lengths = [self.tokenizer.pair_length(*map(len, pair)) for pair in tokens]
+        buckets = np.searchsorted(self._buckets, np.minimum(lengths, self._buckets[-1]))
+        scores = np.zeros(len(pairs), np.float32)
+        with Progress("Scoring sources", len(pairs), "pairs") as progress:
+            for number in np.unique(buckets):
+                members = np.flatnonzero(buckets == number)
+                most = rows_of_length(self.serving, self._buckets[number])
+                for start in range(0, len(members), most):
+                    chunk = members[start : start + most]
+                    batch = self._batch([tokens[i] for i in chunk], self._buckets[number])
+                    placement = self.serving.placement
+                    own = placement.rows(len(batch[0]))
+                    put = placement.put(tuple(array[own] for array in batch))
+                    found = fetch(placement.call(self._relevance, self._state, *put))
+                    scores[chunk] = found[: len(chunk)]
+                    progress.advance(len(chunk))
+        return scores
+
+    def _tokens(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
+        """Token ids of both texts of pairs; a text that recurs is split once."""
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        ids = dict(zip(texts, self.tokenizer.encode_batch(texts), strict=True))
+        return [(ids[question], ids[text]) for question, text in pairs]
+
+    def _batch(
+        self, tokens: Sequence[tuple[list[int], list[int]]], length: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids, mask and token types [B, length] of pairs; the last pair fills the batch."""
+        size = min(self.serving.size_for(len(tokens)), rows_of_length(self.serving, length))
+        ids = np.full((size, length), self.tokenizer.pad_id, np.int32)
+        mask, types = np.zeros((size, length), bool), np.zeros((size, length), np.int32)
+        for row in range(size):
+            own, of_type = self.tokenizer.pair(*tokens[min(row, len(tokens) - 1)], length)
+            ids[row, : len(own)], mask[row, : len(own)] = own, True
+            if self._has_types:
+                types[row, : len(own)] = of_type
+        return ids, mask, types
+
+
+def open_cross_encoder(
+    folder: Path,
+    corpus: Corpus,
+    *,
+    batch_size: BatchSize = AUTO,
+    mesh: Mapping[str, int] | None = None,
+) -> CrossEncoderReranker:
+    """The reranker of a published cross-encoder's folder, over a corpus.
+
+    Args:
+      folder: of transformers.
+      batch_size: pairs a call, over all devices.
+      mesh: see core.serving.serving_mesh.
+
+    Raises:
+      UserError: as `load_cross_encoder` and `load_encoder_tokenizer`.
+    """
+    model = load_cross_encoder(folder, loading_mesh(mesh))
+    tokenizer = load_encoder_tokenizer(folder, model.config.vocab_size)
+    longest = read_pair_length(folder) or tokenizer.max_tokens
+    return CrossEncoderReranker(corpus, model, tokenizer, longest=longest, batch_size=batch_size)

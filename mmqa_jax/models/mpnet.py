@@ -1,0 +1,127 @@
+"""MPNet (Song et al. 2020): BERT's layers with a bias of relative positions, no token types."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mmqa_jax.models.bert import BertConfig, BertLayer
+from mmqa_jax.models.config_checks import check_length
+from mmqa_jax.models.layers import (
+    Embedding,
+    LayerNorm,
+    dropout,
+    normal_init,
+    scan_layers,
+    split_key,
+    stack_layers,
+)
+from mmqa_jax.models.masked import MASKED
+
+BUCKETS = 32  # of relative positions, half of them for each direction
+_FARTHEST = 128  # positions from which on all share a bucket
+
+
+def relative_buckets(length: int) -> np.ndarray:
+    """The bucket of every pair (query, key) of positions: int32[L, L], as T5's."""
+    position = np.arange(length, dtype=np.int32)
+    back = position[:, None] - position[None]  # query less key
+    half, exact = BUCKETS // 2, BUCKETS // 4
+    far = np.abs(back)
+    # In float32, as the original: powers of two lie on the edges of buckets.
+    scale = np.log(np.maximum(far, 1).astype(np.float32) / np.float32(exact))
+    scale = scale / np.float32(np.log(_FARTHEST / exact)) * np.float32(half - exact)
+    large = np.minimum(exact + scale.astype(np.int32), half - 1)
+    return np.where(far < exact, far, large) + np.where(back < 0, half, 0)
+
+
+class MPNetEmbeddings(nnx.Module):
+    """Word + position embeddings, LayerNorm, dropout."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
+        init = normal_init(config.init_stddev)
+        size = config.hidden
+        self.word = Embedding(config.vocab_size, size, ("vocab", "embed"), rngs=rngs, init=init)
+        self.position = Embedding(
+            config.positions, size, ("positions", "embed"), rngs=rngs, init=init
+        )
+        self.norm = LayerNorm(size, config.eps, rngs=rngs)
+        self.config = config
+
+    def __call__(self, input_ids: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
+        """ids [B, L] -> [B, L, H] in the compute dtype."""
+        x = self.word(input_ids) + self.position.table[: input_ids.shape[1]]
+        return dropout(self.norm(x), self.config.dropout, dropout_key).astype(self.config.dtype)
+
+
+class MPNetLayer(BertLayer):
+    """BERT's layer, whose attention scores have a bias."""
+
+    def __call__(
+        self,
+        x: jax.Array,
+        bias: jax.Array,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """x [B, L, H], bias float32 broadcastable to [B, heads, L, L] -> [B, L, H].
+
+        The bias is MASKED where a column is not seen.
+        """
+        first, second = split_key(dropout_key, 2)
+        q, k, v = (part.swapaxes(1, 2) for part in self.project(x))  # [B, heads, L, head_dim]
+        scores = jnp.matmul(q, k.swapaxes(2, 3), preferred_element_type=jnp.float32)
+        scores = scores * q.shape[-1] ** -0.5 + bias
+        weights = dropout(jax.nn.softmax(scores, axis=-1), self.config.attention_dropout, first)
+        attended = jnp.matmul(weights.astype(v.dtype), v).swapaxes(1, 2)
+        return self.finish(x, attended, second)
+
+
+class MPNet(nnx.Module):
+    """MPNet's encoder; `config.types` and `config.pooler` are not used."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
+        self.embeddings = MPNetEmbeddings(config, rngs=rngs)
+        self.layers = stack_layers(lambda r: MPNetLayer(config, rngs=r), config.layers, rngs)
+        # One table for all layers.
+        self.relative = Embedding(
+            BUCKETS, config.heads, (None, "heads"), rngs=rngs, init=normal_init(config.init_stddev)
+        )
+        self.config = config
+
+    def bias(self, mask: jax.Array) -> jax.Array:
+        """Columns that are seen, bool[B, L] -> what scores get, float32 [B, heads, L, L]."""
+        of_pairs = self.relative(relative_buckets(mask.shape[1]))  # [L, L, heads]
+        of_pairs = of_pairs.astype(jnp.float32).transpose(2, 0, 1)[None]
+        return jnp.where(mask.astype(bool)[:, None, None, :], of_pairs, MASKED)
+
+    def layer_outputs(self, embedded: jax.Array, mask: jax.Array) -> jax.Array:
+        """Every layer's output, without dropout: [layers, B, L, H]; mask bool[B, L]."""
+        bias = self.bias(mask)
+
+        def body(layer: MPNetLayer, x, _, key):
+            x = layer(x, bias, key)
+            return x, x
+
+        return scan_layers(self.layers, embedded, body)[1]
+
+    def __call__(
+        self, input_ids: jax.Array, mask: jax.Array, *, dropout_key: jax.Array | None = None
+    ) -> jax.Array:
+        """input_ids int[B, L], mask bool[B, L] -> hidden states of the last layer [B, L, H]."""
+        check_length(input_ids.shape[1], self.config.positions)
+        first, second = split_key(dropout_key, 2)
+        embedded, bias = self.embeddings(input_ids, first), self.bias(mask)
+
+        def body(layer: MPNetLayer, x, _, key):
+            return layer(x, bias, key), None
+
+        return scan_layers(
+            self.layers,
+            embedded,
+            body,
+            dropout_key=second,
+            remat=self.config.remat,
+            unroll=self.config.unroll,
+        )[0]

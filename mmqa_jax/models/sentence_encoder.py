@@ -1,0 +1,56 @@
+"""One vector of a text by an encoder of tokens, as sentence-transformers makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mmqa_jax.models.bert import Bert
+from mmqa_jax.models.clip import l2_normalize
+from mmqa_jax.models.dual_encoder import mean_pool
+from mmqa_jax.models.mpnet import MPNet
+
+
+def first_token(hidden: jax.Array, attention_mask: jax.Array) -> jax.Array:
+    """State of the first token, [CLS]: [B, L, D], [B, L] -> [B, D] in float32."""
+    return hidden[:, 0].astype(jnp.float32)
+
+
+def last_token(hidden: jax.Array, attention_mask: jax.Array) -> jax.Array:
+    """State of the last real token of right-padded texts: [B, L, D], [B, L] -> [B, D]."""
+    last = jnp.maximum(attention_mask.astype(jnp.int32).sum(1) - 1, 0)  # [B]
+    return jnp.take_along_axis(hidden, last[:, None, None], 1)[:, 0].astype(jnp.float32)
+
+
+# By the names of sentence-transformers.
+POOLINGS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "mean": mean_pool,
+    "cls": first_token,
+    "lasttoken": last_token,
+}
+
+
+class SentenceEncoder(nnx.Module):
+    """An encoder of tokens with a pooling over its last layer.
+
+    Args:
+      bert: the encoder.
+      pooling: one of POOLINGS.
+      truncate_dim: the first so many values are kept (Matryoshka); None: all.
+    """
+
+    def __init__(self, bert: Bert | MPNet, pooling: str = "mean", truncate_dim: int | None = None):
+        self.bert = bert
+        self.pooling, self.truncate_dim = pooling, truncate_dim
+
+    def encode_text(self, input_ids: jax.Array, attention_mask: jax.Array) -> jax.Array:
+        """Texts, input_ids int[B, L] and attention_mask bool[B, L] -> float32 [B, D], of length 1.
+
+        They are right-padded; a row has at least one token.
+        """
+        hidden = self.bert(input_ids, attention_mask)  # [B, L, H]
+        pooled = POOLINGS[self.pooling](hidden, attention_mask)
+        return l2_normalize(pooled[:, : self.truncate_dim])

@@ -1,0 +1,80 @@
+"""Published encoders of texts as embedders: BGE, E5, GTE, Arctic, MPNet and others like them.
+
+What sentence-transformers' files say is done (weights/sentence_pooling.py): pooling, prompts before
+questions and sources, the length at which texts are cut, a Matryoshka size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import state_shardings
+from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh
+from mmqa_jax.data.encoder_tokenizer import load_encoder_tokenizer
+from mmqa_jax.models.bert import BertConfig
+from mmqa_jax.models.sentence_encoder import SentenceEncoder
+from mmqa_jax.retrieval.embedder import FULL_LENGTH, Embedder, text_cost
+from mmqa_jax.weights.sentence_pooling import read_recipe
+from mmqa_jax.weights.text_encoders import load_text_encoder
+
+_ON_CPU = 8  # texts of a call: more do not fit a CPU's caches (runs/ask_folder.py)
+_BUCKETS = (16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+def load_text_embedder(
+    folder: Path, *, batch_size: BatchSize = AUTO, mesh: Mapping[str, int] | None = None
+) -> Embedder:
+    """The embedder of a published encoder's folder; it takes texts alone.
+
+    Args:
+      folder: of transformers, with sentence-transformers' files if it has them; without them a
+        text's vector is the mean of its tokens.
+      batch_size: texts per call, over all devices.
+      mesh: see core.serving.serving_mesh.
+
+    Raises:
+      UserError: as `read_recipe`, `load_text_encoder` and `load_encoder_tokenizer`.
+    """
+    recipe = read_recipe(folder)
+    devices = loading_mesh(mesh)
+    encoder = load_text_encoder(folder, devices)
+    config = encoder.config
+    if recipe.truncate_dim is not None and recipe.truncate_dim > config.hidden:
+        raise UserError(
+            f"{folder}: truncate_dim keeps {recipe.truncate_dim} values of vectors of "
+            f"{config.hidden}; correct it in config_sentence_transformers.json."
+        )
+    tokenizer = load_encoder_tokenizer(folder, config.vocab_size, lowercase=recipe.lowercase)
+    buckets = length_buckets(recipe.max_tokens or tokenizer.max_tokens, config.positions)
+    graphdef, state = nnx.split(SentenceEncoder(encoder, recipe.pooling, recipe.truncate_dim))
+    if devices is not None:
+        state = jax.device_put(state, state_shardings(state, devices))
+    return Embedder(
+        graphdef,
+        state,
+        tokenizer,
+        image_size=0,
+        buckets=buckets,
+        batch_size=batch_size,
+        cost=encoder_cost(config, buckets[-1], "texts"),
+        prompts=recipe.prompts,
+        recipe=f"{type(encoder).__name__} {config} {recipe.pooling} {recipe.truncate_dim}",
+    )
+
+
+def encoder_cost(config: BertConfig, longest: int, unit: str) -> RowCost:
+    """What a text costs a published encoder; a call has fewer long ones (`rows_of_length`)."""
+    cost = text_cost(config, min(longest, FULL_LENGTH))
+    return dataclasses.replace(cost, unit=unit, on_cpu=_ON_CPU)
+
+
+def length_buckets(longest: int | None, positions: int) -> tuple[int, ...]:
+    """Lengths in tokens to which texts are padded, up to the longest that a model takes."""
+    most = min(longest or positions, positions)
+    return tuple(sorted({*(size for size in _BUCKETS if size < most), most}))

@@ -1,0 +1,179 @@
+"""Published encoders of texts and cross-encoders, opened from a folder of transformers.
+
+To add a family that embeds texts: its config and key map in `weights/models/`, and one entry here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json
+from mmqa_jax.models.bert import Bert, BertConfig
+from mmqa_jax.models.cross_encoder import CrossEncoder
+from mmqa_jax.models.mpnet import MPNet
+from mmqa_jax.weights.folder import is_weights_folder
+from mmqa_jax.weights.hub import find_model, is_hub_name
+from mmqa_jax.weights.keymap import KeyMap
+from mmqa_jax.weights.layouts import Checkpoint
+from mmqa_jax.weights.models.bert import bert_classifier_key_map, bert_config, bert_key_map
+from mmqa_jax.weights.models.mpnet import mpnet_config, mpnet_key_map
+from mmqa_jax.weights.models.roberta import (
+    roberta_classifier_key_map,
+    roberta_config,
+    roberta_key_map,
+)
+from mmqa_jax.weights.published import load_checkpoint
+from mmqa_jax.weights.sentence_pooling import ACTIVATIONS
+from mmqa_jax.weights.sources import open_source
+
+CONFIG = "config.json"
+_CLASSIFIER = "ForSequenceClassification"  # how the names of these architectures end
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One `model_type` of transformers.
+
+    Attributes:
+      config: (config.json, its name for messages) -> our config.
+      model: the encoder's module.
+      key_map: of the encoder.
+      classifier: key map of its classifier of sequences and our CrossEncoder; None: there is none.
+    """
+
+    config: Callable[[Mapping[str, Any], str], BertConfig]
+    model: type[nnx.Module]
+    key_map: Callable[[BertConfig], KeyMap]
+    classifier: Callable[[BertConfig], KeyMap] | None = None
+
+
+# What the configs of cross-encoders say of sentence-transformers; a sigmoid is taken in any case.
+_SCORED = ("sentence_transformers", "sbert_ce_default_activation_function")
+_ROBERTA = Family(
+    functools.partial(roberta_config, harmless=_SCORED),
+    Bert,
+    roberta_key_map,
+    roberta_classifier_key_map,
+)
+FAMILIES: Mapping[str, Family] = {
+    "bert": Family(
+        functools.partial(bert_config, harmless=_SCORED),
+        Bert,
+        bert_key_map,
+        bert_classifier_key_map,
+    ),
+    "xlm-roberta": _ROBERTA,
+    "roberta": _ROBERTA,
+    "mpnet": Family(mpnet_config, MPNet, mpnet_key_map),
+}
+
+
+def published_folder(model: str | Path, flag: str = "--model") -> Path | None:
+    """The folder of transformers that a path or name means.
+
+    Args:
+      model: a path, or ORG/NAME or ORG/NAME@REVISION in the Hugging Face cache.
+      flag: that named it, for messages.
+
+    Returns:
+      None: it is something else, such as a training run or a converted model.
+
+    Raises:
+      UserError: the cache does not have the model of that name.
+    """
+    fetch = f"run `hf download {model}`"
+    folder = find_model(str(model), flag, fetch) if is_hub_name(model) else Path(model)
+    if not (folder / CONFIG).is_file() or is_weights_folder(folder):
+        return None
+    config = read_json(folder / CONFIG)
+    return folder if isinstance(config, dict) and "model_type" in config else None
+
+
+def is_classifier(folder: Path) -> bool:
+    """Whether a published folder holds a classifier of sequences."""
+    names = read_json(folder / CONFIG).get("architectures") or []
+    return any(str(name).endswith(_CLASSIFIER) for name in names)
+
+
+def load_text_encoder(folder: Path, mesh: Mesh | None = None) -> Any:
+    """The encoder of tokens in a published folder, of its family's `model`.
+
+    Raises:
+      UserError: another model's folder, a value that is not known here, or tensors that do not fit.
+    """
+    family, published, where = _family(folder)
+    if is_classifier(folder):
+        raise UserError(
+            f"{folder}: holds a reranker, a classifier of pairs, where an encoder of texts was "
+            "expected; use it with `mmqa rerank --model`."
+        )
+    return _load(folder, family.config(published, where), family.model, family.key_map, mesh)
+
+
+def load_cross_encoder(folder: Path, mesh: Mesh | None = None) -> CrossEncoder:
+    """The cross-encoder in a published folder.
+
+    Raises:
+      UserError: as `load_text_encoder`, or it has several labels.
+    """
+    family, published, where = _family(folder)
+    if family.classifier is None or not is_classifier(folder):
+        known = " and ".join(name for name, entry in FAMILIES.items() if entry.classifier)
+        raise UserError(
+            f"{folder}: holds no reranker: a classifier of sequences ({_CLASSIFIER}) of {known} "
+            "was expected; give such a checkpoint."
+        )
+    names = published.get("id2label")
+    labels = len(names) if names else published.get("num_labels", 2)  # transformers' default
+    if labels != 1:
+        raise UserError(
+            f"{where}: the classifier has {labels} labels, 1 was expected, the relevance; use a "
+            "checkpoint that was trained to rank."
+        )
+    _check_activation(published, where)
+    config = family.config(published, where)
+    return _load(folder, config, CrossEncoder, family.classifier, mesh)
+
+
+def _load(
+    folder: Path,
+    config: BertConfig,
+    model: type[nnx.Module],
+    key_map: Callable[[BertConfig], KeyMap],
+    mesh: Mesh | None,
+) -> Any:
+    checkpoint = Checkpoint(config, key_map, open_source(folder), "transformers")
+    return load_checkpoint(model, checkpoint, config, mesh)
+
+
+def _family(folder: Path) -> tuple[Family, Mapping[str, Any], str]:
+    """The family of a folder, its config.json and that file's name."""
+    file = folder / CONFIG
+    published = read_json(file)
+    kind = published.get("model_type")
+    if kind not in FAMILIES:
+        raise UserError(
+            f"{file}: model_type is {kind!r}, which is not known as an encoder of texts; use "
+            f"one of {', '.join(FAMILIES)}."
+        )
+    return FAMILIES[kind], published, str(file)
+
+
+def _check_activation(published: Mapping[str, Any], where: str) -> None:
+    """UserError if the logit is not what is taken: then a sigmoid of it would rank otherwise."""
+    said = published.get(_SCORED[0]) or {}
+    named = said.get("activation_fn") if isinstance(said, dict) else said
+    for name in (named, published.get(_SCORED[1])):
+        if name not in (None, *ACTIVATIONS):
+            raise UserError(
+                f"{where}: the logit goes through {name!r}, which is not known here (only "
+                f"{', '.join(ACTIVATIONS)}); use another checkpoint."
+            )

@@ -1,0 +1,120 @@
+"""Tiny random checkpoints of text encoders, as transformers and sentence-transformers save them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Normalize, Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling
+
+WORDS = "the a capital of kenya is nairobi which flag has green cedar where how often filter clean"
+LETTERS = "abcdefghijklmnopqrstuvwxyz.,?:"
+# Nothing at its default: a port that ignores a size, eps or the activation must fail.
+SIZES = {
+    "hidden_size": 36,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "intermediate_size": 52,
+    "layer_norm_eps": 1e-3,
+    "hidden_act": "gelu_new",
+    "max_position_embeddings": 560,
+    "initializer_range": 0.2,
+}
+QUESTIONS = ["which flag has a green cedar?", "how often is the filter cleaned", "kenya"]
+
+
+def _wordpiece(*special: str) -> dict[str, int]:
+    pieces = [*special, *WORDS.split(), *LETTERS, *(f"##{letter}" for letter in LETTERS)]
+    return {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
+
+
+def _sentencepiece() -> list[tuple[str, float]]:
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    words = [f"▁{word}" for word in WORDS.split()]
+    rest = [(piece, -3.0 - 0.1 * n) for n, piece in enumerate([*words, "▁", *LETTERS])]
+    return [*((token, 0.0) for token in special), *rest, ("<mask>", 0.0)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One `model_type`: its classes in transformers, and what its config has beyond SIZES."""
+
+    config: type
+    model: type
+    tokenizer: Callable[[], transformers.PreTrainedTokenizerBase]
+    more: dict = dataclasses.field(default_factory=dict)
+    classifier: type | None = None
+
+
+FAMILIES = {
+    "bert": Family(
+        transformers.BertConfig,
+        transformers.BertModel,
+        lambda: transformers.BertTokenizer(
+            vocab=_wordpiece("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+        ),
+        {"type_vocab_size": 3},
+        transformers.BertForSequenceClassification,
+    ),
+    "xlm-roberta": Family(
+        transformers.XLMRobertaConfig,
+        transformers.XLMRobertaModel,
+        lambda: transformers.XLMRobertaTokenizer(vocab=_sentencepiece()),
+        {"type_vocab_size": 1, "pad_token_id": 1},
+        transformers.XLMRobertaForSequenceClassification,
+    ),
+    "mpnet": Family(
+        transformers.MPNetConfig,
+        transformers.MPNetModel,
+        lambda: transformers.MPNetTokenizer(
+            vocab=_wordpiece("<s>", "<pad>", "</s>", "<unk>", "[UNK]", "<mask>")
+        ),
+    ),
+}
+
+
+def texts(longest: int = 500) -> list[str]:
+    """Texts of one to about `longest` words, known and unknown ones among them."""
+    rng = np.random.default_rng(0)
+    words = [*WORDS.split(), "Ouagadougou", "xyz.", "Filter,"]
+    lengths = (1, 7, 40, longest // 2, longest)
+    return [" ".join(rng.choice(words, size)) for size in lengths]
+
+
+def save_plain(name: str, folder: Path, *, classifier: bool = False, **more) -> torch.nn.Module:
+    """A checkpoint of transformers with its tokenizer; returns the model."""
+    family = FAMILIES[name]
+    tokenizer = family.tokenizer()
+    sizes = SIZES | family.more | {"vocab_size": len(tokenizer), "attn_implementation": "eager"}
+    config = family.config(**sizes | more)
+    torch.manual_seed(0)
+    kind = family.classifier if classifier else family.model
+    model = kind(config).eval()
+    with torch.no_grad():  # fresh biases are 0 and norms 1, which would hide a swapped one
+        for parameter in model.parameters():
+            parameter.add_(0.15 * torch.randn(parameter.shape))
+    model.save_pretrained(folder)
+    tokenizer.model_max_length = 540
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def save_sentences(name: str, folder: Path, pooling: str, **options) -> SentenceTransformer:
+    """A checkpoint of sentence-transformers; returns its model.
+
+    Args:
+      options: of SentenceTransformer.
+    """
+    plain = folder.with_name(f"{folder.name}-plain")
+    save_plain(name, plain)
+    encoder = Transformer(str(plain), max_seq_length=530)
+    layers = [encoder, Pooling(SIZES["hidden_size"], pooling), Normalize()]
+    model = SentenceTransformer(modules=layers, device="cpu", **options).eval()
+    model.save(str(folder))
+    return model

@@ -1,0 +1,325 @@
+"""Published text encoders and rerankers: what their files say, refusals, and the verbs by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from cli_runs import done, mmqa, rows_of
+from huggingface_hub import constants
+from tiny_encoders import save_plain
+
+import mmqa_jax
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.encoder_tokenizer import load_encoder_tokenizer
+from mmqa_jax.inference.cross_encoder import open_cross_encoder
+from mmqa_jax.retrieval.text_encoder import load_text_embedder
+from mmqa_jax.runs import identity
+from mmqa_jax.weights.hub import find_model, is_cached
+from mmqa_jax.weights.sentence_pooling import Prompts, SentenceRecipe, read_pair_length, read_recipe
+from mmqa_jax.weights.text_encoders import load_cross_encoder, load_text_encoder, published_folder
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = "config_sentence_transformers.json"
+LENGTH = "sentence_bert_config.json"
+POOLING = "1_Pooling/config.json"
+MODULES = "modules.json"
+TEXTS = ["the capital of kenya is nairobi.", "the flag has a green cedar.", "clean the filter."]
+
+
+def modules(*kinds: str) -> list[dict[str, str]]:
+    places = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    name = "sentence_transformers.models"
+    return [{"path": places.get(kind, "x"), "type": f"{name}.{kind}"} for kind in kinds]
+
+
+def write(folder, **files):
+    """JSON files by their names, a folder's after `__`: `1_Pooling__config`."""
+    for name, content in files.items():
+        file = folder / f"{name.replace('__', '/')}.json"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(content))
+    return folder
+
+
+def test_a_folder_without_files_is_a_mean(tmp_path):
+    assert read_recipe(tmp_path) == SentenceRecipe()
+
+
+def test_what_the_files_say(tmp_path):
+    write(
+        tmp_path,
+        modules=modules("Transformer", "Pooling", "Normalize"),
+        sentence_bert_config={"max_seq_length": 300, "do_lower_case": True},
+        config_sentence_transformers={
+            "__version__": {"pytorch": "2"}, "prompts": {"query": "q: ", "passage": "p: ", "STS": "s"},
+            "default_prompt_name": None, "similarity_fn_name": "dot", "truncate_dim": 16,
+        },
+        **{"1_Pooling__config": {"word_embedding_dimension": 36, "pooling_mode_cls_token": True}},
+    )  # fmt: skip
+    expected = SentenceRecipe("cls", Prompts("q: ", "p: "), 300, True, 16)
+    assert read_recipe(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (MODULES, modules("Transformer", "Pooling", "Dense"), "holds the layer 'Dense', which is not known"),
+        (MODULES, [{"type": "own.Pooling", "path": ""}], r"holds the layer 'own\.Pooling'"),
+        (MODULES, [{"type": "sentence_transformers.models.Transformer", "path": "0_Transformer"}],
+         "the encoder is in its folder '0_Transformer'"),
+        (MODULES, {"a": 1}, "is not a list of modules"),
+        (POOLING, {"pooling_mode_max_tokens": True}, r"its pooling is \['max'\], which is not known here"),
+        (POOLING, {"pooling_mode": ["cls", "mean"]}, r"its pooling is \['cls', 'mean'\]"),
+        (POOLING, {"include_prompt": False}, "include_prompt is False"),
+        (POOLING, {"pooling_mode_new": True}, "key 'pooling_mode_new'"),
+        (PROMPTS, {"similarity_fn_name": "dot"}, "similarity_fn_name is 'dot', but vectors are of length 1"),
+        (PROMPTS, {"prompts": {"query": 3}}, "the prompt 'query' is 3, a text was expected"),
+        (PROMPTS, {"prompts": {"a": "x: "}, "default_prompt_name": "a"}, "default_prompt_name puts 'x: '"),
+        (PROMPTS, {"model_type": "SparseEncoder"}, "model_type is 'SparseEncoder'"),
+        (PROMPTS, {"truncate_dim": 0}, "truncate_dim is 0"),
+        (PROMPTS, {"something": 1}, "key 'something'"),
+        (LENGTH, {"max_seq_length": "long"}, "max_seq_length is 'long'"),
+        (LENGTH, {"query_expansion": {"n": 1}}, "query_expansion"),
+        (LENGTH, {"transformer_task": "fill-mask"}, "transformer_task is 'fill-mask'"),
+    ],
+)  # fmt: skip
+def test_what_is_not_known_is_refused_by_name(file, content, message, tmp_path):
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / POOLING).write_text("{}")
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=message) as caught:
+        read_recipe(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / file}: ")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (MODULES, modules("Transformer", "Pooling"), "holds the layer 'Pooling'"),
+        (PROMPTS, {"activation_fn": "torch.nn.ReLU"}, "activation_fn is 'torch.nn.ReLU'"),
+        (
+            PROMPTS,
+            {"prompts": {"a": "x"}, "default_prompt_name": "a"},
+            "a prompt before every pair",
+        ),
+        (LENGTH, {"transformer_task": "text-generation"}, "transformer_task is 'text-generation'"),
+    ],
+)
+def test_what_a_reranker_does_not_do_is_refused(file, content, message, tmp_path):
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=message):
+        read_pair_length(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """Folder by name: tiny encoders and a reranker as transformers publishes them."""
+    home = tmp_path_factory.mktemp("published")
+    for name in ("bert", "mpnet"):
+        save_plain(name, home / name)
+    save_plain("xlm-roberta", home / "reranker", classifier=True, num_labels=1)
+    return home
+
+
+def changed(folder, target, **changes):
+    """A copy of a folder with other values in its config.json."""
+    shutil.copytree(folder, target)
+    content = json.loads((target / "config.json").read_text()) | changes
+    (target / "config.json").write_text(json.dumps(content))
+    return target
+
+
+def test_other_models_are_refused_by_name(published, tmp_path):
+    other = changed(published / "bert", tmp_path / "other", model_type="nomic_bert")
+    with pytest.raises(UserError, match=r"model_type is 'nomic_bert'.* bert, xlm-roberta"):
+        load_text_encoder(other)
+    with pytest.raises(UserError, match=r"holds a reranker.* `mmqa rerank --model`"):
+        load_text_encoder(published / "reranker")
+    for name in ("bert", "mpnet"):
+        with pytest.raises(UserError, match="holds no reranker"):
+            load_cross_encoder(published / name)
+    reranker = published / "reranker"
+    labels = changed(reranker, tmp_path / "labels", id2label={"0": "no", "1": "yes"})
+    with pytest.raises(UserError, match="the classifier has 2 labels, 1 was expected"):
+        load_cross_encoder(labels)
+    relu = changed(
+        reranker, tmp_path / "relu", sentence_transformers={"activation_fn": "torch.nn.ReLU"}
+    )
+    with pytest.raises(UserError, match=r"the logit goes through 'torch\.nn\.ReLU'"):
+        load_cross_encoder(relu)
+    same = {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}
+    assert load_cross_encoder(changed(reranker, tmp_path / "same", **same)).config.types == 1
+    rows = changed(published / "mpnet", tmp_path / "rows", relative_attention_num_buckets=16)
+    with pytest.raises(UserError, match="relative_attention_num_buckets is 16"):
+        load_text_encoder(rows)
+    padding = changed(reranker, tmp_path / "padding", pad_token_id=560)
+    with pytest.raises(UserError, match="pad_token_id is 560, a number from 0 to 558 was expected"):
+        load_cross_encoder(padding)
+    short = shutil.copytree(published / "bert", tmp_path / "short")
+    write(short, config_sentence_transformers={"truncate_dim": 99})
+    with pytest.raises(UserError, match="truncate_dim keeps 99 values of vectors of 36"):
+        load_text_embedder(short)
+
+
+def test_tokenizers_that_do_not_fit_are_refused(published, tmp_path):
+    folder = shutil.copytree(published / "bert", tmp_path / "bert")
+    with pytest.raises(UserError, match="tokens, the model 9; put the checkpoint's own"):
+        load_encoder_tokenizer(folder, 9)
+    content = json.loads((folder / "tokenizer_config.json").read_text())
+    write(folder, tokenizer_config=content | {"truncation_side": "left"})
+    with pytest.raises(UserError, match="truncation_side 'left'"):
+        load_encoder_tokenizer(folder, 999)
+    write(folder, tokenizer_config=content)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    write(folder, tokenizer=tokenizer | {"post_processor": None})
+    with pytest.raises(UserError, match=r"its template makes \['a'\] of 'a'"):
+        load_encoder_tokenizer(folder, 999)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="no such file; save it with transformers"):
+        load_encoder_tokenizer(folder, 999)
+
+
+def test_prompts_and_pooling_make_other_vectors(published, tmp_path):
+    """Their fingerprints differ, so that kept vectors are not taken for each other's."""
+    made = {}
+    for name, files in {
+        "plain": {},
+        "query": {"config_sentence_transformers": {"prompts": {"query": "which flag "}}},
+        "source": {"config_sentence_transformers": {"prompts": {"document": "which flag "}}},
+        "cls": {"1_Pooling__config": {"pooling_mode": "cls"}},
+        "short": {"config_sentence_transformers": {"truncate_dim": 8}},
+        "cut": {"sentence_bert_config": {"max_seq_length": 20}},
+    }.items():
+        folder = write(shutil.copytree(published / "bert", tmp_path / name), **files)
+        made[name] = load_text_embedder(folder, batch_size=2)
+    assert len({embedder.fingerprint for embedder in made.values()}) == len(made)
+    plain, query = made["plain"], made["query"]
+    prompted = [f"which flag {text}" for text in TEXTS]
+    np.testing.assert_array_equal(query.embed_questions(TEXTS), plain.embed_texts(prompted))
+    np.testing.assert_array_equal(query.embed_passages(TEXTS), plain.embed_texts(TEXTS))
+    np.testing.assert_array_equal(
+        made["source"].embed_passages(TEXTS), query.embed_questions(TEXTS)
+    )
+    corpus = mmqa_jax.open_corpus(TEXTS)
+    rows = made["source"].embed_rows(corpus, None, range(3))
+    np.testing.assert_array_equal(rows, made["source"].embed_passages(TEXTS))
+
+
+def test_long_texts_come_in_smaller_batches(published):
+    folder = published / "bert"
+    longer = load_text_embedder(folder, batch_size=3)
+    assert longer.buckets[-2:] == (512, 540)
+    sizes = {ids.shape for _, ids, _ in longer._text_batches(["the " * 530, "the"] * 3, "")}
+    assert sizes == {(3, 16), (2, 540)}
+
+
+def test_batches_of_pairs_do_not_change_scores(published):
+    corpus = mmqa_jax.open_corpus([*TEXTS, "flag " * 600, "a " * 20])
+    pairs = [("which flag", source.text) for source in corpus.sources]
+    scores = [
+        open_cross_encoder(published / "reranker", corpus, batch_size=size).relevance(pairs)
+        for size in (1, 4)
+    ]
+    np.testing.assert_allclose(*scores, atol=1e-6)
+    assert np.ptp(scores[0]) > 1e-3
+
+
+@pytest.fixture
+def cached(published, tmp_path, monkeypatch):
+    """The folders in a Hugging Face cache, as org/bert and org/reranker."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("MMQA_CACHE", str(tmp_path / "cache"))
+    for name in ("bert", "reranker"):
+        home = tmp_path / "hub" / f"models--org--{name}"
+        (home / "refs").mkdir(parents=True)
+        (home / "refs" / "main").write_text("a" * 40)
+        shutil.copytree(published / name, home / "snapshots" / ("a" * 40))
+    return "org/bert", "org/reranker"
+
+
+def test_what_depends_on_a_model_sees_its_weights(cached, tmp_path):
+    assert (is_cached(cached[0]), is_cached("org/none"), is_cached("minilm")) == (
+        True,
+        False,
+        False,
+    )
+    folder = shutil.copytree(find_model(cached[0]), tmp_path / "copy")
+    before = identity.of_folders(folder)
+    assert identity.of_folders(cached[0]) == before
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    assert identity.of_folders(folder) != before
+
+
+def test_by_name_in_python(cached):
+    encoder, model = cached
+    corpus = mmqa_jax.open_corpus(TEXTS)
+    assert published_folder(encoder).name == "a" * 40
+    dense = mmqa_jax.open_retriever(corpus, "dense", encoder=encoder)
+    found = dense.search("which flag", 3)
+    embedder = dense.passages.dense.embedder
+    cosines = embedder.embed_passages(TEXTS) @ embedder.embed_questions(["which flag"])[0]
+    np.testing.assert_allclose([one.score for one in found], np.sort(cosines)[::-1], atol=1e-6)
+    reranked = mmqa_jax.open_retriever(corpus, "bm25", reranker=model).search("the flag", 3)
+    scores = mmqa_jax.open_reranker(corpus, model).relevance([("the flag", text) for text in TEXTS])
+    best = max(reranked, key=lambda one: one.score)
+    assert reranked[0] is best
+    assert all(one.score == pytest.approx(scores[int(one.source.id)], abs=1e-6) for one in reranked)
+    with pytest.raises(
+        UserError, match=r"org/none: no such file or folder.* `hf download org/none`"
+    ):
+        mmqa_jax.open_retriever(corpus, encoder="org/none")
+
+
+def test_by_name_in_verbs(cached, tmp_path):
+    encoder, model = cached
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    sources = [{"id": f"s{n}", "modality": "text", "text": text} for n, text in enumerate(TEXTS)]
+    asked = {
+        "id": "q",
+        "split": "test",
+        "question": "which flag",
+        "answers": ["green"],
+        "positives": ["s1"],
+        "negatives": ["s0", "s2"],
+    }
+    (raw / "sources.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sources))
+    (raw / "questions.jsonl").write_text(json.dumps(asked) + "\n")
+    done("prepare", "corpus", f"--raw={raw}", f"--out={tmp_path / 'data'}")
+    data, out = f"--data={tmp_path / 'data'}", f"--out={tmp_path / 'index'}"
+    assert done("embed", data, f"--model={encoder}", out)["dim"] == 36
+    done("index", f"--embeddings={tmp_path / 'index'}", "--kind=exact")
+    dense, ranked = tmp_path / "dense.jsonl", tmp_path / "ranked.jsonl"
+    search = (
+        "search",
+        data,
+        "--split=test",
+        "--method=dense",
+        f"--index={tmp_path / 'index'}",
+        "--top_k=3",
+    )
+    done(*search, f"--model={encoder}", f"--out={dense}")
+    done(
+        "rerank",
+        data,
+        "--split=test",
+        f"--model={model}",
+        f"--candidates={dense}",
+        f"--out={ranked}",
+    )
+    (first,), (second,) = rows_of(dense), rows_of(ranked)
+    assert sorted(first["sources"]) == sorted(second["sources"]) == ["s0", "s1", "s2"]
+    assert all(0 < score < 1 for score in second["scores"])
+    refused = mmqa("rerank", data, f"--model={model}", "--candidates=all", f"--out={ranked}")
+    assert (refused.code, "computes every pair" in refused.err) == (2, True)
+    wrong = mmqa(
+        "rerank", data, "--split=test", f"--model={encoder}", f"--out={tmp_path / 'x.jsonl'}"
+    )
+    assert (wrong.code, "holds no reranker" in wrong.err) == (2, True)
