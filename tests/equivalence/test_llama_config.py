@@ -127,10 +127,10 @@ def test_presets_have_the_published_parameter_counts(preset, count):
 
 
 def test_bad_input_is_named():
-    with pytest.raises(UserError, match="'mistral', expected 'llama'"):
-        LlamaConfig.from_hf({"model_type": "mistral"})
-    with pytest.raises(UserError, match=r"x/config\.json: rope scaling 'yarn' is not supported"):
-        LlamaConfig.from_hf({"rope_scaling": {"rope_type": "yarn"}}, "x/config.json")
+    with pytest.raises(UserError, match="'gpt2', expected one of llama, mistral"):
+        LlamaConfig.from_hf({"model_type": "gpt2"})
+    with pytest.raises(UserError, match=r"x/config\.json: rope scaling 'longrope' is not supported"):
+        LlamaConfig.from_hf({"rope_scaling": {"rope_type": "longrope"}}, "x/config.json")
     with pytest.raises(UserError, match="lacks its `factor`"):
         LlamaConfig.from_hf({"rope_scaling": {"type": "linear"}})
     with pytest.raises(UserError, match=r"partial_rotary_factor 0\.5"):
