@@ -57,7 +57,9 @@ def attend(
         if branches is not None:
             seen &= (column < trunk) | (column >= begin)
         if window is not None:
-            seen &= column >= (first if branches is None else jnp.where(column < trunk, in_trunk, first))
+            seen &= column >= (
+                first if branches is None else jnp.where(column < trunk, in_trunk, first)
+            )
         return seen
 
     shape = grouped.shape[:3]

@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmqa_jax.decoding.kv_cache import quantize
-from mmqa_jax.models.layer_traits import LayerTraits
+from mmqa_jax.models.layer_traits import NO_TRAITS, LayerTraits
 from mmqa_jax.models.masked import MASKED
 
 _LANES = 128  # columns of a block are a multiple of this
@@ -106,7 +106,7 @@ def attend_on(
         v: jax.Array,
         cache: Any,
         layer: jax.Array,
-        traits: LayerTraits = LayerTraits(),
+        traits: LayerTraits = NO_TRAITS,
     ) -> tuple[jax.Array, Any]:
         own = turns
         if traits.rotated is not None:

@@ -25,8 +25,8 @@ from mmqa_jax.core.mesh import batch_blocks, partition_spec, split_rows
 from mmqa_jax.decoding.cached_attention import Branches, first_seen
 from mmqa_jax.decoding.kv_cache import quantize
 from mmqa_jax.decoding.row_shards import copy_within, first_row
-from mmqa_jax.models.layers import attention, scan_layers
 from mmqa_jax.models.layer_traits import LayerTraits, layer_traits
+from mmqa_jax.models.layers import attention, scan_layers
 from mmqa_jax.models.llama import Llama, inverse_frequencies, rotary_factor, rotation
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.masked import MASKED
@@ -358,8 +358,9 @@ def _one_token(
 ) -> jax.Array:
     """Attention of one token per row to `held` ([S, kv, T, D]) before its position, and to itself.
 
-    window: how many of them it sees, itself included; None is all. q [S, 1, heads, D]; k, v [S, 1, kv_heads, D]. The query heads of one key head are rows of one
-    product. Returns [S, 1, heads, D].
+    q [S, 1, heads, D]; k, v [S, 1, kv_heads, D]. window: how many tokens it sees, itself included;
+    None is all. The query heads of one key head are rows of one product. Returns
+    [S, 1, heads, D].
     """
     rows, _, kv_heads, size = k.shape
     grouped = q.reshape(rows, kv_heads, -1, size)  # [S, kv, G, D]

@@ -84,6 +84,7 @@ class Family:
       harmless: keys that change nothing in inference.
       fixed: keys that its class does not read or that have only these values here.
       partial: whether it may rotate a part of each head.
+      fused: whether its checkpoints keep q, k and v as one tensor, and gate and up.
     """
 
     title: str
@@ -94,6 +95,7 @@ class Family:
     harmless: tuple[str, ...] = ()
     fixed: Mapping[str, tuple[Any, ...]] = _none()
     partial: bool = False
+    fused: bool = False
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -140,6 +142,69 @@ FAMILIES: Mapping[str, Family] = {
             "max_window_layers": 28,
         },
         computes={"attention_bias": True, "out_bias": False},
+    ),
+    "qwen3": Family(
+        title="Qwen3, without experts",
+        architecture="Qwen3ForCausalLM",
+        keys={**_SWITCHED_WINDOW, **kinds(flag="attention_bias", integer="max_window_layers")},
+        defaults={
+            "vocab_size": 151936,
+            "intermediate_size": 22016,
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
+        computes={"qk_norm": "head"},
+    ),
+    "smollm3": Family(
+        title="SmolLM3",
+        architecture="SmolLM3ForCausalLM",
+        keys={
+            **_BIASES,
+            **_SWITCHED_WINDOW,
+            **kinds(list_or_null="no_rope_layers", size="no_rope_layer_interval"),
+        },
+        defaults={
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rope_theta": 2000000.0,
+            "tie_word_embeddings": True,
+        },
+        harmless=("pretraining_tp",),
+        fixed={"rope_interleaved": (False,)},
+    ),
+    "olmo2": Family(
+        title="OLMo 2",
+        architecture="Olmo2ForCausalLM",
+        keys=kinds(flag="attention_bias"),
+        defaults={"vocab_size": 50304, "rms_norm_eps": 1e-5},
+        computes={"qk_norm": "whole", "norm_after": True},
+    ),
+    "phi3": Family(
+        title="Phi-3, Phi-4",
+        architecture="Phi3ForCausalLM",
+        keys=_WINDOW,
+        defaults={
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        },
+        fixed={"resid_pdrop": (0.0,), "embd_pdrop": (0.0,)},
+        partial=True,
+        fused=True,
+    ),
+    "granite": Family(
+        title="Granite 3",
+        architecture="GraniteForCausalLM",
+        keys={**_BIASES, **_MULTIPLIERS},
     ),
 }
 

@@ -42,6 +42,9 @@ class LayerTraits:
         return near if mask is None else (mask & near) | (distance == 0)
 
 
+NO_TRAITS = LayerTraits()
+
+
 def layer_traits(config: LlamaConfig, columns: int) -> LayerTraits:
     """The traits of all layers, for texts of up to `columns` tokens."""
     window = rotated = None

@@ -23,7 +23,7 @@ from flax import nnx
 
 from mmqa_jax.models.activations import ACTIVATIONS
 from mmqa_jax.models.config_checks import check_length
-from mmqa_jax.models.layer_traits import LayerTraits, layer_traits
+from mmqa_jax.models.layer_traits import NO_TRAITS, LayerTraits, layer_traits
 from mmqa_jax.models.layers import (
     Embedding,
     Linear,
@@ -220,7 +220,7 @@ class LlamaLayer(nnx.Module):
         sin: jax.Array,
         mask: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
-        traits: LayerTraits = LayerTraits(),
+        traits: LayerTraits = NO_TRAITS,
     ) -> jax.Array:
         """Causal: x [B, L, H], mask bool [B, 1, 1 or L, L], false where unseen -> [B, L, H].
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
@@ -98,7 +98,9 @@ class LlamaConfig:
                     f"model.layers = {self.layers}, or none; correct it."
                 )
         if any(window < 0 for window in self.windows):
-            raise UserError(f"model.windows is {self.windows}: expected numbers from 0; correct it.")
+            raise UserError(
+                f"model.windows is {self.windows}: expected numbers from 0; correct it."
+            )
         if not 0 < self.rotary_fraction <= 1 or self.rotary_size % 2:
             raise UserError(
                 f"model.rotary_fraction is {self.rotary_fraction}, of a head "
@@ -207,6 +209,53 @@ def smollm2_135m(**changes) -> LlamaConfig:
         tied=True,
     )
     return dataclasses.replace(sizes, **changes)
+
+
+def _published(**sizes) -> Callable[..., LlamaConfig]:
+    """A preset of a published model's sizes."""
+    return lambda **changes: LlamaConfig(**sizes | changes)
+
+
+_QWEN25 = {"family": "qwen2", "attention_bias": True, "out_bias": False, "eps": 1e-6}
+_QWEN25 |= {"rope_theta": 1e6, "positions": 32768}
+_SMALL = {"vocab_size": 151936, "tied": True}
+_QWEN3 = {"family": "qwen3", "qk_norm": "head", "head_dim": 128, "eps": 1e-6, "kv_heads": 8}
+_QWEN3 |= {"rope_theta": 1e6, "positions": 40960, "vocab_size": 151936}
+# Further models, by name: Hugging Face's config.json of each (the Instruct or chat model's).
+RELATIVES: Mapping[str, Callable[..., LlamaConfig]] = {
+    "qwen25_05b": _published(
+        **_QWEN25, **_SMALL, hidden=896, layers=24, heads=14, kv_heads=2, mlp=4864
+    ),
+    "qwen25_15b": _published(
+        **_QWEN25, **_SMALL, hidden=1536, layers=28, heads=12, kv_heads=2, mlp=8960
+    ),
+    "qwen25_7b": _published(
+        **_QWEN25, vocab_size=152064, hidden=3584, layers=28, heads=28, kv_heads=4, mlp=18944
+    ),
+    "qwen25_72b": _published(
+        **_QWEN25, vocab_size=152064, hidden=8192, layers=80, heads=64, kv_heads=8, mlp=29568
+    ),
+    "qwen3_06b": _published(**_QWEN3, hidden=1024, layers=28, heads=16, mlp=3072, tied=True),
+    "qwen3_4b": _published(**_QWEN3, hidden=2560, layers=36, heads=32, mlp=9728, tied=True),
+    "qwen3_8b": _published(**_QWEN3, hidden=4096, layers=36, heads=32, mlp=12288),
+    "qwen3_32b": _published(**_QWEN3, hidden=5120, layers=64, heads=64, mlp=25600),
+    "mistral_7b": _published(  # v0.3, without a window
+        family="mistral", vocab_size=32768, kv_heads=8, mlp=14336, positions=32768, rope_theta=1e6
+    ),
+    "smollm3_3b": _published(
+        family="smollm3", vocab_size=128256, hidden=2048, layers=36, heads=16, kv_heads=4,
+        mlp=11008, eps=1e-6, positions=65536, rope_theta=5e6, tied=True,
+        rotated=tuple((number + 1) % 4 != 0 for number in range(36)),
+    ),
+    "olmo2_7b": _published(
+        family="olmo2", qk_norm="whole", norm_after=True, vocab_size=100352, eps=1e-6,
+        rope_theta=5e5,
+    ),
+    "phi4": _published(
+        family="phi3", vocab_size=100352, hidden=5120, layers=40, heads=40, kv_heads=10, mlp=17920,
+        positions=16384, rope_theta=250000.0,
+    ),
+}  # fmt: skip
 
 
 def stories260k(**changes) -> LlamaConfig:

@@ -159,7 +159,7 @@ def _row(line: Line, answers: Mapping[Any, Any], reasons: Mapping[Any, str]) -> 
     elif isinstance(answer, Scores):
         row |= _scored(request, answer)
     else:
-        row |= {"answer": (answer.candidates[0].text or "").strip()}
+        row |= {"answer": answer_of(answer.candidates[0].text or "")}
         row |= _candidate(answer.candidates[0])
         row["prompt_tokens"] = answer.prompt_tokens
         if len(answer.candidates) > 1:

@@ -29,6 +29,7 @@ from mmqa_jax.weights.keymap import (
     untied_source,
 )
 from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, read_hf_config
+from mmqa_jax.weights.models.llama_fused import apart, together
 from mmqa_jax.weights.models.llama_gguf import ROPE_FACTORS, gguf_config
 from mmqa_jax.weights.models.llama_meta import read_meta, unknown_scaling
 from mmqa_jax.weights.sources import open_source, read_magic
@@ -81,6 +82,20 @@ def interleaved_rows(heads: int) -> Transform:
     return Transform(forward, inverse)
 
 
+def split_rows(heads: int, size: int, rotated: int) -> Transform:
+    """Rows of a query or key projection of which the first `rotated` of each head's `size` are
+    rotated, to our kernel, in which rotary pairs are the halves of the whole head."""
+    half = rotated // 2
+    rest = np.arange(rotated, size)
+    ours = np.concatenate([np.arange(half), rest[: len(rest) // 2]])
+    ours = np.concatenate([ours, np.arange(half, rotated), rest[len(rest) // 2 :]])
+
+    def taken(x, order):
+        return x.reshape(heads, size, *x.shape[1:])[:, order].reshape(x.shape)
+
+    return Transform(lambda x: taken(x, ours).T, lambda x: taken(x.T, np.argsort(ours)))
+
+
 def llama_rules(
     config: LlamaConfig, layout: str = "transformers", prefix: str = "", path: str = ""
 ) -> list[Rule]:
@@ -105,9 +120,14 @@ def llama_rules(
     of_heads = () if config.qk_norm == "none" else ("q_norm", "k_norm")
     for norm in ("input_norm", "mlp_norm", *of_heads):
         rules.append(Rule(f"{layer}{names[norm]}.weight", f"{path}layers/{norm}/scale"))
-    heads = {"q": config.heads, "k": config.kv_heads} if layout != "transformers" else {}
+    turns: dict[str, Transform] = {}
+    for linear, heads in (("q", config.heads), ("k", config.kv_heads)):
+        if layout == "meta" or (layout == "gguf" and config.family == "llama"):
+            turns[linear] = interleaved_rows(heads)
+        elif config.rotary_size != config.head_size:
+            turns[linear] = split_rows(heads, config.head_size, config.rotary_size)
     for linear in ("q", "k", "v", "out", "gate", "up", "down"):
-        turned = interleaved_rows(heads[linear]) if linear in heads else None
+        turned = turns.get(linear)
         key, ours = f"{layer}{names[linear]}", f"{path}layers/{linear}"
         rules.append(Rule(f"{key}.weight", f"{ours}/kernel", turned or TRANSPOSE))
         if linear in config.biases:
@@ -198,12 +218,18 @@ def open_llama(path: Path) -> Checkpoint:
             "give the file or folder as it was published."
         )
     config = LlamaConfig.from_hf(read_hf_config(path, *FAMILIES), str(config_file(path)))
-    return Checkpoint(config, llama_key_map, open_source(path), "transformers")
+    source = open_source(path)
+    if FAMILIES[config.family].fused:
+        source = apart(source, config)
+    return Checkpoint(config, llama_key_map, source, "transformers")
 
 
 def publish_llama(config: LlamaConfig, state: nnx.State) -> Published:
     """LlamaForCausalLM, or the class of the config's family."""
-    return Published(untied_source(state, llama_key_map(config)), config.to_hf())
+    source = untied_source(state, llama_key_map(config))
+    if FAMILIES[config.family].fused:
+        source = together(source)
+    return Published(source, config.to_hf())
 
 
 def _check_angles(source: TensorSource, config: LlamaConfig) -> None:
