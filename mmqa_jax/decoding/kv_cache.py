@@ -179,7 +179,8 @@ def tokens_in(
     columns = starts[:, None] + jnp.arange(length)  # [R, L]
     positions = columns if branches is None else branches.positions(columns)
     angles = positions[:, :, None, None] * inverse_frequencies(config)
-    return Tokens(columns, *rotation(config, angles), starts, ends, rows, branches)
+    cos, sin = rotation(config, jnp.cos(angles), jnp.sin(angles))
+    return Tokens(columns, cos, sin, starts, ends, rows, branches)
 
 
 def run_layers(

@@ -156,7 +156,7 @@ def _decode(
     """One token per beam, the `step`-th after its prompt: tokens [B, K] -> log-probs, cache."""
     config, size = model.config, tokens.shape
     angles = jnp.repeat(lengths + step, size[1])[:, None, None] * inverse_frequencies(config)
-    cos, sin = (x[None] for x in rotation(config, angles))
+    cos, sin = rotation(config, jnp.cos(angles)[None], jnp.sin(angles)[None])
     traits = layer_traits(config, prefix_mask.shape[1] + cache.ancestry.slots.shape[2])
     ancestry = cache.ancestry.written(step)
     seen = ancestry.visible(step + 1)  # [B, K, T * K]

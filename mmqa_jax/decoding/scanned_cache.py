@@ -305,7 +305,7 @@ def _run(
     Returns normed hidden states, and keys and values of all layers [N, R, L, kv_heads, D].
     """
     angles = positions[:, :, None, None] * inverse_frequencies(model.config)
-    cos, sin = rotation(model.config, angles)
+    cos, sin = rotation(model.config, jnp.cos(angles), jnp.sin(angles))
 
     def body(layer, x, of_layer, _):
         number, traits = of_layer

@@ -54,13 +54,11 @@ def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
     return np.pad(turning, (0, (config.head_size - config.rotary_size) // 2))
 
 
-def rotation(config: LlamaConfig, angles: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines, for `rotate`, of angles [..., head_size / 2]: positions times
-    `inverse_frequencies`. YaRN multiplies what is rotated."""
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    if (factor := rotary_factor(config)) is not None:
-        cos, sin = cos * factor, sin * factor
-    return cos, sin
+def rotation(config: LlamaConfig, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What `rotate` takes, [..., head_size / 2], of cosines and sines of positions times
+    `inverse_frequencies`: YaRN multiplies what is rotated."""
+    factor = rotary_factor(config)
+    return (cos, sin) if factor is None else (cos * factor, sin * factor)
 
 
 def rotary_factor(config: LlamaConfig) -> np.ndarray | None:
@@ -354,7 +352,7 @@ class Llama(nnx.Module):
         if attention_mask is not None:
             length = attention_mask.shape[-1]
             attention_mask = attention_mask.astype(bool).reshape(len(embedded), 1, -1, length)
-        return rotation(self.config, angles), attention_mask
+        return rotation(self.config, jnp.cos(angles), jnp.sin(angles)), attention_mask
 
     def _scan(self, x: jax.Array, body: Callable, dropout_key: jax.Array | None):
         if isinstance(self.layers, nnx.List):
