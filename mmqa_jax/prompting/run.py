@@ -23,6 +23,7 @@ from mmqa_jax.prompting.cache import Cached, ResponseCache, request_key
 from mmqa_jax.prompting.open import check_prompt_config, open_backend
 from mmqa_jax.prompting.prompts_file import Line, as_message, check_line, read_prompts
 from mmqa_jax.prompting.stream import answer_all
+from mmqa_jax.prompting.thinking import answer_of
 from mmqa_jax.prompting.together import Leading, follow, leads
 
 

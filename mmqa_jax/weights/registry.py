@@ -151,7 +151,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         name="llama",
-        title="LLaMA 1 to 3, SmolLM2 and 3, Mistral, Ministral, Qwen2, 2.5 and 3, Phi-3, OLMo 2, Granite",
+        title="LLaMA, SmolLM, Mistral, Ministral, Qwen2 and 3, Phi-3, OLMo 2, Granite",
         model="llama.Llama",
         config="llama_config.LlamaConfig",
         layouts=(
