@@ -12,6 +12,7 @@ import torch
 import transformers
 from compare import WHOLE, compiled, forward
 from flax import nnx
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.llama import inverse_frequencies
@@ -192,7 +193,12 @@ def test_gguf_of_relatives_is_what_transformers_reads(tmp_path, family):
         sizes = {"blk.0.attn_q_norm.weight": 64, "blk.0.attn_k_norm.weight": 64}
     add = [(name, rng.normal(size=size).astype(np.float32)) for name, size in sizes.items()]
     write_gguf(tmp_path / "model.gguf", TYPES.F32, add=add, architecture=family)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
+    config = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file="model.gguf")
+    config.vocab_size, config.tie_word_embeddings = 40, False
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    file = str(tmp_path / "model.gguf")
+    read = load_gguf_checkpoint(file, return_tensors=True, model_to_load=theirs)
+    theirs.load_state_dict(read["tensors"])
     ours = load_published("llama", tmp_path / "model.gguf", unroll=1)
     assert ours.config.family == family
     ids = rng.integers(0, 40, (2, 500))
