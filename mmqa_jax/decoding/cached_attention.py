@@ -28,10 +28,12 @@ def attend(
     *,
     block: int,
     end: jax.Array,
+    window: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of q [R, L, heads, D], in columns [R, L], over its rows of the segments.
 
-    The query heads of one key head become rows of one product. Returns [R, L, heads, D].
+    The query heads of one key head become rows of one product. window: int [R], of how many
+    positions a token sees, its own included; None is all. Returns [R, L, heads, D].
     """
     batch, length, heads, size = q.shape
     kv_heads = segments[0][1].key.shape[1]
@@ -45,11 +47,19 @@ def attend(
     last = of_queries(columns)
     if branches is not None:
         trunk, begin = branches.trunk[:, None, None, None], of_queries(branches.begin)
+    if window is not None:
+        first, in_trunk = (
+            x if x is None else of_queries(x) for x in first_seen(columns, branches, window)
+        )
 
     def visible(column: jax.Array) -> jax.Array:  # int [T] -> bool [R, 1, G * L, T]
         seen = column <= last
         if branches is not None:
             seen &= (column < trunk) | (column >= begin)
+        if window is not None:
+            seen &= column >= (
+                first if branches is None else jnp.where(column < trunk, in_trunk, first)
+            )
         return seen
 
     shape = grouped.shape[:3]
@@ -78,6 +88,7 @@ def attend_to_rows(
     rows: jax.Array | None,
     implementation: str,
     limit: int | None = None,
+    window: jax.Array | None = None,
 ) -> jax.Array:
     """As `attend`, with the rows' segments side by side [R, T, kv_heads, D] in q's type.
 
@@ -99,7 +110,27 @@ def attend_to_rows(
     if branches is not None:
         of_trunk = column < branches.trunk[:, None, None]
         mask &= of_trunk | (column >= branches.begin[:, :, None])
+    if window is not None:
+        first, in_trunk = first_seen(columns, branches, window)
+        first = first[:, :, None]
+        if branches is not None:
+            first = jnp.where(of_trunk, in_trunk[:, :, None], first)
+        mask &= column >= first
     return attention(q, key, value, mask=mask[:, None], implementation=implementation)
+
+
+def first_seen(
+    columns: jax.Array, branches: Branches | None, window: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """The first column that the tokens in `columns` [R, L] see, by a `window` int [R].
+
+    Returns:
+      [R, L], and the first of the trunk, by the tokens' positions; None without branches.
+    """
+    first = columns - window[:, None] + 1
+    if branches is None:
+        return first, None
+    return first, branches.positions(columns) - window[:, None] + 1
 
 
 Softmax = tuple[jax.Array, jax.Array, jax.Array]  # largest score, sum of weights, weighted values

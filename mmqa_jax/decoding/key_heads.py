@@ -30,10 +30,12 @@ def repeat_key_heads(model: Llama, mesh: Mesh | None, rules: Rules = DEFAULT_RUL
     model.config = dataclasses.replace(config, kv_heads=heads)
     for layer in model.layers if isinstance(model.layers, nnx.List) else [model.layers]:
         layer.config = model.config
-        for linear in (layer.k, layer.v):
-            for parameter in (linear.kernel, linear.bias):
-                if parameter is not None:
-                    _repeat(parameter, config.kv_heads, times, mesh, rules)
+        parameters = [x for linear in (layer.k, layer.v) for x in (linear.kernel, linear.bias)]
+        if config.qk_norm == "whole":  # the mean over repeated heads is the same
+            parameters.append(layer.k_norm.scale)
+        for parameter in parameters:
+            if parameter is not None:
+                _repeat(parameter, config.kv_heads, times, mesh, rules)
 
 
 def _repeat(parameter: nnx.Param, heads: int, times: int, mesh: Mesh, rules: Rules) -> None:

@@ -31,7 +31,8 @@ from mmqa_jax.decoding.cached_attention import (
 )
 from mmqa_jax.decoding.row_shards import copy_within, on_own_rows
 from mmqa_jax.models.flash import implementation_for
-from mmqa_jax.models.llama import Llama, inverse_frequencies
+from mmqa_jax.models.layer_traits import LayerTraits, layer_traits
+from mmqa_jax.models.llama import Llama, inverse_frequencies, rotation
 from mmqa_jax.models.llama_config import LlamaConfig
 
 # Logical axes, for `core.mesh.partition_spec`.
@@ -87,6 +88,7 @@ def ragged_fits(
     size, kind = config.head_size, config.dtype
     half = kind in ("bfloat16", "float16") and dtype in (kind, "int8")
     fits = 16 <= size <= 256 and size & (size - 1) == 0 and columns % 16 == chunk % 16 == 0
+    fits = fits and not config.windowed(columns)  # the kernels know no windows
     return implementation_for(device) == "cudnn" and half and fits
 
 
@@ -145,7 +147,9 @@ def forward(
     )
     options = {"block": block, "all_rows": all_rows, "limit": limit, "mesh": mesh}
     options["implementation"] = implementation
-    x, cache = run_layers(map(nnx.split, model.each_layer()), embedded, cache, of_tokens, **options)
+    traits = layer_traits(model.config, cache[0].columns)
+    layers = map(nnx.split, model.each_layer())
+    x, cache = run_layers(layers, embedded, cache, of_tokens, traits, **options)
     return model.norm(x), cache
 
 
@@ -175,7 +179,8 @@ def tokens_in(
     columns = starts[:, None] + jnp.arange(length)  # [R, L]
     positions = columns if branches is None else branches.positions(columns)
     angles = positions[:, :, None, None] * inverse_frequencies(config)
-    return Tokens(columns, jnp.cos(angles), jnp.sin(angles), starts, ends, rows, branches)
+    cos, sin = rotation(config, jnp.cos(angles), jnp.sin(angles))
+    return Tokens(columns, cos, sin, starts, ends, rows, branches)
 
 
 def run_layers(
@@ -183,16 +188,20 @@ def run_layers(
     x: jax.Array,
     cache: KVCache,
     of_tokens: Tokens,
+    traits: LayerTraits,
     **options: Any,
 ) -> tuple[jax.Array, KVCache]:
     """x [R, L, H] through all layers, each split by nnx; `options` are those of `_layer`.
+
+    traits: of all layers.
 
     Outside of a program every layer runs one of its own, the same for all, and takes over its
     cache.
     """
     written = []
-    for (graphdef, params), held in zip(layers, cache, strict=True):
-        x, held = _layer(params, x, held, of_tokens, graphdef=graphdef, **options)
+    for number, ((graphdef, params), held) in enumerate(zip(layers, cache, strict=True)):
+        of_layer = traits.of(number)
+        x, held = _layer(params, x, held, of_tokens, of_layer, graphdef=graphdef, **options)
         written.append(held)
     return x, tuple(written)
 
@@ -208,6 +217,7 @@ def _layer(
     x: jax.Array,
     held: LayerCache,
     of_tokens: Tokens,
+    traits: LayerTraits,
     *,
     graphdef: nnx.GraphDef,
     block: int,
@@ -217,9 +227,9 @@ def _layer(
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, LayerCache]:
     layer = nnx.merge(graphdef, params)
-    q, k, v = layer.project(x, of_tokens.cos, of_tokens.sin)
+    q, k, v = layer.project(x, *traits.turned(of_tokens.cos, of_tokens.sin))
 
-    def write_and_attend(q, k, v, held, rows, starts, ends, columns, branches):
+    def write_and_attend(q, k, v, held, rows, starts, ends, columns, branches, window=None):
         held = write(held, k, v, rows, starts, limit)
         read = None if all_rows else rows
         segments = held.within(limit)
@@ -233,9 +243,12 @@ def _layer(
             else:
                 out = ragged_triton.attend_in_place(q, segment, rows, starts, branches, **costs)
         elif implementation == "blocks":
-            out = attend(q, segments, columns, branches, read, block=block, end=ends.max())
+            end = ends.max()
+            out = attend(q, segments, columns, branches, read, block=block, end=end, window=window)
         else:
-            out = attend_to_rows(q, segments, columns, branches, read, implementation, limit)
+            out = attend_to_rows(
+                q, segments, columns, branches, read, implementation, limit, window
+            )
         return out, held
 
     of_rows = _axes_of_rows(held, mesh)
@@ -243,7 +256,10 @@ def _layer(
     if of_rows is not None or (implementation == "ragged" and mesh is not None):
         write_and_attend = on_own_rows(write_and_attend, _specs(held, mesh), of_rows, mesh)
     where = (of_tokens.rows, of_tokens.starts, of_tokens.ends, of_tokens.columns)
-    attended, held = write_and_attend(q, k, v, held, *where, of_tokens.branches)
+    where = (*where, of_tokens.branches)
+    if traits.window is not None:
+        where = (*where, jnp.full_like(of_tokens.starts, traits.window))
+    attended, held = write_and_attend(q, k, v, held, *where)
     return layer.finish(x, attended), held
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mmqa_jax.decoding.kv_cache import KVCache, run_layers, tokens_in
+from mmqa_jax.models.layer_traits import LayerTraits
 from mmqa_jax.models.llama import Llama
 
 
@@ -34,12 +35,18 @@ def split_model(model: Llama) -> tuple[nnx.GraphDef, SplitState]:
 
 
 def encode_and_step(
-    graphdef: nnx.GraphDef, slots: int, block: int, embed: Callable, next_tokens: Callable
+    graphdef: nnx.GraphDef,
+    traits: LayerTraits,
+    slots: int,
+    block: int,
+    embed: Callable,
+    next_tokens: Callable,
 ) -> tuple[Callable, Callable]:
     """`encode` and `step` of `slot_runner.Programs`, for a SplitState.
 
     Args:
       graphdef: of the model without its layers.
+      traits: of its layers.
       slots: how many there are.
       block: columns that `encode` reads at a time.
       embed: (model, tokens, patches) -> [R, L, H].
@@ -71,14 +78,14 @@ def encode_and_step(
     def encode(state: SplitState, cache: KVCache, *chunk: Any) -> tuple[jax.Array, KVCache]:
         *chunk, limit = chunk
         x, of_tokens = begin(state.outer, *chunk)
-        x, cache = run_layers(state.layers, x, cache, of_tokens, block=block, limit=limit)
+        x, cache = run_layers(state.layers, x, cache, of_tokens, traits, block=block, limit=limit)
         return end(state.outer, x), cache
 
     def step(state: SplitState, cache: KVCache, of_slots: Any, active: jax.Array, limit: int):
         x, of_tokens = begin_step(state.outer, of_slots, active)
         whole = sum(segment.columns for segment in cache[0].segments)
         x, cache = run_layers(
-            state.layers, x, cache, of_tokens, block=whole, all_rows=True, limit=limit
+            state.layers, x, cache, of_tokens, traits, block=whole, all_rows=True, limit=limit
         )
         return cache, *end_step(state.outer, of_slots, x, active)
 

@@ -18,12 +18,14 @@ from mmqa_jax.decoding import beam, kv_cache
 from mmqa_jax.decoding.beam import BeamResult
 from mmqa_jax.decoding.kv_cache import KVCache
 from mmqa_jax.models.ancestry import Ancestry
+from mmqa_jax.models.layer_traits import layer_traits
 from mmqa_jax.models.layers import prefix_attention
 from mmqa_jax.models.llama import (
     Llama,
     group_queries,
     inverse_frequencies,
     last_token,
+    rotation,
     ungroup_queries,
 )
 from mmqa_jax.models.llama_config import LlamaConfig
@@ -154,15 +156,25 @@ def _decode(
     """One token per beam, the `step`-th after its prompt: tokens [B, K] -> log-probs, cache."""
     config, size = model.config, tokens.shape
     angles = jnp.repeat(lengths + step, size[1])[:, None, None] * inverse_frequencies(config)
-    cos, sin = jnp.cos(angles)[None], jnp.sin(angles)[None]
+    cos, sin = rotation(config, jnp.cos(angles)[None], jnp.sin(angles)[None])
+    traits = layer_traits(config, prefix_mask.shape[1] + cache.ancestry.slots.shape[2])
     ancestry = cache.ancestry.written(step)
     seen = ancestry.visible(step + 1)  # [B, K, T * K]
     seen = jnp.tile(seen, (1, config.heads // config.kv_heads, 1))[:, None]
     # All tokens as one sequence, for what works on each alone: [1, B * K, H].
     x, written = model.embed(tokens.reshape(1, -1)), []
-    for layer, of_prompt, own in zip(model.each_layer(), prefix, cache.layers, strict=True):
+    of_layers = zip(model.each_layer(), prefix, cache.layers, strict=True)
+    for number, (layer, of_prompt, own) in enumerate(of_layers):
+        of_layer = traits.of(number)
+        turned = of_layer.turned(cos, sin)
         # The beams of a prompt are rows of one product: [B, K, heads, D].
-        q, k, v = (y.reshape(*size, *y.shape[2:]) for y in layer.project(x, cos, sin, apart=True))
+        q, k, v = (y.reshape(*size, *y.shape[2:]) for y in layer.project(x, *turned, apart=True))
+        of_prefix, of_own = prefix_mask, seen
+        if of_layer.window is not None:
+            column = jnp.arange(prefix_mask.shape[1])
+            of_prefix &= column > (lengths + step)[:, None] - of_layer.window
+            number_of = jnp.arange(seen.shape[-1]) // size[1]  # of each new column's token
+            of_own &= number_of > step - of_layer.window
         own = tuple(
             jax.lax.dynamic_update_slice(held, new.swapaxes(1, 2), (0, 0, step * size[1], 0))
             for held, new in zip(own, (k, v), strict=True)
@@ -170,9 +182,9 @@ def _decode(
         attended = prefix_attention(
             group_queries(q, config.kv_heads),
             *of_prompt.by_token(),
-            prefix_mask,
+            of_prefix,
             *(held.swapaxes(1, 2) for held in own),
-            mask=seen,
+            mask=of_own,
         )
         attended = ungroup_queries(attended, config.heads)
         x = layer.finish(x, attended.reshape(1, -1, *attended.shape[2:]))

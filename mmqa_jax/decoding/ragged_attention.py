@@ -25,6 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmqa_jax.decoding.kv_cache import quantize
+from mmqa_jax.models.layer_traits import NO_TRAITS, LayerTraits
 from mmqa_jax.models.masked import MASKED
 
 _LANES = 128  # columns of a block are a multiple of this
@@ -53,6 +54,7 @@ def attend_on(
     active: jax.Array,
     angles: jax.Array,
     *,
+    factor: Any = None,
     read: int,
     mesh: Mesh | None,
     specs: Any,
@@ -65,6 +67,7 @@ def attend_on(
       positions: int32 [S], the column of each slot's token: it sees those before.
       active: bool [S], slots whose token is written.
       angles: float32 [S, D / 2], by which each slot's query and key are rotated.
+      factor: float32 [D / 2], by which the rotation of each pair is multiplied; None is 1.
       read: columns of each slot that the kernel's stated costs are those of.
       mesh: where the cache lies; None is one device.
       specs: how it lies there, a PartitionSpec in the place of each array.
@@ -72,8 +75,8 @@ def attend_on(
 
     Returns:
       A function of q [S, 1, heads, D], k and v [S, 1, kv_heads, D], which the token sees as well
-      (q and k before their rotation), the cache and the layer's number; it gives [S, 1, heads, D]
-      and the cache with the token of each slot in its column, in place.
+      (q and k before their rotation), the cache, the layer's number and its traits; it gives
+      [S, 1, heads, D] and the cache with the token of each slot in its column, in place.
     """
     shape = cache.key.shape
     if mesh is not None:
@@ -94,12 +97,21 @@ def attend_on(
         attend = split(attend, in_specs=arguments, out_specs=(of_heads, specs))
     listed = listing(positions, active)
     turns = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=1)  # [S, 2, D / 2]
+    turns = turns if factor is None else turns * factor
     turns = jnp.concatenate([turns, turns], axis=2)  # [S, 2, D], for both halves of a head
 
     def of_layer(
-        q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, layer: jax.Array
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: Any,
+        layer: jax.Array,
+        traits: LayerTraits = NO_TRAITS,
     ) -> tuple[jax.Array, Any]:
-        out, cache = attend(q[:, 0], k[:, 0], v[:, 0], turns, cache, layer, listed)
+        own = turns
+        if traits.rotated is not None:
+            own = jnp.stack(traits.turned(turns[:, 0], turns[:, 1]), axis=1)
+        out, cache = attend(q[:, 0], k[:, 0], v[:, 0], own, cache, layer, listed)
         return out[:, None], cache
 
     return of_layer

@@ -22,11 +22,12 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmqa_jax.core.mesh import batch_blocks, partition_spec, split_rows
-from mmqa_jax.decoding.cached_attention import Branches
+from mmqa_jax.decoding.cached_attention import Branches, first_seen
 from mmqa_jax.decoding.kv_cache import quantize
 from mmqa_jax.decoding.row_shards import copy_within, first_row
+from mmqa_jax.models.layer_traits import LayerTraits, layer_traits
 from mmqa_jax.models.layers import attention, scan_layers
-from mmqa_jax.models.llama import Llama, inverse_frequencies
+from mmqa_jax.models.llama import Llama, inverse_frequencies, rotary_factor, rotation
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.masked import MASKED
 
@@ -71,9 +72,10 @@ def layout(
     return ScannedCache(both, both, scale, scale)
 
 
-def ragged_fits(columns: int, device: jax.Device) -> bool:
+def ragged_fits(config: LlamaConfig, columns: int, device: jax.Device) -> bool:
     """Whether `decode` on the device, present or not, can read each row's own columns."""
-    return device.platform == "tpu" and columns % 128 == 0
+    # The kernel knows no windows.
+    return device.platform == "tpu" and columns % 128 == 0 and not config.windowed(columns)
 
 
 def decode(
@@ -107,11 +109,14 @@ def decode(
     if ragged:
         return _decode_ragged(model, embedded, cache, positions, active, limit, mesh)
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array) -> jax.Array:
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array, window: jax.Array | None
+    ) -> jax.Array:
         held = cache.map(lambda x: _layer(x, layer, limit))
-        return _one_token(q, k, v, held, positions)
+        return _one_token(q, k, v, held, positions, window)
 
-    hidden, k, v = _run(model, embedded, positions[:, None], attend)
+    traits = layer_traits(model.config, cache.key.shape[3])
+    hidden, k, v = _run(model, embedded, positions[:, None], attend, traits)
     return hidden, _write(cache, k, v, None, active, positions, mesh)
 
 
@@ -130,18 +135,26 @@ def _decode_ragged(
 
     angles = positions[:, None] * inverse_frequencies(model.config)  # [S, D / 2]
     attend = attend_on(
-        cache, positions, active, angles, read=limit, mesh=mesh, specs=_specs(cache, mesh)
+        cache,
+        positions,
+        active,
+        angles,
+        factor=rotary_factor(model.config),
+        read=limit,
+        mesh=mesh,
+        specs=_specs(cache, mesh),
     )
     graphdef, params = nnx.split(model.layers)
+    traits = layer_traits(model.config, cache.key.shape[3])
 
-    def body(carry, params):
-        x, cache, number = carry
+    def body(carry, of_layer):
+        (x, cache, number), (params, traits) = carry, of_layer
         layer = nnx.merge(graphdef, params)
         q, k, v = layer.products(split_rows(x), apart=True)
-        attended, cache = attend(q, k, v, cache, number)
+        attended, cache = attend(q, k, v, cache, number, traits)
         return (layer.finish(x, attended), cache, number + 1), None
 
-    (x, cache, _), _ = jax.lax.scan(body, (embedded, cache, jnp.int32(0)), params)
+    (x, cache, _), _ = jax.lax.scan(body, (embedded, cache, jnp.int32(0)), (params, traits))
     return model.norm(x), cache
 
 
@@ -193,16 +206,30 @@ def prefill(
     if of_rows is not None:
         read = _of_own_rows(read, cache, of_rows, mesh)
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array) -> jax.Array:
+    def near(window: jax.Array) -> jax.Array:  # int [] -> bool [R, 1, L, limit + L]
+        cached = jnp.broadcast_to(jnp.arange(limit), (len(starts), limit))
+        column = jnp.concatenate([cached, columns], axis=1)[:, None]
+        first, in_trunk = first_seen(columns, branches, jnp.full_like(starts, window))
+        first = first[:, :, None]
+        if branches is not None:
+            in_trunk = in_trunk[:, :, None]
+            first = jnp.where(column < branches.trunk[:, None, None], in_trunk, first)
+        return (column >= first)[:, None]
+
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array, window: jax.Array | None
+    ) -> jax.Array:
+        seen = mask if window is None else mask & near(window)
         if limit:
             held = read(cache, layer, rows)
             k, v = _behind(held.key, held.key_scale, k), _behind(held.value, held.value_scale, v)
         return attention(
-            q, k, v, mask=mask, is_causal=True, implementation=implementation, mesh=mesh
+            q, k, v, mask=seen, is_causal=True, implementation=implementation, mesh=mesh
         )
 
     positions = columns if branches is None else branches.positions(columns)
-    hidden, k, v = _run(model, embedded, positions, attend)
+    traits = layer_traits(model.config, cache.key.shape[3])
+    hidden, k, v = _run(model, embedded, positions, attend, traits)
     return hidden, _write(cache, k, v, rows, None, starts, mesh)
 
 
@@ -270,21 +297,23 @@ def _run(
     model: Llama,
     embedded: jax.Array,
     positions: jax.Array,
-    attend: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array],
+    attend: Callable[..., jax.Array],
+    traits: LayerTraits,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The decoder on [R, L, H]; `attend(q, k, v, layer's number)` gives [R, L, heads, D].
+    """The decoder on [R, L, H]; `attend(q, k, v, layer's number, window)` gives [R, L, heads, D].
 
     Returns normed hidden states, and keys and values of all layers [N, R, L, kv_heads, D].
     """
     angles = positions[:, :, None, None] * inverse_frequencies(model.config)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos, sin = rotation(model.config, jnp.cos(angles), jnp.sin(angles))
 
-    def body(layer, x, number, _):
-        q, k, v = layer.project(x, cos, sin, apart=True)
-        return layer.finish(x, attend(q, k, v, number)), (k, v)
+    def body(layer, x, of_layer, _):
+        number, traits = of_layer
+        q, k, v = layer.project(x, *traits.turned(cos, sin), apart=True)
+        return layer.finish(x, attend(q, k, v, number, traits.window)), (k, v)
 
-    numbers = jnp.arange(model.config.layers)
-    x, (k, v) = scan_layers(model.layers, embedded, body, xs=numbers, unroll=1)
+    xs = jnp.arange(model.config.layers), traits
+    x, (k, v) = scan_layers(model.layers, embedded, body, xs=xs, unroll=1)
     return model.norm(x), k, v
 
 
@@ -320,12 +349,18 @@ def _behind(x: jax.Array, scale: jax.Array | None, new: jax.Array) -> jax.Array:
 
 
 def _one_token(
-    q: jax.Array, k: jax.Array, v: jax.Array, held: ScannedCache, positions: jax.Array
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    held: ScannedCache,
+    positions: jax.Array,
+    window: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of one token per row to `held` ([S, kv, T, D]) before its position, and to itself.
 
-    q [S, 1, heads, D]; k, v [S, 1, kv_heads, D]. The query heads of one key head are rows of one
-    product. Returns [S, 1, heads, D].
+    q [S, 1, heads, D]; k, v [S, 1, kv_heads, D]. window: how many tokens it sees, itself included;
+    None is all. The query heads of one key head are rows of one product. Returns
+    [S, 1, heads, D].
     """
     rows, _, kv_heads, size = k.shape
     grouped = q.reshape(rows, kv_heads, -1, size)  # [S, kv, G, D]
@@ -342,6 +377,8 @@ def _one_token(
     if held.key_scale is not None:
         scores *= held.key_scale[:, :, None]
     visible = jnp.arange(held.key.shape[2]) < positions[:, None, None, None]
+    if window is not None:
+        visible &= jnp.arange(held.key.shape[2]) > positions[:, None, None, None] - window
     scores = jnp.where(visible, scores * size**-0.5, MASKED)
     own = jnp.sum(grouped.astype(jnp.float32) * k, -1, keepdims=True) * size**-0.5
     top = jnp.maximum(scores.max(-1, keepdims=True), own)

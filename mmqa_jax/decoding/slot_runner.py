@@ -23,6 +23,7 @@ from mmqa_jax.decoding.layer_programs import encode_and_step, split_model
 from mmqa_jax.decoding.prefix_cache import Buckets
 from mmqa_jax.decoding.sampling import SamplingParameters, choose
 from mmqa_jax.models.flash import implementation_for
+from mmqa_jax.models.layer_traits import layer_traits
 from mmqa_jax.models.llama import Llama, last_token
 
 CACHE_TYPES = ("float32", "bfloat16", "int8")
@@ -179,7 +180,7 @@ class Programs:
         # longest slot's are.
         segment = config.segment
         if self.scanned:
-            self.ragged = scanned_cache.ragged_fits(columns, device)
+            self.ragged = scanned_cache.ragged_fits(model.config, columns, device)
             self.cache = scanned_cache.layout(*sizes)
         else:
             chunk = config.buckets[0]
@@ -285,7 +286,12 @@ class Programs:
         )
         if self.by_layer:
             self.encode, self.step = encode_and_step(
-                graphdef, config.slots, block, embed, next_tokens
+                graphdef,
+                layer_traits(model.config, columns),
+                config.slots,
+                block,
+                embed,
+                next_tokens,
             )
         self.score = jax.jit(score, out_shardings=(whole, whole, whole))
         self.copy = jax.jit(copy, donate_argnums=0, out_shardings=of_cache)

@@ -1,4 +1,5 @@
-"""LLaMA (Touvron et al. 2023): the decoder of LLaMA-1/2/3, Vicuna, SmolLM2 and llama2.c's stories.
+"""LLaMA (Touvron et al. 2023): the decoder of LLaMA-1/2/3, Vicuna, SmolLM2 and llama2.c's stories,
+and with other switches of its relatives (`decoder_families.FAMILIES`).
 
 Pre-norm blocks of grouped-query attention with rotary positions and a gated MLP; weights in
 transformers' order (rotary pairs are the two halves of a head). Originals: meta-llama/llama
@@ -22,6 +23,7 @@ from flax import nnx
 
 from mmqa_jax.models.activations import ACTIVATIONS
 from mmqa_jax.models.config_checks import check_length
+from mmqa_jax.models.layer_traits import NO_TRAITS, LayerTraits, layer_traits
 from mmqa_jax.models.layers import (
     Embedding,
     Linear,
@@ -38,6 +40,7 @@ from mmqa_jax.models.layers import (
     stack_layers,
 )
 from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.rope import frequencies
 
 LINEARS = ("q", "k", "v", "out", "gate", "up", "down")  # of a layer
 
@@ -45,25 +48,27 @@ LINEARS = ("q", "k", "v", "out", "gate", "up", "down")  # of a layer
 def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
     """Angle per position of each rotary pair, float32 [head_size / 2], with the config's scaling.
 
-    `llama3` (transformers `_compute_llama3_parameters`): wavelengths beyond the original context
-    are divided by the factor, short ones stay, those between are interpolated.
+    Where a part of a head is rotated, the rest are pairs that do not turn.
     """
-    # The exponent in float32, the power in float64: the same bits as torch's float32 power.
-    exponents = (np.arange(0, config.head_size, 2) / config.head_size).astype(np.float32)
-    powers = config.rope_theta ** exponents.astype(np.float64)
-    frequencies = np.float32(1) / powers.astype(np.float32)
+    turning = frequencies(config.rotary_size, config.rope_theta, config.rope_scaling)
+    return np.pad(turning, (0, (config.head_size - config.rotary_size) // 2))
+
+
+def rotation(config: LlamaConfig, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What `rotate` takes, [..., head_size / 2], of cosines and sines of positions times
+    `inverse_frequencies`: YaRN multiplies what is rotated."""
+    factor = rotary_factor(config)
+    return (cos, sin) if factor is None else (cos * factor, sin * factor)
+
+
+def rotary_factor(config: LlamaConfig) -> np.ndarray | None:
+    """What the rotation of each pair is multiplied by, [head_size / 2]; None is 1."""
     scaling = config.rope_scaling
-    if scaling is None:
-        return frequencies
-    scaled = frequencies / np.float32(scaling.factor)
-    if scaling.kind == "linear":
-        return scaled
-    turns = scaling.original_positions * frequencies / np.float32(2 * np.pi)  # in old context
-    smooth = (turns - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    smooth = np.clip(smooth, 0, 1).astype(np.float32)
-    return (1 - smooth) * scaled + smooth * frequencies
+    if scaling is None or scaling.attention_factor == 1:
+        return None
+    turned = np.full(config.rotary_size // 2, scaling.attention_factor, np.float32)
+    rest = (config.head_size - config.rotary_size) // 2
+    return np.pad(turned, (0, rest), constant_values=1)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -123,8 +128,8 @@ def ungroup_queries(x: jax.Array, heads: int) -> jax.Array:
 class RMSNorm(nnx.Module):
     """x / root mean square * scale over the last axis; float32 inside, returned in x's dtype."""
 
-    def __init__(self, features: int, eps: float, *, rngs: nnx.Rngs):
-        self.scale = param(rngs, ones_init, (features,), ("embed",))
+    def __init__(self, features: int, eps: float, *, rngs: nnx.Rngs, name: str = "embed"):
+        self.scale = param(rngs, ones_init, (features,), (name,))
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -135,22 +140,32 @@ class RMSNorm(nnx.Module):
 
 
 class LlamaLayer(nnx.Module):
-    """x = x + attention(norm(x)); x = x + down(act(gate(norm(x))) * up(norm(x)))."""
+    """x = x + attention(norm(x)); x = x + down(act(gate(norm(x))) * up(norm(x))).
+
+    With `norm_after` norms are outside: x + norm(attention(x)).
+    """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         linear = functools.partial(Linear, rngs=rngs, kernel_init=normal_init(config.init_stddev))
-        bias = config.attention_bias
+        biases = config.biases
         size, width = config.hidden, config.heads * config.head_size
         kv_width = config.kv_heads * config.head_size
         self.input_norm = RMSNorm(size, config.eps, rngs=rngs)
-        self.q = linear(size, width, ("embed", "heads"), use_bias=bias)
-        self.k = linear(size, kv_width, ("embed", "heads"), use_bias=bias)
-        self.v = linear(size, kv_width, ("embed", "heads"), use_bias=bias)
-        self.out = linear(width, size, ("heads", "embed"), use_bias=bias)
+        self.q = linear(size, width, ("embed", "heads"), use_bias="q" in biases)
+        self.k = linear(size, kv_width, ("embed", "heads"), use_bias="k" in biases)
+        self.v = linear(size, kv_width, ("embed", "heads"), use_bias="v" in biases)
+        self.out = linear(width, size, ("heads", "embed"), use_bias="out" in biases)
         self.mlp_norm = RMSNorm(size, config.eps, rngs=rngs)
         self.gate = linear(size, config.mlp, ("embed", "mlp"), use_bias=config.mlp_bias)
         self.up = linear(size, config.mlp, ("embed", "mlp"), use_bias=config.mlp_bias)
         self.down = linear(config.mlp, size, ("mlp", "embed"), use_bias=config.mlp_bias)
+        if config.qk_norm == "head":
+            self.q_norm, self.k_norm = (
+                RMSNorm(config.head_size, config.eps, rngs=rngs, name="head_dim") for _ in "qk"
+            )
+        elif config.qk_norm == "whole":
+            self.q_norm = RMSNorm(width, config.eps, rngs=rngs, name="heads")
+            self.k_norm = RMSNorm(kv_width, config.eps, rngs=rngs, name="heads")
         self.config = config
 
     def project(
@@ -168,18 +183,33 @@ class LlamaLayer(nnx.Module):
         apart: the products end before they are split into heads. XLA on TPU else gives them the
         heads' layout, for which it transposes the weights of a layer that is read from a stack.
         """
-        config, y = self.config, self.input_norm(x)
+        config = self.config
+        y = x if config.norm_after else self.input_norm(x)
         q, k, v = self.q(y), self.k(y), self.v(y)
         if apart:
             q, k, v = jax.lax.optimization_barrier((q, k, v))
+        if config.qk_norm == "whole":
+            q, k = self.q_norm(q), self.k_norm(k)
         k, v = split_heads(k, config.kv_heads), split_heads(v, config.kv_heads)
-        return split_heads(q, config.heads), k, v
+        q = split_heads(q, config.heads)
+        if config.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if config.attention_scale is not None:  # attention divides by the root of a head's size
+            q = q * (config.attention_scale * config.head_size**0.5)
+        return q, k, v
 
     def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         """The rest of the layer: x [B, L, H], attended [B, L, heads, D] -> [B, L, H]."""
-        x = x + self.out(keep(merge_heads(attended)))
-        y = self.mlp_norm(x)
-        return x + self.down(ACTIVATIONS[self.config.activation](self.gate(y)) * self.up(y))
+        config = self.config
+        x = x + self._given(self.out(keep(merge_heads(attended))), self.input_norm)
+        y = x if config.norm_after else self.mlp_norm(x)
+        y = self.down(ACTIVATIONS[config.activation](self.gate(y)) * self.up(y))
+        return x + self._given(y, self.mlp_norm)
+
+    def _given(self, y: jax.Array, norm: RMSNorm) -> jax.Array:
+        """What attention or MLP adds to x."""
+        y = norm(y) if self.config.norm_after else y
+        return y if self.config.residual_scale == 1 else y * self.config.residual_scale
 
     def __call__(
         self,
@@ -188,14 +218,18 @@ class LlamaLayer(nnx.Module):
         sin: jax.Array,
         mask: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
+        traits: LayerTraits = NO_TRAITS,
     ) -> jax.Array:
-        """Causal: x [B, L, H], mask bool [B, 1, 1 or L, L], false where unseen -> [B, L, H]."""
-        q, k, v = self.project(x, cos, sin)
+        """Causal: x [B, L, H], mask bool [B, 1, 1 or L, L], false where unseen -> [B, L, H].
+
+        traits: this layer's.
+        """
+        q, k, v = self.project(x, *traits.turned(cos, sin))
         attended = grouped_attention(
             q,
             k,
             v,
-            mask=mask,
+            mask=traits.near(mask, x.shape[1]),
             is_causal=True,
             implementation=self.config.attention,
             dropout_rate=self.config.attention_dropout,
@@ -230,13 +264,16 @@ class Llama(nnx.Module):
 
     def embed(self, input_ids: jax.Array) -> jax.Array:
         """int [B, L] -> [B, L, H] in the compute dtype."""
-        return self.tokens(input_ids).astype(self.config.dtype)
+        x, scale = self.tokens(input_ids).astype(self.config.dtype), self.config.embedding_scale
+        return x if scale == 1 else x * scale
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Hidden states as `encode` gives them [..., H] -> token logits [..., V], float32."""
         tied = self.head is None
         weights = self.tokens.table[...] if tied else self.head.kernel[...]  # [V, H] or [H, V]
-        return product(hidden, weights.astype(hidden.dtype), int(tied), jnp.float32)
+        logits = product(hidden, weights.astype(hidden.dtype), int(tied), jnp.float32)
+        divisor = self.config.logit_divisor
+        return logits if divisor == 1 else logits / divisor
 
     def __call__(
         self,
@@ -275,8 +312,8 @@ class Llama(nnx.Module):
           [B, L, H]. Rows of padding are finite and mean nothing.
         """
 
-        def body(layer: LlamaLayer, x, _, key):
-            return layer(x, *angles, mask, key), None
+        def body(layer: LlamaLayer, x, traits, key):
+            return layer(x, *angles, mask, key, traits), None
 
         angles, mask = self._prepare(embedded, attention_mask, positions)
         return self.norm(self._scan(embedded, body, dropout_key)[0])
@@ -289,8 +326,8 @@ class Llama(nnx.Module):
     ) -> jax.Array:
         """Every layer's output before the last norm: [layers, B, L, H]."""
 
-        def body(layer: LlamaLayer, x, _, key):
-            x = layer(x, *angles, mask)
+        def body(layer: LlamaLayer, x, traits, key):
+            x = layer(x, *angles, mask, traits=traits)
             return x, x
 
         angles, mask = self._prepare(embedded, attention_mask, positions)
@@ -315,7 +352,7 @@ class Llama(nnx.Module):
         if attention_mask is not None:
             length = attention_mask.shape[-1]
             attention_mask = attention_mask.astype(bool).reshape(len(embedded), 1, -1, length)
-        return (jnp.cos(angles), jnp.sin(angles)), attention_mask
+        return rotation(self.config, jnp.cos(angles), jnp.sin(angles)), attention_mask
 
     def _scan(self, x: jax.Array, body: Callable, dropout_key: jax.Array | None):
         if isinstance(self.layers, nnx.List):
@@ -324,6 +361,7 @@ class Llama(nnx.Module):
             self.layers,
             x,
             body,
+            xs=layer_traits(self.config, x.shape[1]),
             dropout_key=dropout_key,
             remat=self.config.remat,
             unroll=self.config.unroll,

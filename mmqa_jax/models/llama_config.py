@@ -1,89 +1,39 @@
-"""LLaMA configs: published sizes, and conversion from and to transformers' config.json."""
+"""Configs of LLaMA and its relatives: published sizes, and transformers' config.json both ways."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.models import decoder_families
 from mmqa_jax.models.activations import ACTIVATIONS
 from mmqa_jax.models.config_checks import check_divides, check_known, check_rate
-from mmqa_jax.models.published_keys import check_keys, kinds
+from mmqa_jax.models.rope import RopeScaling
 
-SCALINGS = ("linear", "llama3")
-# Our fields that are plain values in transformers' config.json, with transformers' defaults.
-_HF_KEYS = {
-    "vocab_size": ("vocab_size", 32000),
-    "hidden": ("hidden_size", 4096),
-    "layers": ("num_hidden_layers", 32),
-    "heads": ("num_attention_heads", 32),
-    "mlp": ("intermediate_size", 11008),
-    "positions": ("max_position_embeddings", 2048),
-    "eps": ("rms_norm_eps", 1e-6),
-    "tied": ("tie_word_embeddings", False),
-    "attention_bias": ("attention_bias", False),
-    "mlp_bias": ("mlp_bias", False),
-    "activation": ("hidden_act", "silu"),
-    "attention_dropout": ("attention_dropout", 0.0),
-}
-_READ = kinds(
-    size="vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size "
-    "max_position_embeddings",
-    size_or_null="num_key_value_heads head_dim original_max_position_embeddings",
-    number="rms_norm_eps",
-    number_or_null="attention_dropout rope_theta partial_rotary_factor",
-    flag="tie_word_embeddings attention_bias mlp_bias",
-    name="hidden_act",
-    object_or_null="rope_scaling rope_parameters",
-)
-# pretraining_tp splits products (the same but for rounding); a LLaMA is a decoder in any case.
-_HARMLESS = ("pretraining_tp", "max_sequence_length", "is_llama_config")
-_FIXED = {
-    "is_causal": (True,),
-    "rope_interleaved": (False,),  # SmolLM's
-    "is_decoder": (True, False),
-}
-_ROPE_READ = kinds(
-    size_or_null="original_max_position_embeddings",
-    number="factor low_freq_factor high_freq_factor",
-    number_or_null="rope_theta partial_rotary_factor",
-    name="rope_type type",
-)
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")  # transformers has no defaults
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """Scaling of rotary frequencies for contexts longer than in pretraining.
-
-    `linear` divides all by `factor` (LongChat, Vicuna 16k); `llama3` (LLaMA-3.1) only the low
-    ones, as the other numbers say. `original_positions` is the context length of pretraining.
-    """
-
-    kind: str
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_positions: int = 8192
-
-    def __post_init__(self):
-        check_known("rope_scaling type", self.kind, SCALINGS)
-        if self.factor < 1.0 or self.low_freq_factor >= self.high_freq_factor:
-            raise UserError(
-                f"rope_scaling {self}: expected a factor of at least 1 and low_freq_factor below "
-                "high_freq_factor; correct the config."
-            )
+QK_NORMS = ("none", "head", "whole")
 
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes and constants of a LLaMA; the defaults are LLaMA-2 7B's.
+    """Sizes and switches of a LLaMA or a relative; the defaults are LLaMA-2 7B's.
 
-    `kv_heads` below `heads` is grouped-query attention. `head_dim` None is hidden / heads.
-    `positions` is the longest context; nothing is allocated for it. `tied`: the output head is
-    the embedding table. `attention_bias` is on all four projections of the attention, `mlp_bias` on
-    all three of the MLP, as in transformers. `attention_dropout` acts on attention weights.
+    `family` names the published model (`decoder_families.FAMILIES`): its keys and config.json; what
+    is computed is in the other fields. `kv_heads` below `heads` is grouped-query attention.
+    `head_dim` None is hidden / heads. `positions` is the longest context; nothing is allocated for
+    it. `tied`: the output head is the embedding table. `attention_bias` is on the projections of
+    the attention, on its output if `out_bias` (None: as the others); `mlp_bias` on all three of the
+    MLP. `attention_dropout` acts on attention weights.
+
+    `windows`: of each layer, how many tokens one sees, itself included; 0 is all, () all in every
+    layer. `rotated`: whether each layer rotates queries and keys by their positions, () all do;
+    `rotary_fraction` of each head are rotated. `qk_norm`: an RMS norm of queries and keys before
+    that, "none", of each "head" or of the "whole" projection. `norm_after`: norms are of what
+    attention and MLP give, not of what they get. Embeddings are multiplied by `embedding_scale`,
+    what attention and MLP give by `residual_scale`, attention scores by `attention_scale` (None is
+    one over the root of a head's size); logits are divided by `logit_divisor`.
+
     `dtype` is the compute dtype (norms, softmax, rotary angles and logits stay float32),
     `attention` the implementation of `layers.attention`; `remat` and `unroll` go to
     `layers.scan_layers`.
@@ -110,6 +60,17 @@ class LlamaConfig:
     attention: str = "xla"
     remat: str = "none"
     unroll: int | bool | None = None
+    family: str = "llama"
+    out_bias: bool | None = None
+    windows: tuple[int, ...] = ()
+    rotated: tuple[bool, ...] = ()
+    rotary_fraction: float = 1.0
+    qk_norm: str = "none"
+    norm_after: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    attention_scale: float | None = None
+    logit_divisor: float = 1.0
 
     def __post_init__(self):
         if self.head_dim is None:
@@ -126,17 +87,55 @@ class LlamaConfig:
             )
         check_rate("model.attention_dropout", self.attention_dropout)
         check_known("model.activation", self.activation, ACTIVATIONS)
+        check_known("model.family", self.family, decoder_families.FAMILIES)
+        check_known("model.qk_norm", self.qk_norm, QK_NORMS)
+        for name in ("windows", "rotated"):
+            values = tuple(getattr(self, name))
+            object.__setattr__(self, name, values)
+            if values and len(values) != self.layers:
+                raise UserError(
+                    f"model.{name} has {len(values)} values: expected one for each of "
+                    f"model.layers = {self.layers}, or none; correct it."
+                )
+        if any(window < 0 for window in self.windows):
+            raise UserError(
+                f"model.windows is {self.windows}: expected numbers from 0; correct it."
+            )
+        if not 0 < self.rotary_fraction <= 1 or self.rotary_size % 2:
+            raise UserError(
+                f"model.rotary_fraction is {self.rotary_fraction}, of a head "
+                f"{self.rotary_fraction * self.head_size:g} numbers: expected a fraction that is "
+                "an even number of them; correct it."
+            )
 
     @property
     def head_size(self) -> int:
         """Width of one head."""
         return self.head_dim or self.hidden // self.heads
 
+    @property
+    def rotary_size(self) -> int:
+        """How many numbers of a head are rotated, its first ones in the published layout."""
+        return int(self.head_size * self.rotary_fraction)
+
+    @property
+    def biases(self) -> frozenset[str]:
+        """The projections of a layer that have a bias, of `llama.LINEARS`."""
+        out = self.attention_bias if self.out_bias is None else self.out_bias
+        names = ("q", "k", "v") if self.attention_bias else ()
+        names += ("out",) if out else ()
+        return frozenset(names + (("gate", "up", "down") if self.mlp_bias else ()))
+
+    def windowed(self, columns: int) -> bool:
+        """Whether in `columns` tokens some layer does not see all."""
+        return any(0 < window < columns for window in self.windows)
+
     @classmethod
     def from_hf(cls, published: Mapping[str, Any], where: str = "config.json") -> LlamaConfig:
-        """Our config from transformers' `config.json`; absent values are transformers' defaults.
+        """Our config from transformers' `config.json` of any family that is known here.
 
-        Reads `rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters` (5).
+        Absent values are transformers' defaults. Reads `rope_theta` with `rope_scaling`
+        (transformers 4) and `rope_parameters` (5).
 
         Args:
           published: the file's content, or the `text_config` of a LLaVA's.
@@ -145,89 +144,15 @@ class LlamaConfig:
         Raises:
           UserError: another model's config, or an unsupported option.
         """
-        model_type = published.get("model_type", "llama")
-        if model_type != "llama":
-            raise UserError(
-                f"{where}: model_type is {model_type!r}, expected 'llama'; give a LLaMA checkpoint."
-            )
-        check_keys(published, where, read=_READ, harmless=_HARMLESS, fixed=_FIXED)
-        rope = published.get("rope_scaling") or published.get("rope_parameters") or {}
-        partial = rope.get("partial_rotary_factor", published.get("partial_rotary_factor", 1.0))
-        if partial not in (None, 1.0):
-            raise UserError(
-                f"{where}: partial_rotary_factor {partial} is not supported; use a checkpoint "
-                "whose heads are rotated whole."
-            )
-        fields = {field: published.get(key, default) for field, (key, default) in _HF_KEYS.items()}
-        check_known(f"{where}: hidden_act", fields["activation"], ACTIVATIONS)
-        heads, head_dim = fields["heads"], published.get("head_dim")
-        return cls(
-            **fields | {"attention_dropout": fields["attention_dropout"] or 0.0},
-            kv_heads=published.get("num_key_value_heads") or heads,
-            head_dim=None if head_dim == fields["hidden"] // heads else head_dim,
-            rope_theta=_first(rope.get("rope_theta"), published.get("rope_theta"), 10000.0),
-            rope_scaling=_rope_scaling(
-                rope,
-                published.get("original_max_position_embeddings"),
-                fields["positions"],
-                where,
-            ),
-        )
+        return cls(**decoder_families.fields_from_hf(published, where))
 
     def to_hf(self) -> dict[str, Any]:
-        """transformers' `config.json`, without token ids; versions 4 and 5 read it."""
-        scaling = self.rope_scaling
-        rope: dict[str, Any] | None = None
-        if scaling is not None:
-            rope = {"rope_type": scaling.kind, "factor": scaling.factor}
-            if scaling.kind == "llama3":
-                rope |= {
-                    "low_freq_factor": scaling.low_freq_factor,
-                    "high_freq_factor": scaling.high_freq_factor,
-                    "original_max_position_embeddings": scaling.original_positions,
-                }
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            **{key: getattr(self, field) for field, (key, _) in _HF_KEYS.items()},
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_size,
-            "rope_theta": self.rope_theta,
-            "rope_scaling": rope,
-            "initializer_range": self.init_stddev,
-        }
+        """transformers' `config.json`, without token ids; versions 4 and 5 read it.
 
-
-def _first(*values: float | None) -> float:
-    """The first that is given."""
-    return next(value for value in values if value is not None)
-
-
-def _rope_scaling(
-    rope: Mapping[str, Any], original: int | None, positions: int, where: str
-) -> RopeScaling | None:
-    """The scaling; `original` positions beside it take precedence over those in it."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind not in SCALINGS:
-        raise UserError(
-            f"{where}: rope scaling {kind!r} is not supported; use a checkpoint without scaling, "
-            "or with linear or llama3."
-        )
-    check_keys(rope, f"{where}, rope scaling", read=_ROPE_READ)
-    needed = ("factor",) if kind == "linear" else _LLAMA3
-    if missing := [f"`{key}`" for key in needed if key not in rope]:
-        raise UserError(f"{where}: rope scaling {kind!r} lacks its {', '.join(missing)}; add it.")
-    if kind == "linear":
-        return RopeScaling(kind, float(rope["factor"]))
-    return RopeScaling(
-        kind,
-        float(rope["factor"]),
-        float(rope["low_freq_factor"]),
-        float(rope["high_freq_factor"]),
-        original or rope.get("original_max_position_embeddings", positions),
-    )
+        Raises:
+          UserError: a value that the family's config.json has no key for.
+        """
+        return decoder_families.fields_to_hf(self)
 
 
 def llama_7b(**changes) -> LlamaConfig:
@@ -284,6 +209,53 @@ def smollm2_135m(**changes) -> LlamaConfig:
         tied=True,
     )
     return dataclasses.replace(sizes, **changes)
+
+
+def _published(**sizes) -> Callable[..., LlamaConfig]:
+    """A preset of a published model's sizes."""
+    return lambda **changes: LlamaConfig(**sizes | changes)
+
+
+_QWEN25 = {"family": "qwen2", "attention_bias": True, "out_bias": False, "eps": 1e-6}
+_QWEN25 |= {"rope_theta": 1e6, "positions": 32768}
+_SMALL = {"vocab_size": 151936, "tied": True}
+_QWEN3 = {"family": "qwen3", "qk_norm": "head", "head_dim": 128, "eps": 1e-6, "kv_heads": 8}
+_QWEN3 |= {"rope_theta": 1e6, "positions": 40960, "vocab_size": 151936}
+# Further models, by name: Hugging Face's config.json of each (the Instruct or chat model's).
+RELATIVES: Mapping[str, Callable[..., LlamaConfig]] = {
+    "qwen25_05b": _published(
+        **_QWEN25, **_SMALL, hidden=896, layers=24, heads=14, kv_heads=2, mlp=4864
+    ),
+    "qwen25_15b": _published(
+        **_QWEN25, **_SMALL, hidden=1536, layers=28, heads=12, kv_heads=2, mlp=8960
+    ),
+    "qwen25_7b": _published(
+        **_QWEN25, vocab_size=152064, hidden=3584, layers=28, heads=28, kv_heads=4, mlp=18944
+    ),
+    "qwen25_72b": _published(
+        **_QWEN25, vocab_size=152064, hidden=8192, layers=80, heads=64, kv_heads=8, mlp=29568
+    ),
+    "qwen3_06b": _published(**_QWEN3, hidden=1024, layers=28, heads=16, mlp=3072, tied=True),
+    "qwen3_4b": _published(**_QWEN3, hidden=2560, layers=36, heads=32, mlp=9728, tied=True),
+    "qwen3_8b": _published(**_QWEN3, hidden=4096, layers=36, heads=32, mlp=12288),
+    "qwen3_32b": _published(**_QWEN3, hidden=5120, layers=64, heads=64, mlp=25600),
+    "mistral_7b": _published(  # v0.3, without a window
+        family="mistral", vocab_size=32768, kv_heads=8, mlp=14336, positions=32768, rope_theta=1e6
+    ),
+    "smollm3_3b": _published(
+        family="smollm3", vocab_size=128256, hidden=2048, layers=36, heads=16, kv_heads=4,
+        mlp=11008, eps=1e-6, positions=65536, rope_theta=5e6, tied=True,
+        rotated=tuple((number + 1) % 4 != 0 for number in range(36)),
+    ),
+    "olmo2_7b": _published(
+        family="olmo2", qk_norm="whole", norm_after=True, vocab_size=100352, eps=1e-6,
+        rope_theta=5e5,
+    ),
+    "phi4": _published(
+        family="phi3", vocab_size=100352, hidden=5120, layers=40, heads=40, kv_heads=10, mlp=17920,
+        positions=16384, rope_theta=250000.0,
+    ),
+}  # fmt: skip
 
 
 def stories260k(**changes) -> LlamaConfig:

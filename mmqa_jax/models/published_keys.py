@@ -181,6 +181,7 @@ KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "flag": (lambda value: isinstance(value, bool), "true or false"),
     "name": (lambda value: isinstance(value, str), "a name"),
     "object": (lambda value: isinstance(value, Mapping), "an object"),
+    "list": (lambda value: isinstance(value, list | tuple), "a list"),
     "any": (lambda value: True, "anything"),
 }
 

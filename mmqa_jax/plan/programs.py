@@ -86,6 +86,7 @@ PRESETS: dict[str, Callable[..., LlamaConfig]] = {
             *("llama31_8b", "smollm2_135m", "stories260k"),
         )
     },
+    **llama_config.RELATIVES,
 }
 
 

@@ -23,6 +23,7 @@ from mmqa_jax.prompting.cache import Cached, ResponseCache, request_key
 from mmqa_jax.prompting.open import check_prompt_config, open_backend
 from mmqa_jax.prompting.prompts_file import Line, as_message, check_line, read_prompts
 from mmqa_jax.prompting.stream import answer_all
+from mmqa_jax.prompting.thinking import answer_of
 from mmqa_jax.prompting.together import Leading, follow, leads
 
 
@@ -159,7 +160,7 @@ def _row(line: Line, answers: Mapping[Any, Any], reasons: Mapping[Any, str]) -> 
     elif isinstance(answer, Scores):
         row |= _scored(request, answer)
     else:
-        row |= {"answer": (answer.candidates[0].text or "").strip()}
+        row |= {"answer": answer_of(answer.candidates[0].text or "")}
         row |= _candidate(answer.candidates[0])
         row["prompt_tokens"] = answer.prompt_tokens
         if len(answer.candidates) > 1:

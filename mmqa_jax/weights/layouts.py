@@ -102,8 +102,10 @@ def check_model_type(published: Any, where: str, *expected: str) -> None:
         )
 
 
-def read_hf_config(path: Path, model_type: str) -> dict[str, Any]:
+def read_hf_config(path: Path, *model_types: str) -> dict[str, Any]:
     """transformers' config.json in the folder or beside the file.
+
+    model_types: of which it is one.
 
     Raises:
       UserError: there is none, or it is another model's.
@@ -114,7 +116,7 @@ def read_hf_config(path: Path, model_type: str) -> dict[str, Any]:
             f"{file}: no such file; the config.json of transformers must be beside the weights."
         )
     published = read_json(file)
-    check_model_type(published, str(file), model_type)
+    check_model_type(published, str(file), *model_types)
     return published
 
 

@@ -151,16 +151,16 @@ ARCHITECTURES = (
     ),
     Architecture(
         name="llama",
-        title="LLaMA 1, 2, 3, Vicuna, SmolLM2",
+        title="LLaMA, SmolLM, Mistral, Ministral, Qwen2 and 3, Phi-3, OLMo 2, Granite",
         model="llama.Llama",
         config="llama_config.LlamaConfig",
         layouts=(
             HF_FOLDER,
             "Meta's folder (params.json, consolidated.*.pth)",
             "llama2.c's .bin",
-            "GGUF (F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q6_K ...)",
+            "GGUF (F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q6_K ...) of llama, qwen2, qwen3",
         ),
-        exports="LlamaForCausalLM",
+        exports="LlamaForCausalLM, Qwen3ForCausalLM, ...: the family's class",
     ),
     Architecture(
         name="llava",

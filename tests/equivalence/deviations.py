@@ -5,11 +5,14 @@ conftest.py measures while the tests run and prints `table` at the end.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
+# Modules whose first parameter names a model, up to a comma.
+_OF_MANY = ("decoder_families",)
 _HEADER = ("model", "compared", "largest deviation", "allowed", "of values up to")
 
 
@@ -41,13 +44,15 @@ def table(found: Iterable[tuple[str, Measured]]) -> list[str]:
       found: (node id, e.g. `tests/equivalence/test_clip.py::test_x[a]`; what was measured there).
 
     Returns:
-      One line for each model (the test module's name), test (its name in words, all its
-      parameters together) and bound.
+      One line for each model (the test module's name, or a parameter), test (its name in words,
+      all its parameters together) and bound.
     """
     rows: dict[tuple[str, str, float], Measured] = {}
     for node, measured in found:
         module, _, test = node.partition("::")
         model = module.rpartition("/")[2].removesuffix(".py").removeprefix("test_")
+        if model in _OF_MANY:
+            model = re.split(r"[,\]-]", test.partition("[")[2])[0]
         words = test.partition("[")[0].removeprefix("test_").replace("_", " ")
         key = (model, words, measured.allowed)
         rows[key] = measured.join(rows[key]) if key in rows else measured

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -118,6 +120,14 @@ def test_meta_params_tell_the_config(changes, want):
         (presets.llama31_8b, 8_030_261_248),
         (presets.smollm2_135m, 134_515_008),
         (presets.stories260k, 260_032),
+        (presets.RELATIVES["qwen25_05b"], 494_032_768),
+        (presets.RELATIVES["qwen25_7b"], 7_615_616_512),
+        (presets.RELATIVES["qwen3_06b"], 596_049_920),
+        (presets.RELATIVES["qwen3_8b"], 8_190_735_360),
+        (presets.RELATIVES["mistral_7b"], 7_248_023_552),
+        (presets.RELATIVES["smollm3_3b"], 3_075_098_624),
+        (presets.RELATIVES["olmo2_7b"], 7_298_617_344),
+        (presets.RELATIVES["phi4"], 14_659_507_200),
     ],
 )
 def test_presets_have_the_published_parameter_counts(preset, count):
@@ -126,11 +136,21 @@ def test_presets_have_the_published_parameter_counts(preset, count):
     assert sum(x.size for x in jax.tree.leaves(nnx.state(model))) == count
 
 
+@pytest.mark.parametrize("name", presets.RELATIVES)
+def test_presets_of_relatives_can_be_published(name):
+    config = presets.RELATIVES[name]()
+    again = LlamaConfig.from_hf(config.to_hf())
+    assert (again.family, again.layers) == (config.family, config.layers)
+    assert dataclasses.replace(again, head_dim=config.head_dim, out_bias=config.out_bias) == config
+
+
 def test_bad_input_is_named():
-    with pytest.raises(UserError, match="'mistral', expected 'llama'"):
-        LlamaConfig.from_hf({"model_type": "mistral"})
-    with pytest.raises(UserError, match=r"x/config\.json: rope scaling 'yarn' is not supported"):
-        LlamaConfig.from_hf({"rope_scaling": {"rope_type": "yarn"}}, "x/config.json")
+    with pytest.raises(UserError, match="'gpt2', expected one of llama, mistral"):
+        LlamaConfig.from_hf({"model_type": "gpt2"})
+    with pytest.raises(
+        UserError, match=r"x/config\.json: rope scaling 'longrope' is not supported"
+    ):
+        LlamaConfig.from_hf({"rope_scaling": {"rope_type": "longrope"}}, "x/config.json")
     with pytest.raises(UserError, match="lacks its `factor`"):
         LlamaConfig.from_hf({"rope_scaling": {"type": "linear"}})
     with pytest.raises(UserError, match=r"partial_rotary_factor 0\.5"):

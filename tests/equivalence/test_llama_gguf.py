@@ -8,7 +8,11 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import torch
+import transformers
+from compare import WHOLE, compiled, forward
 from flax import nnx
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.llama import inverse_frequencies
@@ -179,6 +183,30 @@ def test_gguf_biases(tmp_path):
     np.testing.assert_array_equal(layers.out.bias[...][0], biases["output"])
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_gguf_of_relatives_is_what_transformers_reads(tmp_path, family):
+    """Whose rows are not turned: logits of the same file."""
+    rng = np.random.default_rng(3)
+    if family == "qwen2":
+        sizes = {"blk.0.attn_q.bias": 256, "blk.0.attn_k.bias": 128, "blk.0.attn_v.bias": 128}
+    else:
+        sizes = {"blk.0.attn_q_norm.weight": 64, "blk.0.attn_k_norm.weight": 64}
+    add = [(name, rng.normal(size=size).astype(np.float32)) for name, size in sizes.items()]
+    write_gguf(tmp_path / "model.gguf", TYPES.F32, add=add, architecture=family)
+    config = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file="model.gguf")
+    config.vocab_size, config.tie_word_embeddings = 40, False
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    file = str(tmp_path / "model.gguf")
+    read = load_gguf_checkpoint(file, return_tensors=True, model_to_load=theirs)
+    theirs.load_state_dict(read["tensors"])
+    ours = load_published("llama", tmp_path / "model.gguf", unroll=1)
+    assert ours.config.family == family
+    ids = rng.integers(0, 40, (2, 500))
+    with torch.no_grad():
+        want = theirs.float().eval()(torch.from_numpy(ids)).logits.numpy()
+    np.testing.assert_allclose(compiled(ours, forward)(ids), want, **WHOLE)
+
+
 def test_gguf_files_that_cannot_be_read(tmp_path):
     file = tmp_path / "model.gguf"
 
@@ -191,7 +219,7 @@ def test_gguf_files_that_cannot_be_read(tmp_path):
         r"model\.gguf, tensor 'token_embd\.weight': quantization Q8_K is not supported; convert",
         TYPES.Q8_K,
     )
-    refused("general.architecture is 'qwen2', expected 'llama'", architecture="qwen2")
+    refused("general.architecture is 'gemma2', expected one of 'llama', ", architecture="gemma2")
     refused(r"lacks the metadata 'llama\.block_count'", **{"block_count": None})
     refused(
         "head_count_kv' is \\[2, 1\\], expected one number", **{"attention.head_count_kv": [2, 1]}

@@ -32,6 +32,10 @@ MODEL = LlamaConfig(
     init_stddev=0.4,
     unroll=1,
 )
+# Traits by layer, and a norm over what `tensor` splits (`models.decoder_families`).
+SWITCHED = dataclasses.replace(
+    MODEL, windows=(6, 0), rotated=(True, False), qk_norm="whole", norm_after=True
+)
 
 
 def mesh_of(**shape):
@@ -43,11 +47,11 @@ def alone():
     return make_mesh({"data": 1}, devices=jax.devices()[:1])
 
 
-def sharded(mesh):
-    return init_sharded(lambda: Llama(MODEL, rngs=nnx.Rngs(3)), mesh)
+def sharded(mesh, config=MODEL):
+    return init_sharded(lambda: Llama(config, rngs=nnx.Rngs(3)), mesh)
 
 
-def answers_and_scores(mesh, sizes):
+def answers_and_scores(mesh, sizes, config):
     """Request -> its candidate, scoring -> its scores; where the cache lies is checked."""
     rng = np.random.default_rng(0)
     head = rng.integers(0, 60, 40)
@@ -56,7 +60,7 @@ def answers_and_scores(mesh, sizes):
         for n in range(9)
     ]
     scorings = [Scoring(n, head, [rng.integers(0, 60, 4) for _ in range(3)]) for n in range(2)]
-    engine = Engine(sharded(mesh), config=sizes, mesh=mesh)
+    engine = Engine(sharded(mesh, config), config=sizes, mesh=mesh)
     results = {result.id: result.candidates[0] for result in engine.generate(requests)}
     scores = {result.id: result.scores for result in engine.score(scorings)}
     if mesh.size > 1:  # rows over `data`, heads over `tensor`
@@ -68,14 +72,16 @@ def answers_and_scores(mesh, sizes):
     return results, scores
 
 
-@pytest.mark.parametrize("cache_dtype", ["float32", "int8"])
-def test_answers_are_those_of_one_device(cache_dtype):
+@pytest.mark.parametrize(
+    ("cache_dtype", "config"), [("float32", MODEL), ("int8", MODEL), ("float32", SWITCHED)]
+)
+def test_answers_are_those_of_one_device(cache_dtype, config):
     sizes = EngineConfig(
         slots=4, length=96, buckets=(8, 32), prefill_tokens=64, block=32, decode_block=96,
         cache_dtype=cache_dtype,
     )  # fmt: skip
     expected, expected_scores = answers_and_scores(
-        alone(), dataclasses.replace(sizes, scan_layers=False)
+        alone(), dataclasses.replace(sizes, scan_layers=False), config
     )
     # A rounding that falls to the other side moves an int8 cache by a step.
     close = {"rtol": 0, "atol": 1e-4 if cache_dtype == "float32" else 0.02}
@@ -84,7 +90,8 @@ def test_answers_are_those_of_one_device(cache_dtype):
     for where, scan in ((mesh, False), (mesh, True), (repeated, True)):
         if scan and cache_dtype == "int8":
             continue  # it reads a chunk's own keys unrounded, see test_scanned_cache.py
-        answers, scores = answers_and_scores(where, dataclasses.replace(sizes, scan_layers=scan))
+        scanning = dataclasses.replace(sizes, scan_layers=scan)
+        answers, scores = answers_and_scores(where, scanning, config)
         for n, want in expected.items():
             assert answers[n].tokens == want.tokens
             np.testing.assert_allclose(answers[n].logprobs, want.logprobs, **close)

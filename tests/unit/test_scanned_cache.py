@@ -23,6 +23,7 @@ from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama import Llama
+from mmqa_jax.models.rope import RopeScaling
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +34,7 @@ SIZES = EngineConfig(
 
 
 @functools.cache
-def run(*, attention=None, ragged="", **changes):
+def run(*, attention=None, ragged="", model=MODEL, **changes):
     """Generated candidates and scores by id; prompts share beginnings, several per slot.
 
     attention: of prompts, in place of what the device chooses.
@@ -62,9 +63,9 @@ def run(*, attention=None, ragged="", **changes):
         if ragged == "tpu":
             interpreted = functools.partial(ragged_attention.attend_on, interpret=True)
             patch.setattr(ragged_attention, "attend_on", interpreted)
-            patch.setattr(scanned_cache, "ragged_fits", lambda columns, device: True)
+            patch.setattr(scanned_cache, "ragged_fits", lambda *_: True)
         engine = Engine(
-            Llama(MODEL, rngs=nnx.Rngs(3)), config=dataclasses.replace(SIZES, **changes), mesh=mesh
+            Llama(model, rngs=nnx.Rngs(3)), config=dataclasses.replace(SIZES, **changes), mesh=mesh
         )
         results = by_id(engine.generate(requests))
     assert sum(result.reused_tokens for result in results.values()) >= 64
@@ -91,6 +92,32 @@ def test_a_tpus_kernel_changes_no_answer():
     """One program decodes, however far the longest sequence reaches."""
     sizes = {"length": 128, "weights": "given"}
     assert_equal(run(scan_layers=False, **sizes), run(scan_layers=True, ragged="tpu", **sizes))
+
+
+def test_a_tpus_kernel_rotates_some_layers():
+    """And by YaRN, whose factor is the rotation's; a window that no slot reaches is none."""
+    yarn = RopeScaling("yarn", 2.0, original_positions=64, attention_factor=1.3)
+    rotated = (True, False) * MODEL.layers
+    model = dataclasses.replace(
+        MODEL,
+        rotated=rotated[: MODEL.layers],
+        rope_scaling=yarn,
+        windows=(128,) * MODEL.layers,
+    )
+    sizes = {"length": 128, "weights": "given", "model": model}
+    scanned = run(scan_layers=True, ragged="tpu", **sizes)
+    assert_equal(run(scan_layers=False, **sizes), scanned)
+    everywhere = dataclasses.replace(model, rotated=())
+    other = run(scan_layers=False, **sizes | {"model": everywhere})
+    assert any(other[0][n].tokens != scanned[0][n].tokens for n in scanned[0])
+
+
+@pytest.mark.parametrize("window", [3, 40])
+def test_a_gpus_way_to_windows(window):
+    """Rows taken out of the cache, with branches of scored continuations."""
+    model = dataclasses.replace(MODEL, windows=(window, *(0,) * (MODEL.layers - 1)))
+    sizes = {"scan_layers": False, "weights": "given", "model": model}
+    assert_equal(run(**sizes), run(**sizes, attention="cudnn"))
 
 
 @pytest.mark.parametrize("cache", [None, "int8"])

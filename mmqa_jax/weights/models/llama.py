@@ -1,4 +1,4 @@
-"""LLaMA checkpoints: the layouts of transformers, Meta, llama.cpp (GGUF) and llama2.c.
+"""LLaMA's checkpoints and its relatives': layouts of transformers, Meta, llama.cpp and llama2.c.
 
 Names and row order: llama.cpp gguf-py/gguf/tensor_mapping.py and convert_hf_to_gguf.py
 (LlamaModel.permute), meta-llama/llama llama/model.py.
@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.decoder_families import FAMILIES
 from mmqa_jax.models.llama import inverse_frequencies
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.weights.formats.gguf import GGUFSource
@@ -28,6 +29,7 @@ from mmqa_jax.weights.keymap import (
     untied_source,
 )
 from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, read_hf_config
+from mmqa_jax.weights.models.llama_fused import apart, together
 from mmqa_jax.weights.models.llama_gguf import ROPE_FACTORS, gguf_config
 from mmqa_jax.weights.models.llama_meta import read_meta, unknown_scaling
 from mmqa_jax.weights.sources import open_source, read_magic
@@ -41,6 +43,8 @@ _NAMES = {
     "head": ("lm_head", "output", "output"),
     "input_norm": ("input_layernorm", "attention_norm", "attn_norm"),
     "mlp_norm": ("post_attention_layernorm", "ffn_norm", "ffn_norm"),
+    "q_norm": ("self_attn.q_norm", "", "attn_q_norm"),
+    "k_norm": ("self_attn.k_norm", "", "attn_k_norm"),
     "q": ("self_attn.q_proj", "attention.wq", "attn_q"),
     "k": ("self_attn.k_proj", "attention.wk", "attn_k"),
     "v": ("self_attn.v_proj", "attention.wv", "attn_v"),
@@ -48,6 +52,10 @@ _NAMES = {
     "gate": ("mlp.gate_proj", "feed_forward.w1", "ffn_gate"),
     "up": ("mlp.up_proj", "feed_forward.w3", "ffn_up"),
     "down": ("mlp.down_proj", "feed_forward.w2", "ffn_down"),
+}
+_NORMS_AFTER = {  # OLMo 2's, in transformers and llama.cpp
+    "input_norm": ("post_attention_layernorm", "", "post_attention_norm"),
+    "mlp_norm": ("post_feedforward_layernorm", "", "post_ffw_norm"),
 }
 _COMPUTED = {  # tensors that the model computes
     "transformers": r"rotary_emb\.inv_freq$",
@@ -74,6 +82,20 @@ def interleaved_rows(heads: int) -> Transform:
     return Transform(forward, inverse)
 
 
+def split_rows(heads: int, size: int, rotated: int) -> Transform:
+    """Rows of a query or key projection of which the first `rotated` of each head's `size` are
+    rotated, to our kernel, in which rotary pairs are the halves of the whole head."""
+    half = rotated // 2
+    rest = np.arange(rotated, size)
+    ours = np.concatenate([np.arange(half), rest[: len(rest) // 2]])
+    ours = np.concatenate([ours, np.arange(half, rotated), rest[len(rest) // 2 :]])
+
+    def taken(x, order):
+        return x.reshape(heads, size, *x.shape[1:])[:, order].reshape(x.shape)
+
+    return Transform(lambda x: taken(x, ours).T, lambda x: taken(x.T, np.argsort(ours)))
+
+
 def llama_rules(
     config: LlamaConfig, layout: str = "transformers", prefix: str = "", path: str = ""
 ) -> list[Rule]:
@@ -86,7 +108,8 @@ def llama_rules(
       path: in front of the parameters' paths; ends in a slash.
     """
     column = _LAYOUTS.index(layout)
-    names = {part: row[column] for part, row in _NAMES.items()}
+    rows = _NAMES | (_NORMS_AFTER if config.norm_after else {})
+    names = {part: row[column] for part, row in rows.items()}
     rules = [
         Rule(f"{prefix}{names['tokens']}.weight", f"{path}tokens/table"),
         Rule(f"{prefix}{names['norm']}.weight", f"{path}norm/scale"),
@@ -94,14 +117,20 @@ def llama_rules(
     if not config.tied:
         rules.append(Rule(f"{prefix}{names['head']}.weight", f"{path}head/kernel", TRANSPOSE))
     layer = f"{prefix}{names['layer']}."
-    for norm in ("input_norm", "mlp_norm"):
+    of_heads = () if config.qk_norm == "none" else ("q_norm", "k_norm")
+    for norm in ("input_norm", "mlp_norm", *of_heads):
         rules.append(Rule(f"{layer}{names[norm]}.weight", f"{path}layers/{norm}/scale"))
-    heads = {"q": config.heads, "k": config.kv_heads} if layout != "transformers" else {}
+    turns: dict[str, Transform] = {}
+    for linear, heads in (("q", config.heads), ("k", config.kv_heads)):
+        if layout == "meta" or (layout == "gguf" and config.family == "llama"):
+            turns[linear] = interleaved_rows(heads)
+        elif config.rotary_size != config.head_size:
+            turns[linear] = split_rows(heads, config.head_size, config.rotary_size)
     for linear in ("q", "k", "v", "out", "gate", "up", "down"):
-        turned = interleaved_rows(heads[linear]) if linear in heads else None
+        turned = turns.get(linear)
         key, ours = f"{layer}{names[linear]}", f"{path}layers/{linear}"
         rules.append(Rule(f"{key}.weight", f"{ours}/kernel", turned or TRANSPOSE))
-        if config.mlp_bias if linear in ("gate", "up", "down") else config.attention_bias:
+        if linear in config.biases:
             rules.append(Rule(f"{key}.bias", f"{ours}/bias", turned or IDENTITY))
     return rules
 
@@ -188,13 +217,19 @@ def open_llama(path: Path) -> Checkpoint:
             f"{path}: not a checkpoint that is known (GGUF, llama2.c's .bin, safetensors, torch); "
             "give the file or folder as it was published."
         )
-    config = LlamaConfig.from_hf(read_hf_config(path, "llama"), str(config_file(path)))
-    return Checkpoint(config, llama_key_map, open_source(path), "transformers")
+    config = LlamaConfig.from_hf(read_hf_config(path, *FAMILIES), str(config_file(path)))
+    source = open_source(path)
+    if FAMILIES[config.family].fused:
+        source = apart(source, config)
+    return Checkpoint(config, llama_key_map, source, "transformers")
 
 
 def publish_llama(config: LlamaConfig, state: nnx.State) -> Published:
-    """LlamaForCausalLM."""
-    return Published(untied_source(state, llama_key_map(config)), config.to_hf())
+    """LlamaForCausalLM, or the class of the config's family."""
+    source = untied_source(state, llama_key_map(config))
+    if FAMILIES[config.family].fused:
+        source = together(source)
+    return Published(source, config.to_hf())
 
 
 def _check_angles(source: TensorSource, config: LlamaConfig) -> None:

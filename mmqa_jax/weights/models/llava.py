@@ -214,6 +214,11 @@ def llava_config(published: Mapping[str, Any], where: str = "config.json") -> Ll
             "supported; use a checkpoint that reads one layer without the class token."
         )
     text = published["text_config"]
+    if text.get("model_type", "llama") != "llama":
+        raise UserError(
+            f"{where}, text_config: model_type is {text['model_type']!r}, expected 'llama'; use a "
+            "LLaVA-1.5, whose language model is a LLaMA."
+        )
     tied = published.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)
     vision = vit_l_14_336().vision
     if published.get("vision_config"):

@@ -1,0 +1,349 @@
+"""The config.json of LLaMA and of the families that are LLaMAs with other switches, both ways.
+
+Each family is one entry: the name of its class, the keys that it has beside the common ones, what
+transformers takes for absent ones, and what its code fixes without a key. A key that a family's
+class in transformers does not read is refused here (`published_keys.check_keys`), whatever other
+families do with it. To add a family: one entry here, its tensors' names in
+`weights/models/llama.py` where they differ, and one case of
+`tests/equivalence/test_decoder_families.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.activations import ACTIVATIONS
+from mmqa_jax.models.config_checks import check_known
+from mmqa_jax.models.published_keys import check_keys, kinds
+from mmqa_jax.models.rope import scaling_from_hf, scaling_to_hf
+
+# Our fields that are plain values in transformers' config.json, with LLaMA's defaults there; a
+# family has those of `_COMMON` and its own `keys`.
+_PLAIN = {
+    "vocab_size": ("vocab_size", 32000),
+    "hidden": ("hidden_size", 4096),
+    "layers": ("num_hidden_layers", 32),
+    "heads": ("num_attention_heads", 32),
+    "mlp": ("intermediate_size", 11008),
+    "positions": ("max_position_embeddings", 2048),
+    "eps": ("rms_norm_eps", 1e-6),
+    "tied": ("tie_word_embeddings", False),
+    "attention_bias": ("attention_bias", False),
+    "mlp_bias": ("mlp_bias", False),
+    "activation": ("hidden_act", "silu"),
+    "attention_dropout": ("attention_dropout", 0.0),
+    "embedding_scale": ("embedding_multiplier", 1.0),
+    "residual_scale": ("residual_multiplier", 1.0),
+    "attention_scale": ("attention_multiplier", 1.0),
+    "logit_divisor": ("logits_scaling", 1.0),
+}
+_COMMON = kinds(
+    size="vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size "
+    "max_position_embeddings",
+    size_or_null="num_key_value_heads head_dim original_max_position_embeddings",
+    number="rms_norm_eps",
+    number_or_null="attention_dropout rope_theta partial_rotary_factor",
+    flag="tie_word_embeddings",
+    name="hidden_act",
+    object_or_null="rope_scaling rope_parameters",
+)
+_FIXED: Mapping[str, tuple[Any, ...]] = {"is_causal": (True,), "is_decoder": (True, False)}
+_BIASES = kinds(flag="attention_bias mlp_bias")
+_WINDOW = kinds(size_or_null="sliding_window")
+_SWITCHED_WINDOW = kinds(
+    flag="use_sliding_window", size_or_null="sliding_window", list_or_null="layer_types"
+)
+_MULTIPLIERS = kinds(
+    number="embedding_multiplier residual_multiplier attention_multiplier logits_scaling"
+)
+# Fields that are ours, or have another form in a config.json.
+_OWN = ("dtype", "attention", "remat", "unroll", "init_stddev", "head_dim", "out_bias")
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def _none() -> Any:
+    return dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One family.
+
+    Attributes:
+      title: what people call it.
+      architecture: its class in transformers.
+      keys: kinds of the keys of its config.json beside the common ones (`published_keys.kinds`).
+      defaults: of transformers, of all its keys, where they are not LLaMA's.
+      computes: our fields that its code fixes, and no key says.
+      harmless: keys that change nothing in inference.
+      fixed: keys that its class does not read or that have only these values here.
+      partial: whether it may rotate a part of each head.
+      fused: whether its checkpoints keep q, k and v as one tensor, and gate and up.
+    """
+
+    title: str
+    architecture: str
+    keys: Mapping[str, str] = _none()
+    defaults: Mapping[str, Any] = _none()
+    computes: Mapping[str, Any] = _none()
+    harmless: tuple[str, ...] = ()
+    fixed: Mapping[str, tuple[Any, ...]] = _none()
+    partial: bool = False
+    fused: bool = False
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(
+        title="LLaMA 1, 2, 3, Vicuna, SmolLM2",
+        architecture="LlamaForCausalLM",
+        keys=_BIASES,
+        # pretraining_tp splits products (the same but for rounding).
+        harmless=("pretraining_tp", "max_sequence_length", "is_llama_config"),
+        fixed={"rope_interleaved": (False,)},  # SmolLM's
+    ),
+    "mistral": Family(
+        title="Mistral",
+        architecture="MistralForCausalLM",
+        keys=_WINDOW,
+        defaults={
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 4096 * 32,
+            "sliding_window": 4096,
+        },
+    ),
+    "ministral": Family(
+        title="Ministral",
+        architecture="MinistralForCausalLM",
+        keys={**_WINDOW, **kinds(list_or_null="layer_types")},
+        defaults={
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 4096 * 32,
+            "sliding_window": 4096,
+        },
+    ),
+    "qwen2": Family(
+        title="Qwen2, Qwen2.5",
+        architecture="Qwen2ForCausalLM",
+        keys={**_SWITCHED_WINDOW, **kinds(integer="max_window_layers")},
+        defaults={
+            "vocab_size": 151936,
+            "intermediate_size": 22016,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
+        computes={"attention_bias": True, "out_bias": False},
+    ),
+    "qwen3": Family(
+        title="Qwen3, without experts",
+        architecture="Qwen3ForCausalLM",
+        keys={**_SWITCHED_WINDOW, **kinds(flag="attention_bias", integer="max_window_layers")},
+        defaults={
+            "vocab_size": 151936,
+            "intermediate_size": 22016,
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
+        computes={"qk_norm": "head"},
+    ),
+    "smollm3": Family(
+        title="SmolLM3",
+        architecture="SmolLM3ForCausalLM",
+        keys={
+            **_BIASES,
+            **_SWITCHED_WINDOW,
+            **kinds(list_or_null="no_rope_layers", size="no_rope_layer_interval"),
+        },
+        defaults={
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rope_theta": 2000000.0,
+            "tie_word_embeddings": True,
+        },
+        harmless=("pretraining_tp",),
+        fixed={"rope_interleaved": (False,)},
+    ),
+    "olmo2": Family(
+        title="OLMo 2",
+        architecture="Olmo2ForCausalLM",
+        keys=kinds(flag="attention_bias"),
+        defaults={"vocab_size": 50304, "rms_norm_eps": 1e-5},
+        computes={"qk_norm": "whole", "norm_after": True},
+    ),
+    "phi3": Family(
+        title="Phi-3, Phi-4",
+        architecture="Phi3ForCausalLM",
+        keys=_WINDOW,
+        defaults={
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        },
+        fixed={"resid_pdrop": (0.0,), "embd_pdrop": (0.0,)},
+        partial=True,
+        fused=True,
+    ),
+    "granite": Family(
+        title="Granite 3",
+        architecture="GraniteForCausalLM",
+        keys={**_BIASES, **_MULTIPLIERS},
+    ),
+}
+
+
+def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Fields of LlamaConfig from transformers' `config.json`; see `LlamaConfig.from_hf`."""
+    model_type = published.get("model_type", "llama")
+    if model_type not in FAMILIES:
+        raise UserError(
+            f"{where}: model_type is {model_type!r}, expected one of {', '.join(FAMILIES)}; give "
+            "a checkpoint of one of these."
+        )
+    family = FAMILIES[model_type]
+    read = {**_COMMON, **family.keys}
+    check_keys(
+        published, where, read=read, harmless=family.harmless, fixed={**_FIXED, **family.fixed}
+    )
+
+    def value(key: str, default: Any = None) -> Any:
+        return published.get(key, family.defaults.get(key, default))
+
+    plain = {field: pair for field, pair in _PLAIN.items() if pair[0] in read}
+    fields = {field: value(key, default) for field, (key, default) in plain.items()}
+    check_known(f"{where}: hidden_act", fields["activation"], ACTIVATIONS)
+    rope = published.get("rope_scaling") or published.get("rope_parameters") or {}
+    partial = rope.get("partial_rotary_factor", published.get("partial_rotary_factor"))
+    if partial not in (None, 1.0) and not family.partial:
+        raise UserError(
+            f"{where}: partial_rotary_factor {partial} is not supported; use a checkpoint "
+            "whose heads are rotated whole."
+        )
+    heads, head_dim = fields["heads"], value("head_dim")
+    fields |= {
+        "family": model_type,
+        "attention_dropout": fields["attention_dropout"] or 0.0,
+        "kv_heads": value("num_key_value_heads") or heads,
+        "head_dim": None if head_dim == fields["hidden"] / heads else head_dim,
+        "rope_theta": _first(rope.get("rope_theta"), value("rope_theta"), 10000.0),
+        "rope_scaling": scaling_from_hf(
+            rope, published.get("original_max_position_embeddings"), fields["positions"], where
+        ),
+        "rotary_fraction": 1.0 if partial is None else float(partial),
+        **family.computes,
+    }
+    fields["rotated"] = _rotated(value, fields["layers"], where) if "no_rope_layers" in read else ()
+    if "sliding_window" in read:
+        fields["windows"] = _windows(value, read, fields, where)
+    return fields
+
+
+def _first(*values: float | None) -> float:
+    """The first that is given."""
+    return next(value for value in values if value is not None)
+
+
+def _rotated(value: Any, layers: int, where: str) -> tuple[bool, ...]:
+    """`LlamaConfig.rotated`: every fourth layer is not, if `no_rope_layers` does not say it."""
+    given, every = value("no_rope_layers"), value("no_rope_layer_interval", 4)
+    if given is None:
+        given = [(number + 1) % every != 0 for number in range(layers)]
+    if len(given) < layers or any(one not in (0, 1) for one in given):
+        raise UserError(
+            f"{where}: no_rope_layers is {given!r}, expected 0 or 1 for each of {layers} layers; "
+            "repair the file or fetch it again."
+        )
+    rotated = tuple(bool(one) for one in given[:layers])
+    return () if all(rotated) else rotated
+
+
+def _windows(
+    value: Any, read: Mapping[str, str], fields: Mapping[str, Any], where: str
+) -> tuple[int, ...]:
+    """`LlamaConfig.windows`; () where no layer's window is smaller than the positions."""
+    layers, window = fields["layers"], value("sliding_window")
+    if "use_sliding_window" in read and not value("use_sliding_window", False):
+        window = None
+    given = value("layer_types") if "layer_types" in read else None
+    if given is None and window is None:
+        return ()
+    if given is None:  # transformers' own choice
+        slides = [True] * layers
+        if "max_window_layers" in read:
+            slides = [number >= value("max_window_layers") for number in range(layers)]
+        elif "no_rope_layers" in read:
+            slides = [not rotated for rotated in fields["rotated"] or (True,) * layers]
+    else:
+        if len(given) != layers or any(one not in (_SLIDING, _FULL) for one in given):
+            raise UserError(
+                f"{where}: layer_types is {given!r}, expected {_SLIDING} or {_FULL} for each of "
+                f"{layers} layers; use a checkpoint of these."
+            )
+        slides = [one == _SLIDING for one in given]
+        if window is None and any(slides):
+            raise UserError(
+                f"{where}: layer_types has {_SLIDING}, but no sliding_window is in use; give "
+                f"sliding_window, or make all layers {_FULL}."
+            )
+    if window is None or window >= fields["positions"] or not any(slides):
+        return ()
+    return tuple(window * slide for slide in slides)
+
+
+def fields_to_hf(config: Any) -> dict[str, Any]:
+    """transformers' `config.json` of a config; see `LlamaConfig.to_hf`."""
+    family = FAMILIES[config.family]
+    read = {**_COMMON, **family.keys}
+    published: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": config.family,
+        **{key: getattr(config, field) for field, (key, _) in _PLAIN.items() if key in read},
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling_to_hf(config.rope_scaling),
+        "initializer_range": config.init_stddev,
+    }
+    if family.partial:
+        published["partial_rotary_factor"] = config.rotary_fraction
+    if "no_rope_layers" in read:
+        rotated = config.rotated or (True,) * config.layers
+        published["no_rope_layers"] = [int(one) for one in rotated]
+    if "sliding_window" in read:
+        published |= _windows_to_hf(config, read)
+    again = type(config)(**fields_from_hf(published, "the exported config.json"))
+    names = [field.name for field in dataclasses.fields(config) if field.name not in _OWN]
+    for name in (*names, "head_size", "biases"):
+        if getattr(again, name) != getattr(config, name):
+            raise UserError(
+                f"model.{name} is {getattr(config, name)!r}, for which {family.architecture} has "
+                "no key in its config.json; it cannot be exported."
+            )
+    return published
+
+
+def _windows_to_hf(config: Any, read: Mapping[str, str]) -> dict[str, Any]:
+    sizes = {window for window in config.windows if window}
+    published: dict[str, Any] = {"sliding_window": max(sizes, default=None)}
+    if "use_sliding_window" in read:
+        published["use_sliding_window"] = bool(sizes)
+    if "layer_types" in read:
+        windows = config.windows or (0,) * config.layers
+        published["layer_types"] = [_SLIDING if window else _FULL for window in windows]
+    if "max_window_layers" in read:
+        published["max_window_layers"] = config.layers  # layer_types say it
+    return published

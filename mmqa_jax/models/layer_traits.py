@@ -1,0 +1,55 @@
+"""What differs between the layers of one stack, as numbers: one compiled layer serves for all."""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mmqa_jax.models.llama_config import LlamaConfig
+
+_ALL = 2**30  # tokens, a window that nothing is outside of
+
+
+@flax.struct.dataclass
+class LayerTraits:
+    """Of all layers [N], or of one []; None is no difference: nothing is computed then."""
+
+    window: jax.Array | np.ndarray | None = None  # int32: tokens that one sees, itself included
+    rotated: jax.Array | np.ndarray | None = None  # bool: whether positions are
+
+    def of(self, number: int) -> LayerTraits:
+        """One layer's."""
+        return jax.tree.map(lambda x: x[number], self)
+
+    def turned(self, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The rotation of one layer, from cosines and sines of all that rotate."""
+        if self.rotated is None:
+            return cos, sin
+        return jnp.where(self.rotated, cos, 1), jnp.where(self.rotated, sin, 0)
+
+    def near(self, mask: jax.Array | None, length: int) -> jax.Array | None:
+        """The mask of one layer's whole forward, beside being causal.
+
+        mask: bool [B, 1, 1 or L, L], of all layers. What is masked sees itself: kernels need a
+        key for every query.
+        """
+        if self.window is None:
+            return mask
+        distance = jnp.arange(length)[:, None] - jnp.arange(length)
+        near = (distance < self.window)[None, None]
+        return near if mask is None else (mask & near) | (distance == 0)
+
+
+NO_TRAITS = LayerTraits()
+
+
+def layer_traits(config: LlamaConfig, columns: int) -> LayerTraits:
+    """The traits of all layers, for texts of up to `columns` tokens."""
+    window = rotated = None
+    if config.windowed(columns):
+        window = np.array([size or _ALL for size in config.windows], np.int32)
+    if config.rotated:
+        rotated = np.array(config.rotated)
+    return LayerTraits(window, rotated)
