@@ -47,6 +47,7 @@ from mmqa_jax.prompting.source_prompts import (
 )
 from mmqa_jax.prompting.stream import Answers, answer_all
 from mmqa_jax.prompting.templates import load_template
+from mmqa_jax.prompting.thinking import answer_of
 
 _CITED = re.compile(r"\s*\[(\d+(?:\s*[,;]\s*\d+)*)\]")
 READER = "reader"  # key of this reader's traces: how many sources each question came with
@@ -181,7 +182,7 @@ class LLMReader:
             return Prediction(name, read=read, trace=trace)
         output = (answers.by_id[name].candidates[0].text or "").strip()
         trace["outputs"] = [{"text": output}]
-        citations = read_citations(output, prompt.sources)
+        citations = read_citations(answer_of(output), prompt.sources)
         if prompt.sources and says_not_found(citations.text):
             trace["not_found"] = True
             return Prediction(name, NOT_FOUND, read=read, trace=trace)

@@ -26,6 +26,7 @@ from mmqa_jax.data.schema import NOT_FOUND, Prediction, Ranking
 from mmqa_jax.decoding.online import QueueFull
 from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
 from mmqa_jax.prompting.served import ServedBackend
+from mmqa_jax.prompting.thinking import answer_of
 from mmqa_jax.runs.ask import Answerer
 from mmqa_jax.runs.ask_folder import FolderAnswerer
 from mmqa_jax.runs.asked import AskedCorpus
@@ -158,7 +159,9 @@ class ReadPassages:
             return {
                 "question": question,
                 "answer": answered.text,
-                "marked": outputs[0]["text"] if outputs and answered.found else answered.text,
+                "marked": answer_of(outputs[0]["text"])
+                if outputs and answered.found
+                else answered.text,
                 "found": answered.found,
                 "sources": [
                     {**row, "cited": row["number"] if row["id"] in cited else None} for row in rows

@@ -76,6 +76,12 @@ def test_cited_and_read_sources():
     assert "uncited" not in prediction.trace
 
 
+def test_thoughts_are_no_part_of_an_answer():
+    prediction, _ = read("<think>[3] is a flag.</think> Pelot [1].")
+    assert (prediction.answer, prediction.sources) == ("Pelot.", ("a",))
+    assert prediction.trace["outputs"][0]["text"].startswith("<think>")
+
+
 def test_wrong_and_missing_markers_are_counted():
     prediction, _ = read("Pelot [99][4].")
     assert (prediction.answer, prediction.sources) == ("Pelot.", ())
