@@ -25,8 +25,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--model",
         required=True,
         help="workdir of a contrastive run, its folder best, a converted CLIP, or a published "
-        "encoder of texts (folder or ORG/NAME); or a converted CLIP ResNet (modified_resnet), for "
-        "the grids that Prophet's MCAN reads",
+        "encoder of texts (folder, ORG/NAME or minilm); or a converted CLIP ResNet "
+        "(modified_resnet), for the grids that Prophet's MCAN reads",
     )
     parser.add_argument("--out", required=True, help="folder for the embeddings")
     flags.add_devices(parser, "sources")

@@ -14,6 +14,7 @@ from mmqa_jax.tasks.contrastive import Contrastive
 from mmqa_jax.tasks.dual_encoder import DualEncoderTask
 from mmqa_jax.tasks.example_retrieval import ExampleRetrieval
 from mmqa_jax.tasks.opening import Options, read_run
+from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.folder import is_converted
 from mmqa_jax.weights.text_encoders import published_folder
 
@@ -38,10 +39,12 @@ def open_embedder(
     """The embedder that a path or name means, and pictures sized for it.
 
     Args:
-      model: a run, a converted CLIP, or a published encoder of texts: its folder, or ORG/NAME in
-        the Hugging Face cache. The last embeds pictures by their captions.
+      model: a run, a converted CLIP, or a published encoder of texts: its folder, ORG/NAME in the
+        Hugging Face cache, or `minilm`. The last embeds pictures by their captions.
       options: `batch_size` and `mesh`, in place of those of the run's `inference`.
     """
+    if str(model) == "minilm":
+        model = minilm_path()
     if is_converted(model):
         embedder = load_clip_embedder(model, **(options or {}))
         return embedder, PictureStore(corpus, embedder.image_size, embedder.resize, alpha="dropped")
