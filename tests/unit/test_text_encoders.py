@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +14,13 @@ from tiny_encoders import save_plain
 
 import mmqa_jax
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.encoder_tokenizer import load_encoder_tokenizer
 from mmqa_jax.inference.cross_encoder import open_cross_encoder
+from mmqa_jax.retrieval.minilm import load_minilm_embedder
 from mmqa_jax.retrieval.text_encoder import load_text_embedder
 from mmqa_jax.runs import identity
+from mmqa_jax.tasks.embedder import open_embedder
 from mmqa_jax.weights.hub import find_model, is_cached
 from mmqa_jax.weights.sentence_pooling import Prompts, SentenceRecipe, read_pair_length, read_recipe
 from mmqa_jax.weights.text_encoders import load_cross_encoder, load_text_encoder, published_folder
@@ -323,3 +327,11 @@ def test_by_name_in_verbs(cached, tmp_path):
         "rerank", data, "--split=test", f"--model={encoder}", f"--out={tmp_path / 'x.jsonl'}"
     )
     assert (wrong.code, "holds no reranker" in wrong.err) == (2, True)
+
+
+def test_minilm_by_name():
+    texts = ["What is the capital of Kenya?", "Lima."]
+    by_name, _ = open_embedder(Path("minilm"), Corpus([]))
+    np.testing.assert_array_equal(
+        by_name.embed_texts(texts), load_minilm_embedder().embed_questions(texts)
+    )
