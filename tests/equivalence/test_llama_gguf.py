@@ -192,9 +192,11 @@ def test_gguf_of_relatives_is_what_transformers_reads(tmp_path, family):
     else:
         sizes = {"blk.0.attn_q_norm.weight": 64, "blk.0.attn_k_norm.weight": 64}
     add = [(name, rng.normal(size=size).astype(np.float32)) for name, size in sizes.items()]
-    write_gguf(tmp_path / "model.gguf", TYPES.F32, add=add, architecture=family)
+    heads = {"attention.key_length": 64, "attention.value_length": 64}  # as llama.cpp writes them
+    write_gguf(tmp_path / "model.gguf", TYPES.F32, add=add, architecture=family, **heads)
     config = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file="model.gguf")
     config.vocab_size, config.tie_word_embeddings = 40, False
+    config.head_dim = 64  # transformers does not read Qwen3's key_length, and takes 128
     theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     file = str(tmp_path / "model.gguf")
     read = load_gguf_checkpoint(file, return_tensors=True, model_to_load=theirs)
