@@ -4,7 +4,8 @@ The largest logit is 42 and hidden states reach 24,000: float32 itself is good t
 here. Measured on 640 tokens, largest deviation from transformers in float64: ours 1.7e-4,
 transformers in float32 2.4e-4, its two attentions from each other 1.2e-4. So the reference is
 transformers in float64, and the bound 1e-5 of the largest logit, 4.2e-4 (mmqa_jax/weights/README.md
-says the same); log-probabilities are within the 1e-4 of all models.
+says the same), of log-probabilities too: they are within the 1e-4 of all models on some processors,
+and at 1.2e-4 in one of 430 places on another (AMD EPYC, AVX2).
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import pytest
 import torch
 import transformers
 from cached import decode, prefill
-from compare import WHOLE
 from flax import nnx
 
 from mmqa_jax.cli import main
@@ -109,7 +109,8 @@ def test_logits_equal_on_real_text(theirs, tokenizer, ours):
     run = jax.jit(lambda state, ids, mask: nnx.merge(graphdef, state)(ids, mask))
     got = np.asarray(run(state, ids, mask))
     got, want = got[mask].astype(np.float64), want[mask]
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+    bound = 1e-5 * np.abs(want).max()
+    np.testing.assert_allclose(got, want, rtol=0, atol=bound)
     np.testing.assert_array_equal(got.argmax(-1), want.argmax(-1))
     # Log-probabilities of the tokens that follow, the numbers that answers are ranked by.
     following = np.roll(ids, -1, axis=1)[mask]
@@ -117,7 +118,7 @@ def test_logits_equal_on_real_text(theirs, tokenizer, ours):
         np.take_along_axis(x - np.logaddexp.reduce(x, -1, keepdims=True), following[:, None], -1)
         for x in (got, want)
     )
-    np.testing.assert_allclose(got, want, **WHOLE)
+    np.testing.assert_allclose(got, want, rtol=0, atol=bound)
     assert want.mean() > -4  # the weights know English: a blind guess has -10.8
 
 

@@ -55,12 +55,13 @@ def test_a_workdir_that_is_deleted_in_a_save_holds_that_step_whole_or_nothing(tm
 
 
 def test_a_moved_workdir_ends_the_run_although_another_takes_its_place(tmp_path):
-    workdir = tmp_path / "run"
+    workdir, another = tmp_path / "run", tmp_path / "another"
+    another.mkdir()
+    (another / "theirs").touch()
 
     def move(_):
         workdir.rename(tmp_path / "elsewhere")
-        workdir.mkdir()
-        (workdir / "theirs").touch()
+        another.rename(workdir)  # never empty: empty folders of a lost save are removed
 
     with pytest.raises(RunError, match=r"metrics\.jsonl: is gone"):
         tiny_run.run(workdir, tiny_run.Watched(tiny_run.pipeline(), 18, move))
