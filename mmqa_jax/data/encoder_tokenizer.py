@@ -28,7 +28,7 @@ class EncoderTokenizer:
 
     Attributes:
       pad_id, cls_id, sep_id: of padding, and of the tokens before and after a text.
-      between: ids between the texts of a pair: BERT's [SEP], RoBERTa's </s></s>.
+      between: ids between the texts of a pair: BERT's [SEP], RoBERTa's `</s></s>`.
       second_type: token type of a pair's second text and of what follows it.
       max_tokens: the longest input, special tokens included, by tokenizer_config.json; None: not
         said.

@@ -135,7 +135,7 @@ def test_an_embedder_takes_smaller_batches_too():
     whole, parts = test_embedder.embedder(), test_embedder.embedder()
     parts.serving = dataclasses.replace(parts.serving, smaller=(10, 12))
     texts = ["x" * (1 + n % 5) for n in range(27)]  # one bucket: 16 and 11
-    sizes = [len(ids) for _, ids, _ in parts._text_batches(texts)]
+    sizes = [len(ids) for _, ids, _ in parts._text_batches(texts, "")]
     assert sizes == [16, 12]
     np.testing.assert_allclose(
         whole.embed_questions(texts), parts.embed_questions(texts), atol=1e-6
