@@ -1,6 +1,6 @@
 """mmqa_jax: multimodal, multi-hop question answering in JAX.
 
-`import mmqa_jax as mmqa` gives the names below, which are those of api.py: documents as a corpus,
+`import mmqa_jax as mmqa` gives the names below, most of them of api.py: documents as a corpus,
 retrievers, readers, answers that cite their sources. JAX is imported when one of them is used.
 """
 
@@ -8,28 +8,22 @@ import importlib
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Answer",
-    "Reader",
-    "Retriever",
-    "UserError",
-    "ask",
-    "open_corpus",
-    "open_llm",
-    "open_reader",
-    "open_reranker",
-    "open_retriever",
-    "read_rankings",
-    "write_rankings",
-]
+# Public name -> the module that defines it.
+_PLACES = {
+    **dict.fromkeys(("Answer", "Reader", "Retriever", "ask", "open_corpus", "open_llm"), "api"),
+    **dict.fromkeys(("open_reader", "open_reranker", "open_retriever"), "api"),
+    **dict.fromkeys(("read_rankings", "write_rankings"), "retrieval.rankings"),
+    "UserError": "core.errors",
+}
+__all__ = sorted(_PLACES)
 
 
 def __getattr__(name: str) -> object:
-    if name not in __all__:
+    if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # By their names: written as imports, what imports this package's version would import itself.
     importlib.import_module("mmqa_jax.core.host").skip_absent_tpu()
-    return getattr(importlib.import_module("mmqa_jax.api"), name)
+    return getattr(importlib.import_module(f"mmqa_jax.{_PLACES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -38,7 +38,6 @@ from mmqa_jax.prompting.source_prompts import Pictures
 from mmqa_jax.retrieval.bm25 import BM25Retriever
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, RankFusion, check_weight
 from mmqa_jax.retrieval.rankings import Retriever as Ranker
-from mmqa_jax.retrieval.rankings import read_rankings, write_rankings
 from mmqa_jax.runs.ask_folder import (
     MINILM,
     AskOptions,
@@ -49,27 +48,12 @@ from mmqa_jax.runs.ask_folder import (
     open_folder,
     open_passages,
 )
-from mmqa_jax.runs.asked import AskedCorpus, ShownSource, shown_sources
+from mmqa_jax.runs.asked import AskedCorpus, ShownSource, answer_notes, shown_sources
 from mmqa_jax.runs.parts import LLMSpec
 from mmqa_jax.runs.parts import open_llm as open_cached
 from mmqa_jax.runs.prepare import folder_notes
 from mmqa_jax.weights.hub import download_model
 from mmqa_jax.weights.text_encoders import published_folder
-
-__all__ = [
-    "Answer",
-    "Reader",
-    "Retriever",
-    "UserError",
-    "ask",
-    "open_corpus",
-    "open_llm",
-    "open_reader",
-    "open_reranker",
-    "open_retriever",
-    "read_rankings",
-    "write_rankings",
-]
 
 Method = Literal["bm25", "dense", "fused", "rrf"]
 _CANDIDATES = 20  # that a reranker scores
@@ -409,7 +393,7 @@ def _answer(corpus: AskedCorpus, answer: FolderAnswer) -> Answer:
         answer.found,
         tuple(shown_sources(corpus, cited, scores, cited=True)),
         tuple(_found(corpus, answer.read)),
-        tuple(answer.notes()),
+        tuple(answer_notes(answer.prediction)),
     )
 
 

@@ -15,10 +15,6 @@ from mmqa_jax.core.errors import UserError
 SUMMARY = "answer a question from a folder of documents with its sources, or say that none has it."
 EXAMPLE = 'mmqa ask --data=manuals "How often is the filter cleaned?"'
 _DEMO = "workdir-demo"
-# Flags of --data, by their defaults in AskOptions and FolderOptions.
-_FOLDER_FLAGS = (
-    *("model", "backend", "pictures", "encoder", "top_k", "least_similarity", "cache"),
-)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -35,42 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "  where the answer cites none of those that the model was shown, `score` the similarity;\n"
         "  of several questions, and of --workdir, {answers: [...]}"
     )
-    parser.add_argument("--data", metavar="FOLDER", help="the documents")
-    parser.add_argument("--workdir", help=f"a finished demo's workdir ({_DEMO}, without --data)")
-    parser.add_argument(
-        "--model",
-        metavar="PATH|NAME",
-        help="with --data, who reads the passages: as `mmqa prompt --model` (smollm2)",
-    )
-    flags.add_download(parser)
-    parser.add_argument(
-        "--backend", choices=("engine", "openai"), help="this process, or a server (engine)"
-    )
-    parser.add_argument(
-        "--pictures",
-        choices=("auto", "pixels", "captions"),
-        help="with --data, how the model is shown pictures; auto: by pixels if it is in this "
-        "process and sees, else by captions (auto)",
-    )
-    parser.add_argument(
-        "--encoder",
-        metavar="NAME|PATH",
-        help="with --data, who finds the passages beside BM25: minilm, a published encoder of "
-        "texts (folder or ORG/NAME), a converted CLIP, or a contrastive run (minilm)",
-    )
-    parser.add_argument("--top_k", type=int, help="passages that the model reads (5)")
-    parser.add_argument(
-        "--least_similarity",
-        type=float,
-        metavar="COSINE",
-        help="questions whose nearest passage is less similar are refused; -1: none is (chosen on "
-        "val, mmqa_jax/data/README.md)",
-    )
-    parser.add_argument(
-        "--cache",
-        metavar="FOLDER",
-        help="where what was read of the documents is kept (~/.cache/mmqa_jax/folders)",
-    )
+    flags.add_reading(parser, f"a finished demo's workdir ({_DEMO}, without --data)")
     parser.add_argument("--image", help="a picture file that belongs to the question")
     parser.add_argument("question", nargs="+", help="the question; several are answered in turn")
 
@@ -97,12 +58,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _check_flags(arguments: argparse.Namespace) -> None:
     if arguments.data is not None:
-        if arguments.workdir is not None:
-            raise UserError("--data and --workdir: a question is asked of one of them; leave one.")
-        if arguments.top_k is not None:
-            flags.check_top_k(arguments.top_k)
+        flags.check_reading(arguments)
         return
-    for name in _FOLDER_FLAGS:
+    for name in flags.READING:
         if getattr(arguments, name) is not None:
             raise UserError(
                 f"--{name}: a demo answers with its own models; give --data=FOLDER with it, or "
@@ -113,8 +71,9 @@ def _check_flags(arguments: argparse.Namespace) -> None:
 def _ask_folder(arguments: argparse.Namespace, picture: bytes | None) -> list[dict[str, Any]]:
     """Answers from a folder of documents."""
     from mmqa_jax.core.host import cache_dir
-    from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
-    from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, open_folder
+    from mmqa_jax.prompting.llm_reader import LLMReader
+    from mmqa_jax.runs.ask_folder import FolderAnswerer, open_folder
+    from mmqa_jax.runs.asked import answer_notes
     from mmqa_jax.runs.parts import LLMSpec, open_llm
     from mmqa_jax.runs.prepare import folder_notes
     from mmqa_jax.weights.hub import download_model
@@ -122,19 +81,17 @@ def _ask_folder(arguments: argparse.Namespace, picture: bytes | None) -> list[di
     model = arguments.model or "smollm2"
     if arguments.download:
         download_model(model)
-    given = {name: getattr(arguments, name) for name in ("encoder", "top_k", "least_similarity")}
-    options = AskOptions(**{name: value for name, value in given.items() if value is not None})
+    options, reading = flags.reading_options(arguments)
     corpus = open_folder(Path(arguments.data), flags.optional_path(arguments.cache))
     for line in folder_notes(corpus.manifest["origin"]):
         print(line, file=sys.stderr)
     spec = LLMSpec(model, arguments.backend or "engine")
-    reading = LLMReaderOptions(pictures=arguments.pictures or "auto")
     llm = open_llm(spec, cache_dir() / "responses", "--model")
     rows = []
     try:
         answerer = FolderAnswerer(corpus, LLMReader(corpus, llm, reading), options)
         for answer, row in _answered(answerer, arguments.question, picture):
-            for note in answer.notes():
+            for note in answer_notes(answer.prediction):
                 print(note, file=sys.stderr)
             rows.append(row)
     finally:

@@ -14,6 +14,8 @@ from mmqa_jax.core.shards import Shard, launched_shard, parse_shard
 
 if TYPE_CHECKING:
     from mmqa_jax.core.serving import Serving
+    from mmqa_jax.prompting.llm_reader import LLMReaderOptions
+    from mmqa_jax.runs.ask_folder import AskOptions
 
 _GIVEN = "as_given"  # what `fetched` keeps the arguments under
 # The question-answering benchmarks whose official files `prepare` and `evaluate` read.
@@ -221,6 +223,75 @@ def engine(arguments: argparse.Namespace) -> Any:
 def job_folder(out: Path) -> Path:
     """Where the parts of a file are kept while it is made."""
     return out.with_name(f"{out.name}.parts")
+
+
+def add_reading(parser: argparse.ArgumentParser, workdir: str) -> None:
+    """What is asked, and who finds and reads the passages of a folder: `mmqa ask`, `mmqa serve`.
+
+    Args:
+      workdir: the help of `--workdir`.
+    """
+    parser.add_argument("--data", metavar="FOLDER", help="the documents")
+    parser.add_argument("--workdir", help=workdir)
+    parser.add_argument(
+        "--model",
+        metavar="PATH|NAME",
+        help="with --data, who reads the passages: as `mmqa prompt --model` (smollm2)",
+    )
+    add_download(parser)
+    parser.add_argument(
+        "--backend", choices=("engine", "openai"), help="this process, or a server (engine)"
+    )
+    parser.add_argument(
+        "--pictures",
+        choices=("auto", "pixels", "captions"),
+        help="with --data, how the model is shown pictures; auto: by pixels if it is in this "
+        "process and sees, else by captions (auto)",
+    )
+    parser.add_argument(
+        "--encoder",
+        metavar="NAME|PATH",
+        help="with --data, who finds the passages beside BM25: minilm, a published encoder of "
+        "texts (folder or ORG/NAME), a converted CLIP, or a contrastive run (minilm)",
+    )
+    parser.add_argument("--top_k", type=int, help="passages that the model reads (5)")
+    parser.add_argument(
+        "--least_similarity",
+        type=float,
+        metavar="COSINE",
+        help="questions whose nearest passage is less similar are refused; -1: none is (chosen on "
+        "val, mmqa_jax/data/README.md)",
+    )
+    parser.add_argument(
+        "--cache",
+        metavar="FOLDER",
+        help="where what was read of the documents is kept (~/.cache/mmqa_jax/folders)",
+    )
+
+
+# Flags of `add_reading` that are for a folder alone.
+READING = ("model", "backend", "pictures", "encoder", "top_k", "least_similarity", "cache")
+
+
+def check_reading(arguments: argparse.Namespace) -> None:
+    """UserError for flags of `add_reading` that contradict each other or are out of range."""
+    if arguments.data is not None and arguments.workdir is not None:
+        raise UserError("--data and --workdir: one of them is asked; leave one.")
+    if arguments.top_k is not None:
+        check_top_k(arguments.top_k)
+
+
+def reading_options(arguments: argparse.Namespace) -> tuple[AskOptions, LLMReaderOptions]:
+    """How passages are found and read, as the flags of `add_reading` say."""
+    from mmqa_jax.prompting.llm_reader import LLMReaderOptions
+    from mmqa_jax.runs.ask_folder import AskOptions
+
+    def given(*names: str) -> dict[str, Any]:
+        values = {name: getattr(arguments, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
+    asking = AskOptions(**given("encoder", "top_k", "least_similarity"))
+    return asking, LLMReaderOptions(**given("pictures"))
 
 
 def check_top_k(top_k: int) -> None:

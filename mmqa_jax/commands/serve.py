@@ -8,6 +8,7 @@ from typing import Any
 
 from mmqa_jax.commands import flags
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.serve.options import ServeOptions
 
 SUMMARY = "serve a page that answers with its sources, and OpenAI's API, from one process."
 EXAMPLE = "mmqa serve --data=manuals"
@@ -17,38 +18,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     parser.description += (
         "\n\n--data=FOLDER: documents and pictures, or what `mmqa prepare` wrote, as `mmqa ask`\n"
-        "--workdir=DIR: a finished demo, with the models that it has trained\n"
-        "--model=M: a language model alone, or the one that reads the folder's passages\n"
+        "--workdir=DIR: a finished demo with its rows, or a row of `mmqa run`\n"
+        "--model=M: a language model alone (smollm2), or the one that reads the folder's passages\n"
         "the page is at /, OpenAI's API under /v1 (models, completions, chat/completions,\n"
         "  embeddings), /healthz says whether requests are taken, /metrics is Prometheus's;\n"
         "  requests join the running batch; a chat with the model `passages` or `demo` answers\n"
         "  its last message from the sources, which stand in the reply's `sources`\n"
         "SIGTERM and Ctrl-C: what has begun is answered to its end, nothing new is taken"
     )
-    parser.add_argument("--data", metavar="FOLDER", help="the documents")
-    parser.add_argument("--workdir", help="a finished demo's workdir")
+    flags.add_reading(parser, "a finished demo's workdir, or that of a row of `mmqa run`")
+    default = ServeOptions()
     parser.add_argument(
-        "--model",
-        metavar="PATH|NAME",
-        help="the language model, as `mmqa prompt --model` (smollm2; with --workdir none)",
-    )
-    flags.add_download(parser)
-    parser.add_argument(
-        "--backend",
-        choices=("engine", "openai"),
-        default="engine",
-        help="who reads the passages of --data: this process, or a server (engine)",
+        "--host", default=default.host, help=f"address to listen at ({default.host})"
     )
     parser.add_argument(
-        "--encoder",
-        metavar="NAME|PATH",
-        default="minilm",
-        help="who finds the passages and embeds for /v1/embeddings, as `mmqa ask` (minilm)",
+        "--port",
+        type=int,
+        default=default.port,
+        help=f"its port; 0: a free one ({default.port})",
     )
-    parser.add_argument("--top_k", type=int, default=5, help="passages that the model reads (5)")
-    parser.add_argument("--cache", metavar="FOLDER", help="as of `mmqa ask`")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8321, help="its port; 0: a free one (8321)")
     parser.add_argument(
         "--key_env",
         metavar="NAME",
@@ -57,15 +45,23 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--queue",
         type=int,
-        default=64,
+        default=default.queue,
         metavar="N",
-        help="requests that wait or are answered at once; beyond them 429 (64)",
+        help=f"requests that wait or are answered at once; beyond them 429 ({default.queue})",
     )
     parser.add_argument(
-        "--timeout", type=float, default=120.0, metavar="S", help="seconds for an answer (120)"
+        "--timeout",
+        type=float,
+        default=default.timeout,
+        metavar="S",
+        help=f"seconds for an answer ({default.timeout:g})",
     )
     parser.add_argument(
-        "--body", type=float, default=16.0, metavar="MIB", help="largest request (16)"
+        "--body",
+        type=float,
+        default=default.body,
+        metavar="MIB",
+        help=f"largest request ({default.body:g})",
     )
     flags.add_config(parser, default="configs/prompt/default.py")
 
@@ -79,7 +75,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         raise UserError(
             f"mmqa serve: {error.name} is not installed; `pip install 'mmqa-jax[serve]'`."
         ) from error
-    from mmqa_jax.serve.run import ServeOptions, bind, key_of, open_parts, serve
+    from mmqa_jax.serve.run import bind, key_of, open_parts, serve
 
     options = ServeOptions(
         arguments.host,
@@ -94,23 +90,25 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         from mmqa_jax.core import distributed
         from mmqa_jax.core.config import load_config
         from mmqa_jax.prompting.open import check_prompt_config, open_backend
-        from mmqa_jax.runs.ask_folder import AskOptions
         from mmqa_jax.weights.hub import download_model
 
         distributed.start()
         config = load_config(arguments.config, arguments.overrides)
         check_prompt_config(config)
         name = arguments.model or ("" if arguments.workdir else "smollm2")
-        if arguments.download:
+        if arguments.download and name:
             download_model(name)
+        backend = arguments.backend or "engine"
+        asking, reading = flags.reading_options(arguments)
         parts = open_parts(
-            (lambda: open_backend(arguments.backend, name, None, config)) if name else None,
+            (lambda: open_backend(backend, name, None, config)) if name else None,
             name,
             options,
             data=flags.optional_path(arguments.data),
             workdir=flags.optional_path(arguments.workdir),
             cache=flags.optional_path(arguments.cache),
-            asking=AskOptions(arguments.encoder, arguments.top_k),
+            asking=asking,
+            reading=reading,
         )
         serve(parts, listening, options)
     finally:
@@ -119,8 +117,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_flags(arguments: argparse.Namespace) -> None:
-    if arguments.data is not None and arguments.workdir is not None:
-        raise UserError("--data and --workdir: one of them is served; leave one.")
+    flags.check_reading(arguments)
     for flag in ("data", "workdir"):
         given = getattr(arguments, flag)
         if given is not None and not Path(given).is_dir():
@@ -135,4 +132,3 @@ def _check_flags(arguments: argparse.Namespace) -> None:
     for flag in ("queue", "timeout", "body"):
         if not getattr(arguments, flag) > 0:
             raise UserError(f"--{flag}={getattr(arguments, flag)}: more than 0 was expected.")
-    flags.check_top_k(arguments.top_k)

@@ -35,6 +35,10 @@ class Fields:
     def __init__(self, body: Mapping[str, Any]):
         self._left = dict(body)
 
+    def names(self) -> set[str]:
+        """The keys that were given, with another value than null."""
+        return {key for key, value in self._left.items() if value is not None}
+
     def take(self, key: str, kinds: type | tuple[type, ...], default: Any = _REQUIRED) -> Any:
         """A value of one of some types (a bool is no number); null, or none, is the default."""
         value = self._left.pop(key, None)

@@ -27,7 +27,6 @@ _MOST_STOPS = 16
 _MOST_DRAWS = 64
 _MOST_PROMPTS = 256
 _DEFAULT_TOKENS = 16  # of /v1/completions, as OpenAI's
-OPENAI = Decoding(temperature=1.0)  # what is left out in OpenAI's API
 _ROLES = {"developer": "system"}  # OpenAI's newer name
 
 Prompt = str | Sequence[int]
@@ -103,7 +102,7 @@ def read_completion(fields: Fields) -> CompletionRequest:
     echo = fields.take("echo", bool, False)
     if most == 0 and not echo:
         raise WrongField("max_tokens is 0; without echo at least 1.", param="max_tokens")
-    decoding, form = _decoding(fields, max(most, 1), OPENAI, logprobs=top is not None)
+    decoding, form = _decoding(fields, max(most, 1), None, logprobs=top is not None)
     form = dataclasses.replace(form, top=top == 1, echo=echo)
     if form.stream and (echo or len(prompts) > 1):
         raise WrongField("stream is for one prompt without echo.", param="stream")
@@ -115,11 +114,11 @@ def read_completion(fields: Fields) -> CompletionRequest:
     return CompletionRequest(model, prompts, decoding, form, is_only_scored=most == 0)
 
 
-def read_chat(fields: Fields, default: Decoding = OPENAI) -> ChatRequest:
+def read_chat(fields: Fields, default: Decoding | None = None) -> ChatRequest:
     """Reads a chat; WrongField for what is wrong with it.
 
     Args:
-      default: of temperature, top_p, top_k and seed.
+      default: of temperature, top_p, top_k and seed; None: OpenAI's.
     """
     model = fields.take("model", str)
     messages = _messages(fields.take("messages", list))
@@ -161,9 +160,11 @@ def read_embedding(fields: Fields) -> EmbeddingRequest:
 
 
 def _decoding(
-    fields: Fields, most: int, default: Decoding, *, logprobs: bool
+    fields: Fields, most: int, default: Decoding | None, *, logprobs: bool
 ) -> tuple[Decoding, Form]:
     """What completions and chats have in common."""
+    if default is None:  # in OpenAI's API each request without a seed draws otherwise
+        default = Decoding(temperature=1.0, seed=random.getrandbits(62))
     temperature = fields.number("temperature", default.temperature, 0.0, 2.0)
     n = fields.whole("n", 1, 1, _MOST_DRAWS)
     if n > 1 and not temperature:
@@ -180,7 +181,7 @@ def _decoding(
         top_p=fields.number("top_p", default.top_p, 1e-6, 1.0),
         stop=tuple(stop),
         n=n,
-        seed=_seed(default) if seed is None else seed % 2**63,
+        seed=default.seed if seed is None else seed % 2**63,
         logprobs=logprobs,
     )
     stream = fields.take("stream", bool, False)
@@ -194,11 +195,6 @@ def _decoding(
     fields.ignore("user", "metadata", "store", "service_tier", "safety_identifier")
     fields.ignore("prompt_cache_key")
     return decoding, form
-
-
-def _seed(default: Decoding) -> int:
-    """Of a request that names none: in OpenAI's API each draws otherwise."""
-    return random.getrandbits(62) if default is OPENAI else default.seed
 
 
 def _check_top(form: Form, decoding: Decoding) -> None:

@@ -37,9 +37,9 @@ from mmqa_jax.prompting.backends import (
 )
 from mmqa_jax.prompting.openai_fields import Fields
 from mmqa_jax.prompting.openai_requests import read_chat
+from mmqa_jax.prompting.source_prompts import IMAGE, MARK, as_prompt
 
 _CHATS = "/v1/chat/completions"
-IMAGE = "<image>"  # where a picture goes in a text
 
 
 def _is_integer(value: Any) -> bool:
@@ -136,14 +136,11 @@ def as_message(line: Line) -> Line:
     query = line.request
     if not isinstance(query, Completion):
         return line
-    texts = query.prompt.split(IMAGE) if query.prompt.count(IMAGE) == len(query.images) else []
-    parts: list[str | Picture] = [*query.images, query.prompt]
-    if texts:
-        parts = [texts[0]]
-        for picture, text in zip(query.images, texts[1:], strict=True):
-            parts += [picture, text]
-    message = Message("user", tuple(part for part in parts if part != ""))
-    return dataclasses.replace(line, request=Chat(query.id, (message,), query.decoding))
+    plain = query.prompt.replace(MARK, " ")
+    is_placed = plain.count(IMAGE) == len(query.images)
+    marked = plain.replace(IMAGE, MARK) if is_placed else MARK * len(query.images) + plain
+    messages, _ = as_prompt(marked, query.images, chat=True)
+    return dataclasses.replace(line, request=Chat(query.id, messages, query.decoding))
 
 
 def check_line(line: Line, check: Callable[[Query], None]) -> None:

@@ -82,7 +82,13 @@ class ServedBackend:
     def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:
         """See Backend."""
         asked = list(queries)
-        self._pending = [self._model.submit(query, self._listener(query)) for query in asked]
+        self._pending = []
+        try:
+            for query in asked:
+                self._pending.append(self._model.submit(query, self._listener(query)))
+        except BaseException:
+            self.cancel()  # those that were taken, of which nobody hears any more
+            raise
         for query, pending in zip(asked, self._pending, strict=True):
             answer = pending.future.result()
             self.usage.requests += 1

@@ -12,9 +12,9 @@ from typing import Literal
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Source
 from mmqa_jax.prompting.backends import Backend, Message, Picture
+from mmqa_jax.prompting.llava_prompt import PLACEHOLDER as IMAGE
 
-MARK = "\ufffc"  # the object replacement character stands where a picture goes, until
-IMAGE = "<image>"  # which is how texts that are continued say it
+MARK = "\ufffc"  # the object replacement character stands where a picture goes, or IMAGE
 MARKED = f" {MARK}"
 Pictures = Literal["auto", "pixels", "captions"]
 

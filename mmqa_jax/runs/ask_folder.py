@@ -92,23 +92,6 @@ class FolderAnswer:
     prediction: Prediction
     read: Ranking
 
-    def notes(self) -> list[str]:
-        """What to say beside the answer: what the model was not shown, and what failed."""
-        trace, notes = self.prediction.trace, []
-        if trace.get("picture_not_shown"):
-            notes.append(
-                "The model was not shown the question's picture: it reads texts alone, or is a "
-                "server's, which --pictures=pixels shows pictures."
-            )
-        if dropped := trace.get("dropped_sources"):
-            notes.append(f"Passages that did not fit the model's context: {dropped}.")
-        if words := trace.get("cut_to_words"):
-            notes.append(f"The first passage was cut to {words} words, which fit the context.")
-        if wrong := trace.get("wrong_citations"):
-            notes.append(f"Citations of passages that there are not: {wrong}.")
-        reasons = (*trace.get("failed", ()), *trace.get("too_long", ()))
-        return [*notes, *(f"The model gave no answer: {reason}" for reason in reasons)]
-
     def shown(self, corpus: Corpus) -> list[ShownSource]:
         """The sources to show: those that the answer cites, or else those that were read."""
         cited = self.prediction.sources
@@ -170,14 +153,14 @@ class FolderAnswerer:
 
     Args:
       corpus: of `open_folder`.
-      reader: of the passages, over the same corpus.
+      reader: of the passages, over the same corpus; None: each question brings its own to `read`.
       passages: of the corpus; None: they are opened as `options` say.
     """
 
     def __init__(
         self,
         corpus: AskedCorpus,
-        reader: Reader,
+        reader: Reader | None,
         options: AskOptions,
         passages: Passages | None = None,
     ):
@@ -217,7 +200,9 @@ class FolderAnswerer:
         question, passages, is_refused = found
         if is_refused:
             return FolderAnswer(NOT_FOUND, False, Prediction(question.id, NOT_FOUND), passages)
-        (prediction,) = (reader or self._reader).answer([question], [passages])
+        reader = reader or self._reader
+        assert reader is not None, "a question needs a reader"
+        (prediction,) = reader.answer([question], [passages])
         said = prediction.answer.strip()
         return FolderAnswer(said, said not in ("", NOT_FOUND), prediction, passages)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.schema import Question, Source
+from mmqa_jax.data.schema import Prediction, Question, Source
 
 
 class AskedCorpus(Corpus):
@@ -70,6 +70,24 @@ class ShownSource(NamedTuple):
             "score": self.score,
             "cited": self.cited,
         }
+
+
+def answer_notes(prediction: Prediction) -> list[str]:
+    """What to say beside an answer: what the model was not shown, and what failed."""
+    trace, notes = prediction.trace, []
+    if trace.get("picture_not_shown"):
+        notes.append(
+            "The model was not shown the question's picture: it reads texts alone, or is a "
+            "server's, which --pictures=pixels shows pictures."
+        )
+    if dropped := trace.get("dropped_sources"):
+        notes.append(f"Passages that did not fit the model's context: {dropped}.")
+    if words := trace.get("cut_to_words"):
+        notes.append(f"The first passage was cut to {words} words, which fit the context.")
+    if wrong := trace.get("wrong_citations"):
+        notes.append(f"Citations of passages that there are not: {wrong}.")
+    reasons = (*trace.get("failed", ()), *trace.get("too_long", ()))
+    return [*notes, *(f"The model gave no answer: {reason}" for reason in reasons)]
 
 
 def shown_sources(

@@ -48,8 +48,7 @@ def make_app(parts: Parts, limits: Limits, seconds: float) -> Any:
         yield
         await anyio.to_thread.run_sync(parts.close)
 
-    page = PageApi(parts, seconds, needs_key=bool(limits.key))
-    api = OpenAIApi(parts, metrics, seconds)
+    page, api = PageApi(parts, seconds), OpenAIApi(parts, metrics, seconds)
     app = Starlette(
         routes=[
             *page.routes(),

@@ -42,8 +42,10 @@ class Envelope:
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self._kind, self._model, self._created = kind, model, int(time.time())
 
-    def whole(self, choices: Sequence[Any], usage: dict[str, int], **more: Any) -> dict[str, Any]:
-        """The reply with all choices."""
+    def whole(
+        self, choices: Sequence[Any], usage: dict[str, int] | None, **more: Any
+    ) -> dict[str, Any]:
+        """The reply with all choices; `usage` None: tokens are not counted."""
         return {**self._head(self._kind), "choices": list(choices), "usage": usage, **more}
 
     def piece(

@@ -125,8 +125,14 @@ class OpenAIApi:
 
     async def chat(self, request: Request) -> Response:
         """The next message of a conversation, by a language model or a system."""
-        asked = read_chat(await read_body(request))
+        fields = await read_body(request)
+        given = fields.names()
+        asked = read_chat(fields)
         if asked.model in self._parts.systems:
+            for key in sorted(given & _DECODING):
+                raise ApiError(
+                    400, f"{asked.model} decodes as it is set up; leave {key} out.", param=key
+                )
             return await self._chat_with_system(request, asked)
         model = self._llm(asked.model)
         query = await in_thread(_sized, model, asked)
@@ -147,7 +153,7 @@ class OpenAIApi:
         return JSONResponse(Envelope("chat.completion", asked.model).whole(choices, usage))
 
     async def embeddings(self, request: Request) -> Response:
-        """The vectors of texts, embedded as questions are."""
+        """The vectors of texts."""
         asked = read_embedding(await read_body(request))
         self._check_name(asked.model, [self._parts.embedder_name])
         vectors, tokens = await in_thread(self._parts.embed, asked.texts)
@@ -168,8 +174,6 @@ class OpenAIApi:
         pictures = last.pictures
         if len(pictures) > 1:
             raise ApiError(400, "a question has at most one picture here.", param="messages")
-        if asked.form.logprobs or asked.decoding.n > 1:
-            raise ApiError(400, f"{asked.model} gives one answer without log-probabilities.")
         picture = pictures[0].data if pictures else None
         pieces = Pieces()
         asking = system.ask(last.text, picture, lambda kind, value: pieces.put((kind, value)))
@@ -180,7 +184,7 @@ class OpenAIApi:
             return StreamingResponse(parts, media_type="text/event-stream")
         (row,) = await finished(request, [asking], self._seconds)
         choice = _chat_choice(0, row["answer"], "end", None)
-        return JSONResponse(envelope.whole([choice], usage_of(0, 0), sources=row["sources"]))
+        return JSONResponse(envelope.whole([choice], None, sources=row["sources"]))
 
     async def _system_pieces(
         self, system: System, asking: Pending, pieces: Pieces, envelope: Envelope
@@ -271,6 +275,11 @@ class OpenAIApi:
 
 _NOTHING = Candidate("", (), 0.0, (), "length")  # what is generated where a prompt is only scored
 _DONE = "data: [DONE]\n\n"
+# Keys of a chat that say how a language model decodes.
+_DECODING = {
+    *("temperature", "top_p", "top_k", "n", "stop", "seed"),
+    *("max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "stream_options"),
+}
 
 
 def _event(value: Any) -> str:

@@ -42,11 +42,10 @@ class PageApi:
     Args:
       parts: what there is to answer with.
       seconds: that an answer may take.
-      needs_key: whether the page asks for the key.
     """
 
-    def __init__(self, parts: Parts, seconds: float, *, needs_key: bool):
-        self._parts, self._seconds, self._needs_key = parts, seconds, needs_key
+    def __init__(self, parts: Parts, seconds: float):
+        self._parts, self._seconds = parts, seconds
         folder = resources.files("mmqa_jax.serve") / "page"
         self._files = {name: (folder / name).read_bytes() for name in ("index.html", *_FILES)}
 
@@ -86,10 +85,7 @@ class PageApi:
             for system in parts.systems.values()
         ]
         sources = 0 if parts.corpus is None else len(parts.corpus)
-        model = parts.llm_name if parts.llm is not None else ""
-        return JSONResponse(
-            {"title": parts.title, "systems": systems, "sources": sources, "model": model}
-        )
+        return JSONResponse({"title": parts.title, "systems": systems, "sources": sources})
 
     async def ask(self, request: Request) -> Response:
         """An answer as server-sent events: those of `systems.py`, then `answer` or `error`."""

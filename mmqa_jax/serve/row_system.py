@@ -14,7 +14,7 @@ from mmqa_jax.prompting.openai_fields import data_url
 from mmqa_jax.retrieval.rankings import ranking_of
 from mmqa_jax.runs.agent_report import agent_tree
 from mmqa_jax.runs.answered import open_parts
-from mmqa_jax.runs.asked import AskedCorpus
+from mmqa_jax.runs.asked import AskedCorpus, answer_notes
 from mmqa_jax.runs.opened_parts import OpenedParts
 from mmqa_jax.runs.row import Row
 from mmqa_jax.serve.systems import (
@@ -111,7 +111,8 @@ class RowSystem:
         said = prediction.answer or (NOT_FOUND if self._row.answers else "The sources:")
         marks = "".join(f" [{row['number']}]" for row in rows if row["cited"] is not None)
         whole = answer_row(question, said, said != NOT_FOUND, rows, time.perf_counter() - began)
-        return {**whole, "marked": said + marks, "steps": _steps(prediction)}
+        notes = answer_notes(prediction)
+        return {**whole, "marked": said + marks, "notes": notes, "steps": _steps(prediction)}
 
 
 def _key(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import socket
@@ -29,6 +28,7 @@ from mmqa_jax.runs.row import recorded_row
 from mmqa_jax.runs.workdirs import finished_rows, kind_of
 from mmqa_jax.serve.app import make_app
 from mmqa_jax.serve.limits import Limits
+from mmqa_jax.serve.options import ServeOptions
 from mmqa_jax.serve.parts import Parts
 from mmqa_jax.serve.row_system import RowSystem
 from mmqa_jax.serve.systems import (
@@ -45,26 +45,6 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _GRACE = 10  # seconds beyond an answer's own limit that the end waits for answers
 _BACKLOG = 2048
 _ENDING = (signal.SIGINT, signal.SIGTERM)
-
-
-@dataclasses.dataclass(frozen=True)
-class ServeOptions:
-    """Where and how much is served.
-
-    Attributes:
-      host, port: to listen at; port 0 takes a free one.
-      key: that requests must carry; "" needs none.
-      most: requests that may wait or be answered at once, beyond which others are refused (429).
-      seconds: that an answer may take.
-      body_mebibytes: of a request.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8321
-    key: str = ""
-    most: int = 64
-    seconds: float = 120.0
-    body_mebibytes: float = 16.0
 
 
 def bind(options: ServeOptions) -> socket.socket:
@@ -110,7 +90,7 @@ def open_parts(
     Raises:
       UserError: as `mmqa ask`.
     """
-    threads, computing = Threads(options.most), threading.Lock()
+    threads, computing = Threads(options.queue), threading.Lock()
     asking, reading = asking or AskOptions(), reading or LLMReaderOptions()
     corpus: AskedCorpus | None = None
     embedder: Any = None
@@ -121,10 +101,11 @@ def open_parts(
         corpus, title = open_folder(data, cache), data.resolve().name
         for line in folder_notes(corpus.manifest["origin"]):
             print(line, file=sys.stderr)
-        answerer = FolderAnswerer(corpus, _NoReader(), asking)
+        answerer = FolderAnswerer(corpus, None, asking)
         embedder = answerer.embedder
         with corpus.asked("What is this?") as question:
             answerer.find(question)
+        systems.append(FindPassages(answerer, threads, computing))
     elif workdir is not None:
         title = workdir.resolve().name
         corpus, demo, systems = _of_workdir(workdir, threads, computing)
@@ -135,14 +116,12 @@ def open_parts(
     llm: ServedModel | None = None
     if open_model is not None:
         backend = open_model()
-        llm = _served(backend, options.most)
+        llm = _served(backend, options.queue)
         session: Callable[[Callable[[str], None]], Any] = (
             (lambda on_text: backend) if llm is None else llm.session
         )
-        if answerer is not None and corpus is not None:
-            systems.append(ReadPassages(answerer, session, reading, threads, computing))
         if answerer is not None:
-            systems.append(FindPassages(answerer, threads, computing))
+            systems.insert(0, ReadPassages(answerer, session, reading, threads, computing))
         memory = corpus if corpus is not None else AskedCorpus(Corpus([]))
         systems.append(FromMemory(memory, session, reading, threads))
     return Parts(
@@ -155,14 +134,14 @@ def serve(parts: Parts, listening: socket.socket, options: ServeOptions) -> None
     """Answers until SIGINT or SIGTERM; then what has begun is answered, and nothing new taken."""
     host, port = listening.getsockname()[:2]
     hosts = _LOOPBACK if options.host in _LOOPBACK else ()
-    limits = Limits(int(options.body_mebibytes * 2**20), options.key, hosts)
-    app = make_app(parts, limits, options.seconds)
+    limits = Limits(int(options.body * 2**20), options.key, hosts)
+    app = make_app(parts, limits, options.timeout)
     config = uvicorn.Config(
         app,
         log_level="warning",
         access_log=False,
         backlog=_BACKLOG,
-        timeout_graceful_shutdown=int(options.seconds) + _GRACE,
+        timeout_graceful_shutdown=int(options.timeout) + _GRACE,
         server_header=False,
     )
     shown = f"[{host}]" if ":" in host else host
@@ -246,11 +225,3 @@ def _of_workdir(
         if same and row.answers and not row.answering.needs_all and not row.missing_inputs():
             systems.append(RowSystem(row, demo.corpus, opened, threads, computing))
     return demo.corpus, demo, systems
-
-
-class _NoReader:
-    """In place of an answerer's own reader: each user's is made when it is asked."""
-
-    def answer(self, questions: Any, cited: Any) -> Any:
-        """Never called."""
-        raise AssertionError("each question brings its reader")

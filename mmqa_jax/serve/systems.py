@@ -29,7 +29,7 @@ from mmqa_jax.prompting.served import ServedBackend
 from mmqa_jax.prompting.thinking import answer_of
 from mmqa_jax.runs.ask import Answerer
 from mmqa_jax.runs.ask_folder import FolderAnswerer
-from mmqa_jax.runs.asked import AskedCorpus
+from mmqa_jax.runs.asked import AskedCorpus, answer_notes
 
 Tell = Callable[[str, Any], None]  # called in another thread
 Row = dict[str, Any]
@@ -166,7 +166,7 @@ class ReadPassages:
                 "sources": [
                     {**row, "cited": row["number"] if row["id"] in cited else None} for row in rows
                 ],
-                "notes": answered.notes(),
+                "notes": answer_notes(answered.prediction),
                 "seconds": round(time.perf_counter() - began, 2),
             }
 

@@ -61,13 +61,14 @@ async def finished(request: Request, pending: Sequence[Pending], seconds: float)
     deadline = time.monotonic() + seconds
     try:
         while True:
-            _, left = await asyncio.wait(futures, timeout=_POLL)
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise late(seconds)
+            _, left = await asyncio.wait(futures, timeout=min(remaining, _POLL))
             if not left:
                 return [future.result() for future in futures]
             if await request.is_disconnected():
                 raise ApiError(_CLIENT_LEFT, "the client has left.")
-            if time.monotonic() > deadline:
-                raise late(seconds)
     except Closed as error:
         raise refusal(error) from error
     finally:

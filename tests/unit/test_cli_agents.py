@@ -10,7 +10,8 @@ from vqa_files import write_okvqa
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.prompting.heuristics import write_answer_aware, write_candidates
-from mmqa_jax.serve.run import ServeOptions, open_parts
+from mmqa_jax.serve.options import ServeOptions
+from mmqa_jax.serve.run import open_parts
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

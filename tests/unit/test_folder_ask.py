@@ -4,43 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-import zlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 from cli_runs import mmqa
 from document_files import pdf, picture
 from fake_llm import FakeLLM
+from word_encoder import install
 
-from mmqa_jax.data.picture_store import PictureStore
-from mmqa_jax.data.schema import NOT_FOUND, Prediction, source_text
+from mmqa_jax.data.schema import NOT_FOUND, Prediction
 from mmqa_jax.decoding.requests import TooLong
-from mmqa_jax.runs import ask_folder
 from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, open_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 TOO_LONG = TooLong("asked", 90, 64, 100)
-
-
-class WordEncoder:
-    """Vectors of the words that a text has: texts without a common word have cosine 0."""
-
-    fingerprint, image_size, text_of = "words", 0, staticmethod(source_text)
-
-    def __init__(self):
-        self.embedded: list[str] = []
-
-    def embed_questions(self, texts, pixels=None):
-        assert pixels is None or not any(picture is not None for picture in pixels)
-        self.embedded += texts
-        vectors = np.zeros((len(texts), 512), np.float32)
-        for row, text in enumerate(texts):
-            for word in set(re.findall(r"\w+", text.lower())):
-                vectors[row, zlib.crc32(word.encode()) % 512] = 1
-        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-
-    embed_passages = embed_questions
 
 
 class ScriptedReader:
@@ -72,11 +49,7 @@ class ScriptedReader:
 @pytest.fixture
 def encoder(monkeypatch, tmp_path):
     """A cache folder of the test's own, and the encoder in place of MiniLM."""
-    monkeypatch.setenv("MMQA_CACHE", str(tmp_path / "cache"))
-    encoder = WordEncoder()
-    opened = lambda name, corpus: (encoder, PictureStore(corpus, size=1))  # noqa: E731
-    monkeypatch.setattr(ask_folder, "_open_encoder", opened)
-    return encoder
+    return install(monkeypatch, tmp_path / "cache")
 
 
 @pytest.fixture

@@ -313,7 +313,7 @@ def test_beyond_the_queue_requests_are_refused_and_none_is_lost(parts, server, w
 
 def test_an_answer_takes_so_long_at_most(parts):
     with served(parts, seconds=0.01) as address:
-        body = {"model": "tiny", "prompt": "two", "max_tokens": 150}
+        body = {"model": "tiny", "prompt": "two", "max_tokens": 150, "n": 40}
         reply = httpx.post(f"{address}/v1/completions", json=body, timeout=60)
         assert reply.status_code == 504
         assert "--timeout" in reply.json()["error"]["message"]

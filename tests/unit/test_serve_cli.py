@@ -97,7 +97,6 @@ def test_flags_that_are_refused(model, tmp_path, monkeypatch):
 
 def test_lm_evaluation_harness_scores_as_prompt_does(model, tmp_path):
     """A task on a local file: its accuracy is that of `mmqa prompt` on the same choices."""
-    pytest.importorskip("lm_eval")
     words = ["red", "blue", "a long road", "no", "yes", "The sea.", "pump", "left"]
     rows = [
         {"q": f"Question {'abcdefgh'[n]}: which one?", "choices": [words[n], words[n - 3], words[n - 5]],

@@ -11,15 +11,14 @@ import httpx
 import pytest
 from document_files import pdf, picture
 from fake_llm import FakeLLM
+from playwright.sync_api import sync_playwright
 from served_app import serving
-from test_folder_ask import WordEncoder
 from tiny_llm import tiny_backend
+from word_encoder import install
 
-from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import NOT_FOUND
 from mmqa_jax.prompting.llm_reader import LLMReaderOptions
 from mmqa_jax.prompting.served import ServedModel
-from mmqa_jax.runs import ask_folder
 from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, open_folder
 from mmqa_jax.serve.app import make_app
 from mmqa_jax.serve.limits import Limits
@@ -56,9 +55,7 @@ def folder(tmp_path_factory):
 def address(folder, tmp_path_factory):
     """A server of the folder with a language model of known answers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MMQA_CACHE", str(tmp_path_factory.mktemp("cache")))
-        opened = lambda name, corpus: (WordEncoder(), PictureStore(corpus, size=1))  # noqa: E731
-        patch.setattr(ask_folder, "_open_encoder", opened)
+        install(patch, tmp_path_factory.mktemp("cache"))
         corpus = open_folder(folder)
         answerer = FolderAnswerer(corpus, None, AskOptions(top_k=3, least_similarity=0.1))
         with serving(make_app(parts_of(answerer, lambda on_text: FakeLLM(said)), LIMITS, 60)) as at:
@@ -140,13 +137,16 @@ def test_a_chat_with_the_system(address):
     streamed = httpx.post(f"{address}/v1/chat/completions", json={**body, "stream": True})
     assert streamed.text.endswith("data: [DONE]\n\n")
     assert "Every week." in streamed.text
+    assert reply["usage"] is None
+    for key, value in [("temperature", 0), ("n", 2), ("max_tokens", 5), ("stop", ["."])]:
+        refused = httpx.post(f"{address}/v1/chat/completions", json={**body, key: value})
+        assert refused.status_code == 400
+        assert f"leave {key} out" in refused.json()["error"]["message"]
 
 
 def test_pieces_of_a_served_model(engine, folder, tmp_path, monkeypatch):
     """Users of one engine at the same time, each with the pieces of their own answer."""
-    monkeypatch.setenv("MMQA_CACHE", str(tmp_path))
-    opened = lambda name, corpus: (WordEncoder(), PictureStore(corpus, size=1))  # noqa: E731
-    monkeypatch.setattr(ask_folder, "_open_encoder", opened)
+    install(monkeypatch, tmp_path)
     answerer = FolderAnswerer(open_folder(folder), None, AskOptions(top_k=1))
     model = ServedModel(tiny_backend(engine), 64)
     parts = parts_of(answerer, model.session, model)
@@ -162,8 +162,7 @@ def test_pieces_of_a_served_model(engine, folder, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not BROWSER, reason="needs Chromium or Chrome")
 def test_clicks_in_a_browser(address):
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as started:
+    with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 390, "height": 800})
         errors: list[str] = []
