@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
@@ -96,12 +97,22 @@ def read_results(
     selection: Mapping[str, Any],
     examples: int,
 ) -> Results:
-    """Reads the outputs of every row in `rows`; adds the constant answers as a row."""
+    """Reads the outputs of every row in `rows`; adds the constant answers as a row.
+
+    Raises:
+      UserError: rows are gone that finished stages have written.
+    """
     scores, predictions = {}, {}
     for row in sorted(path.parent for path in rows.glob("*/per_question.jsonl")):
         lines = [line["scores"] for _, line in read_jsonl(row / "per_question.jsonl")]
         scores[row.name] = {name: np.array([line[name] for line in lines]) for name in lines[0]}
         predictions[row.name] = read_answers(row / "predictions.jsonl")
+    if missing := sorted({*SETTINGS, *RETRIEVERS, *SOURCE_F1.values()} - scores.keys()):
+        raise UserError(
+            f"{rows}: lacks {', '.join(missing)}, which finished stages of the demo wrote; delete "
+            f"search.json, select.json and read.json in {folder / 'stages'}, and run `mmqa demo` "
+            "again."
+        )
     normalizer = Normalizer("none")
     known = [question for question in corpus.questions() if question.split != "test"]
     constants = constant_predictions(questions, fit_constant_answers(known, lemmatizer=normalizer))

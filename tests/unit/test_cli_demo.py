@@ -163,3 +163,9 @@ def test_the_precision_is_measured_once(fast, stages_run, monkeypatch, tmp_path)
     (tmp_path / "run" / "stages" / "answer.json").unlink()
     again = stages_run("precision=auto")[0]
     assert again == ["bfloat16" if fast else None] * 3  # a resumed run keeps it
+
+
+def test_rows_that_are_gone_are_named(tmp_path):
+    """Deleted by hand, while the stages that wrote them count as finished."""
+    with pytest.raises(UserError, match=r"rows: lacks bm25, .*read\.json in .*stages, and run"):
+        read_results(tmp_path, tmp_path / "rows", None, [], {}, 0)
