@@ -27,6 +27,8 @@ class DenseRetriever:
 
     def __init__(self, corpus: Corpus, embedder: Embedder, index: Any, pictures: PictureStore):
         self.corpus, self.embedder, self.index, self.pictures = corpus, embedder, index, pictures
+        # Texts and pictures of the questions that were embedded last, and their vectors.
+        self._last: tuple[list[tuple[str, str | None]] | None, np.ndarray] = None, np.zeros((0, 0))
 
     def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
         """The `top_k` sources of the whole collection for every question, best first."""
@@ -63,10 +65,16 @@ class DenseRetriever:
 
     def _embed(self, questions: Sequence[Question]) -> np.ndarray:  # -> float32[n, dim]
         check_questions(questions, "DenseRetriever.search")
+        asked = [(question.question, question.image) for question in questions]
+        last, vectors = self._last
+        if asked == last:  # whoever fuses or refuses asks for the same questions again
+            return vectors
         pixels = None  # an encoder of texts alone sees no pictures
         if self.embedder.image_size:
             pixels = [self.pictures.question_pixels(question) for question in questions]
-        return self.embedder.embed_questions([q.question for q in questions], pixels)
+        vectors = self.embedder.embed_questions([q.question for q in questions], pixels)
+        self._last = asked, vectors
+        return vectors
 
     def _rankings(
         self, questions: Sequence[Question], found: tuple[np.ndarray, np.ndarray]

@@ -241,3 +241,11 @@ def test_what_cannot_be_asked(refused, tmp_path):
     refused("ask", empty, "--top_k=0", "Why?", message="--top_k=0: at least 1")
     refused("ask", "--model=smollm2", "Why?", message="--model: a demo answers with its own models")
     refused("ask", empty, " ", message="the question is empty")
+
+
+def test_a_question_is_embedded_once(encoder, folder):
+    asked = answerer(folder, top_k=2)
+    encoder.embedded.clear()
+    asked.answer("When to wash the filter?")
+    asked.answer("Where is the pump?")
+    assert encoder.embedded == ["When to wash the filter?", "Where is the pump?"]
