@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from compare import LAYER, WHOLE, compiled, deviation, forward, randomize, reloaded, same_parameters
+from compare import LAYER, WHOLE, compiled, deviation, reloaded, same_parameters
+from decoder_pair import Pair, run_torch, save_pair, torch_layers
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
@@ -141,25 +142,12 @@ CASES = {
 }
 
 
-class Pair(NamedTuple):
-    """A torch model, ours loaded from its checkpoint, and our compiled forward."""
-
-    theirs: transformers.PreTrainedModel
-    ours: Llama
-    folder: Path
-    forward: Callable
-
-
 @functools.cache
 def make_pair(name: str, folder: Path) -> Pair:
     torch.manual_seed(0)
     case = CASES[name]
     config = getattr(transformers, f"{case.family}Config")(**COMMON | dict(case.values))
-    theirs = getattr(transformers, f"{case.family}ForCausalLM")(config)
-    theirs = randomize(theirs, 0, 0.05)
-    theirs.save_pretrained(folder)
-    ours = load_published("llama", folder, unroll=1)
-    return Pair(theirs, ours, folder, compiled(ours, forward))
+    return save_pair(getattr(transformers, f"{case.family}ForCausalLM")(config), folder)
 
 
 @pytest.fixture(scope="module")
@@ -176,21 +164,10 @@ def tokens(rows: int = 2, length: int = LENGTH) -> np.ndarray:
     return np.random.default_rng(1).integers(0, COMMON["vocab_size"], (rows, length))
 
 
-def run_torch(model: torch.nn.Module, ids: np.ndarray) -> np.ndarray:
-    with torch.no_grad():
-        return model(torch.from_numpy(np.asarray(ids))).logits.numpy()
-
-
 def test_every_layer_and_the_logits_equal(pair):
     theirs, ours, _, forward = pair
-    ids, outputs = tokens(), []
-    hooks = [
-        layer.register_forward_hook(lambda _, __, out: outputs.append(out.numpy()))
-        for layer in theirs.model.layers
-    ]
-    want = run_torch(theirs, ids)
-    for hook in hooks:
-        hook.remove()
+    ids = tokens()
+    outputs, want = torch_layers(theirs, ids)
 
     def each_layer(model, ids):
         return model.layer_outputs(model.embed(ids))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +21,12 @@ from compare import (
     deviation,
     forward,
     names_its_axes,
-    randomize,
     reloaded,
     same_gradients,
     same_parameters,
     with_config,
 )
+from decoder_pair import Pair, run_torch, save_pair, torch_layers
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
@@ -89,23 +87,11 @@ CASES = {
 }
 
 
-class Pair(NamedTuple):
-    """A torch model, ours loaded from its checkpoint, and our compiled forward."""
-
-    theirs: transformers.LlamaForCausalLM
-    ours: Llama
-    folder: Path
-    forward: Callable  # (ids, mask, positions) -> logits, all [3, LENGTH]
-
-
 @functools.cache
 def make_pair(case: str, folder: Path) -> Pair:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**COMMON, **CASES[case])
-    theirs = randomize(transformers.LlamaForCausalLM(config), 0, 0.05)
-    theirs.save_pretrained(folder)
-    ours = load_published("llama", folder, unroll=1)
-    return Pair(theirs, ours, folder, compiled(ours, forward))
+    return save_pair(transformers.LlamaForCausalLM(config), folder)
 
 
 @pytest.fixture(scope="module")
@@ -133,23 +119,10 @@ def everything():
     return np.ones((3, LENGTH), bool), np.broadcast_to(np.arange(LENGTH), (3, LENGTH))
 
 
-def run_torch(model, ids, **inputs):
-    with torch.no_grad():
-        inputs = {name: torch.from_numpy(value) for name, value in inputs.items()}
-        return model(torch.from_numpy(ids), **inputs).logits.numpy()
-
-
 def test_layers_and_logits_equal(pair):
     theirs, ours, _, forward = pair
     ids = tokens()
-    outputs = []
-    hooks = [
-        layer.register_forward_hook(lambda _, __, out: outputs.append(out.numpy()))
-        for layer in theirs.model.layers
-    ]
-    want = run_torch(theirs, ids)
-    for hook in hooks:
-        hook.remove()
+    outputs, want = torch_layers(theirs, ids)
     with torch.no_grad():
         embedded = theirs.model.embed_tokens(torch.from_numpy(ids)).numpy()
 
