@@ -259,15 +259,15 @@ def _first(*values: float | None) -> float:
 
 def _rotated(value: Any, layers: int, where: str) -> tuple[bool, ...]:
     """`LlamaConfig.rotated`: every fourth layer is not, if `no_rope_layers` does not say it."""
-    given, every = value("no_rope_layers"), value("no_rope_layer_interval", 4)
-    if given is None:
-        given = [(number + 1) % every != 0 for number in range(layers)]
-    if len(given) < layers or any(one not in (0, 1) for one in given):
+    rotated, every = value("no_rope_layers"), value("no_rope_layer_interval", 4)
+    if rotated is None:
+        rotated = [(number + 1) % every != 0 for number in range(layers)]
+    if len(rotated) < layers or any(one not in (0, 1) for one in rotated):
         raise UserError(
-            f"{where}: no_rope_layers is {given!r}, expected 0 or 1 for each of {layers} layers; "
+            f"{where}: no_rope_layers is {rotated!r}, expected 0 or 1 for each of {layers} layers; "
             "repair the file or fetch it again."
         )
-    rotated = tuple(bool(one) for one in given[:layers])
+    rotated = tuple(bool(one) for one in rotated[:layers])
     return () if all(rotated) else rotated
 
 
@@ -278,22 +278,22 @@ def _windows(
     layers, window = fields["layers"], value("sliding_window")
     if "use_sliding_window" in read and not value("use_sliding_window", False):
         window = None
-    given = value("layer_types") if "layer_types" in read else None
-    if given is None and window is None:
+    kinds = value("layer_types") if "layer_types" in read else None
+    if kinds is None and window is None:
         return ()
-    if given is None:  # transformers' own choice
+    if kinds is None:  # transformers' own choice
         slides = [True] * layers
         if "max_window_layers" in read:
             slides = [number >= value("max_window_layers") for number in range(layers)]
         elif "no_rope_layers" in read:
             slides = [not rotated for rotated in fields["rotated"] or (True,) * layers]
     else:
-        if len(given) != layers or any(one not in (_SLIDING, _FULL) for one in given):
+        if len(kinds) != layers or any(one not in (_SLIDING, _FULL) for one in kinds):
             raise UserError(
-                f"{where}: layer_types is {given!r}, expected {_SLIDING} or {_FULL} for each of "
+                f"{where}: layer_types is {kinds!r}, expected {_SLIDING} or {_FULL} for each of "
                 f"{layers} layers; use a checkpoint of these."
             )
-        slides = [one == _SLIDING for one in given]
+        slides = [one == _SLIDING for one in kinds]
         if window is None and any(slides):
             raise UserError(
                 f"{where}: layer_types has {_SLIDING}, but no sliding_window is in use; give "

@@ -156,15 +156,15 @@ def scaling_from_hf(
     check_keys(rope, f"{where}, rope scaling", read=read)
     if missing := [f"`{key}`" for key in _NEEDED[kind] if rope.get(key) is None]:
         raise UserError(f"{where}: rope scaling {kind!r} lacks its {', '.join(missing)}; add it.")
-    given = {key: rope[key] for key in _OF_KIND[kind] if rope.get(key) is not None}
-    given = {key: x if key == "truncate" else float(x) for key, x in given.items()}
+    values = {key: rope[key] for key in _OF_KIND[kind] if rope.get(key) is not None}
+    values = {key: x if key == "truncate" else float(x) for key, x in values.items()}
     if kind in ("linear", "dynamic"):
-        return RopeScaling(kind, **given)
+        return RopeScaling(kind, **values)
     if kind == "yarn":
-        two = [given.pop(name, None) for name in ("mscale", "mscale_all_dim")]
-        given.setdefault("attention_factor", _yarn_factor(given["factor"], *two))
-    own = rope.get("original_max_position_embeddings")
-    return RopeScaling(kind, **given, original_positions=original or own or positions)
+        two = [values.pop(name, None) for name in ("mscale", "mscale_all_dim")]
+        values.setdefault("attention_factor", _yarn_factor(values["factor"], *two))
+    stated = rope.get("original_max_position_embeddings")
+    return RopeScaling(kind, **values, original_positions=original or stated or positions)
 
 
 def _yarn_factor(factor: float, mscale: float | None, mscale_all: float | None) -> float:

@@ -85,9 +85,9 @@ class Fields:
 
 def wrong(key: str, value: Any, expected: str) -> WrongField:
     """The refusal of a key's value."""
-    shown = json.dumps(value, default=str)
-    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
-    return WrongField(f"{key} is {shown}, {expected}.", param=key)
+    quoted = json.dumps(value, default=str)
+    quoted = quoted if len(quoted) <= _SHOWN else f"{quoted[:_SHOWN]}..."
+    return WrongField(f"{key} is {quoted}, {expected}.", param=key)
 
 
 def strings(value: Any) -> bool:

@@ -207,27 +207,27 @@ def _check_top(form: Form, decoding: Decoding) -> None:
         )
 
 
-def _prompts(given: Any) -> tuple[Prompt, ...]:
-    if isinstance(given, str):
-        prompts: Sequence[Prompt] = [given]
-    elif token_ids(given) and given:
-        prompts = [tuple(given)]
-    elif strings(given) or (given and all(token_ids(one) and one for one in given)):
-        prompts = given
+def _prompts(prompt: Any) -> tuple[Prompt, ...]:
+    if isinstance(prompt, str):
+        prompts: Sequence[Prompt] = [prompt]
+    elif token_ids(prompt) and prompt:
+        prompts = [tuple(prompt)]
+    elif strings(prompt) or (prompt and all(token_ids(one) and one for one in prompt)):
+        prompts = prompt
     else:
         prompts = []
     if not prompts or "" in prompts:
-        raise wrong("prompt", given, "expected a text, token ids, or a list of either")
+        raise wrong("prompt", prompt, "expected a text, token ids, or a list of either")
     if len(prompts) > _MOST_PROMPTS:
         raise WrongField(f"prompt has {len(prompts):,} prompts, up to {_MOST_PROMPTS} at once.")
     return tuple(one if isinstance(one, str) else tuple(one) for one in prompts)
 
 
-def _messages(given: list[Any]) -> tuple[Message, ...]:
-    if not given:
-        raise wrong("messages", given, "expected at least one message")
+def _messages(rows: list[Any]) -> tuple[Message, ...]:
+    if not rows:
+        raise wrong("messages", rows, "expected at least one message")
     messages = []
-    for number, row in enumerate(given):
+    for number, row in enumerate(rows):
         key = f"messages[{number}]"
         if not isinstance(row, dict):
             raise wrong(key, row, "expected an object")
@@ -243,11 +243,11 @@ def _messages(given: list[Any]) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def _content(given: str | list[Any], key: str) -> tuple[str | Picture, ...]:
-    if isinstance(given, str):
-        return (given,)
+def _content(content: str | list[Any], key: str) -> tuple[str | Picture, ...]:
+    if isinstance(content, str):
+        return (content,)
     parts: list[str | Picture] = []
-    for number, part in enumerate(given):
+    for number, part in enumerate(content):
         name = f"{key}.content[{number}]"
         kind = part.get("type") if isinstance(part, dict) else None
         value = part.get(kind) if isinstance(kind, str) else None

@@ -191,13 +191,13 @@ class FolderAnswerer:
         is_refused = question.image is None and not self._is_near(nearest)
         return ToRead(question, nearest if is_refused else best, is_refused)
 
-    def read(self, found: ToRead, reader: Reader | None = None) -> FolderAnswer:
+    def read(self, to_read: ToRead, reader: Reader | None = None) -> FolderAnswer:
         """Answers a question from what was found.
 
         Args:
           reader: in place of this answerer's own.
         """
-        question, passages, is_refused = found
+        question, passages, is_refused = to_read
         if is_refused:
             return FolderAnswer(NOT_FOUND, False, Prediction(question.id, NOT_FOUND), passages)
         reader = reader or self._reader

@@ -41,8 +41,8 @@ class AskedCorpus(Corpus):
 
     def read_picture(self, name: str | None) -> bytes | None:
         """Encoded picture by its name."""
-        own = None if name is None else self._asked.get(name)
-        return self._prepared.read_picture(name) if own is None else own
+        asked = None if name is None else self._asked.get(name)
+        return self._prepared.read_picture(name) if asked is None else asked
 
 
 class ShownSource(NamedTuple):

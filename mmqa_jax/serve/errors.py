@@ -36,8 +36,8 @@ class ApiError(Exception):
         kind = _TYPES.get(
             self.status, "server_error" if self.status >= 500 else "invalid_request_error"
         )
-        found = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": found}
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
     def response(self) -> JSONResponse:
         """The reply."""

@@ -73,8 +73,8 @@ class Limited:
         path = request.url.path
         if not self._limits.key or path in _OPEN or path.startswith(_PAGE):
             return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self._limits.key.encode()):
+        sent = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(sent.encode(), self._limits.key.encode()):
             raise ApiError(
                 401,
                 "the key is missing or wrong; send it as Authorization: Bearer KEY.",

@@ -53,8 +53,8 @@ class Envelope:
     ) -> dict[str, Any]:
         """A piece of a stream."""
         kind = self._kind if self._kind == "text_completion" else f"{self._kind}.chunk"
-        found = {**self._head(kind), "choices": list(choices), **more}
-        return found if usage is None else {**found, "usage": usage}
+        piece = {**self._head(kind), "choices": list(choices), **more}
+        return piece if usage is None else {**piece, "usage": usage}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model}

@@ -126,10 +126,10 @@ class OpenAIApi:
     async def chat(self, request: Request) -> Response:
         """The next message of a conversation, by a language model or a system."""
         fields = await read_body(request)
-        given = fields.names()
+        named = fields.names()
         asked = read_chat(fields)
         if asked.model in self._parts.systems:
-            for key in sorted(given & _DECODING):
+            for key in sorted(named & _DECODING):
                 raise ApiError(
                     400, f"{asked.model} decodes as it is set up; leave {key} out.", param=key
                 )
@@ -254,10 +254,10 @@ class OpenAIApi:
         return StreamingResponse(events(), media_type="text/event-stream")
 
     def _llm(self, name: str) -> ServedModel:
-        found = self._parts.llm
-        self._check_name(name, [] if found is None else [self._parts.llm_name])
-        assert found is not None
-        return found
+        llm = self._parts.llm
+        self._check_name(name, [] if llm is None else [self._parts.llm_name])
+        assert llm is not None
+        return llm
 
     def _check_name(self, name: str, known: Sequence[str]) -> None:
         if name not in known:

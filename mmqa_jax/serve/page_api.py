@@ -124,18 +124,18 @@ class PageApi:
         row = self._row(request.path_params["name"])
         assert self._parts.corpus is not None
         sources = self._parts.corpus.sources
-        shown = sources[row]
+        source = sources[row]
         first = row
-        while first > max(row - _AROUND, 0) and _follows(sources[first - 1], shown):
+        while first > max(row - _AROUND, 0) and _follows(sources[first - 1], source):
             first -= 1
         last = row
-        while last < min(row + _AROUND, len(sources) - 1) and _follows(sources[last + 1], shown):
+        while last < min(row + _AROUND, len(sources) - 1) and _follows(sources[last + 1], source):
             last += 1
         return JSONResponse(
             {
-                **_described(shown),
-                "before": [_described(source) for source in sources[first:row]],
-                "after": [_described(source) for source in sources[row + 1 : last + 1]],
+                **_described(source),
+                "before": [_described(before) for before in sources[first:row]],
+                "after": [_described(after) for after in sources[row + 1 : last + 1]],
             }
         )
 
@@ -161,9 +161,9 @@ class PageApi:
         return corpus.row[name]
 
 
-def _follows(source: Source, shown: Source) -> bool:
-    file = shown.extra.get("file")
-    return file is not None and source.modality == "text" and source.extra.get("file") == file
+def _follows(neighbor: Source, source: Source) -> bool:
+    file = source.extra.get("file")
+    return file is not None and neighbor.modality == "text" and neighbor.extra.get("file") == file
 
 
 def _described(source: Source) -> dict[str, Any]:

@@ -85,8 +85,8 @@ class RowSystem:
                 meant = known if picture is None and known else asked
                 prediction, rankings = self._answer(meant)
             row = self._told(question, prediction, rankings, tell, began)
-            shown = self._corpus.question_picture(meant) if meant is known else None
-            return row if shown is None else {**row, "picture": data_url(shown)}
+            own_picture = self._corpus.question_picture(meant) if meant is known else None
+            return row if own_picture is None else {**row, "picture": data_url(own_picture)}
 
         return self._threads.start(answer, nothing)
 
@@ -105,8 +105,8 @@ class RowSystem:
         began: float,
     ) -> dict[str, Any]:
         ranked = rankings.get("relevance") or rankings.get("candidates")
-        found = ranking_of(ranked) if ranked else Ranking("", prediction.read, ())
-        rows = cited_first(self._corpus, found, prediction)
+        candidates = ranking_of(ranked) if ranked else Ranking("", prediction.read, ())
+        rows = cited_first(self._corpus, candidates, prediction)
         tell("sources", rows)
         said = prediction.answer or (NOT_FOUND if self._row.answers else "The sources:")
         marks = "".join(f" [{row['number']}]" for row in rows if row["cited"] is not None)

@@ -54,17 +54,17 @@ def bind(options: ServeOptions) -> socket.socket:
       UserError: it is in use, or no address of this machine.
     """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((options.host, options.port))
+        listening.bind((options.host, options.port))
     except (OSError, OverflowError) as error:
-        found.close()
+        listening.close()
         raise UserError(
             f"--host={options.host} --port={options.port}: cannot be listened at ({error}); name "
             "another port, or --port=0 for a free one."
         ) from error
-    return found
+    return listening
 
 
 def open_parts(
@@ -144,9 +144,10 @@ def serve(parts: Parts, listening: socket.socket, options: ServeOptions) -> None
         timeout_graceful_shutdown=int(options.timeout) + _GRACE,
         server_header=False,
     )
-    shown = f"[{host}]" if ":" in host else host
+    listening.listen(_BACKLOG)  # who reads the address below may connect at once
+    address = f"[{host}]" if ":" in host else host
     names = ", ".join(parts.model_names)
-    print(f"mmqa serve: http://{shown}:{port}/ (API: /v1, models: {names})", file=sys.stderr)
+    print(f"mmqa serve: http://{address}:{port}/ (API: /v1, models: {names})", file=sys.stderr)
     if options.host not in _LOOPBACK and not options.key:
         print(
             "mmqa serve: whoever reaches this machine may ask without a key; --key_env=NAME "

@@ -149,11 +149,11 @@ class ReadPassages:
             with corpus.asked(question, picture) as asked:
                 tell("queries", [question])
                 with self._finding:
-                    found = self._answerer.find(asked)
-                rows = source_rows(corpus, found.passages)
+                    to_read = self._answerer.find(asked)
+                rows = source_rows(corpus, to_read.passages)
                 tell("sources", rows)
                 reader = LLMReader(corpus, backend, self._options)
-                answered = self._answerer.read(found, reader)
+                answered = self._answerer.read(to_read, reader)
             outputs = answered.prediction.trace.get("outputs")
             cited = set(answered.prediction.sources)
             return {
@@ -191,12 +191,12 @@ class FindPassages:
         def answer() -> Row:
             began = time.perf_counter()
             with self._answerer.corpus.asked(question) as asked, self._finding:
-                found = self._answerer.find(asked)
-            rows = source_rows(self._answerer.corpus, found.passages)
+                to_read = self._answerer.find(asked)
+            rows = source_rows(self._answerer.corpus, to_read.passages)
             tell("sources", rows)
-            said = NOT_FOUND if found.is_refused else "The nearest passages:"
+            said = NOT_FOUND if to_read.is_refused else "The nearest passages:"
             seconds = time.perf_counter() - began
-            return answer_row(question, said, not found.is_refused, rows, seconds)
+            return answer_row(question, said, not to_read.is_refused, rows, seconds)
 
         return self._threads.start(answer, nothing)
 
@@ -261,9 +261,11 @@ class DemoChain:
                 answered = self._answerer.answer(question, picture)
             tell("queries", list(answered.queries))
             prediction = answered.prediction
-            found = answered.candidates or Ranking("", prediction.sources, prediction.source_scores)
+            candidates = answered.candidates or Ranking(
+                "", prediction.sources, prediction.source_scores
+            )
             cited = prediction if answered.found else Prediction("", "")
-            rows = cited_first(corpus, found, cited)
+            rows = cited_first(corpus, candidates, cited)
             tell("sources", rows)
             marks = "".join(f" [{row['number']}]" for row in rows if row["cited"] is not None)
             seconds = time.perf_counter() - began
@@ -304,11 +306,11 @@ def source_rows(corpus: AskedCorpus, ranking: Ranking) -> list[Row]:
     return rows
 
 
-def cited_first(corpus: AskedCorpus, found: Ranking, prediction: Prediction) -> list[Row]:
+def cited_first(corpus: AskedCorpus, ranking: Ranking, prediction: Prediction) -> list[Row]:
     """Rows of what was found, those that an answer cites first and numbered in its order."""
     cited = dict(zip(prediction.sources, prediction.source_scores, strict=False))
-    scores = {**dict.fromkeys((*prediction.sources, *found.sources)), **cited}
-    scores |= dict(zip(found.sources, found.scores, strict=False))
+    scores = {**dict.fromkeys((*prediction.sources, *ranking.sources)), **cited}
+    scores |= dict(zip(ranking.sources, ranking.scores, strict=False))
     rows = source_rows(corpus, Ranking("", tuple(scores), tuple(scores.values())))
     for row in rows[: len(prediction.sources)]:
         row["cited"] = row["number"]

@@ -139,8 +139,9 @@ def test_the_report_of_a_run_shows_its_validation(runs):
         (line,) = (line for line in ended.out.splitlines() if line.startswith(f"│    {step} │"))
         assert f"{values['source_f1']:.3f}" in line
     page = (run / "report.html").read_text()
-    for name in ("loss", "eval/source_f1", "eval/source_f1@0.2", "eval/threshold"):
-        assert name in page
+    for name in ("source F1", "source F1 at threshold 0.2", "threshold"):
+        assert f"validation: {name}<" in page
+    assert "loss" in page
     assert page.count('id="best-source-selector-') == page.count('id="curve-source-selector-')
     assert "best step" in page
     assert "in steps that count" in page
@@ -162,7 +163,7 @@ def test_every_task_of_training_has_a_report(task, tmp_path):
     found = done("report", f"--workdir={tmp_path}")
     assert (found["task"], found["best"]) == (task, None)
     page = (tmp_path / "report.html").read_text()
-    for text in (f"Training of the {known_tasks()[task].product}", "eval/accuracy", "0.375"):
+    for text in (f"Training of the {known_tasks()[task].product}", "validation: accuracy", "0.375"):
         assert text in page
 
 
