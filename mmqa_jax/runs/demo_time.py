@@ -46,10 +46,12 @@ def _recorded(precision: str, slowness: float, *seconds: float) -> Recorded:
 
 
 REFERENCE_RATE = 164.0  # GFLOP/s of float32 products of the reference machine, two cores
-# The second and the third are of one machine of 206 GFLOP/s, on which other work ran beside them.
+# The second and the fourth are of one machine of 206 GFLOP/s, on which other work ran beside them;
+# the third is of one of 141 GFLOP/s, without AVX-512.
 RECORDED = (
     _recorded("float32", 1.0, 21, 95, 95, 21, 116, 12, 3, 69, 560, 100, 0.3),
     _recorded("float32", 0.87, 19, 83, 80, 35, 117, 13, 3, 72, 464, 51, 0.3),
+    _recorded("float32", 1.55, 39, 130, 166, 65, 176, 21, 5, 111, 729, 90, 0.8),
     _recorded("bfloat16", 0.87, 20, 104, 98, 31, 105, 11, 3, 46, 398, 40, 0.3),
 )
 # Of these, on the reference machine, what does not depend on the sizes in the config.

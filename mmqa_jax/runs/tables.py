@@ -30,6 +30,12 @@ PAPERS = {
 # Folders of rows' workdirs that are looked into where no other is named.
 PLACES = ("runs/tables", "workdir-demo/rows")
 
+# Models of published figures that nobody can ask any more, by the model that a row of ours names.
+SHUT_DOWN = {
+    "gemini-pro-vision": "Gemini 1.0 Pro Vision was shut down on 9 April 2025",
+    "davinci-002": "GPT-3's davinci was shut down on 4 January 2024 (davinci-002 is another model)",
+}
+
 _WIDEST = 9  # columns of figures that a terminal of 120 characters holds
 
 
@@ -48,12 +54,12 @@ def list_rows(name: str | None, workdir: Path | None = None) -> list[dict[str, A
 
     Returns:
       One dict per figure: paper, table, row, column, published, tolerance, scorer, command, needs,
-      measured, interval (95%) and n (where scores.json has them), llm (calls and prompt tokens per
-      question), limit, sample (if not the row's own `data.questions`), workdir (of the measured
-      figure) and status: `pass` or `fail` (of all questions of the row), `partial` (of some of them
-      or of another split, which neither passes nor fails), `not run`, `needs` (inputs are missing),
-      `cited only`, `missing` (not implemented yet), or, of a row of ours without a published
-      figure, `measured`.
+      shut_down (why nobody can measure the published figure again, or ""), measured, interval (95%)
+      and n (where scores.json has them), llm (calls and prompt tokens per question), limit, sample
+      (if not the row's own `data.questions`), workdir (of the measured figure) and status: `pass`
+      or `fail` (of all questions of the row), `partial` (of some of them or of another split, which
+      neither passes nor fails), `not run`, `needs` (inputs are missing), `cited only`, `missing`
+      (not implemented yet), or, of a row of ours without a published figure, `measured`.
     """
     places = [Path(place) for place in PLACES] if workdir is None else [workdir]
     if workdir is not None and not workdir.is_dir():
@@ -99,6 +105,12 @@ def _missing_server(row: Row) -> list[str]:
     if not isinstance(llm, LLMSpec) or llm.backend != "openai" or os.environ.get(URL):
         return []
     return [f"{URL}: the address of a server with OpenAI's API that serves {llm.model}"]
+
+
+def _shut_down(row: Row | None) -> str:
+    """Why nobody can run the published row again; "" where one can, or of no row."""
+    llm = None if row is None else row.parts.get("llm")
+    return SHUT_DOWN.get(llm.model, "") if isinstance(llm, LLMSpec) and row.published else ""
 
 
 def _ours(dataset: str, name: str, scores: Mapping[str, Any] | None) -> list[dict[str, Any]]:
@@ -201,11 +213,14 @@ def commands_table(listed: list[dict[str, Any]]) -> Table:
             _, _, config = figure["command"].partition(" --config=")
             needs = "; ".join(need.partition(":")[0] for need in figure["needs"])
             state = f"run: {figure['workdir']}" if figure["workdir"] else ""
+            if figure["shut_down"]:
+                needs = f"{needs}; model shut down".lstrip("; ")
             rows[figure["command"]] = [config.partition(" ")[0], state or needs or "–"]
+    gone = dict.fromkeys(figure["shut_down"] for figure in listed if figure["shut_down"])
     note = (
         "Run one with: mmqa run --config=CONFIG --workdir=runs/tables/DATASET/ROW. What is missing "
         "and where it comes from: mmqa tables --json, key needs."
-    )
+    ) + "".join(f" {reason}: its published figures cannot be measured again." for reason in gone)
     title = f"{listed[0]['paper']}, rows to run"
     return Table(title, ("config", "run, or still needs"), list(rows.values()), note)
 
@@ -249,6 +264,7 @@ def _figure(
         "config_row": name,
         "command": command,
         "needs": needs,
+        "shut_down": _shut_down(row),
         "measured": measured,
         **_certainty({} if measured is None else scores, cell["scorer"], cell["group"]),
         "llm": {} if scores is None else llm_use(scores),

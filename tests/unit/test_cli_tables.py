@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 KEYS = {
     *("paper", "table", "row", "column", "published", "tolerance"),
-    *("command", "needs", "measured", "status"),
+    *("command", "needs", "shut_down", "measured", "status"),
 }
 # WebQA (Chang et al., CVPR 2022), in percent. Table 6: FL, Acc, FL*Acc, source F1.
 TABLE_6 = {
@@ -139,6 +139,15 @@ def test_the_format(listed):
         assert row["measured"] is None
         assert isinstance(row["needs"], list)
         assert row["row"]
+
+
+def test_models_that_were_shut_down(listed):
+    """PICa's davinci cannot be asked again; VLP's weights can be trained, people be cited."""
+    for row in listed:
+        assert ("4 January 2024" in row["shut_down"]) == row["config_row"].startswith("pica")
+    ended = mmqa("tables", "mmbench")
+    assert "Gemini 1.0 Pro Vision was shut down on 9 April 2025" in " ".join(ended.out.split())
+    assert "davinci" not in ended.out
 
 
 def test_scorers_are_official(listed):
