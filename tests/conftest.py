@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import durations
+import kept_programs
 import pytest
 
 from mmqa_jax.core.host import skip_absent_tpu
@@ -98,9 +99,16 @@ def pytest_collection_finish():
     gc.set_threshold(20_000, 20, 20)
 
 
-def pytest_sessionstart():
+def pytest_sessionstart(session):
+    if not hasattr(session.config, "workerinput"):
+        kept_programs.take()
     # A shell's background job ignores Ctrl-C, and so would all that the tests start and interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_sessionfinish(session):
+    if not hasattr(session.config, "workerinput"):
+        kept_programs.keep()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -120,14 +128,9 @@ def _optimized(request) -> Iterator[None]:
         jax.config.update("jax_disable_most_optimizations", before)
 
 
-# Compiled programs of all tests, kept between runs where the machine is.
-_KEPT_PROGRAMS = Path(__file__).parents[1] / ".pytest_cache" / "jax"
-
-
 def _cache(folder: Path) -> Path:
-    _KEPT_PROGRAMS.mkdir(parents=True, exist_ok=True)
     folder.mkdir(exist_ok=True)
-    (folder / "xla").symlink_to(_KEPT_PROGRAMS)
+    (folder / "xla").symlink_to(kept_programs.FOLDER)
     return folder
 
 
@@ -150,8 +153,8 @@ def _kept_programs() -> Iterator[None]:
     from jax.experimental.compilation_cache import compilation_cache
 
     chosen = {
-        "jax_compilation_cache_dir": str(_KEPT_PROGRAMS),
-        "jax_persistent_cache_min_compile_time_secs": 0.1,
+        "jax_compilation_cache_dir": str(kept_programs.FOLDER),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,  # there are thousands of small ones
         "jax_persistent_cache_min_entry_size_bytes": 0,
     }
     before = {name: jax.config.values[name] for name in chosen}
