@@ -101,6 +101,7 @@ def attend_on(
     listed = listing(positions, active)
     turns = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=1)  # [S, 2, D / 2]
     turns = turns if factor is None else turns * factor
+    whole = jnp.concatenate([turns, turns], axis=2)  # [S, 2, D], for both halves of a head
 
     def of_layer(
         q: jax.Array,
@@ -110,8 +111,10 @@ def attend_on(
         layer: jax.Array,
         traits: LayerTraits = NO_TRAITS,
     ) -> tuple[jax.Array, Any]:
-        own = jnp.stack(traits.turned(turns[:, 0], turns[:, 1]), axis=1)
-        own = jnp.concatenate([own, own], axis=2)  # [S, 2, D], for both halves of a head
+        own = whole
+        if traits.rotated is not None or traits.local is not None:
+            own = jnp.stack(traits.turned(turns[:, 0], turns[:, 1]), axis=1)
+            own = jnp.concatenate([own, own], axis=2)
         out, cache = attend(q[:, 0], k[:, 0], v[:, 0], own, cache, layer, listed)
         return out[:, None], cache
 
