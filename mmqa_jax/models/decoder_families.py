@@ -219,6 +219,20 @@ FAMILIES: Mapping[str, Family] = {
         defaults={"vocab_size": 50304, "rms_norm_eps": 1e-5},
         computes={"qk_norm": "whole", "norms": "after"},
     ),
+    "olmo3": Family(
+        title="OLMo 3",
+        architecture="Olmo3ForCausalLM",
+        keys={**_WINDOW, **kinds(flag="attention_bias", list_or_null="layer_types")},
+        defaults={
+            "vocab_size": 50304,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "sliding_window": 4096,
+        },
+        computes={"qk_norm": "whole", "norms": "after"},
+        full_every=4,
+        local=True,
+    ),
     "phi3": Family(
         title="Phi-3, Phi-4",
         architecture="Phi3ForCausalLM",

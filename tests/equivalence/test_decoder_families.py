@@ -129,6 +129,15 @@ CASES = {
         },
     ),
     "olmo2": Case("Olmo2", {"num_key_value_heads": 3, "rope_parameters": _THETA, **TOKENS}),
+    "olmo3": Case(
+        "Olmo3",
+        {
+            "sliding_window": 45,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "rope_parameters": {"full_attention": _YARN, "sliding_attention": _THETA},
+            **TOKENS,
+        },
+    ),
     "phi3": Case("Phi3", {"sliding_window": 60, "rope_parameters": _THETA, **TOKENS}),
     "phi3, a part of each head rotated": Case(
         "Phi3",
