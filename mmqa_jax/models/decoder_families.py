@@ -63,7 +63,7 @@ _MULTIPLIERS = kinds(
 )
 _GEMMA = kinds(
     name="hidden_activation",
-    number="query_pre_attn_scalar",
+    size="query_pre_attn_scalar",
     number_or_null="final_logit_softcapping",
     flag="attention_bias",
     size_or_null="sliding_window",
@@ -245,7 +245,11 @@ FAMILIES: Mapping[str, Family] = {
             "original_max_position_embeddings": 4096,
             "rms_norm_eps": 1e-5,
         },
-        fixed={"resid_pdrop": (0.0,), "embd_pdrop": (0.0,)},
+        fixed={
+            **{"resid_pdrop": (0.0,), "embd_pdrop": (0.0,)},
+            **dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), (False,)),
+            **dict.fromkeys(("full_attn_mod", "interpolate_factor"), (1,)),  # Phi-4-mini's
+        },
         partial=True,
         fused=True,
     ),

@@ -167,9 +167,9 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
         mean_square = jnp.square(x32).mean(-1, keepdims=True)
+        y = x32 * jax.lax.rsqrt(mean_square + self.eps)
         scale = self.scale[...].astype(jnp.float32)
-        y = x32 * jax.lax.rsqrt(mean_square + self.eps) * (scale + 1 if self.unit else scale)
-        return y.astype(x.dtype)
+        return (y * (scale + 1 if self.unit else scale)).astype(x.dtype)
 
 
 class LlamaLayer(nnx.Module):

@@ -201,7 +201,7 @@ def scaling_from_hf(
     stated = rope.get("original_max_position_embeddings")
     original = original or stated or positions
     if kind == "longrope":
-        values.setdefault("factor", positions / original)
+        values.setdefault("factor", max(positions / original, 1.0))
         values.setdefault("attention_factor", _longrope_factor(values["factor"], original))
     return RopeScaling(kind, **values, original_positions=original)
 

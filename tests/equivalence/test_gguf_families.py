@@ -72,6 +72,11 @@ def _granite(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_logit_scale(config.logits_scaling)
 
 
+def _olmo3(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+
+
 def _llama(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
@@ -105,7 +110,6 @@ CASES = {
         "llama",
         {"sliding_window": None},
         _llama,
-        known=True,
         turned=True,
     ),
     "phi3": Case(
@@ -131,6 +135,16 @@ CASES = {
         _phi3,
     ),
     "olmo2": Case(transformers.Olmo2ForCausalLM, "olmo2"),
+    "olmo3": Case(
+        transformers.Olmo3ForCausalLM,
+        "olmo2",
+        {
+            "sliding_window": 33,
+            "layer_types": ["full_attention", *["sliding_attention"] * (LAYERS - 1)],
+            "rope_parameters": {"full_attention": _THETA, "sliding_attention": _THETA},
+        },
+        _olmo3,
+    ),
     "granite": Case(
         transformers.GraniteForCausalLM,
         "granite",

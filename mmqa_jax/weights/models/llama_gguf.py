@@ -34,9 +34,17 @@ _WINDOW = ("attention.sliding_window", "attention.sliding_window_pattern")
 _FURTHER = {
     "phi3": (*_WINDOW, "rope.scaling.attn_factor"),
     "granite": ("embedding_scale", "residual_scale", "attention.scale", "logit_scale"),
-    "olmo2": _WINDOW,
+    "olmo2": (*_WINDOW, "rope.freq_base_swa"),
     "gemma2": (*_WINDOW, "attn_logit_softcapping", "final_logit_softcapping"),
     "gemma3": (*_WINDOW, "final_logit_softcapping", "rope.freq_base_swa"),
+}
+_MULTIPLIERS = {  # our field -> its key
+    "embedding_scale": "embedding_scale",
+    "residual_scale": "residual_scale",
+    "attention_scale": "attention.scale",
+    "logit_divisor": "logit_scale",
+    "attention_cap": "attn_logit_softcapping",
+    "logit_cap": "final_logit_softcapping",
 }
 _FIXED: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
@@ -94,14 +102,17 @@ def gguf_config(source: GGUFSource) -> LlamaConfig:
             "a model whose keys and values are of one size."
         )
     rotated = source.integer(f"{of}rope.dimension_count", head_size)
-    family = FAMILIES[ARCHITECTURES[architecture]]
+    name = ARCHITECTURES[architecture]
+    if name == "olmo2" and source.metadata(f"{of}attention.sliding_window", 0):
+        name = "olmo3"
+    family = FAMILIES[name]
     if rotated != head_size and not family.partial:
         raise UserError(
             f"{source.name}: {of}rope.dimension_count is {rotated}, a head has {head_size}; use "
             "a model that rotates whole heads."
         )
     config = LlamaConfig(
-        family=ARCHITECTURES[architecture],
+        family=name,
         vocab_size=specs["token_embd.weight"].shape[0],
         hidden=hidden,
         layers=source.integer(f"{of}block_count"),
@@ -142,7 +153,8 @@ def _with_windows(config: LlamaConfig, source: GGUFSource, of: str) -> LlamaConf
         changes["windows"] = tuple(window * one for one in slides)
     if family.local and any(slides):
         changes["local"] = slides
-        changes["local_theta"] = source.number(f"{of}rope.freq_base_swa", 10000.0)
+        usual = config.rope_theta if config.family == "olmo3" else 10000.0
+        changes["local_theta"] = source.number(f"{of}rope.freq_base_swa", usual)
     if config.family == "smollm3":  # llama.cpp has no key for it
         rotated = tuple((number + 1) % 4 != 0 for number in range(layers))
         changes["rotated"] = () if all(rotated) else rotated
@@ -152,25 +164,14 @@ def _with_windows(config: LlamaConfig, source: GGUFSource, of: str) -> LlamaConf
 def _with_multipliers(config: LlamaConfig, source: GGUFSource, of: str) -> LlamaConfig:
     """Adds Granite's multipliers, and Gemma's with its caps."""
     changes: dict[str, Any] = {}
-    if config.family == "granite":
-        keys = {
-            "embedding_scale": "embedding_scale",
-            "residual_scale": "residual_scale",
-            "attention_scale": "attention.scale",
-            "logit_divisor": "logit_scale",
-        }
-        for field, key in keys.items():
-            if source.metadata(f"{of}{key}") is not None:
-                changes[field] = source.number(f"{of}{key}")
     architecture = of.removesuffix(".")
+    for field, key in _MULTIPLIERS.items():
+        if key in _FURTHER.get(architecture, ()) and f"{of}{key}" in source.metadata_keys():
+            changes[field] = source.number(f"{of}{key}")
     if architecture in _LARGEST:
         changes["activation"] = "gelu_pytorch_tanh"
         if config.layers == _LARGEST[architecture]:
             changes["attention_scale"] = (config.hidden // config.heads) ** -0.5
-        caps = {"attention_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
-        for field, key in caps.items():
-            if source.metadata(f"{of}{key}") is not None:
-                changes[field] = source.number(f"{of}{key}")
     if FAMILIES[config.family].scaled:
         changes["embedding_scale"] = config.hidden**0.5
     return dataclasses.replace(config, **changes)
@@ -192,7 +193,7 @@ def _with_scaling(config: LlamaConfig, source: GGUFSource, of: str) -> LlamaConf
         )
     if all(name in source.specs() for name in _LONGROPE.values()):
         rope = {key: source.read(name).tolist() for key, name in _LONGROPE.items()}
-        if source.metadata(f"{of}rope.scaling.attn_factor") is not None:
+        if f"{of}rope.scaling.attn_factor" in source.metadata_keys():
             rope["attention_factor"] = source.number(f"{of}rope.scaling.attn_factor")
         original = source.integer(f"{of}rope.scaling.original_context_length")
         scaling = scaling_from_hf(

@@ -42,6 +42,7 @@ def language_model(
     check_keys(published, where, read=_READ, harmless=_OF_PICTURES)
     inherited = {key: published[key] for key in ("tie_word_embeddings",) if key in published}
     text = {**inherited, "model_type": "gemma3_text", **published["text_config"]}
+    text["final_logit_softcapping"] = None  # the class with a tower does not use it
     tensors, left_out = {}, set()
     for key, spec in source.specs().items():
         if found := _TOWER.match(key):
