@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from mmqa_jax.models.layers import attention
-from mmqa_jax.models.masked import MASKED
+from mmqa_jax.models.masked import MASKED, capped
 
 
 def count_blocks(end: jax.Array, start: int, segment: Segment, block: int) -> jax.Array:
@@ -29,11 +29,13 @@ def attend(
     block: int,
     end: jax.Array,
     window: jax.Array | None = None,
+    cap: float | None = None,
 ) -> jax.Array:
     """Causal attention of q [R, L, heads, D], in columns [R, L], over its rows of the segments.
 
     The query heads of one key head become rows of one product. window: int [R], of how many
-    positions a token sees, its own included; None is all. Returns [R, L, heads, D].
+    positions a token sees, its own included; None is all. cap: of `layers.attention`. Returns
+    [R, L, heads, D].
     """
     batch, length, heads, size = q.shape
     kv_heads = segments[0][1].key.shape[1]
@@ -69,7 +71,7 @@ def attend(
         jnp.zeros((*shape, size)),
     )
     for start, segment in segments:
-        read = functools.partial(_read, grouped, segment, start, rows, visible)
+        read = functools.partial(_read, grouped, segment, start, rows, visible, cap)
         if block >= segment.columns:  # no loop, which costs a GPU a synchronization per block
             carry = read(segment.columns, 0, carry)
         else:
@@ -89,6 +91,7 @@ def attend_to_rows(
     implementation: str,
     limit: int | None = None,
     window: jax.Array | None = None,
+    cap: float | None = None,
 ) -> jax.Array:
     """As `attend`, with the rows' segments side by side [R, T, kv_heads, D] in q's type.
 
@@ -116,7 +119,7 @@ def attend_to_rows(
         if branches is not None:
             first = jnp.where(of_trunk, in_trunk[:, :, None], first)
         mask &= column >= first
-    return attention(q, key, value, mask=mask[:, None], implementation=implementation)
+    return attention(q, key, value, mask=mask[:, None], implementation=implementation, cap=cap)
 
 
 def first_seen(
@@ -142,6 +145,7 @@ def _read(
     start: int,
     rows: jax.Array | None,
     visible: Callable[[jax.Array], jax.Array],
+    cap: float | None,
     block: int,
     n: jax.Array | int,
     carry: Softmax,
@@ -162,6 +166,7 @@ def _read(
     scores *= q.shape[-1] ** -0.5
     if segment.key_scale is not None:
         scores *= read_columns(segment.key_scale, 2, first, block, rows)[:, :, None]
+    scores = capped(scores, cap)
     scores = jnp.where(visible(start + first + jnp.arange(block)), scores, MASKED)
     new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
     weights, decay = jnp.exp(scores - new_top), jnp.exp(top - new_top)

@@ -51,7 +51,7 @@ from mmqa_jax.decoding.scheduler import (
     TokenizedScoring,
 )
 from mmqa_jax.decoding.slot_runner import EngineConfig, SlotRunner, scans
-from mmqa_jax.models.llama import Llama, unstack_layers
+from mmqa_jax.models.llama import Llama, for_length, unstack_layers
 from mmqa_jax.models.llava import Llava
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class Engine:
         self._allocate(config)
 
     def _allocate(self, config: EngineConfig) -> None:
-        model, llava = self._model, self._llava
+        model, llava = for_length(self._model, config.length), self._llava
         self.config = config
         self._runner = SlotRunner(model, config, self.mesh)
         self._tokenizer = RequestTokenizer(

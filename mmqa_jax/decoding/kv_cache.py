@@ -88,7 +88,8 @@ def ragged_fits(
     size, kind = config.head_size, config.dtype
     half = kind in ("bfloat16", "float16") and dtype in (kind, "int8")
     fits = 16 <= size <= 256 and size & (size - 1) == 0 and columns % 16 == chunk % 16 == 0
-    fits = fits and not config.windowed(columns)  # the kernels know no windows
+    # The kernels know neither windows nor caps.
+    fits = fits and not config.windowed(columns) and config.attention_cap is None
     return implementation_for(device) == "cudnn" and half and fits
 
 
@@ -228,6 +229,7 @@ def _layer(
 ) -> tuple[jax.Array, LayerCache]:
     layer = nnx.merge(graphdef, params)
     q, k, v = layer.project(x, *traits.turned(of_tokens.cos, of_tokens.sin))
+    cap = layer.config.attention_cap
 
     def write_and_attend(q, k, v, held, rows, starts, ends, columns, branches, window=None):
         held = write(held, k, v, rows, starts, limit)
@@ -244,10 +246,12 @@ def _layer(
                 out = ragged_triton.attend_in_place(q, segment, rows, starts, branches, **costs)
         elif implementation == "blocks":
             end = ends.max()
-            out = attend(q, segments, columns, branches, read, block=block, end=end, window=window)
+            out = attend(
+                q, segments, columns, branches, read, block=block, end=end, window=window, cap=cap
+            )
         else:
             out = attend_to_rows(
-                q, segments, columns, branches, read, implementation, limit, window
+                q, segments, columns, branches, read, implementation, limit, window, cap
             )
         return out, held
 

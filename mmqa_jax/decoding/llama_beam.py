@@ -22,6 +22,7 @@ from mmqa_jax.models.layer_traits import layer_traits
 from mmqa_jax.models.layers import prefix_attention
 from mmqa_jax.models.llama import (
     Llama,
+    for_length,
     group_queries,
     inverse_frequencies,
     last_token,
@@ -100,6 +101,7 @@ def beam_search(
         prompt.
     """
     model = nnx.merge(graphdef, state)
+    model = for_length(model, input_ids.shape[1] + max_new_tokens)
     config, (prompts, length) = model.config, input_ids.shape
     beam.check_size(
         num_beams=num_beams,
@@ -185,6 +187,7 @@ def _decode(
             of_prefix,
             *(held.swapaxes(1, 2) for held in own),
             mask=of_own,
+            cap=config.attention_cap,
         )
         attended = ungroup_queries(attended, config.heads)
         x = layer.finish(x, attended.reshape(1, -1, *attended.shape[2:]))

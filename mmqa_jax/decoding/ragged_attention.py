@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmqa_jax.decoding.kv_cache import quantize
 from mmqa_jax.models.layer_traits import NO_TRAITS, LayerTraits
-from mmqa_jax.models.masked import MASKED
+from mmqa_jax.models.masked import MASKED, capped
 
 _LANES = 128  # columns of a block are a multiple of this
 _LARGEST = 1024  # columns of a block
@@ -55,6 +55,7 @@ def attend_on(
     angles: jax.Array,
     *,
     factor: Any = None,
+    cap: float | None = None,
     read: int,
     mesh: Mesh | None,
     specs: Any,
@@ -66,8 +67,10 @@ def attend_on(
       cache: a `scanned_cache.ScannedCache`, [N, S, kv_heads, T, D], T a multiple of 128.
       positions: int32 [S], the column of each slot's token: it sees those before.
       active: bool [S], slots whose token is written.
-      angles: float32 [S, D / 2], by which each slot's query and key are rotated.
-      factor: float32 [D / 2], by which the rotation of each pair is multiplied; None is 1.
+      angles: float32 [S, D / 2], by which each slot's query and key are rotated; [S, D] where some
+        layers are local, see `LayerTraits.turned`.
+      factor: float32, as many, by which the rotation of each pair is multiplied; None is 1.
+      cap: of `layers.attention`.
       read: columns of each slot that the kernel's stated costs are those of.
       mesh: where the cache lies; None is one device.
       specs: how it lies there, a PartitionSpec in the place of each array.
@@ -87,7 +90,7 @@ def attend_on(
         return work(lengths, active, shape[3], block)
 
     def attend(*arguments: Any) -> tuple[jax.Array, Any]:
-        return ragged_attention(*arguments, block=block, read=read, interpret=interpret)
+        return ragged_attention(*arguments, block=block, read=read, cap=cap, interpret=interpret)
 
     if mesh is not None:  # XLA does not split a kernel by itself
         of_slots, of_heads = PartitionSpec(specs.key[1]), PartitionSpec(*specs.key[1:3])
@@ -98,7 +101,7 @@ def attend_on(
     listed = listing(positions, active)
     turns = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=1)  # [S, 2, D / 2]
     turns = turns if factor is None else turns * factor
-    turns = jnp.concatenate([turns, turns], axis=2)  # [S, 2, D], for both halves of a head
+    whole = jnp.concatenate([turns, turns], axis=2)  # [S, 2, D], for both halves of a head
 
     def of_layer(
         q: jax.Array,
@@ -108,9 +111,10 @@ def attend_on(
         layer: jax.Array,
         traits: LayerTraits = NO_TRAITS,
     ) -> tuple[jax.Array, Any]:
-        own = turns
-        if traits.rotated is not None:
+        own = whole
+        if traits.rotated is not None or traits.local is not None:
             own = jnp.stack(traits.turned(turns[:, 0], turns[:, 1]), axis=1)
+            own = jnp.concatenate([own, own], axis=2)
         out, cache = attend(q[:, 0], k[:, 0], v[:, 0], own, cache, layer, listed)
         return out[:, None], cache
 
@@ -147,6 +151,7 @@ def ragged_attention(
     *,
     block: int,
     read: int,
+    cap: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, Any]:
     """On one device: one token of every slot, attending to its columns and to itself.
@@ -160,6 +165,7 @@ def ragged_attention(
       listed: from `work`.
       block: columns of a block.
       read: columns of each slot that the kernel's stated costs are those of.
+      cap: of `layers.attention`.
       interpret: run without a TPU, slowly, for tests.
 
     Returns:
@@ -195,7 +201,7 @@ def ragged_attention(
     of_column = [kv_heads * math.prod(x.shape[4:]) * x.dtype.itemsize for x in arrays]
     moved = sum(n * (read + tile(x)) for n, x in zip(of_column, arrays, strict=True))
     call = pl.pallas_call(
-        functools.partial(_kernel, block=block, scaled=scaled),
+        functools.partial(_kernel, block=block, scaled=scaled, cap=cap),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *arrays)],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
@@ -227,7 +233,7 @@ def ragged_attention(
 
 def _kernel(
     _, slot_ref, block_ref, columns_ref, active_ref, q_ref, k_ref, v_ref, turns_ref, *refs,
-    block, scaled,
+    block, scaled, cap,
 ):  # fmt: skip
     """One block: q [heads, D]; k, v [kv, D]; keys, values [kv, block, D]; scales [kv, block].
 
@@ -262,7 +268,7 @@ def _kernel(
         query_ref[...], new_ref[...] = _rotated(q_ref, turns_ref), _rotated(k_ref, turns_ref)
         k = repeated(new_ref[...].astype(jnp.float32))
         own = jnp.sum(query_ref[...].astype(jnp.float32) * k, axis=1, keepdims=True)
-        top_ref[...] = own * size**-0.5
+        top_ref[...] = capped(own * size**-0.5, cap)
         total_ref[...] = jnp.ones_like(total_ref)
         sum_ref[...] = repeated(v_ref[...].astype(jnp.float32))
 
@@ -270,7 +276,7 @@ def _kernel(
     if scaled:
         scores *= repeated(held[2][...])
     column = first + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-    scores = jnp.where(column < columns, scores, MASKED)
+    scores = jnp.where(column < columns, capped(scores, cap), MASKED)
     top = top_ref[...]
     new_top = jnp.maximum(top, scores.max(1, keepdims=True))
     weights, decay = jnp.exp(scores - new_top), jnp.exp(top - new_top)

@@ -29,7 +29,7 @@ from mmqa_jax.models.layer_traits import LayerTraits, layer_traits
 from mmqa_jax.models.layers import attention, scan_layers
 from mmqa_jax.models.llama import Llama, inverse_frequencies, rotary_factor, rotation
 from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.masked import MASKED
+from mmqa_jax.models.masked import MASKED, capped
 
 # Rows of queries that make attention a matrix product on a TPU: with one alone (every head has keys
 # of its own) XLA multiplies and adds on the vector unit.
@@ -113,7 +113,7 @@ def decode(
         q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array, window: jax.Array | None
     ) -> jax.Array:
         held = cache.map(lambda x: _layer(x, layer, limit))
-        return _one_token(q, k, v, held, positions, window)
+        return _one_token(q, k, v, held, positions, window, model.config.attention_cap)
 
     traits = layer_traits(model.config, cache.key.shape[3])
     hidden, k, v = _run(model, embedded, positions[:, None], attend, traits)
@@ -140,6 +140,7 @@ def _decode_ragged(
         active,
         angles,
         factor=rotary_factor(model.config),
+        cap=model.config.attention_cap,
         read=limit,
         mesh=mesh,
         specs=_specs(cache, mesh),
@@ -224,7 +225,14 @@ def prefill(
             held = read(cache, layer, rows)
             k, v = _behind(held.key, held.key_scale, k), _behind(held.value, held.value_scale, v)
         return attention(
-            q, k, v, mask=seen, is_causal=True, implementation=implementation, mesh=mesh
+            q,
+            k,
+            v,
+            mask=seen,
+            is_causal=True,
+            implementation=implementation,
+            mesh=mesh,
+            cap=model.config.attention_cap,
         )
 
     positions = columns if branches is None else branches.positions(columns)
@@ -355,12 +363,13 @@ def _one_token(
     held: ScannedCache,
     positions: jax.Array,
     window: jax.Array | None = None,
+    cap: float | None = None,
 ) -> jax.Array:
     """Attention of one token per row to `held` ([S, kv, T, D]) before its position, and to itself.
 
     q [S, 1, heads, D]; k, v [S, 1, kv_heads, D]. window: how many tokens it sees, itself included;
-    None is all. The query heads of one key head are rows of one product. Returns
-    [S, 1, heads, D].
+    None is all. cap: of `layers.attention`. The query heads of one key head are rows of one
+    product. Returns [S, 1, heads, D].
     """
     rows, _, kv_heads, size = k.shape
     grouped = q.reshape(rows, kv_heads, -1, size)  # [S, kv, G, D]
@@ -379,8 +388,9 @@ def _one_token(
     visible = jnp.arange(held.key.shape[2]) < positions[:, None, None, None]
     if window is not None:
         visible &= jnp.arange(held.key.shape[2]) > positions[:, None, None, None] - window
-    scores = jnp.where(visible, scores * size**-0.5, MASKED)
+    scores = jnp.where(visible, capped(scores * size**-0.5, cap), MASKED)
     own = jnp.sum(grouped.astype(jnp.float32) * k, -1, keepdims=True) * size**-0.5
+    own = capped(own, cap)
     top = jnp.maximum(scores.max(-1, keepdims=True), own)
     weights, of_own = jnp.exp(scores - top), jnp.exp(own - top)
     total = weights.sum(-1, keepdims=True) + of_own

@@ -24,7 +24,7 @@ from mmqa_jax.decoding.prefix_cache import Buckets
 from mmqa_jax.decoding.sampling import SamplingParameters, choose
 from mmqa_jax.models.flash import implementation_for
 from mmqa_jax.models.layer_traits import layer_traits
-from mmqa_jax.models.llama import Llama, last_token
+from mmqa_jax.models.llama import Llama, for_length, last_token
 
 CACHE_TYPES = ("float32", "bfloat16", "int8")
 WEIGHT_TYPES = ("given", "int8")
@@ -163,6 +163,7 @@ class Programs:
         self.whole = (
             SingleDeviceSharding(jax.local_devices()[0]) if mesh is None else replicated(mesh)
         )
+        model = for_length(model, config.length)
         self.scanned = not isinstance(model.layers, nnx.List)
         device = next(iter(self.whole.device_set))
         # On one CPU a program for each layer, see layer_programs.

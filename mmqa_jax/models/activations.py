@@ -31,9 +31,12 @@ def by_platform(function: Activation) -> Activation:
     return activation
 
 
+_TANH_GELU = by_platform(functools.partial(jax.nn.gelu, approximate=True))
+
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": by_platform(_gelu),
-    "gelu_new": by_platform(functools.partial(jax.nn.gelu, approximate=True)),  # tanh
+    "gelu_new": _TANH_GELU,
+    "gelu_pytorch_tanh": _TANH_GELU,
     "relu": jax.nn.relu,
     "silu": by_platform(jax.nn.silu),
 }

@@ -39,6 +39,8 @@ _PLAIN = {
     "residual_scale": ("residual_multiplier", 1.0),
     "attention_scale": ("attention_multiplier", 1.0),
     "logit_divisor": ("logits_scaling", 1.0),
+    "attention_cap": ("attn_logit_softcapping", None),
+    "logit_cap": ("final_logit_softcapping", None),
 }
 _COMMON = kinds(
     size="vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size "
@@ -59,6 +61,30 @@ _SWITCHED_WINDOW = kinds(
 _MULTIPLIERS = kinds(
     number="embedding_multiplier residual_multiplier attention_multiplier logits_scaling"
 )
+_GEMMA = kinds(
+    name="hidden_activation",
+    size="query_pre_attn_scalar",
+    number_or_null="final_logit_softcapping",
+    flag="attention_bias",
+    size_or_null="sliding_window",
+    list_or_null="layer_types",
+)
+# Gemma's key in the place of a common one.
+_GEMMA_NAMES = {"hidden_act": "hidden_activation"}
+_GEMMA_DEFAULTS = {
+    "hidden_size": 2304,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "intermediate_size": 9216,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+# cache_implementation is transformers', hidden_act is not read by these classes.
+_GEMMA_HARMLESS = ("cache_implementation", "hidden_act", "sliding_window_size")
 # Fields that are ours, or have another form in a config.json.
 _OWN = ("dtype", "attention", "remat", "unroll", "init_stddev", "head_dim", "out_bias")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -82,6 +108,12 @@ class Family:
       fixed: keys that its class does not read or that have only these values here.
       partial: whether it may rotate a part of each head.
       fused: whether its checkpoints keep q, k and v as one tensor, and gate and up.
+      names: its keys in the place of common ones.
+      scaled: whether embeddings are multiplied by the root of their size.
+      full_every: so many layers up to one that sees all, where `layer_types` does not say it; 0 is
+        the rule of its other keys.
+      local: whether layers with a window rotate without scaling, as `rope_local_base_freq` or the
+        part `sliding_attention` of `rope_parameters` say.
     """
 
     title: str
@@ -93,6 +125,10 @@ class Family:
     fixed: Mapping[str, tuple[Any, ...]] = _none()
     partial: bool = False
     fused: bool = False
+    names: Mapping[str, str] = _none()
+    scaled: bool = False
+    full_every: int = 0
+    local: bool = False
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -181,7 +217,21 @@ FAMILIES: Mapping[str, Family] = {
         architecture="Olmo2ForCausalLM",
         keys=kinds(flag="attention_bias"),
         defaults={"vocab_size": 50304, "rms_norm_eps": 1e-5},
-        computes={"qk_norm": "whole", "norm_after": True},
+        computes={"qk_norm": "whole", "norms": "after"},
+    ),
+    "olmo3": Family(
+        title="OLMo 3",
+        architecture="Olmo3ForCausalLM",
+        keys={**_WINDOW, **kinds(flag="attention_bias", list_or_null="layer_types")},
+        defaults={
+            "vocab_size": 50304,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "sliding_window": 4096,
+        },
+        computes={"qk_norm": "whole", "norms": "after"},
+        full_every=4,
+        local=True,
     ),
     "phi3": Family(
         title="Phi-3, Phi-4",
@@ -192,9 +242,14 @@ FAMILIES: Mapping[str, Family] = {
             "hidden_size": 3072,
             "intermediate_size": 8192,
             "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
             "rms_norm_eps": 1e-5,
         },
-        fixed={"resid_pdrop": (0.0,), "embd_pdrop": (0.0,)},
+        fixed={
+            **{"resid_pdrop": (0.0,), "embd_pdrop": (0.0,)},
+            **dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), (False,)),
+            **dict.fromkeys(("full_attn_mod", "interpolate_factor"), (1,)),  # Phi-4-mini's
+        },
         partial=True,
         fused=True,
     ),
@@ -202,6 +257,47 @@ FAMILIES: Mapping[str, Family] = {
         title="Granite 3",
         architecture="GraniteForCausalLM",
         keys={**_BIASES, **_MULTIPLIERS},
+    ),
+    "gemma2": Family(
+        title="Gemma 2",
+        architecture="Gemma2ForCausalLM",
+        keys={**_GEMMA, **kinds(number_or_null="attn_logit_softcapping")},
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "vocab_size": 256000,
+            "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        computes={"norms": "both", "unit_norms": True},
+        harmless=_GEMMA_HARMLESS,
+        fixed={"use_bidirectional_attention": (False,)},
+        names=_GEMMA_NAMES,
+        scaled=True,
+        full_every=2,
+    ),
+    "gemma3_text": Family(
+        title="Gemma 3, its language model",
+        architecture="Gemma3ForCausalLM",
+        keys={
+            **_GEMMA,
+            **kinds(size="sliding_window_pattern", number_or_null="rope_local_base_freq"),
+        },
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1000000.0,
+            "rope_local_base_freq": 10000.0,
+        },
+        computes={"norms": "both", "unit_norms": True, "qk_norm": "head"},
+        harmless=_GEMMA_HARMLESS,
+        # transformers' class has a cap of scores, and does not use it.
+        fixed={"use_bidirectional_attention": (False,), "attn_logit_softcapping": ()},
+        names=_GEMMA_NAMES,
+        scaled=True,
+        full_every=6,
+        local=True,
     ),
 }
 
@@ -215,7 +311,7 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
             "a checkpoint of one of these."
         )
     family = FAMILIES[model_type]
-    read = {**_COMMON, **family.keys}
+    read = _read(family)
     check_keys(
         published, where, read=read, harmless=family.harmless, fixed={**_FIXED, **family.fixed}
     )
@@ -223,10 +319,13 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
     def value(key: str, default: Any = None) -> Any:
         return published.get(key, family.defaults.get(key, default))
 
-    plain = {field: pair for field, pair in _PLAIN.items() if pair[0] in read}
+    plain = _plain(family)
     fields = {field: value(key, default) for field, (key, default) in plain.items()}
-    check_known(f"{where}: hidden_act", fields["activation"], ACTIVATIONS)
+    check_known(f"{where}: {plain['activation'][0]}", fields["activation"], ACTIVATIONS)
     rope = published.get("rope_scaling") or published.get("rope_parameters") or {}
+    near: Mapping[str, Any] = {}
+    if family.local:
+        rope, near = _both_ropes(published, rope)
     partial = rope.get("partial_rotary_factor", published.get("partial_rotary_factor"))
     if partial not in (None, 1.0) and not family.partial:
         raise UserError(
@@ -241,15 +340,57 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
         "head_dim": None if head_dim == fields["hidden"] / heads else head_dim,
         "rope_theta": _first(rope.get("rope_theta"), value("rope_theta"), 10000.0),
         "rope_scaling": scaling_from_hf(
-            rope, published.get("original_max_position_embeddings"), fields["positions"], where
+            rope, value("original_max_position_embeddings"), fields["positions"], where
         ),
         "rotary_fraction": 1.0 if partial is None else float(partial),
         **family.computes,
     }
+    if family.scaled:
+        fields["embedding_scale"] = fields["hidden"] ** 0.5
+    if "query_pre_attn_scalar" in read:
+        fields["attention_scale"] = _scale(value("query_pre_attn_scalar"), head_dim)
     fields["rotated"] = _rotated(value, fields["layers"], where) if "no_rope_layers" in read else ()
     if "sliding_window" in read:
-        fields["windows"] = _windows(value, read, fields, where)
+        slides = _slides(family, value, read, fields, where)
+        fields["windows"] = _windows(slides, value("sliding_window"), fields["positions"])
+        if family.local:
+            fields["local"] = slides if any(slides) else ()
+    if family.local:
+        if scaling_from_hf(near, None, fields["positions"], where) is not None:
+            raise UserError(
+                f"{where}: rope_parameters.{_SLIDING} is scaled, which is not supported; use a "
+                "checkpoint whose layers with a window are not."
+            )
+        theta = _first(near.get("rope_theta"), value("rope_local_base_freq"), fields["rope_theta"])
+        fields["local_theta"] = theta
     return fields
+
+
+def _read(family: Family) -> dict[str, str]:
+    """Kinds of the keys that are read of a family's config.json."""
+    return {key: kind for key, kind in _COMMON.items() if key not in family.names} | {**family.keys}
+
+
+def _plain(family: Family) -> dict[str, tuple[str, Any]]:
+    """Of `_PLAIN` what a family has, with its own names."""
+    named = {field: (family.names.get(key, key), x) for field, (key, x) in _PLAIN.items()}
+    return {field: pair for field, pair in named.items() if pair[0] in _read(family)}
+
+
+def _both_ropes(
+    published: Mapping[str, Any], rope: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Rope parameters of the layers that see all and of the others (transformers 5 keeps both)."""
+    parameters = published.get("rope_parameters") or {}
+    if parameters.keys().isdisjoint((_SLIDING, _FULL)):
+        return rope, {}
+    far = {**(parameters.get(_FULL) or {}), **(published.get("rope_scaling") or {})}
+    return far, parameters.get(_SLIDING) or {}
+
+
+def _scale(size: float, head_dim: int) -> float | None:
+    """`LlamaConfig.attention_scale` of Gemma's `query_pre_attn_scalar`."""
+    return None if size == head_dim else size**-0.5
 
 
 def _first(*values: float | None) -> float:
@@ -271,19 +412,22 @@ def _rotated(value: Any, layers: int, where: str) -> tuple[bool, ...]:
     return () if all(rotated) else rotated
 
 
-def _windows(
-    value: Any, read: Mapping[str, str], fields: Mapping[str, Any], where: str
-) -> tuple[int, ...]:
-    """`LlamaConfig.windows`; () where no layer's window is smaller than the positions."""
+def _slides(
+    family: Family, value: Any, read: Mapping[str, str], fields: Mapping[str, Any], where: str
+) -> tuple[bool, ...]:
+    """Which layers have a window, if it is smaller than the text."""
     layers, window = fields["layers"], value("sliding_window")
     if "use_sliding_window" in read and not value("use_sliding_window", False):
         window = None
     kinds = value("layer_types") if "layer_types" in read else None
-    if kinds is None and window is None:
-        return ()
+    if kinds is None and window is None and not family.full_every:
+        return (False,) * layers
     if kinds is None:  # transformers' own choice
         slides = [True] * layers
-        if "max_window_layers" in read:
+        if family.full_every:
+            every = value("sliding_window_pattern", family.full_every)
+            slides = [(number + 1) % every != 0 for number in range(layers)]
+        elif "max_window_layers" in read:
             slides = [number >= value("max_window_layers") for number in range(layers)]
         elif "no_rope_layers" in read:
             slides = [not rotated for rotated in fields["rotated"] or (True,) * layers]
@@ -294,12 +438,17 @@ def _windows(
                 f"{layers} layers; use a checkpoint of these."
             )
         slides = [one == _SLIDING for one in kinds]
-        if window is None and any(slides):
-            raise UserError(
-                f"{where}: layer_types has {_SLIDING}, but no sliding_window is in use; give "
-                f"sliding_window, or make all layers {_FULL}."
-            )
-    if window is None or window >= fields["positions"] or not any(slides):
+    if window is None and any(slides):
+        raise UserError(
+            f"{where}: layer_types has {_SLIDING}, but no sliding_window is in use; give "
+            f"sliding_window, or make all layers {_FULL}."
+        )
+    return tuple(slides)
+
+
+def _windows(slides: tuple[bool, ...], window: int | None, positions: int) -> tuple[int, ...]:
+    """`LlamaConfig.windows`; () where no layer's window is smaller than the positions."""
+    if window is None or window >= positions or not any(slides):
         return ()
     return tuple(window * slide for slide in slides)
 
@@ -307,17 +456,27 @@ def _windows(
 def fields_to_hf(config: Any) -> dict[str, Any]:
     """transformers' `config.json` of a config; see `LlamaConfig.to_hf`."""
     family = FAMILIES[config.family]
-    read = {**_COMMON, **family.keys}
+    read = _read(family)
     published: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": config.family,
-        **{key: getattr(config, field) for field, (key, _) in _PLAIN.items() if key in read},
+        **{key: getattr(config, field) for field, (key, _) in _plain(family).items()},
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_size,
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling_to_hf(config.rope_scaling),
         "initializer_range": config.init_stddev,
     }
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.kind == "longrope":  # where Phi-3 looks for it
+        published["original_max_position_embeddings"] = scaling.original_positions
+    if "query_pre_attn_scalar" in read:
+        scale = config.attention_scale
+        published["query_pre_attn_scalar"] = round(scale**-2) if scale else config.head_size
+    if family.local:
+        published |= _local_to_hf(config, published["rope_scaling"])
+        if "rope_local_base_freq" in read:
+            published["rope_local_base_freq"] = config.local_theta
     if family.partial:
         published["partial_rotary_factor"] = config.rotary_fraction
     if "no_rope_layers" in read:
@@ -336,14 +495,23 @@ def fields_to_hf(config: Any) -> dict[str, Any]:
     return published
 
 
+def _local_to_hf(config: Any, scaling: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What `_both_ropes` reads."""
+    far = {"rope_type": "default", "rope_theta": config.rope_theta, **(scaling or {})}
+    near = {"rope_type": "default", "rope_theta": config.local_theta}
+    return {"rope_parameters": {_FULL: far, _SLIDING: near}}
+
+
 def _windows_to_hf(config: Any, read: Mapping[str, str]) -> dict[str, Any]:
     sizes = {window for window in config.windows if window}
     published: dict[str, Any] = {"sliding_window": max(sizes, default=None)}
     if "use_sliding_window" in read:
         published["use_sliding_window"] = bool(sizes)
     if "layer_types" in read:
-        windows = config.windows or (0,) * config.layers
-        published["layer_types"] = [_SLIDING if window else _FULL for window in windows]
+        near = config.local or config.windows or (0,) * config.layers
+        published["layer_types"] = [_SLIDING if one else _FULL for one in near]
+        if any(config.local) and not sizes:  # it is no smaller than the positions
+            published["sliding_window"] = config.positions
     if "max_window_layers" in read:
         published["max_window_layers"] = config.layers  # layer_types say it
     return published

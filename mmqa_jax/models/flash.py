@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from mmqa_jax.core.mesh import platform
-from mmqa_jax.models.masked import MASKED
+from mmqa_jax.models.masked import MASKED, capped
 
 _OLDEST_CUDNN_GPU = 8.0  # compute capability (Ampere) from which cuDNN has flash attention
 
@@ -51,11 +51,12 @@ def block_attention(
     mask: jax.Array | None,
     is_causal: bool,
     block: int = 512,
+    cap: float | None = None,
 ) -> jax.Array:
     """Attention over blocks of keys with a running maximum (Milakov and Gimelshein 2018).
 
     q [B, Lq, heads, D]; k, v [B, Lk, kv_heads, D]; mask bool, broadcastable to [B, 1, Lq, Lk].
-    No array is larger than Lq times a block. Returns [B, Lq, heads, D].
+    cap: of `layers.attention`. No array is larger than Lq times a block. Returns [B, Lq, heads, D].
     """
     batch, length, heads, size = q.shape
     columns, kv_heads = k.shape[1:3]
@@ -84,7 +85,7 @@ def block_attention(
             if mask.shape[-1] > 1:
                 part = jax.lax.dynamic_slice_in_dim(mask, first, block, 3)
             visible &= part[:, :, None]
-        scores = jnp.where(visible, scores, MASKED)
+        scores = jnp.where(visible, capped(scores, cap), MASKED)
         new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
         weights, decay = jnp.exp(scores - new_top), jnp.exp(top - new_top)
         read = jnp.einsum(

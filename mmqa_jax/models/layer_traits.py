@@ -18,13 +18,20 @@ class LayerTraits:
 
     window: jax.Array | np.ndarray | None = None  # int32: tokens that one sees, itself included
     rotated: jax.Array | np.ndarray | None = None  # bool: whether positions are
+    local: jax.Array | np.ndarray | None = None  # bool: whether by `LlamaConfig.local_theta`
 
     def of(self, number: int) -> LayerTraits:
         """One layer's."""
         return jax.tree.map(lambda x: x[number], self)
 
     def turned(self, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The rotation of one layer, from cosines and sines of all that rotate."""
+        """The rotation of one layer, [.., D / 2], from cosines and sines of all that rotate.
+
+        Where some are local these are [.., D], those of the others before theirs.
+        """
+        if self.local is not None:
+            half = cos.shape[-1] // 2
+            cos, sin = (jnp.where(self.local, x[..., half:], x[..., :half]) for x in (cos, sin))
         if self.rotated is None:
             return cos, sin
         return jnp.where(self.rotated, cos, 1), jnp.where(self.rotated, sin, 0)
@@ -47,9 +54,11 @@ NO_TRAITS = LayerTraits()
 
 def layer_traits(config: LlamaConfig, columns: int) -> LayerTraits:
     """The traits of all layers, for texts of up to `columns` tokens."""
-    window = rotated = None
+    window = rotated = local = None
     if config.windowed(columns):
         window = np.array([size or _ALL for size in config.windows], np.int32)
     if config.rotated:
         rotated = np.array(config.rotated)
-    return LayerTraits(window, rotated)
+    if config.local:
+        local = np.array(config.local)
+    return LayerTraits(window, rotated, local)

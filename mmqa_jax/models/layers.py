@@ -34,7 +34,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import platform, split_rows
 from mmqa_jax.models import flash
 from mmqa_jax.models.config_checks import check_known
-from mmqa_jax.models.masked import MASKED
+from mmqa_jax.models.masked import MASKED, capped
 
 Names = tuple[str | None, ...]
 
@@ -243,11 +243,13 @@ def attention(
     dropout_key: jax.Array | None = None,
     implementation: str = "xla",
     mesh: Mesh | None = None,
+    cap: float | None = None,
 ) -> jax.Array:
     """Multi-head scaled dot-product attention, the one of the project.
 
     q [B, Lq, heads, head_dim]; k, v [B, Lk, heads, head_dim]; mask bool, broadcastable to
-    [B, heads, Lq, Lk], True = attend. Scores are divided by sqrt(head_dim); softmax in float32.
+    [B, heads, Lq, Lk], True = attend. Scores are divided by sqrt(head_dim), and bent to stay within
+    `cap` (`masked.capped`); softmax in float32.
     A row without a visible column gives the mean of the values, never NaN.
 
     `implementation`: "auto", for encoders (`flash.encoder_implementation`: in 16 bits one kernel on
@@ -257,11 +259,14 @@ def attention(
     ([B or 1, 1, Lq or 1, Lk]), and align a causal mask with the last key, so that what precedes the
     queries is seen whole; with "cudnn" and "splash" every query must see a key. "splash" takes
     masks of keys alone (Lq 1); `mesh` is where its heads lie. What these two do not take (types,
-    sizes, masks, another platform: `flash.cudnn_fits`, `splash.splash_fits`) goes to "blocks".
+    sizes, masks, another platform: `flash.cudnn_fits`, `splash.splash_fits`; for cuDNN a cap) goes
+    to "blocks".
     Dropout acts on the attention weights (BERT), for which only "auto" and "xla" serve.
     Returns [B, Lq, heads, head_dim] in q's dtype.
     """
     drops = dropout_key is not None and dropout_rate > 0.0
+    if implementation == "auto" and cap is not None:
+        implementation = "xla"
     if implementation == "auto":
         implementation = flash.encoder_implementation(q, k, mask, is_causal=is_causal, drops=drops)
         if implementation == "fused":
@@ -276,12 +281,19 @@ def attention(
                 "set the attention dropout to 0 or use 'xla'."
             )
         return _linear_attention(
-            q, k, v, mask=mask, is_causal=is_causal, implementation=implementation, mesh=mesh
+            q,
+            k,
+            v,
+            mask=mask,
+            is_causal=is_causal,
+            implementation=implementation,
+            mesh=mesh,
+            cap=cap,
         )
     # Head-major matrices: plain batched products, 1.1x in the backward pass on CPU.
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))  # [B, heads, L, head_dim]
     scores = jnp.matmul(q, k.swapaxes(2, 3), preferred_element_type=jnp.float32)
-    scores = scores * q.shape[-1] ** -0.5  # [B, heads, Lq, Lk]
+    scores = capped(scores * q.shape[-1] ** -0.5, cap)  # [B, heads, Lq, Lk]
     if is_causal:
         causal = jnp.tril(jnp.ones(scores.shape[2:], bool))
         mask = causal if mask is None else mask & causal
@@ -300,10 +312,11 @@ def _linear_attention(
     is_causal: bool,
     implementation: str,
     mesh: Mesh | None,
+    cap: float | None,
 ) -> jax.Array:
     """`attention` by "blocks", "cudnn" or "splash"."""
     check_known("attention implementation", implementation, _IMPLEMENTATIONS)
-    if implementation == "cudnn" and flash.cudnn_fits(q, k, mask):
+    if implementation == "cudnn" and cap is None and flash.cudnn_fits(q, k, mask):
         return flash.cudnn_attention(q, k, v, mask=mask, is_causal=is_causal)
     of_keys = mask is None or (mask.ndim == 4 and mask.shape[1:3] == (1, 1))
     if implementation == "splash" and of_keys:
@@ -311,8 +324,10 @@ def _linear_attention(
 
         if splash.splash_fits(q.shape[1], k.shape[1]):
             keys = None if mask is None else jnp.broadcast_to(mask[:, 0, 0], k.shape[:2])
-            return splash.splash_attention(q, k, v, key_mask=keys, is_causal=is_causal, mesh=mesh)
-    return flash.block_attention(q, k, v, mask=mask, is_causal=is_causal)
+            return splash.splash_attention(
+                q, k, v, key_mask=keys, is_causal=is_causal, mesh=mesh, cap=cap
+            )
+    return flash.block_attention(q, k, v, mask=mask, is_causal=is_causal, cap=cap)
 
 
 def prefix_attention(
@@ -324,12 +339,14 @@ def prefix_attention(
     v: jax.Array,
     *,
     mask: jax.Array,
+    cap: float | None = None,
 ) -> jax.Array:
     """Attention of several sequences that share a prefix, without repeating the prefix (decoding).
 
     q [B * K, Lq, heads, head_dim] for K sequences side by side per prefix; prefix_k, prefix_v
     [B, Lp, heads, head_dim], prefix_mask bool [B, Lp]; k, v [B * K, Lk, heads, head_dim] each
-    sequence's own columns, mask bool broadcastable to [B * K, heads, Lq, Lk]. One softmax over
+    sequence's own columns, mask bool broadcastable to [B * K, heads, Lq, Lk]. `cap` as in
+    `attention`. One softmax over
     prefix and own columns. Returns [B * K, Lq, heads, head_dim]: what `attention` gives for the
     concatenation.
     """
@@ -337,10 +354,10 @@ def prefix_attention(
     prefixes, columns = prefix_mask.shape
     grouped = (q * size**-0.5).reshape(prefixes, -1, heads, size)  # [B, K * Lq, heads, head_dim]
     shared = jnp.einsum("bqhd,bkhd->bqhk", grouped, prefix_k, preferred_element_type=jnp.float32)
-    shared = jnp.where(prefix_mask[:, None, None, :], shared, MASKED)
+    shared = jnp.where(prefix_mask[:, None, None, :], capped(shared, cap), MASKED)
     shared = shared.reshape(rows, length, heads, columns)
     own = jnp.einsum("nqhd,nkhd->nhqk", q * size**-0.5, k, preferred_element_type=jnp.float32)
-    own = jnp.where(mask, own, MASKED).swapaxes(1, 2)  # [B * K, Lq, heads, Lk]
+    own = jnp.where(mask, capped(own, cap), MASKED).swapaxes(1, 2)  # [B * K, Lq, heads, Lk]
     weights = jax.nn.softmax(jnp.concatenate([shared, own], axis=-1), axis=-1).astype(v.dtype)
     of_prefix = weights[..., :columns].reshape(prefixes, -1, heads, columns)
     out = jnp.einsum("bqhk,bkhd->bqhd", of_prefix, prefix_v).reshape(q.shape)

@@ -38,8 +38,10 @@ from mmqa_jax.models.layers import (
     scan_layers,
     split_heads,
     stack_layers,
+    zeros_init,
 )
 from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.masked import capped
 from mmqa_jax.models.rope import frequencies
 
 LINEARS = ("q", "k", "v", "out", "gate", "up", "down")  # of a layer
@@ -48,10 +50,28 @@ LINEARS = ("q", "k", "v", "out", "gate", "up", "down")  # of a layer
 def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
     """Angle per position of each rotary pair, float32 [head_size / 2], with the config's scaling.
 
-    Where a part of a head is rotated, the rest are pairs that do not turn.
+    Where a part of a head is rotated, the rest are pairs that do not turn. Where some layers are
+    local, theirs follow those of the others, [head_size].
     """
     turning = frequencies(config.rotary_size, config.rope_theta, config.rope_scaling)
-    return np.pad(turning, (0, (config.head_size - config.rotary_size) // 2))
+    turning = np.pad(turning, (0, (config.head_size - config.rotary_size) // 2))
+    if config.local:
+        near = frequencies(config.head_size, config.local_theta, None)
+        turning = np.concatenate([turning, near])
+    return turning
+
+
+def turned_by(config: LlamaConfig, positions: jax.Array) -> np.ndarray | jax.Array:
+    """`inverse_frequencies` for whole texts with these positions: of LongRoPE's two sets the one
+    for the longest of them, as transformers chooses it for a batch."""
+    scaling = config.rope_scaling
+    if scaling is None or not scaling.by_length:
+        return inverse_frequencies(config)
+    short, long = (
+        inverse_frequencies(config.within(length))
+        for length in (scaling.original_positions, scaling.original_positions + 1)
+    )
+    return jnp.where(positions.max() < scaling.original_positions, short, long)
 
 
 def rotation(config: LlamaConfig, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -62,12 +82,12 @@ def rotation(config: LlamaConfig, cos: jax.Array, sin: jax.Array) -> tuple[jax.A
 
 
 def rotary_factor(config: LlamaConfig) -> np.ndarray | None:
-    """What the rotation of each pair is multiplied by, [head_size / 2]; None is 1."""
+    """What the rotation of each pair of `inverse_frequencies` is multiplied by; None is 1."""
     scaling = config.rope_scaling
     if scaling is None or scaling.attention_factor == 1:
         return None
     turned = np.full(config.rotary_size // 2, scaling.attention_factor, np.float32)
-    rest = (config.head_size - config.rotary_size) // 2
+    rest = (config.head_size - config.rotary_size + config.head_size * bool(config.local)) // 2
     return np.pad(turned, (0, rest), constant_values=1)
 
 
@@ -87,18 +107,19 @@ def grouped_attention(
     mask: jax.Array | None = None,
     is_causal: bool = False,
     implementation: str = "xla",
-    **dropout,
+    **options,
 ) -> jax.Array:
     """`layers.attention` with fewer key/value heads than query heads; none is repeated in memory.
 
     q [B, Lq, heads, D]; k, v [B, Lk, kv_heads, D]; query heads n * heads / kv_heads onwards read
-    key head n. mask bool [B or 1, 1, Lq or 1, Lk]. Returns [B, Lq, heads, D].
+    key head n. mask bool [B or 1, 1, Lq or 1, Lk]; options: further ones of `attention`. Returns
+    [B, Lq, heads, D].
     """
     length, heads = q.shape[1:3]
     groups = heads // k.shape[2]
     if groups == 1 or implementation != "xla":  # cuDNN groups by itself
         return attention(
-            q, k, v, mask=mask, is_causal=is_causal, implementation=implementation, **dropout
+            q, k, v, mask=mask, is_causal=is_causal, implementation=implementation, **options
         )
     q = group_queries(q, k.shape[2])
     if is_causal:
@@ -106,7 +127,7 @@ def grouped_attention(
         mask = causal if mask is None else mask & causal
     if mask is not None and mask.shape[-2] > 1:
         mask = jnp.concatenate([mask] * groups, axis=-2)
-    out = attention(q, k, v, mask=mask, implementation=implementation, **dropout)
+    out = attention(q, k, v, mask=mask, implementation=implementation, **options)
     return ungroup_queries(out, heads)
 
 
@@ -126,23 +147,35 @@ def ungroup_queries(x: jax.Array, heads: int) -> jax.Array:
 
 
 class RMSNorm(nnx.Module):
-    """x / root mean square * scale over the last axis; float32 inside, returned in x's dtype."""
+    """x / root mean square * scale over the last axis; float32 inside, returned in x's dtype.
 
-    def __init__(self, features: int, eps: float, *, rngs: nnx.Rngs, name: str = "embed"):
-        self.scale = param(rngs, ones_init, (features,), (name,))
-        self.eps = eps
+    unit: it is multiplied by 1 + scale (Gemma).
+    """
+
+    def __init__(
+        self,
+        features: int,
+        eps: float,
+        *,
+        rngs: nnx.Rngs,
+        name: str = "embed",
+        unit: bool = False,
+    ):
+        self.scale = param(rngs, zeros_init if unit else ones_init, (features,), (name,))
+        self.eps, self.unit = eps, unit
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
         mean_square = jnp.square(x32).mean(-1, keepdims=True)
-        y = x32 * jax.lax.rsqrt(mean_square + self.eps) * self.scale[...].astype(jnp.float32)
-        return y.astype(x.dtype)
+        y = x32 * jax.lax.rsqrt(mean_square + self.eps)
+        scale = self.scale[...].astype(jnp.float32)
+        return (y * (scale + 1 if self.unit else scale)).astype(x.dtype)
 
 
 class LlamaLayer(nnx.Module):
     """x = x + attention(norm(x)); x = x + down(act(gate(norm(x))) * up(norm(x))).
 
-    With `norm_after` norms are outside: x + norm(attention(x)).
+    By `norms` they are outside, x + norm(attention(x)), or inside and outside.
     """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
@@ -150,22 +183,23 @@ class LlamaLayer(nnx.Module):
         biases = config.biases
         size, width = config.hidden, config.heads * config.head_size
         kv_width = config.kv_heads * config.head_size
-        self.input_norm = RMSNorm(size, config.eps, rngs=rngs)
+        norm = functools.partial(RMSNorm, eps=config.eps, rngs=rngs, unit=config.unit_norms)
+        if config.norms != "after":
+            self.input_norm, self.mlp_norm = norm(size), norm(size)
+        if config.norms != "before":
+            self.out_norm, self.down_norm = norm(size), norm(size)
         self.q = linear(size, width, ("embed", "heads"), use_bias="q" in biases)
         self.k = linear(size, kv_width, ("embed", "heads"), use_bias="k" in biases)
         self.v = linear(size, kv_width, ("embed", "heads"), use_bias="v" in biases)
         self.out = linear(width, size, ("heads", "embed"), use_bias="out" in biases)
-        self.mlp_norm = RMSNorm(size, config.eps, rngs=rngs)
         self.gate = linear(size, config.mlp, ("embed", "mlp"), use_bias=config.mlp_bias)
         self.up = linear(size, config.mlp, ("embed", "mlp"), use_bias=config.mlp_bias)
         self.down = linear(config.mlp, size, ("mlp", "embed"), use_bias=config.mlp_bias)
         if config.qk_norm == "head":
-            self.q_norm, self.k_norm = (
-                RMSNorm(config.head_size, config.eps, rngs=rngs, name="head_dim") for _ in "qk"
-            )
+            self.q_norm, self.k_norm = (norm(config.head_size, name="head_dim") for _ in "qk")
         elif config.qk_norm == "whole":
-            self.q_norm = RMSNorm(width, config.eps, rngs=rngs, name="heads")
-            self.k_norm = RMSNorm(kv_width, config.eps, rngs=rngs, name="heads")
+            self.q_norm = norm(width, name="heads")
+            self.k_norm = norm(kv_width, name="heads")
         self.config = config
 
     def project(
@@ -184,7 +218,7 @@ class LlamaLayer(nnx.Module):
         heads' layout, for which it transposes the weights of a layer that is read from a stack.
         """
         config = self.config
-        y = x if config.norm_after else self.input_norm(x)
+        y = x if config.norms == "after" else self.input_norm(x)
         q, k, v = self.q(y), self.k(y), self.v(y)
         if apart:
             q, k, v = jax.lax.optimization_barrier((q, k, v))
@@ -201,14 +235,14 @@ class LlamaLayer(nnx.Module):
     def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         """The rest of the layer: x [B, L, H], attended [B, L, heads, D] -> [B, L, H]."""
         config = self.config
-        x = x + self._given(self.out(keep(merge_heads(attended))), self.input_norm)
-        y = x if config.norm_after else self.mlp_norm(x)
+        x = x + self._given(self.out(keep(merge_heads(attended))), "out_norm")
+        y = x if config.norms == "after" else self.mlp_norm(x)
         y = self.down(ACTIVATIONS[config.activation](self.gate(y)) * self.up(y))
-        return x + self._given(y, self.mlp_norm)
+        return x + self._given(y, "down_norm")
 
-    def _given(self, y: jax.Array, norm: RMSNorm) -> jax.Array:
+    def _given(self, y: jax.Array, norm: str) -> jax.Array:
         """What attention or MLP adds to x."""
-        y = norm(y) if self.config.norm_after else y
+        y = y if self.config.norms == "before" else getattr(self, norm)(y)
         return y if self.config.residual_scale == 1 else y * self.config.residual_scale
 
     def __call__(
@@ -234,6 +268,7 @@ class LlamaLayer(nnx.Module):
             implementation=self.config.attention,
             dropout_rate=self.config.attention_dropout,
             dropout_key=dropout_key,
+            cap=self.config.attention_cap,
         )
         return self.finish(x, attended)
 
@@ -247,7 +282,7 @@ class Llama(nnx.Module):
             config.vocab_size, config.hidden, ("vocab", "embed"), rngs=rngs, init=init
         )
         self.layers = stack_layers(lambda r: LlamaLayer(config, rngs=r), config.layers, rngs)
-        self.norm = RMSNorm(config.hidden, config.eps, rngs=rngs)
+        self.norm = RMSNorm(config.hidden, config.eps, rngs=rngs, unit=config.unit_norms)
         self.head = (
             None
             if config.tied
@@ -273,7 +308,7 @@ class Llama(nnx.Module):
         weights = self.tokens.table[...] if tied else self.head.kernel[...]  # [V, H] or [H, V]
         logits = product(hidden, weights.astype(hidden.dtype), int(tied), jnp.float32)
         divisor = self.config.logit_divisor
-        return logits if divisor == 1 else logits / divisor
+        return capped(logits if divisor == 1 else logits / divisor, self.config.logit_cap)
 
     def __call__(
         self,
@@ -348,7 +383,8 @@ class Llama(nnx.Module):
         if positions is None:
             check_length(length, self.config.positions)
             positions = jnp.arange(length)[None]
-        angles = positions[:, :, None, None].astype(jnp.float32) * inverse_frequencies(self.config)
+        turned = turned_by(self.config, positions)
+        angles = positions[:, :, None, None].astype(jnp.float32) * turned
         if attention_mask is not None:
             length = attention_mask.shape[-1]
             attention_mask = attention_mask.astype(bool).reshape(len(embedded), 1, -1, length)
@@ -371,6 +407,17 @@ class Llama(nnx.Module):
 def last_token(hidden: jax.Array, lengths: jax.Array) -> jax.Array:
     """hidden [B, L, H], lengths int [B] -> the state of each row's last real token, [B, H]."""
     return jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+
+
+def for_length(model: Llama, length: int) -> Llama:
+    """The model, of the same arrays, for texts of up to `length` tokens and no others, so that of
+    LongRoPE's two sets of frequencies one is used."""
+    config = model.config.within(length)
+    if config == model.config:
+        return model
+    model = nnx.merge(*nnx.split(model))
+    model.config = config
+    return model
 
 
 def unstack_layers(model: Llama) -> None:

@@ -13,6 +13,7 @@ from mmqa_jax.models.config_checks import check_divides, check_known, check_rate
 from mmqa_jax.models.rope import RopeScaling
 
 QK_NORMS = ("none", "head", "whole")
+NORMS = ("before", "after", "both")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +29,14 @@ class LlamaConfig:
 
     `windows`: of each layer, how many tokens one sees, itself included; 0 is all, () all in every
     layer. `rotated`: whether each layer rotates queries and keys by their positions, () all do;
-    `rotary_fraction` of each head are rotated. `qk_norm`: an RMS norm of queries and keys before
-    that, "none", of each "head" or of the "whole" projection. `norm_after`: norms are of what
-    attention and MLP give, not of what they get. Embeddings are multiplied by `embedding_scale`,
-    what attention and MLP give by `residual_scale`, attention scores by `attention_scale` (None is
-    one over the root of a head's size); logits are divided by `logit_divisor`.
+    `rotary_fraction` of each head are rotated. `local`: which layers rotate by `local_theta` and
+    without scaling, () none. `qk_norm`: an RMS norm of queries and keys before that, "none", of
+    each "head" or of the "whole" projection. `norms`: of what attention and MLP get, "before", of
+    what they give, "after", or "both"; with `unit_norms` all multiply by 1 + their scale.
+    Embeddings are multiplied by `embedding_scale`, what attention and MLP give by
+    `residual_scale`, attention scores by `attention_scale` (None is one over the root of a head's
+    size); logits are divided by `logit_divisor`. Scores then stay within `attention_cap`, logits
+    within `logit_cap` (`masked.capped`).
 
     `dtype` is the compute dtype (norms, softmax, rotary angles and logits stay float32),
     `attention` the implementation of `layers.attention`; `remat` and `unroll` go to
@@ -66,11 +70,16 @@ class LlamaConfig:
     rotated: tuple[bool, ...] = ()
     rotary_fraction: float = 1.0
     qk_norm: str = "none"
-    norm_after: bool = False
+    norms: str = "before"
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     attention_scale: float | None = None
     logit_divisor: float = 1.0
+    unit_norms: bool = False
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    local: tuple[bool, ...] = ()
+    local_theta: float = 10000.0
 
     def __post_init__(self):
         if self.head_dim is None:
@@ -81,15 +90,16 @@ class LlamaConfig:
                 f"model.head_dim is {self.head_size}: expected an even number, since rotary "
                 "embeddings rotate pairs; change it."
             )
-        if not self.rope_theta > 0:
-            raise UserError(
-                f"model.rope_theta is {self.rope_theta}: expected a number above 0; correct it."
-            )
+        for name in ("rope_theta", "local_theta", "attention_cap", "logit_cap"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UserError(f"model.{name} is {value}: expected a number above 0; correct it.")
         check_rate("model.attention_dropout", self.attention_dropout)
         check_known("model.activation", self.activation, ACTIVATIONS)
         check_known("model.family", self.family, decoder_families.FAMILIES)
         check_known("model.qk_norm", self.qk_norm, QK_NORMS)
-        for name in ("windows", "rotated"):
+        check_known("model.norms", self.norms, NORMS)
+        for name in ("windows", "rotated", "local"):
             values = tuple(getattr(self, name))
             object.__setattr__(self, name, values)
             if values and len(values) != self.layers:
@@ -107,6 +117,10 @@ class LlamaConfig:
                 f"{self.rotary_fraction * self.head_size:g} numbers: expected a fraction that is "
                 "an even number of them; correct it."
             )
+        if self.local and self.rotary_fraction != 1:
+            raise UserError("model.local needs model.rotary_fraction 1; correct one of them.")
+        if self.rope_scaling is not None:
+            self.rope_scaling.check_pairs(self.rotary_size // 2)
 
     @property
     def head_size(self) -> int:
@@ -129,6 +143,13 @@ class LlamaConfig:
     def windowed(self, columns: int) -> bool:
         """Whether in `columns` tokens some layer does not see all."""
         return any(0 < window < columns for window in self.windows)
+
+    def within(self, length: int) -> LlamaConfig:
+        """The same for texts of up to `length` tokens, see `RopeScaling.within`."""
+        scaling = self.rope_scaling
+        if scaling is None or not scaling.by_length:
+            return self
+        return dataclasses.replace(self, rope_scaling=scaling.within(length))
 
     @classmethod
     def from_hf(cls, published: Mapping[str, Any], where: str = "config.json") -> LlamaConfig:
@@ -221,6 +242,22 @@ _QWEN25 |= {"rope_theta": 1e6, "positions": 32768}
 _SMALL = {"vocab_size": 151936, "tied": True}
 _QWEN3 = {"family": "qwen3", "qk_norm": "head", "head_dim": 128, "eps": 1e-6, "kv_heads": 8}
 _QWEN3 |= {"rope_theta": 1e6, "positions": 40960, "vocab_size": 151936}
+_GEMMA = {"norms": "both", "unit_norms": True, "activation": "gelu_pytorch_tanh", "tied": True}
+_GEMMA |= {"eps": 1e-6, "head_dim": 256}
+_GEMMA2 = {**_GEMMA, "family": "gemma2", "vocab_size": 256000, "positions": 8192}
+_GEMMA2 |= {"attention_cap": 50.0, "logit_cap": 30.0}
+_GEMMA3 = {**_GEMMA, "family": "gemma3_text", "qk_norm": "head", "rope_theta": 1e6}
+
+
+def _gemma(**sizes) -> Callable[..., LlamaConfig]:
+    """A preset of a Gemma: `every`, layers up to one that sees all; `window`, of the others."""
+    every, window, layers = sizes.pop("every"), sizes.pop("window"), sizes["layers"]
+    near = tuple((number + 1) % every != 0 for number in range(layers))
+    sizes["windows"] = tuple(window * one for one in near)
+    sizes["embedding_scale"] = sizes["hidden"] ** 0.5
+    return _published(**sizes, local=near if sizes["family"] == "gemma3_text" else ())
+
+
 # Further models, by name: Hugging Face's config.json of each (the Instruct or chat model's).
 RELATIVES: Mapping[str, Callable[..., LlamaConfig]] = {
     "qwen25_05b": _published(
@@ -248,12 +285,39 @@ RELATIVES: Mapping[str, Callable[..., LlamaConfig]] = {
         rotated=tuple((number + 1) % 4 != 0 for number in range(36)),
     ),
     "olmo2_7b": _published(
-        family="olmo2", qk_norm="whole", norm_after=True, vocab_size=100352, eps=1e-6,
+        family="olmo2", qk_norm="whole", norms="after", vocab_size=100352, eps=1e-6,
         rope_theta=5e5,
     ),
     "phi4": _published(
         family="phi3", vocab_size=100352, hidden=5120, layers=40, heads=40, kv_heads=10, mlp=17920,
         positions=16384, rope_theta=250000.0,
+    ),
+    "gemma2_2b": _gemma(
+        **_GEMMA2, hidden=2304, layers=26, heads=8, kv_heads=4, mlp=9216, every=2, window=4096
+    ),
+    "gemma2_9b": _gemma(
+        **_GEMMA2, hidden=3584, layers=42, heads=16, kv_heads=8, mlp=14336, every=2, window=4096
+    ),
+    "gemma2_27b": _gemma(
+        **_GEMMA2 | {"head_dim": 128}, hidden=4608, layers=46, heads=32, kv_heads=16, mlp=36864,
+        every=2, window=4096, attention_scale=144**-0.5,
+    ),
+    "gemma3_1b": _gemma(
+        **_GEMMA3, hidden=1152, layers=26, heads=4, kv_heads=1, mlp=6912, positions=32768,
+        vocab_size=262144, every=6, window=512,
+    ),
+    "gemma3_4b": _gemma(  # and the others without their vision towers
+        **_GEMMA3, hidden=2560, layers=34, heads=8, kv_heads=4, mlp=10240, positions=131072,
+        vocab_size=262208, every=6, window=1024, rope_scaling=RopeScaling("linear", 8.0),
+    ),
+    "gemma3_12b": _gemma(
+        **_GEMMA3, hidden=3840, layers=48, heads=16, kv_heads=8, mlp=15360, positions=131072,
+        vocab_size=262208, every=6, window=1024, rope_scaling=RopeScaling("linear", 8.0),
+    ),
+    "gemma3_27b": _gemma(
+        **_GEMMA3 | {"head_dim": 128}, hidden=5376, layers=62, heads=32, kv_heads=16, mlp=21504,
+        positions=131072, vocab_size=262208, every=6, window=1024,
+        rope_scaling=RopeScaling("linear", 8.0), attention_scale=168**-0.5,
     ),
 }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Rotary positions: the frequencies of a head's pairs, and their scaling for longer contexts.
 
 Originals: transformers modeling_rope_utils.py; YaRN (Peng et al. 2023); dynamic NTK scaling
-(u/emozilla 2023).
+(u/emozilla 2023); LongRoPE (Ding et al. 2024), with which Phi-3 reads 128k tokens.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.config_checks import check_known
 from mmqa_jax.models.published_keys import check_keys, kinds
 
-SCALINGS = ("linear", "llama3", "yarn", "dynamic")
+SCALINGS = ("linear", "llama3", "yarn", "dynamic", "longrope")
 _READ = kinds(
     size_or_null="original_max_position_embeddings",
     number="factor low_freq_factor high_freq_factor",
     number_or_null="rope_theta partial_rotary_factor attention_factor beta_fast beta_slow mscale "
     "mscale_all_dim",
     flag="truncate",
+    list="short_factor long_factor",
     name="rope_type type",
 )
 # What a kind reads of these; of its keys transformers has no defaults for those that it needs.
@@ -35,8 +36,9 @@ _OF_KIND = {
         "truncate",
     ),
     "dynamic": ("factor",),
+    "longrope": ("factor", "attention_factor", "short_factor", "long_factor"),
 }
-_NEEDED = {**_OF_KIND, "yarn": ("factor",)}
+_NEEDED = {**_OF_KIND, "yarn": ("factor",), "longrope": ("short_factor", "long_factor")}
 _OF_ALL = (
     *("rope_type", "type", "rope_theta", "partial_rotary_factor"),
     "original_max_position_embeddings",
@@ -52,8 +54,10 @@ class RopeScaling:
     old context, with a ramp up to `beta_fast` times, whose ends are whole numbers of pairs if
     `truncate`, and queries and keys are multiplied by `attention_factor`. `dynamic` changes
     nothing up to the model's positions, and longer texts are refused: its frequencies depend on a
-    text's length, which grows while cached keys stay as they are. `original_positions` is the
-    context length of pretraining.
+    text's length, which grows while cached keys stay as they are. `longrope` divides each pair's
+    by a factor of its own, of `short_factor` in texts of up to `original_positions` tokens and of
+    `long_factor` in longer ones (`within`), and multiplies queries and keys as YaRN does.
+    `original_positions` is the context length of pretraining.
     """
 
     kind: str
@@ -65,8 +69,12 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
     def __post_init__(self):
+        for name in ("short_factor", "long_factor"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         check_known("rope_scaling type", self.kind, SCALINGS)
         if self.factor < 1.0 or self.low_freq_factor >= self.high_freq_factor:
             raise UserError(
@@ -80,6 +88,27 @@ class RopeScaling:
                 f"rope_scaling {self}: expected beta_slow above 0 and at most beta_fast, and an "
                 "attention_factor above 0; correct the config."
             )
+
+    @property
+    def by_length(self) -> bool:
+        """Whether frequencies depend on how long a text is."""
+        return self.short_factor != self.long_factor
+
+    def within(self, length: int) -> RopeScaling:
+        """The same for texts of up to `length` tokens: one of the two sets of factors for all."""
+        longer = length > self.original_positions
+        factors = self.long_factor if longer else self.short_factor
+        return dataclasses.replace(self, short_factor=factors, long_factor=factors)
+
+    def check_pairs(self, pairs: int) -> None:
+        """Raises UserError unless there are factors for so many rotary pairs."""
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(self, name)
+            if self.kind == "longrope" and (len(factors) != pairs or not min(factors) > 0):
+                raise UserError(
+                    f"rope_scaling {name} is {factors}: expected a number above 0 for each of the "
+                    f"{pairs} pairs that are rotated; repair the config or fetch it again."
+                )
 
 
 def frequencies(size: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
@@ -98,6 +127,11 @@ def frequencies(size: int, theta: float, scaling: RopeScaling | None) -> np.ndar
     plain = np.float32(1) / powers.astype(np.float32)
     if scaling is None or scaling.kind == "dynamic":
         return plain
+    if scaling.kind == "longrope":
+        assert not scaling.by_length, "see RopeScaling.within"
+        return np.float32(1) / (
+            np.array(scaling.short_factor, np.float32) * powers.astype(np.float32)
+        )
     scaled = plain / np.float32(scaling.factor)
     if scaling.kind == "linear":
         return scaled
@@ -145,6 +179,7 @@ def scaling_from_hf(
       UserError: an unknown kind, a missing value, or one that the kind does not have.
     """
     kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # its name in Phi-3's first files
     if kind == "default":
         return None
     if kind not in SCALINGS:
@@ -157,14 +192,23 @@ def scaling_from_hf(
     if missing := [f"`{key}`" for key in _NEEDED[kind] if rope.get(key) is None]:
         raise UserError(f"{where}: rope scaling {kind!r} lacks its {', '.join(missing)}; add it.")
     values = {key: rope[key] for key in _OF_KIND[kind] if rope.get(key) is not None}
-    values = {key: x if key == "truncate" else float(x) for key, x in values.items()}
+    values = {key: float(x) if _READ[key].startswith("number") else x for key, x in values.items()}
     if kind in ("linear", "dynamic"):
         return RopeScaling(kind, **values)
     if kind == "yarn":
         two = [values.pop(name, None) for name in ("mscale", "mscale_all_dim")]
         values.setdefault("attention_factor", _yarn_factor(values["factor"], *two))
     stated = rope.get("original_max_position_embeddings")
-    return RopeScaling(kind, **values, original_positions=original or stated or positions)
+    original = original or stated or positions
+    if kind == "longrope":
+        values.setdefault("factor", max(positions / original, 1.0))
+        values.setdefault("attention_factor", _longrope_factor(values["factor"], original))
+    return RopeScaling(kind, **values, original_positions=original)
+
+
+def _longrope_factor(factor: float, original: int) -> float:
+    """By what queries and keys are multiplied where the config does not say it."""
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _yarn_factor(factor: float, mscale: float | None, mscale_all: float | None) -> float:
@@ -181,8 +225,9 @@ def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
     rope: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind in ("llama3", "yarn"):
+    if scaling.kind in ("llama3", "yarn", "longrope"):
         rope["original_max_position_embeddings"] = scaling.original_positions
         fields = {key for key in _OF_KIND[scaling.kind] if not key.startswith("mscale")}
-        rope |= {key: getattr(scaling, key) for key in sorted(fields)}
+        values = {key: getattr(scaling, key) for key in sorted(fields)}
+        rope |= {key: [*x] if isinstance(x, tuple) else x for key, x in values.items()}
     return rope

@@ -32,13 +32,15 @@ def splash_attention(
     is_causal: bool,
     mesh: Mesh | None,
     interpret: bool = False,
+    cap: float | None = None,
 ) -> jax.Array:
     """JAX's Pallas kernel for TPU (flash attention that skips blocks of a sparse mask).
 
     q [B, Lq, heads, D]; k, v [B, Lk, kv_heads, D]; key_mask bool [B, Lk] of keys that are seen; a
     row must see at least one. On a mesh (None: that of `jax.set_mesh`) rows are split as a batch
     is, and heads as the model's, where these divide.
-    `interpret` runs the kernel without a TPU, slowly, for tests. Returns [B, Lq, heads, D].
+    `interpret` runs the kernel without a TPU, slowly, for tests; `cap` is that of
+    `layers.attention`. Returns [B, Lq, heads, D].
     """
     length, size = q.shape[1], q.shape[3]
     columns, kv_heads = k.shape[1:3]
@@ -54,6 +56,7 @@ def splash_attention(
             head_shards=1,
             q_seq_shards=1,
             interpret=interpret,
+            attn_logits_soft_cap=cap,
         )
         ids = splash.SegmentIds(jnp.ones(length, jnp.int32), seen.astype(jnp.int32))
         return kernel(q, k, v, ids)

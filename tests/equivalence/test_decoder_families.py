@@ -5,6 +5,7 @@ To add a family, add its cases. LLaMA's own tests are in test_llama.py.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -18,14 +19,24 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from compare import LAYER, WHOLE, compiled, deviation, reloaded, same_parameters
+from compare import (
+    LAYER,
+    WHOLE,
+    compiled,
+    deviation,
+    randomize,
+    reloaded,
+    same_parameters,
+    with_config,
+)
 from decoder_pair import Pair, run_torch, save_pair, torch_layers
 from flax import nnx
+from safetensors.torch import save_file
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample, packed_batch
 from mmqa_jax.decoding.engine import Engine
-from mmqa_jax.decoding.requests import Request, Scoring
+from mmqa_jax.decoding.requests import Request, Result, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.layer_traits import layer_traits
 from mmqa_jax.models.llama import Llama
@@ -41,7 +52,7 @@ COMMON = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "intermediate_size": 80,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "max_position_embeddings": 640,
     "rms_norm_eps": 3e-4,
     "initializer_range": 0.08,
@@ -75,7 +86,7 @@ CASES = {
         {
             "sliding_window": 19,
             "head_dim": 12,
-            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
         },
     ),
     "qwen2": Case("Qwen2", {"rope_parameters": _THETA, "tie_word_embeddings": True}),
@@ -95,7 +106,7 @@ CASES = {
             "head_dim": 10,
             "use_sliding_window": True,
             "sliding_window": 30,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "rope_parameters": {
                 "rope_type": "llama3",
                 "rope_theta": 5000.0,
@@ -106,7 +117,7 @@ CASES = {
             },
         },
     ),
-    "smollm3": Case("SmolLM3", {"no_rope_layers": [1, 0, 0, 1], "mlp_bias": True, **TOKENS}),
+    "smollm3": Case("SmolLM3", {"no_rope_layers": [1, 0, 0], "mlp_bias": True, **TOKENS}),
     "smollm3, windows, dynamic": Case(
         "SmolLM3",
         {
@@ -118,6 +129,15 @@ CASES = {
         },
     ),
     "olmo2": Case("Olmo2", {"num_key_value_heads": 3, "rope_parameters": _THETA, **TOKENS}),
+    "olmo3": Case(
+        "Olmo3",
+        {
+            "sliding_window": 45,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "rope_parameters": {"full_attention": _YARN, "sliding_attention": _THETA},
+            **TOKENS,
+        },
+    ),
     "phi3": Case("Phi3", {"sliding_window": 60, "rope_parameters": _THETA, **TOKENS}),
     "phi3, a part of each head rotated": Case(
         "Phi3",
@@ -139,6 +159,48 @@ CASES = {
             "rope_parameters": _THETA,
         },
     ),
+    "phi3, longrope": Case(
+        "Phi3",
+        {
+            "original_max_position_embeddings": 400,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 2345.0,
+                "short_factor": [1.0, 1.2, 1.4, 1.9],
+                "long_factor": [1.5, 2.0, 4.0, 9.0],
+                "attention_factor": 1.3,
+            },
+            **TOKENS,
+        },
+    ),
+    "gemma2": Case(
+        "Gemma2",
+        {
+            "head_dim": 12,
+            "query_pre_attn_scalar": 7,
+            "sliding_window": 33,
+            "attn_logit_softcapping": 1.3,
+            "final_logit_softcapping": 2.5,
+            "attention_bias": True,
+            "rope_parameters": _THETA,
+            **TOKENS,
+        },
+    ),
+    "gemma3_text": Case(
+        "Gemma3",
+        {
+            "head_dim": 12,
+            "query_pre_attn_scalar": 9,
+            "sliding_window": 33,
+            "sliding_window_pattern": 2,
+            "final_logit_softcapping": 4.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 4321.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 321.0},
+            },
+            **TOKENS,
+        },
+    ),
 }
 
 
@@ -146,8 +208,8 @@ CASES = {
 def make_pair(name: str, folder: Path) -> Pair:
     torch.manual_seed(0)
     case = CASES[name]
-    config = getattr(transformers, f"{case.family}Config")(**COMMON | dict(case.values))
-    return save_pair(getattr(transformers, f"{case.family}ForCausalLM")(config), folder)
+    kind = getattr(transformers, f"{case.family}ForCausalLM")
+    return save_pair(kind(kind.config_class(**COMMON | dict(case.values))), folder)
 
 
 @pytest.fixture(scope="module")
@@ -164,56 +226,72 @@ def tokens(rows: int = 2, length: int = LENGTH) -> np.ndarray:
     return np.random.default_rng(1).integers(0, COMMON["vocab_size"], (rows, length))
 
 
+def layers_and_logits(
+    model: Llama, ids: jax.Array, mask: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """One program for whole and packed rows, compiled once a case."""
+    outputs = model.layer_outputs(model.embed(ids), mask, positions)
+    return outputs, model.logits(model.norm(outputs[-1]))
+
+
+def whole_texts(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Arguments of `layers_and_logits` where each row is one text."""
+    rows, length = ids.shape
+    positions = np.broadcast_to(np.arange(length), (rows, length))
+    return ids, np.ones((rows, length, length), bool), positions
+
+
 def test_every_layer_and_the_logits_equal(pair):
-    theirs, ours, _, forward = pair
+    theirs, ours, _, _ = pair
     ids = tokens()
     outputs, want = torch_layers(theirs, ids)
-
-    def each_layer(model, ids):
-        return model.layer_outputs(model.embed(ids))
-
-    np.testing.assert_allclose(compiled(ours, each_layer)(ids), outputs, **WHOLE)
-    np.testing.assert_allclose(forward(ids, np.ones(ids.shape, bool)), want, **WHOLE)
+    got_outputs, got = compiled(ours, layers_and_logits)(*whole_texts(ids))
+    np.testing.assert_allclose(got_outputs, outputs, **WHOLE)
+    np.testing.assert_allclose(got, want, **WHOLE)
     assert np.abs(want).max() > 1  # the comparison is of numbers that matter
 
 
 def test_packed_rows_are_texts_alone(pair):
     """Two texts in a row that do not see each other, with positions of their own."""
-    theirs, _, _, forward = pair
-    ids, split = tokens(1), 200
+    theirs, ours, _, _ = pair
+    ids, split = tokens(), 200
     segment = np.arange(LENGTH) >= split
-    positions = np.where(segment, np.arange(LENGTH) - split, np.arange(LENGTH))[None]
-    got = forward(ids, (segment[:, None] == segment)[None], positions)
+    positions = np.where(segment, np.arange(LENGTH) - split, np.arange(LENGTH))
+    mask = segment[:, None] == segment
+    both = (np.stack([one, one]) for one in (mask, positions))
+    _, got = compiled(ours, layers_and_logits)(ids, *both)
     np.testing.assert_allclose(got[:, :split], run_torch(theirs, ids[:, :split]), **WHOLE)
     np.testing.assert_allclose(got[:, split:], run_torch(theirs, ids[:, split:]), **WHOLE)
 
 
-@pytest.mark.parametrize("scan", [False, True])
-def test_the_engine_generates_and_scores_as_transformers(pair, scan):
+# Few programs: one bucket, one segment of the cache. With more of both: `MANY`.
+FEW = {"slots": 3, "length": 192, "buckets": (32,), "prefill_tokens": 64, "decode_block": 192}
+MANY = FEW | {"buckets": (16, 64), "decode_block": 64, "block": 32}
+OF_MANY = ("ministral, some windows", "gemma3_text")
+# Cases that differ in attention and rotation, for which scanned engines and beams have code of
+# their own. What else a family has is in the layer, which all engines run.
+OWN_ATTENTION = (
+    *("mistral, window", "ministral, some windows", "qwen2, windows from layer 1, yarn"),
+    *("smollm3, windows, dynamic", "phi3, a part of each head rotated", "granite"),
+    *("phi3, longrope", "gemma2", "gemma3_text"),
+)
+ENGINES = [*((name, False) for name in CASES), *((name, True) for name in OWN_ATTENTION)]
+
+
+@pytest.mark.parametrize(("pair", "scan"), ENGINES, indirect=["pair"])
+def test_the_engine_generates_and_scores_as_transformers(pair, request, scan):
     """Prompts longer than windows, with a common prefix; choices in branches of one prompt; beams."""
     theirs, _, folder, _ = pair
-    sizes = EngineConfig(
-        slots=3, length=192, buckets=(16, 64), prefill_tokens=64, block=32, scan_layers=scan
-    )
+    name = request.node.callspec.params["pair"]
+    several = name in OF_MANY
+    sizes = EngineConfig(**{"block": 0} | (MANY if several else FEW), scan_layers=scan)
     engine = Engine(load_published("llama", folder, unroll=1), end_ids=[END], config=sizes)
     ids = tokens(3, 150)
     head = ids[0, :70]
     prompts = [ids[0, :3], ids[0], np.concatenate([head, ids[1, :40]]), ids[2, :81], ids[0, :90]]
     requests = [Request(n, prompt, 12, logprobs=True) for n, prompt in enumerate(prompts)]
     for result in engine.generate(requests):
-        prompt = torch.from_numpy(prompts[result.id])[None]
-        found = theirs.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=12,
-            do_sample=False,
-            eos_token_id=END,
-            pad_token_id=0,
-        )[0]
-        got = result.candidates[0]
-        assert got.tokens == tuple(found[prompt.shape[1] :].tolist())
-        want = log_probs(theirs, found, len(got.tokens))
-        np.testing.assert_allclose(got.logprobs, want, atol=1e-4)
+        same_answer(result, theirs, prompts[result.id])
 
     choices = [ids[1, :4], ids[2, :25], ids[1, 60:61]]
     (scored,) = engine.score([Scoring(0, ids[0, :100], choices)])
@@ -222,6 +300,8 @@ def test_the_engine_generates_and_scores_as_transformers(pair, scan):
         want = log_probs(theirs, torch.from_numpy(whole), len(choice))
         np.testing.assert_allclose(score.logprobs, want, atol=1e-4)
 
+    if name not in OWN_ATTENTION or (scan and not several):  # beams are alike in both engines
+        return
     (beams,) = engine.generate([Request(0, ids[2, :60], 8, n=3, beams=3)])
     for beam in beams.candidates:
         whole = torch.tensor([*ids[2, :60], *beam.tokens])
@@ -229,11 +309,74 @@ def test_the_engine_generates_and_scores_as_transformers(pair, scan):
         np.testing.assert_allclose(beam.total, want, atol=1e-4)
 
 
+def same_answer(result: Result, theirs: torch.nn.Module, prompt: np.ndarray) -> None:
+    """Compares a greedy answer of up to 12 tokens, and their log-probabilities."""
+    prompt = torch.from_numpy(prompt)[None]
+    found = theirs.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=12,
+        do_sample=False,
+        eos_token_id=END,
+        pad_token_id=0,
+    )[0]
+    got = result.candidates[0]
+    assert got.tokens == tuple(found[prompt.shape[1] :].tolist())
+    want = log_probs(theirs, found, len(got.tokens))
+    np.testing.assert_allclose(got.logprobs, want, atol=1e-4)
+
+
+def test_longrope_of_an_engine_is_that_of_its_longest_text(folder):
+    """More tokens than in pretraining: the long factors, as transformers has them for such texts."""
+    theirs, ours, _, _ = make_pair("phi3, longrope", folder / "phi3, longrope")
+    config = copy.deepcopy(theirs.config)
+    config.original_max_position_embeddings = 100
+    config.rope_parameters["original_max_position_embeddings"] = 100
+    longer = type(theirs)(config).eval()
+    longer.load_state_dict(theirs.state_dict())
+    scaling = dataclasses.replace(ours.config.rope_scaling, original_positions=100)
+    model = with_config(ours, dataclasses.replace(ours.config, rope_scaling=scaling))
+    engine = Engine(model, end_ids=[END], config=EngineConfig(**FEW, block=0))
+    ids = tokens(2, 150)
+    for result in engine.generate(
+        [Request(n, ids[n, : 150 - n], 12, logprobs=True) for n in (0, 1)]
+    ):
+        same_answer(result, longer, ids[result.id, : 150 - result.id])
+
+
 def log_probs(model: torch.nn.Module, ids: torch.Tensor, last: int) -> np.ndarray:
     """Of the last tokens of a text, each after what stands before it."""
     with torch.no_grad():
         logs = model(ids[None]).logits[0].log_softmax(-1)
     return logs[-last - 1 : -1].gather(1, ids[-last:, None])[:, 0].numpy()
+
+
+@pytest.mark.parametrize("layout", ["as published", "transformers 5"])
+def test_gemma3_with_a_vision_tower_is_its_language_model(tmp_path, caplog, layout):
+    """Read with a warning that names what is left out."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    text = COMMON | dict(CASES["gemma3_text"].values)
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, attn_implementation="eager"
+    )
+    theirs = randomize(transformers.Gemma3ForConditionalGeneration(config), 0, 0.05)
+    theirs.save_pretrained(tmp_path)
+    if layout == "as published":
+        tensors = {
+            key.replace("model.language_model.", "language_model.model.", 1)
+            .replace("model.vision_tower.", "vision_tower.", 1)
+            .replace("model.multi_modal_projector.", "multi_modal_projector.", 1): tensor
+            for key, tensor in theirs.state_dict().items()
+            if key != "lm_head.weight"
+        }
+        save_file(tensors, tmp_path / "model.safetensors")
+    ours = load_published("llama", tmp_path, unroll=1)
+    assert ours.config.family == "gemma3_text"
+    assert "its multi_modal_projector and vision_tower are left out" in caplog.text
+    ids = tokens()
+    _, got = compiled(ours, layers_and_logits)(*whole_texts(ids))
+    np.testing.assert_allclose(got, run_torch(theirs, ids), **WHOLE)
 
 
 def test_three_training_steps_are_torchs(pair):
@@ -295,48 +438,71 @@ def test_export_is_read_by_transformers_and_back(pair, tmp_path):
 
 def test_the_switches_of_a_case_matter(pair):
     """Without a family's switches the same tensors give something else, so that tests can fail."""
-    _, ours, _, forward = pair
+    _, ours, _, _ = pair
     plain = {"windows": (), "rotated": (), "rope_scaling": None, "attention_scale": None}
     plain |= {"embedding_scale": 1.0, "residual_scale": 1.0, "logit_divisor": 1.0}
-    config = ours.config
+    plain |= {"local": (), "unit_norms": False, "attention_cap": None, "logit_cap": None}
+    config, ids = ours.config, tokens(1, 120)
     if config.rope_scaling is not None and config.rope_scaling.kind == "dynamic":
         del plain["rope_scaling"]  # up to the model's positions it is none
+    others = {}
     for name, value in plain.items():
         if getattr(config, name) != value:
-            changed = dataclasses.replace(config, **{name: value})
-            model = nnx.eval_shape(lambda c=changed: Llama(c, rngs=nnx.Rngs(0)))
-            other = nnx.merge(nnx.graphdef(model), nnx.state(ours))
-            ids = tokens(1)
-            mask = np.ones(ids.shape, bool)
-            assert deviation(compiled(other, _forward)(ids, mask), forward(ids, mask)) > 1e-3
-
-
-def _forward(model: Llama, ids: jax.Array, mask: jax.Array) -> jax.Array:
-    return model(ids, mask)
+            others[name] = with_config(ours, dataclasses.replace(config, **{name: value}))
+    if not others:
+        return
+    with jax.disable_jit():  # no program is compiled for each
+        want = ours(ids)
+        for name, other in others.items():
+            assert deviation(other(ids), want) > 1e-3, name
 
 
 SIZES = {key: value for key, value in COMMON.items() if key != "attn_implementation"}
 REFUSED = [
     ("qwen2", {"attention_bias": True}, "key 'attention_bias'"),
     ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window is 'yes'"),
-    ("qwen2", {"layer_types": ["full_attention"]}, "layer_types is .* for each of 4 layers"),
-    ("qwen2", {"layer_types": ["chunked_attention"] * 4}, "layer_types is .*chunked"),
-    ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "no sliding_window is in use"),
+    ("qwen2", {"layer_types": ["full_attention"]}, "layer_types is .* for each of 3 layers"),
+    ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "layer_types is .*chunked"),
+    ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "no sliding_window is in use"),
     ("qwen2", {"num_experts": 8}, "key 'num_experts'"),
     ("mistral", {"use_sliding_window": True}, "key 'use_sliding_window'"),
     ("mistral", {"sliding_window": 0}, "sliding_window is 0, expected a whole number of at least"),
-    ("mistral", {"layer_types": ["full_attention"] * 4}, "key 'layer_types'"),
+    ("mistral", {"layer_types": ["full_attention"] * 3}, "key 'layer_types'"),
     ("mistral", {"attention_bias": True}, "key 'attention_bias'"),
     ("llama", {"sliding_window": 4}, "key 'sliding_window'"),
-    ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope' is not supp"),
+    (
+        "llama",
+        {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+        "lacks its `short_factor",
+    ),
+    ("llama", {"rope_scaling": {"rope_type": "proportional"}}, "'proportional' is not supported"),
     ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "x": 1}}, "the key 'x'"),
     ("phi3", {"resid_pdrop": 0.1}, r"resid_pdrop is 0\.1"),
-    ("phi3", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope' is not supp"),
+    (
+        "phi3",
+        {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}},
+        "short_factor is .* for each of the 4 pairs",
+    ),
     ("qwen3", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5 is not supported"),
-    ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers is .* for each of 4 layers"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers is .* for each of 3 layers"),
     ("olmo2", {"clip_qkv": 8.0}, "key 'clip_qkv'"),
     ("granite", {"num_local_experts": 8}, "key 'num_local_experts'"),
-    ("gemma2", {}, "model_type is 'gemma2', expected one of llama, "),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+    ("gemma2", {"sliding_window": None}, "no sliding_window is in use"),
+    (
+        "gemma2",
+        {"attn_logit_softcapping": 0.0},
+        r"attention_cap is 0\.0: expected a number above 0",
+    ),
+    ("gemma2", {"sliding_window_pattern": 6}, "key 'sliding_window_pattern'"),
+    ("gemma2", {"hidden_activation": "quick_gelu"}, "hidden_activation"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50\.0"),
+    (
+        "gemma3_text",
+        {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+        "sliding_attention is scaled",
+    ),
+    ("gemma", {}, "model_type is 'gemma', expected one of llama, "),
 ]
 
 
@@ -352,7 +518,7 @@ def test_a_window_that_nothing_is_outside_of_is_none():
     config = LlamaConfig.from_hf(published)
     assert config.windows == ()
     shorter = LlamaConfig.from_hf(published | {"sliding_window": 100})
-    assert shorter.windows == (100,) * 4
+    assert shorter.windows == (100,) * 3
     assert layer_traits(shorter, 100).window is None
     assert (layer_traits(shorter, 101).window == 100).all()
 

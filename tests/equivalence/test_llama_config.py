@@ -128,6 +128,10 @@ def test_meta_params_tell_the_config(changes, want):
         (presets.RELATIVES["smollm3_3b"], 3_075_098_624),
         (presets.RELATIVES["olmo2_7b"], 7_298_617_344),
         (presets.RELATIVES["phi4"], 14_659_507_200),
+        (presets.RELATIVES["gemma2_2b"], 2_614_341_888),
+        (presets.RELATIVES["gemma2_27b"], 27_227_128_320),
+        (presets.RELATIVES["gemma3_1b"], 999_885_952),
+        (presets.RELATIVES["gemma3_4b"], 4_300_079_472 - 419_816_304),  # without tower, projector
     ],
 )
 def test_presets_have_the_published_parameter_counts(preset, count):
@@ -148,9 +152,9 @@ def test_bad_input_is_named():
     with pytest.raises(UserError, match="'gpt2', expected one of llama, mistral"):
         LlamaConfig.from_hf({"model_type": "gpt2"})
     with pytest.raises(
-        UserError, match=r"x/config\.json: rope scaling 'longrope' is not supported"
+        UserError, match=r"x/config\.json: rope scaling 'proportional' is not supported"
     ):
-        LlamaConfig.from_hf({"rope_scaling": {"rope_type": "longrope"}}, "x/config.json")
+        LlamaConfig.from_hf({"rope_scaling": {"rope_type": "proportional"}}, "x/config.json")
     with pytest.raises(UserError, match="lacks its `factor`"):
         LlamaConfig.from_hf({"rope_scaling": {"type": "linear"}})
     with pytest.raises(UserError, match=r"partial_rotary_factor 0\.5"):

@@ -221,7 +221,7 @@ def test_gguf_files_that_cannot_be_read(tmp_path):
         r"model\.gguf, tensor 'token_embd\.weight': quantization Q8_K is not supported; convert",
         TYPES.Q8_K,
     )
-    refused("general.architecture is 'gemma2', expected one of 'llama', ", architecture="gemma2")
+    refused("general.architecture is 'gemma', expected one of 'llama', ", architecture="gemma")
     refused(r"lacks the metadata 'llama\.block_count'", **{"block_count": None})
     refused(
         "head_count_kv' is \\[2, 1\\], expected one number", **{"attention.head_count_kv": [2, 1]}

@@ -34,7 +34,16 @@ MODEL = LlamaConfig(
 )
 # Traits by layer, and a norm over what `tensor` splits (`models.decoder_families`).
 SWITCHED = dataclasses.replace(
-    MODEL, windows=(6, 0), rotated=(True, False), qk_norm="whole", norm_after=True
+    MODEL,
+    windows=(6, 0),
+    rotated=(True, False),
+    local=(True, False),
+    local_theta=30.0,
+    qk_norm="whole",
+    norms="both",
+    unit_norms=True,
+    attention_cap=3.0,
+    logit_cap=8.0,
 )
 
 

@@ -34,12 +34,12 @@ def arrays(heads: int, kv_heads: int, columns: int, size: int, int8: bool):
     return token, ScannedCache(key, value, *scales)
 
 
-def reference(token, cache, positions, active, angles):
+def reference(token, cache, positions, active, angles, cap=None):
     """By `_one_token` and `_write`, as where the kernel does not serve."""
     (q, k, v), angles = token, angles[:, None, None]
     q, k = (rotate(x, jnp.cos(angles), jnp.sin(angles)) for x in (q, k))
     held = cache.map(lambda x: scanned_cache._layer(x, LAYER, x.shape[3]))
-    out = scanned_cache._one_token(q, k, v, held, positions)
+    out = scanned_cache._one_token(q, k, v, held, positions, cap=cap)
     only = [jnp.zeros((2, *x.shape)).at[LAYER].set(x) for x in (k, v)]
     written = scanned_cache._write(cache, *only, None, active, positions, None)
     return out, written.map(lambda x, old: old.at[LAYER].set(x[LAYER]), cache)
@@ -47,20 +47,19 @@ def reference(token, cache, positions, active, angles):
 
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "columns", "size"),
-    [(4, 4, 384, 64), (8, 2, 256, 128), (3, 1, 2048, 64)],
+    ("heads", "kv_heads", "columns", "size", "cap"),
+    [(4, 4, 384, 64, None), (8, 2, 256, 128, 1.5), (3, 1, 2048, 64, None)],
 )
-def test_as_plain_products(heads, kv_heads, columns, size, int8):
+def test_as_plain_products(heads, kv_heads, columns, size, cap, int8):
     """Slots without a column, with one, with a whole block, with one more, and almost full."""
     token, cache = arrays(heads, kv_heads, columns, size, int8)
     positions = jnp.asarray([0, 1, 128, 129, columns - 1], jnp.int32)
     active = jnp.asarray([True, True, True, False, True])
     angles = jnp.asarray(np.random.default_rng(1).normal(size=(SLOTS, size // 2)), jnp.float32)
-    attend = attend_on(
-        cache, positions, active, angles, read=columns, mesh=None, specs=None, interpret=True
-    )
+    options = {"cap": cap, "read": columns, "mesh": None, "specs": None, "interpret": True}
+    attend = attend_on(cache, positions, active, angles, **options)
     got, written = jax.jit(attend)(*token, cache, jnp.int32(LAYER))
-    want, want_written = reference(token, cache, positions, active, angles)
+    want, want_written = reference(token, cache, positions, active, angles, cap)
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
     # A value halfway between two integers may be rounded to either.
     most = 1 if int8 else 1e-6

@@ -30,7 +30,8 @@ from mmqa_jax.weights.keymap import (
 )
 from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, read_hf_config
 from mmqa_jax.weights.models.llama_fused import apart, together
-from mmqa_jax.weights.models.llama_gguf import ROPE_FACTORS, gguf_config
+from mmqa_jax.weights.models.llama_gguf import ROPE_FACTORS, TURNED, gguf_config
+from mmqa_jax.weights.models.llama_in_gemma3 import WITH_TOWER, language_model
 from mmqa_jax.weights.models.llama_meta import read_meta, unknown_scaling
 from mmqa_jax.weights.sources import open_source, read_magic
 
@@ -53,15 +54,19 @@ _NAMES = {
     "up": ("mlp.up_proj", "feed_forward.w3", "ffn_up"),
     "down": ("mlp.down_proj", "feed_forward.w2", "ffn_down"),
 }
-_NORMS_AFTER = {  # OLMo 2's, in transformers and llama.cpp
-    "input_norm": ("post_attention_layernorm", "", "post_attention_norm"),
-    "mlp_norm": ("post_feedforward_layernorm", "", "post_ffw_norm"),
+_NORMS_AFTER = {  # OLMo 2's and Gemma's, in transformers and llama.cpp
+    "out_norm": ("post_attention_layernorm", "", "post_attention_norm"),
+    "down_norm": ("post_feedforward_layernorm", "", "post_ffw_norm"),
 }
+_NORMS_BOTH = {**_NORMS_AFTER, "mlp_norm": ("pre_feedforward_layernorm", "", "ffn_norm")}
 _COMPUTED = {  # tensors that the model computes
     "transformers": r"rotary_emb\.inv_freq$",
     "meta": r"^rope\.freqs$",
-    "gguf": rf"^{ROPE_FACTORS}$",
+    "gguf": rf"^({ROPE_FACTORS}|rope_factors_(short|long)\.weight)$",
 }
+
+
+LESS_ONE = Transform(lambda x: x - 1, lambda x: x + 1)
 
 
 def interleaved_rows(heads: int) -> Transform:
@@ -108,21 +113,26 @@ def llama_rules(
       path: in front of the parameters' paths; ends in a slash.
     """
     column = _LAYOUTS.index(layout)
-    rows = _NAMES | (_NORMS_AFTER if config.norm_after else {})
+    further = {"before": {}, "after": _NORMS_AFTER, "both": _NORMS_BOTH}[config.norms]
+    rows = _NAMES | further
     names = {part: row[column] for part, row in rows.items()}
+    # llama.cpp keeps what is multiplied by.
+    of_norms = LESS_ONE if layout == "gguf" and config.unit_norms else IDENTITY
     rules = [
         Rule(f"{prefix}{names['tokens']}.weight", f"{path}tokens/table"),
-        Rule(f"{prefix}{names['norm']}.weight", f"{path}norm/scale"),
+        Rule(f"{prefix}{names['norm']}.weight", f"{path}norm/scale", of_norms),
     ]
     if not config.tied:
         rules.append(Rule(f"{prefix}{names['head']}.weight", f"{path}head/kernel", TRANSPOSE))
     layer = f"{prefix}{names['layer']}."
-    of_heads = () if config.qk_norm == "none" else ("q_norm", "k_norm")
-    for norm in ("input_norm", "mlp_norm", *of_heads):
-        rules.append(Rule(f"{layer}{names[norm]}.weight", f"{path}layers/{norm}/scale"))
+    norms = () if config.norms == "after" else ("input_norm", "mlp_norm")
+    norms += () if config.norms == "before" else ("out_norm", "down_norm")
+    norms += () if config.qk_norm == "none" else ("q_norm", "k_norm")
+    for norm in norms:
+        rules.append(Rule(f"{layer}{names[norm]}.weight", f"{path}layers/{norm}/scale", of_norms))
     turns: dict[str, Transform] = {}
     for linear, heads in (("q", config.heads), ("k", config.kv_heads)):
-        if layout == "meta" or (layout == "gguf" and config.family == "llama"):
+        if layout == "meta" or (layout == "gguf" and config.family in TURNED):
             turns[linear] = interleaved_rows(heads)
         elif config.rotary_size != config.head_size:
             turns[linear] = split_rows(heads, config.head_size, config.rotary_size)
@@ -207,7 +217,8 @@ def open_llama(path: Path) -> Checkpoint:
     if kind == "gguf" or path.suffix == ".gguf":  # a broken one is reported by its reader
         source = GGUFSource(path)
         config = gguf_config(source)
-        return Checkpoint(config, _GGUF, source, "gguf")
+        fused = FAMILIES[config.family].fused
+        return Checkpoint(config, _GGUF, apart(source, config) if fused else source, "gguf")
     if kind == "other" and path.suffix == ".bin":
         source = Llama2cSource(path)
         config = _llama2c_config(source.header)
@@ -217,8 +228,11 @@ def open_llama(path: Path) -> Checkpoint:
             f"{path}: not a checkpoint that is known (GGUF, llama2.c's .bin, safetensors, torch); "
             "give the file or folder as it was published."
         )
-    config = LlamaConfig.from_hf(read_hf_config(path, *FAMILIES), str(config_file(path)))
+    published, where = read_hf_config(path, *FAMILIES, *WITH_TOWER), str(config_file(path))
     source = open_source(path)
+    if published["model_type"] in WITH_TOWER:
+        published, source = language_model(published, source, where)
+    config = LlamaConfig.from_hf(published, where)
     if FAMILIES[config.family].fused:
         source = apart(source, config)
     return Checkpoint(config, llama_key_map, source, "transformers")

@@ -14,11 +14,15 @@ _FUSED = {  # its name -> those of its parts
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
+_FUSED_GGUF = {  # in llama.cpp
+    "attn_qkv": ("attn_q", "attn_k", "attn_v"),
+    "ffn_up": ("ffn_gate", "ffn_up"),
+}
 
 
 def _rows(config: LlamaConfig, name: str) -> tuple[int, ...]:
     """Of the parts of a fused tensor."""
-    if name == "mlp.gate_up_proj":
+    if name in ("mlp.gate_up_proj", "ffn_up"):
         return (config.mlp, config.mlp)
     of_keys = config.kv_heads * config.head_size
     return (config.heads * config.head_size, of_keys, of_keys)
@@ -26,15 +30,15 @@ def _rows(config: LlamaConfig, name: str) -> tuple[int, ...]:
 
 def apart(source: TensorSource, config: LlamaConfig) -> TensorSource:
     """The tensors of a checkpoint with the fused ones split; wrong sizes are left as they are."""
-    tensors = {}
+    tensors, fused = {}, _FUSED | _FUSED_GGUF
     for key, spec in source.specs().items():
-        name = next((name for name in _FUSED if key.endswith(f".{name}.weight")), None)
+        name = next((name for name in fused if key.endswith(f".{name}.weight")), None)
         sizes = () if name is None else _rows(config, name)
         if name is None or spec.shape[0] != sum(sizes):
             tensors[key] = spec, functools.partial(source.read, key)
             continue
         first = 0
-        for part, size in zip(_FUSED[name], sizes, strict=True):
+        for part, size in zip(fused[name], sizes, strict=True):
             rows = slice(first, first + size)
             of_part = jax.ShapeDtypeStruct((size, *spec.shape[1:]), spec.dtype)
             read = functools.partial(lambda key, rows: source.read(key)[rows], key, rows)

@@ -1,0 +1,287 @@
+"""GGUF files of the decoder families: tensors of a torch model under llama.cpp's names, read by us.
+
+Names are those of the package `gguf`, metadata and changes of tensors those of llama.cpp's
+conversion (conversion/*.py). What transformers reads of GGUF, it reads alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from compare import WHOLE, compiled, forward, randomize
+from decoder_pair import run_torch
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from mmqa_jax.weights.formats.gguf import GGUFSource
+from mmqa_jax.weights.models.llama_gguf import gguf_config
+from mmqa_jax.weights.published import load_published
+
+pytestmark = pytest.mark.slow
+
+LAYERS = 7  # one that sees all among Gemma 3's, one without positions among SmolLM3's
+SIZES = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 640,
+    "rms_norm_eps": 2e-4,
+    "attn_implementation": "eager",
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_THETA = {"rope_type": "default", "rope_theta": 1234.5}
+
+
+def _gemma(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_sliding_window(config.sliding_window)
+    if config.attn_logit_softcapping is not None:
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    if config.final_logit_softcapping is not None:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
+def _phi3(writer: gguf.GGUFWriter, config: Any) -> None:
+    rope = config.rope_parameters
+    size = config.hidden_size // config.num_attention_heads
+    writer.add_rope_dimension_count(int(size * rope["partial_rotary_factor"]))
+    writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+    writer.add_sliding_window(config.sliding_window or 0)
+    if rope["rope_type"] == "longrope":
+        writer.add_rope_scaling_attn_factors(rope["attention_factor"])
+        for name in ("long", "short"):
+            factors = np.array(rope[f"{name}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{name}.weight", factors)
+
+
+def _granite(writer: gguf.GGUFWriter, config: Any) -> None:
+    _llama(writer, config)
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+
+
+def _olmo3(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+
+
+def _llama(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+
+
+class Case(NamedTuple):
+    """A family in llama.cpp.
+
+    Attributes:
+      kind: the class in transformers.
+      architecture: llama.cpp's name.
+      values: of the config.
+      write: the metadata that others do not have.
+      known: whether transformers reads it.
+      turned: whether rows of queries and keys are turned (LlamaModel.permute).
+      shift: what is added to the weights of norms.
+    """
+
+    kind: type[transformers.PreTrainedModel]
+    architecture: str
+    values: Mapping[str, Any] = {}
+    write: Callable[[gguf.GGUFWriter, Any], None] = lambda writer, config: None
+    known: bool = False
+    turned: bool = False
+    shift: float = 0.0
+
+
+CASES = {
+    "mistral": Case(
+        transformers.MistralForCausalLM,
+        "llama",
+        {"sliding_window": None},
+        _llama,
+        turned=True,
+    ),
+    "phi3": Case(
+        transformers.Phi3ForCausalLM,
+        "phi3",
+        {"sliding_window": 50, "rope_parameters": {**_THETA, "partial_rotary_factor": 0.5}},
+        _phi3,
+        known=True,
+    ),
+    "phi3, longrope": Case(
+        transformers.Phi3ForCausalLM,
+        "phi3",
+        {
+            "original_max_position_embeddings": 200,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 2345.0,
+                "short_factor": [1.0, 1.2, 1.4, 1.9],
+                "long_factor": [1.5, 2.0, 4.0, 9.0],
+                "attention_factor": 1.25,
+            },
+        },
+        _phi3,
+    ),
+    "olmo2": Case(transformers.Olmo2ForCausalLM, "olmo2"),
+    "olmo3": Case(
+        transformers.Olmo3ForCausalLM,
+        "olmo2",
+        {
+            "sliding_window": 33,
+            "layer_types": ["full_attention", *["sliding_attention"] * (LAYERS - 1)],
+            "rope_parameters": {"full_attention": _THETA, "sliding_attention": _THETA},
+        },
+        _olmo3,
+    ),
+    "granite": Case(
+        transformers.GraniteForCausalLM,
+        "granite",
+        {
+            "embedding_multiplier": 5.5,
+            "attention_multiplier": 0.21,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 0.7,
+        },
+        _granite,
+        turned=True,
+    ),
+    "smollm3": Case(
+        transformers.SmolLM3ForCausalLM,
+        "smollm3",
+        {"tie_word_embeddings": True},
+        _llama,
+        turned=True,
+    ),
+    "gemma2": Case(
+        transformers.Gemma2ForCausalLM,
+        "gemma2",
+        {
+            "head_dim": 12,
+            "query_pre_attn_scalar": 12,
+            "sliding_window": 33,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 2.5,
+        },
+        _gemma,
+        known=True,
+        shift=1.0,
+    ),
+    "gemma3": Case(
+        transformers.Gemma3ForCausalLM,
+        "gemma3",
+        {
+            "head_dim": 12,
+            "query_pre_attn_scalar": 12,
+            "sliding_window": 33,
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "full_attention": _THETA,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+        _gemma,
+        known=True,
+        shift=1.0,
+    ),
+}
+
+
+def turned(x: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's LlamaModel.permute."""
+    halves = x.reshape(heads, 2, x.shape[0] // heads // 2, *x.shape[1:])
+    return halves.swapaxes(1, 2).reshape(x.shape)
+
+
+def write_gguf(file: Path, model: transformers.PreTrainedModel, case: Case) -> None:
+    """The model as llama.cpp's conversion writes it, in float32."""
+    config = model.config
+    writer = gguf.GGUFWriter(file, case.architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if "head_dim" in case.values:
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    case.write(writer, config)
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[case.architecture], config.num_hidden_layers)
+    for key, tensor in model.state_dict().items():
+        if key == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        array = tensor.numpy()
+        for part, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):
+            if case.turned and f"{part}_proj." in key:
+                array = turned(array, heads)
+        if key.endswith("norm.weight"):
+            array = array + np.float32(case.shift)
+        writer.add_tensor(names.get_name(key, (".weight", ".bias")), np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_gguf_file_is_the_model_that_was_written(name, tmp_path):
+    case, file = CASES[name], tmp_path / "model.gguf"
+    torch.manual_seed(0)
+    values = {"rope_parameters": dict(_THETA), **SIZES, **case.values}
+    theirs = randomize(case.kind(case.kind.config_class(**values)), 0, 0.1)
+    write_gguf(file, theirs, case)
+    ours = load_published("llama", file, unroll=1)
+    ids = np.random.default_rng(1).integers(0, SIZES["vocab_size"], (2, 500))
+    want = run_torch(theirs, ids)
+    np.testing.assert_allclose(compiled(ours, forward)(ids), want, **WHOLE)
+    assert np.abs(want).max() > 1
+    if not case.known:
+        return
+    read = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=theirs)
+    for key, tensor in theirs.state_dict().items():
+        if key in read["tensors"]:  # a tied head is not
+            np.testing.assert_allclose(read["tensors"][key], tensor, rtol=0, atol=1e-6)
+    assert theirs.config.tie_word_embeddings or "lm_head.weight" in read["tensors"]
+    for key in ("sliding_window", "head_dim", "num_key_value_heads", "max_position_embeddings"):
+        if key in read["config"]:
+            assert read["config"][key] == getattr(theirs.config, key), key
+
+
+@pytest.mark.parametrize(("architecture", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_the_largest_gemmas_divide_scores_by_another_size(architecture, layers, tmp_path):
+    """As llama.cpp knows them, by their layers: no key of a file says it."""
+    for count, scale in ((layers, (4608 // 32) ** -0.5), (26, None)):
+        writer = gguf.GGUFWriter(tmp_path / f"{count}.gguf", architecture)
+        writer.add_block_count(count)
+        writer.add_context_length(8192)
+        writer.add_embedding_length(4608)
+        writer.add_feed_forward_length(64)
+        writer.add_head_count(32)
+        writer.add_key_length(128)
+        writer.add_value_length(128)
+        writer.add_layer_norm_rms_eps(1e-6)
+        writer.add_sliding_window(1024)
+        writer.add_tensor("token_embd.weight", np.zeros((3, 4608), np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        config = gguf_config(GGUFSource(tmp_path / f"{count}.gguf"))
+        assert config.attention_scale == scale
+        assert config.windows[:2] == ((1024, 0) if architecture == "gemma2" else (1024, 1024))
