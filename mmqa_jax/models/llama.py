@@ -40,7 +40,7 @@ from mmqa_jax.models.layers import (
     stack_layers,
 )
 from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.rope import frequencies
+from mmqa_jax.models.rope import axes_of_pairs, frequencies
 
 LINEARS = ("q", "k", "v", "out", "gate", "up", "down")  # of a layer
 
@@ -52,6 +52,30 @@ def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
     """
     turning = frequencies(config.rotary_size, config.rope_theta, config.rope_scaling)
     return np.pad(turning, (0, (config.head_size - config.rotary_size) // 2))
+
+
+def rotary_angles(config: LlamaConfig, positions: jax.Array) -> jax.Array:
+    """Positions times `inverse_frequencies`, float32 [B, L, 1, head_size / 2].
+
+    Args:
+      config: of the model.
+      positions: int [B, L]; or [B, L, 3] of time, row and column, for `config.mrope`.
+    """
+    if positions.ndim == 2:
+        positions = positions[:, :, None, None]
+    else:
+        axes = axes_of_pairs(config.mrope, config.mrope_interleaved)
+        positions = positions[:, :, None, axes]
+    return positions.astype(jnp.float32) * inverse_frequencies(config)
+
+
+def added(x: jax.Array, deepstack: jax.Array | None, number: jax.Array | int) -> jax.Array:
+    """What follows layer `number`: x [B, L, H] with its part of `deepstack` [n, B, L, H] added."""
+    if deepstack is None:
+        return x
+    last = len(deepstack) - 1
+    part = deepstack[jnp.minimum(number, last)]
+    return x + jnp.where(number <= last, part, 0).astype(x.dtype)
 
 
 def rotation(config: LlamaConfig, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -295,6 +319,7 @@ class Llama(nnx.Module):
         attention_mask: jax.Array | None = None,
         positions: jax.Array | None = None,
         *,
+        deepstack: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
         """Normed hidden states of the last layer.
@@ -305,7 +330,8 @@ class Llama(nnx.Module):
             since a token never sees what follows it. Or [B, L, L], true where a token (axis 1) may
             see another (axis 2): several sequences in a row do not see each other.
           positions: int [B, L] of rotary positions; None is 0..L-1 in every row, also behind
-            padding on the left (only distances matter).
+            padding on the left (only distances matter). Or [B, L, 3], see `LlamaConfig.mrope`.
+          deepstack: [n, B, L, H], added to what the first n layers give (Qwen3-VL); None: nothing.
           dropout_key: drops attention weights at `config.attention_dropout`.
 
         Returns:
@@ -313,25 +339,29 @@ class Llama(nnx.Module):
         """
 
         def body(layer: LlamaLayer, x, traits, key):
-            return layer(x, *angles, mask, key, traits), None
+            x = layer(x, *angles, mask, key, traits)
+            return added(x, deepstack, traits.number), None
 
         angles, mask = self._prepare(embedded, attention_mask, positions)
-        return self.norm(self._scan(embedded, body, dropout_key)[0])
+        numbered = deepstack is not None
+        return self.norm(self._scan(embedded, body, dropout_key, numbered)[0])
 
     def layer_outputs(
         self,
         embedded: jax.Array,
         attention_mask: jax.Array | None = None,
         positions: jax.Array | None = None,
+        deepstack: jax.Array | None = None,
     ) -> jax.Array:
         """Every layer's output before the last norm: [layers, B, L, H]."""
 
         def body(layer: LlamaLayer, x, traits, key):
             x = layer(x, *angles, mask, traits=traits)
+            x = added(x, deepstack, traits.number)
             return x, x
 
         angles, mask = self._prepare(embedded, attention_mask, positions)
-        return self._scan(embedded, body, None)[1]
+        return self._scan(embedded, body, None, deepstack is not None)[1]
 
     def each_layer(self) -> Iterator[LlamaLayer]:
         """The layers one by one, stacked or not."""
@@ -348,20 +378,22 @@ class Llama(nnx.Module):
         if positions is None:
             check_length(length, self.config.positions)
             positions = jnp.arange(length)[None]
-        angles = positions[:, :, None, None].astype(jnp.float32) * inverse_frequencies(self.config)
+        angles = rotary_angles(self.config, positions)
         if attention_mask is not None:
             length = attention_mask.shape[-1]
             attention_mask = attention_mask.astype(bool).reshape(len(embedded), 1, -1, length)
         return rotation(self.config, jnp.cos(angles), jnp.sin(angles)), attention_mask
 
-    def _scan(self, x: jax.Array, body: Callable, dropout_key: jax.Array | None):
+    def _scan(
+        self, x: jax.Array, body: Callable, dropout_key: jax.Array | None, numbered: bool = False
+    ):
         if isinstance(self.layers, nnx.List):
             raise TypeError("unstacked layers only run in decoding.kv_cache.forward")
         return scan_layers(
             self.layers,
             x,
             body,
-            xs=layer_traits(self.config, x.shape[1]),
+            xs=layer_traits(self.config, x.shape[1], numbered=numbered),
             dropout_key=dropout_key,
             remat=self.config.remat,
             unroll=self.config.unroll,

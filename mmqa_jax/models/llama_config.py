@@ -28,7 +28,9 @@ class LlamaConfig:
 
     `windows`: of each layer, how many tokens one sees, itself included; 0 is all, () all in every
     layer. `rotated`: whether each layer rotates queries and keys by their positions, () all do;
-    `rotary_fraction` of each head are rotated. `qk_norm`: an RMS norm of queries and keys before
+    `rotary_fraction` of each head are rotated. `mrope`: how many rotary pairs turn by a token's
+    time, row and column, where positions are three (Qwen-VL); () is one position for all.
+    `mrope_interleaved`: these pairs are in turn. `qk_norm`: an RMS norm of queries and keys before
     that, "none", of each "head" or of the "whole" projection. `norm_after`: norms are of what
     attention and MLP give, not of what they get. Embeddings are multiplied by `embedding_scale`,
     what attention and MLP give by `residual_scale`, attention scores by `attention_scale` (None is
@@ -65,6 +67,8 @@ class LlamaConfig:
     windows: tuple[int, ...] = ()
     rotated: tuple[bool, ...] = ()
     rotary_fraction: float = 1.0
+    mrope: tuple[int, ...] = ()
+    mrope_interleaved: bool = False
     qk_norm: str = "none"
     norm_after: bool = False
     embedding_scale: float = 1.0
@@ -89,6 +93,12 @@ class LlamaConfig:
         check_known("model.activation", self.activation, ACTIVATIONS)
         check_known("model.family", self.family, decoder_families.FAMILIES)
         check_known("model.qk_norm", self.qk_norm, QK_NORMS)
+        object.__setattr__(self, "mrope", tuple(self.mrope))
+        if self.mrope and (len(self.mrope) != 3 or 2 * sum(self.mrope) != self.rotary_size):
+            raise UserError(
+                f"model.mrope is {self.mrope}: expected three numbers of rotary pairs, together "
+                f"{self.rotary_size // 2}, half of a head; correct it."
+            )
         for name in ("windows", "rotated"):
             values = tuple(getattr(self, name))
             object.__setattr__(self, name, values)

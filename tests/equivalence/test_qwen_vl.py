@@ -1,0 +1,269 @@
+"""Qwen2.5-VL and Qwen3-VL against transformers: towers, positions, logits, checkpoints."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from compare import WHOLE, compiled, reloaded, same_parameters
+from flax import nnx
+from qwen_vl_pair import (
+    CASES,
+    IMAGE,
+    LENGTH,
+    Pair,
+    make_pair,
+    pictures,
+    rewritten,
+)
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.qwen_images import PictureSizes, qwen_pixels
+from mmqa_jax.models.qwen_vl import expand_pictures
+from mmqa_jax.models.qwen_vl_layout import bucket_of, grid_of, lay_out
+from mmqa_jax.weights.config_json import replace_fields
+from mmqa_jax.weights.models.qwen_vl import open_qwen_vl, publish_qwen_vl
+from mmqa_jax.weights.published import load_published, write_published
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request, tmp_path_factory) -> Pair:
+    return make_pair(request.param, tmp_path_factory.getbasetemp() / f"{request.param}_tiny")
+
+
+@pytest.fixture(scope="module")
+def pixels(pair) -> list[np.ndarray]:
+    vision = pair.ours.config.vision
+    sizes = PictureSizes(vision.unit, vision.min_pixels, vision.max_pixels)
+    return [qwen_pixels(picture, sizes) for picture in pictures()]
+
+
+@pytest.fixture(scope="module")
+def torch_pixels(pair) -> dict[str, torch.Tensor]:
+    given = pair.processor(images=pictures(), return_tensors="pt")
+    return {key: given[key] for key in ("pixel_values", "image_grid_thw")}
+
+
+@pytest.fixture(scope="module")
+def tower(pair):
+    """Pictures of one bucket, encoded together -> the features of each, [units, features]."""
+    run = compiled(pair.ours, lambda model, batch: model.encode_images(batch))
+    vision = pair.ours.config.vision
+
+    def encode(given: list[np.ndarray]) -> list[np.ndarray]:
+        grids = [grid_of(one.shape, vision) for one in given]
+        bucket = max(bucket_of(grid, vision) for grid in grids)
+        found = np.asarray(run(lay_out(given, vision, bucket)))
+        return [rows[: grid.units] for rows, grid in zip(found, grids, strict=True)]
+
+    return encode
+
+
+def test_pixels_and_grids(pair, pixels, torch_pixels):
+    """Equal values, patch by patch, in transformers' order."""
+    vision, first = pair.ours.config.vision, 0
+    assert len({one.shape for one in pixels}) == len(pixels)
+    for picture, (_, rows, columns) in zip(
+        pixels, torch_pixels["image_grid_thw"].tolist(), strict=True
+    ):
+        grid = grid_of(picture.shape, vision)
+        assert (rows, columns) == (grid.rows * 2, grid.columns * 2)
+        batch = lay_out([picture], vision, bucket_of(grid, vision))
+        ours = batch.patches[0].reshape(-1, 4, vision.patch**2 * 3)[batch.order[0, : grid.units]]
+        ours = ours.reshape(len(ours) * 4, -1, 3) / 255.0
+        ours = (ours - vision.pixel_mean) / vision.pixel_std
+        theirs = torch_pixels["pixel_values"][first : first + rows * columns].numpy()
+        theirs = theirs.reshape(len(ours), 3, 2, -1)
+        for frame in range(2):
+            np.testing.assert_allclose(ours, theirs[:, :, frame].swapaxes(1, 2), rtol=0, atol=1e-5)
+        first += rows * columns
+    assert first == len(torch_pixels["pixel_values"])
+
+
+def test_every_block(pair, pixels, torch_pixels):
+    """Of the first picture, whose sides no window divides."""
+    rows, columns = torch_pixels["image_grid_thw"][0, 1:].tolist()
+    wanted = []
+    hooks = [
+        block.register_forward_hook(lambda module, given, out: wanted.append(out.numpy()))
+        for block in pair.theirs.model.visual.blocks
+    ]
+    with torch.no_grad():
+        patches = torch_pixels["pixel_values"][: rows * columns]
+        pair.theirs.model.visual(patches, grid_thw=torch_pixels["image_grid_thw"][:1])
+    for hook in hooks:
+        hook.remove()
+    vision = pair.ours.config.vision
+    grid = grid_of(pixels[0].shape, vision)
+    assert 0 not in (grid.rows % 3, grid.columns % 3)
+    batch = lay_out(pixels[:1], vision, bucket_of(grid, vision))
+    got = compiled(pair.ours.vision, lambda model, batch: model.layer_outputs(batch))(batch)
+    real = batch.places[0, :, 0] >= 0
+    np.testing.assert_allclose(np.asarray(got)[:, 0, real], np.stack(wanted), **WHOLE)
+
+
+def torch_features(pair: Pair, torch_pixels: dict[str, torch.Tensor]) -> list[np.ndarray]:
+    """Of each picture [units, features], with what deepstack takes."""
+    with torch.no_grad():
+        found = pair.theirs.model.get_image_features(**torch_pixels, return_dict=True)
+    layers = [found.pooler_output, *(getattr(found, "deepstack_features", None) or [])]
+    return [np.concatenate(parts, axis=-1) for parts in zip(*layers, strict=True)]
+
+
+def test_features_alone_and_together(pair, pixels, torch_pixels, tower):
+    wanted = torch_features(pair, torch_pixels)
+    together = tower(pixels)
+    for picture, want, beside in zip(pixels, wanted, together, strict=True):
+        np.testing.assert_allclose(tower([picture])[0], want, **WHOLE)
+        np.testing.assert_allclose(beside, want, **WHOLE)
+
+
+def prompts() -> list[list[int]]:
+    """Two pictures amid many words; one in front; words alone."""
+    words = np.random.default_rng(1).integers(3, IMAGE, LENGTH).tolist()
+    return [
+        [*words[:17], IMAGE, *words[17:120], IMAGE, *words[120:250]],
+        [IMAGE, *words[40:71]],
+        words[100:133],
+    ]
+
+
+USED = ((0, 2), (1,), ())  # the pictures of each prompt
+
+
+def torch_inputs(torch_pixels: dict[str, torch.Tensor], row: list[int], used: tuple[int, ...]):
+    """A prompt for transformers, in which each placeholder stands once for each unit."""
+    grids = torch_pixels["image_grid_thw"]
+    counts = grids.prod(-1)
+    starts = (counts.cumsum(0) - counts).tolist()
+    waiting = iter(used)
+    ids = [
+        one
+        for token in row
+        for one in ([IMAGE] * (int(counts[next(waiting)]) // 4) if token == IMAGE else [token])
+    ]
+    ids = torch.tensor([ids])
+    made = {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int()}
+    if used:
+        values = torch_pixels["pixel_values"]
+        parts = [values[starts[n] : starts[n] + int(counts[n])] for n in used]
+        made |= {"pixel_values": torch.cat(parts), "image_grid_thw": grids[list(used)]}
+    return made
+
+
+def test_positions(pair, pixels, torch_pixels):
+    """Those of `get_rope_index`, and where the answer goes on."""
+    for row, used in zip(prompts(), USED, strict=True):
+        shapes = [pixels[n].shape for n in used]
+        made = expand_pictures([row], [shapes], pair.ours.config)
+        given = torch_inputs(torch_pixels, row, used)
+        assert made.input_ids.tolist() == given["input_ids"].tolist()
+        want, delta = pair.theirs.model.get_rope_index(
+            given["input_ids"],
+            mm_token_type_ids=given["mm_token_type_ids"],
+            image_grid_thw=given.get("image_grid_thw"),
+        )
+        np.testing.assert_array_equal(made.positions[0], want[:, 0].T)
+        shifts = pair.ours.config.position_shifts(row, shapes)
+        assert shifts[-1].tolist() == [int(delta)] * 3
+
+
+def torch_logits(pair: Pair, torch_pixels: dict[str, torch.Tensor], number: int) -> np.ndarray:
+    given = torch_inputs(torch_pixels, prompts()[number], USED[number])
+    pair.theirs.model.rope_deltas = None  # of the prompt before
+    with torch.no_grad():
+        return pair.theirs(**given).logits[0].numpy()
+
+
+def test_logits(pair, pixels, torch_pixels, tower):
+    """Three prompts in a batch, the longest with two pictures."""
+    shapes = [[pixels[n].shape for n in used] for used in USED]
+    made = expand_pictures(prompts(), shapes, pair.ours.config)
+    features = np.concatenate([tower([pixels[n]])[0] for used in USED for n in used])
+    got = compiled(pair.ours, lambda model, *given: model(*given[:3], positions=given[3]))(
+        made.input_ids, features, made.rows, made.positions
+    )
+    assert made.mask.sum(1).max() > 500
+    for number, mask in enumerate(made.mask):
+        want = torch_logits(pair, torch_pixels, number)
+        np.testing.assert_allclose(np.asarray(got)[number, mask], want, **WHOLE)
+
+
+def test_checkpoints_go_both_ways(pair, tmp_path):
+    """Ours, exported, is transformers' and ours again."""
+    published = publish_qwen_vl(pair.ours.config, nnx.state(pair.ours))
+    write_published(tmp_path / "out", published)
+    for file in pair.folder.glob("*processor*"):
+        (tmp_path / "out" / file.name).write_bytes(file.read_bytes())
+    theirs = reloaded(type(pair.theirs), tmp_path / "out")
+    for (name, want), got in zip(pair.theirs.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(got, want), name
+    again = load_published("qwen_vl", tmp_path / "out", unroll=1)
+    assert again.config == pair.ours.config
+    same_parameters(again, pair.ours)
+
+
+# What is changed in a config.json (`__` leads into an object), and what the refusal names.
+REFUSED = {
+    "qwen2_5_vl": [
+        ({"vision_config__hidden_act": "swish2"}, "vision.activation is 'swish2'"),
+        ({"vision_config__new_norm": 3}, "vision_config: the key 'new_norm'"),
+        ({"vision_config__in_channels": 4}, "in_channels is 4"),
+        ({"vision_config__window_size": 7}, "window_size is 7"),
+        ({"text_config__use_sliding_window": True}, "use_sliding_window is True"),
+        ({"text_config__rope_parameters": {"mrope_section": [1, 2]}}, r"mrope is \(1, 2\)"),
+        (
+            {"text_config__rope_parameters": {"mrope_interleaved": True}},
+            "mrope_interleaved is True",
+        ),
+        ({"vision_config__out_hidden_size": 40}, "vision.out is 40"),
+        ({"audio_config": {"layers": 2}}, "'audio_config'"),
+    ],
+    "qwen3_vl": [
+        ({"vision_config__deepstack_visual_indexes": [2, 0]}, r"deepstack is \(2, 0\)"),
+        ({"vision_config__num_position_embeddings": 50}, "num_position_embeddings is 50"),
+        ({"vision_config__rope_parameters": {"rope_type": "linear"}}, "rope_type is 'linear'"),
+        ({"model_type": "qwen3_vl_moe"}, "model_type is 'qwen3_vl_moe'"),
+        ({"text_config": None}, "lacks its text_config"),
+    ],
+}
+
+
+def test_unknown_values_are_refused_by_name(pair, tmp_path):
+    for number, (changes, match) in enumerate(REFUSED[pair.ours.config.vision.family]):
+        with pytest.raises(UserError, match=match):
+            open_qwen_vl(rewritten(pair.folder, tmp_path / str(number), **changes))
+    for number, (values, match) in enumerate(
+        [
+            ({"patch_size": 14}, "patch_size is 14, expected 4"),
+            ({"resample": 2}, "resample is 2"),
+            ({"size": {"height": 9, "width": 9}}, "size is"),
+            ({"image_mean": 0.5}, "image_mean is 0.5"),
+        ]
+    ):
+        folder = rewritten(pair.folder, tmp_path / f"processor {number}")
+        (folder / "preprocessor_config.json").write_text(json.dumps(values))
+        with pytest.raises(UserError, match=match):
+            open_qwen_vl(folder)
+
+
+def test_the_config_of_the_hub(pair, tmp_path):
+    """Qwen2.5-VL's has the language model's keys beside the others."""
+    if pair.ours.config.vision.family != "qwen2_5_vl":
+        pytest.skip("Qwen3-VL's has a text_config")
+    published = json.loads((pair.folder / "config.json").read_text())
+    text = published.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text |= {"rope_theta": rope["rope_theta"]}
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    text["sliding_window"] = 32768
+    folder = rewritten(pair.folder, tmp_path / "flat")
+    (folder / "config.json").write_text(json.dumps(text | published))
+    for file in ("model.safetensors", "preprocessor_config.json", "processor_config.json"):
+        if (pair.folder / file).exists():
+            (folder / file).write_bytes((pair.folder / file).read_bytes())
+    assert replace_fields(open_qwen_vl(folder).config, unroll=1) == pair.ours.config
