@@ -12,8 +12,7 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.mesh import DEFAULT_RULES, Rules, replicated, state_shardings
 from mmqa_jax.decoding.cached_attention import Branches
-from mmqa_jax.decoding.image_patches import PatchIds
-from mmqa_jax.decoding.image_tower import TowerPrograms, tower_of
+from mmqa_jax.decoding.image_tower import LlavaTower, tower_of
 from mmqa_jax.decoding.key_heads import repeat_key_heads
 from mmqa_jax.decoding.quantize import quantize_weights
 from mmqa_jax.decoding.slot_runner import EngineConfig, Programs, scans, slot_shards
@@ -81,7 +80,8 @@ def engine_programs(
         branches = Branches(of_row, array("int32", rows, bucket))
     limit = sizes.read(columns)
     before = max(columns - bucket, 0)  # columns in front of the chunk
-    chunk = (array("int32", rows, bucket), of_row, of_row, of_row, branches, None)
+    shifts = array("int32", rows, bucket, 3) if config.mrope else None
+    chunk = (array("int32", rows, bucket), of_row, of_row, of_row, branches, None, shifts)
     active = jax.ShapeDtypeStruct((sizes.slots,), bool, sharding=programs.whole)
     of_prompt = sizes.read(before if programs.scanned else columns)
     return {
@@ -105,7 +105,7 @@ def tower_programs(config: LlavaConfig, sizes: EngineConfig, mesh: Mesh) -> dict
       {"tower": Program of a full batch of pictures, "gather": of the patches in a batch of chunks}.
     """
     tower = nnx.eval_shape(lambda: tower_of(Llava(config, rngs=nnx.Rngs(0))))
-    programs = TowerPrograms(tower, config, replicated(mesh), mesh)
+    programs = LlavaTower(tower, config, replicated(mesh), mesh)
     dtype, size = np.dtype(config.llama.dtype), config.vision.image_size
     state = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=programs.parameters),
@@ -118,7 +118,7 @@ def tower_programs(config: LlavaConfig, sizes: EngineConfig, mesh: Mesh) -> dict
     bucket = sizes.buckets[-1]
     rows = sizes.rows(bucket, slot_shards(sizes.slots, mesh))
     index = jax.ShapeDtypeStruct((rows, bucket), np.int32, sharding=programs.parameters)
-    pictures = (picture,) * (rows * PatchIds(config).in_chunk(bucket))
+    pictures = (picture,) * (rows * programs.in_chunk(bucket))
     return {
         "tower": Program(programs.encode, (state, pixels)),
         "gather": Program(programs.gather, (pictures, index)),

@@ -69,10 +69,20 @@ def rotary_angles(config: LlamaConfig, positions: jax.Array) -> jax.Array:
     return positions.astype(jnp.float32) * inverse_frequencies(config)
 
 
+def shifted(positions: jax.Array, shifts: jax.Array | None) -> jax.Array:
+    """int [B, L], and by how much they move: None, [B, L] or [B, L, 3]; as `rotary_angles` takes
+    them."""
+    if shifts is None:
+        return positions
+    return (positions if shifts.ndim == 2 else positions[..., None]) + shifts
+
+
 def added(x: jax.Array, deepstack: jax.Array | None, number: jax.Array | int) -> jax.Array:
     """What follows layer `number`: x [B, L, H] with its part of `deepstack` [n, B, L, H] added."""
     if deepstack is None:
         return x
+    if isinstance(number, int):
+        return x + deepstack[number] if number < len(deepstack) else x
     last = len(deepstack) - 1
     part = deepstack[jnp.minimum(number, last)]
     return x + jnp.where(number <= last, part, 0).astype(x.dtype)

@@ -60,42 +60,21 @@ class QwenVLConfig:
             )
 
     @property
-    def features(self) -> int:
-        """Width of what the tower gives for a token."""
-        return self.vision.features
-
-    @property
-    def most_tokens(self) -> int:
-        """Tokens of the largest picture."""
-        return self.vision.most_units
+    def expected_pixels(self) -> str:
+        """See PictureConfig."""
+        unit = self.vision.unit
+        return f"uint8 [H, W, 3], multiples of {unit}; use data.qwen_images.qwen_pixels"
 
     def picture_tokens(self, shape: Sequence[int]) -> int:
-        """Tokens of pixels [H, W, 3].
-
-        Raises:
-          UserError: sides that are no multiples of a unit's.
-        """
-        unit = self.vision.unit
-        if len(shape) != 3 or shape[2] != 3 or not shape[0] or shape[0] % unit or shape[1] % unit:
-            raise UserError(
-                f"a picture is {list(shape)}, expected [H, W, 3] with sides that are multiples of "
-                f"{unit}; use data.qwen_images.qwen_pixels."
-            )
-        return grid_of(shape, self.vision).units
+        """One for each unit of pixels [H, W, 3] whose sides are whole units; 0 for others."""
+        fits = len(shape) == 3 and shape[2] == 3 and min(shape) > 0
+        fits = fits and shape[0] % self.vision.unit == shape[1] % self.vision.unit == 0
+        return grid_of(shape, self.vision).units if fits else 0
 
     def position_shifts(
         self, tokens: Sequence[int], shapes: Sequence[Sequence[int]]
     ) -> Int32[np.ndarray, "L+1 3"]:
-        """By how much the three positions of each token differ from its column.
-
-        Args:
-          tokens: a prompt, one placeholder for each picture.
-          shapes: of the pictures, [H, W, 3] each.
-
-        Returns:
-          Of every token of the prompt in which each placeholder is repeated; the last row is that
-          of all that follow.
-        """
+        """M-RoPE's positions less the columns; see PictureConfig."""
         grids = [grid_of(shape, self.vision) for shape in shapes]
         positions = token_positions(tokens, grids, self.image_token)
         columns = np.arange(len(positions), dtype=np.int32)
@@ -192,10 +171,11 @@ def spread(
     Returns:
       [B, L, H] and [n, B, L, H], zeros where there is no picture; None where n is 0.
     """
+    if features.shape == tokens.shape:
+        return jnp.where(picture[..., None], features.astype(tokens.dtype), tokens), None
     parts = jnp.stack(jnp.split(features, features.shape[-1] // tokens.shape[-1], axis=-1))
     embedded = jnp.where(picture[..., None], parts[0].astype(tokens.dtype), tokens)
-    deepstack = jnp.where(picture[..., None], parts[1:], 0) if len(parts) > 1 else None
-    return embedded, deepstack
+    return embedded, jnp.where(picture[..., None], parts[1:], 0)
 
 
 class Prompts(NamedTuple):

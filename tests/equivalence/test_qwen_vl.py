@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,9 @@ from qwen_vl_pair import (
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.qwen_images import PictureSizes, qwen_pixels
+from mmqa_jax.decoding.engine import Engine
+from mmqa_jax.decoding.requests import Request, Scoring
+from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.qwen_vl import expand_pictures
 from mmqa_jax.models.qwen_vl_layout import bucket_of, grid_of, lay_out
 from mmqa_jax.weights.config_json import replace_fields
@@ -191,6 +196,62 @@ def test_logits(pair, pixels, torch_pixels, tower):
     for number, mask in enumerate(made.mask):
         want = torch_logits(pair, torch_pixels, number)
         np.testing.assert_allclose(np.asarray(got)[number, mask], want, **WHOLE)
+
+
+def _copy(model: nnx.Module) -> nnx.Module:
+    """Its own arrays: an engine takes a model's apart."""
+    graphdef, state = nnx.split(model)
+    return nnx.merge(graphdef, jax.tree.map(jnp.copy, state))
+
+
+@pytest.fixture(scope="module")
+def engine(pair) -> Engine:
+    """With few slots and small chunks: pictures begin in one chunk and end in another."""
+    sizes = EngineConfig(slots=3, length=640, buckets=(32, 64), prefill_tokens=128, block=64)
+    model = _copy(pair.ours)
+    return Engine(model, end_ids=[2], config=sizes)
+
+
+NEW = 8  # tokens of an answer
+
+
+def test_generation(pair, pixels, torch_pixels, engine):
+    """As transformers generates, prompt by prompt; a second time beginnings are reused."""
+    requests = [
+        Request(n, row, NEW, images=[pixels[k] for k in used], logprobs=True)
+        for n, (row, used) in enumerate(zip(prompts(), USED, strict=True))
+    ]
+    found = {result.id: result for result in engine.generate(requests)}
+    for number, (row, used) in enumerate(zip(prompts(), USED, strict=True)):
+        given = torch_inputs(torch_pixels, row, used)
+        pair.theirs.model.rope_deltas = None
+        with torch.no_grad():
+            want = pair.theirs.generate(
+                **given, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=2
+            )
+        tokens = want[0, given["input_ids"].shape[1] :].tolist()
+        assert list(found[number].candidates[0].tokens) == tokens
+        assert found[number].prompt_tokens == given["input_ids"].shape[1]
+    again = {result.id: result for result in engine.generate(requests)}
+    assert again[0].reused_tokens > 400
+    for number, result in again.items():
+        assert result.candidates[0].tokens == found[number].candidates[0].tokens
+        np.testing.assert_allclose(
+            result.candidates[0].logprobs, found[number].candidates[0].logprobs, **WHOLE
+        )
+
+
+def test_choices(pair, pixels, torch_pixels, engine):
+    """Continuations side by side go on where the picture's positions end."""
+    choices, (row, used) = [[5, 9, 11], [7], [9, 9]], (prompts()[1], USED[1])
+    (found,) = engine.score([Scoring(0, row, choices, images=[pixels[n] for n in used])])
+    for choice, score in zip(choices, found.scores, strict=True):
+        given = torch_inputs(torch_pixels, row + choice, used)
+        pair.theirs.model.rope_deltas = None
+        with torch.no_grad():
+            logits = pair.theirs(**given).logits[0, -len(choice) - 1 : -1]
+        want = torch.log_softmax(logits, dim=-1)[range(len(choice)), choice]
+        np.testing.assert_allclose(score.logprobs, want, **WHOLE)
 
 
 def test_checkpoints_go_both_ways(pair, tmp_path):
