@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -12,12 +13,29 @@ import torch
 import transformers
 from compare import randomize
 from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from mmqa_jax.models.qwen_vl import QwenVL
 from mmqa_jax.weights.published import load_published
 
-WORDS, IMAGE, VIDEO, START, END = 97, 90, 91, 92, 93
+WORDS, ANSWERED, IMAGE, VIDEO, START, END = 97, 89, 90, 91, 92, 93
+SPECIAL = (
+    *("<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|video_pad|>"),
+    *("<|vision_start|>", "<|vision_end|>"),
+)
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:?\n"
+# As Qwen/Qwen2.5-VL-7B-Instruct's, without videos.
+TEMPLATE = """{% for message in messages %}{% if loop.first and message['role'] != 'system' %}\
+<|im_start|>system
+You are a helpful assistant.<|im_end|>
+{% endif %}<|im_start|>{{ message['role'] }}
+{% if message['content'] is string %}{{ message['content'] }}<|im_end|>
+{% else %}{% for content in message['content'] %}{% if content['type'] == 'image' %}\
+<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in content %}{{ content['text'] }}\
+{% endif %}{% endfor %}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 LENGTH = 560  # short prompts hide mistakes in positions
 UNIT = 8
 
@@ -40,8 +58,8 @@ _TEXT = {
     "max_position_embeddings": 640,
     "rms_norm_eps": 2e-5,
     "initializer_range": 0.08,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    "bos_token_id": None,
+    "eos_token_id": ANSWERED,
 }
 # A family's classes in transformers, and values of its tower, its language model and both.
 CASES = {
@@ -114,7 +132,27 @@ def make_pair(case: str, folder: Path) -> Pair:
     theirs.save_pretrained(folder)
     processor = Qwen2VLImageProcessorPil(size=SIZE, patch_size=4, **PROCESSOR[case])
     processor.save_pretrained(folder)
+    letters().save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     return Pair(theirs, load_published("qwen_vl", folder, unroll=1), processor, folder)
+
+
+def letters() -> Tokenizer:
+    """One token a letter, and the special tokens at the ids above."""
+    vocabulary = {letter: n for n, letter in enumerate(LETTERS)}
+    count = IMAGE - SPECIAL.index("<|image_pad|>")
+    vocabulary |= {f"<{n}>": n for n in range(len(LETTERS), count)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+def encoded(picture: Image.Image) -> bytes:
+    """The picture as a PNG."""
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return file.getvalue()
 
 
 def pictures() -> list[Image.Image]:

@@ -12,6 +12,7 @@ import torch
 from compare import WHOLE, compiled, reloaded, same_parameters
 from flax import nnx
 from qwen_vl_pair import (
+    ANSWERED,
     CASES,
     IMAGE,
     LENGTH,
@@ -209,7 +210,7 @@ def engine(pair) -> Engine:
     """With few slots and small chunks: pictures begin in one chunk and end in another."""
     sizes = EngineConfig(slots=3, length=640, buckets=(32, 64), prefill_tokens=128, block=64)
     model = _copy(pair.ours)
-    return Engine(model, end_ids=[2], config=sizes)
+    return Engine(model, end_ids=[ANSWERED], config=sizes)
 
 
 NEW = 8  # tokens of an answer
@@ -227,7 +228,7 @@ def test_generation(pair, pixels, torch_pixels, engine):
         pair.theirs.model.rope_deltas = None
         with torch.no_grad():
             want = pair.theirs.generate(
-                **given, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=2
+                **given, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=ANSWERED
             )
         tokens = want[0, given["input_ids"].shape[1] :].tolist()
         assert list(found[number].candidates[0].tokens) == tokens

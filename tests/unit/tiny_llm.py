@@ -89,7 +89,7 @@ def tiny_llava() -> EngineBackend:
     sizes = dataclasses.replace(SIZES, length=320, buckets=(32,), slots=2)
     engine = Engine(Llava(config, rngs=nnx.Rngs(3)), text_tokenizer(), config=sizes)
     return EngineBackend(
-        lambda demand: engine, text_tokenizer(), length=320, fingerprint="llava", llava=config
+        lambda demand: engine, text_tokenizer(), length=320, fingerprint="llava", pictures=config
     )
 
 
