@@ -2,8 +2,9 @@
 
 The library is ScienceQA's train split. `gemini_*`, `qwen_vl*` and `internlm*` need a server with
 OpenAI's API that serves the model; `llava*` runs LLaVA-1.5-13B here, and `llava15_*` both sizes
-with its authors' prompt; `qwen25_vl`, `qwen3_vl` and `rmr_*` of these are RMR with the successors
-of its Qwen-VL, which nobody has published; `smollm2_*` are ours, with a text model that anybody can run, on captions.
+with its authors' prompt; `qwen25_vl`, `qwen3_vl` and `rmr_*` of these are successors of RMR's
+Qwen-VL, without published figures; `smollm2_*` are ours, with a text model that anybody can run, on
+captions.
 """
 
 from ml_collections import ConfigDict

@@ -153,7 +153,11 @@ class LlavaTower(TowerPrograms):
 
 
 class QwenTower(TowerPrograms):
-    """Qwen-VL's; there are programs for each bucket of patches (`qwen_vl_layout`)."""
+    """Qwen-VL's; there are programs for each bucket of patches (`qwen_vl_layout`).
+
+    `put(placed, features, patch)`: features of one picture into [R, L, features], where int32
+    [R, L] says which of its patches a token is; -1: none.
+    """
 
     def __init__(
         self, tower: nnx.Dict, config: QwenVLConfig, rows: Sharding, mesh: Mesh | None = None
@@ -170,7 +174,7 @@ class QwenTower(TowerPrograms):
         width = config.vision.features
         super().__init__(of_pictures, width, rows, mesh)
         self._vision = config.vision
-        self._put = jax.jit(put, donate_argnums=0, out_shardings=rows)
+        self.put = jax.jit(put, donate_argnums=0, out_shardings=rows)
         self._empty = jax.jit(
             lambda shape: jnp.zeros((*shape, width), dtype), static_argnums=0, out_shardings=rows
         )
@@ -194,7 +198,7 @@ class QwenTower(TowerPrograms):
         placed = run(self._empty, which.shape)
         for number, of_picture in enumerate(features):
             own = np.where(which == number, patch, -1).astype(np.int32)
-            placed = run(self._put, placed, of_picture, jax.device_put(own, self.parameters))
+            placed = run(self.put, placed, of_picture, jax.device_put(own, self.parameters))
         return placed
 
 

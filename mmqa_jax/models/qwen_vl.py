@@ -253,7 +253,8 @@ def expand_pictures(
 def qwen25_vl_7b(**changes) -> QwenVLConfig:
     """Qwen/Qwen2.5-VL-7B-Instruct."""
     llama = RELATIVES["qwen25_7b"](positions=128000, mrope=(16, 24, 24))
-    return dataclasses.replace(QwenVLConfig(QwenVisionConfig(), llama), **changes)
+    vision = QwenVisionConfig(max_pixels=28 * 28 * 16384)
+    return dataclasses.replace(QwenVLConfig(vision, llama), **changes)
 
 
 def qwen3_vl_vision(**changes) -> QwenVisionConfig:

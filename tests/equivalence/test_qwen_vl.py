@@ -9,26 +9,36 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import transformers
 from compare import WHOLE, compiled, reloaded, same_parameters
 from flax import nnx
+from PIL import Image
 from qwen_vl_pair import (
     ANSWERED,
     CASES,
     IMAGE,
     LENGTH,
+    TEMPLATE,
     Pair,
+    encoded,
+    letters,
     make_pair,
     pictures,
     rewritten,
 )
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.data.qwen_images import PictureSizes, qwen_pixels
+from mmqa_jax.decoding.abstract_programs import engine_programs, feature_bytes, tower_programs
 from mmqa_jax.decoding.engine import Engine
-from mmqa_jax.decoding.requests import Request, Scoring
+from mmqa_jax.decoding.requests import Request, Scoring, TooLong, Unanswerable
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.qwen_vl import expand_pictures
-from mmqa_jax.models.qwen_vl_layout import bucket_of, grid_of, lay_out
+from mmqa_jax.models.qwen_vl_layout import Grid, bucket_of, grid_of, lay_out
+from mmqa_jax.prompting.backend_engine import EngineBackend
+from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Message, Picture
+from mmqa_jax.prompting.local_model import open_backend
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.models.qwen_vl import open_qwen_vl, publish_qwen_vl
 from mmqa_jax.weights.published import load_published, write_published
@@ -253,6 +263,96 @@ def test_choices(pair, pixels, torch_pixels, engine):
             logits = pair.theirs(**given).logits[0, -len(choice) - 1 : -1]
         want = torch.log_softmax(logits, dim=-1)[range(len(choice)), choice]
         np.testing.assert_allclose(score.logprobs, want, **WHOLE)
+
+
+@pytest.fixture(scope="module")
+def backend(pair) -> EngineBackend:
+    """Of the folder, as `mmqa prompt --model=FOLDER` opens it."""
+    engine = EngineConfig(slots=3, length=640, buckets=(32, 64), prefill_tokens=128, block=64)
+    return open_backend(pair.folder, engine=engine)
+
+
+def test_a_conversation_with_pictures(pair, torch_pixels, backend):
+    """Two pictures within a message and words alone, by transformers' rendering of the template.
+
+    Its processor, which needs torchvision, does no more than repeat each placeholder.
+    """
+    shown = [Picture(encoded(one), f"{n}.png") for n, one in enumerate(pictures()[:2])]
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=letters(), chat_template=TEMPLATE
+    )
+    asked = {
+        "two": (("Is ", shown[0], " larger than ", shown[1], "?"), (0, 1)),
+        "none": (("What is a flag?",), ()),
+    }
+    decoding = Decoding(max_new_tokens=NEW)
+    chats = [Chat(key, (Message("user", parts),), decoding) for key, (parts, _) in asked.items()]
+    for chat in chats:
+        backend.check(chat)
+    found = {result.id: result for result in backend.answer(chats)}
+    for key, (parts, used) in asked.items():
+        content = [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+            for part in parts
+        ]
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True, return_dict=False
+        )
+        assert ids.count(IMAGE) == len(used)
+        given = torch_inputs(torch_pixels, ids, used)
+        pair.theirs.model.rope_deltas = None
+        with torch.no_grad():
+            want = pair.theirs.generate(
+                **given, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=ANSWERED
+            )
+        count = given["input_ids"].shape[1]
+        assert found[key].prompt_tokens == count
+        assert list(found[key].candidates[0].tokens) == want[0, count:].tolist()
+
+
+def test_texts_with_pictures(backend):
+    """`<image>` marks a place, or pictures come first; what does not fit is refused by name."""
+    red = Picture(encoded(pictures()[1]), "red.png")
+    decoding = Decoding(max_new_tokens=4, logprobs=True)
+    queries = [
+        Completion("first", "Say", decoding, (red,)),
+        Completion("spelled", "<image>Say", decoding, (red,)),
+        Completion("behind", "Say<image>", decoding, (red,)),
+    ]
+    found = {result.id: result.candidates for result in backend.answer(queries)}
+    assert found["first"] == found["spelled"] != found["behind"]
+    assert backend.prompt_tokens(queries[0]) == 3 + 2 + 28
+    wide = Image.new("RGB", (402, 2))
+    for query, error, match in [
+        (
+            Completion("a", "<image>", decoding, (red, red)),
+            UserError,
+            "1 <image> placeholders for 2",
+        ),
+        (Completion("a", "<|video_pad|>", decoding), UserError, "'a': its text has <.video_pad.>"),
+        (
+            Completion("a", "", decoding, (Picture(encoded(wide), "wide.png"),)),
+            Unanswerable,
+            "wide.png: 402 x 2 pixels, a side more than 200",
+        ),
+        (Completion("a", "a" * 610, decoding, (red,)), TooLong, "640 tokens plus 4 new"),
+    ]:
+        with pytest.raises(error, match=match):
+            backend.check(query)
+
+
+def test_what_a_plan_compiles(pair):
+    """The tower's programs as shapes: those that the engine runs."""
+    config, mesh = pair.ours.config, make_mesh({"data": 1}, devices=jax.devices()[:1])
+    sizes = EngineConfig(slots=3, length=640, buckets=(32, 64))
+    programs = tower_programs(config, sizes, mesh) | engine_programs(config.llama, sizes, mesh)
+    assert sorted(programs) == ["decode", "gather", "prefill", "tower"]
+    with jax.set_mesh(mesh):
+        for program in programs.values():
+            program.function.lower(*program.arguments)
+    of_token = 4 * config.vision.features
+    units = bucket_of(Grid(36, 36), config.vision)
+    assert feature_bytes(config, sizes, mesh, pictures=2) == (3 * 2 + 1) * units * of_token
 
 
 def test_checkpoints_go_both_ways(pair, tmp_path):
