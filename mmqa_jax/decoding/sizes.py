@@ -24,7 +24,7 @@ from mmqa_jax.decoding.prefix_cache import Buckets
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.qwen_vl_tower import QwenVisionConfig
+from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 
 LENGTH = 2048  # tokens of a slot where no prompt is known
 _GIB = 2**30

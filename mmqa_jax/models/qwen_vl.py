@@ -23,7 +23,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import RELATIVES, LlamaConfig
 from mmqa_jax.models.qwen_vl_layout import Grid, PatchBatch, grid_of
-from mmqa_jax.models.qwen_vl_tower import QwenVision, QwenVisionConfig
+from mmqa_jax.models.qwen_vl_tower import QwenVision
+from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 
 
 @dataclasses.dataclass(frozen=True)

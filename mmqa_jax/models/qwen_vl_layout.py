@@ -15,10 +15,10 @@ import flax.struct
 import numpy as np
 from jaxtyping import Int32, UInt8
 
+from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
+
 if TYPE_CHECKING:
     import jax
-
-    from mmqa_jax.models.qwen_vl_tower import QwenVisionConfig
 
 _LEAST = 64  # units of the smallest bucket; each next one is a third to a half larger
 

@@ -35,7 +35,7 @@ from mmqa_jax.decoding.sizes import (
 from mmqa_jax.decoding.slot_runner import EngineConfig, scans
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.qwen_vl_tower import FAMILIES, QwenVisionConfig
+from mmqa_jax.models.qwen_vl_vision import FAMILIES, QwenVisionConfig
 from mmqa_jax.prompting.backend_engine import EngineBackend
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS

@@ -164,6 +164,7 @@ def torch_inputs(torch_pixels: dict[str, torch.Tensor], row: list[int], used: tu
     ]
     ids = torch.tensor([ids])
     made = {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int()}
+    made["attention_mask"] = torch.ones_like(ids)  # `generate` would leave out letter 0, its pad
     if used:
         values = torch_pixels["pixel_values"]
         parts = [values[starts[n] : starts[n] + int(counts[n])] for n in used]

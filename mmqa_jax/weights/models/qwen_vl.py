@@ -20,7 +20,7 @@ from mmqa_jax.models.config_checks import check_known
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.published_keys import check_keys, kinds
 from mmqa_jax.models.qwen_vl import QwenVLConfig
-from mmqa_jax.models.qwen_vl_tower import FAMILIES, QwenVisionConfig
+from mmqa_jax.models.qwen_vl_vision import FAMILIES, QwenVisionConfig
 from mmqa_jax.weights.keymap import (
     KeyMap,
     Rule,

@@ -9,7 +9,7 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.models.qwen_vl_tower import QwenVisionConfig
+from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 
 _FILES = ("preprocessor_config.json", "processor_config.json")  # before transformers 5, and since
 # Of transformers' Qwen2VLImageProcessor, where a file does not say otherwise.
