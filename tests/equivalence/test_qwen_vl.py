@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -251,6 +252,16 @@ def test_generation(pair, pixels, torch_pixels, engine):
         np.testing.assert_allclose(
             result.candidates[0].logprobs, found[number].candidates[0].logprobs, **WHOLE
         )
+
+
+def test_scanned_layers(pair, pixels, engine):
+    """As a TPU generates: one layer compiled, with shifts and deepstack in the scan."""
+    sizes = dataclasses.replace(engine.config, slots=1, scan_layers=True)
+    scanned = Engine(_copy(pair.ours), end_ids=[ANSWERED], config=sizes)
+    request = Request(0, prompts()[1], NEW, images=[pixels[n] for n in USED[1]], logprobs=True)
+    (got,), (want,) = scanned.generate([request]), engine.generate([request])
+    assert got.candidates[0].tokens == want.candidates[0].tokens
+    np.testing.assert_allclose(got.candidates[0].logprobs, want.candidates[0].logprobs, **WHOLE)
 
 
 def test_choices(pair, pixels, torch_pixels, engine):
