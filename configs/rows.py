@@ -27,6 +27,18 @@ LLAVA15 = {
     )
 }
 
+# Successors of RMR's Qwen-VL, converted -> where they come from.
+QWEN_VL = {
+    name: (
+        f"weights/{name}",
+        f"mmqa convert --model=qwen_vl --source=downloads/{source} --out=weights/{name}",
+    )
+    for name, source in (
+        ("qwen25_vl", "Qwen2.5-VL-7B-Instruct"),
+        ("qwen3_vl", "Qwen3-VL-8B-Instruct"),
+    )
+}
+
 
 def llava15(
     name: str, cells: Sequence[tuple[str, str, float]], scorer: str, **options: Any
@@ -56,6 +68,11 @@ def llava15(
             for column, group, value in cells
         ),
     }
+
+
+def qwen_vl(name: str) -> dict[str, Any]:
+    """The section `parts.llm` of one of QWEN_VL, with room for its pictures of any size."""
+    return language_model(QWEN_VL[name][0], length=8192)
 
 
 def language_model(

@@ -33,7 +33,7 @@ COLUMNS = {
 }
 
 _rows = config_beside(__file__, "../rows.py")
-MADE_BY |= dict(_rows.LLAVA15.values())
+MADE_BY |= dict(_rows.LLAVA15.values()) | dict(_rows.QWEN_VL.values())
 _GEMINI = _rows.language_model("gemini-pro-vision", "openai")
 _LLAVA = _rows.language_model(LLAVA, length=4096)
 _SMOLLM2 = _rows.language_model("smollm2", length=2048)
@@ -92,6 +92,8 @@ ROWS = {
         name: _rows.llava15(name, [("MM-Bench", "", value)], "mmbench/circular")
         for name, value in (("llava15_7b", 64.3), ("llava15_13b", 67.7))
     },
+    **{name: _letter(_rows.qwen_vl(name), 0) for name in _rows.QWEN_VL},
+    **{f"rmr_{name}": _letter(_rows.qwen_vl(name), 3) for name in _rows.QWEN_VL},
     "smollm2_k0": _ours(shots=0),
     "smollm2_k3": _ours(shots=3),
 }

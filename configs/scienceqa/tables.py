@@ -2,7 +2,9 @@
 
 The library is ScienceQA's train split. `gemini_*`, `qwen_vl*` and `internlm*` need a server with
 OpenAI's API that serves the model; `llava*` runs LLaVA-1.5-13B here, and `llava15_*` both sizes
-with its authors' prompt; `smollm2_*` are ours, with a text model that anybody can run, on captions.
+with its authors' prompt; `qwen25_vl`, `qwen3_vl` and `rmr_*` of these are successors of RMR's
+Qwen-VL, without published figures; `smollm2_*` are ours, with a text model that anybody can run, on
+captions.
 """
 
 from ml_collections import ConfigDict
@@ -30,7 +32,7 @@ COLUMNS = ("NAT", "SOC", "LAN", "TXT", "IMG", "NO", "G1-6", "G7-12", "AVG")
 _SCORER = "scienceqa/letter_or_wrong"
 
 _rows = config_beside(__file__, "../rows.py")
-MADE_BY |= dict(_rows.LLAVA15.values())
+MADE_BY |= dict(_rows.LLAVA15.values()) | dict(_rows.QWEN_VL.values())
 _MODELS = {
     "llava": _rows.language_model(LLAVA, length=4096),
     "qwen_vl": _rows.language_model("qwen-vl", "openai"),
@@ -170,6 +172,13 @@ def _paper_rows() -> dict[str, dict]:
     return rows
 
 
+def _successor(model: str, shots: int) -> dict:
+    """RMR as in table 1, with a model that came after the paper."""
+    row = _ours("rmr", _rows.qwen_vl(model), _library(""), shots=shots)
+    row["options"] |= {"chat": True, "pictures": True}
+    return row
+
+
 def _ours(
     setting: str = "rmr_choice", llm: dict = _SMOLLM2, library: dict = _MINILM, **options
 ) -> dict:
@@ -198,6 +207,8 @@ ROWS = {
         )
         for name, value in (("llava15_7b", 66.8), ("llava15_13b", 71.6))
     },
+    **{name: _successor(name, 0) for name in _rows.QWEN_VL},
+    **{f"rmr_{name}": _successor(name, 3) for name in _rows.QWEN_VL},
     **{f"smollm2_k{k}": _ours(shots=k, calibrated=True) for k in range(6)},
     "smollm2_k3_uncalibrated": _ours(shots=3),
     "smollm2_k3_letter": _ours(shots=3, template="rmr.answer", options="letter"),

@@ -23,7 +23,7 @@ MADE_BY = {
 TOLERANCE = 0.02
 
 _rows = config_beside(__file__, "../rows.py")
-MADE_BY |= dict(_rows.LLAVA15.values())
+MADE_BY |= dict(_rows.LLAVA15.values()) | dict(_rows.QWEN_VL.values())
 _GEMINI = _rows.language_model("gemini-pro-vision", "openai")
 _LLAVA = _rows.language_model(LLAVA, length=4096)
 _SMOLLM2 = _rows.language_model("smollm2", length=2048)
@@ -77,6 +77,8 @@ ROWS = {
         name: _rows.llava15(name, [("SEED", "", value)], "seed_bench/letter", max_new_tokens=128)
         for name, value in (("llava15_7b", 58.6), ("llava15_13b", 61.6))
     },
+    **{name: _letter(_rows.qwen_vl(name), 0) for name in _rows.QWEN_VL},
+    **{f"rmr_{name}": _letter(_rows.qwen_vl(name), 3) for name in _rows.QWEN_VL},
     "smollm2_k0": _likelihood(_SMOLLM2, _MINILM, shots=0),
     "smollm2_k3": _likelihood(_SMOLLM2, _MINILM, shots=3),
     "smollm2_k3_calibrated": _likelihood(_SMOLLM2, _MINILM, shots=3, calibrated=True),

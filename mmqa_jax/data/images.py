@@ -210,6 +210,22 @@ def verify(data: bytes, name: str = "picture") -> None:
         decode(data, name)
 
 
+def size_of(data: bytes, name: str = "picture") -> tuple[int, int]:
+    """Width and height of an encoded picture, by its header; raises PictureError with `name`."""
+    check_bytes(len(data), name)
+    try:
+        with Image.open(io.BytesIO(data), formats=_formats()) as image:
+            check_decoded(image, len(data), name)
+            return image.size
+    except PictureError:
+        raise
+    except Exception as error:  # decoders raise errors of many kinds
+        raise PictureError(
+            f"{name}: not a picture that can be decoded ({_reason(error)}); give a PNG, JPEG, "
+            "GIF or WebP file."
+        ) from error
+
+
 def read_picture_file(path: str | os.PathLike) -> bytes:
     """Encoded bytes of a picture file; UserError where it cannot be read or is too large."""
     try:

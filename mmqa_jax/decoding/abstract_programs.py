@@ -12,14 +12,15 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.mesh import DEFAULT_RULES, Rules, replicated, state_shardings
 from mmqa_jax.decoding.cached_attention import Branches
-from mmqa_jax.decoding.image_patches import PatchIds
-from mmqa_jax.decoding.image_tower import TowerPrograms, tower_of
+from mmqa_jax.decoding.image_tower import QwenTower, tower_of, tower_programs_of
 from mmqa_jax.decoding.key_heads import repeat_key_heads
 from mmqa_jax.decoding.quantize import quantize_weights
 from mmqa_jax.decoding.slot_runner import EngineConfig, Programs, scans, slot_shards
 from mmqa_jax.models.llama import Llama, unstack_layers
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import Llava, LlavaConfig
+from mmqa_jax.models.qwen_vl import QwenVL, QwenVLConfig
+from mmqa_jax.models.qwen_vl_layout import Grid, lay_out
 
 
 class Program(NamedTuple):
@@ -81,7 +82,8 @@ def engine_programs(
         branches = Branches(of_row, array("int32", rows, bucket))
     limit = sizes.read(columns)
     before = max(columns - bucket, 0)  # columns in front of the chunk
-    chunk = (array("int32", rows, bucket), of_row, of_row, of_row, branches, None)
+    shifts = array("int32", rows, bucket, 3) if config.mrope else None
+    chunk = (array("int32", rows, bucket), of_row, of_row, of_row, branches, None, shifts)
     active = jax.ShapeDtypeStruct((sizes.slots,), bool, sharding=programs.whole)
     of_prompt = sizes.read(before if programs.scanned else columns)
     return {
@@ -90,49 +92,80 @@ def engine_programs(
     }
 
 
-# LLaVA's tower and its arguments as shapes: compiled without weights or devices.
+# A tower and its arguments as shapes: compiled without weights or devices.
+
+_SHOWN = Grid(36, 36)  # of a picture of any size: 1,008 x 1,008 pixels for Qwen2.5-VL
 
 
-def tower_programs(config: LlavaConfig, sizes: EngineConfig, mesh: Mesh) -> dict[str, Program]:
+def tower_programs(
+    config: LlavaConfig | QwenVLConfig, sizes: EngineConfig, mesh: Mesh
+) -> dict[str, Program]:
     """What an engine runs for pictures, beside `abstract_programs.engine_programs` of its LLaMA.
 
     Args:
-      config: parameters are in the LLaMA's compute dtype.
+      config: parameters are in the LLaMA's compute dtype. Pictures of a Qwen-VL have _SHOWN units.
       sizes: of the engine.
       mesh: of real devices, or of `jax.experimental.topologies`.
 
     Returns:
-      {"tower": Program of a full batch of pictures, "gather": of the patches in a batch of chunks}.
+      {"tower": Program of a full batch of pictures, "gather": of the patches in a batch of chunks,
+      for a Qwen-VL those of one picture}.
     """
-    tower = nnx.eval_shape(lambda: tower_of(Llava(config, rngs=nnx.Rngs(0))))
-    programs = TowerPrograms(tower, config, replicated(mesh), mesh)
-    dtype, size = np.dtype(config.llama.dtype), config.vision.image_size
+    kind = QwenVL if isinstance(config, QwenVLConfig) else Llava
+    tower = nnx.eval_shape(lambda: tower_of(kind(config, rngs=nnx.Rngs(0))))
+    programs = tower_programs_of(tower, config, replicated(mesh), mesh)
+    dtype = np.dtype(config.llama.dtype)
     state = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=programs.parameters),
         nnx.state(tower),
     )
+    bucket = sizes.buckets[-1]
+    rows = sizes.rows(bucket, slot_shards(sizes.slots, mesh))
+    index = jax.ShapeDtypeStruct((rows, bucket), np.int32, sharding=programs.parameters)
+    if isinstance(programs, QwenTower):
+        unit, width = config.vision.unit, config.vision.features
+        shown = np.zeros((_SHOWN.rows * unit, _SHOWN.columns * unit, 3), np.uint8)
+        laid = lay_out([shown], config.vision, programs.kind(shown))
+        inputs = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                (programs.batches[-1], *x.shape[1:]), x.dtype, sharding=programs.pixels
+            ),
+            laid,
+        )
+        of_picture = jax.ShapeDtypeStruct(
+            (laid.order.shape[1], width), dtype, sharding=programs.features
+        )
+        placed = jax.ShapeDtypeStruct((rows, bucket, width), dtype, sharding=programs.rows)
+        return {
+            "tower": Program(programs.encode, (state, inputs)),
+            "gather": Program(programs.put, (placed, of_picture, index)),
+        }
+    size = config.vision.image_size
     shape = (programs.batches[-1], size, size, 3)
     pixels = jax.ShapeDtypeStruct(shape, np.uint8, sharding=programs.pixels)
     patches = (config.vision.patches, config.llama.hidden)
     picture = jax.ShapeDtypeStruct(patches, dtype, sharding=programs.features)
-    bucket = sizes.buckets[-1]
-    rows = sizes.rows(bucket, slot_shards(sizes.slots, mesh))
-    index = jax.ShapeDtypeStruct((rows, bucket), np.int32, sharding=programs.parameters)
-    pictures = (picture,) * (rows * PatchIds(config).in_chunk(bucket))
+    pictures = (picture,) * (rows * programs.in_chunk(bucket))
     return {
         "tower": Program(programs.encode, (state, pixels)),
         "gather": Program(programs.gather, (pictures, index)),
     }
 
 
-def feature_bytes(config: LlavaConfig, sizes: EngineConfig, mesh: Mesh, pictures: int = 1) -> int:
+def feature_bytes(
+    config: LlavaConfig | QwenVLConfig, sizes: EngineConfig, mesh: Mesh, pictures: int = 1
+) -> int:
     """The most bytes that features take on a device, where prompts have up to `pictures` pictures.
 
     Parameters and temporaries of the tower come on top: they are its program's.
     """
     programs = tower_programs(config, sizes, mesh)
-    (picture, *_), _ = programs["gather"].arguments
+    if isinstance(config, QwenVLConfig):
+        _, picture, _ = programs["gather"].arguments
+    else:
+        (picture, *_), _ = programs["gather"].arguments
     _, pixels = programs["tower"].arguments
-    most = sizes.slots * max(1, pictures) + pixels.shape[0]  # see image_features
+    batch = jax.tree.leaves(pixels)[0].shape[0]
+    most = sizes.slots * max(1, pictures) + batch  # see image_features
     shard = picture.sharding.shard_shape(picture.shape)
     return most * math.prod(shard) * picture.dtype.itemsize

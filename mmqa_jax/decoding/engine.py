@@ -53,6 +53,7 @@ from mmqa_jax.decoding.scheduler import (
 from mmqa_jax.decoding.slot_runner import EngineConfig, SlotRunner, scans
 from mmqa_jax.models.llama import Llama, for_length, unstack_layers
 from mmqa_jax.models.llava import Llava
+from mmqa_jax.models.qwen_vl import QwenVL
 
 if TYPE_CHECKING:
     from mmqa_jax.core.progress import Progress
@@ -69,7 +70,7 @@ _PATIENCE = 8  # decode steps that a prompt's next chunk waits for others, to fi
 
 
 class Engine:
-    """Generates and scores with a LLaMA or LLaVA, batched.
+    """Generates and scores with a LLaMA, a LLaVA or a Qwen-VL, batched.
 
         engine = Engine(load_published("llama", path), tokenizer, end_ids=[2])
         for result in engine.generate(Request(n, prompt) for n, prompt in enumerate(prompts)):
@@ -89,15 +90,15 @@ class Engine:
 
     def __init__(
         self,
-        model: Llama | Llava,
+        model: Llama | Llava | QwenVL,
         tokenizer: Tokenizer | None = None,
         *,
         end_ids: Sequence[int] = (),
         config: EngineConfig | None = None,
         mesh: Mesh | None = None,
     ):
-        llava = model if isinstance(model, Llava) else None
-        model = model if llava is None else llava.llama
+        whole = None if isinstance(model, Llama) else model  # with a tower
+        model = model if whole is None else whole.llama
         config = config or EngineConfig(length=min(EngineConfig.length, model.config.positions))
         if config.length > model.config.positions:
             raise UserError(
@@ -116,7 +117,7 @@ class Engine:
         if config.weights == "int8":
             quantize_weights(model)
         self.mesh, self.throughput = mesh, Throughput()
-        self._model, self._llava = model, llava
+        self._model, self._whole = model, whole
         self._text, self._end_ids = tokenizer, frozenset(end_ids)
         self._running = False
         self._allocate(config)
@@ -128,7 +129,7 @@ class Engine:
         self._allocate(config)
 
     def _allocate(self, config: EngineConfig) -> None:
-        model, llava = for_length(self._model, config.length), self._llava
+        model, whole = for_length(self._model, config.length), self._whole
         self.config = config
         self._runner = SlotRunner(model, config, self.mesh)
         self._tokenizer = RequestTokenizer(
@@ -137,11 +138,11 @@ class Engine:
             model.config.vocab_size,
             config.length,
             config.buckets,
-            llava and PatchIds(llava.config),
+            whole and PatchIds(whole.config),
         )
         self._prefixes = PrefixCache(config.slots, self._runner.shards)
-        self._pictures = llava and PictureFeatures(
-            llava,
+        self._pictures = whole and PictureFeatures(
+            whole,
             config.slots,
             self._runner.rows,
             lambda one: self._prefixes.reusable(one.chunks, one.reusable),
@@ -456,7 +457,12 @@ class Engine:
         patches = None
         if self._pictures is not None:
             patches = self._pictures.rows(batch, chunks, tokens.shape)
-        hidden = self._runner.encode(tokens, starts, ends, rows, branches, patches)
+        shifts = None
+        if self._model.config.mrope:
+            shifts = np.zeros((count, bucket, 3), np.int32)
+            for row, (one, chunk) in pairs:
+                shifts[row, : len(chunk.tokens)] = one.shifts(chunk.start, chunk.end)
+        hidden = self._runner.encode(tokens, starts, ends, rows, branches, patches, shifts)
 
         outputs = []
         begun = {
@@ -482,6 +488,7 @@ class Engine:
         """Draws the first tokens after prompts that are completely encoded."""
         count = hidden.shape[0]
         lengths, positions = np.ones(count, np.int32), np.zeros(count, np.int32)
+        shifts = np.zeros(count, np.int32) if self._model.config.mrope else None
         rows = np.full(count, self.config.slots, np.int32)
         parameters = SamplingParameters(
             np.zeros(count, np.float32),
@@ -492,13 +499,15 @@ class Engine:
         for row, one in begun.items():
             request = one.request.original
             lengths[row] = len(one.chunks[-1].tokens)
-            positions[row] = one.chunks[-1].end
+            positions[row] = end = one.chunks[-1].end
+            if shifts is not None:  # the three are the same behind a prompt
+                shifts[row] = np.max(one.shifts(end, end + 1))
             rows[row] = one.slot
             parameters.temperature[row] = request.temperature
             parameters.top_k[row] = request.top_k
             parameters.top_p[row] = request.top_p
             parameters.key[row] = draw_key(request.seed, one.draw)
-        return self._runner.begin(hidden, lengths, rows, positions, parameters)
+        return self._runner.begin(hidden, lengths, rows, positions, parameters, shifts)
 
     def _score(self, targets: Sequence[tuple[int, int, ScoredSequence, Target]], hidden: jax.Array):
         """Log-probabilities of (row, offset, sequence, target); returns as `_encode`."""

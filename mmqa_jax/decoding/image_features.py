@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,11 +18,12 @@ from flax import nnx
 from jax.sharding import Mesh, Sharding
 
 from mmqa_jax.decoding.image_patches import PatchIds
-from mmqa_jax.decoding.image_tower import TowerPrograms, tower_of
+from mmqa_jax.decoding.image_tower import tower_of, tower_programs_of
 from mmqa_jax.decoding.prefix_cache import Chunk
 from mmqa_jax.decoding.requests import Throughput
 from mmqa_jax.decoding.scheduler import SlotSequence
 from mmqa_jax.models.llava import Llava
+from mmqa_jax.models.qwen_vl import QwenVL
 
 
 class PictureFeatures:
@@ -32,7 +33,7 @@ class PictureFeatures:
     more, and a batch: pictures that only waiting requests use stay while there is room.
 
     Args:
-      model: its vision tower and projector are used; its LLaMA is the engine's.
+      model: its tower is used; its language model is the engine's.
       slots: of the engine.
       rows: where the embeddings of a batch of chunks go.
       reusable: how many chunks of a waiting sequence would be copied from a slot now.
@@ -42,7 +43,7 @@ class PictureFeatures:
 
     def __init__(
         self,
-        model: Llava,
+        model: Llava | QwenVL,
         slots: int,
         rows: Sharding,
         reusable: Callable[[SlotSequence], int],
@@ -50,11 +51,11 @@ class PictureFeatures:
         mesh: Mesh | None = None,
     ):
         tower = tower_of(model)
-        self._programs = TowerPrograms(tower, model.config, rows, mesh)
+        self._programs = tower_programs_of(tower, model.config, rows, mesh)
         self._state = jax.device_put(nnx.state(tower), self._programs.parameters)
         self._ids, self._slots, self._mesh = PatchIds(model.config), slots, mesh
         self._reusable, self._throughput = reusable, throughput
-        self._resident: dict[int, jax.Array] = {}  # by number: [patches, H]
+        self._resident: dict[int, jax.Array] = {}  # by number: [patches, features]
         # Of sequences in slots: the column of each picture's last patch that is not yet encoded.
         self._placed: dict[SlotSequence, dict[int, int]] = {}
         self._waiting: dict[SlotSequence, None] = {}  # for slots, in order
@@ -104,8 +105,8 @@ class PictureFeatures:
           shape: [R, L] of the batch with its padding.
 
         Returns:
-          [R, L, H] on the device in the LLaMA's dtype, anything where a token is no patch; None
-          if there is no patch at all.
+          [R, L, features] on the device in the language model's dtype, anything where a token is
+          no patch; None if there is no patch at all.
         """
         found = [self._ids.of(chunk.tokens) for chunk in chunks]
         needed = {
@@ -117,15 +118,12 @@ class PictureFeatures:
             return None
         self._encode({n: pixels for n, pixels in needed.items() if n not in self._resident})
         features = [self._resident[number] for number in needed]
-        most = shape[0] * self._ids.in_chunk(shape[1])  # of any such batch: one program
-        features += features[:1] * (most - len(features))
-        first = {number: n * self._ids.patches for n, number in enumerate(needed)}
-        index = np.zeros(shape, np.int32)
+        order = {number: n for n, number in enumerate(needed)}
+        which, patch_of = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
         for row, patches in zip(batch, found, strict=True):
             for position, number, patch in patches:
-                index[row, position] = first[number] + patch
-        index = jax.device_put(index, self._programs.parameters)
-        embedded = self._run(self._programs.gather, tuple(features), index)
+                which[row, position], patch_of[row, position] = order[number], patch
+        embedded = self._programs.place(self._run, features, which, patch_of)
         for one, chunk in zip(batch.values(), chunks, strict=True):
             self._release(one, chunk.end)
         self._drop()
@@ -183,19 +181,19 @@ class PictureFeatures:
                 break
             fill -= number not in missing
             missing[number] = pixels
-        waiting = list(missing.items())
-        while waiting:
-            size = next((size for size in sizes if size >= len(waiting)), sizes[-1])
-            now, waiting = waiting[:size], waiting[size:]
-            pixels = np.zeros((size, *now[0][1].shape), np.uint8)
-            for row, (_, picture) in enumerate(now):
-                pixels[row] = picture
-            pixels = jax.device_put(pixels, self._programs.pixels)
-            encoded = self._run(self._programs.encode, self._state, pixels)
-            self._resident.update(
-                (number, one) for (number, _), one in zip(now, encoded, strict=False)
-            )
-            self._throughput.pictures += len(now)
+        of_kind: dict[Hashable, list[tuple[int, np.ndarray]]] = collections.defaultdict(list)
+        for number, pixels in missing.items():
+            of_kind[self._programs.kind(pixels)].append((number, pixels))
+        for waiting in of_kind.values():
+            while waiting:
+                size = next((size for size in sizes if size >= len(waiting)), sizes[-1])
+                now, waiting = waiting[:size], waiting[size:]
+                inputs = self._programs.inputs([pixels for _, pixels in now], size)
+                encoded = self._run(self._programs.encode, self._state, inputs)
+                self._resident.update(
+                    (number, one) for (number, _), one in zip(now, encoded, strict=False)
+                )
+                self._throughput.pictures += len(now)
 
     def _following(self) -> Iterator[tuple[int, np.ndarray]]:
         """Pictures that are not on the device, in the order in which they will be needed."""

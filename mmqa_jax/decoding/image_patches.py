@@ -1,8 +1,9 @@
-"""Pictures in the engine's prompts: LLaVA's patches under token ids of their own.
+"""Pictures in the engine's prompts: their tokens under ids of their own.
 
-A patch gets a negative id that encodes its picture's content and its position. A prompt with
-pictures is then a sequence of ids like any other: it is split into chunks, which prompts that begin
-with the same picture share. What a chunk's patches are is looked up in `image_features`.
+A patch (what becomes one token) gets a negative id that encodes its picture's content and its
+position. A prompt with pictures is then a sequence of ids like any other: it is split into chunks,
+which prompts that begin with the same picture share. What a chunk's patches are is looked up in
+`image_features`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.llava import LlavaConfig
+from mmqa_jax.models.pictures import PictureConfig
 
 _DIGEST = 16  # bytes of SHA-256 that number a picture
+_MOST = 1 << 32  # patches of a picture
 
 
 class PatchIds:
@@ -25,10 +27,8 @@ class PatchIds:
       config: of the model.
     """
 
-    def __init__(self, config: LlavaConfig):
-        vision = config.vision
-        self.token, self.patches = config.image_token, vision.patches
-        self._shape = (vision.image_size, vision.image_size, 3)
+    def __init__(self, config: PictureConfig):
+        self.token, self._config = config.image_token, config
 
     def expand(
         self, request_id: object, tokens: Sequence[int], images: Sequence[np.ndarray]
@@ -38,7 +38,7 @@ class PatchIds:
         Args:
           request_id: for messages.
           tokens: with one placeholder (`token`) per picture, in order.
-          images: uint8 [S, S, 3] each, S the vision tower's.
+          images: uint8 [H, W, 3] each, as the config expects them.
 
         Returns:
           Token ids, negative for patches, and the pictures by number.
@@ -58,29 +58,31 @@ class PatchIds:
                 expanded.append(token)
                 continue
             image = np.asarray(next(waiting))
-            if image.shape != self._shape or image.dtype != np.uint8:
+            count = self._config.picture_tokens(image.shape)
+            if not count or image.dtype != np.uint8:
                 raise UserError(
                     f"request {request_id!r}: a picture is {image.dtype} {list(image.shape)}, "
-                    f"expected uint8 {list(self._shape)}; use data.llava_images.llava_pixels."
+                    f"expected {self._config.expected_pixels}."
                 )
-            digest = hashlib.sha256(np.ascontiguousarray(image)).digest()[:_DIGEST]
-            number = int.from_bytes(digest, "big")
+            digest = hashlib.sha256(repr(image.shape).encode())
+            digest.update(np.ascontiguousarray(image))
+            number = int.from_bytes(digest.digest()[:_DIGEST], "big")
             pictures[number] = image
-            first = -1 - number * self.patches
-            expanded.extend(range(first, first - self.patches, -1))
+            first = -1 - number * _MOST
+            expanded.extend(range(first, first - count, -1))
         return expanded, pictures
+
+    def shifts(self, tokens: Sequence[int], images: Sequence[np.ndarray]) -> np.ndarray | None:
+        """Of the tokens that `expand` gives: `PictureConfig.position_shifts`."""
+        return self._config.position_shifts(tokens, [np.shape(image) for image in images])
 
     def of(self, tokens: Sequence[int]) -> list[tuple[int, int, int]]:
         """Where the patches among tokens are: (position, number of the picture, patch) of each."""
         return [
-            (position, *divmod(-1 - token, self.patches))
+            (position, *divmod(-1 - token, _MOST))
             for position, token in enumerate(tokens)
             if token < 0
         ]
-
-    def in_chunk(self, tokens: int) -> int:
-        """The most pictures of which so many consecutive tokens can have patches."""
-        return 1 + -(-(tokens - 1) // self.patches)
 
 
 def marked(tokens: Sequence[int]) -> list[int]:

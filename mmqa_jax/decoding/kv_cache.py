@@ -32,7 +32,7 @@ from mmqa_jax.decoding.cached_attention import (
 from mmqa_jax.decoding.row_shards import copy_within, on_own_rows
 from mmqa_jax.models.flash import implementation_for
 from mmqa_jax.models.layer_traits import LayerTraits, layer_traits
-from mmqa_jax.models.llama import Llama, inverse_frequencies, rotation
+from mmqa_jax.models.llama import Llama, added, rotary_angles, rotation, shifted
 from mmqa_jax.models.llama_config import LlamaConfig
 
 # Logical axes, for `core.mesh.partition_spec`.
@@ -114,6 +114,8 @@ def forward(
     block: int,
     all_rows: bool = False,
     branches: Branches | None = None,
+    shifts: jax.Array | None = None,
+    deepstack: jax.Array | None = None,
     limit: int | None = None,
     implementation: str = "blocks",
     mesh: Mesh | None = None,
@@ -131,6 +133,9 @@ def forward(
       block: columns read at a time, of segments that are longer; a divisor of those.
       all_rows: the R rows are the cache's rows in order (`rows` then only says which are written).
       branches: of the tokens; None: every row is one sequence, position and column are the same.
+      shifts: int [R, L, 3], or [R, L] where the three are the same, by how much rotary positions
+        are beyond that (M-RoPE); None: not at all.
+      deepstack: [n, R, L, H], added to what the first n layers give; None: nothing.
       limit: segments from this column on are not read, where no row reaches them; None reads all.
       implementation: "blocks" reads the cache in place; "cudnn", for many tokens of few rows on a
         GPU, takes the rows out and hands them to `layers.attention`; "ragged", for one token of
@@ -144,9 +149,21 @@ def forward(
       Normed hidden states [R, L, H] and the cache.
     """
     of_tokens = tokens_in(
-        model.config, embedded.shape[1], starts=starts, ends=ends, rows=rows, branches=branches
+        model.config,
+        embedded.shape[1],
+        starts=starts,
+        ends=ends,
+        rows=rows,
+        branches=branches,
+        shifts=shifts,
     )
-    options = {"block": block, "all_rows": all_rows, "limit": limit, "mesh": mesh}
+    options = {
+        "deepstack": deepstack,
+        "block": block,
+        "all_rows": all_rows,
+        "limit": limit,
+        "mesh": mesh,
+    }
     options["implementation"] = implementation
     traits = layer_traits(model.config, cache[0].columns)
     layers = map(nnx.split, model.each_layer())
@@ -175,11 +192,12 @@ def tokens_in(
     ends: jax.Array,
     rows: jax.Array,
     branches: Branches | None,
+    shifts: jax.Array | None = None,
 ) -> Tokens:
     """What `run_layers` needs to know of the tokens; `length` is L, the rest as in `forward`."""
     columns = starts[:, None] + jnp.arange(length)  # [R, L]
     positions = columns if branches is None else branches.positions(columns)
-    angles = positions[:, :, None, None] * inverse_frequencies(config)
+    angles = rotary_angles(config, shifted(positions, shifts))
     cos, sin = rotation(config, jnp.cos(angles), jnp.sin(angles))
     return Tokens(columns, cos, sin, starts, ends, rows, branches)
 
@@ -190,11 +208,12 @@ def run_layers(
     cache: KVCache,
     of_tokens: Tokens,
     traits: LayerTraits,
+    deepstack: jax.Array | None = None,
     **options: Any,
 ) -> tuple[jax.Array, KVCache]:
     """x [R, L, H] through all layers, each split by nnx; `options` are those of `_layer`.
 
-    traits: of all layers.
+    traits: of all layers; deepstack: see `forward`.
 
     Outside of a program every layer runs one of its own, the same for all, and takes over its
     cache.
@@ -203,6 +222,7 @@ def run_layers(
     for number, ((graphdef, params), held) in enumerate(zip(layers, cache, strict=True)):
         of_layer = traits.of(number)
         x, held = _layer(params, x, held, of_tokens, of_layer, graphdef=graphdef, **options)
+        x = added(x, deepstack, number)
         written.append(held)
     return x, tuple(written)
 

@@ -49,22 +49,32 @@ def encode_and_step(
       traits: of its layers.
       slots: how many there are.
       block: columns that `encode` reads at a time.
-      embed: (model, tokens, patches) -> [R, L, H].
+      embed: (model, tokens, patches) -> [R, L, H], and what deepstack adds or None.
       next_tokens: (model, slots, normed hidden states [S, 1, H], active) -> what a step returns
         after its cache.
     """
 
-    def enter(outer, tokens, starts, ends, rows, branches, patches):
+    def enter(outer, tokens, starts, ends, rows, branches, patches, shifts):
         model = nnx.merge(graphdef, outer)
         of_tokens = tokens_in(
-            model.config, tokens.shape[1], starts=starts, ends=ends, rows=rows, branches=branches
+            model.config,
+            tokens.shape[1],
+            starts=starts,
+            ends=ends,
+            rows=rows,
+            branches=branches,
+            shifts=shifts,
         )
-        return embed(model, tokens, patches), of_tokens
+        return *embed(model, tokens, patches), of_tokens
 
     def enter_step(outer, state, active):
         starts = jnp.where(active, state.position, 0)
         rows = jnp.where(active, jnp.arange(slots), slots)
-        return enter(outer, state.token[:, None], starts, starts + 1, rows, None, None)
+        shifts = None if state.shift is None else state.shift[:, None]
+        x, _, of_tokens = enter(
+            outer, state.token[:, None], starts, starts + 1, rows, None, None, shifts
+        )
+        return x, of_tokens
 
     def leave(outer, x):
         return nnx.merge(graphdef, outer).norm(x)
@@ -77,8 +87,10 @@ def encode_and_step(
 
     def encode(state: SplitState, cache: KVCache, *chunk: Any) -> tuple[jax.Array, KVCache]:
         *chunk, limit = chunk
-        x, of_tokens = begin(state.outer, *chunk)
-        x, cache = run_layers(state.layers, x, cache, of_tokens, traits, block=block, limit=limit)
+        x, deepstack, of_tokens = begin(state.outer, *chunk)
+        x, cache = run_layers(
+            state.layers, x, cache, of_tokens, traits, deepstack, block=block, limit=limit
+        )
         return end(state.outer, x), cache
 
     def step(state: SplitState, cache: KVCache, of_slots: Any, active: jax.Array, limit: int):

@@ -48,7 +48,7 @@ class Request:
     logprobs: bool = False  # whether the result has every token's log-probability
     beams: int = 0
     length_penalty: float = 0.0  # added to a beam's score per token
-    images: Sequence[np.ndarray] = ()  # uint8 [S, S, 3] of `llava_pixels`, one per placeholder
+    images: Sequence[np.ndarray] = ()  # uint8 [H, W, 3] as the model takes them, one each
 
     def __post_init__(self):
         if isinstance(self.stop, str):
@@ -197,7 +197,7 @@ class Throughput:
     reused_tokens: int = 0  # of prompts, taken from the prefix cache instead
     decode_tokens: int = 0
     steps: int = 0  # decode steps
-    pictures: int = 0  # that LLaVA's tower encoded
+    pictures: int = 0  # that the tower encoded
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 

@@ -27,7 +27,15 @@ from mmqa_jax.decoding.kv_cache import quantize
 from mmqa_jax.decoding.row_shards import copy_within, first_row
 from mmqa_jax.models.layer_traits import LayerTraits, layer_traits
 from mmqa_jax.models.layers import attention, scan_layers
-from mmqa_jax.models.llama import Llama, inverse_frequencies, rotary_factor, rotation
+from mmqa_jax.models.llama import (
+    Llama,
+    added,
+    inverse_frequencies,
+    rotary_angles,
+    rotary_factor,
+    rotation,
+    shifted,
+)
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.masked import MASKED, capped
 
@@ -86,6 +94,7 @@ def decode(
     positions: jax.Array,
     active: jax.Array,
     limit: int,
+    shifts: jax.Array | None = None,
     mesh: Mesh | None = None,
     ragged: bool = False,
 ) -> tuple[jax.Array, ScannedCache]:
@@ -98,6 +107,7 @@ def decode(
       positions: int [S], of these tokens: what is cached before them.
       active: bool [S], rows that are written; the others' results mean nothing.
       limit: columns read; no active row's position is beyond.
+      shifts: int [S], by how much rotary positions differ from these; None: not at all.
       mesh: where the cache lies.
       ragged: attend by a kernel for TPU that reads each row's own columns, whatever `limit` is;
         see `ragged_fits`.
@@ -107,7 +117,7 @@ def decode(
     """
 
     if ragged:
-        return _decode_ragged(model, embedded, cache, positions, active, limit, mesh)
+        return _decode_ragged(model, embedded, cache, positions, active, limit, shifts, mesh)
 
     def attend(
         q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array, window: jax.Array | None
@@ -116,7 +126,8 @@ def decode(
         return _one_token(q, k, v, held, positions, window, model.config.attention_cap)
 
     traits = layer_traits(model.config, cache.key.shape[3])
-    hidden, k, v = _run(model, embedded, positions[:, None], attend, traits)
+    turned = shifted(positions[:, None], None if shifts is None else shifts[:, None])
+    hidden, k, v = _run(model, embedded, turned, attend, traits)
     return hidden, _write(cache, k, v, None, active, positions, mesh)
 
 
@@ -127,13 +138,15 @@ def _decode_ragged(
     positions: jax.Array,
     active: jax.Array,
     limit: int,
+    shifts: jax.Array | None,
     mesh: Mesh | None,
 ) -> tuple[jax.Array, ScannedCache]:
     """`decode` by a kernel that rotates and writes the token, too: the scan carries a cache that it
     alone touches, and XLA does not copy that."""
     from mmqa_jax.decoding.ragged_attention import attend_on  # Pallas takes long to import
 
-    angles = positions[:, None] * inverse_frequencies(model.config)  # [S, D / 2]
+    turned = positions if shifts is None else positions + shifts
+    angles = turned[:, None] * inverse_frequencies(model.config)  # [S, D / 2]
     attend = attend_on(
         cache,
         positions,
@@ -168,6 +181,8 @@ def prefill(
     rows: jax.Array,
     limit: int,
     branches: Branches | None = None,
+    shifts: jax.Array | None = None,
+    deepstack: jax.Array | None = None,
     implementation: str = "blocks",
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, ScannedCache]:
@@ -182,6 +197,7 @@ def prefill(
       rows: int [R], their cache rows; a row index out of range is not written.
       limit: cached columns read, 0 if all start at 0; no start is beyond.
       branches: of the tokens; None: every row is one sequence.
+      shifts, deepstack: see `kv_cache.forward`.
       implementation: of `layers.attention`, "blocks" or "splash" (not for branches).
       mesh: where the cache lies. If its rows are split, the R rows are split alike and of the same
         device's cache rows.
@@ -237,7 +253,8 @@ def prefill(
 
     positions = columns if branches is None else branches.positions(columns)
     traits = layer_traits(model.config, cache.key.shape[3])
-    hidden, k, v = _run(model, embedded, positions, attend, traits)
+    turned = shifted(positions, shifts)
+    hidden, k, v = _run(model, embedded, turned, attend, traits, deepstack)
     return hidden, _write(cache, k, v, rows, None, starts, mesh)
 
 
@@ -307,18 +324,20 @@ def _run(
     positions: jax.Array,
     attend: Callable[..., jax.Array],
     traits: LayerTraits,
+    deepstack: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The decoder on [R, L, H]; `attend(q, k, v, layer's number, window)` gives [R, L, heads, D].
 
     Returns normed hidden states, and keys and values of all layers [N, R, L, kv_heads, D].
     """
-    angles = positions[:, :, None, None] * inverse_frequencies(model.config)
+    angles = rotary_angles(model.config, positions)
     cos, sin = rotation(model.config, jnp.cos(angles), jnp.sin(angles))
 
     def body(layer, x, of_layer, _):
         number, traits = of_layer
         q, k, v = layer.project(x, *traits.turned(cos, sin), apart=True)
-        return layer.finish(x, attend(q, k, v, number, traits.window)), (k, v)
+        x = layer.finish(x, attend(q, k, v, number, traits.window))
+        return added(x, deepstack, number), (k, v)
 
     xs = jnp.arange(model.config.layers), traits
     x, (k, v) = scan_layers(model.layers, embedded, body, xs=xs, unroll=1)

@@ -38,10 +38,18 @@ class SlotSequence:
       chunks: of the prompt.
       reusable: how many of these may be copied from another slot.
       pictures: of the prompt.
+      shifts: of its tokens' positions, see PatchIds; None: positions are columns.
     """
 
-    def __init__(self, chunks: list[Chunk], reusable: int, pictures: Pictures):
+    def __init__(
+        self,
+        chunks: list[Chunk],
+        reusable: int,
+        pictures: Pictures,
+        shifts: np.ndarray | None = None,
+    ):
         self.chunks, self.reusable, self.pictures = chunks, reusable, pictures
+        self._shifts = shifts
         self.encoded = 0  # chunks in the cache
         self.slot = self.source = -1  # see prefix_cache.Placement
         self.reused = 0
@@ -51,15 +59,26 @@ class SlotSequence:
         """Whether all of the prompt is in the cache."""
         return self.encoded == len(self.chunks)
 
+    def shifts(self, start: int, end: int) -> np.ndarray | int:
+        """Of the positions in columns `start` to `end`, [end - start, 3]; 0: they are columns."""
+        if self._shifts is None:
+            return 0
+        return self._shifts[np.minimum(np.arange(start, end), len(self._shifts) - 1)]
+
 
 class GeneratedSequence(SlotSequence):
     """A prompt and the tokens generated after it."""
 
     def __init__(
-        self, request: TokenizedRequest, draw: int, chunks: list[Chunk], pictures: Pictures
+        self,
+        request: TokenizedRequest,
+        draw: int,
+        chunks: list[Chunk],
+        pictures: Pictures,
+        shifts: np.ndarray | None = None,
     ):
         # The last chunk is always encoded: its hidden state gives the first new token.
-        super().__init__(chunks, len(chunks) - 1, pictures)
+        super().__init__(chunks, len(chunks) - 1, pictures, shifts)
         self.request, self.draw = request, draw
         self.undecoded = request.original.max_new_tokens - 1  # decode steps still to be started
         self.tokens: list[int] = []
@@ -99,12 +118,15 @@ class TokenizedRequest:
         tokenizer: Tokenizer | None,
         end_ids: frozenset[int],
         buckets: Buckets,
+        shifts: np.ndarray | None = None,
     ):
         self.original, self.prompt = original, tuple(prompt)
         self.tokenizer, self.end_ids = tokenizer, end_ids
         chunks = split(prompt, buckets)
         draws = 0 if original.beams else original.n  # beams take no slots, see BeamBatches
-        self.sequences = [GeneratedSequence(self, draw, chunks, pictures) for draw in range(draws)]
+        self.sequences = [
+            GeneratedSequence(self, draw, chunks, pictures, shifts) for draw in range(draws)
+        ]
 
     def beam(self, tokens: Sequence[int], score: float, finish: str) -> Candidate:
         """A beam as a Candidate, with its text."""
@@ -152,7 +174,7 @@ class ScoredSequence(SlotSequence):
       prompt: token ids.
       continuations: token ids of each, and where their scores go.
       buckets: chunk sizes.
-      pictures: of the prompt.
+      pictures, shifts: of the prompt.
     """
 
     def __init__(
@@ -162,6 +184,7 @@ class ScoredSequence(SlotSequence):
         continuations: Sequence[Sequence[int]],
         buckets: Buckets,
         pictures: Pictures,
+        shifts: np.ndarray | None = None,
     ):
         trunk = len(prompt)
         tokens, begins = list(prompt), [0] * trunk
@@ -182,7 +205,7 @@ class ScoredSequence(SlotSequence):
             for chunk in split(tokens, buckets)
         ]
         # The chunk of the prompt's last token is always encoded: its hidden state is needed.
-        super().__init__(chunks, sum(chunk.end < trunk for chunk in chunks), pictures)
+        super().__init__(chunks, sum(chunk.end < trunk for chunk in chunks), pictures, shifts)
         self.request = request
         self.continuations = continuations
         self.logprobs: list[list[float]] = [[] for _ in continuations]
@@ -238,6 +261,7 @@ class TokenizedScoring:
         pictures: Pictures,
         buckets: Buckets,
         length: int,
+        shifts: np.ndarray | None = None,
     ):
         self.original, self._prompt_tokens = original, len(prompt)
         most = min(buckets[-1], length - len(prompt))  # tokens after the prompt
@@ -250,7 +274,9 @@ class TokenizedScoring:
                 room = most
             groups[-1].append(continuation)
             room -= encoded
-        self.sequences = [ScoredSequence(self, prompt, own, buckets, pictures) for own in groups]
+        self.sequences = [
+            ScoredSequence(self, prompt, own, buckets, pictures, shifts) for own in groups
+        ]
 
     def result(self) -> Scores | None:
         """The scores once all sequences are finished."""
@@ -267,7 +293,7 @@ class RequestTokenizer:
       tokenizer: for texts and stop strings.
       end_ids: tokens that end an answer.
       vocab_size, length, buckets: of model and engine.
-      patches: of a LLaVA, None of a LLaMA.
+      patches: of a model with pictures, None of a text-only one.
     """
 
     def __init__(
@@ -293,7 +319,7 @@ class RequestTokenizer:
         if isinstance(request, Scoring):
             return self._scoring(request)
         prompt = self._tokens(request.id, "prompt", request.prompt)
-        prompt, pictures = self._expand(request, prompt)
+        prompt, pictures, shifts = self._expand(request, prompt)
         if len(prompt) + request.max_new_tokens > self._length:
             raise TooLong(request.id, len(prompt), request.max_new_tokens, self._length)
         if request.stop and self._tokenizer is None:
@@ -301,7 +327,7 @@ class RequestTokenizer:
                 f"request {request.id!r}: stop strings need a tokenizer; give the engine one."
             )
         return TokenizedRequest(
-            request, prompt, pictures, self._tokenizer, self._end_ids, self._buckets
+            request, prompt, pictures, self._tokenizer, self._end_ids, self._buckets, shifts
         )
 
     def _scoring(self, request: Scoring) -> TokenizedScoring:
@@ -312,23 +338,27 @@ class RequestTokenizer:
             continuations = [
                 self._tokens(request.id, "continuation", tokens) for tokens in request.continuations
             ]
-        prompt, pictures = self._expand(request, prompt)
+        prompt, pictures, shifts = self._expand(request, prompt)
         longest = max(map(len, continuations))
         if len(prompt) + longest > self._length:
             raise TooLong(request.id, len(prompt), longest, self._length)
         return TokenizedScoring(
-            request, prompt, continuations, pictures, self._buckets, self._length
+            request, prompt, continuations, pictures, self._buckets, self._length, shifts
         )
 
-    def _expand(self, request: Request | Scoring, prompt: list[int]) -> tuple[list[int], Pictures]:
+    def _expand(
+        self, request: Request | Scoring, prompt: list[int]
+    ) -> tuple[list[int], Pictures, np.ndarray | None]:
+        """The prompt with its pictures' tokens, the pictures, and the shifts of positions."""
         if self._patches is not None:
-            return self._patches.expand(request.id, prompt, request.images)
+            expanded, pictures = self._patches.expand(request.id, prompt, request.images)
+            return expanded, pictures, self._patches.shifts(prompt, request.images)
         if len(request.images):
             raise UserError(
                 f"request {request.id!r}: it has pictures, but the engine's model is a text-only "
-                "LLaMA; use a LLaVA."
+                "LLaMA; use a LLaVA or a Qwen-VL."
             )
-        return prompt, {}
+        return prompt, {}, None
 
     def _encode_pairs(self, request: Scoring) -> tuple[list[int], list[list[int]]]:
         """Tokens of prompt and continuations, split as lm-evaluation-harness does.

@@ -24,6 +24,7 @@ from mmqa_jax.decoding.prefix_cache import Buckets
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 
 LENGTH = 2048  # tokens of a slot where no prompt is known
 _GIB = 2**30
@@ -103,13 +104,20 @@ def sizes_json(shape: Mapping[str, int], engine: EngineConfig) -> dict[str, Any]
     return {"devices": math.prod(shape.values()), "mesh": dict(shape), **sizes}
 
 
-def tower_bytes(llama: LlamaConfig, vision: VisionConfig | None) -> float:
-    """Of the matrices of a LLaVA's picture tower and projector, which each device holds whole."""
+def tower_bytes(llama: LlamaConfig, vision: VisionConfig | QwenVisionConfig | None) -> float:
+    """Of the matrices of a picture tower and its projector, which each device holds whole."""
     if vision is None:
         return 0.0
+    item = np.dtype(_numpy(llama.dtype)).itemsize
+    if isinstance(vision, QwenVisionConfig):
+        products = 3 if vision.family == "qwen2_5_vl" else 2
+        of_layer = 4 * vision.width**2 + products * vision.width * vision.mlp
+        joined = vision.width * vision.merge**2
+        mergers = (1 + len(vision.deepstack)) * joined * (joined + vision.out)
+        return (vision.layers * of_layer + mergers) * item
     of_layer = 4 * vision.width**2 + 2 * vision.width * vision.mlp_width
     projector = llama.hidden * (vision.width + llama.hidden)
-    return (vision.layers * of_layer + projector) * np.dtype(_numpy(llama.dtype)).itemsize
+    return (vision.layers * of_layer + projector) * item
 
 
 def takes_all(mesh: Mapping[str, Any], count: int) -> bool:

@@ -25,6 +25,7 @@ from mmqa_jax.decoding.sampling import SamplingParameters, choose
 from mmqa_jax.models.flash import implementation_for
 from mmqa_jax.models.layer_traits import layer_traits
 from mmqa_jax.models.llama import Llama, for_length, last_token
+from mmqa_jax.models.qwen_vl import spread
 
 CACHE_TYPES = ("float32", "bfloat16", "int8")
 WEIGHT_TYPES = ("given", "int8")
@@ -142,6 +143,8 @@ class Slots:
     position: jax.Array  # int32: its position
     count: jax.Array  # int32: new tokens so far
     parameters: SamplingParameters
+    # int32: by how much rotary positions differ from `position` (M-RoPE); None: they are it.
+    shift: jax.Array | None = None
 
 
 class Programs:
@@ -188,12 +191,13 @@ class Programs:
             self.ragged = kv_cache.ragged_fits(model.config, columns, chunk, dtype, device)
             segment = columns if self.ragged else segment
             self.cache = kv_cache.layout(*sizes, segment)
-        self.slots = _slots(config.slots, self.whole)
+        self.slots = _slots(config.slots, self.whole, shifts=bool(model.config.mrope))
         implementation = implementation_for(device)
 
-        def encode(state, cache, tokens, starts, ends, rows, branches, patches, limit):
+        def encode(state, cache, tokens, starts, ends, rows, branches, patches, shifts, limit):
             model = nnx.merge(graphdef, state)
-            embedded = by_rows(embed(model, tokens, patches))
+            embedded, deepstack = embed(model, tokens, patches)
+            embedded = by_rows(embedded)
             if self.scanned:
                 return scanned_cache.prefill(
                     model,
@@ -203,6 +207,8 @@ class Programs:
                     rows=rows,
                     limit=limit,
                     branches=branches,
+                    shifts=shifts,
+                    deepstack=deepstack,
                     implementation=implementation,
                     mesh=mesh,
                 )
@@ -215,16 +221,18 @@ class Programs:
                 rows=rows,
                 block=block,
                 branches=branches,
+                shifts=shifts,
+                deepstack=deepstack,
                 limit=limit,
                 implementation="ragged" if self.ragged else implementation,
                 mesh=mesh,
             )
 
-        def begin(state, slots, hidden, lengths, rows, positions, parameters):
+        def begin(state, slots, hidden, lengths, rows, positions, parameters, shifts):
             logits = nnx.merge(graphdef, state).logits(last_token(hidden, lengths))
             zeros = jnp.zeros_like(rows)
             token, logprob = choose(logits, parameters, zeros, rows < config.slots)
-            fresh = Slots(token, positions, zeros + 1, parameters)
+            fresh = Slots(token, positions, zeros + 1, parameters, shifts)
             slots = jax.tree.map(lambda x, new: x.at[rows].set(new, mode="drop"), slots, fresh)
             return slots, token, logprob
 
@@ -240,6 +248,7 @@ class Programs:
                     positions=position,
                     active=active,
                     limit=limit,
+                    shifts=slots.shift,
                     mesh=mesh,
                     ragged=self.ragged,
                 )
@@ -252,6 +261,7 @@ class Programs:
                     ends=position + 1,
                     rows=jnp.where(active, jnp.arange(config.slots), config.slots),
                     block=columns,
+                    shifts=None if slots.shift is None else slots.shift[:, None],
                     all_rows=True,
                     limit=limit,
                     implementation="ragged" if self.ragged else "blocks",
@@ -276,7 +286,7 @@ class Programs:
         whole = self.whole
         of_cache = jax.tree.map(lambda x: x.sharding or whole, self.cache)
         self.encode = jax.jit(
-            encode, static_argnums=8, donate_argnums=1, out_shardings=(self.rows, of_cache)
+            encode, static_argnums=9, donate_argnums=1, out_shardings=(self.rows, of_cache)
         )
         self.begin = jax.jit(begin, donate_argnums=1, out_shardings=(whole, whole, whole))
         self.step = jax.jit(
@@ -298,12 +308,17 @@ class Programs:
         self.copy = jax.jit(copy, donate_argnums=0, out_shardings=of_cache)
 
 
-def embed(model: Llama, tokens: jax.Array, patches: jax.Array | None) -> jax.Array:
-    """[R, L, H] of tokens int [R, L]; where they are negative, of the patches [R, L, H]."""
+def embed(
+    model: Llama, tokens: jax.Array, patches: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """[R, L, H] of tokens int [R, L]; where they are negative, of the patches [R, L, features].
+
+    And what these add to the first layers' states, [n, R, L, H]; None: nothing.
+    """
     embedded = model.embed(jnp.maximum(tokens, 0))
     if patches is None:
-        return embedded
-    return jnp.where(tokens[..., None] < 0, patches.astype(embedded.dtype), embedded)
+        return embedded, None
+    return spread(embedded, patches, tokens < 0)
 
 
 def next_tokens(
@@ -316,7 +331,7 @@ def next_tokens(
     return slots, token, logprob
 
 
-def _slots(count: int, sharding: Sharding) -> Slots:
+def _slots(count: int, sharding: Sharding, *, shifts: bool) -> Slots:
     """ShapeDtypeStructs of the state of `count` slots."""
 
     def array(kind: str, *shape: int) -> jax.ShapeDtypeStruct:
@@ -324,7 +339,8 @@ def _slots(count: int, sharding: Sharding) -> Slots:
 
     number = array("float32")
     parameters = SamplingParameters(number, array("int32"), number, array("uint32", 2))
-    return Slots(array("int32"), array("int32"), array("int32"), parameters)
+    integer = array("int32")
+    return Slots(integer, integer, integer, parameters, integer if shifts else None)
 
 
 class SlotRunner:
@@ -362,12 +378,13 @@ class SlotRunner:
         rows: np.ndarray,
         branches: Branches,
         patches: jax.Array | None = None,
+        shifts: np.ndarray | None = None,
     ) -> jax.Array:
         """Encodes chunks [R, L] into the cache; hidden states [R, L, H]. See `kv_cache.forward`.
 
         The n-th of `shards` equal parts of the R rows is of slots of the n-th part of all slots.
-        patches: [R, L, H] on the device, as `rows` says, used where tokens are negative; None if
-        there are none (a separate program).
+        patches: [R, L, features] on the device, as `rows` says, used where tokens are negative;
+        None if there are none (a separate program). shifts: int32 [R, L, 3], with M-RoPE.
         """
         limit = self.config.read(ends.max())
         if self._programs.scanned:  # it reads what is in front of the chunks
@@ -375,7 +392,7 @@ class SlotRunner:
             branches = branches if branches.trunk.any() else None
         elif self._programs.ragged:
             limit = self.config.columns
-        inputs = self._put_rows((tokens, starts, ends, rows, branches, patches))
+        inputs = self._put_rows((tokens, starts, ends, rows, branches, patches, shifts))
         hidden, self.cache = self._run(
             self._programs.encode, self._state, self.cache, *inputs, limit
         )
@@ -388,6 +405,7 @@ class SlotRunner:
         rows: np.ndarray,
         positions: np.ndarray,
         parameters: SamplingParameters,
+        shifts: np.ndarray | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Draws the first tokens after encoded prompts; their slots are then ready for `step`.
 
@@ -397,11 +415,12 @@ class SlotRunner:
           rows: int32 [R], slots; `config.slots` for rows whose prompt is not complete.
           positions: int32 [R], of the first token.
           parameters: of the R requests.
+          shifts: int32 [R], by how much rotary positions differ from these, with M-RoPE.
 
         Returns:
           Tokens [R] and their log-probabilities.
         """
-        inputs = self._put_rows((lengths, rows, positions, parameters))
+        inputs = self._put_rows((lengths, rows, positions, parameters, shifts))
         self._slots, token, logprob = self._run(
             self._programs.begin, self._outer, self._slots, hidden, *inputs
         )

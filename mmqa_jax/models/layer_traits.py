@@ -19,6 +19,7 @@ class LayerTraits:
     window: jax.Array | np.ndarray | None = None  # int32: tokens that one sees, itself included
     rotated: jax.Array | np.ndarray | None = None  # bool: whether positions are
     local: jax.Array | np.ndarray | None = None  # bool: whether by `LlamaConfig.local_theta`
+    number: jax.Array | np.ndarray | None = None  # int32: in the stack
 
     def of(self, number: int) -> LayerTraits:
         """One layer's."""
@@ -52,8 +53,11 @@ class LayerTraits:
 NO_TRAITS = LayerTraits()
 
 
-def layer_traits(config: LlamaConfig, columns: int) -> LayerTraits:
-    """The traits of all layers, for texts of up to `columns` tokens."""
+def layer_traits(config: LlamaConfig, columns: int, *, numbered: bool = False) -> LayerTraits:
+    """The traits of all layers, for texts of up to `columns` tokens.
+
+    numbered: something is added after some of them, which must know their number.
+    """
     window = rotated = local = None
     if config.windowed(columns):
         window = np.array([size or _ALL for size in config.windows], np.int32)
@@ -61,4 +65,5 @@ def layer_traits(config: LlamaConfig, columns: int) -> LayerTraits:
         rotated = np.array(config.rotated)
     if config.local:
         local = np.array(config.local)
-    return LayerTraits(window, rotated, local)
+    number = np.arange(config.layers, dtype=np.int32) if numbered else None
+    return LayerTraits(window, rotated, local, number)

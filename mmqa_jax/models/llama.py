@@ -42,7 +42,7 @@ from mmqa_jax.models.layers import (
 )
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.masked import capped
-from mmqa_jax.models.rope import frequencies
+from mmqa_jax.models.rope import axes_of_pairs, frequencies
 
 LINEARS = ("q", "k", "v", "out", "gate", "up", "down")  # of a layer
 
@@ -72,6 +72,44 @@ def turned_by(config: LlamaConfig, positions: jax.Array) -> np.ndarray | jax.Arr
         for length in (scaling.original_positions, scaling.original_positions + 1)
     )
     return jnp.where(positions.max() < scaling.original_positions, short, long)
+
+
+def rotary_angles(
+    config: LlamaConfig, positions: jax.Array, turning: np.ndarray | jax.Array | None = None
+) -> jax.Array:
+    """Positions times angles per position, float32 [B, L, 1, as many].
+
+    Args:
+      config: of the model.
+      positions: int [B, L]; or [B, L, 3] of time, row and column, for `config.mrope`.
+      turning: angles per position; None is `inverse_frequencies`.
+    """
+    turning = inverse_frequencies(config) if turning is None else turning
+    if positions.ndim == 2:
+        positions = positions[:, :, None, None]
+    else:
+        axes = axes_of_pairs(config.mrope, config.mrope_interleaved)
+        positions = positions[:, :, None, axes]
+    return positions.astype(jnp.float32) * turning
+
+
+def shifted(positions: jax.Array, shifts: jax.Array | None) -> jax.Array:
+    """int [B, L], and by how much they move: None, [B, L] or [B, L, 3]; as `rotary_angles` takes
+    them."""
+    if shifts is None:
+        return positions
+    return (positions if shifts.ndim == 2 else positions[..., None]) + shifts
+
+
+def added(x: jax.Array, deepstack: jax.Array | None, number: jax.Array | int) -> jax.Array:
+    """What follows layer `number`: x [B, L, H] with its part of `deepstack` [n, B, L, H] added."""
+    if deepstack is None:
+        return x
+    if isinstance(number, int):
+        return x + deepstack[number] if number < len(deepstack) else x
+    last = len(deepstack) - 1
+    part = deepstack[jnp.minimum(number, last)]
+    return x + jnp.where(number <= last, part, 0).astype(x.dtype)
 
 
 def rotation(config: LlamaConfig, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -330,6 +368,7 @@ class Llama(nnx.Module):
         attention_mask: jax.Array | None = None,
         positions: jax.Array | None = None,
         *,
+        deepstack: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
         """Normed hidden states of the last layer.
@@ -340,7 +379,8 @@ class Llama(nnx.Module):
             since a token never sees what follows it. Or [B, L, L], true where a token (axis 1) may
             see another (axis 2): several sequences in a row do not see each other.
           positions: int [B, L] of rotary positions; None is 0..L-1 in every row, also behind
-            padding on the left (only distances matter).
+            padding on the left (only distances matter). Or [B, L, 3], see `LlamaConfig.mrope`.
+          deepstack: [n, B, L, H], added to what the first n layers give (Qwen3-VL); None: nothing.
           dropout_key: drops attention weights at `config.attention_dropout`.
 
         Returns:
@@ -348,25 +388,29 @@ class Llama(nnx.Module):
         """
 
         def body(layer: LlamaLayer, x, traits, key):
-            return layer(x, *angles, mask, key, traits), None
+            x = layer(x, *angles, mask, key, traits)
+            return added(x, deepstack, traits.number), None
 
         angles, mask = self._prepare(embedded, attention_mask, positions)
-        return self.norm(self._scan(embedded, body, dropout_key)[0])
+        numbered = deepstack is not None
+        return self.norm(self._scan(embedded, body, dropout_key, numbered)[0])
 
     def layer_outputs(
         self,
         embedded: jax.Array,
         attention_mask: jax.Array | None = None,
         positions: jax.Array | None = None,
+        deepstack: jax.Array | None = None,
     ) -> jax.Array:
         """Every layer's output before the last norm: [layers, B, L, H]."""
 
         def body(layer: LlamaLayer, x, traits, key):
             x = layer(x, *angles, mask, traits=traits)
+            x = added(x, deepstack, traits.number)
             return x, x
 
         angles, mask = self._prepare(embedded, attention_mask, positions)
-        return self._scan(embedded, body, None)[1]
+        return self._scan(embedded, body, None, deepstack is not None)[1]
 
     def each_layer(self) -> Iterator[LlamaLayer]:
         """The layers one by one, stacked or not."""
@@ -383,21 +427,22 @@ class Llama(nnx.Module):
         if positions is None:
             check_length(length, self.config.positions)
             positions = jnp.arange(length)[None]
-        turned = turned_by(self.config, positions)
-        angles = positions[:, :, None, None].astype(jnp.float32) * turned
+        angles = rotary_angles(self.config, positions, turned_by(self.config, positions))
         if attention_mask is not None:
             length = attention_mask.shape[-1]
             attention_mask = attention_mask.astype(bool).reshape(len(embedded), 1, -1, length)
         return rotation(self.config, jnp.cos(angles), jnp.sin(angles)), attention_mask
 
-    def _scan(self, x: jax.Array, body: Callable, dropout_key: jax.Array | None):
+    def _scan(
+        self, x: jax.Array, body: Callable, dropout_key: jax.Array | None, numbered: bool = False
+    ):
         if isinstance(self.layers, nnx.List):
             raise TypeError("unstacked layers only run in decoding.kv_cache.forward")
         return scan_layers(
             self.layers,
             x,
             body,
-            xs=layer_traits(self.config, x.shape[1]),
+            xs=layer_traits(self.config, x.shape[1], numbered=numbered),
             dropout_key=dropout_key,
             remat=self.config.remat,
             unroll=self.config.unroll,

@@ -30,7 +30,9 @@ class LlamaConfig:
     `windows`: of each layer, how many tokens one sees, itself included; 0 is all, () all in every
     layer. `rotated`: whether each layer rotates queries and keys by their positions, () all do;
     `rotary_fraction` of each head are rotated. `local`: which layers rotate by `local_theta` and
-    without scaling, () none. `qk_norm`: an RMS norm of queries and keys before that, "none", of
+    without scaling, () none. `mrope`: how many rotary pairs turn by a token's time, row and column,
+    where positions are three (Qwen-VL), () is one position for all; `mrope_interleaved`: these
+    pairs are in turn. `qk_norm`: an RMS norm of queries and keys before that, "none", of
     each "head" or of the "whole" projection. `norms`: of what attention and MLP get, "before", of
     what they give, "after", or "both"; with `unit_norms` all multiply by 1 + their scale.
     Embeddings are multiplied by `embedding_scale`, what attention and MLP give by
@@ -69,6 +71,8 @@ class LlamaConfig:
     windows: tuple[int, ...] = ()
     rotated: tuple[bool, ...] = ()
     rotary_fraction: float = 1.0
+    mrope: tuple[int, ...] = ()
+    mrope_interleaved: bool = False
     qk_norm: str = "none"
     norms: str = "before"
     embedding_scale: float = 1.0
@@ -99,6 +103,12 @@ class LlamaConfig:
         check_known("model.family", self.family, decoder_families.FAMILIES)
         check_known("model.qk_norm", self.qk_norm, QK_NORMS)
         check_known("model.norms", self.norms, NORMS)
+        object.__setattr__(self, "mrope", tuple(self.mrope))
+        if self.mrope and (len(self.mrope) != 3 or 2 * sum(self.mrope) != self.rotary_size):
+            raise UserError(
+                f"model.mrope is {self.mrope}: expected three numbers of rotary pairs, together "
+                f"{self.rotary_size // 2}, half of a head; correct it."
+            )
         for name in ("windows", "rotated", "local"):
             values = tuple(getattr(self, name))
             object.__setattr__(self, name, values)

@@ -65,6 +65,20 @@ class LlavaConfig:
                 f"{self.vision.layers}."
             )
 
+    @property
+    def expected_pixels(self) -> str:
+        """See PictureConfig."""
+        size = self.vision.image_size
+        return f"uint8 [{size}, {size}, 3]; use data.llava_images.llava_pixels"
+
+    def picture_tokens(self, shape: Sequence[int]) -> int:
+        """One for each patch of pixels [S, S, 3], S the tower's; 0 for another shape."""
+        size = self.vision.image_size
+        return self.vision.patches if tuple(shape) == (size, size, 3) else 0
+
+    def position_shifts(self, tokens: Sequence[int], shapes: Sequence[Sequence[int]]) -> None:
+        """None: positions are columns."""
+
 
 def llava_1_5_7b(**changes) -> LlavaConfig:
     """llava-hf/llava-1.5-7b-hf: Vicuna-1.5 7B with the tokens 32,000 `<image>` and 32,001 `<pad>`.

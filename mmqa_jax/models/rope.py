@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -148,6 +148,24 @@ def frequencies(size: int, theta: float, scaling: RopeScaling | None) -> np.ndar
         )
         smooth = np.clip(smooth, 0, 1).astype(np.float32)
     return (1 - smooth) * scaled + smooth * plain
+
+
+def axes_of_pairs(sections: Sequence[int], interleaved: bool) -> np.ndarray:
+    """Which of a token's three positions turns each rotary pair: 0 time, 1 row, 2 column.
+
+    M-RoPE (Wang et al. 2024, Qwen2-VL): the pairs of an axis are in a row, of Qwen3-VL in turn as
+    long as those of rows and columns last.
+
+    Args:
+      sections: pairs of each axis.
+      interleaved: whether they are in turn.
+    """
+    if not interleaved:
+        return np.repeat(np.arange(3), sections)
+    axes = np.zeros(sum(sections), np.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes
 
 
 def _yarn_range(size: int, theta: float, scaling: RopeScaling) -> tuple[float, float]:

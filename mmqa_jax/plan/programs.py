@@ -32,6 +32,7 @@ from mmqa_jax.models.bart import Bart
 from mmqa_jax.models.bart_config import BartConfig
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import LlavaConfig, llava_1_5_7b, llava_1_5_13b
+from mmqa_jax.models.qwen_vl import QwenVLConfig, qwen3_vl_8b, qwen25_vl_7b
 from mmqa_jax.plan.program import Program, shard_bytes, tree_bytes
 from mmqa_jax.tasks.base_llm import SCRATCH, base_path
 from mmqa_jax.tasks.reading import check_config, known_tasks, read_task
@@ -91,20 +92,24 @@ PRESETS: dict[str, Callable[..., LlamaConfig]] = {
 
 
 # Those with a tower for pictures in front.
-LLAVAS: dict[str, Callable[..., LlavaConfig]] = {
+WITH_PICTURES: dict[str, Callable[..., LlavaConfig | QwenVLConfig]] = {
     "llava15_7b": llava_1_5_7b,
     "llava15_13b": llava_1_5_13b,
+    "qwen25_vl_7b": qwen25_vl_7b,
+    "qwen3_vl_8b": qwen3_vl_8b,
 }
 TOWER = "tower"
 FIXED = (TOWER, FLUENCY)  # programs without a size of their own in a config
 
 
 def preset(name: str) -> LlamaConfig:
-    """The sizes of a language model by name, a LLaVA's too; UserError for an unknown one."""
-    if name in LLAVAS:
-        return LLAVAS[name]().llama
+    """The sizes of a language model by name, also of one with a tower; UserError if unknown."""
+    if name in WITH_PICTURES:
+        return WITH_PICTURES[name]().llama
     if name not in PRESETS:
-        raise UserError(f"--model={name}: sizes are not known; {nearest(name, PRESETS | LLAVAS)}")
+        raise UserError(
+            f"--model={name}: sizes are not known; {nearest(name, PRESETS | WITH_PICTURES)}"
+        )
     return PRESETS[name]()
 
 
@@ -113,7 +118,7 @@ def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ..
 
     Args:
       config: empty for a model of BARTS, which `mmqa evaluate` uses without one.
-      model: that an engine serves: a LLaVA has its tower, too.
+      model: that an engine serves: one that takes pictures has its tower, too.
 
     Raises:
       UserError: a config of neither.
@@ -131,7 +136,7 @@ def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ..
         kind = known_tasks().get(config.task)
         return ("train",) if kind is None or kind.program is None else ("train", kind.program)
     if "engine" in config:
-        return (*ENGINE, TOWER) if model in LLAVAS else ENGINE
+        return (*ENGINE, TOWER) if model in WITH_PICTURES else ENGINE
     raise UserError(
         "--config: has neither a `task` to train nor an `engine`; name a config of `mmqa train` or "
         "configs/prompt/default.py."
@@ -351,7 +356,7 @@ def _engine(
     if model is None:
         raise UserError(
             "--model is missing: the config's engine serves any language model; name one of "
-            f"{', '.join(sorted(PRESETS | LLAVAS))}."
+            f"{', '.join(sorted(PRESETS | WITH_PICTURES))}."
         )
     from mmqa_jax.decoding.abstract_programs import engine_programs
 
@@ -387,14 +392,14 @@ def _engine(
 
 
 def _tower(config: ConfigDict, devices: Sequence[jax.Device], model: str) -> Program:
-    """A full batch of pictures of a LLaVA, beside its language model."""
+    """A full batch of pictures, beside the language model."""
     from mmqa_jax.decoding.abstract_programs import feature_bytes, tower_programs
 
     chosen = engine_sizes(config, devices, model)
     mesh, sizes = chosen.mesh(), chosen.engine
     llama = _llama(config, devices, model)
-    llava = replace_fields(LLAVAS[model](), dtype=llama.dtype)  # as it is loaded
-    function, arguments = tower_programs(llava, sizes, mesh)[TOWER]
+    whole = replace_fields(WITH_PICTURES[model](), dtype=llama.dtype)  # as it is loaded
+    function, arguments = tower_programs(whole, sizes, mesh)[TOWER]
     state, pixels = arguments
     return Program.of(
         TOWER,
@@ -402,8 +407,8 @@ def _tower(config: ConfigDict, devices: Sequence[jax.Device], model: str) -> Pro
         arguments,
         mesh,
         parameters=shard_bytes(state),
-        cache=feature_bytes(llava, sizes, mesh),
-        examples=pixels.shape[0],
+        cache=feature_bytes(whole, sizes, mesh),
+        examples=jax.tree.leaves(pixels)[0].shape[0],
         unit="pictures",
         input_bytes=tree_bytes(pixels),
     )
@@ -423,7 +428,7 @@ def engine_sizes(
     mesh, settings = config.model.mesh.to_dict(), config.engine.to_dict()
     tokens = None if settings["length"] == AUTO else settings["length"]
     llama = _llama(config, devices, model)
-    vision = LLAVAS[model]().vision if model in LLAVAS else None
+    vision = WITH_PICTURES[model]().vision if model in WITH_PICTURES else None
     return sizes_of_engine.choose_sizes(
         llama,
         settings,

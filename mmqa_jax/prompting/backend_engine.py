@@ -11,7 +11,6 @@ import numpy as np
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import MESH_AXES
 from mmqa_jax.data import images
-from mmqa_jax.data.llava_images import llava_pixels
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import (
     Request,
@@ -23,8 +22,7 @@ from mmqa_jax.decoding.requests import (
     Unanswerable,
 )
 from mmqa_jax.decoding.sizes import LENGTH, UNKNOWN, Demand, sizes_json
-from mmqa_jax.models.llava import LlavaConfig
-from mmqa_jax.prompting import llava_prompt
+from mmqa_jax.models.pictures import PictureConfig
 from mmqa_jax.prompting.backends import (
     Chat,
     Choices,
@@ -34,8 +32,10 @@ from mmqa_jax.prompting.backends import (
     Query,
     Usage,
 )
+from mmqa_jax.prompting.llava_prompt import PLACEHOLDER
+from mmqa_jax.prompting.picture_format import picture_format
 from mmqa_jax.prompting.read_ahead import read_ahead
-from mmqa_jax.prompting.text_tokenizer import TextTokenizer, VicunaV1, pictures_of
+from mmqa_jax.prompting.text_tokenizer import TextTokenizer, pictures_of
 
 _SHARED = 512  # tokens of continuations that are scored side by side, the most that are foreseen
 
@@ -53,7 +53,7 @@ class _Prompt(NamedTuple):
 
 
 class EngineBackend:
-    """Serves from a LLaMA or LLaVA in this process; see backends.Backend.
+    """Serves from a language model, with a tower or not, in this process; see backends.Backend.
 
     Args:
       make_engine: called for the first queries with what they need, so that a run whose answers
@@ -61,7 +61,7 @@ class EngineBackend:
       tokenizer: of the model, with its chat template.
       length: the most tokens of a prompt with its answer.
       fingerprint: of weights and numerics (see local_model).
-      llava: the config of a LLaVA, None for a LLaMA.
+      pictures: the config of a model that takes them; None: it takes none.
       resize: gives the engine the sizes for later queries that need larger ones; None: its sizes
         are enough for all.
     """
@@ -73,12 +73,13 @@ class EngineBackend:
         *,
         length: int,
         fingerprint: str,
-        llava: LlavaConfig | None = None,
+        pictures: PictureConfig | None = None,
         resize: Callable[[Engine, Demand], None] | None = None,
     ):
-        self._make_engine, self._tokenizer, self._llava = make_engine, tokenizer, llava
+        self._make_engine, self._tokenizer = make_engine, tokenizer
+        self._pictures = None if pictures is None else picture_format(pictures, tokenizer)
         self._length, self._fingerprint = length, fingerprint
-        self._chat_format = tokenizer.template if llava is None else VicunaV1()
+        self._chat_format = tokenizer.template if pictures is None else self._pictures.chat_format
         self._throughput = Throughput()  # the engine's, once it is made
         self._warm = Throughput()  # at the first result: most of it compiling
         self._resize, self._engine, self._demand = resize, None, UNKNOWN
@@ -146,8 +147,8 @@ class EngineBackend:
 
     @property
     def takes_pictures(self) -> bool:
-        """Whether it is a LLaVA."""
-        return self._llava is not None
+        """Whether its model has a tower."""
+        return self._pictures is not None
 
     @property
     def takes_messages(self) -> bool:
@@ -181,6 +182,7 @@ class EngineBackend:
         for picture in prompt.pictures:
             try:
                 images.verify(picture.data, picture.name)
+                self._pictures.tokens(picture)
             except images.PictureError as error:
                 raise Unanswerable(str(error)) from error
         if not isinstance(request, Choices):
@@ -232,8 +234,8 @@ class EngineBackend:
         return self._prompt_tokens(self._prompt(query))
 
     def _prompt_tokens(self, prompt: _Prompt) -> int:
-        patches = 0 if self._llava is None else self._llava.vision.patches - 1
-        return len(prompt.tokens) + len(prompt.pictures) * patches
+        of_pictures = [self._pictures.tokens(picture) - 1 for picture in prompt.pictures]
+        return len(prompt.tokens) + sum(of_pictures)
 
     def engine_request(self, query: Query) -> Request | Scoring:
         """What the engine is asked for a checked query, with its pictures decoded.
@@ -243,18 +245,18 @@ class EngineBackend:
         """
         prompt = self._prompt(query)
         try:
-            pixels = [self._read_picture(picture) for picture in prompt.pictures]
+            pixels = [self._pictures.read(picture) for picture in prompt.pictures]
         except images.PictureError as error:
             raise Unanswerable(str(error)) from error
         return self._request(query, prompt, pixels)
 
     def _requests(self, prompts: Sequence[tuple[Query, _Prompt]]) -> Iterator[Request | Scoring]:
-        if self._llava is None:
+        if self._pictures is None:
             yield from (self._request(query, prompt, ()) for query, prompt in prompts)
             return
         ahead = self.engine.look_ahead
         for (query, prompt), pixels in read_ahead(
-            prompts, lambda one: one[1].pictures, self._read_picture, ahead
+            prompts, lambda one: one[1].pictures, self._pictures.read, ahead
         ):
             if isinstance(pixels, images.PictureError):
                 self.failures.append(Failure(query.id, str(pixels)))
@@ -297,14 +299,13 @@ class EngineBackend:
         if not isinstance(request.prompt, str):
             return self._conversation(request.id, request.prompt)
         text = request.prompt
-        if self._llava is None:
+        if self._pictures is None:
             self._no_pictures(request.id, request.images)
             encode = self._tokenizer.encode
         else:
-            if llava_prompt.PLACEHOLDER not in text:
-                text = f"{llava_prompt.PLACEHOLDER}\n" * len(request.images) + text
+            text = self._pictures.with_places(text, len(request.images))
             self._one_each(request.id, text, request.images)
-            encode = self._encode_with_pictures
+            encode = self._pictures.encode
         return _Prompt(encode(text), request.images, encode, text, "")
 
     def _conversation(self, request_id: Hashable, messages: Sequence[Message]) -> _Prompt:
@@ -314,39 +315,33 @@ class EngineBackend:
                 "give a `prompt`, or use a chat model."
             )
         pictures = pictures_of(messages)
-        if self._llava is None:
+        if self._pictures is None:
             self._no_pictures(request_id, pictures)
         text = self._chat_format.render(request_id, messages)
-        if self._llava is None:
+        if self._pictures is None:
             encode = self._tokenizer.encode_plain  # the template spells the special tokens
         else:
             self._one_each(request_id, text, pictures)
-            encode = self._encode_with_pictures
+            encode = self._pictures.encode
         return _Prompt(encode(text), pictures, encode, text, self._chat_format.before_answer)
-
-    def _encode_with_pictures(self, text: str) -> list[int]:
-        return llava_prompt.prompt_ids(
-            text,
-            self._tokenizer.encode_plain,
-            image_token=self._llava.image_token,
-            bos=self._tokenizer.bos,
-        )
 
     def _no_pictures(self, request_id: Hashable, pictures: Sequence[Picture]) -> None:
         if pictures:
             raise UserError(
                 f"request {request_id!r}: it has pictures, but the model is a text-only LLaMA; "
-                "use a LLaVA or --backend=openai."
+                "use a LLaVA, a Qwen-VL or --backend=openai."
             )
 
     def _one_each(self, request_id: Hashable, text: str, pictures: Sequence[Picture]) -> None:
-        found = text.count(llava_prompt.PLACEHOLDER)
+        video = self._pictures.video
+        if video is not None and video in text:
+            raise UserError(
+                f"request {request_id!r}: its text has {video}, which stands for a video, and "
+                "videos are not read here; give frames of it as pictures."
+            )
+        found = text.count(self._pictures.placeholder)
         if found != len(pictures):
             raise UserError(
-                f"request {request_id!r}: its text has {found} {llava_prompt.PLACEHOLDER} "
+                f"request {request_id!r}: its text has {found} {PLACEHOLDER} "
                 f"placeholders for {len(pictures)} pictures; write one for each, or none at all."
             )
-
-    def _read_picture(self, picture: Picture) -> np.ndarray:
-        size = self._llava.vision.image_size
-        return llava_pixels(images.decode(picture.data, picture.name), size, picture.name)

@@ -35,7 +35,7 @@ from mmqa_jax.decoding.sizes import (
 from mmqa_jax.decoding.slot_runner import EngineConfig, scans
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.llava import LlavaConfig
+from mmqa_jax.models.qwen_vl_vision import FAMILIES, QwenVisionConfig
 from mmqa_jax.prompting.backend_engine import EngineBackend
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
@@ -54,7 +54,7 @@ from mmqa_jax.weights.hub import find_model, is_hub_name
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.registry import architecture
 
-_KINDS = ("llama", "llava")
+_KINDS = ("llama", "llava", "qwen_vl")
 _CHUNK = 1 << 22
 
 
@@ -82,12 +82,12 @@ def open_backend(
     engine: EngineConfig | Mapping[str, Any] | None = None,
     flag: str = "--model",
 ) -> EngineBackend:
-    """Opens a LLaMA or LLaVA as a backend; its weights are loaded on first use.
+    """Opens a LLaMA, a LLaVA or a Qwen-VL as a backend; its weights are loaded on first use.
 
     Args:
       model: a name of LANGUAGE_MODELS, a folder of `mmqa convert`, the workdir of a language-model
         run (or its folder best), a published checkpoint in any layout that `mmqa convert
-        --model=llama` (or llava) reads, or a name on the Hugging Face hub (see weights.hub).
+        --model=llama` (llava, qwen_vl) reads, or a name on the Hugging Face hub (see weights.hub).
       tokenizer: folder, tokenizer.json or GGUF file with the tokenizer; None is the model's.
       config: see ModelConfig.
       engine: an EngineConfig, or values of one of which some may be "auto", as are those left out;
@@ -102,7 +102,8 @@ def open_backend(
     path = _find(model, flag)
     kind = _kind(path, flag)
     shape = _config_of(kind, path)
-    llama = shape.llama if isinstance(shape, LlavaConfig) else shape
+    pictures = None if isinstance(shape, LlamaConfig) else shape
+    llama = shape if pictures is None else pictures.llama
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if platform() == "cpu" else "bfloat16"
@@ -112,7 +113,7 @@ def open_backend(
         dataclasses.replace(llama, dtype=dtype),
         {**dict.fromkeys(SIZES, AUTO), **(engine or {})},
         config.mesh,
-        shape.vision if isinstance(shape, LlavaConfig) else None,
+        None if pictures is None else pictures.vision,
         f"{flag}={model}",
     )
     sizing.choose()  # sizes that do not fit are refused before any weights are read
@@ -140,7 +141,7 @@ def open_backend(
         text,
         length=sizing.given("length") if sizing.given("length") != AUTO else llama.positions,
         fingerprint=hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
-        llava=shape if isinstance(shape, LlavaConfig) else None,
+        pictures=pictures,
         resize=resize,
     )
 
@@ -151,7 +152,7 @@ class Sizing:
     Args:
       llama: with the dtype that it is loaded in.
       settings, mesh: see `decoding.sizes.choose_sizes`.
-      vision: of a LLaVA.
+      vision: of a model with a tower.
       named: what named the model, for messages.
     """
 
@@ -160,7 +161,7 @@ class Sizing:
         llama: LlamaConfig,
         settings: Mapping[str, Any],
         mesh: Mapping[str, Any],
-        vision: VisionConfig | None,
+        vision: VisionConfig | QwenVisionConfig | None,
         named: str,
     ):
         self._named = named
@@ -273,11 +274,14 @@ def _kind(path: Path, flag: str) -> str:
     if is_weights_folder(path):
         kind = read_record(path).architecture.name
         if kind not in _KINDS:
-            raise UserError(f"{flag}={path}: contains a {kind}; give a LLaMA or LLaVA.")
+            raise UserError(f"{flag}={path}: contains a {kind}; give a LLaMA, LLaVA or Qwen-VL.")
         return kind
     file = path / "config.json"
     published = read_json(file) if file.is_file() else {}
-    return "llava" if str(published.get("model_type", "")).startswith("llava") else "llama"
+    model_type = str(published.get("model_type", ""))
+    if model_type in FAMILIES:
+        return "qwen_vl"
+    return "llava" if model_type.startswith("llava") else "llama"
 
 
 def _config_of(kind: str, path: Path) -> Any:

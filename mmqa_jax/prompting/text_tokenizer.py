@@ -89,8 +89,8 @@ def open_tokenizer(path: str | os.PathLike) -> TextTokenizer:
 
     Args:
       path: a GGUF file (its metadata); a folder with tokenizer.json, tokenizer.model or what
-        tokenizer_config.json names, and optionally chat_template.jinja, generation_config.json,
-        config.json; or a tokenizer.json in such a folder.
+        tokenizer_config.json names, and optionally chat_template.jinja or .json,
+        generation_config.json, config.json; or a tokenizer.json in such a folder.
 
     Raises:
       UserError: none there, or of an unknown kind.
@@ -113,6 +113,8 @@ def open_tokenizer(path: str | os.PathLike) -> TextTokenizer:
     source = settings.get("chat_template")
     if isinstance(source, list):  # several by name
         source = {one["name"]: one["template"] for one in source}.get("default")
+    if source is None:  # of a processor, before transformers 5
+        source = _optional(folder / "chat_template.json").get("chat_template")
     if (folder / "chat_template.jinja").is_file():
         source = read_text(folder / "chat_template.jinja")
     template = None
@@ -234,11 +236,11 @@ class ChatTemplate:
         self.source, self.tokens, self._name = source, dict(special or {}), name
 
     def render(self, request_id: Hashable, messages: Sequence[Message]) -> str:
-        """The prompt from the messages' texts; see ChatFormat."""
+        """The prompt; see ChatFormat. The template says what stands for a picture."""
         # What `apply_chat_template` of a tokenizer calls; its import needs no PyTorch.
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        plain = [{"role": message.role, "content": message.text} for message in messages]
+        plain = [{"role": message.role, "content": _content(message)} for message in messages]
         try:
             (text,), _ = render_jinja_template(
                 [plain], chat_template=self.source, add_generation_prompt=True, **self.tokens
@@ -251,6 +253,16 @@ class ChatTemplate:
                 f"({error}); change their roles."
             ) from error
         return text
+
+
+def _content(message: Message) -> str | list[dict[str, str]]:
+    """A message's content as templates take it: parts only where there is a picture."""
+    if not message.pictures:
+        return message.text
+    return [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+        for part in message.content
+    ]
 
 
 class VicunaV1:

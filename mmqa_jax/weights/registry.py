@@ -172,6 +172,14 @@ ARCHITECTURES = (
         takes_clip=True,
     ),
     Architecture(
+        name="qwen_vl",
+        title="Qwen2.5-VL and Qwen3-VL, without experts",
+        model="qwen_vl.QwenVL",
+        config="qwen_vl.QwenVLConfig",
+        layouts=(HF_FOLDER,),
+        exports="Qwen2_5_VLForConditionalGeneration, Qwen3VLForConditionalGeneration",
+    ),
+    Architecture(
         name="mcan",
         title="Prophet's MCAN",
         model="mcan.MCAN",

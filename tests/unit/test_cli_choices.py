@@ -12,7 +12,7 @@ from test_mmbench import write_tsv
 from test_scienceqa import PROBLEMS
 from test_seed_bench import NAMES
 from test_seed_bench import QUESTIONS as SEED
-from tiny_llm import MODEL, llama_config, write_folder
+from tiny_llm import MODEL, llama_config, write_folder, write_qwen_vl
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
@@ -161,6 +161,18 @@ def test_mmbench(inputs, tmp_path):
     ended = run(inputs, "mmbench", "llava_rmr", tmp_path / "letters", **letters)
     assert ended.code == 0, ended.err
     assert all(trace["choice"] is None for trace in rows_of(tmp_path / "letters" / "trace.jsonl"))
+
+
+def test_mmbench_by_a_qwen_vl(inputs, tmp_path):
+    """The row of a successor of RMR's Qwen-VL, with the questions' pictures."""
+    model = write_qwen_vl(tmp_path / "qwen_vl")
+    values = {"parts.llm.model": model, "options.max_new_tokens": 4, "options.shots": 1}
+    ended = run(inputs, "mmbench", "rmr_qwen25_vl", tmp_path / "run", **values)
+    assert ended.code == 0, ended.err
+    assert "mmbench/circular" in ended.value["scores"]
+    assert (ended.value["prompts"]["failed"], ended.value["prompts"]["too_long"]) == (0, 0)
+    traces = rows_of(tmp_path / "run" / "trace.jsonl")
+    assert len(traces) == len(MMBENCH)
 
 
 @pytest.mark.parametrize(

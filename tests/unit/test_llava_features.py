@@ -165,4 +165,8 @@ def test_ids_of_patches_are_the_pictures():
     assert ids.of(tokens) == places
     again, _ = PatchIds(MODEL).expand("b", [IMAGE], [second.copy()])
     assert again == tokens[11:20]
-    assert [ids.in_chunk(tokens) for tokens in (1, 2, 10, 11)] == [1, 2, 2, 3]
+
+
+def test_pictures_of_a_chunk():
+    programs = Watched(2, (1,)).features._programs
+    assert [programs.in_chunk(tokens) for tokens in (1, 2, 10, 11)] == [1, 2, 2, 3]

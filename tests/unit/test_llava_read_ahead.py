@@ -91,7 +91,7 @@ def test_a_broken_picture_fails_its_own_query():
     )
     engine = Engine(tiny_llava(), text_tokenizer(), config=sizes)
     backend = EngineBackend(
-        lambda demand: engine, text_tokenizer(), length=64, fingerprint="llava", llava=MODEL
+        lambda demand: engine, text_tokenizer(), length=64, fingerprint="llava", pictures=MODEL
     )
     encoded = io.BytesIO()
     Image.new("L", (1, FREE_PIXELS // 12 + 1)).save(encoded, "PNG")

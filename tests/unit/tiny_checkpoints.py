@@ -23,6 +23,8 @@ from mmqa_jax.models.mcan_layers import FusionConfig
 from mmqa_jax.models.mcan_openvqa import MCANOpenVQAConfig
 from mmqa_jax.models.modified_resnet import ModifiedResNetConfig
 from mmqa_jax.models.oscar import OscarConfig
+from mmqa_jax.models.qwen_vl import QwenVLConfig
+from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 from mmqa_jax.models.vlp import VLPConfig
 from mmqa_jax.weights.layouts import Published
 from mmqa_jax.weights.published import load_checkpoint
@@ -57,6 +59,17 @@ CONFIGS: dict[str, Any] = {
     ),
     "llama": _LLAMA,
     "llava": LlavaConfig(_VISION, _LLAMA, image_token=33),
+    "qwen_vl": QwenVLConfig(
+        QwenVisionConfig(
+            "qwen3_vl", width=16, layers=2, heads=2, mlp=12, out=16, patch=2, window=0,
+            full_layers=(), positions=3, deepstack=(0,), activation="gelu_new",
+        ),
+        LlamaConfig(
+            vocab_size=40, hidden=16, layers=2, heads=2, kv_heads=1, mlp=24, head_dim=8,
+            positions=64, eps=1e-4, rope_theta=777.0, family="qwen3", qk_norm="head",
+            mrope=(2, 1, 1), mrope_interleaved=True,
+        ),
+    ),
     "mcan": MCANConfig(
         _replace(_BERT, eps=1e-12, pooler=False),
         _replace(_FUSION, hidden=32, heads=2, value_bias=False, norm="layer", eps=1e-5),

@@ -19,10 +19,13 @@ from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import Llava, LlavaConfig
+from mmqa_jax.models.qwen_vl import QwenVL, QwenVLConfig
+from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 from mmqa_jax.prompting.backend_engine import EngineBackend
 from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer
 from mmqa_jax.weights.models.llama import publish_llama
+from mmqa_jax.weights.models.qwen_vl import publish_qwen_vl
 from mmqa_jax.weights.published import write_published
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:?\n"
@@ -89,7 +92,7 @@ def tiny_llava() -> EngineBackend:
     sizes = dataclasses.replace(SIZES, length=320, buckets=(32,), slots=2)
     engine = Engine(Llava(config, rngs=nnx.Rngs(3)), text_tokenizer(), config=sizes)
     return EngineBackend(
-        lambda demand: engine, text_tokenizer(), length=320, fingerprint="llava", llava=config
+        lambda demand: engine, text_tokenizer(), length=320, fingerprint="llava", pictures=config
     )
 
 
@@ -112,4 +115,42 @@ def write_folder(folder: Path, model: LlamaConfig = MODEL) -> Path:
     write_published(folder, published, more={"eos_token_id": END})
     letters().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return folder
+
+
+# Behind the others, the tokens of pictures and Qwen's template, without videos.
+VISION = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+PICTURED = TEMPLATE.replace(
+    "message['content'] ",
+    "(message['content'] if message['content'] is string else message['content'] "
+    "| map(attribute='text', default='<|vision_start|><|image_pad|><|vision_end|>') | join) ",
+)
+
+
+def write_qwen_vl(folder: Path) -> Path:
+    """Writes a tiny random Qwen2.5-VL as transformers would; a picture takes 9 tokens or more."""
+    first = len(LETTERS) + len(SPECIAL)
+    llama = dataclasses.replace(
+        llama_config(first + len(VISION), positions=512),
+        family="qwen2",
+        attention_bias=True,
+        out_bias=False,
+        mrope=(2, 1, 1),
+    )
+    vision = QwenVisionConfig(
+        width=16, layers=2, heads=2, mlp=20, out=llama.hidden, patch=2, window=8, full_layers=(1,)
+    )
+    tokens = dict(
+        zip(("image", "video", "vision_start", "vision_end"), range(first, first + 4), strict=True)
+    )
+    config = QwenVLConfig(vision, llama, **{f"{name}_token": n for name, n in tokens.items()})
+    folder.mkdir()
+    model = QwenVL(config, rngs=nnx.Rngs(3))
+    write_published(folder, publish_qwen_vl(config, nnx.state(model)), more={"eos_token_id": END})
+    tokenizer = letters()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in VISION])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": PICTURED}))
+    sizes = {"min_pixels": 144, "max_pixels": 400, "patch_size": 2}
+    (folder / "preprocessor_config.json").write_text(json.dumps(sizes))
     return folder

@@ -1,0 +1,138 @@
+"""How the prompts of a vision-language model hold pictures: what differs between LLaVA and Qwen-VL.
+
+The engine's backend asks for nothing else. A model is added with a class here, its config
+(`models.pictures.PictureConfig`) and its tower (`decoding.image_tower`).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data import images
+from mmqa_jax.data.llava_images import llava_pixels
+from mmqa_jax.data.qwen_images import PictureSizes, qwen_pixels, qwen_size
+from mmqa_jax.models.llava import LlavaConfig
+from mmqa_jax.models.pictures import PictureConfig
+from mmqa_jax.models.qwen_vl import QwenVLConfig
+from mmqa_jax.prompting import llava_prompt
+from mmqa_jax.prompting.backends import Picture
+from mmqa_jax.prompting.llava_prompt import PLACEHOLDER
+from mmqa_jax.prompting.text_tokenizer import ChatFormat, TextTokenizer, VicunaV1
+
+
+class PictureFormat(Protocol):
+    """How a model's prompts hold pictures.
+
+    Attributes:
+      chat_format: of conversations, with one `placeholder` for each picture; None: it has none.
+      placeholder: what stands for a picture in a text that is to be encoded.
+      video: the same of a video, which is refused; None: the model knows none.
+    """
+
+    chat_format: ChatFormat | None
+    placeholder: str
+    video: str | None
+
+    def with_places(self, text: str, pictures: int) -> str:
+        """A text to be continued, whose pictures are marked by `<image>` or come first."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, one of the model's `image_token` for each placeholder."""
+
+    def tokens(self, picture: Picture) -> int:
+        """Tokens of a picture, by its header; raises PictureError."""
+
+    def read(self, picture: Picture) -> np.ndarray:
+        """The pixels that the model takes; raises PictureError."""
+
+
+class LlavaFormat:
+    """LLaVA-1.5's, see llava_prompt."""
+
+    placeholder, video = PLACEHOLDER, None
+
+    def __init__(self, config: LlavaConfig, tokenizer: TextTokenizer):
+        self.chat_format: ChatFormat | None = VicunaV1()
+        self._config, self._tokenizer = config, tokenizer
+
+    def with_places(self, text: str, pictures: int) -> str:
+        """See PictureFormat."""
+        return text if PLACEHOLDER in text else f"{PLACEHOLDER}\n" * pictures + text
+
+    def encode(self, text: str) -> list[int]:
+        """See PictureFormat."""
+        return llava_prompt.prompt_ids(
+            text,
+            self._tokenizer.encode_plain,
+            image_token=self._config.image_token,
+            bos=self._tokenizer.bos,
+        )
+
+    def tokens(self, picture: Picture) -> int:
+        """The same of every picture."""
+        return self._config.vision.patches
+
+    def read(self, picture: Picture) -> np.ndarray:
+        """See PictureFormat."""
+        image = images.decode(picture.data, picture.name)
+        return llava_pixels(image, self._config.vision.image_size, picture.name)
+
+
+class QwenFormat:
+    """Qwen-VL's: `<|vision_start|><|image_pad|><|vision_end|>` for each picture.
+
+    Its chat template writes that itself.
+    """
+
+    def __init__(self, config: QwenVLConfig, tokenizer: TextTokenizer):
+        vision = config.vision
+        self.chat_format: ChatFormat | None = tokenizer.template
+        self._tokenizer = tokenizer
+        self._sizes = PictureSizes(vision.unit, vision.min_pixels, vision.max_pixels)
+        self.placeholder, self.video, before, after = (
+            tokenizer.decode([token])
+            for token in (
+                *(config.image_token, config.video_token),
+                *(config.vision_start_token, config.vision_end_token),
+            )
+        )
+        self._place = f"{before}{self.placeholder}{after}"
+        if tokenizer.encode_plain(self.placeholder) != [config.image_token]:
+            raise UserError(
+                f"the tokenizer has no token of its own for pictures (id {config.image_token}); "
+                "give the model's own tokenizer by --tokenizer."
+            )
+
+    def with_places(self, text: str, pictures: int) -> str:
+        """See PictureFormat."""
+        if PLACEHOLDER in text:
+            return text.replace(PLACEHOLDER, self._place)
+        return text if self.placeholder in text else self._place * pictures + text
+
+    def encode(self, text: str) -> list[int]:
+        """See PictureFormat."""
+        return self._tokenizer.encode_plain(text)
+
+    def tokens(self, picture: Picture) -> int:
+        """One for each unit of the picture as it is resized."""
+        size = images.size_of(picture.data, picture.name)
+        width, height = qwen_size(*size, self._sizes, picture.name)
+        return width * height // self._sizes.unit**2
+
+    def read(self, picture: Picture) -> np.ndarray:
+        """See PictureFormat."""
+        image = images.decode(picture.data, picture.name)
+        return qwen_pixels(image, self._sizes, picture.name)
+
+
+def picture_format(config: PictureConfig, tokenizer: TextTokenizer) -> PictureFormat:
+    """That of a model.
+
+    Raises:
+      UserError: the tokenizer is another model's.
+    """
+    kind = QwenFormat if isinstance(config, QwenVLConfig) else LlavaFormat
+    return kind(config, tokenizer)

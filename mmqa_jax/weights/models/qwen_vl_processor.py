@@ -1,0 +1,86 @@
+"""transformers' image processor beside a Qwen-VL: which sizes and colors its pictures get."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json
+from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
+
+_FILES = ("preprocessor_config.json", "processor_config.json")  # before transformers 5, and since
+# Of transformers' Qwen2VLImageProcessor, where a file does not say otherwise.
+_LEAST, _MOST = 56 * 56, 28 * 28 * 1280
+_FIXED: Mapping[str, tuple[Any, ...]] = {
+    "resample": (3, "bicubic", "BICUBIC"),
+    "do_resize": (True,),
+    "do_rescale": (True,),
+    "do_normalize": (True,),
+    "do_convert_rgb": (True,),
+}
+
+
+def with_processor(config: QwenVisionConfig, folder: Path) -> QwenVisionConfig:
+    """The tower's config with the sizes and colors that the files of a folder say.
+
+    Without such a file they are transformers' Qwen2VLImageProcessor's own.
+
+    Raises:
+      UserError: a processor that does something else, or of other patches than the tower's.
+    """
+    found: dict[str, Any] = {}
+    where = folder / _FILES[0]
+    for name in reversed(_FILES):
+        if (folder / name).is_file():
+            content = read_json(folder / name)
+            inner = content.get("image_processor", content if name == _FILES[0] else {})
+            if isinstance(inner, dict) and inner:
+                found, where = inner, folder / name
+    _check(found, where, config)
+    size = found.get("size") or {}
+    if not isinstance(size, dict) or set(size) - {
+        *("shortest_edge", "longest_edge", "min_pixels", "max_pixels")
+    }:
+        raise UserError(
+            f"{where}: size is {size!r}, expected shortest_edge and longest_edge, the least and "
+            "the most pixels; use a checkpoint of Qwen2.5-VL or Qwen3-VL."
+        )
+    least = found.get("min_pixels") or size.get("shortest_edge", _LEAST)
+    most = found.get("max_pixels") or size.get("longest_edge", _MOST)
+    changes: dict[str, Any] = {"min_pixels": least, "max_pixels": most}
+    for key, field in (("image_mean", "pixel_mean"), ("image_std", "pixel_std")):
+        if found.get(key) is not None:
+            changes[field] = _of_channels(found[key], f"{where}: {key}")
+    return dataclasses.replace(config, **changes)
+
+
+def _check(found: Mapping[str, Any], where: Path, config: QwenVisionConfig) -> None:
+    expected = {
+        **_FIXED,
+        "patch_size": (config.patch,),
+        "merge_size": (config.merge,),
+        "temporal_patch_size": (config.temporal,),
+    }
+    for key, values in expected.items():
+        value = found.get(key)
+        if value is not None and value not in values:
+            raise UserError(
+                f"{where}: {key} is {value!r}, expected {values[0]!r}, as Qwen's pictures are "
+                "prepared here; use a checkpoint that was trained so."
+            )
+    factor = found.get("rescale_factor")
+    if factor is not None and abs(factor - 1 / 255) > 1e-9:
+        raise UserError(
+            f"{where}: rescale_factor is {factor!r}, expected 1/255; use a checkpoint that was "
+            "trained so."
+        )
+
+
+def _of_channels(value: Any, where: str) -> tuple[float, float, float]:
+    fits = isinstance(value, list) and len(value) == 3
+    if not fits or not all(isinstance(one, int | float) for one in value):
+        raise UserError(f"{where} is {value!r}, expected three numbers; fetch the file again.")
+    return tuple(map(float, value))

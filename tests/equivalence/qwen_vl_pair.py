@@ -1,0 +1,179 @@
+"""Tiny random Qwen2.5-VL and Qwen3-VL of transformers, ours from their folders, and inputs."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from compare import randomize
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from mmqa_jax.models.qwen_vl import QwenVL
+from mmqa_jax.weights.published import load_published
+
+WORDS, ANSWERED, IMAGE, VIDEO, START, END = 97, 89, 90, 91, 92, 93
+SPECIAL = (
+    *("<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|video_pad|>"),
+    *("<|vision_start|>", "<|vision_end|>"),
+)
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:?\n"
+# As Qwen/Qwen2.5-VL-7B-Instruct's, without videos.
+TEMPLATE = """{% for message in messages %}{% if loop.first and message['role'] != 'system' %}\
+<|im_start|>system
+You are a helpful assistant.<|im_end|>
+{% endif %}<|im_start|>{{ message['role'] }}
+{% if message['content'] is string %}{{ message['content'] }}<|im_end|>
+{% else %}{% for content in message['content'] %}{% if content['type'] == 'image' %}\
+<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in content %}{{ content['text'] }}\
+{% endif %}{% endfor %}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+LENGTH = 560  # short prompts hide mistakes in positions
+UNIT = 8
+
+_VISION = {
+    "depth": 3,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 44,
+    "out_hidden_size": 48,
+    "patch_size": 4,
+    "rope_parameters": {"rope_type": "axial", "rope_theta": 321.0},
+}
+_TEXT = {
+    "vocab_size": WORDS,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 640,
+    "rms_norm_eps": 2e-5,
+    "initializer_range": 0.08,
+    "bos_token_id": None,
+    "eos_token_id": ANSWERED,
+}
+# A family's classes in transformers, and values of its tower, its language model and both.
+CASES = {
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        # Windows of 3 x 3 units, which divide no picture below.
+        {"window_size": 24, "fullatt_block_indexes": [1]},
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1234.5,
+                "mrope_section": [2, 1, 3],
+            }
+        },
+        {},
+    ),
+    "qwen3_vl": (
+        "Qwen3VL",
+        {
+            "num_position_embeddings": 49,
+            "deepstack_visual_indexes": [0, 2],
+            "hidden_act": "gelu_pytorch_tanh",
+        },
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 4321.0,
+                "mrope_section": [3, 3, 2],
+                "mrope_interleaved": True,
+            },
+        },
+        {"tie_word_embeddings": True},
+    ),
+}
+PROCESSOR = {
+    "qwen2_5_vl": {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.25]},
+    "qwen3_vl": {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]},
+}
+SIZE = {"shortest_edge": 40 * 40, "longest_edge": 136 * 136}
+
+
+class Pair(NamedTuple):
+    """A torch model, ours loaded from its checkpoint, their image processor, and the folder."""
+
+    theirs: torch.nn.Module
+    ours: QwenVL
+    processor: Qwen2VLImageProcessorPil
+    folder: Path
+
+
+@functools.cache
+def make_pair(case: str, folder: Path) -> Pair:
+    """Builds a case, saves it as transformers does, and loads it."""
+    name, vision, text, both = CASES[case]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(
+        vision_config=_VISION | vision,
+        text_config=_TEXT | text,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        attn_implementation="eager",
+        **both,
+    )
+    theirs = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    theirs = randomize(theirs, 0, 0.05)
+    theirs.save_pretrained(folder)
+    processor = Qwen2VLImageProcessorPil(size=SIZE, patch_size=4, **PROCESSOR[case])
+    processor.save_pretrained(folder)
+    letters().save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return Pair(theirs, load_published("qwen_vl", folder, unroll=1), processor, folder)
+
+
+def letters() -> Tokenizer:
+    """One token a letter, and the special tokens at the ids above."""
+    vocabulary = {letter: n for n, letter in enumerate(LETTERS)}
+    count = IMAGE - SPECIAL.index("<|image_pad|>")
+    vocabulary |= {f"<{n}>": n for n in range(len(LETTERS), count)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+def encoded(picture: Image.Image) -> bytes:
+    """The picture as a PNG."""
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return file.getvalue()
+
+
+def pictures() -> list[Image.Image]:
+    """Of several sizes and shapes: too large, too small, and one that fits as it is."""
+    noise = np.random.default_rng(2)
+    sizes = [(230, 160), (20, 33), (88, 72)]  # width, height
+    made = [noise.integers(0, 256, (h // 4 + 1, w // 4 + 1, 3), np.uint8) for w, h in sizes]
+    pairs = zip(made, sizes, strict=True)
+    return [Image.fromarray(x).resize(size, Image.Resampling.BILINEAR) for x, size in pairs]
+
+
+def rewritten(folder: Path, into: Path, **changes: object) -> Path:
+    """A folder with the config of another, in which some keys are changed (None: left out)."""
+    published = json.loads((folder / "config.json").read_text())
+    for key, value in changes.items():
+        inner, _, name = key.rpartition("__")
+        target = published[inner] if inner else published
+        if value is None:
+            target.pop(name)
+        else:
+            target[name] = value
+    into.mkdir(exist_ok=True)
+    (into / "config.json").write_text(json.dumps(published))
+    return into
