@@ -37,24 +37,16 @@ BLOCK_ACTIVATIONS = {
 class BlockConfig(Protocol):
     """What a tower's config says of its blocks; see VisionConfig."""
 
-    @property
-    def width(self) -> int: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def mlp_width(self) -> int: ...
-    @property
-    def activation(self) -> str: ...
-    @property
-    def eps(self) -> float: ...
-    @property
-    def remat(self) -> str: ...
-    @property
-    def attention(self) -> str: ...
-    @property
-    def unroll(self) -> int | bool | None: ...
+    width: int
+    layers: int
+    heads: int
+    mlp_width: int
+    activation: str
+    eps: float
+    dtype: str
+    remat: str
+    attention: str
+    unroll: int | bool | None
 
 
 def check_transformer(name: str, config: BlockConfig) -> None:

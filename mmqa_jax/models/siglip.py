@@ -227,7 +227,7 @@ class SiglipVisionTower(nnx.Module):
         return normalize_pixels(pictures, PIXEL_MEAN, PIXEL_STD)
 
     def embed(self, pictures: Pictures) -> tuple[jax.Array, jax.Array | None]:
-        """Normalized pictures -> [B, N, width], and bool [B, N] of NaFlex: the patches there are."""
+        """Normalized pictures -> [B, N, width], and of NaFlex which are there, bool [B, N]."""
         c = self.config
         if isinstance(pictures, tuple) != c.flexible:
             kind = "patches and their rows and columns" if c.flexible else "pixels"

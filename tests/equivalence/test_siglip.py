@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+
 import jax
 import numpy as np
 import pytest
+import sentencepiece
 import torch
 import transformers
 from compare import (
@@ -21,6 +24,9 @@ from compare import (
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.clip_tokenizer import open_tokenizer
+from mmqa_jax.data.siglip_tokenizer import load_siglip_tokenizer
+from mmqa_jax.data.tokenizers import text_inputs
 from mmqa_jax.models.siglip import Siglip, resized_positions
 from mmqa_jax.weights.models.siglip import publish_siglip, siglip_config
 from mmqa_jax.weights.published import load_published, write_published
@@ -190,3 +196,87 @@ def test_positions_of_no_grid_are_refused():
     content = {"model_type": "siglip2", "vision_config": {"num_patches": 250}}
     with pytest.raises(UserError, match="num_patches is 250, expected a square number"):
         siglip_config(content)
+
+
+TEXTS = [
+    "A photo of a Cat!",
+    "  two   spaces,\tand a tab; the U.S.'s flag (1905) ▁ — ΟΔΟΣ İstanbul ﬁne 北京 🙂",
+    "",
+    "...",
+    "the quick brown fox jumps over the lazy dog " * 5,
+    "<unk> x </s> y",
+]
+
+
+def spiece(folder):
+    """A SentencePiece model as SigLIP's: </s> is 1, and pads too."""
+    rng = np.random.default_rng(0)
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "lazy",
+        "dog",
+        "a",
+        "photo",
+        "of",
+        "cat",
+        "flag",
+        "two",
+        "spaces",
+        "and",
+    ]
+    lines = [" ".join(rng.choice(words, 8)) for _ in range(300)]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_prefix=str(folder / "spiece"), vocab_size=60,
+        model_type="unigram", pad_id=-1, eos_id=1, unk_id=2, bos_id=0, minloglevel=2,
+        hard_vocab_limit=False,
+    )  # fmt: skip
+    (folder / "spiece.vocab").unlink()
+
+
+def same_tokens(ours, theirs, length, texts):
+    """Ids of texts as transformers pads and cuts them, without masks."""
+    rows = theirs(texts, padding="max_length", truncation=True, max_length=length)["input_ids"]
+    ids, _, _ = text_inputs(ours.encode_batch(texts), length, ours)
+    assert ids.tolist() == rows
+
+
+def test_siglips_tokens(tmp_path):
+    spiece(tmp_path)
+    theirs = transformers.SiglipTokenizer(str(tmp_path / "spiece.model"))
+    ours = load_siglip_tokenizer(tmp_path, 100)
+    # A special token in a text is one in transformers, here it is plain.
+    same_tokens(ours, theirs, 16, TEXTS[:-1])
+    assert ours.sep_id not in ours.encode(TEXTS[-1])
+    ours.save(tmp_path / "tokenizer.json")
+    for again in (open_tokenizer(tmp_path / "tokenizer.json"), pickle.loads(pickle.dumps(ours))):
+        assert again.fingerprint == ours.fingerprint
+        assert again.encode_batch(TEXTS) == ours.encode_batch(TEXTS)
+    with pytest.raises(UserError, match="the model 10; put the checkpoint's own"):
+        load_siglip_tokenizer(tmp_path, 10)
+    (tmp_path / "tokenizer_config.json").write_text('{"padding_side": "left"}')
+    with pytest.raises(UserError, match="padding_side is 'left', expected 'right'"):
+        load_siglip_tokenizer(tmp_path, 100)
+
+
+def test_siglip_2s_tokens(tmp_path):
+    letters = sorted({c for text in TEXTS for c in text.lower() if not c.isspace()} - {"🙂"})
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{n:02X}>" for n in range(256))]
+    tokens += ["▁", *letters, "th", "the", "▁the", "ca", "cat"]
+    vocabulary = {token: number for number, token in enumerate(dict.fromkeys(tokens))}
+    merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("c", "a"), ("ca", "t")]
+    options = {"add_eos_token": True, "add_bos_token": False, "padding_side": "right"}
+    theirs = transformers.Siglip2Tokenizer(vocabulary, merges, **options)
+    theirs.save_pretrained(tmp_path)
+    ours = load_siglip_tokenizer(tmp_path, 1000)
+    same_tokens(ours, theirs, 24, TEXTS[:-1])
+    assert ours.encode("The CAT") == ours.encode("the cat")
+    assert (ours.sep_id, ours.pad_id) == (1, 0)
+    ours.save(tmp_path / "tokenizer.json")
+    assert open_tokenizer(tmp_path / "tokenizer.json").encode_batch(TEXTS) == ours.encode_batch(
+        TEXTS
+    )
