@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 
 import jax
@@ -27,8 +28,12 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.clip_tokenizer import open_tokenizer
 from mmqa_jax.data.siglip_tokenizer import load_siglip_tokenizer
 from mmqa_jax.data.tokenizers import text_inputs
+from mmqa_jax.models.dual_encoder import siglip_dual_encoder
 from mmqa_jax.models.siglip import Siglip, resized_positions
-from mmqa_jax.weights.models.siglip import publish_siglip, siglip_config
+from mmqa_jax.retrieval.two_towers import as_dual_encoder
+from mmqa_jax.tasks.objectives import SigmoidObjective
+from mmqa_jax.weights.keymap import export
+from mmqa_jax.weights.models.siglip import publish_siglip, siglip_config, siglip_key_map
 from mmqa_jax.weights.published import load_published, write_published
 
 pytestmark = pytest.mark.slow
@@ -196,6 +201,49 @@ def test_positions_of_no_grid_are_refused():
     content = {"model_type": "siglip2", "vision_config": {"num_patches": 250}}
     with pytest.raises(UserError, match="num_patches is 250, expected a square number"):
         siglip_config(content)
+
+
+def test_three_steps_with_the_sigmoid_loss(pair):
+    """Losses and parameters beside transformers' own loss and torch's SGD."""
+    theirs, ours = pair
+    if ours.config.vision.flexible:
+        pytest.skip("the pictures of training have one size")
+    theirs = copy.deepcopy(theirs)
+    rng = np.random.default_rng(3)
+    ids, _ = texts()
+    count = len(ids)
+    pixels = rng.integers(0, 256, (count, 27, 27, 3)).astype(np.uint8)
+    torch_pixels = torch.from_numpy((pixels / 127.5 - 1).transpose(0, 3, 1, 2).astype("f4"))
+    task = SigmoidObjective(siglip_dual_encoder(ours.config, fusion="image"))
+    graphdef, state = as_dual_encoder(ours, task.config, None)
+    batch = {
+        "query_ids": ids, "query_mask": np.ones_like(ids, bool),
+        "source_ids": np.zeros_like(ids), "source_mask": np.ones_like(ids, bool),
+        "pixels": pixels, "has_image": np.ones(count, bool), "positive": np.arange(count),
+        "source_rows": np.arange(count), "gold_rows": np.arange(count)[:, None],
+    }  # fmt: skip
+
+    @jax.jit
+    def step(state):
+        def loss(state):
+            return task.loss(nnx.merge(graphdef, state), batch, jax.random.key(0))[0]
+
+        value, gradient = jax.value_and_grad(loss)(state)
+        return value, jax.tree.map(lambda p, g: p - 0.02 * g, state, gradient)
+
+    optimizer = torch.optim.SGD(theirs.parameters(), 0.02)
+    for _ in range(3):
+        optimizer.zero_grad()
+        output = theirs(torch.from_numpy(ids).long(), torch_pixels, return_loss=True)
+        output.loss.backward()
+        optimizer.step()
+        got, state = step(state)
+        np.testing.assert_allclose(got, output.loss.item(), rtol=1e-5)
+    wanted = dict(theirs.named_parameters())
+    exported = dict(export(state, siglip_key_map(ours.config)))
+    assert exported.keys() == wanted.keys()
+    for name, value in exported.items():
+        np.testing.assert_allclose(value, wanted[name].detach(), **WHOLE, err_msg=name)
 
 
 TEXTS = [

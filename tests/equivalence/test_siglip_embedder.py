@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 
 import numpy as np
 import pytest
@@ -12,10 +13,14 @@ from PIL import Image
 from test_siglip import TEXT, published, spiece
 
 from mmqa_jax.cli import main
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.images import NaFlex, decode_to_pixels
 from mmqa_jax.data.schema import Source
+from mmqa_jax.models.siglip import SiglipVisionConfig
+from mmqa_jax.retrieval.siglip import load_siglip_embedder
 from mmqa_jax.tasks.embedder import open_embedder
+from mmqa_jax.weights.models.siglip_processor import read_preparation
 
 pytestmark = pytest.mark.slow
 
@@ -135,16 +140,18 @@ def test_vectors_by_every_name(peer, tmp_path):
 
 def test_a_run_of_another_model_is_refused(peer, tmp_path):
     folder, _, _ = peer
-    with pytest.raises(UserError, match="no such file or folder|model_type is"):
+    (tmp_path / "config.json").write_text('{"model_type": "clip"}')
+    with pytest.raises(UserError, match=r"model_type is 'clip', expected 'siglip' or 'siglip2'"):
         load_siglip_embedder(tmp_path)
+    assert main(["convert", "--model=clip", f"--source={folder}", f"--out={tmp_path / 'x'}"]) == 2
 
 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("image_mean", [0.4, 0.5, 0.5], "image_mean is .*, expected \\(0.5"),
+        ("image_mean", [0.4, 0.5, 0.5], r"image_mean is .*, expected \(0.5"),
         ("do_normalize", False, "do_normalize is False, expected True"),
-        ("resample", 1, "resample is 1, expected bicubic \\(3\\) or bilinear"),
+        ("resample", 1, r"resample is 1, expected bicubic \(3\) or bilinear"),
         ("size", {"height": 32, "width": 32}, "expected 27"),
         ("do_center_crop", True, "do_center_crop is True"),
     ],
