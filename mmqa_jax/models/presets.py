@@ -121,8 +121,9 @@ def _text_changes(section: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _vision_changes(section: Mapping[str, Any]) -> Mapping[str, Any]:
-    kind = SiglipVisionConfig if section.get("siglip") else VisionConfig
-    return spec_of(kind, minimum=1, partial=True)
+    if section.get("siglip"):  # pictures of training have one size
+        return spec_of(SiglipVisionConfig, "flexible", minimum=1, partial=True)
+    return spec_of(VisionConfig, minimum=1, partial=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
-from mmqa_jax.data.clip_tokenizer import load_clip_tokenizer
+from mmqa_jax.data.clip_tokenizer import Preprocessing, load_clip_tokenizer
+from mmqa_jax.data.images import Resize
 from mmqa_jax.models.clip import CLIP
 from mmqa_jax.models.dual_encoder import clip_dual_encoder
 from mmqa_jax.retrieval.embedder import Embedder, dual_encoder_cost
 from mmqa_jax.retrieval.two_towers import as_dual_encoder, load_two_towers
+from mmqa_jax.weights.models.clip_open_clip import squashes
 
 _BUCKETS = (16, 32, 48, 77)
 
@@ -62,5 +65,12 @@ def load_clip_embedder(
         batch_size=batch_size,
         cost=dual_encoder_cost(dual_config, context),
         text_of=lambda source: source.text,
-        resize="crop_openai" if tokenizer.preprocessing == "openai" else "crop",
+        resize=_resize(Path(folder), tokenizer.preprocessing),
     )
+
+
+def _resize(folder: Path, preprocessing: Preprocessing) -> Resize:
+    """How the code that a checkpoint was published with makes pictures square."""
+    if preprocessing == "transformers":
+        return "crop"
+    return "squash" if squashes(folder) else "crop_openai"

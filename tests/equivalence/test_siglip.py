@@ -8,7 +8,6 @@ import pickle
 import jax
 import numpy as np
 import pytest
-import sentencepiece
 import torch
 import transformers
 from compare import (
@@ -19,10 +18,10 @@ from compare import (
     compiled,
     forward,
     names_its_axes,
-    randomize,
     reloaded,
 )
 from flax import nnx
+from siglip_pair import TEXT, VISION, published, spiece
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.clip_tokenizer import open_tokenizer
@@ -38,34 +37,8 @@ from mmqa_jax.weights.published import load_published, write_published
 
 pytestmark = pytest.mark.slow
 
-TEXT = {
-    "vocab_size": 61, "hidden_size": 48, "intermediate_size": 76, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "max_position_embeddings": 11, "hidden_act": "gelu",
-    "layer_norm_eps": 3e-4, "projection_size": 40, "pad_token_id": 0, "bos_token_id": 2,
-    "eos_token_id": 1,
-}  # fmt: skip
-VISION = {
-    "hidden_size": 40, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 5,
-    "patch_size": 6, "layer_norm_eps": 2e-4,
-}  # fmt: skip
 SHAPES = np.array([[4, 3], [2, 7], [1, 1], [7, 2], [3, 4]], np.int32)  # rows, columns
 PATCHES = 14
-
-
-def published(kind, folder):
-    """A tiny checkpoint, as torch's model: `siglip` of a fixed size, or `siglip2`, NaFlex."""
-    torch.manual_seed(0)
-    if kind == "siglip":  # 27 pixels: three belong to no patch, as 384 of so400m-patch14-384
-        size, parts = {"image_size": 27}, ("SiglipConfig", "SiglipModel")
-    else:
-        size, parts = {"num_patches": 16}, ("Siglip2Config", "Siglip2Model")
-    config = getattr(transformers, parts[0])(text_config=TEXT, vision_config={**VISION, **size})
-    model = randomize(getattr(transformers, parts[1])(config), 0)
-    with torch.no_grad():
-        model.logit_scale.fill_(1.7)
-        model.logit_bias.fill_(-2.3)
-    model.save_pretrained(folder)
-    return model
 
 
 @pytest.fixture(scope="module", params=["siglip", "siglip2"])
@@ -254,36 +227,6 @@ TEXTS = [
     "the quick brown fox jumps over the lazy dog " * 5,
     "<unk> x </s> y",
 ]
-
-
-def spiece(folder):
-    """A SentencePiece model as SigLIP's: </s> is 1, and pads too."""
-    rng = np.random.default_rng(0)
-    words = [
-        "the",
-        "quick",
-        "brown",
-        "fox",
-        "jumps",
-        "over",
-        "lazy",
-        "dog",
-        "a",
-        "photo",
-        "of",
-        "cat",
-        "flag",
-        "two",
-        "spaces",
-        "and",
-    ]
-    lines = [" ".join(rng.choice(words, 8)) for _ in range(300)]
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_prefix=str(folder / "spiece"), vocab_size=60,
-        model_type="unigram", pad_id=-1, eos_id=1, unk_id=2, bos_id=0, minloglevel=2,
-        hard_vocab_limit=False,
-    )  # fmt: skip
-    (folder / "spiece.vocab").unlink()
 
 
 def same_tokens(ours, theirs, length, texts):

@@ -215,6 +215,7 @@ def test_questions_go_around_the_devices_and_no_logits_are_kept():
     rng = np.random.default_rng(0)
     mesh = make_mesh({"data": 4, "fsdp": 2})
     arrays = make_vectors(rng, 64, 2, 12), make_links(rng, 64, 2)
+    arrays[0][1][arrays[1][0][:20]] = arrays[0][0][:20]  # some are found
     shared = jnp.float32(7.0), jnp.float32(-3.0)
     vectors, links = jax.device_put(arrays, batch_sharding(mesh))
     at = (*vectors, *jax.device_put(shared, replicated(mesh))), links
@@ -245,4 +246,4 @@ def test_towers_with_the_sigmoid_loss_have_the_gradient_of_one_device():
     batch = jax.device_put(batch, batch_sharding(mesh))
     task = tiny_task(**sigmoid, mesh=mesh, tower_parts=2)
     got = task_gradient(task, params, batch)(params, batch)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), got, want)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
