@@ -78,16 +78,21 @@ class ContrastiveObjective:
         sources = tuple(
             batch[name] for name in ("source_ids", "source_mask", "pixels", "has_image")
         )
+        scale = model.temperature()
         queries = self._in_parts(encode_queries, query_key, queries)
         sources = self._in_parts(encode_sources, source_key, sources)
         links = tuple(batch[name] for name in ("positive", "source_rows", "gold_rows"))
-        return self._compare(model, queries, sources, links)
+        return self._compare(model, scale, queries, sources, links)
 
     def _compare(
-        self, model: DualEncoder, queries: jax.Array, sources: jax.Array, links: Links
+        self,
+        model: DualEncoder,
+        scale: jax.Array,
+        queries: jax.Array,
+        sources: jax.Array,
+        links: Links,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Mean cross-entropy of both directions."""
-        scale = model.temperature()
         loss, accuracy = contrastive_loss(queries, sources, scale, *links, mesh=self.mesh)
         return loss, {"accuracy": accuracy, "temperature": scale}
 
@@ -116,10 +121,15 @@ class SigmoidObjective(ContrastiveObjective):
     """
 
     def _compare(
-        self, model: DualEncoder, queries: jax.Array, sources: jax.Array, links: Links
+        self,
+        model: DualEncoder,
+        scale: jax.Array,
+        queries: jax.Array,
+        sources: jax.Array,
+        links: Links,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Sum over the sources, mean over the questions."""
-        scale, bias = model.temperature(), model.logit_bias[...]
+        bias = model.logit_bias[...]
         loss, accuracy = sigmoid_loss(queries, sources, scale, bias, *links, mesh=self.mesh)
         return loss, {"accuracy": accuracy, "temperature": scale, "bias": bias}
 

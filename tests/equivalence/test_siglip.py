@@ -176,11 +176,10 @@ def test_positions_of_no_grid_are_refused():
         siglip_config(content)
 
 
+@pytest.mark.parametrize("pair", ["siglip"], indirect=True)  # pictures of training have one size
 def test_three_steps_with_the_sigmoid_loss(pair):
     """Losses and parameters beside transformers' own loss and torch's SGD."""
     theirs, ours = pair
-    if ours.config.vision.flexible:
-        pytest.skip("the pictures of training have one size")
     theirs = copy.deepcopy(theirs)
     rng = np.random.default_rng(3)
     ids, _ = texts()
