@@ -158,7 +158,7 @@ def open_retriever(
       corpus: of `open_corpus`.
       method: `bm25`, `dense` (by an encoder), or both: `fused` by scores, `rrf` by ranks.
       encoder: `minilm`, a published encoder of texts (its folder, or ORG/NAME in the Hugging Face
-        cache), a converted CLIP or a contrastive run; not for bm25.
+        cache), a CLIP or SigLIP or a contrastive run; not for bm25.
       weight: of the encoder's cosines beside BM25's scores, from 0 to 1; of fused.
       reranker: of `open_reranker` (or the name of its model), or any with its method `score`, that
         ranks the best `candidates` again.

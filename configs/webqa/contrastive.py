@@ -15,17 +15,24 @@ batch, for a v5e-256, a v5p-64 or 8 to 64 H100s (8: `--config.tower_parts=64`). 
     mmqa convert --model=clip --source=openai/clip-vit-large-patch14 --out=weights/clip-l14
     mmqa train --config=configs/webqa/contrastive.py:pod --config.data.dir=data/webqa \\
                --workdir=runs/contrastive-l14
+
+The mode `siglip` is SigLIP so400m at 384 pixels with its own loss, whose chunks go from chip to
+chip:
+
+    mmqa convert --model=siglip --source=google/siglip-so400m-patch14-384 --out=weights/siglip
+    mmqa train --config=configs/webqa/contrastive.py:siglip --config.data.dir=data/webqa \\
+               --workdir=runs/contrastive-siglip
 """
 
 from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import auto, config_beside
 
-MODES = ("pod", "runlocal")
+MODES = ("pod", "siglip", "runlocal")
 
 
 def get_config(mode: str = "") -> ConfigDict:
-    """`pod`: ViT-L/14 at 32,768, optimizer state and parameters split eight ways.
+    """`pod`: ViT-L/14 at 32,768, `siglip`: so400m at 4,096; parameters split eight ways.
 
     `runlocal`: a few steps of a small model trained from scratch, for tests.
     """
@@ -43,6 +50,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "fusion": "mean",  # caption and picture; `image` is the paper's, pictures alone
         "picture_gate": 1.0,
     }
+    config.loss = "softmax"  # or SigLIP's, `sigmoid`
     config.tower_parts = 1
     config.batches = {
         "batch_size": 4096,
@@ -84,6 +92,21 @@ def get_config(mode: str = "") -> ConfigDict:
         config.tower_parts, config.batches.threads = 2, 2
     else:
         config.tokenizer = config.get_ref("init")
+    if mode == "siglip":
+        config.mesh.fsdp = 8
+        config.init, config.loss = "weights/siglip", "sigmoid"
+        config.pictures = {"size": 384, "resize": "squash", "alpha": "white"}
+        config.model = {
+            "siglip": "so400m_14_384",
+            "changes": {"dtype": "bfloat16"},
+            "vision": {"dtype": "bfloat16"},
+            "fusion": "mean",
+            "picture_gate": 1.0,
+        }
+        config.tower_parts = 8
+        # SigLIP reads texts padded to 64 tokens.
+        config.batches.update({"query_length": 64, "source_lengths": (64,)})
+        config.inference.buckets = (64,)
     if mode == "pod":
         config.mesh.fsdp = 8
         config.init = "weights/clip-l14"

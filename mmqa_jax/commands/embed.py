@@ -24,9 +24,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         required=True,
-        help="workdir of a contrastive run, its folder best, a converted CLIP, or a published "
-        "encoder of texts (folder, ORG/NAME or minilm); or a converted CLIP ResNet "
-        "(modified_resnet), for the grids that Prophet's MCAN reads",
+        help="workdir of a contrastive run, its folder best, a CLIP or SigLIP (converted, or of "
+        "transformers), or a published encoder of texts (folder, ORG/NAME or minilm); or a "
+        "converted CLIP ResNet (modified_resnet), for the grids that Prophet's MCAN reads",
     )
     parser.add_argument("--out", required=True, help="folder for the embeddings")
     flags.add_devices(parser, "sources")

@@ -252,7 +252,7 @@ def add_reading(parser: argparse.ArgumentParser, workdir: str) -> None:
         "--encoder",
         metavar="NAME|PATH",
         help="with --data, who finds the passages beside BM25: minilm, a published encoder of "
-        "texts (folder or ORG/NAME), a converted CLIP, or a contrastive run (minilm)",
+        "texts (folder or ORG/NAME), a CLIP or SigLIP, or a contrastive run (minilm)",
     )
     parser.add_argument("--top_k", type=int, help="passages that the model reads (5)")
     parser.add_argument(

@@ -42,7 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default="",
-        help="workdir of a contrastive run, its folder best, a converted CLIP, or a published "
+        help="workdir of a contrastive run, its folder best, a CLIP or SigLIP, or a published "
         "encoder of texts, folder or ORG/NAME (not for bm25)",
     )
     parser.add_argument("--index", default="", help="folder written by `mmqa index` (not for bm25)")

@@ -26,6 +26,12 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, decode_text, read_json, read_text
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.data.question_words import QuestionWords, read_words
+from mmqa_jax.data.siglip_tokenizer import (
+    SiglipTokenizer,
+    is_saved,
+    load_siglip_tokenizer,
+    read_saved,
+)
 from mmqa_jax.data.tokenizers import WordPiece, load_tokenizer
 
 START, END = "<|startoftext|>", "<|endoftext|>"
@@ -214,20 +220,34 @@ def _byte_symbols() -> list[str]:
     return [chr(code) for code in (*printable, *range(0x100, 0x100 + others))]
 
 
-def open_tokenizer(path: str | os.PathLike) -> WordPiece | ClipTokenizer | QuestionWords:
-    """Opens a tokenizer.json of any kind, or a folder with a CLIP tokenizer.
+def open_tokenizer(
+    path: str | os.PathLike,
+) -> WordPiece | ClipTokenizer | SiglipTokenizer | QuestionWords:
+    """Opens a tokenizer.json of any kind, or a folder with a tokenizer of CLIP or SigLIP.
 
     Raises:
-      UserError: it is none; see `load_tokenizer`, `load_clip_tokenizer` and `read_words`.
+      UserError: it is none; see `load_tokenizer`, `load_clip_tokenizer`, `load_siglip_tokenizer`
+        and `read_words`.
     """
     path = as_path(path)
     if path.is_dir():
-        return load_clip_tokenizer(path)
+        return _of_folder(path)
     if path.is_file() and read_text(path).lstrip().startswith("["):
         return read_words(path)
+    if path.is_file() and is_saved(read_text(path)):
+        return read_saved(path)
     if path.name == "tokenizer.json" and path.is_file() and '"BPE"' in read_text(path):
         content = read_json(path)
         model = content.get("model") if isinstance(content, dict) else None
         if isinstance(model, dict) and model.get("type") == "BPE":
             return load_clip_tokenizer(path.parent)
     return load_tokenizer(path)
+
+
+def _of_folder(folder: Path) -> ClipTokenizer | SiglipTokenizer:
+    """The tokenizer beside converted weights."""
+    file = folder / _RECORD
+    record = read_json(file) if file.is_file() else {}
+    if isinstance(record, dict) and record.get("model") == "siglip":
+        return load_siglip_tokenizer(folder, record["config"]["text"]["vocab_size"])
+    return load_clip_tokenizer(folder)

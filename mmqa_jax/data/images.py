@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
+import math
 import os
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -23,11 +25,54 @@ from mmqa_jax.data.picture_bounds import (
     check_made,
 )
 
-Resize = Literal["squash", "crop", "crop_openai", "sample"]
+Resize = Literal["squash", "squash_bilinear", "crop", "crop_openai", "sample"]
 Alpha = Literal["white", "dropped"]
+
+# Bounds of the scale of a picture for NaFlex, and where the search for it ends.
+_LEAST_SCALE, _MOST_SCALE, _SCALE_STEP = 1e-6, 100.0, 1e-5
+_FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+_SQUASHED = {
+    "squash": Image.Resampling.BICUBIC,
+    "squash_bilinear": Image.Resampling.BILINEAR,
+    "sample": Image.Resampling.NEAREST,
+}
 
 # Not decoded: PostScript and metafiles are programs, which Pillow has others run.
 _PROGRAMS = ("EPS", "WMF")
+
+
+@dataclasses.dataclass(frozen=True)
+class NaFlex:
+    """Pictures of any shape for SigLIP 2's NaFlex: scaled to as many whole patches as are allowed.
+
+    Attributes:
+      patch: side of a patch in pixels.
+      most: patches of a picture.
+      resample: Pillow's filter, `bilinear` or `bicubic`.
+    """
+
+    patch: int
+    most: int
+    resample: str = "bilinear"
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Columns and rows of patches of a picture, its shape kept as well as these can.
+
+        As transformers' get_image_size_for_max_num_patches, whose bisection of the scale ends at
+        the same step.
+        """
+
+        def patches(scale: float, side: int) -> int:
+            return max(1, math.ceil(side * scale / self.patch))
+
+        low, high = _LEAST_SCALE, _MOST_SCALE
+        while high - low >= _SCALE_STEP:
+            scale = (low + high) / 2
+            if patches(scale, width) * patches(scale, height) <= self.most:
+                low = scale
+            else:
+                high = scale
+        return patches(low, width), patches(low, height)
 
 
 class BrokenPictures:
@@ -158,13 +203,13 @@ def _formats() -> list[str]:
 def decode_to_pixels(
     data: bytes,
     size: int,
-    resize: Resize = "squash",
+    resize: Resize | NaFlex = "squash",
     *,
     alpha: Alpha,
     name: str = "picture",
     scaled: bool = False,
-) -> UInt8[np.ndarray, "S S 3"]:
-    """Decodes a picture and makes it square (see `to_pixels`).
+) -> UInt8[np.ndarray, "H W 3"]:
+    """Decodes a picture and makes it square (see `to_pixels`), or fit for NaFlex.
 
     Args:
       alpha: `white` lays the picture on white before it is resized; `dropped` resizes it in its
@@ -241,14 +286,15 @@ def read_picture_file(path: str | os.PathLike) -> bytes:
 
 
 def to_pixels(
-    image: Image.Image, size: int, resize: Resize = "squash"
-) -> UInt8[np.ndarray, "S S 3"]:
-    """Makes a picture square, bicubic.
+    image: Image.Image, size: int, resize: Resize | NaFlex = "squash"
+) -> UInt8[np.ndarray, "H W 3"]:
+    """Makes a picture square, bicubic; of NaFlex a rectangle of whole patches.
 
     Args:
       image: an RGB picture.
       size: S, side of the result in pixels.
-      resize: `squash` scales both sides to S (Prophet); `crop` scales the short side to S
+      resize: `squash` scales both sides to S (Prophet, SigLIP); `squash_bilinear` does so with
+        that filter (SigLIP 2); `crop` scales the short side to S
         and crops the center as transformers' CLIPImageProcessor does, whose half pixel goes to
         the right and below; `crop_openai` as OpenAI's code (torchvision's CenterCrop), which
         rounds it to the even; `sample`
@@ -258,17 +304,21 @@ def to_pixels(
     return np.asarray(_square(image, size, resize))
 
 
-def _square(image: Image.Image, size: int, resize: Resize, name: str = "picture") -> Image.Image:
-    if resize in ("squash", "sample"):
+def _square(
+    image: Image.Image, size: int, resize: Resize | NaFlex, name: str = "picture"
+) -> Image.Image:
+    if isinstance(resize, NaFlex):
+        columns, rows = resize.grid(*image.size)
+        shape = columns * resize.patch, rows * resize.patch
+        check_made(shape[0], max(image.height, shape[1]), name)
+        return image.resize(shape, _FILTERS[resize.resample])
+    if resize in _SQUASHED:
         check_made(size, max(image.size), name)  # Pillow resizes one side first
-    if resize == "squash":
-        return image.resize((size, size), Image.Resampling.BICUBIC)
-    if resize == "sample":
-        return image.resize((size, size), Image.Resampling.NEAREST)
+        return image.resize((size, size), _SQUASHED[resize])
     if resize not in ("crop", "crop_openai"):
         raise UserError(
-            f"resize is {resize!r}: expected `squash`, `crop`, `crop_openai` or `sample`; change "
-            "the config."
+            f"resize is {resize!r}: expected one of {', '.join(get_args(Resize))}; change the "
+            "config."
         )
     width, height = image.size
     short = min(width, height)
@@ -297,11 +347,15 @@ def patches(pixels: np.ndarray, patch: int) -> Float[np.ndarray, "R D"]:
 
     Patches run row by row from the top left; a patch's values run by row, column, channel.
     """
-    size = pixels.shape[0]
-    side = _patches_per_side(size, patch)
-    grid = pixels.reshape(side, patch, side, patch, 3)  # [row, y, column, x, channel]
-    flat = grid.transpose(0, 2, 1, 3, 4).reshape(side * side, patch * patch * 3)
-    return np.ascontiguousarray(flat, dtype=np.float32)
+    _patches_per_side(pixels.shape[0], patch)
+    return np.ascontiguousarray(cut_patches(pixels, patch), dtype=np.float32)
+
+
+def cut_patches(pixels: np.ndarray, patch: int) -> np.ndarray:
+    """As `patches`, of pixels of whole patches in any shape [H, W, 3], in their own type."""
+    rows, columns = (side // patch for side in pixels.shape[:2])
+    grid = pixels.reshape(rows, patch, columns, patch, 3)  # [row, y, column, x, channel]
+    return grid.transpose(0, 2, 1, 3, 4).reshape(rows * columns, patch * patch * 3)
 
 
 def patch_boxes(size: int, patch: int) -> Float[np.ndarray, "R 6"]:

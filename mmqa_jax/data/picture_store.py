@@ -15,6 +15,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.images import (
     Alpha,
     BrokenPictures,
+    NaFlex,
     PictureError,
     Resize,
     decode_to_pixels,
@@ -45,7 +46,7 @@ class PictureStore:
 
     Args:
       corpus: where the encoded pictures come from.
-      size: side of the pixels.
+      size: side of the pixels; of NaFlex, of a square picture's.
       resize: see `to_pixels`.
       alpha, scaled: see `decode_to_pixels`.
       cache_bytes: memory for decoded pixels; the least recently used are dropped first.
@@ -56,7 +57,7 @@ class PictureStore:
         self,
         corpus: Corpus,
         size: int,
-        resize: Resize = "crop",
+        resize: Resize | NaFlex = "crop",
         *,
         alpha: Alpha = "white",
         scaled: bool = False,
@@ -83,11 +84,11 @@ class PictureStore:
             max_broken=self._max_broken,
         )
 
-    def pixels(self, row: int) -> UInt8[np.ndarray, "S S 3"] | None:
+    def pixels(self, row: int) -> UInt8[np.ndarray, "H W 3"] | None:
         """Pixels of the source in `row`, read-only; None for a snippet or a broken picture."""
         return self._cached(self.corpus.sources[row].image)
 
-    def question_pixels(self, question: Question) -> UInt8[np.ndarray, "S S 3"] | None:
+    def question_pixels(self, question: Question) -> UInt8[np.ndarray, "H W 3"] | None:
         """Pixels of a question's picture; None where it has none."""
         return self._cached(question.image)
 

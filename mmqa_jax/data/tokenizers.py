@@ -164,22 +164,29 @@ class TokensOnDemand:
         return self._tokens[i]
 
 
+def special_tokens(tokenizer: Any) -> int:
+    """Tokens that an encoder reads beside a text's own: [CLS] and [SEP]; of SigLIP the last."""
+    return 1 if tokenizer.cls_id is None else 2
+
+
 def text_inputs(
     texts: Sequence[Tokens], length: int, tokenizer: WordPiece
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`[CLS] text [SEP]` for an encoder: ids int32[B, L], mask bool[B, L], lost int32[B].
 
-    Longer texts lose their tail; `lost` counts the tokens.
+    Without a [CLS] where the tokenizer has none (SigLIP's). Longer texts lose their tail; `lost`
+    counts the tokens.
     """
     ids = np.full((len(texts), length), tokenizer.pad_id, np.int32)
     mask = np.zeros((len(texts), length), bool)
     lost = np.zeros(len(texts), np.int32)
-    ids[:, 0] = tokenizer.cls_id
+    first = special_tokens(tokenizer) - 1
+    ids[:, :first] = tokenizer.cls_id or 0
     for row, text in enumerate(texts):
-        kept = cut(text, length - 2, None)
-        ids[row, 1 : 1 + len(kept)] = kept
-        ids[row, 1 + len(kept)] = tokenizer.sep_id
-        mask[row, : len(kept) + 2] = True
+        kept = cut(text, length - first - 1, None)
+        ids[row, first : first + len(kept)] = kept
+        ids[row, first + len(kept)] = tokenizer.sep_id
+        mask[row, : first + len(kept) + 1] = True
         lost[row] = len(text) - len(kept)
     return ids, mask, lost
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +27,32 @@ PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
 INITIAL_LOGIT_SCALE = math.log(1 / 0.07)
 MAX_LOGIT_SCALE = math.log(100.0)
 
-_ACTIVATIONS = {
+BLOCK_ACTIVATIONS = {
     "quick_gelu": by_platform(lambda x: x * jax.nn.sigmoid(1.702 * x)),  # clip/model.py, QuickGELU
     "gelu": ACTIVATIONS["gelu"],
+    "gelu_pytorch_tanh": ACTIVATIONS["gelu_new"],  # SigLIP
 }
 
 
-def _check_transformer(name: str, config: VisionConfig | TextConfig) -> None:
+class BlockConfig(Protocol):
+    """What a tower's config says of its blocks; see VisionConfig."""
+
+    width: int
+    layers: int
+    heads: int
+    mlp_width: int
+    activation: str
+    eps: float
+    dtype: str
+    remat: str
+    attention: str
+    unroll: int | bool | None
+
+
+def check_transformer(name: str, config: BlockConfig) -> None:
+    """Checks a tower's config; `name` is of the tower in messages."""
     check_divides(f"{name}.heads", config.heads, f"{name}.width", config.width)
-    check_known(f"{name}.activation", config.activation, _ACTIVATIONS)
+    check_known(f"{name}.activation", config.activation, BLOCK_ACTIVATIONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +68,7 @@ class VisionConfig:
       dtype: compute type; norms and softmax stay float32.
       remat, unroll: see layers.scan_layers.
       attention: see layers.attention.
+      pixel_mean, pixel_std: of the training pictures, RGB from 0 to 1; some of open_clip's differ.
     """
 
     image_size: int = 224
@@ -65,9 +84,11 @@ class VisionConfig:
     remat: str = "none"
     attention: str = "auto"
     unroll: int | bool | None = None
+    pixel_mean: tuple[float, float, float] = PIXEL_MEAN
+    pixel_std: tuple[float, float, float] = PIXEL_STD
 
     def __post_init__(self):
-        _check_transformer("vision", self)
+        check_transformer("vision", self)
         check_divides("vision.patch_size", self.patch_size, "vision.image_size", self.image_size)
 
     @property
@@ -104,7 +125,7 @@ class TextConfig:
     unroll: int | bool | None = None
 
     def __post_init__(self):
-        _check_transformer("text", self)
+        check_transformer("text", self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +177,7 @@ def vit_l_14_336() -> CLIPConfig:
 class Block(nnx.Module):
     """Pre-LN transformer block: x + attn(ln_1(x)), then x + mlp(ln_2(x))."""
 
-    def __init__(self, config: VisionConfig | TextConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs):
         width, hidden = config.width, config.mlp_width
         # OpenAI's text tower initialization, for both towers.
         inner = layers.normal_init(width**-0.5)
@@ -187,7 +208,7 @@ class Block(nnx.Module):
             q, k, v, mask=mask, is_causal=is_causal, implementation=self.config.attention
         )
         x = x + self.out(layers.keep(layers.merge_heads(y)).reshape(x.shape))
-        activation = _ACTIVATIONS[self.config.activation]
+        activation = BLOCK_ACTIVATIONS[self.config.activation]
         return (x + self.mlp_out(activation(self.mlp_in(self.ln_2(x))))).reshape(shape)
 
 
@@ -222,18 +243,19 @@ class VisionTower(nnx.Module):
                 f"clip vision: pictures of shape {pixels.shape[1:]}, the model takes "
                 f"{(c.image_size, c.image_size, 3)}; resize them or set vision.image_size."
             )
-        side, patch = c.image_size // c.patch_size, c.patch_size
-        x = pixels.astype(c.dtype).reshape(-1, side, patch, side, patch, 3)
-        # The convolution as a matmul over unfolded patches: [B, patches, patch * patch * 3].
-        x = x.transpose(0, 1, 3, 2, 4, 5).reshape(-1, c.patches, patch * patch * 3)
+        x = unfold_patches(pixels.astype(c.dtype), c.patch_size)
         x = self.patch(x)  # [B, patches, width]
         token = jnp.broadcast_to(self.class_token[...].astype(x.dtype), (x.shape[0], 1, c.width))
         x = jnp.concatenate([token, x], axis=1) + self.positions[...].astype(x.dtype)
         return self.ln_pre(x)
 
+    def normalize(self, pixels: jax.Array) -> jax.Array:
+        """RGB as uint8 0..255 or float 0..1 -> what the tower takes."""
+        return normalize_pixels(pixels, self.config.pixel_mean, self.config.pixel_std)
+
     def hidden_states(self, pixels: jax.Array) -> jax.Array:
         """All layers' states [layers + 1, B, 1 + patches, width]; 0 is after ln_pre."""
-        return _run(self, self.embed(pixels), keep=True)[1]
+        return run_blocks(self.layers, self.config, self.embed(pixels), keep=True)[1]
 
     def patch_features(self, pixels: jax.Array, layer: int = -2) -> jax.Array:
         """Patch states [B, patches, width] of one layer, without the class token.
@@ -247,11 +269,11 @@ class VisionTower(nnx.Module):
             raise UserError(
                 f"clip vision: layer {layer} of {total}; choose one in {-total - 1}..{total}."
             )
-        return _run(self, self.embed(pixels), count=count)[0][:, 1:]
+        return run_blocks(self.layers, self.config, self.embed(pixels), count=count)[0][:, 1:]
 
     def __call__(self, pixels: jax.Array) -> jax.Array:
         """[B, S, S, 3] normalized pixels -> [B, embed_dim] float32, not L2-normalized."""
-        x, _ = _run(self, self.embed(pixels))
+        x, _ = run_blocks(self.layers, self.config, self.embed(pixels))
         return self.proj(self.ln_post(x[:, 0]).astype(jnp.float32))
 
 
@@ -293,7 +315,14 @@ class TextTower(nnx.Module):
         self, input_ids: jax.Array, attention_mask: jax.Array | None = None
     ) -> jax.Array:
         """All layers' states [layers + 1, B, L, width]; 0 is the embeddings."""
-        return _run(self, self.embed(input_ids), mask=attention_mask, is_causal=True, keep=True)[1]
+        return run_blocks(
+            self.layers,
+            self.config,
+            self.embed(input_ids),
+            mask=attention_mask,
+            is_causal=True,
+            keep=True,
+        )[1]
 
     def __call__(self, input_ids: jax.Array, attention_mask: jax.Array | None = None) -> jax.Array:
         """Texts -> [B, embed_dim] float32, not L2-normalized.
@@ -303,7 +332,9 @@ class TextTower(nnx.Module):
           attention_mask: [B, L], true at real tokens. Not needed for right-padded rows: causal
             attention keeps pads after the end-of-text token out of it.
         """
-        x, _ = _run(self, self.embed(input_ids), mask=attention_mask, is_causal=True)
+        x, _ = run_blocks(
+            self.layers, self.config, self.embed(input_ids), mask=attention_mask, is_causal=True
+        )
         eos = self.config.eos_token_id
         # argmax gives the first of equals: of the largest id, or of the matching tokens.
         end = jnp.argmax(input_ids if eos is None else input_ids == eos, axis=1)
@@ -340,12 +371,26 @@ class CLIP(nnx.Module):
         return jnp.exp(self.logit_scale[...]) * texts @ self.encode_image(pixels).T
 
 
-def normalize_pixels(pixels: jax.Array) -> jax.Array:
-    """RGB as uint8 0..255 or float 0..1 -> float32 with CLIP's mean and deviation per channel."""
+def unfold_patches(pixels: jax.Array, patch: int) -> jax.Array:
+    """[B, S, S, 3] -> [B, (S / patch)^2, patch * patch * 3]: a convolution as a matmul.
+
+    Patches run row by row, a patch's values by row, column, channel.
+    """
+    side = pixels.shape[1] // patch
+    x = pixels.reshape(-1, side, patch, side, patch, 3)
+    return x.transpose(0, 1, 3, 2, 4, 5).reshape(-1, side * side, patch * patch * 3)
+
+
+def normalize_pixels(
+    pixels: jax.Array,
+    mean: tuple[float, ...] = PIXEL_MEAN,
+    std: tuple[float, ...] = PIXEL_STD,
+) -> jax.Array:
+    """RGB as uint8 0..255 or float 0..1 -> float32 less mean, over deviation, per channel."""
     x = pixels.astype(jnp.float32)
     if jnp.issubdtype(pixels.dtype, jnp.integer):
         x = x / 255.0
-    return (x - jnp.array(PIXEL_MEAN)) / jnp.array(PIXEL_STD)
+    return (x - jnp.array(mean)) / jnp.array(std)
 
 
 def l2_normalize(x: jax.Array) -> jax.Array:
@@ -355,8 +400,9 @@ def l2_normalize(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
 
 
-def _run(
-    tower: VisionTower | TextTower,
+def run_blocks(
+    stack: Block,
+    config: BlockConfig,
     x: jax.Array,
     *,
     mask: jax.Array | None = None,
@@ -364,8 +410,18 @@ def _run(
     count: int | None = None,
     keep: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Runs the first `count` blocks on x [B, N, width]; `keep` returns every layer's states."""
-    stack = tower.layers
+    """A tower's stacked blocks on x [B, N, width].
+
+    Args:
+      stack: made by `layers.stack_layers`.
+      config: of the tower.
+      mask: [B, N], true where a position is seen; None: everywhere.
+      count: the first so many blocks; None: all.
+      keep: return every layer's states, too.
+
+    Returns:
+      The last states [B, N, width], and all [count + 1, B, N, width] or None.
+    """
     if count is not None:
         graphdef, params = nnx.split(stack)
         stack = nnx.merge(graphdef, jax.tree.map(lambda p: p[:count], params))
@@ -378,8 +434,6 @@ def _run(
         x = layer(x, mask=mask, is_causal=is_causal)
         return x, x[:, :length] if keep else None
 
-    last, states = layers.scan_layers(
-        stack, x, body, remat=tower.config.remat, unroll=tower.config.unroll
-    )
+    last, states = layers.scan_layers(stack, x, body, remat=config.remat, unroll=config.unroll)
     states = jnp.concatenate([x[None, :, :length], states]) if keep else None
     return last[:, :length], states

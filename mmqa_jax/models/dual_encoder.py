@@ -2,7 +2,7 @@
 
 The text tower is CLIP's causal one, or a BERT with mean pooling over the real tokens
 (sentence-transformers' MiniLM). The vision tower is CLIP's. With a CLIP text tower this is CLIP,
-and parameters have the same paths, so CLIP's key map fills it.
+and parameters have the same paths, so CLIP's key map fills it. Or both towers are SigLIP's.
 """
 
 from __future__ import annotations
@@ -25,8 +25,17 @@ from mmqa_jax.models.clip import (
     VisionConfig,
     VisionTower,
     l2_normalize,
-    normalize_pixels,
 )
+from mmqa_jax.models.siglip import (
+    INITIAL_LOGIT_BIAS,
+    Pictures,
+    SiglipConfig,
+    SiglipTextConfig,
+    SiglipTextTower,
+    SiglipVisionConfig,
+    SiglipVisionTower,
+)
+from mmqa_jax.models.siglip import INITIAL_LOGIT_SCALE as SIGLIP_LOGIT_SCALE
 
 FUSIONS = ("mean", "image")
 
@@ -37,8 +46,8 @@ class DualEncoderConfig:
 
     Attributes:
       text: a BertConfig (mean pooling, no projection: the embedding is the pooled vector itself,
-        which keeps MiniLM's own quality) or a CLIP TextConfig.
-      vision: CLIP vision tower; its embed_dim must be the text embedding's size.
+        which keeps MiniLM's own quality), a CLIP TextConfig, or SigLIP's.
+      vision: CLIP's or SigLIP's vision tower; its embed_dim must be the text embedding's size.
       fusion: `mean` embeds a picture source as (caption + picture) / 2, renormalized (RMR's
         bi-modal vector, reference.md 7); `image` by its picture alone (WebQA's CLIP retrieval).
       picture_gate: initial value of the learned factor on the picture's part in `mean`. 1 is
@@ -46,13 +55,15 @@ class DualEncoderConfig:
         gives all pictures nearly one vector, which at 1 lowers every picture's score by a factor
         of about sqrt(2) against snippets: start it near 0 (0.1) then.
       logit_scale: initial log of the temperature's inverse (CLIP: log(1 / 0.07)).
+      logit_bias: initial value of what the sigmoid loss adds to all logits; None: there is none.
     """
 
-    text: BertConfig | TextConfig
-    vision: VisionConfig
+    text: BertConfig | TextConfig | SiglipTextConfig
+    vision: VisionConfig | SiglipVisionConfig
     fusion: str = "mean"
     picture_gate: float = 1.0
     logit_scale: float = INITIAL_LOGIT_SCALE
+    logit_bias: float | None = None
 
     def __post_init__(self):
         if self.vision.embed_dim != self.embed_dim:
@@ -78,16 +89,35 @@ def clip_dual_encoder(config: CLIPConfig, **changes) -> DualEncoderConfig:
     return dataclasses.replace(base, **changes)
 
 
+def siglip_dual_encoder(config: SiglipConfig, **changes) -> DualEncoderConfig:
+    """SigLIP itself, as `clip_dual_encoder`."""
+    return dataclasses.replace(
+        with_logit_bias(DualEncoderConfig(text=config.text, vision=config.vision)), **changes
+    )
+
+
+def with_logit_bias(config: DualEncoderConfig) -> DualEncoderConfig:
+    """The config for the sigmoid loss, with SigLIP's initial temperature and bias."""
+    return dataclasses.replace(
+        config, logit_scale=SIGLIP_LOGIT_SCALE, logit_bias=INITIAL_LOGIT_BIAS
+    )
+
+
+_TEXT_TOWERS = {BertConfig: Bert, TextConfig: TextTower, SiglipTextConfig: SiglipTextTower}
+_VISION_TOWERS = {VisionConfig: VisionTower, SiglipVisionConfig: SiglipVisionTower}
+
+
 class DualEncoder(nnx.Module):
     """Embeds questions, snippets and captioned pictures into one space."""
 
     def __init__(self, config: DualEncoderConfig, *, rngs: nnx.Rngs):
-        tower = Bert if isinstance(config.text, BertConfig) else TextTower
-        self.text = tower(config.text, rngs=rngs)
-        self.vision = VisionTower(config.vision, rngs=rngs)
+        self.text = _TEXT_TOWERS[type(config.text)](config.text, rngs=rngs)
+        self.vision = _VISION_TOWERS[type(config.vision)](config.vision, rngs=rngs)
         constant = jax.nn.initializers.constant
         self.logit_scale = layers.param(rngs, constant(config.logit_scale), (), ())
         self.picture_gate = layers.param(rngs, constant(config.picture_gate), (), ())
+        if config.logit_bias is not None:
+            self.logit_bias = layers.param(rngs, constant(config.logit_bias), (), ())
         self.config = config
 
     def encode_text(
@@ -100,30 +130,37 @@ class DualEncoder(nnx.Module):
         """Texts -> [B, D] float32, of length 1.
 
         Args:
-          input_ids: [B, L] int, with special tokens, right-padded.
+          input_ids: [B, L] int, with special tokens, right-padded; of SigLIP to its full length.
           attention_mask: [B, L], true at real tokens. A row without any (padding of a batch)
-            gives some finite vector.
+            gives some finite vector. SigLIP sees its padding, as in training.
           dropout_key: BERT's dropout; None for none. CLIP has no dropout.
         """
         if isinstance(self.config.text, BertConfig):
             hidden = self.text(input_ids, attention_mask, dropout_key=dropout_key)  # [B, L, D]
             return l2_normalize(mean_pool(hidden, attention_mask))
+        if isinstance(self.config.text, SiglipTextConfig):
+            if input_ids.shape[1] != self.config.text.length:
+                raise UserError(
+                    f"siglip text: rows of {input_ids.shape[1]} tokens, the model reads texts "
+                    f"padded to {self.config.text.length}; set the lengths to that."
+                )
+            return l2_normalize(self.text(input_ids))
         return l2_normalize(self.text(input_ids, attention_mask))
 
-    def encode_image(self, pixels: jax.Array) -> jax.Array:
+    def encode_image(self, pixels: Pictures) -> jax.Array:
         """Pictures -> [B, D] float32, of length 1.
 
         Args:
-          pixels: [B, S, S, 3] RGB, uint8 0..255 or float 0..1; CLIP's normalization happens
-            here, on the device.
+          pixels: [B, S, S, 3] RGB, uint8 0..255 or float 0..1, or NaFlex's patches and their
+            rows and columns; the tower's normalization happens here, on the device.
         """
-        return l2_normalize(self.vision(normalize_pixels(pixels)))
+        return l2_normalize(self.vision(self.vision.normalize(pixels)))
 
     def encode_source(
         self,
         input_ids: jax.Array,
         attention_mask: jax.Array,
-        pixels: jax.Array,
+        pixels: Pictures,
         has_image: jax.Array,
         *,
         dropout_key: jax.Array | None = None,
@@ -135,7 +172,7 @@ class DualEncoder(nnx.Module):
 
         Args:
           input_ids, attention_mask: [B, L] snippet or caption.
-          pixels: [B, S, S, 3]; any finite values where there is no picture.
+          pixels: as in `encode_image`; any finite values where there is no picture.
           has_image: [B] bool.
           dropout_key: as in `encode_text`.
         """
@@ -146,7 +183,9 @@ class DualEncoder(nnx.Module):
         return jnp.where(has_image[:, None], image, text)
 
     def temperature(self) -> jax.Array:
-        """Factor on the cosines in the contrastive loss: exp(logit_scale), at most 100."""
+        """Factor on the cosines in the loss: exp(logit_scale), without a bias at most 100."""
+        if self.config.logit_bias is not None:  # SigLIP's own go beyond
+            return jnp.exp(self.logit_scale[...])
         return jnp.exp(jnp.minimum(self.logit_scale[...], MAX_LOGIT_SCALE))
 
 

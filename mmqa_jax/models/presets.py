@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import at_least, changes_of, mapping, spec_of
-from mmqa_jax.models import bert, clip, vlp
+from mmqa_jax.models import bert, clip, siglip, vlp
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.caption_mcan import CaptionMCANConfig
 from mmqa_jax.models.clip import TextConfig, VisionConfig
 from mmqa_jax.models.config_checks import check_known
-from mmqa_jax.models.dual_encoder import DualEncoderConfig
+from mmqa_jax.models.dual_encoder import DualEncoderConfig, siglip_dual_encoder
 from mmqa_jax.models.mcan import MCANConfig
 from mmqa_jax.models.mcan_layers import FusionConfig
 from mmqa_jax.models.mcan_openvqa import MCANOpenVQAConfig
 from mmqa_jax.models.patch_mcan import PatchMCANConfig
+from mmqa_jax.models.siglip import SiglipConfig, SiglipTextConfig, SiglipVisionConfig
 from mmqa_jax.models.text_classifier import TextClassifierConfig
 from mmqa_jax.models.vlp import VLPConfig
 from mmqa_jax.models.vlp_pixels import vlp_clip, vlp_patches
@@ -33,6 +35,18 @@ CLIPS: dict[str, Callable[..., clip.CLIPConfig]] = {
     "vit_b_16": clip.vit_b_16,
     "vit_l_14": clip.vit_l_14,
     "vit_l_14_336": clip.vit_l_14_336,
+}
+_GEMMA = 256_000  # tokens of SigLIP 2
+SIGLIPS: dict[str, Callable[..., siglip.SiglipConfig]] = {
+    "base_16_224": siglip.siglip_base,
+    "large_16_256": siglip.siglip_large,
+    "so400m_14_384": siglip.siglip_so400m,
+    "siglip2_base_16_224": functools.partial(siglip.siglip_base, vocab_size=_GEMMA),
+    "siglip2_large_16_256": functools.partial(siglip.siglip_large, vocab_size=_GEMMA),
+    "siglip2_so400m_14_384": functools.partial(siglip.siglip_so400m, vocab_size=_GEMMA),
+    "siglip2_so400m_16_384": functools.partial(
+        siglip.siglip_so400m, patch_size=16, vocab_size=_GEMMA
+    ),
 }
 Frontend = Literal["patches", "x101", "vinvl", "clip"]
 
@@ -102,7 +116,14 @@ class VLPModel:
 
 def _text_changes(section: Mapping[str, Any]) -> Mapping[str, Any]:
     kind = TextConfig if section.get("clip") else BertConfig
+    kind = SiglipTextConfig if section.get("siglip") else kind
     return spec_of(kind, minimum=1, partial=True)
+
+
+def _vision_changes(section: Mapping[str, Any]) -> Mapping[str, Any]:
+    if section.get("siglip"):  # pictures of training have one size
+        return spec_of(SiglipVisionConfig, "flexible", minimum=1, partial=True)
+    return spec_of(VisionConfig, minimum=1, partial=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,40 +132,59 @@ class DualEncoderModel:
 
     Attributes:
       fusion, picture_gate: how a source's caption and picture become one vector (DualEncoder).
-      clip: a name of CLIPS, then CLIP itself; or "":
+      clip, siglip: a name of CLIPS or SIGLIPS, then that model itself; or both "":
       trunk: of a BERT text tower, a name of TRUNKS.
       changes: fields of the text tower's config that differ.
-      vision: fields of VisionConfig that differ; its embed_dim is a BERT tower's hidden size unless
-        given.
+      vision: fields of VisionConfig (of SigLIP its own) that differ; its embed_dim is a BERT
+        tower's hidden size unless given.
     """
 
     fusion: str
     picture_gate: float
     clip: str = ""
+    siglip: str = ""
     trunk: str = ""
     changes: Mapping[str, Any] = mapping(_text_changes)
-    vision: Mapping[str, Any] = changes_of(VisionConfig)
+    vision: Mapping[str, Any] = mapping(_vision_changes)
 
     def __post_init__(self):
-        if not self.clip and not self.trunk:
+        if self.clip and self.siglip:
+            raise UserError(
+                f"config keys model.clip={self.clip} and model.siglip={self.siglip}: name one of "
+                "the two."
+            )
+        if not self.published and not self.trunk:
             raise UserError("config key model.trunk is missing; add it.")
+
+    @property
+    def published(self) -> str:
+        """`clip` or `siglip`, of which both towers are; "": the text tower is a BERT."""
+        return "clip" if self.clip else "siglip" if self.siglip else ""
 
     def config(self, vocab_size: int) -> DualEncoderConfig:
         """The model's sizes.
 
         Args:
-          vocab_size: of the tokenizer; CLIP has its own.
+          vocab_size: of the tokenizer; CLIP and SigLIP have their own.
 
         Raises:
           UserError: an unknown name or field.
         """
+        fusion = {"fusion": self.fusion, "picture_gate": self.picture_gate}
+        if self.siglip:
+            named = _siglip(self.siglip)
+            towers = SiglipConfig(
+                _with(named.vision, self.vision, "model.vision"),
+                _with(named.text, self.changes, "model.changes"),
+            )
+            return siglip_dual_encoder(towers, **fusion)
         if self.clip:
             text: Any = _with(_clip(self.clip).text, self.changes, "model.changes")
             vision = clip_vision(self.clip, self.vision)
         else:
             text = _trunk(self.trunk, self.changes, vocab_size, types=2)
             vision = _with(VisionConfig(embed_dim=text.hidden), self.vision, "model.vision")
-        return DualEncoderConfig(text, vision, fusion=self.fusion, picture_gate=self.picture_gate)
+        return DualEncoderConfig(text, vision, **fusion)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,6 +362,13 @@ def _clip(name: str) -> clip.CLIPConfig:
     if name not in CLIPS:
         raise UserError(f"config key model.clip={name}: unknown; use one of {', '.join(CLIPS)}.")
     return CLIPS[name]()
+
+
+def _siglip(name: str) -> SiglipConfig:
+    if name not in SIGLIPS:
+        known = ", ".join(SIGLIPS)
+        raise UserError(f"config key model.siglip={name}: unknown; use one of {known}.")
+    return SIGLIPS[name]()
 
 
 def _trunk(name: str, changes: Mapping[str, Any], vocab_size: int, types: int) -> bert.BertConfig:

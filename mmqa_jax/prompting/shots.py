@@ -259,7 +259,7 @@ class ExampleLibrary:
                 return self._texts(texts)
             raise UserError(
                 f"similarity of the {kind}: needs an encoder of pictures; set "
-                "parts.library.image_model to a converted CLIP or a contrastive run."
+                "parts.library.image_model to a CLIP or SigLIP or a contrastive run."
             )
         images = self._images([embedders.picture(question) for question in questions])
         if kind == "image":

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-
-import jax
-import jax.numpy as jnp
-from flax import nnx
+from pathlib import Path
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import state_shardings
 from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
-from mmqa_jax.data.clip_tokenizer import load_clip_tokenizer
+from mmqa_jax.data.clip_tokenizer import Preprocessing, load_clip_tokenizer
+from mmqa_jax.data.images import Resize
 from mmqa_jax.models.clip import CLIP
-from mmqa_jax.models.dual_encoder import DualEncoder, clip_dual_encoder
+from mmqa_jax.models.dual_encoder import clip_dual_encoder
 from mmqa_jax.retrieval.embedder import Embedder, dual_encoder_cost
-from mmqa_jax.weights.folder import load_converted, read_record
+from mmqa_jax.retrieval.two_towers import as_dual_encoder, load_two_towers
+from mmqa_jax.weights.models.clip_open_clip import squashes
 
 _BUCKETS = (16, 32, 48, 77)
 
@@ -31,7 +29,7 @@ def load_clip_embedder(
     batch_size: BatchSize = AUTO,
     mesh: Mapping[str, int] | None = None,
 ) -> Embedder:
-    """The embedder of a CLIP converted by `mmqa convert --model=clip`.
+    """The embedder of a CLIP, converted by `mmqa convert --model=clip` or as transformers has it.
 
     Pictures must be resized as CLIP does: `PictureStore(..., embedder.resize, alpha="dropped")`.
     Texts and pictures are prepared as by the code that the checkpoint was published with, or by the
@@ -44,14 +42,10 @@ def load_clip_embedder(
     Raises:
       UserError: a folder of another model, or no tokenizer beside the weights.
     """
-    record = read_record(folder)
-    if record.architecture.name != "clip":
-        raise UserError(
-            f"{folder}: holds a model of kind {record.architecture.name!r}, clip was expected; "
-            "convert one with `mmqa convert --model=clip`."
-        )
     tokenizer = load_clip_tokenizer(folder)
-    config = record.config
+    devices = loading_mesh(mesh)
+    clip: CLIP = load_two_towers(folder, "clip", devices)
+    config = clip.config
     if len(tokenizer_ids := {tokenizer.cls_id, tokenizer.sep_id}) < 2 or (
         max(tokenizer_ids) >= config.text.vocab_size
     ):
@@ -59,15 +53,8 @@ def load_clip_embedder(
             f"{folder}: the tokenizer's ids do not fit the model's {config.text.vocab_size} "
             "tokens; put the checkpoint's own tokenizer there."
         )
-    devices = loading_mesh(mesh)
-    clip: CLIP = load_converted(folder, mesh=devices)
     dual_config = clip_dual_encoder(config, fusion="image")
-    model = nnx.eval_shape(lambda: DualEncoder(dual_config, rngs=nnx.Rngs()))
-    nnx.update(model, nnx.state(clip))
-    model.picture_gate.set_value(jnp.ones(()))  # CLIP has none; `image` does not use it
-    graphdef, state = nnx.split(model)
-    if devices is not None:  # the gate, too
-        state = jax.device_put(state, state_shardings(state, devices))
+    graphdef, state = as_dual_encoder(clip, dual_config, devices)
     context = config.text.context
     return Embedder(
         graphdef,
@@ -78,5 +65,12 @@ def load_clip_embedder(
         batch_size=batch_size,
         cost=dual_encoder_cost(dual_config, context),
         text_of=lambda source: source.text,
-        resize="crop_openai" if tokenizer.preprocessing == "openai" else "crop",
+        resize=_resize(Path(folder), tokenizer.preprocessing),
     )
+
+
+def _resize(folder: Path, preprocessing: Preprocessing) -> Resize:
+    """How the code that a checkpoint was published with makes pictures square."""
+    if preprocessing == "transformers":
+        return "crop"
+    return "squash" if squashes(folder) else "crop_openai"

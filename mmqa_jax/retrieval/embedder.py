@@ -23,12 +23,12 @@ from mmqa_jax.core.serving import BatchSize, RowCost, Serving, serve
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.encoder_tokenizer import EncoderTokenizer
-from mmqa_jax.data.images import Resize
+from mmqa_jax.data.images import Alpha, NaFlex, Resize, cut_patches
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Source, source_text
-from mmqa_jax.data.tokenizers import WordPiece
+from mmqa_jax.data.tokenizers import WordPiece, special_tokens, text_inputs
 from mmqa_jax.models.bert import BertConfig
-from mmqa_jax.models.clip import TextConfig, VisionConfig
+from mmqa_jax.models.clip import BlockConfig
 from mmqa_jax.models.dual_encoder import DualEncoderConfig
 from mmqa_jax.retrieval.embeddings import BROKEN, Embeddings, write_embeddings
 from mmqa_jax.retrieval.vectors import check_finite, not_finite
@@ -76,7 +76,7 @@ class Embedder:
       cost: of a source, for `auto`.
       text_of: the text of a source, as the encoder was trained on it.
       fingerprint: of the encoder; None: computed from all of the above when it is asked for.
-      resize: how pictures are to be made square for it, see data/images.py.
+      resize, alpha: how pictures are to be made ready for it, see data/images.py.
       prompts: before the texts of questions and of sources.
       recipe: what else decides a vector and is no parameter (config, pooling), for the fingerprint.
 
@@ -96,7 +96,8 @@ class Embedder:
         cost: RowCost = _ANY_COST,
         text_of: Callable[[Source], str] = source_text,
         fingerprint: str | None = None,
-        resize: Resize = "crop",
+        resize: Resize | NaFlex = "crop",
+        alpha: Alpha = "dropped",
         prompts: Prompts = _NO_PROMPTS,
         recipe: str = "",
     ):
@@ -105,7 +106,7 @@ class Embedder:
                 f"embedder: buckets={tuple(buckets)} must increase and start at 3 or more."
             )
         self.tokenizer = tokenizer
-        self.image_size, self.resize = image_size, resize
+        self.image_size, self.resize, self.alpha = image_size, resize, alpha
         self.buckets = tuple(buckets)
         self.prompts, self._recipe = prompts, recipe
         self._given, self._cost = batch_size, cost
@@ -142,8 +143,8 @@ class Embedder:
 
         Args:
           texts: the questions.
-          pictures: uint8[S, S, 3] or None per question. A question with a picture is the mean
-            of both embeddings, scaled back to length 1.
+          pictures: uint8[S, S, 3] (of any shape for NaFlex) or None per question. A question with
+            a picture is the mean of both embeddings, scaled back to length 1.
 
         Raises:
           UserError: pictures that do not match the texts in number or the encoder's picture size.
@@ -278,23 +279,20 @@ class Embedder:
         self, texts: Sequence[str], prompt: str
     ) -> Iterator[tuple[np.ndarray, Int32[np.ndarray, "B L"], Bool[np.ndarray, "B L"]]]:
         """Batches of texts of similar length: (indices into `texts`, ids, attention mask)."""
-        longest = self.buckets[-1] - 2
+        special = special_tokens(self.tokenizer)
+        longest = self.buckets[-1] - special
         whole = self.tokenizer.encode_batch([prompt + text for text in texts])
         tokens = [ids[:longest] for ids in whole]
-        bucket = np.searchsorted(self.buckets, [len(ids) + 2 for ids in tokens])
+        bucket = np.searchsorted(self.buckets, [len(ids) + special for ids in tokens])
         for number, length in enumerate(self.buckets):
             members = np.flatnonzero(bucket == number)
             most = rows_of_length(self.serving, length)
             for indices in self._batches(members, most):
                 size = min(self._padded_size(len(indices)), most)
-                ids = np.full((size, length), self.tokenizer.pad_id, np.int32)
-                lengths = np.full(size, 2)  # padding rows are [CLS] [SEP]: no empty softmax
-                for i, index in enumerate(indices):
-                    ids[i, 1 : 1 + len(tokens[index])] = tokens[index]
-                    lengths[i] = len(tokens[index]) + 2
-                ids[:, 0] = self.tokenizer.cls_id
-                ids[np.arange(size), lengths - 1] = self.tokenizer.sep_id
-                yield indices, ids, np.arange(length) < lengths[:, None]
+                # Padding rows are empty texts: no empty softmax.
+                rows = [*(tokens[i] for i in indices), *[()] * (size - len(indices))]
+                ids, mask, _ = text_inputs(rows, length, self.tokenizer)
+                yield indices, ids, mask
 
     def _picture_batches(
         self, pictures: Sequence[np.ndarray]
@@ -317,8 +315,13 @@ class Embedder:
 
     def _stack(
         self, pictures: Sequence[np.ndarray | None], size: int
-    ) -> tuple[np.ndarray, Bool[np.ndarray, " B"]]:
-        """uint8[B, S, S, 3], zeros where there is no picture, and which rows have one."""
+    ) -> tuple[Any, Bool[np.ndarray, " B"]]:
+        """uint8[B, S, S, 3], zeros where there is no picture, and which rows have one.
+
+        For NaFlex uint8[B, P, patch * patch * 3] and int32[B, 2] in place of the former.
+        """
+        if isinstance(self.resize, NaFlex):
+            return stack_patches(pictures, size, self.resize)
         side = self.image_size
         pixels = np.zeros((size, side, side, 3), np.uint8)
         has_image = np.zeros(size, bool)
@@ -382,6 +385,24 @@ class Embedder:
         return digest.hexdigest()
 
 
+def stack_patches(
+    pictures: Sequence[np.ndarray | None], size: int, naflex: NaFlex
+) -> tuple[tuple[np.ndarray, np.ndarray], Bool[np.ndarray, " B"]]:
+    """Pictures of any shape as one batch for NaFlex, and which of its `size` rows have one.
+
+    The batch is uint8[B, most, patch * patch * 3] and int32[B, 2], rows and columns of patches. A
+    row without a picture has one patch: no empty softmax.
+    """
+    patches = np.zeros((size, naflex.most, naflex.patch**2 * 3), np.uint8)
+    shapes, has_image = np.ones((size, 2), np.int32), np.zeros(size, bool)
+    for i, picture in enumerate(pictures):
+        if picture is not None:
+            cut = cut_patches(picture, naflex.patch)
+            patches[i, : len(cut)], has_image[i] = cut, True
+            shapes[i] = [side // naflex.patch for side in picture.shape[:2]]
+    return (patches, shapes), has_image
+
+
 # What an example costs an encoder's program, for `auto` batch sizes.
 #
 # Activations are estimated from the sizes of one layer: the scores of its attention (float32, and
@@ -409,7 +430,7 @@ def text_cost(model: BertConfig, length: int) -> RowCost:
     return RowCost("texts", 64, 512, tower_bytes(model, length))
 
 
-def tower_bytes(model: BertConfig | TextConfig | VisionConfig, length: int) -> float:
+def tower_bytes(model: BertConfig | BlockConfig, length: int) -> float:
     """Activations of one sequence."""
     if isinstance(model, BertConfig):
         return layer_bytes(length, model.hidden, model.heads, model.mlp, model.dtype)

@@ -53,7 +53,7 @@ class AskOptions:
 
     Attributes:
       encoder: of passages and questions: `minilm`, a published encoder of texts (its folder, or
-        ORG/NAME in the Hugging Face cache), a converted CLIP or a contrastive run.
+        ORG/NAME in the Hugging Face cache), a CLIP or SigLIP or a contrastive run.
       top_k: passages that the language model reads.
       weight: of the encoder's cosines beside BM25's scores, see retrieval/fusion.py.
       least_similarity: questions whose most similar passage has a lower cosine are refused; None:

@@ -45,7 +45,7 @@ class RetrieverSpec(Part):
     Attributes:
       method: `bm25`, `dense`, or both: `fused` by a convex combination of their scores, `rrf` by
         reciprocal-rank fusion.
-      model: workdir of a contrastive run, a converted CLIP, or a published encoder of texts: its
+      model: workdir of a contrastive run, a CLIP or SigLIP, or a published encoder of texts: its
         folder, or ORG/NAME in the Hugging Face cache (not for bm25).
       index: folder of `mmqa embed` and `mmqa index` with that model (not for bm25), or the Milvus
         collection that `mmqa index` filled (milvus://HOST:PORT/COLLECTION).
@@ -441,7 +441,7 @@ class KnowledgeSpec(Part):
       max_words: longer passages are cut there; 0: never.
       modality: only snippets (`text`), only pictures' captions (`image`), or all.
       text_model: of dense retrieval: `minilm`, a published encoder of texts (folder or ORG/NAME), a
-        converted CLIP or a contrastive run.
+        CLIP or SigLIP or a contrastive run.
       index: folder of `mmqa embed` and `mmqa index` with that model; "": the passages' texts are
         embedded here, and kept on disk by content.
       text: what is searched for: the question, with hint and choices, or behind the caption.

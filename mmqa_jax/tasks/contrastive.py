@@ -1,4 +1,4 @@
-"""The dual encoder (WebQA 6.1, CLIP retrieval): CLIP's loss with mined hard negatives."""
+"""The dual encoder (WebQA 6.1, CLIP retrieval): CLIP's or SigLIP's loss, mined hard negatives."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.splits import evenly
 from mmqa_jax.evaluation.retrieval import score_rankings
+from mmqa_jax.models.dual_encoder import DualEncoderConfig, with_logit_bias
 from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embedder import make_encode_source
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.exact import ExactIndex
 from mmqa_jax.retrieval.rankings import find_candidates
 from mmqa_jax.tasks.dual_encoder import DualEncoderTask
-from mmqa_jax.tasks.objectives import ContrastiveObjective
+from mmqa_jax.tasks.objectives import ContrastiveObjective, SigmoidObjective
 from mmqa_jax.tasks.pretrained import dual_encoder_loader
 from mmqa_jax.tasks.task import (
     DataSection,
@@ -74,6 +75,7 @@ class Contrastive(DualEncoderTask):
     """Questions against their gold sources, snippets and captioned pictures.
 
     Attributes:
+      loss: `softmax`, CLIP's over all sources of a batch, or `sigmoid`, SigLIP's.
       tower_parts: see ContrastiveObjective.
       augment: `factory` and its arguments (tasks.augmentation).
     """
@@ -84,6 +86,7 @@ class Contrastive(DualEncoderTask):
 
     data: DataSection
     batches: ContrastiveBatches
+    loss: Literal["softmax", "sigmoid"] = "softmax"
     tower_parts: int = at_least(1, 1)
     augment: Mapping[str, Any] = mapping(dict)
     validate: ValidateRetrieval | None = None
@@ -107,8 +110,15 @@ class Contrastive(DualEncoderTask):
     def _parts(self) -> int:
         return self.tower_parts
 
+    def config(self, vocab_size: int) -> DualEncoderConfig:
+        config = super().config(vocab_size)
+        if self.loss == "sigmoid" and config.logit_bias is None:
+            return with_logit_bias(config)
+        return config
+
     def objective(self, vocab_size: int, mesh: Mesh | None = None) -> ContrastiveObjective:
-        return ContrastiveObjective(self.model.config(vocab_size), mesh, self.tower_parts)
+        kind = SigmoidObjective if self.loss == "sigmoid" else ContrastiveObjective
+        return kind(self.config(vocab_size), mesh, self.tower_parts)
 
     def batch(self) -> dict[str, Any]:
         batches, side = self.batches, self.pictures.size

@@ -11,13 +11,17 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.serving import RowCost
 from mmqa_jax.data.clip_tokenizer import ClipTokenizer
+from mmqa_jax.data.siglip_tokenizer import SiglipTokenizer
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.models.clip import TextConfig
 from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
 from mmqa_jax.models.presets import DualEncoderModel
+from mmqa_jax.models.siglip import SiglipTextConfig
 from mmqa_jax.retrieval.embedder import Embedder, dual_encoder_cost
-from mmqa_jax.tasks.pretrained import check_clip_init
+from mmqa_jax.tasks.pretrained import check_two_towers_init
 from mmqa_jax.tasks.task import ANY_VOCABULARY, PicturesSection, ServingSection, Task
+
+DualEncoderTokenizer = WordPiece | ClipTokenizer | SiglipTokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,23 +47,26 @@ class DualEncoderTask(Task):
         """Config key -> the longest text in tokens."""
         return {"inference.buckets": max(self.inference.buckets, default=0)}
 
+    def config(self, vocab_size: int) -> DualEncoderConfig:
+        """The model's sizes; `vocab_size`: of the tokenizer."""
+        return self.model.config(vocab_size)
+
     def tokenizer_kind(self) -> tuple[type, str]:
         if self.model.clip:
             return ClipTokenizer, "the folder of a converted CLIP"
+        if self.model.siglip:
+            return SiglipTokenizer, "the folder of a converted SigLIP"
         return super().tokenizer_kind()
 
     def _check(self, files: bool) -> None:
-        dual_encoder = self.model.config(ANY_VOCABULARY)
-        if self.model.clip and files:
-            check_clip_init(self, dual_encoder)
+        dual_encoder = self.config(ANY_VOCABULARY)
+        if self.model.published and files:
+            check_two_towers_init(self, dual_encoder)
         text = dual_encoder.text
-        most = text.context if isinstance(text, TextConfig) else text.positions
-        for key, length in self.lengths().items():
-            if length > most:
-                raise UserError(
-                    f"config key {key}: {length} tokens, but the text tower reads at most {most}; "
-                    "use fewer."
-                )
+        if isinstance(text, SiglipTextConfig):
+            self._check_padded(text.length)
+        else:
+            self._check_lengths(text.context if isinstance(text, TextConfig) else text.positions)
         side = dual_encoder.vision.image_size
         if self.pictures.size != side:
             raise UserError(
@@ -67,9 +74,29 @@ class DualEncoderTask(Task):
                 "set pictures.size and model.vision.image_size to the same number."
             )
 
+    def _check_padded(self, length: int) -> None:
+        """SigLIP sees the padding of its texts."""
+        for key, found in (
+            *self.lengths().items(),
+            ("inference.buckets", *self.inference.buckets[:1]),
+        ):
+            if found != length:
+                raise UserError(
+                    f"config key {key}: {found} tokens, but this text tower reads texts padded to "
+                    f"{length}; set it to that alone."
+                )
+
+    def _check_lengths(self, most: int) -> None:
+        for key, length in self.lengths().items():
+            if length > most:
+                raise UserError(
+                    f"config key {key}: {length} tokens, but the text tower reads at most {most}; "
+                    "use fewer."
+                )
+
     def planned_config(self) -> DualEncoderConfig:
         """The model's sizes with `vocabulary_size`."""
-        return self.model.config(self.vocabulary_size())
+        return self.config(self.vocabulary_size())
 
     def planned_model(self) -> DualEncoder:
         """The model with `vocabulary_size`."""
@@ -77,9 +104,9 @@ class DualEncoderTask(Task):
 
     def cost(self) -> RowCost:
         """Of sources, or texts."""
-        return dual_encoder_cost(self.model.config(ANY_VOCABULARY), max(self.inference.buckets))
+        return dual_encoder_cost(self.config(ANY_VOCABULARY), max(self.inference.buckets))
 
-    def embedder(self, tokenizer: WordPiece | ClipTokenizer, model: DualEncoder) -> Embedder:
+    def embedder(self, tokenizer: DualEncoderTokenizer, model: DualEncoder) -> Embedder:
         """The embedder of a run's model, which may be abstract (see Embedder.use)."""
         graphdef, state = nnx.split(model)
         return Embedder(
@@ -105,10 +132,10 @@ class DualEncoderTask(Task):
         return dataclasses.replace(self, model=model, inference=serving)
 
     def open(
-        self, folder: str | Path, tokenizer: WordPiece | ClipTokenizer, *, one_shape: bool = False
+        self, folder: str | Path, tokenizer: DualEncoderTokenizer, *, one_shape: bool = False
     ) -> Embedder:
         """The trained embedder of the run in a folder."""
-        config = self.model.config(tokenizer.vocab_size)
+        config = self.config(tokenizer.vocab_size)
         mesh = None if one_shape else self.serving_mesh()
         model = self.load(folder, lambda: DualEncoder(config, rngs=nnx.Rngs()), mesh)
         return self.embedder(tokenizer, model)

@@ -89,7 +89,7 @@ class ExampleRetrieval(DualEncoderTask):
         return {**super().lengths(), "batches.length": self.batches.length}
 
     def objective(self, vocab_size: int, mesh: Mesh | None = None) -> DistillationObjective:
-        return DistillationObjective(self.model.config(vocab_size), self.target_temperature)
+        return DistillationObjective(self.config(vocab_size), self.target_temperature)
 
     def batch(self) -> dict[str, Any]:
         batches = self.batches

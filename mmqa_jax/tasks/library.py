@@ -29,9 +29,9 @@ class LibrarySpec:
       data: folder of `mmqa prepare`; "" is the row's own.
       split: of the examples.
       folds: see ExampleLibrary; 2 makes one split both library and queries.
-      text_model: `minilm`, a published encoder of texts (folder or ORG/NAME), a converted CLIP or a
+      text_model: `minilm`, a published encoder of texts (folder or ORG/NAME), a CLIP or SigLIP or a
         contrastive run; "": no embeddings (random shots).
-      image_model: a converted CLIP or a contrastive run that embeds the questions' pictures; "":
+      image_model: a CLIP or SigLIP or a contrastive run that embeds the questions' pictures; "":
         none.
       text: what is embedded: the question, or the question with hint and choices.
       modality: only examples with a picture (`image`), without one (`text`), or all (RMR, table 4).
@@ -97,7 +97,7 @@ def check_similarity(
         )
     if similarity in ("image", "question_and_image") and not spec.image_model:
         raise UserError(
-            f"{place}: needs an encoder of pictures; set {section}.image_model to a converted CLIP "
+            f"{place}: needs an encoder of pictures; set {section}.image_model to a CLIP or SigLIP "
             "or a contrastive run."
         )
     one_space = not spec.image_model or Path(spec.image_model) == Path(spec.text_model)

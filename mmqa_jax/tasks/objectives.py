@@ -30,6 +30,7 @@ from mmqa_jax.models.patch_mcan import PatchMCAN, PatchMCANConfig
 from mmqa_jax.models.text_classifier import TextClassifier, TextClassifierConfig
 from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
 from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
+from mmqa_jax.tasks.sigmoid_loss import Links, sigmoid_loss
 
 VQAConfig = MCANConfig | MCANOpenVQAConfig | CaptionMCANConfig | PatchMCANConfig
 
@@ -61,7 +62,7 @@ class ContrastiveObjective:
     def loss(
         self, model: DualEncoder, batch: dict[str, jax.Array], dropout_key: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Mean cross-entropy of both directions, and the in-batch accuracy.
+        """The loss of the global batch, and the in-batch accuracy.
 
         The batch is `data.batches.contrastive`'s: B questions, and S = B * (1 + n) sources.
         """
@@ -78,15 +79,21 @@ class ContrastiveObjective:
             batch[name] for name in ("source_ids", "source_mask", "pixels", "has_image")
         )
         scale = model.temperature()
-        loss, accuracy = contrastive_loss(
-            self._in_parts(encode_queries, query_key, queries),
-            self._in_parts(encode_sources, source_key, sources),
-            scale,
-            batch["positive"],
-            batch["source_rows"],
-            batch["gold_rows"],
-            mesh=self.mesh,
-        )
+        queries = self._in_parts(encode_queries, query_key, queries)
+        sources = self._in_parts(encode_sources, source_key, sources)
+        links = tuple(batch[name] for name in ("positive", "source_rows", "gold_rows"))
+        return self._compare(model, scale, queries, sources, links)
+
+    def _compare(
+        self,
+        model: DualEncoder,
+        scale: jax.Array,
+        queries: jax.Array,
+        sources: jax.Array,
+        links: Links,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Mean cross-entropy of both directions."""
+        loss, accuracy = contrastive_loss(queries, sources, scale, *links, mesh=self.mesh)
         return loss, {"accuracy": accuracy, "temperature": scale}
 
     def _in_parts(
@@ -105,6 +112,26 @@ class ContrastiveObjective:
             jax.checkpoint(lambda part: encode(*part)), (keys, jax.tree.map(columns, inputs))
         )  # [k, N / k, D]
         return encoded.swapaxes(0, 1).reshape(-1, encoded.shape[-1])
+
+
+class SigmoidObjective(ContrastiveObjective):
+    """As ContrastiveObjective, with a decision of its own for each pair (`sigmoid_loss`).
+
+    The model has a learned bias (`dual_encoder.with_logit_bias`).
+    """
+
+    def _compare(
+        self,
+        model: DualEncoder,
+        scale: jax.Array,
+        queries: jax.Array,
+        sources: jax.Array,
+        links: Links,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Sum over the sources, mean over the questions."""
+        bias = model.logit_bias[...]
+        loss, accuracy = sigmoid_loss(queries, sources, scale, bias, *links, mesh=self.mesh)
+        return loss, {"accuracy": accuracy, "temperature": scale, "bias": bias}
 
 
 def contrastive_loss(

@@ -1,7 +1,7 @@
-"""Pretrained weights that a training run starts from: a BERT, VLP's own, a converted CLIP.
+"""Pretrained weights that a run starts from: a BERT, VLP's own, a converted CLIP or SigLIP.
 
-`mmqa convert --model=clip` writes the folder of a converted CLIP. Only training reads it; a
-trained run holds its own copy.
+`mmqa convert --model=clip` (or siglip) writes the folder of a converted one. Only training reads
+it; a trained run holds its own copy.
 """
 
 from __future__ import annotations
@@ -25,29 +25,32 @@ from mmqa_jax.weights.pretrained import fill_bert, init_vlp_from_bert, start_vlp
 # Puts weights into a freshly initialized model, in place.
 Loader = Callable[[Any], None]
 
+_TITLES = {"clip": "CLIP", "siglip": "SigLIP"}
 # How the model is computed: may differ between the folder and the config.
 _COMPUTE = ("dtype", "remat", "attention", "unroll")
 
 
-def check_clip_init(task: Any, model: DualEncoderConfig) -> None:
-    """Refuses an `init` from which the config's CLIP cannot start.
+def check_two_towers_init(task: Any, model: DualEncoderConfig) -> None:
+    """Refuses an `init` from which the config's CLIP or SigLIP cannot start.
 
     Raises:
-      UserError: no converted folder, another model's, or a CLIP of other sizes.
+      UserError: no converted folder, another model's, or one of other sizes.
     """
     if task.init == "scratch":
         return
     place = f"config key init={task.init}"
+    kind = task.model.published
     if not is_converted(task.init):
         raise UserError(
-            f"{place}: model.clip={task.model.clip} starts from a folder of `mmqa convert "
-            "--model=clip`, or from `scratch`; name one."
+            f"{place}: model.{kind}={getattr(task.model, kind)} starts from a folder of `mmqa "
+            f"convert --model={kind}`, or from `scratch`; name one."
         )
     _check(
         place,
         task.init,
         {"text": model.text, "vision": model.vision},
-        "set model.clip, model.changes (text) and model.vision to its sizes",
+        f"set model.{kind}, model.changes (text) and model.vision to its sizes",
+        kind=kind,
         free=(*_COMPUTE, "eos_token_id"),  # the folder's own tokenizer settles the last
     )
 
@@ -67,13 +70,18 @@ def check_clip_frontend(task: Any) -> None:
 
 
 def dual_encoder_loader(task: Any, tokenizer: Any) -> Loader | None:
-    """Loads a converted CLIP whole, or a BERT into the text tower."""
+    """Loads a converted CLIP or SigLIP whole, or a BERT into the text tower."""
     if task.init == "scratch":
         return None
 
     def load(model: DualEncoder) -> None:
-        if task.model.clip:
-            nnx.update(model, nnx.state(load_converted(task.init, param_dtype="float32")))
+        if task.model.published:
+            state = nnx.state(load_converted(task.init, param_dtype="float32"))
+            if model.config.logit_bias is not None and "logit_bias" not in state:
+                del state["logit_scale"]  # of the other loss
+            elif model.config.logit_bias is None:
+                state.pop("logit_bias", None)
+            nnx.update(model, state)
             return
         rows, layers = bert_rows(task, tokenizer), model.text.config.layers
         fill_bert(model.text, bert_folder(task), num_layers=layers, rows=rows)
@@ -147,14 +155,15 @@ def _check(
     folder: str,
     towers: Mapping[str, Any],
     remedy: str,
+    kind: str = "clip",
     free: Collection[str] = _COMPUTE,
 ) -> None:
     """Compares the folder's towers with the wanted configs, but for the fields in `free`."""
     record = read_record(folder)
-    if record.architecture.name != "clip":
+    if record.architecture.name != kind:
         raise UserError(
-            f"{place}: holds a model of kind {record.architecture.name!r}, clip was expected; "
-            "convert one with `mmqa convert --model=clip`."
+            f"{place}: holds a model of kind {record.architecture.name!r}, {kind} was expected; "
+            f"convert one with `mmqa convert --model={kind}`."
         )
     differing = []
     for tower, wanted in towers.items():
@@ -164,5 +173,6 @@ def _check(
                 differing.append(f"{tower}.{name} {found[name]} (config: {value})")
     if differing:
         raise UserError(
-            f"{place}: this CLIP has {', '.join(differing)}; {remedy}, or give another folder."
+            f"{place}: this {_TITLES[kind]} has {', '.join(differing)}; {remedy}, or give another "
+            "folder."
         )

@@ -12,13 +12,14 @@ from mmqa_jax.data.atlas_reader import restrict_vocabulary
 from mmqa_jax.data.clip_tokenizer import ClipTokenizer, open_tokenizer
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.question_words import QuestionWords, make_words
+from mmqa_jax.data.siglip_tokenizer import SiglipTokenizer
 from mmqa_jax.data.tokenizers import (
     WordPiece,
     minilm_tokenizer,
     train_wordpiece,
 )
 
-Tokenizer = WordPiece | ClipTokenizer | QuestionWords
+Tokenizer = WordPiece | ClipTokenizer | SiglipTokenizer | QuestionWords
 
 
 def make_tokenizer(name: str, corpus: Corpus, folder: Path) -> Tokenizer:
@@ -28,7 +29,7 @@ def make_tokenizer(name: str, corpus: Corpus, folder: Path) -> Tokenizer:
       name: `minilm`; `minilm:corpus`, MiniLM's with only the tokens that the corpus and the
         training questions need, the answers' first; `corpus:N`, a WordPiece of N tokens trained
         on them; `words`, the words of all questions (openvqa); the path of a tokenizer.json; or
-        the folder of a converted CLIP.
+        the folder of a converted CLIP or SigLIP.
       corpus: what it is trained on.
       folder: of the run; a tokenizer that is already there is used.
     """

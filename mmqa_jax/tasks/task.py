@@ -35,6 +35,7 @@ from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.question_pictures import QuestionPictures
 from mmqa_jax.data.question_words import QuestionWords
 from mmqa_jax.data.schema import Modality, Question, Source, source_text
+from mmqa_jax.data.siglip_tokenizer import SiglipTokenizer
 from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.splits import evenly
 from mmqa_jax.data.tokenizers import WordPiece
@@ -49,7 +50,7 @@ from mmqa_jax.training.objective import Objective, Validation
 from mmqa_jax.training.options import LoopOptions, check_batch_size, read_section
 from mmqa_jax.weights.folder import load_weights
 
-Tokenizer = WordPiece | ClipTokenizer | QuestionWords | TextTokenizer
+Tokenizer = WordPiece | ClipTokenizer | SiglipTokenizer | QuestionWords | TextTokenizer
 Struct = jax.ShapeDtypeStruct
 
 ANY_VOCABULARY = 30_522  # of the published BERTs: where it is not known, and no size depends on it
@@ -269,7 +270,8 @@ class Task(abc.ABC):
     def remat_keys(self) -> tuple[str, ...]:
         """The config keys that say what the model computes again in the backward pass."""
         keys = ("model.changes.remat",) if hasattr(self.model, "changes") else ()
-        if getattr(self.model, "clip", "") or getattr(self.model, "vision", None):
+        towers = (getattr(self.model, key, None) for key in ("clip", "siglip", "vision"))
+        if any(towers):
             return (*keys, "model.vision.remat")
         return keys
 

@@ -149,7 +149,8 @@ def _wanted(files: Sequence[str], where: str) -> list[str]:
             return [_CONFIG, *weights, *(one for one in (*COMPANIONS, *_POOLING) if one in files)]
     weights = [file for file in OPEN_CLIP_WEIGHTS if file in files]
     if weights and OPEN_CLIP_CONFIG in files:
-        return [OPEN_CLIP_CONFIG, weights[0], *(file for file in COMPANIONS if file in files)]
+        companions = (name for name in COMPANIONS if name in files and name != OPEN_CLIP_CONFIG)
+        return [OPEN_CLIP_CONFIG, weights[0], *companions]
     gguf = [file for file in files if file.endswith(".gguf")]
     if len(gguf) == 1:
         return gguf

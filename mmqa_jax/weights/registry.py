@@ -109,6 +109,14 @@ ARCHITECTURES = (
         exports="CLIPModel",
     ),
     Architecture(
+        name="siglip",
+        title="SigLIP and SigLIP 2, also NaFlex",
+        model="siglip.Siglip",
+        config="siglip.SiglipConfig",
+        layouts=(HF_FOLDER,),
+        exports="SiglipModel, Siglip2Model (NaFlex)",
+    ),
+    Architecture(
         name="modified_resnet",
         title="image tower of CLIP's RN50 to RN50x64",
         model="modified_resnet.ModifiedResNet",

@@ -97,6 +97,11 @@ def published_folder(model: str | Path, flag: str = "--model") -> Path | None:
     return folder if isinstance(config, dict) and "model_type" in config else None
 
 
+def published_kind(folder: Path) -> str:
+    """The `model_type` of a published folder."""
+    return str(read_json(folder / CONFIG)["model_type"])
+
+
 def is_classifier(folder: Path) -> bool:
     """Whether a published folder holds a classifier of sequences."""
     names = read_json(folder / CONFIG).get("architectures") or []

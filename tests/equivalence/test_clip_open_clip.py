@@ -10,12 +10,21 @@ import pytest
 import torch
 import transformers
 from compare import WHOLE, compiled, randomize, reloaded
+from flax import nnx
 
 from mmqa_jax.cli import main
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.clip import CLIP, CLIPConfig, TextConfig, VisionConfig, vit_b_32, vit_l_14
+from mmqa_jax.models.clip import (
+    CLIP,
+    CLIPConfig,
+    TextConfig,
+    VisionConfig,
+    VisionTower,
+    vit_b_32,
+    vit_l_14,
+)
 from mmqa_jax.weights.folder import load_converted, read_record
-from mmqa_jax.weights.models.clip_open_clip import open_clip_config
+from mmqa_jax.weights.models.clip_open_clip import open_clip_config, squashes
 from mmqa_jax.weights.models.clip_openai import usual_constants
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.registry import architecture
@@ -210,8 +219,11 @@ def test_without_a_config_nothing_is_guessed(folder, capsys, tmp_path):
         ("model_cfg.vision_cfg.new_trick", 2, "the key 'new_trick' \\(2\\) is not known here"),
         ("model_cfg.text_cfg.no_causal_mask", True, "no_causal_mask is True"),
         ("model_cfg.text_cfg.hf_model_name", "bert", "hf_model_name is 'bert'"),
-        ("preprocess_cfg.mean", [0.5, 0.5, 0.5], "preprocess_cfg: mean is"),
-        ("preprocess_cfg.resize_mode", "squash", "resize_mode is 'squash'"),
+        ("model_cfg.vision_cfg.timm_model_name", "vit_base_patch16_siglip_224", "--model=siglip"),
+        ("preprocess_cfg.mean", [0.5, 0.5], r"mean is \[0.5, 0.5\], expected three numbers"),
+        ("preprocess_cfg.std", [0.5, 0, 0.5], "std is .*expected three numbers"),
+        ("preprocess_cfg.interpolation", "bilinear", "interpolation is 'bilinear'"),
+        ("preprocess_cfg.resize_mode", "longest", "resize_mode is 'longest'"),
         ("preprocess_cfg.size", 32, "pictures of 32 pixels, the image tower reads 24"),
         ("preprocess_cfg.size", "24", "pictures are of '24' pixels, expected a whole"),
         ("preprocess_cfg", "openai", "preprocess_cfg is not an object"),
@@ -250,6 +262,24 @@ def test_laions_models(vision, heads, tmp_path):
     content["model_cfg"]["quick_gelu"] = True
     (tmp_path / "open_clip_config.json").write_text(json.dumps(content))
     assert open_clip_config(tmp_path).text.activation == "quick_gelu"
+
+
+def test_pictures_are_prepared_as_the_config_says(folder, tmp_path):
+    """DFN's ViT-H at 378 pixels squashes; some of LAION's have another mean and deviation."""
+    content = copy.deepcopy(PUBLISHED)
+    content["model_cfg"] |= {"quick_gelu": True}
+    content["model_cfg"]["vision_cfg"]["patch_dropout"] = 0.5  # of training
+    content["preprocess_cfg"] |= {"resize_mode": "squash", "mean": [0.5, 0.4, 0.3], "std": 0.25}
+    (folder / "open_clip_config.json").write_text(json.dumps(content))
+    out = tmp_path / "out"
+    assert main(["convert", "--model=clip", f"--source={folder}", f"--out={out}"]) == 0
+    assert squashes(out)
+    vision = read_record(out).config.vision
+    assert (vision.pixel_mean, vision.activation) == ((0.5, 0.4, 0.3), "quick_gelu")
+    pixels = np.random.default_rng(0).integers(0, 256, (1, 24, 24, 3)).astype(np.uint8)
+    tower = VisionTower(vision, rngs=nnx.Rngs())
+    want = (pixels / 255 - [0.5, 0.4, 0.3]) / 0.25
+    np.testing.assert_allclose(tower.normalize(pixels), want, atol=1e-6)
 
 
 @pytest.mark.parametrize("config", [vit_b_32(), vit_l_14()])

@@ -1,4 +1,4 @@
-"""The contrastive loss over a batch that is split over eight devices."""
+"""The contrastive losses over a batch that is split over eight devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from mmqa_jax.core.mesh import batch_sharding, make_mesh, replicated
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.dual_encoder import DualEncoderConfig
-from mmqa_jax.tasks.objectives import ContrastiveObjective, contrastive_loss
+from mmqa_jax.tasks.objectives import ContrastiveObjective, SigmoidObjective, contrastive_loss
+from mmqa_jax.tasks.sigmoid_loss import sigmoid_loss
 
 # Tiny models: compiling is all the time.
 
@@ -49,7 +50,7 @@ def make_vectors(rng, questions, group, dim):
     return unit(rng.normal(size=(questions, dim))), unit(rng.normal(size=(questions * group, dim)))
 
 
-def tiny_task(**options):
+def tiny_task(kind=ContrastiveObjective, logit_bias=None, **options):
     config = DualEncoderConfig(
         text=BertConfig(
             vocab_size=37, hidden=16, layers=2, heads=2, mlp=24, positions=12, dropout=0.0,
@@ -59,8 +60,9 @@ def tiny_task(**options):
             image_size=8, patch_size=4, width=12, layers=1, heads=2, mlp_width=20, embed_dim=16
         ),
         logit_scale=0.0,  # at CLIP's, gradients of up to 16 differ by float32's rounding alone
+        logit_bias=logit_bias,
     )  # fmt: skip
-    return ContrastiveObjective(config, **options)
+    return kind(config, **options)
 
 
 def make_params(task):
@@ -186,3 +188,62 @@ def test_towers_of_a_split_batch_have_the_gradient_of_one_device():
     task = tiny_task(mesh=mesh, tower_parts=2)
     got = task_gradient(task, params, batch)(params, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), got, want)
+
+
+def whole_sigmoid_loss(queries, sources, scale, bias, positive, source_rows, gold_rows):
+    """Every pair's logit in one [B, S] matrix; other gold sources count for nothing."""
+    logits = scale * queries @ sources.T + bias
+    at = jnp.arange(len(sources))[None, :] == positive[:, None]
+    gold = (source_rows[None, :, None] == gold_rows[:, None, :]).any(axis=2)
+    pairs = jnp.where(at, jax.nn.softplus(-logits), jnp.where(gold, 0, jax.nn.softplus(logits)))
+    best = jnp.where(gold & ~at, -jnp.inf, logits).argmax(axis=1)
+    return pairs.sum() / len(queries), (best == positive).mean()
+
+
+def sigmoid_gradient(loss, mesh=None):
+    """Value and gradient with respect to questions, sources, scale and bias."""
+    options = {} if mesh is None else {"mesh": mesh}
+
+    def value(vectors, links):
+        return loss(*vectors, *links, **options)
+
+    return jax.jit(jax.value_and_grad(value, has_aux=True))
+
+
+def test_questions_go_around_the_devices_and_no_logits_are_kept():
+    """B = 64 questions, S = 128 sources, n = 8 parts: chunks of [8, 16], one at a time."""
+    rng = np.random.default_rng(0)
+    mesh = make_mesh({"data": 4, "fsdp": 2})
+    arrays = make_vectors(rng, 64, 2, 12), make_links(rng, 64, 2)
+    arrays[0][1][arrays[1][0][:20]] = arrays[0][0][:20]  # some are found
+    shared = jnp.float32(7.0), jnp.float32(-3.0)
+    vectors, links = jax.device_put(arrays, batch_sharding(mesh))
+    at = (*vectors, *jax.device_put(shared, replicated(mesh))), links
+    split = sigmoid_gradient(sigmoid_loss, mesh).lower(*at).compile()
+    want = sigmoid_gradient(whole_sigmoid_loss)((*arrays[0], *shared), arrays[1])
+    assert 0 < want[0][1] < 1
+    for got in (split(*at), sigmoid_gradient(sigmoid_loss)((*arrays[0], *shared), arrays[1])):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), got, want)
+    text = split.as_text()
+    shapes = {
+        math.prod(map(int, shape.split(",")))
+        for shape in re.findall(r"\b(?:f32|s32|pred)\[([\d,]+)\]", text)
+    }
+    assert max(shapes) <= 8 * 16 * 3  # a chunk and its three golds a question
+    assert "collective-permute" in text
+    assert "all-gather" not in text
+
+
+def test_towers_with_the_sigmoid_loss_have_the_gradient_of_one_device():
+    rng = np.random.default_rng(0)
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    sigmoid = {"kind": SigmoidObjective, "logit_bias": -1.0}
+    task = tiny_task(**sigmoid)
+    params, batch = make_params(task), make_batch(rng, 32, 2)
+    want = task_gradient(task, params, batch)(params, batch)
+    assert abs(want[1]["logit_bias"][...]) > 1e-3
+    params = jax.device_put(params, replicated(mesh))
+    batch = jax.device_put(batch, batch_sharding(mesh))
+    task = tiny_task(**sigmoid, mesh=mesh, tower_parts=2)
+    got = task_gradient(task, params, batch)(params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)

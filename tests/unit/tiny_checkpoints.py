@@ -25,6 +25,7 @@ from mmqa_jax.models.modified_resnet import ModifiedResNetConfig
 from mmqa_jax.models.oscar import OscarConfig
 from mmqa_jax.models.qwen_vl import QwenVLConfig
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
+from mmqa_jax.models.siglip import SiglipConfig, SiglipTextConfig, SiglipVisionConfig
 from mmqa_jax.models.vlp import VLPConfig
 from mmqa_jax.weights.layouts import Published
 from mmqa_jax.weights.published import load_checkpoint
@@ -48,6 +49,10 @@ CONFIGS: dict[str, Any] = {
     "clip": CLIPConfig(
         _VISION,
         TextConfig(20, 6, width=10, layers=2, heads=2, mlp_width=12, embed_dim=6, eos_token_id=5),
+    ),
+    "siglip": SiglipConfig(
+        SiglipVisionConfig(16, 8, width=8, layers=2, heads=2, mlp_width=12, flexible=True),
+        SiglipTextConfig(20, 6, width=10, layers=3, heads=2, mlp_width=12, embed_dim=8, eps=1e-4),
     ),
     "modified_resnet": ModifiedResNetConfig(8, (1, 1, 2, 1), image_size=64, embed_dim=6),
     "bert": _replace(_BERT, pooler=True),

@@ -42,7 +42,7 @@ from mmqa_jax.weights.models.clip_openai import (
 from mmqa_jax.weights.models.clip_processor import check_processor
 from mmqa_jax.weights.sources import open_source
 
-_LINEARS = {
+BLOCK_LINEARS = {
     "self_attn.q_proj": "q",
     "self_attn.k_proj": "k",
     "self_attn.v_proj": "v",
@@ -50,7 +50,7 @@ _LINEARS = {
     "mlp.fc1": "mlp_in",
     "mlp.fc2": "mlp_out",
 }
-_NORMS = {"layer_norm1": "ln_1", "layer_norm2": "ln_2"}
+BLOCK_NORMS = {"layer_norm1": "ln_1", "layer_norm2": "ln_2"}
 
 _KEYS = kinds(
     size="projection_dim",
@@ -89,13 +89,15 @@ def clip_key_map(config: CLIPConfig) -> KeyMap:
             Rule(f"{vision}embeddings.position_embedding.weight", "vision/positions"),
             *norm_rules(f"{vision}pre_layrnorm", "vision/ln_pre"),
             *transformer_rules(
-                f"{vision}encoder.layers.{{layer}}.", "vision/layers", _LINEARS, _NORMS
+                f"{vision}encoder.layers.{{layer}}.", "vision/layers", BLOCK_LINEARS, BLOCK_NORMS
             ),
             *norm_rules(f"{vision}post_layernorm", "vision/ln_post"),
             Rule("visual_projection.weight", "vision/proj/kernel", TRANSPOSE),
             Rule(f"{text}embeddings.token_embedding.weight", "text/tokens/table"),
             Rule(f"{text}embeddings.position_embedding.weight", "text/positions"),
-            *transformer_rules(f"{text}encoder.layers.{{layer}}.", "text/layers", _LINEARS, _NORMS),
+            *transformer_rules(
+                f"{text}encoder.layers.{{layer}}.", "text/layers", BLOCK_LINEARS, BLOCK_NORMS
+            ),
             *norm_rules(f"{text}final_layer_norm", "text/ln_final"),
             Rule("text_projection.weight", "text/proj/kernel", TRANSPOSE),
         ],

@@ -1,4 +1,4 @@
-"""CLIP checkpoints as open_clip publishes them: LAION's, DataComp's, MetaCLIP's and others.
+"""CLIP checkpoints as open_clip publishes them: LAION's, DataComp's, MetaCLIP's, DFN's and others.
 
 The tensors are laid out as OpenAI's (clip_openai.py). `open_clip_config.json` beside them says
 what no tensor shows, the heads and the activation: open_clip/model.py CLIPVisionCfg and
@@ -54,10 +54,8 @@ _TEXT: Mapping[str, tuple[Any, ...]] = _BLOCKS | {
 _HARMLESS = ("output_tokens", "patch_dropout", "attn_pooler_queries", "attn_pooler_heads")
 _UNUSED_ENDS = ("timm_", "hf_")  # of a tower that is not open_clip's own, which a name switches on
 _PREPROCESSING: Mapping[str, tuple[Any, ...]] = {
-    "mean": (list(PIXEL_MEAN),),
-    "std": (list(PIXEL_STD),),
     "interpolation": ("bicubic",),
-    "resize_mode": ("shortest",),
+    "resize_mode": ("shortest", "squash"),
     "mode": ("RGB",),
 }
 
@@ -87,6 +85,11 @@ def open_clip_config(folder: Path) -> CLIPConfig | None:
             "that open_clip published with the checkpoint."
         )
     vision, text = towers
+    if "siglip" in str(vision.get("timm_model_name")) and not text.get("hf_model_name"):
+        raise UserError(
+            f"{file}: a SigLIP in timm's layout; convert the same weights as google publishes them "
+            "(google/siglip-..., google/siglip2-...) with --model=siglip."
+        )
     check_keys(
         model,
         f"{file}, model_cfg",
@@ -116,7 +119,7 @@ def open_clip_config(folder: Path) -> CLIPConfig | None:
     check_keys(
         preprocessing,
         f"{file}, preprocess_cfg",
-        read=("size",),
+        read=("size", "mean", "std"),
         harmless=("fill_color",),  # only where pictures are padded
         fixed=_PREPROCESSING,
     )
@@ -139,6 +142,8 @@ def open_clip_config(folder: Path) -> CLIPConfig | None:
             embed_dim=model["embed_dim"],
             activation=activation,
             eps=_eps(vision, f"{file}, vision_cfg"),
+            pixel_mean=_channels(preprocessing, "mean", PIXEL_MEAN, file),
+            pixel_std=_channels(preprocessing, "std", PIXEL_STD, file),
         ),
         text=TextConfig(
             vocab_size=text.get("vocab_size", 49408),
@@ -152,6 +157,14 @@ def open_clip_config(folder: Path) -> CLIPConfig | None:
             eps=_eps(text, f"{file}, text_cfg"),
         ),
     )
+
+
+def squashes(folder: Path) -> bool:
+    """Whether the config in a folder has pictures scaled to a square, not cropped (DFN's large)."""
+    file = folder / OPEN_CLIP_CONFIG
+    content = read_json(file) if file.is_file() else {}
+    preprocessing = content.get("preprocess_cfg") if _is_object(content) else None
+    return _is_object(preprocessing) and preprocessing.get("resize_mode") == "squash"
 
 
 def head_width(folder: Path) -> int:
@@ -194,6 +207,24 @@ def _side(size: Any, file: Path) -> int:
             "another checkpoint."
         )
     return sides[0]
+
+
+def _channels(
+    preprocessing: Mapping[str, Any], key: str, usual: tuple[float, ...], file: Path
+) -> tuple[float, float, float]:
+    values = preprocessing.get(key)
+    if values is None:
+        values = usual
+    if not isinstance(values, list | tuple):  # one for all
+        values = [values] * 3
+    least = 0 if key == "mean" else 1e-6
+    if len(values) != 3 or not all(type(x) in (int, float) and least <= x <= 1 for x in values):
+        raise UserError(
+            f"{file}, preprocess_cfg: {key} is {values!r}, expected three numbers up to 1; repair "
+            "the file or fetch it again."
+        )
+    red, green, blue = map(float, values)
+    return red, green, blue
 
 
 def _is_object(value: Any) -> bool:

@@ -3,7 +3,7 @@ as CLIP's are, whatever the file says."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +33,23 @@ def check_processor(folder: Path, image_size: int | None = None) -> None:
     Raises:
       UserError: another normalization, another filter, or other sizes.
     """
+    for processor, file in processors(folder):
+        _check(processor, file, image_size)
+
+
+def processors(folder: Path) -> Iterator[tuple[Mapping[str, Any], Path]]:
+    """The image processors in a folder, by the files of old and new versions of transformers."""
     for name in _FILES:
         file = folder / name
         content = read_json(file) if file.is_file() else {}
         if isinstance(content, dict):
             inner = content.get("image_processor")
-            _check(inner if isinstance(inner, dict) else content, file, image_size)
+            yield (inner if isinstance(inner, dict) else content), file
 
 
 def _check(processor: Mapping[str, Any], file: Path, image_size: int | None) -> None:
     allowed: dict[str, bool] = {
-        key: _close(processor[key], numbers)
+        key: close(processor[key], numbers)
         for key, numbers in _NUMBERS.items()
         if processor.get(key) is not None
     }
@@ -68,7 +74,8 @@ def _check(processor: Mapping[str, Any], file: Path, image_size: int | None) -> 
             )
 
 
-def _close(value: Any, wanted: Any) -> bool:
+def close(value: Any, wanted: Any) -> bool:
+    """Whether a value of a file is the number, or the list of numbers, that is wanted."""
     try:
         found = np.asarray(value, float)
     except (TypeError, ValueError):
