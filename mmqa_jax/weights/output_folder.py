@@ -20,6 +20,7 @@ WRITTEN_BY = "written_by"  # in a JSON file of ours: --overwrite may replace its
 COMPANIONS = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.txt", "vocab.json", "merges.txt", "sentencepiece.bpe.model"),
+    "spiece.model",
     "bpe_simple_vocab_16e6.txt.gz",
     *("chat_template.jinja", "chat_template.json", "generation_config.json"),
     *("preprocessor_config.json", "processor_config.json"),
