@@ -28,7 +28,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "\n\ntopologies: v5e:AxB, v6e:AxB, v4:AxBxC, v5p:AxBxC (needs the extra `plan`), a100:N,\n"
         "  h100:N, h200:N, 2x h100:N (needs the extra `cuda12`), local\n"
         "programs: those of train, and of what uses the trained model (embed, rerank, answer);\n"
-        "  of configs/prompt/default.py decode and prefill, and of a LLaVA its tower; without a\n"
+        "  of configs/prompt/default.py decode and prefill, of a LLaVA its tower too, of a T5\n"
+        "  generate (a batch; FLOPs and time are those with one new token); without a\n"
         "  config --model=bart_large_cnn: fluency, the BARTScore of evaluate webqa\n"
         "Neither data nor weights are read: shapes come from the config, the largest of several."
     )
@@ -60,7 +61,8 @@ def add_program_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help="of a language model: smollm2, llama2_7b, llama2_70b, llava15_7b, ...; or "
+        help="of a language model: smollm2, llama2_7b, llama2_70b, llava15_7b, "
+        "flan_t5_xl, ...; or "
         "bart_large_cnn",
     )
     flags.add_only(parser, "PROGRAM", "of the config's programs (all)")

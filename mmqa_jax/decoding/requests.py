@@ -47,7 +47,8 @@ class Request:
     seed: int = 0
     logprobs: bool = False  # whether the result has every token's log-probability
     beams: int = 0
-    length_penalty: float = 0.0  # added to a beam's score per token
+    length_penalty: float = 0.0  # added to a beam's score per token; of a T5, the power of its
+    # length by which the score is divided, as in transformers
     images: Sequence[np.ndarray] = ()  # uint8 [H, W, 3] as the model takes them, one each
 
     def __post_init__(self):
@@ -248,6 +249,18 @@ def truncate(text: str, stops: Sequence[str]) -> str:
     """The text before the first stop string, or all of it."""
     ends = [text.find(stop) for stop in stops]
     return text[: min((end for end in ends if end >= 0), default=len(text))]
+
+
+def text_of(
+    tokens: Sequence[int], finish: str, stops: Sequence[str], tokenizer: Tokenizer
+) -> tuple[str, int]:
+    """The text of a candidate's tokens without end token and stop string, and how many make it."""
+    shown = list(tokens[:-1] if finish == "end" else tokens)
+    whole = tokenizer.decode(shown)
+    text = truncate(whole, stops)
+    if text == whole:
+        return text, len(shown)
+    return text, tokens_of_text(shown, text, tokenizer)
 
 
 def tokens_of_text(tokens: Sequence[int], text: str, tokenizer: Tokenizer) -> int:

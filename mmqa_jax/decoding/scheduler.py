@@ -23,8 +23,7 @@ from mmqa_jax.decoding.requests import (
     StopDetector,
     Tokenizer,
     TooLong,
-    tokens_of_text,
-    truncate,
+    text_of,
 )
 
 Pictures = Mapping[int, np.ndarray]  # by number, see PatchIds
@@ -141,14 +140,9 @@ class TokenizedRequest:
 
     def _text(self, tokens: Sequence[int], finish: str) -> tuple[str | None, int]:
         """The text without end token and stop string, and how many tokens make it."""
-        shown = list(tokens[:-1] if finish == "end" else tokens)
         if self.tokenizer is None:
-            return None, len(shown)
-        whole = self.tokenizer.decode(shown)
-        text = truncate(whole, self.original.stop)
-        if text == whole:
-            return text, len(shown)
-        return text, tokens_of_text(shown, text, self.tokenizer)
+            return None, len(tokens) - (finish == "end")
+        return text_of(tokens, finish, self.original.stop, self.tokenizer)
 
     def result(self) -> Result | None:
         """The result once all sequences are finished; None as well of a cancelled request."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from mmqa_jax.models.bert import BertConfig, BertLayer
@@ -19,22 +18,10 @@ from mmqa_jax.models.layers import (
     stack_layers,
 )
 from mmqa_jax.models.masked import MASKED
+from mmqa_jax.models.relative_positions import biased_attention, pair_buckets
 
 BUCKETS = 32  # of relative positions, half of them for each direction
 _FARTHEST = 128  # positions from which on all share a bucket
-
-
-def relative_buckets(length: int) -> np.ndarray:
-    """The bucket of every pair (query, key) of positions: int32[L, L], as T5's."""
-    position = np.arange(length, dtype=np.int32)
-    back = position[:, None] - position[None]  # query less key
-    half, exact = BUCKETS // 2, BUCKETS // 4
-    far = np.abs(back)
-    # In float32, as the original: powers of two lie on the edges of buckets.
-    scale = np.log(np.maximum(far, 1).astype(np.float32) / np.float32(exact))
-    scale = scale / np.float32(np.log(_FARTHEST / exact)) * np.float32(half - exact)
-    large = np.minimum(exact + scale.astype(np.int32), half - 1)
-    return np.where(far < exact, far, large) + np.where(back < 0, half, 0)
 
 
 class MPNetEmbeddings(nnx.Module):
@@ -70,11 +57,16 @@ class MPNetLayer(BertLayer):
         The bias is MASKED where a column is not seen.
         """
         first, second = split_key(dropout_key, 2)
-        q, k, v = (part.swapaxes(1, 2) for part in self.project(x))  # [B, heads, L, head_dim]
-        scores = jnp.matmul(q, k.swapaxes(2, 3), preferred_element_type=jnp.float32)
-        scores = scores * q.shape[-1] ** -0.5 + bias
-        weights = dropout(jax.nn.softmax(scores, axis=-1), self.config.attention_dropout, first)
-        attended = jnp.matmul(weights.astype(v.dtype), v).swapaxes(1, 2)
+        q, k, v = self.project(x)  # [B, L, heads, head_dim]
+        attended = biased_attention(
+            q,
+            k,
+            v,
+            bias,
+            scale=q.shape[-1] ** -0.5,
+            dropout_rate=self.config.attention_dropout,
+            dropout_key=first,
+        )
         return self.finish(x, attended, second)
 
 
@@ -92,7 +84,9 @@ class MPNet(nnx.Module):
 
     def bias(self, mask: jax.Array) -> jax.Array:
         """Columns that are seen, bool[B, L] -> what scores get, float32 [B, heads, L, L]."""
-        of_pairs = self.relative(relative_buckets(mask.shape[1]))  # [L, L, heads]
+        of_pairs = self.relative(
+            pair_buckets(mask.shape[1], buckets=BUCKETS, farthest=_FARTHEST)
+        )  # [L, L, heads]
         of_pairs = of_pairs.astype(jnp.float32).transpose(2, 0, 1)[None]
         return jnp.where(mask.astype(bool)[:, None, None, :], of_pairs, MASKED)
 

@@ -33,9 +33,12 @@ from mmqa_jax.models.bart_config import BartConfig
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import LlavaConfig, llava_1_5_7b, llava_1_5_13b
 from mmqa_jax.models.qwen_vl import QwenVLConfig, qwen3_vl_8b, qwen25_vl_7b
+from mmqa_jax.models.t5_config import PUBLISHED as T5S
 from mmqa_jax.plan.program import Program, shard_bytes, tree_bytes
+from mmqa_jax.plan.t5_program import GENERATE, generation_program
 from mmqa_jax.tasks.base_llm import SCRATCH, base_path
 from mmqa_jax.tasks.reading import check_config, known_tasks, read_task
+from mmqa_jax.tasks.solved_questions import SolvedQuestions
 from mmqa_jax.tasks.task import Task
 from mmqa_jax.training.optimizer import make_optimizer
 from mmqa_jax.training.state import TrainState, abstract_state, make_step, split_model
@@ -99,7 +102,7 @@ WITH_PICTURES: dict[str, Callable[..., LlavaConfig | QwenVLConfig]] = {
     "qwen3_vl_8b": qwen3_vl_8b,
 }
 TOWER = "tower"
-FIXED = (TOWER, FLUENCY)  # programs without a size of their own in a config
+FIXED = (TOWER, FLUENCY, GENERATE)  # programs without a size of their own in a config
 
 
 def preset(name: str) -> LlamaConfig:
@@ -108,7 +111,7 @@ def preset(name: str) -> LlamaConfig:
         return WITH_PICTURES[name]().llama
     if name not in PRESETS:
         raise UserError(
-            f"--model={name}: sizes are not known; {nearest(name, PRESETS | WITH_PICTURES)}"
+            f"--model={name}: sizes are not known; {nearest(name, PRESETS | WITH_PICTURES | T5S)}"
         )
     return PRESETS[name]()
 
@@ -118,7 +121,7 @@ def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ..
 
     Args:
       config: empty for a model of BARTS, which `mmqa evaluate` uses without one.
-      model: that an engine serves: one that takes pictures has its tower, too.
+      model: that an engine serves: one that takes pictures has its tower, too; a T5 has one program.
 
     Raises:
       UserError: a config of neither.
@@ -136,6 +139,8 @@ def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ..
         kind = known_tasks().get(config.task)
         return ("train",) if kind is None or kind.program is None else ("train", kind.program)
     if "engine" in config:
+        if model in T5S:
+            return (GENERATE,)
         return (*ENGINE, TOWER) if model in WITH_PICTURES else ENGINE
     raise UserError(
         "--config: has neither a `task` to train nor an `engine`; name a config of `mmqa train` or "
@@ -159,6 +164,8 @@ def make_program(
         return _engine(config, devices, model)[name]
     if name == TOWER and model is not None:
         return _tower(config, devices, model)
+    if name == GENERATE and model is not None:
+        return generation_program(config, devices, model)
     if name == FLUENCY and model is not None:
         return fluency_program(model, devices)
     if name == "train":
@@ -173,7 +180,7 @@ def on_one_host(name: str, config: ConfigDict, devices: int) -> bool:
 
     Only training, and an engine whose mesh is given for all devices, span the hosts of a launch.
     """
-    if name in (*ENGINE, TOWER):
+    if name in (*ENGINE, TOWER, GENERATE):
         return not sizes_of_engine.takes_all(config.model.mesh.to_dict(), devices)
     return name != "train"
 
@@ -276,28 +283,31 @@ def program_in_use(name: str, task: Task, devices: Sequence[jax.Device]) -> Prog
 
 def _with_preset(config: ConfigDict, model: str | None) -> ConfigDict:
     """A language model's config whose base is a preset: from scratch, with its sizes."""
-    if config.get("task") != "language_model":
+    kind = known_tasks().get(config.get("task"))
+    if kind is None or not issubclass(kind, SolvedQuestions):
         if model is not None:
             raise UserError(
                 f"--model={model}: is the language model of a config of `mmqa prompt` or of task "
-                "language_model; leave it out."
+                "language_model or seq2seq; leave it out."
             )
         return config
-    named = model or config.init
+    named, known = model or config.init, T5S if kind.architecture == "t5" else PRESETS
     if named == SCRATCH:
         return config
-    if model is None and named not in PRESETS:
+    if model is None and named not in known:
         try:
-            base_path(named)
+            base_path(named, kind.architecture)
         except UserError as error:
             if Path(named).exists():  # and is something else
                 raise
             raise UserError(
                 f"config key init={named}: is not on this machine; plan with the sizes of --model="
-                f"NAME instead, one of {', '.join(sorted(PRESETS))}."
+                f"NAME instead, one of {', '.join(sorted(known))}."
             ) from error
         return config
-    sizes = preset(named)
+    if known is T5S and named not in T5S:
+        raise UserError(f"--model={named}: sizes are not known; {nearest(named, T5S)}")
+    sizes = T5S[named]() if known is T5S else preset(named)
     fields = {key: value for key, value in vars(sizes).items() if value is not None}
     changed = ConfigDict(config.to_dict())
     scaling = fields.pop("rope_scaling", None)  # changes no shape
@@ -356,7 +366,7 @@ def _engine(
     if model is None:
         raise UserError(
             "--model is missing: the config's engine serves any language model; name one of "
-            f"{', '.join(sorted(PRESETS | WITH_PICTURES))}."
+            f"{', '.join(sorted(PRESETS | WITH_PICTURES | T5S))}."
         )
     from mmqa_jax.decoding.abstract_programs import engine_programs
 

@@ -35,8 +35,12 @@ from mmqa_jax.decoding.sizes import (
 from mmqa_jax.decoding.slot_runner import EngineConfig, scans
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.qwen_vl_vision import FAMILIES, QwenVisionConfig
+from mmqa_jax.models.qwen_vl_vision import FAMILIES as QWEN_VL
+from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
+from mmqa_jax.models.t5_config import FAMILIES as T5
 from mmqa_jax.prompting.backend_engine import EngineBackend
+from mmqa_jax.prompting.backend_t5 import T5Backend
+from mmqa_jax.prompting.local_t5 import open_t5_backend
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.config_json import replace_fields
@@ -54,7 +58,7 @@ from mmqa_jax.weights.hub import find_model, is_hub_name
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.registry import architecture
 
-_KINDS = ("llama", "llava", "qwen_vl")
+_KINDS = ("llama", "llava", "qwen_vl", "t5")
 _CHUNK = 1 << 22
 
 
@@ -81,13 +85,13 @@ def open_backend(
     config: ModelConfig | None = None,
     engine: EngineConfig | Mapping[str, Any] | None = None,
     flag: str = "--model",
-) -> EngineBackend:
-    """Opens a LLaMA, a LLaVA or a Qwen-VL as a backend; its weights are loaded on first use.
+) -> EngineBackend | T5Backend:
+    """Opens a LLaMA, LLaVA, Qwen-VL or T5 as a backend; its weights are loaded on first use.
 
     Args:
       model: a name of LANGUAGE_MODELS, a folder of `mmqa convert`, the workdir of a language-model
         run (or its folder best), a published checkpoint in any layout that `mmqa convert
-        --model=llama` (llava, qwen_vl) reads, or a name on the Hugging Face hub (see weights.hub).
+        --model=llama` (llava, qwen_vl, t5) reads, or a name on the hub (see weights.hub).
       tokenizer: folder, tokenizer.json or GGUF file with the tokenizer; None is the model's.
       config: see ModelConfig.
       engine: an EngineConfig, or values of one of which some may be "auto", as are those left out;
@@ -102,16 +106,30 @@ def open_backend(
     path = _find(model, flag)
     kind = _kind(path, flag)
     shape = _config_of(kind, path)
-    pictures = None if isinstance(shape, LlamaConfig) else shape
-    llama = shape if pictures is None else pictures.llama
-    dtype = config.dtype
-    if dtype == "auto":
-        dtype = "float32" if platform() == "cpu" else "bfloat16"
     if isinstance(engine, EngineConfig):
         engine = dataclasses.asdict(engine)
+    engine = {**dict.fromkeys(SIZES, AUTO), **(engine or {})}
+    if kind == "t5":
+        text = open_tokenizer(path if tokenizer is None else tokenizer)
+        dtype = _dtype(config)
+        return open_t5_backend(
+            path,
+            shape,
+            text,
+            dtype=dtype,
+            mesh=config.mesh,
+            devices=devices_for(config.mesh),
+            engine=engine,
+            weights_hash=weights_hash(path),
+            load=lambda mesh: _load(kind, path, dtype, mesh, False),
+            flag=flag,
+        )
+    pictures = None if isinstance(shape, LlamaConfig) else shape
+    llama = shape if pictures is None else pictures.llama
+    dtype = _dtype(config)
     sizing = Sizing(
         dataclasses.replace(llama, dtype=dtype),
-        {**dict.fromkeys(SIZES, AUTO), **(engine or {})},
+        engine,
         config.mesh,
         None if pictures is None else pictures.vision,
         f"{flag}={model}",
@@ -144,6 +162,12 @@ def open_backend(
         pictures=pictures,
         resize=resize,
     )
+
+
+def _dtype(config: ModelConfig) -> str:
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if platform() == "cpu" else "bfloat16"
 
 
 class Sizing:
@@ -274,13 +298,17 @@ def _kind(path: Path, flag: str) -> str:
     if is_weights_folder(path):
         kind = read_record(path).architecture.name
         if kind not in _KINDS:
-            raise UserError(f"{flag}={path}: contains a {kind}; give a LLaMA, LLaVA or Qwen-VL.")
+            raise UserError(
+                f"{flag}={path}: contains a {kind}; give a LLaMA, LLaVA, Qwen-VL or T5."
+            )
         return kind
     file = path / "config.json"
     published = read_json(file) if file.is_file() else {}
     model_type = str(published.get("model_type", ""))
-    if model_type in FAMILIES:
+    if model_type in QWEN_VL:
         return "qwen_vl"
+    if model_type in T5:
+        return "t5"
     return "llava" if model_type.startswith("llava") else "llama"
 
 

@@ -7,6 +7,7 @@ goes through published_tokenizer.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ class TextTokenizer:
     """Text to token ids and back.
 
     Args:
-      tokenizer: its post-processor prepends the special tokens that a prompt begins with.
+      tokenizer: its post-processor adds the special tokens that a prompt begins (T5's: ends) with.
       template: for conversations; None for a model that was not trained on them.
       end_ids: tokens that end an answer.
 
@@ -52,12 +53,13 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         self.template, self.end_ids = template, tuple(end_ids)
         first = self.encode("")
-        self.bos = first[0] if first else None
+        # T5's closes a prompt instead.
+        self.bos = first[0] if first and self.encode("a")[0] == first[0] else None
         parts = [tokenizer.to_str(), template.source if template else "", repr(self.end_ids)]
         self.fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens that a prompt begins with."""
+        """Token ids, with the special tokens that a prompt begins or ends with."""
         return self._tokenizer.encode(text).ids
 
     def encode_plain(self, text: str) -> list[int]:
@@ -88,9 +90,9 @@ def open_tokenizer(path: str | os.PathLike) -> TextTokenizer:
     """Opens the tokenizer that comes with a model's weights.
 
     Args:
-      path: a GGUF file (its metadata); a folder with tokenizer.json, tokenizer.model or what
-        tokenizer_config.json names, and optionally chat_template.jinja or .json,
-        generation_config.json, config.json; or a tokenizer.json in such a folder.
+      path: a GGUF file (its metadata); a folder with tokenizer.json, tokenizer.model, T5's
+        spiece.model or what tokenizer_config.json names, and optionally chat_template.jinja or
+        .json, generation_config.json, config.json; or a tokenizer.json in such a folder.
 
     Raises:
       UserError: none there, or of an unknown kind.
@@ -300,6 +302,10 @@ def pictures_of(messages: Sequence[Message]) -> tuple[Picture, ...]:
 # original's rule is put in its place. Importing it takes seconds, so that text_tokenizer opens a
 # tokenizer.json without it.
 
+_SPIECE = "spiece.model"
+_OF_T5 = ("T5Tokenizer", "T5TokenizerFast", "MT5Tokenizer", "MT5TokenizerFast")
+_BYTE = "<0x00>"  # a piece of models that spell unknown characters in bytes
+
 # llama.cpp's byte-level BPEs whose splitting transformers has -> whether a word that is a token
 # stays whole whatever the merges say (llama.cpp src/llama-vocab.cpp, `ignore_merges`).
 _BYTE_LEVEL = {"llama-bpe": True, "llama3": True, "llama-v3": True, "gpt-2": False}
@@ -320,7 +326,8 @@ class PublishedTokenizer(NamedTuple):
 def open_published(folder: Path) -> PublishedTokenizer:
     """Opens the tokenizer of a folder without tokenizer.json.
 
-    A tokenizer.model is SentencePiece's, of LLaMA-2, Vicuna and LLaVA-1.5. Other files
+    A tokenizer.model is SentencePiece's, of LLaMA-2, Vicuna and LLaVA-1.5, a spiece.model that of
+    T5, Flan-T5 and mT5 unless tokenizer_config.json names another class. Other files
     (vocab.json and merges.txt, ...) are opened as tokenizer_config.json names their class.
 
     Raises:
@@ -331,6 +338,8 @@ def open_published(folder: Path) -> PublishedTokenizer:
     if not isinstance(settings, dict):
         raise UserError(f"{config}: is not an object; fetch the file again.")
     if not (folder / "tokenizer.model").is_file():
+        if (folder / _SPIECE).is_file() and settings.get("tokenizer_class", _OF_T5[0]) in _OF_T5:
+            return _of_t5(folder)
         if not settings.get("tokenizer_class"):
             raise UserError(
                 f"{folder}: has neither tokenizer.json nor tokenizer.model, nor a "
@@ -346,6 +355,21 @@ def open_published(folder: Path) -> PublishedTokenizer:
         prefix = "never"
     split_as_sentencepiece(opened.tokenizer, prefix)
     return opened
+
+
+def _of_t5(folder: Path) -> PublishedTokenizer:
+    """T5's SentencePiece model; mT5's spells unknown characters in bytes.
+
+    transformers' own class has those pieces and does not use them.
+    """
+    opened = _published(_from_pretrained(_OF_T5[0], folder))
+    content = json.loads(opened.tokenizer.to_str())
+    has_bytes = opened.tokenizer.token_to_id(_BYTE) is not None
+    content["model"]["byte_fallback"] = has_bytes
+    tokenizer = Tokenizer.from_str(json.dumps(content))  # as it is when it was saved
+    if has_bytes:
+        tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), tokenizer.decoder])
+    return PublishedTokenizer(tokenizer, opened.special)
 
 
 def open_gguf(path: Path, kind: str, splitting: str, prefix_space: bool) -> PublishedTokenizer:

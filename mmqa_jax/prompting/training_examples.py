@@ -10,6 +10,7 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample
+from mmqa_jax.data.batches.seq2seq import PairSize
 from mmqa_jax.data.schema import Question
 from mmqa_jax.decoding.requests import TooLong
 from mmqa_jax.prompting.few_shot import Order, few_shot
@@ -69,7 +70,7 @@ def training_examples(
     fields: Callable[[Question], Mapping[str, str]],
     options: ExampleOptions,
     tokenizer: Any,
-    size: RowSize,
+    size: RowSize | PairSize,
 ) -> TrainingExamples:
     """Every question in every version.
 
@@ -117,7 +118,7 @@ def _example(
     fields: Callable[[Question], Mapping[str, str]],
     options: ExampleOptions,
     tokenizer: Any,
-    size: RowSize,
+    size: RowSize | PairSize,
 ) -> tuple[TokenExample | None, int]:
     """The example with as many shots as fit, None if it never does; and how many were dropped."""
     completion = template.solve(fields(question))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -16,6 +16,7 @@ from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.lora import ADDED
+from mmqa_jax.models.t5_config import T5Config
 from mmqa_jax.prompting.local_model import weights_hash
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer, open_tokenizer
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
@@ -26,12 +27,40 @@ from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.registry import architecture
 
 SCRATCH = "scratch"
-_COMPUTE = ("dtype", "attention", "attention_dropout", "remat", "unroll")  # not in the weights
 _END = "<|end|>"  # of a tokenizer that is trained here
 
 
-def base_path(name: str) -> Path:
-    """Folder or file of the published, converted or trained LLaMA that `init` names.
+class _Kind(NamedTuple):
+    """An architecture that is fine-tuned.
+
+    Attributes:
+      title, examples: for messages.
+      config: its dataclass.
+      free: fields that the weights do not decide.
+    """
+
+    title: str
+    examples: str
+    config: type
+    free: tuple[str, ...]
+
+
+_KINDS = {
+    "llama": _Kind(
+        "LLaMA",
+        f"{', '.join(LANGUAGE_MODELS)}, a folder, a GGUF file or ORG/NAME",
+        LlamaConfig,
+        ("dtype", "attention", "attention_dropout", "remat", "unroll"),
+    ),
+    "t5": _Kind("T5", "a folder or ORG/NAME", T5Config, ("dtype", "dropout", "remat", "unroll")),
+}
+
+
+def base_path(name: str, kind: str = "llama") -> Path:
+    """Folder or file of the published, converted or trained model that `init` names.
+
+    Args:
+      kind: its architecture, of _KINDS.
 
     Raises:
       UserError: nothing there, or another architecture.
@@ -42,37 +71,38 @@ def base_path(name: str) -> Path:
         path = LANGUAGE_MODELS[name]() if name in LANGUAGE_MODELS else Path(name)
     if not path.exists():
         raise UserError(
-            f"config key init={name}: no such file or folder; name a LLaMA as `mmqa prompt "
-            f"--model` does ({', '.join(LANGUAGE_MODELS)}, a folder, a GGUF file or ORG/NAME), or "
+            f"config key init={name}: no such file or folder; name a {_KINDS[kind].title} as "
+            f"`mmqa prompt --model` does ({_KINDS[kind].examples}), or "
             f"{SCRATCH}."
         )
-    if is_weights_folder(path) and (kind := read_record(path).architecture.name) != "llama":
-        raise UserError(f"config key init={name}: holds a {kind}, a llama was expected.")
+    if is_weights_folder(path) and (found := read_record(path).architecture.name) != kind:
+        raise UserError(f"config key init={name}: holds a {found}, a {kind} was expected.")
     return path
 
 
-def llama_of(task: Any, vocab_size: int) -> LlamaConfig:
+def model_config(task: Any, vocab_size: int) -> Any:
     """The model's config: the base's, with the changes of the section `model`.
 
     Args:
+      task: its `architecture` is a name of _KINDS.
       vocab_size: of a model from scratch.
 
     Raises:
       UserError: a change of what the base's weights decide.
     """
-    changes = dict(task.model.changes)
+    changes, kind = dict(task.model.changes), task.architecture
     if task.init == SCRATCH:
-        return LlamaConfig(**{"vocab_size": vocab_size, **changes})
-    path = base_path(task.init)
-    fixed = [name for name in changes if name not in _COMPUTE]
+        return _KINDS[kind].config(**{"vocab_size": vocab_size, **changes})
+    path, free = base_path(task.init, kind), _KINDS[kind].free
+    fixed = [name for name in changes if name not in free]
     if fixed:
         raise UserError(
             f"config key model.changes.{fixed[0]}: the weights of init={task.init} decide it; "
-            f"change only {', '.join(_COMPUTE)}, or set init to {SCRATCH}."
+            f"change only {', '.join(free)}, or set init to {SCRATCH}."
         )
     if is_weights_folder(path):
         return replace_fields(read_record(path).config, **changes)
-    return replace_fields(architecture("llama").open(path).config, **changes)
+    return replace_fields(architecture(kind).open(path).config, **changes)
 
 
 def check_trainable(task: Any) -> None:
@@ -95,7 +125,7 @@ def base_fingerprint(task: Any) -> str:
     """Hash of the base's weights; "" from scratch. A run resumes on the same base alone."""
     if task.init == SCRATCH:
         return ""
-    return weights_hash(base_path(task.init))
+    return weights_hash(base_path(task.init, task.architecture))
 
 
 def base_loader(task: Any) -> Callable[[nnx.Module], None] | None:
@@ -104,12 +134,13 @@ def base_loader(task: Any) -> Callable[[nnx.Module], None] | None:
         return None
 
     def load(model: nnx.Module) -> None:
-        path, mesh = base_path(task.init), make_mesh(task.mesh)
+        kind, mesh = task.architecture, make_mesh(task.mesh)
+        path = base_path(task.init, kind)
         options = {"mesh": mesh, "param_dtype": "float32"}
         if is_weights_folder(path):
             base = load_converted(path, **options)
         else:
-            base = load_published("llama", path, **options)
+            base = load_published(kind, path, **options)
         nnx.update(model, nnx.state(base, nnx.Param))
 
     return load
@@ -140,7 +171,7 @@ def _new_tokenizer(task: Any, corpus: Corpus) -> Any:
             "config key tokenizer is empty, but a model from scratch has none; write corpus:N or "
             "name a tokenizer."
         )
-    return open_tokenizer(name or base_path(task.init))
+    return open_tokenizer(name or base_path(task.init, task.architecture))
 
 
 def _train_tokenizer(corpus: Corpus, size: int) -> TextTokenizer:
@@ -159,13 +190,18 @@ def _train_tokenizer(corpus: Corpus, size: int) -> TextTokenizer:
     return TextTokenizer(tokenizer, end_ids=(tokenizer.token_to_id(_END),))
 
 
-def check_rows(task: Any, llama: LlamaConfig, tokenizer: TextTokenizer) -> None:
-    """Refuses a tokenizer with ids that the model lacks, and rows longer than it reads."""
-    if tokenizer.vocab_size > llama.vocab_size:
+def check_vocabulary(task: Any, model: LlamaConfig | T5Config, tokenizer: TextTokenizer) -> None:
+    """Refuses a tokenizer with ids that the model lacks."""
+    if tokenizer.vocab_size > model.vocab_size:
         raise UserError(
             f"config key tokenizer={task.tokenizer}: has {tokenizer.vocab_size} tokens, the "
-            f"model {llama.vocab_size}; name the model's own tokenizer."
+            f"model {model.vocab_size}; name the model's own tokenizer."
         )
+
+
+def check_rows(task: Any, llama: LlamaConfig, tokenizer: TextTokenizer) -> None:
+    """Refuses a tokenizer with ids that the model lacks, and rows longer than it reads."""
+    check_vocabulary(task, llama, tokenizer)
     if task.batches.length > llama.positions:
         raise UserError(
             f"config key batches.length={task.batches.length}: the model reads at most "

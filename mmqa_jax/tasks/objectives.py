@@ -27,6 +27,8 @@ from mmqa_jax.models.lora import LoraConfig, add_lora, freeze_base, merge_lora
 from mmqa_jax.models.mcan import MCAN, MCANConfig
 from mmqa_jax.models.mcan_openvqa import MCANOpenVQA, MCANOpenVQAConfig
 from mmqa_jax.models.patch_mcan import PatchMCAN, PatchMCANConfig
+from mmqa_jax.models.t5 import T5
+from mmqa_jax.models.t5_config import T5Config
 from mmqa_jax.models.text_classifier import TextClassifier, TextClassifierConfig
 from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
 from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
@@ -450,23 +452,33 @@ class LanguageModelObjective:
             model = freeze_base(model)
         batch = batch if "batch_targets" in batch else self.whole(batch)
         log_probs = target_log_probs(model, batch, dropout_key)  # [B, T]
-        is_target = batch["target_segments"] > 0
-        of_rows = -jnp.where(is_target, log_probs, 0.0).sum(axis=1)  # [B]
-        loss = (of_rows * batch["batch_rows"] / batch["batch_targets"]).mean()
-        return loss, {"targets": batch["batch_targets"].mean()}
+        return _mean_over_targets(log_probs, batch["target_segments"] > 0, batch)
 
     def whole(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The batch with what its parts have to know of all of it, float32 [B], the same in all
-        rows: batch_targets, its number of targets, and batch_rows, that of its rows.
-        """
-        count = (batch["target_segments"] > 0).sum().astype(jnp.float32)
-        rows = len(batch["target_segments"])
-        ones = jnp.ones(rows, jnp.float32)
-        return {**batch, "batch_targets": ones * count, "batch_rows": ones * rows}
+        """The batch with what its parts have to know of all of it; see `_with_targets`."""
+        return _with_targets(batch, batch["target_segments"] > 0)
 
     def finish(self, model: Llama) -> Llama:
         """What is kept of the trained model: a plain LLaMA."""
         return model if self.lora is None else merge_lora(model)
+
+
+def _with_targets(batch: dict[str, jax.Array], is_target: jax.Array) -> dict[str, jax.Array]:
+    """The batch with two further arrays, float32 [B], the same in all rows: batch_targets, its
+    number of targets (is_target bool [B, T]), and batch_rows, that of its rows.
+    """
+    ones = jnp.ones(len(is_target), jnp.float32)
+    count = is_target.sum().astype(jnp.float32)
+    return {**batch, "batch_targets": ones * count, "batch_rows": ones * len(is_target)}
+
+
+def _mean_over_targets(
+    log_probs: jax.Array, is_target: jax.Array, batch: dict[str, jax.Array]
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Loss and metrics of log-probabilities [B, T]; `batch` as `_with_targets` leaves it."""
+    of_rows = -jnp.where(is_target, log_probs, 0.0).sum(axis=1)  # [B]
+    loss = (of_rows * batch["batch_rows"] / batch["batch_targets"]).mean()
+    return loss, {"targets": batch["batch_targets"].mean()}
 
 
 def target_log_probs(
@@ -485,3 +497,50 @@ def target_log_probs(
     return -optax.softmax_cross_entropy_with_integer_labels(
         model.logits(before), batch["target_ids"]
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Seq2SeqObjective:
+    """Cross-entropy of an answer behind its prompt, the mean over the tokens of all answers of the
+    global batch.
+
+    Attributes:
+      config: the model's.
+    """
+
+    config: T5Config
+
+    def init(self, key: jax.Array) -> nnx.Module:
+        """A freshly initialized T5."""
+        return T5(self.config, rngs=nnx.Rngs(key))
+
+    def loss(
+        self, model: T5, batch: dict[str, jax.Array], dropout_key: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Mean loss of a batch of `data.batches.seq2seq`, and its number of targets.
+
+        Of a part of a batch: as of LanguageModelObjective.
+        """
+        batch = batch if "batch_targets" in batch else self.whole(batch)
+        log_probs = answer_log_probs(model, batch, dropout_key)  # [B, T]
+        return _mean_over_targets(log_probs, _answered(batch), batch)
+
+    def whole(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The batch with what its parts have to know of all of it; see `_with_targets`."""
+        return _with_targets(batch, _answered(batch))
+
+
+def _answered(batch: dict[str, jax.Array]) -> jax.Array:
+    """Which places of `target_ids` hold an answer's token: bool [B, T]."""
+    return jnp.arange(batch["target_ids"].shape[1]) < batch["target_lengths"][:, None]
+
+
+def answer_log_probs(
+    model: T5, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None
+) -> jax.Array:
+    """Log-probability of every answer's tokens, float32 [B, T]; what lies behind means nothing."""
+    mask = jnp.arange(batch["input_ids"].shape[1]) < batch["prompt_lengths"][:, None]
+    logits = model.target_logits(
+        batch["input_ids"], mask, batch["target_ids"], dropout_key=dropout_key
+    )
+    return -optax.softmax_cross_entropy_with_integer_labels(logits, batch["target_ids"])

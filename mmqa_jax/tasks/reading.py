@@ -15,6 +15,7 @@ from mmqa_jax.tasks.example_retrieval import ExampleRetrieval
 from mmqa_jax.tasks.language_model import LanguageModel
 from mmqa_jax.tasks.modality import QuestionModality
 from mmqa_jax.tasks.rerank import Rerank
+from mmqa_jax.tasks.seq2seq import Seq2Seq
 from mmqa_jax.tasks.task import Task
 from mmqa_jax.tasks.vqa import VQA
 
@@ -23,6 +24,7 @@ BUILT_IN: tuple[type[Task], ...] = (
     QuestionModality,
     VQA,  # MAVL
     *(ExampleRetrieval, LanguageModel),  # beyond RMR
+    Seq2Seq,  # the tables' trained baselines
 )
 
 

@@ -171,6 +171,14 @@ ARCHITECTURES = (
         exports="LlamaForCausalLM, Qwen3ForCausalLM, ...: the family's class",
     ),
     Architecture(
+        name="t5",
+        title="T5, T5 1.1, Flan-T5, mT5",
+        model="t5.T5",
+        config="t5_config.T5Config",
+        layouts=(HF_FOLDER,),
+        exports="T5ForConditionalGeneration or MT5ForConditionalGeneration",
+    ),
+    Architecture(
         name="llava",
         title="LLaVA-1.5",
         model="llava.Llava",

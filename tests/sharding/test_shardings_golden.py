@@ -34,6 +34,8 @@ from mmqa_jax.models import (
     mcan_openvqa,
     modified_resnet,
     oscar,
+    t5,
+    t5_config,
     text_classifier,
     two_sided_vlp,
     vlp,
@@ -101,6 +103,7 @@ MODELS = {
     "llama3_8b": _of(llama.Llama, llama_config.llama3_8b()),
     "smollm2_135m": _of(llama.Llama, llama_config.smollm2_135m()),
     "llava_1_5_13b": _of(llava.Llava, llava.llava_1_5_13b()),
+    "flan_t5_xl": _of(t5.T5, t5_config.PUBLISHED["flan_t5_xl"]()),
 }
 
 
@@ -144,7 +147,7 @@ def test_no_model_is_left_out_of_the_file():
 
 def test_large_parameters_are_split_on_every_mesh_but_data():
     """What a device cannot hold whole: all matrices of the models that need more than one."""
-    for name in ("llama2_7b", "llama2_70b", "llava_1_5_13b"):
+    for name in ("llama2_7b", "llama2_70b", "llava_1_5_13b", "flan_t5_xl"):
         for line in read()[name]:
             path, shape, *specs = line.split()
             size = 1

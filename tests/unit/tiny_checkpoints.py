@@ -26,6 +26,7 @@ from mmqa_jax.models.oscar import OscarConfig
 from mmqa_jax.models.qwen_vl import QwenVLConfig
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 from mmqa_jax.models.siglip import SiglipConfig, SiglipTextConfig, SiglipVisionConfig
+from mmqa_jax.models.t5_config import T5Config
 from mmqa_jax.models.vlp import VLPConfig
 from mmqa_jax.weights.layouts import Published
 from mmqa_jax.weights.published import load_checkpoint
@@ -63,6 +64,10 @@ CONFIGS: dict[str, Any] = {
         decoder_heads=2, encoder_mlp=14, decoder_mlp=18, positions=20, scale_embedding=True,
     ),
     "llama": _LLAMA,
+    "t5": T5Config(
+        vocab_size=37, hidden=12, head_size=6, heads=3, mlp=14, encoder_layers=2, decoder_layers=3,
+        buckets=8, farthest=11, activation="gelu_new", gated=True, tied=False, scaled=False,
+    ),
     "llava": LlavaConfig(_VISION, _LLAMA, image_token=33),
     "qwen_vl": QwenVLConfig(
         QwenVisionConfig(

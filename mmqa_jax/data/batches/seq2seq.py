@@ -1,0 +1,88 @@
+"""Training batches of an encoder-decoder: one example in a row, prompts in buckets of lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mmqa_jax.data.batches.feed import FeedConfig, Table, feed_batches
+from mmqa_jax.data.batches.language_model import TokenExample
+from mmqa_jax.data.batches.reading import Batches
+from mmqa_jax.data.batches.sampling import PlannedBatch
+from mmqa_jax.data.packing import Bucket, Packed
+
+
+class PairSize(NamedTuple):
+    """What a row holds: a prompt of `length` tokens, and an answer of `targets`."""
+
+    length: int
+    targets: int
+
+    def holds(self, example: TokenExample) -> bool:
+        """Whether an example fits a row."""
+        return example.start <= self.length and example.targets <= self.targets
+
+
+def seq2seq_batches(
+    versions: Sequence[Sequence[TokenExample]],
+    probabilities: Sequence[float],
+    feed: FeedConfig,
+    *,
+    lengths: Sequence[int],
+    targets: int,
+) -> Batches:
+    """Prompts and answers; an epoch shows every example once, in one of its versions.
+
+    A batch: the arrays of `pair_batch`, and index int32[B]: the examples.
+
+    Args:
+      versions: of every example, as many as `probabilities`, each of which fits the longest row.
+      probabilities: of each version in an epoch; they sum up to 1.
+      lengths: of prompts, ascending; each is padded to the first that holds it, and a batch has
+        prompts of one.
+      targets: tokens of an answer.
+    """
+    count, flat = len(probabilities), [example for own in versions for example in own]
+    buckets = np.searchsorted(np.array(lengths), [example.start for example in flat])
+
+    def sample(epoch: int) -> Table:
+        rng = np.random.default_rng((15, feed.seed, epoch))
+        chosen = np.arange(len(versions)) * count + rng.choice(
+            count, len(versions), p=probabilities
+        )
+        return {"example": chosen, "bucket": buckets[chosen]}
+
+    def make(planned: PlannedBatch, table: Table) -> Packed:
+        examples = table["example"]
+        size = PairSize(lengths[planned.bucket], targets)
+        named = (examples // count).astype(np.int32)
+        return {**pair_batch([flat[i] for i in examples], size), "index": named}
+
+    return feed_batches(sample, [Bucket(0, length) for length in lengths], make, feed)
+
+
+def pair_batch(examples: Sequence[TokenExample], size: PairSize, rows: int = 0) -> Packed:
+    """Examples as arrays of a static shape.
+
+    Args:
+      rows: at least so many; those without an example have a prompt of one token and no target.
+
+    Returns:
+      input_ids int32[B, length], prompt_lengths int32[B]; target_ids int32[B, targets],
+      target_lengths int32[B].
+    """
+    rows = max(rows, len(examples))
+    batch = {
+        "input_ids": np.zeros((rows, size.length), np.int32),
+        "prompt_lengths": np.ones(rows, np.int32),
+        "target_ids": np.zeros((rows, size.targets), np.int32),
+        "target_lengths": np.zeros(rows, np.int32),
+    }
+    for row, example in enumerate(examples):
+        batch["input_ids"][row, : example.start] = example.tokens[: example.start]
+        batch["prompt_lengths"][row] = example.start
+        batch["target_ids"][row, : example.targets] = example.tokens[example.start :]
+        batch["target_lengths"][row] = example.targets
+    return batch

@@ -1,0 +1,331 @@
+"""Serves a T5: requests of one shape in batches, sources padded to buckets of lengths.
+
+An encoder-decoder has nothing that a prompt could share with another, and its answers are short, so
+that batches run to their end: each is one program (`decoding.t5_generate`). No row reads another's.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import fetch, placement_of
+from mmqa_jax.decoding.requests import (
+    Candidate,
+    Likeliest,
+    Request,
+    Result,
+    Score,
+    Scores,
+    Scoring,
+    StopDetector,
+    Throughput,
+    Tokenizer,
+    text_of,
+)
+from mmqa_jax.decoding.sampling import SamplingParameters, draw_key
+from mmqa_jax.decoding.t5_generate import beam_search, draw, score
+from mmqa_jax.models.t5 import T5
+
+_LEAST = 16  # new tokens that a program has room for; more in powers of two
+
+
+@dataclasses.dataclass(frozen=True)
+class T5EngineConfig:
+    """Sizes of a T5's batches; results do not depend on them beyond the last bits.
+
+    Attributes:
+      slots: sequences of a batch at most, beams and draws among them.
+      tokens: of a batch's padded sources at most, unless one alone has more.
+      length: the most tokens of a source, and of an answer.
+      buckets: lengths that sources are padded to, ascending; beyond the last, its multiples.
+    """
+
+    slots: int = 16
+    tokens: int = 4096
+    length: int = 2048
+    buckets: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048)
+
+    def __post_init__(self):
+        object.__setattr__(self, "buckets", tuple(self.buckets))
+        for name in ("slots", "tokens", "length"):
+            if getattr(self, name) < 1:
+                raise UserError(
+                    f"engine.{name} is {getattr(self, name)}: expected at least 1; raise it."
+                )
+        if (
+            not self.buckets
+            or self.buckets[0] < 1
+            or list(self.buckets) != sorted(set(self.buckets))
+        ):
+            raise UserError(
+                f"engine.buckets is {self.buckets}: expected ascending lengths of at least 1, such "
+                "as (64, 128, 256); change them."
+            )
+
+    def padded(self, length: int) -> int:
+        """The padded length of a source."""
+        for bucket in self.buckets:
+            if length <= bucket:
+                return bucket
+        return -(-length // self.buckets[-1]) * self.buckets[-1]
+
+
+class _Program(NamedTuple):
+    """What is compiled for a batch.
+
+    Attributes:
+      kind: `draw`, `beam` or `score`.
+      source: padded length of the sources.
+      target: new tokens at most, or padded length of the scored answers.
+      beams, length_penalty: of beam search.
+    """
+
+    kind: Literal["draw", "beam", "score"]
+    source: int
+    target: int
+    beams: int = 1
+    length_penalty: float = 0.0
+
+
+class _Row(NamedTuple):
+    """One row of a batch: a draw, a whole beam search or a continuation of a request."""
+
+    request: Request | Scoring
+    source: tuple[int, ...]
+    number: int
+
+
+class T5Engine:
+    """Generates and scores with a T5, batched.
+
+        engine = T5Engine(load_published("t5", path), tokenizer, end_ids=[1])
+        for result in engine.serve(Request(n, ids) for n, ids in enumerate(prompts)):
+            print(result.id, result.text)
+
+    Args:
+      model: on one device or a mesh, over whose data axes rows are split.
+      tokenizer: for texts and stop strings.
+      end_ids: tokens that end an answer.
+      config: sizes.
+
+    Raises:
+      UserError: an end token that the model lacks.
+    """
+
+    def __init__(
+        self,
+        model: T5,
+        tokenizer: Tokenizer,
+        *,
+        end_ids: Sequence[int],
+        config: T5EngineConfig | None = None,
+    ):
+        vocab_size = model.config.vocab_size
+        for end in end_ids:
+            if not 0 <= end < vocab_size:
+                raise UserError(
+                    f"end token {end}: expected 0 to {vocab_size - 1}; use the model's own."
+                )
+        self._graphdef, self._state = nnx.split(model)
+        self._placement = placement_of(self._state)
+        self._text, self._end_ids = tokenizer, tuple(end_ids)
+        self.config, self.throughput = config or T5EngineConfig(), Throughput()
+        self.mesh = self._placement.mesh
+
+    def serve(self, requests: Iterable[Request | Scoring]) -> Iterator[Result | Scores]:
+        """Answers requests, whose prompts are token ids, in any order.
+
+        All are read first, so that a batch holds what is equally long.
+
+        Raises:
+          UserError: beam search with several end tokens, or none.
+        """
+        waiting: dict[_Program, list[_Row]] = collections.defaultdict(list)
+        found: dict[Any, dict[int, Any]] = {}
+        for request in requests:
+            found[request.id] = {}
+            for program, row in self._rows(request):
+                waiting[program].append(row)
+        for program in sorted(waiting):
+            rows, size = waiting[program], self._size(program)
+            for start in range(0, len(rows), size):
+                batch = rows[start : start + size]
+                for row, output in zip(batch, self._run(program, batch, size), strict=True):
+                    own = found[row.request.id]
+                    own[row.number] = output
+                    if len(own) == self._parts(row.request):
+                        outputs = [own[number] for number in range(len(own))]
+                        yield self._result(row, outputs)
+
+    def _parts(self, request: Request | Scoring) -> int:
+        """Rows of a request."""
+        if isinstance(request, Scoring):
+            return len(request.continuations)
+        return 1 if request.beams else request.n
+
+    def _rows(self, request: Request | Scoring) -> Iterator[tuple[_Program, _Row]]:
+        source = tuple(request.prompt)
+        length = self.config.padded(len(source))
+        for number in range(self._parts(request)):
+            row = _Row(request, source, number)
+            if isinstance(request, Scoring):
+                yield _Program("score", length, room(len(request.continuations[number]))), row
+            elif request.beams:
+                if len(self._end_ids) != 1:
+                    raise UserError(
+                        f"request {request.id!r}: beam search needs exactly one end token, the "
+                        f"engine has {len(self._end_ids)}; set end_ids."
+                    )
+                # The last step ends all beams, so that their number of steps is not rounded up.
+                beams, penalty = request.beams, request.length_penalty
+                yield _Program("beam", length, request.max_new_tokens, beams, penalty), row
+            else:
+                yield _Program("draw", length, room(request.max_new_tokens)), row
+
+    def _size(self, program: _Program) -> int:
+        """Rows of a batch."""
+        size = min(self.config.slots // program.beams, self.config.tokens // program.source)
+        return self._placement.padded(max(size, 1))
+
+    def _run(self, program: _Program, rows: Sequence[_Row], size: int) -> Sequence[Any]:
+        """What a batch's program gives for each row."""
+        began = time.monotonic()
+        ids, lengths = np.zeros((size, program.source), np.int32), np.ones(size, np.int32)
+        for place, row in enumerate(rows):
+            lengths[place] = len(row.source)
+            ids[place, : lengths[place]] = row.source
+        outputs, steps = {
+            "draw": self._draw,
+            "beam": self._search,
+            "score": self._score,
+        }[program.kind](program, rows, ids, lengths)
+        counted = self.throughput
+        counted.requests += len(rows)
+        counted.prefill_tokens += sum(len(row.source) for row in rows)
+        counted.decode_tokens += sum(steps)
+        counted.steps += max(steps)
+        counted.decode_seconds += time.monotonic() - began
+        return outputs
+
+    def _call(self, function: Any, arrays: tuple[Any, ...], **options: Any) -> Any:
+        """The outputs of a program on the host; `arrays` have a row for each of the batch."""
+        placement = self._placement
+        own = placement.rows(len(arrays[0]))
+        put = placement.put(jax.tree.map(lambda array: array[own], arrays))
+        made = placement.call(function, self._graphdef, self._state, *put, **options)
+        return fetch(placement.copied(made))
+
+    def _draw(
+        self, program: _Program, rows: Sequence[_Row], ids: np.ndarray, lengths: np.ndarray
+    ) -> tuple[list[tuple[list[int], list[float]]], list[int]]:
+        size = len(ids)
+        most = np.zeros(size, np.int32)  # rows of padding end at once
+        parameters = SamplingParameters(
+            np.zeros(size, np.float32),
+            np.zeros(size, np.int32),
+            np.ones(size, np.float32),
+            np.zeros((size, 2), np.uint32),
+        )
+        for place, row in enumerate(rows):
+            request = row.request
+            most[place] = request.max_new_tokens
+            parameters.temperature[place] = request.temperature
+            parameters.top_k[place] = request.top_k
+            parameters.top_p[place] = request.top_p
+            parameters.key[place] = draw_key(request.seed, row.number)
+        arrays = (ids, lengths, parameters, most)
+        drawn = self._call(draw, arrays, end_ids=self._end_ids, max_new_tokens=program.target)
+        counts = drawn.lengths[: len(rows)].tolist()
+        pairs = [
+            (drawn.tokens[place, :count].tolist(), drawn.log_probs[place, :count].tolist())
+            for place, count in enumerate(counts)
+        ]
+        return pairs, counts
+
+    def _search(
+        self, program: _Program, rows: Sequence[_Row], ids: np.ndarray, lengths: np.ndarray
+    ) -> tuple[list[list[tuple[list[int], float]]], list[int]]:
+        found = self._call(
+            beam_search,
+            (ids, lengths),
+            end_id=self._end_ids[0],
+            num_beams=program.beams,
+            max_new_tokens=program.target,
+            length_penalty=program.length_penalty,
+        )
+        of_rows = [
+            [
+                (found.tokens[place, n, : found.lengths[place, n]].tolist(), float(score))
+                for n, score in enumerate(found.scores[place][: row.request.n])
+            ]
+            for place, row in enumerate(rows)
+        ]
+        return of_rows, [len(best[0][0]) for best in of_rows]
+
+    def _score(
+        self, program: _Program, rows: Sequence[_Row], ids: np.ndarray, lengths: np.ndarray
+    ) -> tuple[list[Score], list[int]]:
+        targets = np.zeros((len(ids), program.target), np.int32)
+        counts = [len(row.request.continuations[row.number]) for row in rows]
+        for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            targets[place, :count] = row.request.continuations[row.number]
+        found = self._call(score, (ids, lengths, targets))
+        scores = []
+        for place, count in enumerate(counts):
+            log_probs = found.log_probs[place, :count].tolist()
+            likeliest = found.likeliest[place, :count].tolist()
+            highest = found.highest[place, :count].tolist()
+            scores.append(
+                Score(
+                    math.fsum(log_probs),
+                    tuple(log_probs),
+                    likeliest == targets[place, :count].tolist(),
+                    tuple(map(Likeliest, likeliest, highest)),
+                )
+            )
+        return scores, counts
+
+    def _result(self, row: _Row, outputs: Sequence[Any]) -> Result | Scores:
+        request = row.request
+        if isinstance(request, Scoring):
+            return Scores(request.id, tuple(outputs), len(row.source))
+        if request.beams:
+            candidates = [self._beam(request, *found) for found in outputs[0]]
+        else:
+            drawn = (self._drawn(request, *output) for output in outputs)
+            candidates = sorted(drawn, key=lambda one: -one.total)
+        return Result(request.id, tuple(candidates), len(row.source), 0)
+
+    def _beam(self, request: Request, tokens: list[int], total: float) -> Candidate:
+        finish = self._finish(tokens)
+        text, _ = text_of(tokens, finish, request.stop, self._text)
+        return Candidate(text, tuple(tokens), total, None, finish)
+
+    def _drawn(self, request: Request, tokens: list[int], log_probs: list[float]) -> Candidate:
+        finish = self._finish(tokens)
+        detector = StopDetector(self._text, request.stop)
+        for count, token in enumerate(tokens if request.stop else (), start=1):
+            if detector.push(token):
+                tokens, finish = tokens[:count], "stop"
+                break
+        text, shown = text_of(tokens, finish, request.stop, self._text)
+        kept = tuple(log_probs[: len(tokens)]) if request.logprobs else None
+        return Candidate(text, tuple(tokens), math.fsum(log_probs[:shown]), kept, finish)
+
+    def _finish(self, tokens: Sequence[int]) -> str:
+        return "end" if tokens[-1] in self._end_ids else "length"
+
+
+def room(tokens: int) -> int:
+    """New tokens that a program has room for: the next power of two, and a few at least."""
+    return max(_LEAST, 1 << (tokens - 1).bit_length())

@@ -1,0 +1,249 @@
+"""Generation by a T5, each way entirely inside one jit: sampling, beam search, scores of answers.
+
+The source is encoded once, and each decoder layer's keys and values of it are computed once for all
+beams of a prompt. The beams' own keys and values are never copied when beams are reordered
+(`models.ancestry`). All beams of a prompt are rows of one product.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.decoding import beam, hypotheses
+from mmqa_jax.decoding.beam import BeamResult
+from mmqa_jax.decoding.sampling import SamplingParameters, choose
+from mmqa_jax.models.ancestry import Ancestry
+from mmqa_jax.models.relative_positions import relative_buckets
+from mmqa_jax.models.t5 import T5, T5Layer
+from mmqa_jax.models.t5_config import T5Config
+
+KeysValues = tuple[jax.Array, jax.Array]
+
+
+@flax.struct.dataclass
+class WrittenCache:
+    """Keys and values of the new tokens of K sequences a prompt."""
+
+    layers: tuple[KeysValues, ...]  # [B, T * K, heads, D] each
+    ancestry: Ancestry
+
+    @classmethod
+    def empty(cls, config: T5Config, prompts: int, beams: int, most: int) -> WrittenCache:
+        """Zeros for `beams` sequences of `most` tokens for each of `prompts` prompts."""
+        shape = (prompts, most * beams, config.heads, config.head_size)
+        zeros = jnp.zeros(shape, config.dtype)
+        layers = ((zeros, zeros),) * config.decoder_layers
+        return cls(layers, Ancestry.empty(prompts, beams, most))
+
+    def select(self, rows: jax.Array) -> WrittenCache:
+        """The cache of beams `rows` [B * K], after the beams were reordered."""
+        return WrittenCache(self.layers, self.ancestry.select(rows))
+
+
+class _Decoder:
+    """A T5's decoder over an encoded batch, token by token; of the trace of one program.
+
+    Args:
+      input_ids: int [B, S], padded on the right.
+      lengths: int [B], real tokens of each row.
+      most: new tokens at most.
+    """
+
+    def __init__(self, model: T5, input_ids: jax.Array, lengths: jax.Array, most: int):
+        mask = jnp.arange(input_ids.shape[1]) < lengths[:, None]
+        source = model.encode(input_ids, mask)
+        self._model, self._mask = model, mask[:, None, None, :]
+        # Taken apart here, not in the loop, in which every step would copy them out of the stack.
+        self._layers: list[T5Layer] = list(model.decoder.each_layer())
+        self._source = [layer.cross.keys_values(source) for layer in self._layers]
+        config = model.config
+        self._buckets = relative_buckets(
+            np.arange(most),
+            buckets=config.buckets,
+            farthest=config.farthest,
+            bidirectional=False,
+        )
+
+    def step(
+        self, cache: WrittenCache, tokens: jax.Array, step: jax.Array
+    ) -> tuple[jax.Array, WrittenCache]:
+        """Logits [B, K, V] behind tokens [B, K], the `step`-th decoder inputs, and the cache."""
+        model, beams, most = self._model, tokens.shape[1], len(self._buckets)
+        ancestry = cache.ancestry.written(step)
+        seen = ancestry.visible(step + 1)[:, None]  # [B, 1, K, T * K]
+        back = jnp.maximum(step - jnp.arange(most), 0)
+        of_token = model.decoder.relative(jnp.asarray(self._buckets)[back])  # [T, heads]
+        bias = jnp.repeat(of_token.astype(jnp.float32), beams, axis=0).T[None, :, None]
+        x, written = model.embed(tokens), []  # [B, K, H]
+        for layer, of_source, own in zip(self._layers, self._source, cache.layers, strict=True):
+            y = layer.attention_norm(x)
+            own = tuple(
+                jax.lax.dynamic_update_slice(held, new, (0, step * beams, 0, 0))
+                for held, new in zip(own, layer.attention.keys_values(y), strict=True)
+            )
+            x = x + layer.attention.attend(layer.attention.queries(y), *own, bias, seen)
+            q = layer.cross.queries(layer.cross_norm(x))
+            x = x + layer.cross.attend(q, *of_source, None, self._mask)
+            x = x + layer.feed_forward(x)
+            written.append(own)
+        logits = model.logits(model.decoder.norm(x))
+        return logits, WrittenCache(tuple(written), ancestry)
+
+
+@flax.struct.dataclass
+class Drawn:
+    """Generated sequences."""
+
+    tokens: jax.Array  # int [B, T], end token included
+    log_probs: jax.Array  # float32 [B, T], of each token under the model itself
+    lengths: jax.Array  # int [B], end token included
+
+
+@functools.partial(jax.jit, static_argnames=("end_ids", "max_new_tokens"))
+def draw(
+    graphdef: nnx.GraphDef,
+    state: nnx.State,
+    input_ids: jax.Array,
+    lengths: jax.Array,
+    parameters: SamplingParameters,
+    most: jax.Array,
+    *,
+    end_ids: tuple[int, ...],
+    max_new_tokens: int,
+) -> Drawn:
+    """Greedy decoding and sampling, one sequence a row; (graphdef, state) = nnx.split(T5).
+
+    Args:
+      input_ids: int [B, S], padded on the right.
+      lengths: int [B], tokens of each source.
+      parameters: of the rows.
+      most: int [B], new tokens of each row, up to `max_new_tokens`.
+      end_ids: end an answer.
+
+    One compilation per batch shape.
+    """
+    model, rows = nnx.merge(graphdef, state), input_ids.shape[0]
+    decoder = _Decoder(model, input_ids, lengths, max_new_tokens)
+    shape = (rows, max_new_tokens)
+
+    def unfinished(carry):
+        return ~jnp.all(carry[3])
+
+    def step(carry):
+        number, last, drawn, ended, cache = carry
+        logits, cache = decoder.step(cache, last[:, None], number)
+        counts = jnp.full(rows, number)
+        tokens, log_probs = choose(logits[:, 0], parameters, counts, ~ended)
+        place = (0, number)
+        drawn = Drawn(
+            jax.lax.dynamic_update_slice(drawn.tokens, tokens[:, None], place),
+            jax.lax.dynamic_update_slice(drawn.log_probs, log_probs[:, None], place),
+            drawn.lengths + ~ended,
+        )
+        ended |= jnp.isin(tokens, jnp.array(end_ids, jnp.int32)) | (number + 1 >= most)
+        return number + 1, tokens, drawn, ended, cache
+
+    carry = (
+        jnp.zeros((), jnp.int32),
+        jnp.full(rows, model.config.start, jnp.int32),
+        Drawn(jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.zeros(rows, jnp.int32)),
+        most < 1,
+        WrittenCache.empty(model.config, rows, 1, max_new_tokens),
+    )
+    return jax.lax.while_loop(unfinished, step, carry)[2]
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("end_id", "num_beams", "max_new_tokens", "length_penalty", "early_stopping"),
+)
+def beam_search(
+    graphdef: nnx.GraphDef,
+    state: nnx.State,
+    input_ids: jax.Array,
+    lengths: jax.Array,
+    *,
+    end_id: int,
+    num_beams: int = 4,
+    max_new_tokens: int = 64,
+    length_penalty: float = 0.0,
+    early_stopping: bool = False,
+) -> BeamResult:
+    """The `num_beams` best answers to a batch of sources, as transformers' `generate` finds them.
+
+    Args:
+      input_ids: int [B, S], padded on the right.
+      lengths: int [B], tokens of each source.
+      end_id: ends an answer.
+      length_penalty, early_stopping: see `hypotheses`.
+
+    One compilation per batch shape.
+
+    Raises:
+      UserError: more beams than half of the vocabulary, or no new token.
+    """
+    model, prompts = nnx.merge(graphdef, state), input_ids.shape[0]
+    if not 1 <= num_beams <= model.config.vocab_size // 2:
+        raise UserError(
+            f"num_beams is {num_beams}: expected 1 to half of the vocabulary, "
+            f"{model.config.vocab_size // 2}; change it."
+        )
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens is {max_new_tokens}: expected 1 or more; raise it.")
+    decoder = _Decoder(model, input_ids, lengths, max_new_tokens)
+    scoring = {"length_penalty": length_penalty, "early_stopping": early_stopping}
+
+    def propose(beams, cache):
+        before = jnp.maximum(beams.step - 1, 0)
+        last = jnp.where(beams.step == 0, model.config.start, beams.tokens[:, :, before])
+        logits, cache = decoder.step(cache, last, beams.step)
+        return jax.nn.log_softmax(logits), cache
+
+    found = beam.run(
+        beam.start(prompts, num_beams, max_new_tokens),
+        WrittenCache.empty(model.config, prompts, num_beams, max_new_tokens),
+        propose=propose,
+        advance=functools.partial(hypotheses.advance, end_id=end_id, **scoring),
+        reorder=lambda cache, rows: cache.select(rows),
+        complete=functools.partial(hypotheses.complete, **scoring),
+    )
+    return beam.ranked(found)
+
+
+@flax.struct.dataclass
+class Scored:
+    """Of every token of given answers, [B, T] each."""
+
+    log_probs: jax.Array  # float32, of the token
+    likeliest: jax.Array  # int, the likeliest token in its place
+    highest: jax.Array  # float32, log-probability of that
+
+
+@jax.jit
+def score(
+    graphdef: nnx.GraphDef,
+    state: nnx.State,
+    input_ids: jax.Array,
+    lengths: jax.Array,
+    target_ids: jax.Array,
+) -> Scored:
+    """Log-probabilities of given answers, teacher forced; (graphdef, state) = nnx.split(T5).
+
+    Args:
+      input_ids: int [B, S], padded on the right.
+      lengths: int [B], tokens of each source.
+      target_ids: int [B, T], padded on the right; what stands there is the caller's to leave out.
+    """
+    model = nnx.merge(graphdef, state)
+    mask = jnp.arange(input_ids.shape[1]) < lengths[:, None]
+    log_probs = jax.nn.log_softmax(model.target_logits(input_ids, mask, target_ids))
+    of_target = jnp.take_along_axis(log_probs, target_ids[:, :, None], axis=-1)[..., 0]
+    likeliest = log_probs.argmax(-1)
+    return Scored(of_target, likeliest.astype(jnp.int32), log_probs.max(-1))

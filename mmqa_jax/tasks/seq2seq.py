@@ -1,0 +1,140 @@
+"""A T5 learns to answer: a question's text in, its answer out (as UnifiedQA, KAT and MM-CoT do).
+
+Prompts are those of the templates in papers/templates: `seq2seq.question` is the question alone,
+`seq2seq.unifiedqa` UnifiedQA's, `rmr.rationale` ScienceQA's with the rationale in front of the
+answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.typed import changes_of
+from mmqa_jax.data.batches.feed import BatchesSection
+from mmqa_jax.data.batches.language_model import TokenExample
+from mmqa_jax.data.batches.seq2seq import PairSize, pair_batch, seq2seq_batches
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.packing import Packed
+from mmqa_jax.data.schema import Question
+from mmqa_jax.models.t5_config import T5Config
+from mmqa_jax.tasks.base_llm import base_loader, check_vocabulary, model_config
+from mmqa_jax.tasks.objectives import Seq2SeqObjective, answer_log_probs
+from mmqa_jax.tasks.solved_questions import (
+    OptionLikelihood,
+    Rows,
+    Score,
+    SolvedQuestions,
+    row_scores,
+)
+from mmqa_jax.tasks.task import ANY_VOCABULARY, Recipe, ints
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seq2SeqSection:
+    """The section `model`; `changes`: fields of T5Config that differ from the base's; from scratch,
+    its sizes."""
+
+    changes: Mapping[str, Any] = changes_of(T5Config)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairBatches(BatchesSection):
+    """The section `batches`.
+
+    Attributes:
+      lengths: of prompts, ascending: each is padded to the first that holds it.
+      targets: tokens of an answer, its end token included.
+    """
+
+    lengths: tuple[int, ...]
+    targets: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seq2Seq(SolvedQuestions):
+    """A T5, Flan-T5 or mT5 on solved questions, with options or without.
+
+    Attributes:
+      init: any T5 that `mmqa prompt --model` takes, or scratch.
+    """
+
+    name: ClassVar[str] = "seq2seq"
+    product: ClassVar[str] = "encoder-decoder"
+    architecture: ClassVar[str] = "t5"
+    length_key: ClassVar[str] = "batches.lengths"
+    unsolved: ClassVar[str] = "a known answer"
+
+    model: Seq2SeqSection
+    batches: PairBatches
+
+    @property
+    def size(self) -> PairSize:
+        return PairSize(self.batches.lengths[-1], self.batches.targets)
+
+    @staticmethod
+    def is_solved(question: Question) -> bool:
+        return question.answer_index is not None or bool(question.answers)
+
+    def _check(self, files: bool) -> None:
+        lengths, targets = self.batches.lengths, self.batches.targets
+        if not lengths or lengths[0] < 1 or list(lengths) != sorted(set(lengths)):
+            raise UserError(
+                f"config key batches.lengths={lengths}: ascending numbers of tokens were expected, "
+                "such as (128, 256, 512); change them."
+            )
+        if targets < 1:
+            raise UserError(f"config key batches.targets={targets}: give 1 or more.")
+        if self.loop.optimizer.trainable is not None:
+            raise UserError(
+                f"config key train.optimizer.trainable={self.loop.optimizer.trainable}: all of a "
+                "T5 is trained; set it to None."
+            )
+        model_config(self, ANY_VOCABULARY)
+        self.check_examples()
+
+    def objective(self, vocab_size: int, mesh: Mesh | None = None) -> Seq2SeqObjective:
+        return Seq2SeqObjective(model_config(self, vocab_size))
+
+    def batch(self) -> dict[str, Any]:
+        rows, size = self.batches.batch_size, self.size
+        return {
+            "input_ids": ints(rows, size.length),
+            "prompt_lengths": ints(rows),
+            "target_ids": ints(rows, size.targets),
+            "target_lengths": ints(rows),
+        }
+
+    def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
+        objective = self.objective(tokenizer.vocab_size)
+        check_vocabulary(self, objective.config, tokenizer)
+        examples = self.make_examples(corpus, self.data.chosen(questions, corpus), tokenizer)
+        batches = seq2seq_batches(
+            examples.versions,
+            examples.shares,
+            self.feed(),
+            lengths=self.batches.lengths,
+            targets=self.batches.targets,
+        )
+        return Recipe(objective, batches, base_loader(self), metadata=self.metadata(tokenizer))
+
+    def evaluation(
+        self, corpus: Corpus, tokenizer: Any, model: nnx.Module
+    ) -> Callable[[nnx.Module], Mapping[str, float]]:
+        def make_score(examples: Sequence[TokenExample]) -> Score:
+            def pack(rows: Rows) -> tuple[Packed, np.ndarray]:
+                own = [examples[i] for row in rows for i in row]
+                batch = pair_batch(own, self.size, len(rows))
+                places = np.arange(self.size.targets) < batch["target_lengths"][:, None]
+                return batch, places.astype(np.int64)
+
+            rows = [[number] for number in range(len(examples))]
+            return row_scores(model, rows, self.inference.batch_size, pack, answer_log_probs)
+
+        return OptionLikelihood(self, corpus, tokenizer, make_score)

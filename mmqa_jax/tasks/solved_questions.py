@@ -1,0 +1,289 @@
+"""What tasks share that teach a model solved questions: its examples, and validation by likelihood.
+
+Prompts are RMR's, with and without retrieved examples, by its templates and from its library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import jax
+import numpy as np
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import fetch, placement_of
+from mmqa_jax.core.typed import at_least
+from mmqa_jax.data.batches.language_model import RowSize, TokenExample
+from mmqa_jax.data.batches.seq2seq import PairSize
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.packing import Packed
+from mmqa_jax.data.schema import Question
+from mmqa_jax.data.splits import evenly
+from mmqa_jax.decoding.requests import TooLong
+from mmqa_jax.prompting import text_tokenizer
+from mmqa_jax.prompting.few_shot import few_shot
+from mmqa_jax.prompting.rmr_fields import fields
+from mmqa_jax.prompting.shots import ExampleLibrary
+from mmqa_jax.prompting.templates import load_template
+from mmqa_jax.prompting.text_tokenizer import TextTokenizer
+from mmqa_jax.prompting.training_examples import (
+    ExampleOptions,
+    TrainingExamples,
+    token_example,
+    training_examples,
+)
+from mmqa_jax.tasks.base_llm import base_fingerprint, make_text_tokenizer
+from mmqa_jax.tasks.library import LibrarySpec, check_similarity, open_library
+from mmqa_jax.tasks.task import DataSection, Task
+
+# A model's parameters -> the summed log-probability of every example's targets, float64 [N].
+Score = Callable[[Any], np.ndarray]
+MakeScore = Callable[[Sequence[TokenExample]], Score]
+Rows = Sequence[Sequence[int]]  # examples of each row, by number
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValidationRows:
+    """The section `inference`; `batch_size`: rows of a validation's batch."""
+
+    batch_size: int = at_least(1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValidateOptions:
+    """The section `validate`: multiple choice by likelihood.
+
+    Attributes:
+      split: the questions', of those with choices and a known answer.
+      questions: how many, evenly over the split; 0: all.
+      shots: numbers of retrieved examples, each validated on its own.
+      template: of the prompts, after which the options' texts are scored.
+      metric: decides on the best step: the mean of the accuracies, or of the log-likelihoods per
+        token of the right options.
+    """
+
+    split: str
+    questions: int = at_least(0)
+    shots: tuple[int, ...] = (0, 3)
+    template: str = "rmr.text"
+    metric: Literal["accuracy", "log_likelihood"] = "accuracy"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SolvedQuestions(Task):
+    """A language model learns the answers of solved questions behind their prompts.
+
+    Attributes:
+      architecture: of the model, as base_llm has it.
+      length_key: the config key that limits a row's tokens, for messages.
+      unsolved: what questions lack that cannot be learned, for messages.
+      tokenizer: "" for the base's own; see base_llm.make_text_tokenizer.
+      examples: how questions become prompts.
+      library: where the retrieved examples come from.
+    """
+
+    product: ClassVar[str] = "language model"
+    unit: ClassVar[str] = "rows"
+    architecture: ClassVar[str]
+    length_key: ClassVar[str]
+    unsolved: ClassVar[str]
+
+    data: DataSection
+    examples: ExampleOptions
+    library: LibrarySpec
+    inference: ValidationRows
+    validate: ValidateOptions | None = None
+
+    @property
+    def title(self) -> str:
+        return f"Fine-tuning the {self.product}"
+
+    @property
+    def size(self) -> RowSize | PairSize:
+        """What a row holds."""
+        raise NotImplementedError
+
+    @staticmethod
+    def is_solved(question: Question) -> bool:
+        """Whether a question has what is learned."""
+        raise NotImplementedError
+
+    def tokenizer_kind(self) -> tuple[type, str]:
+        return TextTokenizer, "that of a language model"
+
+    def make_tokenizer(self, corpus: Corpus, folder: Path) -> TextTokenizer:
+        return make_text_tokenizer(self, corpus, folder)
+
+    def open_tokenizer(self, folder: Path) -> TextTokenizer:
+        return text_tokenizer.open_tokenizer(folder)
+
+    def check_examples(self) -> None:
+        """Refuses examples that the library cannot give."""
+        if self.examples.shots:
+            check_similarity(
+                self.examples.similarity,
+                self.library,
+                key="examples.similarity",
+                section="library",
+            )
+
+    def metadata(self, tokenizer: TextTokenizer) -> dict[str, Any]:
+        """Further values of model.json."""
+        return {
+            "base": base_fingerprint(self),
+            "token_ids": {"eos_token_id": list(tokenizer.end_ids)},
+        }
+
+    def open_library(self, corpus: Corpus) -> ExampleLibrary:
+        """The library of retrieved examples."""
+        return open_library(corpus, self.library, "library")
+
+    def make_examples(
+        self, corpus: Corpus, questions: list[Question], tokenizer: Any
+    ) -> TrainingExamples:
+        """What a run is trained on; says how many questions were dropped.
+
+        Raises:
+          UserError: no question with an answer, or a library that cannot be opened.
+        """
+        solved = [question for question in questions if self.is_solved(question)]
+        if not solved:
+            raise UserError(
+                f"config key data.split={self.data.split}: {self.data.dir} holds no such questions "
+                f"with {self.unsolved}; choose another split."
+            )
+        size = self.size
+        examples = training_examples(
+            solved, self.open_library(corpus), fields, self.examples, tokenizer, size
+        )
+        if not examples.versions:
+            raise UserError(
+                f"config key {self.length_key}={size.length}: no training example fits a row, even "
+                f"without retrieved ones, with its {size.targets} learned tokens "
+                "(batches.targets); raise them."
+            )
+        left_out = len(questions) - len(solved), examples.dropped, examples.dropped_shots
+        if any(left_out) and jax.process_index() == 0:
+            print(
+                f"{len(examples.versions)} training examples; left out: {left_out[0]} questions "
+                f"without {self.unsolved}, {left_out[1]} that fit no row of {size.length} tokens "
+                f"({size.targets} learned), and {left_out[2]} retrieved examples for lack of room.",
+                file=sys.stderr,
+            )
+        return examples
+
+
+def row_scores(
+    model: nnx.Module,
+    rows: Rows,
+    batch_size: int,
+    pack: Callable[[Rows], tuple[Packed, np.ndarray]],
+    log_probs: Callable[[Any, Packed], jax.Array],
+) -> Score:
+    """Scores examples in batches of rows.
+
+    Args:
+      model: of the run, possibly abstract.
+      rows: all of them, each example in one.
+      pack: rows -> a batch, and int[B, T]: which of its row's examples, from 1, a target is of; 0
+        where there is none.
+      log_probs: (model, batch) -> log-probability of every target, [B, T].
+    """
+    graphdef, _ = nnx.split(model)
+    compiled = jax.jit(lambda state, batch: log_probs(nnx.merge(graphdef, state), batch))
+
+    def score(state: Any) -> np.ndarray:
+        totals = np.zeros(sum(map(len, rows)))
+        placement = placement_of(state)
+        size = placement.padded(batch_size)
+        own = placement.rows(size)
+        for start in range(0, len(rows), size):
+            taken = rows[start : start + size]
+            batch, numbers = pack([*taken, *[[]] * (size - len(taken))])
+            arrays = placement.put({name: array[own] for name, array in batch.items()})
+            found = fetch(compiled(state, arrays)).astype(np.float64)
+            for row, values, of_examples in zip(taken, found, numbers, strict=False):
+                totals[list(row)] = np.bincount(of_examples, values, minlength=len(row) + 1)[1:]
+        return totals
+
+    return score
+
+
+class OptionLikelihood:
+    """Accuracy and log-likelihood of the right option, for each number of shots.
+
+    The likelihood of an option's text is that of RMR's `choose_rmr`, not calibrated.
+    Questions are shown as many of their shots as fit.
+
+    Args:
+      task: of the run.
+      score: makes of all examples what gives their totals: see `Score`.
+    """
+
+    def __init__(self, task: SolvedQuestions, corpus: Corpus, tokenizer: Any, score: MakeScore):
+        section = task.validate
+        assert section is not None
+        self._section, self._tokenizer = section, tokenizer
+        self._size, self._length_key = task.size, task.length_key
+        questions = [q for q in corpus.questions(section.split) if q.answer_index is not None]
+        if not questions:
+            raise UserError(
+                f"config key validate.split={section.split}: {task.data.dir} holds no such "
+                "questions with choices and a known answer; choose another split, or set "
+                "train.evaluate_every to 0."
+            )
+        questions = evenly(questions, section.questions)
+        self._answers = np.array([question.answer_index for question in questions])
+        self._examples: list[TokenExample] = []
+        # Rows of self._examples by (number of shots, question, option).
+        self._rows: list[list[list[int]]] = []
+        library, options = task.open_library(corpus), task.examples
+        for count in section.shots:
+            chosen = library.select(questions, count, options.similarity)
+            self._rows.append(
+                [self._add(q, s, options) for q, s in zip(questions, chosen, strict=True)]
+            )
+        self._score = score(self._examples)
+
+    def _add(self, question: Question, shots: Any, options: ExampleOptions) -> list[int]:
+        """Adds a question with each of its options; their indices among the examples."""
+        template = load_template(self._section.template)
+
+        def make(prompt: str) -> list[TokenExample]:
+            return [
+                token_example(self._tokenizer, prompt, template.spaced(f" {c}"))
+                for c in question.choices
+            ]
+
+        def check(examples: list[TokenExample]) -> None:
+            if not all(map(self._size.holds, examples)):
+                raise TooLong(question.id, len(examples[0].tokens), 0, self._size.length)
+
+        found = few_shot(template, question, shots, fields, make, check, options.order)
+        if found.query is None:
+            raise UserError(
+                f"config section validate: question {question.id} does not fit a row of "
+                f"{self._length_key}={self._size.length} tokens; raise it."
+            )
+        first = len(self._examples)
+        self._examples += found.query
+        return list(range(first, len(self._examples)))
+
+    def __call__(self, model: nnx.Module) -> dict[str, float]:
+        totals = self._score(nnx.state(model))
+        lengths = np.array([example.targets for example in self._examples])
+        values: dict[str, float] = {}
+        for count, options in zip(self._section.shots, self._rows, strict=True):
+            right = [own[a] for own, a in zip(options, self._answers, strict=True)]
+            best = np.array([int(totals[own].argmax()) for own in options])
+            values[f"accuracy@k{count}"] = float((best == self._answers).mean())
+            values[f"log_likelihood@k{count}"] = float(totals[right].sum() / lengths[right].sum())
+        for name in ("accuracy", "log_likelihood"):
+            found = [values[f"{name}@k{count}"] for count in self._section.shots]
+            values[name] = float(np.mean(found))
+        return values
