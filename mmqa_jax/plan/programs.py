@@ -121,7 +121,7 @@ def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ..
 
     Args:
       config: empty for a model of BARTS, which `mmqa evaluate` uses without one.
-      model: that an engine serves: one that takes pictures has its tower, too; a T5 has one program.
+      model: that an engine serves: one that takes pictures has its tower, too, a T5 one program.
 
     Raises:
       UserError: a config of neither.
