@@ -66,14 +66,17 @@ def torch_pixels(pair) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def tower(pair):
-    """Pictures of one bucket, encoded together -> the features of each, [units, features]."""
+def tower(pair, pixels):
+    """Pictures, encoded together -> the features of each, [units, features].
+
+    All in the bucket of the largest: programs of smaller ones are the engine's.
+    """
     run = compiled(pair.ours, lambda model, batch: model.encode_images(batch))
     vision = pair.ours.config.vision
+    bucket = max(bucket_of(grid_of(one.shape, vision), vision) for one in pixels)
 
     def encode(given: list[np.ndarray]) -> list[np.ndarray]:
         grids = [grid_of(one.shape, vision) for one in given]
-        bucket = max(bucket_of(grid, vision) for grid in grids)
         found = np.asarray(run(lay_out(given, vision, bucket)))
         return [rows[: grid.units] for rows, grid in zip(found, grids, strict=True)]
 

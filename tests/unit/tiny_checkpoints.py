@@ -75,9 +75,9 @@ CONFIGS: dict[str, Any] = {
             full_layers=(), positions=3, deepstack=(0,), activation="gelu_new",
         ),
         LlamaConfig(
-            vocab_size=40, hidden=16, layers=2, heads=2, kv_heads=1, mlp=24, head_dim=8,
+            vocab_size=40, hidden=16, layers=2, heads=2, kv_heads=1, mlp=24, head_dim=12,
             positions=64, eps=1e-4, rope_theta=777.0, family="qwen3", qk_norm="head",
-            mrope=(2, 1, 1), mrope_interleaved=True,
+            mrope=(2, 2, 2), mrope_interleaved=True,
         ),
     ),
     "mcan": MCANConfig(
