@@ -326,9 +326,10 @@ def same_answer(result: Result, theirs: torch.nn.Module, prompt: np.ndarray) -> 
     np.testing.assert_allclose(got.logprobs, want, atol=1e-4)
 
 
-def test_longrope_of_an_engine_is_that_of_its_longest_text(folder):
+@pytest.mark.parametrize("pair", ["phi3, longrope"], indirect=True)
+def test_longrope_of_an_engine_is_that_of_its_longest_text(pair):
     """More tokens than in pretraining: the long factors, as transformers has them for such texts."""
-    theirs, ours, _, _ = make_pair("phi3, longrope", folder / "phi3, longrope")
+    theirs, ours, _, _ = pair
     config = copy.deepcopy(theirs.config)
     config.original_max_position_embeddings = 100
     config.rope_parameters["original_max_position_embeddings"] = 100
@@ -351,7 +352,7 @@ def log_probs(model: torch.nn.Module, ids: torch.Tensor, last: int) -> np.ndarra
     return logs[-last - 1 : -1].gather(1, ids[-last:, None])[:, 0].numpy()
 
 
-@pytest.mark.parametrize("layout", ["as published", "transformers 5"])
+@pytest.mark.parametrize("layout", ["as published", "transformers 5"], ids="gemma3_text, {}".format)
 def test_gemma3_with_a_vision_tower_is_its_language_model(tmp_path, caplog, layout):
     """Read with a warning that names what is left out."""
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
