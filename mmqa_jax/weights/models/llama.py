@@ -29,7 +29,7 @@ from mmqa_jax.weights.keymap import (
     untied_source,
 )
 from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, read_hf_config
-from mmqa_jax.weights.models.llama_fused import apart, together
+from mmqa_jax.weights.models.fused_rows import apart, phi3_rows, together
 from mmqa_jax.weights.models.llama_gguf import ROPE_FACTORS, gguf_config
 from mmqa_jax.weights.models.llama_meta import read_meta, unknown_scaling
 from mmqa_jax.weights.sources import open_source, read_magic
@@ -220,7 +220,7 @@ def open_llama(path: Path) -> Checkpoint:
     config = LlamaConfig.from_hf(read_hf_config(path, *FAMILIES), str(config_file(path)))
     source = open_source(path)
     if FAMILIES[config.family].fused:
-        source = apart(source, config)
+        source = apart(source, phi3_rows(config))
     return Checkpoint(config, llama_key_map, source, "transformers")
 
 
@@ -228,7 +228,7 @@ def publish_llama(config: LlamaConfig, state: nnx.State) -> Published:
     """LlamaForCausalLM, or the class of the config's family."""
     source = untied_source(state, llama_key_map(config))
     if FAMILIES[config.family].fused:
-        source = together(source)
+        source = together(source, phi3_rows(config))
     return Published(source, config.to_hf())
 
 

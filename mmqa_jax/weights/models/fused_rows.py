@@ -1,8 +1,12 @@
-"""Phi-3's tensors: q, k and v as rows of one, gate and up of another; apart, as ours, and back."""
+"""Linears that a checkpoint keeps as rows of one tensor (q, k and v; gate and up): apart, and back.
+
+A family says which: `{name of the whole: {name of a part: its rows}}`.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -10,31 +14,34 @@ import numpy as np
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
 
-_FUSED = {  # its name -> those of its parts
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
+Fused = Mapping[str, Mapping[str, int]]
+_KINDS = ("weight", "bias")
 
 
-def _rows(config: LlamaConfig, name: str) -> tuple[int, ...]:
-    """Of the parts of a fused tensor."""
-    if name == "mlp.gate_up_proj":
-        return (config.mlp, config.mlp)
+def phi3_rows(config: LlamaConfig) -> Fused:
+    """Phi-3's."""
     of_keys = config.kv_heads * config.head_size
-    return (config.heads * config.head_size, of_keys, of_keys)
+    return {
+        "self_attn.qkv_proj": {
+            "self_attn.q_proj": config.heads * config.head_size,
+            "self_attn.k_proj": of_keys,
+            "self_attn.v_proj": of_keys,
+        },
+        "mlp.gate_up_proj": {"mlp.gate_proj": config.mlp, "mlp.up_proj": config.mlp},
+    }
 
 
-def apart(source: TensorSource, config: LlamaConfig) -> TensorSource:
+def apart(source: TensorSource, fused: Fused) -> TensorSource:
     """The tensors of a checkpoint with the fused ones split; wrong sizes are left as they are."""
     tensors = {}
     for key, spec in source.specs().items():
-        name = next((name for name in _FUSED if key.endswith(f".{name}.weight")), None)
-        sizes = () if name is None else _rows(config, name)
-        if name is None or spec.shape[0] != sum(sizes):
+        name = _of(key, fused)
+        parts = {} if name is None else fused[name]
+        if name is None or spec.shape[0] != sum(parts.values()):
             tensors[key] = spec, functools.partial(source.read, key)
             continue
         first = 0
-        for part, size in zip(_FUSED[name], sizes, strict=True):
+        for part, size in parts.items():
             rows = slice(first, first + size)
             of_part = jax.ShapeDtypeStruct((size, *spec.shape[1:]), spec.dtype)
             read = functools.partial(lambda key, rows: source.read(key)[rows], key, rows)
@@ -43,19 +50,26 @@ def apart(source: TensorSource, config: LlamaConfig) -> TensorSource:
     return DerivedSource(source.name, tensors)
 
 
-def together(source: TensorSource) -> TensorSource:
+def together(source: TensorSource, fused: Fused) -> TensorSource:
     """The reverse of `apart`."""
     tensors = {}
-    whole = {part: name for name, parts in _FUSED.items() for part in parts}
+    whole = {part: name for name, parts in fused.items() for part in parts}
     for key, spec in source.specs().items():
-        part = next((part for part in whole if key.endswith(f".{part}.weight")), None)
+        part = _of(key, whole)
         if part is None:
             tensors[key] = spec, functools.partial(source.read, key)
             continue
         name = whole[part]
-        keys = [key.replace(part, one) for one in _FUSED[name]]
+        keys = [key.replace(part, one) for one in fused[name]]
         rows = sum(source.specs()[one].shape[0] for one in keys)
         of_all = jax.ShapeDtypeStruct((rows, *spec.shape[1:]), spec.dtype)
         read = functools.partial(lambda keys: np.concatenate([*map(source.read, keys)]), keys)
         tensors[key.replace(part, name)] = of_all, read
     return DerivedSource(source.name, tensors)
+
+
+def _of(key: str, names: Mapping[str, object]) -> str | None:
+    """The name of the linear whose weight or bias a key is."""
+    ends = (f".{kind}" for kind in _KINDS)
+    stem = next((key.removesuffix(end) for end in ends if key.endswith(end)), key)
+    return next((name for name in names if stem.endswith(f".{name}")), None)
