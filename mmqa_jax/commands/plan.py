@@ -29,7 +29,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "  h100:N, h200:N, 2x h100:N (needs the extra `cuda12`), local\n"
         "programs: those of train, and of what uses the trained model (embed, rerank, answer);\n"
         "  of configs/prompt/default.py decode and prefill, and of a LLaVA its tower; without a\n"
-        "  config --model=bart_large_cnn: fluency, the BARTScore of evaluate webqa\n"
+        "  config --model=bart_large_cnn: fluency, the BARTScore of evaluate webqa, and of an\n"
+        "  encoder such as bge_base or qwen3_embedding_06b: texts, what embeds 512 tokens each\n"
         "Neither data nor weights are read: shapes come from the config, the largest of several."
     )
     add_program_flags(parser)
@@ -60,8 +61,8 @@ def add_program_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help="of a language model: smollm2, llama2_7b, llama2_70b, llava15_7b, ...; or "
-        "bart_large_cnn",
+        help="of a language model: smollm2, llama2_7b, llama2_70b, llava15_7b, ...; "
+        "bart_large_cnn; or an encoder of texts: bge_base, bge_m3, qwen3_embedding_06b, ...",
     )
     flags.add_only(parser, "PROGRAM", "of the config's programs (all)")
 

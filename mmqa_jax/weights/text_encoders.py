@@ -73,13 +73,20 @@ class Family:
     fused: Callable[[Any], Fused] = lambda config: {}
 
 
-def _decoder_config(published: Mapping[str, Any], where: str) -> LlamaConfig:
-    """Of a decoder that reads texts: long ones, in its published precision on accelerators."""
-    config, device = LlamaConfig.from_hf(published, where), platform()
+def for_reading(config: LlamaConfig, device: str) -> LlamaConfig:
+    """The config of a decoder that reads texts, long ones too, on devices of a platform.
+
+    On accelerators it computes in bfloat16, its published precision, and attention's memory is
+    linear in the length.
+    """
     if device == "cpu":
         return config
-    attention = "cudnn" if device == "gpu" else "blocks"  # memory linear in the length
+    attention = "cudnn" if device == "gpu" else "blocks"
     return dataclasses.replace(config, dtype="bfloat16", attention=attention)
+
+
+def _decoder_config(published: Mapping[str, Any], where: str) -> LlamaConfig:
+    return for_reading(LlamaConfig.from_hf(published, where), platform())
 
 
 def _decoder_rows(config: LlamaConfig) -> Fused:

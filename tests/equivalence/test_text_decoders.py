@@ -180,18 +180,12 @@ def test_scores_are_those_of_sentence_transformers(reranker, tmp_path):
     assert (len(cut), cut[-4:]) == (900, ours.tokenizer.pair([], 900)[0][-4:])
 
 
-def changed(folder, target, file, **changes):
-    shutil.copytree(folder, target)
-    content = json.loads((target / file).read_text()) if (target / file).is_file() else {}
-    (target / file).write_text(json.dumps(content | changes))
-    return target
-
-
 def test_what_is_no_embedder_or_reranker_is_refused(reranker, tmp_path):
     folder = reranker[0]
     with pytest.raises(UserError, match=r"holds a language model without modules\.json"):
         load_text_embedder(folder)
-    other = changed(folder, tmp_path / "other", "config.json", model_type="llama", head_dim=8)
+    other = tmp_path / "llama"
+    save(transformers.LlamaForCausalLM, other)
     with pytest.raises(UserError, match=r"a language model \(llama\) that is no reranker"):
         open_cross_encoder(other, CORPUS)
     names = ["LogitScore", "Transformer", "Dense"]
