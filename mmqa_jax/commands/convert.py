@@ -123,7 +123,8 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         for name in ("model", "out"):
             if getattr(arguments, name) is None:
                 raise UserError(
-                    f"--{name}: is missing; give it (only --check without --out does without)."
+                    f"mmqa convert: the following arguments are required: --{name}; only --check "
+                    "without --out does without."
                 )
     if not arguments.check:
         return

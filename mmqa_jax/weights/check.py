@@ -7,6 +7,7 @@ of noise where it sees. First PyTorch's layers are kept, then ours are compared 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -40,7 +41,6 @@ from mmqa_jax.weights.text_encoders import (
 TOKENS = 520  # short texts hide mistakes in rotary positions
 ABSOLUTE, RELATIVE = 1e-4, 1e-5
 BOUND = f"{ABSOLUTE:g}, or {RELATIVE:g} of the largest value where values exceed 10"
-_ENCODERS = ("encoder", "reranker")  # kinds that `convert` does not read
 
 
 class Compared(NamedTuple):
@@ -142,6 +142,9 @@ def check(model: str | None, source: Path, converted: Path | None = None) -> lis
       UserError: PyTorch is not installed, transformers does not have the model, or a checkpoint
         that cannot be read.
     """
+    for package in ("torch", "transformers"):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f"--check: {package} is not installed; run `pip install {package}`.")
     name = _name_of(source, model)
     if name not in _KINDS:
         raise UserError(
@@ -190,8 +193,11 @@ def _name_of(source: Path, model: str | None) -> str:
         )
     else:
         found = model
-    if model is not None and found not in (model, *_ENCODERS):
-        raise UserError(f"--model={model}: {source} holds a {found}; name that, or leave it out.")
+    if model is not None and model not in ({"bert", found} if found == "encoder" else {found}):
+        raise UserError(
+            f"--model={model}: {source} holds no {model} (it is read as: {found}); leave --model "
+            "out."
+        )
     return found
 
 

@@ -7,16 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from mmqa_jax.core.errors import UserError
-
-try:
-    import torch
-    import transformers
-except ImportError as error:
-    raise UserError(
-        f"--check: {error.name} is not installed; run `pip install torch transformers`."
-    ) from error
+import torch
+import transformers
 
 
 def outputs(

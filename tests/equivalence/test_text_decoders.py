@@ -113,6 +113,7 @@ def save_sentences(kind, folder, around, prompts, truncate_dim=None, **more):
         (transformers.Qwen3Model, ("$A", "<|endoftext|>"), {}),  # as Qwen3-Embedding
         (transformers.MistralModel, ("<s>", "$A", "</s>"), {"sliding_window": 70}),  # E5-Mistral
     ],
+    ids=["qwen3", "mistral"],
 )
 def test_vectors_are_those_of_sentence_transformers(kind, around, more, tmp_path):
     folder = tmp_path / "model"
