@@ -297,8 +297,8 @@ def open_reranker(
 
     Args:
       model: folder of a cross-encoder, such as ms-marco MiniLM or bge-reranker, or of a
-        Qwen3-Reranker, or its ORG/NAME in the Hugging Face cache; or a language model of `open_llm`; a server must give
-        log-probabilities.
+        Qwen3-Reranker, or its ORG/NAME in the Hugging Face cache; or a language model of
+        `open_llm`; a server must give log-probabilities.
       calibrated: of a language model, see LLMRerankerOptions.
 
     Raises:
