@@ -293,12 +293,12 @@ def open_reader(
 def open_reranker(
     corpus: AskedCorpus, model: Backend | str | os.PathLike, *, calibrated: bool = False
 ) -> Reranker:
-    """A reranker: a published cross-encoder, or a language model by its probability of yes.
+    """A reranker: a published one of pairs, or a language model by its probability of yes.
 
     Args:
-      model: folder of a cross-encoder, such as ms-marco MiniLM or bge-reranker, or its ORG/NAME in
-        the Hugging Face cache; or a language model of `open_llm`; a server must give
-        log-probabilities.
+      model: folder of a cross-encoder, such as ms-marco MiniLM or bge-reranker, or of a
+        Qwen3-Reranker, or its ORG/NAME in the Hugging Face cache; or a language model of
+        `open_llm`; a server must give log-probabilities.
       calibrated: of a language model, see LLMRerankerOptions.
 
     Raises:

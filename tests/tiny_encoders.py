@@ -26,6 +26,13 @@ SIZES = {
     "max_position_embeddings": 560,
     "initializer_range": 0.2,
 }
+MODERN_SIZES = {
+    **{"hidden_size": 36, "num_hidden_layers": 4, "num_attention_heads": 3},
+    **{"intermediate_size": 28, "norm_eps": 1e-3, "hidden_activation": "gelu_new"},
+    **{"max_position_embeddings": 560, "initializer_range": 0.2, "local_attention": 34},
+    **{"global_attn_every_n_layers": 2, "global_rope_theta": 900.0, "local_rope_theta": 70.0},
+    **{"classifier_activation": "relu", "pad_token_id": 0},
+}
 QUESTIONS = ["which flag has a green cedar?", "how often is the filter cleaned", "kenya"]
 
 
@@ -43,22 +50,27 @@ def _sentencepiece() -> list[tuple[str, float]]:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One `model_type`: its classes in transformers, and what its config has beyond SIZES."""
+    """One `model_type`: its classes in transformers, and what its config has beyond `sizes`."""
 
     config: type
     model: type
     tokenizer: Callable[[], transformers.PreTrainedTokenizerBase]
     more: dict = dataclasses.field(default_factory=dict)
     classifier: type | None = None
+    sizes: dict = dataclasses.field(default_factory=lambda: SIZES)
+
+
+def _bert_tokenizer() -> transformers.BertTokenizer:
+    return transformers.BertTokenizer(
+        vocab=_wordpiece("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+    )
 
 
 FAMILIES = {
     "bert": Family(
         transformers.BertConfig,
         transformers.BertModel,
-        lambda: transformers.BertTokenizer(
-            vocab=_wordpiece("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-        ),
+        _bert_tokenizer,
         {"type_vocab_size": 3},
         transformers.BertForSequenceClassification,
     ),
@@ -76,6 +88,13 @@ FAMILIES = {
             vocab=_wordpiece("<s>", "<pad>", "</s>", "<unk>", "[UNK]", "<mask>")
         ),
     ),
+    "modernbert": Family(
+        transformers.ModernBertConfig,
+        transformers.ModernBertModel,
+        _bert_tokenizer,
+        classifier=transformers.ModernBertForSequenceClassification,
+        sizes=MODERN_SIZES,
+    ),
 }
 
 
@@ -91,7 +110,9 @@ def save_plain(name: str, folder: Path, *, classifier: bool = False, **more) -> 
     """A checkpoint of transformers with its tokenizer; returns the model."""
     family = FAMILIES[name]
     tokenizer = family.tokenizer()
-    sizes = SIZES | family.more | {"vocab_size": len(tokenizer), "attn_implementation": "eager"}
+    sizes = (
+        family.sizes | family.more | {"vocab_size": len(tokenizer), "attn_implementation": "eager"}
+    )
     config = family.config(**sizes | more)
     torch.manual_seed(0)
     kind = family.classifier if classifier else family.model
@@ -114,7 +135,8 @@ def save_sentences(name: str, folder: Path, pooling: str, **options) -> Sentence
     plain = folder.with_name(f"{folder.name}-plain")
     save_plain(name, plain)
     encoder = Transformer(str(plain), max_seq_length=530)
-    layers = [encoder, Pooling(SIZES["hidden_size"], pooling), Normalize()]
+    width = FAMILIES[name].sizes["hidden_size"]
+    layers = [encoder, Pooling(width, pooling), Normalize()]
     model = SentenceTransformer(modules=layers, device="cpu", **options).eval()
     model.save(str(folder))
     return model

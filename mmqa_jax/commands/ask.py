@@ -76,11 +76,9 @@ def _ask_folder(arguments: argparse.Namespace, picture: bytes | None) -> list[di
     from mmqa_jax.runs.asked import answer_notes
     from mmqa_jax.runs.parts import LLMSpec, open_llm
     from mmqa_jax.runs.prepare import folder_notes
-    from mmqa_jax.weights.hub import download_model
 
     model = arguments.model or "smollm2"
-    if arguments.download:
-        download_model(model)
+    flags.download(arguments, "model", "encoder")
     options, reading = flags.reading_options(arguments)
     corpus = open_folder(Path(arguments.data), flags.optional_path(arguments.cache))
     for line in folder_notes(corpus.manifest["origin"]):

@@ -1,4 +1,4 @@
-"""`mmqa convert`: published weights to Orbax weights, and back to safetensors."""
+"""`mmqa convert`: published weights to Orbax weights and back to safetensors; its check."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmqa_jax.commands import flags
+from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.weights.bundled import MODELS
 from mmqa_jax.weights.registry import NAMES, describe
 
@@ -19,10 +20,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     parser.description += (
         " A layout is recognized by its content. To convert back: --source=weights/smollm2 "
-        f"--export=hf.\n\nmodels, supported sources, and what --export=hf writes:\n{describe()}"
+        "--export=hf. --check compares with transformers in float32, layer by layer: what --out "
+        "is given, or without it what is read of --source (an encoder of texts or a reranker, "
+        "too).\n\n"
+        f"models, supported sources, and what --export=hf writes:\n{describe()}"
     )
     parser.add_argument(
-        "--model", required=True, choices=NAMES, metavar="NAME", help=f"one of {', '.join(NAMES)}"
+        "--model",
+        choices=NAMES,
+        metavar="NAME",
+        help=f"one of {', '.join(NAMES)} (with --check alone it is found)",
     )
     parser.add_argument(
         "--source",
@@ -32,7 +39,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         f"installed package's: {', '.join(MODELS)}",
     )
     flags.add_download(parser)
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--out", metavar="DIR", help="folder to write")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="print how far every layer and output deviates from transformers' (which needs torch, "
+        "and memory for both models); exit code 1 beyond the bound that is printed",
+    )
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
@@ -66,7 +79,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Converts or exports."""
+    """Converts, exports or checks."""
+    _check_flags(arguments)
     import jax
 
     from mmqa_jax.weights.convert import convert
@@ -80,7 +94,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         source = MODELS[name]()
     else:
         source = find_model(name, "--source") if is_hub_name(name) else Path(name)
-    return convert(
+    if arguments.out is None:
+        return _compared(arguments.model, source, None)
+    made = convert(
         arguments.model,
         source,
         Path(arguments.out),
@@ -92,11 +108,61 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         preprocessing=arguments.preprocessing,
         write_more=_write_tokenizer if source.suffix == ".gguf" else None,
     )
+    if arguments.check:
+        made |= _compared(arguments.model, source, Path(arguments.out))
+    return made
+
+
+# Flags that change what a conversion writes, so that --check has nothing to compare it with.
+_CHANGES = ("export", "dtype", "set", "clip", "preprocessing")
+
+
+def _check_flags(arguments: argparse.Namespace) -> None:
+    """UserError for flags that are missing, or contradict each other."""
+    if not arguments.check or arguments.out is not None:
+        for name in ("model", "out"):
+            if getattr(arguments, name) is None:
+                raise UserError(
+                    f"mmqa convert: the following arguments are required: --{name}; only --check "
+                    "without --out does without."
+                )
+    if not arguments.check:
+        return
+    for name in _CHANGES:
+        if getattr(arguments, name):
+            raise UserError(
+                f"--check: compares the source as it is, in float32; leave --{name} out, and check "
+                "what it writes by --source."
+            )
+
+
+def _compared(model: str | None, source: Path, converted: Path | None) -> dict[str, Any]:
+    """Prints both sides' deviations; RunError if one is beyond the bound."""
+    from mmqa_jax.evaluation.tables import Table, show
+    from mmqa_jax.weights.check import BOUND, check
+
+    rows = check(model, source, converted)
+    cells = [
+        [row.name, *(f"{x:.1e}" for x in (row.deviation, row.allowed)), f"{row.size:.3g}",
+         "pass" if row.passed else "FAIL"]
+        for row in rows
+    ]  # fmt: skip
+    columns = ["", "largest deviation", "allowed", "of values up to", ""]
+    show(Table(f"{converted or source} beside transformers", columns, cells, f"Allowed: {BOUND}."))
+    failed = [row for row in rows if not row.passed]
+    if failed:
+        raise RunError(
+            f"--check: {len(failed)} of {len(rows)} layers and outputs deviate from transformers "
+            f"by more than is allowed, the first is {failed[0].name} by "
+            f"{failed[0].deviation:.1e}; report it with the model's name."
+        )
+    print(f"pass: {len(rows)} layers and outputs are within the bound")
+    compared = [row._asdict() | {"allowed": row.allowed} for row in rows]
+    return {"check": {"passed": True, "bound": BOUND, "compared": compared}}
 
 
 def _write_tokenizer(source: Path, folder: Path) -> list[str]:
     """Writes the tokenizer of a GGUF file as files; returns their names."""
-    from mmqa_jax.core.errors import UserError
     from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 
     try:

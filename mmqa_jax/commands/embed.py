@@ -28,6 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "transformers), or a published encoder of texts (folder, ORG/NAME or minilm); or a "
         "converted CLIP ResNet (modified_resnet), for the grids that Prophet's MCAN reads",
     )
+    flags.add_download(parser)
     parser.add_argument("--out", required=True, help="folder for the embeddings")
     flags.add_devices(parser, "sources")
     flags.add_shard(parser, "sources", _CHUNK)
@@ -41,6 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Embeds the sources, or the questions' pictures."""
     shard = flags.start(arguments)
+    flags.download(arguments, "model")
     from mmqa_jax.core.local_copies import local_copy
     from mmqa_jax.runs.grid_features import embed_grids, is_image_tower
     from mmqa_jax.runs.indexing import embed

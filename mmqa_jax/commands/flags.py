@@ -309,6 +309,29 @@ def add_download(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def download(arguments: argparse.Namespace, *names: str) -> None:
+    """With `--download`, fetches what flags name on the Hugging Face hub.
+
+    Args:
+      names: of the flags that may name a model, without dashes, the chief one first.
+
+    Raises:
+      UserError: none of them names one, or as `download_model`.
+    """
+    if not arguments.download:
+        return
+    from mmqa_jax.weights.hub import download_model, is_hub_name
+
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name)}
+    for name in [name for name in given if is_hub_name(given[name])] or list(given)[:1]:
+        download_model(given[name], f"--{name}")
+    if not given:
+        raise UserError(
+            f"--download: fetches what {' or '.join(f'--{name}' for name in names)} names; give "
+            "ORG/NAME there, or leave --download out."
+        )
+
+
 def optional_path(text: str | None) -> Path | None:
     """The path given by an optional flag."""
     return Path(text) if text else None

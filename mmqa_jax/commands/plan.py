@@ -30,7 +30,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "programs: those of train, and of what uses the trained model (embed, rerank, answer);\n"
         "  of configs/prompt/default.py decode and prefill, of a LLaVA its tower too, of a T5\n"
         "  generate (a batch; FLOPs and time are those with one new token); without a\n"
-        "  config --model=bart_large_cnn: fluency, the BARTScore of evaluate webqa\n"
+        "  config --model=bart_large_cnn: fluency, the BARTScore of evaluate webqa, and of an\n"
+        "  encoder such as bge_base or qwen3_embedding_06b: texts, what embeds 512 tokens each\n"
         "Neither data nor weights are read: shapes come from the config, the largest of several."
     )
     add_program_flags(parser)
@@ -61,9 +62,8 @@ def add_program_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help="of a language model: smollm2, llama2_7b, llama2_70b, llava15_7b, "
-        "flan_t5_xl, ...; or "
-        "bart_large_cnn",
+        help="of a language model: smollm2, llama2_7b, llama2_70b, llava15_7b, flan_t5_xl, ...; "
+        "bart_large_cnn; or an encoder of texts: bge_base, bge_m3, qwen3_embedding_06b, ...",
     )
     flags.add_only(parser, "PROGRAM", "of the config's programs (all)")
 

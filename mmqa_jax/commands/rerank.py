@@ -38,8 +38,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--model",
         required=True,
         help="workdir of a rerank training run, or its folder best; or a published cross-encoder "
-        "(folder or ORG/NAME), which reads pictures by their captions",
+        "or Qwen3-Reranker (folder or ORG/NAME), which reads pictures by their captions",
     )
+    flags.add_download(parser)
     parser.add_argument(
         "--candidates",
         default="restricted",
@@ -84,6 +85,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Scores candidate sources; sweeps the threshold and the weight of the similarity."""
     _check(arguments)
     shard = flags.start(arguments)
+    flags.download(arguments, "model", "retriever")
     arguments = flags.fetched(arguments, STORE_INPUTS)
     from mmqa_jax.core.chunks import Part
     from mmqa_jax.core.files import check_out

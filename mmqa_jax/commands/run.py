@@ -52,7 +52,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     config = load_config(arguments.config, arguments.overrides)
     row = read_row(config, split=arguments.split)
     if arguments.download:
-        download_model(row.llm, "config key parts.llm.model")
+        for name in row.on_hub() or [row.llm]:
+            part = "parts.llm.model" if name == row.llm else "parts"
+            download_model(name, f"config key {part}")
     folder = as_path(arguments.workdir)
     result = run_row(
         row,

@@ -45,6 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="workdir of a contrastive run, its folder best, a CLIP or SigLIP, or a published "
         "encoder of texts, folder or ORG/NAME (not for bm25)",
     )
+    flags.add_download(parser)
     parser.add_argument("--index", default="", help="folder written by `mmqa index` (not for bm25)")
     parser.add_argument(
         "--fusion_weight",
@@ -101,6 +102,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Searches, writes the rankings, and scores them if gold sources are known."""
     flags.check_top_k(arguments.top_k)
     shard = flags.start(arguments, jax=arguments.method != "bm25")
+    flags.download(arguments, "model")
     arguments = flags.fetched(arguments, STORE_INPUTS)
     from mmqa_jax.core.chunks import Part
     from mmqa_jax.core.files import check_out

@@ -90,14 +90,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         from mmqa_jax.core import distributed
         from mmqa_jax.core.config import load_config
         from mmqa_jax.prompting.open import check_prompt_config, open_backend
-        from mmqa_jax.weights.hub import download_model
 
         distributed.start()
         config = load_config(arguments.config, arguments.overrides)
         check_prompt_config(config)
         name = arguments.model or ("" if arguments.workdir else "smollm2")
-        if arguments.download and name:
-            download_model(name)
+        flags.download(arguments, "model", "encoder")
         backend = arguments.backend or "engine"
         asking, reading = flags.reading_options(arguments)
         parts = open_parts(

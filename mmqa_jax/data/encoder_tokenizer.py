@@ -14,22 +14,21 @@ from tokenizers import Tokenizer, normalizers
 from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.data.tokenizers import SETTINGS, read_tokenizer
+from mmqa_jax.data.tokenizers import SETTINGS, prefix_of, read_tokenizer
 
 FILE = "tokenizer.json"
 _PADDING = ("[PAD]", "<pad>")
 _PROBE = "a"
 
 
-class EncoderTokenizer:
-    """Token ids of texts and of pairs, and the special tokens that the file's template puts around.
+class TextsTokenizer:
+    """Token ids of texts, and the special tokens that the file's template puts around one.
 
     A special token that is written in a text is read as plain characters, as in WordPiece.
 
     Attributes:
-      pad_id, cls_id, sep_id: of padding, and of the tokens before and after a text.
-      between: ids between the texts of a pair: BERT's [SEP], RoBERTa's `</s></s>`.
-      second_type: token type of a pair's second text and of what follows it.
+      before, after: ids of the tokens around a text.
+      pad_id: of padding.
       max_tokens: the longest input, special tokens included, by tokenizer_config.json; None: not
         said.
       vocab_size: number of tokens.
@@ -48,8 +47,8 @@ class EncoderTokenizer:
             tokenizer.normalizer = normalizers.Sequence(steps)
         self._tokenizer = tokenizer
         self.vocab_size = tokenizer.get_vocab_size()
-        self.cls_id, self.sep_id, self.between, self.second_type = _template(tokenizer, where)
-        self.pad_id = _padding(tokenizer, settings, where)
+        self.before, self.after = _around(tokenizer, where)
+        self.pad_id = self._padding(settings, where)
         if settings.get("truncation_side", "right") != "right":
             raise UserError(
                 f"{where}: truncation_side {settings['truncation_side']!r} cuts the beginning of "
@@ -60,15 +59,62 @@ class EncoderTokenizer:
         self.max_tokens = int(longest) if is_length else None
         content = json.loads(tokenizer.to_str())
         parts = [content[name] for name in ("model", "normalizer", "pre_tokenizer", "added_tokens")]
-        ends = [self.cls_id, self.sep_id, self.pad_id, *self.between, self.second_type]
-        digest = hashlib.sha256(json.dumps([*parts, ends]).encode())
+        digest = hashlib.sha256(json.dumps([*parts, self._ends()]).encode())
         self.fingerprint = digest.hexdigest()[:16]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of texts, without special tokens."""
-        check_several(texts, "EncoderTokenizer.encode_batch")
+        check_several(texts, f"{type(self).__name__}.encode_batch")
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a text of a model's own, in which special tokens are recognized."""
+        self._tokenizer.encode_special_tokens = False
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        finally:
+            self._tokenizer.encode_special_tokens = True
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token by its spelling, None if there is no such token."""
+        return self._tokenizer.token_to_id(token)
+
+    @property
+    def is_byte_level(self) -> bool:
+        """Whether texts are split as bytes: parts of lines have the tokens of the whole then."""
+        return prefix_of(self._tokenizer) is None
+
+    def _ends(self) -> list[Any]:
+        """What of the special tokens is part of the fingerprint."""
+        return [self.before, self.after, self.pad_id]
+
+    def _padding(self, settings: dict[str, Any], where: str) -> int:
+        # Nothing sees what is behind a text: any token will do where a decoder names none.
+        found = _named_padding(self._tokenizer, settings)
+        return 0 if found is None else found
+
+
+class EncoderTokenizer(TextsTokenizer):
+    """A tokenizer that puts one token on each side of a text, and knows pairs of texts.
+
+    Attributes:
+      cls_id, sep_id: of the tokens before and after a text.
+      between: ids between the texts of a pair: BERT's [SEP], RoBERTa's `</s></s>`.
+      second_type: token type of a pair's second text and of what follows it.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, settings: dict[str, Any], where: str, lowercase: bool = False
+    ):
+        self.cls_id, self.sep_id, self.between, self.second_type = _template(tokenizer, where)
+        super().__init__(tokenizer, settings, where, lowercase)
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
+        """Token ids of both texts of pairs; a text that recurs is split once."""
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        ids = dict(zip(texts, self.encode_batch(texts), strict=True))
+        return [(ids[question], ids[text]) for question, text in pairs]
 
     def pair(
         self, first: Sequence[int], second: Sequence[int], length: int
@@ -85,6 +131,18 @@ class EncoderTokenizer:
     def pair_length(self, first: int, second: int) -> int:
         """Tokens of a whole pair of texts of so many tokens."""
         return first + second + 2 + len(self.between)
+
+    def _ends(self) -> list[Any]:
+        return [self.cls_id, self.sep_id, self.pad_id, *self.between, self.second_type]
+
+    def _padding(self, settings: dict[str, Any], where: str) -> int:
+        found = _named_padding(self._tokenizer, settings)
+        if found is None:
+            raise UserError(
+                f"{where}: no padding token is known; name one of its tokens as pad_token in "
+                f"{SETTINGS}."
+            )
+        return found
 
 
 def cut_longest(
@@ -107,13 +165,14 @@ def cut_longest(
 
 
 def load_encoder_tokenizer(
-    folder: str | os.PathLike, vocab_size: int, *, lowercase: bool = False
-) -> EncoderTokenizer:
-    """The tokenizer of a published encoder's folder.
+    folder: str | os.PathLike, vocab_size: int, *, lowercase: bool = False, pairs: bool = True
+) -> Any:
+    """The tokenizer of a published encoder's folder, an EncoderTokenizer.
 
     Args:
       vocab_size: of the model, which no id may exceed.
       lowercase: put texts in lower case first.
+      pairs: False: of a decoder, a TextsTokenizer with any tokens around a text, or none.
 
     Raises:
       UserError: no tokenizer.json, one that puts other tokens around a text than one on each side,
@@ -128,7 +187,8 @@ def load_encoder_tokenizer(
         )
     settings = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
     settings = settings if isinstance(settings, dict) else {}
-    tokenizer = EncoderTokenizer(read_tokenizer(file), settings, str(file), lowercase)
+    kind = EncoderTokenizer if pairs else TextsTokenizer
+    tokenizer = kind(read_tokenizer(file), settings, str(file), lowercase)
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"{file}: has {tokenizer.vocab_size:,} tokens, the model {vocab_size:,}; put the "
@@ -139,6 +199,8 @@ def load_encoder_tokenizer(
 
 def _template(tokenizer: Tokenizer, where: str) -> tuple[int, int, list[int], int]:
     """What the post-processor puts before, after and between texts, and the second one's type."""
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
     plain = tokenizer.encode(_PROBE, add_special_tokens=False).ids
     whole = tokenizer.encode(_PROBE).ids
     pair = tokenizer.encode(_PROBE, _PROBE)
@@ -158,12 +220,24 @@ def _template(tokenizer: Tokenizer, where: str) -> tuple[int, int, list[int], in
     return whole[0], whole[-1], between, pair.type_ids[-1]
 
 
-def _padding(tokenizer: Tokenizer, settings: dict[str, Any], where: str) -> int:
+def _around(tokenizer: Tokenizer, where: str) -> tuple[list[int], list[int]]:
+    """What the post-processor puts before and after a text."""
+    plain = tokenizer.encode(_PROBE, add_special_tokens=False).ids
+    whole = tokenizer.encode(_PROBE).ids
+    for first in range(len(whole) - len(plain) + 1):
+        last = first + len(plain)
+        if plain and whole[first:last] == plain:
+            return whole[:first], whole[last:]
+    raise UserError(
+        f"{where}: its template makes {tokenizer.encode(_PROBE).tokens} of {_PROBE!r}, which lacks "
+        "the text's own tokens; put the checkpoint's own tokenizer there."
+    )
+
+
+def _named_padding(tokenizer: Tokenizer, settings: dict[str, Any]) -> int | None:
     named = settings.get("pad_token")
     named = named.get("content") if isinstance(named, dict) else named
     for token in (named, *_PADDING):
         if isinstance(token, str) and (found := tokenizer.token_to_id(token)) is not None:
             return found
-    raise UserError(
-        f"{where}: no padding token is known; name one of its tokens as pad_token in {SETTINGS}."
-    )
+    return None

@@ -1,4 +1,4 @@
-"""Published cross-encoders as rerankers: ms-marco MiniLM, bge-reranker and others like them."""
+"""Published rerankers of pairs: ms-marco MiniLM, bge-reranker, Qwen3-Reranker and their like."""
 
 from __future__ import annotations
 
@@ -17,12 +17,22 @@ from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh, serve
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.encoder_tokenizer import EncoderTokenizer, load_encoder_tokenizer
 from mmqa_jax.data.schema import Question, Ranking, source_text
+from mmqa_jax.inference.yes_no_prompt import YesNoPairs, read_yes_no
 from mmqa_jax.models.cross_encoder import CrossEncoder
+from mmqa_jax.models.decoder_families import FAMILIES as DECODERS
+from mmqa_jax.models.modernbert import ModernBertCrossEncoder
+from mmqa_jax.models.text_decoder import YesNoDecoder
 from mmqa_jax.retrieval.embedder import rows_of_length
 from mmqa_jax.retrieval.rankings import rescored
 from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
 from mmqa_jax.weights.sentence_pooling import read_pair_length
-from mmqa_jax.weights.text_encoders import load_cross_encoder
+from mmqa_jax.weights.text_encoders import (
+    is_classifier,
+    load_cross_encoder,
+    load_yes_no,
+    model_type_of,
+    read_decoder_config,
+)
 
 
 class CrossEncoderReranker:
@@ -33,8 +43,8 @@ class CrossEncoderReranker:
 
     Args:
       corpus: of the sources.
-      model: the cross-encoder.
-      tokenizer: of the model.
+      model: gives a logit of each pair.
+      tokenizer: of the model; what makes prompts of pairs for a decoder.
       longest: tokens of a pair, special tokens included; None: as many as the model takes.
       batch_size: pairs a call, over all devices, or `auto`.
 
@@ -45,15 +55,15 @@ class CrossEncoderReranker:
     def __init__(
         self,
         corpus: Corpus,
-        model: CrossEncoder,
-        tokenizer: EncoderTokenizer,
+        model: CrossEncoder | ModernBertCrossEncoder | YesNoDecoder,
+        tokenizer: EncoderTokenizer | YesNoPairs,
         *,
         longest: int | None = None,
         batch_size: BatchSize = AUTO,
     ):
         self.corpus, self.tokenizer = corpus, tokenizer
         self._buckets = length_buckets(longest, model.config.positions)
-        self._has_types = model.config.types > 1
+        self._has_types = isinstance(model, CrossEncoder) and model.config.types > 1
         graphdef, self._state = nnx.split(model)
         cost = encoder_cost(model.config, self._buckets[-1], "pairs")
         self.serving = serve(batch_size, cost, self._state)
@@ -74,7 +84,7 @@ class CrossEncoderReranker:
 
     def relevance(self, pairs: Sequence[tuple[str, str]]) -> Float32[np.ndarray, " n"]:
         """P(relevant) of pairs (question, text): the sigmoid of the model's logit."""
-        tokens = self._tokens(pairs)
+        tokens = self.tokenizer.encode_pairs(pairs)
         lengths = [self.tokenizer.pair_length(*map(len, pair)) for pair in tokens]
         buckets = np.searchsorted(self._buckets, np.minimum(lengths, self._buckets[-1]))
         scores = np.zeros(len(pairs), np.float32)
@@ -93,14 +103,8 @@ class CrossEncoderReranker:
                     progress.advance(len(chunk))
         return scores
 
-    def _tokens(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
-        """Token ids of both texts of pairs; a text that recurs is split once."""
-        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        ids = dict(zip(texts, self.tokenizer.encode_batch(texts), strict=True))
-        return [(ids[question], ids[text]) for question, text in pairs]
-
     def _batch(
-        self, tokens: Sequence[tuple[list[int], list[int]]], length: int
+        self, tokens: Sequence[tuple[list[int], ...]], length: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids, mask and token types [B, length] of pairs; the last pair fills the batch."""
         size = min(self.serving.size_for(len(tokens)), rows_of_length(self.serving, length))
@@ -121,7 +125,7 @@ def open_cross_encoder(
     batch_size: BatchSize = AUTO,
     mesh: Mapping[str, int] | None = None,
 ) -> CrossEncoderReranker:
-    """The reranker of a published cross-encoder's folder, over a corpus.
+    """The reranker of a published cross-encoder's folder, or a Qwen3-Reranker's, over a corpus.
 
     Args:
       folder: of transformers.
@@ -129,9 +133,18 @@ def open_cross_encoder(
       mesh: see core.serving.serving_mesh.
 
     Raises:
-      UserError: as `load_cross_encoder` and `load_encoder_tokenizer`.
+      UserError: as `load_cross_encoder`, `read_yes_no` and `load_encoder_tokenizer`.
     """
-    model = load_cross_encoder(folder, loading_mesh(mesh))
-    tokenizer = load_encoder_tokenizer(folder, model.config.vocab_size)
-    longest = read_pair_length(folder) or tokenizer.max_tokens
-    return CrossEncoderReranker(corpus, model, tokenizer, longest=longest, batch_size=batch_size)
+    kind = model_type_of(folder)
+    if kind in DECODERS and not is_classifier(folder):
+        config = read_decoder_config(folder)
+        tokenizer = load_encoder_tokenizer(folder, config.vocab_size, pairs=False)
+        prompt = read_yes_no(folder, kind, tokenizer)
+        model = load_yes_no(folder, prompt.yes, prompt.no, loading_mesh(mesh))
+        pairs: EncoderTokenizer | YesNoPairs = YesNoPairs(tokenizer, prompt)
+        longest: int | None = prompt.longest
+    else:
+        model = load_cross_encoder(folder, loading_mesh(mesh))
+        pairs = load_encoder_tokenizer(folder, model.config.vocab_size)
+        longest = read_pair_length(folder) or pairs.max_tokens
+    return CrossEncoderReranker(corpus, model, pairs, longest=longest, batch_size=batch_size)

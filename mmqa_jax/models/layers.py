@@ -171,14 +171,23 @@ def _contract(a: jax.Array, a_axis: int, b: jax.Array, b_axis: int, dtype: jnp.d
 class LayerNorm(nnx.Module):
     """Layer normalization over the last axis, computed in float32, returned in x's dtype."""
 
-    def __init__(self, features: int, eps: float, *, rngs: nnx.Rngs, name: str = "embed"):
+    def __init__(
+        self,
+        features: int,
+        eps: float,
+        *,
+        rngs: nnx.Rngs,
+        name: str = "embed",
+        use_bias: bool = True,
+    ):
         self.scale = param(rngs, ones_init, (features,), (name,))
-        self.bias = param(rngs, zeros_init, (features,), (name,))
+        self.bias = param(rngs, zeros_init, (features,), (name,)) if use_bias else None
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
         mean = x.astype(jnp.float32).mean(-1, keepdims=True)
-        y = (x - mean) * (self.factor(x, mean) * self.scale[...]) + self.bias[...]
+        y = (x - mean) * (self.factor(x, mean) * self.scale[...])
+        y = y if self.bias is None else y + self.bias[...]
         return y.astype(x.dtype)
 
     def factor(self, x: jax.Array, mean: jax.Array) -> jax.Array:

@@ -8,10 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mmqa_jax.models.bert import Bert
 from mmqa_jax.models.clip import l2_normalize
 from mmqa_jax.models.dual_encoder import mean_pool
-from mmqa_jax.models.mpnet import MPNet
 
 
 def first_token(hidden: jax.Array, attention_mask: jax.Array) -> jax.Array:
@@ -37,12 +35,12 @@ class SentenceEncoder(nnx.Module):
     """An encoder of tokens with a pooling over its last layer.
 
     Args:
-      bert: the encoder.
+      bert: the encoder: a Bert, MPNet, ModernBert or TextDecoder, (ids, mask) -> states.
       pooling: one of POOLINGS.
       truncate_dim: the first so many values are kept (Matryoshka); None: all.
     """
 
-    def __init__(self, bert: Bert | MPNet, pooling: str = "mean", truncate_dim: int | None = None):
+    def __init__(self, bert: nnx.Module, pooling: str = "mean", truncate_dim: int | None = None):
         self.bert = bert
         self.pooling, self.truncate_dim = pooling, truncate_dim
 

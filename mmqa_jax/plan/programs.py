@@ -34,6 +34,7 @@ from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import LlavaConfig, llava_1_5_7b, llava_1_5_13b
 from mmqa_jax.models.qwen_vl import QwenVLConfig, qwen3_vl_8b, qwen25_vl_7b
 from mmqa_jax.models.t5_config import PUBLISHED as T5S
+from mmqa_jax.plan.encoders import ENCODERS, TEXTS, encoder_program
 from mmqa_jax.plan.program import Program, shard_bytes, tree_bytes
 from mmqa_jax.plan.t5_program import GENERATE, generation_program
 from mmqa_jax.tasks.base_llm import SCRATCH, base_path
@@ -102,7 +103,7 @@ WITH_PICTURES: dict[str, Callable[..., LlavaConfig | QwenVLConfig]] = {
     "qwen3_vl_8b": qwen3_vl_8b,
 }
 TOWER = "tower"
-FIXED = (TOWER, FLUENCY, GENERATE)  # programs without a size of their own in a config
+FIXED = (TOWER, FLUENCY, GENERATE, TEXTS)  # programs without a size of their own in a config
 
 
 def preset(name: str) -> LlamaConfig:
@@ -120,20 +121,21 @@ def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ..
     """The programs of a config, of `mmqa train` (with what its model is used for) or `prompt`.
 
     Args:
-      config: empty for a model of BARTS, which `mmqa evaluate` uses without one.
+      config: empty for a model of BARTS or ENCODERS, which are used without one.
       model: that an engine serves: one that takes pictures has its tower, too, a T5 one program.
 
     Raises:
       UserError: a config of neither.
     """
-    if model in BARTS:
+    if model in BARTS or model in ENCODERS:
         if config:
             raise UserError(f"--model={model}: no config decides its program; leave --config out.")
-        return (FLUENCY,)
+        return (FLUENCY,) if model in BARTS else (TEXTS,)
     if not config:
         raise UserError(
             "--config is missing: name a config of `mmqa train` or configs/prompt/default.py; "
-            f"without one plan knows --model={', '.join(BARTS)} (fluency of `mmqa evaluate webqa`)."
+            f"without one plan knows --model={', '.join(BARTS)} (fluency of `mmqa evaluate webqa`) "
+            f"and encoders of texts: {', '.join(ENCODERS)}."
         )
     if "task" in config:
         kind = known_tasks().get(config.task)
@@ -168,6 +170,8 @@ def make_program(
         return generation_program(config, devices, model)
     if name == FLUENCY and model is not None:
         return fluency_program(model, devices)
+    if name == TEXTS and model is not None:
+        return encoder_program(model, devices)
     if name == "train":
         return _train(config, devices, model)
     task = read_task(config)

@@ -22,17 +22,21 @@ from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.serving import BatchSize, RowCost, Serving, serve
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.encoder_tokenizer import EncoderTokenizer
+from mmqa_jax.data.encoder_tokenizer import TextsTokenizer
 from mmqa_jax.data.images import Alpha, NaFlex, Resize, cut_patches
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Source, source_text
-from mmqa_jax.data.tokenizers import WordPiece, special_tokens, text_inputs
+from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.clip import BlockConfig
 from mmqa_jax.models.dual_encoder import DualEncoderConfig
+from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.modernbert import ModernBertConfig
 from mmqa_jax.retrieval.embeddings import BROKEN, Embeddings, write_embeddings
 from mmqa_jax.retrieval.vectors import check_finite, not_finite
 from mmqa_jax.weights.sentence_pooling import Prompts
+
+TextEncoderConfig = BertConfig | ModernBertConfig | LlamaConfig
 
 _SMALL_BATCH = 8  # a few questions (`mmqa ask`) should not cost a whole batch
 _MANY = 2_000  # texts or pictures, from which on their progress is shown
@@ -68,8 +72,8 @@ class Embedder:
     Args:
       graphdef, state: `nnx.split` of a dual encoder (models/dual_encoder.py), which takes
         pictures as uint8. The state may be abstract if `use` gives the parameters.
-      tokenizer: a WordPiece or another with its ids (data/encoder_tokenizer.py); texts are encoded
-        as [CLS] tokens [SEP].
+      tokenizer: a WordPiece, which encodes texts as [CLS] tokens [SEP], or a published one with
+        its own tokens around a text (data/encoder_tokenizer.py).
       image_size: side of the pictures in pixels; 0: it takes texts alone.
       buckets: lengths in tokens, including special tokens, increasing.
       batch_size: texts or pictures per call, over all devices, or `auto`.
@@ -88,7 +92,7 @@ class Embedder:
         self,
         graphdef: Any,
         state: Any,
-        tokenizer: WordPiece | EncoderTokenizer,
+        tokenizer: WordPiece | TextsTokenizer,
         *,
         image_size: int,
         buckets: Sequence[int] = (16, 32, 64, 96),
@@ -106,6 +110,11 @@ class Embedder:
                 f"embedder: buckets={tuple(buckets)} must increase and start at 3 or more."
             )
         self.tokenizer = tokenizer
+        if isinstance(tokenizer, TextsTokenizer):
+            self._around = tokenizer.before, tokenizer.after
+        else:
+            before = [] if tokenizer.cls_id is None else [tokenizer.cls_id]
+            self._around = before, [tokenizer.sep_id]
         self.image_size, self.resize, self.alpha = image_size, resize, alpha
         self.buckets = tuple(buckets)
         self.prompts, self._recipe = prompts, recipe
@@ -279,20 +288,24 @@ class Embedder:
         self, texts: Sequence[str], prompt: str
     ) -> Iterator[tuple[np.ndarray, Int32[np.ndarray, "B L"], Bool[np.ndarray, "B L"]]]:
         """Batches of texts of similar length: (indices into `texts`, ids, attention mask)."""
-        special = special_tokens(self.tokenizer)
-        longest = self.buckets[-1] - special
+        before, after = self._around
+        longest = self.buckets[-1] - len(before) - len(after)
         whole = self.tokenizer.encode_batch([prompt + text for text in texts])
-        tokens = [ids[:longest] for ids in whole]
-        bucket = np.searchsorted(self.buckets, [len(ids) + special for ids in tokens])
+        tokens = [[*before, *ids[:longest], *after] for ids in whole]
+        bucket = np.searchsorted(self.buckets, [len(ids) for ids in tokens])
+        empty = [*before, *after] or [self.tokenizer.pad_id]
         for number, length in enumerate(self.buckets):
             members = np.flatnonzero(bucket == number)
             most = rows_of_length(self.serving, length)
             for indices in self._batches(members, most):
                 size = min(self._padded_size(len(indices)), most)
-                # Padding rows are empty texts: no empty softmax.
-                rows = [*(tokens[i] for i in indices), *[()] * (size - len(indices))]
-                ids, mask, _ = text_inputs(rows, length, self.tokenizer)
-                yield indices, ids, mask
+                ids = np.full((size, length), self.tokenizer.pad_id, np.int32)
+                ids[:, : len(empty)] = empty  # padding rows too: no empty softmax
+                lengths = np.full(size, len(empty))
+                for i, index in enumerate(indices):
+                    own = tokens[index] or empty
+                    ids[i, : len(own)], lengths[i] = own, len(own)
+                yield indices, ids, np.arange(length) < lengths[:, None]
 
     def _picture_batches(
         self, pictures: Sequence[np.ndarray]
@@ -425,16 +438,16 @@ def dual_encoder_cost(model: DualEncoderConfig, length: int) -> RowCost:
     return RowCost("sources", 64, 256, max(picture_bytes, tower_bytes(model.text, length)) + pixels)
 
 
-def text_cost(model: BertConfig, length: int) -> RowCost:
+def text_cost(model: TextEncoderConfig, length: int) -> RowCost:
     """Texts of `length` tokens."""
     return RowCost("texts", 64, 512, tower_bytes(model, length))
 
 
-def tower_bytes(model: BertConfig | BlockConfig, length: int) -> float:
+def tower_bytes(model: TextEncoderConfig | BlockConfig, length: int) -> float:
     """Activations of one sequence."""
-    if isinstance(model, BertConfig):
-        return layer_bytes(length, model.hidden, model.heads, model.mlp, model.dtype)
-    return layer_bytes(length, model.width, model.heads, model.mlp_width, model.dtype)
+    if isinstance(model, TextConfig | VisionConfig):
+        return layer_bytes(length, model.width, model.heads, model.mlp_width, model.dtype)
+    return layer_bytes(length, model.hidden, model.heads, model.mlp, model.dtype)
 
 
 def layer_bytes(length: int, width: int, heads: int, mlp: int, dtype: str) -> float:

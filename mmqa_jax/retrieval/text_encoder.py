@@ -1,4 +1,4 @@
-"""Published encoders of texts as embedders: BGE, E5, GTE, Arctic, MPNet and others like them.
+"""Published encoders of texts as embedders: BGE, E5, GTE, ModernBERT, Qwen3-Embedding and others.
 
 What sentence-transformers' files say is done (weights/sentence_pooling.py): pooling, prompts before
 questions and sources, the length at which texts are cut, a Matryoshka size.
@@ -17,14 +17,14 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import state_shardings
 from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh
 from mmqa_jax.data.encoder_tokenizer import load_encoder_tokenizer
-from mmqa_jax.models.bert import BertConfig
+from mmqa_jax.models.decoder_families import FAMILIES as DECODERS
 from mmqa_jax.models.sentence_encoder import SentenceEncoder
-from mmqa_jax.retrieval.embedder import FULL_LENGTH, Embedder, text_cost
-from mmqa_jax.weights.sentence_pooling import read_recipe
-from mmqa_jax.weights.text_encoders import load_text_encoder
+from mmqa_jax.retrieval.embedder import FULL_LENGTH, Embedder, TextEncoderConfig, text_cost
+from mmqa_jax.weights.sentence_pooling import has_recipe, read_recipe
+from mmqa_jax.weights.text_encoders import load_text_encoder, model_type_of
 
 _ON_CPU = 8  # texts of a call: more do not fit a CPU's caches (runs/ask_folder.py)
-_BUCKETS = (16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_BUCKETS = (16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 def load_text_embedder(
@@ -34,13 +34,20 @@ def load_text_embedder(
 
     Args:
       folder: of transformers, with sentence-transformers' files if it has them; without them a
-        text's vector is the mean of its tokens.
+        text's vector is the mean of its tokens. A decoder needs them: one that was trained to
+        write has no vectors of texts.
       batch_size: texts per call, over all devices.
       mesh: see core.serving.serving_mesh.
 
     Raises:
       UserError: as `read_recipe`, `load_text_encoder` and `load_encoder_tokenizer`.
     """
+    decoder = model_type_of(folder) in DECODERS
+    if decoder and not has_recipe(folder):
+        raise UserError(
+            f"{folder}: holds a language model without modules.json, which says how it makes one "
+            "vector of a text; give an embedding model, such as Qwen3-Embedding."
+        )
     recipe = read_recipe(folder)
     devices = loading_mesh(mesh)
     encoder = load_text_encoder(folder, devices)
@@ -50,7 +57,9 @@ def load_text_embedder(
             f"{folder}: truncate_dim keeps {recipe.truncate_dim} values of vectors of "
             f"{config.hidden}; correct it in config_sentence_transformers.json."
         )
-    tokenizer = load_encoder_tokenizer(folder, config.vocab_size, lowercase=recipe.lowercase)
+    tokenizer = load_encoder_tokenizer(
+        folder, config.vocab_size, lowercase=recipe.lowercase, pairs=not decoder
+    )
     buckets = length_buckets(recipe.max_tokens or tokenizer.max_tokens, config.positions)
     graphdef, state = nnx.split(SentenceEncoder(encoder, recipe.pooling, recipe.truncate_dim))
     if devices is not None:
@@ -68,7 +77,7 @@ def load_text_embedder(
     )
 
 
-def encoder_cost(config: BertConfig, longest: int, unit: str) -> RowCost:
+def encoder_cost(config: TextEncoderConfig, longest: int, unit: str) -> RowCost:
     """What a text costs a published encoder; a call has fewer long ones (`rows_of_length`)."""
     cost = text_cost(config, min(longest, FULL_LENGTH))
     return dataclasses.replace(cost, unit=unit, on_cpu=_ON_CPU)

@@ -32,7 +32,7 @@ def of_folders(*folders: str | Path, text: str = "") -> str:
     for folder in filter(None, folders):
         folder = Path(folder)
         if not folder.exists() and is_hub_name(folder):
-            folder = find_model(str(folder), fetch=f"run `hf download {folder}`")
+            folder = find_model(str(folder), fetch=f"add --download, or run `hf download {folder}`")
         for pattern in _PUBLISHED:
             for file in sorted(folder.glob(pattern)):
                 digest.update(f"{file.name} {of_file(file)}".encode())

@@ -194,6 +194,11 @@ class Row:
         paths = [path for part in self.parts.values() for path in part.paths()]
         return list(dict.fromkeys(filter(None, paths)))
 
+    def on_hub(self) -> list[str]:
+        """Models of the Hugging Face hub that its parts name; no path that a command makes."""
+        made_by = dict(self.made_by)
+        return [path for path in self.paths() if is_hub_name(path) and path not in made_by]
+
     def missing_inputs(self) -> dict[str, str]:
         """Missing paths of data, parts and weights -> how to get each."""
         made_by = dict(self.made_by)

@@ -28,10 +28,11 @@ _WEIGHTS = tuple(
 
 # Of sentence-transformers: how one vector is made of a text (see sentence_pooling.py).
 _POOLING = (
-    *("modules.json", "1_Pooling/config.json", "config_sentence_transformers.json"),
+    *("modules.json", "config_sentence_transformers.json"),
     *("sentence_bert_config.json", "sentence_roberta_config.json"),
     "sentence_xlm-roberta_config.json",
 )
+_LAYER = re.compile(r"\d+_\w+/config\.json")  # 1_Pooling, 1_LogitScore
 
 
 def is_hub_name(text: str | os.PathLike) -> bool:
@@ -146,7 +147,8 @@ def _wanted(files: Sequence[str], where: str) -> list[str]:
     for kind in _WEIGHTS:
         weights = [file for file in files if kind.fullmatch(file)]
         if weights and _CONFIG in files:
-            return [_CONFIG, *weights, *(one for one in (*COMPANIONS, *_POOLING) if one in files)]
+            beside = [one for one in (*COMPANIONS, *_POOLING) if one in files]
+            return [_CONFIG, *weights, *beside, *filter(_LAYER.fullmatch, files)]
     weights = [file for file in OPEN_CLIP_WEIGHTS if file in files]
     if weights and OPEN_CLIP_CONFIG in files:
         companions = (name for name in COMPANIONS if name in files and name != OPEN_CLIP_CONFIG)

@@ -422,6 +422,7 @@ def linear_rules(key: str, path: str, bias: bool = True) -> list[Rule]:
     return [*rules, Rule(f"{key}.bias", f"{path}/bias")] if bias else rules
 
 
-def norm_rules(key: str, path: str) -> list[Rule]:
+def norm_rules(key: str, path: str, bias: bool = True) -> list[Rule]:
     """Rules of a torch LayerNorm and our LayerNorm."""
-    return [Rule(f"{key}.weight", f"{path}/scale"), Rule(f"{key}.bias", f"{path}/bias")]
+    rules = [Rule(f"{key}.weight", f"{path}/scale")]
+    return [*rules, Rule(f"{key}.bias", f"{path}/bias")] if bias else rules

@@ -102,6 +102,11 @@ class SentenceRecipe:
     truncate_dim: int | None = None
 
 
+def has_recipe(folder: Path) -> bool:
+    """Whether a folder's files say how one vector is made of a text."""
+    return (folder / MODULES).is_file() or (folder / POOLING).is_file()
+
+
 def read_recipe(folder: Path) -> SentenceRecipe:
     """How a folder makes one vector of a text; a plain encoder's is the mean of its tokens.
 
@@ -116,7 +121,7 @@ def read_recipe(folder: Path) -> SentenceRecipe:
         that vectors of length 1 do not have.
     """
     pooling, normalized = "mean", False
-    for kind, place in _modules(folder):
+    for kind, place in read_modules(folder):
         if kind not in _LAYERS:
             raise UserError(
                 f"{folder / MODULES}: holds the layer {kind!r}, which is not known here (only "
@@ -156,7 +161,7 @@ def read_pair_length(folder: Path) -> int | None:
     Raises:
       UserError: a further layer, a prompt, or a key that is not known here.
     """
-    for kind, place in _modules(folder):
+    for kind, place in read_modules(folder):
         if kind != "Transformer" or place:
             raise UserError(
                 f"{folder / MODULES}: holds the layer {kind!r} in {place!r}, but of a reranker "
@@ -180,6 +185,30 @@ def read_pair_length(folder: Path) -> int | None:
     return said.get("max_seq_length")
 
 
+def check_logit_prompts(file: Path) -> str:
+    """The instruction of a reranker that is a decoder: the prompt that holds by default, or "".
+
+    Args:
+      file: its config_sentence_transformers.json.
+
+    Raises:
+      UserError: a key that is not known here, or a default prompt that is none of its prompts.
+    """
+    content = _object(file)
+    fixed = {"model_type": ("CrossEncoder",), "activation_fn": ACTIVATIONS}
+    read = kinds(object_or_null="prompts", name_or_null="default_prompt_name")
+    check_keys(content, str(file), read=read, fixed=fixed)
+    name = content.get("default_prompt_name")
+    prompts = content.get("prompts") or {}
+    if not name:
+        return ""
+    if not isinstance(prompts.get(name), str):
+        raise UserError(
+            f"{file}: default_prompt_name is {name!r}, which is none of its prompts; correct it."
+        )
+    return prompts[name]
+
+
 def check_mean_pooling(folder: Path) -> None:
     """Checks that a folder's sentences are means of their tokens; a plain BERT's pass.
 
@@ -188,7 +217,7 @@ def check_mean_pooling(folder: Path) -> None:
     Raises:
       UserError: another pooling, a further layer, texts in lower case, or a prompt before each.
     """
-    for kind, place in _modules(folder):
+    for kind, place in read_modules(folder):
         if kind not in _LAYERS:
             raise UserError(f"{folder / MODULES}: holds the layer {kind!r}; {_REMEDY}.")
         if kind == "Pooling":
@@ -262,7 +291,7 @@ def _prompts(file: Path, normalized: bool) -> tuple[Prompts, int | None]:
     return prompts, content.get("truncate_dim")
 
 
-def _modules(folder: Path) -> Iterator[tuple[str, str]]:
+def read_modules(folder: Path) -> Iterator[tuple[str, str]]:
     """The class of each module, with its package if that is not the library's, and its folder."""
     file = folder / MODULES
     if not file.is_file():  # of a folder that was copied without it

@@ -16,14 +16,28 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.models.bert import Bert, BertConfig
+from mmqa_jax.core.mesh import platform
+from mmqa_jax.models.bert import Bert
 from mmqa_jax.models.cross_encoder import CrossEncoder
+from mmqa_jax.models.decoder_families import FAMILIES as DECODERS
+from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.modernbert import ModernBert, ModernBertCrossEncoder
 from mmqa_jax.models.mpnet import MPNet
+from mmqa_jax.models.text_decoder import TextDecoder, YesNoDecoder
 from mmqa_jax.weights.folder import is_weights_folder
+from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.hub import find_model, is_hub_name
 from mmqa_jax.weights.keymap import KeyMap
 from mmqa_jax.weights.layouts import Checkpoint
 from mmqa_jax.weights.models.bert import bert_classifier_key_map, bert_config, bert_key_map
+from mmqa_jax.weights.models.fused_rows import Fused, apart, phi3_rows
+from mmqa_jax.weights.models.llama import llama_key_map
+from mmqa_jax.weights.models.modernbert import (
+    modernbert_classifier_key_map,
+    modernbert_config,
+    modernbert_fused,
+    modernbert_key_map,
+)
 from mmqa_jax.weights.models.mpnet import mpnet_config, mpnet_key_map
 from mmqa_jax.weights.models.roberta import (
     roberta_classifier_key_map,
@@ -46,13 +60,49 @@ class Family:
       config: (config.json, its name for messages) -> our config.
       model: the encoder's module.
       key_map: of the encoder.
-      classifier: key map of its classifier of sequences and our CrossEncoder; None: there is none.
+      classifier: key map of its classifier of sequences and `cross_encoder`; None: there is none.
+      cross_encoder: the module of a cross-encoder.
+      fused: what its checkpoints keep as rows of one tensor.
     """
 
-    config: Callable[[Mapping[str, Any], str], BertConfig]
+    config: Callable[[Mapping[str, Any], str], Any]
     model: type[nnx.Module]
-    key_map: Callable[[BertConfig], KeyMap]
-    classifier: Callable[[BertConfig], KeyMap] | None = None
+    key_map: Callable[[Any], KeyMap]
+    classifier: Callable[[Any], KeyMap] | None = None
+    cross_encoder: type[nnx.Module] = CrossEncoder
+    fused: Callable[[Any], Fused] = lambda config: {}
+
+
+def for_reading(config: LlamaConfig, device: str) -> LlamaConfig:
+    """The config of a decoder that reads texts, long ones too, on devices of a platform.
+
+    On accelerators it computes in bfloat16, its published precision, and attention's memory is
+    linear in the length.
+    """
+    if device == "cpu":
+        return config
+    attention = "cudnn" if device == "gpu" else "blocks"
+    return dataclasses.replace(config, dtype="bfloat16", attention=attention)
+
+
+def _decoder_config(published: Mapping[str, Any], where: str) -> LlamaConfig:
+    return for_reading(LlamaConfig.from_hf(published, where), platform())
+
+
+def _decoder_rows(config: LlamaConfig) -> Fused:
+    return phi3_rows(config) if DECODERS[config.family].fused else {}
+
+
+def _decoder_key_map(config: LlamaConfig) -> KeyMap:
+    """Of a decoder whose keys may lack `model.`, as those that were saved without their head."""
+    key_map = llama_key_map(config)
+    bare = (r"^(embed_tokens|layers|norm)\.", r"model.\1.")
+    return dataclasses.replace(key_map, rename=[*key_map.rename, bare])
+
+
+def _headless_key_map(config: LlamaConfig) -> KeyMap:
+    key_map = _decoder_key_map(dataclasses.replace(config, tied=True))
+    return dataclasses.replace(key_map, tied=(), ignore=[*key_map.ignore, r"^lm_head\."])
 
 
 # What the configs of cross-encoders say of sentence-transformers; a sigmoid is taken in any case.
@@ -63,6 +113,7 @@ _ROBERTA = Family(
     roberta_key_map,
     roberta_classifier_key_map,
 )
+_DECODER = Family(_decoder_config, TextDecoder, _headless_key_map, fused=_decoder_rows)
 FAMILIES: Mapping[str, Family] = {
     "bert": Family(
         functools.partial(bert_config, harmless=_SCORED),
@@ -73,6 +124,15 @@ FAMILIES: Mapping[str, Family] = {
     "xlm-roberta": _ROBERTA,
     "roberta": _ROBERTA,
     "mpnet": Family(mpnet_config, MPNet, mpnet_key_map),
+    "modernbert": Family(
+        functools.partial(modernbert_config, harmless=_SCORED),
+        ModernBert,
+        modernbert_key_map,
+        modernbert_classifier_key_map,
+        ModernBertCrossEncoder,
+        modernbert_fused,
+    ),
+    **dict.fromkeys(DECODERS, _DECODER),
 }
 
 
@@ -89,7 +149,7 @@ def published_folder(model: str | Path, flag: str = "--model") -> Path | None:
     Raises:
       UserError: the cache does not have the model of that name.
     """
-    fetch = f"run `hf download {model}`"
+    fetch = f"add --download, or run `hf download {model}`"
     folder = find_model(str(model), flag, fetch) if is_hub_name(model) else Path(model)
     if not (folder / CONFIG).is_file() or is_weights_folder(folder):
         return None
@@ -108,6 +168,16 @@ def is_classifier(folder: Path) -> bool:
     return any(str(name).endswith(_CLASSIFIER) for name in names)
 
 
+def model_type_of(folder: Path) -> str:
+    """transformers' name of a published folder's family; some of them are decoders."""
+    return str(read_json(folder / CONFIG).get("model_type"))
+
+
+def read_decoder_config(folder: Path) -> LlamaConfig:
+    """Our config of the decoder in a published folder; UserError as `LlamaConfig.from_hf`."""
+    return _decoder_config(read_json(folder / CONFIG), str(folder / CONFIG))
+
+
 def load_text_encoder(folder: Path, mesh: Mesh | None = None) -> Any:
     """The encoder of tokens in a published folder, of its family's `model`.
 
@@ -120,21 +190,23 @@ def load_text_encoder(folder: Path, mesh: Mesh | None = None) -> Any:
             f"{folder}: holds a reranker, a classifier of pairs, where an encoder of texts was "
             "expected; use it with `mmqa rerank --model`."
         )
-    return _load(folder, family.config(published, where), family.model, family.key_map, mesh)
+    return _load(
+        folder, family, family.config(published, where), family.model, family.key_map, mesh
+    )
 
 
-def load_cross_encoder(folder: Path, mesh: Mesh | None = None) -> CrossEncoder:
-    """The cross-encoder in a published folder.
+def load_cross_encoder(folder: Path, mesh: Mesh | None = None) -> Any:
+    """The cross-encoder in a published folder, of its family's `cross_encoder`.
 
     Raises:
       UserError: as `load_text_encoder`, or it has several labels.
     """
     family, published, where = _family(folder)
     if family.classifier is None or not is_classifier(folder):
-        known = " and ".join(name for name, entry in FAMILIES.items() if entry.classifier)
+        known = [name for name, entry in FAMILIES.items() if entry.classifier]
         raise UserError(
-            f"{folder}: holds no reranker: a classifier of sequences ({_CLASSIFIER}) of {known} "
-            "was expected; give such a checkpoint."
+            f"{folder}: holds no reranker: a classifier of sequences ({_CLASSIFIER}) of "
+            f"{', '.join(known)} was expected, or a Qwen3-Reranker; give such a checkpoint."
         )
     names = published.get("id2label")
     labels = len(names) if names else published.get("num_labels", 2)  # transformers' default
@@ -145,18 +217,39 @@ def load_cross_encoder(folder: Path, mesh: Mesh | None = None) -> CrossEncoder:
         )
     _check_activation(published, where)
     config = family.config(published, where)
-    return _load(folder, config, CrossEncoder, family.classifier, mesh)
+    return _load(folder, family, config, family.cross_encoder, family.classifier, mesh)
+
+
+def load_yes_no(folder: Path, yes: int, no: int, mesh: Mesh | None = None) -> YesNoDecoder:
+    """The decoder in a published folder that judges by the tokens `yes` and `no`.
+
+    Raises:
+      UserError: as `load_text_encoder`.
+    """
+    family, published, where = _family(folder)
+
+    def build(config: LlamaConfig, *, rngs: nnx.Rngs) -> YesNoDecoder:
+        return YesNoDecoder(config, yes, no, rngs=rngs)
+
+    config = family.config(published, where)
+    return _load(folder, family, config, build, _decoder_key_map, mesh)
 
 
 def _load(
     folder: Path,
-    config: BertConfig,
-    model: type[nnx.Module],
-    key_map: Callable[[BertConfig], KeyMap],
+    family: Family,
+    config: Any,
+    model: Callable[..., nnx.Module],
+    key_map: Callable[[Any], KeyMap],
     mesh: Mesh | None,
 ) -> Any:
-    checkpoint = Checkpoint(config, key_map, open_source(folder), "transformers")
-    return load_checkpoint(model, checkpoint, config, mesh)
+    source: TensorSource = open_source(folder)
+    if fused := family.fused(config):
+        source = apart(source, fused)
+    checkpoint = Checkpoint(config, key_map, source, "transformers")
+    # A decoder's parameters are kept in the type that it computes in.
+    dtype = config.dtype if family is _DECODER else "float32"
+    return load_checkpoint(model, checkpoint, config, mesh, dtype)
 
 
 def _family(folder: Path) -> tuple[Family, Mapping[str, Any], str]:

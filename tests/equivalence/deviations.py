@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mmqa_jax.weights.check import deviation
+
 # Modules whose first parameter names a model, up to a comma.
-_OF_MANY = ("decoder_families",)
+_OF_MANY = ("decoder_families", "text_encoders", "text_decoders")
 _HEADER = ("model", "compared", "largest deviation", "allowed", "of values up to")
 
 
@@ -28,9 +30,7 @@ class Measured(NamedTuple):
         """Measures one comparison, in float64."""
         got, want = (np.asarray(x, dtype=np.float64) for x in (got, want))
         finite = np.isfinite(got) & np.isfinite(want)  # NaNs and infinities are equal or refused
-        difference = np.abs(np.where(finite, got, 0) - np.where(finite, want, 0))
-        size = np.abs(np.where(finite, want, 0))
-        return cls(float(allowed), difference.max(initial=0).item(), size.max(initial=0).item())
+        return cls(float(allowed), *deviation(np.where(finite, got, 0), np.where(finite, want, 0)))
 
     def join(self, other: Measured) -> Measured:
         """Both, under one bound."""
@@ -52,7 +52,7 @@ def table(found: Iterable[tuple[str, Measured]]) -> list[str]:
         module, _, test = node.partition("::")
         model = module.rpartition("/")[2].removesuffix(".py").removeprefix("test_")
         if model in _OF_MANY:
-            model = re.split(r"[,\]-]", test.partition("[")[2])[0]
+            model = re.split(r"[,\]-]", test.partition("[")[2])[0] or model
         words = test.partition("[")[0].removeprefix("test_").replace("_", " ")
         key = (model, words, measured.allowed)
         rows[key] = measured.join(rows[key]) if key in rows else measured

@@ -33,6 +33,7 @@ def plain(request, tmp_path):
     return tmp_path, save_plain(request.param, tmp_path)
 
 
+@pytest.mark.parametrize("plain", ["bert", "xlm-roberta", "mpnet"], indirect=True)
 def test_each_layer(plain):
     folder, theirs = plain
     ours = load_text_encoder(folder)

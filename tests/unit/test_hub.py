@@ -259,7 +259,10 @@ def test_a_download_fetches_what_is_read_and_no_more(cache, model, monkeypatch):
     [
         # How sentence-transformers makes a vector, without which it would be a mean in any case.
         (
-            ("config.json", "model.safetensors", "modules.json", "1_Pooling/config.json"),
+            (
+                *("config.json", "model.safetensors", "modules.json", "1_Pooling/config.json"),
+                "1_LogitScore/config.json",
+            ),
             ("2_Dense/model.safetensors",),
         ),
         # open_clip's own layout.
@@ -313,3 +316,22 @@ def test_what_a_download_cannot_do_is_one_sentence(tmp_path, waits):
     assert len(waits) > 1  # and it was tried again
     assert f"--source={NAME}: the Hugging Face hub cannot be reached (ConnectError)" in ended.err
     assert "127.0.0.1" not in ended.err
+
+
+@pytest.mark.parametrize(
+    ("verb", "flags", "where"),
+    [
+        ("embed", ("--model=minilm", "--out=x"), "--model=minilm"),
+        ("search", ("--method=dense", "--model=minilm", "--out=x"), "--model=minilm"),
+        ("rerank", ("--model=runs/rerank/best", "--out=x"), "--model=runs/rerank/best"),
+        ("ask", ("--encoder=minilm", "why?"), "--encoder=minilm"),
+    ],
+)
+def test_verbs_fetch_encoders_and_rerankers_by_name(verb, flags, where):
+    """What is no name is refused; of several flags those are fetched that are names."""
+    ended = mmqa(verb, "--data=nowhere", *flags, "--download")
+    assert (ended.code, f"--download: {where} is not a model's name" in ended.err) == (2, True)
+    named = [flag.replace(where.partition("=")[2], NAME) for flag in flags]
+    ended = mmqa(verb, "--data=nowhere", *named, "--download")
+    assert ended.code == 1
+    assert f"={NAME}: the Hugging Face hub cannot be reached" in ended.err

@@ -29,7 +29,7 @@ from mmqa_jax.weights.keymap import (
     untied_source,
 )
 from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, read_hf_config
-from mmqa_jax.weights.models.llama_fused import apart, together
+from mmqa_jax.weights.models.fused_rows import apart, phi3_gguf_rows, phi3_rows, together
 from mmqa_jax.weights.models.llama_gguf import ROPE_FACTORS, TURNED, gguf_config
 from mmqa_jax.weights.models.llama_in_gemma3 import WITH_TOWER, language_model
 from mmqa_jax.weights.models.llama_meta import read_meta, unknown_scaling
@@ -217,8 +217,9 @@ def open_llama(path: Path) -> Checkpoint:
     if kind == "gguf" or path.suffix == ".gguf":  # a broken one is reported by its reader
         source = GGUFSource(path)
         config = gguf_config(source)
-        fused = FAMILIES[config.family].fused
-        return Checkpoint(config, _GGUF, apart(source, config) if fused else source, "gguf")
+        if FAMILIES[config.family].fused:
+            source = apart(source, phi3_gguf_rows(config))
+        return Checkpoint(config, _GGUF, source, "gguf")
     if kind == "other" and path.suffix == ".bin":
         source = Llama2cSource(path)
         config = _llama2c_config(source.header)
@@ -234,7 +235,7 @@ def open_llama(path: Path) -> Checkpoint:
         published, source = language_model(published, source, where)
     config = LlamaConfig.from_hf(published, where)
     if FAMILIES[config.family].fused:
-        source = apart(source, config)
+        source = apart(source, phi3_rows(config))
     return Checkpoint(config, llama_key_map, source, "transformers")
 
 
@@ -242,7 +243,7 @@ def publish_llama(config: LlamaConfig, state: nnx.State) -> Published:
     """LlamaForCausalLM, or the class of the config's family."""
     source = untied_source(state, llama_key_map(config))
     if FAMILIES[config.family].fused:
-        source = together(source)
+        source = together(source, phi3_rows(config))
     return Published(source, config.to_hf())
 
 

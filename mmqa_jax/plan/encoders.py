@@ -1,0 +1,101 @@
+"""The program that embeds texts by a published encoder, of sizes that are known without weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+from flax import nnx
+
+from mmqa_jax.core.mesh import batch_sharding, on_shardings, state_shardings
+from mmqa_jax.core.serving import AUTO, planned_batch_size, serving_mesh
+from mmqa_jax.models.bert import Bert, BertConfig, bert_base_uncased, bert_large_uncased, minilm_l6
+from mmqa_jax.models.llama_config import RELATIVES, LlamaConfig
+from mmqa_jax.models.modernbert import (
+    ModernBert,
+    ModernBertConfig,
+    modernbert_base,
+    modernbert_large,
+)
+from mmqa_jax.models.mpnet import MPNet
+from mmqa_jax.models.sentence_encoder import SentenceEncoder
+from mmqa_jax.models.text_decoder import TextDecoder
+from mmqa_jax.plan.program import Program, shard_bytes, tree_bytes
+from mmqa_jax.retrieval.embedder import FULL_LENGTH, TextEncoderConfig, make_encode_text
+from mmqa_jax.retrieval.text_encoder import encoder_cost
+from mmqa_jax.weights.text_encoders import for_reading
+
+TEXTS = "texts"  # the program
+
+
+def _xlm_roberta(base: Callable[..., BertConfig], positions: int = 512) -> Callable[[], BertConfig]:
+    """XLM-R's sizes: BERT's with a larger vocabulary."""
+    sizes = {"vocab_size": 250002, "types": 1, "eps": 1e-5, "positions": positions}
+    return functools.partial(base, **sizes)
+
+
+_SMALL = functools.partial(minilm_l6, layers=12)
+_QWEN3 = {"positions": 32768, "vocab_size": 151665}
+_QWEN3_8B = {**_QWEN3, "tied": True}  # without a head, as all of them
+# By name: sizes of its config.json.
+ENCODERS: Mapping[str, Callable[[], TextEncoderConfig]] = {
+    "minilm_l6": minilm_l6,
+    "bge_small": _SMALL,
+    "e5_small": _SMALL,
+    **dict.fromkeys(("bge_base", "e5_base", "gte_base", "arctic_m"), bert_base_uncased),
+    **dict.fromkeys(("bge_large", "e5_large", "gte_large", "arctic_l"), bert_large_uncased),
+    "multilingual_e5_base": _xlm_roberta(bert_base_uncased),
+    "multilingual_e5_large": _xlm_roberta(bert_large_uncased),
+    "bge_m3": _xlm_roberta(bert_large_uncased, positions=8192),
+    "mpnet_base": functools.partial(bert_base_uncased, vocab_size=30527, types=1, eps=1e-5),
+    **dict.fromkeys(("modernbert_base", "gte_modernbert_base"), modernbert_base),
+    "modernbert_large": modernbert_large,
+    "qwen3_embedding_06b": functools.partial(
+        RELATIVES["qwen3_06b"], positions=32768, vocab_size=151669
+    ),
+    "qwen3_embedding_4b": functools.partial(RELATIVES["qwen3_4b"], **_QWEN3),
+    "qwen3_embedding_8b": functools.partial(RELATIVES["qwen3_8b"], **_QWEN3_8B),
+}
+
+
+def encoder_program(name: str, devices: Sequence[jax.Device]) -> Program:
+    """A full batch of texts of 512 tokens, as `mmqa embed` makes it on devices of one process.
+
+    Args:
+      name: of ENCODERS.
+    """
+    config, mesh = ENCODERS[name](), serving_mesh(None, devices)
+    if isinstance(config, LlamaConfig):
+        config = for_reading(config, devices[0].platform)
+    kind: type[nnx.Module] = MPNet if name.startswith("mpnet") else Bert
+    if isinstance(config, ModernBertConfig):
+        kind = ModernBert
+    elif isinstance(config, LlamaConfig):
+        kind = TextDecoder
+
+    def build() -> nnx.Module:
+        return SentenceEncoder(kind(config, rngs=nnx.Rngs(0)))
+
+    graphdef, state = nnx.split(nnx.eval_shape(build))
+    if isinstance(config, LlamaConfig):  # whose parameters are of the type that it computes in
+        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, config.dtype), state)
+    state = on_shardings(state, state_shardings(state, mesh))
+    held, length = shard_bytes(state), min(FULL_LENGTH, config.positions)
+    examples = planned_batch_size(AUTO, encoder_cost(config, length, TEXTS), mesh, held)
+    rows = batch_sharding(mesh)
+    batch = tuple(
+        jax.ShapeDtypeStruct((examples, length), kind, sharding=rows)
+        for kind in (np.int32, np.bool_)
+    )
+    return Program.of(
+        TEXTS,
+        make_encode_text(graphdef),
+        (state, *batch),
+        mesh,
+        parameters=held,
+        examples=examples,
+        unit=TEXTS,
+        input_bytes=tree_bytes(batch),
+    )

@@ -1,0 +1,385 @@
+"""`mmqa convert --check`: a model beside transformers' on the same weights, layer by layer.
+
+Both sides get the same input in float32: 520 tokens, or as many as the model takes, and a picture
+of noise where it sees. First PyTorch's layers are kept, then ours are compared with them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json
+from mmqa_jax.models.bart import BartStack
+from mmqa_jax.models.decoder_families import FAMILIES as DECODERS
+from mmqa_jax.models.layers import scan_layers
+from mmqa_jax.models.llava import expand_images
+from mmqa_jax.models.modernbert import ModernBert
+from mmqa_jax.models.mpnet import MPNet
+from mmqa_jax.weights.convert import convert
+from mmqa_jax.weights.folder import is_weights_folder, load_converted, read_record
+from mmqa_jax.weights.published import load_published
+from mmqa_jax.weights.registry import NAMES
+from mmqa_jax.weights.text_encoders import (
+    CONFIG,
+    FAMILIES,
+    is_classifier,
+    load_cross_encoder,
+    load_text_encoder,
+)
+
+TOKENS = 520  # short texts hide mistakes in rotary positions
+ABSOLUTE, RELATIVE = 1e-4, 1e-5
+BOUND = f"{ABSOLUTE:g}, or {RELATIVE:g} of the largest value where values exceed 10"
+
+
+class Compared(NamedTuple):
+    """One layer or output of both sides.
+
+    Attributes:
+      name: `layer 3`, `text layer 1`, `logits`.
+      deviation: the largest difference of a value.
+      size: the largest absolute value of transformers'.
+    """
+
+    name: str
+    deviation: float
+    size: float
+
+    @property
+    def allowed(self) -> float:
+        """The bound: see BOUND."""
+        return max(ABSOLUTE, RELATIVE * self.size)
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is within the bound; NaN is not."""
+        return self.deviation <= self.allowed
+
+
+class Outputs(NamedTuple):
+    """What one side computes.
+
+    Attributes:
+      stacks: name of a stack of layers ("" if there is one) -> what goes into its first layer, and
+        every layer's output, [layers + 1, ...].
+      ends: name -> what the model gives.
+    """
+
+    stacks: Mapping[str, Any]
+    ends: Mapping[str, Any]
+
+    def named(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Every layer and output by its name."""
+        for stack, states in self.stacks.items():
+            for number, state in enumerate(states):
+                layer = f"layer {number}" if number else "embeddings"
+                yield f"{stack} {layer}".strip(), np.asarray(state)
+        for name, value in self.ends.items():
+            yield name, np.asarray(value)
+
+
+def deviation(got: Any, want: Any) -> tuple[float, float]:
+    """The largest difference, and the largest absolute value of `want`, in float64."""
+    got, want = (np.asarray(x, dtype=np.float64) for x in (got, want))
+    return np.abs(got - want).max(initial=0).item(), np.abs(want).max(initial=0).item()
+
+
+def compare(ours: Outputs, theirs: Outputs) -> list[Compared]:
+    """Both sides, name by name.
+
+    Raises:
+      ValueError: they have not the same layers and outputs.
+    """
+    got, want = dict(ours.named()), dict(theirs.named())
+    if {name: x.shape for name, x in got.items()} != {name: x.shape for name, x in want.items()}:
+        raise ValueError(f"ours gives {sorted(got)}, transformers {sorted(want)}")
+    return [Compared(name, *deviation(got[name], want[name])) for name in want]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """How one kind of model is compared.
+
+    Attributes:
+      inputs: our model's config -> inputs by their names in `run`, numpy arrays.
+      run: (model, inputs) -> Outputs of ours.
+      stacks: of transformers' model: name in Outputs -> path of the module with the layers.
+      given: inputs -> transformers' own, numpy arrays by name.
+      ends: transformers' output -> Outputs.ends.
+      model: transformers' class.
+    """
+
+    model: str
+    inputs: Callable[[Any], dict[str, np.ndarray]]
+    run: Callable[[Any, Mapping[str, jax.Array]], Outputs]
+    ends: Callable[[Any], Mapping[str, Any]]
+    stacks: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"": ""})
+    given: Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]] = dict
+
+
+def check(model: str | None, source: Path, converted: Path | None = None) -> list[Compared]:
+    """Compares a checkpoint as it is read here with transformers' reading of it.
+
+    Args:
+      model: of a layout that transformers does not read, the registry's name; else it is found.
+      source: a folder of transformers (an encoder of texts or a cross-encoder too), a converted
+        folder, or any other checkpoint that `mmqa convert` reads. What transformers does not read
+        is first exported for it.
+      converted: what `mmqa convert` made of `source`, in place of reading it.
+
+    Raises:
+      UserError: PyTorch is not installed, transformers does not have the model, or a checkpoint
+        that cannot be read.
+    """
+    for package in ("torch", "transformers"):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f"--check: {package} is not installed; run `pip install {package}`.")
+    name = _name_of(source, model)
+    if name not in _KINDS:
+        raise UserError(
+            f"--check: transformers does not have the model {name}, so there is nothing to compare "
+            f"with; tests/equivalence/ compares it. Known are {', '.join(_KINDS)}."
+        )
+    from mmqa_jax.weights import check_torch  # it imports PyTorch
+
+    kind = _KINDS[name]
+    with tempfile.TemporaryDirectory() as folder, jax.default_matmul_precision("highest"):
+        published = source
+        if not _is_published(source):
+            published = Path(folder) / "hf"
+            convert(name, source, published, export="hf", dtype="float32")
+        ours = _load(name, source, converted)
+        inputs = kind.inputs(ours.config)
+        graphdef, state = nnx.split(ours)
+        theirs = check_torch.outputs(
+            published, kind.model, kind.given(inputs), kind.stacks, kind.ends
+        )
+        run = jax.jit(lambda state, given: tuple(kind.run(nnx.merge(graphdef, state), given)))
+        return compare(Outputs(*run(state, inputs)), Outputs(*theirs))
+
+
+def _name_of(source: Path, model: str | None) -> str:
+    """The key in _KINDS of what is at a path."""
+    if is_weights_folder(source):
+        found = read_record(source).architecture.name
+    elif _is_published(source):
+        kind = read_json(source / CONFIG).get("model_type")
+        own = {"clip": "clip", "bart": "bart", "llava": "llava"}
+        if kind in own:
+            found = own[kind]
+        elif is_classifier(source):
+            found = "reranker"
+        elif kind in FAMILIES:
+            found = "llama" if kind in DECODERS else "encoder"
+        else:
+            raise UserError(
+                f"{source / CONFIG}: model_type is {kind!r}, which is not known here; use one of "
+                f"{', '.join([*own, *FAMILIES])}."
+            )
+    elif model is None:
+        raise UserError(
+            f"--source={source}: no layout of transformers; add --model={'|'.join(NAMES)}."
+        )
+    else:
+        found = model
+    if model is not None and model not in ({"bert", found} if found == "encoder" else {found}):
+        raise UserError(
+            f"--model={model}: {source} holds no {model} (it is read as: {found}); leave --model "
+            "out."
+        )
+    return found
+
+
+def _is_published(source: Path) -> bool:
+    if is_weights_folder(source) or not (source / CONFIG).is_file():
+        return False
+    content = read_json(source / CONFIG)
+    return isinstance(content, dict) and "model_type" in content
+
+
+def _load(name: str, source: Path, converted: Path | None) -> Any:
+    if converted is not None:
+        return load_converted(converted, param_dtype="float32")
+    if is_weights_folder(source):
+        return load_converted(source, param_dtype="float32")
+    if name == "reranker":
+        return load_cross_encoder(source)
+    if name == "encoder":
+        return load_text_encoder(source)
+    return load_published(name, source)
+
+
+# The inputs.
+
+
+def _rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def _tokens(vocabulary: int, positions: int, tokens: int = TOKENS) -> np.ndarray:
+    """int32 [1, L]; without the first few tokens, which are special ones in most models."""
+    first = min(5, vocabulary - 1)
+    return _rng().integers(first, vocabulary, (1, min(tokens, positions))).astype(np.int32)
+
+
+def _texts(config: Any) -> dict[str, np.ndarray]:
+    ids = _tokens(config.vocab_size, config.positions)
+    return {"ids": ids, "mask": np.ones(ids.shape, bool)}
+
+
+def _picture(vision: Any) -> np.ndarray:
+    shape = (1, vision.image_size, vision.image_size, 3)
+    return _rng().standard_normal(shape).astype(np.float32)
+
+
+def _as_texts(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {"input_ids": inputs["ids"], "attention_mask": inputs["mask"].astype(np.int64)}
+
+
+def _channels_first(pixels: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
+
+
+def _clip_inputs(config: Any) -> dict[str, np.ndarray]:
+    ids = _tokens(config.text.vocab_size - 1, config.text.context)
+    end = config.text.eos_token_id
+    ids[0, -1] = config.text.vocab_size - 1 if end is None else end
+    return {"ids": ids, "pixels": _picture(config.vision)}
+
+
+def _llava_inputs(config: Any) -> dict[str, np.ndarray]:
+    patches, llama = config.vision.patches, config.llama
+    length = min(max(TOKENS - patches, 64), llama.positions - patches)
+    words = _tokens(llama.vocab_size, llama.positions, length)[0]
+    words = np.where(words == config.image_token, 0, words)
+    row = [*words[:9], config.image_token, *words[9:]]
+    ids = expand_images([row], [1], config).input_ids
+    return {"ids": ids, "pixels": _picture(config.vision)}
+
+
+# Our side.
+
+
+def _decoded(model: Any, inputs: Mapping[str, jax.Array]) -> Outputs:
+    embedded = model.embed(inputs["ids"])
+    layers = model.layer_outputs(embedded)
+    logits = model.logits(model.norm(layers[-1]))
+    return Outputs({"": jnp.concatenate([embedded[None], layers])}, {"logits": logits})
+
+
+def _states(model: Any, ids: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """An encoder's embeddings and layers [N + 1, B, L, H], and its output."""
+    if isinstance(model, ModernBert):
+        embedded = model.embed(ids)
+        layers = model.layer_outputs(embedded, mask)
+        return jnp.concatenate([embedded[None], layers]), model.norm(layers[-1])
+    if isinstance(model, MPNet):
+        embedded = model.embeddings(ids)
+        layers = model.layer_outputs(embedded, mask)
+    else:
+        positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+        embedded = model.embeddings(ids, positions, jnp.zeros_like(ids))
+        layers = model.layer_outputs(embedded, mask[:, None, None, :])
+    return jnp.concatenate([embedded[None], layers]), layers[-1]
+
+
+def _encoded(model: Any, inputs: Mapping[str, jax.Array]) -> Outputs:
+    states, output = _states(model, inputs["ids"], inputs["mask"])
+    return Outputs({"": states}, {"output": output})
+
+
+def _ranked(model: Any, inputs: Mapping[str, jax.Array]) -> Outputs:
+    ids, mask = inputs["ids"], inputs["mask"]
+    states, _ = _states(model.bert, ids, mask)
+    return Outputs({"": states}, {"logit": model(ids, mask, jnp.zeros_like(ids))})
+
+
+def _seen(model: Any, inputs: Mapping[str, jax.Array]) -> Outputs:
+    ids, pixels = inputs["ids"], inputs["pixels"]
+    stacks = {
+        "text": model.text.hidden_states(ids),
+        "picture": model.vision.hidden_states(pixels),
+    }
+    ends = {"text vector": model.encode_text(ids), "picture vector": model.encode_image(pixels)}
+    return Outputs(stacks, ends)
+
+
+def _described(model: Any, inputs: Mapping[str, jax.Array]) -> Outputs:
+    embedded = model.embed(inputs["ids"], model.encode_images(inputs["pixels"]))
+    layers = model.llama.layer_outputs(embedded)
+    stacks = {
+        "picture": model.vision.hidden_states(inputs["pixels"]),
+        "": jnp.concatenate([embedded[None], layers]),
+    }
+    return Outputs(stacks, {"logits": model.llama.logits(model.llama.norm(layers[-1]))})
+
+
+def _translated(model: Any, inputs: Mapping[str, jax.Array]) -> Outputs:
+    ids, columns = inputs["ids"], inputs["mask"][:, None, None, :]
+
+    def run(stack: BartStack, *given: Any) -> jax.Array:
+        def body(layer: Any, x: jax.Array, _: Any, key: Any):
+            x = layer(x, *given)
+            return x, x
+
+        embedded = stack.embed(model.embed(ids))
+        return jnp.concatenate([embedded[None], scan_layers(stack.layers, embedded, body)[1]])
+
+    encoder = run(model.encoder, columns)
+    decoder = run(model.decoder, None, encoder[-1], columns)
+    return Outputs({"encoder": encoder, "decoder": decoder}, {"logits": model.logits(decoder[-1])})
+
+
+_TEXTS = {"inputs": _texts, "given": _as_texts}
+_KINDS: Mapping[str, _Kind] = {
+    "llama": _Kind(
+        "AutoModelForCausalLM", run=_decoded, ends=lambda out: {"logits": out.logits}, **_TEXTS
+    ),
+    "bert": _Kind(
+        "AutoModel", run=_encoded, ends=lambda out: {"output": out.last_hidden_state}, **_TEXTS
+    ),
+    "encoder": _Kind(
+        "AutoModel", run=_encoded, ends=lambda out: {"output": out.last_hidden_state}, **_TEXTS
+    ),
+    "reranker": _Kind(
+        "AutoModelForSequenceClassification",
+        run=_ranked,
+        ends=lambda out: {"logit": out.logits[:, 0]},
+        **_TEXTS,
+    ),
+    "clip": _Kind(
+        "CLIPModel",
+        _clip_inputs,
+        _seen,
+        lambda out: {"text vector": out.text_embeds, "picture vector": out.image_embeds},
+        {"text": "text_model", "picture": "vision_model"},
+        lambda x: {"input_ids": x["ids"], "pixel_values": _channels_first(x["pixels"])},
+    ),
+    "llava": _Kind(
+        "LlavaForConditionalGeneration",
+        _llava_inputs,
+        _described,
+        lambda out: {"logits": out.logits},
+        {"picture": "model.vision_tower", "": "model.language_model"},
+        lambda x: {"input_ids": x["ids"], "pixel_values": _channels_first(x["pixels"])},
+    ),
+    "bart": _Kind(
+        "BartForConditionalGeneration",
+        _texts,
+        _translated,
+        lambda out: {"logits": out.logits},
+        {"encoder": "model.encoder", "decoder": "model.decoder"},
+        lambda x: {**_as_texts(x), "decoder_input_ids": x["ids"]},
+    ),
+}

@@ -1,0 +1,74 @@
+"""transformers' side of check.py: the layers and outputs of its model of a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+
+def outputs(
+    folder: Path,
+    kind: str,
+    given: Mapping[str, np.ndarray],
+    stacks: Mapping[str, str],
+    ends: Callable[[Any], Mapping[str, Any]],
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Loads a folder's model in float32, runs it and forgets it.
+
+    Args:
+      kind: transformers' class.
+      given: its inputs.
+      stacks: name -> path of the module that holds a stack of layers; "" is the whole model.
+      ends: its output -> what is compared of it.
+
+    Returns:
+      Of each stack what goes into its first layer, and every layer's output, [layers + 1, ...]; and
+      `ends` of the output.
+    """
+    kind_of_model = getattr(transformers, kind)
+    model = kind_of_model.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    ).eval()
+    found: dict[str, list[np.ndarray]] = {name: [] for name in stacks}
+    for name, path in stacks.items():
+        layers = _layers(model.get_submodule(path))
+        layers[0].register_forward_pre_hook(_entering(found[name]), with_kwargs=True)
+        for layer in layers:
+            layer.register_forward_hook(_leaving(found[name]))
+    inputs = {
+        name: torch.from_numpy(value.astype(np.int64) if value.dtype.kind == "i" else value)
+        for name, value in given.items()
+    }
+    with torch.no_grad():
+        ended = {name: value.numpy() for name, value in ends(model(**inputs)).items()}
+    return {name: np.stack(states) for name, states in found.items()}, ended
+
+
+def _layers(module: Any) -> Any:
+    """The first stack of layers in a module."""
+    for name, child in module.named_modules():
+        if name.rpartition(".")[2] in ("layer", "layers") and isinstance(
+            child, torch.nn.ModuleList
+        ):
+            return child
+    raise ValueError(f"{type(module).__name__} has no stack of layers")
+
+
+def _entering(states: list[np.ndarray]) -> Callable[..., None]:
+    def hook(module: Any, positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        entered = positional[0] if positional else named["hidden_states"]
+        states.append(entered.numpy().copy())
+
+    return hook
+
+
+def _leaving(states: list[np.ndarray]) -> Callable[..., None]:
+    def hook(module: Any, positional: tuple[Any, ...], left: Any) -> None:
+        states.append((left[0] if isinstance(left, tuple) else left).numpy().copy())
+
+    return hook

@@ -1,0 +1,212 @@
+"""Decoders that embed and rerank beside sentence-transformers and transformers, float32.
+
+Their layers are compared in test_decoder_families.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from compare import WHOLE, randomize
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.base.modules import Normalize, Transformer
+from sentence_transformers.cross_encoder.modules import LogitScore
+from sentence_transformers.sentence_transformer.modules import Pooling
+from tiny_encoders import QUESTIONS, texts
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, processors
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.lists import corpus_of_lists
+from mmqa_jax.inference.cross_encoder import open_cross_encoder
+from mmqa_jax.retrieval.text_encoder import load_text_embedder
+
+pytestmark = pytest.mark.slow
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>")
+SIZES = {
+    **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "rms_norm_eps": 1e-3},
+    **{"num_key_value_heads": 2, "head_dim": 12, "intermediate_size": 40, "rope_theta": 700.0},
+    **{"max_position_embeddings": 4096, "initializer_range": 0.2},
+}
+# Qwen's, of its tokenizer.json.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# The model card of Qwen3-Reranker.
+SYSTEM = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".'
+)
+PREFIX = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
+SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+ROLE = '{{ messages | selectattr("role", "eq", "%s") | map(attribute="content") | first }}'
+TEMPLATE = (
+    f"{PREFIX}<Instruct>: {ROLE % 'system'}\n<Query>: {ROLE % 'query'}\n"
+    f"<Document>: {ROLE % 'document'}{SUFFIX.strip()}" + '{{ "\\n\\n" }}'
+)
+
+
+def tokenizer(*around: str) -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer of bytes that puts tokens around a text: `<s> $A </s>`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [
+        ("y", "e"),
+        ("ye", "s"),
+        ("n", "o"),
+        ("t", "h"),
+        ("th", "e"),
+        ("Ġ", "the"),
+        ("Ċ", "Ċ"),
+    ]
+    pieces = [*alphabet, *("".join(pair) for pair in merges)]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    made = Tokenizer(models.BPE(vocabulary, merges))
+    steps = [
+        pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+        pre_tokenizers.ByteLevel(False, use_regex=False),
+    ]
+    made.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    made.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    if around:
+        ids = [(token, made.token_to_id(token)) for token in SPECIAL]
+        template = processors.TemplateProcessing(single=" ".join(around), special_tokens=ids)
+        made.post_processor = processors.Sequence([processors.ByteLevel(), template])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token=SPECIAL[0], eos_token=SPECIAL[0], model_max_length=2000
+    )
+
+
+def save(kind, folder, around=(), **more):
+    """A random decoder of transformers with its tokenizer; returns both."""
+    own = tokenizer(*around)
+    config = kind.config_class(
+        **SIZES | {"vocab_size": len(own) + 3, "attn_implementation": "eager"} | more
+    )
+    torch.manual_seed(0)
+    model = randomize(kind(config), 0, 0.15)
+    model.save_pretrained(folder)
+    own.save_pretrained(folder)
+    return model, own
+
+
+def save_sentences(kind, folder, around, prompts, truncate_dim=None, **more):
+    plain = folder.with_name(f"{folder.name}-plain")
+    save(kind, plain, around, **more)
+    layers = [Transformer(str(plain), max_seq_length=600), Pooling(32, "lasttoken"), Normalize()]
+    model = SentenceTransformer(
+        modules=layers, device="cpu", prompts=prompts, truncate_dim=truncate_dim
+    )
+    model.save(str(folder))
+    return SentenceTransformer(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "around", "more"),
+    [
+        (transformers.Qwen3Model, ("$A", "<|endoftext|>"), {}),  # as Qwen3-Embedding
+        (transformers.MistralModel, ("<s>", "$A", "</s>"), {"sliding_window": 70}),  # E5-Mistral
+    ],
+    ids=["qwen3", "mistral"],
+)
+def test_vectors_are_those_of_sentence_transformers(kind, around, more, tmp_path):
+    folder = tmp_path / "model"
+    prompts = {"query": f"Instruct: {INSTRUCTION}\nQuery:", "document": ""}
+    theirs = save_sentences(kind, folder, around, prompts, 20, **more)
+    ours = load_text_embedder(folder, batch_size=3)
+    given = [text[:2300] for text in texts(400)]
+    assert max(len(ids) for ids in ours.tokenizer.encode_batch(given)) > 600  # some are cut
+    for got, encode in (
+        (ours.embed_questions(given), theirs.encode_query),
+        (ours.embed_passages(given), theirs.encode_document),
+    ):
+        np.testing.assert_allclose(got, encode(given, normalize_embeddings=True), **WHOLE)
+    assert ours.dim == 20
+    assert np.abs(ours.embed_questions(given) - ours.embed_passages(given)).max() > 0.01
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory):
+    """A Qwen3-Reranker as it was first published: a language model and nothing else."""
+    folder = tmp_path_factory.mktemp("reranker")
+    return folder, *save(transformers.Qwen3ForCausalLM, folder, tie_word_embeddings=True)
+
+
+CORPUS = corpus_of_lists(["a"], None, None, None)
+PAIRS = [(question, text) for question in QUESTIONS for text in texts(120)]
+
+
+def test_scores_are_those_of_the_model_card(reranker):
+    folder, theirs, own = reranker
+    ends = [own.convert_tokens_to_ids(word) for word in ("no", "yes")]
+    first, last = (own.encode(text, add_special_tokens=False) for text in (PREFIX, SUFFIX))
+    wanted, longest = [], 0
+    for question, text in PAIRS:
+        content = f"<Instruct>: {INSTRUCTION}\n<Query>: {question}\n<Document>: {text}"
+        ids = [*first, *own(content)["input_ids"], *last]
+        longest = max(longest, len(ids))
+        with torch.no_grad():
+            logits = theirs(torch.tensor([ids])).logits[0, -1, ends]
+        wanted.append(torch.softmax(logits, 0)[1].item())
+    assert longest > 500
+    ours = open_cross_encoder(folder, CORPUS, batch_size=8)
+    got = ours.relevance(PAIRS)
+    np.testing.assert_allclose(got, wanted, **WHOLE)
+    assert np.ptp(got) > 0.01
+
+
+def test_scores_are_those_of_sentence_transformers(reranker, tmp_path):
+    """Its chat template with roles, another instruction, another pair of tokens, long texts cut."""
+    plain = shutil.copytree(reranker[0], tmp_path / "plain")
+    (plain / "chat_template.jinja").write_text(TEMPLATE)
+    encoder = Transformer(str(plain), transformer_task="text-generation", max_seq_length=900)
+    layers = [encoder, LogitScore(encoder.tokenizer.convert_tokens_to_ids("the"), 7)]
+    prompts = {"flags": "Find flags."}
+    model = CrossEncoder(modules=layers, device="cpu", prompts=prompts, default_prompt_name="flags")
+    folder = tmp_path / "model"
+    model.save(str(folder))
+    theirs = CrossEncoder(str(folder), device="cpu", activation_fn=torch.nn.Sigmoid())
+    pairs = [*PAIRS[:6], ("which\nflag", " ".join(texts(300)))]
+    ours = open_cross_encoder(folder, CORPUS, batch_size=8)
+    got = ours.relevance(pairs)
+    np.testing.assert_allclose(got, theirs.predict(pairs), **WHOLE)
+    assert np.ptp(got) > 0.01
+    cut = ours.tokenizer.pair(ours.tokenizer.encode_pairs(pairs[-1:])[0][0], 900)[0]
+    assert (len(cut), cut[-4:]) == (900, ours.tokenizer.pair([], 900)[0][-4:])
+
+
+def test_what_is_no_embedder_or_reranker_is_refused(reranker, tmp_path):
+    folder = reranker[0]
+    with pytest.raises(UserError, match=r"holds a language model without modules\.json"):
+        load_text_embedder(folder)
+    other = tmp_path / "llama"
+    save(transformers.LlamaForCausalLM, other)
+    with pytest.raises(UserError, match=r"a language model \(llama\) that is no reranker"):
+        open_cross_encoder(other, CORPUS)
+    names = ["LogitScore", "Transformer", "Dense"]
+    kinds = {name: {"type": f"sentence_transformers.models.{name}", "path": ""} for name in names}
+    modules = [kinds["Transformer"], kinds["LogitScore"] | {"path": "1_LogitScore"}]
+    made = shutil.copytree(folder, tmp_path / "made")
+    (made / "modules.json").write_text(json.dumps(modules))
+    score = made / "1_LogitScore" / "config.json"
+    score.parent.mkdir()
+    for content, message in (
+        ({"true_token_id": 1}, "true_token_id and false_token_id are .1, None., two tokens"),
+        ({"true_token_id": 1, "false_token_id": 2, "scale": 3}, "the key 'scale'"),
+        ({"true_token_id": 1, "false_token_id": 2}, "has no chat template"),
+    ):
+        score.write_text(json.dumps(content))
+        with pytest.raises(UserError, match=message):
+            open_cross_encoder(made, CORPUS)
+    (made / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(UserError, match="does not put a `query` and then a `document`"):
+        open_cross_encoder(made, CORPUS)
+    (made / "modules.json").write_text(json.dumps([*modules, kinds["Dense"]]))
+    with pytest.raises(UserError, match="holds the layer 'Dense'"):
+        open_cross_encoder(made, CORPUS)
