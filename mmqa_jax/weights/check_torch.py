@@ -17,14 +17,17 @@ def outputs(
     given: Mapping[str, np.ndarray],
     stacks: Mapping[str, str],
     ends: Callable[[Any], Mapping[str, Any]],
+    *,
+    dtype: str = "float32",
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Loads a folder's model in float32, runs it and forgets it.
+    """Loads a folder's model, runs it and forgets it.
 
     Args:
       kind: transformers' class.
       given: its inputs.
       stacks: name -> path of the module that holds a stack of layers; "" is the whole model.
       ends: its output -> what is compared of it.
+      dtype: of parameters and arithmetic; norms and rotary angles are float32 in any case.
 
     Returns:
       Of each stack what goes into its first layer, and every layer's output, [layers + 1, ...]; and
@@ -32,7 +35,7 @@ def outputs(
     """
     kind_of_model = getattr(transformers, kind)
     model = kind_of_model.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        folder, dtype=getattr(torch, dtype), attn_implementation="eager", local_files_only=True
     ).eval()
     found: dict[str, list[np.ndarray]] = {name: [] for name in stacks}
     for name, path in stacks.items():
@@ -41,7 +44,7 @@ def outputs(
         for layer in layers:
             layer.register_forward_hook(_leaving(found[name]))
     inputs = {
-        name: torch.from_numpy(value.astype(np.int64) if value.dtype.kind == "i" else value)
+        name: torch.from_numpy(value.astype(np.int64 if value.dtype.kind == "i" else dtype))
         for name, value in given.items()
     }
     with torch.no_grad():

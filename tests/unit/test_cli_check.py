@@ -94,4 +94,5 @@ def test_the_input_and_the_bound():
     assert Compared("x", 1e-4, 5.0).passed
     assert not Compared("x", 1.1e-4, 5.0).passed
     assert Compared("x", 3e-4, 42.0).passed
+    assert Compared("x", 3e-3, 42.0, rounding=1e-3).passed
     assert not Compared("x", float("nan"), 42.0).passed
