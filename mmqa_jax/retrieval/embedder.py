@@ -445,7 +445,7 @@ def text_cost(model: TextEncoderConfig, length: int) -> RowCost:
 
 def tower_bytes(model: TextEncoderConfig | BlockConfig, length: int) -> float:
     """Activations of one sequence."""
-    if isinstance(model, TextConfig | VisionConfig):
+    if isinstance(model, BlockConfig):
         return layer_bytes(length, model.width, model.heads, model.mlp_width, model.dtype)
     return layer_bytes(length, model.hidden, model.heads, model.mlp, model.dtype)
 
