@@ -445,9 +445,9 @@ def text_cost(model: TextEncoderConfig, length: int) -> RowCost:
 
 def tower_bytes(model: TextEncoderConfig | BlockConfig, length: int) -> float:
     """Activations of one sequence."""
-    if isinstance(model, BlockConfig):
-        return layer_bytes(length, model.width, model.heads, model.mlp_width, model.dtype)
-    return layer_bytes(length, model.hidden, model.heads, model.mlp, model.dtype)
+    if isinstance(model, TextEncoderConfig):
+        return layer_bytes(length, model.hidden, model.heads, model.mlp, model.dtype)
+    return layer_bytes(length, model.width, model.heads, model.mlp_width, model.dtype)
 
 
 def layer_bytes(length: int, width: int, heads: int, mlp: int, dtype: str) -> float:
