@@ -105,6 +105,11 @@ class Engine:
                 f"engine.length is {config.length}: expected at most model.positions = "
                 f"{model.config.positions}; lower it."
             )
+        if model.config.bidirectional:
+            raise UserError(
+                "the model's tokens see what follows them (use_bidirectional_attention): it writes "
+                "no texts; use it as an encoder of texts."
+            )
         vocab_size = model.config.vocab_size
         for end in end_ids:
             if not 0 <= end < vocab_size:

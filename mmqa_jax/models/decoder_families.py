@@ -41,6 +41,7 @@ _PLAIN = {
     "logit_divisor": ("logits_scaling", 1.0),
     "attention_cap": ("attn_logit_softcapping", None),
     "logit_cap": ("final_logit_softcapping", None),
+    "bidirectional": ("use_bidirectional_attention", False),
 }
 _COMMON = kinds(
     size="vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size "
@@ -281,7 +282,11 @@ FAMILIES: Mapping[str, Family] = {
         architecture="Gemma3ForCausalLM",
         keys={
             **_GEMMA,
-            **kinds(size="sliding_window_pattern", number_or_null="rope_local_base_freq"),
+            **kinds(
+                size="sliding_window_pattern",
+                number_or_null="rope_local_base_freq",
+                flag="use_bidirectional_attention",
+            ),
         },
         defaults={
             **_GEMMA_DEFAULTS,
@@ -293,7 +298,7 @@ FAMILIES: Mapping[str, Family] = {
         computes={"norms": "both", "unit_norms": True, "qk_norm": "head"},
         harmless=_GEMMA_HARMLESS,
         # transformers' class has a cap of scores, and does not use it.
-        fixed={"use_bidirectional_attention": (False,), "attn_logit_softcapping": ()},
+        fixed={"attn_logit_softcapping": ()},
         names=_GEMMA_NAMES,
         scaled=True,
         full_every=6,
@@ -352,7 +357,10 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
     fields["rotated"] = _rotated(value, fields["layers"], where) if "no_rope_layers" in read else ()
     if "sliding_window" in read:
         slides = _slides(family, value, read, fields, where)
-        fields["windows"] = _windows(slides, value("sliding_window"), fields["positions"])
+        window = value("sliding_window")
+        if window and fields.get("bidirectional"):
+            window = window // 2 + 1  # on each side, the token itself included
+        fields["windows"] = _windows(slides, window, fields["positions"])
         if family.local:
             fields["local"] = slides if any(slides) else ()
     if family.local:
@@ -504,14 +512,17 @@ def _local_to_hf(config: Any, scaling: Mapping[str, Any] | None) -> dict[str, An
 
 def _windows_to_hf(config: Any, read: Mapping[str, str]) -> dict[str, Any]:
     sizes = {window for window in config.windows if window}
-    published: dict[str, Any] = {"sliding_window": max(sizes, default=None)}
+    window = max(sizes, default=None)
+    if window and config.bidirectional:
+        window = 2 * (window - 1)
+    published: dict[str, Any] = {"sliding_window": window}
     if "use_sliding_window" in read:
         published["use_sliding_window"] = bool(sizes)
     if "layer_types" in read:
         near = config.local or config.windows or (0,) * config.layers
         published["layer_types"] = [_SLIDING if one else _FULL for one in near]
         if any(config.local) and not sizes:  # it is no smaller than the positions
-            published["sliding_window"] = config.positions
+            published["sliding_window"] = (1 + config.bidirectional) * config.positions
     if "max_window_layers" in read:
         published["max_window_layers"] = config.layers  # layer_types say it
     return published

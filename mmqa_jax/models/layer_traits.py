@@ -37,7 +37,9 @@ class LayerTraits:
             return cos, sin
         return jnp.where(self.rotated, cos, 1), jnp.where(self.rotated, sin, 0)
 
-    def near(self, mask: jax.Array | None, length: int) -> jax.Array | None:
+    def near(
+        self, mask: jax.Array | None, length: int, *, bidirectional: bool = False
+    ) -> jax.Array | None:
         """The mask of one layer's whole forward, beside being causal.
 
         mask: bool [B, 1, 1 or L, L], of all layers. What is masked sees itself: kernels need a
@@ -46,6 +48,7 @@ class LayerTraits:
         if self.window is None:
             return mask
         distance = jnp.arange(length)[:, None] - jnp.arange(length)
+        distance = jnp.abs(distance) if bidirectional else distance
         near = (distance < self.window)[None, None]
         return near if mask is None else (mask & near) | (distance == 0)
 

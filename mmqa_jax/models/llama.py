@@ -292,17 +292,18 @@ class LlamaLayer(nnx.Module):
         dropout_key: jax.Array | None = None,
         traits: LayerTraits = NO_TRAITS,
     ) -> jax.Array:
-        """Causal: x [B, L, H], mask bool [B, 1, 1 or L, L], false where unseen -> [B, L, H].
+        """x [B, L, H], mask bool [B, 1, 1 or L, L], false where unseen -> [B, L, H].
 
-        traits: this layer's.
+        Causal, unless the config is bidirectional. traits: this layer's.
         """
+        both = self.config.bidirectional
         q, k, v = self.project(x, *traits.turned(cos, sin))
         attended = grouped_attention(
             q,
             k,
             v,
-            mask=traits.near(mask, x.shape[1]),
-            is_causal=True,
+            mask=traits.near(mask, x.shape[1], bidirectional=both),
+            is_causal=not both,
             implementation=self.config.attention,
             dropout_rate=self.config.attention_dropout,
             dropout_key=dropout_key,
@@ -375,8 +376,8 @@ class Llama(nnx.Module):
 
         Args:
           embedded: [B, L, H].
-          attention_mask: [B, L], true at real tokens; not needed where padding is on the right,
-            since a token never sees what follows it. Or [B, L, L], true where a token (axis 1) may
+          attention_mask: [B, L], true at real tokens; not needed where padding is on the right
+            and no token sees what follows it. Or [B, L, L], true where a token (axis 1) may
             see another (axis 2): several sequences in a row do not see each other.
           positions: int [B, L] of rotary positions; None is 0..L-1 in every row, also behind
             padding on the left (only distances matter). Or [B, L, 3], see `LlamaConfig.mrope`.

@@ -38,7 +38,8 @@ class LlamaConfig:
     Embeddings are multiplied by `embedding_scale`, what attention and MLP give by
     `residual_scale`, attention scores by `attention_scale` (None is one over the root of a head's
     size); logits are divided by `logit_divisor`. Scores then stay within `attention_cap`, logits
-    within `logit_cap` (`masked.capped`).
+    within `logit_cap` (`masked.capped`). `bidirectional`: a token sees what follows it too, within
+    its window on both sides (EmbeddingGemma): an encoder of texts, which writes none.
 
     `dtype` is the compute dtype (norms, softmax, rotary angles and logits stay float32),
     `attention` the implementation of `layers.attention`; `remat` and `unroll` go to
@@ -84,6 +85,7 @@ class LlamaConfig:
     logit_cap: float | None = None
     local: tuple[bool, ...] = ()
     local_theta: float = 10000.0
+    bidirectional: bool = False
 
     def __post_init__(self):
         if self.head_dim is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from flax import nnx
 
 from mmqa_jax.models.clip import l2_normalize
 from mmqa_jax.models.dual_encoder import mean_pool
+from mmqa_jax.models.layers import Linear
 
 
 def first_token(hidden: jax.Array, attention_mask: jax.Array) -> jax.Array:
@@ -31,6 +32,23 @@ POOLINGS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 }
 
 
+# Behind a linear layer over pooled states, by torch's names.
+DENSE_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "torch.nn.modules.linear.Identity": lambda x: x,
+    "torch.nn.modules.activation.Tanh": jnp.tanh,
+}
+
+
+class Dense(nnx.Module):
+    """sentence-transformers' layer Dense: [B, in] -> [B, out], with one of DENSE_ACTIVATIONS."""
+
+    def __init__(self, linear: Linear, activation: str):
+        self.linear, self.activation = linear, activation
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return DENSE_ACTIVATIONS[self.activation](self.linear(x))
+
+
 class SentenceEncoder(nnx.Module):
     """An encoder of tokens with a pooling over its last layer.
 
@@ -38,10 +56,17 @@ class SentenceEncoder(nnx.Module):
       bert: the encoder: a Bert, MPNet, ModernBert or TextDecoder, (ids, mask) -> states.
       pooling: one of POOLINGS.
       truncate_dim: the first so many values are kept (Matryoshka); None: all.
+      dense: layers over what is pooled, in order.
     """
 
-    def __init__(self, bert: nnx.Module, pooling: str = "mean", truncate_dim: int | None = None):
-        self.bert = bert
+    def __init__(
+        self,
+        bert: nnx.Module,
+        pooling: str = "mean",
+        truncate_dim: int | None = None,
+        dense: Sequence[Dense] = (),
+    ):
+        self.bert, self.dense = bert, nnx.List(dense)
         self.pooling, self.truncate_dim = pooling, truncate_dim
 
     def encode_text(self, input_ids: jax.Array, attention_mask: jax.Array) -> jax.Array:
@@ -51,4 +76,6 @@ class SentenceEncoder(nnx.Module):
         """
         hidden = self.bert(input_ids, attention_mask)  # [B, L, H]
         pooled = POOLINGS[self.pooling](hidden, attention_mask)
+        for layer in self.dense:
+            pooled = layer(pooled)
         return l2_normalize(pooled[:, : self.truncate_dim])

@@ -1,7 +1,7 @@
 """Decoders that read texts and write none: the state of every token, or a judgement of yes or no.
 
-Qwen3-Embedding and E5-Mistral pool the states (`sentence_encoder.SentenceEncoder`); Qwen3-Reranker
-is asked whether a text answers a question.
+Qwen3-Embedding, E5-Mistral and EmbeddingGemma pool the states (`sentence_encoder.SentenceEncoder`);
+Qwen3-Reranker is asked whether a text answers a question.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class TextDecoder(Llama):
     def __call__(self, input_ids: jax.Array, mask: jax.Array) -> jax.Array:
         """Right-padded texts, int [B, L] -> normed states of the last layer [B, L, H].
 
-        mask: bool [B, L], not used: no token sees the padding behind it.
+        mask: bool [B, L], not used where no token sees the padding behind it.
         """
-        return self.encode(self.embed(input_ids))
+        return self.encode(self.embed(input_ids), mask if self.config.bidirectional else None)
 
 
 class YesNoDecoder(Llama):

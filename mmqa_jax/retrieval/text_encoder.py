@@ -21,7 +21,7 @@ from mmqa_jax.models.decoder_families import FAMILIES as DECODERS
 from mmqa_jax.models.sentence_encoder import SentenceEncoder
 from mmqa_jax.retrieval.embedder import FULL_LENGTH, Embedder, TextEncoderConfig, text_cost
 from mmqa_jax.weights.sentence_pooling import has_recipe, read_recipe
-from mmqa_jax.weights.text_encoders import load_text_encoder, model_type_of
+from mmqa_jax.weights.text_encoders import load_dense, load_text_encoder, model_type_of
 
 _ON_CPU = 8  # texts of a call: more do not fit a CPU's caches (runs/ask_folder.py)
 _BUCKETS = (16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -52,16 +52,26 @@ def load_text_embedder(
     devices = loading_mesh(mesh)
     encoder = load_text_encoder(folder, devices)
     config = encoder.config
-    if recipe.truncate_dim is not None and recipe.truncate_dim > config.hidden:
+    width = config.hidden
+    for layer in recipe.dense:
+        if layer.inputs != width:
+            raise UserError(
+                f"{layer.folder / 'config.json'}: in_features is {layer.inputs}, but vectors have "
+                f"{width} values there; fetch the file again."
+            )
+        width = layer.outputs
+    if recipe.truncate_dim is not None and recipe.truncate_dim > width:
         raise UserError(
             f"{folder}: truncate_dim keeps {recipe.truncate_dim} values of vectors of "
-            f"{config.hidden}; correct it in config_sentence_transformers.json."
+            f"{width}; correct it in config_sentence_transformers.json."
         )
     tokenizer = load_encoder_tokenizer(
         folder, config.vocab_size, lowercase=recipe.lowercase, pairs=not decoder
     )
     buckets = length_buckets(recipe.max_tokens or tokenizer.max_tokens, config.positions)
-    graphdef, state = nnx.split(SentenceEncoder(encoder, recipe.pooling, recipe.truncate_dim))
+    dense = [load_dense(layer) for layer in recipe.dense]
+    whole = SentenceEncoder(encoder, recipe.pooling, recipe.truncate_dim, dense)
+    graphdef, state = nnx.split(whole)
     if devices is not None:
         state = jax.device_put(state, state_shardings(state, devices))
     return Embedder(
@@ -73,7 +83,13 @@ def load_text_embedder(
         batch_size=batch_size,
         cost=encoder_cost(config, buckets[-1], "texts"),
         prompts=recipe.prompts,
-        recipe=f"{type(encoder).__name__} {config} {recipe.pooling} {recipe.truncate_dim}",
+        recipe=" ".join(
+            map(
+                str,
+                [type(encoder).__name__, config, recipe.pooling, recipe.truncate_dim]
+                + [layer.activation for layer in recipe.dense],
+            )
+        ),
     )
 
 

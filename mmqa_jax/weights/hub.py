@@ -32,7 +32,8 @@ _POOLING = (
     *("sentence_bert_config.json", "sentence_roberta_config.json"),
     "sentence_xlm-roberta_config.json",
 )
-_LAYER = re.compile(r"\d+_\w+/config\.json")  # 1_Pooling, 1_LogitScore
+# 1_Pooling, 1_LogitScore, 2_Dense.
+_LAYER = re.compile(r"\d+_\w+/config\.json|\d+_Dense/model\.safetensors")
 
 
 def is_hub_name(text: str | os.PathLike) -> bool:

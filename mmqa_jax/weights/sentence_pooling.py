@@ -16,7 +16,7 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.models.published_keys import check_keys, kinds
-from mmqa_jax.models.sentence_encoder import POOLINGS
+from mmqa_jax.models.sentence_encoder import DENSE_ACTIVATIONS, POOLINGS
 
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 TRANSFORMER, POOLING = "sentence_bert_config.json", "1_Pooling/config.json"
@@ -28,6 +28,8 @@ _TRANSFORMERS = (
 # Of a cross-encoder's logit: both rank alike, and a sigmoid is taken in any case.
 ACTIVATIONS = ("torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Sigmoid")
 _LAYERS = ("Transformer", "Pooling", "Normalize")
+_DENSE = "Dense"
+_DENSE_KEYS = kinds(size="in_features out_features", flag="bias", name="activation_function")
 # The switches of older versions, and the names that newer ones give in `pooling_mode`.
 _SWITCHES = {
     "pooling_mode_cls_token": "cls",
@@ -84,6 +86,24 @@ class Prompts:
 
 
 @dataclasses.dataclass(frozen=True)
+class DenseLayer:
+    """A linear layer over the pooled states.
+
+    Attributes:
+      folder: of its weights.
+      inputs, outputs: values of a vector before and after it.
+      bias: whether it has one.
+      activation: one of models.sentence_encoder.DENSE_ACTIVATIONS.
+    """
+
+    folder: Path
+    inputs: int
+    outputs: int
+    bias: bool
+    activation: str
+
+
+@dataclasses.dataclass(frozen=True)
 class SentenceRecipe:
     """How one vector, of length 1, is made of a text.
 
@@ -93,6 +113,7 @@ class SentenceRecipe:
       max_tokens: longer texts are cut, special tokens included; None: as long as the encoder takes.
       lowercase: whether texts are put in lower case before they are split.
       truncate_dim: the first so many values are kept (Matryoshka); None: all.
+      dense: linear layers over what is pooled, in order.
     """
 
     pooling: str = "mean"
@@ -100,6 +121,7 @@ class SentenceRecipe:
     max_tokens: int | None = None
     lowercase: bool = False
     truncate_dim: int | None = None
+    dense: tuple[DenseLayer, ...] = ()
 
 
 def has_recipe(folder: Path) -> bool:
@@ -120,13 +142,20 @@ def read_recipe(folder: Path) -> SentenceRecipe:
       UserError: a further layer, a pooling, prompt or key that is not known here, or a similarity
         that vectors of length 1 do not have.
     """
-    pooling, normalized = "mean", False
+    pooling, normalized, dense = "mean", False, []
     for kind, place in read_modules(folder):
-        if kind not in _LAYERS:
+        if kind not in (*_LAYERS, _DENSE):
             raise UserError(
                 f"{folder / MODULES}: holds the layer {kind!r}, which is not known here (only "
-                f"{', '.join(_LAYERS)}); use a checkpoint without it."
+                f"{', '.join((*_LAYERS, _DENSE))}); use a checkpoint without it."
             )
+        if kind == _DENSE and normalized:
+            raise UserError(
+                f"{folder / MODULES}: holds a layer Dense behind Normalize, which is not known "
+                "here; use a checkpoint with Normalize at its end."
+            )
+        if kind == _DENSE:
+            dense.append(_dense(folder / place))
         if kind == "Transformer" and place:
             raise UserError(
                 f"{folder / MODULES}: the encoder is in its folder {place!r}; move the files of "
@@ -152,6 +181,7 @@ def read_recipe(folder: Path) -> SentenceRecipe:
         said.get("max_seq_length"),
         bool(said.get("do_lower_case")),
         truncate_dim,
+        tuple(dense),
     )
 
 
@@ -241,6 +271,25 @@ def check_mean_pooling(folder: Path) -> None:
             f"{file}: default_prompt_name {name!r} puts {prompts[name]!r} before every text, which "
             "is not done here; take the key out and put it before your texts yourself."
         )
+
+
+def _dense(folder: Path) -> DenseLayer:
+    """A layer Dense in a folder; UserError for an activation that is not known here."""
+    file = folder / "config.json"
+    content = read_json(file)
+    fixed = {"module_input_name": ("sentence_embedding",)}
+    fixed["module_output_name"] = (*fixed["module_input_name"], None)
+    check_keys(content, str(file), read=_DENSE_KEYS, fixed=fixed)
+    missing = [key for key in ("in_features", "out_features") if key not in content]
+    activation = content.get("activation_function", "torch.nn.modules.activation.Tanh")
+    if missing or activation not in DENSE_ACTIVATIONS:
+        raise UserError(
+            f"{file}: in_features, out_features and an activation_function of "
+            f"{', '.join(DENSE_ACTIVATIONS)} were expected; fetch the file again, or use another "
+            "checkpoint."
+        )
+    sizes = content["in_features"], content["out_features"]
+    return DenseLayer(folder, *sizes, content.get("bias", True), activation)
 
 
 def _pooling(file: Path) -> str:

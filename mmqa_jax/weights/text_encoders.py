@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -20,9 +21,11 @@ from mmqa_jax.core.mesh import platform
 from mmqa_jax.models.bert import Bert
 from mmqa_jax.models.cross_encoder import CrossEncoder
 from mmqa_jax.models.decoder_families import FAMILIES as DECODERS
+from mmqa_jax.models.layers import Linear
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.modernbert import ModernBert, ModernBertCrossEncoder
 from mmqa_jax.models.mpnet import MPNet
+from mmqa_jax.models.sentence_encoder import Dense
 from mmqa_jax.models.text_decoder import TextDecoder, YesNoDecoder
 from mmqa_jax.weights.folder import is_weights_folder
 from mmqa_jax.weights.formats.safetensors import TensorSource
@@ -45,7 +48,7 @@ from mmqa_jax.weights.models.roberta import (
     roberta_key_map,
 )
 from mmqa_jax.weights.published import load_checkpoint
-from mmqa_jax.weights.sentence_pooling import ACTIVATIONS
+from mmqa_jax.weights.sentence_pooling import ACTIVATIONS, DenseLayer
 from mmqa_jax.weights.sources import open_source
 
 CONFIG = "config.json"
@@ -193,6 +196,25 @@ def load_text_encoder(folder: Path, mesh: Mesh | None = None) -> Any:
     return _load(
         folder, family, family.config(published, where), family.model, family.key_map, mesh
     )
+
+
+def load_dense(layer: DenseLayer) -> Dense:
+    """A linear layer of sentence-transformers; UserError for tensors that do not fit."""
+    source = open_source(layer.folder)
+    shapes = {"linear.weight": (layer.outputs, layer.inputs)}
+    shapes |= {"linear.bias": (layer.outputs,)} if layer.bias else {}
+    found = {key: tuple(spec.shape) for key, spec in source.specs().items()}
+    if found != shapes:
+        raise UserError(
+            f"{layer.folder}: its tensors are {found}, {shapes} were expected by config.json; "
+            "fetch the folder again."
+        )
+    sizes = layer.inputs, layer.outputs
+    linear = Linear(*sizes, ("embed", None), rngs=nnx.Rngs(0), use_bias=layer.bias)
+    linear.kernel.set_value(jnp.asarray(source.read("linear.weight"), jnp.float32).T)
+    if linear.bias is not None:
+        linear.bias.set_value(jnp.asarray(source.read("linear.bias"), jnp.float32))
+    return Dense(linear, layer.activation)
 
 
 def load_cross_encoder(folder: Path, mesh: Mesh | None = None) -> Any:

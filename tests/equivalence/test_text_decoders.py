@@ -13,17 +13,22 @@ import pytest
 import torch
 import transformers
 from compare import WHOLE, randomize
+from flax import nnx
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.base.modules import Normalize, Transformer
 from sentence_transformers.cross_encoder.modules import LogitScore
-from sentence_transformers.sentence_transformer.modules import Pooling
+from sentence_transformers.sentence_transformer.modules import Dense, Pooling
 from tiny_encoders import QUESTIONS, texts
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, processors
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.lists import corpus_of_lists
+from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.inference.cross_encoder import open_cross_encoder
+from mmqa_jax.models.llama import Llama
+from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.retrieval.text_encoder import load_text_embedder
+from mmqa_jax.weights.text_encoders import read_decoder_config
 
 pytestmark = pytest.mark.slow
 
@@ -129,6 +134,75 @@ def test_vectors_are_those_of_sentence_transformers(kind, around, more, tmp_path
         np.testing.assert_allclose(got, encode(given, normalize_embeddings=True), **WHOLE)
     assert ours.dim == 20
     assert np.abs(ours.embed_questions(given) - ours.embed_passages(given)).max() > 0.01
+
+
+@pytest.fixture(scope="module")
+def embedding_gemma(tmp_path_factory):
+    """An EmbeddingGemma: tokens see both ways, two linear layers over their mean; as saved twice."""
+    folder = tmp_path_factory.mktemp("gemma") / "model"
+    plain = folder.with_name("plain")
+    more = {"use_bidirectional_attention": True, "sliding_window": 70, "query_pre_attn_scalar": 20}
+    more |= {"rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 700.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 90.0},
+    }, "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
+    sizes = {key: value for key, value in SIZES.items() if key != "rope_theta"}
+    own = tokenizer("<s>", "$A", "</s>")
+    config = transformers.Gemma3TextConfig(
+        **sizes | more | {"vocab_size": len(own) + 3, "attn_implementation": "eager"}
+    )
+    randomize(transformers.Gemma3TextModel(config), 0, 0.15).save_pretrained(plain)
+    own.save_pretrained(plain)
+    torch.manual_seed(1)
+    layers = [
+        Transformer(str(plain), max_seq_length=600),
+        Pooling(32, "mean"),
+        Dense(32, 48, bias=False, activation_function=torch.nn.Identity()),
+        Dense(48, 24),
+        Normalize(),
+    ]
+    prompts = {"query": "task: search result | query: ", "document": "title: none | text: "}
+    SentenceTransformer(modules=layers, device="cpu", prompts=prompts).save(str(folder))
+    return folder
+
+
+def test_embedding_gemma_is_that_of_sentence_transformers(embedding_gemma):
+    theirs = SentenceTransformer(str(embedding_gemma), device="cpu")
+    assert theirs[0].auto_model.config.sliding_window == 36  # of each side
+    ours = load_text_embedder(embedding_gemma, batch_size=3)
+    given = [text[:2300] for text in texts(400)]
+    for got, encode in (
+        (ours.embed_questions(given), theirs.encode_query),
+        (ours.embed_passages(given), theirs.encode_document),
+    ):
+        np.testing.assert_allclose(got, encode(given, normalize_embeddings=True), **WHOLE)
+    assert ours.dim == 24
+
+
+def test_embedding_gemma_writes_no_texts(embedding_gemma):
+    config = read_decoder_config(embedding_gemma)
+    assert config.windows == (36, 0)
+    assert LlamaConfig.from_hf(config.to_hf(), "here").windows == (36, 0)
+    with pytest.raises(UserError, match="use it as an encoder of texts"):
+        Engine(Llama(config, rngs=nnx.Rngs(0)))
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("2_Dense/config.json", {"in_features": 33}, "in_features is 33, but vectors have 32 values"),
+        ("2_Dense/config.json", {"activation_function": "torch.nn.modules.activation.ReLU"}, "activation_function of"),
+        ("2_Dense/config.json", {"module_output_name": "other"}, "module_output_name"),
+        ("3_Dense/config.json", {"bias": False}, r"its tensors are .*linear\.bias"),
+    ],
+)  # fmt: skip
+def test_linear_layers_that_are_refused(embedding_gemma, file, change, message, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(embedding_gemma, folder)
+    content = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(content | change))
+    with pytest.raises(UserError, match=message):
+        load_text_embedder(folder)
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,8 @@ def test_what_the_files_say(tmp_path):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        (MODULES, modules("Transformer", "Pooling", "Dense"), "holds the layer 'Dense', which is not known"),
+        (MODULES, modules("Transformer", "Pooling", "CNN"), "holds the layer 'CNN', which is not known"),
+        (MODULES, modules("Transformer", "Pooling", "Normalize", "Dense"), "a layer Dense behind Normalize"),
         (MODULES, [{"type": "own.Pooling", "path": ""}], r"holds the layer 'own\.Pooling'"),
         (MODULES, [{"type": "sentence_transformers.models.Transformer", "path": "0_Transformer"}],
          "the encoder is in its folder '0_Transformer'"),

@@ -261,9 +261,9 @@ def test_a_download_fetches_what_is_read_and_no_more(cache, model, monkeypatch):
         (
             (
                 *("config.json", "model.safetensors", "modules.json", "1_Pooling/config.json"),
-                "1_LogitScore/config.json",
+                *("1_LogitScore/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"),
             ),
-            ("2_Dense/model.safetensors",),
+            ("2_Dense/pytorch_model.bin", "3_Own/model.safetensors"),
         ),
         # open_clip's own layout.
         (
