@@ -173,6 +173,11 @@ def test_mmbench_by_a_qwen_vl(inputs, tmp_path):
     assert (ended.value["prompts"]["failed"], ended.value["prompts"]["too_long"]) == (0, 0)
     traces = rows_of(tmp_path / "run" / "trace.jsonl")
     assert len(traces) == len(MMBENCH)
+    out = tmp_path / "captions.json"
+    flags = (f"--data={inputs / 'mmbench'}", f"--model={model}", f"--out={out}")
+    made = done("caption", *flags, "--max_new_tokens=4")
+    assert (made["captions"], made["failed"]) == (len(json.loads(out.read_text())), 0)
+    assert made["captions"] > 0
 
 
 @pytest.mark.parametrize(
