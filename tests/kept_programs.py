@@ -13,6 +13,8 @@ import platform
 import shutil
 from pathlib import Path
 
+from mmqa_jax.core.program_cache import is_whole
+
 FOLDER = Path(__file__).parents[1] / ".pytest_cache" / "jax"  # of the run
 _MOST = 2 * 2**30  # bytes; when there are more, all are compiled anew
 
@@ -44,20 +46,10 @@ def take() -> None:
 def keep() -> None:
     """After a run: what it compiled is laid beside what is kept."""
     for file in FOLDER.iterdir():
-        if not (_kept() / file.name).exists() and not _is_whole(file):
+        if not (_kept() / file.name).exists() and not is_whole(file.read_bytes()):
             file.unlink()
     with contextlib.suppress(OSError):
         _lay(FOLDER, _kept())
-
-
-def _is_whole(file: Path) -> bool:
-    from jax._src import compilation_cache
-
-    try:
-        compilation_cache.decompress_executable(file.read_bytes())
-    except Exception:  # of the library that compressed it
-        return False
-    return True
 
 
 def _lay(source: Path, target: Path) -> None:

@@ -21,6 +21,7 @@ from mmqa_jax.core import joining
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.host import cache_dir
 from mmqa_jax.core.peers import may_be_a_loss
+from mmqa_jax.core.program_cache import open_cache
 
 _NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _FAILED = "mmqa/failed"
@@ -49,6 +50,7 @@ def start(compilation_cache_dir: str | os.PathLike | None = None, *, join: bool 
 
     cache = _compilation_cache(compilation_cache_dir)
     if cache is not None:
+        open_cache(cache)
         jax.config.update("jax_compilation_cache_dir", str(cache))
         # Small programs too: a short run starts dozens of them.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
