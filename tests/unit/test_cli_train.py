@@ -139,7 +139,7 @@ def test_a_refused_config_leaves_what_was_there(data, refused, tmp_path):
         ),
         (
             "c.pictures.resize = 'squish'",
-            r"pictures\.resize='squish': one of squash, crop, crop_openai, sample",
+            r"pictures\.resize='squish': one of squash, squash_bilinear, crop, crop_openai, sample",
         ),
         ("c.model.changes.heads = 0", r"model\.changes\.heads=0: at least 1 was expected"),
         ("c.model.frontend = 'x101'", r"key features\.root is missing; add it"),
