@@ -222,14 +222,19 @@ class LlamaLayer(nnx.Module):
         size, width = config.hidden, config.heads * config.head_size
         kv_width = config.kv_heads * config.head_size
         norm = functools.partial(RMSNorm, eps=config.eps, rngs=rngs, unit=config.unit_norms)
-        if config.norms != "after":
-            self.input_norm, self.mlp_norm = norm(size), norm(size)
-        if config.norms != "before":
-            self.out_norm, self.down_norm = norm(size), norm(size)
+        # In this order, since each parameter's draw depends on its place.
+        if config.norms == "after":
+            self.out_norm = norm(size)
+        else:
+            self.input_norm = norm(size)
         self.q = linear(size, width, ("embed", "heads"), use_bias="q" in biases)
         self.k = linear(size, kv_width, ("embed", "heads"), use_bias="k" in biases)
         self.v = linear(size, kv_width, ("embed", "heads"), use_bias="v" in biases)
         self.out = linear(width, size, ("heads", "embed"), use_bias="out" in biases)
+        if config.norms == "after":
+            self.down_norm = norm(size)
+        else:
+            self.mlp_norm = norm(size)
         self.gate = linear(size, config.mlp, ("embed", "mlp"), use_bias=config.mlp_bias)
         self.up = linear(size, config.mlp, ("embed", "mlp"), use_bias=config.mlp_bias)
         self.down = linear(config.mlp, size, ("mlp", "embed"), use_bias=config.mlp_bias)
@@ -238,6 +243,8 @@ class LlamaLayer(nnx.Module):
         elif config.qk_norm == "whole":
             self.q_norm = norm(width, name="heads")
             self.k_norm = norm(kv_width, name="heads")
+        if config.norms == "both":
+            self.out_norm, self.down_norm = norm(size), norm(size)
         self.config = config
 
     def project(
