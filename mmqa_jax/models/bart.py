@@ -16,6 +16,7 @@ from flax import nnx
 from mmqa_jax.models.activations import ACTIVATIONS
 from mmqa_jax.models.bart_config import BartConfig
 from mmqa_jax.models.config_checks import check_length
+from mmqa_jax.models.encoder_decoder import EncoderDecoder
 from mmqa_jax.models.layers import (
     Attention,
     Embedding,
@@ -32,12 +33,6 @@ from mmqa_jax.models.layers import (
 
 EPS = 1e-5  # of every LayerNorm; the published configs have no entry for it
 POSITION_OFFSET = 2  # row of position 0: the first rows were fairseq's padding index and below
-
-
-def shift_tokens_right(target_ids: jax.Array, pad: int, start: int) -> jax.Array:
-    """Decoder inputs for targets int [B, T]: `start`, then all but the last; -100 becomes `pad`."""
-    shifted = jnp.pad(target_ids[:, :-1], ((0, 0), (1, 0)), constant_values=start)
-    return jnp.where(shifted == -100, pad, shifted)
 
 
 class BartLayer(nnx.Module):
@@ -146,7 +141,7 @@ class BartStack(nnx.Module):
         )[0]
 
 
-class Bart(nnx.Module):
+class Bart(EncoderDecoder):
     """Encoder, decoder and the output product with the embedding table."""
 
     def __init__(self, config: BartConfig, *, rngs: nnx.Rngs):
@@ -224,26 +219,6 @@ class Bart(nnx.Module):
         # A buffer in transformers, not trained.
         return logits + jax.lax.stop_gradient(self.final_logits_bias[...].astype(jnp.float32))
 
-    def __call__(
-        self,
-        input_ids: jax.Array,
-        attention_mask: jax.Array,
-        decoder_input_ids: jax.Array,
-        decoder_attention_mask: jax.Array | None = None,
-        *,
-        dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
-        """Logits of the token after each decoder token, [B, T, V] float32.
-
-        See `encode` and `decode` for the arguments.
-        """
-        first, second = split_key(dropout_key, 2)
-        source = self.encode(input_ids, attention_mask, dropout_key=first)
-        hidden = self.decode(
-            decoder_input_ids, source, attention_mask, decoder_attention_mask, dropout_key=second
-        )
-        return self.logits(hidden)
-
     def log_probs(
         self,
         input_ids: jax.Array,
@@ -258,8 +233,7 @@ class Bart(nnx.Module):
         the caller's to leave out. BARTScore (Yuan et al. 2021) is the mean over a row's real
         tokens, `<s>` and `</s>` among them. Returns [B, T] float32.
         """
-        shifted = shift_tokens_right(target_ids, self.config.pad, self.config.start)
-        logits = self(input_ids, attention_mask, shifted, dropout_key=dropout_key)
+        logits = self.target_logits(input_ids, attention_mask, target_ids, dropout_key=dropout_key)
         wanted = jnp.maximum(target_ids, 0)[..., None]  # -100 is no token
         picked = jnp.take_along_axis(logits, wanted, axis=-1)[..., 0]
         return picked - jax.nn.logsumexp(logits, axis=-1)

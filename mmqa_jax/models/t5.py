@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mmqa_jax.models.activations import ACTIVATIONS
-from mmqa_jax.models.bart import shift_tokens_right
+from mmqa_jax.models.encoder_decoder import EncoderDecoder
 from mmqa_jax.models.layers import (
     Embedding,
     Linear,
@@ -207,7 +207,7 @@ class T5Stack(nnx.Module):
             yield nnx.merge(graphdef, jax.tree.map(lambda p, n=number: p[n], params))
 
 
-class T5(nnx.Module):
+class T5(EncoderDecoder):
     """Encoder, decoder and the output head."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
@@ -279,38 +279,3 @@ class T5(nnx.Module):
         tied = self.head is None
         weights = self.tokens.table[...] if tied else self.head.kernel[...]  # [V, H] or [H, V]
         return product(hidden, weights.astype(hidden.dtype), int(tied), jnp.float32)
-
-    def __call__(
-        self,
-        input_ids: jax.Array,
-        attention_mask: jax.Array,
-        decoder_input_ids: jax.Array,
-        decoder_attention_mask: jax.Array | None = None,
-        *,
-        dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
-        """Logits of the token after each decoder token, [B, T, V] float32.
-
-        See `encode` and `decode` for the arguments.
-        """
-        first, second = split_key(dropout_key, 2)
-        source = self.encode(input_ids, attention_mask, dropout_key=first)
-        hidden = self.decode(
-            decoder_input_ids, source, attention_mask, decoder_attention_mask, dropout_key=second
-        )
-        return self.logits(hidden)
-
-    def target_logits(
-        self,
-        input_ids: jax.Array,
-        attention_mask: jax.Array,
-        target_ids: jax.Array,
-        *,
-        dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
-        """Logits in the place of each target token, teacher forced: [B, T, V] float32.
-
-        target_ids int [B, T], padded on the right with the pad id or -100.
-        """
-        shifted = shift_tokens_right(target_ids, self.config.pad, self.config.start)
-        return self(input_ids, attention_mask, shifted, dropout_key=dropout_key)
