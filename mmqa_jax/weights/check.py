@@ -159,6 +159,8 @@ def check(model: str | None, source: Path, converted: Path | None = None) -> lis
     for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f"--check: {package} is not installed; run `pip install {package}`.")
+    if not source.exists():
+        raise UserError(f"--source={source}: no such file or folder; name a checkpoint.")
     name = _name_of(source, model)
     if name not in _KINDS:
         raise UserError(

@@ -75,6 +75,7 @@ def test_what_cannot_be_checked_is_refused(tmp_path, monkeypatch):
     source = make_source("mcan", tmp_path / "mcan")
     refused("transformers does not have the model mcan", *source.flags("mcan")[1:3])
     refused("add --model=", f"--source={source.path}")
+    refused("no such file or folder", f"--source={tmp_path / 'nothing'}")
     bert = make_source("bert", tmp_path / "bert").path
     refused("holds no clip (it is read as: encoder)", "--model=clip", f"--source={bert}")
     refused("leave --dtype out", f"--source={bert}", "--dtype=bfloat16")
