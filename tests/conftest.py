@@ -28,13 +28,14 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 # Before a test imports jax; processes that tests start inherit both.
 skip_absent_tpu()
 # Compiling is much of what tests cost: XLA leaves most of its optimizations out, see `_optimized`,
-# and its fusion emitters, whose code LLVM takes several times as long to compile. With 0 in the
-# environment it compiles as for users (tests/long.py).
+# and its fusion emitters, whose code LLVM takes several times as long to compile; and it does not cut
+# each program into parts for LLVM's threads, which costs small programs more than it saves. With 0 in
+# the environment it compiles as for users (tests/long.py).
 _AS_FOR_USERS = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "0"
-_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
+_QUICK_TO_COMPILE = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 # Later versions end at a flag that they do not know.
 if not _AS_FOR_USERS and importlib.metadata.version("jaxlib").startswith("0.10."):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_EMITTERS}".strip()
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK_TO_COMPILE}".strip()
 
 # How a file of tests/unit says that it trains or compiles models, starts processes, or takes more
 # than a few seconds for other reasons; `--quick` leaves it out before it is imported.
