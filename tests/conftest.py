@@ -166,6 +166,7 @@ def _kept_programs() -> Iterator[None]:
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
+    jax.clear_caches()  # a worker's programs would take gigabytes
 
 
 @pytest.fixture(scope="module")
