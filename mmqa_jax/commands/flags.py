@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _GIVEN = "as_given"  # what `fetched` keeps the arguments under
 # The question-answering benchmarks whose official files `prepare` and `evaluate` read.
-BENCHMARKS = ("vqav2", "okvqa", "aokvqa", "scienceqa", "mmbench", "seedbench")
+BENCHMARKS = ("vqav2", "okvqa", "aokvqa", "scienceqa", "mmbench", "seedbench", "multimodalqa")
 
 
 def add_config(

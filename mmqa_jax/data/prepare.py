@@ -175,14 +175,14 @@ def prepare_benchmark(name: str, raw: Path, out: Path, **options: Any) -> dict[s
     found = READERS[name](raw)
     return records.write_records(
         out,
-        [],
+        found.sources,
         found.questions,
         found.read_picture,
         name=name,
         attribution=found.attribution,
         origin=found.origin(),
         inputs=found.inputs,
-        sourceless=True,
+        sourceless=not found.sources,
         **options,
     )
 

@@ -13,7 +13,13 @@ from mmqa_jax.data.records import MANIFEST
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.data.splits import split_questions
 from mmqa_jax.data.table_files import SUFFIXES
-from mmqa_jax.evaluation import choice_formats, choice_scores, vqa, vqa_formats
+from mmqa_jax.evaluation import (
+    choice_formats,
+    choice_scores,
+    multimodalqa,
+    vqa,
+    vqa_formats,
+)
 from mmqa_jax.evaluation.scoring import Evaluation
 
 
@@ -48,7 +54,7 @@ class BenchmarkScoring:
 
 
 # Benchmarks whose questions, answers and captions are in files that only their folder tells apart.
-_FOLDERS_ALONE = ("vqav2", "okvqa")
+_FOLDERS_ALONE = ("vqav2", "okvqa", "multimodalqa")
 # Files that no reader of JSON should be asked to read; VLMEvalKit writes its predictions as pickles
 # too, which run code where they are loaded.
 _NO_JSON = (".xlsx", ".xls", ".csv", ".tsv", ".parquet", ".pkl", ".pickle")
@@ -100,6 +106,15 @@ BENCHMARKS: dict[str, BenchmarkScoring] = {
         has_reference=choice_scores.has_answer,
         score=choice_scores.score_seed_bench,
         write_submission=choice_formats.write_seed_bench_submission,
+    ),
+    "multimodalqa": BenchmarkScoring(
+        split="val",
+        formats="predictions.jsonl, or the official {qid: answer, or list of answers} as JSON",
+        read_predictions=multimodalqa.read_multimodalqa_predictions,
+        has_reference=multimodalqa.has_answer_list,
+        score=multimodalqa.score_multimodalqa,
+        write_submission=multimodalqa.write_multimodalqa_submission,
+        split_names={"dev": "val"},
     ),
 }
 

@@ -48,6 +48,8 @@ _NAMES = {
     "mmbench/circular_2026": "accuracy (MMBench, all passes, rule of 2026)",
     "seed_bench/letter": "accuracy (SEED-Bench, letter)",
     "seed_bench/likelihood": "accuracy (SEED-Bench, likelihood)",
+    "multimodalqa/list_em": "exact match (MultimodalQA)",
+    "multimodalqa/list_f1": "F1 (MultimodalQA)",
 }
 # Families whose variants depend on weights or on k.
 _FAMILIES = (

@@ -173,14 +173,32 @@ def score_predictions(
         _score_answers(evaluation, dataset, questions, predictions, lemmatizer)
         if bart is not None:
             _score_fluency(evaluation, questions, predictions, bart)
-    if any(question.positives for question in questions):
-        if sources:
-            evaluation.scored.append(webqa.score_sources(questions, predictions))
-        chosen = sources or any(one.trace and one.read for one in predictions)
-        if answers and citations and chosen:
-            evaluation.attribution.append(score_citations(questions, predictions))
+    score_cited(
+        evaluation, questions, predictions, sources=sources, citations=answers and citations
+    )
     evaluation.attribution += refusals
     return evaluation
+
+
+def score_cited(
+    evaluation: Evaluation,
+    questions: Sequence[Question],
+    predictions: Sequence[Prediction],
+    *,
+    sources: bool,
+    citations: bool,
+) -> None:
+    """Adds the scores of cited sources and of citations, as `score_predictions` has them.
+
+    Nothing where no gold sources are known.
+    """
+    if not any(question.positives for question in questions):
+        return
+    if sources:
+        evaluation.scored.append(webqa.score_sources(questions, predictions))
+    chosen = sources or any(one.trace and one.read for one in predictions)
+    if citations and chosen:
+        evaluation.attribution.append(score_citations(questions, predictions))
 
 
 def _score_answers(

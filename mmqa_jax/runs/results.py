@@ -13,7 +13,7 @@ from mmqa_jax.data.schema import Prediction, Question, Ranking, prediction_row
 from mmqa_jax.evaluation.benchmarks import BENCHMARKS
 from mmqa_jax.evaluation.retrieval import score_modality, score_rankings
 from mmqa_jax.evaluation.scores import Scores, count_empty
-from mmqa_jax.evaluation.scoring import Evaluation, notes_of_counts, score_predictions
+from mmqa_jax.evaluation.scoring import Evaluation, notes_of_counts, score_cited, score_predictions
 from mmqa_jax.retrieval.rankings import write_rankings
 from mmqa_jax.runs.agent_report import agent_summary
 from mmqa_jax.runs.answered import Answered
@@ -79,22 +79,32 @@ def _evaluate(
         benchmark = BENCHMARKS[row.dataset]
         if not any(map(benchmark.has_reference, questions)):
             return Evaluation(notes=["the answers of this split are not published"])
-        return benchmark.score(questions, predictions)
-    hidden = not any(q.answers or q.positives or q.keywords for q in questions)
-    if hidden:  # WebQA's test split
-        return Evaluation(notes=["gold answers and sources of this split are not published"])
-    evaluation = score_predictions(
-        row.dataset,
-        questions,
-        predictions,
-        lemmatizer=row.scoring.lemmatizer or None,
-        bart=Path(row.scoring.bart) if row.scoring.bart else None,
-        sources=row.finds_sources,
-        answers=row.answers,
-        citations=row.reads_its_corpus,
-    )
-    if row.answers and row.dataset == "webqa" and not row.scoring.bart:
-        evaluation.notes.append("no fluency (webqa_fl): scoring.bart names no weights")
+        evaluation = Evaluation(has_modalities=False)
+        if row.answers:
+            evaluation = benchmark.score(questions, predictions)
+        score_cited(
+            evaluation,
+            questions,
+            predictions,
+            sources=row.finds_sources,
+            citations=row.answers and row.reads_its_corpus,
+        )
+    else:
+        hidden = not any(q.answers or q.positives or q.keywords for q in questions)
+        if hidden:  # WebQA's test split
+            return Evaluation(notes=["gold answers and sources of this split are not published"])
+        evaluation = score_predictions(
+            row.dataset,
+            questions,
+            predictions,
+            lemmatizer=row.scoring.lemmatizer or None,
+            bart=Path(row.scoring.bart) if row.scoring.bart else None,
+            sources=row.finds_sources,
+            answers=row.answers,
+            citations=row.reads_its_corpus,
+        )
+        if row.answers and row.dataset == "webqa" and not row.scoring.bart:
+            evaluation.notes.append("no fluency (webqa_fl): scoring.bart names no weights")
     retriever = row.parts.get("retriever")
     if isinstance(retriever, RetrieverSpec) and retriever.modality == "classified":
         modality = score_modality(questions, corpus, rankings["candidates"])

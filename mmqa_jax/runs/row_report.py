@@ -44,7 +44,7 @@ from mmqa_jax.runs.traces import (
 
 _HEADLINE = (
     *("webqa_acc", "exact_match", "source_f1/official", "recall@20", "vqa_accuracy"),
-    *("a_okvqa", "scienceqa", "mmbench", "seed_bench", "choice_accuracy"),
+    *("a_okvqa", "scienceqa", "mmbench", "seed_bench", "multimodalqa", "choice_accuracy"),
 )
 # Dataset -> the scorers that tell right from wrong, the best first; of others the first there is.
 _VERDICTS = {
@@ -267,11 +267,15 @@ def _evaluation(
     per_question: Mapping[str, Mapping[str, float]],
 ) -> Evaluation:
     """The scores of per_question.jsonl; a benchmark's, which has groups of its own, anew."""
-    if row.dataset in BENCHMARKS:
-        benchmark = BENCHMARKS[row.dataset]
-        scored = any(per_question.values())
-        return benchmark.score(questions, predictions) if scored else Evaluation()
     names = dict.fromkeys(name for scores in per_question.values() for name in scores)
+    evaluation = Evaluation()
+    evaluation.has_modalities = not any(p.choice is not None for p in predictions)
+    if row.dataset in BENCHMARKS:
+        evaluation.has_modalities = False
+        if names and row.answers:
+            evaluation = BENCHMARKS[row.dataset].score(questions, predictions)
+        anew = {name for scores in evaluation.all for name in scores.per_question}
+        names = dict.fromkeys(name for name in names if name not in anew)
     by_questions: dict[tuple[str, ...], dict[str, np.ndarray]] = {}
     for name in names:
         ids = tuple(q.id for q in questions if name in per_question.get(q.id, {}))
@@ -279,8 +283,6 @@ def _evaluation(
         by_questions.setdefault(ids, {})[name] = values
     categories = {question.id: question.category for question in questions}
     asked = sum(is_answerable(question) or not row.answers for question in questions)
-    evaluation = Evaluation()
-    evaluation.has_modalities = not any(p.choice is not None for p in predictions)
     for ids, values in by_questions.items():
         for kind in dict.fromkeys(map(_kind, values)):
             own = {name: x for name, x in values.items() if _kind(name) == kind}

@@ -26,6 +26,7 @@ PAPERS = {
     "llava": ("scienceqa", "mmbench", "seedbench"),
     "atlas": ("atlas",),
     "openstax": ("openstax",),
+    "multimodalqa": ("multimodalqa",),
 }
 # Folders of rows' workdirs that are looked into where no other is named.
 PLACES = ("runs/tables", "workdir-demo/rows")

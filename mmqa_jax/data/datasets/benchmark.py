@@ -1,7 +1,7 @@
 """What the reader of a question-answering benchmark returns, and how it finds official files.
 
-A benchmark is a set of questions, most of them on a picture; it has no corpus of sources. One file
-beside this one reads one benchmark; `readers.py` names them.
+A benchmark is a set of questions, most of them on a picture; few have sources to answer from. One
+file beside this one reads one benchmark; `readers.py` names them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.picture_bounds import PictureError, check_bytes
-from mmqa_jax.data.schema import Question
+from mmqa_jax.data.schema import Question, Source
 
 # Keys of Question.extra: a description of the picture, and the names of objects in it.
 CAPTION, TAGS = "caption", "tags"
@@ -31,8 +31,9 @@ class Benchmark:
       files: the files that were read.
       missing: optional file that was not found -> what is therefore absent.
       attribution: license and credits.
-      read_picture: encoded bytes of a `Question.image`; None where no question has one.
+      read_picture: encoded bytes of a picture of a question or source; None where there are none.
       inputs: identifies the picture files, see records.write_records.
+      sources: what the questions may be answered from, if that is part of the benchmark.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Benchmark:
     attribution: str = ""
     read_picture: Callable[[str], bytes] | None = None
     inputs: str | None = None
+    sources: Sequence[Source] = ()
 
     def origin(self) -> dict[str, object]:
         """What the manifest keeps about the files."""

@@ -1,0 +1,287 @@
+"""MultimodalQA's official files (https://github.com/allenai/multimodalqa): a corpus with questions.
+
+    MMQA_{train,dev,test}.jsonl(.gz)   questions; without answers and supporting context in test
+    MMQA_texts.jsonl(.gz)              paragraphs of Wikipedia
+    MMQA_tables.jsonl(.gz)             tables of Wikipedia
+    MMQA_images.jsonl(.gz)             titles and file names of pictures
+    final_dataset_images/              the pictures
+
+A question lists its own context, paragraphs, pictures and one table (24 sources in the mean of
+dev), of which the supporting ones are gold. A table becomes a text source: its page's title, its
+name, and a line for each row with the cells under their columns' names. A picture has no caption
+but the title of its page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import ONE_A_LINE
+from mmqa_jax.core.json_text import parse_json
+from mmqa_jax.data.datasets.benchmark import Benchmark, OfficialFiles, PictureFolders
+from mmqa_jax.data.picture_bounds import PictureError
+from mmqa_jax.data.schema import Question, Source
+
+# Between the items of an answer that is a list; no answer of dev holds it.
+SEPARATOR = "; "
+# Keys of Question.extra: the items of the answer, where it is found, and what the question needs.
+ANSWER_LIST, ANSWER_MODALITY, MODALITIES = "answer_list", "answer_modality", "modalities"
+# Key of Source.extra: which of the three collections a source is from.
+DOC_PART = "doc_part"
+TYPES = (
+    *("TextQ", "TableQ", "ImageQ", "ImageListQ"),
+    *("Compose(TableQ,ImageListQ)", "Compose(TextQ,ImageListQ)", "Compose(ImageQ,TableQ)"),
+    *("Compose(ImageQ,TextQ)", "Compose(TextQ,TableQ)", "Compose(TableQ,TextQ)"),
+    *("Intersect(TableQ,TextQ)", "Intersect(ImageListQ,TableQ)", "Intersect(ImageListQ,TextQ)"),
+    "Compare(Compose(TableQ,ImageQ),TableQ)",
+    "Compare(Compose(TableQ,ImageQ),Compose(TableQ,TextQ))",
+    "Compare(TableQ,Compose(TableQ,TextQ))",
+)
+# The types that need one modality alone (baselines/common_utils.py).
+SINGLE_MODAL = ("TextQ", "TableQ", "ImageQ", "ImageListQ")
+PICTURES = "final_dataset_images"
+
+# The repository's page; its files of dev, test and pictures were counted.
+PUBLISHED_COUNTS = {
+    "train questions": 23_817,
+    "val questions": 2_441,
+    "test questions": 3_660,
+    "pictures": 57_058,
+}
+ATTRIBUTION = "MultiModalQA (Talmor et al., ICLR 2021); texts, tables, pictures: Wikipedia."
+
+_SPLITS = {"train": "train", "dev": "val", "test": "test"}
+_LONGEST_LINE = 64 * 2**20  # bytes of a line when unpacked; dev's longest has 60 KB
+
+
+def read_multimodalqa(folder: Path) -> Benchmark:
+    """Reads the questions that there are, and the sources that they may be answered from.
+
+    `Question.category` is its type (one of TYPES); `positives` are the supporting sources,
+    `negatives` the rest of its context. `answers` has the answer's items in one text, with
+    SEPARATOR between them, and `extra[ANSWER_LIST]` the items.
+
+    Raises:
+      UserError: a file of sources or all questions are missing, or the file and line that is
+        malformed, repeated, or names a source that is not there.
+    """
+    files = OfficialFiles(folder)
+    pictures = PictureFolders(folder, (PICTURES, "images"))
+    sources: dict[str, Source] = {}
+    for part, read in (("text", _text), ("table", _table), ("image", _image)):
+        for where, row in _lines(_file(files, f"{part}s", required=True)):
+            source = read(row, where)
+            if source.id in sources:
+                raise UserError(f"{where}: id {source.id} is there twice; fetch the file again.")
+            sources[source.id] = source
+    names = [source.image for source in sources.values() if source.image is not None]
+    found = [name for name in names if name in pictures]
+    if not found:
+        files.missing[f"{PICTURES}/"] = "no pictures; their titles stand for them"
+        sources = {k: dataclasses.replace(source, image=None) for k, source in sources.items()}
+    questions: dict[str, Question] = {}
+    for split in _SPLITS:
+        path = _file(files, split, required=False)
+        for where, row in () if path is None else _lines(path):
+            question = _question(row, split, sources, where)
+            if question.id in questions:
+                raise UserError(f"{where}: qid {question.id} is there twice; fetch the file again.")
+            questions[question.id] = question
+    if not questions:
+        raise UserError(
+            f"{folder}: holds no questions; put MMQA_dev.jsonl.gz there, or another split's file."
+        )
+    return Benchmark(
+        name="multimodalqa",
+        questions=list(questions.values()),
+        sources=sorted(sources.values(), key=lambda source: source.id),
+        counts=_counts(list(questions.values()), list(sources.values()), len(found)),
+        published=PUBLISHED_COUNTS,
+        files=files.found,
+        missing=files.missing,
+        attribution=ATTRIBUTION,
+        read_picture=_reading(pictures) if found else None,
+        inputs=pictures.signature(found) if found else None,
+    )
+
+
+def _file(files: OfficialFiles, part: str, *, required: bool) -> Path | None:
+    names = f"MMQA_{part}.jsonl.gz", f"MMQA_{part}.jsonl"
+    if required:
+        return files.required(*names, remedy="fetch the folder `dataset` of allenai/multimodalqa")
+    return files.optional(*names, without=f"there are no {_SPLITS[part]} questions")
+
+
+def _reading(pictures: PictureFolders) -> Callable[[str], bytes]:
+    def read(name: str) -> bytes:
+        if name not in pictures:
+            raise PictureError(f"{name}: no such file in {PICTURES}; fetch it again.")
+        return pictures(name)
+
+    return read
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place for messages, object) of each line, unpacked one at a time."""
+    number = 0
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            while line := file.readline(_LONGEST_LINE):
+                number += 1
+                where = f"{path}, line {number}"
+                if len(line) == _LONGEST_LINE:
+                    raise UserError(
+                        f"{where}: is longer than {_LONGEST_LINE:,} bytes; fetch the file again."
+                    )
+                if not line.strip():
+                    continue
+                row = parse_json(line, where, remedy=ONE_A_LINE)
+                if not isinstance(row, dict):
+                    raise UserError(f"{where}: an object was expected; fetch the file again.")
+                yield where, row
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(
+            f"{path}: is damaged after line {number} ({error}); fetch it again."
+        ) from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the file.") from error
+
+
+def _text(row: dict[str, Any], where: str) -> Source:
+    return Source(
+        id=_string(row, "id", where),
+        modality="text",
+        text=_string(row, "text", where),
+        title=_string(row, "title", where),
+        extra={DOC_PART: "text", **_url(row)},
+    )
+
+
+def _image(row: dict[str, Any], where: str) -> Source:
+    return Source(
+        id=_string(row, "id", where),
+        modality="image",
+        text="",
+        title=_string(row, "title", where),
+        image=_string(row, "path", where),
+        extra={DOC_PART: "image", **_url(row)},
+    )
+
+
+def _table(row: dict[str, Any], where: str) -> Source:
+    table = row.get("table")
+    try:
+        columns = [str(column["column_name"]) for column in table["header"]]
+        rows = [[str(cell["text"]) for cell in cells] for cells in table["table_rows"]]
+        name = str(table.get("table_name") or "")
+    except (TypeError, KeyError, AttributeError) as error:
+        raise UserError(
+            f"{where}: `table` has not the form of the release (header, table_rows); fetch the "
+            "file again."
+        ) from error
+    return Source(
+        id=_string(row, "id", where),
+        modality="text",
+        text=table_text(name, columns, rows),
+        title=_string(row, "title", where),
+        extra={DOC_PART: "table", **_url(row)},
+    )
+
+
+def table_text(name: str, columns: list[str], rows: list[list[str]]) -> str:
+    """A table as text: its name, then a line for each row, `column: cell` where it has a cell."""
+    lines = [name] if name else []
+    for cells in rows:
+        # A row may have more cells than the header has columns.
+        named = [columns[n] if n < len(columns) else "" for n in range(len(cells))]
+        shown = [
+            f"{column}: {cell}" if column else cell
+            for column, cell in zip(named, cells, strict=True)
+            if cell.strip()
+        ]
+        lines.append(", ".join(shown))
+    return "\n".join(lines)
+
+
+def _question(row: dict[str, Any], split: str, sources: dict[str, Source], where: str) -> Question:
+    metadata = row.get("metadata")
+    if not isinstance(metadata, dict):
+        raise UserError(f"{where}: has no object `metadata`; fetch the file again.")
+    context = [*_ids(metadata, "text_doc_ids", where), *_ids(metadata, "image_doc_ids", where)]
+    if metadata.get("table_id") is not None:
+        context.append(_string(metadata, "table_id", where))
+    supporting = row.get("supporting_context", [])
+    try:
+        gold = dict.fromkeys(str(one["doc_id"]) for one in supporting)
+        items = [str(one["answer"]) for one in row.get("answers", [])]
+        found_in = sorted({str(one["modality"]) for one in row.get("answers", [])})
+    except (TypeError, KeyError) as error:
+        raise UserError(
+            f"{where}: `answers` or `supporting_context` has not the form of the release; fetch "
+            "the file again."
+        ) from error
+    unknown = next((name for name in (*gold, *context) if name not in sources), None)
+    if unknown is not None:
+        raise UserError(
+            f"{where}: names source {unknown}, which is in none of the files of sources; fetch "
+            "them again."
+        )
+    kind = metadata.get("type", "")
+    if kind not in ("", *TYPES):
+        raise UserError(f"{where}: type is {kind!r}, none of the release's; fetch the file again.")
+    extra: dict[str, Any] = {}
+    if metadata.get("modalities"):
+        extra[MODALITIES] = list(metadata["modalities"])
+    if items:
+        extra |= {ANSWER_LIST: items, ANSWER_MODALITY: SEPARATOR.join(found_in)}
+    return Question(
+        id=_string(row, "qid", where),
+        split=_SPLITS[split],
+        question=_string(row, "question", where),
+        answers=(SEPARATOR.join(items),) if items else (),
+        category=kind,
+        positives=tuple(gold),
+        negatives=tuple(name for name in dict.fromkeys(context) if name not in gold),
+        extra=extra,
+    )
+
+
+def _ids(metadata: dict[str, Any], key: str, where: str) -> list[str]:
+    ids = metadata.get(key, [])
+    if not isinstance(ids, list) or not all(isinstance(name, str) for name in ids):
+        raise UserError(f"{where}: {key} must be a list of ids; fetch the file again.")
+    return ids
+
+
+def _string(row: dict[str, Any], key: str, where: str) -> str:
+    value = row.get(key)
+    if not isinstance(value, str) or not value:
+        raise UserError(
+            f"{where}: {key} is {value!r:.60}; text was expected; fetch the file again."
+        )
+    return value
+
+
+def _url(row: dict[str, Any]) -> dict[str, str]:
+    return {"url": row["url"]} if isinstance(row.get("url"), str) else {}
+
+
+def _counts(questions: list[Question], sources: list[Source], picture_files: int) -> dict[str, int]:
+    splits = Counter(f"{question.split} questions" for question in questions)
+    parts = Counter(source.extra[DOC_PART] for source in sources)
+    kinds = Counter(question.category for question in questions if question.category)
+    return {
+        **{name: splits[name] for name in PUBLISHED_COUNTS if name.endswith("questions")},
+        "pictures": parts["image"],
+        "picture files": picture_files,
+        "texts": parts["text"],
+        "tables": parts["table"],
+        **{f"{kind} questions": kinds[kind] for kind in TYPES},
+    }
