@@ -5,11 +5,11 @@ A router chooses a few experts for each token; the token's output is the sum of 
 the router's probabilities. None is dropped, and none depends on which others are in the batch: an
 expert has no fixed capacity.
 
-On a TPU the copies of many tokens are sorted by expert, and `jax.lax.ragged_dot` multiplies the rows
-of each by its own matrices. Of few tokens, as in a step of decoding, every one goes to every expert
-and most count nothing: reading the matrices is what takes time, and that product reads them straight
-from a stack of layers, as ragged_dot does not. So do other devices, where JAX writes ragged_dot out
-as a product over all pairs of rows and experts, k times the work.
+On a TPU the copies of many tokens are sorted by expert, and `jax.lax.ragged_dot` multiplies the
+rows of each by its own matrices. Of few tokens, as in a step of decoding, every one goes to every
+expert and most count nothing: reading the matrices is what takes time, and that product reads them
+straight from a stack of layers, as ragged_dot does not. So do other devices, where JAX writes
+ragged_dot out as a product over all pairs of rows and experts, k times the work.
 
 On a mesh the experts are split over `tensor`: each device computes what its own give to its rows,
 and one sum over `tensor` adds these up.
@@ -31,8 +31,8 @@ from mmqa_jax.models.layers import normal_init, param
 from mmqa_jax.models.llama_config import LlamaConfig
 
 _SPLIT = "tensor"  # the mesh axis of the logical axis "experts"
-# Tokens whose products with all experts are bound by reading these, on a TPU: v5e computes 240 FLOPs
-# in the time of a byte, a bfloat16 has two for each token.
+# Tokens whose products with all experts take a TPU no longer than reading these: a v5e computes 240
+# FLOPs while it reads a byte, and a token needs one for each byte of a bfloat16 matrix.
 _FEW = 256
 
 
