@@ -42,7 +42,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "lora": {
             "rank": 16,
             "alpha": 32.0,
-            "targets": ("q", "k", "v", "out", "gate", "up", "down"),
+            "targets": (),  # every projection of a layer, without those inside experts
         },
     }
     config.examples = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,15 @@ _CUDNN = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wra
 _KINDS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int8": "s8", "uint8": "u8"}
 # How JAX names the scope of what jax.checkpoint computes a second time.
 _RECOMPUTED = "rematted_computation"
+_ONE_IN = re.compile(r"one_in_([\d.]+)")
+
+
+def one_in(count: float) -> Any:
+    """A context for products of which the model needs one in so many: they count as that much.
+
+    Their other rows or matrices are zeros, or another device's, as in a mixture of experts.
+    """
+    return jax.named_scope(f"one_in_{float(count)!r}")
 
 
 def traced_flops(function: Callable[..., Any], *arguments: Any) -> float:
@@ -58,14 +68,25 @@ def _equation(equation: Any, kernels_only: bool, recomputed: bool) -> dict[str, 
         inner = sum(map(jaxpr_flops, inner_jaxprs(params)))
         grid = math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
         return {kind: inner * grid}
-    if kernels_only and name in ("dot_general", "conv_general_dilated", *_CUDNN):
+    products = ("dot_general", "ragged_dot_general", "conv_general_dilated", *_CUDNN)
+    if kernels_only and name in products:
         return {}
+    needed = _ONE_IN.search(str(equation.source_info.name_stack))
+    share = 1 / float(needed[1]) if needed else 1.0
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         factor = equation.invars[0].aval
-        flops = 2.0 * equation.outvars[0].aval.size
+        flops = 2.0 * equation.outvars[0].aval.size * share
         flops *= math.prod(factor.shape[n] for n in contracted)
         return {_rate(factor.dtype, params.get("precision")): flops}
+    if name == "ragged_dot_general":  # each row of the first with the matrix of its group
+        numbers = params["ragged_dot_dimension_numbers"]
+        (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+        rows, second = (variable.aval for variable in equation.invars[:2])
+        others = {*contracted, *batch, *numbers.rhs_group_dimensions}
+        columns = math.prod(n for axis, n in enumerate(second.shape) if axis not in others)
+        flops = 2.0 * rows.size * columns * share
+        return {_rate(rows.dtype, params.get("precision")): flops}
     if name == "conv_general_dilated":
         numbers = params["dimension_numbers"]
         kernel = equation.invars[1].aval

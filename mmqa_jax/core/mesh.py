@@ -34,6 +34,7 @@ DEFAULT_RULES: Rules = (
     ("vocab", "tensor"),
     ("heads", "tensor"),
     ("mlp", "tensor"),
+    ("experts", "tensor"),
     ("embed", "fsdp"),
     ("layers", None),  # scanned over: splitting it would move every layer at every step
     ("head_dim", None),
@@ -204,10 +205,14 @@ def split_rows(x: jax.Array) -> jax.Array:
     not divide, x as it is.
     """
     mesh = jax.sharding.get_abstract_mesh()
+    axes = None if x.ndim < 2 or mesh.manual_axes else batch_axes(mesh, x.shape[0])
+    return x if axes is None else jax.lax.with_sharding_constraint(x, PartitionSpec(axes))
+
+
+def batch_axes(mesh: jax.sharding.AbstractMesh, rows: int) -> tuple[str, ...] | None:
+    """The mesh axes that split a batch of so many rows; None where they do not divide them."""
     parts = math.prod(mesh.shape.get(axis, 1) for axis in _BATCH_AXES)
-    if parts == 1 or x.ndim < 2 or x.shape[0] % parts or mesh.manual_axes:
-        return x
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(_BATCH_AXES))
+    return None if parts == 1 or rows % parts else _BATCH_AXES
 
 
 @functools.lru_cache(maxsize=8)

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mmqa_jax.models.experts import GroupedLinear, batched_product, grouped_product
 from mmqa_jax.models.layers import Linear, TransposedLinear, product
-from mmqa_jax.models.llama import LINEARS, Llama
+from mmqa_jax.models.llama import Llama
 
 
 class QuantizedLinear(nnx.Module):
@@ -41,19 +42,49 @@ class QuantizedLinear(nnx.Module):
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
+class QuantizedGroupedLinear(nnx.Module):
+    """A GroupedLinear with int8 kernels [E, in, out] and float32 scale [E, out]."""
+
+    def __init__(self, linear: GroupedLinear):
+        names = linear.kernels.get_metadata()["out_sharding"]
+        kernels, scale = _round(linear.kernels[...], -2)
+        self.kernels = nnx.Param(kernels, out_sharding=names, eager_sharding=False)
+        of_scale = (*names[:-2], names[-1])
+        self.scale = nnx.Param(scale, out_sharding=of_scale, eager_sharding=False)
+
+    def of_groups(self, rows: jax.Array, sizes: jax.Array, group: jax.Array) -> jax.Array:
+        """See GroupedLinear."""
+        y = grouped_product(rows, self.kernels[...].astype(rows.dtype), sizes)
+        y = (y * self.scale[...].at[group].get(mode="clip")).astype(rows.dtype)
+        return jnp.where((group < len(sizes))[:, None], y, 0)
+
+    def of_all(self, x: jax.Array) -> jax.Array:
+        """See GroupedLinear."""
+        y = batched_product(x, self.kernels[...].astype(x.dtype))
+        return (y * self.scale[...][:, None]).astype(x.dtype)
+
+
 def quantize_weights(model: Llama) -> None:
     """Replaces the matrices of all layers by int8 ones, in place, one by one.
 
-    The embedding table, the output head and the norms stay as they are: the head's rounding would
-    directly change the log-probabilities.
+    The embedding table, the output head, the norms and routers stay as they are: the head's
+    rounding would directly change the log-probabilities, a router's the choice of experts.
     """
     unstacked = isinstance(model.layers, nnx.List)
     for layer in model.layers if unstacked else [model.layers]:
-        for name in LINEARS:
+        for name in model.config.linears:
             linear = getattr(layer, name)
             setattr(layer, name, QuantizedLinear(linear))
-            if not isinstance(given := linear.kernel.get_value(), jax.core.Tracer):
-                given.delete()
+            _free(linear.kernel)
+        for name in ("gate", "up", "down") if model.config.experts else ():
+            grouped = getattr(layer.experts, name)
+            setattr(layer.experts, name, QuantizedGroupedLinear(grouped))
+            _free(grouped.kernels)
+
+
+def _free(kernel: nnx.Param) -> None:
+    if not isinstance(given := kernel.get_value(), jax.core.Tracer):
+        given.delete()
 
 
 @functools.partial(jax.jit, static_argnums=1)

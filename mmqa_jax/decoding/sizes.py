@@ -276,9 +276,8 @@ class _Cost:
         """Of a copy that is split over `tensor`; `kind` is engine.weights."""
         model, size = self.model, np.dtype(_numpy(self.model.dtype)).itemsize
         of_head = 2 * model.hidden * model.head_size  # query and output, or key and value
-        matrices = model.layers * (
-            of_head * (model.heads + self._kv_heads(tensor)) + 3 * model.hidden * model.mlp
-        )
+        of_attention = of_head * (model.heads + self._kv_heads(tensor))
+        matrices = model.layers * (of_attention + 3 * self._of_mlp())
         tables = (1 if model.tied else 2) * model.vocab_size * model.hidden
         of_matrix = 1 if (kind or self.sizes.weights) == "int8" else size
         return (matrices * of_matrix + tables * size) / tensor
@@ -296,7 +295,7 @@ class _Cost:
         held = self.held(tensor, fsdp, "given")
         if self.sizes.weights != "int8":
             return held
-        return held + self.model.layers * self.model.hidden * self.model.mlp / (tensor * fsdp)
+        return held + self.model.layers * self._of_mlp() / (tensor * fsdp)
 
     def token(self, tensor: int, dtype: str | None = None) -> float:
         """Of a token's keys and values."""
@@ -309,7 +308,10 @@ class _Cost:
         """Of the arrays of a batch of chunks, whose keys and values are written at its end."""
         model = self.model
         rows = _PREFILL // self.sizes.buckets[-1]
-        of_token = self.token(tensor, model.dtype) + 4 * (6 * model.hidden + 3 * model.mlp / tensor)
+        inside = 3 * model.mlp / tensor
+        if model.experts:  # each device has room for all of a token's copies
+            inside = model.active_experts * (2 * model.hidden + 3 * model.mlp)
+        of_token = self.token(tensor, model.dtype) + 4 * (6 * model.hidden + inside)
         return _PREFILL * of_token + 8 * rows * model.vocab_size / tensor
 
     def slots(self, free: float, tensor: int, fsdp: int) -> int:
@@ -317,6 +319,10 @@ class _Cost:
         room = free - self.held(tensor, fsdp) - self.step(tensor)
         count = min(_SLOTS, room / (self.token(tensor) * self.length))
         return int(count) // 8 * 8 if count >= 8 else max(1, int(count))
+
+    def _of_mlp(self) -> int:
+        """Parameters of one of the matrices of a layer's MLP, or experts."""
+        return (self.model.experts or 1) * self.model.hidden * self.model.mlp
 
     def _kv_heads(self, tensor: int) -> int:
         """With those that are repeated (see key_heads.py)."""

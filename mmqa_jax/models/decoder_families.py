@@ -42,6 +42,9 @@ _PLAIN = {
     "attention_cap": ("attn_logit_softcapping", None),
     "logit_cap": ("final_logit_softcapping", None),
     "bidirectional": ("use_bidirectional_attention", False),
+    "experts": ("num_experts", None),
+    "active_experts": ("num_experts_per_tok", None),
+    "normed_experts": ("norm_topk_prob", False),
 }
 _COMMON = kinds(
     size="vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size "
@@ -113,6 +116,7 @@ class Family:
       scaled: whether embeddings are multiplied by the root of their size.
       full_every: so many layers up to one that sees all, where `layer_types` does not say it; 0 is
         the rule of its other keys.
+      renamed: its keys that version 5 of transformers writes under another name -> that name.
       local: whether layers with a window rotate without scaling, as `rope_local_base_freq` or the
         part `sliding_attention` of `rope_parameters` say.
     """
@@ -129,6 +133,7 @@ class Family:
     names: Mapping[str, str] = _none()
     scaled: bool = False
     full_every: int = 0
+    renamed: Mapping[str, str] = _none()
     local: bool = False
 
 
@@ -191,6 +196,38 @@ FAMILIES: Mapping[str, Family] = {
             "max_window_layers": 28,
         },
         computes={"qk_norm": "head"},
+    ),
+    "qwen3_moe": Family(
+        title="Qwen3's mixtures of experts",
+        architecture="Qwen3MoeForCausalLM",
+        keys=kinds(
+            flag="attention_bias norm_topk_prob",
+            size="moe_intermediate_size num_experts num_experts_per_tok",
+        ),
+        defaults={
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
+        computes={"qk_norm": "head"},
+        # intermediate_size is that of layers without experts. The coefficient is of the balancing
+        # loss, which output_router_logits turns on.
+        harmless=(
+            *("intermediate_size", "sliding_window", "max_window_layers"),
+            *("output_router_logits", "router_aux_loss_coef"),
+        ),
+        fixed={
+            "mlp_only_layers": ([],),
+            "decoder_sparse_step": (1,),
+            "use_sliding_window": (False,),  # versions of transformers differ in its layers
+        },
+        names={"intermediate_size": "moe_intermediate_size"},
+        renamed={"num_experts": "num_local_experts"},
     ),
     "smollm3": Family(
         title="SmolLM3",
@@ -317,6 +354,16 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
         )
     family = FAMILIES[model_type]
     read = _read(family)
+    published = {**published}
+    for key, newer in family.renamed.items():
+        if newer in published:
+            published.setdefault(key, published.pop(newer))
+    if published.get("output_router_logits") and "num_experts" in read:
+        raise UserError(
+            f"{where}: output_router_logits is true, with which training adds a loss that balances "
+            "experts (router_aux_loss_coef), and this one does not; set output_router_logits to "
+            "false there to train and answer without."
+        )
     check_keys(
         published, where, read=read, harmless=family.harmless, fixed={**_FIXED, **family.fixed}
     )

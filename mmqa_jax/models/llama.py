@@ -23,6 +23,7 @@ from flax import nnx
 
 from mmqa_jax.models.activations import ACTIVATIONS
 from mmqa_jax.models.config_checks import check_length
+from mmqa_jax.models.experts import Experts
 from mmqa_jax.models.layer_traits import NO_TRAITS, LayerTraits, layer_traits
 from mmqa_jax.models.layers import (
     Embedding,
@@ -213,7 +214,8 @@ class RMSNorm(nnx.Module):
 class LlamaLayer(nnx.Module):
     """x = x + attention(norm(x)); x = x + down(act(gate(norm(x))) * up(norm(x))).
 
-    By `norms` they are outside, x + norm(attention(x)), or inside and outside.
+    By `norms` they are outside, x + norm(attention(x)), or inside and outside. With experts
+    `Experts` are in the place of the MLP.
     """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
@@ -235,9 +237,12 @@ class LlamaLayer(nnx.Module):
             self.down_norm = norm(size)
         else:
             self.mlp_norm = norm(size)
-        self.gate = linear(size, config.mlp, ("embed", "mlp"), use_bias=config.mlp_bias)
-        self.up = linear(size, config.mlp, ("embed", "mlp"), use_bias=config.mlp_bias)
-        self.down = linear(config.mlp, size, ("mlp", "embed"), use_bias=config.mlp_bias)
+        if config.experts:
+            self.experts = Experts(config, rngs=rngs)
+        else:
+            self.gate = linear(size, config.mlp, ("embed", "mlp"), use_bias=config.mlp_bias)
+            self.up = linear(size, config.mlp, ("embed", "mlp"), use_bias=config.mlp_bias)
+            self.down = linear(config.mlp, size, ("mlp", "embed"), use_bias=config.mlp_bias)
         if config.qk_norm == "head":
             self.q_norm, self.k_norm = (norm(config.head_size, name="head_dim") for _ in "qk")
         elif config.qk_norm == "whole":
@@ -282,7 +287,10 @@ class LlamaLayer(nnx.Module):
         config = self.config
         x = x + self._given(self.out(keep(merge_heads(attended))), "out_norm")
         y = x if config.norms == "after" else self.mlp_norm(x)
-        y = self.down(ACTIVATIONS[config.activation](self.gate(y)) * self.up(y))
+        if config.experts:
+            y = self.experts(y)
+        else:
+            y = self.down(ACTIVATIONS[config.activation](self.gate(y)) * self.up(y))
         return x + self._given(y, "down_norm")
 
     def _given(self, y: jax.Array, norm: str) -> jax.Array:
@@ -499,7 +507,7 @@ def unstack_layers(model: Llama) -> None:
             value.delete()
     model.layers = nnx.List(nnx.merge(graphdef, nnx.from_flat_state(layer)) for layer in layers)
     for layer in model.layers:
-        for name in LINEARS:
+        for name in model.config.linears:
             linear = getattr(layer, name)
             setattr(layer, name, TransposedLinear(linear.kernel, linear.bias))
 

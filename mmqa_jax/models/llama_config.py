@@ -41,6 +41,10 @@ class LlamaConfig:
     within `logit_cap` (`masked.capped`). `bidirectional`: a token sees what follows it too, within
     its window on both sides (EmbeddingGemma): an encoder of texts, which writes none.
 
+    `experts`: how many MLPs, of width `mlp`, each layer has in the place of one, of which a token
+    goes to `active_experts` (`models.experts`); None is one MLP. With `normed_experts` the weights
+    of these add up to 1.
+
     `dtype` is the compute dtype (norms, softmax, rotary angles and logits stay float32),
     `attention` the implementation of `layers.attention`; `remat` and `unroll` go to
     `layers.scan_layers`.
@@ -86,6 +90,9 @@ class LlamaConfig:
     local: tuple[bool, ...] = ()
     local_theta: float = 10000.0
     bidirectional: bool = False
+    experts: int | None = None
+    active_experts: int | None = None
+    normed_experts: bool = False
 
     def __post_init__(self):
         if self.head_dim is None:
@@ -100,6 +107,13 @@ class LlamaConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UserError(f"model.{name} is {value}: expected a number above 0; correct it.")
+        if self.experts and not 1 <= (self.active_experts or 0) <= self.experts:
+            raise UserError(
+                f"model.active_experts is {self.active_experts}: expected 1 to model.experts = "
+                f"{self.experts}; correct it."
+            )
+        if self.experts and self.mlp_bias:
+            raise UserError("model.mlp_bias: experts have none; set it to false.")
         check_rate("model.attention_dropout", self.attention_dropout)
         check_known("model.activation", self.activation, ACTIVATIONS)
         check_known("model.family", self.family, decoder_families.FAMILIES)
@@ -145,8 +159,14 @@ class LlamaConfig:
         return int(self.head_size * self.rotary_fraction)
 
     @property
+    def linears(self) -> tuple[str, ...]:
+        """The names of a layer's linears, without those inside experts."""
+        of_attention = ("q", "k", "v", "out")
+        return of_attention if self.experts else (*of_attention, "gate", "up", "down")
+
+    @property
     def biases(self) -> frozenset[str]:
-        """The projections of a layer that have a bias, of `llama.LINEARS`."""
+        """The projections of a layer that have a bias, of `linears`."""
         out = self.attention_bias if self.out_bias is None else self.out_bias
         names = ("q", "k", "v") if self.attention_bias else ()
         names += ("out",) if out else ()
@@ -254,6 +274,8 @@ _QWEN25 |= {"rope_theta": 1e6, "positions": 32768}
 _SMALL = {"vocab_size": 151936, "tied": True}
 _QWEN3 = {"family": "qwen3", "qk_norm": "head", "head_dim": 128, "eps": 1e-6, "kv_heads": 8}
 _QWEN3 |= {"rope_theta": 1e6, "positions": 40960, "vocab_size": 151936}
+_QWEN3_MOE = {**_QWEN3, "family": "qwen3_moe", "kv_heads": 4, "experts": 128}
+_QWEN3_MOE |= {"active_experts": 8, "normed_experts": True}
 _GEMMA = {"norms": "both", "unit_norms": True, "activation": "gelu_pytorch_tanh", "tied": True}
 _GEMMA |= {"eps": 1e-6, "head_dim": 256}
 _GEMMA2 = {**_GEMMA, "family": "gemma2", "vocab_size": 256000, "positions": 8192}
@@ -288,6 +310,8 @@ RELATIVES: Mapping[str, Callable[..., LlamaConfig]] = {
     "qwen3_4b": _published(**_QWEN3, hidden=2560, layers=36, heads=32, mlp=9728, tied=True),
     "qwen3_8b": _published(**_QWEN3, hidden=4096, layers=36, heads=32, mlp=12288),
     "qwen3_32b": _published(**_QWEN3, hidden=5120, layers=64, heads=64, mlp=25600),
+    "qwen3_30b_a3b": _published(**_QWEN3_MOE, hidden=2048, layers=48, heads=32, mlp=768),
+    "qwen3_235b_a22b": _published(**_QWEN3_MOE, hidden=4096, layers=94, heads=64, mlp=1536),
     "mistral_7b": _published(  # v0.3, without a window
         family="mistral", vocab_size=32768, kv_heads=8, mlp=14336, positions=32768, rope_theta=1e6
     ),

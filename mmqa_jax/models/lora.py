@@ -27,16 +27,17 @@ class LoraConfig:
     Attributes:
       rank: r.
       alpha: the additions are scaled by alpha / r.
-      targets: the projections of every layer that get one, of models.llama.LINEARS.
+      targets: the projections of every layer that get one, of models.llama.LINEARS; () is all that
+        the layers have, without those inside experts.
     """
 
     rank: int = 16
     alpha: float = 32.0
-    targets: tuple[str, ...] = LINEARS
+    targets: tuple[str, ...] = ()
 
     def __post_init__(self):
         unknown = [name for name in self.targets if name not in LINEARS]
-        if unknown or not self.targets:
+        if unknown:
             raise UserError(
                 f"config key model.lora.targets={tuple(self.targets)}: some of "
                 f"{', '.join(LINEARS)} were expected; correct the names."
@@ -76,8 +77,20 @@ class LoraLinear(nnx.Module):
 
 
 def add_lora(model: Llama, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
-    """Adds LoRA to the stacked layers of a model, in place."""
-    for name in config.targets:
+    """Adds LoRA to the stacked layers of a model, in place.
+
+    Raises:
+      UserError: a target inside experts.
+    """
+    linears = model.config.linears
+    inside = [name for name in config.targets if name not in linears]
+    if inside:
+        raise UserError(
+            f"config key model.lora.targets={tuple(config.targets)}: {', '.join(inside)} are "
+            "inside this model's experts, which LoRA does not change here; leave them out: "
+            f"{linears}."
+        )
+    for name in config.targets or linears:
         linear = LoraLinear(getattr(model.layers, name), config, rngs=rngs)
         setattr(model.layers, name, linear)
 

@@ -208,13 +208,37 @@ class _Reader:
             sums |= any("tensor" in weight.split[n] for n in dimensions) and "tensor" in split
         return sent, sums
 
+    def _split_call(self, equation: Any, known: Sequence[Weight | None]) -> Sent:
+        """What a shard_map on weights exchanges: it gathers what it does not take split, and says
+        itself what it adds up."""
+        sent: Sent = Counter()
+        specs = equation.params["in_specs"]
+        for variable, weight, spec in zip(equation.invars, known, specs, strict=True):
+            if weight is None:
+                continue
+            self._note(weight, variable)
+            listed = [one if isinstance(one, tuple) else (one,) for one in spec]
+            kept = {axis for axes in listed for axis in axes}
+            split = [axis for axes in weight.split for axis in axes if self.mesh.get(axis, 1) > 1]
+            over = [axis for axis in split if axis not in kept]
+            if over:
+                others = math.prod(self.mesh[axis] for axis in split if axis in kept)
+                size = variable.aval.size * variable.aval.dtype.itemsize / others
+                sent["all-gather", "+".join(over)] += size
+        for one in equation.params["jaxpr"].eqns:
+            if one.primitive.name.startswith("psum"):
+                axes = [axis for axis in one.params["axes"] if self.mesh.get(axis, 1) > 1]
+                size = sum(v.aval.size * v.aval.dtype.itemsize for v in one.invars)
+                sent["all-reduce", "+".join(axes)] += size
+        return sent
+
     def _call(
         self, equation: Any, known: Sequence[Weight | None]
     ) -> tuple[list[Weight | None], Sent]:
         """What the jaxprs of an equation exchange; of several branches the dearest."""
         name, params = equation.primitive.name, equation.params
-        if name == "shard_map":  # says itself what is exchanged
-            return [], Counter()
+        if name == "shard_map":
+            return [], self._split_call(equation, known)
         if name == "scan":
             carried = params["num_consts"] + params["num_carry"]
             inputs = [

@@ -30,6 +30,7 @@ from mmqa_jax.evaluation.fluency import longest_text, make_likelihoods, tokens_p
 from mmqa_jax.models import llama_config
 from mmqa_jax.models.bart import Bart
 from mmqa_jax.models.bart_config import BartConfig
+from mmqa_jax.models.experts import reached
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import LlavaConfig, llava_1_5_7b, llava_1_5_13b
 from mmqa_jax.models.qwen_vl import QwenVLConfig, qwen3_vl_8b, qwen25_vl_7b
@@ -383,7 +384,11 @@ def _engine(
         state, cache = arguments[:2]
         weights, held = shard_bytes(state), shard_bytes(cache)
         # Of an embedding table that is no output head only the rows of the tokens are read.
-        looked_up = 0 if llama.tied else shard_bytes(nnx.to_pure_dict(state)["tokens"])
+        unread = 0 if llama.tied else shard_bytes(nnx.to_pure_dict(state)["tokens"])
+        if llama.experts:  # and of its experts those that no token goes to
+            experts = [leaf for path, leaf in nnx.to_flat_state(state) if "experts" in path]
+            of_device = examples * mesh.shape["tensor"] / mesh.size
+            unread += shard_bytes(experts) * (1 - reached(llama, of_device))
         return Program.of(
             name,
             function,
@@ -391,7 +396,7 @@ def _engine(
             mesh,
             parameters=weights,
             cache=held,
-            floor_bytes=weights - looked_up + (held if name == "decode" else 0),
+            floor_bytes=weights - unread + (held if name == "decode" else 0),
             examples=examples,
             unit="tokens",
             input_bytes=examples * 4,

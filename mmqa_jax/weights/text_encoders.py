@@ -89,7 +89,13 @@ def for_reading(config: LlamaConfig, device: str) -> LlamaConfig:
 
 
 def _decoder_config(published: Mapping[str, Any], where: str) -> LlamaConfig:
-    return for_reading(LlamaConfig.from_hf(published, where), platform())
+    config = LlamaConfig.from_hf(published, where)
+    if config.experts:
+        raise UserError(
+            f"{where}: num_experts is {config.experts}: a mixture of experts writes texts here and "
+            "encodes none; use an encoder without experts."
+        )
+    return for_reading(config, platform())
 
 
 def _decoder_rows(config: LlamaConfig) -> Fused:

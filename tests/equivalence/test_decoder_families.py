@@ -42,6 +42,8 @@ from mmqa_jax.models.layer_traits import layer_traits
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.tasks.objectives import LanguageModelObjective
+from mmqa_jax.weights.formats.safetensors import ArraySource
+from mmqa_jax.weights.models.expert_tensors import experts_together
 from mmqa_jax.weights.models.llama import publish_llama
 from mmqa_jax.weights.published import load_published, write_published
 
@@ -115,6 +117,29 @@ CASES = {
                 "high_freq_factor": 5.0,
                 "original_max_position_embeddings": 90,
             },
+        },
+    ),
+    "qwen3_moe": Case(
+        "Qwen3Moe",
+        {
+            "head_dim": 12,
+            "attention_bias": True,
+            "moe_intermediate_size": 40,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "rope_parameters": _THETA,
+        },
+    ),
+    "qwen3_moe, weights as the router gives them": Case(
+        "Qwen3Moe",
+        {
+            "head_dim": 10,
+            "moe_intermediate_size": 24,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "tie_word_embeddings": True,
+            "rope_parameters": _YARN,
         },
     ),
     "smollm3": Case("SmolLM3", {"no_rope_layers": [1, 0, 0], "mlp_bias": True, **TOKENS}),
@@ -273,7 +298,7 @@ OF_MANY = ("ministral, some windows", "gemma3_text")
 OWN_ATTENTION = (
     *("mistral, window", "ministral, some windows", "qwen2, windows from layer 1, yarn"),
     *("smollm3, windows, dynamic", "phi3, a part of each head rotated", "granite"),
-    *("phi3, longrope", "gemma2", "gemma3_text", "qwen3"),
+    *("phi3, longrope", "gemma2", "gemma3_text", "qwen3", "qwen3_moe"),
 )
 ENGINES = [*((name, False) for name in CASES), *((name, True) for name in OWN_ATTENTION)]
 
@@ -410,10 +435,14 @@ def test_three_training_steps_are_torchs(pair):
         with torch.no_grad():
             for parameter in theirs.parameters():
                 parameter -= rate * parameter.grad
+    arrays = {name: x.detach().numpy() for name, x in theirs.named_parameters()}
+    # transformers keeps all experts of a layer in one parameter, files do not.
+    want = experts_together(ArraySource(arrays), ours.config.experts or 0)
     got = publish_llama(ours.config, state).source
-    assert got.specs().keys() == dict(theirs.named_parameters()).keys()
-    for name, parameter in theirs.named_parameters():
-        np.testing.assert_allclose(got.read(name), parameter.detach(), **WHOLE, err_msg=name)
+    got = experts_together(got, ours.config.experts or 0)
+    assert got.specs().keys() == want.specs().keys()
+    for name in want.specs():
+        np.testing.assert_allclose(got.read(name), want.read(name), **WHOLE, err_msg=name)
 
 
 def their_loss(model: torch.nn.Module, example: TokenExample) -> torch.Tensor:
@@ -443,7 +472,8 @@ def test_the_switches_of_a_case_matter(pair):
     _, ours, _, _ = pair
     plain = {"windows": (), "rotated": (), "rope_scaling": None, "attention_scale": None}
     plain |= {"embedding_scale": 1.0, "residual_scale": 1.0, "logit_divisor": 1.0}
-    plain |= {"local": (), "unit_norms": False, "attention_cap": None, "logit_cap": None}
+    plain |= {"normed_experts": False, "local": (), "unit_norms": False}
+    plain |= {"attention_cap": None, "logit_cap": None}
     config, ids = ours.config, tokens(1, 120)
     if config.rope_scaling is not None and config.rope_scaling.kind == "dynamic":
         del plain["rope_scaling"]  # up to the model's positions it is none
@@ -504,6 +534,15 @@ REFUSED = [
         {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
         "sliding_attention is scaled",
     ),
+    ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\], .* \(only \[\]\)"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+    ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window is True"),
+    ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "key 'shared_expert_intermediate_size'"),
+    ("qwen3_moe", {"output_router_logits": True}, "set output_router_logits to false"),
+    ("qwen3_moe", {"num_experts": 0}, "num_experts is 0, expected a whole number of at least 1"),
+    ("qwen3_moe", {"num_experts": 4}, "active_experts is 8: expected 1 to model.experts = 4"),
+    ("qwen2_moe", {}, "model_type is 'qwen2_moe', expected one of llama, .*, qwen3_moe"),
+    ("mixtral", {}, "model_type is 'mixtral', expected one of llama, "),
     ("gemma", {}, "model_type is 'gemma', expected one of llama, "),
 ]
 
@@ -512,6 +551,22 @@ REFUSED = [
 def test_what_a_family_does_not_know_is_refused(family, change, message):
     with pytest.raises(UserError, match=message):
         LlamaConfig.from_hf({"model_type": family, **SIZES, **change})
+
+
+@pytest.mark.parametrize("layout", ["in memory", "published"], ids="qwen3_moe, {}".format)
+def test_both_layouts_of_experts_are_read(layout, folder, tmp_path):
+    """All experts of a layer in one tensor, as transformers 5 computes, or each in its own, beside
+    the keys that the hub's config.json has."""
+    theirs, ours, saved, _ = make_pair("qwen3_moe", folder / "qwen3_moe")
+    config = json.loads((saved / "config.json").read_text())
+    if layout == "in memory":
+        save_file(theirs.state_dict(), tmp_path / "model.safetensors")
+    else:
+        (tmp_path / "model.safetensors").symlink_to(saved / "model.safetensors")
+        config["num_experts"] = config.pop("num_local_experts")
+        config |= {"max_window_layers": 48, "router_aux_loss_coef": 0.001}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    same_parameters(load_published("llama", tmp_path, unroll=1), ours)
 
 
 def test_a_window_that_nothing_is_outside_of_is_none():

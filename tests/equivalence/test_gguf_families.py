@@ -6,7 +6,7 @@ conversion (conversion/*.py). What transformers reads of GGUF, it reads alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,6 +80,12 @@ def _olmo3(writer: gguf.GGUFWriter, config: Any) -> None:
 def _llama(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+
+
+def _mixture(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
 
 
 class Case(NamedTuple):
@@ -164,6 +170,19 @@ CASES = {
         _llama,
         turned=True,
     ),
+    "qwen3moe": Case(
+        transformers.Qwen3MoeForCausalLM,
+        "qwen3moe",
+        {
+            "head_dim": 12,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        },
+        _mixture,
+        known=True,
+    ),
     "gemma2": Case(
         transformers.Gemma2ForCausalLM,
         "gemma2",
@@ -204,6 +223,16 @@ def turned(x: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(x.shape)
 
 
+def tensors_of(model: transformers.PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors as published files have them, but experts of a layer in one."""
+    for key, tensor in model.state_dict().items():
+        if key.endswith("experts.gate_up_proj"):
+            for name, half in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
+                yield key.replace("gate_up_proj", f"{name}_proj.weight"), half
+        else:
+            yield key + ".weight" * key.endswith("experts.down_proj"), tensor
+
+
 def write_gguf(file: Path, model: transformers.PreTrainedModel, case: Case) -> None:
     """The model as llama.cpp's conversion writes it, in float32."""
     config = model.config
@@ -223,7 +252,7 @@ def write_gguf(file: Path, model: transformers.PreTrainedModel, case: Case) -> N
     case.write(writer, config)
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[case.architecture], config.num_hidden_layers)
-    for key, tensor in model.state_dict().items():
+    for key, tensor in tensors_of(model):
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
         array = tensor.numpy()

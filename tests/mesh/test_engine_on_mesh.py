@@ -45,6 +45,9 @@ SWITCHED = dataclasses.replace(
     attention_cap=3.0,
     logit_cap=8.0,
 )
+MIXTURE = dataclasses.replace(
+    MODEL, family="qwen3_moe", qk_norm="head", mlp=24, experts=8, active_experts=2
+)
 
 
 def mesh_of(**shape):
@@ -82,7 +85,8 @@ def answers_and_scores(mesh, sizes, config):
 
 
 @pytest.mark.parametrize(
-    ("cache_dtype", "config"), [("float32", MODEL), ("int8", MODEL), ("float32", SWITCHED)]
+    ("cache_dtype", "config"),
+    [("float32", MODEL), ("int8", MODEL), ("float32", SWITCHED), ("float32", MIXTURE)],
 )
 def test_answers_are_those_of_one_device(cache_dtype, config):
     sizes = EngineConfig(

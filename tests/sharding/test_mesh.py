@@ -38,7 +38,7 @@ def test_axes_of_size_one_are_left_out():
 
 def test_every_parameter_name_has_a_rule():
     names = {"batch", "layers", "embed", "mlp", "heads", "head_dim", "vocab", "positions"}
-    assert {name for name, _ in DEFAULT_RULES} == names | {"patch", "proj"}
+    assert {name for name, _ in DEFAULT_RULES} == names | {"patch", "proj", "experts"}
 
 
 def test_bad_rules_name_the_axis():

@@ -101,6 +101,7 @@ MODELS = {
     "llama2_7b_lora": _with_lora,
     "llama2_70b": _of(llama.Llama, llama_config.llama2_70b()),
     "llama3_8b": _of(llama.Llama, llama_config.llama3_8b()),
+    "qwen3_30b_a3b": _of(llama.Llama, llama_config.RELATIVES["qwen3_30b_a3b"]()),
     "smollm2_135m": _of(llama.Llama, llama_config.smollm2_135m()),
     "llava_1_5_13b": _of(llava.Llava, llava.llava_1_5_13b()),
     "flan_t5_xl": _of(t5.T5, t5_config.PUBLISHED["flan_t5_xl"]()),
@@ -147,7 +148,7 @@ def test_no_model_is_left_out_of_the_file():
 
 def test_large_parameters_are_split_on_every_mesh_but_data():
     """What a device cannot hold whole: all matrices of the models that need more than one."""
-    for name in ("llama2_7b", "llama2_70b", "llava_1_5_13b", "flan_t5_xl"):
+    for name in ("llama2_7b", "llama2_70b", "qwen3_30b_a3b", "llava_1_5_13b", "flan_t5_xl"):
         for line in read()[name]:
             path, shape, *specs = line.split()
             size = 1

@@ -29,6 +29,7 @@ from mmqa_jax.weights.keymap import (
     untied_source,
 )
 from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, read_hf_config
+from mmqa_jax.weights.models.expert_tensors import experts_apart, experts_together
 from mmqa_jax.weights.models.fused_rows import apart, phi3_gguf_rows, phi3_rows, together
 from mmqa_jax.weights.models.llama_gguf import ROPE_FACTORS, TURNED, gguf_config
 from mmqa_jax.weights.models.llama_in_gemma3 import WITH_TOWER, language_model
@@ -58,6 +59,12 @@ _NORMS_AFTER = {  # OLMo 2's and Gemma's, in transformers and llama.cpp
     "out_norm": ("post_attention_layernorm", "", "post_attention_norm"),
     "down_norm": ("post_feedforward_layernorm", "", "post_ffw_norm"),
 }
+_EXPERTS = {  # of a mixture, all of a layer in one tensor (see expert_tensors)
+    "router": ("mlp.gate", "", "ffn_gate_inp"),
+    "gate": ("mlp.experts.gate_proj", "", "ffn_gate_exps"),
+    "up": ("mlp.experts.up_proj", "", "ffn_up_exps"),
+    "down": ("mlp.experts.down_proj", "", "ffn_down_exps"),
+}
 _NORMS_BOTH = {**_NORMS_AFTER, "mlp_norm": ("pre_feedforward_layernorm", "", "ffn_norm")}
 _COMPUTED = {  # tensors that the model computes
     "transformers": r"rotary_emb\.inv_freq$",
@@ -67,6 +74,7 @@ _COMPUTED = {  # tensors that the model computes
 
 
 LESS_ONE = Transform(lambda x: x - 1, lambda x: x + 1)
+SWAPPED = Transform(lambda x: x.swapaxes(-1, -2), lambda x: x.swapaxes(-1, -2))
 
 
 def interleaved_rows(heads: int) -> Transform:
@@ -136,12 +144,15 @@ def llama_rules(
             turns[linear] = interleaved_rows(heads)
         elif config.rotary_size != config.head_size:
             turns[linear] = split_rows(heads, config.head_size, config.rotary_size)
-    for linear in ("q", "k", "v", "out", "gate", "up", "down"):
+    for linear in config.linears:
         turned = turns.get(linear)
         key, ours = f"{layer}{names[linear]}", f"{path}layers/{linear}"
         rules.append(Rule(f"{key}.weight", f"{ours}/kernel", turned or TRANSPOSE))
         if linear in config.biases:
             rules.append(Rule(f"{key}.bias", f"{ours}/bias", turned or IDENTITY))
+    for part, keys in _EXPERTS.items() if config.experts else ():
+        ours = "router" if part == "router" else f"{part}/kernels"
+        rules.append(Rule(f"{layer}{keys[column]}.weight", f"{path}layers/experts/{ours}", SWAPPED))
     return rules
 
 
@@ -236,6 +247,8 @@ def open_llama(path: Path) -> Checkpoint:
     config = LlamaConfig.from_hf(published, where)
     if FAMILIES[config.family].fused:
         source = apart(source, phi3_rows(config))
+    if config.experts:
+        source = experts_together(source, config.experts)
     return Checkpoint(config, llama_key_map, source, "transformers")
 
 
@@ -244,6 +257,8 @@ def publish_llama(config: LlamaConfig, state: nnx.State) -> Published:
     source = untied_source(state, llama_key_map(config))
     if FAMILIES[config.family].fused:
         source = together(source, phi3_rows(config))
+    if config.experts:
+        source = experts_apart(source)
     return Published(source, config.to_hf())
 
 

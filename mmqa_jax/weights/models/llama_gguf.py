@@ -35,6 +35,7 @@ _FURTHER = {
     "phi3": (*_WINDOW, "rope.scaling.attn_factor"),
     "granite": ("embedding_scale", "residual_scale", "attention.scale", "logit_scale"),
     "olmo2": (*_WINDOW, "rope.freq_base_swa"),
+    "qwen3moe": ("expert_count", "expert_used_count", "expert_feed_forward_length"),
     "gemma2": (*_WINDOW, "attn_logit_softcapping", "final_logit_softcapping"),
     "gemma3": (*_WINDOW, "final_logit_softcapping", "rope.freq_base_swa"),
 }
@@ -62,7 +63,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 # llama.cpp's names of architectures, and the families'. Its LLaMA is also Mistral's.
 ARCHITECTURES = {
     **{name: name for name in ("llama", "qwen2", "qwen3", "phi3", "olmo2", "granite", "smollm3")},
-    **{"gemma2": "gemma2", "gemma3": "gemma3_text"},
+    **{"gemma2": "gemma2", "gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"},
 }
 # Families whose rows of queries and keys llama.cpp turns (`llama.interleaved_rows`).
 TURNED = ("llama", "granite", "smollm3")
@@ -118,7 +119,6 @@ def gguf_config(source: GGUFSource) -> LlamaConfig:
         layers=source.integer(f"{of}block_count"),
         heads=heads,
         kv_heads=source.integer(f"{of}attention.head_count_kv", heads),
-        mlp=source.integer(f"{of}feed_forward_length"),
         head_dim=None if head_size * heads == hidden else head_size,
         positions=source.integer(f"{of}context_length"),
         eps=source.number(f"{of}attention.layer_norm_rms_epsilon"),
@@ -126,13 +126,27 @@ def gguf_config(source: GGUFSource) -> LlamaConfig:
         rotary_fraction=rotated / head_size,
         tied="output.weight" not in specs,
         **{
+            "mlp": source.integer(f"{of}feed_forward_length"),
             "attention_bias": "blk.0.attn_q.bias" in specs,
             "mlp_bias": "blk.0.ffn_gate.bias" in specs,
             **family.computes,
+            **_experts(source, of, name),
         },
     )
     config = _with_multipliers(_with_windows(config, source, of), source, of)
     return _with_scaling(config, source, of)
+
+
+def _experts(source: GGUFSource, of: str, name: str) -> dict[str, Any]:
+    """Fields of a mixture of experts."""
+    if name != "qwen3_moe":
+        return {}
+    return {
+        "experts": source.integer(f"{of}expert_count"),
+        "active_experts": source.integer(f"{of}expert_used_count"),
+        "mlp": source.integer(f"{of}expert_feed_forward_length"),
+        "normed_experts": True,  # llama.cpp has no key for it
+    }
 
 
 def _with_windows(config: LlamaConfig, source: GGUFSource, of: str) -> LlamaConfig:

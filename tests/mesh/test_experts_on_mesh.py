@@ -1,0 +1,78 @@
+"""A mixture of experts on a 2 x 2 x 2 mesh: logits and gradients as on one device, experts split
+over `tensor` and one sum over it a layer, whether sorted by expert or not."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from compare import LAYER
+from flax import nnx
+
+from mmqa_jax.core.flops import traced_flops
+from mmqa_jax.core.mesh import batch_sharding, init_sharded, make_mesh, state_shardings
+from mmqa_jax.models import experts
+from mmqa_jax.models.llama import Llama
+from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.plan.exchange import Placement, least_exchanges
+
+CONFIG = LlamaConfig(
+    vocab_size=60, hidden=32, layers=2, heads=4, kv_heads=2, mlp=24, positions=128, init_stddev=0.3,
+    family="qwen3_moe", qk_norm="head", experts=6, active_experts=2, unroll=1,
+)  # fmt: skip
+
+
+def build():
+    return Llama(CONFIG, rngs=nnx.Rngs(3))
+
+
+@pytest.mark.parametrize("by", ["by_all", "by_groups"])
+def test_logits_and_gradients(by, monkeypatch):
+    if by == "by_groups":  # as on a TPU
+        grouped = experts.Experts.by_groups
+        monkeypatch.setattr(experts.Experts, "by_all", grouped)
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    spread = init_sharded(build, mesh)
+    graphdef, state = nnx.split(spread)
+    shape = spread.layers.experts.up.kernels.addressable_shards[0].data.shape
+    assert shape == (2, 3, 16, 24)  # of 6 experts, and 32 rows over fsdp
+    plain = nnx.state(build())
+    ids = np.random.default_rng(0).integers(0, 60, (4, 24))
+
+    def loss(state, ids):
+        logits = nnx.merge(graphdef, state)(ids)
+        return (jax.nn.log_softmax(logits)[..., 7] ** 2).mean() / 10, logits
+
+    (_, want), expected = jax.jit(jax.value_and_grad(loss, has_aux=True))(plain, ids)
+    step = jax.value_and_grad(loss, has_aux=True)
+    with jax.set_mesh(mesh):
+        where = ((None, None), state_shardings(state, mesh))
+        run = jax.jit(step, out_shardings=where)
+        (_, got), gradient = run(state, jax.device_put(ids, batch_sharding(mesh)))
+    np.testing.assert_allclose(got, want, **LAYER)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **LAYER), gradient, expected)
+
+
+def test_what_is_planned():
+    """FLOPs are those of one device, and a layer's experts are summed up once."""
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    graphdef, state = nnx.split(init_sharded(build, mesh))
+    ids = jax.device_put(np.zeros((4, 24), np.int32), batch_sharding(mesh))
+
+    def forward(state, ids):
+        return nnx.merge(graphdef, state)(ids)
+
+    alone = traced_flops(forward, state, ids)
+    with jax.set_mesh(mesh):
+        jaxpr = jax.make_jaxpr(forward)(state, ids).jaxpr
+        # Each of two devices chooses experts for the same rows.
+        of_routers = 2 * 2 * 4 * 24 * 32 * 6
+        assert traced_flops(forward, state, ids) == pytest.approx(alone + of_routers)
+    leaves = jax.tree.leaves((state, ids))
+    given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves]
+    found = least_exchanges(jaxpr, given, given[:-1], [], dict(mesh.shape), Placement((0,) * 8))
+    sent = {(one.kind, one.axis): one.bytes for one in found}
+    # Of each of two layers: what attention gives, and what experts do; [1, 24, 32] on a device.
+    assert sent["all-reduce", "tensor"] == 4 * 24 * 32 * 4
+    kernels = 2 * 6 * 3 * 32 * 24 * 4 / 2
+    assert sent["all-gather", "fsdp"] > kernels

@@ -1,0 +1,190 @@
+"""A mixture of experts: both ways to compute it, that tokens do not depend on others, its costs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.flops import traced_flops
+from mmqa_jax.core.trees import flatten_named
+from mmqa_jax.decoding.engine import Engine
+from mmqa_jax.decoding.quantize import QuantizedGroupedLinear, quantize_weights
+from mmqa_jax.decoding.requests import Request
+from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.models.experts import Experts, reached
+from mmqa_jax.models.llama import Llama, unstack_layers
+from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.lora import LoraConfig, add_lora, merge_lora
+from mmqa_jax.weights.formats.safetensors import ArraySource
+from mmqa_jax.weights.models.expert_tensors import experts_apart, experts_together
+from mmqa_jax.weights.text_encoders import FAMILIES
+
+pytestmark = pytest.mark.slow
+
+CONFIG = LlamaConfig(
+    vocab_size=60, hidden=32, layers=2, heads=4, kv_heads=2, mlp=24, positions=128, init_stddev=0.3,
+    family="qwen3_moe", qk_norm="head", experts=8, active_experts=3, normed_experts=True, unroll=1,
+)  # fmt: skip
+
+
+def test_sorted_by_expert_and_all_by_all_are_the_same():
+    """What a TPU computes and what others do; of a part of the experts too, with gradients."""
+    experts = Experts(CONFIG, rngs=nnx.Rngs(0))
+    graphdef, state = nnx.split(experts)
+    rows = jax.random.normal(jax.random.key(1), (37, 32))
+
+    def computed(by: str, shift: int):
+        def run(state, rows):
+            own = nnx.merge(graphdef, state)
+            chosen, weights = own.choose(rows)
+            y = getattr(own, by)(rows, chosen - shift, weights)
+            return (y * jnp.arange(1.0, 33)).sum(), y
+
+        return jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))(state, rows)
+
+    for shift in (0, 5):  # of the second, experts 0 to 4 are another device's, and 8 to 12 are none
+        got, want = computed("by_groups", shift), computed("by_all", shift)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, want)
+    assert np.abs(want[0][1]).max() > 0.1
+
+
+def test_a_token_does_not_depend_on_the_others():
+    """Bit for bit, by either way, whichever experts the others go to and in whichever type."""
+    rng = np.random.default_rng(0)
+    for dtype in ("float32", "bfloat16"):
+        experts = Experts(CONFIG, rngs=nnx.Rngs(0))
+        graphdef, state = nnx.split(experts)
+        token = rng.normal(size=32)
+        for by in ("by_groups", "by_all"):
+
+            @jax.jit
+            def run(state, rows, by=by, graphdef=graphdef):
+                own = nnx.merge(graphdef, state)
+                return getattr(own, by)(rows, *own.choose(rows))
+
+            found = []
+            for _ in range(6):
+                rows = rng.normal(size=(17, 32)) * rng.uniform(0.1, 3, (17, 1))
+                rows[4] = token
+                found.append(np.asarray(run(state, jnp.asarray(rows, dtype)))[4])
+            for other in found[1:]:
+                np.testing.assert_array_equal(other, found[0])
+
+
+def test_answers_do_not_depend_on_what_else_is_served():
+    """The engine's contract, with int8 weights too."""
+    rng = np.random.default_rng(2)
+    prompts = [tuple(map(int, rng.integers(0, 60, 5 + 9 * n))) for n in range(5)]
+    for weights in ("given", "int8"):
+        sizes = EngineConfig(
+            slots=3, length=96, buckets=(32,), prefill_tokens=64, block=32, decode_block=96,
+            weights=weights,
+        )  # fmt: skip
+        engine = Engine(Llama(CONFIG, rngs=nnx.Rngs(3)), config=sizes)
+        together = {}
+        requests = [Request(n, prompt, 8, logprobs=True) for n, prompt in enumerate(prompts)]
+        for result in engine.generate(requests):
+            together[result.id] = result.candidates[0]
+        for request in requests:
+            engine.forget()
+            (alone,) = engine.generate([request])
+            assert alone.candidates[0] == together[request.id]
+
+
+def test_int8_experts_are_close_and_their_router_is_not_rounded():
+    model = Llama(CONFIG, rngs=nnx.Rngs(3))
+    ids = np.random.default_rng(0).integers(0, 60, (2, 20))
+    want = model(ids)
+    unstack_layers(model)
+    router = np.asarray(model.layers[1].experts.router[...])
+    stacked = Llama(CONFIG, rngs=nnx.Rngs(3))
+    quantize_weights(stacked)
+    assert isinstance(stacked.layers.experts.up, QuantizedGroupedLinear)
+    assert stacked.layers.experts.up.kernels.dtype == jnp.int8
+    np.testing.assert_array_equal(stacked.layers.experts.router[1], router)
+    got = jax.jit(lambda state: nnx.merge(nnx.graphdef(stacked), state)(ids))(nnx.state(stacked))
+    spread = np.asarray(want).std()
+    assert np.abs(got - want).mean() < 0.1 * spread
+    kernels = jax.random.normal(jax.random.key(0), (8, 32, 24))
+    linear = Experts(CONFIG, rngs=nnx.Rngs(0)).gate
+    linear.kernels[...] = kernels
+    rounded = QuantizedGroupedLinear(linear)
+    x = jax.random.normal(jax.random.key(1), (8, 5, 32))
+    np.testing.assert_allclose(
+        rounded.of_all(x), x @ (rounded.kernels[...] * rounded.scale[...][:, None]), atol=1e-4
+    )
+    sizes, group = jnp.array([5] * 8), jnp.repeat(jnp.arange(8), 5)
+    np.testing.assert_allclose(
+        rounded.of_groups(x.reshape(40, 32), sizes, group).reshape(8, 5, 24),
+        rounded.of_all(x),
+        atol=1e-4,
+    )
+
+
+def test_flops_are_those_of_active_experts():
+    graphdef, state = nnx.split(Experts(CONFIG, rngs=nnx.Rngs(0)))
+    rows = jnp.ones((12, 32))
+
+    def run(by):
+        def loss(state, rows):
+            own = nnx.merge(graphdef, state)
+            return getattr(own, by)(rows, *own.choose(rows)).sum()
+
+        return loss
+
+    want = 2 * 12 * 32 * (3 * 3 * 24 + 8)  # three matrices of three experts, and the router
+    for by in ("by_groups", "by_all"):
+        assert traced_flops(run(by), state, rows) == pytest.approx(want)
+        gradient = jax.grad(run(by), argnums=(0, 1))
+        assert traced_flops(gradient, state, rows) == pytest.approx(3 * want)
+    assert reached(CONFIG, 1) == pytest.approx(3 / 8)
+    assert reached(CONFIG, 4) == pytest.approx(1 - (5 / 8) ** 4)
+
+
+def test_lora_changes_the_attention_of_a_mixture():
+    model = Llama(CONFIG, rngs=nnx.Rngs(3))
+    ids = np.random.default_rng(0).integers(0, 60, (1, 9))
+    want = model(ids)
+    add_lora(model, LoraConfig(rank=2), rngs=nnx.Rngs(1))
+    added = [name for name in flatten_named(nnx.state(model, nnx.Param)) if "lora_a" in name]
+    assert added == [f"layers/{name}/lora_a" for name in ("k", "out", "q", "v")]
+    np.testing.assert_allclose(merge_lora(model)(ids), want, atol=1e-5)
+    with pytest.raises(UserError, match=r"gate, down are inside this model's experts.*'q', 'k'"):
+        add_lora(model, LoraConfig(targets=("q", "gate", "down")), rngs=nnx.Rngs(1))
+    dense = Llama(dataclasses.replace(CONFIG, experts=None), rngs=nnx.Rngs(3))
+    add_lora(dense, LoraConfig(rank=2), rngs=nnx.Rngs(1))
+    added = [name for name in flatten_named(nnx.state(dense, nnx.Param)) if "lora_a" in name]
+    assert len(added) == 7
+
+
+def test_a_mixture_is_no_encoder_of_texts():
+    published = CONFIG.to_hf()
+    with pytest.raises(UserError, match=r"x: num_experts is 8: .* use an encoder without experts"):
+        FAMILIES["qwen3_moe"].config(published, "x")
+
+
+def test_published_experts_are_one_tensor_of_a_layer_and_back():
+    rng = np.random.default_rng(0)
+    names = [("gate_proj", (5, 4)), ("up_proj", (5, 4)), ("down_proj", (4, 5))]
+    arrays = {
+        f"model.layers.{layer}.mlp.experts.{n}.{name}.weight": rng.normal(size=shape)
+        for layer in range(2)
+        for n in range(11)  # of two digits too
+        for name, shape in names
+    }
+    arrays["model.norm.weight"] = rng.normal(size=4)
+    together = experts_together(ArraySource(arrays), 11)
+    assert together.specs()["model.layers.1.mlp.experts.up_proj.weight"].shape == (11, 5, 4)
+    back = experts_apart(together)
+    assert back.specs().keys() == arrays.keys()
+    for key, array in arrays.items():
+        np.testing.assert_array_equal(back.read(key), array)
+    del arrays["model.layers.1.mlp.experts.3.up_proj.weight"]
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.experts\.up_proj is of 10 .*\[3\]"):
+        experts_together(ArraySource(arrays), 11)
