@@ -51,6 +51,7 @@ Actions = tuple[int, ...]  # ascending, each once
 # Action -> question id -> what its tool gives; "" or no entry where the tool found nothing.
 Outputs = Mapping[int, Mapping[str, str]]
 Weighting = Literal["level", "probability"]
+PlanReading = Literal["strict", "lenient"]
 
 # Role -> the actions that it may plan, from the lowest level to the highest.
 ROLES: dict[Role, Actions] = {"junior": (1,), "senior": (1, 2), "manager": (1, 2, 3)}
@@ -230,6 +231,10 @@ _MEANINGS = {
     3: "you need more knowledge to answer questions",
 }
 _NAMED = re.compile(r"Action_(\d+|[A-Za-z]\w*)")
+# Lenient: "Action 1", "action_3", "actions: 1, 3 and 2"; or an answer's first line of numbers alone.
+_LISTED = r"\d+(?:(?:[\s,;/&+]|and\b)+\d+)*"
+_SPELLED = re.compile(rf"(?i)\bactions?(?:\s+are)?[\s_:.#*([-]*({_LISTED})")
+_NUMBERS = re.compile(rf"(?i)[\s([{{]*({_LISTED})[\s)\]}}.]*")
 _STOP = ("===", "task:")  # what follows would be another task of the prompt's form
 
 
@@ -264,12 +269,24 @@ def planner_prompt(role: Role, task: str) -> str:
     return load_template("mavl.planner").render([], fields)
 
 
-def parse_plan(role: Role, text: str) -> Plan:
+def parse_plan(role: Role, text: str, reading: PlanReading = "strict") -> Plan:
     """The actions that a planner's answer names, within the role, ascending and each once.
 
     An answer that names none is the empty plan.
+
+    Args:
+      reading: `strict` reads `Action_1` as it was asked for; `lenient` other spellings and lists,
+        too: `Action 1`, `action_3`, `actions 1 and 3`, and numbers alone (`1, 3`).
     """
-    names = list(dict.fromkeys(_NAMED.findall(text)))
+    found = _NAMED.findall(text)
+    if reading == "lenient":
+        spelled = _SPELLED.findall(text)
+        if not found and not spelled:
+            first_line = text.strip().partition("\n")[0]
+            numbers = _NUMBERS.fullmatch(text) or _NUMBERS.fullmatch(first_line)
+            spelled = [numbers[1]] if numbers else []
+        found += [str(int(number)) for listed in spelled for number in re.findall(r"\d+", listed)]
+    names = list(dict.fromkeys(found))
     allowed = {str(action) for action in ROLES[role]}
     actions = sorted(int(name) for name in names if name in allowed)
     refused = tuple(f"Action_{name}" for name in names if name not in allowed)
@@ -292,6 +309,7 @@ def ask_planners(
     shots: Mapping[str, Sequence[Shot]],
     agents: Sequence[Role],
     task: str,
+    reading: PlanReading,
     chat: bool,
     order: Order,
     new_tokens: int,
@@ -302,6 +320,7 @@ def ask_planners(
     Args:
       shots: question id -> shots of P_0, fewer of them where the context is short.
       task: `prompt`, all of P_0, or `test_input`, the question's own block.
+      reading: of their answers, see `parse_plan`.
       chat: the prompt is a user's message to a chat model.
       new_tokens: that a planner may write.
       steps: question id -> what was asked, and why there is no plan; extended.
@@ -340,7 +359,7 @@ def ask_planners(
         if prompt.query is not None:
             steps[name].planner_prompts[role] = planner_prompt(role, prompt.text)
         if key in answers.by_id:
-            planned[key] = (parse_plan(role, answers.by_id[key].text),)
+            planned[key] = (parse_plan(role, answers.by_id[key].text, reading),)
         else:
             planned[key] = (NO_PLAN,)
             reason = answers.failed.get(key, prompt.reason)
@@ -527,6 +546,7 @@ def answer_mavl(
     similarity: ShotSelection = "answer_aware",
     order: Order = "most_similar_first",
     task: Literal["prompt", "test_input"] = "prompt",
+    plan_reading: PlanReading = "strict",
     chat: bool = False,
     plan_tokens: int = 24,
     passages: int = 1,
@@ -550,6 +570,7 @@ def answer_mavl(
       weighting: votes as they are, or times the probability of the agent's answer.
       shots, candidates: in-context examples, and candidate answers of Tool_1 (figure 8).
       task: what a planner reads: P_0 with its examples, or the question's own block of it.
+      plan_reading: how its answer is read: `strict`, or `lenient` (ours), see `parse_plan`.
       chat: a planner's prompt is a user's message to a chat model.
       plan_tokens: that a planner may write.
       passages: of Tool_2; each, and what Tool_3 writes, is cut to `knowledge_words` words.
@@ -563,7 +584,7 @@ def answer_mavl(
     # p_a = G_T(P_0)
     if plans == "planned":
         planned = ask_planners(
-            questions, llm, shots_of, agents, task, chat, order, plan_tokens, steps
+            questions, llm, shots_of, agents, task, plan_reading, chat, order, plan_tokens, steps
         )
     else:
         planned = {(q.id, role): _fixed_plans(role, plans) for q in questions for role in agents}

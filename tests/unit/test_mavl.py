@@ -191,6 +191,13 @@ def test_plans_out_of_scope_are_refused_and_counted():
     assert [found[role]["empty_plans"] for role in FULL] == [3, 0, 3]
 
 
+def test_plans_read_leniently():
+    plans = {"junior": "action 1", "senior": "1, 2", "manager": "Actions 1, 2 and 3"}
+    for reading, empty in (("strict", 3), ("lenient", 0)):
+        found = agent_summary(run(team_llm(plans), plan_reading=reading))["agents"]
+        assert [found[role]["empty_plans"] for role in FULL] == [empty] * 3
+
+
 def test_tools_that_find_nothing_are_as_if_not_planned():
     """A knowledge base without hits, and candidates missing for some questions."""
     of = heuristics()
