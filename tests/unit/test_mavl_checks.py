@@ -31,6 +31,7 @@ def row(name: str, **changes):
         ("options.agents", "boss", r"agents=\('boss',\): a tuple whose items are each one of junior"),
         ("options.votes", "1,2", r"options\.votes=\(1\.0, 2\.0\): one number of at least 0"),
         ("options.votes", "1,2,-3", r"options\.votes"),
+        ("options.temperature", "-1.0", r"options\.temperature=-1\.0: 0 \(greedy\) or a number"),
         ("parts.knowledge.top_k", "3", r"parts\.knowledge\.top_k=3: has no .* options\.passages"),
         ("parts.knowledge.text", "question_and_caption", r"knowledge\.text=.*: has no effect"),
         ("parts.knowledge.section_key", "title", r"knowledge\.section_key=title: has no effect"),
