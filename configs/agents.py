@@ -129,7 +129,9 @@ def our_rows(
     parts = _our_parts(dataset, library)
     team = {**parts, "knowledge": _rows.knowledge(data=knowledge, modality="text")}
     shown = {"shots": 4, "candidates": 5}  # where figure 8 levels off; more is slow on two cores
-    asked = {**shown, "chat": True, "task": "test_input", "knowledge_words": 25}
+    known = {"knowledge_words": 25, "knowledge_tokens": 64}
+    known["knowledge_template"] = "mavl.knowledge_short"
+    asked = {**shown, "chat": True, "task": "test_input", **known}
     finished = {"finished": {"run": _finished(dataset)}}
     rows = {
         "smollm2_prophet": ("prophet", parts, {**shown, "ensemble": 5}),

@@ -169,6 +169,7 @@ class Tools:
       passages: that Tool_2 retrieves.
       words: a passage, and what Tool_3 writes, is cut to so many.
       new_tokens: that Tool_3 may write.
+      template: of Tool_3's prompt.
       steps: question id -> what tools were asked and found, and why they gave nothing; extended.
     """
 
@@ -179,6 +180,7 @@ class Tools:
     passages: int
     words: int
     new_tokens: int
+    template: str
     steps: Mapping[str, Steps]
 
     def use(self, action: int, questions: Sequence[Question]) -> dict[str, str]:
@@ -205,7 +207,7 @@ class Tools:
 
     def generate_knowledge(self, questions: Sequence[Question]) -> dict[str, str]:
         """Tool_3: what the language model knows about caption and question (eq. 7, figure 5)."""
-        template = load_template("mavl.knowledge")
+        template = load_template(self.template)
         decoding = Decoding(max_new_tokens=self.new_tokens, stop=("\n",))
         queries = []
         for question in questions:
@@ -560,8 +562,9 @@ def answer_mavl(
     chat: bool = False,
     plan_tokens: int = 24,
     passages: int = 1,
-    knowledge_words: int = 40,
-    knowledge_tokens: int = 64,
+    knowledge_words: int = 100,
+    knowledge_tokens: int = 160,
+    knowledge_template: str = "mavl.knowledge",
     max_new_tokens: int = 10,
     temperature: float = 0.0,
     seed: Count = 0,
@@ -585,6 +588,7 @@ def answer_mavl(
       chat: a planner's prompt is a user's message to a chat model.
       plan_tokens: that a planner may write.
       passages: of Tool_2; each, and what Tool_3 writes, is cut to `knowledge_words` words.
+      knowledge_template: of Tool_3's prompt; `mavl.knowledge_short` has shorter examples.
       temperature: of the agents' answers; 0 is greedy, and agents with the same prompt share its
         answer. Above it every agent draws its own (ours), by a seed made of `seed`, question and
         role. Plans and knowledge are greedy.
@@ -604,8 +608,9 @@ def answer_mavl(
         planned = {(q.id, role): _fixed_plans(role, plans) for q in questions for role in agents}
     # T_1, T_2, T_3 of the questions whose plans name them, and of their shots
     tools = Tools(
-        heuristics, knowledge, llm, candidates, passages, knowledge_words, knowledge_tokens, steps
-    )
+        heuristics, knowledge, llm, candidates, passages, knowledge_words, knowledge_tokens,
+        knowledge_template, steps,
+    )  # fmt: skip
     outputs: Outputs = {
         action: tools.use(action, _planning(action, questions, planned, shots_of))
         for action in ROLES["manager"]
@@ -713,6 +718,7 @@ def _check_row(options: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
             f"config key options.temperature={options['temperature']}: 0 (greedy) or a number "
             "above it was expected; change it."
         )
+    load_template(options["knowledge_template"])
     knowledge, words = parts.get("knowledge"), options["knowledge_words"]
     if knowledge is None:
         return

@@ -243,7 +243,8 @@ def test_prompts_that_do_not_fit_have_fewer_shots():
         def find(self, texts, top_k):
             return [[Passage("word " * 200)] for _ in texts]
 
-    predictions = run(team_llm(FULL, length=2000), Long(), knowledge_words=200)
+    short = {"knowledge_words": 200, "knowledge_template": "mavl.knowledge_short"}
+    predictions = run(team_llm(FULL, length=2000), Long(), **short)
     assert [len(shots) for shots in predictions[0].trace["shots"]] == [1, 0, 0]
     assert predictions[0].trace["dropped_shots"] == 2
 
@@ -261,6 +262,32 @@ def test_long_knowledge_is_cut():
     assert "KBs_knowledge: KB on\nLLM_Knowledge: Known of\n" in "".join(prompts_of(llm)["answers"])
     written = next(q for q in llm.seen if llm.text(q).endswith("LLM_Knowledge:"))
     assert written.decoding.max_new_tokens == 7
+
+
+# Figure 5's example, as far as it is printed.
+FIGURE_5 = (
+    "A snowboarder is a person who rides a snowboard. Snowboarding is a winter sport that involves "
+    "riding down a snow-covered slope on a snowboard.",
+    "A powdery slope is a snow-covered slope that is covered in powder, or loose snow. Powdery "
+    "slopes are often found in ski resorts, where skiers and snowboarders can ride down them.",
+    "A sunny day is a day with clear skies and bright sunshine. Sunny days are often associated "
+    "with warm weather, and are a common sight in the summer.",
+)
+
+
+def test_knowledge_as_long_as_the_papers():
+    llm = team_llm(FULL)
+    run(llm)
+    prompt = prompts_of(llm)["knowledge"][0]
+    shown = [line for line in prompt.splitlines() if line.startswith("LLM_Knowledge: ")]
+    assert shown[0] == f"LLM_Knowledge: {' '.join(FIGURE_5)}"
+    longest = max(len(line.split()) for line in shown) - 1
+    assert len(" ".join(FIGURE_5).split()) <= longest <= 100  # an answer as long is not cut
+    (decoding,) = {q.decoding for q in llm.seen if llm.text(q) == prompt}
+    assert (decoding.max_new_tokens, decoding.stop) == (160, ("\n",))
+    short = team_llm(FULL)
+    run(short, knowledge_template="mavl.knowledge_short")
+    assert len(prompts_of(short)["knowledge"][0]) < len(prompt) / 2
 
 
 class DrawingLLM(FakeLLM):
