@@ -47,7 +47,7 @@ def _gemini(row: str, value: float, shots: int) -> dict:
         "system": "rmr",
         "setting": "rmr_direct",
         "parts": {"llm": _GEMINI, "library": _LIBRARY},
-        "options": {"shots": shots, "chat": True, "pictures": True},
+        "options": {"shots": shots, "chat": True, "pictures": True, **_rows.RMR},
         "published": _published(row, value),
     }
 

@@ -103,7 +103,8 @@ def check_similarity(
             "or a contrastive run."
         )
     one_space = not spec.image_model or Path(spec.image_model) == Path(spec.text_model)
-    if similarity in ("bimodal", "question_and_sources") and not one_space:
+    added = ("bimodal", "bimodal_unnormalized", "question_and_sources")
+    if similarity in added and not one_space:
         raise UserError(
             f"{place}: adds vectors of texts and pictures, but those of {section}.text_model="
             f"{spec.text_model} and {section}.image_model={spec.image_model} are no common space; "
