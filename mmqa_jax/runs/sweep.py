@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from mmqa_jax.core.config import find_config, flatten, load_config
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import atomic_write, write_json
+from mmqa_jax.core.files import atomic_write, read_json, write_json
 from mmqa_jax.core.progress import announce
 from mmqa_jax.core.typed import nearest
 from mmqa_jax.evaluation.report import LinePlot, ReportData, write_report
@@ -29,6 +29,7 @@ from mmqa_jax.runs.opened_parts import OpenedParts
 from mmqa_jax.runs.row import Row, read_row
 from mmqa_jax.runs.run import CHUNK, run_row
 
+SWEEP = "sweep.json"
 Value = str | int | float | bool | None
 
 
@@ -189,19 +190,37 @@ def _record(cell: SweepCell, scores: Mapping[str, Any]) -> dict[str, Any]:
 def _write(folder: Path, cells: Sequence[SweepCell], finished: list[dict[str, Any]]) -> None:
     """sweep.json, sweep.md and report.html of the cells that are finished."""
     row = cells[0].row
-    table = sweep_table(f"{row.dataset}, {row.row}", finished)
-    write_json(folder / "sweep.json", {"row": row.row, "dataset": row.dataset, "cells": finished})
+    content = {"row": row.row, "dataset": row.dataset, "of": len(cells), "cells": finished}
+    write_json(folder / SWEEP, content)
+    _, table = report_sweep(folder)
     with atomic_write(folder / "sweep.md") as file:
         file.write(to_markdown(table))
-    missing = len(cells) - len(finished)
-    data = ReportData(
-        title=f"{row.dataset}, {row.row}: sweep over {', '.join(finished[0]['values'])}",
-        description="Each cell is a row; its first column leads to its report.",
-        notice=f"{missing} of {len(cells)} cells are not finished." if missing else "",
-        line_plots=sweep_plots(finished),
-        tables=[table],
-    )
+
+
+def report_sweep(folder: Path) -> tuple[Path, Table]:
+    """Writes report.html of a sweep's finished cells; returns its path and the table.
+
+    Raises:
+      UserError: its sweep.json is damaged.
+    """
+    content = read_json(folder / SWEEP)
+    try:
+        name, cells = f"{content['dataset']}, {content['row']}", content["cells"]
+        table = sweep_table(name, cells)
+        missing = content["of"] - len(cells)
+        data = ReportData(
+            title=f"{name}: sweep over {', '.join(cells[0]['values'])}",
+            description="Each cell is a row; its first column leads to its report.",
+            notice=f"{missing} of {content['of']} cells are not finished." if missing else "",
+            line_plots=sweep_plots(cells),
+            tables=[table],
+        )
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{folder / SWEEP}: is damaged; start `mmqa sweep` again, which keeps finished cells."
+        ) from error
     write_report(folder / "report.html", data)
+    return folder / "report.html", table
 
 
 def sweep_table(title: str, cells: Sequence[Mapping[str, Any]]) -> Table:

@@ -121,6 +121,9 @@ def test_a_grid(whole):
     assert page.count('class="line c') == 2  # a line per number of candidates
     assert "2 candidates" in page
     assert "not finished" not in page
+    (folder / "report.html").unlink()
+    done("report", f"--workdir={folder}")  # anew
+    assert (folder / "report.html").read_text() == page
 
 
 def test_a_cell_is_what_mmqa_run_gives(whole, inputs, tmp_path, monkeypatch):
@@ -230,6 +233,13 @@ def test_a_folder_of_another_sweep(whole, inputs, refused):
     folder, *_ = whole
     words = flags(inputs, folder)
     refused(*words, "--config.options.max_new_tokens=3", message=r"max_new_tokens")
+
+
+def test_a_damaged_sweep(tmp_path, refused):
+    (tmp_path / "sweep.json").write_text('{"cells": []}')
+    refused(
+        "report", f"--workdir={tmp_path}", message=r"sweep\.json: is damaged; start `mmqa sweep`"
+    )
 
 
 def test_axes():
