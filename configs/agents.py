@@ -22,6 +22,23 @@ TOLERANCE = 0.02
 Figure = tuple[str, str, str, float]  # table, row, column, accuracy in percent
 
 _WITHOUT_AGENTS = {"agents": ("manager",), "votes": (4.0,)}
+_PROPHETS = "downloads/prophet/assets"
+# Data set and split ("": its rows' own) -> candidates and answer-aware examples by the names that
+# Prophet's README and scripts use.
+_PROPHETS_FILES = {
+    ("okvqa", ""): (
+        f"{_PROPHETS}/candidates_okvqa.json",
+        f"{_PROPHETS}/answer_aware_examples_okvqa.json",
+    ),
+    ("aokvqa", ""): (
+        f"{_PROPHETS}/candidates_aokvqa_val.json",
+        f"{_PROPHETS}/examples_aokvqa_val.json",
+    ),
+    ("aokvqa", "test"): (
+        f"{_PROPHETS}/candidates_aokvqa_test.json",
+        f"{_PROPHETS}/examples_aokvqa_test.json",
+    ),
+}
 # Row of table 3 -> options of the setting `mavl`.
 ABLATIONS = {
     "mavl": {},
@@ -53,18 +70,23 @@ def cited(found: Sequence[Figure], scorer: str) -> tuple[dict, ...]:
     return tuple({**figure, "paper": "mavl"} for figure in figures(found, scorer))
 
 
-def paper_rows(dataset: str, published: Mapping[str, Sequence[Figure]], scorer: str) -> dict:
+def paper_rows(
+    dataset: str, published: Mapping[str, Sequence[Figure]], scorer: str, *, split: str = ""
+) -> dict:
     """The rows of MAVL's tables that are run.
 
     Args:
       dataset: whose files of Prophet's authors are in downloads/prophet.
       published: row -> its figures; rows that are not there are left out.
+      split: `test`: the rows' names end in `_test`, and their examples are those of train and val,
+        as Prophet's authors have them there; "": the split that the data set's rows are of.
     """
     llm = _rows.language_model(LLAMA, length=4096)
-    heuristics = _rows.heuristics(*_prophets_files(dataset))
+    heuristics = _rows.heuristics(*_PROPHETS_FILES[dataset, split])
+    more_splits = ("val",) if split else ()
     parts = {
         "llm": llm,
-        "library": _rows.library(text_model=""),
+        "library": _rows.library(text_model="", more_splits=more_splits),
         "heuristics": heuristics,
     }
     rows = {
@@ -82,11 +104,12 @@ def paper_rows(dataset: str, published: Mapping[str, Sequence[Figure]], scorer: 
         "parts": {**parts, "captions": {"captions": promptcap_file(dataset), "tags": ""}},
     }
     return {
-        name: {
+        f"{name}_{split}" if split else name: {
             **row,
             "paper": "mavl",
             "system": row["setting"],
             "published": figures(published[name], scorer),
+            **({"split": split} if split else {}),
         }
         for name, row in rows.items()
         if name in published
@@ -106,7 +129,9 @@ def our_rows(
     parts = _our_parts(dataset, library)
     team = {**parts, "knowledge": _rows.knowledge(data=knowledge, modality="text")}
     shown = {"shots": 4, "candidates": 5}  # where figure 8 levels off; more is slow on two cores
-    asked = {**shown, "chat": True, "task": "test_input", "knowledge_words": 25}
+    known = {"knowledge_words": 25, "knowledge_tokens": 64}
+    known["knowledge_template"] = "mavl.knowledge_short"
+    asked = {**shown, "chat": True, "task": "test_input", **known}
     finished = {"finished": {"run": _finished(dataset)}}
     rows = {
         "smollm2_prophet": ("prophet", parts, {**shown, "ensemble": 5}),
@@ -168,7 +193,12 @@ def made_by(dataset: str, split: str) -> dict[str, str]:
     )
     return {
         **MADE_BY,
-        **dict.fromkeys(_prophets_files(dataset), authors),
+        **{
+            path: authors
+            for (of, _), files in _PROPHETS_FILES.items()
+            for path in files
+            if of == dataset
+        },
         promptcap_file(dataset): (
             "PromptCap's caption of every question and example, {question_id: caption}, by its "
             "prompt 'please describe this image according to the given question: QUESTION'"
@@ -189,15 +219,6 @@ def ours_made_by(dataset: str, candidates: str) -> dict[str, str]:
 def promptcap_file(dataset: str) -> str:
     """PromptCap's captions of a benchmark's questions."""
     return f"downloads/promptcap/{dataset}_captions.json"
-
-
-def _prophets_files(dataset: str) -> tuple[str, str]:
-    """Candidates and answer-aware examples by the names that Prophet's README and scripts use."""
-    folder = "downloads/prophet/assets"
-    return {
-        "okvqa": (f"{folder}/candidates_okvqa.json", f"{folder}/answer_aware_examples_okvqa.json"),
-        "aokvqa": (f"{folder}/candidates_aokvqa_val.json", f"{folder}/examples_aokvqa_val.json"),
-    }[dataset]
 
 
 def _our_files(dataset: str) -> tuple[str, str]:

@@ -15,6 +15,10 @@ from mmqa_jax.tasks.library import LibrarySpec
 
 AUTO = "auto"  # chosen where it is used
 
+# What RMR's own rows say of triplets: equation 2 as printed; the paper does not say whether a
+# rationale has the lecture, too.
+RMR = {"similarity": "bimodal_unnormalized", "rationale": "solution"}
+
 # LLaVA-1.5's checkpoints, converted -> where they come from.
 LLAVA15 = {
     name: (

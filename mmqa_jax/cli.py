@@ -29,7 +29,7 @@ from mmqa_jax.core.paths import check_scheme, scheme_of
 
 VERBS = (
     *("demo", "ask", "serve", "prepare", "caption", "convert", "train", "embed", "index", "search"),
-    *("rerank", "candidates", "answer", "prompt", "judge", "run", "tables", "compare"),
+    *("rerank", "candidates", "answer", "prompt", "judge", "run", "sweep", "tables", "compare"),
     *("evaluate", "report", "plan", "merge", "status"),
 )
 _PLACES = ("workdir", "out", "cache")  # flags that say where a verb writes

@@ -62,7 +62,7 @@ def _letter(model: dict, shots: int, published: tuple[dict, ...] = (), split: st
         "paper": "rmr",
         "setting": "rmr_letter",
         "parts": {"llm": model, "library": _LIBRARY},
-        "options": {"shots": shots, "chat": True, "pictures": True},
+        "options": {"shots": shots, "chat": True, "pictures": True, **_rows.RMR},
         "published": published,
         "split": split,
     }

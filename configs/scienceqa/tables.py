@@ -77,7 +77,7 @@ def _paper(model: str, shots: int, cells: tuple[dict, ...], modality: str = "") 
         "paper": "rmr",
         "setting": "rmr",
         "parts": {"llm": _MODELS[model], "library": _library(modality)},
-        "options": {"shots": shots, "chat": True, "pictures": True},
+        "options": {"shots": shots, "chat": True, "pictures": True, **_rows.RMR},
         "modality": modality,
         "published": cells,
     }
@@ -175,7 +175,7 @@ def _paper_rows() -> dict[str, dict]:
 def _successor(model: str, shots: int) -> dict:
     """RMR as in table 1, with a model that came after the paper."""
     row = _ours("rmr", _rows.qwen_vl(model), _library(""), shots=shots)
-    row["options"] |= {"chat": True, "pictures": True}
+    row["options"] |= {"chat": True, "pictures": True, **_rows.RMR}
     return row
 
 
@@ -188,6 +188,12 @@ def _ours(
         "parts": {"llm": llm, "library": library},
         "options": options,
     }
+
+
+def _reasoned(rationale: str) -> dict:
+    """One triplet with its rationale between question and answer."""
+    shown = {"shots": 1, "template": "rmr.text_rationale", "rationale": rationale}
+    return _ours(**shown, calibrated=True) | {"questions": 500}
 
 
 def _knowing(shots: int, **knowledge) -> dict:
@@ -213,6 +219,7 @@ ROWS = {
     "smollm2_k3_uncalibrated": _ours(shots=3),
     "smollm2_k3_letter": _ours(shots=3, template="rmr.answer", options="letter"),
     "smollm2_k3_random": _ours(shots=3, similarity="random", calibrated=True),
+    **{f"smollm2_k1_{name}": _reasoned(name) for name in ("solution", "lecture_solution")},
     "smollm2_k0_openstax": _knowing(0),
     "smollm2_k0_openstax_random": _knowing(0, retriever="random"),
     "smollm2_k1_openstax": _knowing(1),

@@ -51,7 +51,7 @@ def _letter(model: dict, shots: int, published: tuple[dict, ...] = ()) -> dict:
         "paper": "rmr",
         "setting": "rmr_letter",
         "parts": {"llm": model, "library": _LIBRARY},
-        "options": {"shots": shots, "chat": True, "pictures": True},
+        "options": {"shots": shots, "chat": True, "pictures": True, **_rows.RMR},
         "published": published,
         "where": _PICTURES,
     }

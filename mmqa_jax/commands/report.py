@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-SUMMARY = "write report.html of a demo, a training run, a row, or a folder of rows."
+SUMMARY = "write report.html of a demo, a training run, a row, a sweep, or a folder of rows."
 EXAMPLE = "mmqa report --workdir=workdir-demo"
 
 
@@ -16,7 +16,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--workdir",
         default="workdir-demo",
         help="of a finished demo, of a training run, finished or not, of a finished row of "
-        "`mmqa run`, or a folder of several rows' workdirs (workdir-demo)",
+        "`mmqa run`, of a sweep, or a folder of several rows' workdirs (workdir-demo)",
     )
 
 
@@ -30,15 +30,19 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         from mmqa_jax.runs.training_report import write_training_report
 
         return write_training_report(folder)
-    if kind not in ("row", "rows"):
+    if kind not in ("row", "rows", "sweep"):
         from mmqa_jax.runs.demo import write_demo_report
 
         return write_demo_report(folder)
     from mmqa_jax.evaluation.tables import show
     from mmqa_jax.runs.row_report import report_row
     from mmqa_jax.runs.rows_report import report_rows
+    from mmqa_jax.runs.sweep import report_sweep
 
-    path, tables = report_row(folder) if kind == "row" else report_rows(folder)
+    if kind == "sweep":
+        path, *tables = report_sweep(folder)
+    else:
+        path, tables = report_row(folder) if kind == "row" else report_rows(folder)
     for table in tables:
         show(table)
     print(f"Report: {path}")

@@ -63,7 +63,7 @@ def _of_workdir(path: Path) -> dict[str, Any] | None:
     from mmqa_jax.runs.workdirs import kind_of
 
     kind = kind_of(path)
-    if kind not in ("demo", "row", "rows"):
+    if kind not in ("demo", "row", "rows", "sweep"):
         return None
     from mmqa_jax.runs import status as found
 
@@ -71,7 +71,7 @@ def _of_workdir(path: Path) -> dict[str, Any] | None:
         demo = found.demo_status(path)
         print(found.demo_line(demo))
         return demo
-    if kind == "rows":
+    if kind in ("rows", "sweep"):
         rows = found.rows_status(path)
         print(found.rows_line(rows))
         return rows

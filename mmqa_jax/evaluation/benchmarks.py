@@ -36,6 +36,7 @@ class BenchmarkScoring:
       score: (questions, predictions) -> the scores; predictions may be missing, and then count 0.
       write_submission: (questions, predictions, file): writes the leaderboard's format; None: the
         benchmark has none.
+      submission: the name of that file in a row's workdir.
       holds_references: whether a file of predictions holds the questions and answers as well, so
         that no other references are needed.
       split_names: other names of splits -> the names that `mmqa prepare` gives them.
@@ -48,6 +49,7 @@ class BenchmarkScoring:
     has_reference: Callable[[Question], bool]
     score: Callable[[Sequence[Question], Sequence[Prediction]], Evaluation]
     write_submission: Callable[[Sequence[Question], Sequence[Prediction], Path], None] | None = None
+    submission: str = "submission.json"
     holds_references: Callable[[Path], bool] = lambda path: False
     split_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tables: Sequence[str] = ()
@@ -95,6 +97,7 @@ BENCHMARKS: dict[str, BenchmarkScoring] = {
         has_reference=choice_scores.has_answer,
         score=choice_scores.score_mmbench,
         write_submission=choice_formats.write_mmbench_submission,
+        submission="submission.xlsx",
         holds_references=choice_formats.holds_answers,
         split_names={"dev": "val"},
         tables=SUFFIXES,
@@ -106,6 +109,7 @@ BENCHMARKS: dict[str, BenchmarkScoring] = {
         has_reference=choice_scores.has_answer,
         score=choice_scores.score_seed_bench,
         write_submission=choice_formats.write_seed_bench_submission,
+        submission="submission.jsonl",
     ),
     "multimodalqa": BenchmarkScoring(
         split="val",

@@ -43,6 +43,30 @@ def recall_plot(recall: Mapping[str, Mapping[int, float]]) -> str:
     return axes.svg("recall@k against k", drawn)
 
 
+def lines_plot(title: str, x_label: str, lines: Mapping[str, Points]) -> str:
+    """Lines over the same few values of x, a dot each, as an `<svg>` element.
+
+    Args:
+      lines: name -> points (x, y), in order of x; none without points.
+    """
+    xs = sorted({x for points in lines.values() for x, _ in points})
+    ys = [y for points in lines.values() for _, y in points]
+    axes = _Axes(
+        (420, 260),
+        x=_span(xs),
+        y=_span(ys, margin=0.06),
+        x_ticks=xs,
+        y_ticks=_ticks(*_span(ys, margin=0.06)),
+        x_label=x_label,
+    )
+    slug = re.sub(r"\W+", "-", title)
+    drawn = [
+        axes.line(points, f"line-{slug}-{number}", name, number, dots=True)
+        for number, (name, points) in enumerate(lines.items())
+    ]
+    return axes.svg(title, drawn)
+
+
 def curves_plot(task: str, curves: Mapping[str, Points], best_step: float | None = None) -> str:
     """Training curves of one task, an `<svg>` element each in a `<figure>`, best_step marked.
 

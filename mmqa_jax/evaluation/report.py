@@ -19,7 +19,7 @@ from mmqa_jax.core.files import atomic_write, read_jsonl
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.data.table_files import real_number
 from mmqa_jax.evaluation.cards import VERDICTS, Card, CardFilter, cards_json
-from mmqa_jax.evaluation.plots import Points, curves_plot, recall_plot
+from mmqa_jax.evaluation.plots import Points, curves_plot, lines_plot, recall_plot
 from mmqa_jax.evaluation.score_names import for_people
 from mmqa_jax.evaluation.significance import Interval
 from mmqa_jax.evaluation.tables import Cell, Table, format_bounds, format_cell
@@ -37,6 +37,15 @@ class Bar:
 
 
 @dataclasses.dataclass(frozen=True)
+class LinePlot:
+    """Lines over the values of one setting: name -> points (x, y)."""
+
+    title: str
+    x_label: str
+    lines: Mapping[str, Points]
+
+
+@dataclasses.dataclass(frozen=True)
 class ReportData:
     """Everything a report shows, in its order; empty fields are left out.
 
@@ -49,6 +58,7 @@ class ReportData:
       filters: the buttons above the cards.
       card_note: how to read the cards, e.g. what counts as right.
       bars: score -> the systems' bars.
+      line_plots: of a sweep, above the tables.
       tables: result tables, in order.
       recall: retriever -> k -> recall@k.
       curves: task -> metric -> [(step, value)].
@@ -67,6 +77,7 @@ class ReportData:
     filters: Sequence[CardFilter] = VERDICTS
     card_note: str = ""
     bars: Mapping[str, Sequence[Bar]] = dataclasses.field(default_factory=dict)
+    line_plots: Sequence[LinePlot] = ()
     tables: Sequence[Table] = ()
     recall: Mapping[str, Mapping[int, float]] = dataclasses.field(default_factory=dict)
     curves: Mapping[str, Mapping[str, Points]] = dataclasses.field(default_factory=dict)
@@ -121,6 +132,9 @@ def render_report(data: ReportData) -> str:
         },
         recall_plot=recall_plot(recall) if recall else "",
         recall_names=list(recall),
+        line_plots=[
+            (plot, lines_plot(plot.title, plot.x_label, plot.lines)) for plot in data.line_plots
+        ],
         longest_stage=max((seconds for _, seconds in data.stages), default=0.0),
         total_seconds=sum(seconds for _, seconds in data.stages),
         cards_json=cards_json(data.cards, data.filters),

@@ -127,7 +127,17 @@ class DualEncoder(nnx.Module):
         *,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Texts -> [B, D] float32, of length 1.
+        """Texts -> [B, D] float32, of length 1; arguments as of `text_features`."""
+        return l2_normalize(self.text_features(input_ids, attention_mask, dropout_key=dropout_key))
+
+    def text_features(
+        self,
+        input_ids: jax.Array,
+        attention_mask: jax.Array,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Texts -> [B, D] float32, as the tower gives them.
 
         Args:
           input_ids: [B, L] int, with special tokens, right-padded; of SigLIP to its full length.
@@ -137,24 +147,28 @@ class DualEncoder(nnx.Module):
         """
         if isinstance(self.config.text, BertConfig):
             hidden = self.text(input_ids, attention_mask, dropout_key=dropout_key)  # [B, L, D]
-            return l2_normalize(mean_pool(hidden, attention_mask))
+            return mean_pool(hidden, attention_mask)
         if isinstance(self.config.text, SiglipTextConfig):
             if input_ids.shape[1] != self.config.text.length:
                 raise UserError(
                     f"siglip text: rows of {input_ids.shape[1]} tokens, the model reads texts "
                     f"padded to {self.config.text.length}; set the lengths to that."
                 )
-            return l2_normalize(self.text(input_ids))
-        return l2_normalize(self.text(input_ids, attention_mask))
+            return self.text(input_ids)
+        return self.text(input_ids, attention_mask)
 
     def encode_image(self, pixels: Pictures) -> jax.Array:
-        """Pictures -> [B, D] float32, of length 1.
+        """Pictures -> [B, D] float32, of length 1; arguments as of `image_features`."""
+        return l2_normalize(self.image_features(pixels))
+
+    def image_features(self, pixels: Pictures) -> jax.Array:
+        """Pictures -> [B, D] float32, as the tower gives them.
 
         Args:
           pixels: [B, S, S, 3] RGB, uint8 0..255 or float 0..1, or NaFlex's patches and their
             rows and columns; the tower's normalization happens here, on the device.
         """
-        return l2_normalize(self.vision(self.vision.normalize(pixels)))
+        return self.vision(self.vision.normalize(pixels))
 
     def encode_source(
         self,

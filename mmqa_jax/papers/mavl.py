@@ -40,7 +40,7 @@ from mmqa_jax.prompting.few_shot import (
     prompts_record,
 )
 from mmqa_jax.prompting.heuristics import AnswerHeuristics, ShotSelection
-from mmqa_jax.prompting.shots import ExampleLibrary, Shot
+from mmqa_jax.prompting.shots import ExampleLibrary, Shot, seeded
 from mmqa_jax.prompting.stream import Answers, answer_all
 from mmqa_jax.prompting.templates import PromptTemplate, load_template
 from mmqa_jax.prompting.voting import vote
@@ -51,6 +51,10 @@ Actions = tuple[int, ...]  # ascending, each once
 # Action -> question id -> what its tool gives; "" or no entry where the tool found nothing.
 Outputs = Mapping[int, Mapping[str, str]]
 Weighting = Literal["level", "probability"]
+PlanReading = Literal["strict", "lenient"]
+# What tells an agent's prompt from the others of its question: the actions that it uses, and where
+# answers are drawn the agent, whose draw is its own.
+Asking = tuple[Actions] | tuple[Actions, Role]
 
 # Role -> the actions that it may plan, from the lowest level to the highest.
 ROLES: dict[Role, Actions] = {"junior": (1,), "senior": (1, 2), "manager": (1, 2, 3)}
@@ -86,17 +90,22 @@ def answer_prompt(
     llm: Backend,
     decoding: Decoding,
     order: Order = "most_similar_first",
+    role: Role | None = None,
 ) -> FewShot:
     """The prompt P_f of a question after the used actions; its query's id is (question id, used).
 
     Shots show what the same tools give for them.
+
+    Args:
+      role: the agent whose answer is drawn: the end of the query's id; None: of all agents.
     """
+    asking = (used,) if role is None else (used, role)
     return few_shot(
         _answer_template(used),
         question,
         shots,
         lambda one: _answer_fields(one, outputs, used),
-        lambda text: Completion((question.id, used), text, decoding),
+        lambda text: Completion((question.id, *asking), text, decoding),
         llm.check,
         order,
     )
@@ -160,6 +169,7 @@ class Tools:
       passages: that Tool_2 retrieves.
       words: a passage, and what Tool_3 writes, is cut to so many.
       new_tokens: that Tool_3 may write.
+      template: of Tool_3's prompt.
       steps: question id -> what tools were asked and found, and why they gave nothing; extended.
     """
 
@@ -170,6 +180,7 @@ class Tools:
     passages: int
     words: int
     new_tokens: int
+    template: str
     steps: Mapping[str, Steps]
 
     def use(self, action: int, questions: Sequence[Question]) -> dict[str, str]:
@@ -196,7 +207,7 @@ class Tools:
 
     def generate_knowledge(self, questions: Sequence[Question]) -> dict[str, str]:
         """Tool_3: what the language model knows about caption and question (eq. 7, figure 5)."""
-        template = load_template("mavl.knowledge")
+        template = load_template(self.template)
         decoding = Decoding(max_new_tokens=self.new_tokens, stop=("\n",))
         queries = []
         for question in questions:
@@ -230,6 +241,10 @@ _MEANINGS = {
     3: "you need more knowledge to answer questions",
 }
 _NAMED = re.compile(r"Action_(\d+|[A-Za-z]\w*)")
+# Lenient: "Action 1", "action_3", "actions: 1, 3 and 2"; or numbers alone in the first line.
+_LISTED = r"\d+(?:(?:[\s,;/&+]|and\b)+\d+)*"
+_SPELLED = re.compile(rf"(?i)\bactions?(?:\s+are)?[\s_:.#*([-]*({_LISTED})")
+_NUMBERS = re.compile(rf"(?i)[\s([{{]*({_LISTED})[\s)\]}}.]*")
 _STOP = ("===", "task:")  # what follows would be another task of the prompt's form
 
 
@@ -264,12 +279,24 @@ def planner_prompt(role: Role, task: str) -> str:
     return load_template("mavl.planner").render([], fields)
 
 
-def parse_plan(role: Role, text: str) -> Plan:
+def parse_plan(role: Role, text: str, reading: PlanReading = "strict") -> Plan:
     """The actions that a planner's answer names, within the role, ascending and each once.
 
     An answer that names none is the empty plan.
+
+    Args:
+      reading: `strict` reads `Action_1` as it was asked for; `lenient` other spellings and lists,
+        too: `Action 1`, `action_3`, `actions 1 and 3`, and numbers alone (`1, 3`).
     """
-    names = list(dict.fromkeys(_NAMED.findall(text)))
+    found = _NAMED.findall(text)
+    if reading == "lenient":
+        spelled = _SPELLED.findall(text)
+        if not found and not spelled:
+            first_line = text.strip().partition("\n")[0]
+            numbers = _NUMBERS.fullmatch(text) or _NUMBERS.fullmatch(first_line)
+            spelled = [numbers[1]] if numbers else []
+        found += [str(int(number)) for listed in spelled for number in re.findall(r"\d+", listed)]
+    names = list(dict.fromkeys(found))
     allowed = {str(action) for action in ROLES[role]}
     actions = sorted(int(name) for name in names if name in allowed)
     refused = tuple(f"Action_{name}" for name in names if name not in allowed)
@@ -292,6 +319,7 @@ def ask_planners(
     shots: Mapping[str, Sequence[Shot]],
     agents: Sequence[Role],
     task: str,
+    reading: PlanReading,
     chat: bool,
     order: Order,
     new_tokens: int,
@@ -302,6 +330,7 @@ def ask_planners(
     Args:
       shots: question id -> shots of P_0, fewer of them where the context is short.
       task: `prompt`, all of P_0, or `test_input`, the question's own block.
+      reading: of their answers, see `parse_plan`.
       chat: the prompt is a user's message to a chat model.
       new_tokens: that a planner may write.
       steps: question id -> what was asked, and why there is no plan; extended.
@@ -340,7 +369,7 @@ def ask_planners(
         if prompt.query is not None:
             steps[name].planner_prompts[role] = planner_prompt(role, prompt.text)
         if key in answers.by_id:
-            planned[key] = (parse_plan(role, answers.by_id[key].text),)
+            planned[key] = (parse_plan(role, answers.by_id[key].text, reading),)
         else:
             planned[key] = (NO_PLAN,)
             reason = answers.failed.get(key, prompt.reason)
@@ -390,13 +419,13 @@ class Asked(NamedTuple):
     """All that was asked and answered for one question.
 
     Attributes:
-      prompts: by the actions that they use; their queries' ids are (question id, used actions).
+      prompts: by what tells them apart; a query's id is the question's, and that.
       answers, outputs: of the model and of the tools, for all questions.
       steps: those before the answers.
     """
 
     question: Question
-    prompts: Mapping[Actions, FewShot]
+    prompts: Mapping[Asking, FewShot]
     answers: Answers
     outputs: Outputs
     steps: Steps
@@ -409,7 +438,8 @@ class Asked(NamedTuple):
         agents = []
         for plan in plans:
             used = used_actions(self.outputs, self.question, plan.actions)
-            answer, probability = self._said(used)
+            asking = (used, role) if (used, role) in self.prompts else (used,)
+            answer, probability = self._said(asking)
             score = answer_accuracy(self.question, answer)
             agents.append(Agent(role, plan, used, votes, answer, probability, score))
         if agents[0].score is None:
@@ -418,7 +448,7 @@ class Asked(NamedTuple):
 
     def record(self) -> dict[str, Any]:
         """Its steps, prompts, the answers to them, what tools gave, and failures, for the trace."""
-        ids = [(self.question.id, used) for used in self.prompts]
+        ids = [(self.question.id, *asking) for asking in self.prompts]
         results = [self.answers.by_id.get(name) for name in ids]
         failed = [self.answers.failed[name] for name in ids if name in self.answers.failed]
         return {
@@ -434,24 +464,25 @@ class Asked(NamedTuple):
                 if self.question.id in texts
             },
             # By the actions that the prompts use, in the order of `prompts`.
-            "by_actions": [self._by_actions(used) for used in self.prompts],
+            "by_actions": [self._by_actions(asking) for asking in self.prompts],
         }
 
-    def _said(self, used: Actions) -> tuple[str, float]:
+    def _said(self, asking: Asking) -> tuple[str, float]:
         """The normalized answer to a prompt and its probability; ("", 0) where there is none."""
-        result = self.answers.by_id.get((self.question.id, used))
+        result = self.answers.by_id.get((self.question.id, *asking))
         if result is None:
             return "", 0.0
         return prep_ans(result.text.strip()), math.exp(result.candidates[0].total)
 
-    def _by_actions(self, used: Actions) -> dict[str, Any]:
+    def _by_actions(self, asking: Asking) -> dict[str, Any]:
         """The answer to a prompt, its score, and the model's words where they are others."""
-        answer, _ = self._said(used)
+        answer, _ = self._said(asking)
         score = answer_accuracy(self.question, answer)
-        result = self.answers.by_id.get((self.question.id, used))
+        result = self.answers.by_id.get((self.question.id, *asking))
         other = result is not None and result.text.strip() != answer
         return {
-            "actions": list(used),
+            "actions": list(asking[0]),
+            **({"agent": asking[1]} if len(asking) == 2 else {}),
             "answer": answer,
             "score": score,
             **({"output": result.text} if other else {}),
@@ -527,12 +558,15 @@ def answer_mavl(
     similarity: ShotSelection = "answer_aware",
     order: Order = "most_similar_first",
     task: Literal["prompt", "test_input"] = "prompt",
+    plan_reading: PlanReading = "strict",
     chat: bool = False,
     plan_tokens: int = 24,
     passages: int = 1,
-    knowledge_words: int = 40,
-    knowledge_tokens: int = 64,
+    knowledge_words: int = 100,
+    knowledge_tokens: int = 160,
+    knowledge_template: str = "mavl.knowledge",
     max_new_tokens: int = 10,
+    temperature: float = 0.0,
     seed: Count = 0,
 ) -> list[Prediction]:
     """Algorithm 1, every line of it for all questions and agents at once.
@@ -550,9 +584,14 @@ def answer_mavl(
       weighting: votes as they are, or times the probability of the agent's answer.
       shots, candidates: in-context examples, and candidate answers of Tool_1 (figure 8).
       task: what a planner reads: P_0 with its examples, or the question's own block of it.
+      plan_reading: how its answer is read: `strict`, or `lenient` (ours), see `parse_plan`.
       chat: a planner's prompt is a user's message to a chat model.
       plan_tokens: that a planner may write.
       passages: of Tool_2; each, and what Tool_3 writes, is cut to `knowledge_words` words.
+      knowledge_template: of Tool_3's prompt; `mavl.knowledge_short` has shorter examples.
+      temperature: of the agents' answers; 0 is greedy, and agents with the same prompt share its
+        answer. Above it every agent draws its own (ours), by a seed made of `seed`, question and
+        role. Plans and knowledge are greedy.
     """
     check_team(agents, votes)
     check_oracle(questions, plans)
@@ -563,33 +602,35 @@ def answer_mavl(
     # p_a = G_T(P_0)
     if plans == "planned":
         planned = ask_planners(
-            questions, llm, shots_of, agents, task, chat, order, plan_tokens, steps
+            questions, llm, shots_of, agents, task, plan_reading, chat, order, plan_tokens, steps
         )
     else:
         planned = {(q.id, role): _fixed_plans(role, plans) for q in questions for role in agents}
     # T_1, T_2, T_3 of the questions whose plans name them, and of their shots
     tools = Tools(
-        heuristics, knowledge, llm, candidates, passages, knowledge_words, knowledge_tokens, steps
-    )
+        heuristics, knowledge, llm, candidates, passages, knowledge_words, knowledge_tokens,
+        knowledge_template, steps,
+    )  # fmt: skip
     outputs: Outputs = {
         action: tools.use(action, _planning(action, questions, planned, shots_of))
         for action in ROLES["manager"]
     }
-    # A(G_T) = LLM(P_f): agents with the same prompt share its answer
-    decoding = Decoding(max_new_tokens=max_new_tokens, stop=("\n",), logprobs=True)
-    prompts = {
-        question.id: {
-            used: answer_prompt(
-                question, used, shots_of[question.id], outputs, llm, decoding, order
-            )
-            for used in dict.fromkeys(
-                used_actions(outputs, question, plan.actions)
-                for role in agents
-                for plan in planned[question.id, role]
-            )
-        }
-        for question in questions
-    }
+    # A(G_T) = LLM(P_f): agents with the same prompt share its answer, unless they draw it
+    decoding = Decoding(
+        max_new_tokens=max_new_tokens, temperature=temperature, stop=("\n",), logprobs=True
+    )
+    prompts: dict[str, dict[Asking, FewShot]] = collections.defaultdict(dict)
+    for question, role in itertools.product(questions, agents):
+        drawing = role if temperature else None
+        if drawing:
+            decoding = dataclasses.replace(decoding, seed=_seed_of(question, role, seed))
+        for plan in planned[question.id, role]:
+            used = used_actions(outputs, question, plan.actions)
+            asking = (used, role) if drawing else (used,)
+            if asking not in prompts[question.id]:
+                prompts[question.id][asking] = answer_prompt(
+                    question, used, shots_of[question.id], outputs, llm, decoding, order, drawing
+                )
     asked = [prompt for by_used in prompts.values() for prompt in by_used.values()]
     answers = answer_all(llm, [prompt.query for prompt in asked if prompt.query is not None])
     # A_f = Voting(A_J, A_S, A_M)
@@ -604,6 +645,11 @@ def answer_mavl(
             elect(question, team, weighting, case.record(), heuristics.best(question))
         )
     return traced(predictions, questions, captions)
+
+
+def _seed_of(question: Question, role: Role, seed: int) -> int:
+    """The seed of an agent's draw for a question, whatever the other questions are."""
+    return int(seeded(f"{question.id} {role}", seed).integers(2**31))
 
 
 def _fixed_plans(role: Role, plans: str) -> Sequence[Plan]:
@@ -667,6 +713,12 @@ def check_oracle(questions: Sequence[Question], plans: str) -> None:
 def _check_row(options: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
     """Raises UserError for a row that contradicts itself, or names what Tool_2 does not read."""
     check_team(options["agents"], options["votes"])
+    if options["temperature"] < 0:
+        raise UserError(
+            f"config key options.temperature={options['temperature']}: 0 (greedy) or a number "
+            "above it was expected; change it."
+        )
+    load_template(options["knowledge_template"])
     knowledge, words = parts.get("knowledge"), options["knowledge_words"]
     if knowledge is None:
         return
@@ -690,6 +742,8 @@ def _notes(questions: Sequence[Question], options: Mapping[str, Any]) -> list[st
         "oracle": "plans are chosen by the reference answers: a bound, not a result",
         "none": "agents without tools share one prompt: their greedy answers are the same",
     }
+    if options["temperature"]:
+        notes["none"] = "agents without tools share one prompt, and each draws its own answer"
     return [notes[options["plans"]]] if options["plans"] in notes else []
 
 

@@ -1,6 +1,7 @@
 """RMR (Tan et al., 2024): question-rationale-answer triplets, retrieved as in-context examples.
 
-A query and every triplet of the library are embedded in text and picture (equation 2); the k
+A query and every triplet of the library are embedded in text and picture (equation 2, as printed
+`similarity=bimodal_unnormalized`); the k
 nearest by cosine (equation 4) are concatenated, question, rationale and answer each (equation 6),
 in front of the query (equation 5); the model continues with rationale and answer (equation 8).
 
@@ -33,7 +34,7 @@ from mmqa_jax.prompting.few_shot import (
     read_one,
 )
 from mmqa_jax.prompting.multiple_choice import Normalization, choose_options
-from mmqa_jax.prompting.rmr_fields import fields
+from mmqa_jax.prompting.rmr_fields import Rationale, fields
 from mmqa_jax.prompting.shot_pictures import ShotPictures
 from mmqa_jax.prompting.shots import ExampleLibrary, Similarity
 from mmqa_jax.prompting.source_prompts import as_prompt
@@ -52,6 +53,7 @@ def answer_rmr(
     similarity: Similarity = "bimodal",
     order: Order = "most_similar_first",
     template: str = "rmr.rationale",
+    rationale: Rationale = "solution",
     chat: bool = False,
     pictures: bool = False,
     shot_pictures: bool = False,
@@ -65,6 +67,7 @@ def answer_rmr(
       shots: k; 0 is the model without retrieval.
       template: `rmr.rationale`, `rmr.answer` for the letter alone, or `rmr.direct` for questions
         without options.
+      rationale: of a triplet: its solution, or its lecture before it.
       chat: the prompt is a user's message to a chat model.
       pictures: the model sees the query's picture; triplets are shown as text (reference.md 7).
       shot_pictures: it sees those of the triplets as well, each in front of its question (ours);
@@ -79,6 +82,7 @@ def answer_rmr(
     decoding = Decoding(max_new_tokens=max_new_tokens, stop=stop, logprobs=not chat)
     seen = {q.id: pictures_of(corpus, q) if pictures else () for q in questions}
     triplets = library.select(questions, shots, similarity, seed=seed)
+    said = functools.partial(fields, rationale=rationale)
     prompt_pictures = ShotPictures(
         questions, triplets if shot_pictures else [()] * len(questions), seen,
         library.read_picture, order,
@@ -97,7 +101,7 @@ def answer_rmr(
 
     prompts = few_shot_prompts(
         questions, one_prompt(questions, triplets), llm, load_template(template),
-        prompt_pictures.marked(fields) if shot_pictures else fields, show, order, knowledge,
+        prompt_pictures.marked(said) if shot_pictures else said, show, order, knowledge,
     )  # fmt: skip
     replies = ask(prompts, llm)
     predictions = []
@@ -123,6 +127,7 @@ def choose_rmr(
     similarity: Similarity = "bimodal",
     order: Order = "most_similar_first",
     template: str = "rmr.text",
+    rationale: Rationale = "solution",
     options: Literal["text", "letter"] = "text",
     score: Normalization = "sum",
     calibrated: bool = False,
@@ -131,6 +136,7 @@ def choose_rmr(
     """The option with the largest likelihood, its text or its letter (equation 8 over options).
 
     Args:
+      rationale: of a triplet, where the template shows it, as `answer_rmr`.
       calibrated: less the likelihood after a prompt whose question and context are `N/A`.
     """
     prompt = load_template(template)
@@ -144,7 +150,7 @@ def choose_rmr(
     }
     blank = dict.fromkeys(("question", "context", "options"), NO_CONTEXT)
     predictions = choose_options(
-        questions, triplets, spelled, llm, prompt, fields,
+        questions, triplets, spelled, llm, prompt, functools.partial(fields, rationale=rationale),
         order=order, knowledge=knowledge, score=score, blank=blank if calibrated else None,
     )  # fmt: skip
     return list(map(_lettered, questions, predictions))
@@ -182,8 +188,15 @@ def _lettered(question: Question, chosen: Prediction) -> Prediction:
 
 
 def _check_row(options: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-    """Raises UserError for pictures of triplets without the query's own."""
-    if options["shot_pictures"] and not options["pictures"]:
+    """Raises UserError for options without effect: pictures of triplets alone, a rationale."""
+    template, rationale = options["template"], options["rationale"]
+    shown = load_template(template).shot
+    if rationale != "solution" and "$solution" not in shown and "$rationale" not in shown:
+        raise UserError(
+            f"config key options.rationale={rationale}: options.template={template} shows no "
+            "rationale; set that to rmr.rationale or rmr.text_rationale."
+        )
+    if options.get("shot_pictures") and not options["pictures"]:
         raise UserError(
             "config key options.shot_pictures=True: shows the triplets' pictures beside the "
             "question's own; set options.pictures to True, too."
@@ -199,5 +212,5 @@ SETTINGS = {
         functools.partial(answer_rmr, template="rmr.direct", read="short", max_new_tokens=128),
         rule_of_row=_check_row,
     ),
-    "rmr_choice": Setting(choose_rmr, of_choices=True),
+    "rmr_choice": Setting(choose_rmr, of_choices=True, rule_of_row=_check_row),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from mmqa_jax.retrieval.cached_vectors import cached_vectors
 
 Similarity = Literal[
     *("random", "question", "caption", "image"),
-    *("question_and_image", "question_and_sources", "bimodal"),
+    *("question_and_image", "question_and_sources", "bimodal", "bimodal_unnormalized"),
 ]
 # Similarities that are sums of others -> these.
 _SUMS = {
@@ -72,8 +73,9 @@ class Embedders:
 
     Attributes:
       text: embeds texts (`embed_questions`), as retrieval.embedder.Embedder.
-      image: embeds pictures (`embed_pictures`); None: no pictures. For `bimodal` and
-        `question_and_sources` it must be the image side of `text` (one space).
+      image: embeds pictures (`embed_pictures`); None: no pictures. For `bimodal`,
+        `bimodal_unnormalized` and `question_and_sources` it must be the image side of `text` (one
+        space).
       picture: a question's picture, as `image` takes it; None where it has none.
       sources: of a question's gold sources each one's text, or its picture for `image`.
     """
@@ -143,7 +145,8 @@ class ExampleLibrary:
         Args:
           similarity: `random` (by `seed` and the query's id, whatever the other queries), or of
             the `question`, `caption` or `image` alone, of `question_and_image` (the sum, PICa),
-            `question_and_sources` (the sum, PICa on WebQA), or `bimodal` (RMR).
+            `question_and_sources` (the sum, PICa on WebQA), `bimodal` (RMR, of unit vectors), or
+            `bimodal_unnormalized` (RMR's equation 2 as printed, of vectors as CLIP gives them).
 
         Raises:
           UserError: shots from an empty library, or a similarity that needs an embedder.
@@ -255,20 +258,31 @@ class ExampleLibrary:
             return self._sources([embedders.sources(question) for question in questions])
         texts = [self._text_of(question) for question in questions]
         if embedders.image is None:
-            if kind == "bimodal":
+            if kind.startswith("bimodal"):  # whose cosines do not depend on lengths
                 return self._texts(texts)
             raise UserError(
                 f"similarity of the {kind}: needs an encoder of pictures; set "
                 "parts.library.image_model to a CLIP or SigLIP or a contrastive run."
             )
-        images = self._images([embedders.picture(question) for question in questions])
+        by_text, by_image = (None, None) if kind != "bimodal_unnormalized" else self._unscaled
+        images = self._images([embedders.picture(question) for question in questions], by_image)
         if kind == "image":
             return images
         has_text = np.array([bool(text) for text in texts])
-        return bimodal(self._texts(texts), images, has_text, images.any(axis=1))
+        return bimodal(self._texts(texts, by_text), images, has_text, images.any(axis=1))
 
-    def _texts(self, texts: Sequence[str]) -> Float32[np.ndarray, "n D"]:
-        embedder = self._embedders.text
+    @functools.cached_property
+    def _unscaled(self) -> tuple[Any, Any]:
+        """The encoders of texts and of pictures, whose vectors are as their towers give them."""
+        text, image = self._embedders.text, self._embedders.image
+        by_text = text.unscaled()
+        return by_text, by_text if image is text else image.unscaled()
+
+    def _texts(
+        self, texts: Sequence[str], embedder: Any | None = None
+    ) -> Float32[np.ndarray, "n D"]:
+        """The vectors of texts, by another encoder than the library's own where one is given."""
+        embedder = embedder or self._embedders.text
         vectors = cached_vectors(
             self._cache,
             f"text {embedder.fingerprint}",
@@ -277,18 +291,21 @@ class ExampleLibrary:
         )
         return vectors * np.array([bool(text.strip()) for text in texts])[:, None]
 
-    def _images(self, pictures: Sequence[EncodedPicture | None]) -> Float32[np.ndarray, "n D"]:
+    def _images(
+        self, pictures: Sequence[EncodedPicture | None], embedder: Any | None = None
+    ) -> Float32[np.ndarray, "n D"]:
         """The vectors of pictures; zeros where there is none, or it cannot be decoded."""
+        embed = functools.partial(self._pictures, embedder or self._embedders.image)
         vectors = np.zeros((len(pictures), self._embedders.image.dim), np.float32)
         shown = [row for row, picture in enumerate(pictures) if picture is not None]
         if shown:
             known = {pictures[row].digest: pictures[row] for row in shown}
-            vectors[shown] = _each_once(self._pictures, known, [pictures[r].digest for r in shown])
+            vectors[shown] = _each_once(embed, known, [pictures[r].digest for r in shown])
         return vectors
 
-    def _pictures(self, pictures: Sequence[EncodedPicture]) -> Float32[np.ndarray, "n D"]:
-        embedder = self._embedders.image
-
+    def _pictures(
+        self, embedder: Any, pictures: Sequence[EncodedPicture]
+    ) -> Float32[np.ndarray, "n D"]:
         def embed(rows: np.ndarray) -> np.ndarray:
             decoded = list(pool.map(lambda row: pictures[row].decode(), rows))
             whole = [number for number, pixels in enumerate(decoded) if pixels is not None]
@@ -361,7 +378,10 @@ def bimodal(
     has_text: Bool[np.ndarray, " n"],
     has_image: Bool[np.ndarray, " n"],
 ) -> Float32[np.ndarray, "n D"]:
-    """RMR's embedding (equation 2), scaled to length 1: the mean of both, or whichever is there."""
+    """RMR's embedding (equation 2), scaled to length 1: the mean of both, or whichever is there.
+
+    The longer one of text and picture counts for more, unless both are unit vectors.
+    """
     weights = has_text.astype(np.float32) + has_image
     mean = (texts * has_text[:, None] + images * has_image[:, None]) / np.maximum(weights, 1)[
         :, None

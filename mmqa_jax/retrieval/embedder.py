@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import copy
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -122,6 +123,7 @@ class Embedder:
         self.text_of = text_of
         self._state = state
         self.serving = serve(batch_size, cost, state)
+        self._graphdef = graphdef
         self._encode_text = make_encode_text(graphdef)
         self._encode_image = jax.jit(
             lambda state, pixels: nnx.merge(graphdef, state).encode_image(pixels)
@@ -138,6 +140,21 @@ class Embedder:
         if self._fingerprint is None:
             self._fingerprint = self._hash()
         return self._fingerprint
+
+    def unscaled(self) -> Embedder:
+        """The same dual encoder, whose vectors are as its towers give them, of any length.
+
+        Of questions (without pictures), texts and pictures; sources keep their unit vectors.
+        """
+        graphdef, other = self._graphdef, copy.copy(self)
+        other._encode_text = jax.jit(
+            lambda state, ids, mask: nnx.merge(graphdef, state).text_features(ids, mask)
+        )
+        other._encode_image = jax.jit(
+            lambda state, pixels: nnx.merge(graphdef, state).image_features(pixels)
+        )
+        other._fingerprint = f"unscaled {self.fingerprint}"
+        return other
 
     def use(self, model: nnx.Module) -> None:
         """Continues with the parameters of another model of the same config; compiles nothing."""

@@ -21,7 +21,7 @@ _RETRIEVES, _GENERATES = 2, 3
 def agent_tree(trace: Mapping[str, Any], answer: str) -> list[TraceNode]:
     """A question's agents with plans, tools' outputs, prompts and answers, then the vote."""
     asked = {
-        tuple(one["actions"]): (prompt, one.get("output", ""))
+        (tuple(one["actions"]), one.get("agent")): (prompt, one.get("output", ""))
         for one, prompt in zip(trace["by_actions"], trace["prompts"], strict=True)
     }
     nodes = []
@@ -31,7 +31,8 @@ def agent_tree(trace: Mapping[str, Any], answer: str) -> list[TraceNode]:
         read = _long("the planner's prompt", trace.get("planner_prompts", {}).get(agent["agent"]))
         steps = [TraceNode(f"plan: {_actions(agent['plan'])}{refused}", long=said, children=read)]
         steps += [_tool(trace, action) for action in agent["plan"]]
-        prompt, output = asked.get(tuple(agent["used"]), ("", ""))
+        used = tuple(agent["used"])  # an agent's own draw, or the answer that agents share
+        prompt, output = asked.get((used, agent["agent"]), asked.get((used, None), ("", "")))
         steps += [TraceNode("prompt", long=prompt), *_long("output", output)]
         name = f"{agent['agent']}: {agent['answer'] or '(no answer)'}"
         sure = f"{agent['votes']:g} votes, probability {agent['probability']:.2f}"

@@ -90,7 +90,7 @@ def open_parts(stage: Stage, questions: Sequence[Question], opened: OpenedParts)
     """The parts in use, in their turn."""
     opened.new_row()
     files = {name: part for name, part in stage.parts.items() if part.turn == "file"}
-    parts = {name: part.open(opened) for name, part in files.items()}
+    parts = {name: opened.part(name, part) for name, part in files.items()}
     if "heuristics" in parts:
         parts["heuristics"] = parts["heuristics"].of_split(questions)
     if stage.check is not None:
@@ -98,7 +98,7 @@ def open_parts(stage: Stage, questions: Sequence[Question], opened: OpenedParts)
     for turn in ("model", "llm", "last"):
         for name, part in stage.parts.items():
             if part.turn == turn:
-                parts[name] = part.open(opened)
+                parts[name] = opened.part(name, part)
     return parts
 
 

@@ -49,6 +49,8 @@ class OpenedParts:
       inference: in place of the sections `inference` of the rerankers' and readers' runs.
       say: told where each model but the LLM runs, by its key in the section `parts`
         (retriever.model).
+      kept: whether parts stay open after a row, for the next one that has the same, until `end`:
+        rows of a sweep load each model once. Of language models the last one stays.
 
     Attributes:
       llm: the last row's language model, once it is open.
@@ -65,6 +67,7 @@ class OpenedParts:
         *,
         inference: Mapping[str, Any] | None = None,
         say: Callable[[str, Serving], None] | None = None,
+        kept: bool = False,
     ):
         self.corpus, self.journals, self.inference = corpus, journals, inference
         self.llm: Any = None
@@ -73,14 +76,28 @@ class OpenedParts:
         self.serving: dict[str, Serving] = {}
         self._say = say or _print_serving
         self._open: dict[str, tuple[Any, Store | None, dict[str, Serving]]] = {}
-        self._llms: list[Any] = []
+        self._kept = kept
+        self._llms: dict[str, Any] = {}  # by what they are made of
+        self._parts: dict[str, tuple[Any, dict[str, Serving]]] = {}
 
     def close(self) -> None:
-        """Closes stores and response caches; all but a language model can still be used."""
+        """Ends a row: closes stores and response caches, unless parts are kept.
+
+        All but a language model can still be used.
+        """
+        if not self._kept:
+            self.end()
+
+    def end(self) -> None:
+        """Closes stores and response caches, and forgets language models and kept parts."""
         for _, store, _ in self._open.values():
             if store is not None:
                 store.close()
-        for llm in self._llms:
+        self._close_llms()
+        self._parts.clear()
+
+    def _close_llms(self) -> None:
+        for llm in self._llms.values():
             llm.close()
         self._llms.clear()
 
@@ -91,11 +108,31 @@ class OpenedParts:
         self.unscored = Counter()
         self.serving.clear()
 
-    def closing(self, llm: Any) -> Any:
-        """The row's language model, which is closed with the parts."""
-        self.llm = llm
-        self._llms.append(llm)
-        return llm
+    def language_model(self, made_of: str, load: Callable[[], Any]) -> Any:
+        """The row's language model, which is closed with the parts.
+
+        Args:
+          made_of: what tells it from others; the one that is open is used again for the same.
+        """
+        if made_of not in self._llms:
+            self._close_llms()
+            self._llms[made_of] = load()
+        self.llm = self._llms[made_of]
+        return self.llm
+
+    def part(self, name: str, part: Part) -> Any:
+        """A part in use; a model of an earlier row that is the same, where parts are kept."""
+        if not self._kept or part.turn != "model":
+            return part.open(self)
+        key = f"{name} {part}"
+        if key not in self._parts:
+            before = dict(self.serving)
+            opened = part.open(self)
+            told = {k: v for k, v in self.serving.items() if k not in before}
+            self._parts[key] = opened, told
+        opened, told = self._parts[key]
+        self.serving |= told
+        return opened
 
     def once(
         self,

@@ -418,7 +418,7 @@ class LLMSpec(Part):
     def open(self, row: OpenedParts) -> Any:
         """The language model with its response cache."""
         kept = cache_dir() if row.journals is None else row.journals
-        return row.closing(open_llm(self, kept / "responses"))
+        return row.language_model(str(self), lambda: open_llm(self, kept / "responses"))
 
 
 # Of an LLMSpec, what changes no answer beyond its last bits: where the engine runs, its sizes (but

@@ -50,6 +50,9 @@ def write_results(
 ) -> RowRun:
     """Scores a row's answers to the questions, and writes all that it writes to its workdir."""
     predictions, rankings = answered.predictions, answered.rankings
+    benchmark = BENCHMARKS.get(row.dataset)
+    if benchmark is not None and benchmark.write_submission and _is_hidden(row, questions):
+        benchmark.write_submission(questions, predictions, folder / benchmark.submission)
     evaluation = _evaluate(row, corpus, questions, predictions, rankings)
     evaluation.notes += row.answering.notes(questions, row.options)
     if row.answers:
@@ -68,6 +71,11 @@ def write_results(
     return row_run
 
 
+def _is_hidden(row: Row, questions: Sequence[Question]) -> bool:
+    """Whether none of a benchmark's questions has a published answer."""
+    return not any(map(BENCHMARKS[row.dataset].has_reference, questions))
+
+
 def _evaluate(
     row: Row,
     corpus: Corpus,
@@ -77,8 +85,13 @@ def _evaluate(
 ) -> Evaluation:
     if row.dataset in BENCHMARKS:
         benchmark = BENCHMARKS[row.dataset]
-        if not any(map(benchmark.has_reference, questions)):
-            return Evaluation(notes=["the answers of this split are not published"])
+        if _is_hidden(row, questions):
+            note = "the answers of this split are not published"
+            if benchmark.write_submission is not None:
+                note = (
+                    f"{note}: nothing is scored; {benchmark.submission} is the leaderboard's file"
+                )
+            return Evaluation(notes=[note])
         evaluation = Evaluation(has_modalities=False)
         if row.answers:
             evaluation = benchmark.score(questions, predictions)

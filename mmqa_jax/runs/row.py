@@ -212,6 +212,12 @@ class Row:
             if path not in no_paths and not as_path(path).exists() and not is_cached(path)
         }
 
+    def check_inputs(self) -> None:
+        """Raises UserError that names all inputs that are missing."""
+        if missing := self.missing_inputs():
+            listed = "; ".join(f"{path} ({how})" for path, how in missing.items())
+            raise UserError(f"row {self.row}: {len(missing)} of its inputs are missing: {listed}.")
+
     def open_corpus(self) -> Corpus:
         """Its questions and sources."""
         corpus = open_corpus(self.data.dir)

@@ -56,9 +56,7 @@ def run_row(
         raise UserError(
             f"--limit={limit}: at least 1 was expected; leave it out for all questions."
         )
-    if missing := row.missing_inputs():
-        listed = "; ".join(f"{path} ({how})" for path, how in missing.items())
-        raise UserError(f"row {row.row}: {len(missing)} of its inputs are missing: {listed}.")
+    row.check_inputs()
     worker = engine is not None and engine.is_worker
     with contextlib.nullcontext() if worker else _claimed(row, folder, limit, shard):
         here = _with_local_copies(row)

@@ -59,7 +59,8 @@ def list_rows(name: str | None, workdir: Path | None = None) -> list[dict[str, A
       and n (where scores.json has them), llm (calls and prompt tokens per question), limit, sample
       (if not the row's own `data.questions`), workdir (of the measured figure) and status: `pass`
       or `fail` (of all questions of the row), `partial` (of some of them or of another split, which
-      neither passes nor fails), `not run`, `needs` (inputs are missing), `cited only`, `missing`
+      neither passes nor fails), `leaderboard` (run, but only that has the answers of the row's
+      split), `not run`, `needs` (inputs are missing), `cited only`, `missing`
       (not implemented yet), or, of a row of ours without a published figure, `measured`.
     """
     places = [Path(place) for place in PLACES] if workdir is None else [workdir]
@@ -115,8 +116,8 @@ def _shut_down(row: Row | None) -> str:
 
 
 def _ours(dataset: str, name: str, scores: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """A figure per score of a row that no paper has; without a run one that says so."""
-    scorers = list(scores["scores"]) if scores else [""]
+    """A figure per score of a row that no paper has; without any one that says so."""
+    scorers = list(scores["scores"] if scores else ()) or [""]
     return [
         {
             "table": f"ours, {dataset}",
@@ -254,6 +255,8 @@ def _figure(
         status = "pass" if within else "fail"
     elif measured is not None:
         status = "partial"
+    elif scores is not None and not scores["scores"]:
+        status = "leaderboard"
     return {
         "paper": paper,
         "table": cell["table"],

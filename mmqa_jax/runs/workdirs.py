@@ -11,7 +11,7 @@ from mmqa_jax.core.metrics import METRICS
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.training.attempts import FILE
 
-Kind = Literal["training", "row", "demo", "rows", ""]
+Kind = Literal["training", "row", "demo", "sweep", "rows", ""]
 _DEPTH = 3  # how deep rows lie in a folder of several: DATASET/ROW, or a demo's rows/ROW
 
 
@@ -28,6 +28,8 @@ def kind_of(folder: Path) -> Kind:
         if "row" in config:
             return "row"
         return "demo" if "contrastive" in config and "evaluate" in config else ""
+    if (folder / "sweep.json").is_file():
+        return "sweep"
     return "rows" if finished_rows(folder) else ""
 
 

@@ -28,6 +28,7 @@ class LibrarySpec:
     Attributes:
       data: folder of `mmqa prepare`; "" is the row's own.
       split: of the examples.
+      more_splits: others whose questions are examples, too.
       folds: see ExampleLibrary; 2 makes one split both library and queries.
       text_model: `minilm`, a published encoder of texts (folder or ORG/NAME), a CLIP or SigLIP or a
         contrastive run; "": no embeddings (random shots).
@@ -48,6 +49,7 @@ class LibrarySpec:
 
     data: str = ""
     split: str = "train"
+    more_splits: tuple[str, ...] = ()
     folds: int = at_least(1, 1)
     text_model: str = "minilm"
     image_model: str = ""
@@ -101,7 +103,8 @@ def check_similarity(
             "or a contrastive run."
         )
     one_space = not spec.image_model or Path(spec.image_model) == Path(spec.text_model)
-    if similarity in ("bimodal", "question_and_sources") and not one_space:
+    added = ("bimodal", "bimodal_unnormalized", "question_and_sources")
+    if similarity in added and not one_space:
         raise UserError(
             f"{place}: adds vectors of texts and pictures, but those of {section}.text_model="
             f"{spec.text_model} and {section}.image_model={spec.image_model} are no common space; "
@@ -138,6 +141,7 @@ def open_library(
     """
     home = open_corpus(spec.data) if spec.data else corpus
     examples = _examples(home, spec)
+    splits = (spec.split, *spec.more_splits)
     vectors = PublishedVectors(Path(spec.vectors)) if spec.vectors else None
     embedded = spec.text_model and vectors is None
     embedders = _example_embedders(corpus, home, spec) if embedded else (None, None)
@@ -146,7 +150,7 @@ def open_library(
         if spec.image_model:
             on_model("image_model", embedders[0].image)
     return ExampleLibrary(
-        [example for example in examples if example.split == spec.split],
+        [example for example in examples if example.split in splits],
         embedders[0],
         text_of=TEXTS[spec.text],
         folds=spec.folds,

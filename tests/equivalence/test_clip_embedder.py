@@ -104,13 +104,13 @@ def peer_ids(published, texts):
     return tokenizer(texts, truncation=True, max_length=CONTEXT)["input_ids"]
 
 
-def peer_texts(peer, published, texts):
+def peer_texts(peer, published, texts, scale=True):
     vectors = []
     for ids in peer_ids(published, texts):
         with torch.no_grad():
             states = peer.text_model(input_ids=torch.tensor([ids])).pooler_output
             vectors.append(peer.text_projection(states)[0].numpy())
-    return unit(np.stack(vectors))
+    return unit(np.stack(vectors)) if scale else np.stack(vectors)
 
 
 def unit(x):
@@ -189,6 +189,16 @@ def test_vectors(peer, published, converted, tmp_path):
         states = peer.vision_model(pixel_values=pixels).pooler_output
         shown = unit(peer.visual_projection(states).numpy())
     np.testing.assert_allclose(made[len(plain) :], shown, atol=1e-5)
+
+    # As the towers give them, for RMR's mean of both (equation 2).
+    longer = embedder.unscaled()
+    assert longer.fingerprint != embedder.fingerprint
+    texts = peer_texts(peer, published, plain, scale=False)
+    assert np.ptp(np.linalg.norm(texts, axis=1)) > 1e-3  # their lengths say something
+    np.testing.assert_allclose(longer.embed_questions(plain), texts, atol=1e-5)
+    whole = longer.embed_pictures([picture(i) for i in range(3)])
+    np.testing.assert_allclose(whole, peer.visual_projection(states).detach().numpy(), atol=1e-4)
+    np.testing.assert_allclose(embedder.embed_questions(plain), expected, atol=1e-5)  # unchanged
 
 
 @pytest.mark.parametrize("size", [(640, 427), (427, 640), (500, 375), (333, 500), (301, 300)])

@@ -27,7 +27,9 @@ ROWS = {
     "webqa:clip2_vlp": "retrieved",
     "webqa:clip20_vlp": "full_scale",
     "webqa:bm25_full": "retrieve_full_scale",
+    "webqa:bm25_known": "retrieve_full_scale",
     "webqa:clip2": "retrieve_full_scale",
+    "webqa:clip2_unknown": "retrieve_full_scale",
 }
 
 

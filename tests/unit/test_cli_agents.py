@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from cli_runs import ROOT, done, mmqa, rows_of, write_documents
 from tiny_llm import write_folder
-from vqa_files import write_okvqa
+from vqa_files import write_aokvqa, write_okvqa
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
@@ -165,6 +165,36 @@ def test_prophet_and_draws(inputs, tmp_path):
     assert [p["answer"] for p in rows_of(workdir / "predictions.jsonl")] == ["race", "race", ""]
     assert not (workdir / "trace.jsonl").exists()
     assert "llm" not in read_json(workdir / "scores.json")
+
+
+def test_a_hidden_split_gives_the_leaderboards_file(tmp_path):
+    """A-OKVQA's test split: no answers, so that nothing is scored."""
+    write_aokvqa(tmp_path / "raw")
+    done("prepare", "aokvqa", f"--raw={tmp_path / 'raw'}", f"--out={tmp_path / 'data'}")
+    write_candidates(tmp_path / "candidates.json", {"t1": [("moon", 0.6)], "q1": [("sun", 0.5)]})
+    workdir = tmp_path / "rows" / "vqa_model_alone"
+    values = {"data.dir": tmp_path / "data",
+              "parts.heuristics.candidates": tmp_path / "candidates.json",
+              "parts.heuristics.examples": ""}  # fmt: skip
+    flags = [f"--config.{key}={value}" for key, value in values.items()]
+    config = f"--config={ROOT}/configs/aokvqa/tables.py:vqa_model_alone"
+    result = done("run", config, f"--workdir={workdir}", "--split=test", *flags)
+    assert result["scores"] == {}
+    assert "nothing is scored; submission.json is the leaderboard's file" in result["notes"][0]
+    assert read_json(workdir / "submission.json") == {"t1": {"direct_answer": "moon"}}
+    official = done(
+        *("evaluate", "aokvqa", f"--references={tmp_path / 'data'}", "--split=test"),
+        f"--predictions={workdir / 'predictions.jsonl'}",
+        f"--submission={tmp_path / 'by_evaluate.json'}",
+    )
+    assert official["scores"] == {}
+    assert read_json(tmp_path / "by_evaluate.json") == read_json(workdir / "submission.json")
+    listed = done("tables", "aokvqa", f"--workdir={tmp_path / 'rows'}")["rows"]
+    assert [row["status"] for row in listed if row["config_row"] == "vqa_model_alone"] == [
+        "leaderboard"
+    ]
+    done("run", config, f"--workdir={tmp_path / 'val'}", *flags)  # answers are published
+    assert not (tmp_path / "val" / "submission.json").exists()
 
 
 def test_another_splits_candidates(inputs, tmp_path, refused):

@@ -238,7 +238,9 @@ def test_a_row_as_its_stages(name, ran, data, models, index, tmp_path):
     [
         ("webqa:clip2_vlp", ["--method=dense", "--modality=known"]),
         ("webqa:clip2", ["--method=dense", "--modality=known"]),
+        ("webqa:clip2_unknown", ["--method=dense"]),
         ("webqa:bm25_full", ["--method=bm25", "--webqa_compat"]),
+        ("webqa:bm25_known", ["--method=bm25", "--webqa_compat", "--modality=known"]),
         ("atlas:bm25", ["--method=bm25"]),
         ("atlas:rrf", ["--method=rrf"]),
         ("atlas:fused", ["--method=fused", "--fusion_weight=0.9"]),

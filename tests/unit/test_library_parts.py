@@ -71,6 +71,17 @@ def picture(corpus: Corpus, name: str) -> np.ndarray:
     return FakeEmbedder().embed_pictures([pixels])[0]
 
 
+def test_examples_of_more_splits(opened):
+    """As Prophet's examples for A-OKVQA's test split, of train and val."""
+    home = Corpus(
+        [], [Question(split, split, "?", answers=("a",)) for split in ("train", "val", "test")],
+        {}.get, "two splits", {"name": "two splits"},
+    )  # fmt: skip
+    for more, found in (((), ["train"]), (("val",), ["train", "val"])):
+        library = opened(home, home, more_splits=more)
+        assert [example.id for example in library.examples] == found
+
+
 def test_ids_of_two_corpora_say_nothing_of_each_other(opened):
     """Every query is compared by its own picture with all examples, that of its id included."""
     home, row = corpus_of("library", 0), corpus_of("row", 1, split="test")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -24,7 +25,7 @@ from mmqa_jax.data.splits import fold_of
 from mmqa_jax.extensions.mavl_votes import revote, vote_on_draws
 from mmqa_jax.papers.mavl import answer_mavl
 from mmqa_jax.prompting.cache import Cached, ResponseCache
-from mmqa_jax.runs.agent_report import agent_summary
+from mmqa_jax.runs.agent_report import agent_summary, agent_tree
 
 # What the manager's prompt for q0 must be, with the nearest example (figures 1b and 9).
 MANAGERS = """Please answer the question according to the context, candidate answers, KBs_knowledge and LLM_knowledge.
@@ -191,6 +192,13 @@ def test_plans_out_of_scope_are_refused_and_counted():
     assert [found[role]["empty_plans"] for role in FULL] == [3, 0, 3]
 
 
+def test_plans_read_leniently():
+    plans = {"junior": "action 1", "senior": "1, 2", "manager": "Actions 1, 2 and 3"}
+    for reading, empty in (("strict", 3), ("lenient", 0)):
+        found = agent_summary(run(team_llm(plans), plan_reading=reading))["agents"]
+        assert [found[role]["empty_plans"] for role in FULL] == [empty] * 3
+
+
 def test_tools_that_find_nothing_are_as_if_not_planned():
     """A knowledge base without hits, and candidates missing for some questions."""
     of = heuristics()
@@ -235,7 +243,8 @@ def test_prompts_that_do_not_fit_have_fewer_shots():
         def find(self, texts, top_k):
             return [[Passage("word " * 200)] for _ in texts]
 
-    predictions = run(team_llm(FULL, length=2000), Long(), knowledge_words=200)
+    short = {"knowledge_words": 200, "knowledge_template": "mavl.knowledge_short"}
+    predictions = run(team_llm(FULL, length=2000), Long(), **short)
     assert [len(shots) for shots in predictions[0].trace["shots"]] == [1, 0, 0]
     assert predictions[0].trace["dropped_shots"] == 2
 
@@ -253,6 +262,84 @@ def test_long_knowledge_is_cut():
     assert "KBs_knowledge: KB on\nLLM_Knowledge: Known of\n" in "".join(prompts_of(llm)["answers"])
     written = next(q for q in llm.seen if llm.text(q).endswith("LLM_Knowledge:"))
     assert written.decoding.max_new_tokens == 7
+
+
+# Figure 5's example, as far as it is printed.
+FIGURE_5 = (
+    "A snowboarder is a person who rides a snowboard. Snowboarding is a winter sport that involves "
+    "riding down a snow-covered slope on a snowboard.",
+    "A powdery slope is a snow-covered slope that is covered in powder, or loose snow. Powdery "
+    "slopes are often found in ski resorts, where skiers and snowboarders can ride down them.",
+    "A sunny day is a day with clear skies and bright sunshine. Sunny days are often associated "
+    "with warm weather, and are a common sight in the summer.",
+)
+
+
+def test_knowledge_as_long_as_the_papers():
+    llm = team_llm(FULL)
+    run(llm)
+    prompt = prompts_of(llm)["knowledge"][0]
+    shown = [line for line in prompt.splitlines() if line.startswith("LLM_Knowledge: ")]
+    assert shown[0] == f"LLM_Knowledge: {' '.join(FIGURE_5)}"
+    longest = max(len(line.split()) for line in shown) - 1
+    assert len(" ".join(FIGURE_5).split()) <= longest <= 100  # an answer as long is not cut
+    (decoding,) = {q.decoding for q in llm.seen if llm.text(q) == prompt}
+    assert (decoding.max_new_tokens, decoding.stop) == (160, ("\n",))
+    short = team_llm(FULL)
+    run(short, knowledge_template="mavl.knowledge_short")
+    assert len(prompts_of(short)["knowledge"][0]) < len(prompt) / 2
+
+
+class DrawingLLM(FakeLLM):
+    """Answers by the seed of the query, as a model that draws tokens."""
+
+    fingerprint = "drawing"
+
+    def answer(self, queries):
+        for query in queries:
+            for result in super().answer([query]):
+                drawn = ("soup", "stew", "tea")[query.decoding.seed % 3]
+                (one,) = result.candidates
+                yield dataclasses.replace(
+                    result, candidates=(dataclasses.replace(one, text=f" {drawn}"),)
+                )
+
+
+def test_agents_that_draw_differ_without_tools():
+    """Table 3: without tools and without all are not the same row any more."""
+
+    def drawn(**options):
+        llm = team_llm(FULL)
+        llm.__class__ = DrawingLLM
+        return run(llm, plans="none", temperature=0.7, **options), llm
+
+    predictions, llm = drawn()
+    answers = [[agent["answer"] for agent in p.trace["agents"]] for p in predictions]
+    assert any(len(set(team)) > 1 for team in answers)
+    asked = {(q.id[0], q.id[2]): q.decoding for q in llm.seen}
+    assert set(asked) == {(q.id, role) for q in QUESTIONS for role in FULL}
+    assert {d.temperature for d in asked.values()} == {0.7}
+    assert len({d.seed for d in asked.values()}) == 9
+    assert [p.trace["by_actions"][2]["agent"] for p in predictions] == ["manager"] * 3
+    again, _ = drawn()
+    assert again == predictions
+    alone, few = drawn(agents=("manager",), votes=(4.0,))  # without all: the manager's own draw
+    assert [p.answer for p in alone] == [team[2] for team in answers]
+    assert {q.decoding.seed for q in few.seen} == {
+        d.seed for (_, role), d in asked.items() if role == "manager"
+    }
+    other, _ = drawn(seed=1)
+    assert [p.trace["agents"] for p in other] != [p.trace["agents"] for p in predictions]
+    tree = agent_tree(predictions[0].trace, predictions[0].answer)
+    prompts = [step.long for node in tree[:3] for step in node.children if step.text == "prompt"]
+    assert prompts == predictions[0].trace["prompts"]
+
+
+def test_plans_and_knowledge_are_greedy():
+    llm = team_llm(FULL)
+    run(llm, temperature=0.7)
+    drawn = {llm.text(query) for query in llm.seen if query.decoding.temperature}
+    assert drawn == set(prompts_of(llm)["answers"])
 
 
 class Stops(Exception):

@@ -31,6 +31,8 @@ def row(name: str, **changes):
         ("options.agents", "boss", r"agents=\('boss',\): a tuple whose items are each one of junior"),
         ("options.votes", "1,2", r"options\.votes=\(1\.0, 2\.0\): one number of at least 0"),
         ("options.votes", "1,2,-3", r"options\.votes"),
+        ("options.knowledge_template", "mavl.none", r"mavl\.none"),
+        ("options.temperature", "-1.0", r"options\.temperature=-1\.0: 0 \(greedy\) or a number"),
         ("parts.knowledge.top_k", "3", r"parts\.knowledge\.top_k=3: has no .* options\.passages"),
         ("parts.knowledge.text", "question_and_caption", r"knowledge\.text=.*: has no effect"),
         ("parts.knowledge.section_key", "title", r"knowledge\.section_key=title: has no effect"),
@@ -41,6 +43,16 @@ def row(name: str, **changes):
 def test_rows_that_are_refused_before_anything_is_opened(key, value, message):
     with pytest.raises(UserError, match=message):
         read_row(row("smollm2_mavl", **{key: value}))
+
+
+def test_measured_rows_keep_their_knowledge():
+    """Their figures in configs/*/README.md are of these."""
+    options = read_row(row("smollm2_mavl")).options
+    assert {name: value for name, value in options.items() if name.startswith("knowledge")} == {
+        "knowledge_words": 25,
+        "knowledge_tokens": 64,
+        "knowledge_template": "mavl.knowledge_short",
+    }
 
 
 def test_long_passages():

@@ -53,6 +53,45 @@ def test_parsing(role, text, actions, refused):
     assert plan.said == text.strip()
 
 
+@pytest.mark.parametrize(
+    ("text", "actions"),
+    [
+        ("Action_3, Action_1", (1, 3)),  # as strict
+        ("Action_1, 3", (1, 3)),
+        ("Action 1", (1,)),
+        ("action_3", (3,)),
+        ("ACTION-2.", (2,)),
+        ("Action1 and action 3", (1, 3)),
+        ("The actions are 1, 2 and 3.", (1, 2, 3)),
+        ("Actions: 1 & 2", (1, 2)),
+        ("actions [2, 3]", (2, 3)),
+        ("1. **Action 2**: search\n2. action 3", (2, 3)),  # the list's own numbers are none
+        ("1, 3", (1, 3)),
+        ("[1, 3]", (1, 3)),
+        ("(2)", (2,)),
+        ("1\n3", (1, 3)),
+        ("2 3\nbecause they help", (2, 3)),
+        ("01, 3.", (1, 3)),
+        ("", ()),
+        ("I can answer directly.", ()),
+        ("1. Look at the picture", ()),  # a step of the planner's own
+        ("3 apples", ()),
+        ("In action 5 men run", ()),  # no such action
+        ("1.5", ()),
+        ("An action is needed", ()),
+        ("transaction 1", ()),
+    ],
+)
+def test_lenient_reading(text, actions):
+    assert parse_plan("manager", text, "lenient").actions == actions
+
+
+def test_lenient_reading_keeps_to_the_level():
+    plan = parse_plan("junior", "actions 1 and 3", "lenient")
+    assert (plan.actions, plan.refused) == ((1,), ("Action_3",))
+    assert parse_plan("junior", "actions 1 and 3").actions == ()
+
+
 def test_every_plan_has_fewer_actions_first():
     assert [len(every_plan(role)) for role in ROLES] == [2, 4, 8]
     assert [plan.actions for plan in every_plan("senior")] == [(), (1,), (2,), (1, 2)]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from cli_runs import ROOT
 from fake_llm import FakeLLM
 from test_shots import FakeEmbedder
 
+from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
@@ -23,6 +25,7 @@ from mmqa_jax.papers.rmr import (
 from mmqa_jax.prompting.backends import Chat
 from mmqa_jax.prompting.shots import Embedders, ExampleLibrary
 from mmqa_jax.prompting.templates import load_template
+from mmqa_jax.runs.row import read_row
 
 TRIPLETS = [
     Question(
@@ -63,6 +66,46 @@ def test_the_prompt(library):
         assert sent[query.id] == expected
     assert [p.choice for p in predictions] == [1, 1, 1]
     assert predictions[0].answer == "Reason. The answer is B."
+
+
+def test_the_lecture_in_front_of_the_solution(tmp_path):
+    """ScienceQA's QCM-LEA; 60 of 74 triplets without a solution have a lecture."""
+    lecture = {"hint": "", "lecture": "Maps  show\nland."}
+    given = dataclasses.replace(TRIPLETS[0], extra=lecture)
+    bare = dataclasses.replace(TRIPLETS[1], extra=lecture, rationale="")
+    library = ExampleLibrary([given, bare], Embedders(FakeEmbedder()), cache=tmp_path)
+    shown = {}
+    for rationale in ("solution", "lecture_solution"):
+        llm = FakeLLM(lambda prompt: (" A", -1.0))
+        answer_rmr(QUERIES[:1], CORPUS, llm, library, shots=2, rationale=rationale)
+        shown[rationale] = llm.seen[0].prompt
+        choose = FakeLLM()
+        choose_rmr(QUERIES[:1], choose, library, shots=2, rationale=rationale,
+                   template="rmr.text_rationale")  # fmt: skip
+        reasons = sorted(x for x in choose.seen[0].prompt.splitlines() if x.startswith("Reason:"))
+        assert (
+            reasons[-1]
+            == {
+                "solution": "Reason: Reason 0 holds.",
+                "lecture_solution": "Reason: Maps show land. Reason 0 holds.",
+            }[rationale]
+        )
+    assert "Answer: Reason 0\\nholds. The answer is A." in shown["solution"]
+    assert "Answer: The answer is B." in shown["solution"]
+    assert (
+        "Answer: Maps show\\nland. Reason 0\\nholds. The answer is A." in shown["lecture_solution"]
+    )
+    assert "Answer: Maps show\\nland. The answer is B." in shown["lecture_solution"]
+
+
+def test_a_rationale_that_no_prompt_shows_is_refused():
+    row = load_config(f"{ROOT}/configs/scienceqa/tables.py:smollm2_k1_lecture_solution", {})
+    assert read_row(row).data.questions == 500
+    row.options.template = "rmr.text"
+    with pytest.raises(
+        UserError, match=r"options\.rationale=lecture_solution: .*rmr\.text shows no"
+    ):
+        read_row(row)
 
 
 def test_the_answer_alone(library):

@@ -26,6 +26,9 @@ class FakeEmbedder:
         vector = np.random.default_rng(list(content)).normal(size=self.dim).astype(np.float32)
         return vector / np.linalg.norm(vector)
 
+    def unscaled(self):
+        return UnscaledEmbedder(self.dim)
+
     def embed_questions(self, texts):
         self.computed += len(texts)
         return np.stack([self._vector(text.encode()) for text in texts])
@@ -33,6 +36,20 @@ class FakeEmbedder:
     def embed_pictures(self, pictures):
         self.computed += len(pictures)
         return np.stack([self._vector(picture.tobytes()) for picture in pictures])
+
+
+class UnscaledEmbedder(FakeEmbedder):
+    """The same vectors, texts of length 2 and pictures of 5."""
+
+    def __init__(self, dim: int):
+        super().__init__(dim)
+        self.fingerprint = "fake, unscaled"
+
+    def embed_questions(self, texts):
+        return 2 * super().embed_questions(texts)
+
+    def embed_pictures(self, pictures):
+        return 5 * super().embed_pictures(pictures)
 
 
 def question(n: int, prefix: str = "e", image: bool = True) -> Question:
@@ -79,12 +96,16 @@ def vectors(questions: list[Question], kind: str) -> np.ndarray:
         elif kind == "image":
             rows.append(image)
         else:
-            mean = text if picture is None else (text + image) / 2
+            longer, shorter = (5, 2) if kind == "bimodal_unnormalized" else (1, 1)
+            mean = text if picture is None else (shorter * text + longer * image) / 2
             rows.append(mean / np.linalg.norm(mean))
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("kind", ["question", "caption", "image", "question_and_image", "bimodal"])
+@pytest.mark.parametrize(
+    "kind",
+    ["question", "caption", "image", "question_and_image", "bimodal", "bimodal_unnormalized"],
+)
 def test_the_nearest_examples(library, kind):
     kinds = ("question", "image") if kind == "question_and_image" else (kind,)
     expected = sum(vectors(QUERIES, k) @ vectors(EXAMPLES, k).T for k in kinds)

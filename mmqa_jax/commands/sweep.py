@@ -1,0 +1,66 @@
+"""`mmqa sweep`: one row at several values of its config's keys."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.commands import flags
+
+SUMMARY = "run one row at several values of its config's keys; a table and a plot of all cells."
+EXAMPLE = (
+    "mmqa sweep --config=configs/okvqa/tables.py:smollm2_mavl --over options.shots=0,1,4,8 "
+    "--over options.candidates=0,1,3,5 --workdir=runs/sweep"
+)
+
+_CHUNK = 512
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's flags."""
+    parser.description += (
+        "\n\nEvery cell is a row of its own in WORKDIR/KEY=VALUE_..., which `mmqa compare`, `mmqa\n"
+        "report` and `mmqa tables` take; all share the opened models and WORKDIR/journals, so\n"
+        "that a prompt of several cells is asked once. Started again it continues, and\n"
+        "finished cells are kept. Written besides: sweep.json, sweep.md (the table) and\n"
+        "report.html (table and plot), anew after every cell."
+    )
+    flags.add_config(parser)
+    parser.add_argument(
+        "--over",
+        action="append",
+        required=True,
+        metavar="KEY=VALUE,...",
+        help="a key of the config and its values; given several times, all combinations are run, "
+        "and the first key is the plot's axis",
+    )
+    parser.add_argument("--workdir", required=True, help="everything is written here")
+    parser.add_argument("--split", help="train, val or test (the row's own)")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="only the first N questions of the split (all)"
+    )
+    parser.add_argument(
+        "--chunk",
+        type=int,
+        default=_CHUNK,
+        metavar="C",
+        help=f"questions of a chunk, the most that a kill can lose ({_CHUNK})",
+    )
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Runs all cells and prints their table."""
+    from mmqa_jax.core import distributed
+
+    distributed.start(join=False)
+    from mmqa_jax.evaluation.tables import show
+    from mmqa_jax.runs.sweep import parse_axes, read_cells, run_sweep, sweep_table
+
+    axes = parse_axes(arguments.over)
+    cells = read_cells(arguments.config, arguments.overrides, axes, arguments.split)
+    folder = Path(arguments.workdir)
+    finished = run_sweep(cells, folder, limit=arguments.limit, chunk=arguments.chunk)
+    show(sweep_table(f"{cells[0].row.dataset}, {cells[0].row.row}", finished))
+    print(f"Report: {folder / 'report.html'}")
+    return {"cells": finished}

@@ -1,0 +1,271 @@
+"""`mmqa sweep`: one row at several values of its config's keys, such as MAVL's figures 7 and 8.
+
+Every cell of the grid is a row in a folder of its own, resumable as any. They run one after the
+other over one corpus, the same opened models and one response cache: a prompt that several cells
+have is asked once. sweep.json, sweep.md and report.html show the cells that are finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from mmqa_jax.core.config import find_config, flatten, load_config
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import atomic_write, read_json, write_json
+from mmqa_jax.core.progress import announce
+from mmqa_jax.core.typed import nearest
+from mmqa_jax.evaluation.report import LinePlot, ReportData, write_report
+from mmqa_jax.evaluation.score_names import for_people
+from mmqa_jax.evaluation.significance import Interval
+from mmqa_jax.evaluation.tables import Cell, Table, llm_columns, llm_use, to_markdown
+from mmqa_jax.runs.opened_parts import OpenedParts
+from mmqa_jax.runs.row import Row, read_row
+from mmqa_jax.runs.run import CHUNK, run_row
+
+SWEEP = "sweep.json"
+Value = str | int | float | bool | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """A key of the config and the values that it takes, as they were given."""
+
+    key: str
+    values: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The key without its section."""
+        return self.key.rpartition(".")[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepCell:
+    """One cell of the grid.
+
+    Attributes:
+      values: by axis, in their order, as the config has them.
+      folder: its name below the workdir.
+    """
+
+    values: Mapping[str, Value]
+    folder: str
+    row: Row
+
+
+def parse_axes(given: Sequence[str]) -> list[Axis]:
+    """`KEY=V1,V2,...`, each key once; a value that is named twice counts once.
+
+    Raises:
+      UserError: another form, no value, or a key that is named twice.
+    """
+    axes: dict[str, Axis] = {}
+    for text in given:
+        key, _, listed = text.partition("=")
+        values = tuple(dict.fromkeys(value.strip() for value in listed.split(",")))
+        if not key or not all(values):
+            raise UserError(
+                f"--over={text}: KEY=VALUE,VALUE,... was expected, such as options.shots=0,1,4,8."
+            )
+        if key in axes:
+            raise UserError(f"--over={text}: {key} has an --over already; name all values in one.")
+        axes[key] = Axis(key, values)
+    return list(axes.values())
+
+
+def read_cells(
+    config: str, overrides: Sequence[str], axes: Sequence[Axis], split: str | None = None
+) -> list[SweepCell]:
+    """The rows of all cells, the first axis slowest, checked before any runs.
+
+    Args:
+      config: as of `load_config`, a row's.
+
+    Raises:
+      UserError: a key that the config has not, or that holds a list; a value that does not fit; a
+        cell whose row contradicts itself.
+    """
+    plain = load_config(config, overrides)
+    known = flatten(plain.to_dict())
+    for axis in axes:
+        if axis.key not in known:
+            raise UserError(
+                f"--over={axis.key}: {find_config(config.rpartition('.py')[0] + '.py')} has no "
+                f"such key; {nearest(axis.key, known)}"
+            )
+        if isinstance(known[axis.key], list | tuple):
+            raise UserError(
+                f"--over={axis.key}: holds a list, whose items commas separate; sweep over a key "
+                "with one value, or set this one with --config."
+            )
+    names = _names(axes)
+    cells: dict[str, SweepCell] = {}
+    for values in itertools.product(*(axis.values for axis in axes)):
+        chosen = {axis.key: value for axis, value in zip(axes, values, strict=True)}
+        given = [*overrides, *(f"{key}={value}" for key, value in chosen.items())]
+        try:
+            own = load_config(config, given)
+            row = read_row(own, split=split)
+        except UserError as error:
+            listed = " ".join(f"{key}={value}" for key, value in chosen.items())
+            raise UserError(f"--over, cell {listed}: {error}") from error
+        read = flatten(own.to_dict())
+        folder = "_".join(f"{names[key]}={value}" for key, value in chosen.items())
+        folder = re.sub(r"[^\w.=+-]+", "-", folder)
+        if folder in cells:
+            raise UserError(f"--over: two cells would share the folder {folder}; rename a value.")
+        cells[folder] = SweepCell({names[key]: read[key] for key in chosen}, folder, row)
+    return list(cells.values())
+
+
+def _names(axes: Sequence[Axis]) -> dict[str, str]:
+    """Key -> what tables call it: its last part where no other key ends so."""
+    short = [axis.name for axis in axes]
+    return {axis.key: axis.name if short.count(axis.name) == 1 else axis.key for axis in axes}
+
+
+def run_sweep(
+    cells: Sequence[SweepCell], folder: Path, *, limit: int | None = None, chunk: int = CHUNK
+) -> list[dict[str, Any]]:
+    """Runs all cells below `folder`, or continues them there; returns what sweep.json holds.
+
+    Args:
+      limit, chunk: see `run_row`.
+
+    Raises:
+      UserError: inputs that are missing; a folder of a cell that holds another row or config.
+    """
+    for cell in cells:  # before hours go by
+        cell.row.check_inputs()
+    finished: list[dict[str, Any]] = []
+    with _opened(cells, folder) as opened_of:
+        for number, cell in enumerate(cells, start=1):
+            announce(f"Cell {number} of {len(cells)}: {cell.folder}")
+            own = folder / cell.folder
+            result = run_row(cell.row, own, limit=limit, opened=opened_of(cell.row), chunk=chunk)
+            assert result is not None, "this process computes all chunks"
+            finished.append(_record(cell, result.scores))
+            _write(folder, cells, finished)
+    return finished
+
+
+@contextlib.contextmanager
+def _opened(cells: Sequence[SweepCell], folder: Path) -> Iterator[Any]:
+    """What gives the parts that rows share: of each folder of data its own, closed at the end."""
+    opened: dict[str, OpenedParts] = {}
+
+    def of(row: Row) -> OpenedParts | None:
+        if row.data.context:  # its questions are read in another way than a corpus has them
+            return None
+        if row.data.dir not in opened:
+            opened[row.data.dir] = OpenedParts(row.open_corpus(), folder / "journals", kept=True)
+        return opened[row.data.dir]
+
+    try:
+        yield of
+    finally:
+        for parts in opened.values():
+            parts.end()
+
+
+def _record(cell: SweepCell, scores: Mapping[str, Any]) -> dict[str, Any]:
+    """What sweep.json has of a cell."""
+    agents = scores.get("agents") or {}
+    return {
+        "values": dict(cell.values),
+        "workdir": cell.folder,
+        **{key: scores.get(key) for key in ("questions", "limit", "split", "scores", "intervals")},
+        "agents": {role: counts["accuracy"] for role, counts in agents.items()},
+        "llm": llm_use(scores),
+    }
+
+
+def _write(folder: Path, cells: Sequence[SweepCell], finished: list[dict[str, Any]]) -> None:
+    """sweep.json, sweep.md and report.html of the cells that are finished."""
+    row = cells[0].row
+    content = {"row": row.row, "dataset": row.dataset, "of": len(cells), "cells": finished}
+    write_json(folder / SWEEP, content)
+    _, table = report_sweep(folder)
+    with atomic_write(folder / "sweep.md") as file:
+        file.write(to_markdown(table))
+
+
+def report_sweep(folder: Path) -> tuple[Path, Table]:
+    """Writes report.html of a sweep's finished cells; returns its path and the table.
+
+    Raises:
+      UserError: its sweep.json is damaged.
+    """
+    content = read_json(folder / SWEEP)
+    try:
+        name, cells = f"{content['dataset']}, {content['row']}", content["cells"]
+        table = sweep_table(name, cells)
+        missing = content["of"] - len(cells)
+        data = ReportData(
+            title=f"{name}: sweep over {', '.join(cells[0]['values'])}",
+            description="Each cell is a row; its first column leads to its report.",
+            notice=f"{missing} of {content['of']} cells are not finished." if missing else "",
+            line_plots=sweep_plots(cells),
+            tables=[table],
+        )
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{folder / SWEEP}: is damaged; start `mmqa sweep` again, which keeps finished cells."
+        ) from error
+    write_report(folder / "report.html", data)
+    return folder / "report.html", table
+
+
+def sweep_table(title: str, cells: Sequence[Mapping[str, Any]]) -> Table:
+    """A line per cell: values, scores with intervals, agents alone, what the model was asked."""
+    names = list(cells[0]["values"])
+    scorers = list(dict.fromkeys(name for cell in cells for name in cell["scores"]))
+    roles = list(dict.fromkeys(role for cell in cells for role in cell["agents"]))
+    used, counts = llm_columns([cell["llm"] for cell in cells])
+    rows: list[list[Cell]] = []
+    for cell, asked in zip(cells, counts, strict=True):
+        values = [str(value) for value in cell["values"].values()]
+        found = [_score(cell, scorer) for scorer in scorers]
+        alone = [cell["agents"].get(role) for role in roles]
+        rows.append([*values, cell["questions"], *found, *alone, *asked])
+    columns = (*names, "n", *scorers, *(f"{role} alone" for role in roles), *used)
+    links = {i: f"./{quote(cell['workdir'])}/report.html" for i, cell in enumerate(cells)}
+    note = "95% intervals, bootstrap over questions. mmqa compare tests the differences of cells."
+    return Table(title, columns, rows, note, links)
+
+
+def _score(cell: Mapping[str, Any], scorer: str) -> float | Interval | None:
+    value = cell["scores"].get(scorer)
+    bounds = (cell["intervals"] or {}).get(scorer)
+    return Interval(value, *bounds) if value is not None and bounds else value
+
+
+def sweep_plots(cells: Sequence[Mapping[str, Any]]) -> list[LinePlot]:
+    """The first score over the values of the first axis, a line per value of the others.
+
+    Of a single axis with agents also the accuracy of each alone (MAVL, figure 7). None where the
+    first axis has other values than numbers, or fewer than two, or nothing is scored.
+    """
+    scorer = next(iter(cells[0]["scores"]), "")
+    first, *others = cells[0]["values"]
+    xs = {cell["values"][first] for cell in cells}
+    numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in xs)
+    if not scorer or len(xs) < 2 or not numbers:
+        return []
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for cell in sorted(cells, key=lambda cell: cell["values"][first]):
+        x, score = float(cell["values"][first]), cell["scores"].get(scorer)
+        name = ", ".join(f"{cell['values'][other]} {other}" for other in others)
+        if score is not None:
+            lines.setdefault(name or "all", []).append((x, score))
+        for role, accuracy in () if others else cell["agents"].items():
+            if accuracy is not None:
+                lines.setdefault(f"{role} alone", []).append((x, accuracy))
+    return [LinePlot(for_people(scorer), first, lines)]
