@@ -18,6 +18,7 @@ from typing import Any
 from mmqa_jax.decoding.engine import Engine, Tokenized
 from mmqa_jax.decoding.requests import Request, Result, Scores, Scoring
 from mmqa_jax.decoding.scheduler import GeneratedSequence, TokenizedRequest
+from mmqa_jax.decoding.t5_arrivals import ArrivedRequest, T5Arrivals
 
 OnToken = Callable[[GeneratedSequence], None]  # in the engine's thread, after each token
 _CLOSE = object()
@@ -51,7 +52,7 @@ class Pending:
 @dataclasses.dataclass(frozen=True)
 class _Arrival:
     number: int
-    tokenized: Tokenized
+    tokenized: Tokenized | ArrivedRequest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,7 @@ class OnlineEngine:
       most: requests that may be unfinished, those in slots included.
     """
 
-    def __init__(self, engine: Engine, most: int = 256):
+    def __init__(self, engine: Engine | T5Arrivals, most: int = 256):
         self._engine, self._most = engine, most
         self._numbers = itertools.count()
         self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -143,7 +144,7 @@ class OnlineEngine:
                 if job.future.set_running_or_notify_cancel():
                     job.future.set_exception(Closed(f"the engine failed: {error!r}"))
 
-    def _arrivals(self) -> Iterator[Tokenized | None]:
+    def _arrivals(self) -> Iterator[Tokenized | ArrivedRequest | None]:
         """What the engine is to serve next; it waits only where the engine has nothing to do."""
         while True:
             try:
@@ -154,7 +155,7 @@ class OnlineEngine:
             if arrived is _CLOSE:
                 return
             if isinstance(arrived, _Cancellation):
-                if isinstance(arrived.tokenized, TokenizedRequest):  # scores soon have an end
+                if isinstance(arrived.tokenized, TokenizedRequest):  # others soon have an end
                     self._engine.cancel(arrived.tokenized)
                     self._being_served.discard(arrived.number)
                 self._pop(arrived.number)

@@ -30,6 +30,8 @@ from mmqa_jax.decoding.requests import (
     StopDetector,
     Throughput,
     Tokenizer,
+    TooLong,
+    Unanswerable,
     text_of,
 )
 from mmqa_jax.decoding.sampling import SamplingParameters, draw_key
@@ -136,11 +138,27 @@ class T5Engine:
                 raise UserError(
                     f"end token {end}: expected 0 to {vocab_size - 1}; use the model's own."
                 )
+        self._vocab_size = vocab_size
         self._graphdef, self._state = nnx.split(model)
         self._placement = placement_of(self._state)
         self._text, self._end_ids = tokenizer, tuple(end_ids)
         self.config, self.throughput = config or T5EngineConfig(), Throughput()
         self.mesh = self._placement.mesh
+
+    def check(self, request: Request | Scoring) -> None:
+        """Rejects what cannot be served.
+
+        Raises:
+          TooLong, Unanswerable, UserError: as `check_lengths`, or a token that the model lacks.
+        """
+        check_lengths(request, self.config.length)
+        answers = request.continuations if isinstance(request, Scoring) else ()
+        for ids in (request.prompt, *answers):
+            if not 0 <= min(ids) <= max(ids) < self._vocab_size:
+                raise UserError(
+                    f"request {request.id!r}: it has a token that the model lacks, expected 0 to "
+                    f"{self._vocab_size - 1}; use the model's tokenizer."
+                )
 
     def serve(self, requests: Iterable[Request | Scoring]) -> Iterator[Result | Scores]:
         """Answers requests, whose prompts are token ids, in any order.
@@ -324,6 +342,32 @@ class T5Engine:
 
     def _finish(self, tokens: Sequence[int]) -> str:
         return "end" if tokens[-1] in self._end_ids else "length"
+
+
+def check_lengths(request: Request | Scoring, length: int) -> None:
+    """Rejects a request whose prompt or answer is empty or has more than `length` tokens.
+
+    Raises:
+      TooLong: the prompt has more.
+      Unanswerable: the prompt, or a continuation, has none.
+      UserError: the answer may have more.
+    """
+    if not len(request.prompt):
+        raise Unanswerable(f"request {request.id!r}: its prompt is empty; give some text.")
+    if len(request.prompt) > length:
+        raise TooLong(request.id, len(request.prompt), 0, length)
+    longest = [request.max_new_tokens] if isinstance(request, Request) else []
+    if isinstance(request, Scoring):
+        longest = [len(ids) for ids in request.continuations]
+        if not min(longest):
+            raise Unanswerable(
+                f"request {request.id!r}: a continuation has no token; give some text."
+            )
+    if max(longest) > length:
+        raise UserError(
+            f"request {request.id!r}: its answer has up to {max(longest)} tokens, expected at most "
+            f"engine.length = {length}; lower max_new_tokens or raise engine.length."
+        )
 
 
 def room(tokens: int) -> int:

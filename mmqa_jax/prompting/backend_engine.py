@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,6 +86,11 @@ class EngineBackend:
         self._checked = Demand(0, 0)
         self.usage = Usage()
         self.failures: list[Failure] = []  # pictures that prove to be broken behind their header
+
+    @property
+    def cannot(self) -> Mapping[str, str]:
+        """Of a request to a server, what it cannot do, and why: nothing."""
+        return {}
 
     @property
     def tokenizer(self) -> TextTokenizer:
@@ -232,6 +237,10 @@ class EngineBackend:
     def prompt_tokens(self, query: Query) -> int:
         """Tokens of a query's prompt, its pictures' patches among them."""
         return self._prompt_tokens(self._prompt(query))
+
+    def new_tokens(self, query: Query) -> int:
+        """The most that the context holds behind a query's prompt."""
+        return max(self.length - self.prompt_tokens(query), 1)
 
     def _prompt_tokens(self, prompt: _Prompt) -> int:
         of_pictures = [self._pictures.tokens(picture) - 1 for picture in prompt.pictures]

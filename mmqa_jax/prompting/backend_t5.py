@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import MESH_AXES
-from mmqa_jax.decoding.requests import Request, Result, Scores, Scoring, TooLong, Unanswerable
-from mmqa_jax.decoding.t5_engine import T5Engine
+from mmqa_jax.decoding.requests import Request, Result, Scores, Scoring, Unanswerable
+from mmqa_jax.decoding.t5_arrivals import T5Arrivals
+from mmqa_jax.decoding.t5_engine import T5Engine, check_lengths
 from mmqa_jax.prompting.backends import Chat, Choices, Failure, Query, Usage
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
+
+_CANNOT = {
+    "stream": "a T5 answers in batches, each a program that runs to its end, so that there are no "
+    "pieces to send; leave stream out",
+    "echo": "a T5's encoder reads the prompt, and gives its tokens no log-probabilities; leave "
+    "echo out",
+}
 
 
 class T5Backend:
     """Serves from a T5, Flan-T5 or mT5; see backends.Backend.
 
     A prompt is the encoder's text, and the answer all that the decoder says; continuations are
-    scored as its answer.
+    scored as its answer. A conversation of one message, the user's, is that text.
 
     Args:
       make_engine: called for the first queries, so that a run whose answers are all cached loads no
@@ -45,6 +53,29 @@ class T5Backend:
         self.failures: list[Failure] = []  # none: what cannot be served is refused by `check`
 
     @property
+    def tokenizer(self) -> TextTokenizer:
+        """The model's."""
+        return self._tokenizer
+
+    @property
+    def length(self) -> int:
+        """The most tokens of a prompt, and of an answer."""
+        return self._length
+
+    @property
+    def cannot(self) -> Mapping[str, str]:
+        """Of a request to a server, what a T5 cannot do, and why."""
+        return _CANNOT
+
+    def new_tokens(self, query: Query) -> int:
+        """The most that an answer can have, whatever the prompt is."""
+        return self._length
+
+    def fixed(self) -> T5Arrivals:
+        """The engine for requests that arrive one by one (decoding.online)."""
+        return T5Arrivals(self.engine)
+
+    @property
     def engine(self) -> T5Engine:
         """The engine, made on first use."""
         if self._engine is None:
@@ -62,23 +93,11 @@ class T5Backend:
         text = self._text(query)
         if not self._tokenizer.encode_plain(text):
             raise Unanswerable(f"request {query.id!r}: its prompt is empty; give some text.")
-        tokens = len(self._tokenizer.encode(text))
-        if tokens > self._length:
-            raise TooLong(query.id, tokens, 0, self._length)
-        request = self._request(query)
-        if isinstance(request, Scoring):
-            longest = max(map(len, request.continuations))
-        else:
-            longest = request.max_new_tokens
-        if longest > self._length:
-            raise UserError(
-                f"request {query.id!r}: its answer has up to {longest} tokens, expected at most "
-                f"engine.length = {self._length}; lower max_new_tokens or raise engine.length."
-            )
+        check_lengths(self.engine_request(query), self._length)
 
     def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:
         """See Backend."""
-        requests = [self._request(query) for query in queries]
+        requests = [self.engine_request(query) for query in queries]
         if not requests:
             return
         for result in self.engine.serve(requests):
@@ -107,22 +126,32 @@ class T5Backend:
 
     def _text(self, query: Query) -> str:
         """The prompt; UserError for what a T5 does not read."""
-        if isinstance(query, Chat) or not isinstance(query.prompt, str):
-            raise UserError(
-                f"request {query.id!r}: it has messages, but a T5 has no chat template; give a "
-                "`prompt`, or use a chat model."
-            )
-        if query.images:
+        pictures: Sequence[Any] = () if isinstance(query, Chat) else query.images
+        text = query.messages if isinstance(query, Chat) else query.prompt
+        if not isinstance(text, str):
+            roles = [message.role for message in text]
+            if roles != ["user"]:
+                raise UserError(
+                    f"request {query.id!r}: it has messages of {', '.join(roles)}, but a T5 has no "
+                    "chat template and answers one message of the user's; put all into that, or "
+                    "use a chat model."
+                )
+            text, pictures = text[0].text, text[0].pictures
+        if pictures:
             raise UserError(
                 f"request {query.id!r}: it has pictures, but a T5 reads text alone; use a LLaVA "
                 "or --backend=openai."
             )
-        return query.prompt
+        return text
 
-    def _request(self, query: Query) -> Request | Scoring:
+    def engine_request(self, query: Query) -> Request | Scoring:
+        """What the engine is asked for a query.
+
+        Raises:
+          Unanswerable, UserError: as `check`.
+        """
         tokens = self._tokenizer.encode(self._text(query))
         if not isinstance(query, Choices):
-            assert not isinstance(query, Chat)
             return query.decoding.request(query.id, tokens)
         continuations = [self._tokenizer.encode_plain(text) for text in query.continuations]
         for text, ids in zip(query.continuations, continuations, strict=True):

@@ -11,6 +11,7 @@ from mmqa_jax.decoding.requests import Request, Result, Scores, Scoring
 from mmqa_jax.decoding.scheduler import GeneratedSequence
 from mmqa_jax.decoding.text_stream import TextStream
 from mmqa_jax.prompting.backend_engine import EngineBackend
+from mmqa_jax.prompting.backend_t5 import T5Backend
 from mmqa_jax.prompting.backends import Choices, Failure, Query, Usage
 
 OnText = Callable[[str], None]  # in the engine's thread, with the next piece of an answer
@@ -24,7 +25,7 @@ class ServedModel:
       most: requests that may be unfinished at once.
     """
 
-    def __init__(self, backend: EngineBackend, most: int):
+    def __init__(self, backend: EngineBackend | T5Backend, most: int):
         self.backend = backend
         self.online = OnlineEngine(backend.fixed(), most)
 

@@ -89,6 +89,7 @@ class OpenAIApi:
         """Continues texts, or scores them (echo)."""
         asked = read_completion(await read_body(request))
         model = self._llm(asked.model)
+        _check_form(model, asked.form)
         if asked.form.stream:
             query = _continuation(asked.prompts[0], asked.decoding)
             return await self._streamed(query, model, asked.decoding, asked.form, asked.model)
@@ -135,6 +136,7 @@ class OpenAIApi:
                 )
             return await self._chat_with_system(request, asked)
         model = self._llm(asked.model)
+        _check_form(model, asked.form)
         query = await in_thread(_sized, model, asked)
         if asked.form.stream:
             return await self._streamed(query, model, query.decoding, asked.form, asked.model)
@@ -286,6 +288,13 @@ def _event(value: Any) -> str:
     return f"data: {json.dumps(value)}\n\n"
 
 
+def _check_form(model: ServedModel, form: Form) -> None:
+    """ApiError for a form that the model cannot answer in."""
+    for key, reason in model.backend.cannot.items():
+        if getattr(form, key):
+            raise ApiError(400, f"{key}: {reason}.", param=key)
+
+
 def _continuation(prompt: Prompt, decoding: Decoding) -> Query | EngineRequest:
     if isinstance(prompt, str):
         return Completion(0, prompt, decoding)
@@ -297,7 +306,7 @@ def _sized(model: ServedModel, asked: ChatRequest) -> Chat:
     query = Chat(0, asked.messages, asked.decoding)
     most = asked.most
     if most is None:
-        most = max(model.backend.length - model.backend.prompt_tokens(query), 1)
+        most = model.backend.new_tokens(query)
     decoding = dataclasses.replace(asked.decoding, max_new_tokens=most)
     return dataclasses.replace(query, decoding=decoding)
 

@@ -81,8 +81,8 @@ def open_parts(
     """Loads what there is to answer with, and lets its programs compile.
 
     Args:
-      open_model: opens the language model: an EngineBackend, which is then served, or another
-        backend (a server's), which reads passages alone; None: there is none.
+      open_model: opens the language model: one of this process, which is then served, or a
+        server's, which reads passages alone; None: there is none.
       data: a folder of documents or a prepared corpus.
       workdir: a finished demo, or a row of `mmqa run`.
       cache: where what was read of the documents is kept.
@@ -184,8 +184,9 @@ def _ignored(*_: object) -> None:
 def _served(backend: Any, most: int) -> ServedModel | None:
     """An engine behind a queue, its programs compiled by a first answer; None for a server."""
     from mmqa_jax.prompting.backend_engine import EngineBackend
+    from mmqa_jax.prompting.backend_t5 import T5Backend
 
-    if not isinstance(backend, EngineBackend):
+    if not isinstance(backend, EngineBackend | T5Backend):
         return None
     model = ServedModel(backend, most)
     text = "Programs compile for the first answer. " * 30  # chunks of every size
@@ -193,7 +194,8 @@ def _served(backend: Any, most: int) -> ServedModel | None:
     first = (Decoding(max_new_tokens=4).request(0, ids), Scoring(0, ids[:1], [ids[1:3]]))
     for request in first:
         model.submit(request).future.result()
-    if backend.takes_messages:  # what renders the template takes seconds to import
+    if isinstance(backend, EngineBackend) and backend.takes_messages:
+        # What renders the template takes seconds to import.
         backend.prompt_tokens(Chat(0, (Message("user", text),)))
     return model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.folder import is_weights_folder, load_converted, read_record
 from mmqa_jax.weights.hub import find_model, is_hub_name
+from mmqa_jax.weights.keymap import forget
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.registry import architecture
 
@@ -137,6 +139,7 @@ def base_loader(task: Any) -> Callable[[nnx.Module], None] | None:
         kind, mesh = task.architecture, make_mesh(task.mesh)
         path = base_path(task.init, kind)
         options = {"mesh": mesh, "param_dtype": "float32"}
+        forget(model, lambda name: not re.search(ADDED, name))  # so that there is one model
         if is_weights_folder(path):
             base = load_converted(path, **options)
         else:

@@ -27,8 +27,15 @@ from mmqa_jax.models.layers import scan_layers
 from mmqa_jax.models.llava import expand_images
 from mmqa_jax.models.modernbert import ModernBert
 from mmqa_jax.models.mpnet import MPNet
+from mmqa_jax.models.qwen_vl import expand_pictures
+from mmqa_jax.models.qwen_vl_layout import PatchBatch, bucket_of, grid_of, lay_out
+from mmqa_jax.models.qwen_vl_vision import FAMILIES as QWEN_VL
+from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
+from mmqa_jax.models.t5 import T5Stack
+from mmqa_jax.models.t5_config import FAMILIES as T5
 from mmqa_jax.weights.convert import convert
 from mmqa_jax.weights.folder import is_weights_folder, load_converted, read_record
+from mmqa_jax.weights.models.siglip import FIXED, FLEXIBLE
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.registry import NAMES
 from mmqa_jax.weights.text_encoders import (
@@ -40,6 +47,8 @@ from mmqa_jax.weights.text_encoders import (
 )
 
 TOKENS = 520  # short texts hide mistakes in rotary positions
+# Rows and columns of a picture of any size, in units or patches: no window divides them.
+GRID = (5, 7)
 ABSOLUTE, RELATIVE = 1e-4, 1e-5
 ROUNDINGS = 4
 BOUND = (
@@ -80,8 +89,8 @@ class Outputs(NamedTuple):
     """What one side computes.
 
     Attributes:
-      stacks: name of a stack of layers ("" if there is one) -> what goes into its first layer, and
-        every layer's output, [layers + 1, ...].
+      stacks: name of a stack of layers ("" if there is one) -> what goes into each of its layers,
+        and what the last gives, [layers + 1, ...].
       ends: name -> what the model gives.
     """
 
@@ -126,7 +135,7 @@ class _Kind:
     """How one kind of model is compared.
 
     Attributes:
-      inputs: our model's config -> inputs by their names in `run`, numpy arrays.
+      inputs: our model's config -> inputs by their names in `run`, numpy arrays or trees of them.
       run: (model, inputs) -> Outputs of ours.
       stacks: of transformers' model: name in Outputs -> path of the module with the layers.
       given: inputs -> transformers' own, numpy arrays by name.
@@ -135,11 +144,11 @@ class _Kind:
     """
 
     model: str
-    inputs: Callable[[Any], dict[str, np.ndarray]]
-    run: Callable[[Any, Mapping[str, jax.Array]], Outputs]
+    inputs: Callable[[Any], dict[str, Any]]
+    run: Callable[[Any, Mapping[str, Any]], Outputs]
     ends: Callable[[Any], Mapping[str, Any]]
     stacks: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"": ""})
-    given: Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]] = dict
+    given: Callable[[Mapping[str, Any]], dict[str, np.ndarray]] = dict
 
 
 def check(model: str | None, source: Path, converted: Path | None = None) -> list[Compared]:
@@ -203,9 +212,8 @@ def _name_of(source: Path, model: str | None) -> str:
         found = read_record(source).architecture.name
     elif _is_published(source):
         kind = read_json(source / CONFIG).get("model_type")
-        own = {"clip": "clip", "bart": "bart", "llava": "llava"}
-        if kind in own:
-            found = own[kind]
+        if kind in _MODEL_TYPES:
+            found = _MODEL_TYPES[kind]
         elif is_classifier(source):
             found = "reranker"
         elif kind in FAMILIES:
@@ -213,7 +221,7 @@ def _name_of(source: Path, model: str | None) -> str:
         else:
             raise UserError(
                 f"{source / CONFIG}: model_type is {kind!r}, which is not known here; use one of "
-                f"{', '.join([*own, *FAMILIES])}."
+                f"{', '.join([*_MODEL_TYPES, *FAMILIES])}."
             )
     elif model is None:
         raise UserError(
@@ -262,7 +270,11 @@ def _tokens(vocabulary: int, positions: int, tokens: int = TOKENS) -> np.ndarray
 
 
 def _texts(config: Any) -> dict[str, np.ndarray]:
-    ids = _tokens(config.vocab_size, config.positions)
+    return _texts_of(config.vocab_size, config.positions)
+
+
+def _texts_of(vocabulary: int, positions: int = TOKENS) -> dict[str, np.ndarray]:
+    ids = _tokens(vocabulary, positions)
     return {"ids": ids, "mask": np.ones(ids.shape, bool)}
 
 
@@ -294,6 +306,74 @@ def _llava_inputs(config: Any) -> dict[str, np.ndarray]:
     row = [*words[:9], config.image_token, *words[9:]]
     ids = expand_images([row], [1], config).input_ids
     return {"ids": ids, "pixels": _picture(config.vision)}
+
+
+def _siglip_inputs(config: Any) -> dict[str, Any]:
+    ids = _tokens(config.text.vocab_size, config.text.length)
+    if not config.vision.flexible:
+        return {"ids": ids, "pixels": _picture(config.vision)}
+    shapes = np.array([GRID], np.int32)
+    size = (1, shapes.prod(), config.vision.patch_size**2 * 3)
+    return {"ids": ids, "pixels": (_rng().standard_normal(size).astype(np.float32), shapes)}
+
+
+def _as_siglip(inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    ids, pixels = inputs["ids"], inputs["pixels"]
+    if not isinstance(pixels, tuple):
+        return {"input_ids": ids, "pixel_values": _channels_first(pixels)}
+    patches, shapes = pixels
+    return {
+        "input_ids": ids,
+        "pixel_values": patches,
+        "spatial_shapes": shapes,
+        "pixel_attention_mask": np.ones(patches.shape[:2], np.int64),
+    }
+
+
+def _qwen_vl_inputs(config: Any) -> dict[str, Any]:
+    vision, llama = config.vision, config.llama
+    picture = _rng().integers(0, 256, (*(n * vision.unit for n in GRID), 3)).astype(np.uint8)
+    grid = grid_of(picture.shape, vision)
+    pictures = lay_out([picture], vision, bucket_of(grid, vision))
+    length = min(max(TOKENS - grid.units, 64), llama.positions - grid.units)
+    words = _tokens(llama.vocab_size, llama.positions, length)[0]
+    special = (config.image_token, config.video_token)
+    special += (config.vision_start_token, config.vision_end_token)
+    words = np.where(np.isin(words, special), 0, words)
+    row = [*words[:9], config.image_token, *words[9:]]
+    made = expand_pictures([row], [[picture.shape]], config)
+    return {
+        "ids": made.input_ids,
+        "rows": made.rows,
+        "positions": made.positions,
+        "pictures": pictures,
+        "real": np.flatnonzero(pictures.places[0, :, 0] >= 0),
+        "is picture": (made.input_ids == config.image_token).astype(np.int32),
+        "patches": _patches_of_transformers(pictures, grid.units, vision),
+        "grid": np.array([[1, *pictures.grid[0]]]),
+    }
+
+
+def _patches_of_transformers(
+    pictures: PatchBatch, units: int, vision: QwenVisionConfig
+) -> np.ndarray:
+    """Normalized, unit by unit in the picture's order: [N, 3 * frames * patch * patch]."""
+    side = vision.patch
+    patches = pictures.patches[0].reshape(-1, vision.merge**2, side, side, 3)
+    patches = patches[pictures.order[0, :units]].reshape(-1, side, side, 3)
+    patches = (patches / 255.0 - vision.pixel_mean) / vision.pixel_std
+    frames = np.repeat(patches.transpose(0, 3, 1, 2)[:, :, None], vision.temporal, axis=2)
+    return frames.reshape(len(frames), -1).astype(np.float32)
+
+
+def _as_qwen_vl(inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return {
+        "input_ids": inputs["ids"],
+        "attention_mask": np.ones(inputs["ids"].shape, np.int64),
+        "mm_token_type_ids": inputs["is picture"],
+        "pixel_values": inputs["patches"],
+        "image_grid_thw": inputs["grid"],
+    }
 
 
 # Our side.
@@ -333,7 +413,7 @@ def _ranked(model: Any, inputs: Mapping[str, jax.Array]) -> Outputs:
     return Outputs({"": states}, {"logit": model(ids, mask, jnp.zeros_like(ids))})
 
 
-def _seen(model: Any, inputs: Mapping[str, jax.Array]) -> Outputs:
+def _seen(model: Any, inputs: Mapping[str, Any]) -> Outputs:
     ids, pixels = inputs["ids"], inputs["pixels"]
     stacks = {
         "text": model.text.hidden_states(ids),
@@ -369,6 +449,51 @@ def _translated(model: Any, inputs: Mapping[str, jax.Array]) -> Outputs:
     return Outputs({"encoder": encoder, "decoder": decoder}, {"logits": model.logits(decoder[-1])})
 
 
+def _transferred(model: Any, inputs: Mapping[str, Any]) -> Outputs:
+    """T5: the same tokens as source and as what the decoder has so far."""
+    ids, mask = inputs["ids"], inputs["mask"]
+
+    def run(stack: T5Stack, *source: Any) -> jax.Array:
+        bias, seen = stack.bias(ids.shape[1]), stack.seen(mask, ids.shape[1])
+
+        def body(layer: Any, x: jax.Array, _: Any, key: Any):
+            x = layer(x, bias, seen, *source)
+            return x, x
+
+        embedded = model.embed(ids)
+        return jnp.concatenate([embedded[None], scan_layers(stack.layers, embedded, body)[1]])
+
+    encoder = run(model.encoder)
+    source = model.encoder.norm(encoder[-1])
+    decoder = run(model.decoder, source, mask[:, None, None, :])
+    logits = model.logits(model.decoder.norm(decoder[-1]))
+    stacks = {"encoder": encoder, "decoder": decoder}
+    return Outputs(stacks, {"encoder output": source, "logits": logits})
+
+
+def _looked_at(model: Any, inputs: Mapping[str, Any]) -> Outputs:
+    """Qwen-VL: the patches that are no padding, window by window as in transformers."""
+    pictures, llama = inputs["pictures"], model.llama
+    embedded, deepstack = model.embed(inputs["ids"], model.encode_images(pictures), inputs["rows"])
+    layers = llama.layer_outputs(embedded, positions=inputs["positions"], deepstack=deepstack)
+    patches = model.vision.embed(pictures)[None]
+    patches = jnp.concatenate([patches, model.vision.layer_outputs(pictures)])
+    stacks = {
+        "picture": patches[:, 0, inputs["real"]],
+        "": jnp.concatenate([embedded[None], layers]),
+    }
+    return Outputs(stacks, {"logits": llama.logits(llama.norm(layers[-1]))})
+
+
+# transformers' model types that are neither decoders nor encoders of texts -> key in _KINDS.
+_MODEL_TYPES = {
+    "clip": "clip",
+    "bart": "bart",
+    "llava": "llava",
+    **dict.fromkeys((FIXED, FLEXIBLE), "siglip"),
+    **dict.fromkeys(T5, "t5"),
+    **dict.fromkeys(QWEN_VL, "qwen_vl"),
+}
 _TEXTS = {"inputs": _texts, "given": _as_texts}
 _KINDS: Mapping[str, _Kind] = {
     "llama": _Kind(
@@ -409,5 +534,29 @@ _KINDS: Mapping[str, _Kind] = {
         lambda out: {"logits": out.logits},
         {"encoder": "model.encoder", "decoder": "model.decoder"},
         lambda x: {**_as_texts(x), "decoder_input_ids": x["ids"]},
+    ),
+    "siglip": _Kind(
+        "AutoModel",
+        _siglip_inputs,
+        _seen,
+        lambda out: {"text vector": out.text_embeds, "picture vector": out.image_embeds},
+        {"text": "text_model", "picture": "vision_model"},
+        _as_siglip,
+    ),
+    "t5": _Kind(
+        "AutoModelForSeq2SeqLM",
+        lambda config: _texts_of(config.vocab_size),
+        _transferred,
+        lambda out: {"encoder output": out.encoder_last_hidden_state, "logits": out.logits},
+        {"encoder": "encoder", "decoder": "decoder"},
+        lambda x: {**_as_texts(x), "decoder_input_ids": x["ids"]},
+    ),
+    "qwen_vl": _Kind(
+        "AutoModelForImageTextToText",
+        _qwen_vl_inputs,
+        _looked_at,
+        lambda out: {"logits": out.logits},
+        {"picture": "model.visual", "": "model.language_model"},
+        _as_qwen_vl,
     ),
 }

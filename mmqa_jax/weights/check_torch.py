@@ -10,6 +10,8 @@ import numpy as np
 import torch
 import transformers
 
+_STACKS = ("layer", "layers", "block", "blocks")  # names of a stack of layers
+
 
 def outputs(
     folder: Path,
@@ -30,8 +32,8 @@ def outputs(
       dtype: of parameters and arithmetic; norms and rotary angles are float32 in any case.
 
     Returns:
-      Of each stack what goes into its first layer, and every layer's output, [layers + 1, ...]; and
-      `ends` of the output.
+      Of each stack what goes into each layer (Qwen3-VL adds to what the one before gave), and what
+      the last gives, [layers + 1, ...]; and `ends` of the output.
     """
     kind_of_model = getattr(transformers, kind)
     model = kind_of_model.from_pretrained(
@@ -40,9 +42,9 @@ def outputs(
     found: dict[str, list[np.ndarray]] = {name: [] for name in stacks}
     for name, path in stacks.items():
         layers = _layers(model.get_submodule(path))
-        layers[0].register_forward_pre_hook(_entering(found[name]), with_kwargs=True)
         for layer in layers:
-            layer.register_forward_hook(_leaving(found[name]))
+            layer.register_forward_pre_hook(_entering(found[name]), with_kwargs=True)
+        layers[-1].register_forward_hook(_leaving(found[name]))
     inputs = {
         name: torch.from_numpy(value.astype(np.int64 if value.dtype.kind == "i" else dtype))
         for name, value in given.items()
@@ -55,9 +57,7 @@ def outputs(
 def _layers(module: Any) -> Any:
     """The first stack of layers in a module."""
     for name, child in module.named_modules():
-        if name.rpartition(".")[2] in ("layer", "layers") and isinstance(
-            child, torch.nn.ModuleList
-        ):
+        if name.rpartition(".")[2] in _STACKS and isinstance(child, torch.nn.ModuleList):
             return child
     raise ValueError(f"{type(module).__name__} has no stack of layers")
 

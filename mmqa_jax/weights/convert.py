@@ -278,7 +278,8 @@ def _streamed_array(value: Any, assignments: Any, source: TensorSource) -> Strea
 
     def slices():
         for assignment in assignments:
-            yield (*assignment.slot, ...), keymap.read_assigned(assignment, source, dtype)
+            tensor = keymap.read_assigned(assignment, source)
+            yield (*assignment.slot, ...), tensor.astype(dtype, copy=False)
 
     return StreamedArray(value.shape, dtype, assignments[0].slot != (), slices)
 

@@ -13,7 +13,7 @@ _EXPONENT = {
     "float32": (np.uint32, 0x7F800000),
     "float64": (np.uint64, 0x7FF0000000000000),
 }
-_BLOCK = 2**20  # values looked at together, so that the copies stay small
+_BLOCK = 2**16  # values looked at together, so that the copies stay small
 
 
 def all_finite(tensor: np.ndarray) -> bool:

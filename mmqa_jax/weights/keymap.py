@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import state_shardings
@@ -165,8 +165,47 @@ def load_into(state: nnx.State, key_map: KeyMap, source: TensorSource) -> nnx.St
     Raises:
       UserError: the checkpoint does not fit; one sentence lists all offenders.
     """
-    leaves = {_join(path): leaf for path, leaf in nnx.to_flat_state(state)}
-    plan = plan_loading(leaves, key_map, source)
+    return _filled(state, plan_loading(_named(state), key_map, source), source)
+
+
+def load_model(model: nnx.Module, key_map: KeyMap, source: TensorSource) -> None:
+    """Fills a module's parameters in place from a checkpoint; see `load_into`.
+
+    What they held is forgotten once the checkpoint is known to fit, so that the model is in memory
+    once.
+    """
+    plan = plan_loading(_named(nnx.state(model)), key_map, source)
+    nnx.update(model, _filled(forget(model, plan.__contains__), plan, source))
+
+
+def forget(model: nnx.Module, which: Callable[[str], bool]) -> nnx.State:
+    """Drops the arrays of parameters before others take their place.
+
+    Args:
+      model: has only shapes, dtypes and shardings of them afterwards.
+      which: whether it is to be dropped, by name (`layers/query/kernel`).
+
+    Returns:
+      What is left of them, as `load_into` takes it.
+    """
+    left = []
+    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+        if which(_join(path)):
+            value = leaf.get_value()
+            spec = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
+            left.append((path, leaf.replace(spec)))
+    state = nnx.from_flat_state(left)
+    nnx.update(model, state)
+    return state
+
+
+def _named(state: nnx.State) -> dict[str, Any]:
+    return {_join(path): leaf for path, leaf in nnx.to_flat_state(state)}
+
+
+def _filled(
+    state: nnx.State, plan: Mapping[str, Sequence[_Assignment]], source: TensorSource
+) -> nnx.State:
     filled = []
     for path, leaf in nnx.to_flat_state(state):
         assignments = plan.get(_join(path))
@@ -174,11 +213,6 @@ def load_into(state: nnx.State, key_map: KeyMap, source: TensorSource) -> nnx.St
             leaf = leaf.replace(_fill(leaf.get_value(), assignments, source))
         filled.append((path, leaf))
     return nnx.from_flat_state(filled)
-
-
-def load_model(model: nnx.Module, key_map: KeyMap, source: TensorSource) -> None:
-    """Fills a module's parameters in place from a checkpoint; see `load_into`."""
-    nnx.update(model, load_into(nnx.state(model), key_map, source))
 
 
 def model_source(state: nnx.State, key_map: KeyMap) -> TensorSource:
@@ -344,8 +378,8 @@ def _equal(source: TensorSource, first: str, second: str) -> bool:
     return np.array_equal(source.read(first), source.read(second))
 
 
-def read_assigned(assignment: _Assignment, source: TensorSource, dtype: Any) -> np.ndarray:
-    """The tensor of one slot of a parameter, in our layout.
+def read_assigned(assignment: _Assignment, source: TensorSource) -> np.ndarray:
+    """The tensor of one slot of a parameter, in our layout and the checkpoint's dtype.
 
     Raises:
       UserError: it holds NaN or infinity, with which a model gives answers all the same: the
@@ -357,26 +391,37 @@ def read_assigned(assignment: _Assignment, source: TensorSource, dtype: Any) -> 
             f"{source.name}: {assignment.source_key} holds NaN or infinity; its training diverged "
             "or its file is damaged: fetch it again, or give an earlier checkpoint."
         )
-    return np.asarray(assignment.transform.forward(tensor), dtype=dtype)
+    return np.asarray(assignment.transform.forward(tensor))
 
 
 def _fill(value: Any, assignments: Sequence[_Assignment], source: TensorSource) -> jax.Array:
     sharding = getattr(value, "sharding", None)
+    if _is_one_cpu(sharding):  # the array is built where it stays, and cast as it is written
+        whole = aligned_empty(value.shape, value.dtype)
+        for assignment in assignments:
+            whole[assignment.slot] = read_assigned(assignment, source)
+        return jax.device_put(whole, sharding)
 
-    def read(assignment: _Assignment) -> np.ndarray:
-        return read_assigned(assignment, source, value.dtype)
+    def placed(assignment: _Assignment, sharding: jax.sharding.Sharding | None) -> jax.Array:
+        tensor = read_assigned(assignment, source).astype(value.dtype, copy=False)
+        if sharding is None:
+            return jax.device_put(tensor)
+        # To each device its own shard; device_put would first compare all processes' tensors.
+        return jax.make_array_from_callback(tensor.shape, sharding, tensor.__getitem__)
 
     if assignments[0].slot == ():
-        return jax.device_put(read(assignments[0]), sharding)
-    if _is_one_cpu(sharding):  # the array is built where it stays
-        stack = aligned_empty(value.shape, value.dtype)
-        for assignment in assignments:
-            stack[assignment.slot] = read(assignment)
-        return jax.device_put(stack, sharding)
+        return placed(assignments[0], sharding)
     buffer = jnp.zeros(value.shape, value.dtype, device=sharding)
     for assignment in assignments:
-        buffer = _set_slice(buffer, read(assignment), assignment.slot[0])
+        buffer = _set_slice(buffer, placed(assignment, _of_layer(sharding)), assignment.slot[0])
     return buffer
+
+
+def _of_layer(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
+    """The sharding of one layer of a stack."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    return sharding
 
 
 def _is_one_cpu(sharding: jax.sharding.Sharding | None) -> bool:

@@ -28,7 +28,8 @@ from tests.bench.runner import Case, measure
 from tests.bench.timing import Child, run_child
 from tests.fake_devices import fake_devices
 
-ROWS = ("convert", "export", "load", "load_mesh")
+ROWS = ("convert", "export", "load", "load_mesh", "read", "read_mesh")
+_LOADS = ROWS[2:]  # the model is in memory at the end: of a converted folder, of a published one
 # Fields of LlamaConfig: SmolLM2-135M's sizes, and LLaMA-3.2-1B's.
 _SHAPES = {
     "small": {
@@ -89,9 +90,11 @@ def _cases(steps: _Steps, wanted: tuple[str, ...], size: int, start: int) -> Ite
         "export": lambda: steps.convert("converted", "exported", "--export=hf"),
         "load": lambda: steps.load(1),
         "load_mesh": lambda: steps.load(_MESH_DEVICES),
+        "read": lambda: steps.read(1),
+        "read_mesh": lambda: steps.read(_MESH_DEVICES),
     }
     for name in wanted:
-        loads, ours = name.startswith("load"), measured[name]()
+        loads, ours = name in _LOADS, measured[name]()
         peer = steps.transformers(save=not loads)
         steps.clear("exported", "saved")
         yield Case(
@@ -128,6 +131,10 @@ class _Steps:
     def load(self, devices: int) -> Child:
         """`load_converted`, sharded over so many simulated devices."""
         return self.python("load", self._folder / "converted", env=fake_devices(devices))
+
+    def read(self, devices: int) -> Child:
+        """`load_published`, sharded over so many simulated devices."""
+        return self.python("read", self._folder / "published", env=fake_devices(devices))
 
     def transformers(self, *, save: bool) -> Child:
         """Reading and, with `save`, writing by transformers."""
@@ -208,6 +215,18 @@ def load(folder: str) -> None:
     from mmqa_jax.weights.folder import load_converted
 
     model = load_converted(folder, mesh=make_mesh({"fsdp": -1}))
+    jax.block_until_ready(nnx.state(model))
+
+
+def read(folder: str) -> None:
+    """Loads a published model, its parameters split over all devices."""
+    import jax
+    from flax import nnx
+
+    from mmqa_jax.core.mesh import make_mesh
+    from mmqa_jax.weights.published import load_published
+
+    model = load_published("llama", folder, mesh=make_mesh({"fsdp": -1}))
     jax.block_until_ready(nnx.state(model))
 
 

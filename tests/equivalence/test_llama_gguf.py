@@ -279,7 +279,7 @@ def test_a_file_is_parsed_once(tmp_path, monkeypatch):
     write_gguf(moved, TYPES.F16)
     GGUFSource(moved)
     assert len(parsed) == 2
-    (kept,) = [f for f in (tmp_path / "cache" / "gguf").iterdir() if "F16" in f.read_text()]
+    (kept,) = [f for f in (tmp_path / "cache" / "gguf-tensors").iterdir() if "F16" in f.read_text()]
     kept.write_text("{")
     GGUFSource(moved)
     assert len(parsed) == 3

@@ -80,9 +80,9 @@ def test_prompts_are_answered_as_by_transformers(folder, tmp_path):
     ("row", "flags", "message"),
     [
         (
-            {"messages": [{"role": "user", "content": "Why?"}]},
+            {"messages": [{"role": r, "content": "Why?"} for r in ("system", "user")]},
             [],
-            "has messages, but a T5 has no chat template",
+            "has messages of system, user, but a T5 has no chat template",
         ),
         ({"prompt": " "}, [], "its prompt is empty"),
         ({"prompt": "stone " * 40}, ["--config.engine.length=20"], "engine.length = 20"),

@@ -29,6 +29,7 @@ from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.host import cache_dir
 
 _ROW_VALUES = 16_384  # of a row that is dequantized, at most
+_READ_BYTES = 1 << 18  # dequantized at a time, in several copies
 
 
 class GGUFSource:
@@ -98,22 +99,28 @@ class GGUFSource:
         }
 
     def read(self, key: str) -> np.ndarray:
-        """Reads and dequantizes one tensor."""
+        """Reads and dequantizes one tensor, piece by piece."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
         tensor = self._tensors[key]
         kind = GGMLQuantizationType[tensor.quantization]
-        raw = np.fromfile(self.name, np.uint8, tensor.bytes, offset=tensor.offset)
-        if tensor.dtype != "uint8":  # not in blocks
-            return quants.dequantize(raw.view(tensor.dtype).reshape(tensor.stored_shape), kind)
         # The package works on 16 rows at a time, too few of most models' short ones to be fast;
         # blocks do not depend on each other, so that rows may be of any length.
         values, size = GGML_QUANT_SIZES[kind]
-        blocks = len(raw) // size
+        blocks = tensor.bytes // size
         together = min(blocks, max(1, _ROW_VALUES // values))
         while blocks % together:
             together -= 1
-        return quants.dequantize(raw.reshape(-1, together * size), kind).reshape(tensor.shape)
+        row = together * size
+        found = np.empty((blocks // together, together * values), np.float32)
+        step = max(1, _READ_BYTES // row)
+        with open(self.name, "rb") as file:
+            file.seek(tensor.offset)
+            for first in range(0, len(found), step):
+                piece = found[first : first + step]
+                raw = np.fromfile(file, np.uint8, len(piece) * row).reshape(-1, row)
+                piece[...] = quants.dequantize(raw.view(tensor.dtype), kind)
+        return found.reshape(tensor.shape)
 
 
 class _Tensor(NamedTuple):
@@ -124,7 +131,6 @@ class _Tensor(NamedTuple):
     offset: int
     bytes: int
     dtype: str
-    stored_shape: list[int]
 
 
 def _index(path: Path) -> dict[str, Any]:
@@ -138,7 +144,7 @@ def _index(path: Path) -> dict[str, Any]:
             f"{path}: reading a GGUF file needs the package gguf; run `pip install gguf`."
         ) from error
     facts = path.stat()
-    kept = cache_dir() / "gguf" / f"{_sha256(path, facts.st_size, facts.st_mtime_ns)}.json"
+    kept = cache_dir() / "gguf-tensors" / f"{_sha256(path, facts.st_size, facts.st_mtime_ns)}.json"
     if kept.is_file():
         try:
             return read_json(kept)
@@ -155,7 +161,6 @@ def _index(path: Path) -> dict[str, Any]:
                 offset=int(tensor.data_offset),
                 bytes=int(tensor.n_bytes),
                 dtype=str(tensor.data.dtype),
-                stored_shape=list(tensor.data.shape),
             )
             for tensor in reader.tensors
         },
