@@ -30,8 +30,8 @@ def get_config(mode: str = "") -> ConfigDict:
     config = config_beside(__file__, "../scienceqa/rmr_finetune.py").get_config(mode)
     config.task = "vision_language"
     config.model.tower = "trained" if mode == "full" else "frozen"
-    # Pictures of up to 768 tokens (Qwen2.5-VL's are 28 pixels wide, Qwen3-VL's 32).
-    config.model.vision = {"dtype": "float32", "remat": "none", "max_pixels": 768 * 28 * 28}
+    # COCO's pictures as they are: up to 576 tokens of 28 x 28 pixels each.
+    config.model.vision = {"dtype": "float32", "remat": "none", "max_pixels": 576 * 28 * 28}
     config.pictures = {"max_broken": None}
     # As the rows of RMR ask: the direct answer behind its rationale.
     config.examples.update({"templates": ("rmr.direct",), "shots": 0, "similarity": "random"})
