@@ -62,8 +62,9 @@ def add_program_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help="of a language model: smollm2, llama2_7b, llama2_70b, llava15_7b, flan_t5_xl, ...; "
-        "bart_large_cnn; or an encoder of texts: bge_base, bge_m3, qwen3_embedding_06b, ...",
+        help="of a language model: smollm2, llama2_7b, llama2_70b, llava15_7b, qwen25_vl_7b, "
+        "flan_t5_xl, ...; bart_large_cnn; or an encoder of texts: bge_base, bge_m3, "
+        "qwen3_embedding_06b, ...",
     )
     flags.add_only(parser, "PROGRAM", "of the config's programs (all)")
 

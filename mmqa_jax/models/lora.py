@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+from typing import TypeVar
 
 import jax
 from flax import nnx
@@ -15,6 +17,8 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.layers import Linear, param, product, uniform_init, zeros_init
 from mmqa_jax.models.llama import LINEARS, Llama
+
+M = TypeVar("M", bound=nnx.Module)
 
 # Regular expression over the names of the added parameters, for an optimizer's filter.
 ADDED = r"/lora_[ab]$"
@@ -95,10 +99,14 @@ def add_lora(model: Llama, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
         setattr(model.layers, name, linear)
 
 
-def freeze_base(model: Llama) -> Llama:
-    """The model with gradients to the additions alone."""
-    graphdef, added, base = nnx.split(model, _is_added, ...)
-    return nnx.merge(graphdef, added, jax.lax.stop_gradient(base))
+def freeze_base(model: M, trained: str = ADDED) -> M:
+    """The model with gradients to those parameters alone whose names match `trained`, a regular
+    expression: the additions."""
+    pattern = re.compile(trained)
+    graphdef, own, base = nnx.split(
+        model, lambda path, _: bool(pattern.search("/".join(map(str, path)))), ...
+    )
+    return nnx.merge(graphdef, own, jax.lax.stop_gradient(base))
 
 
 def merge_lora(model: Llama) -> Llama:
@@ -115,7 +123,3 @@ def merge_lora(model: Llama) -> Llama:
         named[(*place, "kernel")] = kernel.replace(merged)
     plain = nnx.eval_shape(lambda: Llama(model.config, rngs=nnx.Rngs(0)))
     return nnx.merge(nnx.graphdef(plain), nnx.from_flat_state(list(named.items())))
-
-
-def _is_added(path: tuple, _: object) -> bool:
-    return str(path[-1]).startswith("lora_")

@@ -97,12 +97,17 @@ PRESETS: dict[str, Callable[..., LlamaConfig]] = {
 
 
 # Those with a tower for pictures in front.
-WITH_PICTURES: dict[str, Callable[..., LlavaConfig | QwenVLConfig]] = {
-    "llava15_7b": llava_1_5_7b,
-    "llava15_13b": llava_1_5_13b,
+QWEN_VLS: dict[str, Callable[..., QwenVLConfig]] = {
     "qwen25_vl_7b": qwen25_vl_7b,
     "qwen3_vl_8b": qwen3_vl_8b,
 }
+WITH_PICTURES: dict[str, Callable[..., LlavaConfig | QwenVLConfig]] = {
+    "llava15_7b": llava_1_5_7b,
+    "llava15_13b": llava_1_5_13b,
+    **QWEN_VLS,
+}
+# Those that a task of an architecture trains (tasks.solved_questions).
+_TRAINED = {"llama": PRESETS, "t5": T5S, "qwen_vl": QWEN_VLS}
 TOWER = "tower"
 FIXED = (TOWER, FLUENCY, GENERATE, TEXTS)  # programs without a size of their own in a config
 
@@ -293,10 +298,10 @@ def _with_preset(config: ConfigDict, model: str | None) -> ConfigDict:
         if model is not None:
             raise UserError(
                 f"--model={model}: is the language model of a config of `mmqa prompt` or of task "
-                "language_model or seq2seq; leave it out."
+                "language_model, vision_language or seq2seq; leave it out."
             )
         return config
-    named, known = model or config.init, T5S if kind.architecture == "t5" else PRESETS
+    named, known = model or config.init, _TRAINED[kind.architecture]
     if named == SCRATCH:
         return config
     if model is None and named not in known:
@@ -310,16 +315,19 @@ def _with_preset(config: ConfigDict, model: str | None) -> ConfigDict:
                 f"NAME instead, one of {', '.join(sorted(known))}."
             ) from error
         return config
-    if known is T5S and named not in T5S:
-        raise UserError(f"--model={named}: sizes are not known; {nearest(named, T5S)}")
-    sizes = T5S[named]() if known is T5S else preset(named)
-    fields = {key: value for key, value in vars(sizes).items() if value is not None}
+    if known is not PRESETS and named not in known:
+        raise UserError(f"--model={named}: sizes are not known; {nearest(named, known)}")
+    sizes = preset(named) if known is PRESETS else known[named]()
+    parts = {"changes": sizes}
+    if known is QWEN_VLS:
+        parts = {"changes": sizes.llama, "vision": sizes.vision}
     changed = ConfigDict(config.to_dict())
-    scaling = fields.pop("rope_scaling", None)  # changes no shape
-    del scaling
     with changed.unlocked(), changed.model.ignore_type():
         changed.init = SCRATCH
-        changed.model.changes = {**fields, **config.model.changes.to_dict()}
+        for section, part in parts.items():
+            fields = {key: value for key, value in vars(part).items() if value is not None}
+            fields.pop("rope_scaling", None)  # changes no shape
+            changed.model[section] = {**fields, **config.model[section].to_dict()}
     return changed
 
 

@@ -104,7 +104,9 @@ def open_backend(
     """
     config = config or ModelConfig()
     path = _find(model, flag)
-    kind = _kind(path, flag)
+    kind = model_kind(path)
+    if kind not in _KINDS:
+        raise UserError(f"{flag}={path}: contains a {kind}; give a LLaMA, LLaVA, Qwen-VL or T5.")
     shape = _config_of(kind, path)
     if isinstance(engine, EngineConfig):
         engine = dataclasses.asdict(engine)
@@ -293,15 +295,10 @@ def _shown(file: Path, folder: Path) -> bool:
     return not any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
-def _kind(path: Path, flag: str) -> str:
-    """Which of _KINDS is at a path."""
+def model_kind(path: Path) -> str:
+    """The architecture at a path; of what is published and not one of _KINDS `llama`."""
     if is_weights_folder(path):
-        kind = read_record(path).architecture.name
-        if kind not in _KINDS:
-            raise UserError(
-                f"{flag}={path}: contains a {kind}; give a LLaMA, LLaVA, Qwen-VL or T5."
-            )
-        return kind
+        return read_record(path).architecture.name
     file = path / "config.json"
     published = read_json(file) if file.is_file() else {}
     model_type = str(published.get("model_type", ""))

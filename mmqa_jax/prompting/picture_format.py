@@ -118,9 +118,14 @@ class QwenFormat:
 
     def tokens(self, picture: Picture) -> int:
         """One for each unit of the picture as it is resized."""
+        height, width, _ = self.shape(picture)
+        return width * height // self._sizes.unit**2
+
+    def shape(self, picture: Picture) -> tuple[int, int, int]:
+        """[H, W, 3] of what `read` gives, by the picture's header; raises PictureError."""
         size = images.size_of(picture.data, picture.name)
         width, height = qwen_size(*size, self._sizes, picture.name)
-        return width * height // self._sizes.unit**2
+        return height, width, 3
 
     def read(self, picture: Picture) -> np.ndarray:
         """See PictureFormat."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -13,9 +13,12 @@ from mmqa_jax.data.batches.language_model import RowSize, TokenExample
 from mmqa_jax.data.batches.seq2seq import PairSize
 from mmqa_jax.data.schema import Question
 from mmqa_jax.decoding.requests import TooLong
+from mmqa_jax.prompting.backends import Message, Picture
 from mmqa_jax.prompting.few_shot import Order, few_shot
+from mmqa_jax.prompting.picture_format import PictureFormat
 from mmqa_jax.prompting.shots import ExampleLibrary, Shot, Similarity
 from mmqa_jax.prompting.templates import PromptTemplate, load_template
+from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 
 _ANSWER = " The answer is"  # begins the answer behind a rationale
 
@@ -48,6 +51,23 @@ class ExampleOptions:
             )
 
 
+class Encode(Protocol):
+    """Makes an example of a question's texts, as a model reads them."""
+
+    def __call__(
+        self, question: Question, prompt: str, given: str, completion: str, *, ended: bool
+    ) -> TokenExample:
+        """The tokens.
+
+        Args:
+          question: whose prompt it is.
+          prompt: what the model is asked.
+          given: how its answer begins; not learned.
+          completion: the rest of the answer, which is learned.
+          ended: the model's end token follows and is learned too.
+        """
+
+
 class TrainingExamples(NamedTuple):
     """Tokenized examples, as `language_model_batches` takes them.
 
@@ -69,7 +89,7 @@ def training_examples(
     library: ExampleLibrary,
     fields: Callable[[Question], Mapping[str, str]],
     options: ExampleOptions,
-    tokenizer: Any,
+    encode: Encode,
     size: RowSize | PairSize,
 ) -> TrainingExamples:
     """Every question in every version.
@@ -78,7 +98,7 @@ def training_examples(
       questions: with their answers.
       library: a question is never its own shot.
       fields: of the templates.
-      tokenizer: of the model; see TextTokenizer.
+      encode: of the model, such as `encode_text`.
       size: of the rows that the examples are packed into.
 
     Raises:
@@ -98,8 +118,8 @@ def training_examples(
     for question, shots in zip(questions, chosen, strict=True):
         versions: list[TokenExample] = []
         for template in templates:
-            plain, _ = _example(template, question, (), fields, options, tokenizer, size)
-            shown, missing = _example(template, question, shots, fields, options, tokenizer, size)
+            plain, _ = _example(template, question, (), fields, options, encode, size)
+            shown, missing = _example(template, question, shots, fields, options, encode, size)
             if plain is not None and shown is not None:
                 versions += [plain, shown]
                 dropped_shots += missing
@@ -117,7 +137,7 @@ def _example(
     shots: Sequence[Shot],
     fields: Callable[[Question], Mapping[str, str]],
     options: ExampleOptions,
-    tokenizer: Any,
+    encode: Encode,
     size: RowSize | PairSize,
 ) -> tuple[TokenExample | None, int]:
     """The example with as many shots as fit, None if it never does; and how many were dropped."""
@@ -128,7 +148,7 @@ def _example(
         completion = said + rest
 
     def make(prompt: str) -> TokenExample:
-        return token_example(tokenizer, prompt + given, completion, ended=True)
+        return encode(question, prompt, given, completion, ended=True)
 
     def check(example: TokenExample) -> None:
         if not size.holds(example):
@@ -136,6 +156,45 @@ def _example(
 
     found = few_shot(template, question, shots, fields, make, check, options.order)
     return found.query, found.dropped
+
+
+def encode_text(tokenizer: Any) -> Encode:
+    """Examples of a language model: its answer follows the prompt's text."""
+
+    def encode(
+        question: Question, prompt: str, given: str, completion: str, *, ended: bool
+    ) -> TokenExample:
+        return token_example(tokenizer, prompt + given, completion, ended=ended)
+
+    return encode
+
+
+def encode_conversation(tokenizer: TextTokenizer, pictures: PictureFormat) -> Encode:
+    """Examples of a vision-language model: a user shows the question's picture, if it has one, and
+    asks, by the model's chat template; the model's message is the answer.
+
+    Raises:
+      UserError: the model has no chat template.
+    """
+    chat = pictures.chat_format
+    if chat is None:
+        raise UserError(
+            "config key tokenizer: it has no chat template, by which questions are asked; name one "
+            "that has (chat_template.jinja), or the model's own."
+        )
+
+    def encode(
+        question: Question, prompt: str, given: str, completion: str, *, ended: bool
+    ) -> TokenExample:
+        shown = () if question.image is None else (Picture(b"", question.image),)
+        asked = chat.render(question.id, [Message("user", (*shown, prompt))]) + chat.before_answer
+        given = given.lstrip()  # a message begins with a word
+        before = asked + given
+        answer = completion if given else completion.lstrip()
+        example = _joined(pictures.encode, pictures.encode, before, before + answer)
+        return _ended(tokenizer, example, ended)._replace(picture=question.image)
+
+    return encode
 
 
 def token_example(
@@ -146,8 +205,20 @@ def token_example(
     Args:
       ended: the model's end token follows and is learned too.
     """
-    before, whole = tokenizer.encode(prompt), tokenizer.encode(prompt + completion)
-    if whole[: len(before)] != before:  # the completion's first letters merge with the prompt's
-        whole = before + tokenizer.encode_plain(completion)
+    example = _joined(tokenizer.encode, tokenizer.encode_plain, prompt, prompt + completion)
+    return _ended(tokenizer, example, ended)
+
+
+def _joined(
+    encode: Callable[[str], list[int]], plain: Callable[[str], list[int]], prompt: str, whole: str
+) -> TokenExample:
+    """A text that begins with a prompt; `plain` encodes a piece of it."""
+    before, tokens = encode(prompt), encode(whole)
+    if tokens[: len(before)] != before:  # the completion's first letters merge with the prompt's
+        tokens = before + plain(whole[len(prompt) :])
+    return TokenExample(np.array(tokens, np.int32), len(before))
+
+
+def _ended(tokenizer: Any, example: TokenExample, ended: bool) -> TokenExample:
     end = list(tokenizer.end_ids[:1]) if ended else []
-    return TokenExample(np.array([*whole, *end], np.int32), len(before))
+    return example._replace(tokens=np.array([*example.tokens, *end], np.int32))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +17,11 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.lora import ADDED
+from mmqa_jax.models.qwen_vl import QwenVLConfig
+from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 from mmqa_jax.models.t5_config import T5Config
-from mmqa_jax.prompting.local_model import weights_hash
-from mmqa_jax.prompting.text_tokenizer import TextTokenizer, open_tokenizer
+from mmqa_jax.prompting.local_model import model_kind, weights_hash
+from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer, open_tokenizer
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.folder import is_weights_folder, load_converted, read_record
@@ -30,6 +32,21 @@ from mmqa_jax.weights.registry import architecture
 
 SCRATCH = "scratch"
 _END = "<|end|>"  # of a tokenizer that is trained here
+_FREE = ("dtype", "attention", "attention_dropout", "remat", "unroll")
+
+# Qwen-VL's special tokens and its chat template, without videos and system messages, of a tokenizer
+# that is trained here.
+_PICTURED = ("<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|video_pad|>",
+             "<|vision_start|>", "<|vision_end|>")  # fmt: skip
+_CHAT = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 class _Kind(NamedTuple):
@@ -37,14 +54,25 @@ class _Kind(NamedTuple):
 
     Attributes:
       title, examples: for messages.
-      config: its dataclass.
-      free: fields that the weights do not decide.
+      config: its dataclass, of the section `model.changes` and the vocabulary.
+      free: of each section of `model` with changes, the fields that the weights do not decide.
+      special: tokens of a tokenizer that is trained here, the end of an answer first.
+      chat: template of such a tokenizer.
     """
 
     title: str
     examples: str
-    config: type
-    free: tuple[str, ...]
+    config: Callable[..., Any]
+    free: Mapping[str, tuple[str, ...]]
+    special: tuple[str, ...] = (_END,)
+    chat: str | None = None
+
+
+def _qwen_vl(vision: Mapping[str, Any], **llama: Any) -> QwenVLConfig:
+    """From scratch, with the token ids of a tokenizer that is trained here."""
+    names = ("image", "video", "vision_start", "vision_end")
+    tokens = {f"{name}_token": number for number, name in enumerate(names, start=2)}
+    return QwenVLConfig(QwenVisionConfig(**vision), LlamaConfig(**llama), **tokens)
 
 
 _KINDS = {
@@ -52,9 +80,22 @@ _KINDS = {
         "LLaMA",
         f"{', '.join(LANGUAGE_MODELS)}, a folder, a GGUF file or ORG/NAME",
         LlamaConfig,
-        ("dtype", "attention", "attention_dropout", "remat", "unroll"),
+        {"changes": _FREE},
     ),
-    "t5": _Kind("T5", "a folder or ORG/NAME", T5Config, ("dtype", "dropout", "remat", "unroll")),
+    "t5": _Kind(
+        "T5", "a folder or ORG/NAME", T5Config, {"changes": ("dtype", "dropout", "remat", "unroll")}
+    ),
+    "qwen_vl": _Kind(
+        "Qwen2.5-VL or Qwen3-VL",
+        "a folder or ORG/NAME, such as Qwen/Qwen2.5-VL-7B-Instruct",
+        _qwen_vl,
+        {
+            "changes": _FREE,
+            "vision": ("dtype", "attention", "remat", "unroll", "min_pixels", "max_pixels"),
+        },
+        _PICTURED,
+        _CHAT,
+    ),
 }
 
 
@@ -77,8 +118,11 @@ def base_path(name: str, kind: str = "llama") -> Path:
             f"`mmqa prompt --model` does ({_KINDS[kind].examples}), or "
             f"{SCRATCH}."
         )
-    if is_weights_folder(path) and (found := read_record(path).architecture.name) != kind:
-        raise UserError(f"config key init={name}: holds a {found}, a {kind} was expected.")
+    if (found := model_kind(path)) != kind:
+        raise UserError(
+            f"config key init={name}: holds a {found}, a {kind} was expected; name a "
+            f"{_KINDS[kind].title} ({_KINDS[kind].examples})."
+        )
     return path
 
 
@@ -86,40 +130,53 @@ def model_config(task: Any, vocab_size: int) -> Any:
     """The model's config: the base's, with the changes of the section `model`.
 
     Args:
-      task: its `architecture` is a name of _KINDS.
+      task: its `architecture` is a name of _KINDS. The changes of a Qwen-VL's tower are in the
+        section `model.vision`.
       vocab_size: of a model from scratch.
 
     Raises:
       UserError: a change of what the base's weights decide.
     """
-    changes, kind = dict(task.model.changes), task.architecture
+    kind = _KINDS[task.architecture]
+    changes = {section: dict(getattr(task.model, section)) for section in kind.free}
+    own, *of_parts = changes.values()
     if task.init == SCRATCH:
-        return _KINDS[kind].config(**{"vocab_size": vocab_size, **changes})
-    path, free = base_path(task.init, kind), _KINDS[kind].free
-    fixed = [name for name in changes if name not in free]
-    if fixed:
-        raise UserError(
-            f"config key model.changes.{fixed[0]}: the weights of init={task.init} decide it; "
-            f"change only {', '.join(free)}, or set init to {SCRATCH}."
-        )
+        return kind.config(*of_parts, **{"vocab_size": vocab_size, **own})
+    path = base_path(task.init, task.architecture)
+    for section, free in kind.free.items():
+        fixed = [name for name in changes[section] if name not in free]
+        if fixed:
+            raise UserError(
+                f"config key model.{section}.{fixed[0]}: the weights of init={task.init} decide "
+                f"it; change only {', '.join(free)}, or set init to {SCRATCH}."
+            )
     if is_weights_folder(path):
-        return replace_fields(read_record(path).config, **changes)
-    return replace_fields(architecture(kind).open(path).config, **changes)
+        base = read_record(path).config
+    else:
+        base = architecture(task.architecture).open(path).config
+    if not of_parts:
+        return replace_fields(base, **own)
+    parts = {"llama": own, "vision": changes["vision"]}
+    return dataclasses.replace(
+        base, **{name: replace_fields(getattr(base, name), **part) for name, part in parts.items()}
+    )
 
 
-def check_trainable(task: Any) -> None:
+def check_trainable(task: Any, wanted: str | None) -> None:
     """Refuses an optimizer that does not train what the section `model` says.
+
+    Args:
+      wanted: of the objective, `trained`.
 
     Raises:
       UserError: LoRA whose base is trained, or a filter without LoRA.
     """
-    wanted = None if task.model.lora is None else ADDED
     given = task.loop.optimizer.trainable
     if given != wanted:
+        lora = "none" if task.model.lora is None else "..."
         raise UserError(
-            f"config key train.optimizer.trainable={given}: with model.lora="
-            f"{'none' if wanted is None else '...'} {wanted!r} was expected, the parameters that "
-            "are trained; set it so."
+            f"config key train.optimizer.trainable={given}: with model.lora={lora} {wanted!r} was "
+            "expected, the parameters that are trained; set it so."
         )
 
 
@@ -168,7 +225,7 @@ def _new_tokenizer(task: Any, corpus: Corpus) -> Any:
         size = name.removeprefix("corpus:")
         if not size.isdecimal():
             raise UserError(f"config key tokenizer={name}: write corpus:N with a number of tokens.")
-        return _train_tokenizer(corpus, int(size))
+        return _train_tokenizer(corpus, int(size), _KINDS[task.architecture])
     if not name and task.init == SCRATCH:
         raise UserError(
             "config key tokenizer is empty, but a model from scratch has none; write corpus:N or "
@@ -177,20 +234,21 @@ def _new_tokenizer(task: Any, corpus: Corpus) -> Any:
     return open_tokenizer(name or base_path(task.init, task.architecture))
 
 
-def _train_tokenizer(corpus: Corpus, size: int) -> TextTokenizer:
+def _train_tokenizer(corpus: Corpus, size: int, kind: _Kind) -> TextTokenizer:
     """Byte-level BPE (as GPT-2's) of the train questions, with choices and rationales."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
-        special_tokens=[AddedToken(_END)],
+        special_tokens=[AddedToken(token) for token in kind.special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     texts = (" ".join((q.question, *q.choices, q.rationale)) for q in corpus.questions("train"))
     tokenizer.train_from_iterator(texts, trainer)
-    return TextTokenizer(tokenizer, end_ids=(tokenizer.token_to_id(_END),))
+    chat = None if kind.chat is None else ChatTemplate(kind.chat)
+    return TextTokenizer(tokenizer, chat, end_ids=(tokenizer.token_to_id(kind.special[0]),))
 
 
 def check_vocabulary(task: Any, model: LlamaConfig | T5Config, tokenizer: TextTokenizer) -> None:
@@ -202,11 +260,15 @@ def check_vocabulary(task: Any, model: LlamaConfig | T5Config, tokenizer: TextTo
         )
 
 
-def check_rows(task: Any, llama: LlamaConfig, tokenizer: TextTokenizer) -> None:
-    """Refuses a tokenizer with ids that the model lacks, and rows longer than it reads."""
+def check_rows(task: Any, llama: LlamaConfig, tokenizer: TextTokenizer, pictured: int = 0) -> None:
+    """Refuses a tokenizer with ids that the model lacks, and rows longer than it reads.
+
+    pictured: tokens of the largest picture of a row, beside batches.length.
+    """
     check_vocabulary(task, llama, tokenizer)
-    if task.batches.length > llama.positions:
+    if task.batches.length + pictured > llama.positions:
+        beside = f" with {pictured} of a picture (model.vision.max_pixels)" if pictured else ""
         raise UserError(
-            f"config key batches.length={task.batches.length}: the model reads at most "
+            f"config key batches.length={task.batches.length}:{beside} the model reads at most "
             f"{llama.positions} tokens; use fewer."
         )

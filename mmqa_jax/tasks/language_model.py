@@ -29,6 +29,7 @@ from mmqa_jax.data.packing import Packed
 from mmqa_jax.data.schema import Question
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.lora import LoraConfig
+from mmqa_jax.prompting.training_examples import encode_text
 from mmqa_jax.tasks.base_llm import base_loader, check_rows, check_trainable, model_config
 from mmqa_jax.tasks.objectives import LanguageModelObjective, target_log_probs
 from mmqa_jax.tasks.solved_questions import (
@@ -87,8 +88,7 @@ class LanguageModel(SolvedQuestions):
         return question.answer_index is not None
 
     def _check(self, files: bool) -> None:
-        model_config(self, ANY_VOCABULARY)
-        check_trainable(self)
+        check_trainable(self, self.objective(ANY_VOCABULARY).trained)
         self.check_examples()
         length, targets = self.batches.length, self.batches.targets
         if not 0 < targets < length:
@@ -111,7 +111,9 @@ class LanguageModel(SolvedQuestions):
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
         objective = self.objective(tokenizer.vocab_size)
         check_rows(self, objective.config, tokenizer)
-        examples = self.make_examples(corpus, self.data.chosen(questions, corpus), tokenizer)
+        examples = self.make_examples(
+            corpus, self.data.chosen(questions, corpus), encode_text(tokenizer)
+        )
         batches = language_model_batches(
             examples.versions,
             examples.shares,
@@ -140,4 +142,4 @@ class LanguageModel(SolvedQuestions):
             rows = pack_rows(sizes, self.size)
             return row_scores(model, rows, self.inference.batch_size, pack, target_log_probs)
 
-        return OptionLikelihood(self, corpus, tokenizer, make_score)
+        return OptionLikelihood(self, corpus, encode_text(tokenizer), make_score)

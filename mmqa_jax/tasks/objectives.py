@@ -23,10 +23,12 @@ from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
 from mmqa_jax.models.layers import split_key
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.lora import LoraConfig, add_lora, freeze_base, merge_lora
+from mmqa_jax.models.lora import ADDED, LoraConfig, add_lora, freeze_base, merge_lora
 from mmqa_jax.models.mcan import MCAN, MCANConfig
 from mmqa_jax.models.mcan_openvqa import MCANOpenVQA, MCANOpenVQAConfig
 from mmqa_jax.models.patch_mcan import PatchMCAN, PatchMCANConfig
+from mmqa_jax.models.qwen_vl import QwenVL, QwenVLConfig, spread
+from mmqa_jax.models.qwen_vl_layout import PatchBatch
 from mmqa_jax.models.t5 import T5
 from mmqa_jax.models.t5_config import T5Config
 from mmqa_jax.models.text_classifier import TextClassifier, TextClassifierConfig
@@ -448,11 +450,22 @@ class LanguageModelObjective:
         Of a part of a batch (see `whole`): its share of the batch's mean loss times the number of
         parts, so that the mean over the parts is the batch's.
         """
-        if self.lora is not None:
-            model = freeze_base(model)
+        if self.trained is not None:
+            model = freeze_base(model, self.trained)
         batch = batch if "batch_targets" in batch else self.whole(batch)
-        log_probs = target_log_probs(model, batch, dropout_key)  # [B, T]
+        log_probs = self.log_probs(model, batch, dropout_key)  # [B, T]
         return _mean_over_targets(log_probs, batch["target_segments"] > 0, batch)
+
+    @property
+    def trained(self) -> str | None:
+        """Regular expression over the names of the parameters that are trained; None: all."""
+        return None if self.lora is None else ADDED
+
+    def log_probs(
+        self, model: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None
+    ) -> jax.Array:
+        """Log-probability of every target, float32 [B, T]."""
+        return target_log_probs(model, batch, dropout_key)
 
     def whole(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The batch with what its parts have to know of all of it; see `_with_targets`."""
@@ -493,10 +506,76 @@ def target_log_probs(
     hidden = model.encode(
         model.embed(batch["input_ids"]), same, batch["positions"], dropout_key=dropout_key
     )  # [B, L, H]
+    return _of_targets(model, hidden, batch)
+
+
+def _of_targets(model: Llama, hidden: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+    """Log-probability of every target, float32 [B, T], of the last states [B, L, H]."""
     before = jnp.take_along_axis(hidden, batch["target_positions"][:, :, None], axis=1)  # [B, T, H]
     return -optax.softmax_cross_entropy_with_integer_labels(
         model.logits(before), batch["target_ids"]
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionLanguageObjective(LanguageModelObjective):
+    """As LanguageModelObjective, of a Qwen-VL: one example in a row, with one picture or none.
+
+    A batch is that of `tasks.pictured_examples`; one without pictures lacks their arrays.
+
+    Attributes:
+      config: the model's.
+      lora: additions to the language model, whose rest is frozen; None: all of it is trained.
+      tower: the tower with its mergers is trained, too.
+    """
+
+    config: QwenVLConfig
+    tower: bool = False
+
+    def init(self, key: jax.Array) -> nnx.Module:
+        """A freshly initialized Qwen-VL."""
+        rngs = nnx.Rngs(key)
+        model = QwenVL(self.config, rngs=rngs)
+        if self.lora is not None:
+            add_lora(model.llama, self.lora, rngs=rngs)
+        return model
+
+    @property
+    def trained(self) -> str | None:
+        """See LanguageModelObjective."""
+        names = "^llama/" if self.lora is None else ADDED
+        if not self.tower:
+            return names
+        return None if self.lora is None else f"{names}|^vision/"
+
+    def log_probs(
+        self, model: QwenVL, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None
+    ) -> jax.Array:
+        """See LanguageModelObjective. What follows a row's example is seen by nothing in it."""
+        ids = batch["input_ids"]
+        picture = ids == self.config.image_token  # [B, L]
+        embedded, deepstack = model.llama.embed(jnp.where(picture, 0, ids)), None
+        if "patches" in batch:
+            shown = (batch[field.name] for field in dataclasses.fields(PatchBatch))
+            features = model.encode_images(PatchBatch(*shown))  # [B, U, features]
+            rows = jnp.maximum(batch["rows"], 0)[..., None]  # of a row's own picture
+            own = jnp.take_along_axis(features, rows, axis=1)  # [B, L, features]
+            embedded, deepstack = spread(embedded, own, picture)
+        hidden = model.llama.encode(
+            embedded, None, batch["positions"], deepstack=deepstack, dropout_key=dropout_key
+        )
+        return _of_targets(model.llama, hidden, batch)
+
+    def whole(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """See LanguageModelObjective; the loss of a batch whose pictures are all broken is 0."""
+        batch = super().whole(batch)
+        return {**batch, "batch_targets": jnp.maximum(batch["batch_targets"], 1)}
+
+    def finish(self, model: QwenVL) -> QwenVL:
+        """What is kept of the trained model: a plain Qwen-VL."""
+        if self.lora is not None:
+            model.llama = merge_lora(model.llama)
+        return model
 
 
 @dataclasses.dataclass(frozen=True)

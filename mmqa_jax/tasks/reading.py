@@ -17,13 +17,14 @@ from mmqa_jax.tasks.modality import QuestionModality
 from mmqa_jax.tasks.rerank import Rerank
 from mmqa_jax.tasks.seq2seq import Seq2Seq
 from mmqa_jax.tasks.task import Task
+from mmqa_jax.tasks.vision_language import VisionLanguage
 from mmqa_jax.tasks.vqa import VQA
 
 BUILT_IN: tuple[type[Task], ...] = (
     *(Contrastive, Rerank, Answer),  # WebQA
     QuestionModality,
     VQA,  # MAVL
-    *(ExampleRetrieval, LanguageModel),  # beyond RMR
+    *(ExampleRetrieval, LanguageModel, VisionLanguage),  # beyond RMR
     Seq2Seq,  # the tables' trained baselines
 )
 

@@ -24,6 +24,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.packing import Packed
 from mmqa_jax.data.schema import Question
 from mmqa_jax.models.t5_config import T5Config
+from mmqa_jax.prompting.training_examples import encode_text
 from mmqa_jax.tasks.base_llm import base_loader, check_vocabulary, model_config
 from mmqa_jax.tasks.objectives import Seq2SeqObjective, answer_log_probs
 from mmqa_jax.tasks.solved_questions import (
@@ -114,7 +115,9 @@ class Seq2Seq(SolvedQuestions):
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
         objective = self.objective(tokenizer.vocab_size)
         check_vocabulary(self, objective.config, tokenizer)
-        examples = self.make_examples(corpus, self.data.chosen(questions, corpus), tokenizer)
+        examples = self.make_examples(
+            corpus, self.data.chosen(questions, corpus), encode_text(tokenizer)
+        )
         batches = seq2seq_batches(
             examples.versions,
             examples.shares,
@@ -137,4 +140,4 @@ class Seq2Seq(SolvedQuestions):
             rows = [[number] for number in range(len(examples))]
             return row_scores(model, rows, self.inference.batch_size, pack, answer_log_probs)
 
-        return OptionLikelihood(self, corpus, tokenizer, make_score)
+        return OptionLikelihood(self, corpus, encode_text(tokenizer), make_score)

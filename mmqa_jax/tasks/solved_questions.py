@@ -26,15 +26,15 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.data.splits import evenly
 from mmqa_jax.decoding.requests import TooLong
 from mmqa_jax.prompting import text_tokenizer
-from mmqa_jax.prompting.few_shot import few_shot
+from mmqa_jax.prompting.few_shot import few_shot, majority_answer
 from mmqa_jax.prompting.rmr_fields import fields
 from mmqa_jax.prompting.shots import ExampleLibrary
 from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 from mmqa_jax.prompting.training_examples import (
+    Encode,
     ExampleOptions,
     TrainingExamples,
-    token_example,
     training_examples,
 )
 from mmqa_jax.tasks.base_llm import base_fingerprint, make_text_tokenizer
@@ -43,6 +43,7 @@ from mmqa_jax.tasks.task import DataSection, Task
 
 # A model's parameters -> the summed log-probability of every example's targets, float64 [N].
 Score = Callable[[Any], np.ndarray]
+Readable = Callable[[Sequence[Question]], list[Question]]
 MakeScore = Callable[[Sequence[TokenExample]], Score]
 Rows = Sequence[Sequence[int]]  # examples of each row, by number
 
@@ -59,7 +60,8 @@ class ValidateOptions:
     """The section `validate`: multiple choice by likelihood.
 
     Attributes:
-      split: the questions', of those with choices and a known answer.
+      split: the questions', of those with choices and a known answer; where the task learns
+        questions without choices, the likelihood of their answers alone counts.
       questions: how many, evenly over the split; 0: all.
       shots: numbers of retrieved examples, each validated on its own.
       template: of the prompts, after which the options' texts are scored.
@@ -144,9 +146,18 @@ class SolvedQuestions(Task):
         return open_library(corpus, self.library, "library")
 
     def make_examples(
-        self, corpus: Corpus, questions: list[Question], tokenizer: Any
+        self,
+        corpus: Corpus,
+        questions: list[Question],
+        encode: Encode,
+        readable: Readable | None = None,
     ) -> TrainingExamples:
         """What a run is trained on; says how many questions were dropped.
+
+        Args:
+          questions: those without a known answer are left out.
+          encode: makes the examples.
+          readable: those of some questions that can be shown; None: all.
 
         Raises:
           UserError: no question with an answer, or a library that cannot be opened.
@@ -157,9 +168,10 @@ class SolvedQuestions(Task):
                 f"config key data.split={self.data.split}: {self.data.dir} holds no such questions "
                 f"with {self.unsolved}; choose another split."
             )
+        shown = solved if readable is None else readable(solved)
         size = self.size
         examples = training_examples(
-            solved, self.open_library(corpus), fields, self.examples, tokenizer, size
+            shown, self.open_library(corpus), fields, self.examples, encode, size
         )
         if not examples.versions:
             raise UserError(
@@ -218,27 +230,46 @@ class OptionLikelihood:
     """Accuracy and log-likelihood of the right option, for each number of shots.
 
     The likelihood of an option's text is that of RMR's `choose_rmr`, not calibrated.
-    Questions are shown as many of their shots as fit.
+    Questions are shown as many of their shots as fit. One without choices has its most frequent
+    answer as its only option, and no part in the accuracy.
 
     Args:
       task: of the run.
+      encode: makes the examples.
       score: makes of all examples what gives their totals: see `Score`.
+      readable: those of some questions that can be shown; None: all.
     """
 
-    def __init__(self, task: SolvedQuestions, corpus: Corpus, tokenizer: Any, score: MakeScore):
+    def __init__(
+        self,
+        task: SolvedQuestions,
+        corpus: Corpus,
+        encode: Encode,
+        score: MakeScore,
+        readable: Readable | None = None,
+    ):
         section = task.validate
         assert section is not None
-        self._section, self._tokenizer = section, tokenizer
+        self._section, self._encode = section, encode
         self._size, self._length_key = task.size, task.length_key
-        questions = [q for q in corpus.questions(section.split) if q.answer_index is not None]
+        questions = evenly(
+            [q for q in corpus.questions(section.split) if task.is_solved(q)], section.questions
+        )
+        if readable is not None:
+            questions = readable(questions)
         if not questions:
             raise UserError(
                 f"config key validate.split={section.split}: {task.data.dir} holds no such "
-                "questions with choices and a known answer; choose another split, or set "
+                f"questions with {task.unsolved}; choose another split, or set "
                 "train.evaluate_every to 0."
             )
-        questions = evenly(questions, section.questions)
-        self._answers = np.array([question.answer_index for question in questions])
+        self._has_choices = np.array([q.answer_index is not None for q in questions])
+        if section.metric == "accuracy" and not self._has_choices.any():
+            raise UserError(
+                f"config key validate.metric=accuracy: no question of {section.split} has choices; "
+                "set it to log_likelihood."
+            )
+        self._answers = np.array([question.answer_index or 0 for question in questions])
         self._examples: list[TokenExample] = []
         # Rows of self._examples by (number of shots, question, option).
         self._rows: list[list[list[int]]] = []
@@ -255,9 +286,11 @@ class OptionLikelihood:
         template = load_template(self._section.template)
 
         def make(prompt: str) -> list[TokenExample]:
+            known = question.answer_index is not None
+            options = question.choices if known else (majority_answer(question),)
             return [
-                token_example(self._tokenizer, prompt, template.spaced(f" {c}"))
-                for c in question.choices
+                self._encode(question, prompt, "", template.spaced(f" {option}"), ended=False)
+                for option in options
             ]
 
         def check(examples: list[TokenExample]) -> None:
@@ -281,9 +314,12 @@ class OptionLikelihood:
         for count, options in zip(self._section.shots, self._rows, strict=True):
             right = [own[a] for own, a in zip(options, self._answers, strict=True)]
             best = np.array([int(totals[own].argmax()) for own in options])
-            values[f"accuracy@k{count}"] = float((best == self._answers).mean())
+            if self._has_choices.any():
+                right_ones = (best == self._answers)[self._has_choices]
+                values[f"accuracy@k{count}"] = float(right_ones.mean())
             values[f"log_likelihood@k{count}"] = float(totals[right].sum() / lengths[right].sum())
         for name in ("accuracy", "log_likelihood"):
-            found = [values[f"{name}@k{count}"] for count in self._section.shots]
-            values[name] = float(np.mean(found))
+            found = [values.get(f"{name}@k{count}") for count in self._section.shots]
+            if None not in found:
+                values[name] = float(np.mean(found))
         return values

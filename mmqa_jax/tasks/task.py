@@ -13,7 +13,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import jax
 import numpy as np
@@ -29,14 +29,11 @@ from mmqa_jax.data.batches.feed import BatchesSection, FeedConfig
 from mmqa_jax.data.batches.reading import Batches
 from mmqa_jax.data.clip_tokenizer import ClipTokenizer, open_tokenizer
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.grid_records import PictureFeatures
 from mmqa_jax.data.images import Alpha, Resize
 from mmqa_jax.data.picture_store import PictureStore
-from mmqa_jax.data.question_pictures import QuestionPictures
 from mmqa_jax.data.question_words import QuestionWords
 from mmqa_jax.data.schema import Modality, Question, Source, source_text
 from mmqa_jax.data.siglip_tokenizer import SiglipTokenizer
-from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.splits import evenly
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.models.presets import TRUNKS
@@ -138,6 +135,13 @@ class InUse:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+class Reader(Protocol):
+    """What reads sources, or pictures or their features."""
+
+    def warn_missing(self) -> None:
+        """Says on stderr what could not be read."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """What `training.loop.train` needs of a task on a corpus.
@@ -157,7 +161,7 @@ class Recipe:
     objective: Objective
     batches: Batches
     load_pretrained: Loader | None
-    reader: SourceReader | PictureFeatures | QuestionPictures | None = None
+    reader: Reader | None = None
     answers: AnswerVocabulary | None = None
     finish: Callable[[Any], Any] | None = None
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -81,10 +81,16 @@ def require_given(
 
 
 class Published(NamedTuple):
-    """A model under published keys, with the config.json that goes with it."""
+    """A model under published keys, with the config.json that goes with it.
+
+    Attributes:
+      processor: preprocessor_config.json, where its config says how pictures are resized; None: it
+        is that of its source.
+    """
 
     source: TensorSource
     config: dict[str, Any]
+    processor: dict[str, Any] | None = None
 
 
 def config_file(path: Path) -> Path:

@@ -117,7 +117,8 @@ def write_published(
     shard_bytes: int = SHARD_BYTES,
     on_bytes: Callable[[int], None] = lambda size: None,
 ) -> None:
-    """Writes the weights (see `write_sharded`), then config.json: a folder with it is complete.
+    """Writes the weights (see `write_sharded`), preprocessor_config.json if there is one, and then
+    config.json: a folder with it is complete.
 
     Args:
       folder: made if absent.
@@ -126,6 +127,8 @@ def write_published(
       shard_bytes, on_bytes: see `write_sharded`.
     """
     write_sharded(folder, published.source, shard_bytes=shard_bytes, on_bytes=on_bytes)
+    if published.processor is not None:
+        write_json(Path(folder) / "preprocessor_config.json", published.processor)
     dtype = np.dtype(next(iter(published.source.specs().values())).dtype).name
     entries = {**published.config, "torch_dtype": dtype, **(more or {})}
     write_json(Path(folder) / "config.json", entries)

@@ -26,6 +26,7 @@ from qwen_vl_pair import (
     make_pair,
     pictures,
     rewritten,
+    torch_inputs,
 )
 
 from mmqa_jax.core.errors import UserError
@@ -153,27 +154,6 @@ def prompts() -> list[list[int]]:
 
 
 USED = ((0, 2), (1,), ())  # the pictures of each prompt
-
-
-def torch_inputs(torch_pixels: dict[str, torch.Tensor], row: list[int], used: tuple[int, ...]):
-    """A prompt for transformers, in which each placeholder stands once for each unit."""
-    grids = torch_pixels["image_grid_thw"]
-    counts = grids.prod(-1)
-    starts = (counts.cumsum(0) - counts).tolist()
-    waiting = iter(used)
-    ids = [
-        one
-        for token in row
-        for one in ([IMAGE] * (int(counts[next(waiting)]) // 4) if token == IMAGE else [token])
-    ]
-    ids = torch.tensor([ids])
-    made = {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int()}
-    made["attention_mask"] = torch.ones_like(ids)  # `generate` would leave out letter 0, its pad
-    if used:
-        values = torch_pixels["pixel_values"]
-        parts = [values[starts[n] : starts[n] + int(counts[n])] for n in used]
-        made |= {"pixel_values": torch.cat(parts), "image_grid_thw": grids[list(used)]}
-    return made
 
 
 def test_positions(pair, pixels, torch_pixels):

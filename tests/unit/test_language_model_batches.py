@@ -20,7 +20,12 @@ from mmqa_jax.data.batches.language_model import (
 from mmqa_jax.data.schema import Question
 from mmqa_jax.papers.rmr import fields
 from mmqa_jax.prompting.shots import ExampleLibrary
-from mmqa_jax.prompting.training_examples import ExampleOptions, token_example, training_examples
+from mmqa_jax.prompting.training_examples import (
+    ExampleOptions,
+    encode_text,
+    token_example,
+    training_examples,
+)
 
 SIZE = RowSize(32, 12)
 
@@ -118,7 +123,8 @@ LARGE = RowSize(512, 128)
 def make(size: RowSize = LARGE, own=None, **options):
     options = ExampleOptions(**{"similarity": "random", "shots": 2, **options})
     own = questions() if own is None else own
-    return training_examples(own, ExampleLibrary(own), fields, options, text_tokenizer(), size)
+    encode = encode_text(text_tokenizer())
+    return training_examples(own, ExampleLibrary(own), fields, options, encode, size)
 
 
 def text(tokens) -> str:

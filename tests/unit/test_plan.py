@@ -80,6 +80,22 @@ def test_a_base_that_is_not_here_is_planned_by_its_sizes():
         make_program("train", config, jax.devices()[:1])
 
 
+def test_a_vision_language_model_is_planned_by_its_sizes():
+    """LoRA alone has moments; a picture takes 576 tokens, padded to 768, beside the text's 512."""
+    config = load_config(ROOT / "configs/aokvqa/vlm_finetune.py")
+    program = make_program("train", config, jax.devices()[:1], model="qwen25_vl_7b")
+    # q and out, k and v, gate and up and down of Qwen2.5-7B: in + out of each, of 28 layers.
+    widths = 2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944)
+    added = 28 * 16 * widths
+    assert program.optimizer - 4 * 2 * added in range(64)  # and counters
+    # Published: 8.29 B parameters, in float32 here.
+    assert round((program.parameters / 4 - added) / 1e9, 2) == 8.29
+    ints = 5 * (512 + 768) + 3 * 256 + 2 * 4 * 768 + 2 + 768
+    assert program.input_bytes == 8 * (4 * ints + 4 * 768 * 14 * 14 * 3)
+    with pytest.raises(UserError, match=r"--model=llava15_7b: sizes are not known"):
+        make_program("train", config, jax.devices()[:1], model="llava15_7b")
+
+
 def test_recomputation_is_no_flops_of_the_model():
     plain, full = language_model(), language_model()
     full.model.changes.remat = "full"

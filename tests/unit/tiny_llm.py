@@ -127,8 +127,8 @@ PICTURED = TEMPLATE.replace(
 )
 
 
-def write_qwen_vl(folder: Path) -> Path:
-    """Writes a tiny random Qwen2.5-VL as transformers would; a picture takes 9 tokens or more."""
+def qwen_vl_config() -> QwenVLConfig:
+    """A tiny Qwen2.5-VL, whose tokenizer is `pictured_letters`."""
     first = len(LETTERS) + len(SPECIAL)
     llama = dataclasses.replace(
         llama_config(first + len(VISION), positions=512),
@@ -143,13 +143,23 @@ def write_qwen_vl(folder: Path) -> Path:
     tokens = dict(
         zip(("image", "video", "vision_start", "vision_end"), range(first, first + 4), strict=True)
     )
-    config = QwenVLConfig(vision, llama, **{f"{name}_token": n for name, n in tokens.items()})
+    return QwenVLConfig(vision, llama, **{f"{name}_token": n for name, n in tokens.items()})
+
+
+def pictured_letters() -> Tokenizer:
+    """One token a letter, and those of pictures."""
+    tokenizer = letters()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in VISION])
+    return tokenizer
+
+
+def write_qwen_vl(folder: Path) -> Path:
+    """Writes a tiny random Qwen2.5-VL as transformers would; a picture takes 9 tokens or more."""
+    config = qwen_vl_config()
     folder.mkdir()
     model = QwenVL(config, rngs=nnx.Rngs(3))
     write_published(folder, publish_qwen_vl(config, nnx.state(model)), more={"eos_token_id": END})
-    tokenizer = letters()
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in VISION])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    pictured_letters().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": PICTURED}))
     sizes = {"min_pixels": 144, "max_pixels": 400, "patch_size": 2}
     (folder / "preprocessor_config.json").write_text(json.dumps(sizes))

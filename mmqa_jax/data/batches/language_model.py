@@ -20,10 +20,12 @@ class TokenExample(NamedTuple):
     Attributes:
       tokens: of both, special tokens included.
       start: index of the first token that is learned; all after it are too.
+      picture: name of the picture that one token of the prompt stands for; None: there is none.
     """
 
     tokens: Int32[np.ndarray, " n"]
     start: int
+    picture: str | None = None
 
     @property
     def targets(self) -> int:

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmqa_jax.data.batches.feed import FeedConfig, Table, feed_batches
+from mmqa_jax.data.batches.feed import FeedConfig
 from mmqa_jax.data.batches.language_model import TokenExample
+from mmqa_jax.data.batches.one_a_row import example_batches
 from mmqa_jax.data.batches.reading import Batches
-from mmqa_jax.data.batches.sampling import PlannedBatch
 from mmqa_jax.data.packing import Bucket, Packed
 
 
@@ -44,23 +44,18 @@ def seq2seq_batches(
         prompts of one.
       targets: tokens of an answer.
     """
-    count, flat = len(probabilities), [example for own in versions for example in own]
-    buckets = np.searchsorted(np.array(lengths), [example.start for example in flat])
 
-    def sample(epoch: int) -> Table:
-        rng = np.random.default_rng((15, feed.seed, epoch))
-        chosen = np.arange(len(versions)) * count + rng.choice(
-            count, len(versions), p=probabilities
-        )
-        return {"example": chosen, "bucket": buckets[chosen]}
+    def make(examples: Sequence[TokenExample], bucket: Bucket) -> Packed:
+        return pair_batch(examples, PairSize(bucket.text, targets))
 
-    def make(planned: PlannedBatch, table: Table) -> Packed:
-        examples = table["example"]
-        size = PairSize(lengths[planned.bucket], targets)
-        named = (examples // count).astype(np.int32)
-        return {**pair_batch([flat[i] for i in examples], size), "index": named}
-
-    return feed_batches(sample, [Bucket(0, length) for length in lengths], make, feed)
+    return example_batches(
+        versions,
+        probabilities,
+        feed,
+        shapes=[Bucket(0, length) for length in lengths],
+        bucket_of=lambda example: int(np.searchsorted(np.array(lengths), example.start)),
+        make=make,
+    )
 
 
 def pair_batch(examples: Sequence[TokenExample], size: PairSize, rows: int = 0) -> Packed:

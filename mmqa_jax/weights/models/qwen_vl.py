@@ -38,7 +38,7 @@ from mmqa_jax.weights.layouts import (
     with_prefixes,
 )
 from mmqa_jax.weights.models.llama import llama_rules
-from mmqa_jax.weights.models.qwen_vl_processor import with_processor
+from mmqa_jax.weights.models.qwen_vl_processor import processor_to_hf, with_processor
 from mmqa_jax.weights.sources import open_source
 
 _RENAME = ((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model."))
@@ -123,7 +123,7 @@ def publish_qwen_vl(config: QwenVLConfig, state: nnx.State) -> Published:
         source = with_prefixes(
             source, {"model.visual.": "visual.", "model.language_model.": "model."}
         )
-    return Published(source, qwen_vl_to_hf(config))
+    return Published(source, qwen_vl_to_hf(config), processor_to_hf(config.vision))
 
 
 def qwen_vl_key_map(config: QwenVLConfig) -> KeyMap:

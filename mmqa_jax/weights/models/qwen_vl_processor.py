@@ -57,6 +57,21 @@ def with_processor(config: QwenVisionConfig, folder: Path) -> QwenVisionConfig:
     return dataclasses.replace(config, **changes)
 
 
+def processor_to_hf(config: QwenVisionConfig) -> dict[str, Any]:
+    """transformers' preprocessor_config.json."""
+    return {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        **{key: values[0] for key, values in _FIXED.items()},
+        "rescale_factor": 1 / 255,
+        "patch_size": config.patch,
+        "merge_size": config.merge,
+        "temporal_patch_size": config.temporal,
+        "image_mean": list(config.pixel_mean),
+        "image_std": list(config.pixel_std),
+        "size": {"shortest_edge": config.min_pixels, "longest_edge": config.max_pixels},
+    }
+
+
 def _check(found: Mapping[str, Any], where: Path, config: QwenVisionConfig) -> None:
     expected = {
         **_FIXED,

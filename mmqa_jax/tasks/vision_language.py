@@ -1,0 +1,206 @@
+"""A Qwen2.5-VL or Qwen3-VL learns to answer questions on their pictures (ours).
+
+It is asked as the rows of RMR with `options.chat` and `options.pictures` ask it: the picture and
+the prompt of a template are a user's message, and what completes the prompt is the model's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.typed import changes_of, mapping, spec_of
+from mmqa_jax.data.batches.feed import BatchesSection
+from mmqa_jax.data.batches.language_model import RowSize, TokenExample
+from mmqa_jax.data.batches.one_a_row import example_batches
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.packing import Bucket, Packed
+from mmqa_jax.data.schema import Question
+from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.lora import LoraConfig
+from mmqa_jax.models.qwen_vl import QwenVLConfig
+from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
+from mmqa_jax.prompting.picture_format import QwenFormat
+from mmqa_jax.prompting.training_examples import encode_conversation
+from mmqa_jax.tasks.base_llm import base_loader, check_rows, check_trainable, model_config
+from mmqa_jax.tasks.objectives import VisionLanguageObjective
+from mmqa_jax.tasks.pictured_examples import (
+    PicturedRows,
+    TrainingPictures,
+    largest_bucket,
+    pictured_shapes,
+)
+from mmqa_jax.tasks.solved_questions import (
+    OptionLikelihood,
+    Rows,
+    Score,
+    SolvedQuestions,
+    row_scores,
+)
+from mmqa_jax.tasks.task import ANY_VOCABULARY, Recipe
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionLanguageSection:
+    """The section `model`.
+
+    Attributes:
+      changes: fields of LlamaConfig that differ from the base's; from scratch, its sizes.
+      vision: the same of the tower, QwenVisionConfig; `max_pixels` is what larger pictures are
+        resized to, in training and in the trained model's use.
+      lora: only these additions to the language model are trained; None: all of it.
+      tower: whether the tower with its mergers is trained, too.
+    """
+
+    changes: Mapping[str, Any] = changes_of(LlamaConfig)
+    vision: Mapping[str, Any] = mapping(spec_of(QwenVisionConfig, minimum=0, partial=True))
+    lora: LoraConfig | None
+    tower: Literal["frozen", "trained"] = "frozen"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShownPictures:
+    """The section `pictures`; `max_broken`: how many pictures of a split may be broken, whose
+    questions are left out; None: see BrokenPictures."""
+
+    max_broken: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PicturedBatches(BatchesSection):
+    """The section `batches`: an example's tokens beside its picture's are at most `length`,
+    `targets` of them learned. A batch has pictures of one bucket of sizes, or none."""
+
+    length: int
+    targets: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionLanguage(SolvedQuestions):
+    """A Qwen-VL on solved questions with pictures, or without.
+
+    Attributes:
+      init: any Qwen2.5-VL or Qwen3-VL that `mmqa prompt --model` takes, or scratch.
+    """
+
+    name: ClassVar[str] = "vision_language"
+    product: ClassVar[str] = "vision-language model"
+    architecture: ClassVar[str] = "qwen_vl"
+    length_key: ClassVar[str] = "batches.length"
+    unsolved: ClassVar[str] = "a known answer"
+
+    model: VisionLanguageSection
+    batches: PicturedBatches
+    pictures: ShownPictures = ShownPictures()
+
+    @property
+    def size(self) -> RowSize:
+        return RowSize(self.batches.length, self.batches.targets)
+
+    @staticmethod
+    def is_solved(question: Question) -> bool:
+        return question.answer_index is not None or bool(question.answers)
+
+    def remat_keys(self) -> tuple[str, ...]:
+        return "model.changes.remat", "model.vision.remat"
+
+    def _check(self, files: bool) -> None:
+        check_trainable(self, self.objective(ANY_VOCABULARY).trained)
+        self.check_examples()
+        length, targets = self.size
+        if not 0 < targets < length:
+            raise UserError(
+                f"config key batches.targets={targets}: 1 to batches.length - 1 = {length - 1} "
+                "tokens of a row can be learned; change one of them."
+            )
+
+    def objective(self, vocab_size: int, mesh: Mesh | None = None) -> VisionLanguageObjective:
+        config = model_config(self, vocab_size)
+        return VisionLanguageObjective(config, self.model.lora, self.model.tower == "trained")
+
+    def batch(self) -> dict[str, Any]:
+        vision = self.objective(ANY_VOCABULARY).config.vision
+        shapes = pictured_shapes(self.batches.batch_size, self.size, largest_bucket(vision), vision)
+        return dict(shapes)
+
+    def _pictures(
+        self, corpus: Corpus, tokenizer: Any, config: QwenVLConfig
+    ) -> tuple[QwenFormat, TrainingPictures]:
+        shown = QwenFormat(config, tokenizer)
+        return shown, TrainingPictures(corpus, shown, config, self.pictures.max_broken)
+
+    def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
+        objective = self.objective(tokenizer.vocab_size)
+        config = objective.config
+        check_rows(self, config.llama, tokenizer, largest_bucket(config.vision).text)
+        shown, pictures = self._pictures(corpus, tokenizer, config)
+        examples = self.make_examples(
+            corpus,
+            self.data.chosen(questions, corpus),
+            encode_conversation(tokenizer, shown),
+            pictures.readable,
+        )
+        flat = [example for versions in examples.versions for example in versions]
+        shapes = pictures.buckets(flat)
+        batches = example_batches(
+            examples.versions,
+            examples.shares,
+            self.feed(),
+            shapes=shapes,
+            bucket_of=lambda one: [shape.text for shape in shapes].index(pictures.units(one)),
+            make=PicturedRows(self.size, config, pictures).batch,
+            broken=[pictures.broken],
+        )
+        return Recipe(
+            objective,
+            batches,
+            base_loader(self),
+            reader=pictures,
+            finish=objective.finish,
+            metadata=self.metadata(tokenizer),
+        )
+
+    def evaluation(
+        self, corpus: Corpus, tokenizer: Any, model: nnx.Module
+    ) -> Callable[[nnx.Module], Mapping[str, float]]:
+        objective = self.objective(tokenizer.vocab_size)
+        shown, pictures = self._pictures(corpus, tokenizer, objective.config)
+        made = PicturedRows(self.size, objective.config, pictures)
+
+        def make_score(examples: Sequence[TokenExample]) -> Score:
+            units = np.array([pictures.units(example) for example in examples])
+            of_buckets = []
+            for bucket in pictures.buckets(examples):
+                members = np.flatnonzero(units == bucket.text)
+
+                def pack(
+                    rows: Rows, members: np.ndarray = members, bucket: Bucket = bucket
+                ) -> tuple[Packed, np.ndarray]:
+                    own = [examples[members[row[0]]] if row else None for row in rows]
+                    batch = made.batch(own, bucket)
+                    return batch, batch["target_segments"]
+
+                rows = [[number] for number in range(len(members))]
+                size = self.inference.batch_size
+                of_buckets.append(
+                    (members, row_scores(model, rows, size, pack, objective.log_probs))
+                )
+
+            def score(state: Any) -> np.ndarray:
+                totals = np.zeros(len(examples))
+                for members, of_bucket in of_buckets:
+                    totals[members] = of_bucket(state)
+                return totals
+
+            return score
+
+        encode = encode_conversation(tokenizer, shown)
+        readable = functools.partial(pictures.readable, decode=True)
+        return OptionLikelihood(self, corpus, encode, make_score, readable)

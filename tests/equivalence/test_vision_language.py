@@ -1,0 +1,173 @@
+"""Training of Qwen2.5-VL and Qwen3-VL against transformers: steps of all parameters, and LoRA."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from compare import LAYER, WHOLE
+from flax import nnx
+from qwen_vl_pair import CASES, IMAGE, Pair, encoded, make_pair, pictures, torch_inputs
+
+from mmqa_jax.core.trees import flatten_named
+from mmqa_jax.data.batches.language_model import RowSize, TokenExample
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Question
+from mmqa_jax.models.lora import LoraConfig, add_lora
+from mmqa_jax.prompting.picture_format import QwenFormat
+from mmqa_jax.prompting.text_tokenizer import open_tokenizer
+from mmqa_jax.tasks.objectives import VisionLanguageObjective
+from mmqa_jax.tasks.pictured_examples import PicturedRows, TrainingPictures
+from mmqa_jax.weights.models.qwen_vl import publish_qwen_vl
+
+pytestmark = pytest.mark.slow
+
+SIZE = RowSize(520, 40)
+LORA = LoraConfig(rank=3, alpha=7.0, targets=("q", "v", "down"))
+RATE = 0.3
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request, tmp_path_factory) -> Pair:
+    return make_pair(request.param, tmp_path_factory.getbasetemp() / f"{request.param}_tiny")
+
+
+@pytest.fixture(scope="module")
+def rows(pair) -> PicturedRows:
+    """Over a corpus of three questions, whose pictures have other sizes each."""
+    files = {f"{number}.png": encoded(one) for number, one in enumerate(pictures())}
+    asked = [Question(name, "train", "What?", image=name, answers=("a",)) for name in files]
+    config = pair.ours.config
+    shown = QwenFormat(config, open_tokenizer(pair.folder))
+    made = TrainingPictures(Corpus([], asked, files.__getitem__), shown, config)
+    assert made.readable(asked) == asked
+    return PicturedRows(SIZE, config, made)
+
+
+def examples() -> list[tuple[TokenExample, tuple[int, ...]]]:
+    """With their pictures: a long prompt with the picture amid its words, and two shorter ones."""
+    words = np.random.default_rng(4).integers(3, IMAGE, 520).astype(np.int32)
+    made = []
+    for number, (length, place, start) in enumerate(((515, 100, 480), (60, 0, 44), (40, 9, 38))):
+        tokens = words[:length].copy()
+        tokens[place] = IMAGE
+        made.append((TokenExample(tokens, start, f"{number}.png"), (number,)))
+    return made
+
+
+def batch_of(rows: PicturedRows) -> dict[str, jax.Array]:
+    """All in the largest one's bucket, and an empty row."""
+    own = [example for example, _ in examples()]
+    batch = rows.batch([*own, None], rows.pictures.buckets(own)[-1])
+    return jax.tree.map(jnp.asarray, batch)
+
+
+def their_loss(pair: Pair, model: torch.nn.Module) -> torch.Tensor:
+    """The mean over all targets, example by example."""
+    total, count = torch.zeros(()), 0
+    given = pair.processor(images=pictures(), return_tensors="pt")
+    for example, used in examples():
+        inputs = torch_inputs(given, example.tokens.tolist(), used)
+        model.model.rope_deltas = None  # of the prompt before
+        logs = model(**inputs).logits[0].log_softmax(-1)
+        ids = inputs["input_ids"][0]
+        at = torch.arange(len(ids) - example.targets, len(ids))
+        total = total - logs[at - 1, ids[at]].sum()
+        count += example.targets
+    return total / count
+
+
+def copy_of(pair: Pair) -> torch.nn.Module:
+    return type(pair.theirs).from_pretrained(pair.folder, attn_implementation="eager").train()
+
+
+def gradient_of(objective: VisionLanguageObjective, model: nnx.Module):
+    """(state, batch) -> loss and gradient; and the state."""
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    @jax.value_and_grad
+    def step(state, batch):
+        return objective.loss(nnx.merge(graphdef, state), batch, jax.random.key(0))[0]
+
+    return step, state
+
+
+def test_three_training_steps_are_torchs(pair, rows):
+    """Plain gradient descent of all parameters, those of the tower too."""
+    theirs, batch = copy_of(pair), batch_of(rows)
+    config = pair.ours.config
+    assert batch["input_ids"].shape[1] > 512
+    step, state = gradient_of(VisionLanguageObjective(config, tower=True), pair.ours)
+    for _ in range(3):
+        loss, gradient = step(state, batch)
+        state = jax.tree.map(lambda x, dx: x - RATE * dx, state, gradient)
+        theirs.zero_grad()
+        want = their_loss(pair, theirs)
+        want.backward()
+        np.testing.assert_allclose(loss, want.item(), **LAYER)
+        with torch.no_grad():
+            for parameter in theirs.parameters():
+                parameter -= RATE * parameter.grad
+    got = publish_qwen_vl(config, state).source
+    wanted = {
+        name.removeprefix("model." if config.vision.family == "qwen2_5_vl" else ""): parameter
+        for name, parameter in theirs.named_parameters()
+    }
+    renamed = {
+        name.replace("language_model.", "model.") if name not in got.specs() else name: parameter
+        for name, parameter in wanted.items()
+    }
+    assert got.specs().keys() == renamed.keys()
+    for name, parameter in renamed.items():
+        np.testing.assert_allclose(got.read(name), parameter.detach(), **WHOLE, err_msg=name)
+
+
+_LINEARS = {"q": "self_attn.q_proj", "v": "self_attn.v_proj", "down": "mlp.down_proj"}
+
+
+def test_lora_is_pefts_formula(pair, rows):
+    """W + alpha / r B A in torch's weights (peft's LoraLayer), loss and gradients of A and B; what
+    is frozen has none, the tower included."""
+    graphdef, state = nnx.split(pair.ours)
+    ours = nnx.merge(graphdef, jax.tree.map(jnp.copy, state))
+    add_lora(ours.llama, LORA, rngs=nnx.Rngs(2))
+    theirs, added = copy_of(pair), {}
+    for name in LORA.targets:
+        linear = getattr(ours.llama.layers, name)
+        linear.lora_b[...] = 0.1 * jax.random.normal(jax.random.key(7), linear.lora_b.shape)
+        for number, layer in enumerate(theirs.model.language_model.layers):
+            ab = [
+                torch.tensor(np.asarray(getattr(linear, f"lora_{x}")[number])).requires_grad_()
+                for x in "ab"
+            ]
+            added[name, number] = ab
+            own = layer.get_submodule(_LINEARS[name])
+            weight = own.weight.detach() + LORA.alpha / LORA.rank * (ab[0] @ ab[1]).T
+            del own.weight
+            own.weight = weight
+    want = their_loss(pair, theirs)
+    want.backward()
+    objective = VisionLanguageObjective(pair.ours.config, LORA)
+    step, state = gradient_of(objective, ours)
+    loss, gradient = step(state, batch_of(rows))
+    np.testing.assert_allclose(loss, want.item(), **LAYER)
+    named = {name: np.asarray(x) for name, x in flatten_named(gradient).items()}
+    for (name, number), pairs in added.items():
+        for letter, x in zip("ab", pairs, strict=True):
+            got = named[f"llama/layers/{name}/lora_{letter}"][number]
+            np.testing.assert_allclose(got, x.grad.numpy(), **LAYER, err_msg=name)
+    frozen = [name for name in named if "lora_" not in name]
+    assert any(name.startswith("vision/") for name in frozen)
+    assert all(not named[name].any() for name in frozen)
+    base = flatten_named(nnx.state(pair.ours, nnx.Param))
+    kept = flatten_named(nnx.state(objective.finish(ours), nnx.Param))
+    assert set(kept) == set(base)
+    for (name, number), (a, b) in added.items():
+        kernel = f"llama/layers/{name}/kernel"
+        added_to = LORA.alpha / LORA.rank * (a @ b).detach().numpy()
+        np.testing.assert_allclose(
+            kept[kernel][number], np.asarray(base[kernel][number]) + added_to, **LAYER
+        )

@@ -1,0 +1,50 @@
+"""One training step on a mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from mmqa_jax.core.mesh import DEFAULT_RULES, batch_sharding, make_mesh
+from mmqa_jax.core.trees import flatten_named
+from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
+from mmqa_jax.training.state import abstract_state, initial_state, make_step, split_model
+
+
+def take_step(
+    task: Any,
+    batch: Mapping[str, np.ndarray],
+    shape: Mapping[str, int],
+    devices: Sequence[jax.Device] | None,
+    *,
+    accumulate: int = 1,
+    **options: Any,
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], nnx.Module]:
+    """Metrics, the optimizer's moments (the gradient, but for a factor) and the module after it.
+
+    Args:
+      task: the objective.
+      shape, devices: of the mesh; None: all devices.
+      options: of the optimizer.
+    """
+    mesh = make_mesh(shape, devices=devices)
+    optimizer, schedule = make_optimizer(OptimizerOptions(warmup=0.0, **options), steps=10)
+    model = split_model(task, 0)
+    abstract = abstract_state(model, optimizer, mesh, DEFAULT_RULES)
+    step = make_step(
+        task, model, optimizer, schedule, seed=0, accumulate=accumulate, abstract=abstract,
+        mesh=mesh,
+    )  # fmt: skip
+    state = initial_state(task, optimizer, 0, abstract)
+    state, metrics = step(state, jax.device_put(batch, batch_sharding(mesh)))
+    for name, leaf in flatten_named(state.optimizer).items():
+        if leaf.ndim > 2 and "lora_" not in name:  # the stacked kernels' moments
+            splits = math.prod(shape.get(axis, 1) for axis in ("fsdp", "tensor"))
+            assert leaf.addressable_shards[0].data.size == leaf.size // splits, name
+    found = jax.device_get((metrics, flatten_named(state.optimizer)))
+    return *found, model.merge(state.params)

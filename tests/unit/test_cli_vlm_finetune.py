@@ -1,0 +1,202 @@
+"""`mmqa train` of a Qwen-VL on A-OKVQA's official files, the verbs that use the run, and the rows."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+
+import numpy as np
+import pytest
+from cli_runs import ROOT, done, mmqa, png, quietly, rows_of, write_rows
+from PIL import Image
+from tiny_llm import write_folder, write_qwen_vl
+from vqa_files import aokvqa_row, write
+
+from mmqa_jax.core.trees import flatten_named
+from mmqa_jax.weights.folder import load_converted, read_metadata
+from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
+
+# Letters are tokens here: a question has about 80.
+TINY = {
+    "examples.templates": "('rmr.text',)", "inference.batch_size": 4, "batches.length": 128,
+    "batches.targets": 24, "batches.batch_size": 2, "batches.threads": 0, "train.steps": 12,
+    "train.checkpoint_every": 6, "train.log_every": 3, "train.evaluate_every": 6, "train.keep": 2,
+    "train.optimizer.learning_rate": 0.02, "train.optimizer.warmup": 0.0,
+    "model.vision.max_pixels": 400,
+}  # fmt: skip
+ENGINE = {"slots": 2, "length": 256, "buckets": "(32,)", "prefill_tokens": 64, "block": 32}
+
+
+def flags_of(inputs, workdir, **changes) -> list[str]:
+    values = {**TINY, "init": inputs / "vlm", "data.dir": inputs / "data", **changes}
+    config = f"{ROOT}/configs/aokvqa/vlm_finetune.py"
+    flags = ["train", f"--config={config}", f"--workdir={workdir}"]
+    return flags + [f"--config.{key}={value}" for key, value in values.items()]
+
+
+def weights_of(folder) -> dict[str, np.ndarray]:
+    specs = stored_specs(folder / "weights")
+    return {name: np.asarray(x) for name, x in read_weights(folder / "weights", specs).items()}
+
+
+def _thin() -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (402, 2)).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def inputs(cli_cache, tmp_path_factory):
+    """A tiny Qwen-VL, A-OKVQA with pictures of two colors and one that is too thin; a LoRA run."""
+    folder = tmp_path_factory.mktemp("vlm")
+    raw = folder / "raw"
+    (raw / "train2017").mkdir(parents=True)
+    (raw / "val2017").mkdir()
+    for split, count in (("train", 9), ("val", 3)):
+        rows = []
+        for n in range(count):
+            image_id = n % 2 + 1 + 10 * (split == "val")
+            if n == count - 1:
+                image_id = 99
+            rows.append(
+                aokvqa_row(f"{split}{n}", split, image_id=image_id, correct_choice_idx=n % 2,
+                           question="Which one is it?")
+            )  # fmt: skip
+            color = (200, 30, 40) if n % 2 else (20, 30, 210)
+            data = _thin() if image_id == 99 else png(color)
+            (raw / f"{split}2017" / f"{image_id:012d}.jpg").write_bytes(data)
+        write(raw / f"aokvqa_v1p0_{split}.json", rows)
+    with quietly(cli_cache):
+        done("prepare", "aokvqa", f"--raw={raw}", f"--out={folder / 'data'}")
+        write_qwen_vl(folder / "vlm")
+        result = done(*flags_of(folder, folder / "run"))
+    assert result["task"] == "vision_language"
+    assert result["best"]["metric"] == "accuracy"
+    return folder
+
+
+def test_the_loss_falls_and_the_answers_are_validated(inputs):
+    rows = rows_of(inputs / "run" / "metrics.jsonl")
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert losses[-1] < losses[0] - 0.1
+    last = [row for row in rows if "eval/accuracy" in row][-1]
+    assert last["step"] == 12
+    assert last["eval/accuracy"] in (0.0, 0.5, 1.0)  # of two: the thin picture's is left out
+    assert last["eval/log_likelihood"] < 0
+
+
+def test_the_run_is_a_plain_qwen_vl_with_its_tower_as_it_was(inputs):
+    record = read_metadata(inputs / "run")
+    assert (record["model"], record["task"], record["step"]) == ("qwen_vl", "vision_language", 12)
+    assert record["config"]["vision"]["max_pixels"] == 400
+    done("convert", "--model=qwen_vl", f"--source={inputs / 'vlm'}",
+         f"--out={inputs / 'converted'}")  # fmt: skip
+    base, trained = weights_of(inputs / "converted"), weights_of(inputs / "run")
+    assert set(base) == set(trained) == set(flatten_named(load_converted(inputs / "run")))
+    changed = {name for name in base if (base[name] != trained[name]).any()}
+    linears = ("q", "k", "v", "out", "gate", "up", "down")
+    assert changed == {f"llama/layers/{name}/kernel" for name in linears}
+    names = stored_specs(inputs / "run" / "checkpoints" / "12" / "train")
+    moments = [name for name in names if "/mu/" in name]
+    assert moments
+    assert all("lora_" in name for name in moments)
+
+
+def test_prompts_and_a_row_are_answered_by_the_run(inputs, tmp_path):
+    """With a picture, opened from the run and exported: the same answers."""
+    (tmp_path / "red.png").write_bytes(png((200, 30, 40)))
+    asked = [{"type": "image", "image": "red.png"}, {"type": "text", "text": "Which one?"}]
+    prompts = write_rows(
+        tmp_path / "prompts.jsonl",
+        [{"id": "a", "messages": [{"role": "user", "content": asked}], "max_new_tokens": 6,
+          "logprobs": True}],
+    )  # fmt: skip
+    sizes = [f"--config.engine.{key}={value}" for key, value in ENGINE.items()]
+
+    def answer(model) -> list[dict]:
+        out = tmp_path / "answers.jsonl"
+        done("prompt", f"--prompts={prompts}", f"--out={out}", f"--model={model}", "--no_cache",
+             *sizes)  # fmt: skip
+        return rows_of(out)
+
+    done(
+        "convert", "--model=qwen_vl", f"--source={inputs / 'run'}", f"--out={tmp_path / 'hf'}",
+        "--export=hf",
+    )  # fmt: skip
+    (of_run,), (exported,) = (answer(model) for model in (inputs / "run", tmp_path / "hf"))
+    assert of_run["text"] == exported["text"]
+    np.testing.assert_allclose(of_run["logprobs"], exported["logprobs"], atol=1e-4)
+
+
+@pytest.mark.parametrize("row", ["qwen25_vl", "rmr_qwen3_vl"])
+def test_rows_with_the_run(inputs, tmp_path, row):
+    """The vision-language model alone, and behind three triplets."""
+    values = {
+        "data.dir": inputs / "data", "parts.llm.model": inputs / "run" / "best",
+        "parts.library.data": inputs / "data", "parts.library.text_model": "",
+        "parts.library.image_model": "", "options.similarity": "random",
+        "options.max_new_tokens": 4, "parts.llm.engine.length": 512,
+        "parts.llm.engine.slots": 2, "parts.llm.engine.buckets": "(64,)",
+        "parts.llm.engine.prefill_tokens": 64,
+    }  # fmt: skip
+    config = f"--config={ROOT}/configs/aokvqa/tables.py:{row}"
+    flags = [f"--config.{key}={value}" for key, value in values.items()]
+    result = done("run", config, f"--workdir={tmp_path / 'row'}", *flags)
+    assert (result["row"], result["questions"]) == (row, 3)
+    assert "a_okvqa_da/official" in result["scores"]
+    shots = [len(trace["shots"][0]) for trace in rows_of(tmp_path / "row" / "trace.jsonl")]
+    assert max(shots) <= (3 if row.startswith("rmr") else 0)
+
+
+@pytest.fixture
+def interrupted(inputs, tmp_path):
+    """The run as a kill after step 6 would have left it."""
+    shutil.copytree(inputs / "run", tmp_path / "run")
+    for name in ("checkpoints/12", "weights", "best"):
+        shutil.rmtree(tmp_path / "run" / name)
+    (tmp_path / "run" / "model.json").unlink()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("[0-9]*")] == ["6"]
+    return tmp_path / "run"
+
+
+def test_an_interrupted_run_resumes_to_the_same_weights(inputs, interrupted):
+    done(*flags_of(inputs, interrupted))
+    want, got = weights_of(inputs / "run"), weights_of(interrupted)
+    for name, x in want.items():
+        np.testing.assert_array_equal(got[name], x, err_msg=name)
+
+
+def test_a_toy_from_scratch(inputs, tmp_path):
+    """The config's mode `runlocal`, with its own tokenizer."""
+    config = f"--config={ROOT}/configs/aokvqa/vlm_finetune.py:runlocal"
+    flags = [f"--config.data.dir={inputs / 'data'}", "--config.train.evaluate_every=0"]
+    result = done("train", config, f"--workdir={tmp_path / 'run'}", *flags)
+    assert result["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train.optimizer.trainable": None}, r"optimizer\.trainable=None: with model\.lora=\.\.\."),
+        ({"model.tower": "trained"}, r"trainable=/lora_\[ab\]\$: .*'/lora_\[ab\]\$\|\^vision/' was"),
+        ({"batches.length": 460}, r"batches\.length=460: with 64 of a picture .* at most 512"),
+        ({"pictures.max_broken": 0}, r"1 picture cannot be read, more than the 0 allowed"),
+    ],
+)  # fmt: skip
+def test_wrong_configs(inputs, tmp_path, changes, message):
+    ended = mmqa(*flags_of(inputs, tmp_path / "run", **changes))
+    assert ended.code in (1, 2)
+    assert re.search(message, ended.err), ended.err
+
+
+def test_other_models_are_refused(inputs, tmp_path, refused):
+    """A text-only one and a LLaVA, by its config.json alone."""
+    write_folder(tmp_path / "llm")
+    (tmp_path / "llava").mkdir()
+    (tmp_path / "llava" / "config.json").write_text('{"model_type": "llava"}')
+    for name, found in (("llm", "llama"), ("llava", "llava")):
+        message = rf"init=.*{name}: holds a {found}, a qwen_vl was expected; name a Qwen2\.5-VL or"
+        refused(*flags_of(inputs, tmp_path / "run", init=tmp_path / name), message=message)
