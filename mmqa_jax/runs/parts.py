@@ -134,8 +134,8 @@ class RerankerSpec(Part):
     """How sources are selected.
 
     Attributes:
-      model: workdir of a rerank run, or a published cross-encoder or Qwen3-Reranker: its folder, or
-        ORG/NAME in the Hugging Face cache.
+      model: workdir of a rerank run, or a published cross-encoder, Qwen3-Reranker or
+        Qwen3-VL-Reranker: its folder, or ORG/NAME in the Hugging Face cache.
       similarity: the retriever whose cosines are combined with VLP's relevance, and whose second
         hop is reranked too (ours); None is the paper's VLP alone.
       similarity_weight: of the cosines; 0 uses the relevance alone.
