@@ -63,7 +63,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--retriever",
-        help="workdir of a contrastive run, a CLIP or SigLIP, or a published encoder of texts: "
+        help="workdir of a contrastive run, a CLIP or SigLIP, or another published encoder: "
         "scores two-hop questions again with the title of their best source, and provides cosines "
         "as the similarity",
     )

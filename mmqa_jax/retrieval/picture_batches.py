@@ -67,14 +67,18 @@ def prompt_batches(
         length = lengths[int(np.searchsorted(lengths, tokens))]
         groups[len(units), max(units, default=0), length].append(number)
     for (count, bucket, length), members in sorted(groups.items()):
-        # Attention of the tower is over patches.
-        most = rows_of_length(serving, max(length, bucket * config.vision.merge**2))
+        most = rows_of_length(serving, attended(config, bucket, length))
         for start in range(0, len(members), most):
             chunk = members[start : start + most]
             size = min(serving.size_for(len(chunk)), most)
             padded = [chunk[min(row, len(chunk) - 1)] for row in serving.placement.rows(size)]
             own = [prompts[number] for number in padded]
             yield np.array(chunk), _batch(own, config, count, bucket, length, pad_token)
+
+
+def attended(config: QwenVLConfig, bucket: int, length: int) -> int:
+    """Tokens or patches that see each other in such a batch; the tower attends to patches."""
+    return max(length, bucket * config.vision.merge**2)
 
 
 def _batch(

@@ -41,6 +41,11 @@ _ANSWER_BEGINS = {"chat_template": {"add_generation_prompt": True}}  # as is don
 _AROUND = 128  # tokens around a picture, with room
 
 
+def make_encode_prompts(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
+    """The jitted encoder of prompts: (state, PromptBatch) -> vectors [B, D]."""
+    return jax.jit(lambda state, batch: nnx.merge(graphdef, state).encode_prompts(*batch))
+
+
 class VLMEmbedder(Embedder):
     """An Embedder whose texts and pictures are read by one model.
 
@@ -61,9 +66,7 @@ class VLMEmbedder(Embedder):
             **options,
         )
         self._chat, self._config = chat, config
-        self._encode_prompts = jax.jit(
-            lambda state, batch: nnx.merge(graphdef, state).encode_prompts(*batch)
-        )
+        self._encode_prompts = make_encode_prompts(graphdef)
 
     def embed_questions(
         self, texts: Sequence[str], pictures: Sequence[np.ndarray | None] | None = None

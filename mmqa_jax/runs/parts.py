@@ -45,8 +45,8 @@ class RetrieverSpec(Part):
     Attributes:
       method: `bm25`, `dense`, or both: `fused` by a convex combination of their scores, `rrf` by
         reciprocal-rank fusion.
-      model: workdir of a contrastive run, a CLIP or SigLIP, or a published encoder of texts: its
-        folder, or ORG/NAME in the Hugging Face cache (not for bm25).
+      model: workdir of a contrastive run, a CLIP or SigLIP, a Qwen3-VL-Embedding, or a published
+        encoder of texts: its folder, or ORG/NAME in the Hugging Face cache (not for bm25).
       index: folder of `mmqa embed` and `mmqa index` with that model (not for bm25), or the Milvus
         collection that `mmqa index` filled (milvus://HOST:PORT/COLLECTION).
       modality: `unknown` searches all sources; `known` those of the gold sources' modality;

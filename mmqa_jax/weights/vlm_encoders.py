@@ -55,7 +55,7 @@ def load_vlm_yes_no(folder: Path, yes: int, no: int, mesh: Mesh | None = None) -
 
 def read_vlm_config(folder: Path) -> QwenVLConfig:
     """Our config of a folder's Qwen3-VL, with the bounds that its pictures have as an encoder."""
-    return _for_encoding(open_qwen_vl(folder).config, platform())
+    return for_encoding(open_qwen_vl(folder).config, platform())
 
 
 def check_family(folder: Path) -> None:
@@ -72,12 +72,12 @@ def _load(
     folder: Path, build: Callable[..., nnx.Module], key_map: Callable[[Any], KeyMap], mesh: Any
 ) -> Any:
     checkpoint = open_qwen_vl(folder)
-    config = _for_encoding(checkpoint.config, platform())
+    config = for_encoding(checkpoint.config, platform())
     checkpoint = checkpoint._replace(config=config, key_map=key_map)
     return load_checkpoint(build, checkpoint, config, mesh, config.llama.dtype)
 
 
-def _for_encoding(config: QwenVLConfig, device: str) -> QwenVLConfig:
+def for_encoding(config: QwenVLConfig, device: str) -> QwenVLConfig:
     """As `for_reading`, of the tower too; pictures have the originals' least and most tokens."""
     llama, unit = for_reading(config.llama, device), config.vision.unit
     vision = dataclasses.replace(

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
 import torch
 from compare import WHOLE
+from PIL import Image
 from qwen_vl_pair import encoded, pictures
 from qwen_vl_prompts import Published, make_published, says, write_json
 from safetensors.torch import load_file, save_file
 from tiny_encoders import texts
 
+import mmqa_jax as mmqa
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.documents.pages import page_pictures
 from mmqa_jax.data.images import PictureShape, decode_to_pixels
 from mmqa_jax.data.lists import corpus_of_lists
 from mmqa_jax.retrieval.vlm_encoder import load_vlm_embedder
 from mmqa_jax.tasks.embedder import open_embedder
+from tests.unit.document_files import pdf
 
 pytestmark = pytest.mark.slow
 
@@ -162,6 +168,31 @@ def test_a_longer_text_loses_its_end(published, tmp_path):
     (short,) = ours._prompts(["flag"], [None], DEFAULT)
     assert len(prompt.tokens) == ours.buckets[-1] == 4096
     assert list(prompt.tokens[-8:]) == list(short.tokens[-8:])
+
+
+def test_texts_and_pages_share_an_index(published, tmp_path, monkeypatch):
+    """`mmqa ask --data --pages=both`, from Python: a page is found by its pixels, and cited."""
+    monkeypatch.setenv("MMQA_CACHE", str(tmp_path / "cache"))
+    # On a CPU passages' products may be rounded to bfloat16.
+    monkeypatch.setattr("mmqa_jax.runs.ask_folder._products", lambda: "highest")
+    data = pdf([[(20, 700, "Filters"), (10, 660, "Wash the filter.")], []])
+    (tmp_path / "manuals").mkdir()
+    (tmp_path / "manuals" / "manual.pdf").write_bytes(data)
+    corpus = mmqa.open_corpus(tmp_path / "manuals", pages="both")
+    retriever = mmqa.open_retriever(corpus, "dense", encoder=published.folder)
+    found = {one.source.id: one for one in retriever.search("Which filter?", 10)}
+    asked = vector(published, "Which filter?")
+    shown = [Image.open(io.BytesIO(page.picture)) for page in page_pictures(data)]
+    want = {
+        "manual.pdf#1": vector(published, "Filters Wash the filter."),
+        "manual.pdf#page1": vector(published, "Filters", shown[0]),
+        "manual.pdf#page2": vector(published, "manual", shown[1]),
+    }
+    assert {*found} == {*want}
+    for name, of_source in want.items():
+        np.testing.assert_allclose(found[name].score, asked @ of_source, **WHOLE)
+    extra = found["manual.pdf#page2"].source.extra
+    assert (extra["file"], extra["page"]) == ("manual.pdf", 2)
 
 
 def test_what_is_refused(published, tmp_path):
