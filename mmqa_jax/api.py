@@ -26,6 +26,7 @@ from mmqa_jax.core import distributed
 from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.host import cache_dir
+from mmqa_jax.data.folder import FolderOptions, Pages
 from mmqa_jax.data.images import decode, read_picture_file
 from mmqa_jax.data.lists import PictureOf, corpus_of_lists
 from mmqa_jax.data.schema import NOT_FOUND, Question, Ranking
@@ -65,6 +66,7 @@ def open_corpus(
     titles: Sequence[str | None] | None = None,
     pictures: Sequence[PictureOf | None] | None = None,
     ids: Sequence[str] | None = None,
+    pages: Pages | None = None,
 ) -> AskedCorpus:
     """A corpus of texts and pictures, or of a folder.
 
@@ -72,6 +74,8 @@ def open_corpus(
       texts: the snippets, a caption where there is a picture; or a folder's path: documents and
         pictures, an interchange folder, or what `mmqa prepare` wrote.
       titles, pictures, ids: of the texts, see data/lists.py; pictures are paths or encoded bytes.
+      pages: of a folder, what is taken of a PDF: its `text` and figures (None, too), its pages as
+        `pictures`, for an encoder that sees, or `both`.
 
     Returns:
       Its `sources` have id, text, title and image.
@@ -81,6 +85,11 @@ def open_corpus(
       TypeError: a value of another type.
     """
     if not isinstance(texts, str | os.PathLike):
+        if pages is not None:
+            raise UserError(
+                "open_corpus: pages say what is taken of a folder's PDFs, and a list of texts was "
+                "given; leave them out."
+            )
         return AskedCorpus(corpus_of_lists(texts, titles, pictures, ids))
     for name, values in {"titles": titles, "pictures": pictures, "ids": ids}.items():
         if values is not None:
@@ -88,7 +97,8 @@ def open_corpus(
                 f"open_corpus: {name} belong to a list of texts, and {str(texts)!r} names a "
                 "folder; put the text into a list, or leave them out."
             )
-    corpus = open_folder(Path(texts), flag="open_corpus: texts")
+    options = None if pages is None else FolderOptions(pages=pages)
+    corpus = open_folder(Path(texts), options=options, flag="open_corpus: texts")
     for line in folder_notes(corpus.manifest["origin"]):
         warnings.warn(line, stacklevel=2)
     return corpus
@@ -157,8 +167,8 @@ def open_retriever(
     Args:
       corpus: of `open_corpus`.
       method: `bm25`, `dense` (by an encoder), or both: `fused` by scores, `rrf` by ranks.
-      encoder: `minilm`, a published encoder of texts (its folder, or ORG/NAME in the Hugging Face
-        cache), a CLIP or SigLIP or a contrastive run; not for bm25.
+      encoder: `minilm`, a published encoder of texts or a Qwen3-VL-Embedding (its folder, or
+        ORG/NAME in the Hugging Face cache), a CLIP or SigLIP or a contrastive run; not for bm25.
       weight: of the encoder's cosines beside BM25's scores, from 0 to 1; of fused.
       reranker: of `open_reranker` (or the name of its model), or any with its method `score`, that
         ranks the best `candidates` again.
@@ -297,8 +307,8 @@ def open_reranker(
 
     Args:
       model: folder of a cross-encoder, such as ms-marco MiniLM or bge-reranker, or of a
-        Qwen3-Reranker, or its ORG/NAME in the Hugging Face cache; or a language model of
-        `open_llm`; a server must give log-probabilities.
+        Qwen3-Reranker or Qwen3-VL-Reranker, or its ORG/NAME in the Hugging Face cache; or a
+        language model of `open_llm`; a server must give log-probabilities.
       calibrated: of a language model, see LLMRerankerOptions.
 
     Raises:

@@ -80,7 +80,9 @@ def _ask_folder(arguments: argparse.Namespace, picture: bytes | None) -> list[di
     model = arguments.model or "smollm2"
     flags.download(arguments, "model", "encoder")
     options, reading = flags.reading_options(arguments)
-    corpus = open_folder(Path(arguments.data), flags.optional_path(arguments.cache))
+    corpus = open_folder(
+        Path(arguments.data), flags.optional_path(arguments.cache), flags.folder_options(arguments)
+    )
     for line in folder_notes(corpus.manifest["origin"]):
         print(line, file=sys.stderr)
     spec = LLMSpec(model, arguments.backend or "engine")

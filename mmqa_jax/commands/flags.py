@@ -14,6 +14,7 @@ from mmqa_jax.core.shards import Shard, launched_shard, parse_shard
 
 if TYPE_CHECKING:
     from mmqa_jax.core.serving import Serving
+    from mmqa_jax.data.folder import FolderOptions
     from mmqa_jax.prompting.llm_reader import LLMReaderOptions
     from mmqa_jax.runs.ask_folder import AskOptions
 
@@ -252,8 +253,10 @@ def add_reading(parser: argparse.ArgumentParser, workdir: str) -> None:
         "--encoder",
         metavar="NAME|PATH",
         help="with --data, who finds the passages beside BM25: minilm, a published encoder of "
-        "texts (folder or ORG/NAME), a CLIP or SigLIP, or a contrastive run (minilm)",
+        "texts (folder or ORG/NAME), a CLIP or SigLIP, or a contrastive run (minilm); pictures are "
+        "seen by a Qwen3-VL-Embedding, a CLIP or SigLIP",
     )
+    add_pages(parser, "with --data, ")
     parser.add_argument("--top_k", type=int, help="passages that the model reads (5)")
     parser.add_argument(
         "--least_similarity",
@@ -270,7 +273,9 @@ def add_reading(parser: argparse.ArgumentParser, workdir: str) -> None:
 
 
 # Flags of `add_reading` that are for a folder alone.
-READING = ("model", "backend", "pictures", "encoder", "top_k", "least_similarity", "cache")
+READING = (
+    *("model", "backend", "pictures", "encoder", "pages", "top_k", "least_similarity", "cache"),
+)
 
 
 def check_reading(arguments: argparse.Namespace) -> None:
@@ -279,6 +284,29 @@ def check_reading(arguments: argparse.Namespace) -> None:
         raise UserError("--data and --workdir: one of them is asked; leave one.")
     if arguments.top_k is not None:
         check_top_k(arguments.top_k)
+    if arguments.pages in ("pictures", "both") and arguments.encoder in (None, "minilm"):
+        from mmqa_jax.runs.ask_folder import no_pictures
+
+        raise UserError(f"--pages={arguments.pages}: {no_pictures('minilm')}")
+
+
+def add_pages(parser: argparse.ArgumentParser, condition: str) -> None:
+    """`--pages`; `condition`: where it holds, for the help."""
+    parser.add_argument(
+        "--pages",
+        choices=("text", "pictures", "both"),
+        help=f"{condition}what is taken of a PDF: its text and figures, its pages as pictures, or "
+        "both (text)",
+    )
+
+
+def folder_options(arguments: argparse.Namespace) -> FolderOptions | None:
+    """How documents become sources, as `--pages` says; None: as by default."""
+    if arguments.pages is None:
+        return None
+    from mmqa_jax.data.folder import FolderOptions
+
+    return FolderOptions(pages=arguments.pages)
 
 
 def reading_options(arguments: argparse.Namespace) -> tuple[AskOptions, LLMReaderOptions]:

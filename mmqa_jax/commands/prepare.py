@@ -19,7 +19,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "folder: documents (.txt .md .html .htm .pdf .docx) and pictures (.jpg .jpeg .png .webp)\n"
         "  at any depth; paragraphs under their headings become overlapping chunks, figures and\n"
         "  pictures are sources with their captions, and `file`, `page` and `heading` of each are\n"
-        "  kept; --overwrite reads only the files that have changed; see mmqa_jax/data/README.md"
+        "  kept; --pages=pictures takes a PDF's pages as pictures, for an encoder that sees;\n"
+        "  --overwrite reads only the files that have changed; see mmqa_jax/data/README.md"
     )
     parser.add_argument(
         "dataset",
@@ -54,6 +55,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="folder: words of a chunk's end, at most, with which the next one begins (15)",
     )
+    flags.add_pages(parser, "folder: ")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -78,4 +80,6 @@ def _folder_options(arguments: argparse.Namespace) -> Any:
 
     given = {"words": arguments.chunk_words, "overlap": arguments.chunk_overlap}
     given = {name: value for name, value in given.items() if value is not None}
-    return FolderOptions(ChunkOptions(**given)) if given else None
+    if arguments.pages is None:
+        return FolderOptions(ChunkOptions(**given)) if given else None
+    return FolderOptions(ChunkOptions(**given), pages=arguments.pages)

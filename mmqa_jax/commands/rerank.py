@@ -38,7 +38,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--model",
         required=True,
         help="workdir of a rerank training run, or its folder best; or a published cross-encoder "
-        "or Qwen3-Reranker (folder or ORG/NAME), which reads pictures by their captions",
+        "or Qwen3-Reranker (folder or ORG/NAME), which reads pictures by their captions, or a "
+        "Qwen3-VL-Reranker, which sees them",
     )
     flags.add_download(parser)
     parser.add_argument(
@@ -62,7 +63,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--retriever",
-        help="workdir of a contrastive run, a CLIP or SigLIP, or a published encoder of texts: "
+        help="workdir of a contrastive run, a CLIP or SigLIP, or another published encoder: "
         "scores two-hop questions again with the title of their best source, and provides cosines "
         "as the similarity",
     )

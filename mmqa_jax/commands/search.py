@@ -42,8 +42,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default="",
-        help="workdir of a contrastive run, its folder best, a CLIP or SigLIP, or a published "
-        "encoder of texts, folder or ORG/NAME (not for bm25)",
+        help="workdir of a contrastive run, its folder best, a CLIP or SigLIP, a "
+        "Qwen3-VL-Embedding, or a published encoder of texts, folder or ORG/NAME (not for bm25)",
     )
     flags.add_download(parser)
     parser.add_argument("--index", default="", help="folder written by `mmqa index` (not for bm25)")

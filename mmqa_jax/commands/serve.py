@@ -105,6 +105,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             data=flags.optional_path(arguments.data),
             workdir=flags.optional_path(arguments.workdir),
             cache=flags.optional_path(arguments.cache),
+            folder=flags.folder_options(arguments),
             asking=asking,
             reading=reading,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,22 @@ class TextsTokenizer:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         finally:
             self._tokenizer.encode_special_tokens = True
+
+    def cut(self, prompt: str) -> list[int | str]:
+        """A prompt of a model's own, cut at its special tokens: their ids, and the text between.
+
+        Each part has the tokens that it has in the whole: texts are split at special tokens first.
+        """
+        special = {
+            token.content: number
+            for number, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
+        if not special:
+            return [prompt]
+        longest_first = sorted(map(re.escape, special), key=len, reverse=True)
+        parts = re.split(f"({'|'.join(longest_first)})", prompt)
+        return [special.get(part, part) for part in parts if part]
 
     def token_id(self, token: str) -> int | None:
         """Id of a token by its spelling, None if there is no such token."""

@@ -1,5 +1,7 @@
 """A folder of documents and pictures as a corpus: chunks of text, figures and pictures as sources.
 
+The pages of a PDF may be sources themselves, as pictures, in place of its text or beside it.
+
 What was read of a file is kept under the checksum of its bytes, so that a later call reads only the
 files that have changed:
 
@@ -17,9 +19,9 @@ import json
 import posixpath
 import re
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -29,6 +31,8 @@ from mmqa_jax.core.store import Store
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.documents.chunks import ChunkOptions, chunks
 from mmqa_jax.data.documents.document import DocumentError, Paragraph
+from mmqa_jax.data.documents.pages import VERSION as PAGES_VERSION
+from mmqa_jax.data.documents.pages import page_pictures
 from mmqa_jax.data.documents.read import READERS, VERSION, check_libraries, ending_of
 from mmqa_jax.data.folder_files import FoundFile, Listing, list_folder, read_file
 from mmqa_jax.data.images import verify
@@ -36,6 +40,9 @@ from mmqa_jax.data.picture_bounds import PictureError
 from mmqa_jax.data.schema import Source
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp")
+WHOLE_PAGE = "whole_page"  # in `Source.extra` of a page that is a picture
+Pages = Literal["text", "pictures", "both"]
+_PDF = ".pdf"
 _FILES, _DOCUMENTS = "files.json", "documents"
 _SPARE = 100  # results that may be kept beyond twice those in use
 
@@ -47,10 +54,19 @@ class FolderOptions:
     Attributes:
       chunk: how long a source's text is.
       least_pixels: the shorter side of a figure embedded in a PDF; smaller ones are ornaments.
+      pages: what is taken of a PDF: its `text` and figures, its pages as `pictures`, or `both`.
     """
 
     chunk: ChunkOptions = dataclasses.field(default_factory=ChunkOptions)
     least_pixels: int = at_least(1, 64)
+    pages: Pages = "text"
+
+    def __post_init__(self):
+        if self.pages not in get_args(Pages):
+            raise UserError(
+                f"--pages={self.pages}: one of {', '.join(get_args(Pages))} was expected; correct "
+                "it."
+            )
 
 
 @dataclasses.dataclass
@@ -59,6 +75,7 @@ class FolderReport:
 
     Attributes:
       documents, pictures: files that are sources now.
+      pages: of PDFs, that are sources as pictures.
       opened: files that were read in this call; the others are as they were.
       bad: file -> why it is left out.
       same_content: file -> the file of the same text or picture whose sources are kept.
@@ -70,6 +87,7 @@ class FolderReport:
 
     documents: int = 0
     pictures: int = 0
+    pages: int = 0
     opened: int = 0
     bad: dict[str, str] = dataclasses.field(default_factory=dict)
     same_content: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -84,9 +102,9 @@ class FolderContent:
     """A folder's sources.
 
     Attributes:
-      sources: their ids are FILE#3 (a chunk), FILE#figure2, or FILE (a picture): the same in every
-        run. `extra` holds `file`, `page` (of a PDF, from 1), `heading` and, where other files have
-        the same content, `same_as`.
+      sources: their ids are FILE#3 (a chunk), FILE#figure2, FILE#page4 or FILE (a picture): the
+        same in every run. `extra` holds `file`, `page` (of a PDF, from 1), `heading`, WHOLE_PAGE of
+        a page that is a picture and, where other files have the same content, `same_as`.
       read_picture: encoded bytes of a `Source.image`.
       report: of the files.
       digest: of everything above.
@@ -145,24 +163,34 @@ class _Reading:
         )
         what = {"documents": VERSION, "least_pixels": options.least_pixels}
         self._store = Store(kept / _DOCUMENTS, what, damage="drop", sync=False)
-        self._known, in_use = _known_files(kept / _FILES)
-        if len(self._store) > 2 * in_use + _SPARE:  # mostly of files that are gone or were changed
+        self._known, self._in_use = _known_files(kept / _FILES)
+        if (
+            len(self._store) > 2 * self._in_use + _SPARE
+        ):  # mostly of files that are gone or were changed
             self._store.remove()
         self._is_picture = {file.name: ending_of(file.name) in PICTURES for file in listing.files}
         self._files: dict[str, list[Any]] = {}  # name -> size, time, checksum
         self._documents: dict[str, Mapping[str, Any]] = {}  # name -> what is kept of it
+        self._pages: dict[str, Sequence[list[Any]]] = {}  # PDF -> its pages, figures of their own
         self._pictures: dict[str, str] = {}  # name -> checksum
         self._shown: list[tuple[str, list[Any]]] = []  # document, its figure that is a file
         self._first: dict[str, str] = {}  # digest of a content -> the first file that has it
         self._used: set[str] = set()  # keys of the store
+        self._opened: set[str] = set()  # files
 
     def add(self, file: FoundFile) -> None:
         """Reads a file, unless what is kept of it is of the same bytes."""
         try:
             data, checksum = self._identified(file)
             is_picture = self._is_picture[file.name]
-            kept = self._read(file.name, data, f"{checksum}{ending_of(file.name)}")
-            if bad := kept.get("bad") or ("" if is_picture else _without_content(kept)):
+            key, pages = f"{checksum}{ending_of(file.name)}", None
+            kept = self._read(file.name, data, key, self._content)
+            if self._options.pages != "text" and ending_of(file.name) == _PDF:
+                drawn = f"{key} pages {PAGES_VERSION}"
+                pages = kept if kept.get("bad") else self._read(file.name, data, drawn, _drawn)
+                kept = {**kept, **_with_pages(kept, pages)}
+            has_content = is_picture or (pages is not None and bool(pages.get("figures")))
+            if bad := kept.get("bad") or ("" if has_content else _without_content(kept)):
                 raise DocumentError(bad)
         except DocumentError as error:
             self._report.bad[file.name] = str(error)
@@ -171,7 +199,9 @@ class _Reading:
             content = checksum
         else:
             self._shown += [(file.name, figure) for figure in kept["figures"] if figure[4]]
-            content = _digest([p[0] for p in kept["paragraphs"]], _figure_keys(kept))
+            content = _digest(
+                [p[0] for p in kept["paragraphs"]], _figure_keys(kept), _figure_keys(pages or {})
+            )
         first = self._first.setdefault(content, file.name)
         if first != file.name:
             self._report.same_content[file.name] = first
@@ -179,16 +209,19 @@ class _Reading:
             self._pictures[file.name] = checksum
         else:
             self._documents[file.name] = kept
+            if pages is not None:
+                self._pages[file.name] = pages["figures"]
 
     def finish(self) -> FolderContent:
         """The sources of all files, and the report."""
         report = self._report
         report.documents, report.pictures = len(self._documents), len(self._pictures)
+        report.pages, report.opened = sum(map(len, self._pages.values())), len(self._opened)
         if not (self._documents or self._pictures):
             self._store.remove()  # as if nothing had been tried
             raise UserError(f"{self._folder}: {self._all_bad()}.")
         self._store.close()
-        if self._files != self._known:
+        if (self._files, len(self._used)) != (self._known, self._in_use):
             write_json(self._kept / _FILES, {"files": self._files, "in_use": len(self._used)})
         for name, kept in self._documents.items():
             if kept["scanned_pages"]:
@@ -225,31 +258,53 @@ class _Reading:
         self._files[file.name] = [*about, checksum]
         return data, checksum
 
-    def _read(self, name: str, data: bytes | None, key: str) -> Mapping[str, Any]:
-        """What is kept of a file, which is read now if nothing is."""
+    def _content(self, name: str, data: bytes) -> Kept:
+        return _content(name, data, self._options.least_pixels)
+
+    def _read(
+        self, name: str, data: bytes | None, key: str, make: Callable[[str, bytes], Kept]
+    ) -> Mapping[str, Any]:
+        """What is kept of a file under a key, which is made now if nothing is."""
         kept = self._store.get(key)
         if kept is None or any(k not in self._store for k in _figure_keys(kept)):
-            self._report.opened += 1
+            self._opened.add(name)
             data = read_file(self._folder, name) if data is None else data
-            kept, pictures = _content(name, data, self._options.least_pixels)
+            kept, pictures = make(name, data)
             self._store.add({**pictures, key: kept})
         self._used.update((key, *_figure_keys(kept)))
         return kept
 
     def _document_sources(self, figures: dict[str, str]) -> Iterator[Source]:
-        """Chunks and figures; a picture's file that a document shows is a source of its own."""
+        """Chunks, figures, pages; a picture's file that a document shows is a source of its own."""
         for name, kept in self._documents.items():
             paragraphs = [Paragraph(*fields) for fields in kept["paragraphs"]]
-            for number, chunk in enumerate(chunks(paragraphs, self._options.chunk), start=1):
-                extra = self._extra(name, chunk.page, chunk.heading)
-                yield Source(f"{name}#{number}", "text", chunk.text, _title(name, chunk.heading),
-                             extra=extra)  # fmt: skip
-            embedded = [figure for figure in kept["figures"] if figure[3]]
-            for number, (caption, heading, page, key, _) in enumerate(embedded, start=1):
-                figure = f"{name}#figure{number}"
-                figures[figure] = key
-                extra = self._extra(name, page, heading)
-                yield Source(figure, "image", caption, _title(name, heading), figure, extra)
+            if name not in self._pages or self._options.pages == "both":
+                yield from self._parts(name, paragraphs, kept["figures"], figures)
+            headings = {one.page: one.heading for one in reversed(paragraphs)}  # the first ones
+            for _, _, page, key, _ in self._pages.get(name, ()):
+                figures[f"{name}#page{page}"] = key
+                heading = headings.get(page, "")
+                extra = {**self._extra(name, page, heading), WHOLE_PAGE: True}
+                yield Source(f"{name}#page{page}", "image", "", _title(name, heading),
+                             f"{name}#page{page}", extra)  # fmt: skip
+
+    def _parts(
+        self,
+        name: str,
+        paragraphs: Sequence[Paragraph],
+        found: Sequence[list[Any]],
+        figures: dict[str, str],
+    ) -> Iterator[Source]:
+        for number, chunk in enumerate(chunks(paragraphs, self._options.chunk), start=1):
+            extra = self._extra(name, chunk.page, chunk.heading)
+            yield Source(f"{name}#{number}", "text", chunk.text, _title(name, chunk.heading),
+                         extra=extra)  # fmt: skip
+        embedded = [figure for figure in found if figure[3]]
+        for number, (caption, heading, page, key, _) in enumerate(embedded, start=1):
+            figure = f"{name}#figure{number}"
+            figures[figure] = key
+            extra = self._extra(name, page, heading)
+            yield Source(figure, "image", caption, _title(name, heading), figure, extra)
 
     def _picture_sources(self) -> Iterator[Source]:
         """Pictures that are files, with the caption of the first document that shows them."""
@@ -268,10 +323,12 @@ class _Reading:
         return {**extra, "same_as": same} if same else extra
 
 
-def _content(
-    name: str, data: bytes, least_pixels: int
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """What is kept of a file, as JSON, and its figures' pictures by their keys."""
+# What is kept of a file, as JSON, and its figures' pictures by their keys.
+Kept = tuple[dict[str, Any], dict[str, np.ndarray]]
+
+
+def _content(name: str, data: bytes, least_pixels: int) -> Kept:
+    """What is kept of a file's text and figures."""
     ending = ending_of(name)
     pictures: dict[str, np.ndarray] = {}
     try:
@@ -290,8 +347,7 @@ def _content(
             except PictureError as error:
                 broken.append(str(error).rstrip("."))
                 continue
-            key = f"picture {hashlib.sha256(figure.picture).hexdigest()}"
-            pictures[key] = np.frombuffer(figure.picture, np.uint8)
+            key = _add(pictures, figure.picture)
         figures.append([figure.caption, figure.heading, figure.page, key, figure.link])
     kept = {
         "paragraphs": [[p.text, p.heading, p.page] for p in document.paragraphs],
@@ -300,6 +356,38 @@ def _content(
         "broken_figures": broken,
     }
     return kept, pictures
+
+
+def _drawn(name: str, data: bytes) -> Kept:
+    """What is kept of a PDF's pages, as of figures without a caption."""
+    pictures: dict[str, np.ndarray] = {}
+    pages, broken = [], []
+    try:
+        for page in page_pictures(data):
+            if page.picture is None:
+                broken.append(page.problem)
+            else:
+                pages.append(["", "", page.number, _add(pictures, page.picture), ""])
+    except DocumentError as error:
+        return {"bad": str(error).rstrip(".")}, {}
+    return {"figures": pages, "broken_figures": broken}, pictures
+
+
+def _with_pages(kept: Mapping[str, Any], pages: Mapping[str, Any]) -> dict[str, Any]:
+    """What changes of a PDF whose pages are pictures: a scanned one is read as any other."""
+    if bad := pages.get("bad"):
+        return {"bad": bad}
+    return {
+        "scanned_pages": [],
+        "broken_figures": [*kept["broken_figures"], *pages["broken_figures"]],
+    }
+
+
+def _add(pictures: dict[str, np.ndarray], picture: bytes) -> str:
+    """Adds an encoded picture under its key."""
+    key = f"picture {hashlib.sha256(picture).hexdigest()}"
+    pictures[key] = np.frombuffer(picture, np.uint8)
+    return key
 
 
 def _without_content(kept: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ from mmqa_jax.data.picture_bounds import (
     check_decoded,
     check_made,
 )
+from mmqa_jax.data.qwen_images import PictureSizes, qwen_size
 
 Resize = Literal["squash", "squash_bilinear", "crop", "crop_openai", "sample"]
 Alpha = Literal["white", "dropped"]
@@ -73,6 +74,10 @@ class NaFlex:
             else:
                 high = scale
         return patches(low, width), patches(low, height)
+
+
+# What a picture is made: square in one of these ways, or of a shape near its own.
+PictureShape = Resize | NaFlex | PictureSizes
 
 
 class BrokenPictures:
@@ -203,13 +208,13 @@ def _formats() -> list[str]:
 def decode_to_pixels(
     data: bytes,
     size: int,
-    resize: Resize | NaFlex = "squash",
+    resize: PictureShape = "squash",
     *,
     alpha: Alpha,
     name: str = "picture",
     scaled: bool = False,
 ) -> UInt8[np.ndarray, "H W 3"]:
-    """Decodes a picture and makes it square (see `to_pixels`), or fit for NaFlex.
+    """Decodes a picture and makes it square (see `to_pixels`), or fit for NaFlex or a Qwen-VL.
 
     Args:
       alpha: `white` lays the picture on white before it is resized; `dropped` resizes it in its
@@ -286,9 +291,9 @@ def read_picture_file(path: str | os.PathLike) -> bytes:
 
 
 def to_pixels(
-    image: Image.Image, size: int, resize: Resize | NaFlex = "squash"
+    image: Image.Image, size: int, resize: PictureShape = "squash"
 ) -> UInt8[np.ndarray, "H W 3"]:
-    """Makes a picture square, bicubic; of NaFlex a rectangle of whole patches.
+    """Makes a picture square, bicubic; of NaFlex and PictureSizes a rectangle of whole patches.
 
     Args:
       image: an RGB picture.
@@ -305,13 +310,17 @@ def to_pixels(
 
 
 def _square(
-    image: Image.Image, size: int, resize: Resize | NaFlex, name: str = "picture"
+    image: Image.Image, size: int, resize: PictureShape, name: str = "picture"
 ) -> Image.Image:
     if isinstance(resize, NaFlex):
         columns, rows = resize.grid(*image.size)
         shape = columns * resize.patch, rows * resize.patch
         check_made(shape[0], max(image.height, shape[1]), name)
         return image.resize(shape, _FILTERS[resize.resample])
+    if isinstance(resize, PictureSizes):
+        shape = qwen_size(*image.size, resize, name)
+        check_made(shape[0], max(image.height, shape[1]), name)
+        return image.resize(shape, Image.Resampling.BICUBIC)
     if resize in _SQUASHED:
         check_made(size, max(image.size), name)  # Pillow resizes one side first
         return image.resize((size, size), _SQUASHED[resize])

@@ -15,9 +15,8 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.images import (
     Alpha,
     BrokenPictures,
-    NaFlex,
     PictureError,
-    Resize,
+    PictureShape,
     decode_to_pixels,
 )
 from mmqa_jax.data.schema import Question
@@ -46,7 +45,7 @@ class PictureStore:
 
     Args:
       corpus: where the encoded pictures come from.
-      size: side of the pixels; of NaFlex, of a square picture's.
+      size: side of the pixels; of NaFlex and PictureSizes, of a square picture's, the largest one.
       resize: see `to_pixels`.
       alpha, scaled: see `decode_to_pixels`.
       cache_bytes: memory for decoded pixels; the least recently used are dropped first.
@@ -57,7 +56,7 @@ class PictureStore:
         self,
         corpus: Corpus,
         size: int,
-        resize: Resize | NaFlex = "crop",
+        resize: PictureShape = "crop",
         *,
         alpha: Alpha = "white",
         scaled: bool = False,

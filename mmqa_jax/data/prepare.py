@@ -60,8 +60,8 @@ def prepare(
         raise UserError(f"{flag}={raw}: no such folder; check the path.")
     if folder is not None and dataset != "folder":
         raise UserError(
-            "--chunk_words, --chunk_overlap: documents are cut into chunks; only `mmqa prepare "
-            "folder` takes them."
+            "--chunk_words, --chunk_overlap, --pages: say how documents become sources; only "
+            "`mmqa prepare folder` takes them."
         )
     if unanswerable and dataset != "atlas":
         raise UserError("--unanswerable: is a choice of `mmqa prepare atlas`; leave it out.")
@@ -224,6 +224,11 @@ def prepare_folder(
       UserError: no file of the folder can be read.
     """
     if (folder / "sources.jsonl").exists():
+        if options.pages != "text":
+            raise UserError(
+                f"--pages={options.pages}: {folder} has sources.jsonl, which says what its sources "
+                "are; leave --pages out."
+            )
         with Progress("Preparing", None, "records") as progress:
             return prepare_interchange(folder, out, progress=progress.reach, **more)
     with Progress("Reading", None, "files") as progress:

@@ -1,4 +1,7 @@
-"""Published rerankers of pairs: ms-marco MiniLM, bge-reranker, Qwen3-Reranker and their like."""
+"""Published rerankers of pairs: ms-marco MiniLM, bge-reranker, Qwen3-Reranker and their like.
+
+What reads pictures too, Qwen3-VL-Reranker, is in vlm_reranker.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh, serve
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.encoder_tokenizer import EncoderTokenizer, load_encoder_tokenizer
 from mmqa_jax.data.schema import Question, Ranking, source_text
+from mmqa_jax.inference.vlm_reranker import VLMReranker, open_vlm_reranker
 from mmqa_jax.inference.yes_no_prompt import YesNoPairs, read_yes_no
 from mmqa_jax.models.cross_encoder import CrossEncoder
 from mmqa_jax.models.decoder_families import FAMILIES as DECODERS
@@ -33,6 +37,7 @@ from mmqa_jax.weights.text_encoders import (
     model_type_of,
     read_decoder_config,
 )
+from mmqa_jax.weights.vlm_encoders import FAMILY as VLM
 
 
 class CrossEncoderReranker:
@@ -124,8 +129,10 @@ def open_cross_encoder(
     *,
     batch_size: BatchSize = AUTO,
     mesh: Mapping[str, int] | None = None,
-) -> CrossEncoderReranker:
-    """The reranker of a published cross-encoder's folder, or a Qwen3-Reranker's, over a corpus.
+) -> CrossEncoderReranker | VLMReranker:
+    """The reranker of a published cross-encoder's folder over a corpus.
+
+    Or of a Qwen3-Reranker's, or of a Qwen3-VL-Reranker's, which sees pictures.
 
     Args:
       folder: of transformers.
@@ -133,9 +140,12 @@ def open_cross_encoder(
       mesh: see core.serving.serving_mesh.
 
     Raises:
-      UserError: as `load_cross_encoder`, `read_yes_no` and `load_encoder_tokenizer`.
+      UserError: as `load_cross_encoder`, `read_yes_no`, `load_encoder_tokenizer` and
+        `open_vlm_reranker`.
     """
     kind = model_type_of(folder)
+    if kind == VLM:
+        return open_vlm_reranker(folder, corpus, batch_size=batch_size, mesh=mesh)
     if kind in DECODERS and not is_classifier(folder):
         config = read_decoder_config(folder)
         tokenizer = load_encoder_tokenizer(folder, config.vocab_size, pairs=False)

@@ -16,7 +16,8 @@ from typing import Any
 import jinja2
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json, read_text
+from mmqa_jax.core.files import read_json
+from mmqa_jax.data.chat_template import MARKS, TEMPLATE, rendered, template_source
 from mmqa_jax.data.encoder_tokenizer import TextsTokenizer
 from mmqa_jax.data.tokenizers import SETTINGS
 from mmqa_jax.models.published_keys import check_keys, kinds
@@ -28,13 +29,12 @@ from mmqa_jax.weights.sentence_pooling import (
 )
 
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-_SYSTEM = (
+SYSTEM = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".'
 )
 _LONGEST = 8192  # tokens, the card's
-_TEMPLATE = "chat_template.jinja"
-_QUERY, _DOCUMENT = "\ue000", "\ue001"  # private characters, in place of both texts
+_QUERY, _DOCUMENT = MARKS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,13 +101,13 @@ def read_yes_no(folder: Path, kind: str, tokenizer: TextsTokenizer) -> YesNoProm
     if "LogitScore" in modules:
         prompt = _by_files(folder, modules, tokenizer)
     elif kind == "qwen3":
-        turn = f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n<|im_start|>user\n"
+        turn = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
         before = f"{turn}<Instruct>: {_INSTRUCTION}\n<Query>: "
         after = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-        yes, no = (_token(tokenizer, word, folder) for word in ("yes", "no"))
+        yes, no = (token_of(tokenizer, word, folder) for word in ("yes", "no"))
         prompt = YesNoPrompt(before, "\n<Document>: ", after, yes, no, _LONGEST)
         for special in ("<|im_start|>", "<|im_end|>"):
-            _token(tokenizer, special, folder)
+            token_of(tokenizer, special, folder)
     else:
         raise UserError(
             f"{folder}: holds a language model ({kind}) that is no reranker: a Qwen3-Reranker, or "
@@ -177,18 +177,13 @@ def _by_files(folder: Path, modules: Mapping[str, str], tokenizer: TextsTokenize
 
 def _rendered(folder: Path, instruction: str, generation: bool) -> str:
     """The chat template's prompt of the two marks; their contents as texts or as lists of parts."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     settings = _object(folder / SETTINGS)
-    source = settings.get("chat_template")
-    if (folder / _TEMPLATE).is_file():
-        source = read_text(folder / _TEMPLATE)
-    if not isinstance(source, str):
+    source = template_source(folder, settings)
+    if source is None:
         raise UserError(
-            f"{folder}: has no chat template ({_TEMPLATE}) that makes a prompt of a pair; fetch "
+            f"{folder}: has no chat template ({TEMPLATE}) that makes a prompt of a pair; fetch "
             "the whole folder again."
         )
-    special = {name: text for name, text in settings.items() if name.endswith("_token")}
     roles = [("system", instruction)] if instruction else []
     roles += [("query", _QUERY), ("document", _DOCUMENT)]
     text, reason = "", "it lacks the two roles"
@@ -198,9 +193,7 @@ def _rendered(folder: Path, instruction: str, generation: bool) -> str:
             for role, content in roles
         ]
         try:
-            (text,), _ = render_jinja_template(
-                [messages], chat_template=source, add_generation_prompt=generation, **special
-            )
+            text = rendered(source, messages, settings, generation)
         except (jinja2.TemplateError, TypeError) as error:
             reason = str(error)
             continue
@@ -214,7 +207,8 @@ def _rendered(folder: Path, instruction: str, generation: bool) -> str:
     )
 
 
-def _token(tokenizer: TextsTokenizer, text: str, folder: Path) -> int:
+def token_of(tokenizer: TextsTokenizer, text: str, folder: Path) -> int:
+    """The id of a token that the prompt needs; UserError where the tokenizer lacks it."""
     found = tokenizer.token_id(text)
     if found is None:
         raise UserError(

@@ -307,6 +307,7 @@ RELATIVES: Mapping[str, Callable[..., LlamaConfig]] = {
         **_QWEN25, vocab_size=152064, hidden=8192, layers=80, heads=64, kv_heads=8, mlp=29568
     ),
     "qwen3_06b": _published(**_QWEN3, hidden=1024, layers=28, heads=16, mlp=3072, tied=True),
+    "qwen3_17b": _published(**_QWEN3, hidden=2048, layers=28, heads=16, mlp=6144, tied=True),
     "qwen3_4b": _published(**_QWEN3, hidden=2560, layers=36, heads=32, mlp=9728, tied=True),
     "qwen3_8b": _published(**_QWEN3, hidden=4096, layers=36, heads=32, mlp=12288),
     "qwen3_32b": _published(**_QWEN3, hidden=5120, layers=64, heads=64, mlp=25600),

@@ -280,6 +280,15 @@ def qwen3_vl_vision(**changes) -> QwenVisionConfig:
     return dataclasses.replace(sizes, **changes)
 
 
+def qwen3_vl_2b(**changes) -> QwenVLConfig:
+    """Qwen/Qwen3-VL-2B-Instruct; Qwen3-VL-Embedding-2B and -Reranker-2B have its sizes."""
+    llama = RELATIVES["qwen3_17b"](
+        positions=262144, rope_theta=5e6, mrope=(24, 20, 20), mrope_interleaved=True
+    )
+    vision = qwen3_vl_vision(width=1024, layers=24, mlp=4096, out=2048, deepstack=(5, 11, 17))
+    return dataclasses.replace(QwenVLConfig(vision, llama), **changes)
+
+
 def qwen3_vl_8b(**changes) -> QwenVLConfig:
     """Qwen/Qwen3-VL-8B-Instruct."""
     llama = RELATIVES["qwen3_8b"](

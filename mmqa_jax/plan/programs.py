@@ -33,11 +33,12 @@ from mmqa_jax.models.bart_config import BartConfig
 from mmqa_jax.models.experts import reached
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import LlavaConfig, llava_1_5_7b, llava_1_5_13b
-from mmqa_jax.models.qwen_vl import QwenVLConfig, qwen3_vl_8b, qwen25_vl_7b
+from mmqa_jax.models.qwen_vl import QwenVLConfig, qwen3_vl_2b, qwen3_vl_8b, qwen25_vl_7b
 from mmqa_jax.models.t5_config import PUBLISHED as T5S
 from mmqa_jax.plan.encoders import ENCODERS, TEXTS, encoder_program
 from mmqa_jax.plan.program import Program, shard_bytes, tree_bytes
 from mmqa_jax.plan.t5_program import GENERATE, generation_program
+from mmqa_jax.plan.vlm_encoders import PAGES, VLM_ENCODERS, vlm_encoder_program
 from mmqa_jax.tasks.base_llm import SCRATCH, base_path
 from mmqa_jax.tasks.reading import check_config, known_tasks, read_task
 from mmqa_jax.tasks.solved_questions import SolvedQuestions
@@ -99,6 +100,7 @@ PRESETS: dict[str, Callable[..., LlamaConfig]] = {
 # Those with a tower for pictures in front.
 QWEN_VLS: dict[str, Callable[..., QwenVLConfig]] = {
     "qwen25_vl_7b": qwen25_vl_7b,
+    "qwen3_vl_2b": qwen3_vl_2b,
     "qwen3_vl_8b": qwen3_vl_8b,
 }
 WITH_PICTURES: dict[str, Callable[..., LlavaConfig | QwenVLConfig]] = {
@@ -109,7 +111,7 @@ WITH_PICTURES: dict[str, Callable[..., LlavaConfig | QwenVLConfig]] = {
 # Those that a task of an architecture trains (tasks.solved_questions).
 _TRAINED = {"llama": PRESETS, "t5": T5S, "qwen_vl": QWEN_VLS}
 TOWER = "tower"
-FIXED = (TOWER, FLUENCY, GENERATE, TEXTS)  # programs without a size of their own in a config
+FIXED = (TOWER, FLUENCY, GENERATE, TEXTS, PAGES)  # programs without a size of their own in a config
 
 
 def preset(name: str) -> LlamaConfig:
@@ -127,21 +129,27 @@ def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ..
     """The programs of a config, of `mmqa train` (with what its model is used for) or `prompt`.
 
     Args:
-      config: empty for a model of BARTS or ENCODERS, which are used without one.
+      config: empty for a model of BARTS, ENCODERS or VLM_ENCODERS, which are used without one.
       model: that an engine serves: one that takes pictures has its tower, too, a T5 one program.
 
     Raises:
       UserError: a config of neither.
     """
-    if model in BARTS or model in ENCODERS:
+    alone = {
+        **dict.fromkeys(BARTS, (FLUENCY,)),
+        **dict.fromkeys(ENCODERS, (TEXTS,)),
+        **dict.fromkeys(VLM_ENCODERS, (TEXTS, PAGES)),
+    }
+    if model in alone:
         if config:
             raise UserError(f"--model={model}: no config decides its program; leave --config out.")
-        return (FLUENCY,) if model in BARTS else (TEXTS,)
+        return alone[model]
     if not config:
         raise UserError(
             "--config is missing: name a config of `mmqa train` or configs/prompt/default.py; "
             f"without one plan knows --model={', '.join(BARTS)} (fluency of `mmqa evaluate webqa`) "
-            f"and encoders of texts: {', '.join(ENCODERS)}."
+            f"and encoders of texts: {', '.join(ENCODERS)}; of pictures, too: "
+            f"{', '.join(VLM_ENCODERS)}."
         )
     if "task" in config:
         kind = known_tasks().get(config.task)
@@ -176,6 +184,8 @@ def make_program(
         return generation_program(config, devices, model)
     if name == FLUENCY and model is not None:
         return fluency_program(model, devices)
+    if model in VLM_ENCODERS:
+        return vlm_encoder_program(name, model, devices)
     if name == TEXTS and model is not None:
         return encoder_program(model, devices)
     if name == "train":

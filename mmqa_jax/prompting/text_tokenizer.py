@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_json, read_text, write_json
 from mmqa_jax.core.paths import as_path
+from mmqa_jax.data.chat_template import template_source
 from mmqa_jax.data.tokenizers import add_published_tokens, apply_settings, split_as_sentencepiece
 from mmqa_jax.prompting import llava_prompt
 from mmqa_jax.prompting.backends import Message, Picture
@@ -112,14 +113,7 @@ def open_tokenizer(path: str | os.PathLike) -> TextTokenizer:
         }
     else:
         tokenizer, special = open_published(folder)
-    source = settings.get("chat_template")
-    if isinstance(source, list):  # several by name
-        source = {one["name"]: one["template"] for one in source}.get("default")
-    if source is None:  # of a processor, before transformers 5
-        source = _optional(folder / "chat_template.json").get("chat_template")
-    if (folder / "chat_template.jinja").is_file():
-        source = read_text(folder / "chat_template.jinja")
-    template = None
+    source, template = template_source(folder, settings), None
     if source:
         template = ChatTemplate(source, special, name=f"{folder}, chat_template")
     return TextTokenizer(

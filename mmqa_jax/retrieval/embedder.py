@@ -24,7 +24,7 @@ from mmqa_jax.core.serving import BatchSize, RowCost, Serving, serve
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.encoder_tokenizer import TextsTokenizer
-from mmqa_jax.data.images import Alpha, NaFlex, Resize, cut_patches
+from mmqa_jax.data.images import Alpha, NaFlex, PictureShape, cut_patches
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Source, source_text
 from mmqa_jax.data.tokenizers import WordPiece
@@ -101,7 +101,7 @@ class Embedder:
         cost: RowCost = _ANY_COST,
         text_of: Callable[[Source], str] = source_text,
         fingerprint: str | None = None,
-        resize: Resize | NaFlex = "crop",
+        resize: PictureShape = "crop",
         alpha: Alpha = "dropped",
         prompts: Prompts = _NO_PROMPTS,
         recipe: str = "",
@@ -275,31 +275,45 @@ class Embedder:
         pool: concurrent.futures.Executor,
     ) -> Float32[np.ndarray, "n D"]:
         sources = [corpus.sources[row] for row in rows]
-        texts, prompt = [self.text_of(source) for source in sources], self.prompts.source
         sees = pictures is not None and self.image_size > 0
         pictured = np.array([sees and source.modality == "image" for source in sources])
+
+        def read(indices: Sequence[int]) -> list[np.ndarray | None]:
+            return list(pool.map(pictures.pixels, [rows[i] for i in indices]))
+
         vectors = np.zeros((len(rows), self.dim), np.float32)
-
-        def encoded() -> Iterator[tuple[np.ndarray, jax.Array]]:
-            snippets, captions = np.flatnonzero(~pictured), np.flatnonzero(pictured)
-            for indices, ids, mask in self._text_batches([texts[i] for i in snippets], prompt):
-                yield snippets[indices], self._call(self._encode_text, *self._put(ids, mask))
-            for indices, ids, mask in self._text_batches([texts[i] for i in captions], prompt):
-                own = self.serving.placement.rows(len(ids))
-                shown = [rows[captions[indices[n]]] for n in own if n < len(indices)]
-                decoded = list(pool.map(pictures.pixels, shown))
-                pixels, has_image = self._stack(decoded, len(own))
-                batch = (ids[own], mask[own], pixels, has_image)
-                batch = self.serving.placement.put(batch)
-                yield captions[indices], self._call(self._encode_source, *batch)
-
-        self._collect(encoded(), vectors)
+        texts = [self.text_of(source) for source in sources]
+        self._collect(self._source_batches(texts, pictured, read), vectors)
         if len(bad := not_finite(vectors)):
             raise UserError(
                 f"embed: the vectors of {len(bad)} of {len(vectors)} sources are not finite, the "
                 f"first is that of source {sources[bad[0]].id!r} (row {rows[bad[0]]}); {BROKEN}."
             )
         return vectors
+
+    def _source_batches(
+        self,
+        texts: Sequence[str],
+        pictured: Bool[np.ndarray, " n"],
+        read: Callable[[Sequence[int]], list[np.ndarray | None]],
+    ) -> Iterator[tuple[np.ndarray, jax.Array]]:
+        """Encoded batches of sources, with their places in `texts`.
+
+        Args:
+          pictured: which of them have a picture.
+          read: the pixels of those in some places; None: one that is broken.
+        """
+        snippets, captions = np.flatnonzero(~pictured), np.flatnonzero(pictured)
+        prompt = self.prompts.source
+        for indices, ids, mask in self._text_batches([texts[i] for i in snippets], prompt):
+            yield snippets[indices], self._call(self._encode_text, *self._put(ids, mask))
+        for indices, ids, mask in self._text_batches([texts[i] for i in captions], prompt):
+            own = self.serving.placement.rows(len(ids))
+            decoded = read([captions[indices[n]] for n in own if n < len(indices)])
+            pixels, has_image = self._stack(decoded, len(own))
+            batch = (ids[own], mask[own], pixels, has_image)
+            batch = self.serving.placement.put(batch)
+            yield captions[indices], self._call(self._encode_source, *batch)
 
     def _text_batches(
         self, texts: Sequence[str], prompt: str

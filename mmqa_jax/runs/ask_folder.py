@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.host import cache_dir
 from mmqa_jax.core.mesh import platform
 from mmqa_jax.core.speed import best_precision, matmul_rates
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data import records
 from mmqa_jax.data.corpus import Corpus, open_sources
-from mmqa_jax.data.folder import FolderOptions
+from mmqa_jax.data.folder import WHOLE_PAGE, FolderOptions
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.prepare import prepare
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, Ranking
@@ -52,8 +53,9 @@ class AskOptions:
     """How questions are answered from a folder.
 
     Attributes:
-      encoder: of passages and questions: `minilm`, a published encoder of texts (its folder, or
-        ORG/NAME in the Hugging Face cache), a CLIP or SigLIP or a contrastive run.
+      encoder: of passages and questions: `minilm`, a published encoder of texts or a
+        Qwen3-VL-Embedding (its folder, or ORG/NAME in the Hugging Face cache), a CLIP or SigLIP or
+        a contrastive run.
       top_k: passages that the language model reads.
       weight: of the encoder's cosines beside BM25's scores, see retrieval/fusion.py.
       least_similarity: questions whose most similar passage has a lower cosine are refused; None:
@@ -222,12 +224,18 @@ def open_folder(
     Args:
       folder: of documents and pictures, an interchange folder, or a prepared corpus.
       cache: where the corpus is kept; None: in the cache folder, by the path of `folder`.
+      options: how documents become sources; None: the defaults.
       flag: that named the folder, for messages.
 
     Raises:
-      UserError: no such folder, or nothing in it can be read.
+      UserError: no such folder, nothing in it can be read, or pages of one that was prepared.
     """
     if (folder / records.MANIFEST).exists():
+        if options is not None and options.pages != "text":
+            raise UserError(
+                f"--pages={options.pages}: {folder} was prepared already, with the pages that "
+                "`mmqa prepare folder` was told; leave --pages out, or name the documents."
+            )
         return AskedCorpus(open_sources(folder))
     if cache is None:
         key = hashlib.sha256(str(folder.resolve()).encode("utf-8", "surrogateescape")).hexdigest()
@@ -256,9 +264,12 @@ def open_encoded(corpus: Corpus, encoder: str) -> DenseRetriever:
         caption and pixels.
 
     Raises:
-      UserError: no such encoder.
+      UserError: no such encoder, or one of texts alone for pages that are pictures.
     """
     embedder, pictures = _open_encoder(encoder, corpus)
+    drawn = next((one for one in corpus.sources if one.extra.get(WHOLE_PAGE)), None)
+    if drawn is not None and not embedder.image_size:
+        raise UserError(f"{drawn.extra.get('file')}: {no_pictures(encoder)}")
     texts = [embedder.text_of(source) for source in corpus.sources]
     if not embedder.image_size:
         contents, kind = texts, "text"
@@ -284,6 +295,14 @@ def open_encoded(corpus: Corpus, encoder: str) -> DenseRetriever:
     )
     embeddings = Embeddings(vectors, embedder.fingerprint, corpus.fingerprint)
     return DenseRetriever(corpus, embedder, ExactIndex(embeddings), pictures)
+
+
+def no_pictures(encoder: str) -> str:
+    """What to tell whoever has pages as pictures searched by an encoder of texts."""
+    return (
+        f"its pages are pictures, which the encoder {encoder} cannot read; name one that does (a "
+        "Qwen3-VL-Embedding, a CLIP or SigLIP) by --encoder, or take --pages=text."
+    )
 
 
 def _open_encoder(encoder: str, corpus: Corpus) -> tuple[Any, PictureStore]:

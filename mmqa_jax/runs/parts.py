@@ -45,8 +45,8 @@ class RetrieverSpec(Part):
     Attributes:
       method: `bm25`, `dense`, or both: `fused` by a convex combination of their scores, `rrf` by
         reciprocal-rank fusion.
-      model: workdir of a contrastive run, a CLIP or SigLIP, or a published encoder of texts: its
-        folder, or ORG/NAME in the Hugging Face cache (not for bm25).
+      model: workdir of a contrastive run, a CLIP or SigLIP, a Qwen3-VL-Embedding, or a published
+        encoder of texts: its folder, or ORG/NAME in the Hugging Face cache (not for bm25).
       index: folder of `mmqa embed` and `mmqa index` with that model (not for bm25), or the Milvus
         collection that `mmqa index` filled (milvus://HOST:PORT/COLLECTION).
       modality: `unknown` searches all sources; `known` those of the gold sources' modality;
@@ -134,8 +134,8 @@ class RerankerSpec(Part):
     """How sources are selected.
 
     Attributes:
-      model: workdir of a rerank run, or a published cross-encoder or Qwen3-Reranker: its folder, or
-        ORG/NAME in the Hugging Face cache.
+      model: workdir of a rerank run, or a published cross-encoder, Qwen3-Reranker or
+        Qwen3-VL-Reranker: its folder, or ORG/NAME in the Hugging Face cache.
       similarity: the retriever whose cosines are combined with VLP's relevance, and whose second
         hop is reranked too (ours); None is the paper's VLP alone.
       similarity_weight: of the cosines; 0 uses the relevance alone.

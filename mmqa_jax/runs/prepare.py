@@ -14,7 +14,7 @@ from mmqa_jax.evaluation.tables import Table, show
 _NAMED = 5  # files that a line names
 # Of a folder's report, what `--json` prints.
 FILES_KEPT = (
-    *("documents", "pictures", "opened", "bad", "same_content", "scanned_pages"),
+    *("documents", "pictures", "pages", "opened", "bad", "same_content", "scanned_pages"),
     *("broken_figures", "left_out", "hidden"),
 )
 

@@ -15,6 +15,7 @@ import uvicorn
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.data.folder import FolderOptions
 from mmqa_jax.decoding.requests import Scoring
 from mmqa_jax.prompting.backends import Chat, Decoding, Message
 from mmqa_jax.prompting.llm_reader import LLMReaderOptions
@@ -75,6 +76,7 @@ def open_parts(
     data: Path | None = None,
     workdir: Path | None = None,
     cache: Path | None = None,
+    folder: FolderOptions | None = None,
     asking: AskOptions | None = None,
     reading: LLMReaderOptions | None = None,
 ) -> Parts:
@@ -86,6 +88,7 @@ def open_parts(
       data: a folder of documents or a prepared corpus.
       workdir: a finished demo, or a row of `mmqa run`.
       cache: where what was read of the documents is kept.
+      folder: how documents become sources; None: the defaults.
 
     Raises:
       UserError: as `mmqa ask`.
@@ -98,7 +101,7 @@ def open_parts(
     systems: list[System] = []
     answerer: FolderAnswerer | None = None
     if data is not None:
-        corpus, title = open_folder(data, cache), data.resolve().name
+        corpus, title = open_folder(data, cache, folder), data.resolve().name
         for line in folder_notes(corpus.manifest["origin"]):
             print(line, file=sys.stderr)
         answerer = FolderAnswerer(corpus, None, asking)

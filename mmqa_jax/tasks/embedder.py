@@ -1,4 +1,4 @@
-"""Opens what embeds questions and sources: a dual encoder, CLIP, SigLIP, an encoder of texts."""
+"""Opens what embeds questions and sources: a dual encoder, CLIP, SigLIP, a VLM, texts' encoders."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from mmqa_jax.retrieval.clip import load_clip_embedder
 from mmqa_jax.retrieval.embedder import Embedder
 from mmqa_jax.retrieval.siglip import load_siglip_embedder
 from mmqa_jax.retrieval.text_encoder import load_text_embedder
+from mmqa_jax.retrieval.vlm_encoder import load_vlm_embedder
 from mmqa_jax.tasks.contrastive import Contrastive
 from mmqa_jax.tasks.dual_encoder import DualEncoderTask
 from mmqa_jax.tasks.example_retrieval import ExampleRetrieval
@@ -18,12 +19,15 @@ from mmqa_jax.tasks.opening import Options, read_run
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.folder import is_converted, read_record
 from mmqa_jax.weights.text_encoders import published_folder, published_kind
+from mmqa_jax.weights.vlm_encoders import FAMILY as VLM
+from mmqa_jax.weights.vlm_encoders import check_family
 
-# By the name of a converted model, and by transformers' `model_type`.
-_TWO_TOWERS = {
+# What embeds pictures, by the name of a converted model, and by transformers' `model_type`.
+_WITH_PICTURES = {
     "clip": load_clip_embedder,
     "siglip": load_siglip_embedder,
     "siglip2": load_siglip_embedder,
+    VLM: load_vlm_embedder,
 }
 
 
@@ -47,21 +51,22 @@ def open_embedder(
     """The embedder that a path or name means, and pictures sized for it.
 
     Args:
-      model: a run; a CLIP or SigLIP, converted or as transformers has it; or a published encoder of
-        texts, which embeds pictures by their captions. What is published is named by its folder,
-        ORG/NAME in the Hugging Face cache, or `minilm`.
+      model: a run; a CLIP or SigLIP, converted or as transformers has it; a Qwen3-VL-Embedding; or
+        a published encoder of texts, which embeds pictures by their captions. What is published is
+        named by its folder, ORG/NAME in the Hugging Face cache, or `minilm`.
       options: `batch_size` and `mesh`, in place of those of the run's `inference`.
     """
     if str(model) == "minilm":
         model = minilm_path()
     converted = is_converted(model)
     folder = model if converted else published_folder(model)
-    if folder and (converted or published_kind(folder) in _TWO_TOWERS):
+    if folder and (converted or published_kind(folder) in _WITH_PICTURES):
         kind = read_record(folder).architecture.name if converted else published_kind(folder)
-        embedder = _TWO_TOWERS.get(kind, load_clip_embedder)(folder, **(options or {}))
+        embedder = _WITH_PICTURES.get(kind, load_clip_embedder)(folder, **(options or {}))
         pictures = PictureStore(corpus, embedder.image_size, embedder.resize, alpha=embedder.alpha)
         return embedder, pictures
     if folder:
+        check_family(folder)
         return load_text_embedder(folder, **(options or {})), PictureStore(corpus, size=1)
     embedder, task = load_embedder(model, options, one_shape=one_shape)
     return embedder, task.pictures.open(corpus)

@@ -16,8 +16,8 @@ def open_reranker(model: str | Path, corpus: Corpus, options: Options | None = N
     """The reranker that a path or name means, over a corpus.
 
     Args:
-      model: a rerank run, or a published cross-encoder or Qwen3-Reranker: its folder, or ORG/NAME
-        in the Hugging Face cache.
+      model: a rerank run, or a published cross-encoder, Qwen3-Reranker or Qwen3-VL-Reranker: its
+        folder, or ORG/NAME in the Hugging Face cache.
       options: `batch_size` and `mesh`, in place of those of the run's `inference`.
 
     Raises:

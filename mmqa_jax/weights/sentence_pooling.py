@@ -9,7 +9,7 @@ vectors would be others, without a word.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ def has_recipe(folder: Path) -> bool:
     return (folder / MODULES).is_file() or (folder / POOLING).is_file()
 
 
-def read_recipe(folder: Path) -> SentenceRecipe:
+def read_recipe(folder: Path, processing: Sequence[Any] = ()) -> SentenceRecipe:
     """How a folder makes one vector of a text; a plain encoder's is the mean of its tokens.
 
     Vectors are of length 1 whether or not the folder has a layer for it: here they are compared by
@@ -137,6 +137,7 @@ def read_recipe(folder: Path) -> SentenceRecipe:
 
     Args:
       folder: sentence-transformers': `modules.json`, and config.json of each module in a folder.
+      processing: values of `processing_kwargs` that say what the caller does anyway.
 
     Raises:
       UserError: a further layer, a pooling, prompt or key that is not known here, or a similarity
@@ -172,7 +173,7 @@ def read_recipe(folder: Path) -> SentenceRecipe:
         str(file),
         read=_TRANSFORMER_KEYS,
         harmless=_TRANSFORMER_HARMLESS,
-        fixed=_TRANSFORMER_FIXED,
+        fixed={**_TRANSFORMER_FIXED, "processing_kwargs": ({}, *processing)},
     )
     prompts, truncate_dim = _prompts(folder / PROMPTS, normalized)
     return SentenceRecipe(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,12 @@ from mmqa_jax.models.qwen_vl import QwenVL
 from mmqa_jax.weights.published import load_published
 
 WORDS, ANSWERED, IMAGE, VIDEO, START, END = 97, 89, 90, 91, 92, 93
+TOKEN_IDS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
 SPECIAL = (
     *("<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|video_pad|>"),
     *("<|vision_start|>", "<|vision_end|>"),
@@ -112,26 +119,31 @@ class Pair(NamedTuple):
     folder: Path
 
 
-@functools.cache
-def make_pair(case: str, folder: Path) -> Pair:
-    """Builds a case, saves it as transformers does, and loads it."""
+def save_torch(
+    case: str, folder: Path, more: Mapping[str, object] | None = None, **tokens: int
+) -> tuple[torch.nn.Module, Qwen2VLImageProcessorPil]:
+    """Builds a case and saves it as transformers does; `more`: values of its language model."""
     name, vision, text, both = CASES[case]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(
         vision_config=_VISION | vision,
-        text_config=_TEXT | text,
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
+        text_config=_TEXT | text | dict(more or {}),
         attn_implementation="eager",
         **both,
+        **tokens,
     )
     theirs = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     theirs = randomize(theirs, 0, 0.05)
     theirs.save_pretrained(folder)
     processor = Qwen2VLImageProcessorPil(size=SIZE, patch_size=4, **PROCESSOR[case])
     processor.save_pretrained(folder)
+    return theirs, processor
+
+
+@functools.cache
+def make_pair(case: str, folder: Path) -> Pair:
+    """Builds a case, saves it as transformers does, and loads it."""
+    theirs, processor = save_torch(case, folder, **TOKEN_IDS)
     letters().save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return Pair(theirs, load_published("qwen_vl", folder, unroll=1), processor, folder)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from byte_tokenizer import byte_tokenizer
 from compare import WHOLE, randomize
 from flax import nnx
 from sentence_transformers import CrossEncoder, SentenceTransformer
@@ -19,7 +20,6 @@ from sentence_transformers.base.modules import Normalize, Transformer
 from sentence_transformers.cross_encoder.modules import LogitScore
 from sentence_transformers.sentence_transformer.modules import Dense, Pooling
 from tiny_encoders import QUESTIONS, texts
-from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, processors
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.lists import corpus_of_lists
@@ -32,17 +32,11 @@ from mmqa_jax.weights.text_encoders import read_decoder_config
 
 pytestmark = pytest.mark.slow
 
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>")
 SIZES = {
     **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "rms_norm_eps": 1e-3},
     **{"num_key_value_heads": 2, "head_dim": 12, "intermediate_size": 40, "rope_theta": 700.0},
     **{"max_position_embeddings": 4096, "initializer_range": 0.2},
 }
-# Qwen's, of its tokenizer.json.
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 # The model card of Qwen3-Reranker.
 SYSTEM = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct "
@@ -58,39 +52,9 @@ TEMPLATE = (
 )
 
 
-def tokenizer(*around: str) -> transformers.PreTrainedTokenizerFast:
-    """A tokenizer of bytes that puts tokens around a text: `<s> $A </s>`."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [
-        ("y", "e"),
-        ("ye", "s"),
-        ("n", "o"),
-        ("t", "h"),
-        ("th", "e"),
-        ("Ġ", "the"),
-        ("Ċ", "Ċ"),
-    ]
-    pieces = [*alphabet, *("".join(pair) for pair in merges)]
-    vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    made = Tokenizer(models.BPE(vocabulary, merges))
-    steps = [
-        pre_tokenizers.Split(Regex(SPLIT), "isolated"),
-        pre_tokenizers.ByteLevel(False, use_regex=False),
-    ]
-    made.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    made.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    if around:
-        ids = [(token, made.token_to_id(token)) for token in SPECIAL]
-        template = processors.TemplateProcessing(single=" ".join(around), special_tokens=ids)
-        made.post_processor = processors.Sequence([processors.ByteLevel(), template])
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token=SPECIAL[0], eos_token=SPECIAL[0], model_max_length=2000
-    )
-
-
 def save(kind, folder, around=(), **more):
     """A random decoder of transformers with its tokenizer; returns both."""
-    own = tokenizer(*around)
+    own = byte_tokenizer(*around)
     config = kind.config_class(
         **SIZES | {"vocab_size": len(own) + 3, "attn_implementation": "eager"} | more
     )
@@ -147,7 +111,7 @@ def embedding_gemma(tmp_path_factory):
         "sliding_attention": {"rope_type": "default", "rope_theta": 90.0},
     }, "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
     sizes = {key: value for key, value in SIZES.items() if key != "rope_theta"}
-    own = tokenizer("<s>", "$A", "</s>")
+    own = byte_tokenizer("<s>", "$A", "</s>")
     config = transformers.Gemma3TextConfig(
         **sizes | more | {"vocab_size": len(own) + 3, "attn_implementation": "eager"}
     )

@@ -218,6 +218,8 @@ def refusals(corpus):
     return {
         "no such folder": (lambda: mmqa.open_corpus("nowhere"), wrong, r"open_corpus: texts=nowhere: no such folder"),
         "titles of a folder": (lambda: mmqa.open_corpus("x", titles=["y"]), wrong, "titles belong to a list of texts"),
+        "pages of texts": (lambda: mmqa.open_corpus(["a"], pages="both"), wrong, "a list of texts was given"),
+        "unknown pages": (lambda: mmqa.open_corpus("x", pages="all"), wrong, "--pages=all: one of text, pictures, both"),
         "no texts": (lambda: mmqa.open_corpus([]), wrong, "there are no texts"),
         "fewer titles": (lambda: mmqa.open_corpus(TEXTS, titles=["x"]), wrong, "3 texts but 1 titles"),
         "titles of one text": (lambda: mmqa.open_corpus(TEXTS, titles="abc"), mistyped, "titles: one text was given"),

@@ -12,6 +12,8 @@ from document_files import pdf, picture
 from fake_llm import FakeLLM
 from word_encoder import install
 
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.folder import FolderOptions
 from mmqa_jax.data.schema import NOT_FOUND, Prediction
 from mmqa_jax.decoding.requests import TooLong
 from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, open_folder
@@ -241,6 +243,24 @@ def test_what_cannot_be_asked(refused, tmp_path):
     refused("ask", empty, "--top_k=0", "Why?", message="--top_k=0: at least 1")
     refused("ask", "--model=smollm2", "Why?", message="--model: a demo answers with its own models")
     refused("ask", empty, " ", message="the question is empty")
+    refused(
+        *("ask", empty, "--pages=both", "Why?"),
+        message="--pages=both: its pages are pictures, which the encoder minilm cannot read",
+    )
+
+
+def test_pages_as_pictures_need_an_encoder_that_sees(encoder, folder, tmp_path):
+    pages = FolderOptions(pages="pictures")
+    corpus = open_folder(folder, options=pages)
+    assert "manual.pdf#page2" in corpus.row
+    with pytest.raises(UserError, match=r"^manual\.pdf: its pages are pictures.*--pages=text"):
+        FolderAnswerer(corpus, None, AskOptions(encoder="words"))
+    # Without the flag they are text again, from the same cache.
+    assert "manual.pdf#2" in open_folder(folder).row
+    prepared = tmp_path / "prepared"
+    open_folder(folder, prepared)
+    with pytest.raises(UserError, match=r"was prepared already.*leave --pages out"):
+        open_folder(prepared, options=pages)
 
 
 def test_a_question_is_embedded_once(encoder, folder):

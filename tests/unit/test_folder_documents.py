@@ -7,12 +7,14 @@ import io
 
 import pytest
 from document_files import docx, docx_bomb, pdf, picture
+from PIL import Image
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.documents.chunks import ChunkOptions, chunks
 from mmqa_jax.data.documents.document import DocumentError, Paragraph
 from mmqa_jax.data.documents.docx import read_docx
 from mmqa_jax.data.documents.html import read_html
+from mmqa_jax.data.documents.pages import MOST_PIXELS, page_pictures
 from mmqa_jax.data.documents.pdf import read_pdf
 from mmqa_jax.data.documents.plain import read_markdown, read_plain
 
@@ -237,3 +239,34 @@ def test_scanned_and_blank_pages():
 def test_pdf_that_cannot_be_read(data, reason):
     with pytest.raises(DocumentError, match=reason):
         read_pdf(data, 64)
+
+
+# Pages as pictures
+
+
+def test_pages_are_drawn_as_pdfium_shows_them():
+    red = picture("red", (40, 30), form="JPEG")
+    drawn = list(page_pictures(pdf([[(20, 700, "Text.")], []], {1: (100, red)})))
+    assert [(page.number, page.problem) for page in drawn] == [(1, ""), (2, "")]
+    first, second = (Image.open(io.BytesIO(page.picture)) for page in drawn)
+    assert first.mode == second.mode == "RGB"
+    # 8.5 x 11 inches, within the bound and no sharper than 144 dots an inch.
+    assert first.size[0] * first.size[1] <= MOST_PIXELS * 1.01
+    assert abs(first.size[0] / first.size[1] - 8.5 / 11) < 0.01
+    scale = second.size[0] / 612
+    place = (int((72 + 100) * scale), int((792 - 100 - 75) * scale))  # in the picture's middle
+    assert second.getpixel(place)[0] > 200 > 60 > second.getpixel(place)[1]
+    assert second.getpixel((5, 5)) == (255, 255, 255)
+
+
+def test_a_page_of_any_size_is_bounded():
+    data = pdf([[(10, 10, "Text.")]])
+    large = data.replace(b"[0 0 612 792]", b"[0 0 90000 90000]")
+    (page,) = page_pictures(large)
+    width, height = Image.open(io.BytesIO(page.picture)).size
+    assert 0.98 * MOST_PIXELS < width * height < 1.02 * MOST_PIXELS
+    (thin,) = page_pictures(data.replace(b"[0 0 612 792]", b"[0 0 0.001 99]"))
+    assert thin.picture is None
+    assert thin.problem.startswith("page 1: ")
+    with pytest.raises(DocumentError, match="encrypted"):
+        list(page_pictures(pdf([[(10, 700, "Secret.")]], encrypted=True)))

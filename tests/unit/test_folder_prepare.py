@@ -15,6 +15,7 @@ from document_files import docx, docx_bomb, huge_png, pdf, picture
 from mmqa_jax.data import folder_files
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.documents import read as readers
+from mmqa_jax.data.documents.pages import page_pictures
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -288,3 +289,59 @@ prepare("folder", Path(sys.argv[1]), Path(sys.argv[2]), overwrite=True)
     result = prepare(raw)
     assert result["files"]["opened"] == 36 - 20  # what the killed one had read is not read again
     assert len(sources(raw)) == 8 + 30
+
+
+def test_pages_as_pictures(raw):
+    """In place of a PDF's text, or beside it; other documents stay as they are."""
+    text = {*_sources_of(raw, "--pages=text")}
+    pages = _sources_of(raw, "--overwrite", "--pages=pictures")
+    assert {*pages} == {name for name in text if not name.startswith("manual.pdf")} | {
+        "manual.pdf#page1", "manual.pdf#page2",
+    }  # fmt: skip
+    second = pages["manual.pdf#page2"]
+    assert (second.modality, second.text, second.title) == ("image", "", "Pumps")
+    assert {key: second.extra[key] for key in ("file", "page", "heading", "whole_page")} == {
+        "file": "manual.pdf", "page": 2, "heading": "Pumps", "whole_page": True,
+    }  # fmt: skip
+    corpus = open_corpus(raw.parent / "out")
+    shown = [corpus.picture(corpus.row[f"manual.pdf#page{n}"]) for n in (1, 2)]
+    assert shown == [page.picture for page in page_pictures(MANUAL)]
+    assert {*_sources_of(raw, "--overwrite", "--pages=both")} == text | {*pages}
+
+
+def test_pages_are_drawn_once(raw, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        "mmqa_jax.data.folder.page_pictures",
+        lambda data: drawn.append(len(data)) or page_pictures(data),
+    )
+    assert prepare(raw)["files"]["pages"] == 0
+    files = prepare(raw, "--overwrite", "--pages=pictures")["files"]
+    assert (files["pages"], files["opened"]) == (2, 1)  # the PDF alone, for its pages
+    before = tree(raw.parent / "out")
+    assert prepare(raw, "--overwrite", "--pages=pictures")["files"]["opened"] == 0
+    assert tree(raw.parent / "out") == before
+    assert prepare(raw, "--overwrite")["files"]["opened"] == 0
+    assert prepare(raw, "--overwrite", "--pages=both")["files"]["opened"] == 0
+    assert drawn == [len(MANUAL)]
+
+
+def test_a_scanned_pdf_is_read_by_its_pages(raw):
+    scan = {0: (100, picture("blue", form="JPEG"))}
+    (raw / "scan.pdf").write_bytes(pdf([[]], scan))
+    assert "ocrmypdf" in prepare(raw)["files"]["bad"]["scan.pdf"]
+    files = prepare(raw, "--overwrite", "--pages=both")["files"]
+    assert (files["bad"], files["scanned_pages"], files["pages"]) == ({}, {}, 3)
+    assert sources(raw)["scan.pdf#page1"].title == "scan"
+
+
+def test_pages_of_what_has_none_are_refused(refused, tmp_path):
+    (tmp_path / "sources.jsonl").write_text('{"id": "a", "modality": "text", "text": "b"}\n')
+    flags = (f"--raw={tmp_path}", f"--out={tmp_path / 'out'}", "--pages=both")
+    refused("prepare", "folder", *flags, message=r"has sources\.jsonl.*leave --pages out")
+    refused("prepare", "corpus", *flags, message="only `mmqa prepare folder` takes them")
+
+
+def _sources_of(raw: Path, *more: str) -> dict:
+    prepare(raw, *more)
+    return sources(raw)

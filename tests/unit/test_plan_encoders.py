@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
+import torch
+import transformers
 from flax import nnx
 from ml_collections import ConfigDict
 
@@ -43,6 +45,40 @@ def test_sizes_are_the_published_ones(name):
     if isinstance(config, BertConfig):
         millions += config.hidden * (config.hidden + 1) / 1e6
     assert millions == pytest.approx(PARAMETERS[name], rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "vision", "text"),
+    [
+        (
+            "qwen3_vl_embedding_2b",
+            {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2048,
+             "deepstack_visual_indexes": [5, 11, 17]},
+            {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+             "num_attention_heads": 16, "num_key_value_heads": 8},
+        ),
+        (
+            "qwen3_vl_embedding_8b",
+            {"out_hidden_size": 4096},
+            {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+             "num_attention_heads": 32, "num_key_value_heads": 8},
+        ),
+    ],
+)  # fmt: skip
+def test_sizes_of_qwen3_vl_embedding_are_those_of_transformers(name, vision, text):
+    config = transformers.Qwen3VLConfig(
+        vision_config=vision, text_config={**text, "head_dim": 128, "vocab_size": 151936}
+    )
+    with torch.device("meta"):
+        model = transformers.Qwen3VLModel(config)
+    programs_of = programs.program_names(ConfigDict(), name)
+    assert programs_of == ("texts", "pages")
+    for which in programs_of:
+        program = programs.make_program(which, ConfigDict(), jax.devices()[:1], name)
+        assert program.parameters == 4 * sum(one.numel() for one in model.parameters())
+        assert program.unit == which
+    pictures = program.arguments[1].pictures
+    assert pictures.order.shape == (1, 1, 2048)  # 1,800 tokens of a page, in their bucket
 
 
 def test_the_program_is_planned(monkeypatch):

@@ -52,6 +52,15 @@ def read_pdf(data: bytes, least_pixels: int) -> Document:
     Raises:
       DocumentError: encrypted, damaged, or without a page.
     """
+    with open_pdf(data) as document:
+        reading = _Reading(least_pixels)
+        for number in range(len(document)):
+            reading.add_page(number + 1, document)
+    return reading.document()
+
+
+def open_pdf(data: bytes) -> Any:
+    """PDFium's document, a context manager; DocumentError as `read_pdf`."""
     import pypdfium2
 
     try:
@@ -60,13 +69,10 @@ def read_pdf(data: bytes, least_pixels: int) -> Document:
         if "password" in str(error).lower():
             raise DocumentError("encrypted; save it without a password") from error
         raise DocumentError(f"no PDF that can be read ({error})") from error
-    with document:
-        if len(document) > len(data):
-            raise DocumentError(f"claims {len(document):,} pages in {len(data):,} bytes")
-        reading = _Reading(least_pixels)
-        for number in range(len(document)):
-            reading.add_page(number + 1, document)
-    return reading.document()
+    if len(document) > len(data):
+        document.close()
+        raise DocumentError(f"claims {len(document):,} pages in {len(data):,} bytes")
+    return document
 
 
 class _Reading:

@@ -1,0 +1,157 @@
+"""The chat template that a model's folder has, and prompts that are cut from it.
+
+A prompt's frame is what the template makes of it with marks in place of its texts. Texts are put
+into the frame as plain characters: a special token that is spelled out in one is none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json, read_text
+from mmqa_jax.data.encoder_tokenizer import TextsTokenizer
+from mmqa_jax.data.tokenizers import SETTINGS
+
+TEMPLATE = "chat_template.jinja"
+_OF_PROCESSOR = "chat_template.json"  # before transformers 5
+MARKS = ("\ue000", "\ue001")  # private characters, in place of a prompt's texts
+
+
+def template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """The Jinja source of a folder's chat template; None: it has none.
+
+    Args:
+      settings: its tokenizer_config.json.
+    """
+    if (folder / TEMPLATE).is_file():
+        return read_text(folder / TEMPLATE)
+    source = settings.get("chat_template")
+    if isinstance(source, list):  # several by name
+        source = {one["name"]: one["template"] for one in source}.get("default")
+    if source is None and (folder / _OF_PROCESSOR).is_file():
+        content = read_json(folder / _OF_PROCESSOR)
+        source = content.get("chat_template") if isinstance(content, dict) else None
+    return source if isinstance(source, str) and source else None
+
+
+def rendered(
+    source: str, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], answer: bool
+) -> str:
+    """A template's prompt of a conversation.
+
+    Args:
+      settings: tokenizer_config.json, whose special tokens a template may write.
+      answer: whether the prompt ends where an answer begins.
+
+    Raises:
+      jinja2.TemplateError, TypeError: the template does not take it.
+    """
+    # What `apply_chat_template` of a tokenizer calls; its import needs no PyTorch.
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    special = {name: text for name, text in settings.items() if name.endswith("_token")}
+    (text,), _ = render_jinja_template(
+        [list(messages)], chat_template=source, add_generation_prompt=answer, **special
+    )
+    return text
+
+
+class PictureChat:
+    """Prompts of one message with texts and pictures behind an instruction, as token ids.
+
+    Args:
+      folder: with a chat template.
+      tokenizer: the folder's.
+      image_token: id of a picture's placeholder.
+    """
+
+    def __init__(self, folder: Path, tokenizer: TextsTokenizer, image_token: int):
+        file = folder / SETTINGS
+        settings = read_json(file) if file.is_file() else {}
+        self._settings = settings if isinstance(settings, dict) else {}
+        self._source = template_source(folder, self._settings)
+        if self._source is None:
+            raise UserError(
+                f"{folder}: has no chat template ({TEMPLATE}), of which its prompts are made; "
+                "fetch the whole folder again."
+            )
+        self._folder, self._tokenizer, self._image_token = folder, tokenizer, image_token
+        self._frames: dict[tuple[str, tuple[str | None, ...]], list[int | str]] = {}
+
+    def encode(
+        self,
+        instruction: str,
+        parts: Sequence[str | None],
+        texts: Sequence[Sequence[str]],
+        lengths: Sequence[int],
+    ) -> list[list[int]]:
+        """Token ids of prompts, with one placeholder for each picture.
+
+        Args:
+          instruction: the system's message.
+          parts: of the user's message: texts, in which MARKS stand for those of `texts`, and None
+            for a picture.
+          texts: of each prompt, in the order of the marks.
+          lengths: tokens of each prompt; of a longer one the last text loses its end.
+        """
+        frame = self._frame(instruction, tuple(parts))
+        plain = [place for place, piece in enumerate(frame) if isinstance(piece, str)]
+        filled = [_filled(frame[place], own) for own in texts for place in plain]
+        encoded = iter(self._tokenizer.encode_batch(filled))
+        before, after = self._tokenizer.before, self._tokenizer.after
+        marked = [place for place in plain if any(mark in frame[place] for mark in MARKS)]
+        made = []
+        for length in lengths:
+            pieces = [next(encoded) if isinstance(piece, str) else [piece] for piece in frame]
+            excess = sum(map(len, pieces)) + len(before) + len(after) - length
+            if excess > 0 and marked:
+                last = pieces[marked[-1]]
+                pieces[marked[-1]] = last[: max(len(last) - excess, 0)]
+            made.append([*before, *(token for piece in pieces for token in piece), *after])
+        return made
+
+    def _frame(self, instruction: str, parts: tuple[str | None, ...]) -> list[int | str]:
+        """The prompt cut at its special tokens: their ids, and the text between them."""
+        key = instruction, parts
+        if key in self._frames:
+            return self._frames[key]
+        content = [{"type": "image"} if part is None else _said(part) for part in parts]
+        messages = [
+            {"role": "system", "content": [_said(instruction)]},
+            {"role": "user", "content": content},
+        ]
+        try:
+            text = rendered(self._source, messages, self._settings, answer=True)
+        except (jinja2.TemplateError, TypeError) as error:
+            raise UserError(
+                f"{self._folder}: its chat template makes no prompt of an instruction, texts and "
+                f"pictures ({error}); use a checkpoint as it was published."
+            ) from error
+        frame = self._tokenizer.cut(text)
+        wanted = [mark for part in parts for mark in MARKS if part is not None and mark in part]
+        found = [c for piece in frame if isinstance(piece, str) for c in piece if c in MARKS]
+        pictures = frame.count(self._image_token)
+        if instruction not in text or found != wanted or pictures != parts.count(None):
+            raise UserError(
+                f"{self._folder}: its chat template does not put the instruction, each text and a "
+                f"placeholder for each picture (token {self._image_token}) into the prompt, each "
+                "once and in order; use a checkpoint as it was published."
+            )
+        self._frames[key] = frame
+        return frame
+
+
+def _said(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _filled(piece: str, texts: Sequence[str]) -> str:
+    """A piece of a frame with the texts in place of their marks."""
+    pattern = "|".join(MARKS)
+    return re.sub(pattern, lambda found: texts[MARKS.index(found.group())], piece)

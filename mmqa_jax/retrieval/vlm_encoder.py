@@ -1,0 +1,221 @@
+"""Qwen3-VL-Embedding as an embedder: texts, pictures, and both together, in one space.
+
+Everything is a conversation of the checkpoint's chat template: the instruction is the system's
+message, and the user's holds a picture, a text, or a picture and then its text. The state of the
+last token is the vector (QwenLM/Qwen3-VL-Embedding src/models/qwen3_vl_embedding.py).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Float32
+
+from mmqa_jax.core.arguments import check_several
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import state_shardings
+from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
+from mmqa_jax.data.chat_template import MARKS, PictureChat
+from mmqa_jax.data.encoder_tokenizer import load_encoder_tokenizer
+from mmqa_jax.data.qwen_images import PictureSizes
+from mmqa_jax.models.qwen_vl import QwenVLConfig
+from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
+from mmqa_jax.retrieval.embedder import Embedder
+from mmqa_jax.retrieval.embeddings import BROKEN
+from mmqa_jax.retrieval.picture_batches import HELD, PicturePrompt, prompt_batches
+from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
+from mmqa_jax.retrieval.vectors import check_finite
+from mmqa_jax.weights.sentence_pooling import has_recipe, read_recipe
+from mmqa_jax.weights.vlm_encoders import load_vlm_encoder
+
+INSTRUCTION = "Represent the user's input."  # where a folder's prompts name no other
+LONGEST = 8192  # tokens of a prompt, the original's MAX_LENGTH
+_ANSWER_BEGINS = {"chat_template": {"add_generation_prompt": True}}  # as is done in any case
+_AROUND = 128  # tokens around a picture, with room
+
+
+def make_encode_prompts(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
+    """The jitted encoder of prompts: (state, PromptBatch) -> vectors [B, D]."""
+    return jax.jit(lambda state, batch: nnx.merge(graphdef, state).encode_prompts(*batch))
+
+
+class VLMEmbedder(Embedder):
+    """An Embedder whose texts and pictures are read by one model.
+
+    A picture with a text is embedded from both. Pictures keep their shapes, and are padded to the
+    buckets of `retrieval.picture_batches`.
+    """
+
+    def __init__(
+        self, graphdef: Any, state: Any, chat: PictureChat, config: QwenVLConfig, **options: Any
+    ):
+        """As an Embedder's; `chat` makes the prompts, `config` is the model's."""
+        super().__init__(
+            graphdef,
+            state,
+            image_size=math.isqrt(config.vision.max_pixels),
+            resize=picture_sizes(config.vision),
+            alpha="white",
+            **options,
+        )
+        self._chat, self._config = chat, config
+        self._encode_prompts = make_encode_prompts(graphdef)
+
+    def embed_questions(
+        self, texts: Sequence[str], pictures: Sequence[np.ndarray | None] | None = None
+    ) -> Float32[np.ndarray, "n D"]:
+        """See Embedder; a question with a picture is one prompt of both."""
+        check_several(texts, "Embedder.embed_questions")
+        pictures = [None] * len(texts) if pictures is None else pictures
+        if len(pictures) != len(texts):
+            raise UserError(f"embedder: {len(texts)} questions but {len(pictures)} pictures.")
+        return self._embed(texts, pictures, self.prompts.question, "texts")
+
+    def embed_texts(self, texts: Sequence[str], prompt: str = "") -> Float32[np.ndarray, "n D"]:
+        """See Embedder; `prompt` is the instruction, "" the original's."""
+        check_several(texts, "Embedder.embed_texts")
+        return self._embed(texts, [None] * len(texts), prompt, "texts")
+
+    def embed_pictures(self, pictures: Sequence[np.ndarray]) -> Float32[np.ndarray, "n D"]:
+        """Unit vectors of pictures without a text, uint8[H, W, 3] each, sides of whole units."""
+        return self._embed([""] * len(pictures), pictures, self.prompts.source, "pictures")
+
+    def _embed(
+        self,
+        texts: Sequence[str],
+        pictures: Sequence[np.ndarray | None],
+        instruction: str,
+        unit: str,
+    ) -> np.ndarray:
+        vectors = np.zeros((len(texts), self.dim), np.float32)
+        self._collect(self._encoded(texts, pictures, instruction), vectors, unit)
+        check_finite(vectors, f"embedder: the {unit}", BROKEN)
+        return vectors
+
+    def _source_batches(self, texts, pictured, read) -> Iterator[tuple[np.ndarray, jax.Array]]:
+        prompt = self.prompts.source
+        snippets, captions = np.flatnonzero(~pictured), np.flatnonzero(pictured)
+        none = [None] * len(snippets)
+        for indices, vectors in self._encoded([texts[i] for i in snippets], none, prompt):
+            yield snippets[indices], vectors
+        for start in range(0, len(captions), HELD):
+            own = captions[start : start + HELD]
+            for indices, vectors in self._encoded([texts[i] for i in own], read(own), prompt):
+                yield own[indices], vectors
+
+    def _encoded(
+        self, texts: Sequence[str], pictures: Sequence[np.ndarray | None], instruction: str
+    ) -> Iterator[tuple[np.ndarray, jax.Array]]:
+        """Encoded batches of texts with their pictures, and their places among the texts."""
+        prompts = self._prompts(texts, pictures, instruction or INSTRUCTION)
+        batches = prompt_batches(
+            prompts, self._config, self.serving, self.buckets, self.tokenizer.pad_id
+        )
+        for indices, batch in batches:
+            put = self.serving.placement.put(batch)
+            yield indices, self._call(self._encode_prompts, put)
+
+    def _prompts(
+        self, texts: Sequence[str], pictures: Sequence[np.ndarray | None], instruction: str
+    ) -> list[PicturePrompt]:
+        made: list[PicturePrompt] = [PicturePrompt(())] * len(texts)
+        # Of one frame each: what has a picture, and what has a text. A text may be empty alone.
+        kinds = [(shown is not None, bool(text) or shown is None)
+                 for text, shown in zip(texts, pictures, strict=True)]  # fmt: skip
+        for kind in set(kinds):
+            members = [number for number, one in enumerate(kinds) if one == kind]
+            parts = [None] * kind[0] + [MARKS[0]] * kind[1]
+            shown = [[] if pictures[n] is None else [pictures[n]] for n in members]
+            tokens = self._chat.encode(
+                instruction,
+                parts,
+                [[texts[n]] for n in members],
+                [self.buckets[-1] - self._beyond(own) for own in shown],
+            )
+            for number, ids, own in zip(members, tokens, shown, strict=True):
+                made[number] = PicturePrompt(ids, tuple(own))
+        return made
+
+    def _beyond(self, pictures: Sequence[np.ndarray]) -> int:
+        """Tokens of pictures beyond their placeholders."""
+        return sum(self._config.picture_tokens(one.shape) - 1 for one in pictures)
+
+
+def picture_sizes(config: QwenVisionConfig) -> PictureSizes:
+    """What pictures are resized to for a tower."""
+    return PictureSizes(config.unit, config.min_pixels, config.max_pixels)
+
+
+def load_vlm_embedder(
+    folder: Path, *, batch_size: BatchSize = AUTO, mesh: Mapping[str, int] | None = None
+) -> VLMEmbedder:
+    """The embedder of a Qwen3-VL-Embedding's folder.
+
+    Sentence-transformers' files, where there are any, give instructions for questions (`query`) and
+    sources (`document`), the length, and a Matryoshka size.
+
+    Args:
+      folder: of transformers, with a chat template.
+      batch_size: texts or pictures per call, over all devices.
+      mesh: see core.serving.serving_mesh.
+
+    Raises:
+      UserError: as `load_vlm_encoder` and `read_recipe`; or a Qwen3-VL that writes: nothing in a
+        folder tells them apart but modules.json and its name.
+    """
+    if not has_recipe(folder) and "embedding" not in str(folder.resolve()).lower():
+        raise UserError(
+            f"{folder}: holds a Qwen3-VL without modules.json, and its path does not say "
+            "Embedding: one that was trained to write has no vectors of texts; give a "
+            "Qwen3-VL-Embedding."
+        )
+    recipe = read_recipe(folder, processing=(_ANSWER_BEGINS,))
+    if has_recipe(folder) and (recipe.pooling != "lasttoken" or recipe.dense or recipe.lowercase):
+        raise UserError(
+            f"{folder}: its files say pooling {recipe.pooling!r}, {len(recipe.dense)} linear "
+            f"layers and lower case {recipe.lowercase}; the last token's state alone was expected, "
+            "as of Qwen3-VL-Embedding."
+        )
+    devices = loading_mesh(mesh)
+    encoder = load_vlm_encoder(folder, recipe.truncate_dim, devices)
+    config = encoder.config
+    if (recipe.truncate_dim or 0) > config.llama.hidden:
+        raise UserError(
+            f"{folder}: truncate_dim keeps {recipe.truncate_dim} values of vectors of "
+            f"{config.llama.hidden}; correct it in config_sentence_transformers.json."
+        )
+    tokenizer = load_encoder_tokenizer(folder, config.llama.vocab_size, pairs=False)
+    buckets = prompt_lengths(folder, config, recipe.max_tokens or LONGEST)
+    graphdef, state = nnx.split(encoder)
+    if devices is not None:
+        state = jax.device_put(state, state_shardings(state, devices))
+    return VLMEmbedder(
+        graphdef,
+        state,
+        PictureChat(folder, tokenizer, config.image_token),
+        config,
+        tokenizer=tokenizer,
+        buckets=buckets,
+        batch_size=batch_size,
+        cost=encoder_cost(config.llama, buckets[-1], "sources"),
+        prompts=recipe.prompts,
+        recipe=f"{config} {recipe.truncate_dim} {INSTRUCTION}",
+    )
+
+
+def prompt_lengths(folder: str | os.PathLike, config: QwenVLConfig, longest: int) -> tuple:
+    """Lengths to which prompts are padded; UserError where the largest picture does not fit."""
+    buckets = length_buckets(longest, config.llama.positions)
+    if buckets[-1] < config.vision.most_units + _AROUND:
+        raise UserError(
+            f"{folder}: reads prompts of {buckets[-1]} tokens, and a picture may have "
+            f"{config.vision.most_units}; use a checkpoint that reads longer ones."
+        )
+    return buckets
