@@ -57,9 +57,28 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     flags.add_pages(parser, "folder: ")
 
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="also write statistics.json and report.html to --out: WebQA's tables 3 and 4, its "
+        "questions' beginnings and topics, the coverage of keywords; of a corpus that --out "
+        "already holds only these",
+    )
+
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Prepares the corpus."""
+    from mmqa_jax.data.records import holds_corpus
+    from mmqa_jax.runs.prepare import report_corpus
+
+    out = Path(arguments.out)
+    if arguments.report and not arguments.overwrite and holds_corpus(out):
+        return report_corpus(arguments.dataset, out)
+    result = _prepare(arguments)
+    return {**result, **report_corpus(arguments.dataset, out)} if arguments.report else result
+
+
+def _prepare(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.runs.prepare import prepare
 
     return prepare(

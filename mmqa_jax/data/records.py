@@ -128,9 +128,14 @@ def write_records(
     return manifest
 
 
+def holds_corpus(folder: str | os.PathLike) -> bool:
+    """Whether a folder holds a prepared corpus, damaged or not."""
+    return (Path(folder) / MANIFEST).exists()
+
+
 def refuse_corpus(out: str | os.PathLike) -> None:
     """UserError if a prepared corpus is in `out`."""
-    if (Path(out) / MANIFEST).exists():
+    if holds_corpus(out):
         raise UserError(
             f"{out}: already holds a prepared corpus; name another folder or give --overwrite."
         )

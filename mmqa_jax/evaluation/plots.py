@@ -43,18 +43,20 @@ def recall_plot(recall: Mapping[str, Mapping[int, float]]) -> str:
     return axes.svg("recall@k against k", drawn)
 
 
-def lines_plot(title: str, x_label: str, lines: Mapping[str, Points]) -> str:
+def lines_plot(title: str, x_label: str, lines: Mapping[str, Points], *, log: bool = False) -> str:
     """Lines over the same few values of x, a dot each, as an `<svg>` element.
 
     Args:
       lines: name -> points (x, y), in order of x; none without points.
+      log: the axis of x is logarithmic; all x are above 0.
     """
     xs = sorted({x for points in lines.values() for x, _ in points})
     ys = [y for points in lines.values() for _, y in points]
     axes = _Axes(
         (420, 260),
-        x=_span(xs),
+        x=_span(list(map(math.log, xs)) if log else xs),
         y=_span(ys, margin=0.06),
+        of_x=math.log if log else float,
         x_ticks=xs,
         y_ticks=_ticks(*_span(ys, margin=0.06)),
         x_label=x_label,

@@ -38,11 +38,12 @@ class Bar:
 
 @dataclasses.dataclass(frozen=True)
 class LinePlot:
-    """Lines over the values of one setting: name -> points (x, y)."""
+    """Lines over the values of one setting: name -> points (x, y); `log`: of x."""
 
     title: str
     x_label: str
     lines: Mapping[str, Points]
+    log: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ class ReportData:
       filters: the buttons above the cards.
       card_note: how to read the cards, e.g. what counts as right.
       bars: score -> the systems' bars.
-      line_plots: of a sweep, above the tables.
+      line_plots: of a sweep or a corpus, above the tables.
       tables: result tables, in order.
       recall: retriever -> k -> recall@k.
       curves: task -> metric -> [(step, value)].
@@ -133,7 +134,8 @@ def render_report(data: ReportData) -> str:
         recall_plot=recall_plot(recall) if recall else "",
         recall_names=list(recall),
         line_plots=[
-            (plot, lines_plot(plot.title, plot.x_label, plot.lines)) for plot in data.line_plots
+            (plot, lines_plot(plot.title, plot.x_label, plot.lines, log=plot.log))
+            for plot in data.line_plots
         ],
         longest_stage=max((seconds for _, seconds in data.stages), default=0.0),
         total_seconds=sum(seconds for _, seconds in data.stages),

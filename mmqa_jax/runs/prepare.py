@@ -7,11 +7,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.core.errors import first_names
+from mmqa_jax.core.errors import UserError, first_names
+from mmqa_jax.core.files import write_json
 from mmqa_jax.data import prepare as corpora
+from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.evaluation.corpus_statistics import (
+    corpus_statistics,
+    statistics_plots,
+    statistics_tables,
+)
+from mmqa_jax.evaluation.report import ReportData, write_report
 from mmqa_jax.evaluation.tables import Table, show
 
 _NAMED = 5  # files that a line names
+_OWN = ("corpus", "folder")  # whose corpora are named by their folders
 # Of a folder's report, what `--json` prints.
 FILES_KEPT = (
     *("documents", "pictures", "pages", "opened", "bad", "same_content", "scanned_pages"),
@@ -22,6 +31,37 @@ FILES_KEPT = (
 def prepare(dataset: str, raw: Path | None, out: Path, **options: Any) -> dict[str, Any]:
     """Prepares a corpus and prints its counts; returns what `--json` prints."""
     return corpus_summary(corpora.prepare(dataset, raw, out, **options), out)
+
+
+def report_corpus(dataset: str, out: Path) -> dict[str, Any]:
+    """Prints the statistics of the corpus in `out`, writes statistics.json and report.html there.
+
+    Returns:
+      What `--json` prints of them.
+
+    Raises:
+      UserError: the corpus is of another data set, or damaged.
+    """
+    corpus = open_corpus(out)
+    name = corpus.manifest.get("name")
+    if dataset not in _OWN and name != dataset:
+        raise UserError(
+            f"--out={out}: holds the corpus {name}, not {dataset}; name that, or another folder."
+        )
+    found = corpus_statistics(corpus)
+    tables = statistics_tables(found, published=dataset == "webqa")
+    for table in tables:
+        show(table)
+    write_json(out / "statistics.json", found.to_json())
+    data = ReportData(
+        title=f"{name}: statistics",
+        description=f"{len(corpus.questions()):,} questions, {len(corpus):,} sources.",
+        line_plots=statistics_plots(found),
+        tables=tables,
+    )
+    write_report(out / "report.html", data)
+    print(f"Report: {out / 'report.html'}")
+    return {"statistics": found.to_json(), "report": str(out / "report.html")}
 
 
 def prepare_atlas(out: Path, countries: int, **options: Any) -> dict[str, Any]:
