@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def roi_align(
@@ -66,7 +67,9 @@ def _sample_weights(
     length = end - start
     if not aligned:
         length = jnp.maximum(length, 1.0)
-    bin_length = length / size
+    # Behind the barrier XLA divides; by a constant it would multiply by the inverse, and whole
+    # numbers of cells would be rounded up to one more.
+    bin_length = length / jax.lax.optimization_barrier(jnp.float32(size))
     if samples:
         most, count = samples, jnp.full_like(start, samples)
     else:
@@ -113,8 +116,8 @@ def roi_pool(
     height, width = features.shape[:2]
     rows, columns = (height, width) if extent is None else (extent[0], extent[1])
     left, top, right, bottom = jnp.moveaxis(_rounded(boxes.astype(jnp.float32) * scale), -1, 0)
-    row, row_count = _bins(top, bottom, rows, size)
-    column, column_count = _bins(left, right, columns, size)
+    row, row_count = _bins(top, bottom, rows, height, size)
+    column, column_count = _bins(left, right, columns, width, size)
     lowest = jnp.finfo(features.dtype).min
     most = -(-(height + 1) // size) + 1
     down = jnp.full((boxes.shape[0], size, *features.shape[1:]), lowest, features.dtype)
@@ -140,11 +143,20 @@ def _rounded(x: jax.Array) -> jax.Array:
 
 
 def _bins(
-    start: jax.Array, end: jax.Array, cells: jax.Array | int, size: int
+    start: jax.Array, end: jax.Array, cells: jax.Array | int, held: int, size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """First cell and number of cells of each bin: start and end [R] -> two int32 [R, size]."""
-    bin_length = (jnp.maximum(end - start + 1, 1.0) / size)[:, None]
-    place = jnp.arange(size, dtype=jnp.float32)
-    first = jnp.clip(jnp.floor(place * bin_length) + start[:, None], 0, cells)
-    last = jnp.clip(jnp.ceil((place + 1) * bin_length) + start[:, None], 0, cells)
-    return first.astype(jnp.int32), (last - first).astype(jnp.int32)
+    """First cell and number of cells of each bin: start and end [R] -> two int32 [R, size].
+
+    cells: of the picture, of the `held` ones of the map.
+    """
+    # Edges of bins are rounded products in float32, which decide about whole cells: numpy computes
+    # them as C does; XLA would multiply by the inverse of `size`.
+    lengths = np.maximum(np.arange(held + 2), 1).astype(np.float32)[:, None]
+    bin_length = lengths / np.float32(size)
+    place = np.arange(size, dtype=np.float32)
+    edges = np.stack([np.floor(place * bin_length), np.ceil((place + 1) * bin_length)])
+    length = jnp.clip((end - start).astype(jnp.int32) + 1, 0, held + 1)
+    first, last = jnp.asarray(edges.astype(np.int32))[:, length]  # [R, size] each
+    origin = start.astype(jnp.int32)[:, None]
+    first, last = (jnp.clip(edge + origin, 0, cells) for edge in (first, last))
+    return first, last - first
