@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Float32
 
+from mmqa_jax.core.array_pickle import read_npz
 from mmqa_jax.core.checksums import read_sealed, write_sealed
 from mmqa_jax.core.errors import UserError, first_names
 from mmqa_jax.core.files import read_json
-from mmqa_jax.data.array_pickle import read_npz
 from mmqa_jax.data.images import BrokenPictures, PictureError
 from mmqa_jax.data.picture_records import (
     ShardNotes,

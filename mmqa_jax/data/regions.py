@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from jaxtyping import Float, Int
 
+from mmqa_jax.core.array_pickle import ForeignObject, load_arrays
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_text
 from mmqa_jax.core.json_text import parse_json
-from mmqa_jax.data.array_pickle import ForeignObject, load_arrays
 from mmqa_jax.data.examples import RawSource
 from mmqa_jax.data.images import BrokenPictures, patch_boxes, patches
 from mmqa_jax.data.indexed_tsv import CutLine, IndexedTsv

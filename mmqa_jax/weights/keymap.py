@@ -50,6 +50,11 @@ IDENTITY = Transform(lambda x: x, lambda x: x)
 # torch.nn.Linear keeps (out, in), our kernels are [in, out].
 TRANSPOSE = Transform(lambda x: x.T, lambda x: x.T)
 
+# Conv2d weight (out, in, K, K) <-> kernel [K, K, in, out].
+CONV = Transform(lambda x: x.transpose(2, 3, 1, 0), lambda x: x.transpose(3, 2, 0, 1))
+# Conv2d weight (out, in, 1, 1) <-> kernel [in, out].
+CONV_1X1 = Transform(lambda x: x[:, :, 0, 0].T, lambda x: x.T[:, :, None, None])
+
 
 def conv_patches(patch: int) -> Transform:
     """Conv2d weight (out, 3, patch, patch) <-> kernel [patch * patch * 3, out].

@@ -24,9 +24,9 @@ from test_seed_bench import NAMES, QUESTIONS
 from test_webqa_reader import COLORS, hidden_test, train_val, write_images
 from vqa_files import soft_labels, write, write_aokvqa, write_okvqa
 
+from mmqa_jax.core.array_pickle import load_arrays
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.answer_vocabulary import read_vocabulary
-from mmqa_jax.data.array_pickle import load_arrays
 from mmqa_jax.data.datasets import webqa
 from mmqa_jax.data.datasets.aokvqa import read_aokvqa
 from mmqa_jax.data.datasets.mmbench import read_mmbench

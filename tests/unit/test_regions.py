@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from mmqa_jax.core.array_pickle import ForeignObject, load_arrays
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.data.array_pickle import ForeignObject, load_arrays
 from mmqa_jax.data.examples import RawSource
 from mmqa_jax.data.images import BrokenPictures
 from mmqa_jax.data.indexed_tsv import CutLine, IndexedTsv

@@ -16,6 +16,8 @@ from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.models.bart_config import BartConfig
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.clip import CLIPConfig, TextConfig, VisionConfig
+from mmqa_jax.models.detection.faster_rcnn import vlp_x101
+from mmqa_jax.models.detection.resnext import ResNeXtConfig
 from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling
 from mmqa_jax.models.llava import LlavaConfig
 from mmqa_jax.models.mcan import MCANConfig
@@ -86,6 +88,13 @@ CONFIGS: dict[str, Any] = {
         image_features=11, grid=3, rope_base=15.0, answers=13, new_answers=4,
     ),
     "mcan_openvqa": MCANOpenVQAConfig(50, _FUSION, word_features=6, region_features=9, answers=7),
+    "detector": _replace(
+        vlp_x101(), classes=4, pyramid=6, head=5, bins=2,
+        backbone=ResNeXtConfig(
+            (1, 2, 1, 1), stem=4, width=8, groups=2, width_per_group=2, stride_in_1x1=False,
+            norm="affine",
+        ),
+    ),
 }  # fmt: skip
 
 # What a file of tensors alone does not tell, of sizes that nobody published.

@@ -30,8 +30,8 @@ _MAPPED_BYTES = 1 << 28  # read from a mapping before it is mapped again
 class TorchFile:
     """One torch file of named tensors, memory-mapped where its format allows it.
 
-    The file holds a state dict, a training state whose `state_dict` is one (beside optimizer and
-    counters, as research code saves it), or a TorchScript archive (OpenAI's CLIP).
+    The file holds a state dict, a training state whose `state_dict` or `model` is one (beside
+    optimizer and counters, as research code saves it), or a TorchScript archive (OpenAI's CLIP).
 
     Pages of a mapping count as resident memory once they are read, so the mapping is renewed
     after every 256 MiB: reading a whole model does not keep it in memory. Only the format before
@@ -138,13 +138,14 @@ def _read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], bool]:
             f"{path}: not a torch file of plain tensors ({reason}); fetch it again or convert it "
             "to safetensors."
         ) from error
-    if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
-        content = content["state_dict"]
+    for key in ("state_dict", "model"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
     named = isinstance(content, dict) and all(isinstance(key, str) for key in content)
     if not named or not all(torch.is_tensor(t) for t in content.values()):
         raise UserError(
             f"{path}: not a state dict (names and tensors), nor a training state that holds one "
-            "as `state_dict`; give only the weights."
+            "as `state_dict` or `model`; give only the weights."
         )
     if mapped and not is_torchscript(path):
         _check_parts(path, content)

@@ -10,7 +10,7 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.modified_resnet import STRIDE, ModifiedResNetConfig
 from mmqa_jax.weights.formats.safetensors import TensorSource
-from mmqa_jax.weights.keymap import KeyMap, Rule, Transform, linear_rules, untied_source
+from mmqa_jax.weights.keymap import CONV, CONV_1X1, KeyMap, Rule, linear_rules, untied_source
 from mmqa_jax.weights.layouts import (
     OPEN_CLIP_CONFIG,
     Checkpoint,
@@ -23,11 +23,6 @@ from mmqa_jax.weights.layouts import (
 )
 from mmqa_jax.weights.models.clip_open_clip import head_width, open_clip_file
 from mmqa_jax.weights.sources import open_source
-
-# Conv2d weight (out, in, 3, 3) <-> kernel [3, 3, in, out].
-_CONV_3X3 = Transform(lambda x: x.transpose(2, 3, 1, 0), lambda x: x.transpose(3, 2, 0, 1))
-# Conv2d weight (out, in, 1, 1) <-> kernel [in, out].
-_CONV_1X1 = Transform(lambda x: x[:, :, 0, 0].T, lambda x: x.T[:, :, None, None])
 
 _TOWER = r"^(?=(?:conv\d|bn\d|layer\d|attnpool)\.)"  # keys of the image tower by itself
 # The rest of a whole CLIP; the last three are sizes that OpenAI's archives keep.
@@ -46,12 +41,12 @@ def modified_resnet_key_map(config: ModifiedResNetConfig) -> KeyMap:
     """Key map of the `visual` part of OpenAI's CLIP; keys may lack `visual.`."""
     rules = []
     for n in (1, 2, 3):
-        rules.append(Rule(f"visual.conv{n}.weight", f"conv{n}/kernel", _CONV_3X3))
+        rules.append(Rule(f"visual.conv{n}.weight", f"conv{n}/kernel", CONV))
         rules += _batch_norm_rules(f"visual.bn{n}", f"bn{n}")
     for stage in range(4):
         rules += _bottleneck_rules(f"stage{stage}.first.", f"stages/{stage}/first")
         rules += [
-            Rule(f"stage{stage}.first.downsample.0.weight", _SHORTCUT.format(stage), _CONV_1X1),
+            Rule(f"stage{stage}.first.downsample.0.weight", _SHORTCUT.format(stage), CONV_1X1),
             *_batch_norm_rules(
                 f"stage{stage}.first.downsample.1", f"stages/{stage}/first/shortcut_bn"
             ),
@@ -142,7 +137,7 @@ def _prefixes(config: ModifiedResNetConfig) -> dict[str, str]:
 
 def _bottleneck_rules(key: str, path: str) -> list[Rule]:
     rules = []
-    for n, transform in ((1, _CONV_1X1), (2, _CONV_3X3), (3, _CONV_1X1)):
+    for n, transform in ((1, CONV_1X1), (2, CONV), (3, CONV_1X1)):
         rules.append(Rule(f"{key}conv{n}.weight", f"{path}/conv{n}/kernel", transform))
         rules += _batch_norm_rules(f"{key}bn{n}", f"{path}/bn{n}")
     return rules

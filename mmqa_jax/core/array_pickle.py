@@ -50,10 +50,15 @@ class ForeignObject(UserError):
     """The pickle contains something other than arrays; it may be an attack."""
 
 
-def load_arrays(path: str | os.PathLike) -> Any:
+def load_arrays(path: str | os.PathLike, *, encoding: str = "ASCII") -> Any:
     """Reads a pickle of plain containers, numbers, strings, numpy arrays and torch tensors.
 
     Tensors become numpy arrays, whatever device they were on.
+
+    Args:
+      path: the pickle.
+      encoding: of Python 2's strings, arrays' bytes among them: `latin1` for a pickle that Python 2
+        wrote.
 
     Raises:
       ForeignObject: it names any other class or function.
@@ -63,7 +68,7 @@ def load_arrays(path: str | os.PathLike) -> Any:
     path = Path(path)
     try:
         with open(path, "rb") as file:
-            return _Unpickler(file, path).load()
+            return _Unpickler(file, path, encoding).load()
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; check the path.") from error
     except _Refused as error:
@@ -116,12 +121,13 @@ class _BoundedUnpickler(pickle._Unpickler):
     Args:
       file: the pickle.
       held: its bytes.
+      encoding: see `load_arrays`.
     """
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
-    def __init__(self, file: BinaryIO, held: int):
-        super().__init__(_Reader(file, held))
+    def __init__(self, file: BinaryIO, held: int, encoding: str = "ASCII"):
+        super().__init__(_Reader(file, held), encoding=encoding)
 
     def load_bytearray8(self) -> None:
         (size,) = struct.unpack("<Q", self.read(8))
@@ -147,9 +153,9 @@ class _BoundedUnpickler(pickle._Unpickler):
 class _Unpickler(_BoundedUnpickler):
     """Knows what arrays consist of, and counts the bytes of all that it copies."""
 
-    def __init__(self, file: BinaryIO, path: Path):
+    def __init__(self, file: BinaryIO, path: Path, encoding: str):
         self._path, self._held, self._copied = path, path.stat().st_size, 0
-        super().__init__(file, self._held)
+        super().__init__(file, self._held, encoding)
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _COPYING:  # from what the pickle may name again and again

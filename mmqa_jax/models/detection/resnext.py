@@ -1,0 +1,226 @@
+"""ResNet and ResNeXt (He et al. 2016, Xie et al. 2017) as detectors have them: frozen norms.
+
+What differs between the detectors: whether a stage's stride lies in the first 1 x 1 convolution of
+its bottleneck (the Caffe models of 2015) or in the 3 x 3 one, Caffe's first pool, which has no
+border and rounds sizes up, and whether norms are stored with their statistics or as one scale and
+shift (Detectron's AffineChannel).
+
+Pictures are NHWC, of different sizes in one batch (see convolution).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.config_checks import check_divides, check_known
+from mmqa_jax.models.detection.convolution import Conv, strided, within
+from mmqa_jax.models.layers import ones_init, param, scan_layers, stack_layers, zeros_init
+from mmqa_jax.models.modified_resnet import BatchNorm
+
+_NORMS = ("statistics", "affine")
+_POOLS = ("bordered", "caffe")
+
+
+@dataclasses.dataclass(frozen=True)
+class ResNeXtConfig:
+    """Sizes of the network; the defaults are ResNet-101's.
+
+    Attributes:
+      blocks: bottlenecks of the stages res2, res3, res4 and res5.
+      stem: channels after the first convolution.
+      width: channels after res2; each further stage has twice as many.
+      groups, width_per_group: of res2's 3 x 3 convolution; its width doubles with each stage.
+      stride_in_1x1: see the module.
+      dilation: of res5's 3 x 3 convolutions; above 1 res5 has no stride.
+      stem_pool: `bordered`, or `caffe` (see the module).
+      norm: `statistics` (mean, variance, scale and shift) or `affine` (scale and shift).
+      eps: added to a variance: 0 in maskrcnn-benchmark, 1e-5 in Caffe and detectron2.
+      dtype: of the convolutions; norms are computed in float32.
+      remat, unroll: see layers.scan_layers; they act on the bottlenecks of a stage but the first.
+    """
+
+    blocks: tuple[int, int, int, int] = (3, 4, 23, 3)
+    stem: int = 64
+    width: int = 256
+    groups: int = 1
+    width_per_group: int = 64
+    stride_in_1x1: bool = True
+    dilation: int = 1
+    stem_pool: str = "bordered"
+    norm: str = "statistics"
+    eps: float = 1e-5
+    dtype: str = "float32"
+    remat: str = "none"
+    unroll: int | bool | None = None
+
+    def __post_init__(self):
+        check_known("resnext.norm", self.norm, _NORMS)
+        check_known("resnext.stem_pool", self.stem_pool, _POOLS)
+        if len(self.blocks) != 4 or min(self.blocks) < 1:
+            raise UserError(
+                f"resnext: blocks {self.blocks}; give four numbers of at least 1, one a stage."
+            )
+
+    def channels(self, stage: int) -> int:
+        """Channels after a stage, 0 being res2."""
+        return self.width * 2**stage
+
+    def inner(self, stage: int) -> int:
+        """Channels of a stage's 3 x 3 convolutions."""
+        return self.groups * self.width_per_group * 2**stage
+
+
+class Affine(nnx.Module):
+    """A scale and a shift of each channel, computed in float32, returned in x's dtype."""
+
+    def __init__(self, channels: int, name: str, *, rngs: nnx.Rngs):
+        self.scale = param(rngs, ones_init, (channels,), (name,))
+        self.bias = param(rngs, zeros_init, (channels,), (name,))
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # [..., channels]
+        return (x.astype(jnp.float32) * self.scale[...] + self.bias[...]).astype(x.dtype)
+
+
+def _norm(config: ResNeXtConfig, channels: int, name: str, rngs: nnx.Rngs) -> Affine | BatchNorm:
+    if config.norm == "affine":
+        return Affine(channels, name, rngs=rngs)
+    return BatchNorm(channels, config.eps, name, rngs=rngs)
+
+
+class Bottleneck(nnx.Module):
+    """1 x 1, 3 x 3 and 1 x 1 convolution, added to the input, or to its 1 x 1 convolution."""
+
+    def __init__(
+        self,
+        config: ResNeXtConfig,
+        stage: int,
+        in_channels: int,
+        *,
+        rngs: nnx.Rngs,
+        stride: int = 1,
+    ):
+        inner, out_channels = config.inner(stage), config.channels(stage)
+        dilation = config.dilation if stage == 3 else 1
+        first, second = (stride, 1) if config.stride_in_1x1 else (1, stride)
+        conv = functools.partial(Conv, rngs=rngs)
+        self.conv1 = conv(in_channels, inner, 1, ("embed", "mlp"), stride=first)
+        self.bn1 = _norm(config, inner, "mlp", rngs)
+        self.conv2 = conv(
+            inner,
+            inner,
+            3,
+            ("embed", "mlp"),
+            stride=second,
+            dilation=dilation,
+            groups=config.groups,
+        )
+        self.bn2 = _norm(config, inner, "mlp", rngs)
+        self.conv3 = conv(inner, out_channels, 1, ("mlp", "embed"))
+        self.bn3 = _norm(config, out_channels, "embed", rngs)
+        resized = in_channels != out_channels
+        self.shortcut = (
+            conv(in_channels, out_channels, 1, ("proj", "embed"), stride=stride)
+            if resized
+            else None
+        )
+        self.shortcut_bn = _norm(config, out_channels, "embed", rngs) if resized else None
+
+    def __call__(self, x: jax.Array, extent: jax.Array | None) -> jax.Array:
+        """[B, H, W, in] -> [B, H/s, W/s, out]; extent [B, 2] of x."""
+        y = jax.nn.relu(self.bn1(self.conv1(x)))
+        y = within(y, strided(extent, self.conv1.stride))
+        y = jax.nn.relu(self.bn2(self.conv2(y)))
+        y = self.bn3(self.conv3(y))
+        if self.shortcut is not None:
+            x = self.shortcut_bn(self.shortcut(x))
+        return jax.nn.relu(x + y)
+
+
+class Stage(nnx.Module):
+    """The first bottleneck, which changes the size, and the others, which are alike.
+
+    Args:
+      config: of the network.
+      stage: 0 is res2, 3 is res5.
+    """
+
+    def __init__(self, config: ResNeXtConfig, stage: int, *, rngs: nnx.Rngs):
+        in_channels = config.channels(stage - 1) if stage else config.stem
+        whole = stage == 0 or (stage == 3 and config.dilation > 1)
+        self.stride = 1 if whole else 2
+        self.first = Bottleneck(config, stage, in_channels, rngs=rngs, stride=self.stride)
+        blocks, channels = config.blocks[stage], config.channels(stage)
+        self.rest = (
+            stack_layers(lambda r: Bottleneck(config, stage, channels, rngs=r), blocks - 1, rngs)
+            if blocks > 1
+            else None
+        )
+        self.config = config
+
+    def __call__(
+        self, x: jax.Array, extent: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """[B, H, W, in] and its extent -> [B, H/s, W/s, out] and its extent."""
+        x, extent = self.first(x, extent), strided(extent, self.stride)
+        if self.rest is None:
+            return x, extent
+
+        def body(block: Bottleneck, x, _, __):
+            return block(x, extent), None
+
+        config = self.config
+        return scan_layers(self.rest, x, body, remat=config.remat, unroll=config.unroll)[0], extent
+
+
+class ResNeXt(nnx.Module):
+    """The stem and the first stages.
+
+    Args:
+      config: of the network.
+      stages: how many there are: 3 where res5 is the head of regions (C4), 4 for a pyramid.
+    """
+
+    def __init__(self, config: ResNeXtConfig, stages: int, *, rngs: nnx.Rngs):
+        if config.groups > 1:
+            check_divides("resnext.groups", config.groups, "the inner width", config.inner(0))
+        self.conv1 = Conv(3, config.stem, 7, ("patch", "embed"), rngs=rngs, stride=2)
+        self.bn1 = _norm(config, config.stem, "embed", rngs)
+        self.stages = nnx.List([Stage(config, stage, rngs=rngs) for stage in range(stages)])
+        self.config = config
+
+    def stem(self, pixels: jax.Array, extent: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Pixels [B, H, W, 3] -> [B, H / 4, W / 4, stem], with extents; see `__call__`."""
+        x = pixels.astype(self.config.dtype)
+        extent = strided(extent, 2)
+        # Nothing is below 0 after the ReLU: zeros beyond a picture are no maxima.
+        x = within(jax.nn.relu(self.bn1(self.conv1(x))), extent)
+        caffe = self.config.stem_pool == "caffe"
+        border = (0, 1) if caffe else (1, 1)
+        x = jax.lax.reduce_window(
+            x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), ((0, 0), border, border, (0, 0))
+        )
+        return x, jnp.maximum(extent // 2, 1) if caffe else strided(extent, 2)
+
+    def __call__(
+        self, pixels: jax.Array, extent: jax.Array
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The maps after each stage, with their extents.
+
+        Args:
+          pixels: [B, H, W, 3], in the channels' order and less the mean that the weights expect,
+            0 outside the pictures.
+          extent: [B, 2], rows and columns of each picture.
+        """
+        x, extent = self.stem(pixels, extent)
+        maps, extents = [], []
+        for stage in self.stages:
+            x, extent = stage(x, extent)
+            maps.append(x)
+            extents.append(extent)
+        return maps, extents

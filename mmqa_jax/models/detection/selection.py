@@ -1,0 +1,109 @@
+"""Which regions of a picture are kept: bottom-up attention's rule and its two descendants.
+
+Boxes are suppressed within each class, so that a region is kept in some classes and not in others.
+Its confidence is the best probability among the classes in which it is kept; regions of enough
+confidence are taken, but not too few and not too many (Anderson et al. 2018, section 3.1;
+tools/generate_tsv.py of bottom-up-attention, tools/extract_features.py of detectron-vlp,
+`filter_results_peter` of scene_graph_benchmark).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.detection.suppression import Overlap, keep_in_class
+
+_CLASSES = 32  # whose suppression runs at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class RegionRule:
+    """The rule; the defaults are bottom-up attention's for 10 to 100 regions.
+
+    Attributes:
+      confidence: that is enough.
+      reached: whether that confidence itself is enough.
+      fewest, most: regions of a picture, while there are as many proposals.
+      threshold: intersection over union of the suppression.
+      inclusive: see Overlap.
+      ranked: whether regions are always in the order of their confidence. Otherwise they are in
+        the order of the proposals where the number of confident ones is within bounds, as in
+        generate_tsv.py and extract_features.py.
+      unkept: whether regions that are kept in no class may fill up to `fewest`.
+      regressed: whether a region has a box of its own in each class, by regression, and ends with
+        that of its best class. Otherwise its box is the proposal's.
+      original: whether boxes are suppressed in pixels of the original picture, or of the resized.
+    """
+
+    confidence: float = 0.2
+    reached: bool = True
+    fewest: int = 10
+    most: int = 100
+    threshold: float = 0.3
+    inclusive: bool = True
+    ranked: bool = False
+    unkept: bool = True
+    regressed: bool = False
+    original: bool = True
+
+    def __post_init__(self):
+        if not 0 <= self.fewest <= self.most or self.most < 1:
+            raise UserError(
+                f"detector: from {self.fewest} to {self.most} regions of a picture; give a number "
+                "from 0 and one from 1 that is not below it."
+            )
+
+
+def class_confidence(
+    rule: RegionRule, boxes: jax.Array, probabilities: jax.Array, valid: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Each region's best probability among the classes in which it is kept.
+
+    Args:
+      rule: of the detector.
+      boxes: [R, 4], or [R, C, 4] where each class has its own.
+      probabilities: [R, C], of the background first, which is no class.
+      valid: [R] bool, the regions that there are.
+
+    Returns:
+      Confidence [R], 0 where a region is kept in no class, and the class [R] int32, then 0.
+    """
+    overlap = Overlap(rule.threshold, rule.inclusive, 1)
+
+    def keep(inputs):
+        index, scores = inputs
+        own = boxes if boxes.ndim == 2 else boxes[:, index]
+        return jnp.where(keep_in_class(own, scores, valid, overlap), scores, 0.0)
+
+    classes = jnp.arange(1, probabilities.shape[1])
+    kept = jax.lax.map(keep, (classes, probabilities.T[1:]), batch_size=_CLASSES)  # [C - 1, R]
+    confidence = jnp.max(kept, axis=0)
+    label = jnp.argmax(kept, axis=0).astype(jnp.int32) + 1
+    return confidence, jnp.where(confidence > 0, label, 0)
+
+
+def select(
+    rule: RegionRule, confidence: jax.Array, valid: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Indices [most] of the regions taken, and [most] bool, which of them there are.
+
+    Of equal confidence the first comes first.
+    """
+    if not rule.unkept:
+        valid = valid & (confidence > 0)
+    confident = confidence >= rule.confidence if rule.reached else confidence > rule.confidence
+    confident &= valid
+    count = jnp.sum(confident)
+    order = jnp.argsort(jnp.where(valid, -confidence, jnp.inf), stable=True)
+    if not rule.ranked:
+        in_place = jnp.argsort(~confident, stable=True)
+        within = (count >= rule.fewest) & (count <= rule.most)
+        order = jnp.where(within, in_place, order)
+    wanted = jnp.minimum(jnp.clip(count, rule.fewest, rule.most), jnp.sum(valid))
+    missing = max(0, rule.most - order.shape[0])
+    order = jnp.pad(order, (0, missing))[: rule.most]
+    return order, jnp.arange(rule.most) < wanted

@@ -1,0 +1,177 @@
+"""The detectors' operations beside loops over single boxes (detection_torch.py)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from compare import LAYER
+from detection_torch import clip as torch_clip
+from detection_torch import decode, nms, roi_align, roi_pool
+
+from mmqa_jax.models.detection.anchors import cell_anchors, grid_anchors
+from mmqa_jax.models.detection.boxes import BoxCoder, areas, clip, large_enough, overlaps
+from mmqa_jax.models.detection.region_pooling import roi_align as our_align
+from mmqa_jax.models.detection.region_pooling import roi_pool as our_pool
+from mmqa_jax.models.detection.suppression import Overlap, keep_in_class, suppress
+
+
+def random_boxes(count: int, width: float, height: float, seed: int = 0) -> np.ndarray:
+    """Within a picture; some of a line, a point or the whole picture."""
+    rng = np.random.default_rng(seed)
+    x = np.sort(rng.uniform(0, width - 1, (count, 2)), axis=1)
+    y = np.sort(rng.uniform(0, height - 1, (count, 2)), axis=1)
+    boxes = np.stack([x[:, 0], y[:, 0], x[:, 1], y[:, 1]], axis=1).astype("f4")
+    boxes[0] = 0, 0, width - 1, height - 1
+    boxes[1, 2:] = boxes[1, :2]
+    boxes[2, 3] = boxes[2, 1]
+    boxes[3] = 0, 0, 0, 0
+    return boxes
+
+
+class Crowd:
+    """Boxes of four objects, many on top of each other, some equal, with equal scores."""
+
+    def __init__(self, count: int, seed: int = 0):
+        rng = np.random.default_rng(seed)
+        corner = rng.choice([0, 12, 30, 60], count)[:, None] + rng.uniform(0, 6, (count, 2))
+        self.boxes = np.concatenate([corner, corner + rng.uniform(8, 30, (count, 2))], 1)
+        self.boxes = np.round(self.boxes * 2).astype("f4") / 2  # thresholds are met exactly
+        self.boxes[1::7] = self.boxes[0]
+        self.scores = rng.integers(1, 40, count).astype("f4") / 40
+        self.valid = rng.uniform(size=count) < 0.9
+
+
+@pytest.mark.parametrize(("inclusive", "last_pixel"), [(True, 1), (False, 1), (False, 0)])
+def test_suppression_keeps_the_same_boxes_in_the_same_order(inclusive, last_pixel):
+    """700 boxes are three blocks; the limit is reached, and not."""
+    overlap = Overlap(0.5, inclusive, last_pixel)
+    run = jax.jit(suppress, static_argnums=(3, 4))
+    for seed, limit in ((0, 700), (1, 12)):
+        crowd = Crowd(700, seed)
+        there = np.flatnonzero(crowd.valid)
+        want = there[
+            nms(
+                crowd.boxes[there],
+                crowd.scores[there],
+                0.5,
+                inclusive=inclusive,
+                last_pixel=last_pixel,
+            )
+        ]
+        assert 12 < len(want) < 600
+        chosen, kept = run(crowd.boxes, crowd.scores, crowd.valid, overlap, limit)
+        assert chosen.shape == kept.shape == (limit,)
+        np.testing.assert_array_equal(np.asarray(chosen)[np.asarray(kept)], want[:limit])
+
+
+def test_the_threshold_itself():
+    """Boxes that share exactly half of their union."""
+    boxes = np.array([[0, 0, 2, 0], [0, 0, 5, 0]], "f4")  # 3 and 6 pixels
+    scores, valid = np.array([0.9, 0.8], "f4"), np.ones(2, bool)
+    for inclusive, want in ((True, [True, False]), (False, [True, True])):
+        _, kept = suppress(boxes, scores, valid, Overlap(0.5, inclusive, 1), 2)
+        assert kept.tolist() == want
+
+
+def test_suppression_of_few_none_and_invalid_boxes():
+    crowd = Crowd(9)
+    overlap = Overlap(0.3, False, 0)
+    chosen, kept = suppress(crowd.boxes, crowd.scores, np.zeros(9, bool), overlap, 4)
+    assert not kept.any()
+    want = nms(crowd.boxes, crowd.scores, 0.3, inclusive=False, last_pixel=0)
+    chosen, kept = suppress(crowd.boxes, crowd.scores, np.ones(9, bool), overlap, 20)
+    assert chosen.shape == (20,)
+    assert chosen[kept].tolist() == want
+    # In classes: as masks, all classes at once.
+    scores = np.random.default_rng(0).integers(0, 9, (5, 9)).astype("f4")
+    got = jax.vmap(keep_in_class, (None, 0, None, None))(
+        crowd.boxes, scores, np.ones(9, bool), overlap
+    )
+    for mask, line in zip(got, scores, strict=True):
+        want = nms(crowd.boxes, line, 0.3, inclusive=False, last_pixel=0)
+        assert np.flatnonzero(mask).tolist() == sorted(want)
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("samples", [0, 2])
+def test_roi_align(aligned, samples):
+    features = np.random.default_rng(0).normal(size=(9, 13, 3)).astype("f4")
+    boxes = random_boxes(12, 13 * 16, 9 * 16)
+    want = roi_align(
+        torch.from_numpy(features.transpose(2, 0, 1).copy()),
+        boxes,
+        3,
+        1 / 16,
+        samples,
+        aligned=aligned,
+    )
+    options = {"size": 3, "scale": 1 / 16, "samples": samples, "aligned": aligned}
+    got = our_align(features, boxes, **options)
+    np.testing.assert_allclose(got, want.permute(0, 2, 3, 1), **LAYER)
+    padded = np.pad(features, ((0, 3), (0, 5), (0, 0)), constant_values=9)
+    got = our_align(padded, boxes, **options, extent=jnp.array([9, 13]))
+    np.testing.assert_allclose(got, want.permute(0, 2, 3, 1), **LAYER)
+
+
+@pytest.mark.parametrize("size", [4, 14])
+def test_roi_pool(size):
+    """Multiples of a fourteenth are not exact in float32, and decide which cells are looked at."""
+    features = np.random.default_rng(0).normal(size=(9, 13, 3)).astype("f4")
+    boxes = random_boxes(40, 13 * 16, 9 * 16)
+    boxes[4] = 8, 24, 40, 56  # halves of cells
+    boxes[5] = 7.9999995, 24, 39.999996, 56
+    want = roi_pool(torch.from_numpy(features.transpose(2, 0, 1).copy()), boxes, size, 1 / 16)
+    want = want.permute(0, 2, 3, 1).numpy()
+    got = our_pool(features, boxes, size=size, scale=1 / 16)
+    np.testing.assert_array_equal(got, want)
+    padded = np.pad(features, ((0, 3), (0, 5), (0, 0)), constant_values=9)
+    got = our_pool(padded, boxes, size=size, scale=1 / 16, extent=jnp.array([9, 13]))
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(("end_pixel", "bounded"), [(1, True), (0, False)])
+def test_regression_of_boxes(end_pixel, bounded):
+    boxes = random_boxes(50, 300, 200)
+    deltas = np.random.default_rng(1).normal(size=(50, 4)).astype("f4")
+    deltas[7] = 1, 1, 30, 25  # grows beyond the bound
+    weights = (10.0, 9.0, 5.0, 4.0)
+    coder = BoxCoder(weights, end_pixel=end_pixel, bounded=bounded)
+    got = coder.decode(deltas, boxes)
+    want = decode(deltas, boxes, weights, end_pixel=end_pixel, bounded=bounded)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-3)
+    size = jnp.array([200, 300])
+    np.testing.assert_allclose(clip(got, size, 1), torch_clip(want, 200, 300), atol=1e-3)
+    usual = np.flatnonzero(np.abs(deltas).max(axis=1) < 3)
+    again = coder.decode(coder.encode(got[usual], boxes[usual]), boxes[usual])
+    np.testing.assert_allclose(again, got[usual], rtol=1e-5, atol=1e-2)
+
+
+def test_sizes_and_overlaps():
+    a, b = np.array([[0, 0, 9, 4]], "f4"), np.array([[5, 0, 14, 4], [20, 20, 22, 22]], "f4")
+    assert areas(a, 1).tolist() == [50]
+    assert areas(a, 0).tolist() == [36]
+    np.testing.assert_allclose(overlaps(a, b, 1), [[25 / 75, 0]], rtol=1e-6)
+    np.testing.assert_allclose(overlaps(a, b, 0), [[16 / 56, 0]], rtol=1e-6)
+    assert large_enough(b, 4, 1).tolist() == [True, False]
+
+
+def test_anchors_are_the_published_ones():
+    """py-faster-rcnn's comment in generate_anchors.py lists them, there counted from pixel 1."""
+    got = cell_anchors(16, (128, 256, 512), (0.5, 1, 2))
+    assert got.tolist() == [
+        [-84, -40, 99, 55],
+        [-176, -88, 191, 103],
+        [-360, -184, 375, 199],
+        [-56, -56, 71, 71],
+        [-120, -120, 135, 135],
+        [-248, -248, 263, 263],
+        [-36, -80, 51, 95],
+        [-80, -168, 95, 183],
+        [-168, -344, 183, 359],
+    ]
+    grid = grid_anchors(got, 2, 3, 16)
+    assert grid.shape == (2, 3, 9, 4)
+    assert grid[1, 2, 0].tolist() == [-84 + 32, -40 + 16, 99 + 32, 55 + 16]
