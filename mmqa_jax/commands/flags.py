@@ -20,7 +20,16 @@ if TYPE_CHECKING:
 
 _GIVEN = "as_given"  # what `fetched` keeps the arguments under
 # The question-answering benchmarks whose official files `prepare` and `evaluate` read.
-BENCHMARKS = ("vqav2", "okvqa", "aokvqa", "scienceqa", "mmbench", "seedbench", "multimodalqa")
+BENCHMARKS = (
+    "vqav2",
+    "okvqa",
+    "aokvqa",
+    "scienceqa",
+    "mmbench",
+    "seedbench",
+    "multimodalqa",
+    "infoseek",
+)
 
 
 def add_config(

@@ -16,6 +16,7 @@ from mmqa_jax.data.table_files import SUFFIXES
 from mmqa_jax.evaluation import (
     choice_formats,
     choice_scores,
+    infoseek,
     multimodalqa,
     vqa,
     vqa_formats,
@@ -56,7 +57,7 @@ class BenchmarkScoring:
 
 
 # Benchmarks whose questions, answers and captions are in files that only their folder tells apart.
-_FOLDERS_ALONE = ("vqav2", "okvqa", "multimodalqa")
+_FOLDERS_ALONE = ("vqav2", "okvqa", "multimodalqa", "infoseek")
 # Files that no reader of JSON should be asked to read; VLMEvalKit writes its predictions as pickles
 # too, which run code where they are loaded.
 _NO_JSON = (".xlsx", ".xls", ".csv", ".tsv", ".parquet", ".pkl", ".pickle")
@@ -119,6 +120,14 @@ BENCHMARKS: dict[str, BenchmarkScoring] = {
         score=multimodalqa.score_multimodalqa,
         write_submission=multimodalqa.write_multimodalqa_submission,
         split_names={"dev": "val"},
+    ),
+    "infoseek": BenchmarkScoring(
+        split="val",
+        formats='predictions.jsonl, or the official lines {"data_id", "prediction"}',
+        read_predictions=infoseek.read_infoseek_predictions,
+        has_reference=infoseek.has_typed_answer,
+        score=infoseek.score_infoseek,
+        write_submission=infoseek.write_infoseek_submission,
     ),
 }
 

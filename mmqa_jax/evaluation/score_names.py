@@ -48,6 +48,7 @@ _NAMES = {
     "mmbench/circular_2026": "accuracy (MMBench, all passes, rule of 2026)",
     "seed_bench/letter": "accuracy (SEED-Bench, letter)",
     "seed_bench/likelihood": "accuracy (SEED-Bench, likelihood)",
+    "infoseek/official": "accuracy (InfoSeek)",
     "multimodalqa/list_em": "exact match (MultimodalQA)",
     "multimodalqa/list_f1": "F1 (MultimodalQA)",
 }

@@ -44,7 +44,15 @@ from mmqa_jax.runs.traces import (
 
 _HEADLINE = (
     *("webqa_acc", "exact_match", "source_f1/official", "recall@20", "vqa_accuracy"),
-    *("a_okvqa", "scienceqa", "mmbench", "seed_bench", "multimodalqa", "choice_accuracy"),
+    *(
+        "a_okvqa",
+        "scienceqa",
+        "mmbench",
+        "seed_bench",
+        "multimodalqa",
+        "infoseek",
+        "choice_accuracy",
+    ),
 )
 # Dataset -> the scorers that tell right from wrong, the best first; of others the first there is.
 _VERDICTS = {

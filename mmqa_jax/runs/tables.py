@@ -27,6 +27,7 @@ PAPERS = {
     "atlas": ("atlas",),
     "openstax": ("openstax",),
     "multimodalqa": ("multimodalqa",),
+    "infoseek": ("infoseek",),
 }
 # Folders of rows' workdirs that are looked into where no other is named.
 PLACES = ("runs/tables", "workdir-demo/rows")

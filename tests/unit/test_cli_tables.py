@@ -508,7 +508,16 @@ def test_wrong_flags(refused):
 
 @pytest.mark.parametrize(
     "dataset",
-    ["okvqa", "aokvqa", "scienceqa", "mmbench", "seedbench", "openstax", "multimodalqa"],
+    [
+        "okvqa",
+        "aokvqa",
+        "scienceqa",
+        "mmbench",
+        "seedbench",
+        "openstax",
+        "multimodalqa",
+        "infoseek",
+    ],
 )
 def test_rows_of_the_benchmarks(dataset):
     """Every row is one that `mmqa run` takes, and where its inputs come from is known."""
@@ -517,7 +526,7 @@ def test_rows_of_the_benchmarks(dataset):
     tables = load_module(ROOT / f"configs/{dataset}/tables.py")
     listed = {
         (row["config_row"], row["command"])
-        for paper in ("pica", "rmr", "mavl", "llava", "openstax", "multimodalqa")
+        for paper in ("pica", "rmr", "mavl", "llava", "openstax", "multimodalqa", "infoseek")
         for row in done("tables", paper)["rows"]
         if f"configs/{dataset}/" in row["command"]
     }

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mmqa_jax.data.datasets.aokvqa import read_aokvqa
 from mmqa_jax.data.datasets.benchmark import Benchmark
+from mmqa_jax.data.datasets.infoseek import read_infoseek
 from mmqa_jax.data.datasets.mmbench import read_mmbench
 from mmqa_jax.data.datasets.multimodalqa import read_multimodalqa
 from mmqa_jax.data.datasets.okvqa import read_okvqa
@@ -14,8 +15,8 @@ from mmqa_jax.data.datasets.scienceqa import read_scienceqa
 from mmqa_jax.data.datasets.seed_bench import read_seed_bench
 from mmqa_jax.data.datasets.vqav2 import read_vqav2
 
-# Each takes the folder of official files; all but VQAv2's, OK-VQA's and MultimodalQA's also a
-# single file of them that holds whole questions.
+# Each takes the folder of official files; those of A-OKVQA, ScienceQA, MMBench and SEED-Bench also
+# a single file of them that holds whole questions.
 READERS: dict[str, Callable[[Path], Benchmark]] = {
     "vqav2": read_vqav2,
     "okvqa": read_okvqa,
@@ -24,4 +25,5 @@ READERS: dict[str, Callable[[Path], Benchmark]] = {
     "mmbench": read_mmbench,
     "seedbench": read_seed_bench,
     "multimodalqa": read_multimodalqa,
+    "infoseek": read_infoseek,
 }

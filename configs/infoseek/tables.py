@@ -1,0 +1,48 @@
+"""The rows on InfoSeek: a vision-language model alone, asked for a short answer.
+
+They ask as RMR's rows without triplets do (papers/rmr.py, `rmr_direct`). No published system is
+among them. What retrieves from Wikipedia with its pictures is not here yet.
+"""
+
+from ml_collections import ConfigDict
+
+from mmqa_jax.core.config import config_beside
+
+PAPER = "infoseek"
+
+DATA = "data/infoseek"
+MADE_BY = {DATA: f"mmqa prepare infoseek --raw=downloads/infoseek --out={DATA}"}
+
+_rows = config_beside(__file__, "../rows.py")
+MADE_BY |= dict(_rows.QWEN_VL.values())
+
+
+def _alone(llm: dict, *, pictures: bool) -> dict:
+    return {
+        "setting": "rmr_direct",
+        "parts": {"llm": llm, "library": _rows.library(text_model="")},
+        "options": {"shots": 0, "similarity": "random", "chat": True, "pictures": pictures},
+    }
+
+
+ROWS = {
+    **{name: _alone(_rows.qwen_vl(name), pictures=True) for name in _rows.QWEN_VL},
+    # From the words of the question alone.
+    "smollm2": _alone(_rows.language_model("smollm2", length=2048), pictures=False),
+}
+MISSING: dict[str, tuple[dict, ...]] = {}
+CITED: dict[str, tuple[dict, ...]] = {}
+MODES = tuple(ROWS)
+
+
+def get_config(mode: str = "qwen3_vl") -> ConfigDict:
+    """`mode`: a row, of MODES."""
+    return _rows.make_row(
+        mode,
+        ROWS[mode],
+        system="rmr",
+        dataset="infoseek",
+        data=DATA,
+        split="val",
+        made_by=MADE_BY,
+    )

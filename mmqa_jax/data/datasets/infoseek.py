@@ -1,0 +1,194 @@
+"""InfoSeek's files (https://github.com/open-vision-language/infoseek): questions on entities.
+
+    infoseek_{train,val,test}.jsonl     data_id, image_id, question, answer, answer_eval, data_split
+    infoseek_{train,val}_withkb.jsonl   optional: data_id, entity_id, entity_text
+    infoseek_val_qtype.jsonl            data_id, question_type: string, numerical or time
+    oven_images/                        OVEN's pictures, IMAGE_ID.jpg at any depth
+
+`answer_eval` holds all spellings that count, of a numerical question the range that does. The
+questions of val are half on questions, half on entities that train does not have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_jsonl
+from mmqa_jax.data.datasets.benchmark import Benchmark, OfficialFiles, PictureFiles
+from mmqa_jax.data.schema import Question
+from mmqa_jax.data.table_files import real_number
+
+# Keys of Question.extra: what is not in train, the range of a numerical answer, the entity.
+UNSEEN, RANGE, ENTITY, ENTITY_NAME = "unseen", "answer_range", "entity_id", "entity_text"
+TYPES = ("string", "numerical", "time")
+
+# The paper, table 2.
+PUBLISHED_COUNTS = {
+    "train questions": 934_048,
+    "val questions": 73_620,
+    "test questions": 347_980,
+}
+ATTRIBUTION = "InfoSeek (Chen et al., EMNLP 2023); pictures: OVEN, of their own data sets."
+
+_SPLITS = ("train", "val", "test")
+_UNSEEN = ("unseen_question", "unseen_entity")
+_PICTURES = "oven_images"
+_SUFFIXES = (".jpg", ".JPEG", ".jpeg", ".png")
+
+
+def read_infoseek(folder: Path) -> Benchmark:
+    """Reads the questions that there are; `Question.category` is the type of a val question.
+
+    `answers` are the spellings that count, the annotated one first; of a numerical question
+    `extra[RANGE]` are the bounds that do.
+
+    Raises:
+      UserError: no questions, or the file and line that is malformed or repeated.
+    """
+    files = OfficialFiles(folder)
+    questions: dict[str, Question] = {}
+    for split in _SPLITS:
+        path = files.optional(f"infoseek_{split}.jsonl", without=f"there are no {split} questions")
+        if path is None:
+            continue
+        kinds = _kinds(files, split)
+        entities = _entities(files, split)
+        for line, row in read_jsonl(path):
+            question = _question(row, split, kinds, f"{path}, line {line}")
+            if question.id in questions:
+                raise UserError(
+                    f"{path}, line {line}: data_id {question.id} is there twice; fetch it again."
+                )
+            entity = entities.get(question.id, {})
+            questions[question.id] = dataclasses.replace(
+                question, extra={**question.extra, **entity}
+            )
+    if not questions:
+        raise UserError(
+            f"{folder}: holds none of InfoSeek's questions; put infoseek_val.jsonl and "
+            "infoseek_val_qtype.jsonl there."
+        )
+    pictures = _pictures(folder, questions)
+    shown = [
+        question if question.image in pictures else dataclasses.replace(question, image=None)
+        for question in questions.values()
+    ]
+    names = sorted({question.image for question in shown if question.image is not None})
+    if not names:
+        files.missing[f"{_PICTURES}/"] = "no pictures, without which few can be answered"
+    return Benchmark(
+        name="infoseek",
+        questions=shown,
+        counts=_counts(shown, len(names)),
+        published=PUBLISHED_COUNTS,
+        files=files.found,
+        missing=files.missing,
+        attribution=ATTRIBUTION,
+        read_picture=pictures if names else None,
+        inputs=pictures.signature(names) if names else None,
+    )
+
+
+def _kinds(files: OfficialFiles, split: str) -> dict[str, str]:
+    """data_id -> type; only val's are published."""
+    path = files.optional(
+        f"infoseek_{split}_qtype.jsonl", without=f"the types of {split} questions are not known"
+    )
+    kinds = {}
+    for line, row in () if path is None else read_jsonl(path):
+        where = f"{path}, line {line}"
+        kind = _string(row, "question_type", where).lower()
+        # The script takes all others for strings.
+        kinds[_string(row, "data_id", where)] = kind if kind in TYPES else "string"
+    return kinds
+
+
+def _entities(files: OfficialFiles, split: str) -> dict[str, dict[str, str]]:
+    path = files.optional(
+        f"infoseek_{split}_withkb.jsonl", without=f"the entities of {split} are not known"
+    )
+    found = {}
+    for line, row in () if path is None else read_jsonl(path):
+        where = f"{path}, line {line}"
+        found[_string(row, "data_id", where)] = {
+            ENTITY: _string(row, "entity_id", where),
+            ENTITY_NAME: _string(row, "entity_text", where),
+        }
+    return found
+
+
+def _question(row: Any, split: str, kinds: Mapping[str, str], where: str) -> Question:
+    name = _string(row, "data_id", where)
+    kind = kinds.get(name, "")
+    if kinds and not kind:
+        raise UserError(f"{where}: infoseek_{split}_qtype.jsonl has no type of {name}; fetch both.")
+    annotated, counted = row.get("answer", []), row.get("answer_eval", [])
+    extra: dict[str, Any] = {"image_id": _string(row, "image_id", where)}
+    unseen = str(row.get("data_split", "")).removeprefix(f"{split}_")
+    if unseen in _UNSEEN:
+        extra[UNSEEN] = unseen
+    bounds = _range(counted)
+    if bounds is not None:
+        extra[RANGE], counted = bounds, annotated
+    elif kind == "numerical":
+        raise UserError(f"{where}: answer_eval has no `range` of two numbers; fetch it again.")
+    for answers in (annotated, counted):
+        if not isinstance(answers, list) or not all(isinstance(one, str) for one in answers):
+            raise UserError(
+                f"{where}: answer and answer_eval must be lists of texts; fetch the file again."
+            )
+    counted = counted or annotated
+    return Question(
+        id=name,
+        split=split,
+        question=_string(row, "question", where),
+        image=extra["image_id"],
+        answers=tuple(sorted(dict.fromkeys(counted), key=lambda one: one not in annotated)),
+        category=kind,
+        extra=extra,
+    )
+
+
+def _range(counted: Any) -> list[float] | None:
+    """The bounds of a numerical answer: [{"wikidata": x, "range": [low, high]}], or the object."""
+    first = counted[0] if isinstance(counted, list) and counted else counted
+    bounds = first.get("range") if isinstance(first, dict) else None
+    numbers = [real_number(bound) for bound in bounds[:2]] if isinstance(bounds, list) else []
+    return numbers if len(numbers) == 2 and None not in numbers else None
+
+
+def _pictures(folder: Path, questions: Mapping[str, Question]) -> PictureFiles:
+    """Each picture by its id: below the folder of pictures, whichever part of OVEN it is in."""
+    wanted = {question.image for question in questions.values()}
+    places: dict[str, list[str]] = {}
+    for path in (folder / _PICTURES).rglob("*"):
+        if path.suffix in _SUFFIXES and path.stem in wanted:
+            places.setdefault(path.stem, []).append(str(path.relative_to(folder)))
+    return PictureFiles(folder, {name: sorted(found) for name, found in places.items()})
+
+
+def _string(row: Any, key: str, where: str) -> str:
+    value = row.get(key) if isinstance(row, dict) else None
+    if not isinstance(value, str) or not value:
+        raise UserError(f"{where}: {key} is {value!r:.60}; text was expected; fetch it again.")
+    return value
+
+
+def _counts(questions: list[Question], picture_files: int) -> dict[str, int]:
+    found: Counter[str] = Counter(f"{question.split} questions" for question in questions)
+    for question in questions:
+        if question.category:
+            found[f"{question.split} {question.category} questions"] += 1
+        if UNSEEN in question.extra:
+            found[f"{question.split} {question.extra[UNSEEN]}"] += 1
+    named = {name: found[name] for name in PUBLISHED_COUNTS}
+    return {
+        **named,
+        **{name: count for name, count in sorted(found.items()) if name not in named},
+        "picture files": picture_files,
+    }
