@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.datasets.scienceqa import HAS_PICTURE
 from mmqa_jax.data.schema import SPLITS, Question, category_modality
 from mmqa_jax.evaluation.report import LinePlot
 from mmqa_jax.evaluation.tables import Cell, Table
@@ -95,7 +96,7 @@ def question_modality(question: Question, corpus: Corpus) -> str:
     gold = [corpus.sources[row].modality for row in corpus.positive_rows(question)]
     if gold:
         return "image" if "image" in gold else "text"
-    return "text" if question.image is None else "image"
+    return "image" if question.extra.get(HAS_PICTURE, question.image is not None) else "text"
 
 
 def corpus_statistics(corpus: Corpus) -> CorpusStatistics:
