@@ -269,6 +269,13 @@ def _published(**sizes) -> Callable[..., LlamaConfig]:
     return lambda **changes: LlamaConfig(**sizes | changes)
 
 
+_LLAMA3 = {"vocab_size": 128256, "kv_heads": 8, "rope_theta": 5e5, "positions": 131072}
+_LLAMA32 = {**_LLAMA3, "rope_scaling": RopeScaling("llama3", 32.0), "tied": True, "mlp": 8192}
+_SMOLLM2 = {"vocab_size": 49152, "positions": 8192, "tied": True}
+_MISTRAL = {"family": "mistral", "vocab_size": 131072, "kv_heads": 8, "positions": 32768}
+_MISTRAL |= {"rope_theta": 1e8}
+_OLMO2 = {"family": "olmo2", "qk_norm": "whole", "norms": "after", "vocab_size": 100352}
+_OLMO2 |= {"eps": 1e-6, "rope_theta": 5e5}
 _QWEN25 = {"family": "qwen2", "attention_bias": True, "out_bias": False, "eps": 1e-6}
 _QWEN25 |= {"rope_theta": 1e6, "positions": 32768}
 _SMALL = {"vocab_size": 151936, "tied": True}
@@ -294,14 +301,35 @@ def _gemma(**sizes) -> Callable[..., LlamaConfig]:
 
 # Further models, by name: Hugging Face's config.json of each (the Instruct or chat model's).
 RELATIVES: Mapping[str, Callable[..., LlamaConfig]] = {
+    "llama31_70b": _published(
+        **_LLAMA3, hidden=8192, layers=80, heads=64, mlp=28672,
+        rope_scaling=RopeScaling("llama3", 8.0),
+    ),
+    "llama32_1b": _published(**_LLAMA32, hidden=2048, layers=16, heads=32),
+    "llama32_3b": _published(**_LLAMA32, hidden=3072, layers=28, heads=24),
+    "smollm2_360m": _published(
+        **_SMOLLM2, hidden=960, layers=32, heads=15, kv_heads=5, mlp=2560, rope_theta=1e5
+    ),
+    "smollm2_17b": _published(  # 1.7 B
+        **_SMOLLM2, hidden=2048, layers=24, heads=32, kv_heads=32, mlp=8192, rope_theta=1.3e5
+    ),
     "qwen25_05b": _published(
         **_QWEN25, **_SMALL, hidden=896, layers=24, heads=14, kv_heads=2, mlp=4864
     ),
     "qwen25_15b": _published(
         **_QWEN25, **_SMALL, hidden=1536, layers=28, heads=12, kv_heads=2, mlp=8960
     ),
+    "qwen25_3b": _published(
+        **_QWEN25, **_SMALL, hidden=2048, layers=36, heads=16, kv_heads=2, mlp=11008
+    ),
     "qwen25_7b": _published(
         **_QWEN25, vocab_size=152064, hidden=3584, layers=28, heads=28, kv_heads=4, mlp=18944
+    ),
+    "qwen25_14b": _published(
+        **_QWEN25, vocab_size=152064, hidden=5120, layers=48, heads=40, kv_heads=8, mlp=13824
+    ),
+    "qwen25_32b": _published(
+        **_QWEN25, vocab_size=152064, hidden=5120, layers=64, heads=40, kv_heads=8, mlp=27648
     ),
     "qwen25_72b": _published(
         **_QWEN25, vocab_size=152064, hidden=8192, layers=80, heads=64, kv_heads=8, mlp=29568
@@ -310,20 +338,34 @@ RELATIVES: Mapping[str, Callable[..., LlamaConfig]] = {
     "qwen3_17b": _published(**_QWEN3, hidden=2048, layers=28, heads=16, mlp=6144, tied=True),
     "qwen3_4b": _published(**_QWEN3, hidden=2560, layers=36, heads=32, mlp=9728, tied=True),
     "qwen3_8b": _published(**_QWEN3, hidden=4096, layers=36, heads=32, mlp=12288),
+    "qwen3_14b": _published(**_QWEN3, hidden=5120, layers=40, heads=40, mlp=17408),
     "qwen3_32b": _published(**_QWEN3, hidden=5120, layers=64, heads=64, mlp=25600),
     "qwen3_30b_a3b": _published(**_QWEN3_MOE, hidden=2048, layers=48, heads=32, mlp=768),
     "qwen3_235b_a22b": _published(**_QWEN3_MOE, hidden=4096, layers=94, heads=64, mlp=1536),
     "mistral_7b": _published(  # v0.3, without a window
         family="mistral", vocab_size=32768, kv_heads=8, mlp=14336, positions=32768, rope_theta=1e6
     ),
+    # Its window is as long as its positions.
+    "ministral_8b": _published(**_MISTRAL, layers=36, mlp=12288),
+    "mistral_small_24b": _published(
+        **_MISTRAL, hidden=5120, layers=40, mlp=32768, head_dim=128
+    ),
     "smollm3_3b": _published(
         family="smollm3", vocab_size=128256, hidden=2048, layers=36, heads=16, kv_heads=4,
         mlp=11008, eps=1e-6, positions=65536, rope_theta=5e6, tied=True,
         rotated=tuple((number + 1) % 4 != 0 for number in range(36)),
     ),
-    "olmo2_7b": _published(
-        family="olmo2", qk_norm="whole", norms="after", vocab_size=100352, eps=1e-6,
-        rope_theta=5e5,
+    "olmo2_7b": _published(**_OLMO2),
+    "olmo2_13b": _published(
+        **_OLMO2, hidden=5120, layers=40, heads=40, kv_heads=40, mlp=13824
+    ),
+    "granite33_8b": _published(
+        family="granite", vocab_size=49159, kv_heads=8, layers=40, mlp=12800, positions=131072,
+        rope_theta=1e7, tied=True, embedding_scale=12.0, residual_scale=0.22,
+        attention_scale=0.0078125, logit_divisor=16.0,
+    ),
+    "phi3_mini": _published(  # of 4,096 tokens
+        family="phi3", vocab_size=32064, hidden=3072, mlp=8192, windows=(2047,) * 32
     ),
     "phi4": _published(
         family="phi3", vocab_size=100352, hidden=5120, layers=40, heads=40, kv_heads=10, mlp=17920,
