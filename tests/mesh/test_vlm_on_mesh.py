@@ -1,0 +1,59 @@
+"""Texts and pictures by a Qwen-VL that only reads, on eight devices as on one."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from flax import nnx
+from random_weights import random_state
+
+from mmqa_jax.core.mesh import fetch, make_mesh, state_shardings
+from mmqa_jax.core.serving import RowCost, serve
+from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.qwen_vl import QwenVLConfig
+from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
+from mmqa_jax.models.vlm_encoder import QwenVLEncoder
+from mmqa_jax.retrieval.picture_batches import PicturePrompt, prompt_batches
+from mmqa_jax.retrieval.vlm_encoder import make_encode_prompts
+
+IMAGE = 30
+CONFIG = QwenVLConfig(
+    QwenVisionConfig(
+        family="qwen3_vl", width=16, layers=2, heads=2, mlp=12, out=16, patch=2, window=0,
+        full_layers=(), positions=3, deepstack=(0,),
+    ),
+    LlamaConfig(
+        family="qwen3", vocab_size=32, hidden=16, layers=2, heads=4, kv_heads=2, mlp=24,
+        positions=128, qk_norm="head", mrope=(1, 1, 0), mrope_interleaved=True,
+    ),
+    image_token=IMAGE,
+)  # fmt: skip
+
+
+def test_prompts_on_a_mesh():
+    """With no picture, one and two; the last batch of each is not full."""
+    rng = np.random.default_rng(0)
+
+    def picture(height, width):
+        return rng.integers(0, 256, (height, width, 3), np.uint8)
+
+    prompts = [
+        *(PicturePrompt(rng.integers(1, 20, 5 + n).tolist()) for n in range(5)),
+        *(PicturePrompt([3, IMAGE, 4 + n], (picture(8, 12),)) for n in range(5)),
+        *(PicturePrompt([IMAGE, n, IMAGE], (picture(8, 4), picture(4, 20))) for n in range(3)),
+    ]
+    build = lambda: QwenVLEncoder(CONFIG, rngs=nnx.Rngs(0))  # noqa: E731
+    graphdef, state = nnx.graphdef(nnx.eval_shape(build)), random_state(build)
+    run, found = make_encode_prompts(graphdef), []
+    for shape in ({"data": 1}, {"data": 2, "fsdp": 2, "tensor": 2}):
+        mesh = make_mesh(shape, devices=jax.devices()[: 1 if len(shape) == 1 else 8])
+        placed = jax.device_put(state, state_shardings(state, mesh))
+        serving = serve(4, RowCost("prompts", 4, 4, 1.0), placed)
+        vectors = np.zeros((len(prompts), 16), np.float32)
+        for indices, batch in prompt_batches(prompts, CONFIG, serving, (32, 64), pad_token=0):
+            placement = serving.placement
+            got = placement.call(run, placed, placement.put(batch))
+            vectors[indices] = fetch(got)[: len(indices)]
+        found.append(vectors)
+    assert np.abs(found[0]).max(1).min() > 0.1
+    np.testing.assert_allclose(found[1], found[0], rtol=0, atol=1e-5)
