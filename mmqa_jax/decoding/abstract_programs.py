@@ -143,7 +143,7 @@ def tower_programs(
     size = config.vision.image_size
     shape = (programs.batches[-1], size, size, 3)
     pixels = jax.ShapeDtypeStruct(shape, np.uint8, sharding=programs.pixels)
-    patches = (config.vision.patches, config.llama.hidden)
+    patches = (config.features, config.llama.hidden)
     picture = jax.ShapeDtypeStruct(patches, dtype, sharding=programs.features)
     pictures = (picture,) * (rows * programs.in_chunk(bucket))
     return {

@@ -18,8 +18,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from mmqa_jax.core.mesh import replicated
-from mmqa_jax.models.clip import normalize_pixels
-from mmqa_jax.models.llava import Llava, LlavaConfig
+from mmqa_jax.models.clip import blocks_before
+from mmqa_jax.models.llava import Llava, LlavaConfig, picture_features
 from mmqa_jax.models.pictures import PictureConfig
 from mmqa_jax.models.qwen_vl import QwenVL, QwenVLConfig
 from mmqa_jax.models.qwen_vl_layout import PatchBatch, bucket_of, grid_of, lay_out
@@ -107,7 +107,7 @@ class TowerPrograms(abc.ABC):
 
 
 class LlavaTower(TowerPrograms):
-    """LLaVA's: CLIP and the projector; all pictures have one size.
+    """LLaVA's: its tower and the projector; all pictures have one size.
 
     `gather(features, index)`: features of pictures and int32 [R, L], rows of all their patches in
     order -> [R, L, H].
@@ -116,19 +116,19 @@ class LlavaTower(TowerPrograms):
     def __init__(
         self, tower: nnx.Dict, config: LlavaConfig, rows: Sharding, mesh: Mesh | None = None
     ):
-        graphdef, layer, dtype = nnx.graphdef(tower), _layers(config), config.llama.dtype
+        graphdef = nnx.graphdef(tower)
 
-        def of_pictures(state, pixels):  # [B, S, S, 3] -> [B, patches, H]
+        def of_pictures(state, pixels):  # [B, S, S, 3] -> [B, features, H]
             parts = nnx.merge(graphdef, state)
-            states = parts.vision.patch_features(normalize_pixels(pixels), layer)
-            return parts.projector(states.astype(dtype))
+            normalized = parts.vision.normalize(pixels)
+            return picture_features(parts.vision, parts.projector, normalized, config)
 
         def gather(features, index):
             rows = jnp.concatenate(features)  # [K * patches, H]
             return rows.at[index].get(mode="promise_in_bounds")
 
         super().__init__(of_pictures, config.llama.hidden, rows, mesh)
-        self._patches = config.vision.patches
+        self._patches = config.features
         self.gather = jax.jit(gather, out_shardings=rows)
 
     def in_chunk(self, tokens: int) -> int:
@@ -203,17 +203,19 @@ class QwenTower(TowerPrograms):
 
 
 def tower_of(model: Llava | QwenVL) -> nnx.Dict:
-    """What is computed of a picture: of a LLaVA CLIP up to the layer that is read, and the
+    """What is computed of a picture: of a LLaVA the tower up to the layer that is read, and the
     projector."""
     if isinstance(model, QwenVL):
         return nnx.Dict(vision=model.vision)
     parts = nnx.Dict(vision=model.vision, projector=model.projector)
     parts = nnx.merge(*nnx.split(parts))  # the model keeps its own
     graphdef, layers = nnx.split(parts.vision.layers)
-    count = _layers(model.config)
+    count = blocks_before(model.config.feature_layer, model.config.vision.layers)
     # Cut once, not in every call.
     parts.vision.layers = nnx.merge(graphdef, jax.tree.map(lambda x: x[:count], layers))
     del parts.vision.ln_post
+    if hasattr(parts.vision, "head"):
+        del parts.vision.head
     return parts
 
 
@@ -229,9 +231,3 @@ def tower_programs_of(
     """
     kind = QwenTower if isinstance(config, QwenVLConfig) else LlavaTower
     return kind(tower, config, rows, mesh)
-
-
-def _layers(config: LlavaConfig) -> int:
-    """How many of CLIP's layers come before the features."""
-    layer = config.feature_layer
-    return layer if layer >= 0 else config.vision.layers + 1 + layer

@@ -111,6 +111,8 @@ class Family:
       fused: whether its checkpoints keep q, k and v as one tensor, and gate and up.
       names: its keys in the place of common ones.
       scaled: whether embeddings are multiplied by the root of their size.
+      scales_all: whether its decoder scales whatever it is given, not the words alone: what comes
+        of pictures too.
       full_every: so many layers up to one that sees all, where `layer_types` does not say it; 0 is
         the rule of its other keys.
       local: whether layers with a window rotate without scaling, as `rope_local_base_freq` or the
@@ -128,6 +130,7 @@ class Family:
     fused: bool = False
     names: Mapping[str, str] = _none()
     scaled: bool = False
+    scales_all: bool = False
     full_every: int = 0
     local: bool = False
 
@@ -258,6 +261,7 @@ FAMILIES: Mapping[str, Family] = {
         title="Granite 3",
         architecture="GraniteForCausalLM",
         keys={**_BIASES, **_MULTIPLIERS},
+        scales_all=True,
     ),
     "gemma2": Family(
         title="Gemma 2",

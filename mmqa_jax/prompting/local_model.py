@@ -37,6 +37,7 @@ from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.qwen_vl_vision import FAMILIES as QWEN_VL
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
+from mmqa_jax.models.siglip import SiglipVisionConfig
 from mmqa_jax.models.t5_config import FAMILIES as T5
 from mmqa_jax.prompting.backend_engine import EngineBackend
 from mmqa_jax.prompting.backend_t5 import T5Backend
@@ -185,7 +186,7 @@ class Sizing:
         llama: LlamaConfig,
         settings: Mapping[str, Any],
         mesh: Mapping[str, Any],
-        vision: VisionConfig | QwenVisionConfig | None,
+        vision: VisionConfig | SiglipVisionConfig | QwenVisionConfig | None,
         named: str,
     ):
         self._named = named

@@ -12,14 +12,15 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data import images
-from mmqa_jax.data.llava_images import llava_pixels
+from mmqa_jax.data.llava_images import llava_pixels, pad_color
 from mmqa_jax.data.qwen_images import PictureSizes, qwen_pixels, qwen_size
-from mmqa_jax.models.llava import LlavaConfig
+from mmqa_jax.models.llava import ORIGINAL_IMAGE_TOKEN, LlavaConfig
 from mmqa_jax.models.pictures import PictureConfig
 from mmqa_jax.models.qwen_vl import QwenVLConfig
 from mmqa_jax.prompting import llava_prompt
 from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.llava_prompt import PLACEHOLDER
+from mmqa_jax.prompting.picture_template import PictureTemplate
 from mmqa_jax.prompting.text_tokenizer import ChatFormat, TextTokenizer, VicunaV1
 
 
@@ -50,13 +51,18 @@ class PictureFormat(Protocol):
 
 
 class LlavaFormat:
-    """LLaVA-1.5's, see llava_prompt."""
+    """LLaVA's: `<image>` for each picture.
+
+    The original's conversation is Vicuna's, whatever its tokenizer's template says; that of a
+    checkpoint in transformers' layout is its template's, and Vicuna's for a LLaVA-1.5 without one.
+    """
 
     placeholder, video = PLACEHOLDER, None
 
     def __init__(self, config: LlavaConfig, tokenizer: TextTokenizer):
-        self.chat_format: ChatFormat | None = VicunaV1()
+        self.chat_format = _conversation(config, tokenizer)
         self._config, self._tokenizer = config, tokenizer
+        self._has_token = tokenizer.encode_plain(PLACEHOLDER) == [config.image_token]
 
     def with_places(self, text: str, pictures: int) -> str:
         """See PictureFormat."""
@@ -64,21 +70,38 @@ class LlavaFormat:
 
     def encode(self, text: str) -> list[int]:
         """See PictureFormat."""
+        bos = self._tokenizer.bos
+        if bos is not None and text.startswith(self._tokenizer.decode([bos])):
+            bos = None  # the template has written it
+        if self._has_token:
+            tokens = self._tokenizer.encode_plain(text)
+            return tokens if bos is None else [bos, *tokens]
         return llava_prompt.prompt_ids(
             text,
             self._tokenizer.encode_plain,
             image_token=self._config.image_token,
-            bos=self._tokenizer.bos,
+            bos=bos,
         )
 
     def tokens(self, picture: Picture) -> int:
         """The same of every picture."""
-        return self._config.vision.patches
+        return self._config.features
 
     def read(self, picture: Picture) -> np.ndarray:
         """See PictureFormat."""
         image = images.decode(picture.data, picture.name)
-        return llava_pixels(image, self._config.vision.image_size, picture.name)
+        vision = self._config.vision
+        if self._config.resize == "pad":
+            color = pad_color(vision.pixel_mean)
+            return llava_pixels(image, vision.image_size, picture.name, color)
+        return images.to_pixels(image, vision.image_size, self._config.resize, picture.name)
+
+
+def _conversation(config: LlavaConfig, tokenizer: TextTokenizer) -> ChatFormat | None:
+    if config.image_token != ORIGINAL_IMAGE_TOKEN and tokenizer.template is not None:
+        return PictureTemplate(tokenizer.template)
+    is_known = config.image_token == ORIGINAL_IMAGE_TOKEN or config.llama.family == "llama"
+    return VicunaV1() if is_known else None
 
 
 class QwenFormat:

@@ -180,10 +180,10 @@ ARCHITECTURES = (
     ),
     Architecture(
         name="llava",
-        title="LLaVA-1.5",
+        title="LLaVA: CLIP or SigLIP, and any family of decoders",
         model="llava.Llava",
         config="llava.LlavaConfig",
-        layouts=(HF_FOLDER, "haotian-liu/LLaVA's folder (--clip names its CLIP's folder)"),
+        layouts=(HF_FOLDER, "haotian-liu/LLaVA's folder (--clip: its CLIP's or SigLIP's)"),
         exports="LlavaForConditionalGeneration",
         takes_clip=True,
     ),
