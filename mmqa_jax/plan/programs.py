@@ -32,6 +32,7 @@ from mmqa_jax.models.bart import Bart
 from mmqa_jax.models.bart_config import BartConfig
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import LlavaConfig, llava_1_5_7b, llava_1_5_13b
+from mmqa_jax.models.onevision import onevision_05b, onevision_7b
 from mmqa_jax.models.qwen_vl import QwenVLConfig, qwen3_vl_8b, qwen25_vl_7b
 from mmqa_jax.models.t5_config import PUBLISHED as T5S
 from mmqa_jax.plan.encoders import ENCODERS, TEXTS, encoder_program
@@ -99,6 +100,8 @@ PRESETS: dict[str, Callable[..., LlamaConfig]] = {
 WITH_PICTURES: dict[str, Callable[..., LlavaConfig | QwenVLConfig]] = {
     "llava15_7b": llava_1_5_7b,
     "llava15_13b": llava_1_5_13b,
+    "onevision_05b": onevision_05b,
+    "onevision_7b": onevision_7b,
     "qwen25_vl_7b": qwen25_vl_7b,
     "qwen3_vl_8b": qwen3_vl_8b,
 }

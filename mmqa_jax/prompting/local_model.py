@@ -59,7 +59,7 @@ from mmqa_jax.weights.hub import find_model, is_hub_name
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.registry import architecture
 
-_KINDS = ("llama", "llava", "qwen_vl", "t5")
+_KINDS = ("llama", "llava", "onevision", "qwen_vl", "t5")
 _CHUNK = 1 << 22
 
 
@@ -87,12 +87,13 @@ def open_backend(
     engine: EngineConfig | Mapping[str, Any] | None = None,
     flag: str = "--model",
 ) -> EngineBackend | T5Backend:
-    """Opens a LLaMA, LLaVA, Qwen-VL or T5 as a backend; its weights are loaded on first use.
+    """Opens a LLaMA, LLaVA, OneVision, Qwen-VL or T5 as a backend; its weights are loaded on first
+    use.
 
     Args:
       model: a name of LANGUAGE_MODELS, a folder of `mmqa convert`, the workdir of a language-model
         run (or its folder best), a published checkpoint in any layout that `mmqa convert
-        --model=llama` (llava, qwen_vl, t5) reads, or a name on the hub (see weights.hub).
+        --model=llama` (llava, onevision, qwen_vl, t5) reads, or a name on the hub (weights.hub).
       tokenizer: folder, tokenizer.json or GGUF file with the tokenizer; None is the model's.
       config: see ModelConfig.
       engine: an EngineConfig, or values of one of which some may be "auto", as are those left out;
@@ -300,7 +301,8 @@ def _kind(path: Path, flag: str) -> str:
         kind = read_record(path).architecture.name
         if kind not in _KINDS:
             raise UserError(
-                f"{flag}={path}: contains a {kind}; give a LLaMA, LLaVA, Qwen-VL or T5."
+                f"{flag}={path}: contains a {kind}; give a LLaMA, LLaVA, LLaVA-OneVision, Qwen-VL "
+                "or T5."
             )
         return kind
     file = path / "config.json"
@@ -310,6 +312,8 @@ def _kind(path: Path, flag: str) -> str:
         return "qwen_vl"
     if model_type in T5:
         return "t5"
+    if model_type == "llava_onevision":
+        return "onevision"
     return "llava" if model_type.startswith("llava") else "llama"
 
 

@@ -188,6 +188,14 @@ ARCHITECTURES = (
         takes_clip=True,
     ),
     Architecture(
+        name="onevision",
+        title="LLaVA-OneVision",
+        model="onevision.Onevision",
+        config="onevision.OnevisionConfig",
+        layouts=(HF_FOLDER,),
+        exports="LlavaOnevisionForConditionalGeneration",
+    ),
+    Architecture(
         name="qwen_vl",
         title="Qwen2.5-VL and Qwen3-VL, without experts",
         model="qwen_vl.QwenVL",

@@ -27,7 +27,7 @@ from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llava import ORIGINAL_IMAGE_TOKEN, Llava, expand_images
 from mmqa_jax.prompting.backends import Chat, Decoding, Message, Picture
 from mmqa_jax.prompting.local_model import open_backend
-from mmqa_jax.prompting.picture_format import picture_format
+from mmqa_jax.prompting.picture_format import Shown, picture_format
 from mmqa_jax.prompting.text_tokenizer import VicunaV1, open_tokenizer
 from mmqa_jax.weights.config_json import config_from_json, config_to_json
 from mmqa_jax.weights.models.llava import publish_llava
@@ -318,7 +318,8 @@ def test_the_originals_layout(tmp_path):
     (bare / "chat_template.jinja").write_text(PARTS)
     form = picture_format(got.config, open_tokenizer(bare))
     assert isinstance(form.chat_format, VicunaV1)
-    pixels = form.read(Picture(encoded(Image.new("RGB", (30, 10))), "black"))
+    black = Picture(encoded(Image.new("RGB", (30, 10))), "black")
+    pixels = form.read(Shown(black, alone=True))
     assert pixels[0, 0].tolist() == [127] * 3
     assert pixels[13, 13].tolist() == [0] * 3
     # With words of its own for `<image>` it is transformers' again.

@@ -101,7 +101,7 @@ _ORIGINAL_HARMLESS = (
     *("tokenizer_model_max_length", "tokenizer_padding_side", "image_grid_pinpoints"),
     *("image_crop_resolution", "image_split_resolution", "vision_config"),
 )
-_READ = kinds(
+HF_READ = kinds(
     object="text_config",
     object_or_null="vision_config",
     integer="image_token_index image_token_id",
@@ -110,7 +110,7 @@ _READ = kinds(
     any="vision_feature_layer vision_feature_select_strategy",
 )
 # Copies of what text_config or vision_config say, and of training.
-_HARMLESS = ("ignore_index", "vocab_size", "image_seq_length", "hidden_size")
+HF_HARMLESS = ("ignore_index", "vocab_size", "image_seq_length", "hidden_size")
 _VOCABULARY_MULTIPLE = 64  # transformers' conversion pads the embedding table to it
 
 
@@ -196,8 +196,7 @@ def open_llava(folder: Path, clip: Path | None = None) -> Checkpoint:
         tower = with_prefixes(open_source(clip), {_TOWER: ""})
         source = joined(f"{source.name} with {tower.name}", source, tower)
         ignore = (*_BUFFERS, _REST_OF_CLIP)
-    if FAMILIES[config.llama.family].fused:
-        source = apart(source, phi3_rows(config.llama))
+    source = unfused(source, config)
     if config.image_token < 0 and isinstance(config.vision, SiglipVisionConfig):
         tower = r"^vision_tower\.vision_model\."
         ignore += (rf"{tower}encoder\.layers\.{config.vision.layers}\.", rf"{tower}head\.")
@@ -214,9 +213,7 @@ def publish_llava(config: LlavaConfig, state: nnx.State) -> Published:
     conversion: the first is `<image>`, the second `<pad>`; the tokenizer that goes with it needs
     both as well.
     """
-    source: TensorSource = untied_source(state, llava_key_map(config))
-    if FAMILIES[config.llama.family].fused:
-        source = together(source, phi3_rows(config.llama), _LLAMA)
+    source = fused(untied_source(state, llava_key_map(config)), config)
     tokens = config.llama.vocab_size
     if 0 <= config.image_token < tokens:
         return Published(source, llava_to_hf(config))
@@ -227,6 +224,18 @@ def publish_llava(config: LlavaConfig, state: nnx.State) -> Published:
     return Published(widen_vocabulary(source, wider), entries)
 
 
+def unfused(source: TensorSource, config: LlavaConfig) -> TensorSource:
+    """A checkpoint's tensors with the decoder's fused ones (Phi-3's) apart."""
+    is_fused = FAMILIES[config.llama.family].fused
+    return apart(source, phi3_rows(config.llama)) if is_fused else source
+
+
+def fused(source: TensorSource, config: LlavaConfig) -> TensorSource:
+    """The reverse of `unfused`."""
+    is_fused = FAMILIES[config.llama.family].fused
+    return together(source, phi3_rows(config.llama), _LLAMA) if is_fused else source
+
+
 def llava_config(published: Mapping[str, Any], where: str = "config.json") -> LlavaConfig:
     """Our config from transformers' `config.json`; absent values are transformers' defaults.
 
@@ -234,31 +243,49 @@ def llava_config(published: Mapping[str, Any], where: str = "config.json") -> Ll
       UserError: another model's config, or an option that our LLaVA does not have.
     """
     check_model_type(published, where, "llava")
-    check_keys(published, where, read=_READ, harmless=_HARMLESS)
-    layer = published.get("vision_feature_layer", -2)
-    strategy = published.get("vision_feature_select_strategy", "default")
+    check_keys(published, where, read=HF_READ, harmless=HF_HARMLESS)
+    return LlavaConfig(**fields_from_hf(published, where, LlavaConfig, vit_l_14_336().vision))
+
+
+def fields_from_hf(
+    published: Mapping[str, Any],
+    where: str,
+    kind: type[LlavaConfig],
+    vision: VisionConfig | SiglipVisionConfig,
+) -> dict[str, Any]:
+    """The fields of LlavaConfig in a `config.json` whose keys are checked.
+
+    Args:
+      published, where: see `llava_config`.
+      kind: whose defaults absent values have.
+      vision: the tower where the file has none.
+    """
+    layer = published.get("vision_feature_layer", kind.feature_layer)
     if type(layer) is not int:
         raise UserError(
             f"{where}: vision_feature_layer is {layer!r}, which is not supported; use a checkpoint "
             "that reads one layer."
         )
     tied = {"tie_word_embeddings": True} if published.get("tie_word_embeddings") else {}
-    vision = vit_l_14_336().vision
     if published.get("vision_config"):
-        kind = {"model_type": "clip_vision_model"}
-        vision = _vision_config(kind | published["vision_config"], f"{where}, vision_config")
+        tower = "siglip_vision_model"
+        if isinstance(vision, VisionConfig):
+            tower = "clip_vision_model"
+        found = {"model_type": tower} | published["vision_config"]
+        vision = _vision_config(found, f"{where}, vision_config")
     llama = LlamaConfig.from_hf(published["text_config"] | tied, f"{where}, text_config")
-    return LlavaConfig(
-        vision=vision,
+    token = published.get("image_token_id", kind.image_token)
+    return {
+        "vision": vision,
         # transformers' LLaVA takes the decoder's head without its cap or divisor.
-        llama=dataclasses.replace(llama, logit_cap=None, logit_divisor=1.0),
-        feature_layer=layer,
-        select=strategy,
-        resize="squash" if isinstance(vision, SiglipVisionConfig) else "pad",
-        projector_activation=published.get("projector_hidden_act", "gelu"),
-        projector_bias=published.get("multimodal_projector_bias", True),
-        image_token=published.get("image_token_index", published.get("image_token_id", 32000)),
-    )
+        "llama": dataclasses.replace(llama, logit_cap=None, logit_divisor=1.0),
+        "feature_layer": layer,
+        "select": published.get("vision_feature_select_strategy", kind.select),
+        "resize": "squash" if isinstance(vision, SiglipVisionConfig) else "pad",
+        "projector_activation": published.get("projector_hidden_act", "gelu"),
+        "projector_bias": published.get("multimodal_projector_bias", True),
+        "image_token": published.get("image_token_index", token),
+    }
 
 
 def original_config(
