@@ -66,7 +66,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--clip",
         metavar="DIR",
-        help="llava: its CLIP, if the checkpoint has no vision tower",
+        help="llava: its CLIP or SigLIP, if the checkpoint has no vision tower",
     )
     parser.add_argument(
         "--preprocessing",

@@ -291,7 +291,7 @@ def read_picture_file(path: str | os.PathLike) -> bytes:
 
 
 def to_pixels(
-    image: Image.Image, size: int, resize: PictureShape = "squash"
+    image: Image.Image, size: int, resize: PictureShape = "squash", name: str = "picture"
 ) -> UInt8[np.ndarray, "H W 3"]:
     """Makes a picture square, bicubic; of NaFlex and PictureSizes a rectangle of whole patches.
 
@@ -305,8 +305,9 @@ def to_pixels(
         rounds it to the even; `sample`
         scales as `squash` but takes the nearest pixels, so that no colors are mixed: for
         flat drawings, in questions on colors.
+      name: for errors.
     """
-    return np.asarray(_square(image, size, resize))
+    return np.asarray(_square(image, size, resize, name))
 
 
 def _square(

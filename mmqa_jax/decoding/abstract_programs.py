@@ -12,15 +12,14 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.mesh import DEFAULT_RULES, Rules, replicated, state_shardings
 from mmqa_jax.decoding.cached_attention import Branches
-from mmqa_jax.decoding.image_tower import QwenTower, tower_of, tower_programs_of
+from mmqa_jax.decoding.image_tower import SizedTower, model_of, tower_of, tower_programs_of
 from mmqa_jax.decoding.key_heads import repeat_key_heads
 from mmqa_jax.decoding.quantize import quantize_weights
 from mmqa_jax.decoding.slot_runner import EngineConfig, Programs, scans, slot_shards
 from mmqa_jax.models.llama import Llama, unstack_layers
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import Llava, LlavaConfig
-from mmqa_jax.models.qwen_vl import QwenVL, QwenVLConfig
-from mmqa_jax.models.qwen_vl_layout import Grid, lay_out
+from mmqa_jax.models.qwen_vl import QwenVLConfig
 
 
 class Program(NamedTuple):
@@ -94,8 +93,6 @@ def engine_programs(
 
 # A tower and its arguments as shapes: compiled without weights or devices.
 
-_SHOWN = Grid(36, 36)  # of a picture of any size: 1,008 x 1,008 pixels for Qwen2.5-VL
-
 
 def tower_programs(
     config: LlavaConfig | QwenVLConfig, sizes: EngineConfig, mesh: Mesh
@@ -103,16 +100,16 @@ def tower_programs(
     """What an engine runs for pictures, beside `abstract_programs.engine_programs` of its LLaMA.
 
     Args:
-      config: parameters are in the LLaMA's compute dtype. Pictures of a Qwen-VL have _SHOWN units.
+      config: parameters are in the LLaMA's compute dtype. Where pictures have several sizes, these
+        have a usual one (`SizedTower.shown`).
       sizes: of the engine.
       mesh: of real devices, or of `jax.experimental.topologies`.
 
     Returns:
       {"tower": Program of a full batch of pictures, "gather": of the patches in a batch of chunks,
-      for a Qwen-VL those of one picture}.
+      where pictures have several sizes those of one picture}.
     """
-    kind = QwenVL if isinstance(config, QwenVLConfig) else Llava
-    tower = nnx.eval_shape(lambda: tower_of(kind(config, rngs=nnx.Rngs(0))))
+    tower = nnx.eval_shape(lambda: tower_of(model_of(config)(config, rngs=nnx.Rngs(0))))
     programs = tower_programs_of(tower, config, replicated(mesh), mesh)
     dtype = np.dtype(config.llama.dtype)
     state = jax.tree.map(
@@ -122,20 +119,20 @@ def tower_programs(
     bucket = sizes.buckets[-1]
     rows = sizes.rows(bucket, slot_shards(sizes.slots, mesh))
     index = jax.ShapeDtypeStruct((rows, bucket), np.int32, sharding=programs.parameters)
-    if isinstance(programs, QwenTower):
-        unit, width = config.vision.unit, config.vision.features
-        shown = np.zeros((_SHOWN.rows * unit, _SHOWN.columns * unit, 3), np.uint8)
-        laid = lay_out([shown], config.vision, programs.kind(shown))
+    if isinstance(programs, SizedTower):
+        shown = programs.shown()
         inputs = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(
                 (programs.batches[-1], *x.shape[1:]), x.dtype, sharding=programs.pixels
             ),
-            laid,
+            programs.laid([shown]),
         )
         of_picture = jax.ShapeDtypeStruct(
-            (laid.order.shape[1], width), dtype, sharding=programs.features
+            (programs.length(programs.kind(shown)), programs.width),
+            dtype,
+            sharding=programs.features,
         )
-        placed = jax.ShapeDtypeStruct((rows, bucket, width), dtype, sharding=programs.rows)
+        placed = jax.ShapeDtypeStruct((rows, bucket, programs.width), dtype, sharding=programs.rows)
         return {
             "tower": Program(programs.encode, (state, inputs)),
             "gather": Program(programs.put, (placed, of_picture, index)),
@@ -143,7 +140,7 @@ def tower_programs(
     size = config.vision.image_size
     shape = (programs.batches[-1], size, size, 3)
     pixels = jax.ShapeDtypeStruct(shape, np.uint8, sharding=programs.pixels)
-    patches = (config.vision.patches, config.llama.hidden)
+    patches = (config.features, config.llama.hidden)
     picture = jax.ShapeDtypeStruct(patches, dtype, sharding=programs.features)
     pictures = (picture,) * (rows * programs.in_chunk(bucket))
     return {
@@ -160,10 +157,10 @@ def feature_bytes(
     Parameters and temporaries of the tower come on top: they are its program's.
     """
     programs = tower_programs(config, sizes, mesh)
-    if isinstance(config, QwenVLConfig):
-        _, picture, _ = programs["gather"].arguments
-    else:
+    if model_of(config) is Llava:
         (picture, *_), _ = programs["gather"].arguments
+    else:
+        _, picture, _ = programs["gather"].arguments
     _, pixels = programs["tower"].arguments
     batch = jax.tree.leaves(pixels)[0].shape[0]
     most = sizes.slots * max(1, pictures) + batch  # see image_features

@@ -70,7 +70,7 @@ _PATIENCE = 8  # decode steps that a prompt's next chunk waits for others, to fi
 
 
 class Engine:
-    """Generates and scores with a LLaMA, a LLaVA or a Qwen-VL, batched.
+    """Generates and scores with a LLaMA, a LLaVA, a LLaVA-OneVision or a Qwen-VL, batched.
 
         engine = Engine(load_published("llama", path), tokenizer, end_ids=[2])
         for result in engine.generate(Request(n, prompt) for n, prompt in enumerate(prompts)):

@@ -38,7 +38,7 @@ class PatchIds:
         Args:
           request_id: for messages.
           tokens: with one placeholder (`token`) per picture, in order.
-          images: uint8 [H, W, 3] each, as the config expects them.
+          images: uint8 each, as the config expects them.
 
         Returns:
           Token ids, negative for patches, and the pictures by number.
@@ -57,7 +57,7 @@ class PatchIds:
             if token != self.token:
                 expanded.append(token)
                 continue
-            image = np.asarray(next(waiting))
+            image = next(waiting)
             count = self._config.picture_tokens(image.shape)
             if not count or image.dtype != np.uint8:
                 raise UserError(

@@ -8,6 +8,7 @@ devices, so that a device holds its share of every picture, whichever slot needs
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -18,16 +19,22 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from mmqa_jax.core.mesh import replicated
-from mmqa_jax.models.clip import normalize_pixels
-from mmqa_jax.models.llava import Llava, LlavaConfig
+from mmqa_jax.models import onevision_tiles
+from mmqa_jax.models.clip import blocks_before
+from mmqa_jax.models.llava import Llava, LlavaConfig, picture_features
+from mmqa_jax.models.onevision import Onevision, OnevisionConfig, tile_features
+from mmqa_jax.models.onevision_tiles import TileBatch, TiledPicture
 from mmqa_jax.models.pictures import PictureConfig
 from mmqa_jax.models.qwen_vl import QwenVL, QwenVLConfig
-from mmqa_jax.models.qwen_vl_layout import PatchBatch, bucket_of, grid_of, lay_out
+from mmqa_jax.models.qwen_vl_layout import Grid, PatchBatch, bucket_of, grid_of, lay_out
 
 # Pictures that a device encodes at once, one of these; a CPU gains nothing by more than one, and
 # would compute the padding.
 _AT_ONCE = (1, 8)
 _AT_ONCE_ON_CPU = (1,)
+# Pictures of a usual size, for plans: 1,008 x 1,008 pixels for Qwen2.5-VL, 2 x 2 of OneVision's
+# tiles.
+_SHOWN, _SHOWN_TILES = Grid(36, 36), 2
 
 Run = Callable[..., Any]  # calls a program on its mesh
 
@@ -64,7 +71,7 @@ class TowerPrograms(abc.ABC):
             self.features = NamedSharding(mesh, PartitionSpec(None, columns))
         each = _AT_ONCE_ON_CPU if device.platform == "cpu" else _AT_ONCE
         self.batches = tuple(size * count for size in each)
-        self.rows = rows
+        self.rows, self.width = rows, features
 
         def encode(state, pixels):
             if mesh is None:
@@ -82,11 +89,11 @@ class TowerPrograms(abc.ABC):
         self.encode = jax.jit(encode, out_shardings=self.features)
 
     @abc.abstractmethod
-    def kind(self, picture: np.ndarray) -> Hashable:
+    def kind(self, picture: Any) -> Hashable:
         """Pictures of one kind are encoded in one batch, by one program."""
 
     @abc.abstractmethod
-    def inputs(self, pictures: Sequence[np.ndarray], count: int) -> Any:
+    def inputs(self, pictures: Sequence[Any], count: int) -> Any:
         """What `encode` takes for pictures of one kind, padded to a batch, on the devices."""
 
     @abc.abstractmethod
@@ -107,7 +114,7 @@ class TowerPrograms(abc.ABC):
 
 
 class LlavaTower(TowerPrograms):
-    """LLaVA's: CLIP and the projector; all pictures have one size.
+    """LLaVA's: its tower and the projector; all pictures have one size.
 
     `gather(features, index)`: features of pictures and int32 [R, L], rows of all their patches in
     order -> [R, L, H].
@@ -116,19 +123,19 @@ class LlavaTower(TowerPrograms):
     def __init__(
         self, tower: nnx.Dict, config: LlavaConfig, rows: Sharding, mesh: Mesh | None = None
     ):
-        graphdef, layer, dtype = nnx.graphdef(tower), _layers(config), config.llama.dtype
+        graphdef = nnx.graphdef(tower)
 
-        def of_pictures(state, pixels):  # [B, S, S, 3] -> [B, patches, H]
+        def of_pictures(state, pixels):  # [B, S, S, 3] -> [B, features, H]
             parts = nnx.merge(graphdef, state)
-            states = parts.vision.patch_features(normalize_pixels(pixels), layer)
-            return parts.projector(states.astype(dtype))
+            normalized = parts.vision.normalize(pixels)
+            return picture_features(parts.vision, parts.projector, normalized, config)
 
         def gather(features, index):
             rows = jnp.concatenate(features)  # [K * patches, H]
             return rows.at[index].get(mode="promise_in_bounds")
 
         super().__init__(of_pictures, config.llama.hidden, rows, mesh)
-        self._patches = config.vision.patches
+        self._patches = config.features
         self.gather = jax.jit(gather, out_shardings=rows)
 
     def in_chunk(self, tokens: int) -> int:
@@ -152,45 +159,57 @@ class LlavaTower(TowerPrograms):
         return run(self.gather, tuple(features), jax.device_put(index, self.parameters))
 
 
-class QwenTower(TowerPrograms):
-    """Qwen-VL's; there are programs for each bucket of patches (`qwen_vl_layout`).
+class SizedTower(TowerPrograms):
+    """That of a model whose pictures have several sizes: there are programs for each bucket of them
+    (`kind`).
 
     `put(placed, features, patch)`: features of one picture into [R, L, features], where int32
     [R, L] says which of its patches a token is; -1: none.
+
+    Args:
+      of_pictures, features, rows, mesh: see TowerPrograms.
+      dtype: of features.
     """
 
     def __init__(
-        self, tower: nnx.Dict, config: QwenVLConfig, rows: Sharding, mesh: Mesh | None = None
+        self,
+        of_pictures: Callable[[Any, Any], jax.Array],
+        features: int,
+        dtype: str,
+        rows: Sharding,
+        mesh: Mesh | None = None,
     ):
-        graphdef, dtype = nnx.graphdef(tower), config.llama.dtype
-
-        def of_pictures(state, pictures: PatchBatch):
-            return nnx.merge(graphdef, state).vision(pictures).astype(dtype)
-
         def put(placed, features, patch):  # those of one picture; -1: of none
             own = features.at[jnp.maximum(patch, 0)].get(mode="promise_in_bounds")
             return jnp.where(patch[..., None] < 0, placed, own)
 
-        width = config.vision.features
-        super().__init__(of_pictures, width, rows, mesh)
-        self._vision = config.vision
+        super().__init__(of_pictures, features, rows, mesh)
         self.put = jax.jit(put, donate_argnums=0, out_shardings=rows)
         self._empty = jax.jit(
-            lambda shape: jnp.zeros((*shape, width), dtype), static_argnums=0, out_shardings=rows
+            lambda shape: jnp.zeros((*shape, features), dtype),
+            static_argnums=0,
+            out_shardings=rows,
         )
 
-    def kind(self, picture: np.ndarray) -> Hashable:
-        return bucket_of(grid_of(picture.shape, self._vision), self._vision)
+    @abc.abstractmethod
+    def laid(self, pictures: Sequence[Any]) -> Any:
+        """Pictures of one kind as a batch: arrays whose rows are pictures."""
 
-    def inputs(self, pictures: Sequence[np.ndarray], count: int) -> PatchBatch:
-        bucket = bucket_of(grid_of(pictures[0].shape, self._vision), self._vision)
-        laid = lay_out(pictures, self._vision, bucket)
+    @abc.abstractmethod
+    def length(self, kind: Hashable) -> int:
+        """Features of a picture of a kind, with their padding."""
+
+    @abc.abstractmethod
+    def shown(self) -> Any:
+        """A picture of a usual size, for plans."""
+
+    def inputs(self, pictures: Sequence[Any], count: int) -> Any:
         missing = count - len(pictures)
 
         def padded(x: np.ndarray) -> np.ndarray:
             return np.concatenate([x, np.repeat(x[:1], missing, axis=0)]) if missing else x
 
-        return jax.device_put(jax.tree.map(padded, laid), self.pixels)
+        return jax.device_put(jax.tree.map(padded, self.laid(pictures)), self.pixels)
 
     def place(
         self, run: Run, features: Sequence[jax.Array], which: np.ndarray, patch: np.ndarray
@@ -202,18 +221,89 @@ class QwenTower(TowerPrograms):
         return placed
 
 
+class QwenTower(SizedTower):
+    """Qwen-VL's; a bucket holds so many patches (`qwen_vl_layout`)."""
+
+    def __init__(
+        self, tower: nnx.Dict, config: QwenVLConfig, rows: Sharding, mesh: Mesh | None = None
+    ):
+        graphdef, dtype = nnx.graphdef(tower), config.llama.dtype
+
+        def of_pictures(state, pictures: PatchBatch):
+            return nnx.merge(graphdef, state).vision(pictures).astype(dtype)
+
+        super().__init__(of_pictures, config.vision.features, dtype, rows, mesh)
+        self._vision = config.vision
+
+    def kind(self, picture: np.ndarray) -> Hashable:
+        return bucket_of(grid_of(picture.shape, self._vision), self._vision)
+
+    def laid(self, pictures: Sequence[np.ndarray]) -> PatchBatch:
+        return lay_out(pictures, self._vision, self.kind(pictures[0]))
+
+    def length(self, kind: Hashable) -> int:
+        return kind
+
+    def shown(self) -> np.ndarray:
+        unit = self._vision.unit
+        return np.zeros((_SHOWN.rows * unit, _SHOWN.columns * unit, 3), np.uint8)
+
+
+class OnevisionTower(SizedTower):
+    """LLaVA-OneVision's; a bucket holds so many tiles (`onevision_tiles`)."""
+
+    def __init__(
+        self, tower: nnx.Dict, config: OnevisionConfig, rows: Sharding, mesh: Mesh | None = None
+    ):
+        graphdef = nnx.graphdef(tower)
+
+        def of_pictures(state, pictures: TileBatch):
+            parts = nnx.merge(graphdef, state)
+            newline = parts.newline[...]
+            return tile_features(parts.vision, parts.projector, newline, pictures, config)
+
+        super().__init__(of_pictures, config.llama.hidden, config.llama.dtype, rows, mesh)
+        self._sizes = config.tiles
+
+    def kind(self, picture: TiledPicture) -> Hashable:
+        return onevision_tiles.bucket_of(len(picture.pixels), self._sizes)
+
+    def laid(self, pictures: Sequence[TiledPicture]) -> TileBatch:
+        return onevision_tiles.lay_out(pictures, self._sizes, self.kind(pictures[0]))
+
+    def length(self, kind: Hashable) -> int:
+        return onevision_tiles.most_tokens(kind, self._sizes)
+
+    def shown(self) -> TiledPicture:
+        side, size = self._sizes.image_size, _SHOWN_TILES * self._sizes.image_size
+        canvas = onevision_tiles.best_resolution((size, size), self._sizes.resolutions)
+        tiles = 1 + math.prod(self._sizes.grid(canvas))
+        return TiledPicture(np.zeros((tiles, side, side, 3), np.uint8), (size, size))
+
+
+def model_of(config: PictureConfig) -> type[Llava | QwenVL]:
+    """The class of a config's model."""
+    if isinstance(config, QwenVLConfig):
+        return QwenVL
+    return Onevision if isinstance(config, OnevisionConfig) else Llava
+
+
 def tower_of(model: Llava | QwenVL) -> nnx.Dict:
-    """What is computed of a picture: of a LLaVA CLIP up to the layer that is read, and the
-    projector."""
+    """What is computed of a picture: of a LLaVA the tower up to the layer that is read, the
+    projector, and OneVision's newline."""
     if isinstance(model, QwenVL):
         return nnx.Dict(vision=model.vision)
     parts = nnx.Dict(vision=model.vision, projector=model.projector)
+    if isinstance(model, Onevision):
+        parts.newline = model.newline
     parts = nnx.merge(*nnx.split(parts))  # the model keeps its own
     graphdef, layers = nnx.split(parts.vision.layers)
-    count = _layers(model.config)
+    count = blocks_before(model.config.feature_layer, model.config.vision.layers)
     # Cut once, not in every call.
     parts.vision.layers = nnx.merge(graphdef, jax.tree.map(lambda x: x[:count], layers))
     del parts.vision.ln_post
+    if hasattr(parts.vision, "head"):
+        del parts.vision.head
     return parts
 
 
@@ -227,11 +317,5 @@ def tower_programs_of(
       config: of its model.
       rows, mesh: see TowerPrograms.
     """
-    kind = QwenTower if isinstance(config, QwenVLConfig) else LlavaTower
-    return kind(tower, config, rows, mesh)
-
-
-def _layers(config: LlavaConfig) -> int:
-    """How many of CLIP's layers come before the features."""
-    layer = config.feature_layer
-    return layer if layer >= 0 else config.vision.layers + 1 + layer
+    kinds = {QwenVL: QwenTower, Onevision: OnevisionTower, Llava: LlavaTower}
+    return kinds[model_of(config)](tower, config, rows, mesh)

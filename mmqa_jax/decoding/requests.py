@@ -49,7 +49,8 @@ class Request:
     beams: int = 0
     length_penalty: float = 0.0  # added to a beam's score per token; of a T5, the power of its
     # length by which the score is divided, as in transformers
-    images: Sequence[np.ndarray] = ()  # uint8 [H, W, 3] as the model takes them, one each
+    images: Sequence[np.ndarray] = ()  # uint8 as the model takes them, one each; see
+    # `PictureConfig.expected_pixels`
 
     def __post_init__(self):
         if isinstance(self.stop, str):

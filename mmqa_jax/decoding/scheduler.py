@@ -350,7 +350,7 @@ class RequestTokenizer:
         if len(request.images):
             raise UserError(
                 f"request {request.id!r}: it has pictures, but the engine's model is a text-only "
-                "LLaMA; use a LLaVA or a Qwen-VL."
+                "LLaMA; use a LLaVA, a LLaVA-OneVision or a Qwen-VL."
             )
         return prompt, {}, None
 

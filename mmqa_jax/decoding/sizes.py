@@ -25,6 +25,7 @@ from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
+from mmqa_jax.models.siglip import SiglipVisionConfig
 
 LENGTH = 2048  # tokens of a slot where no prompt is known
 _GIB = 2**30
@@ -104,7 +105,9 @@ def sizes_json(shape: Mapping[str, int], engine: EngineConfig) -> dict[str, Any]
     return {"devices": math.prod(shape.values()), "mesh": dict(shape), **sizes}
 
 
-def tower_bytes(llama: LlamaConfig, vision: VisionConfig | QwenVisionConfig | None) -> float:
+def tower_bytes(
+    llama: LlamaConfig, vision: VisionConfig | SiglipVisionConfig | QwenVisionConfig | None
+) -> float:
     """Of the matrices of a picture tower and its projector, which each device holds whole."""
     if vision is None:
         return 0.0

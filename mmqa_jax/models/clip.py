@@ -257,19 +257,17 @@ class VisionTower(nnx.Module):
         """All layers' states [layers + 1, B, 1 + patches, width]; 0 is after ln_pre."""
         return run_blocks(self.layers, self.config, self.embed(pixels), keep=True)[1]
 
-    def patch_features(self, pixels: jax.Array, layer: int = -2) -> jax.Array:
-        """Patch states [B, patches, width] of one layer, without the class token.
+    def states_of(self, pixels: jax.Array, layer: int) -> jax.Array:
+        """States [B, 1 + patches, width] of one layer, see `blocks_before`.
 
-        `layer` counts as transformers' `hidden_states`: 0 is before the blocks, -1 after the
-        last, -2 (LLaVA's) after the last but one. No norm is applied; later blocks do not run.
+        No norm is applied; later blocks do not run.
         """
-        total = self.config.layers
-        count = layer if layer >= 0 else total + 1 + layer
-        if not 0 <= count <= total:
-            raise UserError(
-                f"clip vision: layer {layer} of {total}; choose one in {-total - 1}..{total}."
-            )
-        return run_blocks(self.layers, self.config, self.embed(pixels), count=count)[0][:, 1:]
+        count = blocks_before(layer, self.config.layers)
+        return run_blocks(self.layers, self.config, self.embed(pixels), count=count)[0]
+
+    def patch_features(self, pixels: jax.Array, layer: int = -2) -> jax.Array:
+        """Patch states [B, patches, width] of one layer, without the class token."""
+        return self.states_of(pixels, layer)[:, 1:]
 
     def __call__(self, pixels: jax.Array) -> jax.Array:
         """[B, S, S, 3] normalized pixels -> [B, embed_dim] float32, not L2-normalized."""
@@ -398,6 +396,24 @@ def l2_normalize(x: jax.Array) -> jax.Array:
     x = x.astype(jnp.float32)
     square = jnp.square(x).sum(-1, keepdims=True)
     return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
+
+
+def blocks_before(layer: int, total: int) -> int:
+    """How many of a tower's `total` blocks run before the states of a layer.
+
+    `layer` counts as transformers' `hidden_states`: 0 is before the blocks, -1 after the last, -2
+    (LLaVA-1.5's) after the last but one.
+
+    Raises:
+      UserError: the tower has no such layer.
+    """
+    count = layer if layer >= 0 else total + 1 + layer
+    if not 0 <= count <= total:
+        raise UserError(
+            f"the vision tower has {total} layers, {layer} is none of them; choose one from "
+            f"{-total - 1} to {total}."
+        )
+    return count
 
 
 def run_blocks(

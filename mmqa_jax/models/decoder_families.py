@@ -114,6 +114,8 @@ class Family:
       fused: whether its checkpoints keep q, k and v as one tensor, and gate and up.
       names: its keys in the place of common ones.
       scaled: whether embeddings are multiplied by the root of their size.
+      scales_all: whether its decoder scales whatever it is given, not the words alone: what comes
+        of pictures too.
       full_every: so many layers up to one that sees all, where `layer_types` does not say it; 0 is
         the rule of its other keys.
       renamed: its keys that version 5 of transformers writes under another name -> that name.
@@ -132,6 +134,7 @@ class Family:
     fused: bool = False
     names: Mapping[str, str] = _none()
     scaled: bool = False
+    scales_all: bool = False
     full_every: int = 0
     renamed: Mapping[str, str] = _none()
     local: bool = False
@@ -295,6 +298,7 @@ FAMILIES: Mapping[str, Family] = {
         title="Granite 3",
         architecture="GraniteForCausalLM",
         keys={**_BIASES, **_MULTIPLIERS},
+        scales_all=True,
     ),
     "gemma2": Family(
         title="Gemma 2",

@@ -1,8 +1,9 @@
-"""LLaVA-1.5 (Liu et al. 2023): a LLaMA that reads CLIP's patches as if they were tokens.
+"""LLaVA (Liu et al. 2023): a decoder that reads a vision tower's patches as if they were tokens.
 
-CLIP-L/336's hidden states after its second-to-last layer, without the class token, are 576 vectors
-per picture. A projector (linear, GELU, linear) maps them to the LLaMA's width, where they replace
-the embeddings of the picture's placeholder; the rest is the LLaMA alone.
+LLaVA-1.5's are CLIP-L/336's hidden states after its second-to-last layer, without the class token:
+576 vectors per picture. A projector (linear, GELU, linear) maps them to the decoder's width, where
+they replace the embeddings of the picture's placeholder; the rest is the decoder alone. The tower
+is a CLIP or a SigLIP, the decoder a LLaMA or one of its relatives (`decoder_families`).
 Originals: haotian-liu/LLaVA llava/model/llava_arch.py, multimodal_encoder/clip_encoder.py and
 multimodal_projector/builder.py; transformers models/llava/modeling_llava.py.
 
@@ -27,12 +28,16 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.activations import ACTIVATIONS
 from mmqa_jax.models.clip import VisionConfig, VisionTower, vit_l_14_336
 from mmqa_jax.models.config_checks import check_known
+from mmqa_jax.models.decoder_families import FAMILIES
 from mmqa_jax.models.layers import Linear, normal_init
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig, llama2_7b, llama2_13b
+from mmqa_jax.models.siglip import SiglipVisionConfig, SiglipVisionTower
 
 # The placeholder's id in haotian-liu/LLaVA (llava/constants.py), outside the vocabulary.
 ORIGINAL_IMAGE_TOKEN = -200
+SELECTS = ("default", "full")
+RESIZES = ("pad", "squash", "squash_bilinear")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,24 +45,38 @@ class LlavaConfig:
     """Both towers and the projector; the defaults are LLaVA-1.5's in transformers' layout.
 
     Attributes:
-      vision: the CLIP tower; `embed_dim` is not used (LLaVA drops CLIP's own projection).
+      vision: the CLIP or SigLIP tower; CLIP's `embed_dim` is not used (LLaVA drops its own
+        projection).
       llama: the language model.
-      feature_layer: which of CLIP's layers is read, counted as in `VisionTower.patch_features`.
+      feature_layer: which of the tower's layers is read, counted as in `clip.blocks_before`.
+      select: of its states all are read ("full"), or all but the first ("default"): CLIP's class
+        token; of a SigLIP, which has none, transformers leaves out the first patch.
+      resize: how a picture becomes a square: padded with the tower's mean color, or scaled to it
+        (`data.images.to_pixels`).
       projector_activation: between the projector's two linears.
       projector_bias: whether these have biases.
       image_token: id of a picture's placeholder; it is never looked up in the embedding table, and
         may be outside of it (`ORIGINAL_IMAGE_TOKEN`).
     """
 
-    vision: VisionConfig
+    vision: VisionConfig | SiglipVisionConfig
     llama: LlamaConfig
     feature_layer: int = -2
+    select: str = "default"
+    resize: str = "pad"
     projector_activation: str = "gelu"
     projector_bias: bool = True
     image_token: int = 32000
 
     def __post_init__(self):
         check_known("model.projector_activation", self.projector_activation, ACTIVATIONS)
+        check_known("model.select", self.select, SELECTS)
+        check_known("model.resize", self.resize, RESIZES)
+        if isinstance(self.vision, SiglipVisionConfig) and self.vision.flexible:
+            raise UserError(
+                "model.vision.flexible is True: expected False, since a LLaVA's pictures have one "
+                "size; use a SigLIP of a fixed size."
+            )
         if not -self.vision.layers - 1 <= self.feature_layer <= self.vision.layers:
             raise UserError(
                 f"model.feature_layer is {self.feature_layer}: the vision tower has "
@@ -72,9 +91,20 @@ class LlavaConfig:
         return f"uint8 [{size}, {size}, 3]; use data.llava_images.llava_pixels"
 
     def picture_tokens(self, shape: Sequence[int]) -> int:
-        """One for each patch of pixels [S, S, 3], S the tower's; 0 for another shape."""
+        """`features` for pixels [S, S, 3], S the tower's; 0 for another shape."""
         size = self.vision.image_size
-        return self.vision.patches if tuple(shape) == (size, size, 3) else 0
+        return self.features if tuple(shape) == (size, size, 3) else 0
+
+    @property
+    def features(self) -> int:
+        """How many of the tower's states a picture has: its tokens."""
+        class_token = isinstance(self.vision, VisionConfig)
+        return self.vision.patches + class_token - (self.select == "default")
+
+    @property
+    def feature_scale(self) -> float:
+        """What pictures' features are multiplied by where the decoder scales all it is given."""
+        return self.llama.embedding_scale if FAMILIES[self.llama.family].scales_all else 1.0
 
     def position_shifts(self, tokens: Sequence[int], shapes: Sequence[Sequence[int]]) -> None:
         """None: positions are columns."""
@@ -109,7 +139,7 @@ class LlavaVision(VisionTower):
 
 
 class Projector(nnx.Module):
-    """linear, activation, linear: CLIP's width to the LLaMA's."""
+    """linear, activation, linear: the tower's width to the decoder's."""
 
     def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
         linear = functools.partial(
@@ -127,30 +157,44 @@ class Projector(nnx.Module):
         return self.linear_2(ACTIVATIONS[self.activation](self.linear_1(states)))
 
 
+def picture_features(
+    vision: LlavaVision | SiglipVisionTower,
+    projector: Projector,
+    pixels: jax.Array,
+    config: LlavaConfig,
+) -> jax.Array:
+    """[N, S, S, 3] normalized pixels (the tower's `normalize`) -> [N, features, H].
+
+    Raises:
+      UserError: pictures of another size than the tower's.
+    """
+    states = vision.states_of(pixels, config.feature_layer)
+    if config.select == "default":
+        states = states[:, 1:]
+    features = projector(states.astype(config.llama.dtype))
+    return features if config.feature_scale == 1 else features * config.feature_scale
+
+
 class Llava(nnx.Module):
-    """Vision tower, projector and LLaMA."""
+    """Vision tower, projector and decoder."""
 
     def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
-        self.vision = LlavaVision(config.vision, rngs=rngs)
+        is_clip = isinstance(config.vision, VisionConfig)
+        self.vision = (LlavaVision if is_clip else SiglipVisionTower)(config.vision, rngs=rngs)
         self.projector = Projector(config, rngs=rngs)
         self.llama = Llama(config.llama, rngs=rngs)
         self.config = config
 
     def encode_images(self, pixels: jax.Array) -> jax.Array:
-        """[N, S, S, 3] normalized pixels (`clip.normalize_pixels`) -> [N, patches, H].
-
-        Raises:
-          UserError: pictures of another size than the tower's.
-        """
-        states = self.vision.patch_features(pixels, self.config.feature_layer)
-        return self.projector(states.astype(self.config.llama.dtype))
+        """See `picture_features`."""
+        return picture_features(self.vision, self.projector, pixels, self.config)
 
     def embed(self, input_ids: jax.Array, features: jax.Array | None = None) -> jax.Array:
         """Token embeddings, with every placeholder replaced by its picture's patches.
 
         Args:
           input_ids: int [B, L] from `expand_images`.
-          features: [N, patches, H] from `encode_images`, pictures in the order of their
+          features: [N, features, H] from `encode_images`, pictures in the order of their
             placeholders, row after row; extra pictures at the end (padding to a fixed N) are
             ignored. None if no row has a picture.
 
@@ -233,7 +277,7 @@ def expand_images(
         than `length`.
     """
     assert pad_token != config.image_token, f"pad_token is {pad_token}, the placeholder's id"
-    patches = config.vision.patches
+    patches = config.features
     expanded = []
     for number, (row, given) in enumerate(zip(rows, pictures, strict=True)):
         ids = np.asarray(row, np.int32)

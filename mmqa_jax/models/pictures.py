@@ -1,4 +1,4 @@
-"""What a vision-language model's config says to whoever feeds it: LLaVA's and Qwen-VL's do."""
+"""What a vision-language model's config says to whoever feeds it."""
 
 from __future__ import annotations
 

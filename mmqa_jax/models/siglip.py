@@ -22,6 +22,7 @@ from mmqa_jax.models import layers
 from mmqa_jax.models.clip import (
     BLOCK_ACTIVATIONS,
     Block,
+    blocks_before,
     check_transformer,
     l2_normalize,
     normalize_pixels,
@@ -49,6 +50,7 @@ class SiglipVisionConfig:
       image_size: side of the square picture in pixels; of NaFlex, of the grid of positions in
         pixels: patch_size * sqrt(num_patches). Pixels beyond the last whole patch are not read.
       flexible: NaFlex.
+      head: whether the tower has its pooling head; one of which patches alone are read may lack it.
       others: as clip.VisionConfig.
     """
 
@@ -59,6 +61,7 @@ class SiglipVisionConfig:
     heads: int = 12
     mlp_width: int = 3072
     flexible: bool = False
+    head: bool = True
     activation: str = "gelu_pytorch_tanh"
     eps: float = 1e-6
     dtype: str = "float32"
@@ -73,6 +76,11 @@ class SiglipVisionConfig:
                 f"vision.patch_size is {self.patch_size}: larger than vision.image_size = "
                 f"{self.image_size}; change one of the two."
             )
+
+    @property
+    def pixel_mean(self) -> tuple[float, float, float]:
+        """Of the training pictures, RGB from 0 to 1."""
+        return PIXEL_MEAN
 
     @property
     def side(self) -> int:
@@ -215,7 +223,8 @@ class SiglipVisionTower(nnx.Module):
             lambda rngs: Block(config, rngs=rngs), config.layers, rngs
         )
         self.ln_post = layers.LayerNorm(width, config.eps, rngs=rngs)
-        self.head = PoolingHead(config, rngs=rngs)
+        if config.head:
+            self.head = PoolingHead(config, rngs=rngs)
         self.config = config
 
     def normalize(self, pictures: Pictures) -> Pictures:
@@ -254,6 +263,15 @@ class SiglipVisionTower(nnx.Module):
         """All layers' states [layers + 1, B, N, width]; 0 is before the blocks."""
         x, mask = self.embed(pictures)
         return run_blocks(self.layers, self.config, x, mask=mask, keep=True)[1]
+
+    def states_of(self, pictures: Pictures, layer: int) -> jax.Array:
+        """States [B, N, width] of one layer, see `clip.blocks_before`.
+
+        No norm is applied; later blocks do not run.
+        """
+        x, mask = self.embed(pictures)
+        count = blocks_before(layer, self.config.layers)
+        return run_blocks(self.layers, self.config, x, mask=mask, count=count)[0]
 
     def __call__(self, pictures: Pictures) -> jax.Array:
         """Normalized pictures -> [B, width] float32, not L2-normalized."""

@@ -33,6 +33,7 @@ from mmqa_jax.models.bart_config import BartConfig
 from mmqa_jax.models.experts import reached
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import LlavaConfig, llava_1_5_7b, llava_1_5_13b
+from mmqa_jax.models.onevision import onevision_05b, onevision_7b
 from mmqa_jax.models.qwen_vl import QwenVLConfig, qwen3_vl_2b, qwen3_vl_8b, qwen25_vl_7b
 from mmqa_jax.models.t5_config import PUBLISHED as T5S
 from mmqa_jax.plan.encoders import ENCODERS, TEXTS, encoder_program
@@ -106,6 +107,8 @@ QWEN_VLS: dict[str, Callable[..., QwenVLConfig]] = {
 WITH_PICTURES: dict[str, Callable[..., LlavaConfig | QwenVLConfig]] = {
     "llava15_7b": llava_1_5_7b,
     "llava15_13b": llava_1_5_13b,
+    "onevision_05b": onevision_05b,
+    "onevision_7b": onevision_7b,
     **QWEN_VLS,
 }
 # Those that a task of an architecture trains (tasks.solved_questions).

@@ -33,7 +33,7 @@ from mmqa_jax.prompting.backends import (
     Usage,
 )
 from mmqa_jax.prompting.llava_prompt import PLACEHOLDER
-from mmqa_jax.prompting.picture_format import picture_format
+from mmqa_jax.prompting.picture_format import picture_format, shown
 from mmqa_jax.prompting.read_ahead import read_ahead
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer, pictures_of
 
@@ -184,10 +184,10 @@ class EngineBackend:
         prompt = self._prompt(request)
         if not prompt.tokens:
             raise Unanswerable(f"request {request.id!r}: its prompt is empty; give some text.")
-        for picture in prompt.pictures:
+        for one in shown(prompt.pictures):
             try:
-                images.verify(picture.data, picture.name)
-                self._pictures.tokens(picture)
+                images.verify(one.picture.data, one.picture.name)
+                self._pictures.tokens(one)
             except images.PictureError as error:
                 raise Unanswerable(str(error)) from error
         if not isinstance(request, Choices):
@@ -243,7 +243,7 @@ class EngineBackend:
         return max(self.length - self.prompt_tokens(query), 1)
 
     def _prompt_tokens(self, prompt: _Prompt) -> int:
-        of_pictures = [self._pictures.tokens(picture) - 1 for picture in prompt.pictures]
+        of_pictures = [self._pictures.tokens(one) - 1 for one in shown(prompt.pictures)]
         return len(prompt.tokens) + sum(of_pictures)
 
     def engine_request(self, query: Query) -> Request | Scoring:
@@ -254,7 +254,7 @@ class EngineBackend:
         """
         prompt = self._prompt(query)
         try:
-            pixels = [self._pictures.read(picture) for picture in prompt.pictures]
+            pixels = [self._pictures.read(one) for one in shown(prompt.pictures)]
         except images.PictureError as error:
             raise Unanswerable(str(error)) from error
         return self._request(query, prompt, pixels)
@@ -265,7 +265,7 @@ class EngineBackend:
             return
         ahead = self.engine.look_ahead
         for (query, prompt), pixels in read_ahead(
-            prompts, lambda one: one[1].pictures, self._pictures.read, ahead
+            prompts, lambda one: shown(one[1].pictures), self._pictures.read, ahead
         ):
             if isinstance(pixels, images.PictureError):
                 self.failures.append(Failure(query.id, str(pixels)))
@@ -338,7 +338,7 @@ class EngineBackend:
         if pictures:
             raise UserError(
                 f"request {request_id!r}: it has pictures, but the model is a text-only LLaMA; "
-                "use a LLaVA, a Qwen-VL or --backend=openai."
+                "use a LLaVA, a LLaVA-OneVision, a Qwen-VL or --backend=openai."
             )
 
     def _one_each(self, request_id: Hashable, text: str, pictures: Sequence[Picture]) -> None:

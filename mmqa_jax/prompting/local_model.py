@@ -37,6 +37,7 @@ from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.qwen_vl_vision import FAMILIES as QWEN_VL
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
+from mmqa_jax.models.siglip import SiglipVisionConfig
 from mmqa_jax.models.t5_config import FAMILIES as T5
 from mmqa_jax.prompting.backend_engine import EngineBackend
 from mmqa_jax.prompting.backend_t5 import T5Backend
@@ -58,7 +59,7 @@ from mmqa_jax.weights.hub import find_model, is_hub_name
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.registry import architecture
 
-_KINDS = ("llama", "llava", "qwen_vl", "t5")
+_KINDS = ("llama", "llava", "onevision", "qwen_vl", "t5")
 _CHUNK = 1 << 22
 
 
@@ -86,12 +87,13 @@ def open_backend(
     engine: EngineConfig | Mapping[str, Any] | None = None,
     flag: str = "--model",
 ) -> EngineBackend | T5Backend:
-    """Opens a LLaMA, LLaVA, Qwen-VL or T5 as a backend; its weights are loaded on first use.
+    """Opens a LLaMA, LLaVA, OneVision, Qwen-VL or T5 as a backend; its weights are loaded on first
+    use.
 
     Args:
       model: a name of LANGUAGE_MODELS, a folder of `mmqa convert`, the workdir of a language-model
         run (or its folder best), a published checkpoint in any layout that `mmqa convert
-        --model=llama` (llava, qwen_vl, t5) reads, or a name on the hub (see weights.hub).
+        --model=llama` (llava, onevision, qwen_vl, t5) reads, or a name on the hub (weights.hub).
       tokenizer: folder, tokenizer.json or GGUF file with the tokenizer; None is the model's.
       config: see ModelConfig.
       engine: an EngineConfig, or values of one of which some may be "auto", as are those left out;
@@ -106,7 +108,10 @@ def open_backend(
     path = _find(model, flag)
     kind = model_kind(path)
     if kind not in _KINDS:
-        raise UserError(f"{flag}={path}: contains a {kind}; give a LLaMA, LLaVA, Qwen-VL or T5.")
+        raise UserError(
+            f"{flag}={path}: contains a {kind}; give a LLaMA, LLaVA, LLaVA-OneVision, Qwen-VL or "
+            "T5."
+        )
     shape = _config_of(kind, path)
     if isinstance(engine, EngineConfig):
         engine = dataclasses.asdict(engine)
@@ -187,7 +192,7 @@ class Sizing:
         llama: LlamaConfig,
         settings: Mapping[str, Any],
         mesh: Mapping[str, Any],
-        vision: VisionConfig | QwenVisionConfig | None,
+        vision: VisionConfig | SiglipVisionConfig | QwenVisionConfig | None,
         named: str,
     ):
         self._named = named
@@ -306,6 +311,8 @@ def model_kind(path: Path) -> str:
         return "qwen_vl"
     if model_type in T5:
         return "t5"
+    if model_type == "llava_onevision":
+        return "onevision"
     return "llava" if model_type.startswith("llava") else "llama"
 
 

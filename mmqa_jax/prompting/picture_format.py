@@ -1,4 +1,5 @@
-"""How the prompts of a vision-language model hold pictures: what differs between LLaVA and Qwen-VL.
+"""How the prompts of a vision-language model hold pictures: what differs between LLaVA, OneVision
+and Qwen-VL.
 
 The engine's backend asks for nothing else. A model is added with a class here, its config
 (`models.pictures.PictureConfig`) and its tower (`decoding.image_tower`).
@@ -6,21 +7,42 @@ The engine's backend asks for nothing else. A model is added with a class here, 
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data import images
-from mmqa_jax.data.llava_images import llava_pixels
+from mmqa_jax.data.llava_images import llava_pixels, pad_color
+from mmqa_jax.data.onevision_images import tiled_pixels
 from mmqa_jax.data.qwen_images import PictureSizes, qwen_pixels, qwen_size
-from mmqa_jax.models.llava import LlavaConfig
+from mmqa_jax.models.llava import ORIGINAL_IMAGE_TOKEN, LlavaConfig
+from mmqa_jax.models.onevision import OnevisionConfig
+from mmqa_jax.models.onevision_tiles import TiledPicture, best_resolution
 from mmqa_jax.models.pictures import PictureConfig
 from mmqa_jax.models.qwen_vl import QwenVLConfig
 from mmqa_jax.prompting import llava_prompt
 from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.llava_prompt import PLACEHOLDER
+from mmqa_jax.prompting.picture_template import PictureTemplate
 from mmqa_jax.prompting.text_tokenizer import ChatFormat, TextTokenizer, VicunaV1
+
+
+class Shown(NamedTuple):
+    """A picture in a prompt.
+
+    Attributes:
+      alone: it is the only one there.
+    """
+
+    picture: Picture
+    alone: bool
+
+
+def shown(pictures: Sequence[Picture]) -> list[Shown]:
+    """All pictures of a prompt."""
+    return [Shown(picture, len(pictures) == 1) for picture in pictures]
 
 
 class PictureFormat(Protocol):
@@ -42,21 +64,26 @@ class PictureFormat(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids, one of the model's `image_token` for each placeholder."""
 
-    def tokens(self, picture: Picture) -> int:
+    def tokens(self, one: Shown) -> int:
         """Tokens of a picture, by its header; raises PictureError."""
 
-    def read(self, picture: Picture) -> np.ndarray:
+    def read(self, one: Shown) -> np.ndarray | TiledPicture:
         """The pixels that the model takes; raises PictureError."""
 
 
 class LlavaFormat:
-    """LLaVA-1.5's, see llava_prompt."""
+    """LLaVA's: `<image>` for each picture.
+
+    The original's conversation is Vicuna's, whatever its tokenizer's template says; that of a
+    checkpoint in transformers' layout is its template's, and Vicuna's for a LLaVA-1.5 without one.
+    """
 
     placeholder, video = PLACEHOLDER, None
 
     def __init__(self, config: LlavaConfig, tokenizer: TextTokenizer):
-        self.chat_format: ChatFormat | None = VicunaV1()
+        self.chat_format = _conversation(config, tokenizer)
         self._config, self._tokenizer = config, tokenizer
+        self._has_token = tokenizer.encode_plain(PLACEHOLDER) == [config.image_token]
 
     def with_places(self, text: str, pictures: int) -> str:
         """See PictureFormat."""
@@ -64,21 +91,70 @@ class LlavaFormat:
 
     def encode(self, text: str) -> list[int]:
         """See PictureFormat."""
+        bos = self._tokenizer.bos
+        if bos is not None and text.startswith(self._tokenizer.decode([bos])):
+            bos = None  # the template has written it
+        if self._has_token:
+            tokens = self._tokenizer.encode_plain(text)
+            return tokens if bos is None else [bos, *tokens]
         return llava_prompt.prompt_ids(
             text,
             self._tokenizer.encode_plain,
             image_token=self._config.image_token,
-            bos=self._tokenizer.bos,
+            bos=bos,
         )
 
-    def tokens(self, picture: Picture) -> int:
+    def tokens(self, one: Shown) -> int:
         """The same of every picture."""
-        return self._config.vision.patches
+        return self._config.features
 
-    def read(self, picture: Picture) -> np.ndarray:
+    def read(self, one: Shown) -> np.ndarray:
         """See PictureFormat."""
+        picture = one.picture
         image = images.decode(picture.data, picture.name)
-        return llava_pixels(image, self._config.vision.image_size, picture.name)
+        vision = self._config.vision
+        if self._config.resize == "pad":
+            color = pad_color(vision.pixel_mean)
+            return llava_pixels(image, vision.image_size, picture.name, color)
+        return images.to_pixels(image, vision.image_size, self._config.resize, picture.name)
+
+
+class OnevisionFormat(LlavaFormat):
+    """LLaVA-OneVision's: as LLaVA's, with a picture in tiles where it is alone."""
+
+    def __init__(self, config: OnevisionConfig, tokenizer: TextTokenizer):
+        super().__init__(config, tokenizer)
+        self._config: OnevisionConfig = config
+        self.video = tokenizer.decode([config.video_token]) or None
+
+    def tokens(self, one: Shown) -> int:
+        """See PictureFormat."""
+        width, height = images.size_of(one.picture.data, one.picture.name)
+        return self._config.picture_tokens((self._tiles((height, width), one), height, width, 3))
+
+    def read(self, one: Shown) -> TiledPicture:
+        """See PictureFormat."""
+        name, side = one.picture.name, self._config.vision.image_size
+        image = images.decode(one.picture.data, name)
+        size = image.height, image.width
+        if one.alone:
+            canvas = best_resolution(size, self._config.resolutions)
+            return TiledPicture(tiled_pixels(image, canvas, side, name), size)
+        whole = llava_pixels(image, side, name, pad_color(self._config.vision.pixel_mean))
+        return TiledPicture(whole[None], size)
+
+    def _tiles(self, size: tuple[int, int], one: Shown) -> int:
+        if not one.alone:
+            return 1
+        rows, columns = self._config.tiles.grid(best_resolution(size, self._config.resolutions))
+        return 1 + rows * columns
+
+
+def _conversation(config: LlavaConfig, tokenizer: TextTokenizer) -> ChatFormat | None:
+    if config.image_token != ORIGINAL_IMAGE_TOKEN and tokenizer.template is not None:
+        return PictureTemplate(tokenizer.template)
+    is_known = config.image_token == ORIGINAL_IMAGE_TOKEN or config.llama.family == "llama"
+    return VicunaV1() if is_known else None
 
 
 class QwenFormat:
@@ -116,9 +192,9 @@ class QwenFormat:
         """See PictureFormat."""
         return self._tokenizer.encode_plain(text)
 
-    def tokens(self, picture: Picture) -> int:
+    def tokens(self, one: Shown) -> int:
         """One for each unit of the picture as it is resized."""
-        height, width, _ = self.shape(picture)
+        height, width, _ = self.shape(one.picture)
         return width * height // self._sizes.unit**2
 
     def shape(self, picture: Picture) -> tuple[int, int, int]:
@@ -127,8 +203,9 @@ class QwenFormat:
         width, height = qwen_size(*size, self._sizes, picture.name)
         return height, width, 3
 
-    def read(self, picture: Picture) -> np.ndarray:
+    def read(self, one: Shown) -> np.ndarray:
         """See PictureFormat."""
+        picture = one.picture
         image = images.decode(picture.data, picture.name)
         return qwen_pixels(image, self._sizes, picture.name)
 
@@ -139,5 +216,7 @@ def picture_format(config: PictureConfig, tokenizer: TextTokenizer) -> PictureFo
     Raises:
       UserError: the tokenizer is another model's.
     """
-    kind = QwenFormat if isinstance(config, QwenVLConfig) else LlavaFormat
+    if isinstance(config, QwenVLConfig):
+        return QwenFormat(config, tokenizer)
+    kind = OnevisionFormat if isinstance(config, OnevisionConfig) else LlavaFormat
     return kind(config, tokenizer)

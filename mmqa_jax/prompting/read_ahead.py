@@ -7,22 +7,19 @@ import concurrent.futures
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
-
-import numpy as np
+from typing import Any, TypeVar
 
 from mmqa_jax.data.images import PictureError
-from mmqa_jax.prompting.backends import Picture
 
-T = TypeVar("T")
+T, P = TypeVar("T"), TypeVar("P")
 
 
 def read_ahead(
     items: Iterable[T],
-    pictures_of: Callable[[T], Sequence[Picture]],
-    read: Callable[[Picture], np.ndarray],
+    pictures_of: Callable[[T], Sequence[P]],
+    read: Callable[[P], Any],
     ahead: int,
-) -> Iterator[tuple[T, list[np.ndarray] | PictureError]]:
+) -> Iterator[tuple[T, list[Any] | PictureError]]:
     """Items in their order, each with its pictures as `read` gives them, or with its error.
 
     A picture that recurs among the last `ahead` is read once.
@@ -53,7 +50,7 @@ def read_ahead(
             item, futures = started.popleft()
             pictures -= len(futures)
             try:
-                found: list[np.ndarray] | PictureError = [one.result() for one in futures]
+                found: list[Any] | PictureError = [one.result() for one in futures]
             except PictureError as error:
                 found = error
             yield item, found

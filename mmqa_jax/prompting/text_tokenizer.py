@@ -27,6 +27,7 @@ from mmqa_jax.prompting.backends import Message, Picture
 if TYPE_CHECKING:
     from mmqa_jax.weights.formats.gguf import GGUFSource
 
+Content = str | list[dict[str, str]]  # of a message, as templates take it
 _CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's token types
 
 
@@ -233,10 +234,14 @@ class ChatTemplate:
 
     def render(self, request_id: Hashable, messages: Sequence[Message]) -> str:
         """The prompt; see ChatFormat. The template says what stands for a picture."""
+        return self.written(request_id, [(one.role, _content(one)) for one in messages])
+
+    def written(self, request_id: Hashable, messages: Sequence[tuple[str, Content]]) -> str:
+        """The same of (role, content) pairs, the content as the template gets it."""
         # What `apply_chat_template` of a tokenizer calls; its import needs no PyTorch.
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        plain = [{"role": message.role, "content": _content(message)} for message in messages]
+        plain = [{"role": role, "content": content} for role, content in messages]
         try:
             (text,), _ = render_jinja_template(
                 [plain], chat_template=self.source, add_generation_prompt=True, **self.tokens
@@ -251,7 +256,7 @@ class ChatTemplate:
         return text
 
 
-def _content(message: Message) -> str | list[dict[str, str]]:
+def _content(message: Message) -> Content:
     """A message's content as templates take it: parts only where there is a picture."""
     if not message.pictures:
         return message.text

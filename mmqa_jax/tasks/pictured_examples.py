@@ -23,7 +23,7 @@ from mmqa_jax.models.qwen_vl import QwenVLConfig, expand_pictures
 from mmqa_jax.models.qwen_vl_layout import Grid, PatchBatch, bucket_of, grid_of, lay_out
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 from mmqa_jax.prompting.backends import Picture
-from mmqa_jax.prompting.picture_format import QwenFormat
+from mmqa_jax.prompting.picture_format import QwenFormat, Shown
 
 
 class TrainingPictures:
@@ -91,7 +91,7 @@ class TrainingPictures:
             picture = Picture(self._read(name), name)
             images.verify(picture.data, name)
             if decode:
-                self._format.read(picture)
+                self._format.read(Shown(picture, alone=True))
             self._shapes[name] = self._format.shape(picture)
         except images.PictureError as error:
             self.broken.add(name, str(error))
@@ -119,7 +119,7 @@ class TrainingPictures:
     def pixels(self, name: str) -> np.ndarray | None:
         """Pixels of a readable picture; None, counted, where it is broken behind its header."""
         try:
-            return self._format.read(Picture(self._read(name), name))
+            return self._format.read(Shown(Picture(self._read(name), name), alone=True))
         except images.PictureError as error:
             self.broken.add(name, str(error))
             return None

@@ -299,7 +299,7 @@ def _clip_inputs(config: Any) -> dict[str, np.ndarray]:
 
 
 def _llava_inputs(config: Any) -> dict[str, np.ndarray]:
-    patches, llama = config.vision.patches, config.llama
+    patches, llama = config.features, config.llama
     length = min(max(TOKENS - patches, 64), llama.positions - patches)
     words = _tokens(llama.vocab_size, llama.positions, length)[0]
     words = np.where(words == config.image_token, 0, words)

@@ -180,12 +180,20 @@ ARCHITECTURES = (
     ),
     Architecture(
         name="llava",
-        title="LLaVA-1.5",
+        title="LLaVA: CLIP or SigLIP, and any family of decoders",
         model="llava.Llava",
         config="llava.LlavaConfig",
-        layouts=(HF_FOLDER, "haotian-liu/LLaVA's folder (--clip names its CLIP's folder)"),
+        layouts=(HF_FOLDER, "haotian-liu/LLaVA's folder (--clip: its CLIP's or SigLIP's)"),
         exports="LlavaForConditionalGeneration",
         takes_clip=True,
+    ),
+    Architecture(
+        name="onevision",
+        title="LLaVA-OneVision",
+        model="onevision.Onevision",
+        config="onevision.OnevisionConfig",
+        layouts=(HF_FOLDER,),
+        exports="LlavaOnevisionForConditionalGeneration",
     ),
     Architecture(
         name="qwen_vl",

@@ -314,7 +314,7 @@ def test_the_original_is_exported_with_words_for_its_placeholder(pair, tmp_path)
         ({"mm_patch_merge_type": "spatial_unpad"}, "mm_patch_merge_type is 'spatial_unpad'"),
         ({"mm_use_im_start_end": True}, "mm_use_im_start_end is True"),
         ({"s2": True}, "s2 is True"),
-        ({"model_type": "llava_mistral"}, "model_type is 'llava_mistral', expected 'llava' or"),
+        ({"model_type": "llava_mpt"}, "model_type is 'llava_mpt', expected 'llava' or"),
         ({"mm_vision_tower": "google/siglip"}, "'google/siglip', whose sizes are not known here"),
         ({"mm_hidden_size": 768}, "mm_hidden_size is 768, the vision tower's width 1024"),
     ],
@@ -328,11 +328,11 @@ def test_originals_of_another_kind_are_refused(changes, message):
     ("changes", "message"),
     [
         ({"model_type": "llava_next"}, "model_type is 'llava_next', expected 'llava'"),
-        ({"vision_feature_layer": [-2, -5]}, "vision_feature_layer [-2, -5] with select strategy"),
-        ({"vision_feature_select_strategy": "full"}, "select strategy 'full' is not supported"),
+        ({"vision_feature_layer": [-2, -5]}, "vision_feature_layer is [-2, -5], which is not"),
+        ({"vision_feature_select_strategy": "cls"}, "model.select is 'cls'"),
         ({"projector_hidden_act": "tanh"}, "projector_activation is 'tanh'"),
-        ({"text_config": {"model_type": "mistral"}}, "text_config: model_type is 'mistral'"),
-        ({"vision_config": {"model_type": "siglip"}}, "vision_config: model_type is 'siglip'"),
+        ({"text_config": {"model_type": "mixtral"}}, "text_config: model_type is 'mixtral'"),
+        ({"vision_config": {"model_type": "siglip2"}}, "vision_config: model_type is 'siglip2'"),
     ],
 )
 def test_transformers_configs_of_another_kind_are_refused(changes, message):
@@ -365,7 +365,7 @@ def test_checkpoints_that_do_not_fit_are_refused(pair, tmp_path):
     first = "multi_modal_projector.linear_1.weight"
     refused(f"shapes that differ: {first}", whole | {first: torch.ones(48, 41)})
     refused("keys with one meaning", whole | {"model.mm_projector.0.weight": torch.ones(48, 40)})
-    refused("give the folder of a LLaVA-1.5 checkpoint", whole, json.dumps({"model_type": "llama"}))
+    refused("give the folder of a LLaVA checkpoint", whole, json.dumps({"model_type": "llama"}))
     with pytest.raises(UserError, match=r"config\.json: no such file"):
         open_llava(tmp_path / "absent")
 

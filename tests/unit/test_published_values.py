@@ -102,7 +102,7 @@ CHANGES = [
     (llava, {"text_config": {"is_causal": False}}, "text_config: is_causal is False"),
     (llava, {"vision_config": {"num_channels": 1}}, "num_channels is 1"),
     (llava, {"vision_feature_layer": 25}, "feature_layer is 25: the vision tower has 24 layers"),
-    (llava, {"vision_feature_layer": True}, "vision_feature_layer True"),
+    (llava, {"vision_feature_layer": True}, "vision_feature_layer is True"),
     (original_llava, {"mm_vision_select_layer": [-2]}, r"mm_vision_select_layer is \[-2\]"),
     (original_llava, {"is_causal": False}, "is_causal is False"),
     (original_llava, {"image_aspect_ratio": "anyres"}, "image_aspect_ratio is 'anyres'"),

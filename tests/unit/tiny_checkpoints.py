@@ -24,6 +24,7 @@ from mmqa_jax.models.mcan import MCANConfig
 from mmqa_jax.models.mcan_layers import FusionConfig
 from mmqa_jax.models.mcan_openvqa import MCANOpenVQAConfig
 from mmqa_jax.models.modified_resnet import ModifiedResNetConfig
+from mmqa_jax.models.onevision import OnevisionConfig
 from mmqa_jax.models.oscar import OscarConfig
 from mmqa_jax.models.qwen_vl import QwenVLConfig
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
@@ -71,6 +72,14 @@ CONFIGS: dict[str, Any] = {
         buckets=8, farthest=11, activation="gelu_new", gated=True, tied=False, scaled=False,
     ),
     "llava": LlavaConfig(_VISION, _LLAMA, image_token=33),
+    "onevision": OnevisionConfig(
+        SiglipVisionConfig(16, 8, width=8, layers=2, heads=2, mlp_width=12, head=False),
+        LlamaConfig(
+            vocab_size=40, hidden=16, layers=2, heads=2, kv_heads=1, mlp=24, positions=64,
+            eps=1e-4, rope_theta=777.0, family="qwen2", attention_bias=True, out_bias=False,
+        ),
+        image_token=33, video_token=34, resolutions=((16, 16), (16, 32), (32, 16)), most_tiles=4,
+    ),
     "qwen_vl": QwenVLConfig(
         QwenVisionConfig(
             "qwen3_vl", width=16, layers=2, heads=2, mlp=12, out=16, patch=2, window=0,

@@ -58,12 +58,12 @@ def apart(source: TensorSource, fused: Fused) -> TensorSource:
     return DerivedSource(source.name, tensors)
 
 
-def together(source: TensorSource, fused: Fused) -> TensorSource:
-    """The reverse of `apart`."""
+def together(source: TensorSource, fused: Fused, prefix: str = "") -> TensorSource:
+    """The reverse of `apart`, of the keys that begin with `prefix`."""
     tensors = {}
     whole = {part: name for name, parts in fused.items() for part in parts}
     for key, spec in source.specs().items():
-        part = _of(key, whole)
+        part = _of(key, whole) if key.startswith(prefix) else None
         if part is None:
             tensors[key] = spec, functools.partial(source.read, key)
             continue

@@ -61,28 +61,12 @@ _IN_BIAS = Transform(lambda x: x.reshape(3, -1), lambda x: x.reshape(-1))
 
 def siglip_key_map(config: SiglipConfig) -> KeyMap:
     """Key map of transformers' SiglipModel and Siglip2Model."""
-    vision, text = "vision_model.", "text_model."
-    flexible, patch = config.vision.flexible, config.vision.patch_size
-    patches = TRANSPOSE if flexible else conv_patches(patch)
-    head = f"{vision}head."
+    text = "text_model."
     return KeyMap(
         rules=[
             Rule("logit_scale", "logit_scale", _SCALAR),
             Rule("logit_bias", "logit_bias", _SCALAR),
-            Rule(f"{vision}embeddings.patch_embedding.weight", "vision/patch/kernel", patches),
-            Rule(f"{vision}embeddings.patch_embedding.bias", "vision/patch/bias"),
-            Rule(f"{vision}embeddings.position_embedding.weight", "vision/positions"),
-            *transformer_rules(
-                f"{vision}encoder.layers.{{layer}}.", "vision/layers", BLOCK_LINEARS, BLOCK_NORMS
-            ),
-            *norm_rules(f"{vision}post_layernorm", "vision/ln_post"),
-            Rule(f"{head}probe", "vision/head/probe", _PROBE),
-            Rule(f"{head}attention.in_proj_weight", "vision/head/kernel", _IN_KERNEL),
-            Rule(f"{head}attention.in_proj_bias", "vision/head/bias", _IN_BIAS),
-            *linear_rules(f"{head}attention.out_proj", "vision/head/out"),
-            *norm_rules(f"{head}layernorm", "vision/head/norm"),
-            *linear_rules(f"{head}mlp.fc1", "vision/head/mlp_in"),
-            *linear_rules(f"{head}mlp.fc2", "vision/head/mlp_out"),
+            *siglip_vision_rules(config.vision),
             Rule(f"{text}embeddings.token_embedding.weight", "text/tokens/table"),
             Rule(f"{text}embeddings.position_embedding.weight", "text/positions"),
             *transformer_rules(
@@ -95,6 +79,32 @@ def siglip_key_map(config: SiglipConfig) -> KeyMap:
     )
 
 
+def siglip_vision_rules(config: SiglipVisionConfig) -> list[Rule]:
+    """Rules of the vision tower, under `vision_model.`."""
+    vision = "vision_model."
+    patches = TRANSPOSE if config.flexible else conv_patches(config.patch_size)
+    rules = [
+        Rule(f"{vision}embeddings.patch_embedding.weight", "vision/patch/kernel", patches),
+        Rule(f"{vision}embeddings.patch_embedding.bias", "vision/patch/bias"),
+        Rule(f"{vision}embeddings.position_embedding.weight", "vision/positions"),
+        *transformer_rules(
+            f"{vision}encoder.layers.{{layer}}.", "vision/layers", BLOCK_LINEARS, BLOCK_NORMS
+        ),
+        *norm_rules(f"{vision}post_layernorm", "vision/ln_post"),
+    ]
+    head = f"{vision}head."
+    of_head = [
+        Rule(f"{head}probe", "vision/head/probe", _PROBE),
+        Rule(f"{head}attention.in_proj_weight", "vision/head/kernel", _IN_KERNEL),
+        Rule(f"{head}attention.in_proj_bias", "vision/head/bias", _IN_BIAS),
+        *linear_rules(f"{head}attention.out_proj", "vision/head/out"),
+        *norm_rules(f"{head}layernorm", "vision/head/norm"),
+        *linear_rules(f"{head}mlp.fc1", "vision/head/mlp_in"),
+        *linear_rules(f"{head}mlp.fc2", "vision/head/mlp_out"),
+    ]
+    return rules + of_head if config.head else rules
+
+
 def siglip_config(published: Mapping[str, Any], where: str = "config.json") -> SiglipConfig:
     """Our config from transformers' `config.json`; absent values are transformers' defaults.
 
@@ -104,27 +114,47 @@ def siglip_config(published: Mapping[str, Any], where: str = "config.json") -> S
     flexible = published.get("model_type") == FLEXIBLE
     check_keys(published, where, read=_KEYS, fixed=_FIXED)
     vision, text = (published.get(f"{kind}_config") or {} for kind in ("vision", "text"))
-    of_size = kinds(size="num_patches" if flexible else "image_size")
-    check_keys(
-        vision, f"{where}, vision_config", read=_VISION | of_size, harmless=_TRAINING,
-        fixed=_VISION_FIXED,
-    )  # fmt: skip
     check_keys(text, f"{where}, text_config", read=_TEXT, harmless=_TRAINING, fixed=_TEXT_FIXED)
-    patch, width = vision.get("patch_size", 16), text.get("hidden_size", 768)
-    if flexible:
-        image_size = patch * _grid(vision.get("num_patches", 256), where)
-    else:
-        image_size = vision.get("image_size", 224)
+    width = text.get("hidden_size", 768)
     return SiglipConfig(
-        SiglipVisionConfig(
-            image_size=image_size, patch_size=patch, flexible=flexible, **_sizes(vision)
-        ),
+        siglip_vision_config(vision, f"{where}, vision_config", flexible=flexible),
         SiglipTextConfig(
             vocab_size=text.get("vocab_size", 32_000),
             length=text.get("max_position_embeddings", 64),
             embed_dim=text.get("projection_size") or width,
             **_sizes(text),
         ),
+    )
+
+
+def siglip_vision_config(
+    published: Mapping[str, Any],
+    where: str,
+    *,
+    flexible: bool = False,
+    may_lack_head: bool = False,
+) -> SiglipVisionConfig:
+    """The vision tower's config from its own part of a `config.json`.
+
+    Args:
+      published, where: see `siglip_config`.
+      flexible: NaFlex.
+      may_lack_head: the model reads patches, so that the tower may have no pooling head.
+    """
+    read = _VISION | kinds(size="num_patches" if flexible else "image_size")
+    read |= kinds(flag="vision_use_head") if may_lack_head else {}
+    check_keys(published, where, read=read, harmless=_TRAINING, fixed=_VISION_FIXED)
+    patch = published.get("patch_size", 16)
+    if flexible:
+        image_size = patch * _grid(published.get("num_patches", 256), where)
+    else:
+        image_size = published.get("image_size", 224)
+    return SiglipVisionConfig(
+        image_size=image_size,
+        patch_size=patch,
+        flexible=flexible,
+        head=published.get("vision_use_head", True),
+        **_sizes(published),
     )
 
 
@@ -143,7 +173,7 @@ def _grid(positions: int, where: str) -> int:
     side = math.isqrt(positions)
     if side * side != positions:
         raise UserError(
-            f"{where}, vision_config: num_patches is {positions}, expected a square number, the "
+            f"{where}: num_patches is {positions}, expected a square number, the "
             "positions of a grid; use another checkpoint."
         )
     return side
@@ -153,16 +183,10 @@ def siglip_to_hf(config: SiglipConfig) -> dict[str, Any]:
     """transformers' config.json of a SiglipModel or Siglip2Model."""
     vision, text = config.vision, config.text
     kind = FLEXIBLE if vision.flexible else FIXED
-    size = {"num_patches": vision.patches} if vision.flexible else {"image_size": vision.image_size}
     return {
         "architectures": ["Siglip2Model" if vision.flexible else "SiglipModel"],
         "model_type": kind,
-        "vision_config": {
-            **_tower_to_hf(vision),
-            "model_type": f"{kind}_vision_model",
-            "patch_size": vision.patch_size,
-            **size,
-        },
+        "vision_config": siglip_vision_to_hf(vision),
         "text_config": {
             **_tower_to_hf(text),
             "model_type": f"{kind}_text_model",
@@ -170,6 +194,18 @@ def siglip_to_hf(config: SiglipConfig) -> dict[str, Any]:
             "max_position_embeddings": text.length,
             "projection_size": text.embed_dim,
         },
+    }
+
+
+def siglip_vision_to_hf(config: SiglipVisionConfig) -> dict[str, Any]:
+    """The vision tower's part of a config.json."""
+    size = {"num_patches": config.patches} if config.flexible else {"image_size": config.image_size}
+    return {
+        **_tower_to_hf(config),
+        "model_type": f"{FLEXIBLE if config.flexible else FIXED}_vision_model",
+        "patch_size": config.patch_size,
+        **size,
+        **({} if config.head else {"vision_use_head": False}),
     }
 
 

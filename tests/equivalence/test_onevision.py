@@ -1,0 +1,343 @@
+"""LLaVA-OneVision against transformers: pixels, tokens of pictures, logits, answers, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from compare import WHOLE, abstract, compiled, forward, randomize, reloaded, same_parameters
+from flax import nnx
+from PIL import Image
+from qwen_vl_pair import encoded
+from test_llava_families import PARTS, TEXT, VISION, letters
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+    LlavaOnevisionImageProcessorPil,
+)
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.decoding.requests import Request, TooLong
+from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.models import onevision
+from mmqa_jax.models.onevision import Onevision
+from mmqa_jax.models.onevision_tiles import (
+    TiledPicture,
+    best_resolution,
+    bucket_of,
+    buckets,
+    lay_out,
+    most_tokens,
+    tokens_of,
+)
+from mmqa_jax.prompting.backend_engine import EngineBackend
+from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Message, Picture
+from mmqa_jax.prompting.local_model import open_backend
+from mmqa_jax.prompting.picture_format import Shown, picture_format
+from mmqa_jax.prompting.text_tokenizer import open_tokenizer
+from mmqa_jax.weights.config_json import config_from_json, config_to_json
+from mmqa_jax.weights.keymap import untied_source
+from mmqa_jax.weights.models.onevision import (
+    onevision_config,
+    onevision_key_map,
+    open_onevision,
+    publish_onevision,
+)
+from mmqa_jax.weights.published import load_published, write_published
+
+pytestmark = pytest.mark.slow
+
+IMAGE, VIDEO, END, NEW = 92, 93, 91, 6
+SIDE = 27  # pixels of a tile, of 4 x 4 patches; three pixels belong to none
+# 3 x 3 tiles, 1 x 4 and what lies between; of 2 tiles a picture's states may be.
+GRIDS = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (3, 2), (3, 3)]
+RESOLUTIONS = [[SIDE * rows, SIDE * columns] for rows, columns in GRIDS]
+# Width and height: of one tile, wide, tall, of nine tiles, thin.
+SIZES = [(20, 20), (60, 21), (31, 50), (95, 83), (200, 7), (29, 71)]
+
+
+class Pair(NamedTuple):
+    """A torch model, ours of its checkpoint, transformers' processor of pictures, the folder."""
+
+    theirs: torch.nn.Module
+    ours: Onevision
+    processor: LlavaOnevisionImageProcessorPil
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Pair:
+    folder = tmp_path_factory.mktemp("onevision")
+    torch.manual_seed(0)
+    config = transformers.LlavaOnevisionConfig(
+        vision_config=VISION["siglip"] | {"vision_use_head": False},
+        text_config=transformers.Qwen2Config(**TEXT),
+        image_token_index=IMAGE,
+        video_token_index=VIDEO,
+        image_grid_pinpoints=RESOLUTIONS,
+        vision_aspect_ratio="anyres_max_2",
+        projector_hidden_act="gelu_new",
+        attn_implementation="eager",
+    )
+    theirs = randomize(transformers.LlavaOnevisionForConditionalGeneration(config), 0, 0.05)
+    theirs.save_pretrained(folder)
+    half = [0.5, 0.5, 0.5]
+    processor = LlavaOnevisionImageProcessorPil(
+        size={"height": SIDE, "width": SIDE},
+        image_grid_pinpoints=RESOLUTIONS,
+        image_mean=half,
+        image_std=half,
+    )
+    processor.save_pretrained(folder)
+    tokenizer = letters(bos=False)
+    tokenizer.add_special_tokens(["<video>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(PARTS)
+    return Pair(theirs, load_published("onevision", folder, unroll=1), processor, folder)
+
+
+def pictures() -> list[Image.Image]:
+    made = []
+    for number, size in enumerate(SIZES):
+        noise = np.random.default_rng(number).integers(0, 256, (9, 7, 3), np.uint8)
+        made.append(Image.fromarray(noise).resize(size, Image.Resampling.BILINEAR))
+    return made
+
+
+def torch_pictures(pair: Pair, shown: list[Image.Image]) -> dict[str, torch.Tensor]:
+    """Of one prompt."""
+    return dict(pair.processor(images=[shown], return_tensors="pt"))
+
+
+@pytest.fixture(scope="module")
+def tiled(pair) -> list[TiledPicture]:
+    """Each picture alone in a prompt, then two of one prompt."""
+    form = picture_format(pair.ours.config, open_tokenizer(pair.folder))
+    files = [Picture(encoded(one), "one") for one in pictures()]
+    alone = [form.read(Shown(one, True)) for one in files]
+    return alone + [form.read(Shown(one, False)) for one in files[1:3]]
+
+
+@pytest.fixture(scope="module")
+def given(pair) -> list[dict[str, torch.Tensor]]:
+    """The same prompts of transformers."""
+    return [torch_pictures(pair, [one]) for one in pictures()] + [
+        torch_pictures(pair, pictures()[1:3])
+    ]
+
+
+def test_pixels(pair, tiled, given):
+    for ours, theirs in zip(tiled, given, strict=False):
+        pixels = (ours.pixels / 255.0 - 0.5) / 0.5
+        want = theirs["pixel_values"][0].numpy().transpose(0, 2, 3, 1)
+        if len(theirs["pixel_values"]) == 1:
+            np.testing.assert_allclose(pixels, want, rtol=0, atol=1e-6)
+            assert ours.size == tuple(theirs["image_sizes"][0].tolist())
+    for ours, want in zip(tiled[-2:], given[-1]["pixel_values"].numpy(), strict=True):
+        pixels = (ours.pixels / 255.0 - 0.5) / 0.5
+        np.testing.assert_allclose(pixels, want.transpose(0, 2, 3, 1), rtol=0, atol=1e-6)
+    assert sorted({len(one.pixels) for one in tiled}) == [1, 2, 5, 7, 10]
+
+
+def torch_features(pair: Pair, theirs: dict[str, torch.Tensor]) -> list[np.ndarray]:
+    with torch.no_grad():
+        found = pair.theirs.model.get_image_features(**theirs, return_dict=True).pooler_output
+    return [one.numpy() for one in found]
+
+
+def test_every_token_of_a_picture(pair, tiled, given):
+    """Padding left out, newlines, and those of nine tiles resized to two; all in one bucket."""
+    sizes = pair.ours.config.tiles
+    want = [one for theirs in given for one in torch_features(pair, theirs)]
+    run = compiled(pair.ours, lambda model, batch: model.encode_images(batch))
+    found = np.asarray(run(lay_out(tiled, sizes, buckets(sizes)[-1])))
+    for picture, got, theirs in zip(tiled, found, want, strict=True):
+        assert tokens_of(picture.shape, sizes) == len(theirs)
+        np.testing.assert_allclose(got[: len(theirs)], theirs, **WHOLE)
+        assert not got[len(theirs) :].any()
+        bucket = bucket_of(len(picture.pixels), sizes)
+        assert len(theirs) <= most_tokens(bucket, sizes)
+
+
+def test_logits(pair, tiled, given):
+    """A picture of nine tiles amid more than 500 words, beside transformers' own merging."""
+    words = np.random.default_rng(1).integers(1, 90, 520).tolist()
+    (features,) = torch_features(pair, given[3])
+    row = [*words[:17], *[IMAGE] * len(features), *words[17:]]
+    with torch.no_grad():
+        want = pair.theirs(input_ids=torch.tensor([row]), **given[3]).logits.numpy()
+    got = compiled(pair.ours, forward)(np.array([row]), features[None])
+    np.testing.assert_allclose(got, want, **WHOLE)
+    assert np.abs(want).max() > 1
+
+
+@pytest.mark.parametrize("height", [1, 13, 100, 384, 385, 700, 1999])
+def test_resolutions_and_tokens_of_any_size(height):
+    """Of the published sizes (0.5B and 7B): as transformers' processor counts."""
+    config = transformers.LlavaOnevisionConfig()
+    counts = transformers.LlavaOnevisionProcessor._get_number_of_features
+    processor = transformers.LlavaOnevisionProcessor.__new__(transformers.LlavaOnevisionProcessor)
+    processor.image_processor = LlavaOnevisionImageProcessorPil()
+    processor.num_image_tokens, processor.vision_aspect_ratio = 729, "anyres_max_9"
+    sizes = open_config(config.to_dict()).tiles
+    for width in (1, 37, 384, 500, 768, 1024, 3001):
+        best = best_resolution((height, width), sizes.resolutions)
+        rows, columns = sizes.grid(best)
+        want = counts(processor, height, width, 384, 384)
+        assert tokens_of((1 + rows * columns, height, width, 3), sizes) == want
+        assert want <= most_tokens(bucket_of(1 + rows * columns, sizes), sizes)
+
+
+def open_config(published):
+    keys = ("model_type", "image_grid_pinpoints", "vision_aspect_ratio")
+    small = {"model_type": "qwen2", **{k: v for k, v in TEXT.items() if "token" not in k}}
+    return onevision_config({**{key: published[key] for key in keys}, "text_config": small})
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("onevision_05b", (152000, 896, 4864, 24, 14, 2, True)),
+        ("onevision_7b", (152128, 3584, 18944, 28, 28, 4, False)),
+    ],
+)
+def test_presets_have_the_published_sizes(name, sizes):
+    """Every parameter's shape is that of transformers' model; of Qwen2's sizes as published."""
+    keys = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "num_key_value_heads", "tie_word_embeddings",
+    )  # fmt: skip
+    values = dict(zip(keys, sizes, strict=True))
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    text = transformers.Qwen2Config(**values, max_position_embeddings=32768, rope_parameters=rope)
+    published = transformers.LlavaOnevisionConfig(text_config=text)
+    with torch.device("meta"):
+        theirs = transformers.LlavaOnevisionForConditionalGeneration(published)
+    config = getattr(onevision, name)()
+    model = abstract(Onevision, config)
+    specs = untied_source(nnx.state(model), onevision_key_map(config)).specs()
+    wanted = {}
+    for key, parameter in theirs.named_parameters():
+        for pattern, replacement in onevision_key_map(config).rename:
+            key = re.sub(pattern, replacement, key)
+        wanted[key] = tuple(parameter.shape)
+    assert {key: spec.shape for key, spec in specs.items()} == wanted
+    assert onevision_config(published.to_dict()) == config
+
+
+@pytest.fixture(scope="module")
+def backend(pair) -> EngineBackend:
+    """Of the folder, as `mmqa prompt --model=FOLDER` opens it."""
+    sizes = EngineConfig(slots=2, length=256, buckets=(32,), prefill_tokens=64, block=32)
+    return open_backend(pair.folder, engine=sizes)
+
+
+def test_answers_equal_generate(pair, given, backend):
+    """A picture of one tile, of nine, two, and none; no program is compiled for a size."""
+    shown = pictures()
+    asked = {
+        "small": [0],
+        "nine": [3],
+        "thin": [4],
+        "tall": [2],
+        "taller": [5],
+        "two": [1, 2],
+        "none": [],
+    }
+    chats = []
+    for name, used in asked.items():
+        files = [Picture(encoded(shown[n]), "one") for n in used]
+        chats.append(Chat(name, (Message("user", [*files, "Why?"]),), Decoding(NEW)))
+        backend.check(chats[-1])
+    found = {result.id: result for result in backend.answer(chats)}
+    tokenizer = open_tokenizer(pair.folder)
+    for name, used in asked.items():
+        theirs = {} if not used else given[-1] if len(used) == 2 else given[used[0]]
+        counts = iter([len(one) for one in torch_features(pair, theirs)] if used else [])
+        text = "[user] " + "<image>\n" * len(used) + "Why?[a] "
+        ids = [
+            token
+            for one in tokenizer.encode_plain(text)
+            for token in ([IMAGE] * next(counts) if one == IMAGE else [one])
+        ]
+        with torch.no_grad():
+            want = pair.theirs.generate(
+                input_ids=torch.tensor([ids]),
+                attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+                **theirs,
+                max_new_tokens=NEW,
+                do_sample=False,
+                pad_token_id=0,
+                eos_token_id=END,
+            )
+        assert found[name].prompt_tokens == len(ids), name
+        assert list(found[name].candidates[0].tokens) == want[0, len(ids) :].tolist(), name
+    programs = backend.engine._pictures._programs
+    assert programs.encode._cache_size() == 5  # of two pictures with 1 + 3 * 2 tiles the same
+
+
+def test_what_does_not_fit_is_refused_by_name(backend):
+    decoding = Decoding(max_new_tokens=4)
+    red = Picture(encoded(Image.new("RGB", (95, 83), "red")), "red.png")
+    for query, error, match in [
+        (Completion("a", "<video>", decoding), UserError, "'a': its text has <video>"),
+        (Completion("a", "<image>", decoding, (red, red)), UserError, "1 <image> placeholders for"),
+        (Completion("a", "a" * 220, decoding, (red,)), TooLong, "tokens plus 4 new"),
+    ]:
+        with pytest.raises(error, match=match):
+            backend.check(query)
+    plain = Request("a", [IMAGE], images=[np.zeros((9, 9, 3))])
+    with pytest.raises(UserError, match=r"expected a models\.onevision_tiles\.TiledPicture"):
+        list(backend.engine.generate([plain]))
+
+
+def test_checkpoints_go_both_ways(pair, tmp_path):
+    published = publish_onevision(pair.ours.config, nnx.state(pair.ours))
+    write_published(tmp_path / "out", published)
+    again = reloaded(transformers.LlavaOnevisionForConditionalGeneration, tmp_path / "out")
+    for (name, want), got in zip(pair.theirs.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(got, want), name
+    assert again.config.image_grid_pinpoints == RESOLUTIONS
+    back = load_published("onevision", tmp_path / "out", unroll=1)
+    assert back.config == pair.ours.config
+    same_parameters(back, pair.ours)
+    record = config_to_json(back.config)
+    assert config_from_json(type(back.config), record, "model.json") == back.config
+
+
+def test_unknown_values_are_refused_by_name(pair, tmp_path):
+    published = json.loads((pair.folder / "config.json").read_text())
+    for number, (changes, match) in enumerate(
+        [
+            ({"vision_aspect_ratio": "pad"}, "vision_aspect_ratio is 'pad'"),
+            ({"vision_feature_select_strategy": "default"}, "model.select: expected a SigLIP"),
+            ({"image_grid_pinpoints": [[27]]}, r"image_grid_pinpoints is \[\[27\]\]"),
+            ({"image_grid_pinpoints": [[27, 30]]}, "multiples of model.vision.image_size = 27"),
+            ({"vision_config": {"model_type": "clip_vision_model"}}, "expected a SigLIP"),
+            ({"use_image_newline_parameter": False}, "use_image_newline_parameter is False"),
+            ({"spatial_pool_mode": "bilinear"}, "the key 'spatial_pool_mode'"),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(published | changes))
+        with pytest.raises(UserError, match=match):
+            open_onevision(folder)
+    for number, (values, match) in enumerate(
+        [
+            ({"image_grid_pinpoints": [[27, 27]]}, "image_grid_pinpoints are not those of config"),
+            ({"image_mean": [0.4, 0.5, 0.5]}, "image_mean is"),
+            ({"vision_aspect_ratio": "anyres_max_9"}, "vision_aspect_ratio is 'anyres_max_9'"),
+            ({"resample": 2}, "resample is bilinear"),
+        ]
+    ):
+        folder = tmp_path / f"processor {number}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(published))
+        (folder / "preprocessor_config.json").write_text(json.dumps(values))
+        with pytest.raises(UserError, match=match):
+            open_onevision(folder)
