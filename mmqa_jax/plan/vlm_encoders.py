@@ -9,14 +9,20 @@ import jax
 import numpy as np
 from flax import nnx
 
-from mmqa_jax.core.mesh import RowPlacement, batch_sharding, on_shardings, state_shardings
+from mmqa_jax.core.mesh import (
+    DEFAULT_DEVICE,
+    RowPlacement,
+    batch_sharding,
+    on_shardings,
+    state_shardings,
+)
 from mmqa_jax.core.serving import AUTO, Serving, planned_batch_size, serving_mesh
 from mmqa_jax.models.qwen_vl import QwenVLConfig, qwen3_vl_2b, qwen3_vl_8b
 from mmqa_jax.models.vlm_encoder import QwenVLEncoder
 from mmqa_jax.plan.encoders import TEXTS
 from mmqa_jax.plan.program import Program, shard_bytes, tree_bytes
-from mmqa_jax.retrieval.embedder import FULL_LENGTH
-from mmqa_jax.retrieval.picture_batches import PicturePrompt, prompt_batches
+from mmqa_jax.retrieval.embedder import FULL_LENGTH, rows_of_length
+from mmqa_jax.retrieval.picture_batches import PicturePrompt, attended, prompt_batches
 from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
 from mmqa_jax.retrieval.vlm_encoder import LONGEST, make_encode_prompts
 from mmqa_jax.weights.vlm_encoders import for_encoding
@@ -46,21 +52,25 @@ def vlm_encoder_program(name: str, model: str, devices: Sequence[jax.Device]) ->
     held, lengths = shard_bytes(state), length_buckets(LONGEST, config.llama.positions)
     cost = encoder_cost(config.llama, lengths[-1], TEXTS)
     size = planned_batch_size(AUTO, cost, mesh, held)
-    serving = Serving(RowPlacement(mesh), size, TEXTS)
-    prompts = [PicturePrompt([0] * min(FULL_LENGTH, lengths[-1]))] * size
+    prompt = PicturePrompt([0] * min(FULL_LENGTH, lengths[-1]))
     if name == PAGES:
-        page = PicturePrompt([config.image_token, *[0] * _AROUND], (_largest(config),))
-        prompts = [page] * serving.placement.padded(1)
-    (_, made), *_ = prompt_batches(prompts, config, serving, lengths, pad_token=0)
+        prompt = PicturePrompt([config.image_token, *[0] * _AROUND], (_largest(config),))
+    alone = Serving(DEFAULT_DEVICE, 1, name)
+    ((_, one),) = prompt_batches([prompt], config, alone, lengths, pad_token=0)
+    bucket = 0 if one.pictures is None else one.pictures.order.shape[-1]
+    full = Serving(RowPlacement(mesh), size, name)
+    count = rows_of_length(full, attended(config, bucket, one.input_ids.shape[1]))
     rows = batch_sharding(mesh)
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), made)
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=rows), one
+    )
     return Program.of(
         name,
         make_encode_prompts(graphdef),
         (state, batch),
         mesh,
         parameters=held,
-        examples=len(made.input_ids),
+        examples=count,
         unit=name,
         input_bytes=tree_bytes(batch),
     )
