@@ -1,7 +1,8 @@
 """Optimizers and learning-rate schedules from config.
 
 `adam` is the WebQA code's optimizer (plain torch Adam, constant rate), `adamw` the usual choice,
-`bert_adam` VLP's: no bias correction, every parameter's gradient clipped separately.
+`bert_adam` VLP's: no bias correction, every parameter's gradient clipped separately; `adafactor`
+keeps almost no state (training.adafactor).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.trees import flatten_named, name_of
 from mmqa_jax.core.typed import at_least
+from mmqa_jax.training.adafactor import scale_by_adafactor
 
 Schedule = Callable[[Any], jax.Array]
 
@@ -31,16 +33,19 @@ class OptimizerOptions:
     """The section `train.optimizer` of a config.
 
     Attributes:
-      name: adam | adamw | bert_adam.
-      learning_rate: the highest rate of the schedule.
+      name: adam | adamw | bert_adam | adafactor.
+      learning_rate: the highest rate of the schedule; of adafactor a share of each parameter's root
+        mean square (T5: 1e-3).
       schedule: constant | linear | cosine, after the warm-up; stairs: see `levels`.
       warmup: warm-up from 0, a number of steps, or below 1 a fraction of all steps.
       final_fraction: where linear and cosine end, as a fraction of `learning_rate`.
       levels: of stairs: ((first step, factor on the rate), ...), the first from step 0 on. They say
         all, so that `warmup` and `final_fraction` do not count.
-      b1, b2: decay of the first and second moment.
-      eps: added to the root of the second moment; None is 1e-8, for bert_adam 1e-6.
-      weight_decay: decoupled; None is 0.01, for adam none.
+      b1, b2: decay of the first and second moment; adafactor has no first, and a schedule of its
+        own for the second.
+      eps: added to the root of the second moment; None is 1e-8, for bert_adam 1e-6. Of adafactor
+        added to squared gradients, 1e-30.
+      weight_decay: decoupled; None is 0.01, for adam and adafactor none.
       no_decay: regular expression over parameter names that are not decayed.
       clip_norm: the gradient's global norm is clipped to this; None does not clip.
       clip_apart: the parameters of each of `multipliers`, and all others, have a norm of their own
@@ -55,7 +60,7 @@ class OptimizerOptions:
         different shapes share an update, and only one batch is in memory.
     """
 
-    name: Literal["adam", "adamw", "bert_adam"] = "adamw"
+    name: Literal["adam", "adamw", "bert_adam", "adafactor"] = "adamw"
     learning_rate: float = 1e-4
     schedule: Literal["constant", "linear", "cosine", "stairs"] = "linear"
     warmup: float = 0.1
@@ -157,7 +162,7 @@ def make_optimizer(
     schedule = make_schedule(options, -(-steps // options.every))
     decay = options.weight_decay
     if decay is None:
-        decay = 0.0 if options.name == "adam" else 0.01
+        decay = 0.0 if options.name in ("adam", "adafactor") else 0.01
     parts = []
     if options.clip_norm is not None:
         clip = optax.clip_by_global_norm(options.clip_norm)
@@ -172,6 +177,8 @@ def make_optimizer(
         )
         # Where the others decay: the state's names number the parts.
         parts += [optax.identity()] if decay else []
+    elif options.name == "adafactor":
+        parts.append(scale_by_adafactor(options.eps or 1e-30))
     else:
         parts.append(optax.scale_by_adam(options.b1, options.b2, options.eps or 1e-8))
     if decay and options.name != "bert_adam":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -49,3 +51,16 @@ def test_a_step_is_that_of_one_device(alone, name, accumulate):
         np.testing.assert_allclose(metrics[key], value, rtol=1e-5, err_msg=key)
     for key, value in expected.items():
         np.testing.assert_allclose(moments[key], value, rtol=0, atol=1e-6, err_msg=key)
+
+
+def test_adafactors_moments_are_those_of_one_device():
+    """Means of rows and columns, of matrices that are split."""
+    task = LanguageModelObjective(dataclasses.replace(CONFIG, hidden=128, mlp=256, layers=2))
+    options = {"name": "adafactor", "weight_decay": 0.0}
+    (_, want, _), (_, got, _) = (
+        take_step(task, make_batch(), shape, devices, **options)
+        for shape, devices in (({}, jax.devices()[:1]), (MESHES["all"], None))
+    )
+    assert any(x.shape == (2, 256) for name, x in want.items() if "gate" in name)
+    for key, value in want.items():
+        np.testing.assert_allclose(got[key], value, rtol=1e-4, atol=1e-7, err_msg=key)

@@ -40,7 +40,9 @@ def nest(named):
     nested = {}
     for name, value in named.items():
         section, leaf = name.split("/")
-        nested.setdefault(section, {})[leaf] = jnp.asarray(value)
+        nested.setdefault(section, {})[leaf] = (
+            value if isinstance(value, nnx.Param) else jnp.asarray(value)
+        )
     return nested
 
 
@@ -59,6 +61,72 @@ def assert_close(ours, theirs, atol=2e-6):
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         np.testing.assert_allclose(ours[name], value, atol=atol, rtol=1e-5, err_msg=name)
+
+
+def stacked(value, *names: str | None) -> nnx.Param:
+    return nnx.Param(jnp.asarray(value), out_sharding=names, eager_sharding=False)
+
+
+def test_adafactor_is_optax_own_layer_by_layer():
+    """A stack of matrices that are factored, one of vectors, a small matrix, and a frozen one."""
+    rng, layers, rate = np.random.default_rng(3), 3, 0.02
+    shapes = {"wide/kernel": (130, 160), "tall/kernel": (160, 130), "small/scale": (5,)}
+    axes = {
+        "wide/kernel": ("embed", "mlp"),
+        "tall/kernel": ("mlp", "embed"),
+        "small/scale": (None,),
+    }
+    alone = {"table/table": (200, 128), "head/bias": (7,)}
+    make = {name: (layers, *shape) for name, shape in shapes.items()} | alone
+
+    def draw(scale: float) -> dict[str, np.ndarray]:
+        return {n: (scale * rng.normal(size=s)).astype(np.float32) for n, s in make.items()}
+
+    def params_of(named):
+        return nest({
+            name: stacked(x, "layers", *axes[name]) if name in shapes
+            else stacked(x, *("vocab", "embed")[: x.ndim])
+            for name, x in named.items()
+        })  # fmt: skip
+
+    def split(named):
+        own = {name: x for name, x in named.items() if name in alone}
+        for name in shapes:
+            own |= {f"{name}/{number}": named[name][number] for number in range(layers)}
+        return own
+
+    start, grads = draw(0.4), [draw(scale) for scale in (2.0, 0.01, 1.0)]
+    section = {
+        "name": "adafactor", "learning_rate": rate, "schedule": "constant", "warmup": 0.0,
+        "trainable": r"^(?!head/)",
+    }  # fmt: skip
+    optimizer, _ = make_optimizer(read_options(section), STEPS)
+    theirs = optax.adafactor(rate)
+    params, want = params_of(start), split(start)
+    state, their_state = optimizer.init(params), theirs.init(want)
+    for grad in grads:
+        updates, state = jax.jit(optimizer.update)(params_of(grad), state, params)
+        params = optax.apply_updates(params, updates)
+        made, their_state = theirs.update(split(grad), their_state, want)
+        want = optax.apply_updates(want, made)
+    got = split({name: np.asarray(x) for name, x in flatten_named(params).items()})
+    np.testing.assert_array_equal(got.pop("head/bias"), start["head/bias"])
+    want.pop("head/bias")
+    assert_close(got, want)
+
+    named = {name: x for name, x in flatten_named(state).items() if x.size > layers}
+    kept = sum(x.size for x in named.values())
+    assert kept == layers * 2 * (130 + 160) + layers * 5 + 200 + 128
+    sharded = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    found = {
+        (x.get_value().shape, x.get_metadata()["out_sharding"])
+        for x in sharded
+        if isinstance(x, nnx.Variable) and jax.tree.leaves(x)
+    }
+    assert ((layers, 130), ("layers", "embed")) in found
+    assert ((layers, 160), ("layers", "mlp")) in found
+    assert ((200,), ("vocab",)) in found
+    assert ((layers, 5), ("layers", None)) in found
 
 
 def test_a_filter_trains_its_parameters_alone_and_keeps_no_state_of_the_others():

@@ -96,6 +96,21 @@ def test_a_vision_language_model_is_planned_by_its_sizes():
         make_program("train", config, jax.devices()[:1], model="llava15_7b")
 
 
+def test_adafactors_state_is_planned():
+    """Of LLaMA-2-7B: rows and columns of every matrix, all of the norms; Adam's is 50 GiB."""
+    config = load_config(ROOT / "configs/scienceqa/rmr_finetune.py:pod")
+    optimizers = {}
+    for name in ("adamw", "adafactor"):
+        config.train.optimizer.name = name
+        program = make_program("train", config, jax.devices()[:1], model="llama2_7b")
+        optimizers[name] = program.optimizer
+    assert round(optimizers["adamw"] / 2**30, 1) == 50.2
+    layer = 4 * (4096 + 4096) + 3 * (4096 + 11008) + 2 * 4096
+    values = 32 * layer + 2 * (32000 + 4096) + 4096
+    # Beside them counters, and a zero in place of what a parameter lacks.
+    assert 0 < optimizers["adafactor"] - 4 * values < 4096
+
+
 def test_recomputation_is_no_flops_of_the_model():
     plain, full = language_model(), language_model()
     full.model.changes.remat = "full"
