@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from cli_runs import ROOT, done, mmqa, rows_of, write_documents
+from cli_runs import ROOT, done, mmqa, rows_of
 from tiny_llm import write_folder
-from vqa_files import write_aokvqa, write_okvqa
+from vqa_files import prepare_team, write_aokvqa
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.prompting.heuristics import write_answer_aware, write_candidates
+from mmqa_jax.prompting.heuristics import write_candidates
 from mmqa_jax.serve.options import ServeOptions
 from mmqa_jax.serve.run import open_parts
 
@@ -21,16 +21,11 @@ IDS = ("25", "26", "35")
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("agents")
-    write_okvqa(folder / "raw")
-    done("prepare", "okvqa", f"--raw={folder / 'raw'}", f"--out={folder / 'data'}")
-    write_documents(folder / "documents", [])
-    done("prepare", "corpus", f"--raw={folder / 'documents'}", f"--out={folder / 'knowledge'}")
+    folder = prepare_team(tmp_path_factory.mktemp("agents"))
     write_folder(folder / "llm")
     write_candidates(
         folder / "candidates.json", {name: [("race", 0.6), ("two", 0.2)] for name in IDS[:2]}
     )
-    write_answer_aware(folder / "examples.json", {name: list(IDS) for name in IDS})
     return folder
 
 

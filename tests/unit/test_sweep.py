@@ -9,16 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_runs import ROOT, done, mmqa, rows_of, write_documents
+from cli_runs import ROOT, done, mmqa, rows_of
 from mavl_team import FULL, team_llm
-from vqa_files import write_okvqa
+from vqa_files import prepare_team
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.evaluation.plots import lines_plot
 from mmqa_jax.prompting.cache import Cached, ResponseCache
-from mmqa_jax.prompting.heuristics import write_answer_aware, write_candidates
+from mmqa_jax.prompting.heuristics import write_candidates
 from mmqa_jax.runs import parts
 from mmqa_jax.runs.sweep import parse_axes, sweep_plots
 
@@ -63,16 +63,11 @@ class Model:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sweep")
-    write_okvqa(folder / "raw")
-    done("prepare", "okvqa", f"--raw={folder / 'raw'}", f"--out={folder / 'data'}")
-    write_documents(folder / "documents", [])
-    done("prepare", "corpus", f"--raw={folder / 'documents'}", f"--out={folder / 'knowledge'}")
+    folder = prepare_team(tmp_path_factory.mktemp("sweep"))
     (folder / "llm").mkdir()  # is opened by `Model`
     write_candidates(
         folder / "candidates.json", {name: [("race", 0.6), ("two", 0.2)] for name in IDS}
     )
-    write_answer_aware(folder / "examples.json", {name: list(IDS) for name in IDS})
     return folder
 
 

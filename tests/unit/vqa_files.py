@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cli_runs import png
+from cli_runs import done, png, write_documents
+
+from mmqa_jax.prompting.heuristics import write_answer_aware
 
 # question_id -> (image_id, question, the ten answers, question_type)
 OKVQA: dict[str, dict[int, tuple[int, str, list[str], str]]] = {
@@ -48,6 +50,17 @@ def write_okvqa(folder: Path, *, pictures: bool = False) -> Path:
         for name in ("val2014/COCO_val2014_000000000002.jpg", "COCO_train2014_000000000001.jpg"):
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(png((1, 2, 3)))
+    return folder
+
+
+def prepare_team(folder: Path) -> Path:
+    """OK-VQA in `data`, passages in `knowledge`, the VQA model's answer-aware examples."""
+    write_okvqa(folder / "raw")
+    done("prepare", "okvqa", f"--raw={folder / 'raw'}", f"--out={folder / 'data'}")
+    write_documents(folder / "documents", [])
+    done("prepare", "corpus", f"--raw={folder / 'documents'}", f"--out={folder / 'knowledge'}")
+    names = [str(name) for name in OKVQA["val"]]
+    write_answer_aware(folder / "examples.json", dict.fromkeys(names, names))
     return folder
 
 
