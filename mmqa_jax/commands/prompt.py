@@ -39,9 +39,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--model",
         required=True,
         metavar="PATH|NAME",
-        help="engine: `smollm2`, a folder of `mmqa convert`, or a published LLaMA, LLaVA or "
-        "T5 (folder, .gguf, or ORG/NAME[@REVISION] in the Hugging Face cache); openai: the "
-        "server's name for it",
+        help="engine: `smollm2`, a folder of `mmqa convert`, or a published LLaMA, LLaVA, "
+        "LLaVA-OneVision, Qwen-VL or T5 (folder, .gguf, or ORG/NAME[@REVISION] in the Hugging "
+        "Face cache); openai: the server's name for it",
     )
     flags.add_download(parser)
     parser.add_argument(

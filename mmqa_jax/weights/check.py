@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,10 +28,13 @@ from mmqa_jax.models.layers import scan_layers
 from mmqa_jax.models.llava import expand_images
 from mmqa_jax.models.modernbert import ModernBert
 from mmqa_jax.models.mpnet import MPNet
+from mmqa_jax.models.onevision_tiles import TileBatch, TiledPicture, best_resolution
+from mmqa_jax.models.onevision_tiles import lay_out as lay_out_tiles
 from mmqa_jax.models.qwen_vl import expand_pictures
 from mmqa_jax.models.qwen_vl_layout import PatchBatch, bucket_of, grid_of, lay_out
 from mmqa_jax.models.qwen_vl_vision import FAMILIES as QWEN_VL
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
+from mmqa_jax.models.siglip import PIXEL_MEAN, PIXEL_STD
 from mmqa_jax.models.t5 import T5Stack
 from mmqa_jax.models.t5_config import FAMILIES as T5
 from mmqa_jax.weights.convert import convert
@@ -299,13 +303,45 @@ def _clip_inputs(config: Any) -> dict[str, np.ndarray]:
 
 
 def _llava_inputs(config: Any) -> dict[str, np.ndarray]:
-    patches, llama = config.features, config.llama
+    row = _around_a_picture(config, config.features)
+    return {"ids": expand_images([row], [1], config).input_ids, "pixels": _picture(config.vision)}
+
+
+def _around_a_picture(config: Any, patches: int) -> list[int]:
+    """Words with one placeholder, whose picture will be so many tokens."""
+    llama = config.llama
     length = min(max(TOKENS - patches, 64), llama.positions - patches)
     words = _tokens(llama.vocab_size, llama.positions, length)[0]
     words = np.where(words == config.image_token, 0, words)
-    row = [*words[:9], config.image_token, *words[9:]]
-    ids = expand_images([row], [1], config).input_ids
-    return {"ids": ids, "pixels": _picture(config.vision)}
+    return [*words[:9], config.image_token, *words[9:]]
+
+
+def _onevision_inputs(config: Any) -> dict[str, np.ndarray]:
+    """A picture of a tile's size: the tokens of all tiles, which are no padding."""
+    side, sizes = config.vision.image_size, config.tiles
+    tiles = 1 + math.prod(sizes.grid(best_resolution((side, side), sizes.resolutions)))
+    pixels = _rng().integers(0, 256, (tiles, side, side, 3), np.uint8)
+    picture = TiledPicture(pixels, (side, side))
+    tokens = config.picture_tokens(picture.shape)
+    batch = lay_out_tiles([picture], sizes, tiles)
+    row = _around_a_picture(config, tokens)
+    return {
+        "ids": np.repeat(row, np.where(np.equal(row, config.image_token), tokens, 1))[None],
+        "pixels": batch.pixels,
+        "rows": batch.rows[:, :tokens],
+        "weights": batch.weights[:, :tokens],
+        "size": np.array([picture.size]),
+    }
+
+
+def _tiles_as_theirs(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    mean, std = np.float32(PIXEL_MEAN), np.float32(PIXEL_STD)
+    pixels = (inputs["pixels"][0].astype(np.float32) / 255 - mean) / std
+    return {
+        "input_ids": inputs["ids"],
+        "pixel_values": _channels_first(pixels)[None],
+        "image_sizes": inputs["size"],
+    }
 
 
 def _siglip_inputs(config: Any) -> dict[str, Any]:
@@ -433,6 +469,17 @@ def _described(model: Any, inputs: Mapping[str, jax.Array]) -> Outputs:
     return Outputs(stacks, {"logits": model.llama.logits(model.llama.norm(layers[-1]))})
 
 
+def _described_in_tiles(model: Any, inputs: Mapping[str, jax.Array]) -> Outputs:
+    batch = TileBatch(inputs["pixels"], inputs["rows"], inputs["weights"])
+    embedded = model.embed(inputs["ids"], model.encode_images(batch))
+    layers = model.llama.layer_outputs(embedded)
+    stacks = {
+        "picture": model.vision.hidden_states(model.vision.normalize(batch.pixels[0])),
+        "": jnp.concatenate([embedded[None], layers]),
+    }
+    return Outputs(stacks, {"logits": model.llama.logits(model.llama.norm(layers[-1]))})
+
+
 def _translated(model: Any, inputs: Mapping[str, jax.Array]) -> Outputs:
     ids, columns = inputs["ids"], inputs["mask"][:, None, None, :]
 
@@ -490,6 +537,7 @@ _MODEL_TYPES = {
     "clip": "clip",
     "bart": "bart",
     "llava": "llava",
+    "llava_onevision": "onevision",
     **dict.fromkeys((FIXED, FLEXIBLE), "siglip"),
     **dict.fromkeys(T5, "t5"),
     **dict.fromkeys(QWEN_VL, "qwen_vl"),
@@ -526,6 +574,14 @@ _KINDS: Mapping[str, _Kind] = {
         lambda out: {"logits": out.logits},
         {"picture": "model.vision_tower", "": "model.language_model"},
         lambda x: {"input_ids": x["ids"], "pixel_values": _channels_first(x["pixels"])},
+    ),
+    "onevision": _Kind(
+        "LlavaOnevisionForConditionalGeneration",
+        _onevision_inputs,
+        _described_in_tiles,
+        lambda out: {"logits": out.logits},
+        {"picture": "model.vision_tower", "": "model.language_model"},
+        _tiles_as_theirs,
     ),
     "bart": _Kind(
         "BartForConditionalGeneration",

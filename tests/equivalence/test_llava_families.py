@@ -29,6 +29,7 @@ from mmqa_jax.prompting.backends import Chat, Decoding, Message, Picture
 from mmqa_jax.prompting.local_model import open_backend
 from mmqa_jax.prompting.picture_format import Shown, picture_format
 from mmqa_jax.prompting.text_tokenizer import VicunaV1, open_tokenizer
+from mmqa_jax.weights.check import check
 from mmqa_jax.weights.config_json import config_from_json, config_to_json
 from mmqa_jax.weights.models.llava import publish_llava
 from mmqa_jax.weights.published import load_published, write_published
@@ -254,6 +255,16 @@ def test_checkpoints_go_both_ways(pair, tmp_path):
     same_parameters(back, ours)
     record = config_to_json(ours.config)
     assert config_from_json(type(ours.config), record, "model.json") == ours.config
+
+
+def test_the_check_compares_all_layers(tmp_path_factory):
+    """`mmqa convert --check` of a SigLIP and a decoder that scales what comes of pictures."""
+    name = "SigLIP, Granite"
+    number = list(CASES).index(name)
+    folder = make_pair(name, tmp_path_factory.getbasetemp() / f"llava_family_{number}").folder
+    rows = check(None, folder)
+    assert all(row.passed for row in rows), rows
+    assert {"picture layer 3", "layer 2", "logits"} <= {row.name for row in rows}
 
 
 # The original's layout, with a SigLIP and a Qwen2 as in LLaVA-NeXT's forks of it.

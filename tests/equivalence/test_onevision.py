@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -21,6 +22,8 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 )
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.decoding.abstract_programs import feature_bytes, tower_programs
 from mmqa_jax.decoding.requests import Request, TooLong
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models import onevision
@@ -278,6 +281,20 @@ def test_answers_equal_generate(pair, given, backend):
         assert list(found[name].candidates[0].tokens) == want[0, len(ids) :].tolist(), name
     programs = backend.engine._pictures._programs
     assert programs.encode._cache_size() == 5  # of two pictures with 1 + 3 * 2 tiles the same
+
+
+def test_what_a_plan_compiles(pair):
+    """The tower's programs as shapes: those that the engine runs."""
+    config, mesh = pair.ours.config, make_mesh({"data": 1}, devices=jax.devices()[:1])
+    sizes = EngineConfig(slots=3, length=256, buckets=(32,))
+    programs = tower_programs(config, sizes, mesh)
+    assert sorted(programs) == ["gather", "tower"]
+    with jax.set_mesh(mesh):
+        for program in programs.values():
+            program.function.lower(*program.arguments)
+    tokens = most_tokens(5, config.tiles)  # of 2 x 2 tiles
+    of_picture = tokens * 4 * config.llama.hidden
+    assert feature_bytes(config, sizes, mesh, pictures=2) == (3 * 2 + 1) * of_picture
 
 
 def test_what_does_not_fit_is_refused_by_name(backend):

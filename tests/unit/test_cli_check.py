@@ -24,6 +24,7 @@ KINDS = {
     "bert": {*EMBEDDED, "output"},
     "clip": {*(f"{side} {part}" for side in ("text", "picture") for part in (*EMBEDDED, "vector"))},
     "llava": {*EMBEDDED, "picture embeddings", "picture layer", "logits"},
+    "onevision": {*EMBEDDED, "picture embeddings", "picture layer", "logits"},
     "bart": {*(f"{side} {part}" for side in ("encoder", "decoder") for part in EMBEDDED), "logits"},
 }
 
