@@ -12,6 +12,7 @@ from mmqa_jax.core.typed import read_typed
 from mmqa_jax.tasks.answer import Answer
 from mmqa_jax.tasks.contrastive import Contrastive
 from mmqa_jax.tasks.example_retrieval import ExampleRetrieval
+from mmqa_jax.tasks.fusion_in_decoder import FusionInDecoder
 from mmqa_jax.tasks.language_model import LanguageModel
 from mmqa_jax.tasks.modality import QuestionModality
 from mmqa_jax.tasks.rerank import Rerank
@@ -24,7 +25,7 @@ BUILT_IN: tuple[type[Task], ...] = (
     QuestionModality,
     VQA,  # MAVL
     *(ExampleRetrieval, LanguageModel),  # beyond RMR
-    Seq2Seq,  # the tables' trained baselines
+    *(Seq2Seq, FusionInDecoder),  # the tables' trained baselines
 )
 
 

@@ -89,13 +89,8 @@ class Seq2Seq(SolvedQuestions):
                 f"config key batches.lengths={lengths}: ascending numbers of tokens were expected, "
                 "such as (128, 256, 512); change them."
             )
-        if targets < 1:
-            raise UserError(f"config key batches.targets={targets}: give 1 or more.")
-        if self.loop.optimizer.trainable is not None:
-            raise UserError(
-                f"config key train.optimizer.trainable={self.loop.optimizer.trainable}: all of a "
-                "T5 is trained; set it to None."
-            )
+        self.check_targets(targets)
+        self.check_all_trained()
         model_config(self, ANY_VOCABULARY)
         self.check_examples()
 
