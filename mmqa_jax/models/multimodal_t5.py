@@ -6,12 +6,13 @@ Original: amazon-science/mm-cot model.py (JointEncoder, T5ForMultimodalGeneratio
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated  # noqa: F401  of T5Config's fields, whose annotations are read here
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mmqa_jax.core.typed import at_least
+from mmqa_jax.core.typed import AtLeast  # noqa: F401  as Annotated
 from mmqa_jax.models.layers import torch_linear
 from mmqa_jax.models.t5 import T5
 from mmqa_jax.models.t5_config import T5Config
@@ -21,7 +22,7 @@ from mmqa_jax.models.t5_config import T5Config
 class MultimodalT5Config(T5Config):
     """A T5's, and `features`: the values of each of a picture's vectors (DETR's have 256)."""
 
-    features: int = at_least(1, 256)
+    features: int = 256
 
 
 class PictureFusion(nnx.Module):

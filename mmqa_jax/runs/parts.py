@@ -20,6 +20,7 @@ from mmqa_jax.core.serving import OnModel, ignored
 from mmqa_jax.core.typed import at_least, is_section
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.kat_knowledge import KATKnowledge
+from mmqa_jax.data.picture_vectors import PictureVectors
 from mmqa_jax.data.schema import Modality, Question
 from mmqa_jax.prompting.captions import Captions, open_captions
 from mmqa_jax.prompting.heuristics import AnswerHeuristics, load_answer_aware, load_candidates
@@ -272,6 +273,34 @@ class FactsSpec(Part):
     def open(self, row: OpenedParts) -> KATKnowledge:
         """The knowledge; UserError for a file that is malformed."""
         return KATKnowledge(self.entities, self.answers)
+
+
+@dataclasses.dataclass(frozen=True)
+class MultimodalT5Spec(Part):
+    """A stage of Multimodal-CoT.
+
+    Attributes:
+      model: workdir of a multimodal_cot run, or mm-cot's folder, published or converted.
+      vectors, names: of the questions' pictures, see data/picture_vectors.py.
+    """
+
+    answers: ClassVar = True
+
+    model: str
+    vectors: str
+    names: str = ""
+
+    def paths(self) -> list[str]:
+        """The folder and the files that it reads."""
+        return [self.model, self.vectors, self.names]
+
+    def open(self, row: OpenedParts) -> Any:
+        """What writes texts about the questions."""
+        from mmqa_jax.inference.multimodal_t5 import open_multimodal_writer
+
+        writer = open_multimodal_writer(self.model, PictureVectors(self.vectors, self.names))
+        row.on_model(Path(self.model).name)("model", writer)
+        return writer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -723,6 +752,8 @@ PARTS: Mapping[str, type[Part]] = {
     "reader": ReaderSpec,
     "fusion_reader": FusionReaderSpec,
     "facts": FactsSpec,
+    "rationale_model": MultimodalT5Spec,
+    "answer_model": MultimodalT5Spec,
     "llm": LLMSpec,
     "library": LibrarySpec,
     "heuristics": HeuristicsSpec,

@@ -16,6 +16,7 @@ from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.lora import ADDED
+from mmqa_jax.models.multimodal_t5 import MultimodalT5Config
 from mmqa_jax.models.t5_config import T5Config
 from mmqa_jax.prompting.local_model import weights_hash
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer, open_tokenizer
@@ -45,6 +46,7 @@ class _Kind(NamedTuple):
     free: tuple[str, ...]
 
 
+_T5_FREE = ("dtype", "dropout", "remat", "unroll")
 _KINDS = {
     "llama": _Kind(
         "LLaMA",
@@ -52,7 +54,14 @@ _KINDS = {
         LlamaConfig,
         ("dtype", "attention", "attention_dropout", "remat", "unroll"),
     ),
-    "t5": _Kind("T5", "a folder or ORG/NAME", T5Config, ("dtype", "dropout", "remat", "unroll")),
+    "t5": _Kind("T5", "a folder or ORG/NAME", T5Config, _T5_FREE),
+    # Wide as the pictures are where the base is a T5 without any.
+    "multimodal_t5": _Kind(
+        "Multimodal-CoT or T5",
+        "a published folder or ORG/NAME",
+        MultimodalT5Config,
+        (*_T5_FREE, "features"),
+    ),
 }
 
 
@@ -140,7 +149,9 @@ def base_loader(task: Any) -> Callable[[nnx.Module], None] | None:
         if is_weights_folder(path):
             base = load_converted(path, **options)
         else:
-            base = load_published(kind, path, **options)
+            unknown = architecture(kind).open(path).unknown
+            given = {name: task.model.changes[name] for name in unknown}
+            base = load_published(kind, path, **options, **given)
         nnx.update(model, nnx.state(base, nnx.Param))
 
     return load

@@ -26,6 +26,7 @@ from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.lora import LoraConfig, add_lora, freeze_base, merge_lora
 from mmqa_jax.models.mcan import MCAN, MCANConfig
 from mmqa_jax.models.mcan_openvqa import MCANOpenVQA, MCANOpenVQAConfig
+from mmqa_jax.models.multimodal_t5 import MultimodalT5, MultimodalT5Config
 from mmqa_jax.models.patch_mcan import PatchMCAN, PatchMCANConfig
 from mmqa_jax.models.t5 import T5
 from mmqa_jax.models.t5_config import T5Config
@@ -531,6 +532,17 @@ class Seq2SeqObjective:
     def whole(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The batch with what its parts have to know of all of it; see `_with_targets`."""
         return _with_targets(batch, _answered(batch))
+
+
+@dataclasses.dataclass(frozen=True)
+class MultimodalObjective(Seq2SeqObjective):
+    """As of a T5, of one that sees pictures."""
+
+    config: MultimodalT5Config
+
+    def init(self, key: jax.Array) -> nnx.Module:
+        """A freshly initialized MultimodalT5."""
+        return MultimodalT5(self.config, rngs=nnx.Rngs(key))
 
 
 def _answered(batch: dict[str, jax.Array]) -> jax.Array:

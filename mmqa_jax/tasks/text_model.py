@@ -47,6 +47,14 @@ class TextModelTask(Task):
         if targets < 1:
             raise UserError(f"config key batches.targets={targets}: give 1 or more.")
 
+    def check_lengths(self, lengths: tuple[int, ...]) -> None:
+        """Refuses lengths of prompts that are none, or not ascending."""
+        if not lengths or lengths[0] < 1 or list(lengths) != sorted(set(lengths)):
+            raise UserError(
+                f"config key batches.lengths={lengths}: ascending numbers of tokens were expected, "
+                "such as (128, 256, 512); change them."
+            )
+
     def metadata(self, tokenizer: TextTokenizer) -> dict[str, Any]:
         """Further values of model.json."""
         return {

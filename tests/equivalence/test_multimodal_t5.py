@@ -18,7 +18,7 @@ from flax import nnx
 from transformers.modeling_outputs import BaseModelOutput
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.decoding.t5_generate import beam_search
+from mmqa_jax.decoding.t5_generate import beam_search, score
 from mmqa_jax.models.multimodal_t5 import MultimodalT5
 from mmqa_jax.models.t5_inputs import PicturedTexts
 from mmqa_jax.weights.models.multimodal_t5 import publish_multimodal_t5
@@ -146,6 +146,32 @@ def test_export_has_the_authors_names(pair, tmp_path):
     written, own = load_file(tmp_path / "model.safetensors"), theirs.t5.state_dict()
     for name in ("mha_layer.in_proj_weight", "image_dense.bias", "gate_dense.weight"):
         assert torch.equal(written[f"encoder.{name}"], own[f"encoder.{name}"])
+
+
+def test_layers_of_the_first_release_are_the_models_own(pair, tmp_path):
+    """mm-cot before March 2023: image_dense, not encoder.image_dense."""
+    pair.theirs.t5.config.save_pretrained(tmp_path)
+    older = {
+        k.removeprefix("encoder.") if fused(k) else k: v
+        for k, v in pair.theirs.t5.state_dict().items()
+    }
+    assert "image_dense.weight" in older
+    torch.save(older, tmp_path / "pytorch_model.bin")
+    same_parameters(load_published("multimodal_t5", tmp_path, unroll=1), pair.ours)
+
+
+def test_likeliest_tokens_behind_a_given_text_equal(pair, inputs):
+    """As the authors' first version judges rationales: predictions[0].argmax, no generation."""
+    theirs, ours = pair
+    target = np.random.default_rng(1).integers(4, VOCABULARY, (len(LENGTHS), TARGET))
+    ids, mask, features = in_torch(inputs)
+    with torch.no_grad():
+        want = theirs.t5(
+            encoder_outputs=theirs.encoded(ids, mask, features), attention_mask=mask,
+            labels=torch.from_numpy(target),
+        ).logits.argmax(-1)  # fmt: skip
+    got = score(*nnx.split(ours), inputs, target)
+    np.testing.assert_array_equal(got.likeliest, want.numpy())
 
 
 def test_training_starts_from_a_plain_t5(pair, tmp_path):

@@ -45,6 +45,7 @@ NONE_TO_CITE = {
     "mavl": {"mavl_draws"},
     "llava": {"llava"},
     "kat": {"kat"},
+    "mmcot": {"mmcot"},
 }
 SETTINGS = [(system, name) for system, one in BUILT_IN.items() for name in one.SETTINGS]
 
@@ -54,6 +55,13 @@ class PassageReader:
 
     def read(self, questions, passages):
         return [Prediction(q.id, own[0]) for q, own in zip(questions, passages, strict=True)]
+
+
+class Writer:
+    """Writes the same of every question."""
+
+    def write(self, questions, texts, max_new_tokens):
+        return ["The answer is (A)."] * len(questions)
 
 
 class Facts:
@@ -74,6 +82,8 @@ def made_parts(llm: FakeLLM) -> dict:
         "knowledge": KnowledgeBase(CORPUS, BM25Retriever(CORPUS)),
         "facts": Facts(),
         "fusion_reader": PassageReader(),
+        "rationale_model": Writer(),
+        "answer_model": Writer(),
         "heuristics": AnswerHeuristics(
             {name: [("Pelot", 0.9)] for name in names},
             {q.id: [e.id for e in EXAMPLES] for q in QUESTIONS},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +32,7 @@ def seq2seq_batches(
     *,
     lengths: Sequence[int],
     targets: int,
+    more: Callable[[Sequence[int]], Packed] | None = None,
 ) -> Batches:
     """Prompts and answers; an epoch shows every example once, in one of its versions.
 
@@ -43,6 +44,7 @@ def seq2seq_batches(
       lengths: of prompts, ascending; each is padded to the first that holds it, and a batch has
         prompts of one.
       targets: tokens of an answer.
+      more: of the numbers of a batch's examples: further arrays of it.
     """
     count, flat = len(probabilities), [example for own in versions for example in own]
     buckets = np.searchsorted(np.array(lengths), [example.start for example in flat])
@@ -58,7 +60,8 @@ def seq2seq_batches(
         examples = table["example"]
         size = PairSize(lengths[planned.bucket], targets)
         named = (examples // count).astype(np.int32)
-        return {**pair_batch([flat[i] for i in examples], size), "index": named}
+        arrays = {**pair_batch([flat[i] for i in examples], size), "index": named}
+        return arrays if more is None else {**arrays, **more(named.tolist())}
 
     return feed_batches(sample, [Bucket(0, length) for length in lengths], make, feed)
 

@@ -14,7 +14,7 @@ from flax import nnx
 from mmqa_jax.models.multimodal_t5 import MultimodalT5Config
 from mmqa_jax.models.t5_config import T5Config
 from mmqa_jax.weights.keymap import TRANSPOSE, KeyMap, Rule, untied_source
-from mmqa_jax.weights.layouts import Checkpoint, Published
+from mmqa_jax.weights.layouts import Checkpoint, Published, shapes_of
 from mmqa_jax.weights.models.t5 import open_t5, t5_key_map
 
 _PICTURE = "encoder.image_dense.weight"
@@ -24,6 +24,8 @@ _FUSION = {
     "encoder.mha_layer.out_proj.{kind}": "out",
     "encoder.gate_dense.{kind}": "gate",
 }
+# Until March 2023 these layers were the model's own, not its encoder's.
+_OLDER = ((r"^(image_dense|mha_layer|gate_dense)\.", r"encoder.\1."),)
 
 
 def multimodal_t5_key_map(config: MultimodalT5Config, fused: bool = True) -> KeyMap:
@@ -39,7 +41,7 @@ def multimodal_t5_key_map(config: MultimodalT5Config, fused: bool = True) -> Key
             Rule(theirs.format(kind="bias"), f"fusion/{ours}/bias"),
         )
     ]
-    return dataclasses.replace(plain, rules=[*plain.rules, *rules])
+    return dataclasses.replace(plain, rules=[*plain.rules, *rules], rename=_OLDER)
 
 
 def open_multimodal_t5(path: Path) -> Checkpoint:
@@ -49,16 +51,16 @@ def open_multimodal_t5(path: Path) -> Checkpoint:
       UserError: as `open_t5`.
     """
     found = open_t5(path)
-    specs = found.source.specs()
+    shapes = shapes_of(found.source, _OLDER)
     fields = {
         field.name: getattr(found.config, field.name) for field in dataclasses.fields(T5Config)
     }
-    if _PICTURE not in specs:
+    if _PICTURE not in shapes:
         key_map = functools.partial(multimodal_t5_key_map, fused=False)
         config = MultimodalT5Config(**fields)
         unknown = {"features": MultimodalT5Config.features}
         return Checkpoint(config, key_map, found.source, "transformers' T5", unknown=unknown)
-    config = MultimodalT5Config(**fields, features=specs[_PICTURE].shape[1])
+    config = MultimodalT5Config(**fields, features=shapes[_PICTURE][1])
     return Checkpoint(config, multimodal_t5_key_map, found.source, "mm-cot")
 
 
