@@ -3,8 +3,8 @@
 The library is ScienceQA's train split. `gemini_*`, `qwen_vl*` and `internlm*` need a server with
 OpenAI's API that serves the model; `llava*` runs LLaVA-1.5-13B here, and `llava15_*` both sizes
 with its authors' prompt; `qwen25_vl`, `qwen3_vl` and `rmr_*` of these are successors of RMR's
-Qwen-VL, without published figures; `smollm2_*` are ours, with a text model that anybody can run, on
-captions.
+Qwen-VL, without published figures; `mmcot_*` are Multimodal-CoT, which learns from ScienceQA;
+`smollm2_*` are ours, with a text model that anybody can run, on captions.
 """
 
 from ml_collections import ConfigDict
@@ -26,6 +26,29 @@ MADE_BY = {
     f"--config.data.dir={DATA} --workdir={FINETUNED}",
     RETRIEVER: "mmqa judge and mmqa train with configs/scienceqa/rmr_retriever.py, as it says "
     f"(--workdir={RETRIEVER})",
+}
+# Multimodal-CoT's checkpoints, of two stages each, and the vectors of all pictures by DETR.
+VECTORS = "downloads/vision_features"
+_MMCOT = {
+    (size, stage): f"weights/mm-cot-{size}-{stage}"
+    for size in ("base", "large")
+    for stage in ("rationale", "answer")
+}
+MADE_BY |= {
+    _MMCOT["base", stage]: "mmqa convert --model=multimodal_t5 "
+    f"--source=downloads/mm-cot/MM-CoT-UnifiedQA-base-{stage.capitalize()} "
+    f"--out={_MMCOT['base', stage]}"
+    for stage in ("rationale", "answer")
+}
+MADE_BY |= {  # of which no checkpoint of that version is public
+    _MMCOT["large", stage]: f"mmqa train --config=configs/scienceqa/multimodal_cot.py:{stage} "
+    f"--config.data.dir={DATA} --config.init=downloads/unifiedqa-t5-large "
+    f"--workdir={_MMCOT['large', stage]}"
+    for stage in ("rationale", "answer")
+}
+MADE_BY |= {
+    f"{VECTORS}/detr.npy": "the vision features that README.md of amazon-science/mm-cot names",
+    f"{VECTORS}/name_map.json": "data/name_map.json of amazon-science/mm-cot",
 }
 TOLERANCE = 0.02
 COLUMNS = ("NAT", "SOC", "LAN", "TXT", "IMG", "NO", "G1-6", "G7-12", "AVG")
@@ -172,6 +195,28 @@ def _paper_rows() -> dict[str, dict]:
     return rows
 
 
+def _mmcot(size: str, values: tuple[float, ...]) -> dict:
+    """Multimodal-CoT; RMR's table 1 has none of it, since it learns from ScienceQA."""
+    pictures = {"vectors": f"{VECTORS}/detr.npy", "names": f"{VECTORS}/name_map.json"}
+    cells = _cells("main results", f"Multimodal-CoT {size.capitalize()}", values)
+    return {
+        "paper": "mmcot",
+        "system": "mmcot",
+        "setting": "mmcot",
+        "parts": {
+            stage: {"model": _MMCOT[size, folder], **pictures}
+            for stage, folder in (("rationale_model", "rationale"), ("answer_model", "answer"))
+        },
+        "options": {"decoding": "forced"},  # as the commands of these figures
+        "published": tuple({**cell, "scorer": "scienceqa/recorded_choice"} for cell in cells),
+    }
+
+
+def _written(row: dict) -> dict:
+    """A row of Multimodal-CoT whose texts are generated: ours, no published figure is of it."""
+    return {**row, "options": {"decoding": "written"}, "published": ()}
+
+
 def _successor(model: str, shots: int) -> dict:
     """RMR as in table 1, with a model that came after the paper."""
     row = _ours("rmr", _rows.qwen_vl(model), _library(""), shots=shots)
@@ -204,7 +249,12 @@ def _knowing(shots: int, **knowledge) -> dict:
     return row
 
 
-# Row -> setting of papers/rmr.py or llava.py, parts, options, published figures.
+# The paper's first version (February 2023), table of main results.
+_MMCOT_ROWS = {
+    "mmcot_base": _mmcot("base", (87.52, 77.17, 85.82, 87.88, 82.90, 86.83, 84.65, 85.37, 84.91)),
+    "mmcot_large": _mmcot("large", (95.91, 82.00, 90.82, 95.26, 88.80, 92.89, 92.44, 90.31, 91.68)),
+}
+# Row -> setting of papers/rmr.py, llava.py or mmcot.py, parts, options, published figures.
 ROWS = {
     **_paper_rows(),
     **{
@@ -215,6 +265,8 @@ ROWS = {
     },
     **{name: _successor(name, 0) for name in _rows.QWEN_VL},
     **{f"rmr_{name}": _successor(name, 3) for name in _rows.QWEN_VL},
+    **_MMCOT_ROWS,
+    **{f"{name}_written": _written(row) for name, row in _MMCOT_ROWS.items()},
     **{f"smollm2_k{k}": _ours(shots=k, calibrated=True) for k in range(6)},
     "smollm2_k3_uncalibrated": _ours(shots=3),
     "smollm2_k3_letter": _ours(shots=3, template="rmr.answer", options="letter"),

@@ -37,6 +37,7 @@ from mmqa_jax.decoding.requests import (
 from mmqa_jax.decoding.sampling import SamplingParameters, draw_key
 from mmqa_jax.decoding.t5_generate import beam_search, draw, score
 from mmqa_jax.models.t5 import T5
+from mmqa_jax.models.t5_inputs import Texts
 
 _LEAST = 16  # new tokens that a program has room for; more in powers of two
 
@@ -238,7 +239,7 @@ class T5Engine:
     def _call(self, function: Any, arrays: tuple[Any, ...], **options: Any) -> Any:
         """The outputs of a program on the host; `arrays` have a row for each of the batch."""
         placement = self._placement
-        own = placement.rows(len(arrays[0]))
+        own = placement.rows(len(jax.tree.leaves(arrays)[0]))
         put = placement.put(jax.tree.map(lambda array: array[own], arrays))
         made = placement.call(function, self._graphdef, self._state, *put, **options)
         return fetch(placement.copied(made))
@@ -261,7 +262,7 @@ class T5Engine:
             parameters.top_k[place] = request.top_k
             parameters.top_p[place] = request.top_p
             parameters.key[place] = draw_key(request.seed, row.number)
-        arrays = (ids, lengths, parameters, most)
+        arrays = (Texts(ids, lengths), parameters, most)
         drawn = self._call(draw, arrays, end_ids=self._end_ids, max_new_tokens=program.target)
         counts = drawn.lengths[: len(rows)].tolist()
         pairs = [
@@ -275,7 +276,7 @@ class T5Engine:
     ) -> tuple[list[list[tuple[list[int], float]]], list[int]]:
         found = self._call(
             beam_search,
-            (ids, lengths),
+            (Texts(ids, lengths),),
             end_id=self._end_ids[0],
             num_beams=program.beams,
             max_new_tokens=program.target,
@@ -297,7 +298,7 @@ class T5Engine:
         counts = [len(row.request.continuations[row.number]) for row in rows]
         for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
             targets[place, :count] = row.request.continuations[row.number]
-        found = self._call(score, (ids, lengths, targets))
+        found = self._call(score, (Texts(ids, lengths), targets))
         scores = []
         for place, count in enumerate(counts):
             log_probs = found.log_probs[place, :count].tolist()

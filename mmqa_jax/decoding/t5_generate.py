@@ -23,6 +23,7 @@ from mmqa_jax.models.ancestry import Ancestry
 from mmqa_jax.models.relative_positions import relative_buckets
 from mmqa_jax.models.t5 import T5, T5Layer
 from mmqa_jax.models.t5_config import T5Config
+from mmqa_jax.models.t5_inputs import Texts
 
 KeysValues = tuple[jax.Array, jax.Array]
 
@@ -51,18 +52,16 @@ class _Decoder:
     """A T5's decoder over an encoded batch, token by token; of the trace of one program.
 
     Args:
-      input_ids: int [B, S], padded on the right.
-      lengths: int [B], real tokens of each row.
+      inputs: of its encoder.
       most: new tokens at most.
     """
 
-    def __init__(self, model: T5, input_ids: jax.Array, lengths: jax.Array, most: int):
-        mask = jnp.arange(input_ids.shape[1]) < lengths[:, None]
-        source = model.encode(input_ids, mask)
-        self._model, self._mask = model, mask[:, None, None, :]
+    def __init__(self, model: T5, inputs: Texts, most: int):
+        source = inputs.encode(model)
+        self._model, self._mask = model, source.mask[:, None, None, :]
         # Taken apart here, not in the loop, in which every step would copy them out of the stack.
         self._layers: list[T5Layer] = list(model.decoder.each_layer())
-        self._source = [layer.cross.keys_values(source) for layer in self._layers]
+        self._source = [layer.cross.keys_values(source.states) for layer in self._layers]
         config = model.config
         self._buckets = relative_buckets(
             np.arange(most),
@@ -110,8 +109,7 @@ class Drawn:
 def draw(
     graphdef: nnx.GraphDef,
     state: nnx.State,
-    input_ids: jax.Array,
-    lengths: jax.Array,
+    inputs: Texts,
     parameters: SamplingParameters,
     most: jax.Array,
     *,
@@ -121,16 +119,15 @@ def draw(
     """Greedy decoding and sampling, one sequence a row; (graphdef, state) = nnx.split(T5).
 
     Args:
-      input_ids: int [B, S], padded on the right.
-      lengths: int [B], tokens of each source.
+      inputs: Texts, Passages or PicturedTexts, which the model's encoder reads.
       parameters: of the rows.
       most: int [B], new tokens of each row, up to `max_new_tokens`.
       end_ids: end an answer.
 
     One compilation per batch shape.
     """
-    model, rows = nnx.merge(graphdef, state), input_ids.shape[0]
-    decoder = _Decoder(model, input_ids, lengths, max_new_tokens)
+    model, rows = nnx.merge(graphdef, state), inputs.input_ids.shape[0]
+    decoder = _Decoder(model, inputs, max_new_tokens)
     shape = (rows, max_new_tokens)
 
     def unfinished(carry):
@@ -167,8 +164,7 @@ def draw(
 def beam_search(
     graphdef: nnx.GraphDef,
     state: nnx.State,
-    input_ids: jax.Array,
-    lengths: jax.Array,
+    inputs: Texts,
     *,
     end_id: int,
     num_beams: int = 4,
@@ -179,8 +175,7 @@ def beam_search(
     """The `num_beams` best answers to a batch of sources, as transformers' `generate` finds them.
 
     Args:
-      input_ids: int [B, S], padded on the right.
-      lengths: int [B], tokens of each source.
+      inputs: Texts, Passages or PicturedTexts, which the model's encoder reads.
       end_id: ends an answer.
       length_penalty, early_stopping: see `hypotheses`.
 
@@ -189,7 +184,7 @@ def beam_search(
     Raises:
       UserError: more beams than half of the vocabulary, or no new token.
     """
-    model, prompts = nnx.merge(graphdef, state), input_ids.shape[0]
+    model, prompts = nnx.merge(graphdef, state), inputs.input_ids.shape[0]
     if not 1 <= num_beams <= model.config.vocab_size // 2:
         raise UserError(
             f"num_beams is {num_beams}: expected 1 to half of the vocabulary, "
@@ -197,7 +192,7 @@ def beam_search(
         )
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens is {max_new_tokens}: expected 1 or more; raise it.")
-    decoder = _Decoder(model, input_ids, lengths, max_new_tokens)
+    decoder = _Decoder(model, inputs, max_new_tokens)
     scoring = {"length_penalty": length_penalty, "early_stopping": early_stopping}
 
     def propose(beams, cache):
@@ -230,20 +225,18 @@ class Scored:
 def score(
     graphdef: nnx.GraphDef,
     state: nnx.State,
-    input_ids: jax.Array,
-    lengths: jax.Array,
+    inputs: Texts,
     target_ids: jax.Array,
 ) -> Scored:
     """Log-probabilities of given answers, teacher forced; (graphdef, state) = nnx.split(T5).
 
     Args:
-      input_ids: int [B, S], padded on the right.
-      lengths: int [B], tokens of each source.
+      inputs: Texts, Passages or PicturedTexts, which the model's encoder reads.
       target_ids: int [B, T], padded on the right; what stands there is the caller's to leave out.
     """
     model = nnx.merge(graphdef, state)
-    mask = jnp.arange(input_ids.shape[1]) < lengths[:, None]
-    log_probs = jax.nn.log_softmax(model.target_logits(input_ids, mask, target_ids))
+    source = inputs.encode(model)
+    log_probs = jax.nn.log_softmax(model.encoded_target_logits(*source, target_ids))
     of_target = jnp.take_along_axis(log_probs, target_ids[:, :, None], axis=-1)[..., 0]
     likeliest = log_probs.argmax(-1)
     return Scored(of_target, likeliest.astype(jnp.int32), log_probs.max(-1))

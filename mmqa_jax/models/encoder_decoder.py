@@ -81,5 +81,19 @@ class EncoderDecoder(nnx.Module):
 
         target_ids int [B, T], padded on the right with the pad id or -100.
         """
+        first, second = split_key(dropout_key, 2)
+        source = self.encode(input_ids, attention_mask, dropout_key=first)
+        return self.encoded_target_logits(source, attention_mask, target_ids, dropout_key=second)
+
+    def encoded_target_logits(
+        self,
+        source: jax.Array,
+        attention_mask: jax.Array,
+        target_ids: jax.Array,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """As `target_logits`, of a source [B, S, H] that is encoded, with its mask [B, S]."""
         shifted = shift_tokens_right(target_ids, self.config.pad, self.config.start)
-        return self(input_ids, attention_mask, shifted, dropout_key=dropout_key)
+        hidden = self.decode(shifted, source, attention_mask, dropout_key=dropout_key)
+        return self.logits(hidden)

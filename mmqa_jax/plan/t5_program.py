@@ -22,6 +22,7 @@ from mmqa_jax.decoding.t5_engine import room
 from mmqa_jax.decoding.t5_generate import draw
 from mmqa_jax.models.t5 import T5
 from mmqa_jax.models.t5_config import PUBLISHED
+from mmqa_jax.models.t5_inputs import Texts
 from mmqa_jax.plan.program import Program, shard_bytes, tree_bytes
 from mmqa_jax.prompting.local_t5 import engine_sizes, mesh_of
 
@@ -57,7 +58,7 @@ def generation_program(config: ConfigDict, devices: Sequence[jax.Device], model:
     drawn = SamplingParameters(
         one(dtype=jnp.float32), one(), one(dtype=jnp.float32), one(2, dtype=jnp.uint32)
     )
-    batch = (one(length), one(), drawn, one())
+    batch = (Texts(one(length), one()), drawn, one())
     most = room(config.decoding.max_new_tokens)
     return Program.of(
         GENERATE,

@@ -14,6 +14,7 @@ import numpy as np
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.store import Store
 from mmqa_jax.data.schema import Prediction, Question, Ranking
+from mmqa_jax.inference.fusion_reader import read_prediction
 from mmqa_jax.retrieval.rankings import check_scores, rescored
 
 _QUESTIONS_PER_BATCH = 256  # per search
@@ -113,6 +114,22 @@ class Resumable:
                 read=ranking.sources,
             )
             for ranking, (text, beams) in zip(cited, results, strict=True)
+        ]
+
+    def read(
+        self, questions: Sequence[Question], passages: Sequence[Sequence[str]]
+    ) -> list[Prediction]:
+        """As Fusion-in-Decoder's."""
+        keys = [_key(question, *own) for question, own in zip(questions, passages, strict=True)]
+
+        def read(rows: list[int]) -> Iterator[dict[int, Any]]:
+            asked = [questions[row] for row in rows]
+            yield from map(dict, self.part.read_batches(asked, [passages[row] for row in rows]))
+
+        results = self._results([question.id for question in questions], keys, read)
+        return [
+            read_prediction(question, own, tuple((beam, score) for beam, score in beams))
+            for question, own, beams in zip(questions, passages, results, strict=True)
         ]
 
     def _searched(

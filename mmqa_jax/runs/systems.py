@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.extensions import mavl_votes
-from mmqa_jax.papers import llava, pica, prophet, rmr, webqa
+from mmqa_jax.papers import kat, llava, mmcot, pica, prophet, rmr, webqa
 from mmqa_jax.papers.setting import Setting
 
 
@@ -40,6 +40,8 @@ BUILT_IN: dict[str, System] = {
     "prophet": prophet,
     "mavl": mavl_votes,  # the paper's setting, and other votes
     "llava": llava,
+    "kat": kat,
+    "mmcot": mmcot,
 }
 
 

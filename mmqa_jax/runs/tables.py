@@ -24,6 +24,7 @@ PAPERS = {
     "rmr": ("scienceqa", "aokvqa", "mmbench", "seedbench", "openstax"),
     "mavl": ("okvqa", "aokvqa"),
     "llava": ("scienceqa", "mmbench", "seedbench"),
+    "mmcot": ("scienceqa",),
     "atlas": ("atlas",),
     "openstax": ("openstax",),
     "multimodalqa": ("multimodalqa",),
@@ -219,11 +220,15 @@ def commands_table(listed: list[dict[str, Any]]) -> Table:
             if figure["shut_down"]:
                 needs = f"{needs}; model shut down".lstrip("; ")
             rows[figure["command"]] = [config.partition(" ")[0], state or needs or "–"]
+    here = {one["row"] for one in listed if one["command"]}
+    cited = dict.fromkeys(one["row"] for one in listed if one["row"] not in here)
     gone = dict.fromkeys(figure["shut_down"] for figure in listed if figure["shut_down"])
     note = (
         "Run one with: mmqa run --config=CONFIG --workdir=runs/tables/DATASET/ROW. What is missing "
         "and where it comes from: mmqa tables --json, key needs."
     ) + "".join(f" {reason}: its published figures cannot be measured again." for reason in gone)
+    if cited:
+        note += f" Cited from the paper, with no command here: {', '.join(cited)}."
     title = f"{listed[0]['paper']}, rows to run"
     return Table(title, ("config", "run, or still needs"), list(rows.values()), note)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import jax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -18,7 +18,7 @@ from mmqa_jax.data.atlas_reader import AtlasMasking
 from mmqa_jax.data.batches.answer import AnswerSampling, answer_batches
 from mmqa_jax.data.batches.feed import BatchesSection
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.schema import Modality, Question, Ranking
+from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.decoding.masked_lm import beam_search
 from mmqa_jax.evaluation.webqa import Normalizer, has_keywords, score_answers
@@ -33,6 +33,7 @@ from mmqa_jax.tasks.task import (
     ANY_VOCABULARY,
     DataSection,
     InUse,
+    OnGraph,
     Recipe,
     floats,
     ints,
@@ -188,7 +189,8 @@ class Answer(AtlasVLPTask):
         def inputs(rows: int) -> tuple[VLPInputs]:
             return (self.vlp_inputs(rows, inference=True),)
 
-        return InUse(self.cost(), _BeamSearch, self.planned_model, inputs, options)
+        make = functools.partial(OnGraph, beam_search)
+        return InUse(self.cost(), make, self.planned_model, inputs, options)
 
 
 class AnswerEvaluation:
@@ -221,16 +223,6 @@ class AnswerEvaluation:
         return score_answers(self.questions, predictions, lemmatizer=self._normalizer).scores
 
 
-class _BeamSearch:
-    """The beam search of one model, with its graph as the first argument."""
-
-    def __init__(self, graphdef: nnx.GraphDef):
-        self._graphdef = graphdef
-
-    def trace(self, *arguments: Any, **options: Any) -> jax.stages.Traced:
-        return beam_search.trace(self._graphdef, *arguments, **options)
-
-
 def load_reader(
     folder: str | Path,
     corpus: Corpus,
@@ -247,13 +239,3 @@ def load_reader(
     task, tokenizer = read_run(folder, (Answer,), options)
     task = task.in_one_shape() if one_shape else task
     return Reader(task, corpus, tokenizer, task.open_vlp(folder, tokenizer, one_shape=one_shape))
-
-
-def reader_modality(folder: str | Path) -> Modality | None:
-    """The modality of the sources that the reader of an answer run was trained on, if only one.
-
-    Raises:
-      UserError: another task's run.
-    """
-    task, _ = read_run(folder, (Answer,))
-    return task.data.modality

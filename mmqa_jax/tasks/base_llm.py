@@ -17,6 +17,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.multimodal_t5 import MultimodalT5Config
 from mmqa_jax.models.qwen_vl import QwenVLConfig
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 from mmqa_jax.models.t5_config import T5Config
@@ -58,6 +59,7 @@ class _Kind(NamedTuple):
       free: of each section of `model` with changes, the fields that the weights do not decide.
       special: tokens of a tokenizer that is trained here, the end of an answer first.
       chat: template of such a tokenizer.
+      published_as: the architecture of a published base, "" for its own.
     """
 
     title: str
@@ -66,6 +68,7 @@ class _Kind(NamedTuple):
     free: Mapping[str, tuple[str, ...]]
     special: tuple[str, ...] = (_END,)
     chat: str | None = None
+    published_as: str = ""
 
 
 def _qwen_vl(vision: Mapping[str, Any], **llama: Any) -> QwenVLConfig:
@@ -75,6 +78,7 @@ def _qwen_vl(vision: Mapping[str, Any], **llama: Any) -> QwenVLConfig:
     return QwenVLConfig(QwenVisionConfig(**vision), LlamaConfig(**llama), **tokens)
 
 
+_T5_FREE = ("dtype", "dropout", "remat", "unroll")
 _KINDS = {
     "llama": _Kind(
         "LLaMA",
@@ -82,9 +86,7 @@ _KINDS = {
         LlamaConfig,
         {"changes": _FREE},
     ),
-    "t5": _Kind(
-        "T5", "a folder or ORG/NAME", T5Config, {"changes": ("dtype", "dropout", "remat", "unroll")}
-    ),
+    "t5": _Kind("T5", "a folder or ORG/NAME", T5Config, {"changes": _T5_FREE}),
     "qwen_vl": _Kind(
         "Qwen2.5-VL or Qwen3-VL",
         "a folder or ORG/NAME, such as Qwen/Qwen2.5-VL-7B-Instruct",
@@ -95,6 +97,14 @@ _KINDS = {
         },
         _PICTURED,
         _CHAT,
+    ),
+    # Wide as the pictures are where the base is a T5 without any.
+    "multimodal_t5": _Kind(
+        "Multimodal-CoT or T5",
+        "a published folder or ORG/NAME",
+        MultimodalT5Config,
+        {"changes": (*_T5_FREE, "features")},
+        published_as="t5",
     ),
 }
 
@@ -118,7 +128,8 @@ def base_path(name: str, kind: str = "llama") -> Path:
             f"`mmqa prompt --model` does ({_KINDS[kind].examples}), or "
             f"{SCRATCH}."
         )
-    if (found := model_kind(path)) != kind:
+    own = "" if is_weights_folder(path) else _KINDS[kind].published_as
+    if (found := model_kind(path)) != (own or kind):
         raise UserError(
             f"config key init={name}: holds a {found}, a {kind} was expected; name a "
             f"{_KINDS[kind].title} ({_KINDS[kind].examples})."
@@ -200,7 +211,9 @@ def base_loader(task: Any) -> Callable[[nnx.Module], None] | None:
         if is_weights_folder(path):
             base = load_converted(path, **options)
         else:
-            base = load_published(kind, path, **options)
+            unknown = architecture(kind).open(path).unknown
+            given = {name: task.model.changes[name] for name in unknown}
+            base = load_published(kind, path, **options, **given)
         nnx.update(model, nnx.state(base, nnx.Param))
 
     return load

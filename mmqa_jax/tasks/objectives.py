@@ -26,11 +26,13 @@ from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.lora import ADDED, LoraConfig, add_lora, freeze_base, merge_lora
 from mmqa_jax.models.mcan import MCAN, MCANConfig
 from mmqa_jax.models.mcan_openvqa import MCANOpenVQA, MCANOpenVQAConfig
+from mmqa_jax.models.multimodal_t5 import MultimodalT5, MultimodalT5Config
 from mmqa_jax.models.patch_mcan import PatchMCAN, PatchMCANConfig
 from mmqa_jax.models.qwen_vl import QwenVL, QwenVLConfig, spread
 from mmqa_jax.models.qwen_vl_layout import PatchBatch
 from mmqa_jax.models.t5 import T5
 from mmqa_jax.models.t5_config import T5Config
+from mmqa_jax.models.t5_inputs import Texts
 from mmqa_jax.models.text_classifier import TextClassifier, TextClassifierConfig
 from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
 from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
@@ -585,9 +587,11 @@ class Seq2SeqObjective:
 
     Attributes:
       config: the model's.
+      inputs: of its encoder: Texts, Passages or PicturedTexts.
     """
 
     config: T5Config
+    inputs: type[Texts] = Texts
 
     def init(self, key: jax.Array) -> nnx.Module:
         """A freshly initialized T5."""
@@ -601,12 +605,23 @@ class Seq2SeqObjective:
         Of a part of a batch: as of LanguageModelObjective.
         """
         batch = batch if "batch_targets" in batch else self.whole(batch)
-        log_probs = answer_log_probs(model, batch, dropout_key)  # [B, T]
+        log_probs = answer_log_probs(model, batch, dropout_key, self.inputs)  # [B, T]
         return _mean_over_targets(log_probs, _answered(batch), batch)
 
     def whole(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The batch with what its parts have to know of all of it; see `_with_targets`."""
         return _with_targets(batch, _answered(batch))
+
+
+@dataclasses.dataclass(frozen=True)
+class MultimodalObjective(Seq2SeqObjective):
+    """As of a T5, of one that sees pictures."""
+
+    config: MultimodalT5Config
+
+    def init(self, key: jax.Array) -> nnx.Module:
+        """A freshly initialized MultimodalT5."""
+        return MultimodalT5(self.config, rngs=nnx.Rngs(key))
 
 
 def _answered(batch: dict[str, jax.Array]) -> jax.Array:
@@ -615,11 +630,13 @@ def _answered(batch: dict[str, jax.Array]) -> jax.Array:
 
 
 def answer_log_probs(
-    model: T5, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None
+    model: T5,
+    batch: dict[str, jax.Array],
+    dropout_key: jax.Array | None = None,
+    inputs: type[Texts] = Texts,
 ) -> jax.Array:
     """Log-probability of every answer's tokens, float32 [B, T]; what lies behind means nothing."""
-    mask = jnp.arange(batch["input_ids"].shape[1]) < batch["prompt_lengths"][:, None]
-    logits = model.target_logits(
-        batch["input_ids"], mask, batch["target_ids"], dropout_key=dropout_key
-    )
+    first, second = split_key(dropout_key, 2)
+    source, targets = inputs.of(batch).encode(model, first), batch["target_ids"]
+    logits = model.encoded_target_logits(*source, targets, dropout_key=second)
     return -optax.softmax_cross_entropy_with_integer_labels(logits, batch["target_ids"])

@@ -12,8 +12,10 @@ from mmqa_jax.core.typed import read_typed
 from mmqa_jax.tasks.answer import Answer
 from mmqa_jax.tasks.contrastive import Contrastive
 from mmqa_jax.tasks.example_retrieval import ExampleRetrieval
+from mmqa_jax.tasks.fusion_in_decoder import FusionInDecoder
 from mmqa_jax.tasks.language_model import LanguageModel
 from mmqa_jax.tasks.modality import QuestionModality
+from mmqa_jax.tasks.multimodal_cot import MultimodalCoT
 from mmqa_jax.tasks.rerank import Rerank
 from mmqa_jax.tasks.seq2seq import Seq2Seq
 from mmqa_jax.tasks.task import Task
@@ -25,7 +27,7 @@ BUILT_IN: tuple[type[Task], ...] = (
     QuestionModality,
     VQA,  # MAVL
     *(ExampleRetrieval, LanguageModel, VisionLanguage),  # beyond RMR
-    Seq2Seq,  # the tables' trained baselines
+    *(Seq2Seq, FusionInDecoder, MultimodalCoT),  # the tables' trained baselines
 )
 
 

@@ -15,7 +15,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import changes_of
 from mmqa_jax.data.batches.feed import BatchesSection
 from mmqa_jax.data.batches.language_model import TokenExample
@@ -84,19 +83,9 @@ class Seq2Seq(SolvedQuestions):
         return question.answer_index is not None or bool(question.answers)
 
     def _check(self, files: bool) -> None:
-        lengths, targets = self.batches.lengths, self.batches.targets
-        if not lengths or lengths[0] < 1 or list(lengths) != sorted(set(lengths)):
-            raise UserError(
-                f"config key batches.lengths={lengths}: ascending numbers of tokens were expected, "
-                "such as (128, 256, 512); change them."
-            )
-        if targets < 1:
-            raise UserError(f"config key batches.targets={targets}: give 1 or more.")
-        if self.loop.optimizer.trainable is not None:
-            raise UserError(
-                f"config key train.optimizer.trainable={self.loop.optimizer.trainable}: all of a "
-                "T5 is trained; set it to None."
-            )
+        self.check_lengths(self.batches.lengths)
+        self.check_targets(self.batches.targets)
+        self.check_all_trained()
         model_config(self, ANY_VOCABULARY)
         self.check_examples()
 

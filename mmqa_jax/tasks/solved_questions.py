@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -25,21 +24,19 @@ from mmqa_jax.data.packing import Packed
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.splits import evenly
 from mmqa_jax.decoding.requests import TooLong
-from mmqa_jax.prompting import text_tokenizer
 from mmqa_jax.prompting.few_shot import few_shot, majority_answer
 from mmqa_jax.prompting.rmr_fields import fields
 from mmqa_jax.prompting.shots import ExampleLibrary
 from mmqa_jax.prompting.templates import load_template
-from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 from mmqa_jax.prompting.training_examples import (
     Encode,
     ExampleOptions,
     TrainingExamples,
     training_examples,
 )
-from mmqa_jax.tasks.base_llm import base_fingerprint, make_text_tokenizer
 from mmqa_jax.tasks.library import LibrarySpec, check_similarity, open_library
-from mmqa_jax.tasks.task import DataSection, Task
+from mmqa_jax.tasks.task import DataSection
+from mmqa_jax.tasks.text_model import TextModelTask
 
 # A model's parameters -> the summed log-probability of every example's targets, float64 [N].
 Score = Callable[[Any], np.ndarray]
@@ -77,21 +74,18 @@ class ValidateOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SolvedQuestions(Task):
+class SolvedQuestions(TextModelTask):
     """A language model learns the answers of solved questions behind their prompts.
 
     Attributes:
-      architecture: of the model, as base_llm has it.
       length_key: the config key that limits a row's tokens, for messages.
       unsolved: what questions lack that cannot be learned, for messages.
-      tokenizer: "" for the base's own; see base_llm.make_text_tokenizer.
       examples: how questions become prompts.
       library: where the retrieved examples come from.
     """
 
     product: ClassVar[str] = "language model"
     unit: ClassVar[str] = "rows"
-    architecture: ClassVar[str]
     length_key: ClassVar[str]
     unsolved: ClassVar[str]
 
@@ -115,15 +109,6 @@ class SolvedQuestions(Task):
         """Whether a question has what is learned."""
         raise NotImplementedError
 
-    def tokenizer_kind(self) -> tuple[type, str]:
-        return TextTokenizer, "that of a language model"
-
-    def make_tokenizer(self, corpus: Corpus, folder: Path) -> TextTokenizer:
-        return make_text_tokenizer(self, corpus, folder)
-
-    def open_tokenizer(self, folder: Path) -> TextTokenizer:
-        return text_tokenizer.open_tokenizer(folder)
-
     def check_examples(self) -> None:
         """Refuses examples that the library cannot give."""
         if self.examples.shots:
@@ -133,13 +118,6 @@ class SolvedQuestions(Task):
                 key="examples.similarity",
                 section="library",
             )
-
-    def metadata(self, tokenizer: TextTokenizer) -> dict[str, Any]:
-        """Further values of model.json."""
-        return {
-            "base": base_fingerprint(self),
-            "token_ids": {"eos_token_id": list(tokenizer.end_ids)},
-        }
 
     def open_library(self, corpus: Corpus) -> ExampleLibrary:
         """The library of retrieved examples."""

@@ -142,6 +142,17 @@ class Reader(Protocol):
         """Says on stderr what could not be read."""
 
 
+class OnGraph:
+    """A jitted function (graphdef, state, *inputs) on the graph of one model; only to be traced."""
+
+    def __init__(self, function: Any, graphdef: nnx.GraphDef):
+        self._function, self._graphdef = function, graphdef
+
+    def trace(self, *arguments: Any, **options: Any) -> jax.stages.Traced:
+        """The function of (state, *inputs), traced."""
+        return self._function.trace(self._graphdef, *arguments, **options)
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """What `training.loop.train` needs of a task on a corpus.

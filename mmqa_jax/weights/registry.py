@@ -175,8 +175,19 @@ ARCHITECTURES = (
         title="T5, T5 1.1, Flan-T5, mT5",
         model="t5.T5",
         config="t5_config.T5Config",
-        layouts=(HF_FOLDER,),
+        layouts=(HF_FOLDER, "folder of Fusion-in-Decoder or KAT (FiDT5)"),
         exports="T5ForConditionalGeneration or MT5ForConditionalGeneration",
+    ),
+    Architecture(
+        name="multimodal_t5",
+        title="Multimodal-CoT's T5",
+        model="multimodal_t5.MultimodalT5",
+        config="multimodal_t5.MultimodalT5Config",
+        layouts=(
+            "folder of mm-cot (T5ForMultimodalGeneration)",
+            "a T5's folder (--set features=256: the fusion is new)",
+        ),
+        exports="T5ForMultimodalGeneration",
     ),
     Architecture(
         name="llava",

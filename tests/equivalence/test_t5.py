@@ -33,6 +33,7 @@ from mmqa_jax.decoding.t5_generate import beam_search
 from mmqa_jax.models.relative_positions import relative_buckets
 from mmqa_jax.models.t5 import T5
 from mmqa_jax.models.t5_config import PUBLISHED
+from mmqa_jax.models.t5_inputs import Texts
 from mmqa_jax.tasks.objectives import Seq2SeqObjective
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
 from mmqa_jax.training.state import TrainState, abstract_state, make_step, split_model
@@ -186,7 +187,7 @@ def test_generation_is_that_of_transformers(of, case, beams, penalty, early):
             eos_token_id=END, output_scores=True, return_dict_in_generate=True, **scored,
         )  # fmt: skip
     got = beam_search(
-        *nnx.split(ours), source, mask.sum(1), end_id=END, num_beams=beams, max_new_tokens=12,
+        *nnx.split(ours), Texts(source, mask.sum(1)), end_id=END, num_beams=beams, max_new_tokens=12,
         length_penalty=penalty, early_stopping=early,
     )  # fmt: skip
     sequences = want.sequences.numpy().reshape(len(source), beams, -1)[:, :, 1:]

@@ -44,8 +44,31 @@ NONE_TO_CITE = {
     "prophet": {"prophet", "prophet_choice", "prophet_candidate"},
     "mavl": {"mavl_draws"},
     "llava": {"llava"},
+    "kat": {"kat"},
+    "mmcot": {"mmcot"},
 }
 SETTINGS = [(system, name) for system, one in BUILT_IN.items() for name in one.SETTINGS]
+
+
+class PassageReader:
+    """Answers from passages with the first of them."""
+
+    def read(self, questions, passages):
+        return [Prediction(q.id, own[0]) for q, own in zip(questions, passages, strict=True)]
+
+
+class Writer:
+    """Writes the same of every question."""
+
+    def write(self, questions, texts, max_new_tokens):
+        return ["The answer is (A)."] * len(questions)
+
+
+class Facts:
+    """KAT's knowledge: a question's own words."""
+
+    def passages(self, question, entities):
+        return [question.question] * entities
 
 
 def made_parts(llm: FakeLLM) -> dict:
@@ -57,6 +80,10 @@ def made_parts(llm: FakeLLM) -> dict:
         "llm": llm,
         "library": ExampleLibrary(EXAMPLES),
         "knowledge": KnowledgeBase(CORPUS, BM25Retriever(CORPUS)),
+        "facts": Facts(),
+        "fusion_reader": PassageReader(),
+        "rationale_model": Writer(),
+        "answer_model": Writer(),
         "heuristics": AnswerHeuristics(
             {name: [("Pelot", 0.9)] for name in names},
             {q.id: [e.id for e in EXAMPLES] for q in QUESTIONS},

@@ -24,6 +24,7 @@ from mmqa_jax.models.mcan import MCANConfig
 from mmqa_jax.models.mcan_layers import FusionConfig
 from mmqa_jax.models.mcan_openvqa import MCANOpenVQAConfig
 from mmqa_jax.models.modified_resnet import ModifiedResNetConfig
+from mmqa_jax.models.multimodal_t5 import MultimodalT5Config
 from mmqa_jax.models.onevision import OnevisionConfig
 from mmqa_jax.models.oscar import OscarConfig
 from mmqa_jax.models.qwen_vl import QwenVLConfig
@@ -70,6 +71,10 @@ CONFIGS: dict[str, Any] = {
     "t5": T5Config(
         vocab_size=37, hidden=12, head_size=6, heads=3, mlp=14, encoder_layers=2, decoder_layers=3,
         buckets=8, farthest=11, activation="gelu_new", gated=True, tied=False, scaled=False,
+    ),
+    "multimodal_t5": MultimodalT5Config(
+        vocab_size=37, hidden=12, head_size=6, heads=3, mlp=14, encoder_layers=2, decoder_layers=3,
+        buckets=8, farthest=11, activation="relu", features=5,
     ),
     "llava": LlavaConfig(_VISION, _LLAMA, image_token=33),
     "onevision": OnevisionConfig(

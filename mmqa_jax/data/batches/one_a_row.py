@@ -22,6 +22,7 @@ def example_batches(
     shapes: Sequence[Bucket],
     bucket_of: Callable[[TokenExample], int],
     make: Callable[[Sequence[TokenExample], Bucket], Packed],
+    more: Callable[[Sequence[int]], Packed] | None = None,
     broken: Sequence[BrokenPictures] = (),
 ) -> Batches:
     """An epoch shows every example once, in one of its versions; a batch has one shape.
@@ -34,6 +35,7 @@ def example_batches(
       shapes: the buckets; rare ones are merged (sampling.merge_rare).
       bucket_of: the smallest of `shapes` that holds an example.
       make: a batch's arrays; a pure function.
+      more: further ones, of the numbers of its examples.
       broken: what `make` counts.
     """
     count, flat = len(probabilities), [example for own in versions for example in own]
@@ -49,6 +51,8 @@ def example_batches(
     def make_planned(planned: PlannedBatch, table: Table) -> Packed:
         examples = table["example"]
         arrays = make([flat[i] for i in examples], shapes[planned.bucket])
-        return {**arrays, "index": (examples // count).astype(np.int32)}
+        named = (examples // count).astype(np.int32)
+        added = {} if more is None else more(named.tolist())
+        return {**arrays, "index": named, **added}
 
     return feed_batches(sample, shapes, make_planned, feed, broken)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +32,7 @@ def seq2seq_batches(
     *,
     lengths: Sequence[int],
     targets: int,
+    more: Callable[[Sequence[int]], Packed] | None = None,
 ) -> Batches:
     """Prompts and answers; an epoch shows every example once, in one of its versions.
 
@@ -43,6 +44,7 @@ def seq2seq_batches(
       lengths: of prompts, ascending; each is padded to the first that holds it, and a batch has
         prompts of one.
       targets: tokens of an answer.
+      more: of the numbers of a batch's examples: further arrays of it.
     """
 
     def make(examples: Sequence[TokenExample], bucket: Bucket) -> Packed:
@@ -55,6 +57,7 @@ def seq2seq_batches(
         shapes=[Bucket(0, length) for length in lengths],
         bucket_of=lambda example: int(np.searchsorted(np.array(lengths), example.start)),
         make=make,
+        more=more,
     )
 
 
@@ -69,15 +72,26 @@ def pair_batch(examples: Sequence[TokenExample], size: PairSize, rows: int = 0) 
       target_lengths int32[B].
     """
     rows = max(rows, len(examples))
+    answers = [example.tokens[example.start :] for example in examples]
     batch = {
         "input_ids": np.zeros((rows, size.length), np.int32),
         "prompt_lengths": np.ones(rows, np.int32),
-        "target_ids": np.zeros((rows, size.targets), np.int32),
-        "target_lengths": np.zeros(rows, np.int32),
+        **target_arrays(answers, size.targets, rows),
     }
     for row, example in enumerate(examples):
         batch["input_ids"][row, : example.start] = example.tokens[: example.start]
         batch["prompt_lengths"][row] = example.start
-        batch["target_ids"][row, : example.targets] = example.tokens[example.start :]
-        batch["target_lengths"][row] = example.targets
     return batch
+
+
+def target_arrays(answers: Sequence[Sequence[int]], targets: int, rows: int = 0) -> Packed:
+    """Answers of at most `targets` tokens as target_ids int32[B, targets], target_lengths int32[B].
+
+    rows: at least so many; those without an answer have no target.
+    """
+    rows = max(rows, len(answers))
+    ids, lengths = np.zeros((rows, targets), np.int32), np.zeros(rows, np.int32)
+    for row, answer in enumerate(answers):
+        ids[row, : len(answer)] = answer
+        lengths[row] = len(answer)
+    return {"target_ids": ids, "target_lengths": lengths}

@@ -1,0 +1,110 @@
+"""KAT's knowledge of OK-VQA's questions, as its authors publish it (guilk/KAT, okvqa.zip).
+
+Explicit: `wikidata_okvqa_{train,val}2014_topentities.pkl`, picture -> [entities, ...], each entity
+(name, description), best first. Implicit: `gpt3_okvqa_{train,val}2014_answers.pkl`,
+`PICTURE#QUESTION` -> GPT-3's answers, each (candidate, evidence). A file of JSON with the same
+content is read too. Pickles are read without running their code (`data.array_pickle`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json
+from mmqa_jax.data.array_pickle import load_arrays
+from mmqa_jax.data.passages import answer_passage, entity_passage
+from mmqa_jax.data.schema import Question
+
+Pairs = Sequence[tuple[str, str]]
+_LAST_NUMBER = re.compile(r"(\d+)(?:\.\w+)?$")  # of COCO_val2014_000000297147.jpg, too
+
+
+class KATKnowledge:
+    """Passages of explicit and implicit knowledge.
+
+    Args:
+      entities: file of explicit knowledge; "": none.
+      answers: file of implicit knowledge; "": none.
+
+    Raises:
+      UserError: neither is given, or a file that is missing or malformed.
+    """
+
+    def __init__(self, entities: str = "", answers: str = ""):
+        if not entities and not answers:
+            raise UserError(
+                "KAT's knowledge: neither a file of entities nor one of answers is named; name at "
+                "least one."
+            )
+        self._entities_file, self._answers_file = entities, answers
+        self._entities = _read(entities, _picture_of, lambda value: value[0]) if entities else None
+        self._answers = _read(answers, _question_of, lambda value: value) if answers else None
+
+    def passages(self, question: Question, entities: int) -> list[str]:
+        """What is known of a question: its picture's entities, then the answers of GPT-3.
+
+        Args:
+          entities: how many; fewer are repeated from the first, as KAT does, so that all questions
+            have as many.
+
+        Raises:
+          UserError: a file lacks the question, or its picture.
+        """
+        found: list[str] = []
+        if self._entities is not None:
+            picture = str(question.extra.get("image_id", ""))
+            known = self._of(self._entities, picture, question, self._entities_file)
+            repeated = itertools.islice(itertools.cycle(known), entities)
+            found += [entity_passage(*pair) for pair in repeated]
+        if self._answers is not None:
+            known = self._of(self._answers, question.id, question, self._answers_file)
+            found += [answer_passage(*pair) for pair in known]
+        return found
+
+    def _of(self, known: Mapping[str, Pairs], key: str, question: Question, file: str) -> Pairs:
+        if key not in known:
+            raise UserError(
+                f"{file}: has nothing on question {question.id!r} (picture "
+                f"{question.extra.get('image_id')!r}); name the file of this split."
+            )
+        return known[key]
+
+
+def _picture_of(key: str) -> str | None:
+    """A picture's COCO id, by its id or file name."""
+    match = _LAST_NUMBER.search(key)
+    return str(int(match[1])) if match else None
+
+
+def _question_of(key: str) -> str | None:
+    """A question's id, behind its picture's."""
+    _, _, question = key.rpartition("#")
+    return question or None
+
+
+def _read(
+    path: str, name: Callable[[str], str | None], pairs_of: Callable[[Any], Any]
+) -> dict[str, Pairs]:
+    """A file's pairs of texts by the id that `name` reads out of its keys."""
+    content = read_json(path) if Path(path).suffix == ".json" else load_arrays(path)
+    if not isinstance(content, Mapping):
+        raise UserError(f"{path}: expected a mapping from ids to pairs; give a file of KAT's.")
+    known: dict[str, Pairs] = {}
+    for key, value in content.items():
+        own = name(str(key))
+        try:
+            # Descriptions may be missing: None in Wikidata's dump is "None" in KAT's passages.
+            pairs = [(str(first), str(second)) for first, second, *_ in pairs_of(value)]
+        except (TypeError, ValueError, LookupError):
+            pairs = None
+        if own is None or pairs is None:
+            raise UserError(
+                f"{path}, key {key!r}: expected an id with pairs of texts; give a file of KAT's."
+            )
+        known[own] = pairs
+    return known

@@ -1,0 +1,175 @@
+"""Multimodal-CoT's T5 in use: a text and a picture's vectors in, a text out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import fetch
+from mmqa_jax.core.progress import Progress
+from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh, serve
+from mmqa_jax.data.batches.seq2seq import target_arrays
+from mmqa_jax.data.picture_vectors import PictureVectors
+from mmqa_jax.data.schema import Question
+from mmqa_jax.decoding.t5_generate import beam_search, score
+from mmqa_jax.models.multimodal_t5 import MultimodalT5
+from mmqa_jax.models.t5_inputs import PicturedTexts
+from mmqa_jax.prompting.text_tokenizer import TextTokenizer, open_tokenizer
+from mmqa_jax.weights.folder import is_weights_folder, load_converted
+from mmqa_jax.weights.published import load_published
+
+# What transformers' decoders close up where clean_up_tokenization_spaces is set.
+_APART = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+
+
+class MultimodalWriter:
+    """Writes texts about questions with pictures, greedily.
+
+    Args:
+      vectors: of the questions' pictures.
+      length: tokens of a text that is read, its end token included; what is longer is cut.
+
+    Attributes:
+      serving: its devices and batches.
+    """
+
+    def __init__(
+        self,
+        model: MultimodalT5,
+        tokenizer: TextTokenizer,
+        vectors: PictureVectors,
+        *,
+        length: int = 512,
+        batch_size: BatchSize = AUTO,
+    ):
+        self._tokenizer, self._vectors, self._length = tokenizer, vectors, length
+        self._graphdef, self._state = nnx.split(model)
+        config = model.config
+        self._silent = {config.pad, *tokenizer.end_ids}
+        of_token = 8 * config.hidden + 3 * config.mlp + 2 * config.heads * length
+        cost = RowCost("questions", 8, 64, 4 * (length * of_token + vectors.shape[0] * 4096))
+        self.serving = serve(batch_size, cost, self._state)
+
+    def write(
+        self, questions: Sequence[Question], texts: Sequence[str], max_new_tokens: int
+    ) -> list[str]:
+        """What is written to each question's text and picture."""
+
+        def search(inputs: PicturedTexts, numbers: range) -> list[list[int]]:
+            found = self._call(
+                beam_search,
+                inputs,
+                end_id=self._tokenizer.end_ids[0],
+                num_beams=1,
+                max_new_tokens=max_new_tokens,
+            )
+            pairs = zip(found.tokens[:, 0], found.lengths[:, 0], strict=True)
+            return [tokens[:count].tolist() for tokens, count in pairs]
+
+        return self._each(questions, texts, search)
+
+    def forced(
+        self,
+        questions: Sequence[Question],
+        texts: Sequence[str],
+        targets: Sequence[str],
+        max_new_tokens: int,
+    ) -> list[str]:
+        """The likeliest token in each place of a given text, whose tokens stand before it.
+
+        That is no generation: it is how a model is judged that is shown the right text.
+        """
+        longest = max_new_tokens + 1
+
+        def read(inputs: PicturedTexts, numbers: range) -> list[list[int]]:
+            tokens = [cut_tokens(self._tokenizer, targets[n], longest) for n in numbers]
+            arrays = target_arrays(tokens, longest, self.serving.batch_size)
+            found = self._call(score, inputs, arrays["target_ids"])
+            pairs = zip(found.likeliest, arrays["target_lengths"], strict=True)
+            return [likeliest[:count].tolist() for likeliest, count in pairs]
+
+        return self._each(questions, texts, read)
+
+    def _each(
+        self,
+        questions: Sequence[Question],
+        texts: Sequence[str],
+        run: Callable[[PicturedTexts, range], list[list[int]]],
+    ) -> list[str]:
+        """A text for every question; `run` gives the tokens of a batch and is told its numbers."""
+        size, written = self.serving.batch_size, []
+        with Progress("Writing", len(questions), "questions") as progress:
+            for start in range(0, len(questions), size):
+                numbers = range(start, min(start + size, len(questions)))
+                asked = [questions[n] for n in numbers]
+                found = run(self._inputs(asked, [texts[n] for n in numbers], size), numbers)
+                written += map(self._text, found[: len(numbers)])
+                progress.advance(len(numbers))
+        return written
+
+    def _call(self, program: Any, *arrays: Any, **options: Any) -> Any:
+        """The outputs of a program on the host; `arrays` have a row for each of the batch."""
+        placement = self.serving.placement
+        own = placement.rows(self.serving.batch_size)
+        put = placement.put(jax.tree.map(lambda array: array[own], arrays))
+        made = placement.call(program, self._graphdef, self._state, *put, **options)
+        return fetch(placement.copied(made))
+
+    def _inputs(
+        self, questions: Sequence[Question], texts: Sequence[str], size: int
+    ) -> PicturedTexts:
+        """`size` rows."""
+        ids, lengths = np.zeros((size, self._length), np.int32), np.ones(size, np.int32)
+        features = np.zeros((size, *self._vectors.shape), np.float32)
+        for row, (question, text) in enumerate(zip(questions, texts, strict=True)):
+            tokens = cut_tokens(self._tokenizer, text, self._length)
+            ids[row, : len(tokens)], lengths[row] = tokens, len(tokens)
+            features[row] = self._vectors.of(question)
+        return PicturedTexts(ids, lengths, features)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        text = self._tokenizer.decode([t for t in tokens if t not in self._silent])
+        for apart in _APART:
+            text = text.replace(apart, apart.strip() if apart.endswith(" ") else apart[1:])
+        return text.strip()
+
+
+def cut_tokens(tokenizer: Any, text: str, length: int) -> list[int]:
+    """A text's tokens and the end token, at most `length`: the text is cut, the end stays."""
+    end = list(tokenizer.end_ids[:1])
+    return [*tokenizer.encode_plain(text)[: length - len(end)], *end]
+
+
+def open_multimodal_writer(folder: str | Path, vectors: PictureVectors) -> MultimodalWriter:
+    """The writer of a run, of a converted folder or of a published one.
+
+    Raises:
+      UserError: another model, or vectors of another width than it was trained on.
+    """
+    path, mesh = Path(folder), loading_mesh()
+    if is_weights_folder(path):
+        model = load_converted(path, mesh=mesh)
+    else:
+        model = load_published("multimodal_t5", path, mesh=mesh)
+    check_width(model, vectors, str(path))
+    return MultimodalWriter(model, open_tokenizer(path), vectors)
+
+
+def check_width(model: Any, vectors: PictureVectors, where: str) -> None:
+    """Refuses another model, and vectors of another width than a model's."""
+    if not isinstance(model, MultimodalT5):
+        raise UserError(
+            f"{where}: holds no T5 of Multimodal-CoT; name a run of task multimodal_cot, or a "
+            "folder of mm-cot."
+        )
+    if model.config.features != vectors.shape[1]:
+        raise UserError(
+            f"{where}: reads pictures of {model.config.features} values a vector, these have "
+            f"{vectors.shape[1]}; name the features that it was trained on."
+        )

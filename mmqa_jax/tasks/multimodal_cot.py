@@ -1,0 +1,144 @@
+"""Multimodal-CoT's training: one stage, the rationale or the answer, of a T5 that sees pictures.
+
+As amazon-science/mm-cot main.py: the answer's stage learns from the rationales of the data, and
+reads generated ones in use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+from jax.sharding import Mesh
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.typed import at_least, changes_of
+from mmqa_jax.data.batches.language_model import TokenExample
+from mmqa_jax.data.batches.seq2seq import seq2seq_batches
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.picture_vectors import PictureVectors
+from mmqa_jax.data.schema import Question
+from mmqa_jax.inference.multimodal_t5 import cut_tokens
+from mmqa_jax.models.multimodal_t5 import MultimodalT5Config
+from mmqa_jax.models.t5_inputs import PicturedTexts
+from mmqa_jax.prompting.mmcot_prompts import Format, source_text, target_text
+from mmqa_jax.tasks.base_llm import base_loader, check_vocabulary, model_config
+from mmqa_jax.tasks.objectives import MultimodalObjective
+from mmqa_jax.tasks.seq2seq import PairBatches
+from mmqa_jax.tasks.task import (
+    ANY_VOCABULARY,
+    DataSection,
+    Recipe,
+    ServingSection,
+    floats,
+    ints,
+)
+from mmqa_jax.tasks.text_model import TextModelTask
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultimodalSection:
+    """The section `model`; `changes`: fields of MultimodalT5Config that differ from the base's;
+    `features` where the base is a T5 without pictures, all sizes from scratch."""
+
+    changes: Mapping[str, Any] = changes_of(MultimodalT5Config)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VectorsSection:
+    """The section `pictures`.
+
+    Attributes:
+      file, names: see data.picture_vectors.
+      vectors: of a picture, and `features` values of each; what the file has.
+    """
+
+    file: str
+    names: str = ""
+    vectors: int = at_least(1, 100)
+    features: int = at_least(1, 256)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultimodalCoT(TextModelTask):
+    """One stage of Multimodal-CoT.
+
+    Attributes:
+      init: mm-cot's folder, any T5's, or scratch.
+      format: of its texts, see prompting.mmcot_prompts: `QCM-LE` writes the rationale, `QCMG-A`
+        answers with one.
+      captions: whether the picture's caption is read.
+    """
+
+    name: ClassVar[str] = "multimodal_cot"
+    product: ClassVar[str] = "T5 with pictures"
+    architecture: ClassVar[str] = "multimodal_t5"
+
+    data: DataSection
+    model: MultimodalSection
+    pictures: VectorsSection
+    format: Format
+    captions: bool = False
+    batches: PairBatches
+    inference: ServingSection
+
+    def _check(self, files: bool) -> None:
+        self.check_targets(self.batches.targets)
+        self.check_all_trained()
+        self.check_lengths(self.batches.lengths)
+        if (found := model_config(self, ANY_VOCABULARY).features) != self.pictures.features:
+            raise UserError(
+                f"config key pictures.features={self.pictures.features}: the model reads {found} "
+                "values a vector; change one of them (model.changes.features of a new fusion)."
+            )
+
+    def objective(self, vocab_size: int, mesh: Mesh | None = None) -> MultimodalObjective:
+        return MultimodalObjective(model_config(self, vocab_size), PicturedTexts)
+
+    def batch(self) -> dict[str, Any]:
+        rows, size = self.batches.batch_size, self.batches
+        return {
+            "input_ids": ints(rows, size.lengths[-1]),
+            "prompt_lengths": ints(rows),
+            "features": floats(rows, self.pictures.vectors, self.pictures.features),
+            "target_ids": ints(rows, size.targets),
+            "target_lengths": ints(rows),
+        }
+
+    def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
+        objective = self.objective(tokenizer.vocab_size)
+        check_vocabulary(self, objective.config, tokenizer)
+        solved = [
+            q
+            for q in self.data.chosen(questions, corpus)
+            if q.answer_index is not None and q.choices
+        ]
+        if not solved:
+            raise UserError(
+                f"config key data.split={self.data.split}: {self.data.dir} holds no such questions "
+                "with choices and a known answer; choose another split."
+            )
+        vectors = PictureVectors(self.pictures.file, self.pictures.names)
+        if vectors.shape != (self.pictures.vectors, self.pictures.features):
+            raise UserError(
+                f"config section pictures: {self.pictures.file} has {vectors.shape[0]} vectors of "
+                f"{vectors.shape[1]} values; set vectors and features so."
+            )
+        batches = seq2seq_batches(
+            [[self._example(question, tokenizer)] for question in solved],
+            [1.0],
+            self.feed(),
+            lengths=self.batches.lengths,
+            targets=self.batches.targets,
+            more=lambda rows: {"features": np.stack([vectors.of(solved[row]) for row in rows])},
+        )
+        return Recipe(objective, batches, base_loader(self), metadata=self.metadata(tokenizer))
+
+    def _example(self, question: Question, tokenizer: Any) -> TokenExample:
+        """Both texts, each cut to its length with its end token."""
+        read = source_text(question, self.format, captions=self.captions)
+        before = cut_tokens(tokenizer, read, self.batches.lengths[-1])
+        after = cut_tokens(tokenizer, target_text(question, self.format), self.batches.targets)
+        return TokenExample(np.array([*before, *after], np.int32), len(before))

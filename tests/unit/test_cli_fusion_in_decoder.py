@@ -1,0 +1,109 @@
+"""Fusion-in-Decoder is trained, answers from sources, and from KAT's knowledge."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from cli_runs import ROOT, done, rows_of, write_rows
+from tiny_t5 import write_folder
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.kat_knowledge import KATKnowledge
+from mmqa_jax.data.passages import question_texts
+from mmqa_jax.data.schema import Question
+from mmqa_jax.evaluation.squad import squad_exact_match
+from mmqa_jax.papers.kat import answer_kat
+from mmqa_jax.tasks.reader import open_reader
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
+
+COLOURS = ("red", "green", "blue")
+THINGS = ("sun", "sea", "tree", "river", "stone")
+
+
+def prepare_corpus(folder) -> str:
+    """Questions on the colour of things; of each a source says it, and others say others'."""
+    sources = [
+        {"id": f"{c} {t}", "modality": "text", "title": t, "text": f"The {t} is {c}."}
+        for c in COLOURS
+        for t in THINGS
+    ]
+    questions = [
+        {
+            "id": f"{split} {c} {t}", "split": split, "question": f"Which is the {t}?",
+            "answers": [c], "positives": [f"{c} {t}"], "negatives": [f"{c} {THINGS[0]}"],
+        }
+        for split in ("train", "val")
+        for c in COLOURS
+        for t in THINGS[1:]
+    ]  # fmt: skip
+    raw = folder.with_name("raw")
+    raw.mkdir()
+    write_rows(raw / "sources.jsonl", sources)
+    write_rows(raw / "questions.jsonl", questions)
+    done("prepare", "corpus", f"--raw={raw}", f"--out={folder}")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A trained reader; its corpus lies beside it."""
+    tmp_path = tmp_path_factory.mktemp("fusion")
+    base = write_folder(tmp_path / "t5")
+    values = {
+        "init": base, "tokenizer": "", "data.dir": prepare_corpus(tmp_path / "data"),
+        "passages.count": 3, "passages.length": 64, "inference.batch_size": 4,
+        "inference.max_new_tokens": 8, "batches.batch_size": 4, "batches.targets": 8,
+        "batches.threads": 0, "train.steps": 12, "train.log_every": 4, "train.evaluate_every": 12,
+        "train.checkpoint_every": 12, "train.optimizer.learning_rate": 0.01,
+        "train.optimizer.warmup": 0.0, "validate.questions": 4,
+    }  # fmt: skip
+    flags = [f"--config.{key}={value}" for key, value in values.items()]
+    config = f"--config={ROOT}/configs/webqa/fusion_in_decoder.py"
+    result = done("train", config, f"--workdir={tmp_path / 'run'}", *flags)  # fmt: skip
+    assert result["best"]["metric"] == "exact_match"
+    losses = [row["loss"] for row in rows_of(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
+    assert losses[-1] < losses[0] - 0.5
+    return tmp_path / "run"
+
+
+def test_a_reader_is_trained_and_answers_from_its_sources(run, tmp_path):
+    out = tmp_path / "answers.jsonl"
+    flags = (f"--data={run.parent / 'data'}", "--split=val", f"--model={run}")
+    done("answer", *flags, "--sources=oracle", f"--out={out}")
+    rows = rows_of(out)
+    assert len(rows) == 12
+    assert all(row["sources"] == row["read"] and len(row["sources"]) == 1 for row in rows)
+    # What it is shown decides: it answers otherwise without sources.
+    done("answer", *flags, "--sources=none", f"--out={tmp_path / 'none.jsonl'}")
+    assert [row["beams"] for row in rows_of(tmp_path / "none.jsonl")] != [r["beams"] for r in rows]
+
+
+def test_kats_row_reads_entities_and_answers(run, tmp_path):
+    entities = {f"COCO_val2014_{n:012}.jpg": [[("sun", "star"), ("sea", None)]] for n in (7, 8)}
+    answers = {f"{n}#q{n}": [("red", "the sun is red")] for n in (7, 8)}
+    for name, content in (("entities.pkl", entities), ("answers.pkl", answers)):
+        (tmp_path / name).write_bytes(pickle.dumps(content))
+    facts = KATKnowledge(str(tmp_path / "entities.pkl"), str(tmp_path / "answers.pkl"))
+    asked = Question("q7", "test", "Which is the sun?", extra={"image_id": "7"})
+    # As guilk/KAT src/data.py, OkvqaDataset and OKvqaCollator, with n_context=3.
+    assert question_texts(asked.question, facts.passages(asked, 3)) == [
+        "question: Which is the sun? title: sun context: sun is a star",
+        "question: Which is the sun? title: sea context: sea is a None",
+        "question: Which is the sun? title: sun context: sun is a star",
+        "question: Which is the sun? candidate: red evidence: the sun is red",
+    ]
+    with pytest.raises(UserError, match=r"entities.pkl: has nothing on question 'q9'"):
+        facts.passages(Question("q9", "test", "?", extra={"image_id": "9"}), 3)
+
+    (prediction,) = answer_kat([asked], facts, open_reader(run, Corpus([], [asked])), entities=2)
+    assert prediction.answer == prediction.beams[0][0]
+    assert len(prediction.trace["passages"]) == 3
+
+
+def test_exact_match_is_squads():
+    assert squad_exact_match("The Sun's!", ["suns"]) == 1
+    assert squad_exact_match("an apple, a day", ["apple day"]) == 1
+    assert squad_exact_match("apples", ["apple", "a pear"]) == 0

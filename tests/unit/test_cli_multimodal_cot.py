@@ -1,0 +1,142 @@
+"""Multimodal-CoT: its texts byte for byte, both stages trained, a row that runs them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+
+import numpy as np
+import pytest
+from cli_runs import ROOT, done, rows_of
+from science import prepare_science
+from shared_data import SHARED, require
+from tiny_t5 import write_folder
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.datasets.scienceqa import read_scienceqa
+from mmqa_jax.data.picture_vectors import PictureVectors
+from mmqa_jax.data.schema import Question
+from mmqa_jax.papers.mmcot import chosen_option
+from mmqa_jax.prompting.mmcot_prompts import source_text, target_text
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
+
+# SHA-256 of the lines [pid, source, target] in JSON, by pid, of all 1,773 problems as
+# amazon-science/mm-cot (8dd4ac0) makes them: build_train_pair of utils_prompt.py with or without
+# use_caption and curr_le_data, then the white space of utils_data.py.
+AUTHORS = {
+    ("QCM-LE", False, None): "c3e9b340633eedce8849041c99e389cf3761fbb117c6c66702b34b4c2e30a515",
+    ("QCM-E", False, None): "b012fda8940d5200f45d10f8dab0f787bb207c33a3dd5adf0b5afe3bee695926",
+    ("QCM-A", False, None): "66a73905edee0b94ce109f16964d9dc844685b98a68b1e3925b554cd9e8fec39",
+    ("QCM-LEA", False, None): "4c52c0dc9cb7128b5edc4cd969c3164726618263e4407e7e7fe2ab9f243c64af",
+    ("QCM-ALE", False, None): "05b4b6a563c1361b15db7ed350ba98724193501412e4a8d6731fb33b8b1bf22d",
+    ("QCMG-A", False, None): "db5a9a6a66ecf1ce0f93381f0fe7d2e42f959dc77ca37915920dba347652af3c",
+    ("QCMG-A", True, "Solution: It  is so."):
+        "dd0513a2ee64d3c9089fbc7bf063c788d908dd5cc6b0a37d9243c19871f35f11",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def problems() -> list[Question]:
+    require(SHARED / "scienceqa")
+    ids = json.loads((SHARED / "scienceqa" / "problems_subset.json").read_text())
+    found = {q.id: q for q in read_scienceqa(SHARED / "scienceqa").questions}
+    return [found[pid] for pid in sorted(ids)]
+
+
+@pytest.mark.parametrize("case", AUTHORS, ids=str)
+def test_texts_are_the_authors_byte_for_byte(problems, case):
+    format, captions, rationale = case
+    digest = hashlib.sha256()
+    for question in problems:
+        texts = (
+            source_text(question, format, rationale, captions=captions),
+            target_text(question, format),
+        )
+        digest.update(json.dumps([question.id, *texts]).encode() + b"\n")
+    assert digest.hexdigest() == AUTHORS[case]
+
+
+def test_options_are_read_as_by_the_authors():
+    """extract_ans of main.py: exactly one, in brackets; an option that is not there is none."""
+    assert chosen_option("The answer is (B).", 3) == 1
+    assert chosen_option("The answer is (A). The answer is (A).", 3) is None
+    assert chosen_option("The answer is B.", 3) is None
+    assert chosen_option("The answer is (D).", 3) is None
+
+
+def write_vectors(folder, shape=(3, 6)):
+    """Pictures of every second question."""
+    rng = np.random.default_rng(0)
+    np.save(folder / "detr.npy", rng.standard_normal((12, *shape)).astype(np.float32))
+    (folder / "name_map.json").write_text(json.dumps({str(2 * n): str(n) for n in range(12)}))
+    return folder / "detr.npy"
+
+
+def test_vectors_are_read_by_question(tmp_path):
+    file = write_vectors(tmp_path)
+    vectors, array = PictureVectors(str(file)), np.load(file)
+    np.testing.assert_array_equal(vectors.of(Question("8", "test", "?")), array[4])
+    assert not vectors.of(Question("9", "test", "?")).any()
+    np.save(tmp_path / "resnet.npy", array[:, 0])
+    assert PictureVectors(str(tmp_path / "resnet.npy")).shape == (1, 6)
+    np.save(file, array[:5])
+    with pytest.raises(UserError, match=r"names row 11, but .* has 5"):
+        PictureVectors(str(file))
+    shutil.copy(file, tmp_path / "vit.pth")
+    with pytest.raises(UserError, match=r"read from \.npy"):
+        PictureVectors(str(tmp_path / "vit.pth"))
+
+
+def test_both_stages_are_trained_and_answer(tmp_path, refused):
+    """From a plain T5; what is trained is a row's model, and is exported under the authors' names."""
+    data, base = prepare_science(tmp_path), write_folder(tmp_path / "t5")
+    vectors = write_vectors(tmp_path)
+    config = f"--config={ROOT}/configs/scienceqa/multimodal_cot.py"
+    values = {
+        "init": base, "data.dir": data, "model.changes.features": 6, "pictures.file": vectors,
+        "pictures.vectors": 3, "pictures.features": 6, "batches.batch_size": 4,
+        "batches.lengths": "(128,)", "batches.targets": 24, "batches.threads": 0,
+        "train.steps": 8, "train.log_every": 4, "train.checkpoint_every": 8,
+        "train.optimizer.learning_rate": 0.01,
+    }  # fmt: skip
+    flags = [f"--config.{key}={value}" for key, value in values.items()]
+    for stage in ("rationale", "answer"):
+        done("train", f"{config}:{stage}", f"--workdir={tmp_path / stage}", *flags)
+        rows = rows_of(tmp_path / stage / "metrics.jsonl")
+        losses = [row["loss"] for row in rows if "loss" in row]
+        assert losses[-1] < losses[0] - 0.3
+    refused(
+        "train", config, f"--workdir={tmp_path / 'no'}", *flags, "--config.pictures.vectors=4",
+        message="has 3 vectors of 6 values",
+    )  # fmt: skip
+    parts = {
+        f"parts.{stage}_model.{key}": value
+        for stage in ("rationale", "answer")
+        for key, value in (("model", tmp_path / stage), ("vectors", vectors),
+                           ("names", tmp_path / "name_map.json"))
+    }  # fmt: skip
+    row = {**parts, "data.dir": data, "options.rationale_tokens": 8, "options.answer_tokens": 8}
+    done(
+        "run", f"--config={ROOT}/configs/scienceqa/tables.py:mmcot_base_written",
+        f"--workdir={tmp_path / 'row'}", *(f"--config.{key}={v}" for key, v in row.items()),
+    )  # fmt: skip
+    traces = rows_of(tmp_path / "row" / "trace.jsonl")
+    assert len(traces) == 4
+    rationale, _ = traces[0]["outputs"]
+    assert f"{rationale['text']} Answer:" in traces[0]["prompts"][0].replace("  ", " ")
+    # Shown the right texts: what the published figures are of.
+    forced = [f"--config.{key}={v}" for key, v in row.items() if "tokens" not in key]
+    done(
+        "run", f"--config={ROOT}/configs/scienceqa/tables.py:mmcot_base",
+        f"--workdir={tmp_path / 'forced'}", *forced,
+    )  # fmt: skip
+    trace = rows_of(tmp_path / "forced" / "trace.jsonl")[0]
+    assert trace["outputs"] != traces[0]["outputs"]
+    done(
+        "convert", "--model=multimodal_t5", f"--source={tmp_path / 'answer'}",
+        f"--out={tmp_path / 'hf'}", "--export=hf",
+    )  # fmt: skip
+    exported = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert exported["architectures"] == ["T5ForMultimodalGeneration"]
