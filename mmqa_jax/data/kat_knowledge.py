@@ -3,7 +3,7 @@
 Explicit: `wikidata_okvqa_{train,val}2014_topentities.pkl`, picture -> [entities, ...], each entity
 (name, description), best first. Implicit: `gpt3_okvqa_{train,val}2014_answers.pkl`,
 `PICTURE#QUESTION` -> GPT-3's answers, each (candidate, evidence). A file of JSON with the same
-content is read too. Pickles are read without running their code (`data.array_pickle`).
+content is read too. Pickles are read without running their code (`core.array_pickle`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmqa_jax.core.array_pickle import load_arrays
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.data.array_pickle import load_arrays
 from mmqa_jax.data.passages import answer_passage, entity_passage
 from mmqa_jax.data.schema import Question
 
