@@ -37,7 +37,7 @@ def get_config(mode: str = "") -> ConfigDict:
     config.examples.update({"templates": ("rmr.direct",), "shots": 0, "similarity": "random"})
     config.library.text_model = ""
     # Tokens beside those of a picture.
-    config.batches.update({"length": 512, "targets": 256})
+    config.batches.update({"length": 512, "targets": 256, "workers": 0})
     config.validate.shots = (0,)
     if mode == "full":
         config.train.optimizer.learning_rate = 1e-5

@@ -163,7 +163,8 @@ def interrupted(inputs, tmp_path):
 
 
 def test_an_interrupted_run_resumes_to_the_same_weights(inputs, interrupted):
-    done(*flags_of(inputs, interrupted))
+    """Its batches are made by a worker process then."""
+    done(*flags_of(inputs, interrupted, **{"batches.workers": 1}))
     want, got = weights_of(inputs / "run"), weights_of(interrupted)
     for name, x in want.items():
         np.testing.assert_array_equal(got[name], x, err_msg=name)
