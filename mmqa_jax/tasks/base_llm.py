@@ -17,6 +17,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.lora import ADDED
 from mmqa_jax.models.multimodal_t5 import MultimodalT5Config
 from mmqa_jax.models.qwen_vl import QwenVLConfig
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig

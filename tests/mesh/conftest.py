@@ -21,7 +21,7 @@ for _folder in ("equivalence", "unit"):  # their helpers
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-pytest.register_assert_rewrite("compare")
+pytest.register_assert_rewrite("compare", "one_step")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,6 +15,12 @@ from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
 from mmqa_jax.training.state import abstract_state, initial_state, make_step, split_model
 
+MESHES = {
+    "fsdp": {"fsdp": 8},
+    "all": {"data": 2, "fsdp": 2, "tensor": 2},
+}
+Step = tuple[dict[str, np.ndarray], dict[str, np.ndarray], nnx.Module]
+
 
 def take_step(
     task: Any,
@@ -24,7 +30,7 @@ def take_step(
     *,
     accumulate: int = 1,
     **options: Any,
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], nnx.Module]:
+) -> Step:
     """Metrics, the optimizer's moments (the gradient, but for a factor) and the module after it.
 
     Args:
@@ -48,3 +54,12 @@ def take_step(
             assert leaf.addressable_shards[0].data.size == leaf.size // splits, name
     found = jax.device_get((metrics, flatten_named(state.optimizer)))
     return *found, model.merge(state.params)
+
+
+def same_step(got: Step, wanted: Step) -> None:
+    """Compares the metrics and moments that two meshes give."""
+    bounds = {"rtol": 1e-5}, {"rtol": 0, "atol": 1e-6}
+    for one, other, bound in zip(got, wanted, bounds, strict=False):
+        assert one.keys() == other.keys()
+        for key, value in other.items():
+            np.testing.assert_allclose(one[key], value, **bound, err_msg=key)
