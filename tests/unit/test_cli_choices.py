@@ -12,7 +12,7 @@ from test_mmbench import write_tsv
 from test_scienceqa import PROBLEMS
 from test_seed_bench import NAMES
 from test_seed_bench import QUESTIONS as SEED
-from tiny_llm import MODEL, llama_config, write_folder, write_qwen_vl
+from tiny_llm import MODEL, llama_config, write_folder, write_onevision, write_qwen_vl
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
@@ -163,9 +163,10 @@ def test_mmbench(inputs, tmp_path):
     assert all(trace["choice"] is None for trace in rows_of(tmp_path / "letters" / "trace.jsonl"))
 
 
-def test_mmbench_by_a_qwen_vl(inputs, tmp_path):
+@pytest.mark.parametrize("write", [write_qwen_vl, write_onevision])
+def test_mmbench_by_a_model_that_sees(inputs, tmp_path, write):
     """The row of a successor of RMR's Qwen-VL, with the questions' pictures."""
-    model = write_qwen_vl(tmp_path / "qwen_vl")
+    model = write(tmp_path / "model")
     values = {"parts.llm.model": model, "options.max_new_tokens": 4, "options.shots": 1}
     ended = run(inputs, "mmbench", "rmr_qwen25_vl", tmp_path / "run", **values)
     assert ended.code == 0, ended.err

@@ -19,12 +19,15 @@ from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import Llava, LlavaConfig
+from mmqa_jax.models.onevision import Onevision, OnevisionConfig
 from mmqa_jax.models.qwen_vl import QwenVL, QwenVLConfig
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
+from mmqa_jax.models.siglip import SiglipVisionConfig
 from mmqa_jax.prompting.backend_engine import EngineBackend
 from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer
 from mmqa_jax.weights.models.llama import publish_llama
+from mmqa_jax.weights.models.onevision import publish_onevision
 from mmqa_jax.weights.models.qwen_vl import publish_qwen_vl
 from mmqa_jax.weights.published import write_published
 
@@ -163,4 +166,41 @@ def write_qwen_vl(folder: Path) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": PICTURED}))
     sizes = {"min_pixels": 144, "max_pixels": 400, "patch_size": 2}
     (folder / "preprocessor_config.json").write_text(json.dumps(sizes))
+    return folder
+
+
+# As llava-hf's: a picture's placeholder stands before a message's words.
+IN_PARTS = TEMPLATE.replace(
+    "message['content'] ",
+    "('<image>\\n' * (message['content'] | selectattr('type', 'equalto', 'image') | list | length)"
+    " ~ (message['content'] | selectattr('type', 'equalto', 'text') | map(attribute='text') "
+    "| join)) ",
+)
+
+
+def write_onevision(folder: Path) -> Path:
+    """Writes a tiny random LLaVA-OneVision as transformers would; a picture takes 5 tokens or more
+    of two tiles."""
+    first = len(LETTERS) + len(SPECIAL)
+    llama = dataclasses.replace(
+        llama_config(first + 2, positions=512), family="qwen2", attention_bias=True, out_bias=False
+    )
+    vision = SiglipVisionConfig(8, 4, width=16, layers=2, heads=2, mlp_width=20, head=False)
+    config = OnevisionConfig(
+        vision,
+        llama,
+        image_token=first,
+        video_token=first + 1,
+        resolutions=((8, 8), (8, 16), (16, 8)),
+    )
+    folder.mkdir()
+    model = Onevision(config, rngs=nnx.Rngs(3))
+    published = publish_onevision(config, nnx.state(model))
+    write_published(folder, published, more={"eos_token_id": END})
+    tokenizer = letters()
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False) for token in ("<image>", "<video>")]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": IN_PARTS}))
     return folder

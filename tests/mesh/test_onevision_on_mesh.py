@@ -1,0 +1,52 @@
+"""A LLaVA-OneVision's pictures of several numbers of tiles on four devices against one."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from flax import nnx
+
+from mmqa_jax.core.mesh import init_sharded, make_mesh
+from mmqa_jax.decoding.engine import Engine
+from mmqa_jax.decoding.requests import Request
+from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.onevision import Onevision, OnevisionConfig
+from mmqa_jax.models.onevision_tiles import TiledPicture
+from mmqa_jax.models.siglip import SiglipVisionConfig
+
+IMAGE = 59
+
+
+def test_answers_are_those_of_one_device():
+    vision = SiglipVisionConfig(8, 4, width=24, layers=2, heads=2, mlp_width=20, head=False)
+    llama = LlamaConfig(
+        vocab_size=60, hidden=32, layers=2, heads=4, kv_heads=2, mlp=48, positions=96, unroll=1
+    )
+    config = OnevisionConfig(
+        vision, llama, image_token=IMAGE, video_token=58, resolutions=((8, 8), (8, 16), (16, 8))
+    )
+    sizes = EngineConfig(slots=4, length=64, buckets=(16,), prefill_tokens=64, block=64)
+    rng = np.random.default_rng(0)
+    shown = [
+        TiledPicture(rng.integers(0, 256, (tiles, 8, 8, 3), np.uint8), size)
+        for tiles, size in ((3, (9, 17)), (2, (8, 8)), (3, (40, 13)), (1, (9, 17)), (1, (5, 5)))
+    ]
+    used = [[0], [1], [2], [3, 4], [0]]
+    requests = [
+        Request(n, [n, *[IMAGE] * len(one), 7, n], 4, logprobs=True, images=[shown[k] for k in one])
+        for n, one in enumerate(used)
+    ]
+    found = []
+    for shape, devices in (
+        ({"data": 1}, jax.devices()[:1]),
+        ({"data": 2, "tensor": 2}, jax.devices()[:4]),
+    ):
+        mesh = make_mesh(shape, devices=devices)
+        model = init_sharded(lambda: Onevision(config, rngs=nnx.Rngs(3)), mesh)
+        engine = Engine(model, config=sizes, mesh=mesh)
+        found.append({one.id: one.candidates[0] for one in engine.generate(requests)})
+        assert engine.throughput.pictures == len(shown)
+    for n, want in found[0].items():
+        assert found[1][n].tokens == want.tokens
+        np.testing.assert_allclose(found[1][n].logprobs, want.logprobs, rtol=0, atol=1e-4)
