@@ -134,6 +134,15 @@ class SolvedQuestions(Task):
                 section="library",
             )
 
+    def check_targets(self) -> None:
+        """Refuses rows of which nothing, or all, is learned."""
+        length, targets = self.size
+        if not 0 < targets < length:
+            raise UserError(
+                f"config key batches.targets={targets}: 1 to batches.length - 1 = {length - 1} "
+                "tokens of a row can be learned; change one of them."
+            )
+
     def metadata(self, tokenizer: TextTokenizer) -> dict[str, Any]:
         """Further values of model.json."""
         return {
