@@ -119,6 +119,15 @@ class SolvedQuestions(TextModelTask):
                 section="library",
             )
 
+    def check_learned(self) -> None:
+        """Refuses rows of which nothing, or all, is learned."""
+        length, targets = self.size
+        if not 0 < targets < length:
+            raise UserError(
+                f"config key batches.targets={targets}: 1 to batches.length - 1 = {length - 1} "
+                "tokens of a row can be learned; change one of them."
+            )
+
     def open_library(self, corpus: Corpus) -> ExampleLibrary:
         """The library of retrieved examples."""
         return open_library(corpus, self.library, "library")

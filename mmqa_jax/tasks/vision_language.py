@@ -15,7 +15,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import changes_of, mapping, spec_of
 from mmqa_jax.data.batches.feed import BatchesSection
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample
@@ -114,12 +113,7 @@ class VisionLanguage(SolvedQuestions):
     def _check(self, files: bool) -> None:
         check_trainable(self, self.objective(ANY_VOCABULARY).trained)
         self.check_examples()
-        length, targets = self.size
-        if not 0 < targets < length:
-            raise UserError(
-                f"config key batches.targets={targets}: 1 to batches.length - 1 = {length - 1} "
-                "tokens of a row can be learned; change one of them."
-            )
+        self.check_learned()
 
     def objective(self, vocab_size: int, mesh: Mesh | None = None) -> VisionLanguageObjective:
         config = model_config(self, vocab_size)

@@ -9,15 +9,18 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import numpy as np
 import pytest
 from PIL import Image
 
 from mmqa_jax.cli import main
+from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
 
 ROOT = Path(__file__).parents[2]
 LANDS = {
@@ -183,6 +186,31 @@ def train_flags(name: str, data: Path, workdir: Path, **overrides) -> list[str]:
     values = {**TINY, **TINY_OF[name], "data.dir": data, **overrides}
     flags = [f"--config={ROOT}/configs/atlas/{name}.py:runlocal", f"--workdir={workdir}"]
     return flags + [f"--config.{key}={value}" for key, value in values.items()]
+
+
+def flags_with(verb: str, config: str, workdir: Path, values: Mapping[str, object]) -> list[str]:
+    """A verb with a config of the folder configs, some of its values changed."""
+    flags = [verb, f"--config={ROOT}/configs/{config}", f"--workdir={workdir}"]
+    return flags + [f"--config.{key}={value}" for key, value in values.items()]
+
+
+def weights_of(folder: Path) -> dict[str, np.ndarray]:
+    """The arrays of a weights folder by name."""
+    specs = stored_specs(folder / "weights")
+    return {name: np.asarray(x) for name, x in read_weights(folder / "weights", specs).items()}
+
+
+def killed_after(step: int, run: Path, into: Path) -> Path:
+    """A copy of a finished run as a kill after a step would have left it."""
+    shutil.copytree(run, into)
+    for checkpoint in (into / "checkpoints").glob("[0-9]*"):
+        if int(checkpoint.name) > step:
+            shutil.rmtree(checkpoint)
+    for name in ("weights", "best"):
+        shutil.rmtree(into / name)
+    (into / "model.json").unlink()
+    assert (into / "checkpoints" / str(step)).is_dir()
+    return into
 
 
 def rows_of(path: Path) -> list[dict]:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
-
 import numpy as np
 import pytest
-from cli_runs import ROOT, done, mmqa, quietly, rows_of, write_rows
+from cli_runs import (
+    done,
+    flags_with,
+    killed_after,
+    mmqa,
+    quietly,
+    rows_of,
+    weights_of,
+    write_rows,
+)
 from flax import nnx
 from science import prepare_science
 from tiny_llm import letters, llama_config, write_folder
@@ -14,7 +21,7 @@ from tiny_llm import letters, llama_config, write_folder
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.weights.folder import load_converted, read_metadata
-from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
+from mmqa_jax.weights.formats.orbax_reader import stored_specs
 from mmqa_jax.weights.published import load_published
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
@@ -32,14 +39,8 @@ TINY = {
 
 def flags_of(inputs, workdir, mode: str = "", **changes) -> list[str]:
     values = {**TINY, "init": inputs / "llm", "data.dir": inputs / "data", **changes}
-    config = f"{ROOT}/configs/scienceqa/rmr_finetune.py" + (f":{mode}" if mode else "")
-    flags = ["train", f"--config={config}", f"--workdir={workdir}"]
-    return flags + [f"--config.{key}={value}" for key, value in values.items()]
-
-
-def weights_of(folder) -> dict[str, np.ndarray]:
-    specs = stored_specs(folder / "weights")
-    return {name: np.asarray(x) for name, x in read_weights(folder / "weights", specs).items()}
+    config = "scienceqa/rmr_finetune.py" + (f":{mode}" if mode else "")
+    return flags_with("train", config, workdir, values)
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +113,8 @@ def test_a_row_with_the_run(inputs, tmp_path):
     values = {"data.dir": inputs / "data", "parts.llm.model": inputs / "run" / "best",
               "parts.library.text_model": "", "options.similarity": "random"}  # fmt: skip
     values |= {f"parts.llm.engine.{key}": value for key, value in engine.items()}
-    flags = [f"--config.{key}={value}" for key, value in values.items()]
-    config = f"--config={ROOT}/configs/scienceqa/tables.py:smollm2_finetuned_k0"
-    result = done("run", config, f"--workdir={tmp_path / 'row'}", *flags)
+    config = "scienceqa/tables.py:smollm2_finetuned_k0"
+    result = done(*flags_with("run", config, tmp_path / "row", values))
     assert (result["row"], result["questions"]) == ("smollm2_finetuned_k0", 4)
 
 
@@ -129,13 +129,7 @@ def test_all_parameters_are_trained_without_lora(inputs, tmp_path):
 
 @pytest.fixture
 def interrupted(inputs, tmp_path):
-    """The run as a kill after step 6 would have left it."""
-    shutil.copytree(inputs / "run", tmp_path / "run")
-    for name in ("checkpoints/12", "weights", "best"):
-        shutil.rmtree(tmp_path / "run" / name)
-    (tmp_path / "run" / "model.json").unlink()
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("[0-9]*")] == ["6"]
-    return tmp_path / "run"
+    return killed_after(6, inputs / "run", tmp_path / "run")
 
 
 def test_an_interrupted_run_resumes_to_the_same_weights(inputs, interrupted):

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import io
 import re
-import shutil
 
 import numpy as np
 import pytest
-from cli_runs import ROOT, done, mmqa, png, quietly, rows_of, write_rows
+from cli_runs import (
+    done,
+    flags_with,
+    killed_after,
+    mmqa,
+    png,
+    quietly,
+    rows_of,
+    weights_of,
+    write_rows,
+)
 from PIL import Image
 from tiny_llm import write_folder, write_qwen_vl
 from vqa_files import aokvqa_row, write
 
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.weights.folder import load_converted, read_metadata
-from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
+from mmqa_jax.weights.formats.orbax_reader import stored_specs
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -32,14 +41,7 @@ ENGINE = {"slots": 2, "length": 256, "buckets": "(32,)", "prefill_tokens": 64, "
 
 def flags_of(inputs, workdir, **changes) -> list[str]:
     values = {**TINY, "init": inputs / "vlm", "data.dir": inputs / "data", **changes}
-    config = f"{ROOT}/configs/aokvqa/vlm_finetune.py"
-    flags = ["train", f"--config={config}", f"--workdir={workdir}"]
-    return flags + [f"--config.{key}={value}" for key, value in values.items()]
-
-
-def weights_of(folder) -> dict[str, np.ndarray]:
-    specs = stored_specs(folder / "weights")
-    return {name: np.asarray(x) for name, x in read_weights(folder / "weights", specs).items()}
+    return flags_with("train", "aokvqa/vlm_finetune.py", workdir, values)
 
 
 def _thin() -> bytes:
@@ -142,9 +144,7 @@ def test_rows_with_the_run(inputs, tmp_path, row):
         "parts.llm.engine.slots": 2, "parts.llm.engine.buckets": "(64,)",
         "parts.llm.engine.prefill_tokens": 64,
     }  # fmt: skip
-    config = f"--config={ROOT}/configs/aokvqa/tables.py:{row}"
-    flags = [f"--config.{key}={value}" for key, value in values.items()]
-    result = done("run", config, f"--workdir={tmp_path / 'row'}", *flags)
+    result = done(*flags_with("run", f"aokvqa/tables.py:{row}", tmp_path / "row", values))
     assert (result["row"], result["questions"]) == (row, 3)
     assert "a_okvqa_da/official" in result["scores"]
     shots = [len(trace["shots"][0]) for trace in rows_of(tmp_path / "row" / "trace.jsonl")]
@@ -153,13 +153,7 @@ def test_rows_with_the_run(inputs, tmp_path, row):
 
 @pytest.fixture
 def interrupted(inputs, tmp_path):
-    """The run as a kill after step 6 would have left it."""
-    shutil.copytree(inputs / "run", tmp_path / "run")
-    for name in ("checkpoints/12", "weights", "best"):
-        shutil.rmtree(tmp_path / "run" / name)
-    (tmp_path / "run" / "model.json").unlink()
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("[0-9]*")] == ["6"]
-    return tmp_path / "run"
+    return killed_after(6, inputs / "run", tmp_path / "run")
 
 
 def test_an_interrupted_run_resumes_to_the_same_weights(inputs, interrupted):
@@ -172,9 +166,9 @@ def test_an_interrupted_run_resumes_to_the_same_weights(inputs, interrupted):
 
 def test_a_toy_from_scratch(inputs, tmp_path):
     """The config's mode `runlocal`, with its own tokenizer."""
-    config = f"--config={ROOT}/configs/aokvqa/vlm_finetune.py:runlocal"
-    flags = [f"--config.data.dir={inputs / 'data'}", "--config.train.evaluate_every=0"]
-    result = done("train", config, f"--workdir={tmp_path / 'run'}", *flags)
+    values = {"data.dir": inputs / "data", "train.evaluate_every": 0}
+    config = "aokvqa/vlm_finetune.py:runlocal"
+    result = done(*flags_with("train", config, tmp_path / "run", values))
     assert result["steps"] == 4
 
 
