@@ -210,7 +210,7 @@ class _Reader:
 
     def _split_call(self, equation: Any, known: Sequence[Weight | None]) -> Sent:
         """What a shard_map on weights exchanges: it gathers what it does not take split, and says
-        itself what it adds up."""
+        itself what it adds up. Its sums over the batch are gradients, see `_gradient`."""
         sent: Sent = Counter()
         specs = equation.params["in_specs"]
         for variable, weight, spec in zip(equation.invars, known, specs, strict=True):
@@ -227,9 +227,10 @@ class _Reader:
                 sent["all-gather", "+".join(over)] += size
         for one in equation.params["jaxpr"].eqns:
             if one.primitive.name.startswith("psum"):
-                axes = [axis for axis in one.params["axes"] if self.mesh.get(axis, 1) > 1]
+                axes = [axis for axis in one.params["axes"] if axis not in _ROWS]
                 size = sum(v.aval.size * v.aval.dtype.itemsize for v in one.invars)
-                sent["all-reduce", "+".join(axes)] += size
+                if axes:
+                    sent["all-reduce", "+".join(axes)] += size
         return sent
 
     def _call(
@@ -291,6 +292,7 @@ def _handed_on(equation: Any, operand: int, split: Split) -> Split | None:
         pairs = zip(split, before, result.shape, strict=True)
         return tuple(axes if old == new else () for axes, old, new in pairs)
     same = name in ("convert_element_type", "copy", "mul", "div", "sharding_constraint")
+    same = same or name == "stop_gradient"  # a base under LoRA
     return split if same and result.shape == before else None
 
 

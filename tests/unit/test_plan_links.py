@@ -170,9 +170,33 @@ def test_weights_are_gathered_where_they_are_used(mesh):
 
     gathered = 3 * 16 * 4 * 8 * 2 / 2  # half of them over `tensor`
     assert exchanges_of(layers, stack, ROWS, MESH) == {("all-gather", "fsdp"): gathered}
+    frozen = exchanges_of(lambda s, x: layers(jax.lax.stop_gradient(s), x), stack, ROWS, MESH)
+    assert frozen == {("all-gather", "fsdp"): gathered}
     one = exchanges_of(lambda s, x: x @ s[1].reshape(16, 32), stack, ROWS, MESH)
     assert one == {("all-gather", "fsdp"): 16 * 4 * 8 * 4 / 2}
     assert exchanges_of(layers, stack, ROWS, {"data": 8, "fsdp": 1, "tensor": 1}) == {}
+
+
+def test_a_shard_map_gathers_what_it_takes_whole_and_says_what_it_adds_up(mesh):
+    """Experts split over `tensor`, their rows over `fsdp`; sums over the batch are gradients."""
+    experts = weight(mesh, (4, 16, 8), "tensor", "fsdp", None, dtype=jnp.bfloat16)
+
+    def mixed(experts, x):
+        def local(experts, x):
+            y = jnp.einsum("th,ehf->tf", x, experts)
+            jax.lax.psum(y, ("data", "fsdp"))
+            return jax.lax.psum(y, "tensor")
+
+        rows, split = PartitionSpec(("data", "fsdp")), PartitionSpec("tensor")
+        run = jax.shard_map(
+            local, mesh=mesh, in_specs=(split, rows), out_specs=rows, check_vma=False
+        )
+        return run(experts, x)
+
+    assert exchanges_of(mixed, experts, ROWS, MESH) == {
+        ("all-gather", "fsdp"): 4 * 16 * 8 * 2 / 2,
+        ("all-reduce", "tensor"): 64 // 4 * 8 * 2,
+    }
 
 
 def test_gradients_are_added_up_over_the_devices_that_share_the_batch(mesh):
