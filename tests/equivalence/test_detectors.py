@@ -38,8 +38,16 @@ CHANGES = {
     "maskrcnn": {"before": 60, "after": 20, "fewest": 3, "most": 9, "bins": 4},
     "detectron2": {"before": 60, "after": 20, "fewest": 3, "most": 9, "bins": 4, "smallest": 6},
 }
-# Height and width before resizing, and the scale: odd sizes, and a line.
-PICTURES = [((41, 70), 1.3), ((60, 33), 1.5), ((2, 60), 1.5)]
+# Height and width before resizing, and the scale: odd sizes, and a line, of one pixel where the
+# original takes it; Caffe's first pool leaves nothing of less than 3 rows.
+PICTURES = {
+    kind: [((41, 70), 1.3), ((60, 33), 1.5), line]
+    for kind, line in {
+        "detectron": ((1, 61), 1.0),
+        "maskrcnn": ((1, 61), 1.0),
+        "detectron2": ((2, 60), 1.5),
+    }.items()
+}
 
 
 def tiny(kind: str) -> faster_rcnn.DetectorConfig:
@@ -68,16 +76,17 @@ def tiny(kind: str) -> faster_rcnn.DetectorConfig:
     )
 
 
-def batch() -> tuple[list[np.ndarray], Pictures]:
+def batch(kind: str) -> tuple[list[np.ndarray], Pictures]:
     """Pictures by themselves, and padded to 96 x 128."""
+    pictures = PICTURES[kind]
     rng = np.random.default_rng(0)
-    sizes = [tuple(round(n * scale) for n in original) for original, scale in PICTURES]
+    sizes = [tuple(round(n * scale) for n in original) for original, scale in pictures]
     single = [rng.normal(size=(*size, 3)).astype("f4") for size in sizes]
     pixels = np.full((len(single), 96, 128, 3), 7, "f4")  # what lies outside does not count
     for padded, picture in zip(pixels, single, strict=True):
         padded[: picture.shape[0], : picture.shape[1]] = picture
-    originals = np.array([original for original, _ in PICTURES], "i4")
-    scales = np.array([scale for _, scale in PICTURES], "f4")
+    originals = np.array([original for original, _ in pictures], "i4")
+    scales = np.array([scale for _, scale in pictures], "f4")
     return single, Pictures(pixels, np.array(sizes, "i4"), originals, scales)
 
 
@@ -111,9 +120,10 @@ def write(kind: str, tensors: dict[str, torch.Tensor], folder) -> str:
 def case(request, tmp_path_factory):
     kind = request.param
     theirs = TorchDetector(kind, tiny(kind), seed=3)
-    single, pictures = batch()
+    single, pictures = batch(kind)
     found = [
-        theirs(x, original, scale) for x, (original, scale) in zip(single, PICTURES, strict=True)
+        theirs(x, original, scale)
+        for x, (original, scale) in zip(single, PICTURES[kind], strict=True)
     ]
     path = write(kind, theirs.tensors, tmp_path_factory.mktemp(kind))
     ours = load_published("detector", path, **CHANGES[kind])
@@ -169,6 +179,22 @@ def test_maps_in_bfloat16_stay_near(case):
     assert got.dtype == "bfloat16"
     got = np.asarray(got[0, : want.shape[0], : want.shape[1]], "f4")
     assert 1e-3 < np.abs(got - want).max() < 0.05 * np.abs(want).max()
+
+
+def test_features_in_front_of_the_relu(case):
+    """WebQA's fc1_features are those of VLP's detector before fc6's ReLU."""
+    if case.kind != "detectron":
+        pytest.skip("the others have no fc6")
+    config = dataclasses.replace(case.ours.config, rectified=False)
+    pooled = np.random.default_rng(2).normal(size=(5, config.bins, config.bins, 12)).astype("f4")
+    planes = torch.from_numpy(pooled.transpose(0, 3, 1, 2).copy())
+    fc6 = case.theirs.linear("fc6", planes.flatten(1), config.head)
+    fc7 = case.theirs.linear("fc7", fc6.relu(), config.head).relu()
+    features, trunk = with_config(case.ours, config).head(pooled)
+    assert (fc6 < 0).any()
+    np.testing.assert_allclose(features, fc6, atol=1e-4)
+    np.testing.assert_allclose(trunk, fc7, atol=1e-4)
+    np.testing.assert_allclose(case.ours.head(pooled)[0], fc6.relu(), atol=1e-4)
 
 
 def test_exported_under_the_published_keys(case, tmp_path):
