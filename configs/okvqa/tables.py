@@ -119,7 +119,10 @@ def _kat(name: str, published: tuple, *, answers: bool = True) -> dict:
         "paper": "mavl",
         "system": "kat",
         "setting": "kat",
-        "parts": {"facts": found, "fusion_reader": {"model": folder}},
+        "parts": {
+            "facts": found,
+            "fusion_reader": {"model": folder, "config": "", "tokenizer": ""},
+        },
         "published": _agents.figures(published, "vqa_accuracy/official"),
     }
 
