@@ -21,7 +21,7 @@ from mmqa_jax.decoding.beam import BeamResult
 from mmqa_jax.decoding.sampling import SamplingParameters, choose
 from mmqa_jax.models.ancestry import Ancestry
 from mmqa_jax.models.relative_positions import relative_buckets
-from mmqa_jax.models.t5 import T5, T5Layer
+from mmqa_jax.models.t5 import T5, T5Layer, bias_of
 from mmqa_jax.models.t5_config import T5Config
 from mmqa_jax.models.t5_inputs import Texts
 
@@ -69,6 +69,7 @@ class _Decoder:
             farthest=config.farthest,
             bidirectional=False,
         )
+        self._between = model.decoder.source_buckets(np.arange(most), source.states.shape[1])
 
     def step(
         self, cache: WrittenCache, tokens: jax.Array, step: jax.Array
@@ -80,6 +81,10 @@ class _Decoder:
         back = jnp.maximum(step - jnp.arange(most), 0)
         of_token = model.decoder.relative(jnp.asarray(self._buckets)[back])  # [T, heads]
         bias = jnp.repeat(of_token.astype(jnp.float32), beams, axis=0).T[None, :, None]
+        between = None
+        if model.decoder.between is not None:
+            row = jax.lax.dynamic_slice_in_dim(jnp.asarray(self._between), step, 1)
+            between = bias_of(model.decoder.between, row)  # [1, heads, 1, S]
         x, written = model.embed(tokens), []  # [B, K, H]
         for layer, of_source, own in zip(self._layers, self._source, cache.layers, strict=True):
             y = layer.attention_norm(x)
@@ -89,7 +94,7 @@ class _Decoder:
             )
             x = x + layer.attention.attend(layer.attention.queries(y), *own, bias, seen)
             q = layer.cross.queries(layer.cross_norm(x))
-            x = x + layer.cross.attend(q, *of_source, None, self._mask)
+            x = x + layer.cross.attend(q, *of_source, between, self._mask)
             x = x + layer.feed_forward(x)
             written.append(own)
         logits = model.logits(model.decoder.norm(x))

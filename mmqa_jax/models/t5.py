@@ -1,8 +1,8 @@
 """T5 (Raffel et al. 2020), T5 1.1, Flan-T5 and mT5: the encoder-decoder of UnifiedQA, KAT, MM-CoT.
 
 Pre-norm layers without biases, relative positions in place of embedded ones (one table for all
-layers of a stack, none between the stacks), attention scores that are not scaled. Original:
-transformers models/t5/modeling_t5.py (T5ForConditionalGeneration). Generation is in
+layers of a stack, none between the stacks but in the oldest), attention scores that are not scaled.
+Original: transformers models/t5/modeling_t5.py (T5ForConditionalGeneration). Generation is in
 `decoding.t5_generate`.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from mmqa_jax.models.activations import ACTIVATIONS
@@ -31,7 +32,11 @@ from mmqa_jax.models.layers import (
     stack_layers,
 )
 from mmqa_jax.models.llama import RMSNorm
-from mmqa_jax.models.relative_positions import biased_attention, pair_buckets
+from mmqa_jax.models.relative_positions import (
+    biased_attention,
+    pair_buckets,
+    relative_buckets,
+)
 from mmqa_jax.models.t5_config import T5Config
 
 
@@ -119,6 +124,7 @@ class T5Layer(nnx.Module):
         mask: jax.Array | None,
         source: jax.Array | None = None,
         source_mask: jax.Array | None = None,
+        source_bias: jax.Array | None = None,
         *,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
@@ -129,6 +135,7 @@ class T5Layer(nnx.Module):
           bias: of relative positions, float32 [1, heads, L, L].
           mask: bool, broadcastable to [B, heads, L, L]: causal in the decoder; None masks nothing.
           source, source_mask: the encoded source [B, S, H], bool [B, 1, 1, S]; in the decoder.
+          source_bias: see T5Stack.source_bias.
 
         Returns:
           [B, L, H].
@@ -141,7 +148,8 @@ class T5Layer(nnx.Module):
         x = x + dropout(y, rate, keys[1])
         if self.cross is not None:
             q = self.cross.queries(self.cross_norm(x))
-            y = self.cross.attend(q, *self.cross.keys_values(source), None, source_mask, keys[2])
+            of_source = self.cross.keys_values(source)
+            y = self.cross.attend(q, *of_source, source_bias, source_mask, keys[2])
             x = x + dropout(y, rate, keys[3])
         return x + dropout(self.feed_forward(x, keys[4]), rate, keys[5])
 
@@ -154,6 +162,11 @@ class T5Stack(nnx.Module):
         self.relative = Embedding(
             config.buckets, config.heads, (None, "heads"), rngs=rngs, init=init
         )
+        self.between = (
+            Embedding(config.buckets, config.heads, (None, "heads"), rngs=rngs, init=init)
+            if causal and config.between
+            else None
+        )
         self.layers = stack_layers(lambda r: T5Layer(config, cross=causal, rngs=r), layers, rngs)
         self.norm = RMSNorm(config.hidden, config.eps, rngs=rngs)
         self.config, self.causal, self.depth = config, causal, layers
@@ -163,7 +176,22 @@ class T5Stack(nnx.Module):
         config = self.config
         sizes = {"buckets": config.buckets, "farthest": config.farthest}
         buckets = pair_buckets(length, bidirectional=not self.causal, **sizes)
-        return self.relative(buckets).astype(jnp.float32).transpose(2, 0, 1)[None]
+        return bias_of(self.relative, buckets)
+
+    def source_bias(self, queries: np.ndarray, length: int) -> jax.Array | None:
+        """What scores of the source get by relative positions, float32 [1, heads, n, length].
+
+        queries: int [n], positions of decoder tokens. None for a model without `between`.
+        """
+        if self.between is None:
+            return None
+        return bias_of(self.between, self.source_buckets(queries, length))
+
+    def source_buckets(self, queries: np.ndarray, length: int) -> np.ndarray:
+        """The bucket of every decoder position with every source position, int32 [n, length]."""
+        config, back = self.config, queries[:, None] - np.arange(length)
+        sizes = {"buckets": config.buckets, "farthest": config.farthest}
+        return relative_buckets(back, bidirectional=False, **sizes)
 
     def seen(self, mask: jax.Array | None, length: int) -> jax.Array | None:
         """Which keys queries see, bool [B or 1, 1, L or 1, L], by the mask [B, L] of real ones."""
@@ -186,9 +214,10 @@ class T5Stack(nnx.Module):
         length, rate = x.shape[1], self.config.dropout
         bias, seen = self.bias(length), self.seen(mask, length)
         columns = None if source_mask is None else source_mask.astype(bool)[:, None, None, :]
+        between = None if source is None else self.source_bias(np.arange(length), source.shape[1])
 
         def body(layer: T5Layer, x, _, key):
-            return layer(x, bias, seen, source, columns, dropout_key=key), None
+            return layer(x, bias, seen, source, columns, between, dropout_key=key), None
 
         x = scan_layers(
             self.layers,
@@ -205,6 +234,11 @@ class T5Stack(nnx.Module):
         graphdef, params = nnx.split(self.layers)
         for number in range(self.depth):
             yield nnx.merge(graphdef, jax.tree.map(lambda p, n=number: p[n], params))
+
+
+def bias_of(table: Embedding, buckets: jax.Array | np.ndarray) -> jax.Array:
+    """The values of buckets [n, length] in a table: float32 [1, heads, n, length]."""
+    return table(jnp.asarray(buckets)).astype(jnp.float32).transpose(2, 0, 1)[None]
 
 
 class T5(EncoderDecoder):

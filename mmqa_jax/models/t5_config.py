@@ -40,7 +40,9 @@ class T5Config:
     ones (T5 1.0) multiply what the head reads by hidden**-0.5. `pad` and `start` are the token ids
     of a decoder's padding and first input. `dropout` acts on embeddings, attention weights, the
     inside of the MLP, every residual branch and what leaves a stack. `init_factor` scales initial
-    weights. `dtype` is the compute dtype (parameters, norms, softmax and logits stay float32);
+    weights. `between`: the decoder's attention over the source has relative positions too, as in
+    transformers before 4, with which Fusion-in-Decoder and KAT were trained. `dtype` is the compute
+    dtype (parameters, norms, softmax and logits stay float32);
     `remat` and `unroll` go to `layers.scan_layers`.
     """
 
@@ -63,6 +65,7 @@ class T5Config:
     start: Annotated[int, AtLeast(0)] = 0
     dropout: float = 0.1
     init_factor: float = 1.0
+    between: bool = False
     dtype: str = "float32"
     remat: str = "none"
     unroll: int | bool | None = None

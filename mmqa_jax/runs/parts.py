@@ -19,8 +19,6 @@ from mmqa_jax.core.host import cache_dir
 from mmqa_jax.core.serving import OnModel, ignored
 from mmqa_jax.core.typed import at_least, is_section
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.kat_knowledge import KATKnowledge
-from mmqa_jax.data.picture_vectors import PictureVectors
 from mmqa_jax.data.schema import Modality, Question
 from mmqa_jax.prompting.captions import Captions, open_captions
 from mmqa_jax.prompting.heuristics import AnswerHeuristics, load_answer_aware, load_candidates
@@ -34,6 +32,7 @@ from mmqa_jax.retrieval.knowledge import KnowledgeBase
 from mmqa_jax.retrieval.milvus import PREFIX as MILVUS
 from mmqa_jax.retrieval.rankings import Retriever
 from mmqa_jax.runs import identity
+from mmqa_jax.runs.baseline_parts import FactsSpec, FusionReaderSpec, MultimodalT5Spec
 from mmqa_jax.runs.opened_parts import OpenedParts, Part
 from mmqa_jax.tasks.library import LibrarySpec, check_similarity, open_text_embedder
 
@@ -224,83 +223,6 @@ class ReaderSpec(Part):
             return reader
 
         return row.once("reader", identity.of_folders(self.model), load, "reader")
-
-
-@dataclasses.dataclass(frozen=True)
-class FusionReaderSpec(Part):
-    """What answers from given passages: `model` is the workdir of a fusion_in_decoder run."""
-
-    answers: ClassVar = True
-
-    model: str
-
-    def paths(self) -> list[str]:
-        """The folder that it reads."""
-        return [self.model]
-
-    def open(self, row: OpenedParts) -> Any:
-        """The reader over the row's corpus."""
-
-        def load(on_model: OnModel) -> Any:
-            from mmqa_jax.tasks.fusion_in_decoder import load_fusion_reader
-
-            reader = load_fusion_reader(self.model, row.corpus, row.inference)
-            on_model("model", reader)
-            return reader
-
-        made_of = identity.of_folders(self.model)
-        return row.once("fusion_reader", made_of, load, "fusion_reader")
-
-
-@dataclasses.dataclass(frozen=True)
-class FactsSpec(Part):
-    """What KAT knows of questions: its authors' files, see data/kat_knowledge.py.
-
-    Attributes:
-      entities: explicit knowledge; "": none.
-      answers: implicit knowledge; "": none.
-    """
-
-    turn: ClassVar = "file"
-
-    entities: str = ""
-    answers: str = ""
-
-    def paths(self) -> list[str]:
-        """The files that it reads."""
-        return [self.entities, self.answers]
-
-    def open(self, row: OpenedParts) -> KATKnowledge:
-        """The knowledge; UserError for a file that is malformed."""
-        return KATKnowledge(self.entities, self.answers)
-
-
-@dataclasses.dataclass(frozen=True)
-class MultimodalT5Spec(Part):
-    """A stage of Multimodal-CoT.
-
-    Attributes:
-      model: workdir of a multimodal_cot run, or mm-cot's folder, published or converted.
-      vectors, names: of the questions' pictures, see data/picture_vectors.py.
-    """
-
-    answers: ClassVar = True
-
-    model: str
-    vectors: str
-    names: str = ""
-
-    def paths(self) -> list[str]:
-        """The folder and the files that it reads."""
-        return [self.model, self.vectors, self.names]
-
-    def open(self, row: OpenedParts) -> Any:
-        """What writes texts about the questions."""
-        from mmqa_jax.inference.multimodal_t5 import open_multimodal_writer
-
-        writer = open_multimodal_writer(self.model, PictureVectors(self.vectors, self.names))
-        row.on_model(Path(self.model).name)("model", writer)
-        return writer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ encoder sees every passage as a row of its own, and the decoder their encodings 
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any, NamedTuple
 
@@ -16,14 +17,15 @@ import torch
 import transformers
 from compare import WHOLE, compiled, randomize, same_parameters
 from flax import nnx
+from safetensors.torch import load_file
 from transformers.modeling_outputs import BaseModelOutput
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.batches.passages import PassagesSize, passage_arrays
 from mmqa_jax.decoding.t5_generate import beam_search
 from mmqa_jax.models.t5 import T5
 from mmqa_jax.models.t5_inputs import Passages
-from mmqa_jax.weights.published import load_published
+from mmqa_jax.weights.models.t5 import publish_t5
+from mmqa_jax.weights.published import load_published, write_published
 
 pytestmark = pytest.mark.slow
 
@@ -99,35 +101,44 @@ def encoded(model, batch) -> tuple[BaseModelOutput, torch.Tensor]:
     return BaseModelOutput(last_hidden_state=states), mask.view(rows, -1).long()
 
 
+def logits_of(theirs, batch, target) -> np.ndarray:
+    with torch.no_grad():
+        states, mask = encoded(theirs, batch)
+        labels = torch.from_numpy(target)
+        # Without a cache, by whose length transformers 5 would move the positions of the source.
+        found = theirs(encoder_outputs=states, attention_mask=mask, labels=labels, use_cache=False)
+        return found.logits.numpy()
+
+
+def our_logits(model, ids, lengths, target):
+    return model.encoded_target_logits(*Passages(ids, lengths).encode(model), target)
+
+
 def test_logits_equal_over_600_tokens_of_passages(pair, batch):
     theirs, _, ours = pair
     target = np.random.default_rng(1).integers(4, VOCABULARY, (len(LENGTHS), TARGET))
-    with torch.no_grad():
-        states, mask = encoded(theirs, batch)
-        want = theirs(
-            encoder_outputs=states, attention_mask=mask, labels=torch.from_numpy(target)
-        ).logits.numpy()
-
-    def logits(model, ids, lengths, target):
-        return model.encoded_target_logits(*Passages(ids, lengths).encode(model), target)
-
-    got = compiled(ours, logits)(batch["input_ids"], batch["prompt_lengths"], target)
+    want = logits_of(theirs, batch, target)
+    got = compiled(ours, our_logits)(batch["input_ids"], batch["prompt_lengths"], target)
     np.testing.assert_allclose(got, want, **WHOLE)
     assert np.abs(want).max() > 1
     # The passages are not one text, whose positions would go on.
     joined = jnp.asarray(batch["input_ids"]).reshape(len(LENGTHS), 1, -1)
-    whole = compiled(ours, logits)(joined, np.full((len(LENGTHS), 1), joined.shape[-1]), target)
+    whole = compiled(ours, our_logits)(joined, np.full((len(LENGTHS), 1), joined.shape[-1]), target)
     assert np.abs(np.asarray(whole) - want).max() > 0.01
 
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generation_equals(pair, batch, beams):
+    check_generation(pair, batch, beams)
+
+
+def check_generation(pair, batch, beams):
     theirs, _, ours = pair
     with torch.no_grad():
         states, mask = encoded(theirs, batch)
         want = theirs.generate(
             encoder_outputs=states, attention_mask=mask, num_beams=beams, do_sample=False,
-            max_length=12, num_return_sequences=beams, eos_token_id=END,
+            max_length=12, num_return_sequences=beams, eos_token_id=END, use_cache=False,
         ).numpy()  # fmt: skip
     inputs = Passages.of(batch)
     got = beam_search(
@@ -140,13 +151,41 @@ def test_generation_equals(pair, batch, beams):
         np.testing.assert_array_equal(got.tokens[row, beam, :length], want[row, beam, :length])
 
 
-def test_trained_positions_between_the_stacks_are_refused(pair, tmp_path):
-    """transformers 3.0.2 has them, and its T5 starts from zeros there."""
-    pair.theirs.config.save_pretrained(tmp_path)
-    tensors = {**pair.tensors, _BETWEEN: torch.ones(20, 3)}
-    torch.save(tensors, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match="relative positions between encoder and decoder"):
-        load_published("t5", tmp_path)
+@functools.cache
+def make_older_pair(folder) -> Pair:
+    """With relative positions between the stacks, as transformers 3.0.2 computes them.
+
+    Its T5Attention adds a table of the first decoder layer's EncDecAttention to the scores of all.
+    """
+    plain = make_pair(folder.with_name("fid"))
+    theirs = copy.deepcopy(plain.theirs)
+    cross = theirs.decoder.block[0].layer[1].EncDecAttention
+    torch.manual_seed(3)
+    cross.relative_attention_bias = torch.nn.Embedding(20, 3)
+    cross.has_relative_attention_bias = True
+    tensors = {**plain.tensors, _BETWEEN: cross.relative_attention_bias.weight.detach().clone()}
+    folder.mkdir()
+    theirs.config.save_pretrained(folder)
+    torch.save(tensors, folder / "pytorch_model.bin")
+    return Pair(theirs, tensors, load_published("t5", folder, unroll=1))
+
+
+def test_positions_between_the_stacks_equal(pair, batch, tmp_path_factory, tmp_path):
+    """Logits, generation, and the weights under the authors' names again."""
+    older = make_older_pair(tmp_path_factory.getbasetemp() / "fid302")
+    assert older.ours.config.between
+    target = np.random.default_rng(1).integers(4, VOCABULARY, (len(LENGTHS), TARGET))
+    want = logits_of(older.theirs, batch, target)
+    got = compiled(older.ours, our_logits)(batch["input_ids"], batch["prompt_lengths"], target)
+    np.testing.assert_allclose(got, want, **WHOLE)
+    assert np.abs(want - logits_of(pair.theirs, batch, target)).max() > 0.01
+    check_generation(older, batch, 3)
+    write_published(tmp_path, publish_t5(older.ours.config, nnx.state(older.ours)))
+    written = load_file(tmp_path / "model.safetensors")
+    assert written.keys() <= older.tensors.keys()
+    for name, tensor in written.items():
+        assert torch.equal(tensor, older.tensors[name]), name
+    same_parameters(load_published("t5", tmp_path, unroll=1), older.ours)
 
 
 def test_a_t5_of_transformers_has_the_same_weights(pair, tmp_path):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import pytest
 from cli_runs import ROOT, done, rows_of, write_rows
 from tiny_t5 import write_folder
 
+from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.kat_knowledge import KATKnowledge
@@ -15,7 +17,7 @@ from mmqa_jax.data.passages import question_texts
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.squad import squad_exact_match
 from mmqa_jax.papers.kat import answer_kat
-from mmqa_jax.tasks.reader import open_reader
+from mmqa_jax.tasks.reader import open_published_reader, open_reader
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -100,6 +102,16 @@ def test_kats_row_reads_entities_and_answers(run, tmp_path):
 
     (prediction,) = answer_kat([asked], facts, open_reader(run, Corpus([], [asked])), entities=2)
     assert prediction.answer == prediction.beams[0][0]
+    # A published T5 reads alike, by the config that says how.
+    done("convert", "--model=t5", f"--source={run}", f"--out={tmp_path / 'hf'}", "--export=hf")
+    config = load_config(ROOT / "configs/webqa/fusion_in_decoder.py:runlocal")
+    published = open_published_reader(tmp_path / "hf", str(run), config, Corpus([], [asked]))
+    (again,) = answer_kat([asked], facts, published, entities=2)
+    assert again.answer == prediction.answer
+    np.testing.assert_allclose(again.beams[0][1], prediction.beams[0][1], atol=1e-4)
+    config.task = "answer"
+    with pytest.raises(UserError):
+        open_published_reader(tmp_path / "hf", str(run), config, Corpus([], [asked]))
     assert len(prediction.trace["passages"]) == 3
 
 

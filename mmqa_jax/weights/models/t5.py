@@ -1,11 +1,13 @@
 """T5, Flan-T5 and mT5 checkpoints: transformers' folders, both directions.
 
 Fusion-in-Decoder's and KAT's (`FiDT5`) are read too: a T5's tensors, with the names that their
-wrappers of the encoder and of its layers give them.
+wrappers of the encoder and of its layers give them, and the relative positions between the stacks
+of transformers 3.0.2, where training has changed them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Sequence
@@ -14,9 +16,8 @@ from pathlib import Path
 import numpy as np
 from flax import nnx
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.t5_config import FAMILIES, T5Config
-from mmqa_jax.weights.formats.safetensors import TensorSource
+from mmqa_jax.weights.formats.safetensors import DerivedSource
 from mmqa_jax.weights.keymap import TRANSPOSE, KeyMap, Rule, untied_source
 from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, read_hf_config
 from mmqa_jax.weights.sources import open_source
@@ -36,6 +37,8 @@ def t5_rules(config: T5Config) -> list[Rule]:
     rules = [Rule(_TABLE, "tokens/table")]
     if not config.tied:
         rules.append(Rule(_HEAD, "head/kernel", TRANSPOSE))
+    if config.between:
+        rules.append(Rule(_BETWEEN, "decoder/between/table"))
     mlp = {"wi_0": "gate", "wi_1": "up"} if config.gated else {"wi": "up"}
     mlp["wo"] = "down"
     self_attention, cross = ("SelfAttention", "attention"), ("EncDecAttention", "cross")
@@ -74,7 +77,7 @@ def t5_key_map(config: T5Config, rename: Sequence[tuple[str, str]] = ()) -> KeyM
         t5_rules(config),
         rename=rename,
         # A table that the first T5s had between the stacks; transformers from 4 on ignores it.
-        ignore=(f"^{re.escape(_BETWEEN)}$",),
+        ignore=() if config.between else (f"^{re.escape(_BETWEEN)}$",),
         tied=tuple((alias, _TABLE) for alias in aliases),
     )
 
@@ -83,8 +86,7 @@ def open_t5(path: Path) -> Checkpoint:
     """A T5, Flan-T5 or mT5 of transformers, or Fusion-in-Decoder's.
 
     Raises:
-      UserError: a missing or broken file, another model's config, or a Fusion-in-Decoder that was
-        trained with relative positions between encoder and decoder.
+      UserError: a missing or broken file, another model's config.
     """
     published = read_hf_config(path, *FAMILIES)
     source = open_source(path)
@@ -92,25 +94,25 @@ def open_t5(path: Path) -> Checkpoint:
     config = T5Config.from_hf(published, str(config_file(path)), has_head=has_head)
     if not any(key.startswith(_WRAPPED) for key in source.specs()):
         return Checkpoint(config, t5_key_map, source, "transformers")
-    key_map = functools.partial(t5_key_map, rename=_UNWRAPPED)
-    return Checkpoint(config, key_map, source, "FiD", check=_check_between)
-
-
-def _check_between(source: TensorSource, config: T5Config) -> None:
-    """Refuses a table between the stacks that training has changed.
-
-    T5's own is zero there. transformers 3.0.2, with which FiD and KAT were trained, adds it to the
-    scores of the decoder's attention over the source.
-    """
     if _BETWEEN in source.specs() and np.any(source.read(_BETWEEN)):
-        raise UserError(
-            f"{source.name}: tensor {_BETWEEN} is not zero: this reader was trained with relative "
-            "positions between encoder and decoder, as transformers before 4 has them; no T5 here "
-            "has these. Train one with task fusion_in_decoder, or zero the tensor and lose what "
-            "it learned."
-        )
+        config = dataclasses.replace(config, between=True)
+    return Checkpoint(config, functools.partial(t5_key_map, rename=_UNWRAPPED), source, "FiD")
 
 
 def publish_t5(config: T5Config, state: nnx.State) -> Published:
-    """T5ForConditionalGeneration, or MT5ForConditionalGeneration."""
-    return Published(untied_source(state, t5_key_map(config)), config.to_hf())
+    """T5ForConditionalGeneration, or MT5ForConditionalGeneration; FiDT5 of one with `between`."""
+    source, published = untied_source(state, t5_key_map(config)), config.to_hf()
+    if not config.between:
+        return Published(source, published)
+    tensors = {
+        _wrapped(key): (spec, functools.partial(source.read, key))
+        for key, spec in source.specs().items()
+    }
+    return Published(DerivedSource(source.name, tensors), {**published, "architectures": ["FiDT5"]})
+
+
+def _wrapped(key: str) -> str:
+    """FiD's name of a T5's tensor."""
+    if not key.startswith("encoder."):
+        return key
+    return "encoder." + re.sub(r"^(encoder\.block\.\d+\.)", r"\1module.", key)
