@@ -29,7 +29,12 @@ from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Question, Ranking, source_text
 from mmqa_jax.inference.yes_no_prompt import SYSTEM, token_of
 from mmqa_jax.models.vlm_encoder import QwenVLYesNo
-from mmqa_jax.retrieval.picture_batches import HELD, PicturePrompt, prompt_batches
+from mmqa_jax.retrieval.picture_batches import (
+    HELD,
+    PicturePrompt,
+    beyond_placeholders,
+    prompt_batches,
+)
 from mmqa_jax.retrieval.rankings import rescored
 from mmqa_jax.retrieval.text_encoder import encoder_cost
 from mmqa_jax.retrieval.vlm_encoder import picture_sizes, prompt_lengths
@@ -140,15 +145,11 @@ class VLMReranker:
                 SYSTEM,
                 [f"<Instruct>: {INSTRUCTION}", "<Query>:", *frame],
                 [[side.text for side in pairs[n]] for n in members],
-                [self._lengths[-1] - self._beyond(own) for own in shown],
+                [self._lengths[-1] - beyond_placeholders(own, self._config) for own in shown],
             )
             for number, ids, own in zip(members, tokens, shown, strict=True):
                 made[number] = PicturePrompt(ids, own)
         return made
-
-    def _beyond(self, pictures: Sequence[np.ndarray]) -> int:
-        """Tokens of pictures beyond their placeholders."""
-        return sum(self._config.picture_tokens(one.shape) - 1 for one in pictures)
 
 
 def _parts(side: Side, number: int) -> list[str | None]:

@@ -8,6 +8,7 @@ Originals: QwenLM/Qwen3-VL-Embedding src/models/qwen3_vl_embedding.py and qwen3_
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,16 +66,9 @@ class QwenVLEncoder(QwenVLPooled):
         """Prompts without pictures, [B, L] each -> float32 [B, D], of length 1."""
         return self.encode_prompts(input_ids, attention_mask)
 
-    def encode_prompts(
-        self,
-        input_ids: jax.Array,
-        mask: jax.Array,
-        pictures: PatchBatch | None = None,
-        rows: jax.Array | None = None,
-        positions: jax.Array | None = None,
-    ) -> jax.Array:
+    def encode_prompts(self, *prompts: Any) -> jax.Array:
         """Prompts as `last_states` takes them -> float32 [B, D], of length 1."""
-        states = self.last_states(input_ids, mask, pictures, rows, positions)
+        states = self.last_states(*prompts)
         return l2_normalize(states[:, : self.truncate_dim])
 
 
@@ -86,15 +80,8 @@ class QwenVLYesNo(QwenVLPooled):
         super().__init__(config, rngs=rngs)
         self.yes, self.no = yes, no
 
-    def __call__(
-        self,
-        input_ids: jax.Array,
-        mask: jax.Array,
-        pictures: PatchBatch | None = None,
-        rows: jax.Array | None = None,
-        positions: jax.Array | None = None,
-    ) -> jax.Array:
+    def __call__(self, *prompts: Any) -> jax.Array:
         """Prompts as `last_states` takes them -> log-odds of yes, float32 [B]."""
-        states = self.last_states(input_ids, mask, pictures, rows, positions)
+        states = self.last_states(*prompts)
         logits = self.llama.logits(states.astype(self.config.llama.dtype))  # [B, V]
         return logits[:, self.yes] - logits[:, self.no]

@@ -62,8 +62,7 @@ def prompt_batches(
     for number, prompt in enumerate(prompts):
         units = [bucket_of(grid_of(one.shape, config.vision), config.vision)
                  for one in prompt.pictures]  # fmt: skip
-        tokens = len(prompt.tokens) - len(units)
-        tokens += sum(config.picture_tokens(one.shape) for one in prompt.pictures)
+        tokens = len(prompt.tokens) + beyond_placeholders(prompt.pictures, config)
         length = lengths[int(np.searchsorted(lengths, tokens))]
         groups[len(units), max(units, default=0), length].append(number)
     for (count, bucket, length), members in sorted(groups.items()):
@@ -74,6 +73,11 @@ def prompt_batches(
             padded = [chunk[min(row, len(chunk) - 1)] for row in serving.placement.rows(size)]
             own = [prompts[number] for number in padded]
             yield np.array(chunk), _batch(own, config, count, bucket, length, pad_token)
+
+
+def beyond_placeholders(pictures: Sequence[np.ndarray], config: QwenVLConfig) -> int:
+    """Tokens of pictures in a prompt beyond their placeholders."""
+    return sum(config.picture_tokens(one.shape) - 1 for one in pictures)
 
 
 def attended(config: QwenVLConfig, bucket: int, length: int) -> int:

@@ -29,7 +29,12 @@ from mmqa_jax.models.qwen_vl import QwenVLConfig
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 from mmqa_jax.retrieval.embedder import Embedder
 from mmqa_jax.retrieval.embeddings import BROKEN
-from mmqa_jax.retrieval.picture_batches import HELD, PicturePrompt, prompt_batches
+from mmqa_jax.retrieval.picture_batches import (
+    HELD,
+    PicturePrompt,
+    beyond_placeholders,
+    prompt_batches,
+)
 from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
 from mmqa_jax.retrieval.vectors import check_finite
 from mmqa_jax.weights.sentence_pooling import has_recipe, read_recipe
@@ -137,15 +142,11 @@ class VLMEmbedder(Embedder):
                 instruction,
                 parts,
                 [[texts[n]] for n in members],
-                [self.buckets[-1] - self._beyond(own) for own in shown],
+                [self.buckets[-1] - beyond_placeholders(own, self._config) for own in shown],
             )
             for number, ids, own in zip(members, tokens, shown, strict=True):
                 made[number] = PicturePrompt(ids, tuple(own))
         return made
-
-    def _beyond(self, pictures: Sequence[np.ndarray]) -> int:
-        """Tokens of pictures beyond their placeholders."""
-        return sum(self._config.picture_tokens(one.shape) - 1 for one in pictures)
 
 
 def picture_sizes(config: QwenVisionConfig) -> PictureSizes:
