@@ -29,6 +29,7 @@ BENCHES = {
     "retrieval": "embedding, indexing and search against exact search",
     "train": "the loop, checkpoints, and runs and jobs of several processes",
     "input": "reading and decoding pictures against Pillow alone; waiting for batches",
+    "families": "models by family: deviation from transformers, memory, plan on v5e:2x4",
     "plan": "what the compiler makes of the programs that `mmqa plan` judges",
     "store": "keeping finished work: core/store.py against ArrayRecord, SQLite and LMDB",
     "refusals": "the threshold below which `mmqa ask --data` refuses, chosen on --data",
@@ -97,6 +98,9 @@ def show(result: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    if "lines" in result:  # a table for a page
+        print("\n".join(result["lines"]))
+        return
     rows = result["rows"]
     more = dict.fromkeys(key for row in rows for key in row if key not in _COLUMNS)
     table = Table(title=f"{result['bench']}, {result['device']}", title_justify="left")
