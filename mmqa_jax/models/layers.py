@@ -4,9 +4,9 @@ Three conventions hold for all models built on this file:
 
 * **Names.** Every parameter carries the logical names of its axes as Flax metadata
   (`out_sharding`); `nnx.get_partition_spec` reads them and the rules of the config map them to
-  mesh axes. Names: "layers", "embed", "mlp", "heads", "head_dim", "vocab", "positions", "patch",
-  "proj". Parameters are created with `eager_sharding=False`, so that building a model needs no
-  mesh; on a mesh, build under `jax.jit` with `out_shardings` from those specs.
+  mesh axes. Names: "layers", "embed", "mlp", "experts", "heads", "head_dim", "vocab", "positions",
+  "patch", "proj". Parameters are created with `eager_sharding=False`, so that building a model
+  needs no mesh; on a mesh, build under `jax.jit` with `out_shardings` from those specs.
 * **Dropout.** Functions take `dropout_key: jax.Array | None`. None means no dropout
   (deterministic). A key is split explicitly (`split_key`), never stored in a module, which keeps
   a step a plain function of arrays under `jax.jit`, `jax.lax.scan` and `jax.value_and_grad`.

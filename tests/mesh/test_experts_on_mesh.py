@@ -53,6 +53,16 @@ def test_logits_and_gradients(by, monkeypatch):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **LAYER), gradient, expected)
 
 
+def test_experts_that_do_not_divide_are_on_every_device():
+    """6 of them over 4; and rows that do not divide are computed on every device too."""
+    mesh = make_mesh({"data": 2, "tensor": 4})
+    graphdef, state = nnx.split(init_sharded(build, mesh))
+    ids = np.random.default_rng(0).integers(0, 60, (3, 10))
+    with jax.set_mesh(mesh):
+        got = jax.jit(lambda state, ids: nnx.merge(graphdef, state)(ids))(state, ids)
+    np.testing.assert_allclose(got, jax.jit(build())(ids), **LAYER)
+
+
 def test_what_is_planned():
     """FLOPs are those of one device, and a layer's experts are summed up once."""
     mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})

@@ -20,7 +20,7 @@ from flax import nnx
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.decoding.abstract_programs import Program, engine_programs
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.llama_config import RELATIVES, LlamaConfig, llama2_7b
+from mmqa_jax.models.llama_config import LlamaConfig, llama2_7b
 from mmqa_jax.plan.topology import open_topology
 from tests.hlo.counts import count
 from tests.hlo.kept import facts_of
@@ -43,7 +43,6 @@ HEADS_OF_80 = LlamaConfig(
     hidden=320, layers=1, heads=4, kv_heads=4, mlp=640, vocab_size=1000, dtype="bfloat16"
 )
 FOUR_LAYERS = dataclasses.replace(LLAMA_7B, layers=4)
-MIXTURE = RELATIVES["qwen3_30b_a3b"](layers=4, dtype="bfloat16")
 # Slots of 960 columns, which the kernel for decoding on a TPU does not take.
 UNALIGNED = EngineConfig(length=960, buckets=(96,), prefill_tokens=192, block=0)
 # Name, model, topology, mesh, slots and programs; "scanned" scans its layers on a GPU, too, and
@@ -53,7 +52,6 @@ PROGRAMS = {
         ("7b", LLAMA_7B, "v5e:2x4", {"tensor": 8}, 64, ("decode", "prefill")),
         ("7b_int8", LLAMA_7B, "v5e:2x4", {"tensor": 8}, 64, ("decode",)),
         ("unaligned", FOUR_LAYERS, "v5e:2x4", {"tensor": 8}, 16, ("decode",)),
-        ("mixture", MIXTURE, "v5e:2x4", {"tensor": 8}, 64, ("decode",)),
         ("70b", LLAMA_70B, "v5e:4x4", {"tensor": 16}, 16, ("decode", "prefill")),
         ("8b_default", LLAMA_8B, "v5e:2x4", {"tensor": 8}, 64, ("prefill",)),
         ("70b_default", LLAMA_70B, "v5e:4x4", {"tensor": 16}, 16, ("prefill",)),

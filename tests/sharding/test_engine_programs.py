@@ -64,7 +64,7 @@ def least_bytes(found: dict[str, Any], whole: bool = False) -> float:
     return found["weights"] - found["embedding"] + used * found["cache"]
 
 
-@pytest.mark.parametrize("name", ["7b_decode", "7b_int8_decode", "mixture_decode"])
+@pytest.mark.parametrize("name", ["7b_decode", "7b_int8_decode"])
 def test_a_step_reads_weights_and_used_columns_once(programs, name):
     """The kernel says what it reads; that it reads no more is tested with its numbers."""
     found = programs[name]

@@ -54,7 +54,8 @@ def experts_together(source: TensorSource, experts: int) -> TensorSource:
             )
         spec = source.specs()[keys[0]]
         of_all = jax.ShapeDtypeStruct((experts, *spec.shape), spec.dtype)
-        tensors[name] = of_all, functools.partial(_stack, source, [keys[n] for n in sorted(keys)])
+        in_order = [keys[number] for number in range(experts)]
+        tensors[name] = of_all, functools.partial(_stack, source, in_order, of_all)
     return DerivedSource(source.name, tensors)
 
 
@@ -78,8 +79,12 @@ def _rows(source: TensorSource, key: str, rows: slice) -> np.ndarray:
     return source.read(key)[:, rows]
 
 
-def _stack(source: TensorSource, keys: list[str]) -> np.ndarray:
-    return np.stack([source.read(key) for key in keys])
+def _stack(source: TensorSource, keys: list[str], spec: jax.ShapeDtypeStruct) -> np.ndarray:
+    """One tensor is in memory beside the whole at a time."""
+    whole = np.empty(spec.shape, spec.dtype)
+    for number, key in enumerate(keys):
+        whole[number] = source.read(key)
+    return whole
 
 
 def _one(read_layer: Callable[[str], np.ndarray], key: str, number: int) -> np.ndarray:

@@ -1,0 +1,57 @@
+"""Compiles a mixture's step of decoding for TPUs and prints its facts as JSON, a line each for
+weights as given and in int8; see test_mixture_program.py.
+
+A process of its own, where JAX's platform is the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import jax
+from flax import nnx
+
+from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.decoding.abstract_programs import engine_programs
+from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.models.llama_config import RELATIVES
+from mmqa_jax.plan.program import shard_bytes
+from mmqa_jax.plan.topology import open_topology
+from tests.hlo.counts import count
+from tests.hlo.kept import facts_of
+
+LAYERS, REACHED = 4, 1000  # columns of the longest sequence
+CONFIG = RELATIVES["qwen3_30b_a3b"](layers=LAYERS, dtype="bfloat16")
+
+
+def main() -> None:
+    mesh = make_mesh({"tensor": 8}, devices=open_topology("v5e:2x4").devices)
+    for weights in ("given", "int8"):
+        sizes = EngineConfig(slots=64, length=2048, weights=weights)
+        programs = engine_programs(CONFIG, sizes, mesh, columns=REACHED)
+        step = programs["decode"]
+        state, cache = step.arguments[:2]
+        used = shard_bytes(cache) * sizes.read(REACHED) / sizes.columns
+        looked_up = shard_bytes(nnx.to_pure_dict(state)["tokens"])
+        with jax.set_mesh(mesh):
+            lowered = step.function.lower(*step.arguments)
+        facts = facts_of(f"mixture_{weights}", lowered, measure, __file__)
+        floor = shard_bytes(state) - looked_up + used
+        print(json.dumps({"weights": weights, "floor": floor, **facts}), flush=True)
+
+
+def measure(compiled: jax.stages.Compiled) -> dict[str, Any]:
+    """What the compiled step does on one device."""
+    found = count(compiled.as_text())
+    return {
+        "bytes": found.bytes,
+        "loops": found.loops,
+        "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+        "matrix": math.prod((CONFIG.experts, CONFIG.hidden, CONFIG.mlp)) * 2 / 8,
+    }
+
+
+if __name__ == "__main__":
+    main()
