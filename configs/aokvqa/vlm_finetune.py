@@ -33,8 +33,9 @@ def get_config(mode: str = "") -> ConfigDict:
     # COCO's pictures as they are: up to 576 tokens of 28 x 28 pixels each.
     config.model.vision = {"dtype": "float32", "remat": "none", "max_pixels": 576 * 28 * 28}
     config.pictures = {"max_broken": None}
-    # As the rows of RMR ask: the direct answer behind its rationale.
-    config.examples.update({"templates": ("rmr.direct",), "shots": 0, "similarity": "random"})
+    # As the rows of RMR ask, the answer behind its rationale; and alone, as it is validated.
+    templates = ("rmr.direct", "rmr.text")
+    config.examples.update({"templates": templates, "shots": 0, "similarity": "random"})
     config.library.text_model = ""
     # Tokens beside those of a picture.
     config.batches.update({"length": 512, "targets": 256, "workers": 0})
