@@ -59,11 +59,9 @@ class FusionReader:
         stay cited and are not read.
         """
         check_questions(questions, "FusionReader.answer")
-        answers: list[Prediction | None] = [None] * len(questions)
-        for batch in self.answer_batches(questions, cited):
-            for index, prediction in batch:
-                answers[index] = prediction
-        return answers
+        batches = self.answer_batches(questions, cited)
+        found = {index: prediction for batch in batches for index, prediction in batch}
+        return [found[index] for index in range(len(questions))]
 
     def answer_batches(
         self, questions: Sequence[Question], cited: Sequence[Ranking]

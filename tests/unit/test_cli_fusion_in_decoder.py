@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -11,12 +12,14 @@ from tiny_t5 import write_folder
 
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.store import Store
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.kat_knowledge import KATKnowledge
 from mmqa_jax.data.passages import question_texts
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.squad import squad_exact_match
 from mmqa_jax.papers.kat import answer_kat
+from mmqa_jax.runs.resumable import Resumable
 from mmqa_jax.tasks.reader import open_published_reader, open_reader
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
@@ -119,3 +122,28 @@ def test_exact_match_is_squads():
     assert squad_exact_match("The Sun's!", ["suns"]) == 1
     assert squad_exact_match("an apple, a day", ["apple day"]) == 1
     assert squad_exact_match("apples", ["apple", "a pear"]) == 0
+
+
+def test_what_was_read_is_read_no_more(tmp_path):
+    """A row that was interrupted repeats no question with the same passages."""
+    asked = []
+
+    class Reader:
+        def read_batches(self, questions, passages):
+            asked.extend(question.id for question in questions)
+            found = zip(questions, passages, strict=True)
+            yield [(n, ((f"{q.id} {own[0]}", -0.5),)) for n, (q, own) in enumerate(found)]
+
+    questions = [Question(name, "test", f"Is it {name}?") for name in "abc"]
+    passages = [[f"passage of {q.id}"] for q in questions]
+    store = Store(tmp_path / "kept", {"part": "fusion_reader"})
+    kept = Resumable(Reader(), store, defaultdict(float))
+    first = kept.read(questions[:2], passages[:2])
+    again = kept.read(questions, passages)
+    assert asked == ["a", "b", "c"]
+    assert again[:2] == first
+    assert again[2].answer == "c passage of c"
+    assert again[2].trace == {"passages": ["passage of c"]}
+    kept.read(questions[:1], [["another"]])
+    assert asked == ["a", "b", "c", "a"]
+    store.close()
