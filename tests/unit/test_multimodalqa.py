@@ -167,38 +167,39 @@ def test_official_files_in_and_out(data, tmp_path):
     )
 
 
+_UNKNOWN = {**QUESTIONS[0], "supporting_context": [{"doc_id": "zz"}]}
+_NO_TABLE = {**TABLES[0], "table": {"header": 1}}
+
+
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    ("name", "rows", "words"),
     [
-        ("MMQA_texts.jsonl.gz", b"no gzip", ("MMQA_texts", "damaged", "fetch it again")),
-        ("MMQA_dev.jsonl.gz", gzip.compress(b"[1]\n"), ("line 1", "an object")),
-        ("MMQA_dev.jsonl.gz", gzip.compress(b"{\n"), ("line 1",)),
-        (
-            "MMQA_dev.jsonl.gz",
-            gzip.compress(json.dumps({**QUESTIONS[0], "supporting_context": [{"doc_id": "zz"}]}).encode()),
-            ("line 1", "source zz"),
-        ),
-        (
-            "MMQA_tables.jsonl.gz",
-            gzip.compress(json.dumps({**TABLES[0], "table": {"header": 1}}).encode()),
-            ("MMQA_tables", "line 1", "`table`"),
-        ),
-        ("MMQA_images.jsonl.gz", None, ("MMQA_images.jsonl.gz", "no such file")),
-        (
-            "MMQA_dev.jsonl.gz",
-            gzip.compress(2 * (json.dumps(QUESTIONS[0]) + "\n").encode()),
-            ("line 2", "q1", "twice"),
-        ),
+        ("dev", ["[1]"], ("line 1", "an object")),
+        ("dev", ["{"], ("line 1",)),
+        ("dev", [json.dumps(_UNKNOWN)], ("line 1", "source zz")),
+        ("dev", 2 * [json.dumps(QUESTIONS[0])], ("line 2", "q1", "twice")),
+        ("tables", [json.dumps(_NO_TABLE)], ("MMQA_tables", "line 1", "`table`")),
     ],
-)  # fmt: skip
-def test_malformed_files(raw, tmp_path, name, content, words):
-    (raw / name).unlink()
-    if content is not None:
-        (raw / name).write_bytes(content)
+)
+def test_malformed_lines(raw, tmp_path, name, rows, words):
+    packed = gzip.compress("".join(f"{row}\n" for row in rows).encode())
+    (raw / f"MMQA_{name}.jsonl.gz").write_bytes(packed)
     ended = mmqa("prepare", "multimodalqa", f"--raw={raw}", f"--out={tmp_path / 'out'}")
     assert ended.code == 2
     assert all(word in ended.err for word in words), ended.err
     assert not (tmp_path / "out").exists()
+
+
+def test_missing_and_foreign_files(raw, tmp_path):
+    prepare = ("prepare", "multimodalqa", f"--raw={raw}", f"--out={tmp_path / 'out'}")
+    (raw / "MMQA_texts.jsonl.gz").write_bytes(b"no gzip")
+    ended = mmqa(*prepare)
+    assert ended.code == 2
+    assert "is damaged after line 0" in ended.err
+    (raw / "MMQA_texts.jsonl.gz").unlink()
+    ended = mmqa(*prepare)
+    assert ended.code == 2
+    assert "MMQA_texts.jsonl.gz: no such file" in ended.err
 
 
 def test_a_cut_file_is_refused(raw, tmp_path):
