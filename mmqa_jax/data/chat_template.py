@@ -69,18 +69,22 @@ class PictureChat:
       folder: with a chat template.
       tokenizer: the folder's.
       image_token: id of a picture's placeholder.
+
+    Attributes:
+      source: of the chat template.
     """
 
     def __init__(self, folder: Path, tokenizer: TextsTokenizer, image_token: int):
         file = folder / SETTINGS
         settings = read_json(file) if file.is_file() else {}
         self._settings = settings if isinstance(settings, dict) else {}
-        self._source = template_source(folder, self._settings)
-        if self._source is None:
+        source = template_source(folder, self._settings)
+        if source is None:
             raise UserError(
                 f"{folder}: has no chat template ({TEMPLATE}), of which its prompts are made; "
                 "fetch the whole folder again."
             )
+        self.source = source
         self._folder, self._tokenizer, self._image_token = folder, tokenizer, image_token
         self._frames: dict[tuple[str, tuple[str | None, ...]], list[int | str]] = {}
 
@@ -127,7 +131,7 @@ class PictureChat:
             {"role": "user", "content": content},
         ]
         try:
-            text = rendered(self._source, messages, self._settings, answer=True)
+            text = rendered(self.source, messages, self._settings, answer=True)
         except (jinja2.TemplateError, TypeError) as error:
             raise UserError(
                 f"{self._folder}: its chat template makes no prompt of an instruction, texts and "

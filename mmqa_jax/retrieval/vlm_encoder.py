@@ -194,20 +194,21 @@ def load_vlm_embedder(
         )
     tokenizer = load_encoder_tokenizer(folder, config.llama.vocab_size, pairs=False)
     buckets = prompt_lengths(folder, config, recipe.max_tokens or LONGEST)
+    chat = PictureChat(folder, tokenizer, config.image_token)
     graphdef, state = nnx.split(encoder)
     if devices is not None:
         state = jax.device_put(state, state_shardings(state, devices))
     return VLMEmbedder(
         graphdef,
         state,
-        PictureChat(folder, tokenizer, config.image_token),
+        chat,
         config,
         tokenizer=tokenizer,
         buckets=buckets,
         batch_size=batch_size,
         cost=encoder_cost(config.llama, buckets[-1], "sources"),
         prompts=recipe.prompts,
-        recipe=f"{config} {recipe.truncate_dim} {INSTRUCTION}",
+        recipe=f"{config} {recipe.truncate_dim} {INSTRUCTION} {chat.source}",
     )
 
 

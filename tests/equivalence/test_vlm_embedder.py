@@ -195,10 +195,8 @@ def test_texts_and_pages_share_an_index(published, tmp_path, monkeypatch):
     assert (extra["file"], extra["page"]) == ("manual.pdf", 2)
 
 
-def test_what_is_refused(published, tmp_path):
+def test_what_is_refused(published, ours, tmp_path):
     corpus = corpus_of_lists(["a"], None, None, None)
-    chat = tmp_path / "Tiny-VL-Instruct"
-    chat.symlink_to(published.folder)
     plain = tmp_path / "plain"
     plain.mkdir()
     for file in published.folder.iterdir():
@@ -209,6 +207,7 @@ def test_what_is_refused(published, tmp_path):
     plain.rename(named)
     (named / "chat_template.jinja").write_text("{{ messages[1].content[0].text }}")
     embedder, _ = open_embedder(named, corpus)
+    assert embedder.fingerprint != ours.fingerprint  # only the template is another
     with pytest.raises(UserError, match="does not put the instruction, each text and"):
         embedder.embed_texts(["a"])
     (named / "chat_template.jinja").unlink()
