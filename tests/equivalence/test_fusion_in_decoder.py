@@ -136,19 +136,22 @@ def check_generation(pair, batch, beams):
     theirs, _, ours = pair
     with torch.no_grad():
         states, mask = encoded(theirs, batch)
-        want = theirs.generate(
+        found = theirs.generate(
             encoder_outputs=states, attention_mask=mask, num_beams=beams, do_sample=False,
             max_length=12, num_return_sequences=beams, eos_token_id=END, use_cache=False,
-        ).numpy()  # fmt: skip
+            output_scores=True, return_dict_in_generate=True,
+        )  # fmt: skip
     inputs = Passages.of(batch)
     got = beam_search(
         *nnx.split(ours), inputs, end_id=END, num_beams=beams, max_new_tokens=11, length_penalty=1.0
     )
-    want = want.reshape(len(LENGTHS), beams, -1)[:, :, 1:]
+    want = found.sequences.numpy().reshape(len(LENGTHS), beams, -1)[:, :, 1:]
     lengths = np.asarray(got.lengths)
     for row, beam in np.ndindex(lengths.shape):
         length = lengths[row, beam]
         np.testing.assert_array_equal(got.tokens[row, beam, :length], want[row, beam, :length])
+    if beams > 1:
+        np.testing.assert_allclose(np.ravel(got.scores), found.sequences_scores.numpy(), **WHOLE)
 
 
 @functools.cache
