@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Int32
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.llama import Llama
@@ -25,6 +24,9 @@ from mmqa_jax.models.llama_config import RELATIVES, LlamaConfig
 from mmqa_jax.models.qwen_vl_layout import Grid, PatchBatch, grid_of
 from mmqa_jax.models.qwen_vl_tower import QwenVision
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
+
+if TYPE_CHECKING:
+    from jaxtyping import Int32
 
 
 @dataclasses.dataclass(frozen=True)

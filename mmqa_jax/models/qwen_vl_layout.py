@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import flax.struct
 import numpy as np
-from jaxtyping import Int32, UInt8
 
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 
 if TYPE_CHECKING:
     import jax
+    from jaxtyping import Int32, UInt8
 
 _LEAST = 64  # units of the smallest bucket; each next one is a third to a half larger
 

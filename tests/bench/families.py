@@ -25,6 +25,7 @@ from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import LlavaConfig
+from mmqa_jax.models.onevision import OnevisionConfig
 from mmqa_jax.models.presets import SIGLIPS
 from mmqa_jax.models.qwen_vl import QwenVLConfig
 from mmqa_jax.models.siglip import SiglipConfig
@@ -42,7 +43,7 @@ _TOPOLOGY = "v5e:2x4"
 _MORE = "more than they hold"
 _CONFIG = _ROOT / "configs/prompt/default.py"
 # Modules of tests/equivalence, and words in the names of their tests of whole models.
-_MODULES = ("decoder_families", "llama", "llava", "qwen_vl", "t5", "siglip")
+_MODULES = ("decoder_families", "llama", "llava", "onevision", "qwen_vl", "t5", "siglip")
 _TESTS = (
     "layers_and_logits",
     "every_layer_and",
@@ -56,6 +57,7 @@ _COLUMNS = (
 )
 _KINDS: Mapping[type, str] = {
     LlavaConfig: "llava",
+    OnevisionConfig: "onevision",
     QwenVLConfig: "qwen_vl",
     SiglipConfig: "siglip",
 }  # fmt: skip

@@ -460,7 +460,7 @@ def test_mistakes_are_named(pair, tmp_path):
     )
     with pytest.raises(UserError, match=message):
         loaded(tmp_path / "odd.pkl")
-    torch.save({"model": tensors}, tmp_path / "nested.pkl")
+    torch.save({"weights": tensors}, tmp_path / "nested.pkl")
     with pytest.raises(UserError, match=r"nested\.pkl: not a state dict"):
         loaded(tmp_path / "nested.pkl")
     torch.save({"state_dict": tensors, "config": CONFIG}, tmp_path / "code.pkl")

@@ -52,7 +52,7 @@ def test_wrong_flags_of_the_stages(verb, flag, message, wrong, refused):
         ("embed", "rerank", "contrastive or example_retrieval"),
         ("search", "answer", "contrastive or example_retrieval"),
         ("rerank", "answer", "rerank"),
-        ("answer", "rerank", "answer"),
+        ("answer", "rerank", "answer or fusion_in_decoder"),
     ],
 )
 def test_a_model_of_another_task(verb, task, expected, wrong, models, refused):
