@@ -99,9 +99,10 @@ def write_gguf(
     architecture: str = "t5",
     metadata: Mapping[str, int] | None = None,
     tensors: Mapping[str, np.ndarray | None] | None = None,
+    tokenizer: bool = False,
 ) -> Path:
     """The model as llama.cpp's conversion writes it; `metadata` and `tensors` change that, None
-    leaves a tensor out."""
+    leaves a tensor out. A tokenizer takes the package seconds to read."""
     config = theirs.config
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_context_length(512)
@@ -119,11 +120,12 @@ def write_gguf(
     for key, value in (metadata or {}).items():
         writer.kv_data[0].pop(key, None)
         writer.add_uint32(key, value)
-    spiece = file.with_suffix(".spiece")
-    write_spiece(spiece)
-    add_spiece(writer, spiece, ROWS)
-    writer.kv_data[0].pop("tokenizer.ggml.padding_token_id")
-    writer.add_pad_token_id(config.pad_token_id)
+    if tokenizer:
+        spiece = file.with_suffix(".spiece")
+        write_spiece(spiece)
+        add_spiece(writer, spiece, ROWS)
+    else:
+        writer.add_pad_token_id(config.pad_token_id)
     layers = max(config.num_layers, config.num_decoder_layers)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.T5, layers)
     found = {
@@ -205,7 +207,7 @@ def test_whether_gates_without_a_head_are_scaled_is_asked_for(tmp_path):
 
 def test_a_backend_opens_the_file_alone(tmp_path):
     """Known by its content, with the tokenizer in it; a folder with the file is the file."""
-    file = write_gguf(tmp_path / "model.gguf", make("T5"))
+    file = write_gguf(tmp_path / "model.gguf", make("T5"), tokenizer=True)
     assert model_kind(file) == model_kind(tmp_path) == "t5"
     backend = open_backend(file, engine={"length": 64})
     assert backend.tokenizer.vocab_size == VOCABULARY + EXTRA
