@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import gguf
 import sentencepiece
 from flax import nnx
+from sentencepiece import sentencepiece_model_pb2
 
 from mmqa_jax.models.t5 import T5
 from mmqa_jax.models.t5_config import T5Config
@@ -33,6 +35,32 @@ def write_spiece(file: Path, vocab_size: int = VOCABULARY, *, in_bytes: bool = F
         byte_fallback=in_bytes, minloglevel=2,
     )  # fmt: skip
     file.write_bytes(made.getvalue())
+
+
+def add_spiece(writer: gguf.GGUFWriter, file: Path, vocab_size: int) -> None:
+    """A model of `write_spiece` in GGUF, as llama.cpp's conversion has it (T5Model.set_vocab).
+
+    vocab_size: rows of the embedding table; those behind the pieces have no piece.
+    """
+    model = sentencepiece.SentencePieceProcessor(model_file=str(file))
+    proto = sentencepiece_model_pb2.ModelProto.FromString(file.read_bytes())
+    kinds = {1: "NORMAL", 2: "UNKNOWN", 3: "CONTROL", 4: "NORMAL", 5: "UNUSED", 6: "BYTE"}
+    tokens = [f"[PAD{number}]" for number in range(vocab_size)]
+    scores, types = [-10000.0] * vocab_size, [gguf.TokenType.UNUSED] * vocab_size
+    for number in range(model.vocab_size()):
+        piece = proto.pieces[number]
+        tokens[number], scores[number] = piece.piece, piece.score
+        types[number] = gguf.TokenType[kinds[piece.type]]
+    writer.add_tokenizer_model("t5")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_scores(scores)
+    writer.add_token_types(types)
+    writer.add_add_space_prefix(proto.normalizer_spec.add_dummy_prefix)
+    writer.add_remove_extra_whitespaces(proto.normalizer_spec.remove_extra_whitespaces)
+    writer.add_precompiled_charsmap(proto.normalizer_spec.precompiled_charsmap)
+    writer.add_eos_token_id(1)
+    writer.add_pad_token_id(0)
 
 
 def t5_config(vocab_size: int) -> T5Config:

@@ -55,9 +55,12 @@ from mmqa_jax.weights.folder import (
     load_converted,
     read_record,
 )
+from mmqa_jax.weights.formats.gguf import GGUFSource
 from mmqa_jax.weights.hub import find_model, is_hub_name
+from mmqa_jax.weights.models.t5_gguf import ARCHITECTURES as GGUF_T5
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.registry import architecture
+from mmqa_jax.weights.sources import gguf_file
 
 _KINDS = ("llama", "llava", "onevision", "qwen_vl", "t5")
 _CHUNK = 1 << 22
@@ -304,6 +307,10 @@ def model_kind(path: Path) -> str:
     """The architecture at a path; of what is published and not one of _KINDS `llama`."""
     if is_weights_folder(path):
         return read_record(path).architecture.name
+    gguf = gguf_file(path)
+    if gguf is not None:
+        named = GGUFSource(gguf).metadata("general.architecture")
+        return "t5" if named in GGUF_T5 else "llama"
     file = path / "config.json"
     published = read_json(file) if file.is_file() else {}
     model_type = str(published.get("model_type", ""))

@@ -175,6 +175,9 @@ def _of_gguf(path: Path) -> TextTokenizer:
             tokenizer.post_processor = processors.TemplateProcessing(
                 single=f"{bos} $A", special_tokens=[(bos, ids["bos"])]
             )
+    elif kind[0] == "t5":
+        tokenizer, special = _t5_of_gguf(file, tokens)
+        ids = {"eos": 1, **ids}  # llama.cpp's, where the file does not say it
     else:
         prefix = file.metadata("tokenizer.ggml.add_space_prefix", True)
         tokenizer, special = open_gguf(path, *kind, prefix)
@@ -303,6 +306,8 @@ def pictures_of(messages: Sequence[Message]) -> tuple[Picture, ...]:
 
 _SPIECE = "spiece.model"
 _OF_T5 = ("T5Tokenizer", "T5TokenizerFast", "MT5Tokenizer", "MT5TokenizerFast")
+_T5_FIRST = ("<pad>", "</s>", "<unk>")
+_T5_SENTINELS = 100
 _BYTE = "<0x00>"  # a piece of models that spell unknown characters in bytes
 
 # llama.cpp's byte-level BPEs whose splitting transformers has -> whether a word that is a token
@@ -361,7 +366,58 @@ def _of_t5(folder: Path) -> PublishedTokenizer:
 
     transformers' own class has those pieces and does not use them.
     """
-    opened = _published(_from_pretrained(_OF_T5[0], folder))
+    return _with_bytes(_published(_from_pretrained(_OF_T5[0], folder)))
+
+
+def _t5_of_gguf(file: GGUFSource, tokens: list[str]) -> PublishedTokenizer:
+    """T5's SentencePiece model in a GGUF file (llama.cpp conversion/t5.py, set_vocab).
+
+    Pieces are followed by rows of the model's table that no piece has, called `[PADn]`. The first
+    100 of them are T5's sentinels, from `<extra_id_99>` down to `<extra_id_0>`, unless the file
+    names some itself.
+    """
+    import transformers
+
+    kinds = file.metadata("tokenizer.ggml.token_type")
+    added = [
+        token
+        for token, kind in zip(tokens, kinds, strict=True)
+        if kind == _USER_DEFINED and not token.startswith("<extra_id_")
+    ]
+    off = [
+        key
+        for key in ("add_space_prefix", "remove_extra_whitespaces")
+        if not file.metadata(f"tokenizer.ggml.{key}", False)
+    ]
+    if added or off or tuple(tokens[:3]) != _T5_FIRST:
+        why = f"its first tokens are {', '.join(tokens[:3])}"
+        why = f"tokenizer.ggml.{off[0]} is not true" if off else why
+        why = f"has the added token {added[0]!r}" if added else why
+        raise UserError(
+            f"{file.name}: {why}, unlike a T5's tokenizer as it is read from GGUF; name a folder "
+            "with the model's own by --tokenizer."
+        )
+    count = len(tokens)
+    while tokens[count - 1] == f"[PAD{count - 1}]":
+        count -= 1
+    scores = file.metadata("tokenizer.ggml.scores")
+    pieces = list(zip(tokens[:count], scores[:count], strict=True))
+    sentinels = [token for token in tokens if "<extra_id_" in token]
+    if not sentinels:
+        numbers = reversed(range(min(_T5_SENTINELS, len(tokens) - count)))
+        sentinels = [f"<extra_id_{number}>" for number in numbers]
+        pieces += [(sentinel, 0.0) for sentinel in sentinels]
+    charsmap = file.metadata("tokenizer.ggml.precompiled_charsmap", [])
+    opened = transformers.T5Tokenizer(
+        vocab=pieces,
+        _spm_precompiled_charsmap=bytes(value & 0xFF for value in charsmap) or None,
+        extra_ids=sum(sentinel.startswith("<") for sentinel in sentinels),
+    )
+    return _with_bytes(_published(opened))
+
+
+def _with_bytes(opened: PublishedTokenizer) -> PublishedTokenizer:
+    """The same, unknown characters in bytes where it has those pieces."""
     content = json.loads(opened.tokenizer.to_str())
     has_bytes = opened.tokenizer.token_to_id(_BYTE) is not None
     content["model"]["byte_fallback"] = has_bytes

@@ -175,7 +175,11 @@ ARCHITECTURES = (
         title="T5, T5 1.1, Flan-T5, mT5",
         model="t5.T5",
         config="t5_config.T5Config",
-        layouts=(HF_FOLDER, "folder of Fusion-in-Decoder or KAT (FiDT5)"),
+        layouts=(
+            HF_FOLDER,
+            "GGUF (F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q6_K ...) of t5",
+            "folder of Fusion-in-Decoder or KAT (FiDT5)",
+        ),
         exports="T5ForConditionalGeneration or MT5ForConditionalGeneration",
     ),
     Architecture(

@@ -52,6 +52,25 @@ def open_source(path: str | os.PathLike) -> TensorSource:
     return SafetensorsSource(path)
 
 
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF file that a path names: itself, or the only one of a folder without config.json.
+
+    Returns:
+      None: it names another checkpoint. A broken file that is called `.gguf` is one.
+
+    Raises:
+      UserError: a folder holds several, or a file cannot be read.
+    """
+    if path.is_dir():
+        found = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
+        if len(found) > 1:
+            raise UserError(
+                f"{path}: holds {len(found)} .gguf files; give one of them, e.g. {found[0]}."
+            )
+        return found[0] if found else None
+    return path if path.suffix == ".gguf" or read_magic(path) == "gguf" else None
+
+
 def read_magic(path: Path) -> str:
     """What a file's first bytes say: gguf, safetensors, torch, index (JSON of shards) or other.
 

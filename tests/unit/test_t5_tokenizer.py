@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gguf
 import pytest
 import sentencepiece
 import transformers
-from tiny_t5 import EXTRA, write_spiece
+from tiny_t5 import EXTRA, add_spiece, write_spiece
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_json
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 
@@ -65,3 +67,66 @@ def test_a_saved_tokenizer_opens_as_the_same(folder, tmp_path):
     assert again.fingerprint == ours.fingerprint
     for text in (*TEXTS, *MARKED):
         assert again.encode(text) == ours.encode(text)
+
+
+def write_gguf(file, folder, count, change=lambda writer: None):
+    """The folder's tokenizer in a GGUF file without tensors; `change` sets metadata otherwise."""
+    writer = gguf.GGUFWriter(file, "t5")
+    add_spiece(writer, folder / "spiece.model", count)
+    change(writer.kv_data[0])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def test_a_gguf_files_tokenizer_is_that_of_the_folder(folder, tmp_path):
+    """With more rows than pieces and sentinels, as a T5's table has."""
+    of_folder = open_tokenizer(folder)
+    ours = open_tokenizer(write_gguf(tmp_path / "a.gguf", folder, of_folder.vocab_size + 28))
+    assert (ours.vocab_size, ours.end_ids) == (of_folder.vocab_size, (1,))
+    for text in (*TEXTS, *MARKED):
+        ids = of_folder.encode(text)
+        assert ours.encode(text) == ids, text
+        assert ours.decode(ids) == of_folder.decode(ids)
+
+
+def test_a_gguf_files_own_sentinels_are_read(folder, tmp_path):
+    """As from a folder with added_tokens.json."""
+    of_folder = open_tokenizer(folder)
+    size = of_folder.vocab_size
+
+    def name_them(metadata):
+        for number in range(EXTRA):
+            place = size - 1 - number
+            metadata["tokenizer.ggml.tokens"].value[place] = f"<extra_id_{number}>"
+            metadata["tokenizer.ggml.scores"].value[place] = -1000.0
+            metadata["tokenizer.ggml.token_type"].value[place] = gguf.TokenType.USER_DEFINED
+
+    ours = open_tokenizer(write_gguf(tmp_path / "a.gguf", folder, size + 28, name_them))
+    assert ours.vocab_size == size
+    for text in (*TEXTS, *MARKED):
+        assert ours.encode(text) == of_folder.encode(text), text
+
+
+@pytest.mark.parametrize(
+    ("key", "place", "value", "message"),
+    [
+        ("add_space_prefix", None, False, "add_space_prefix is not true"),
+        ("remove_extra_whitespaces", None, False, "remove_extra_whitespaces is not true"),
+        ("tokens", 2, "<unknown>", "first tokens are <pad>, </s>, <unknown>"),
+        ("token_type", 7, gguf.TokenType.USER_DEFINED, "has the added token"),
+    ],
+)
+def test_another_tokenizer_in_a_gguf_file_is_refused(key, place, value, message, folder, tmp_path):
+    def change(metadata):
+        entry = metadata[f"tokenizer.ggml.{key}"]
+        if place is None:
+            entry.value = value
+        else:
+            entry.value[place] = value
+
+    file = write_gguf(tmp_path / "a.gguf", folder, 200 + 256, change)
+    with pytest.raises(UserError, match=f"{message}.*--tokenizer"):
+        open_tokenizer(file)

@@ -34,7 +34,7 @@ from mmqa_jax.weights.models.fused_rows import apart, phi3_gguf_rows, phi3_rows,
 from mmqa_jax.weights.models.llama_gguf import ROPE_FACTORS, TURNED, gguf_config
 from mmqa_jax.weights.models.llama_in_gemma3 import WITH_TOWER, language_model
 from mmqa_jax.weights.models.llama_meta import read_meta, unknown_scaling
-from mmqa_jax.weights.sources import open_source, read_magic
+from mmqa_jax.weights.sources import gguf_file, open_source, read_magic
 
 # Part of the model: its name in transformers, Meta's (and llama2.c's), and llama.cpp's layout.
 _LAYOUTS = ("transformers", "meta", "gguf")
@@ -214,23 +214,17 @@ def open_llama(path: Path) -> Checkpoint:
         raise UserError(
             f"{path}: no such file, neither a folder nor a checkpoint's file; check the path."
         )
-    if path.is_dir():
-        if (path / "params.json").exists() or any(path.glob("consolidated.*.pth")):
-            config, source = read_meta(path)
-            return Checkpoint(config, _META, source, "meta", unknown=unknown_scaling(config))
-        found = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
-        if len(found) > 1:
-            raise UserError(
-                f"{path}: holds {len(found)} .gguf files; give one of them, e.g. {found[0]}."
-            )
-        path = found[0] if found else path
-    kind = "folder" if path.is_dir() else read_magic(path)
-    if kind == "gguf" or path.suffix == ".gguf":  # a broken one is reported by its reader
-        source = GGUFSource(path)
+    if (path / "params.json").exists() or any(path.glob("consolidated.*.pth")):
+        config, source = read_meta(path)
+        return Checkpoint(config, _META, source, "meta", unknown=unknown_scaling(config))
+    gguf = gguf_file(path)
+    if gguf is not None:
+        source = GGUFSource(gguf)
         config = gguf_config(source)
         if FAMILIES[config.family].fused:
             source = apart(source, phi3_gguf_rows(config))
         return Checkpoint(config, _GGUF, source, "gguf")
+    kind = "folder" if path.is_dir() else read_magic(path)
     if kind == "other" and path.suffix == ".bin":
         source = Llama2cSource(path)
         config = _llama2c_config(source.header)

@@ -15,9 +15,9 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.decoder_families import FAMILIES
 from mmqa_jax.models.llama import inverse_frequencies
 from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling
-from mmqa_jax.models.published_keys import check_keys
 from mmqa_jax.models.rope import scaling_from_hf
 from mmqa_jax.weights.formats.gguf import GGUFSource
+from mmqa_jax.weights.models.gguf_metadata import check_metadata, head_size_of, vocabulary_of
 
 ROPE_FACTORS = "rope_freqs.weight"
 _LONGROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
@@ -85,23 +85,11 @@ def gguf_config(source: GGUFSource) -> LlamaConfig:
             "give such a file, or the safetensors files of this model."
         )
     of = f"{architecture}."
-    read = (*_READ, *_HARMLESS, *_FURTHER.get(architecture, ()))
-    fixed = {f"{of}{key}": values for key, values in _FIXED.items()}
-    for key in source.metadata_keys():
-        if key.startswith(of) and key.removeprefix(of) not in read:
-            check_keys({key: source.metadata(key)}, source.name, read=(), fixed=fixed)
+    check_metadata(source, of, (*_READ, *_HARMLESS, *_FURTHER.get(architecture, ())), _FIXED)
     specs = source.specs()
-    if "token_embd.weight" not in specs:
-        raise UserError(f"{source.name}: holds no token_embd.weight; fetch the file again.")
     heads = source.integer(f"{of}attention.head_count")
     hidden = source.integer(f"{of}embedding_length")
-    head_size = source.integer(f"{of}attention.key_length", hidden // heads)
-    values = source.integer(f"{of}attention.value_length", head_size)
-    if values != head_size:
-        raise UserError(
-            f"{source.name}: {of}attention.value_length is {values}, a head has {head_size}; use "
-            "a model whose keys and values are of one size."
-        )
+    head_size = head_size_of(source, of, hidden // heads)
     rotated = source.integer(f"{of}rope.dimension_count", head_size)
     name = ARCHITECTURES[architecture]
     if name == "olmo2" and source.metadata(f"{of}attention.sliding_window", 0):
@@ -114,7 +102,7 @@ def gguf_config(source: GGUFSource) -> LlamaConfig:
         )
     config = LlamaConfig(
         family=name,
-        vocab_size=specs["token_embd.weight"].shape[0],
+        vocab_size=vocabulary_of(source),
         hidden=hidden,
         layers=source.integer(f"{of}block_count"),
         heads=heads,

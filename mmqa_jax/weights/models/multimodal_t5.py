@@ -11,6 +11,7 @@ from pathlib import Path
 
 from flax import nnx
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.multimodal_t5 import MultimodalT5Config
 from mmqa_jax.models.t5_config import T5Config
 from mmqa_jax.weights.keymap import TRANSPOSE, KeyMap, Rule, untied_source
@@ -48,9 +49,14 @@ def open_multimodal_t5(path: Path) -> Checkpoint:
     """A checkpoint of Multimodal-CoT, or a T5 without pictures.
 
     Raises:
-      UserError: as `open_t5`.
+      UserError: as `open_t5`, or a GGUF file.
     """
     found = open_t5(path)
+    if found.layout == "gguf":
+        raise UserError(
+            f"{path}: a GGUF file; give the T5's folder, or convert the file by `mmqa convert "
+            "--model=t5 --export=hf` and give what it makes."
+        )
     shapes = shapes_of(found.source, _OLDER)
     fields = {
         field.name: getattr(found.config, field.name) for field in dataclasses.fields(T5Config)

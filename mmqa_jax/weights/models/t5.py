@@ -1,4 +1,4 @@
-"""T5, Flan-T5 and mT5 checkpoints: transformers' folders, both directions.
+"""T5, Flan-T5 and mT5 checkpoints: transformers' folders both ways, llama.cpp's GGUF files in.
 
 Fusion-in-Decoder's and KAT's (`FiDT5`) are read too: a T5's tensors, with the names that their
 wrappers of the encoder and of its layers give them, and the relative positions between the stacks
@@ -17,10 +17,12 @@ import numpy as np
 from flax import nnx
 
 from mmqa_jax.models.t5_config import FAMILIES, T5Config
+from mmqa_jax.weights.formats.gguf import GGUFSource
 from mmqa_jax.weights.formats.safetensors import DerivedSource
 from mmqa_jax.weights.keymap import TRANSPOSE, KeyMap, Rule, untied_source
 from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, read_hf_config
-from mmqa_jax.weights.sources import open_source
+from mmqa_jax.weights.models.t5_gguf import check_head, gguf_names, t5_gguf_config
+from mmqa_jax.weights.sources import gguf_file, open_source
 
 _ATTENTION = {"q": "query", "k": "key", "v": "value", "o": "out"}
 _TABLE, _HEAD = "shared.weight", "lm_head.weight"
@@ -82,12 +84,21 @@ def t5_key_map(config: T5Config, rename: Sequence[tuple[str, str]] = ()) -> KeyM
     )
 
 
+def _gguf_key_map(config: T5Config) -> KeyMap:
+    return t5_key_map(config, gguf_names(config))
+
+
 def open_t5(path: Path) -> Checkpoint:
-    """A T5, Flan-T5 or mT5 of transformers, or Fusion-in-Decoder's.
+    """A T5, Flan-T5 or mT5 of transformers or llama.cpp (GGUF), or Fusion-in-Decoder's.
 
     Raises:
       UserError: a missing or broken file, another model's config.
     """
+    gguf = gguf_file(path) if path.exists() else None
+    if gguf is not None:
+        source = GGUFSource(gguf)
+        config, unknown = t5_gguf_config(source)
+        return Checkpoint(config, _gguf_key_map, source, "gguf", check_head, unknown)
     published = read_hf_config(path, *FAMILIES)
     source = open_source(path)
     has_head = _HEAD in source.specs()
