@@ -342,4 +342,4 @@ def test_every_training_config_can_be_validated(folder):
         assert read_task(config).validate.split == "val"
         seen.add(config.task)
     assert seen >= {"contrastive", "rerank"}
-    assert TINY_OF.keys() >= seen
+    assert {*TINY_OF, "fusion_in_decoder"} >= seen  # test_cli_fusion_in_decoder.py
