@@ -53,7 +53,16 @@ class _StreamHandler(ocp.type_handlers.NumpyHandler):
 
     async def serialize(self, values, infos, args=None):
         """Writes one slice after the other; all is written when this returns."""
-        writes, size = [], 0
+        writes: list[tensorstore.Future] = []
+        try:
+            await self._write(values, infos, writes)
+        finally:  # of an interrupted save too: its folder is removed, and no write may go on there
+            await asyncio.gather(*writes, return_exceptions=True)
+        return []
+
+    async def _write(self, values: Any, infos: Any, writes: list[tensorstore.Future]) -> None:
+        """Starts all writes and waits for them; `writes` has those that may be unfinished."""
+        size = 0
         for value, info in zip(values, infos, strict=True):
             await info.await_path_creation()
             spec = ocp.type_handlers.get_json_tspec_write(
@@ -73,9 +82,9 @@ class _StreamHandler(ocp.type_handlers.NumpyHandler):
                 size += part.nbytes
                 if size >= _WRITE_BYTES:  # small ones together: each wait makes new files
                     await asyncio.gather(*writes)
-                    writes, size = [], 0
+                    writes.clear()
+                    size = 0
         await asyncio.gather(*writes)
-        return []
 
 
 def write_weights(folder: str | os.PathLike, arrays: Mapping[str, StreamedArray]) -> None:
