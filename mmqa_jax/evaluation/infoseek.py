@@ -1,8 +1,8 @@
 """InfoSeek's score and its prediction file (edchengg/infoseek_eval, infoseek_eval.py).
 
     infoseek/official   string and time questions: the answer is one of the spellings that count,
-                        normalized; numerical ones: its number lies in the range, or its range
-                        within that or over half of their union
+                        normalized as SQuAD's; numerical ones: its number lies in the range, or its
+                        range within that or over half of their union
 
 The final score is the harmonic mean of the scores on unseen questions and on unseen entities; it
 stands in a note. The file has a line {"data_id", "prediction"} for each question.
@@ -11,7 +11,6 @@ stands in a note. The file has a line {"data_id", "prediction"} for each questio
 from __future__ import annotations
 
 import re
-import string
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,10 +23,9 @@ from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.prediction_lines import answers_of, json_rows
 from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
 from mmqa_jax.evaluation.scoring import Evaluation
+from mmqa_jax.evaluation.squad import squad_exact_match
 
 SCORER = "infoseek/official"
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _NUMBER = re.compile(r"[-+]?[.]?\d+(?:,\d\d\d)*\.?\d*(?:[eE][-+]?\d+)?")
 _LEAST_OVERLAP = 0.5
 _EPS = 1e-12
@@ -42,7 +40,7 @@ def is_right(said: str, question: Question) -> bool:
     """The official judgment of an answer."""
     if question.category == "numerical":
         return numbers_match(numbers_of(said), question.extra[RANGE])
-    return _normalized(said) in set(map(_normalized, question.answers))
+    return bool(squad_exact_match(said, question.answers))
 
 
 def numbers_of(text: str) -> list[float]:
@@ -144,8 +142,3 @@ def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
         "unseen entity": among(lambda q: q.extra.get(UNSEEN) == "unseen_entity"),
         **{kind: among(lambda q, kind=kind: q.category == kind) for kind in TYPES},
     }
-
-
-def _normalized(text: str) -> str:
-    words = _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION))
-    return " ".join(words.split())
