@@ -163,9 +163,8 @@ def test_the_same_regions_in_the_same_order(case):
     assert areas.std() > 50
 
 
+@pytest.mark.parametrize("case", ["maskrcnn"], indirect=True)  # one network is enough
 def test_maps_in_bfloat16_stay_near(case):
-    if case.kind != "maskrcnn":
-        pytest.skip("one network is enough")
     config = case.ours.config
     half = dataclasses.replace(
         config, backbone=dataclasses.replace(config.backbone, dtype="bfloat16")
@@ -181,10 +180,9 @@ def test_maps_in_bfloat16_stay_near(case):
     assert 1e-3 < np.abs(got - want).max() < 0.05 * np.abs(want).max()
 
 
+@pytest.mark.parametrize("case", ["detectron"], indirect=True)  # the others have no fc6
 def test_features_in_front_of_the_relu(case):
     """WebQA's fc1_features are those of VLP's detector before fc6's ReLU."""
-    if case.kind != "detectron":
-        pytest.skip("the others have no fc6")
     config = dataclasses.replace(case.ours.config, rectified=False)
     pooled = np.random.default_rng(2).normal(size=(5, config.bins, config.bins, 12)).astype("f4")
     planes = torch.from_numpy(pooled.transpose(0, 3, 1, 2).copy())
@@ -224,10 +222,9 @@ def test_damaged_and_foreign_checkpoints_are_refused_by_name(case, tmp_path):
         load_published("detector", tmp_path / "code.pkl")
 
 
+@pytest.mark.parametrize("case", ["detectron"], indirect=True)  # detectron2 runs on Python 3
 def test_python_2_wrote_detectrons_pickles(case, tmp_path):
     """Its strings are bytes in the pickle, those of arrays beyond ASCII."""
-    if case.kind != "detectron":
-        pytest.skip("detectron2 runs on Python 3")
     values = np.float32([-1.7, 2.3e-5])
 
     class Python2(pickle._Pickler):
