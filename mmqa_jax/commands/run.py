@@ -71,13 +71,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def show_results(result: RowRun, folder: Path) -> dict[str, Any]:
     """Prints what a row's run came to; returns scores.json."""
+    from mmqa_jax.evaluation.chain import losses_tables
     from mmqa_jax.evaluation.tables import show
     from mmqa_jax.runs.row_report import row_title
     from mmqa_jax.runs.traces import counts_table
 
     for note in result.scores["notes"]:
         print(note, file=sys.stderr)
-    tables = result.evaluation.tables(row_title(result.scores))
+    tables = result.evaluation.tables(row_title(result.scores)) + losses_tables(result.scores)
     for table in [*tables, *counts_table(result.scores.get("prompts", {}))]:
         show(table)
     print(f"Report: {folder / 'report.html'}")

@@ -11,6 +11,7 @@ from mmqa_jax.core.files import write_json, write_jsonl
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking, prediction_row
 from mmqa_jax.evaluation.benchmarks import BENCHMARKS
+from mmqa_jax.evaluation.chain import losses_by_stage
 from mmqa_jax.evaluation.retrieval import score_modality, score_rankings
 from mmqa_jax.evaluation.scores import Scores, count_empty
 from mmqa_jax.evaluation.scoring import Evaluation, notes_of_counts, score_cited, score_predictions
@@ -19,7 +20,7 @@ from mmqa_jax.runs.agent_report import agent_summary
 from mmqa_jax.runs.answered import Answered
 from mmqa_jax.runs.parts import RetrieverSpec
 from mmqa_jax.runs.row import Row
-from mmqa_jax.runs.row_report import write_row_report
+from mmqa_jax.runs.row_report import verdict_scorer, write_row_report
 from mmqa_jax.runs.traces import llm_cost, trace_counts, trace_rows
 
 
@@ -62,6 +63,9 @@ def write_results(
             f"pairs of question and source without a score, which count as 0: {answered.unscored:,}"
         )
     scores = _scores(row, questions, predictions, evaluation, limit, answered.llm)
+    found = rankings.get("candidates") or rankings.get("relevance")
+    if row.answers and found:
+        scores |= _lost(row, questions, predictions, evaluation, found)
     if answered.engine is not None:
         scores["engine"] = answered.engine
     if answered.serving:
@@ -166,6 +170,24 @@ def _scores(
         **({"llm": llm_cost(llm, len(questions))} if llm else {}),
         **agent_summary(predictions),
     }
+
+
+def _lost(
+    row: Row,
+    questions: Sequence[Question],
+    predictions: Sequence[Prediction],
+    evaluation: Evaluation,
+    candidates: Sequence[Ranking],
+) -> dict[str, Any]:
+    """The key `lost`, what each stage of a chain loses; {} without gold sources or scores."""
+    scorer = verdict_scorer(row.dataset, evaluation, predictions)
+    right = {
+        question_id: scores[scorer]
+        for question_id, scores in evaluation.per_question().items()
+        if scorer in scores
+    }
+    losses = losses_by_stage(questions, candidates, predictions, right)
+    return {"lost": {"scorer": scorer, "stages": losses}} if losses else {}
 
 
 def _seconds(spent: float) -> dict[str, float]:

@@ -25,6 +25,7 @@ from mmqa_jax.evaluation.cards import (
     cites_picture,
     evenly_by_category,
 )
+from mmqa_jax.evaluation.chain import losses_tables
 from mmqa_jax.evaluation.compare import read_run
 from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.report import ReportData, write_report
@@ -90,6 +91,7 @@ def write_row_report(
         tables.append(_cost_table(scores["llm"]))
     per_question = evaluation.per_question()
     scorer = verdict_scorer(scores["dataset"], evaluation, predictions)
+    tables += losses_tables(scores)
     recall = {
         int(name.partition("@")[2]): value
         for name, value in scores["scores"].items()

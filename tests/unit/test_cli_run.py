@@ -79,6 +79,11 @@ def test_what_a_row_writes(name, ran):
     own = ROWS[name] not in ("question_only", "oracle")
     assert ("source_f1/official" in scores["scores"]) == own
     assert ("recall@2" in scores["scores"]) == own
+    assert ("lost" in scores) == (own and answers)
+    if "lost" in scores:
+        stages = scores["lost"]["stages"].values()
+        assert sum(stage["questions"] for stage in stages) == 4
+        assert 0 <= sum(stage["lost"] for stage in stages) <= 1
     if answers:
         assert {"text", "color"} <= scores["by_category"].keys()
     predictions = rows_of(folder / "predictions.jsonl")
@@ -399,6 +404,7 @@ def test_what_the_report_shows(ran, data):
     folder = ran("webqa:clip20_vlp")
     report = html.unescape((folder / "report.html").read_text())
     assert "webqa, test: clip20_vlp" in report
+    assert "Where answers are lost" in report
     for row in TEST:
         assert row["question"] in report
     scores = read_json(folder / "scores.json")["scores"]
