@@ -118,6 +118,28 @@ def knowledge(**changes: Any) -> dict[str, Any]:
     return dataclasses.asdict(KnowledgeSpec(**changes))
 
 
+def alone() -> dict[str, dict[str, Any]]:
+    """A model asked for a short answer without any source, in RMR's words without triplets.
+
+    QWEN_VL see the question's picture; SmolLM2 reads the words of the question alone.
+    """
+    models = {name: qwen_vl(name) for name in QWEN_VL}
+    models["smollm2"] = language_model("smollm2", length=2048)
+    return {
+        name: {
+            "setting": "rmr_direct",
+            "parts": {"llm": llm, "library": library(text_model="")},
+            "options": {
+                "shots": 0,
+                "similarity": "random",
+                "chat": True,
+                "pictures": name in QWEN_VL,
+            },
+        }
+        for name, llm in models.items()
+    }
+
+
 def llm_rows(
     llm: dict[str, Any], retriever: Mapping[str, Any], *, top_k: int = 5
 ) -> dict[str, dict[str, Any]]:

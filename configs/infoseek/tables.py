@@ -16,19 +16,8 @@ MADE_BY = {DATA: f"mmqa prepare infoseek --raw=downloads/infoseek --out={DATA}"}
 _rows = config_beside(__file__, "../rows.py")
 MADE_BY |= dict(_rows.QWEN_VL.values())
 
-
-def _alone(llm: dict, *, pictures: bool) -> dict:
-    return {
-        "setting": "rmr_direct",
-        "parts": {"llm": llm, "library": _rows.library(text_model="")},
-        "options": {"shots": 0, "similarity": "random", "chat": True, "pictures": pictures},
-    }
-
-
 ROWS = {
-    **{name: _alone(_rows.qwen_vl(name), pictures=True) for name in _rows.QWEN_VL},
-    # From the words of the question alone.
-    "smollm2": _alone(_rows.language_model("smollm2", length=2048), pictures=False),
+    **_rows.alone(),
 }
 MISSING: dict[str, tuple[dict, ...]] = {}
 CITED: dict[str, tuple[dict, ...]] = {}

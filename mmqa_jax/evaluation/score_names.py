@@ -49,6 +49,8 @@ _NAMES = {
     "seed_bench/letter": "accuracy (SEED-Bench, letter)",
     "seed_bench/likelihood": "accuracy (SEED-Bench, likelihood)",
     "infoseek/official": "accuracy (InfoSeek)",
+    "evqa/exact_match": "exact match (Encyclopedic-VQA)",
+    "evqa/bem": "accuracy by BEM (Encyclopedic-VQA)",
     "multimodalqa/list_em": "exact match (MultimodalQA)",
     "multimodalqa/list_f1": "F1 (MultimodalQA)",
 }
