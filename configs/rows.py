@@ -189,7 +189,8 @@ def make_row(
       name: of the row.
       row: its setting and parts, and where they differ from the defaults its options, published
         figures, questions (so many, evenly over the split; 0 is all), modality, split, where
-        (values that keys of the questions must have) and context (`pictures` or `sources`: what of
+        (values that keys of the questions must have), sources (folder of those that are searched,
+        if not its own) and context (`pictures` or `sources`: what of
         a question's gold sources is its caption; data/question_pictures.py).
       made_by: path of an input -> where it comes from.
     """
@@ -203,7 +204,7 @@ def make_row(
         "split": row.get("split", split),
         "questions": row.get("questions", RowData.questions),
         "modality": row.get("modality", RowData.modality),
-        **{key: row[key] for key in ("where", "context") if key in row},
+        **{key: row[key] for key in ("where", "context", "sources") if key in row},
     }
     config.parts = row["parts"]
     for name in ("engine", "mesh"):

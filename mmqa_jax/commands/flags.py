@@ -65,6 +65,16 @@ def add_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", required=True, help="folder written by `mmqa prepare`")
 
 
+def add_sources(parser: argparse.ArgumentParser) -> None:
+    """`--sources`."""
+    parser.add_argument(
+        "--sources",
+        default="",
+        metavar="DIR",
+        help="folder of `mmqa prepare` whose sources are meant, if not the questions' own",
+    )
+
+
 def add_split(parser: argparse.ArgumentParser) -> None:
     """`--split`."""
     parser.add_argument("--split", default="test", help="train, val or test (test)")

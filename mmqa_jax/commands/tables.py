@@ -9,7 +9,7 @@ from mmqa_jax.commands import flags
 
 # Of runs/tables.py: PAPERS and datasets(), which this list does without loading.
 NAMES = (
-    *("webqa", "pica", "rmr", "mavl", "llava", "mmcot", "atlas", "openstax"),
+    *("webqa", "pica", "rmr", "mavl", "llava", "mmcot", "echosight", "atlas", "openstax"),
     *("okvqa", "aokvqa", "scienceqa", "mmbench", "seedbench", "multimodalqa", "infoseek", "evqa"),
 )
 SUMMARY = "list the rows of the papers' tables: published and measured figures, commands, needs."

@@ -28,6 +28,7 @@ PAPERS = {
     "atlas": ("atlas",),
     "openstax": ("openstax",),
     "multimodalqa": ("multimodalqa",),
+    "echosight": ("evqa", "infoseek"),
     "infoseek": ("infoseek",),
     "evqa": ("evqa",),
 }
