@@ -118,6 +118,28 @@ def knowledge(**changes: Any) -> dict[str, Any]:
     return dataclasses.asdict(KnowledgeSpec(**changes))
 
 
+def alone() -> dict[str, dict[str, Any]]:
+    """A model asked for a short answer without any source, in RMR's words without triplets.
+
+    QWEN_VL see the question's picture; SmolLM2 reads the words of the question alone.
+    """
+    models = {name: qwen_vl(name) for name in QWEN_VL}
+    models["smollm2"] = language_model("smollm2", length=2048)
+    return {
+        name: {
+            "setting": "rmr_direct",
+            "parts": {"llm": llm, "library": library(text_model="")},
+            "options": {
+                "shots": 0,
+                "similarity": "random",
+                "chat": True,
+                "pictures": name in QWEN_VL,
+            },
+        }
+        for name, llm in models.items()
+    }
+
+
 def llm_rows(
     llm: dict[str, Any], retriever: Mapping[str, Any], *, top_k: int = 5
 ) -> dict[str, dict[str, Any]]:
@@ -167,7 +189,8 @@ def make_row(
       name: of the row.
       row: its setting and parts, and where they differ from the defaults its options, published
         figures, questions (so many, evenly over the split; 0 is all), modality, split, where
-        (values that keys of the questions must have) and context (`pictures` or `sources`: what of
+        (values that keys of the questions must have), sources (folder of those that are searched,
+        if not its own) and context (`pictures` or `sources`: what of
         a question's gold sources is its caption; data/question_pictures.py).
       made_by: path of an input -> where it comes from.
     """
@@ -181,7 +204,7 @@ def make_row(
         "split": row.get("split", split),
         "questions": row.get("questions", RowData.questions),
         "modality": row.get("modality", RowData.modality),
-        **{key: row[key] for key in ("where", "context") if key in row},
+        **{key: row[key] for key in ("where", "context", "sources") if key in row},
     }
     config.parts = row["parts"]
     for name in ("engine", "mesh"):

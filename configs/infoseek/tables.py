@@ -1,7 +1,7 @@
-"""The rows on InfoSeek: a vision-language model alone, asked for a short answer.
+"""The rows on InfoSeek: a model alone, asked for a short answer, and EchoSight.
 
-They ask as RMR's rows without triplets do (papers/rmr.py, `rmr_direct`). No published system is
-among them. What retrieves from Wikipedia with its pictures is not here yet.
+They ask as RMR's rows without triplets do (papers/rmr.py, `rmr_direct`). EchoSight's retrieve from
+articles of Wikipedia with their pictures.
 """
 
 from ml_collections import ConfigDict
@@ -11,27 +11,18 @@ from mmqa_jax.core.config import config_beside
 PAPER = "infoseek"
 
 DATA = "data/infoseek"
+WIKI = "data/infoseek_wiki"
 MADE_BY = {DATA: f"mmqa prepare infoseek --raw=downloads/infoseek --out={DATA}"}
 
 _rows = config_beside(__file__, "../rows.py")
-MADE_BY |= dict(_rows.QWEN_VL.values())
+_echosight = config_beside(__file__, "../echosight.py")
+MADE_BY |= {**dict(_rows.QWEN_VL.values()), **_echosight.made_by(WIKI)}
 
-
-def _alone(llm: dict, *, pictures: bool) -> dict:
-    return {
-        "setting": "rmr_direct",
-        "parts": {"llm": llm, "library": _rows.library(text_model="")},
-        "options": {"shots": 0, "similarity": "random", "chat": True, "pictures": pictures},
-    }
-
-
-ROWS = {
-    **{name: _alone(_rows.qwen_vl(name), pictures=True) for name in _rows.QWEN_VL},
-    # From the words of the question alone.
-    "smollm2": _alone(_rows.language_model("smollm2", length=2048), pictures=False),
-}
+ROWS = {**_rows.alone(), **_echosight.rows(WIKI)}
 MISSING: dict[str, tuple[dict, ...]] = {}
-CITED: dict[str, tuple[dict, ...]] = {}
+CITED: dict[str, tuple[dict, ...]] = _echosight.cited(
+    "InfoSeek", 31.3, "infoseek/official", {1: 53.2, 20: 77.9}
+)
 MODES = tuple(ROWS)
 
 

@@ -13,7 +13,10 @@ from mmqa_jax.core.errors import UserError
 
 SUMMARY = "score predictions or rankings against references."
 EXAMPLE = "mmqa evaluate atlas --references=data/atlas --predictions=runs/predictions.jsonl --json"
-STORE_INPUTS = ("references", "predictions", "against")
+STORE_INPUTS = ("references", "sources", "predictions", "against")
+
+# Benchmarks whose questions name the articles that answer them.
+_WITH_ARTICLES = ("infoseek", "evqa")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +59,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="folder of bart-large-cnn with BARTScore's bart.pth, for fluency: webqa_fl/official, "
         "or webqa_fl/bart-large-cnn without that file",
     )
+    flags.add_sources(parser)
     parser.add_argument(
         "--submission",
         metavar="FILE",
@@ -87,10 +91,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     arguments = flags.fetched(arguments, STORE_INPUTS)
     if arguments.submission:
         check_out(Path(arguments.submission), flag="--submission")
-    if arguments.dataset in flags.BENCHMARKS:
-        return _evaluate_benchmark(arguments)
-    arguments.split = arguments.split or "test"
-    references = flags.optional_path(arguments.references)
     predictions = Path(arguments.predictions)
     is_ranked = is_run(predictions) or (
         predictions.suffix == ".jsonl" and holds_rankings(predictions)
@@ -102,6 +102,17 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                     f"--{flag}: {predictions} holds rankings; give a file with answers, as `mmqa "
                     "answer` writes it."
                 )
+    if is_ranked and arguments.dataset in _WITH_ARTICLES:
+        return _evaluate_articles(arguments, predictions)
+    if arguments.sources:
+        raise UserError(
+            f"--sources={arguments.sources}: tells the articles of ranked sources, for "
+            f"{' and '.join(_WITH_ARTICLES)}; leave it out."
+        )
+    if arguments.dataset in flags.BENCHMARKS:
+        return _evaluate_benchmark(arguments)
+    arguments.split = arguments.split or "test"
+    references = flags.optional_path(arguments.references)
     if references is not None and is_qrels(references):
         if not is_ranked:
             raise UserError(
@@ -309,6 +320,40 @@ def _evaluate_rankings(
         "scores": overall.scores,
         "by_category": {},
         "by_modality": scored["by_modality"],
+    }
+
+
+def _evaluate_articles(arguments: argparse.Namespace, path: Path) -> dict[str, Any]:
+    """Scores rankings of sources by the articles that they are of."""
+    from mmqa_jax.data.corpus import open_sources
+    from mmqa_jax.evaluation import benchmarks
+    from mmqa_jax.evaluation.articles import know_articles, score_articles
+    from mmqa_jax.evaluation.tables import answer_table, show
+    from mmqa_jax.retrieval.rankings import read_rankings
+
+    dataset = arguments.dataset
+    if not arguments.references:
+        raise UserError(f"--references: name the folder of `mmqa prepare {dataset}`.")
+    split = benchmarks.split_of(dataset, arguments.split)
+    references = Path(arguments.references)
+    questions = benchmarks.read_questions(dataset, references, split)
+    if arguments.only_given:
+        questions = _among(questions, read_rankings(path), path)
+    if not know_articles(questions):
+        raise UserError(
+            f"--references={references}: the articles of these questions are not known; give "
+            "files that tell them, infoseek_val_withkb.jsonl for infoseek."
+        )
+    corpus = open_sources(arguments.sources or references)
+    rankings = read_rankings(path, [question.id for question in questions], corpus.row)
+    scored = score_articles(corpus.articles, questions, rankings)
+    show(answer_table(f"{dataset}, {split}: articles", scored), markdown=arguments.markdown)
+    return {
+        "dataset": dataset,
+        "split": split,
+        "n": scored.n,
+        "scores": scored.scores,
+        "by_category": scored.by_category,
     }
 
 

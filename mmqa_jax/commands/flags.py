@@ -29,6 +29,7 @@ BENCHMARKS = (
     "seedbench",
     "multimodalqa",
     "infoseek",
+    "evqa",
 )
 
 
@@ -62,6 +63,16 @@ def add_only(parser: argparse.ArgumentParser, what: str, help: str) -> None:
 def add_data(parser: argparse.ArgumentParser) -> None:
     """`--data`."""
     parser.add_argument("--data", required=True, help="folder written by `mmqa prepare`")
+
+
+def add_sources(parser: argparse.ArgumentParser) -> None:
+    """`--sources`."""
+    parser.add_argument(
+        "--sources",
+        default="",
+        metavar="DIR",
+        help="folder of `mmqa prepare` whose sources are meant, if not the questions' own",
+    )
 
 
 def add_split(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ EXAMPLE = (
     "mmqa search --data=data/atlas --method=dense --model=runs/contrastive "
     "--index=runs/index --out=runs/retrieval/dense.jsonl"
 )
-STORE_INPUTS = ("data", "model", "index", "modality_model")
+STORE_INPUTS = ("data", "sources", "model", "index", "modality_model")
 STORE_OUTPUTS = ("out", "qrels")
 
 
@@ -72,10 +72,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--modality",
-        choices=("unknown", "known", "classified"),
+        choices=("unknown", "known", "classified", "text", "image"),
         default="unknown",
-        help="search all sources, those of the gold sources' modality, or those of the modality "
-        "that a classifier predicts; its accuracy is printed",
+        help="search all sources, those of the gold sources' modality, those of the modality "
+        "that a classifier predicts (its accuracy is printed), or those of one modality",
     )
     parser.add_argument(
         "--modality_model",
@@ -83,6 +83,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="classified: workdir of a modality training run (WebQA's BERT classifier; by default "
         "logistic regression over the words of the train questions)",
     )
+    parser.add_argument(
+        "--asks",
+        choices=("both", "text", "picture"),
+        default="both",
+        help="what of a question is searched for (both)",
+    )
+    flags.add_sources(parser)
     parser.add_argument(
         "--webqa_compat",
         action="store_true",
@@ -108,7 +115,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.core.files import check_out
     from mmqa_jax.data.corpus import open_corpus
     from mmqa_jax.data.splits import split_questions
+    from mmqa_jax.evaluation.articles import know_articles, score_articles
     from mmqa_jax.evaluation.retrieval import score_retrieval, show_retrieval
+    from mmqa_jax.evaluation.tables import answer_table, show
     from mmqa_jax.extensions.fusion_tuning import check_gold, tune_fusion
     from mmqa_jax.papers import webqa
     from mmqa_jax.retrieval.modality import modality_report
@@ -133,13 +142,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         arguments.index,
         modality=arguments.modality,
         modality_model=arguments.modality_model,
+        asks=arguments.asks,
         webqa_compat=arguments.webqa_compat,
         second_hop=arguments.second_hop,
         fusion_weight=arguments.fusion_weight,
     )
     _check_tune(arguments, alone=flags.is_alone(arguments, shard))
     spec.check(restricted=restricted)
-    corpus = open_corpus(data)
+    corpus = open_corpus(data, arguments.sources)
     questions = split_questions(corpus, data, split)
     check_rankings_out(out, questions, corpus)
     qrels = as_path(arguments.qrels) if arguments.qrels else None
@@ -172,6 +182,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     what = {
         "verb": "search",
         "corpus": corpus.fingerprint,
+        **({"asked": corpus.asked_by} if corpus.asked_by else {}),
         "questions": identity.of_questions(questions),
         "retriever": spec.fingerprint(),
         "candidates": arguments.candidates,
@@ -198,7 +209,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     print(f"Rankings of {len(questions):,} questions: {out}")
     if qrels is not None:
         print(f"Their gold sources: {qrels}")
-    if spec.modality != "unknown":
+    if know_articles(questions):
+        by_article = score_articles(corpus.articles, questions, rankings)
+        show(answer_table(f"{data.name}, {split}: articles", by_article))
+        more["articles"] = by_article.scores
+    if spec.modality in ("known", "classified"):
         choose = None if spec.modality == "known" else open_predictor(corpus, spec)
         report = modality_report(corpus, questions, choose)
         for name, value in report.items():

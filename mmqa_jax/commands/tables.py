@@ -9,8 +9,8 @@ from mmqa_jax.commands import flags
 
 # Of runs/tables.py: PAPERS and datasets(), which this list does without loading.
 NAMES = (
-    *("webqa", "pica", "rmr", "mavl", "llava", "mmcot", "atlas", "openstax"),
-    *("okvqa", "aokvqa", "scienceqa", "mmbench", "seedbench", "multimodalqa", "infoseek"),
+    *("webqa", "pica", "rmr", "mavl", "llava", "mmcot", "echosight", "atlas", "openstax"),
+    *("okvqa", "aokvqa", "scienceqa", "mmbench", "seedbench", "multimodalqa", "infoseek", "evqa"),
 )
 SUMMARY = "list the rows of the papers' tables: published and measured figures, commands, needs."
 EXAMPLE = "mmqa tables webqa --workdir=runs/tables"

@@ -6,6 +6,9 @@ pictures are read from ArrayRecord on demand.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -13,7 +16,10 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data import records
+from mmqa_jax.data.articles import Articles
 from mmqa_jax.data.schema import Modality, Question, Source
+
+_ASKED = "question:"  # before the names of pictures of questions of another folder
 
 
 class Corpus:
@@ -25,6 +31,9 @@ class Corpus:
       read_picture: encoded bytes of a picture by its name (`Source.image`).
       fingerprint: hash of texts, pictures and questions.
       manifest: what `mmqa prepare` stored (counts, attribution, broken pictures, ...).
+
+    Attributes:
+      asked_by: fingerprint of the corpus whose questions these are, if it is another (`asked`).
 
     Raises:
       UserError: two sources with one id.
@@ -47,11 +56,39 @@ class Corpus:
             )
         self.fingerprint = fingerprint
         self.manifest = dict(manifest or {})
+        self.asked_by = ""
         self._questions = list(questions)
         self._read_picture = read_picture
 
     def __len__(self) -> int:
         return len(self.sources)
+
+    @functools.cached_property
+    def articles(self) -> Articles:
+        """The articles that the sources are of."""
+        return Articles(self.sources)
+
+    def asked(self, other: Corpus) -> Corpus:
+        """These sources with the questions of another corpus, and those questions' pictures.
+
+        The fingerprint stays that of these sources, which an index over them names.
+        """
+        joined, own = copy.copy(self), self.read_picture
+
+        def read(name: str) -> bytes | None:
+            if name.startswith(_ASKED):
+                return other.read_picture(name.removeprefix(_ASKED))
+            return own(name)
+
+        joined._read_picture = read
+        joined.asked_by = other.fingerprint
+        joined._questions = [
+            question
+            if question.image is None
+            else dataclasses.replace(question, image=_ASKED + question.image)
+            for question in other.questions()
+        ]
+        return joined
 
     def questions(self, split: str | None = None) -> list[Question]:
         """Questions of a split, or all of them; [] where the split has none."""
@@ -109,8 +146,14 @@ def open_sources(data_dir: str | os.PathLike) -> Corpus:
     return Corpus(records.read_sources(folder), (), pictures, manifest["fingerprint"], manifest)
 
 
-def open_corpus(data_dir: str | os.PathLike) -> Corpus:
-    """Opens what `mmqa prepare` wrote; UserError where it is missing or incomplete."""
+def open_corpus(data_dir: str | os.PathLike, sources: str | os.PathLike = "") -> Corpus:
+    """Opens what `mmqa prepare` wrote; UserError where it is missing or incomplete.
+
+    Args:
+      sources: another such folder, whose sources the questions are asked of; "": their own.
+    """
+    if sources:
+        return open_sources(sources).asked(open_corpus(data_dir))
     manifest = records.read_manifest(data_dir)
     folder = Path(data_dir) / manifest["records"]
     return Corpus(

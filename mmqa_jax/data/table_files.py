@@ -1,4 +1,4 @@
-"""Tables of text cells: tab-separated files with a header, and Excel's spreadsheets."""
+"""Tables of text cells: tab- or comma-separated files with a header, and Excel's spreadsheets."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _LARGEST_CELL = 2**31 - 1
 def read_table(path: Path, needed: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
     """(place for messages, {column: cell}) of each row; empty cells are "".
 
-    A cell may be quoted, and then hold tabs and line ends, as pandas writes it. `nan`, `None` and
-    `N/A` are texts, which pandas would read as empty cells; what they mean is the caller's matter.
+    A cell may be quoted, and then hold separators and line ends, as pandas writes it. `nan`, `None`
+    and `N/A` are texts, which pandas would read as empty; what they mean is the caller's matter.
 
     Args:
-      path: a .tsv or .xlsx file; of a spreadsheet the first sheet is read.
+      path: a .tsv, .csv or .xlsx file; of a spreadsheet the first sheet is read.
       needed: columns that must be there.
 
     Raises:
       UserError: the file cannot be read, has no rows or lacks a column, or a row has more cells
         than the header.
     """
-    rows = iter(_spreadsheet(path) if path.suffix.lower() == ".xlsx" else _tsv(path))
+    rows = iter(_spreadsheet(path) if path.suffix.lower() == ".xlsx" else _separated(path))
     header = [name.strip() for name in next(rows, (0, []))[1]]
     if missing := [name for name in needed if name not in header]:
         raise UserError(
@@ -76,16 +76,17 @@ def write_spreadsheet(path: Path, columns: Sequence[str], rows: Sequence[Sequenc
         book.save(file)
 
 
-def _tsv(path: Path) -> Iterator[tuple[int, list[str]]]:
+def _separated(path: Path) -> Iterator[tuple[int, list[str]]]:
     text = read_text(path)
+    separator, name = (",", "comma") if path.suffix.lower() == ".csv" else ("\t", "tab")
     csv.field_size_limit(max(csv.field_size_limit(), _LARGEST_CELL))
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     try:
         for number, cells in enumerate(reader, start=1):
             yield number, [_text(cell) for cell in cells]
     except csv.Error as error:
         raise UserError(
-            f"{path}, line {reader.line_num}: not tab-separated text ({error}); fetch the file "
+            f"{path}, line {reader.line_num}: not {name}-separated text ({error}); fetch the file "
             "again."
         ) from error
 

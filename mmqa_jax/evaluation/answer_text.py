@@ -47,7 +47,7 @@ def process_digit_article(text: str) -> str:
     As vqaEval.py's `processDigitArticle`.
     """
     words = (_DIGITS.get(word, word) for word in text.lower().split())
-    table = _contractions()
+    table = vqa_contractions()
     return " ".join(table.get(word, word) for word in words if word not in _ARTICLES)
 
 
@@ -76,7 +76,7 @@ def pica_answer(text: str) -> str:
 
 
 @functools.cache
-def _contractions() -> dict[str, str]:
+def vqa_contractions() -> dict[str, str]:
     """The official table, such as `dont` -> `don't`."""
     lines = Path(__file__).with_name("vqa_contractions.txt").read_text("utf-8").splitlines()
     return dict(line.split(" ") for line in lines if not line.startswith("#"))

@@ -16,6 +16,7 @@ from mmqa_jax.data.table_files import SUFFIXES
 from mmqa_jax.evaluation import (
     choice_formats,
     choice_scores,
+    evqa,
     infoseek,
     multimodalqa,
     vqa,
@@ -57,7 +58,7 @@ class BenchmarkScoring:
 
 
 # Benchmarks whose questions, answers and captions are in files that only their folder tells apart.
-_FOLDERS_ALONE = ("vqav2", "okvqa", "multimodalqa", "infoseek")
+_FOLDERS_ALONE = ("vqav2", "okvqa", "multimodalqa", "infoseek", "evqa")
 # Files that no reader of JSON should be asked to read; VLMEvalKit writes its predictions as pickles
 # too, which run code where they are loaded.
 _NO_JSON = (".xlsx", ".xls", ".csv", ".tsv", ".parquet", ".pkl", ".pickle")
@@ -128,6 +129,13 @@ BENCHMARKS: dict[str, BenchmarkScoring] = {
         has_reference=infoseek.has_typed_answer,
         score=infoseek.score_infoseek,
         write_submission=infoseek.write_infoseek_submission,
+    ),
+    "evqa": BenchmarkScoring(
+        split="test",
+        formats="predictions.jsonl",
+        read_predictions=evqa.read_evqa_predictions,
+        has_reference=evqa.has_answers,
+        score=evqa.score_evqa,
     ),
 }
 

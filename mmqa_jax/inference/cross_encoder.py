@@ -5,7 +5,7 @@ What reads pictures too, Qwen3-VL-Reranker, is in vlm_reranker.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -20,6 +20,7 @@ from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh, serve
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.encoder_tokenizer import EncoderTokenizer, load_encoder_tokenizer
 from mmqa_jax.data.schema import Question, Ranking, source_text
+from mmqa_jax.inference.reranker import ScoredPairs, gather
 from mmqa_jax.inference.vlm_reranker import VLMReranker, open_vlm_reranker
 from mmqa_jax.inference.yes_no_prompt import YesNoPairs, read_yes_no
 from mmqa_jax.models.cross_encoder import CrossEncoder
@@ -79,20 +80,31 @@ class CrossEncoderReranker:
     def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
         """The same sources by P(relevant), best first; ties keep their order."""
         check_questions(questions, "CrossEncoderReranker.score")
+        return rescored(candidates, gather(self.score_batches(questions, candidates), candidates))
+
+    def score_batches(
+        self, questions: Sequence[Question], candidates: Sequence[Ranking]
+    ) -> Iterator[ScoredPairs]:
+        """Yields the scores batch by batch, in the order of the batches."""
         rows = [[self.corpus.row[name] for name in given.sources] for given in candidates]
         pairs = [
             (question.question, source_text(self.corpus.sources[row]))
             for question, own in zip(questions, rows, strict=True)
             for row in own
         ]
-        return rescored(candidates, self.relevance(pairs))
+        yield from self._scored(pairs)
 
     def relevance(self, pairs: Sequence[tuple[str, str]]) -> Float32[np.ndarray, " n"]:
         """P(relevant) of pairs (question, text): the sigmoid of the model's logit."""
+        scores = np.zeros(len(pairs), np.float32)
+        for batch in self._scored(pairs):
+            scores[batch.indices] = batch.scores
+        return scores
+
+    def _scored(self, pairs: Sequence[tuple[str, str]]) -> Iterator[ScoredPairs]:
         tokens = self.tokenizer.encode_pairs(pairs)
         lengths = [self.tokenizer.pair_length(*map(len, pair)) for pair in tokens]
         buckets = np.searchsorted(self._buckets, np.minimum(lengths, self._buckets[-1]))
-        scores = np.zeros(len(pairs), np.float32)
         with Progress("Scoring sources", len(pairs), "pairs") as progress:
             for number in np.unique(buckets):
                 members = np.flatnonzero(buckets == number)
@@ -104,9 +116,8 @@ class CrossEncoderReranker:
                     own = placement.rows(len(batch[0]))
                     put = placement.put(tuple(array[own] for array in batch))
                     found = fetch(placement.call(self._relevance, self._state, *put))
-                    scores[chunk] = found[: len(chunk)]
+                    yield ScoredPairs(chunk, found[: len(chunk)])
                     progress.advance(len(chunk))
-        return scores
 
     def _batch(
         self, tokens: Sequence[tuple[list[int], ...]], length: int

@@ -8,7 +8,7 @@ Original: QwenLM/Qwen3-VL-Embedding src/models/qwen3_vl_reranker.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.encoder_tokenizer import load_encoder_tokenizer
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Question, Ranking, source_text
+from mmqa_jax.inference.reranker import ScoredPairs, gather
 from mmqa_jax.inference.yes_no_prompt import SYSTEM, token_of
 from mmqa_jax.models.vlm_encoder import QwenVLYesNo
 from mmqa_jax.retrieval.picture_batches import (
@@ -97,21 +98,26 @@ class VLMReranker:
     def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
         """The same sources by P(relevant), best first; ties keep their order."""
         check_questions(questions, "VLMReranker.score")
+        return rescored(candidates, gather(self.score_batches(questions, candidates), candidates))
+
+    def score_batches(
+        self, questions: Sequence[Question], candidates: Sequence[Ranking]
+    ) -> Iterator[ScoredPairs]:
+        """Yields the scores batch by batch, in the order of the pairs."""
         asked = [
             (question, self.corpus.row[name])
             for question, given in zip(questions, candidates, strict=True)
             for name in given.sources
         ]
-        scores = np.zeros(len(asked), np.float32)
         with Progress("Scoring sources", len(asked), "pairs") as progress:
             for start in range(0, len(asked), HELD):
                 chunk = [
                     (self._question(question), self._source(row))
                     for question, row in asked[start : start + HELD]
                 ]
-                scores[start : start + len(chunk)] = self.relevance(chunk)
+                rows = np.arange(start, start + len(chunk))
+                yield ScoredPairs(rows, self.relevance(chunk))
                 progress.advance(len(chunk))
-        return rescored(candidates, scores)
 
     def relevance(self, pairs: Sequence[tuple[Side, Side]]) -> Float32[np.ndarray, " n"]:
         """P(relevant) of pairs of a question and a source: sigmoid of the log-odds of yes."""

@@ -215,7 +215,7 @@ class LLMReader:
         texts = [prompt_text(self._corpus.sources[row]) for row in rows]
         pictures = [source_picture(self._corpus, row, self._shows_pictures) for row in rows]
         reason = ""
-        for quoted, left_out in _shortened(texts):
+        for quoted, left_out in shortened(texts):
             text, query = self._query(question, quoted, pictures[: len(quoted)], own_pictures)
             try:
                 self._llm.check(query)
@@ -265,7 +265,7 @@ class LLMReader:
         return self._options.render(lettered, {}).rstrip("\n").replace(MARK, " ")
 
 
-def _shortened(texts: Sequence[str]) -> Iterator[tuple[Sequence[str], dict[str, int]]]:
+def shortened(texts: Sequence[str]) -> Iterator[tuple[Sequence[str], dict[str, int]]]:
     """Ever less of the sources, the last ones dropped first, the first one cut at the end.
 
     Yields:

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from mmqa_jax.core.arguments import check_questions
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.retrieval.embedder import Embedder
-from mmqa_jax.retrieval.rankings import to_rankings
+from mmqa_jax.retrieval.rankings import Asks, to_rankings
 
 
 class DenseRetriever:
@@ -23,10 +24,26 @@ class DenseRetriever:
       embedder: embeds the questions, with their pictures if it sees.
       index: an ExactIndex, ScannIndex or ModalityIndex.
       pictures: pixels of the questions' pictures, as the embedder takes them.
+      asks: what of a question is embedded. By its picture, one without finds nothing.
+
+    Raises:
+      UserError: asked by pictures, which the embedder does not see.
     """
 
-    def __init__(self, corpus: Corpus, embedder: Embedder, index: Any, pictures: PictureStore):
+    def __init__(
+        self,
+        corpus: Corpus,
+        embedder: Embedder,
+        index: Any,
+        pictures: PictureStore,
+        asks: Asks = "both",
+    ):
+        if asks == "picture" and not embedder.image_size:
+            raise UserError(
+                "asks=picture: the encoder reads texts alone; use one that sees, such as a CLIP."
+            )
         self.corpus, self.embedder, self.index, self.pictures = corpus, embedder, index, pictures
+        self.asks = asks
         # Texts and pictures of the questions that were embedded last, and their vectors.
         self._last: tuple[list[tuple[str, str | None]] | None, np.ndarray] = None, np.zeros((0, 0))
 
@@ -54,14 +71,14 @@ class DenseRetriever:
         self, questions: Sequence[Question], vectors: np.ndarray, top_k: int
     ) -> list[Ranking]:
         found = self.index.search(vectors, min(top_k, len(self.corpus)))
-        return self._rankings(questions, found)
+        return self._rankings(questions, vectors, found)
 
     def _within(
         self, questions: Sequence[Question], vectors: np.ndarray, candidates: Sequence[Ranking]
     ) -> list[Ranking]:
         rows = [[self.corpus.row[name] for name in given.sources] for given in candidates]
         most = max([1, *map(len, rows)])
-        return self._rankings(questions, self.index.search_within(vectors, rows, most))
+        return self._rankings(questions, vectors, self.index.search_within(vectors, rows, most))
 
     def _embed(self, questions: Sequence[Question]) -> np.ndarray:  # -> float32[n, dim]
         check_questions(questions, "DenseRetriever.search")
@@ -70,14 +87,31 @@ class DenseRetriever:
         if asked == last:  # whoever fuses or refuses asks for the same questions again
             return vectors
         pixels = None  # an encoder of texts alone sees no pictures
-        if self.embedder.image_size:
+        if self.embedder.image_size and self.asks != "text":
             pixels = [self.pictures.question_pixels(question) for question in questions]
-        vectors = self.embedder.embed_questions([q.question for q in questions], pixels)
+        if self.asks == "picture":
+            vectors = self._embed_pictures(pixels)
+        else:
+            vectors = self.embedder.embed_questions([q.question for q in questions], pixels)
         self._last = asked, vectors
         return vectors
 
+    def _embed_pictures(self, pixels: Sequence[np.ndarray | None]) -> np.ndarray:
+        """Unit vectors of pictures; of none zeros, which `_rankings` leaves out."""
+        vectors = np.zeros((len(pixels), self.embedder.dim), np.float32)
+        shown = [row for row, picture in enumerate(pixels) if picture is not None]
+        if shown:
+            vectors[shown] = self.embedder.embed_pictures([pixels[row] for row in shown])
+        return vectors
+
     def _rankings(
-        self, questions: Sequence[Question], found: tuple[np.ndarray, np.ndarray]
+        self,
+        questions: Sequence[Question],
+        vectors: np.ndarray,
+        found: tuple[np.ndarray, np.ndarray],
     ) -> list[Ranking]:
         ids = [source.id for source in self.corpus.sources]
-        return to_rankings([question.id for question in questions], *found, ids)
+        rows, scores = found
+        if self.asks == "picture":  # -1 is padding
+            rows = np.where(vectors.any(axis=1)[:, None], rows, -1)
+        return to_rankings([question.id for question in questions], rows, scores, ids)

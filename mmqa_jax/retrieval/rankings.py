@@ -9,7 +9,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.data.table_files import real_number
 from mmqa_jax.retrieval.trec import check_ids, is_run, read_run, write_run
+
+# What of a question is searched for: its text and its picture, as one query, or one of them.
+Asks = Literal["both", "text", "picture"]
 
 
 def to_rankings(

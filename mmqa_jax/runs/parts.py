@@ -30,7 +30,8 @@ from mmqa_jax.retrieval.cached_vectors import cached_vectors
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, check_weight
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
 from mmqa_jax.retrieval.milvus import PREFIX as MILVUS
-from mmqa_jax.retrieval.rankings import Retriever
+from mmqa_jax.retrieval.modality import MODALITIES
+from mmqa_jax.retrieval.rankings import Asks, Retriever
 from mmqa_jax.runs import identity
 from mmqa_jax.runs.baseline_parts import FactsSpec, FusionReaderSpec, MultimodalT5Spec
 from mmqa_jax.runs.opened_parts import OpenedParts, Part
@@ -50,12 +51,15 @@ class RetrieverSpec(Part):
         encoder of texts: its folder, or ORG/NAME in the Hugging Face cache (not for bm25).
       index: folder of `mmqa embed` and `mmqa index` with that model (not for bm25), or the Milvus
         collection that `mmqa index` filled (milvus://HOST:PORT/COLLECTION).
-      modality: `unknown` searches all sources; `known` those of the gold sources' modality;
-        `classified` those of the modality that a classifier predicts.
+      modality: `unknown` searches all sources; `text` and `image` those of one modality; `known`
+        those of the gold sources' modality; `classified` those of the modality that a classifier
+        predicts.
       modality_model: workdir of a modality run, the paper's BERT classifier (classified); by
         default logistic regression over the words of the train questions (ours).
       index_kind: `exact` refuses an index that searches approximately (recall@200 to 2,000 of
         WebQA's CLIP needs all of the top 2,000); `any` takes both.
+      asks: what of a question is searched for: its text and its picture (`both`), or one of them;
+        dense.DenseRetriever.
       webqa_compat: bm25 with the quirks of WebQA's baseline.
       second_hop: search again with the title of the first result (ours).
       fusion_weight: of the dense scores, from 0 (BM25 alone) to 1 (fused); None: the default.
@@ -66,9 +70,10 @@ class RetrieverSpec(Part):
     method: Literal["bm25", "dense", "fused", "rrf"]
     model: str = ""
     index: str = ""
-    modality: Literal["unknown", "known", "classified"] = "unknown"
+    modality: Literal["unknown", "known", "classified", "text", "image"] = "unknown"
     modality_model: str = ""
     index_kind: Literal["any", "exact"] = "any"
+    asks: Asks = "both"
     webqa_compat: bool = False
     second_hop: bool = False
     fusion_weight: float | None = None
@@ -100,6 +105,11 @@ class RetrieverSpec(Part):
             raise UserError(
                 f"{named}modality_model={self.modality_model}: classifies questions, but "
                 f"{other}modality={self.modality}; set it to classified or leave the model out."
+            )
+        if self.asks == "picture" and self.method != "dense":
+            raise UserError(
+                f"{named}asks=picture: BM25 reads words; set {other}method to dense, or ask by the "
+                "text or both."
             )
         if self.method != "bm25" and not (self.model and self.index):
             in_row = f": needs {section}.model and {section}.index"
@@ -269,7 +279,8 @@ def _open(
     spec.check()
     dense = None
     if spec.method != "bm25":
-        dense = open_dense(corpus, spec.model, spec.index, exact=spec.index_kind == "exact")
+        exact = spec.index_kind == "exact"
+        dense = open_dense(corpus, spec.model, spec.index, exact=exact, asks=spec.asks)
         on_model("model", dense.embedder)
 
     @functools.cache
@@ -278,6 +289,8 @@ def _open(
 
     if spec.modality == "unknown":
         return over(None)
+    if spec.modality in MODALITIES:
+        return over(spec.modality)
     from mmqa_jax.retrieval.modality import ByModality
 
     choose = open_predictor(corpus, spec, on_model)
@@ -297,7 +310,13 @@ def open_predictor(
 
 
 def open_dense(
-    corpus: Corpus, model: str, index: str, *, exact: bool = False, one_shape: bool = False
+    corpus: Corpus,
+    model: str,
+    index: str,
+    *,
+    exact: bool = False,
+    one_shape: bool = False,
+    asks: Asks = "both",
 ) -> Any:
     """The dense retriever over the whole corpus; UserError as `open_retriever`.
 
@@ -315,7 +334,7 @@ def open_dense(
             f"{index}: searches approximately, but parts.retriever.index_kind=exact; run `mmqa "
             "index --kind=exact` over its embeddings."
         )
-    return DenseRetriever(corpus, embedder, loaded, pictures)
+    return DenseRetriever(corpus, embedder, loaded, pictures, asks)
 
 
 def _open_index(index: str, model_fingerprint: str, corpus_fingerprint: str) -> Any:
@@ -369,7 +388,7 @@ def retrievers_over(
         retrievers.append(bm25(subset))
     if dense is not None and modality is not None:
         view = ModalityIndex(dense.index, corpus.modality_rows(modality))
-        dense = DenseRetriever(subset, dense.embedder, view, dense.pictures)
+        dense = DenseRetriever(subset, dense.embedder, view, dense.pictures, dense.asks)
     if dense is not None:
         retrievers.append(dense)
 

@@ -10,6 +10,7 @@ from typing import Any
 from mmqa_jax.core.files import write_json, write_jsonl
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking, prediction_row
+from mmqa_jax.evaluation.articles import ARTICLES, know_articles, score_articles
 from mmqa_jax.evaluation.benchmarks import BENCHMARKS
 from mmqa_jax.evaluation.chain import losses_by_stage
 from mmqa_jax.evaluation.retrieval import score_modality, score_rankings
@@ -139,7 +140,26 @@ def _evaluate(
             {name: x for name, x in metrics if name.startswith(("recall", "mrr"))},
             unscored=retrieval.excluded,
         )
+    if row.finds_sources and know_articles(questions):
+        found = _rankings_of_articles(row, predictions, ranked)
+        if found is not None:
+            evaluation.retrieval = score_articles(corpus.articles, questions, found)
     return evaluation
+
+
+def _rankings_of_articles(
+    row: Row, predictions: Sequence[Prediction], ranked: Sequence[Ranking] | None
+) -> Sequence[Ranking] | None:
+    """What tells which articles a row found: its own order of them, its sources, its parts'."""
+    if any(ARTICLES in prediction.trace for prediction in predictions):
+        return [
+            Ranking(one.question_id, names, (0.0,) * len(names))
+            for one in predictions
+            for names in (tuple(one.trace.get(ARTICLES, ())),)
+        ]
+    if row.answers:
+        return ranked
+    return [Ranking(one.question_id, one.sources, one.source_scores) for one in predictions]
 
 
 def _scores(

@@ -65,6 +65,7 @@ class RowData:
 
     Attributes:
       dir: folder of `mmqa prepare`.
+      sources: another such folder, whose sources are searched; "": those of `dir`.
       questions: so many, evenly over the split; 0: all.
       modality: those that need snippets (`text`) or pictures (`image`); of a benchmark those
         without and with a picture.
@@ -75,6 +76,7 @@ class RowData:
 
     dir: str
     split: str
+    sources: str = ""
     questions: int = at_least(0, 0)
     modality: Literal["", "text", "image"] = ""
     where: dict = dataclasses.field(default_factory=dict)
@@ -205,7 +207,8 @@ class Row:
         # A model on the Hugging Face hub is looked for in its cache when it is opened.
         by_name = is_hub_name(self.llm) and self.llm not in made_by
         no_paths = {*_INSTALLED, *([self.llm] if by_name else [])}
-        paths = dict.fromkeys(filter(None, [self.data.dir, self.scoring.bart, *self.paths()]))
+        data = self.data.dir, self.data.sources, self.scoring.bart
+        paths = dict.fromkeys(filter(None, [*data, *self.paths()]))
         return {
             path: made_by.get(path, "no such path; name another with --config.KEY=PATH")
             for path in paths
@@ -220,7 +223,7 @@ class Row:
 
     def open_corpus(self) -> Corpus:
         """Its questions and sources."""
-        corpus = open_corpus(self.data.dir)
+        corpus = open_corpus(self.data.dir, self.data.sources)
         return with_gold_sources(corpus, self.data.context) if self.data.context else corpus
 
     def questions(self, corpus: Corpus) -> list[Question]:
@@ -257,6 +260,7 @@ class Row:
             "row": self.row,
             "answers": _ANSWERS,
             "corpus": corpus.fingerprint,
+            **({"asked": corpus.asked_by} if corpus.asked_by else {}),
             "questions": identity.of_questions(questions),
             "config": config_fingerprint(affecting),
             "inputs": {

@@ -52,6 +52,7 @@ _HEADLINE = (
         "seed_bench",
         "multimodalqa",
         "infoseek",
+        "evqa",
         "choice_accuracy",
     ),
 )
@@ -60,6 +61,7 @@ _VERDICTS = {
     "scienceqa": ("scienceqa/letter_or_wrong",),  # letter_or_random draws where there is no letter
     "aokvqa": ("a_okvqa_mc/official", "a_okvqa_da/official"),
     "mmbench": ("mmbench/vanilla",),  # circular: of all passes, of which one is shown
+    "evqa": ("evqa/bem", "evqa/exact_match"),
     "seedbench": ("seed_bench/likelihood", "seed_bench/letter"),
 }
 _CHOSEN = ("scienceqa/recorded_choice",)  # before them, where options were ranked

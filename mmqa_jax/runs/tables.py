@@ -28,7 +28,9 @@ PAPERS = {
     "atlas": ("atlas",),
     "openstax": ("openstax",),
     "multimodalqa": ("multimodalqa",),
+    "echosight": ("evqa", "infoseek"),
     "infoseek": ("infoseek",),
+    "evqa": ("evqa",),
 }
 # Folders of rows' workdirs that are looked into where no other is named.
 PLACES = ("runs/tables", "workdir-demo/rows")

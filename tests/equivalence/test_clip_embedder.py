@@ -3,6 +3,7 @@
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,9 +17,11 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.clip_tokenizer import END, START, load_clip_tokenizer
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.images import to_pixels
-from mmqa_jax.data.schema import Question, Source
+from mmqa_jax.data.schema import Question, Ranking, Source
 from mmqa_jax.retrieval.clip import load_clip_embedder
 from mmqa_jax.retrieval.dense import DenseRetriever
+from mmqa_jax.retrieval.embeddings import Embeddings
+from mmqa_jax.retrieval.exact import ExactIndex
 from mmqa_jax.tasks.embedder import load_embedder, open_embedder
 from mmqa_jax.tasks.run import run_training
 from mmqa_jax.weights.convert import convert
@@ -246,6 +249,40 @@ def test_webqas_retriever_reads_as_its_authors_did(peer, published, converted):
     raw, bare = peer_texts(peer, published, [quoted, quoted.strip('"')])
     np.testing.assert_allclose(index.queries[0], raw, atol=1e-5)
     assert np.abs(raw - bare).max() > 1e-3
+
+
+def test_questions_ask_by_their_picture_their_text_or_both(peer, published, converted):
+    """Entity by picture: the picture's vector is transformers'; without one nothing is found."""
+    pixels = {"0": picture(3), "1": picture(4)}
+
+    def read(name):
+        encoded = io.BytesIO()
+        Image.fromarray(pixels[name]).save(encoded, "PNG")
+        return encoded.getvalue()
+
+    sources = [Source(name, "image", "", image=name) for name in pixels]
+    corpus = Corpus(sources, [], read)
+    embedder, pictures = open_embedder(converted, corpus)
+    asked = [Question("q", "val", TEXTS[0], image="1"), Question("r", "val", TEXTS[0])]
+    vectors = embedder.embed_rows(corpus, pictures, [0, 1])
+    index = ExactIndex(Embeddings(vectors, embedder.fingerprint, corpus.fingerprint))
+    found = DenseRetriever(corpus, embedder, index, pictures, "picture").search(asked, 2)
+    assert [ranking.sources for ranking in found] == [("1", "0"), ()]
+    assert found[0].scores[0] == pytest.approx(1, abs=1e-5)
+    within = [Ranking(q.id, ("0",), (0.0,)) for q in asked]
+    by_picture = DenseRetriever(corpus, embedder, index, pictures, "picture")
+    assert [r.sources for r in by_picture.search_within(asked, within)] == [("0",), ()]
+
+    text = peer_texts(peer, published, TEXTS[:1])[0]
+    (both,) = unit((text + vectors[1])[None])
+    for asks, query in (("text", text), ("both", both)):
+        (first, _) = DenseRetriever(corpus, embedder, index, pictures, asks).search(asked, 2)
+        wanted = dict(zip("01", vectors @ query, strict=True))
+        for name, score in zip(first.sources, first.scores, strict=True):
+            assert score == pytest.approx(wanted[name], abs=1e-5)
+    blind = SimpleNamespace(image_size=0)
+    with pytest.raises(UserError, match="asks=picture: the encoder reads texts alone"):
+        DenseRetriever(corpus, blind, index, pictures, "picture")
 
 
 def test_fingerprint_and_refusals(published, converted, tmp_path):

@@ -94,7 +94,7 @@ def test_only_the_first_32_periods_go():
 
 
 def test_the_contraction_table_is_whole():
-    table = answer_text._contractions()
+    table = answer_text.vqa_contractions()
     assert len(table) == 120
     # Oddities of the original: an apostrophe lost, capitals that no lower-case word equals.
     assert table["somebody'd"] == "somebodyd"

@@ -21,14 +21,15 @@ from mmqa_jax.retrieval.knowledge import KnowledgeBase
 from mmqa_jax.runs.systems import BUILT_IN
 
 SOURCES = [
-    Source(name, "text", f"{name} is the capital of {land}.", land)
+    Source(name, "text", f"{name} is the capital of {land}.", land, extra={"article": land})
     for name, land in (("Pelot", "Arvania"), ("Szohod", "Borduria"), ("Vermil", "Cinnabar"))
 ]
 QUESTIONS = [
     Question(
         f"q{n}", "test", f"What is the capital of {one.title} ?", None, (one.id,), one.id,
         positives=(one.id,), negatives=tuple({s.id for s in SOURCES} - {one.id}),
-        choices=tuple(s.id for s in SOURCES), answer_index=n, extra={"caption": one.title},
+        choices=tuple(s.id for s in SOURCES), answer_index=n,
+        extra={"caption": one.title, "wikipedia_url": [one.title]},
     )
     for n, one in enumerate(SOURCES)
 ]  # fmt: skip
@@ -46,6 +47,7 @@ NONE_TO_CITE = {
     "llava": {"llava"},
     "kat": {"kat"},
     "mmcot": {"mmcot"},
+    "echosight": {"echosight_alone"},
 }
 SETTINGS = [(system, name) for system, one in BUILT_IN.items() for name in one.SETTINGS]
 

@@ -528,6 +528,7 @@ def test_wrong_flags(refused):
         "openstax",
         "multimodalqa",
         "infoseek",
+        "evqa",
     ],
 )
 def test_rows_of_the_benchmarks(dataset):
@@ -538,8 +539,8 @@ def test_rows_of_the_benchmarks(dataset):
     listed = {
         (row["config_row"], row["command"])
         for paper in (
-            *("pica", "rmr", "mavl", "llava", "mmcot"),
-            *("openstax", "multimodalqa", "infoseek"),
+            *("pica", "rmr", "mavl", "llava", "mmcot", "echosight"),
+            *("openstax", "multimodalqa", "infoseek", "evqa"),
         )
         for row in done("tables", paper)["rows"]
         if f"configs/{dataset}/" in row["command"]
@@ -554,5 +555,6 @@ def test_rows_of_the_benchmarks(dataset):
         keys = ("data", "text_model", "image_model", "index", "captions", "tags")
         keys += ("candidates", "examples", "run")
         named = [part.get(key) for part in config.parts.values() for key in keys]
-        paths = {config.data.dir, *filter(None, named)} - {"minilm"}
+        searched = config.data.get("sources")
+        paths = {config.data.dir, *filter(None, (*named, searched))} - {"minilm"}
         assert paths <= dict(config.made_by).keys()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mmqa_jax.data.datasets.aokvqa import read_aokvqa
 from mmqa_jax.data.datasets.benchmark import Benchmark
+from mmqa_jax.data.datasets.evqa import read_evqa
 from mmqa_jax.data.datasets.infoseek import read_infoseek
 from mmqa_jax.data.datasets.mmbench import read_mmbench
 from mmqa_jax.data.datasets.multimodalqa import read_multimodalqa
@@ -26,4 +27,5 @@ READERS: dict[str, Callable[[Path], Benchmark]] = {
     "seedbench": read_seed_bench,
     "multimodalqa": read_multimodalqa,
     "infoseek": read_infoseek,
+    "evqa": read_evqa,
 }

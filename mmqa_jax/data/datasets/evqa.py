@@ -1,0 +1,212 @@
+"""Encyclopedic-VQA's files (google-research, encyclopedic_vqa): questions on entities.
+
+    {train,val,test}.csv           a row a question, with the names of up to five pictures
+    inaturalist/{train,val}.json   iNaturalist 2021's annotations: each image's id, file_name
+    inaturalist/                   its pictures, by file_name (train/..., val/...)
+    landmarks/                     Google Landmarks v2, a/b/c/abc....jpg by the first three letters
+
+A question is asked of each of its pictures. `answer` holds alternatives between `|`, of a
+multi_answer question lists with `&&` between their items. Its article of Wikipedia is
+`wikipedia_url`; a 2_hop question has two, of the entity that the picture shows and of the one that
+answers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json
+from mmqa_jax.data.datasets.benchmark import Benchmark, OfficialFiles, PictureFiles
+from mmqa_jax.data.schema import Question
+from mmqa_jax.data.table_files import read_table, whole_number
+
+TYPES = ("templated", "automatic", "multi_answer", "2_hop")
+# Between the items of an answer that is a list.
+ITEMS = "&&"
+# Keys of Question.extra: the articles that answer and their sections, which of its row's pictures a
+# question has (from 0), how many articles it needs, and whether the article is not in train.
+ARTICLES, SECTIONS, PICTURE, HOPS = "wikipedia_url", "evidence_section_id", "picture", "hops"
+UNSEEN = "unseen_entity"
+ATTRIBUTION = (
+    "Encyclopedic-VQA (Mensink et al., ICCV 2023); pictures: iNaturalist 2021, Google Landmarks v2."
+)
+
+_SPLITS = ("train", "val", "test")
+_BETWEEN = "|"
+_COLUMNS = (
+    *("question", "answer", "question_type", "dataset_name", "dataset_image_ids"),
+    *("wikipedia_url", "wikipedia_title"),
+)
+# Further columns that are kept as they are.
+_KEPT = ("wikipedia_title", "question_original", "evidence", "evidence_section_title")
+_NAME = re.compile(r"\w+")
+
+
+def read_evqa(folder: Path) -> Benchmark:
+    """Reads the questions that there are, one for each picture; `Question.category` is the type.
+
+    An id is `SPLIT_ROW_PICTURE`, both counted from 0: the files have none. `answers` are the
+    alternatives as they are written.
+
+    Raises:
+      UserError: no questions, or the file and row that is malformed.
+    """
+    files = OfficialFiles(folder)
+    rows: list[tuple[str, str, dict[str, str], list[str]]] = []
+    for split in _SPLITS:
+        path = files.optional(f"{split}.csv", without=f"there are no {split} questions")
+        for where, row in () if path is None else read_table(path, _COLUMNS):
+            rows.append((split, where, row, _picture_names(row, where)))
+    if not rows:
+        raise UserError(
+            f"{folder}: holds none of Encyclopedic-VQA's questions; put test.csv there, or another "
+            "split's file."
+        )
+    pictures = _pictures(files, {name for _, _, _, names in rows for name in names})
+    questions = []
+    numbers: Counter[str] = Counter()
+    for split, where, row, names in rows:
+        questions += _questions(f"{split}_{numbers[split]}", split, row, names, where, pictures)
+        numbers[split] += 1
+    shown = sorted({question.image for question in questions if question.image is not None})
+    if not shown:
+        files.missing["inaturalist/, landmarks/"] = "no pictures, without which few can be answered"
+    return Benchmark(
+        name="evqa",
+        questions=questions,
+        counts=_counts(questions, numbers, len(shown)),
+        published={},
+        files=files.found,
+        missing=files.missing,
+        attribution=ATTRIBUTION,
+        read_picture=pictures if shown else None,
+        inputs=pictures.signature(shown) if shown else None,
+    )
+
+
+def _questions(
+    name: str,
+    split: str,
+    row: Mapping[str, str],
+    pictures: Sequence[str],
+    where: str,
+    found: PictureFiles,
+) -> list[Question]:
+    """A row's questions, one a picture."""
+    for column in ("question", "answer", "wikipedia_url"):
+        if not row[column].strip():
+            raise UserError(f"{where}: {column} is empty; fetch the file again.")
+    if row["question_type"] not in TYPES:
+        raise UserError(
+            f"{where}: question_type is {row['question_type']!r:.40}; one of {', '.join(TYPES)} "
+            "was expected."
+        )
+    articles = row["wikipedia_url"].split(_BETWEEN)
+    extra: dict[str, Any] = {key: row[key] for key in _KEPT if row.get(key)}
+    extra |= {ARTICLES: articles, HOPS: 2 if row["question_type"] == "2_hop" else 1}
+    sections = [whole_number(text) for text in row.get(SECTIONS, "").split(_BETWEEN) if text]
+    if sections and None not in sections:
+        extra[SECTIONS] = sections
+    used = row.get("wikipedia_url_used_in_train", "")
+    if used:
+        extra[UNSEEN] = used.lower() == "false"
+    return [
+        Question(
+            id=f"{name}_{number}",
+            split=split,
+            question=row["question"],
+            image=picture if picture in found else None,
+            answers=tuple(row["answer"].split(_BETWEEN)),
+            category=row["question_type"],
+            extra={**extra, "image_id": picture, PICTURE: number},
+        )
+        for number, picture in enumerate(pictures)
+    ]
+
+
+def _picture_names(row: Mapping[str, str], where: str) -> list[str]:
+    """`DATASET/ID` of each of a row's pictures."""
+    if row["dataset_name"] not in _PLACES:
+        raise UserError(
+            f"{where}: dataset_name is {row['dataset_name']!r:.40}; one of {', '.join(_PLACES)} "
+            "was expected."
+        )
+    names = row["dataset_image_ids"].split(_BETWEEN)
+    if not all(map(_NAME.fullmatch, names)):
+        raise UserError(
+            f"{where}: dataset_image_ids is {row['dataset_image_ids']!r:.60}; ids with | between "
+            "them were expected; fetch the file again."
+        )
+    return [f"{row['dataset_name']}/{name}" for name in names]
+
+
+def _pictures(files: OfficialFiles, wanted: set[str]) -> PictureFiles:
+    """Each wanted picture by its name, at the places where its data set has it."""
+    ids: dict[str, list[str]] = {kind: [] for kind in _PLACES}
+    for name in sorted(wanted):
+        kind, _, own = name.partition("/")
+        ids[kind].append(own)
+    places: dict[str, list[str]] = {}
+    for kind, of_kind in _PLACES.items():
+        if ids[kind]:
+            found = of_kind(files, set(ids[kind]))
+            places |= {f"{kind}/{name}": paths for name, paths in found.items()}
+    return PictureFiles(files.folder, places)
+
+
+def _inaturalist(files: OfficialFiles, wanted: set[str]) -> dict[str, list[str]]:
+    """Where the pictures of these ids lie: `file_name` of the annotations of train and val."""
+    places: dict[str, list[str]] = {}
+    for split in ("train", "val"):
+        name = f"inaturalist/{split}.json"
+        path = files.optional(name, without=f"iNaturalist's pictures of {split} have no names")
+        if path is None:
+            continue
+        content = read_json(path)
+        images = content.get("images") if isinstance(content, dict) else None
+        if not isinstance(images, list):
+            raise UserError(f"{path}: has no list `images`; fetch iNaturalist 2021's {split}.json.")
+        for number, image in enumerate(images):
+            own, file = (image.get("id"), image.get("file_name")) if isinstance(image, dict) else (
+                None,
+                None,
+            )  # fmt: skip
+            if not isinstance(own, int) or not isinstance(file, str):
+                raise UserError(
+                    f"{path}: entry {number} of images has no whole `id` and text `file_name`; "
+                    "fetch the file again."
+                )
+            if str(own) not in wanted:
+                continue
+            if str(own) in places:
+                raise UserError(
+                    f"{path}: id {own} of images is there twice, or in train.json as well; fetch "
+                    "both files again."
+                )
+            places[str(own)] = [f"inaturalist/{file}"]
+    return places
+
+
+def _landmarks(files: OfficialFiles, wanted: set[str]) -> dict[str, list[str]]:
+    """Where the pictures of these ids lie, under any of Google Landmarks v2's three parts."""
+    folders = ("landmarks", *(f"landmarks/{part}" for part in ("train", "index", "test")))
+    return {
+        name: [f"{folder}/{'/'.join(name[:3])}/{name}.jpg" for folder in folders] for name in wanted
+    }
+
+
+_PLACES = {"inaturalist": _inaturalist, "landmarks": _landmarks}
+
+
+def _counts(
+    questions: Sequence[Question], rows: Mapping[str, int], picture_files: int
+) -> dict[str, int]:
+    found = {f"{split} rows": rows[split] for split in _SPLITS if split in rows}
+    asked = Counter(f"{question.split} questions" for question in questions)
+    kinds = Counter(f"{question.split} {question.category}" for question in questions)
+    return {**found, **asked, **dict(sorted(kinds.items())), "picture files": picture_files}

@@ -1,0 +1,122 @@
+"""Questions of one corpus asked of another's articles: EchoSight's rows, search and evaluate."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from cli_runs import ROOT, done, mmqa, rows_of, write_rows
+from tiny_encoders import save_plain
+from tiny_llm import write_folder
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
+
+ENGINE = {"slots": 4, "length": 192, "buckets": (8, 32), "prefill_tokens": 64, "block": 32}
+ANIMALS = {"Lion": "a lion in the grass", "Cat": "a cat on a roof", "Owl": "an owl in a tree"}
+HEADER = (
+    "question,answer,question_type,dataset_name,dataset_image_ids,wikipedia_url,wikipedia_title"
+)
+
+
+def url(name: str) -> str:
+    return f"https://en.wikipedia.org/wiki/{name}"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """Articles with a picture's caption and two sections each, and a question on each of them."""
+    folder = tmp_path_factory.mktemp("articles")
+    sources = []
+    for name, caption in ANIMALS.items():
+        head = {"modality": "text", "title": name, "article": name, "url": url(name)}
+        sources.append({"id": f"{name}#0", "text": caption, **head})
+        for section in ("Diet", "References"):
+            text = f"{section} of {name}."
+            sources.append({"id": f"{name}#{section}", "text": text, "section": section, **head})
+    (folder / "wiki").mkdir()
+    write_rows(folder / "wiki" / "sources.jsonl", sources)
+    done("prepare", "corpus", f"--raw={folder / 'wiki'}", f"--out={folder / 'sources'}")
+    (folder / "raw").mkdir()
+    asked = [
+        f"What does {caption} eat?,meat,templated,inaturalist,{n},{url(name)},{name}"
+        for n, (name, caption) in enumerate(ANIMALS.items())
+    ]
+    (folder / "raw" / "test.csv").write_text("\n".join([HEADER, *asked, ""]))
+    done("prepare", "evqa", f"--raw={folder / 'raw'}", f"--out={folder / 'data'}")
+    write_folder(folder / "llm")
+    save_plain("xlm-roberta", folder / "reranker", classifier=True, num_labels=1)
+    return folder
+
+
+def flags(inputs, row: str, **more) -> list[str]:
+    values = {
+        "data.dir": inputs / "data",
+        "data.sources": inputs / "sources",
+        "parts.retriever.method": "bm25",
+        "parts.retriever.model": "",
+        "parts.retriever.index": "",
+        "parts.retriever.asks": "text",
+        "parts.retriever.modality": "text",
+        **more,
+    }
+    if row.endswith("_reranked"):
+        values["parts.reranker.model"] = inputs / "reranker"
+    config = f"--config={ROOT}/configs/evqa/tables.py:{row}"
+    return ["run", config, *(f"--config.{key}={value}" for key, value in values.items())]
+
+
+def test_a_row_reads_the_best_section(inputs, tmp_path):
+    llm = {f"parts.llm.engine.{key}": value for key, value in ENGINE.items()}
+    run = flags(inputs, "smollm2_reranked", **llm, **{"parts.llm.model": inputs / "llm"})
+    result = done(*run, f"--workdir={tmp_path}", "--config.options.max_new_tokens=3")
+    assert set(result["scores"]) >= {"evqa/exact_match", "article_recall@1", "article_mrr"}
+    traces, answers = (rows_of(tmp_path / f"{name}.jsonl") for name in ("trace", "predictions"))
+    for trace, answer in zip(traces, answers, strict=True):
+        (prompt,), (read,) = trace["prompts"], answer["read"]
+        assert read.partition("#")[0] == trace["articles"][0]
+        assert not read.endswith("References")
+        assert f"# Wiki Article: {trace['articles'][0]}" in prompt
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_recall_of_articles_without_an_answer(inputs, tmp_path):
+    """By the words of their captions the right articles come first."""
+    result = done(*flags(inputs, "clip_by_picture"), f"--workdir={tmp_path}")
+    assert result["scores"]["article_recall@1"] == 1.0
+    assert "evqa/exact_match" not in result["scores"]
+
+
+def test_search_and_evaluate(inputs, tmp_path):
+    found = tmp_path / "found.jsonl"
+    common = f"--sources={inputs / 'sources'}", "--json"
+    searched = done(
+        "search", f"--data={inputs / 'data'}", "--method=bm25", "--asks=text", f"--out={found}",
+        *common,
+    )  # fmt: skip
+    assert searched["articles"]["article_recall@1"] == 1.0
+    scored = done(
+        "evaluate", "evqa", f"--references={inputs / 'data'}", f"--predictions={found}", *common
+    )
+    assert scored["scores"] == pytest.approx(searched["articles"])
+    rows = rows_of(found)
+    rows[0] |= {"sources": ["Owl#0"], "scores": [1.0]}
+    write_rows(found, rows)
+    again = done(
+        "evaluate", "evqa", f"--references={inputs / 'data'}", f"--predictions={found}", *common
+    )
+    assert again["scores"]["article_recall@1"] == pytest.approx(2 / 3)
+
+
+def test_refusals(inputs, tmp_path, refused):
+    data = f"--data={inputs / 'data'}"
+    out = f"--out={tmp_path / 'x.jsonl'}"
+    refused("search", data, "--method=bm25", "--asks=picture", out, message="asks=picture.*dense")
+    said = tmp_path / "said.jsonl"
+    said.write_text(json.dumps({"question_id": "test_0_0", "answer": "x"}) + "\n")
+    refused(
+        "evaluate", "evqa", f"--references={inputs / 'data'}", f"--predictions={said}",
+        "--sources=y", message="--sources=y: tells the articles of ranked sources",
+    )  # fmt: skip
+    ended = mmqa(*flags(inputs, "clip_by_picture", **{"data.sources": "nowhere"}), "--workdir=x")
+    assert ended.code == 2
+    assert "nowhere" in ended.err
