@@ -15,7 +15,7 @@ from mmqa_jax.core.progress import Progress
 from mmqa_jax.data import records
 from mmqa_jax.data.atlas.unanswerable import with_unanswerable
 from mmqa_jax.data.datasets import webqa
-from mmqa_jax.data.datasets.readers import READERS
+from mmqa_jax.data.datasets.readers import POOLS, READERS
 from mmqa_jax.data.folder import FolderOptions, read_folder
 from mmqa_jax.data.interchange import read_interchange
 
@@ -40,7 +40,7 @@ def prepare(
     Args:
       dataset: `webqa`, `atlas`, `corpus` for an interchange folder, `folder` for one of documents
         and pictures, or a benchmark of READERS.
-      raw: folder with the files; None for Atlas.
+      raw: folder with the files; of M-BEIR also the file of one pool; None for Atlas.
       overwrite: replace the corpus that is in `out`.
       max_broken_pictures: how many may be broken; see data.images.BrokenPictures.
       folder: of `folder`, how documents become sources; None: the defaults.
@@ -56,7 +56,7 @@ def prepare(
         raise UserError("--raw: Atlas is made from installed packages; leave --raw out.")
     if dataset != "atlas" and raw is None:
         raise UserError(f"--raw: name the folder with the files of {dataset}.")
-    if raw is not None and not raw.is_dir():
+    if raw is not None and not raw.is_dir() and not (dataset in POOLS and raw.is_file()):
         raise UserError(f"{flag}={raw}: no such folder; check the path.")
     if folder is not None and dataset != "folder":
         raise UserError(

@@ -49,6 +49,7 @@ _NAMES = {
     "seed_bench/letter": "accuracy (SEED-Bench, letter)",
     "seed_bench/likelihood": "accuracy (SEED-Bench, likelihood)",
     "infoseek/official": "accuracy (InfoSeek)",
+    "mbeir/official": "recall of any positive (M-BEIR)",
     "multimodalqa/list_em": "exact match (MultimodalQA)",
     "multimodalqa/list_f1": "F1 (MultimodalQA)",
 }
@@ -57,6 +58,7 @@ _FAMILIES = (
     (re.compile(r"webqa_fl_acc/(\w+)"), "fluency × accuracy (WebQA, {})"),
     (re.compile(r"webqa_fl/paper_eq1_(\w+)"), "fluency (WebQA, equation 1, {} weights)"),
     (re.compile(r"webqa_fl/(\w+)"), "fluency (WebQA, {} weights)"),
+    (re.compile(r"mbeir/recall@(\d+)"), "a positive in the top {} (M-BEIR)"),
     (re.compile(r"ndcg@(\d+)"), "nDCG@{}"),
     (re.compile(r"hit_any@(\d+)"), "a gold source in the top {}"),
     (re.compile(r"hit_all@(\d+)"), "all gold sources in the top {}"),

@@ -528,6 +528,7 @@ def test_wrong_flags(refused):
         "openstax",
         "multimodalqa",
         "infoseek",
+        "mbeir",
     ],
 )
 def test_rows_of_the_benchmarks(dataset):
@@ -540,6 +541,7 @@ def test_rows_of_the_benchmarks(dataset):
         for paper in (
             *("pica", "rmr", "mavl", "llava", "mmcot"),
             *("openstax", "multimodalqa", "infoseek"),
+            "mbeir",
         )
         for row in done("tables", paper)["rows"]
         if f"configs/{dataset}/" in row["command"]
