@@ -20,6 +20,7 @@ from mmqa_jax.evaluation import (
     infoseek,
     mbeir,
     multimodalqa,
+    vidore,
     vqa,
     vqa_formats,
 )
@@ -146,6 +147,15 @@ BENCHMARKS: dict[str, BenchmarkScoring] = {
         submission="mbeir_run.txt",
         ranks=True,
         analyze=mbeir.first_errors,
+    ),
+    "vidore": BenchmarkScoring(
+        split="test",
+        formats=found_sources.FORMATS,
+        read_predictions=found_sources.read_found,
+        has_reference=found_sources.has_positives,
+        score=vidore.score_vidore,
+        write_submission=vidore.write_vidore_results,
+        ranks=True,
     ),
 }
 

@@ -52,6 +52,7 @@ _HEADLINE = (
         "multimodalqa",
         "infoseek",
         "mbeir/official",
+        "vidore/official",
         "choice_accuracy",
     ),
 )

@@ -529,6 +529,7 @@ def test_wrong_flags(refused):
         "multimodalqa",
         "infoseek",
         "mbeir",
+        "vidore",
     ],
 )
 def test_rows_of_the_benchmarks(dataset):
@@ -541,7 +542,7 @@ def test_rows_of_the_benchmarks(dataset):
         for paper in (
             *("pica", "rmr", "mavl", "llava", "mmcot"),
             *("openstax", "multimodalqa", "infoseek"),
-            "mbeir",
+            *("mbeir", "vidore"),
         )
         for row in done("tables", paper)["rows"]
         if f"configs/{dataset}/" in row["command"]

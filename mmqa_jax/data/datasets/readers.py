@@ -14,6 +14,7 @@ from mmqa_jax.data.datasets.multimodalqa import read_multimodalqa
 from mmqa_jax.data.datasets.okvqa import read_okvqa
 from mmqa_jax.data.datasets.scienceqa import read_scienceqa
 from mmqa_jax.data.datasets.seed_bench import read_seed_bench
+from mmqa_jax.data.datasets.vidore import read_vidore
 from mmqa_jax.data.datasets.vqav2 import read_vqav2
 
 # Each takes the folder of official files; those of A-OKVQA, ScienceQA, MMBench and SEED-Bench also
@@ -28,6 +29,7 @@ READERS: dict[str, Callable[[Path], Benchmark]] = {
     "multimodalqa": read_multimodalqa,
     "infoseek": read_infoseek,
     "mbeir": read_mbeir,
+    "vidore": read_vidore,
 }
 # Those of which `--raw` may be a file.
 POOLS = ("mbeir",)
