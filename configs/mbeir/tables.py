@@ -19,7 +19,8 @@ RAW, UNION = "downloads/M-BEIR", "union"
 ENCODERS = {
     "clip_sf": (
         "weights/clip_sf",
-        "mmqa convert --model=clip --source=downloads/clip_sf_large.pth --out=weights/clip_sf",
+        "mmqa convert --model=clip --source=downloads/clip_sf.pth --out=weights/clip_sf "
+        "(the weights of clip_sf_large.pth, configs/mbeir/README.md)",
     ),
     "qwen3_vl_embedding": (
         "downloads/Qwen3-VL-Embedding-2B",
