@@ -150,28 +150,32 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _evaluate_benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
     """Scores a question-answering benchmark as its BenchmarkScoring says."""
+    from mmqa_jax.data.splits import split_questions
     from mmqa_jax.evaluation import benchmarks
     from mmqa_jax.evaluation.scores import count_empty, predictions_by_question
     from mmqa_jax.evaluation.scoring import notes_of_counts
+    from mmqa_jax.evaluation.tables import show
 
     dataset, path = arguments.dataset, Path(arguments.predictions)
     scoring = benchmarks.BENCHMARKS[dataset]
     _refuse_flags(arguments, dataset, scoring)
     split = benchmarks.split_of(dataset, arguments.split)
     references = Path(arguments.references or path)
-    questions = benchmarks.read_questions(dataset, references, split)
+    corpus = benchmarks.read_corpus(dataset, references)
+    questions = split_questions(corpus, references, split)
     given = benchmarks.read_predictions(dataset, path, questions)
     if arguments.only_given:
         questions = _among(questions, given, path)
     missing = len(questions) - len(predictions_by_question(questions, given, path))
     notes = _missing_note(missing, questions)
     result: dict[str, Any] = {"dataset": dataset, "split": split, "n": 0, "missing": missing}
-    result["empty"] = count_empty(given)
+    answers = [] if scoring.ranks else given
+    result["empty"] = count_empty(answers)
     if arguments.submission:
         result["submission"] = arguments.submission
         if not any(map(scoring.has_reference, questions)):
             scoring.write_submission(questions, given, Path(arguments.submission))
-            return _unscored(result, given, notes)
+            return _unscored(result, answers, notes)
     evaluation = scoring.score(questions, given)
     others = None
     if arguments.against:
@@ -180,8 +184,11 @@ def _evaluate_benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
         others = scoring.score(questions, rivals)
     if arguments.submission:
         scoring.write_submission(questions, given, Path(arguments.submission))
-    notes += evaluation.notes + notes_of_counts(evaluation, given)
+    more = scoring.analyze(corpus, questions, given) if scoring.analyze else []
+    notes += evaluation.notes + notes_of_counts(evaluation, answers)
     shown = _show(arguments, f"{dataset}, {split}", evaluation, others, notes)
+    for table in more:
+        show(table, markdown=arguments.markdown)
     return {**result, "notes": notes, **shown}
 
 

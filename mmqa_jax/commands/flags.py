@@ -30,6 +30,8 @@ BENCHMARKS = (
     "multimodalqa",
     "infoseek",
     "evqa",
+    "mbeir",
+    "vidore",
 )
 
 

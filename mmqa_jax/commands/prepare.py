@@ -55,7 +55,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="folder: words of a chunk's end, at most, with which the next one begins (15)",
     )
-    flags.add_pages(parser, "folder: ")
+    flags.add_pages(parser, "folder, vidore (pictures): ")
 
     parser.add_argument(
         "--report",

@@ -15,7 +15,9 @@ from mmqa_jax.core.progress import Progress
 from mmqa_jax.data import records
 from mmqa_jax.data.atlas.unanswerable import with_unanswerable
 from mmqa_jax.data.datasets import webqa
-from mmqa_jax.data.datasets.readers import READERS
+from mmqa_jax.data.datasets.readers import POOLS, READERS
+from mmqa_jax.data.datasets.vidore import Pages, read_vidore
+from mmqa_jax.data.documents.chunks import ChunkOptions
 from mmqa_jax.data.folder import FolderOptions, read_folder
 from mmqa_jax.data.interchange import read_interchange
 
@@ -40,10 +42,11 @@ def prepare(
     Args:
       dataset: `webqa`, `atlas`, `corpus` for an interchange folder, `folder` for one of documents
         and pictures, or a benchmark of READERS.
-      raw: folder with the files; None for Atlas.
+      raw: folder with the files; of M-BEIR also the file of one pool; None for Atlas.
       overwrite: replace the corpus that is in `out`.
       max_broken_pictures: how many may be broken; see data.images.BrokenPictures.
-      folder: of `folder`, how documents become sources; None: the defaults.
+      folder: of `folder`, how documents become sources, of `vidore` its `pages` alone; None: the
+        defaults.
       unanswerable: of `atlas`, whether some questions of test have no answer in the collection.
       flag: that named `raw`, for messages.
     """
@@ -56,12 +59,13 @@ def prepare(
         raise UserError("--raw: Atlas is made from installed packages; leave --raw out.")
     if dataset != "atlas" and raw is None:
         raise UserError(f"--raw: name the folder with the files of {dataset}.")
-    if raw is not None and not raw.is_dir():
+    if raw is not None and not raw.is_dir() and not (dataset in POOLS and raw.is_file()):
         raise UserError(f"{flag}={raw}: no such folder; check the path.")
-    if folder is not None and dataset != "folder":
+    has_pages = dataset == "vidore" and folder is not None and folder.chunk == ChunkOptions()
+    if folder is not None and dataset != "folder" and not has_pages:
         raise UserError(
             "--chunk_words, --chunk_overlap, --pages: say how documents become sources; only "
-            "`mmqa prepare folder` takes them."
+            "`mmqa prepare folder` takes them, and `mmqa prepare vidore` --pages."
         )
     if unanswerable and dataset != "atlas":
         raise UserError("--unanswerable: is a choice of `mmqa prepare atlas`; leave it out.")
@@ -78,6 +82,8 @@ def prepare(
             options["progress"] = progress.reach
             if dataset == "corpus":
                 return prepare_interchange(raw, out, **options)
+            if has_pages:
+                options["pages"] = folder.pages
             if dataset in READERS:
                 return prepare_benchmark(dataset, raw, out, **options)
             return prepare_release(raw, out, **options)
@@ -165,14 +171,17 @@ def prepare_release(
     )
 
 
-def prepare_benchmark(name: str, raw: Path, out: Path, **options: Any) -> dict[str, Any]:
+def prepare_benchmark(
+    name: str, raw: Path, out: Path, *, pages: Pages | None = None, **options: Any
+) -> dict[str, Any]:
     """The official files of a question-answering benchmark to ArrayRecord in `out`.
 
     Args:
       name: of READERS.
+      pages: of `vidore`, what is taken of its pages; None: the default.
       options: of records.write_records.
     """
-    found = READERS[name](raw)
+    found = READERS[name](raw) if pages is None else read_vidore(raw, pages)
     return records.write_records(
         out,
         found.sources,

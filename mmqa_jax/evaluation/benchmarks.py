@@ -17,12 +17,16 @@ from mmqa_jax.evaluation import (
     choice_formats,
     choice_scores,
     evqa,
+    found_sources,
     infoseek,
+    mbeir,
     multimodalqa,
+    vidore,
     vqa,
     vqa_formats,
 )
 from mmqa_jax.evaluation.scoring import Evaluation
+from mmqa_jax.evaluation.tables import Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +47,8 @@ class BenchmarkScoring:
         that no other references are needed.
       split_names: other names of splits -> the names that `mmqa prepare` gives them.
       tables: suffixes of the tables among the prediction files.
+      ranks: whether it scores the sources that are found, and no answers.
+      analyze: (corpus, questions, predictions) -> more tables of `mmqa evaluate`.
     """
 
     split: str
@@ -55,6 +61,8 @@ class BenchmarkScoring:
     holds_references: Callable[[Path], bool] = lambda path: False
     split_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tables: Sequence[str] = ()
+    ranks: bool = False
+    analyze: Callable[[Corpus, Sequence[Question], Sequence[Prediction]], list[Table]] | None = None
 
 
 # Benchmarks whose questions, answers and captions are in files that only their folder tells apart.
@@ -137,6 +145,26 @@ BENCHMARKS: dict[str, BenchmarkScoring] = {
         has_reference=evqa.has_answers,
         score=evqa.score_evqa,
     ),
+    "mbeir": BenchmarkScoring(
+        split="test",
+        formats=found_sources.FORMATS,
+        read_predictions=found_sources.read_found,
+        has_reference=found_sources.has_positives,
+        score=mbeir.score_mbeir,
+        write_submission=mbeir.write_mbeir_run,
+        submission="mbeir_run.txt",
+        ranks=True,
+        analyze=mbeir.first_errors,
+    ),
+    "vidore": BenchmarkScoring(
+        split="test",
+        formats=found_sources.FORMATS,
+        read_predictions=found_sources.read_found,
+        has_reference=found_sources.has_positives,
+        score=vidore.score_vidore,
+        write_submission=vidore.write_vidore_results,
+        ranks=True,
+    ),
 }
 
 
@@ -150,13 +178,29 @@ def read_questions(dataset: str, path: Path, split: str | None = None) -> list[Q
     """The questions of a benchmark's split.
 
     Args:
-      path: a folder of `mmqa prepare`, the official files' folder, or one official file.
+      path: as of `read_corpus`.
       split: see `split_of`.
 
     Raises:
       UserError: there are none, or the folder was prepared from something else.
     """
-    split = split_of(dataset, split)
+    return split_questions(read_corpus(dataset, path), path, split_of(dataset, split))
+
+
+def read_corpus(dataset: str, path: Path) -> Corpus:
+    """A benchmark's questions, and the sources that it has.
+
+    Args:
+      path: a folder of `mmqa prepare`, the official files' folder, or one official file; of a
+        benchmark of retrieval also a folder of folders of `mmqa prepare`, all of them together.
+
+    Raises:
+      UserError: the folder was prepared from something else, or holds no files of the benchmark.
+    """
+    if BENCHMARKS[dataset].ranks and (prepared := sorted(path.glob(f"*/{MANIFEST}"))):
+        parts = [read_corpus(dataset, one.parent) for one in prepared]
+        sources = [source for part in parts for source in part.sources]
+        return Corpus(sources, [question for part in parts for question in part.questions()])
     if (path / MANIFEST).is_file():
         corpus = open_corpus(path)
         name = corpus.manifest.get("name", "a corpus without a name")
@@ -166,14 +210,14 @@ def read_questions(dataset: str, path: Path, split: str | None = None) -> list[Q
                 f"--references={path}: was prepared from {name}; evaluate {own} instead of "
                 f"{dataset}, or give the references of {dataset}."
             )
-    else:
-        if dataset in _FOLDERS_ALONE and path.is_file():
-            raise UserError(
-                f"--references={path}: is one file, and {dataset} is read from the folder of its "
-                f"official files; give --references={path.parent}."
-            )
-        corpus = Corpus([], READERS[dataset](path).questions)
-    return split_questions(corpus, path, split)
+        return corpus
+    if dataset in _FOLDERS_ALONE and path.is_file():
+        raise UserError(
+            f"--references={path}: is one file, and {dataset} is read from the folder of its "
+            f"official files; give --references={path.parent}."
+        )
+    found = READERS[dataset](path)
+    return Corpus(found.sources, found.questions)
 
 
 def read_predictions(dataset: str, path: Path, questions: Sequence[Question]) -> list[Prediction]:

@@ -52,6 +52,8 @@ _NAMES = {
     "infoseek/official": "accuracy (InfoSeek)",
     "evqa/exact_match": "exact match (Encyclopedic-VQA)",
     "evqa/bem": "accuracy by BEM (Encyclopedic-VQA)",
+    "vidore/official": "nDCG (ViDoRe)",
+    "mbeir/official": "recall of any positive (M-BEIR)",
     "multimodalqa/list_em": "exact match (MultimodalQA)",
     "multimodalqa/list_f1": "F1 (MultimodalQA)",
 }
@@ -61,6 +63,8 @@ _FAMILIES = (
     (re.compile(r"webqa_fl/paper_eq1_(\w+)"), "fluency (WebQA, equation 1, {} weights)"),
     (re.compile(r"webqa_fl/(\w+)"), "fluency (WebQA, {} weights)"),
     (re.compile(r"article_recall@(\d+)"), "the right article in the top {}"),
+    (re.compile(r"vidore/ndcg@(\d+)"), "nDCG@{} (ViDoRe)"),
+    (re.compile(r"mbeir/recall@(\d+)"), "a positive in the top {} (M-BEIR)"),
     (re.compile(r"ndcg@(\d+)"), "nDCG@{}"),
     (re.compile(r"hit_any@(\d+)"), "a gold source in the top {}"),
     (re.compile(r"hit_all@(\d+)"), "all gold sources in the top {}"),

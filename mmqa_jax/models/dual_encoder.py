@@ -37,7 +37,8 @@ from mmqa_jax.models.siglip import (
 )
 from mmqa_jax.models.siglip import INITIAL_LOGIT_SCALE as SIGLIP_LOGIT_SCALE
 
-FUSIONS = ("mean", "image")
+FUSIONS = ("mean", "image", "sum")
+_MARKS = 2  # tokens of a text without words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,9 @@ class DualEncoderConfig:
         which keeps MiniLM's own quality), a CLIP TextConfig, or SigLIP's.
       vision: CLIP's or SigLIP's vision tower; its embed_dim must be the text embedding's size.
       fusion: `mean` embeds a picture source as (caption + picture) / 2, renormalized (RMR's
-        bi-modal vector, reference.md 7); `image` by its picture alone (WebQA's CLIP retrieval).
+        bi-modal vector, reference.md 7); `image` by its picture alone (WebQA's CLIP retrieval);
+        `sum` as the towers' vectors of both, before they are scaled, added (UniIR's CLIP_SF), of
+        a text without words the picture's alone.
       picture_gate: initial value of the learned factor on the picture's part in `mean`. 1 is
         RMR's formula. A vision tower that starts from random weights beside a trained text tower
         gives all pictures nearly one vector, which at 1 lowers every picture's score by a factor
@@ -190,6 +193,12 @@ class DualEncoder(nnx.Module):
           has_image: [B] bool.
           dropout_key: as in `encode_text`.
         """
+        if self.config.fusion == "sum":
+            text = self.text_features(input_ids, attention_mask, dropout_key=dropout_key)
+            has_text = ~has_image | (attention_mask.sum(1) > _MARKS)
+            image = self.image_features(pixels)
+            parts = (jnp.where(has_text[:, None], text, 0), jnp.where(has_image[:, None], image, 0))
+            return l2_normalize(sum(parts))
         text = self.encode_text(input_ids, attention_mask, dropout_key=dropout_key)
         image = self.encode_image(pixels)
         if self.config.fusion == "mean":

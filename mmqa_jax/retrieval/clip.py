@@ -1,15 +1,20 @@
 """CLIP as WebQA's dense retriever: a converted checkpoint and its byte-pair tokenizer.
 
 Pictures are embedded from their pixels alone and snippets from their text alone, truncated to
-CLIP's 77 tokens; questions are embedded as written (reference.md 3).
+CLIP's 77 tokens; questions are embedded as written (reference.md 3). UniIR's CLIP_SF embeds a text
+and a picture, of a question or a source, as the sum of both.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+from jaxtyping import Float32
+
+from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
 from mmqa_jax.data.clip_tokenizer import Preprocessing, load_clip_tokenizer
@@ -17,10 +22,33 @@ from mmqa_jax.data.images import Resize
 from mmqa_jax.models.clip import CLIP
 from mmqa_jax.models.dual_encoder import clip_dual_encoder
 from mmqa_jax.retrieval.embedder import Embedder, dual_encoder_cost
+from mmqa_jax.retrieval.embeddings import BROKEN
 from mmqa_jax.retrieval.two_towers import as_dual_encoder, load_two_towers
+from mmqa_jax.retrieval.vectors import check_finite
+from mmqa_jax.weights.folder import is_converted, read_record
 from mmqa_jax.weights.models.clip_open_clip import squashes
+from mmqa_jax.weights.models.clip_uniir import UNIIR
 
 _BUCKETS = (16, 32, 48, 77)
+
+
+class ScoreFusionEmbedder(Embedder):
+    """An Embedder of a dual encoder with the fusion `sum`, for questions as well as sources."""
+
+    def embed_questions(
+        self, texts: Sequence[str], pictures: Sequence[np.ndarray | None] | None = None
+    ) -> Float32[np.ndarray, "n D"]:
+        """See Embedder; text and picture are added as the towers give them, a "" not at all."""
+        check_several(texts, "Embedder.embed_questions")
+        pictures = [None] * len(texts) if pictures is None else pictures
+        if len(pictures) != len(texts):
+            raise UserError(f"embedder: {len(texts)} questions but {len(pictures)} pictures.")
+        vectors = np.zeros((len(texts), self.dim), np.float32)
+        pictured = np.array([picture is not None for picture in pictures], bool)
+        batches = self._source_batches(texts, pictured, lambda own: [pictures[n] for n in own])
+        self._collect(batches, vectors, "texts")
+        check_finite(vectors, "embedder: the questions", BROKEN)
+        return vectors
 
 
 def load_clip_embedder(
@@ -53,10 +81,11 @@ def load_clip_embedder(
             f"{folder}: the tokenizer's ids do not fit the model's {config.text.vocab_size} "
             "tokens; put the checkpoint's own tokenizer there."
         )
-    dual_config = clip_dual_encoder(config, fusion="image")
+    sums = is_converted(Path(folder)) and read_record(folder).record.get("layout") == UNIIR
+    dual_config = clip_dual_encoder(config, fusion="sum" if sums else "image")
     graphdef, state = as_dual_encoder(clip, dual_config, devices)
     context = config.text.context
-    return Embedder(
+    return (ScoreFusionEmbedder if sums else Embedder)(
         graphdef,
         state,
         tokenizer,
@@ -66,6 +95,7 @@ def load_clip_embedder(
         cost=dual_encoder_cost(dual_config, context),
         text_of=lambda source: source.text,
         resize=_resize(Path(folder), tokenizer.preprocessing),
+        recipe=dual_config.fusion if sums else "",
     )
 
 

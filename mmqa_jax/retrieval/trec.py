@@ -21,6 +21,7 @@ from mmqa_jax.core.files import atomic_write, read_text
 from mmqa_jax.data.schema import Question, Ranking
 
 RUN = ".trec"  # how the names of runs end
+UNIIR_RUN, UNIIR_QRELS = "_run.txt", "_qrels.txt"  # UniIR's (M-BEIR), where a task may end a line
 TAG = "mmqa_jax"  # the last column of our runs
 _RUN_COLUMNS = ("question", "Q0", "source", "rank", "score", "tag")
 _QRELS_COLUMNS = ("question", "0", "source", "relevance")
@@ -29,8 +30,8 @@ _WHOLE = re.compile(r"-?\d{1,9}")
 
 
 def is_run(path: str | os.PathLike) -> bool:
-    """Whether a file's name says that it is a run: it ends in `.trec`."""
-    return str(path).endswith(RUN)
+    """Whether a file's name says that it is a run: it ends in `.trec`, or as UniIR's does."""
+    return str(path).endswith((RUN, UNIIR_RUN))
 
 
 def is_qrels(path: str | os.PathLike) -> bool:
@@ -88,7 +89,7 @@ def read_run(path: str | os.PathLike) -> Iterator[tuple[int, Ranking]]:
     """
     found: dict[str, dict[str, float]] = {}
     first: dict[str, int] = {}
-    for number, (question, _, source, rank, score, _) in _rows(path, _RUN_COLUMNS):
+    for number, (question, _, source, rank, score, *_) in _rows(path, _RUN_COLUMNS):
         where = f"{path}, line {number}"
         if not _WHOLE.fullmatch(rank):
             raise UserError(f"{where}: rank is {rank!r:.60}, a whole number was expected.")
@@ -144,7 +145,7 @@ def read_qrels(path: str | os.PathLike) -> dict[str, dict[str, int]]:
         empty file.
     """
     judged: dict[str, dict[str, int]] = {}
-    for number, (question, _, source, relevance) in _rows(path, _QRELS_COLUMNS):
+    for number, (question, _, source, relevance, *_) in _rows(path, _QRELS_COLUMNS):
         where = f"{path}, line {number}"
         if not _WHOLE.fullmatch(relevance):
             raise UserError(
@@ -171,9 +172,10 @@ def gold_of(judged: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]
 
 def _rows(path: str | os.PathLike, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
     """(line number, cells) of every line that is not blank."""
+    most = len(columns) + str(path).endswith((UNIIR_RUN, UNIIR_QRELS))
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         cells = line.split()
-        if cells and len(cells) != len(columns):
+        if cells and not len(columns) <= len(cells) <= most:
             raise UserError(
                 f"{path}, line {number}: has {len(cells)} columns, {len(columns)} were expected "
                 f"(`{' '.join(columns)}`); repair that line."

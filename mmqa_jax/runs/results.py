@@ -98,13 +98,13 @@ def _evaluate(
                 )
             return Evaluation(notes=[note])
         evaluation = Evaluation(has_modalities=False)
-        if row.answers:
+        if row.answers or benchmark.ranks:
             evaluation = benchmark.score(questions, predictions)
         score_cited(
             evaluation,
             questions,
             predictions,
-            sources=row.finds_sources,
+            sources=row.finds_sources and not benchmark.ranks,
             citations=row.answers and row.reads_its_corpus,
         )
     else:

@@ -53,6 +53,8 @@ _HEADLINE = (
         "multimodalqa",
         "infoseek",
         "evqa",
+        "mbeir/official",
+        "vidore/official",
         "choice_accuracy",
     ),
 )
@@ -284,7 +286,7 @@ def _evaluation(
     evaluation.has_modalities = not any(p.choice is not None for p in predictions)
     if row.dataset in BENCHMARKS:
         evaluation.has_modalities = False
-        if names and row.answers:
+        if names and (row.answers or BENCHMARKS[row.dataset].ranks):
             evaluation = BENCHMARKS[row.dataset].score(questions, predictions)
         anew = {name for scores in evaluation.all for name in scores.per_question}
         names = dict.fromkeys(name for name in names if name not in anew)

@@ -31,6 +31,8 @@ PAPERS = {
     "echosight": ("evqa", "infoseek"),
     "infoseek": ("infoseek",),
     "evqa": ("evqa",),
+    "mbeir": ("mbeir",),
+    "vidore": ("vidore",),
 }
 # Folders of rows' workdirs that are looked into where no other is named.
 PLACES = ("runs/tables", "workdir-demo/rows")

@@ -529,6 +529,8 @@ def test_wrong_flags(refused):
         "multimodalqa",
         "infoseek",
         "evqa",
+        "mbeir",
+        "vidore",
     ],
 )
 def test_rows_of_the_benchmarks(dataset):
@@ -541,6 +543,7 @@ def test_rows_of_the_benchmarks(dataset):
         for paper in (
             *("pica", "rmr", "mavl", "llava", "mmcot", "echosight"),
             *("openstax", "multimodalqa", "infoseek", "evqa"),
+            *("mbeir", "vidore"),
         )
         for row in done("tables", paper)["rows"]
         if f"configs/{dataset}/" in row["command"]

@@ -7,16 +7,22 @@ file beside this one reads one benchmark; `readers.py` names them.
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import ONE_A_LINE
+from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.data.picture_bounds import PictureError, check_bytes
 from mmqa_jax.data.schema import Question, Source
 
 # Keys of Question.extra: a description of the picture, and the names of objects in it.
 CAPTION, TAGS = "caption", "tags"
+_LONGEST_LINE = 64 * 2**20  # bytes of a line when unpacked; MultimodalQA's longest has 60 KB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +152,36 @@ class PictureFolders:
 def one_file(path: Path, suffixes: tuple[str, ...]) -> bool:
     """Whether `path` is a single official file with one of these suffixes, not a folder."""
     return path.is_file() and path.suffix in suffixes
+
+
+def object_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place for messages, object) of each line of a .jsonl or .jsonl.gz, read one at a time.
+
+    Raises:
+      UserError: names the file and the line that is no JSON object, too long or damaged.
+    """
+    number = 0
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            while line := file.readline(_LONGEST_LINE):
+                number += 1
+                where = f"{path}, line {number}"
+                if len(line) == _LONGEST_LINE:
+                    raise UserError(
+                        f"{where}: is longer than {_LONGEST_LINE:,} bytes; fetch the file again."
+                    )
+                if not line.strip():
+                    continue
+                row = parse_json(line, where, remedy=ONE_A_LINE)
+                if not isinstance(row, dict):
+                    raise UserError(f"{where}: an object was expected; fetch the file again.")
+                yield where, row
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(
+            f"{path}: is damaged after line {number} ({error}); fetch it again."
+        ) from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the file.") from error
 
 
 # Picture files of a benchmark, each looked for at several places below one folder.

@@ -15,17 +15,18 @@ but the title of its page.
 from __future__ import annotations
 
 import dataclasses
-import gzip
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import ONE_A_LINE
-from mmqa_jax.core.json_text import parse_json
-from mmqa_jax.data.datasets.benchmark import Benchmark, OfficialFiles, PictureFolders
+from mmqa_jax.data.datasets.benchmark import (
+    Benchmark,
+    OfficialFiles,
+    PictureFolders,
+    object_rows,
+)
 from mmqa_jax.data.picture_bounds import PictureError
 from mmqa_jax.data.schema import Question, Source
 
@@ -58,7 +59,6 @@ PUBLISHED_COUNTS = {
 ATTRIBUTION = "MultiModalQA (Talmor et al., ICLR 2021); texts, tables, pictures: Wikipedia."
 
 _SPLITS = {"train": "train", "dev": "val", "test": "test"}
-_LONGEST_LINE = 64 * 2**20  # bytes of a line when unpacked; dev's longest has 60 KB
 
 
 def read_multimodalqa(folder: Path) -> Benchmark:
@@ -76,7 +76,7 @@ def read_multimodalqa(folder: Path) -> Benchmark:
     pictures = PictureFolders(folder, (PICTURES, "images"))
     sources: dict[str, Source] = {}
     for part, read in (("text", _text), ("table", _table), ("image", _image)):
-        for where, row in _lines(_file(files, f"{part}s", required=True)):
+        for where, row in object_rows(_file(files, f"{part}s", required=True)):
             source = read(row, where)
             if source.id in sources:
                 raise UserError(f"{where}: id {source.id} is there twice; fetch the file again.")
@@ -89,7 +89,7 @@ def read_multimodalqa(folder: Path) -> Benchmark:
     questions: dict[str, Question] = {}
     for split in _SPLITS:
         path = _file(files, split, required=False)
-        for where, row in () if path is None else _lines(path):
+        for where, row in () if path is None else object_rows(path):
             question = _question(row, split, sources, where)
             if question.id in questions:
                 raise UserError(f"{where}: qid {question.id} is there twice; fetch the file again.")
@@ -126,32 +126,6 @@ def _reading(pictures: PictureFolders) -> Callable[[str], bytes]:
         return pictures(name)
 
     return read
-
-
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place for messages, object) of each line, unpacked one at a time."""
-    number = 0
-    try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            while line := file.readline(_LONGEST_LINE):
-                number += 1
-                where = f"{path}, line {number}"
-                if len(line) == _LONGEST_LINE:
-                    raise UserError(
-                        f"{where}: is longer than {_LONGEST_LINE:,} bytes; fetch the file again."
-                    )
-                if not line.strip():
-                    continue
-                row = parse_json(line, where, remedy=ONE_A_LINE)
-                if not isinstance(row, dict):
-                    raise UserError(f"{where}: an object was expected; fetch the file again.")
-                yield where, row
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(
-            f"{path}: is damaged after line {number} ({error}); fetch it again."
-        ) from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check the file.") from error
 
 
 def _text(row: dict[str, Any], where: str) -> Source:

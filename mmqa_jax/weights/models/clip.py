@@ -40,6 +40,7 @@ from mmqa_jax.weights.models.clip_openai import (
     usual_constants,
 )
 from mmqa_jax.weights.models.clip_processor import check_processor
+from mmqa_jax.weights.models.clip_uniir import UNIIR, is_uniir_clip, without_wrapper
 from mmqa_jax.weights.sources import open_source
 
 BLOCK_LINEARS = {
@@ -199,15 +200,24 @@ def _tower_to_hf(config: VisionConfig | TextConfig) -> dict[str, Any]:
 
 
 def open_clip(path: Path) -> Checkpoint:
-    """CLIP as transformers' `CLIPModel`, OpenAI or open_clip publishes it.
+    """CLIP as transformers' `CLIPModel`, OpenAI, open_clip or UniIR (CLIP_SF) publishes it.
 
     A folder with transformers' config.json is read as such; of a folder without, and of a file in
     OpenAI's layout, `open_clip_config.json` in the same folder says what the tensors do not.
     """
     if path.is_dir() and not config_file(path).exists():
         path = open_clip_file(path) or path
-    if path.is_file() and is_openai_clip((source := open_source(path)).specs()):
-        return _open_openai_layout(source, path.parent)
+    if path.is_file():
+        source = open_source(path)
+        if is_uniir_clip(source):
+            return Checkpoint(
+                clip_openai_config(inner := without_wrapper(source)),
+                clip_openai_key_map,
+                split_attention(inner),
+                UNIIR,
+            )
+        if is_openai_clip(source.specs()):
+            return _open_openai_layout(source, path.parent)
     file = config_file(path)
     config = clip_config(read_hf_config(path, "clip"), str(file))
     check_processor(file.parent, config.vision.image_size)

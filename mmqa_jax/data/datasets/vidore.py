@@ -1,0 +1,221 @@
+"""ViDoRe's sets (https://github.com/illuin-tech/vidore-benchmark): questions on pictured pages.
+
+    corpus/*.parquet     corpus-id, image, in v3 also markdown: the pages of all documents
+    queries/*.parquet    query-id, query, in v2 and v3 also language
+    qrels/*.parquet      query-id, corpus-id, score: the relevant pages of a question, graded
+
+A folder holds one set, of v1 in the layout that ends in `_beir`, of v2 or v3. v3 writes corpus_id
+and query_id. Each set is a corpus of its own: a question is searched in the pages of its set.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.datasets.benchmark import Benchmark
+from mmqa_jax.data.datasets.parquet import ParquetPictures, parquet_columns, parquet_rows
+from mmqa_jax.data.schema import Question, Source
+from mmqa_jax.data.table_files import whole_number
+
+Pages = Literal["text", "pictures", "both"]
+
+# Set -> its task in MTEB, which has the leaderboards; the versions' main scores are nDCG@5, 5, 10.
+V1 = {
+    "arxivqa_test_subsampled_beir": "VidoreArxivQARetrieval",
+    "docvqa_test_subsampled_beir": "VidoreDocVQARetrieval",
+    "infovqa_test_subsampled_beir": "VidoreInfoVQARetrieval",
+    "tabfquad_test_subsampled_beir": "VidoreTabfquadRetrieval",
+    "tatdqa_test_beir": "VidoreTatdqaRetrieval",
+    "shiftproject_test_beir": "VidoreShiftProjectRetrieval",
+    "syntheticDocQA_artificial_intelligence_test_beir": "VidoreSyntheticDocQAAIRetrieval",
+    "syntheticDocQA_energy_test_beir": "VidoreSyntheticDocQAEnergyRetrieval",
+    "syntheticDocQA_government_reports_test_beir": (
+        "VidoreSyntheticDocQAGovernmentReportsRetrieval"
+    ),
+    "syntheticDocQA_healthcare_industry_test_beir": (
+        "VidoreSyntheticDocQAHealthcareIndustryRetrieval"
+    ),
+}
+V2 = {
+    "esg_reports_v2": "Vidore2ESGReportsRetrieval",
+    "economics_reports_v2": "Vidore2EconomicsReportsRetrieval",
+    "biomedical_lectures_v2": "Vidore2BioMedicalLecturesRetrieval",
+    "esg_reports_human_labeled_v2": "Vidore2ESGReportsHLRetrieval",
+}
+V3 = {  # telecom and nuclear are private
+    "vidore_v3_finance_en": "Vidore3FinanceEnRetrieval",
+    "vidore_v3_industrial": "Vidore3IndustrialRetrieval",
+    "vidore_v3_computer_science": "Vidore3ComputerScienceRetrieval",
+    "vidore_v3_pharmaceuticals": "Vidore3PharmaceuticalsRetrieval",
+    "vidore_v3_hr": "Vidore3HrRetrieval",
+    "vidore_v3_finance_fr": "Vidore3FinanceFrRetrieval",
+    "vidore_v3_physics": "Vidore3PhysicsRetrieval",
+    "vidore_v3_energy": "Vidore3EnergyRetrieval",
+}
+TASKS = {**V1, **V2, **V3}
+# Keys of Question.extra: the language; the grades of `positives`, in their order.
+LANGUAGE, GRADES = "language", "grades"
+ATTRIBUTION = "ViDoRe (Faysse et al. 2024; Macé et al. 2025; Loison et al. 2026)."
+
+_TEXTS = ("markdown", "text_description")
+_KEPT = ("query_types", "query_format", "content_type")
+
+
+def read_vidore(folder: Path, pages: Pages = "pictures") -> Benchmark:
+    """Reads one set; all questions are of the split `test`, `Question.category` is the set.
+
+    Args:
+      folder: of the set, by whose name it is known.
+      pages: as sources: their `pictures`, their `text` (of v3), or `both`, the text as a caption.
+
+    Raises:
+      UserError: a file is missing or malformed, or the set is none of ViDoRe's.
+    """
+    name = _set_name(folder)
+    corpus, queries, qrels = (_parts(folder, part) for part in ("corpus", "queries", "qrels"))
+    pages_key = _key(corpus[0], "corpus-id", "corpus_id")
+    texts = [one for one in _TEXTS if one in parquet_columns(corpus[0])][:1]
+    if pages != "pictures" and not texts:
+        raise UserError(
+            f"--pages={pages}: {folder} has no text of its pages (column {' or '.join(_TEXTS)}); "
+            "give --pages=pictures."
+        )
+    for path in corpus if pages != "text" else ():
+        if "image" not in parquet_columns(path):
+            raise UserError(f"{path}: has no column image; fetch the set's own files.")
+    texts = texts if pages != "pictures" else []
+    sources: dict[str, Source] = {}
+    for where, row in _rows(corpus, (pages_key, *texts), ("doc_id", "page_number_in_doc")):
+        source = _page(f"{name}/{_id(row, pages_key, where)}", row, texts, pages)
+        if source.id in sources:
+            raise UserError(f"{where}: page {source.id} is there twice; fetch the file again.")
+        sources[source.id] = source
+    judged = _judgments(qrels, name, sources)
+    questions: dict[str, Question] = {}
+    key = _key(queries[0], "query-id", "query_id")
+    for where, row in _rows(queries, (key, "query"), (LANGUAGE, "answer", *_KEPT)):
+        question = _question(f"{name}/{_id(row, key, where)}", row, name, judged, where)
+        if question.id in questions:
+            raise UserError(f"{where}: question {question.id} is there twice; fetch it again.")
+        questions[question.id] = question
+    languages = Counter(one.extra.get(LANGUAGE, "") for one in questions.values())
+    pictures = ParquetPictures(corpus, pages_key) if pages != "text" else None
+    return Benchmark(
+        name="vidore",
+        questions=list(questions.values()),
+        sources=list(sources.values()),
+        counts={
+            "pages": len(sources),
+            "test questions": len(questions),
+            "questions with relevant pages": sum(bool(q.positives) for q in questions.values()),
+            **{f"{one} questions": n for one, n in sorted(languages.items()) if one},
+        },
+        published={},
+        files=[*corpus, *queries, *qrels],
+        attribution=ATTRIBUTION,
+        read_picture=None if pictures is None else _reading(pictures),
+        inputs=None if pictures is None else pictures.signature(),
+    )
+
+
+def _set_name(folder: Path) -> str:
+    """The set in a folder that has its name, or lies in the hub's cache below one that has."""
+    folder = folder.resolve()
+    name = folder.name
+    if folder.parent.name == "snapshots":
+        name = folder.parent.parent.name.rpartition("--")[2]
+    if name not in TASKS:
+        raise UserError(
+            f"{folder}: is not named as a set of ViDoRe ({', '.join(V2)}, {next(iter(V3))}, ...); "
+            "name the folder of one set, with its name."
+        )
+    return name
+
+
+def _parts(folder: Path, part: str) -> list[Path]:
+    paths = sorted((folder / part).glob("*.parquet"))
+    if not paths:
+        raise UserError(
+            f"{folder / part}: holds no .parquet file; fetch the set's folders corpus, queries and "
+            "qrels."
+        )
+    return paths
+
+
+def _key(path: Path, *names: str) -> str:
+    """The name that a column has in this version."""
+    columns = parquet_columns(path)
+    return next((name for name in names if name in columns), names[0])
+
+
+def _rows(
+    paths: Sequence[Path], needed: Sequence[str], optional: Sequence[str] = ()
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    for path in paths:
+        for number, row in parquet_rows(path, needed, optional):
+            yield f"{path}, row {number}", row
+
+
+def _page(name: str, row: dict[str, Any], texts: Sequence[str], pages: Pages) -> Source:
+    text = str(row[texts[0]] or "") if texts else ""
+    extra = {
+        key: row[column]
+        for key, column in (("file", "doc_id"), ("page", "page_number_in_doc"))
+        if row.get(column) is not None
+    }
+    if pages == "text":
+        return Source(name, "text", text, extra=extra)
+    return Source(name, "image", text, image=name, extra=extra)
+
+
+def _judgments(
+    paths: Sequence[Path], name: str, sources: dict[str, Source]
+) -> dict[str, dict[str, int]]:
+    """Question id -> relevant page -> grade above 0."""
+    judged: dict[str, dict[str, int]] = {}
+    query = _key(paths[0], "query-id", "query_id")
+    page = _key(paths[0], "corpus-id", "corpus_id")
+    for where, row in _rows(paths, (query, page, "score")):
+        found = f"{name}/{_id(row, page, where)}"
+        if found not in sources:
+            raise UserError(f"{where}: judges page {found}, which corpus/ has not; fetch both.")
+        grade = row["score"]
+        if not isinstance(grade, int | float) or grade != int(grade):
+            raise UserError(f"{where}: score is {grade!r}; a whole number was expected.")
+        if grade > 0:
+            judged.setdefault(f"{name}/{_id(row, query, where)}", {})[found] = int(grade)
+    return judged
+
+
+def _question(
+    name: str, row: dict[str, Any], category: str, judged: dict[str, dict[str, int]], where: str
+) -> Question:
+    if not isinstance(row["query"], str) or not row["query"]:
+        raise UserError(f"{where}: query is {row['query']!r:.60}; text was expected.")
+    grades = judged.get(name, {})
+    extra = {key: row[key] for key in (LANGUAGE, *_KEPT) if row.get(key) is not None}
+    answer = row.get("answer")
+    return Question(
+        id=name,
+        split="test",
+        question=row["query"],
+        answers=(answer,) if isinstance(answer, str) and answer else (),
+        category=category,
+        positives=tuple(grades),
+        extra={**extra, GRADES: list(grades.values())},
+    )
+
+
+def _id(row: dict[str, Any], key: str, where: str) -> str:
+    value = row[key]
+    if whole_number(value) is None and (not isinstance(value, str) or not value):
+        raise UserError(f"{where}: {key} is {value!r:.60}; a number or text was expected.")
+    return str(value)
+
+
+def _reading(pictures: ParquetPictures) -> Callable[[str], bytes]:
+    return lambda name: pictures(name.partition("/")[2])
