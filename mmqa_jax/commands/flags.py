@@ -29,6 +29,7 @@ BENCHMARKS = (
     "seedbench",
     "multimodalqa",
     "infoseek",
+    "mmmu",
 )
 
 

@@ -17,6 +17,7 @@ from mmqa_jax.evaluation import (
     choice_formats,
     choice_scores,
     infoseek,
+    mmmu,
     multimodalqa,
     vqa,
     vqa_formats,
@@ -57,7 +58,7 @@ class BenchmarkScoring:
 
 
 # Benchmarks whose questions, answers and captions are in files that only their folder tells apart.
-_FOLDERS_ALONE = ("vqav2", "okvqa", "multimodalqa", "infoseek")
+_FOLDERS_ALONE = ("vqav2", "okvqa", "multimodalqa", "infoseek", "mmmu")
 # Files that no reader of JSON should be asked to read; VLMEvalKit writes its predictions as pickles
 # too, which run code where they are loaded.
 _NO_JSON = (".xlsx", ".xls", ".csv", ".tsv", ".parquet", ".pkl", ".pickle")
@@ -128,6 +129,15 @@ BENCHMARKS: dict[str, BenchmarkScoring] = {
         has_reference=infoseek.has_typed_answer,
         score=infoseek.score_infoseek,
         write_submission=infoseek.write_infoseek_submission,
+    ),
+    "mmmu": BenchmarkScoring(
+        split="val",
+        formats='predictions.jsonl, {id: answer} as JSON, or a list of {"id", "response"}',
+        read_predictions=mmmu.read_mmmu_predictions,
+        has_reference=mmmu.has_answer,
+        score=mmmu.score_mmmu,
+        write_submission=mmmu.write_mmmu_submission,
+        split_names={"dev": "train", "validation": "val"},
     ),
 }
 

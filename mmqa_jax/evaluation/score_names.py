@@ -49,6 +49,9 @@ _NAMES = {
     "seed_bench/letter": "accuracy (SEED-Bench, letter)",
     "seed_bench/likelihood": "accuracy (SEED-Bench, likelihood)",
     "infoseek/official": "accuracy (InfoSeek)",
+    "mmmu/official": "accuracy (MMMU, no letter is drawn)",
+    "mmmu/unparsed_wrong": "accuracy (MMMU, no letter is wrong)",
+    "mmmu/letter": "accuracy (MMMU, the letter alone)",
     "multimodalqa/list_em": "exact match (MultimodalQA)",
     "multimodalqa/list_f1": "F1 (MultimodalQA)",
 }

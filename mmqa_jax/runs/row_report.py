@@ -51,6 +51,7 @@ _HEADLINE = (
         "seed_bench",
         "multimodalqa",
         "infoseek",
+        "mmmu",
         "choice_accuracy",
     ),
 )
@@ -60,6 +61,7 @@ _VERDICTS = {
     "aokvqa": ("a_okvqa_mc/official", "a_okvqa_da/official"),
     "mmbench": ("mmbench/vanilla",),  # circular: of all passes, of which one is shown
     "seedbench": ("seed_bench/likelihood", "seed_bench/letter"),
+    "mmmu": ("mmmu/unparsed_wrong",),
 }
 _CHOSEN = ("scienceqa/recorded_choice",)  # before them, where options were ranked
 _REFUSED = "refused/"  # scores of all questions of their kind

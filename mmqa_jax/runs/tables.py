@@ -29,6 +29,7 @@ PAPERS = {
     "openstax": ("openstax",),
     "multimodalqa": ("multimodalqa",),
     "infoseek": ("infoseek",),
+    "mmmu": ("mmmu",),
 }
 # Folders of rows' workdirs that are looked into where no other is named.
 PLACES = ("runs/tables", "workdir-demo/rows")

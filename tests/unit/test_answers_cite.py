@@ -46,6 +46,7 @@ NONE_TO_CITE = {
     "llava": {"llava"},
     "kat": {"kat"},
     "mmcot": {"mmcot"},
+    "mmmu": {"mmmu"},
 }
 SETTINGS = [(system, name) for system, one in BUILT_IN.items() for name in one.SETTINGS]
 

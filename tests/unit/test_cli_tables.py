@@ -528,6 +528,7 @@ def test_wrong_flags(refused):
         "openstax",
         "multimodalqa",
         "infoseek",
+        "mmmu",
     ],
 )
 def test_rows_of_the_benchmarks(dataset):
@@ -539,7 +540,7 @@ def test_rows_of_the_benchmarks(dataset):
         (row["config_row"], row["command"])
         for paper in (
             *("pica", "rmr", "mavl", "llava", "mmcot"),
-            *("openstax", "multimodalqa", "infoseek"),
+            *("openstax", "multimodalqa", "infoseek", "mmmu"),
         )
         for row in done("tables", paper)["rows"]
         if f"configs/{dataset}/" in row["command"]

@@ -9,6 +9,7 @@ from mmqa_jax.data.datasets.aokvqa import read_aokvqa
 from mmqa_jax.data.datasets.benchmark import Benchmark
 from mmqa_jax.data.datasets.infoseek import read_infoseek
 from mmqa_jax.data.datasets.mmbench import read_mmbench
+from mmqa_jax.data.datasets.mmmu import read_mmmu
 from mmqa_jax.data.datasets.multimodalqa import read_multimodalqa
 from mmqa_jax.data.datasets.okvqa import read_okvqa
 from mmqa_jax.data.datasets.scienceqa import read_scienceqa
@@ -26,4 +27,5 @@ READERS: dict[str, Callable[[Path], Benchmark]] = {
     "seedbench": read_seed_bench,
     "multimodalqa": read_multimodalqa,
     "infoseek": read_infoseek,
+    "mmmu": read_mmmu,
 }
