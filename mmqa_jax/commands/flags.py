@@ -30,6 +30,7 @@ BENCHMARKS = (
     "multimodalqa",
     "infoseek",
     "mmmu",
+    "mragbench",
 )
 
 

@@ -18,6 +18,7 @@ from mmqa_jax.evaluation import (
     choice_scores,
     infoseek,
     mmmu,
+    mragbench,
     multimodalqa,
     vqa,
     vqa_formats,
@@ -58,7 +59,7 @@ class BenchmarkScoring:
 
 
 # Benchmarks whose questions, answers and captions are in files that only their folder tells apart.
-_FOLDERS_ALONE = ("vqav2", "okvqa", "multimodalqa", "infoseek", "mmmu")
+_FOLDERS_ALONE = ("vqav2", "okvqa", "multimodalqa", "infoseek", "mmmu", "mragbench")
 # Files that no reader of JSON should be asked to read; VLMEvalKit writes its predictions as pickles
 # too, which run code where they are loaded.
 _NO_JSON = (".xlsx", ".xls", ".csv", ".tsv", ".parquet", ".pkl", ".pickle")
@@ -138,6 +139,15 @@ BENCHMARKS: dict[str, BenchmarkScoring] = {
         score=mmmu.score_mmmu,
         write_submission=mmmu.write_mmmu_submission,
         split_names={"dev": "train", "validation": "val"},
+    ),
+    "mragbench": BenchmarkScoring(
+        split="test",
+        formats='predictions.jsonl, or the official lines {"qs_id", "output"}',
+        read_predictions=mragbench.read_mragbench_predictions,
+        has_reference=choice_scores.has_answer,
+        score=mragbench.score_mragbench,
+        write_submission=mragbench.write_mragbench_submission,
+        submission="submission.jsonl",
     ),
 }
 

@@ -24,7 +24,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.datasets.mmmu import DIFFICULTY, DISCIPLINES, place_of
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.choice_scores import by_choice
+from mmqa_jax.evaluation.choice_scores import Given, Rule, chosen_by
 from mmqa_jax.evaluation.multiple_choice import LETTERS, exact_letter_choice, mmmu_choice
 from mmqa_jax.evaluation.prediction_lines import answers_of, json_rows
 from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
@@ -43,9 +43,6 @@ _NUMBERS = (
     re.compile(r"-?\d+(?:\.\d+)?[eE][+-]?\d+"),
     re.compile(r"-?(?:\d+\.\d+|\.\d+|\d+\b)(?![eE][+-]?\d+)(?![,\d])"),
 )
-
-Given = Mapping[str, Prediction]
-Rule = Callable[[str, Question], int | None]
 
 
 def has_answer(question: Question) -> bool:
@@ -129,16 +126,9 @@ def _by_letter(text: str, question: Question) -> int | None:
 
 def _choices(questions: Sequence[Question], given: Given, rule: Rule) -> dict[str, int]:
     """Question id -> the choice that its prediction names, where it names one."""
-    found = {}
-    for question in questions:
-        prediction = given.get(question.id)
-        if question.choices and prediction is not None:
-            chosen = prediction.choice
-            if not by_choice(prediction, question):
-                chosen = rule(prediction.answer, question)
-            if chosen is not None:
-                found[question.id] = chosen
-    return found
+    asked = [question for question in questions if question.choices]
+    found = zip(asked, chosen_by(asked, given, rule), strict=True)
+    return {question.id: choice for question, choice in found if choice is not None}
 
 
 def _drawn(questions: Sequence[Question], given: Given) -> dict[str, int]:

@@ -51,6 +51,7 @@ _NAMES = {
     "infoseek/official": "accuracy (InfoSeek)",
     "mmmu/official": "accuracy (MMMU, no letter is drawn)",
     "mmmu/unparsed_wrong": "accuracy (MMMU, no letter is wrong)",
+    "mragbench/rule": "accuracy (MRAG-Bench)",
     "mmmu/letter": "accuracy (MMMU, the letter alone)",
     "multimodalqa/list_em": "exact match (MultimodalQA)",
     "multimodalqa/list_f1": "F1 (MultimodalQA)",

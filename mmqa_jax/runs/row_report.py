@@ -52,6 +52,7 @@ _HEADLINE = (
         "multimodalqa",
         "infoseek",
         "mmmu",
+        "mragbench",
         "choice_accuracy",
     ),
 )

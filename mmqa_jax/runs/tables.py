@@ -30,6 +30,7 @@ PAPERS = {
     "multimodalqa": ("multimodalqa",),
     "infoseek": ("infoseek",),
     "mmmu": ("mmmu",),
+    "mragbench": ("mragbench",),
 }
 # Folders of rows' workdirs that are looked into where no other is named.
 PLACES = ("runs/tables", "workdir-demo/rows")

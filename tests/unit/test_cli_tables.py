@@ -529,6 +529,7 @@ def test_wrong_flags(refused):
         "multimodalqa",
         "infoseek",
         "mmmu",
+        "mragbench",
     ],
 )
 def test_rows_of_the_benchmarks(dataset):
@@ -540,7 +541,7 @@ def test_rows_of_the_benchmarks(dataset):
         (row["config_row"], row["command"])
         for paper in (
             *("pica", "rmr", "mavl", "llava", "mmcot"),
-            *("openstax", "multimodalqa", "infoseek", "mmmu"),
+            *("openstax", "multimodalqa", "infoseek", "mmmu", "mragbench"),
         )
         for row in done("tables", paper)["rows"]
         if f"configs/{dataset}/" in row["command"]

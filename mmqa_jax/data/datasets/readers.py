@@ -10,6 +10,7 @@ from mmqa_jax.data.datasets.benchmark import Benchmark
 from mmqa_jax.data.datasets.infoseek import read_infoseek
 from mmqa_jax.data.datasets.mmbench import read_mmbench
 from mmqa_jax.data.datasets.mmmu import read_mmmu
+from mmqa_jax.data.datasets.mragbench import read_mragbench
 from mmqa_jax.data.datasets.multimodalqa import read_multimodalqa
 from mmqa_jax.data.datasets.okvqa import read_okvqa
 from mmqa_jax.data.datasets.scienceqa import read_scienceqa
@@ -28,4 +29,5 @@ READERS: dict[str, Callable[[Path], Benchmark]] = {
     "multimodalqa": read_multimodalqa,
     "infoseek": read_infoseek,
     "mmmu": read_mmmu,
+    "mragbench": read_mragbench,
 }
