@@ -32,6 +32,8 @@ BENCHMARKS = (
     "evqa",
     "mbeir",
     "vidore",
+    "mmmu",
+    "mragbench",
 )
 
 

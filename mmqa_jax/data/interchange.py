@@ -1,8 +1,8 @@
 """Bring your own documents: the corpus interchange folder of design.md 3.
 
     sources.jsonl      id, modality (text | image), text (snippet or caption), image, title
-    questions.jsonl    optional: id, split, question, image, answers, keywords, category,
-                       positives, negatives, choices, answer_index, rationale,
+    questions.jsonl    optional: id, split, question, image, more_images, answers, keywords,
+                       category, positives, negatives, choices, answer_index, rationale,
                        answerable (false: no source answers it)
     images.tar         optional: the pictures, instead of files beside the two
 
@@ -113,6 +113,13 @@ class _Row:
             raise self.fail(f"`image` {name!r} {problem}.")
         return name
 
+    def pictures(self, pictures: _Pictures) -> tuple[str, ...]:
+        names = self.strings("more_images")
+        for name in names:
+            if problem := pictures.problem(name):
+                raise self.fail(f"`more_images` {name!r} {problem}.")
+        return names
+
 
 def _source(row: _Row, pictures: _Pictures) -> Source:
     modality = row.choice("modality", ("text", "image"))
@@ -166,6 +173,7 @@ def _question(row: _Row, pictures: _Pictures, sources: Mapping[str, Source]) -> 
         choices=choices,
         answer_index=index,
         rationale=row.string("rationale"),
+        more_images=row.pictures(pictures),
         extra=row.rest,
     )
 

@@ -174,7 +174,7 @@ def read_sources(records: Path) -> list[Source]:
 
 def read_questions(records: Path, splits: Iterable[str]) -> list[Question]:
     """All questions of these splits, split by split, in the order of their files."""
-    tuples = ("answers", "positives", "negatives", "choices")
+    tuples = ("answers", "positives", "negatives", "choices", "more_images")
     questions = []
     for split in splits:
         for row in _read_rows(records / "questions", split):
@@ -231,7 +231,9 @@ class _CorpusWriter:
         self.splits = _by_split(questions)
         self.progress = progress or (lambda done, total: None)
         rows = (*sources, *questions)
-        self.names = list(dict.fromkeys(row.image for row in rows if row.image is not None))
+        more = (name for question in questions for name in question.more_images)
+        shown = itertools.chain((row.image for row in rows if row.image is not None), more)
+        self.names = list(dict.fromkeys(shown))
         self.done, self.shown, self.total = 0, 0, len(self.names) + len(rows)
         self.hash = hashlib.sha256()
 

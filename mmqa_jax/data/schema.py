@@ -50,6 +50,9 @@ class Question:
       split: `train`, `val` or `test`.
       question: its text.
       image: path of a picture that belongs to the question, or None.
+      more_images: paths of further ones, in the order of their numbers: `<image 2>` in the text is
+        the first of these. Prompts that place pictures show them, all else sees `image` alone. One
+        that could not be decoded is still named, so that the numbers hold.
       answers: reference answers, full sentences in WebQA; the first is the main one.
       keywords: the answer's keywords, scored by WebQA accuracy ("" where hidden).
       category: benchmark category (WEBQA_CATEGORIES for WebQA).
@@ -73,6 +76,7 @@ class Question:
     answer_index: int | None = None
     rationale: str = ""
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    more_images: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ from mmqa_jax.evaluation import (
     found_sources,
     infoseek,
     mbeir,
+    mmmu,
+    mragbench,
     multimodalqa,
     vidore,
     vqa,
@@ -66,7 +68,7 @@ class BenchmarkScoring:
 
 
 # Benchmarks whose questions, answers and captions are in files that only their folder tells apart.
-_FOLDERS_ALONE = ("vqav2", "okvqa", "multimodalqa", "infoseek", "evqa")
+_FOLDERS_ALONE = ("vqav2", "okvqa", "multimodalqa", "infoseek", "evqa", "mmmu", "mragbench")
 # Files that no reader of JSON should be asked to read; VLMEvalKit writes its predictions as pickles
 # too, which run code where they are loaded.
 _NO_JSON = (".xlsx", ".xls", ".csv", ".tsv", ".parquet", ".pkl", ".pickle")
@@ -164,6 +166,24 @@ BENCHMARKS: dict[str, BenchmarkScoring] = {
         score=vidore.score_vidore,
         write_submission=vidore.write_vidore_results,
         ranks=True,
+    ),
+    "mmmu": BenchmarkScoring(
+        split="val",
+        formats='predictions.jsonl, {id: answer} as JSON, or a list of {"id", "response"}',
+        read_predictions=mmmu.read_mmmu_predictions,
+        has_reference=mmmu.has_answer,
+        score=mmmu.score_mmmu,
+        write_submission=mmmu.write_mmmu_submission,
+        split_names={"dev": "train", "validation": "val"},
+    ),
+    "mragbench": BenchmarkScoring(
+        split="test",
+        formats='predictions.jsonl, or the official lines {"qs_id", "output"}',
+        read_predictions=mragbench.read_mragbench_predictions,
+        has_reference=choice_scores.has_answer,
+        score=mragbench.score_mragbench,
+        write_submission=mragbench.write_mragbench_submission,
+        submission="submission.jsonl",
     ),
 }
 

@@ -65,8 +65,8 @@ def score_scienceqa(questions: Sequence[Question], predictions: Sequence[Predict
     """
     given = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_answer, "a published answer")
-    strict = _chosen(scored, given, lambda text, q: rules.gpt3_choice(text, len(q.choices)))
-    lenient = _chosen(scored, given, lambda text, q: rules.llava_choice(text, len(q.choices)))
+    strict = chosen_by(scored, given, lambda text, q: rules.gpt3_choice(text, len(q.choices)))
+    lenient = chosen_by(scored, given, lambda text, q: rules.llava_choice(text, len(q.choices)))
     failed = [q.id in given and choice is None for q, choice in zip(scored, strict, strict=True)]
     drawn = [
         rules.random_choice(q.id, len(q.choices)) if fails else choice
@@ -74,9 +74,9 @@ def score_scienceqa(questions: Sequence[Question], predictions: Sequence[Predict
     ]
     chance = np.array([1 / len(question.choices) for question in scored])
     per_question = {
-        "scienceqa/letter_or_random": _right(scored, drawn),
-        "scienceqa/letter_or_expected": np.where(failed, chance, _right(scored, strict)),
-        "scienceqa/letter_or_wrong": _right(scored, lenient),
+        "scienceqa/letter_or_random": right_choices(scored, drawn),
+        "scienceqa/letter_or_expected": np.where(failed, chance, right_choices(scored, strict)),
+        "scienceqa/letter_or_wrong": right_choices(scored, lenient),
     }
     unparsed = {
         "scienceqa/letter_or_random": sum(failed),
@@ -85,7 +85,7 @@ def score_scienceqa(questions: Sequence[Question], predictions: Sequence[Predict
     }
     if any(prediction.choice is not None for prediction in predictions):
         recorded = [given[q.id].choice if q.id in given else None for q in scored]
-        per_question["scienceqa/recorded_choice"] = _right(scored, recorded)
+        per_question["scienceqa/recorded_choice"] = right_choices(scored, recorded)
         unparsed["scienceqa/recorded_choice"] = _unparsed(scored, given, recorded)
     scores = scores_of(questions, scored, given, per_question, scienceqa_columns(scored))
     evaluation = Evaluation([scores], unparsed=unparsed, has_modalities=False)
@@ -142,8 +142,8 @@ def score_mmbench(questions: Sequence[Question], predictions: Sequence[Predictio
     unparsed: dict[str, int] = {}
     for year, answer_is in (("", False), ("_2026", True)):
         rule = functools.partial(_vlmeval, answer_is=answer_is)
-        chosen = _chosen(passes, given, rule)
-        hits = _right(passes, chosen)  # [pass]
+        chosen = chosen_by(passes, given, rule)
+        hits = right_choices(passes, chosen)  # [pass]
         if rotated:
             per_question[f"mmbench/circular{year}"] = _circular(passes, hits, scored)
             unparsed[f"mmbench/circular{year}"] = _unparsed(passes, given, chosen)
@@ -208,14 +208,14 @@ def score_seed_bench(
     }
     for name, kind in (("pictures, 1-9", "image"), ("videos, 10-12", "video")):
         groups[name] = np.array([q.extra[DATA_TYPE] == kind for q in scored])
-    per_question = {name: _right(scored, choices) for name, choices in chosen.items()}
+    per_question = {name: right_choices(scored, choices) for name, choices in chosen.items()}
     unparsed = {name: _unparsed(scored, given, choices) for name, choices in chosen.items()}
     scores = scores_of(questions, scored, given, per_question, groups)
     notes = [f"{name}: {_SEED_SCORED[name]}" for name in per_question]
     return Evaluation([scores], notes=notes, unparsed=unparsed, has_modalities=False)
 
 
-def _chosen(questions: Sequence[Question], given: Given, rule: Rule) -> list[int | None]:
+def chosen_by(questions: Sequence[Question], given: Given, rule: Rule) -> list[int | None]:
     """Each question's choice: by the rule from the answer's text, or as given where it has none."""
     choices: list[int | None] = []
     for question in questions:
@@ -237,7 +237,7 @@ def _by_choice(prediction: Prediction, question: Question) -> bool:
     return prediction.answer in ("", text, f"{rules.LETTERS[prediction.choice]}. {text}")
 
 
-def _right(questions: Sequence[Question], choices: Sequence[int | None]) -> np.ndarray:
+def right_choices(questions: Sequence[Question], choices: Sequence[int | None]) -> np.ndarray:
     """1.0 where the choice is the correct one; [question]."""
     pairs = zip(questions, choices, strict=True)
     return np.array([float(choice == question.answer_index) for question, choice in pairs])

@@ -20,6 +20,8 @@ _THE_ANSWER_IS = re.compile(r"The answer is ([A-Z]).")
 _ANSWER_IS = re.compile(r"answer\s+is\s+\**([A-D])", re.IGNORECASE)
 _SCIENCEQA_LETTERS = "ABCDE"
 _PUNCTUATION = str.maketrans(dict.fromkeys(".()[],:;!*#{}", " "))
+_STRIPPED_BY_MMMU = ",.!?;:'"
+_WORDS_WITHOUT_CONTENT = 5
 _API_FAILURE = "Failed to obtain answer via API"
 _REFUSALS = (
     "Sorry, I can't help with images of people yet.",
@@ -100,6 +102,32 @@ def vlmeval_choice(text: str, choices: Sequence[str], *, answer_is: bool = False
         return None
     contained = [index for index, choice in enumerate(choices) if choice.lower() in lowered]
     return contained[0] if len(contained) == 1 else None
+
+
+def mmmu_choice(text: str, choices: int, contents: Sequence[str] = ()) -> int | None:
+    """MMMU's rule, without its random choice (mmmu/utils/eval_utils.py).
+
+    The option whose letter stands in brackets, else between spaces; else, in an answer of more
+    than five words, whose content it holds. Of several the one that is named last.
+
+    Args:
+      choices: their number.
+      contents: the choices' texts; () where they are not looked for, as by MRAG-Bench.
+    """
+    for mark in _STRIPPED_BY_MMMU:
+        text = text.strip(mark)
+    text = f" {text} "
+    for around in ("({})", " {} "):
+        marks = {n: around.format(LETTERS[n]) for n in range(choices)}
+        places = {n: text.rfind(mark) for n, mark in marks.items() if mark in text}
+        if places:
+            return max(places, key=places.__getitem__)
+    if len(text.split()) <= _WORDS_WITHOUT_CONTENT:
+        return None
+    lowered = text.lower()
+    places = {n: lowered.rfind(one.lower()) for n, one in enumerate(contents)}
+    places = {n: place for n, place in places.items() if place >= 0}
+    return max(places, key=places.__getitem__) if places else None
 
 
 def exact_letter_choice(text: str, choices: int) -> int | None:

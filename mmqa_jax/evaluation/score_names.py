@@ -54,6 +54,10 @@ _NAMES = {
     "evqa/bem": "accuracy by BEM (Encyclopedic-VQA)",
     "vidore/official": "nDCG (ViDoRe)",
     "mbeir/official": "recall of any positive (M-BEIR)",
+    "mmmu/official": "accuracy (MMMU, no letter is drawn)",
+    "mmmu/unparsed_wrong": "accuracy (MMMU, no letter is wrong)",
+    "mragbench/rule": "accuracy (MRAG-Bench)",
+    "mmmu/letter": "accuracy (MMMU, the letter alone)",
     "multimodalqa/list_em": "exact match (MultimodalQA)",
     "multimodalqa/list_f1": "F1 (MultimodalQA)",
 }

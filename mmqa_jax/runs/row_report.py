@@ -55,6 +55,8 @@ _HEADLINE = (
         "evqa",
         "mbeir/official",
         "vidore/official",
+        "mmmu",
+        "mragbench",
         "choice_accuracy",
     ),
 )
@@ -65,6 +67,7 @@ _VERDICTS = {
     "mmbench": ("mmbench/vanilla",),  # circular: of all passes, of which one is shown
     "evqa": ("evqa/bem", "evqa/exact_match"),
     "seedbench": ("seed_bench/likelihood", "seed_bench/letter"),
+    "mmmu": ("mmmu/unparsed_wrong",),
 }
 _CHOSEN = ("scienceqa/recorded_choice",)  # before them, where options were ranked
 _REFUSED = "refused/"  # scores of all questions of their kind

@@ -11,7 +11,18 @@ from typing import ClassVar, Protocol
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.extensions import mavl_votes
-from mmqa_jax.papers import echosight, kat, llava, mmcot, pica, prophet, rmr, webqa
+from mmqa_jax.papers import (
+    echosight,
+    kat,
+    llava,
+    mmcot,
+    mmmu,
+    mragbench,
+    pica,
+    prophet,
+    rmr,
+    webqa,
+)
 from mmqa_jax.papers.setting import Setting
 
 
@@ -43,6 +54,8 @@ BUILT_IN: dict[str, System] = {
     "kat": kat,
     "mmcot": mmcot,
     "echosight": echosight,
+    "mmmu": mmmu,
+    "mragbench": mragbench,
 }
 
 

@@ -33,6 +33,8 @@ PAPERS = {
     "evqa": ("evqa",),
     "mbeir": ("mbeir",),
     "vidore": ("vidore",),
+    "mmmu": ("mmmu",),
+    "mragbench": ("mragbench",),
 }
 # Folders of rows' workdirs that are looked into where no other is named.
 PLACES = ("runs/tables", "workdir-demo/rows")

@@ -29,7 +29,7 @@ QUESTIONS = [
         f"q{n}", "test", f"What is the capital of {one.title} ?", None, (one.id,), one.id,
         positives=(one.id,), negatives=tuple({s.id for s in SOURCES} - {one.id}),
         choices=tuple(s.id for s in SOURCES), answer_index=n,
-        extra={"caption": one.title, "wikipedia_url": [one.title]},
+        extra={"caption": one.title, "wikipedia_url": [one.title], "retrieved": [one.id]},
     )
     for n, one in enumerate(SOURCES)
 ]  # fmt: skip
@@ -38,6 +38,11 @@ EXAMPLES = [
     for n, q in enumerate(QUESTIONS)
 ]
 CORPUS = Corpus(SOURCES, QUESTIONS)
+PICTURED = Corpus(
+    [dataclasses.replace(one, modality="image", image=one.id) for one in SOURCES],
+    QUESTIONS,
+    read_picture=str.encode,
+)
 # Settings without a part that has sources, and those that are asked without any on purpose.
 NONE_TO_CITE = {
     "webqa": {"question_only"},
@@ -48,6 +53,8 @@ NONE_TO_CITE = {
     "kat": {"kat"},
     "mmcot": {"mmcot"},
     "echosight": {"echosight_alone"},
+    "mmmu": {"mmmu"},
+    "mragbench": {"alone"},
 }
 SETTINGS = [(system, name) for system, one in BUILT_IN.items() for name in one.SETTINGS]
 
@@ -108,7 +115,8 @@ def answers_of(system: str, name: str, said: str) -> list[Prediction]:
         parts["finished"] = {
             p.question_id: {"question_id": p.question_id, **p.trace} for p in finished
         }
-    return setting.run(QUESTIONS, CORPUS, parts, options)
+    corpus = PICTURED if system == "mragbench" else CORPUS
+    return setting.run(QUESTIONS, corpus, parts, options)
 
 
 @pytest.mark.parametrize(("system", "name"), SETTINGS)

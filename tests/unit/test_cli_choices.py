@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from cli_runs import ROOT, done, mmqa, rows_of, write_rows
 from test_mmbench import ROWS as MMBENCH
@@ -44,6 +46,16 @@ CHOICES = [
     choice(2, "test", "Why does a star shine?", "Cells", "it burns hydrogen", "it reflects", "no"),
     choice(3, "test", "What is around a cell?", "Cells", "a membrane", "a wall of stone"),
 ]
+MMMU = [
+    {
+        "id": f"validation_Art_{n}",
+        "question": "What is it?",
+        "options": "['a cat', 'a dog']",
+        "answer": "A",
+        "question_type": "multiple-choice",
+    }
+    for n in range(2)
+]
 FIGURE = {"id": "f0", "split": "test", "kind": "figure_retrieval", "question": "See the figure"}
 
 
@@ -52,7 +64,8 @@ def inputs(tmp_path_factory):
     """Prepared folders by name, and a language model."""
     folder = tmp_path_factory.mktemp("choices")
     raw = {
-        name: folder / "raw" / name for name in ("openstax", "mmbench", "seedbench", "scienceqa")
+        name: folder / "raw" / name
+        for name in ("openstax", "mmbench", "seedbench", "scienceqa", "mmmu")
     }
     for path in raw.values():
         path.mkdir(parents=True)
@@ -65,6 +78,7 @@ def inputs(tmp_path_factory):
     write_tsv(raw["mmbench"] / "MMBench_DEV_EN.tsv", MMBENCH)
     seed = {"questions": SEED, "question_type": NAMES}
     (raw["seedbench"] / "SEED-Bench.json").write_text(json.dumps(seed))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(MMMU), raw["mmmu"] / "val.parquet")
     (raw["scienceqa"] / "problems.json").write_text(json.dumps(PROBLEMS))
     for name, path in raw.items():
         dataset = "corpus" if name == "openstax" else name
@@ -186,6 +200,7 @@ def test_mmbench_by_a_model_that_sees(inputs, tmp_path, write):
     [
         ("scienceqa", "scienceqa/letter_or_wrong"),
         ("seedbench", "seed_bench/letter"),
+        ("mmmu", "mmmu/official"),
     ],
 )
 def test_llavas_own_rows(inputs, tmp_path, name, scorer):

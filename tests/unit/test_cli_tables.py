@@ -531,6 +531,8 @@ def test_wrong_flags(refused):
         "evqa",
         "mbeir",
         "vidore",
+        "mmmu",
+        "mragbench",
     ],
 )
 def test_rows_of_the_benchmarks(dataset):
@@ -543,7 +545,7 @@ def test_rows_of_the_benchmarks(dataset):
         for paper in (
             *("pica", "rmr", "mavl", "llava", "mmcot", "echosight"),
             *("openstax", "multimodalqa", "infoseek", "evqa"),
-            *("mbeir", "vidore"),
+            *("mbeir", "vidore", "mmmu", "mragbench"),
         )
         for row in done("tables", paper)["rows"]
         if f"configs/{dataset}/" in row["command"]

@@ -44,6 +44,7 @@ QUESTIONS = [
         "choices": ["red", "white"],
         "answer_index": 1,
         "rationale": "Snow reflects all light.",
+        "more_images": ["images/more.png"],
         "level": "easy",
     },
     {"id": "q2", "question": "And why?"},
@@ -59,6 +60,7 @@ def png(color=(255, 0, 0)):
 def write(folder, sources=SOURCES, questions=QUESTIONS):
     (folder / "images").mkdir(parents=True, exist_ok=True)
     (folder / "images" / "dot.png").write_bytes(png())
+    (folder / "images" / "more.png").write_bytes(png((0, 0, 9)))
     for name, rows in (("sources", sources), ("questions", questions)):
         if rows is not None:
             lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -80,9 +82,11 @@ def test_prepare_keeps_every_key(tmp_path):
         answers=("white", "It is white."), keywords="white", category="color",
         positives=("a",), negatives=("b", "c"), choices=("red", "white"), answer_index=1,
         rationale="Snow reflects all light.", extra={"level": "easy"},
+        more_images=("images/more.png",),
     )  # fmt: skip
     assert corpus.questions("test") == [Question("q2", "test", "And why?")]
     assert corpus.picture(1) == corpus.question_picture(q1) == png()
+    assert corpus.read_picture(*q1.more_images) == png((0, 0, 9))
     assert corpus.picture(0) is corpus.picture(2) is None
     assert corpus.manifest["name"] == "in"
 
@@ -141,6 +145,7 @@ def question(**change):
         ),
         (SOURCES, question(choices=["a"], answer_index=True), r"line 2: `answer_index` is True"),
         (SOURCES, question(image="none.png"), r"line 2: `image` 'none\.png' is not a file"),
+        (SOURCES, question(more_images=["none.png"]), r"line 2: `more_images` 'none\.png' is not"),
     ],
 )
 def test_bad_folders_are_named_with_their_line(tmp_path, sources, questions, message):

@@ -1,4 +1,4 @@
-"""Benchmarks as the hub's Parquet files: rows with an `image` column {bytes, path}."""
+"""Benchmarks as the hub's Parquet files: rows with columns of pictures {bytes, path}, or lists."""
 
 from __future__ import annotations
 
@@ -42,19 +42,23 @@ class ParquetPictures:
     """Encoded pictures of Parquet files by the id of their row.
 
     Args:
-      paths: files with the columns `key` and `image`; files without `image` are passed over.
-      key: the column of the ids. None: the ids are those of `row_name`, and rows whose image is
-        null have no picture.
+      paths: files with the columns `key` and `column`; files without the latter are passed over.
+      key: the column of the ids. None: the ids are those of `row_name`, and rows whose picture is
+        null have none.
+      column: of the pictures, one in a row or a list of them.
     """
 
-    def __init__(self, paths: Iterable[Path], key: str | None):
+    def __init__(self, paths: Iterable[Path], key: str | None, column: str = "image"):
         self._rows: dict[str, tuple[int, int, int]] = {}  # id -> (file, row group, row in it)
-        self._paths = [path for path in paths if "image" in _open(path).schema_arrow.names]
+        self._paths = [path for path in paths if column in _open(path).schema_arrow.names]
+        self._column = column
         for place, path in enumerate(self._paths):
             file = _open(path)
             for group in range(file.num_row_groups):
                 if key is None:
-                    ids = _rows_with_picture(path, file, group)
+                    before = sum(file.metadata.row_group(n).num_rows for n in range(group))
+                    counts = _count_pictures(path, file, group, column)
+                    ids = {n: row_name(path, before + n) for n, count in enumerate(counts) if count}
                 else:
                     ids = dict(enumerate(_values(path, _read(path, file, group, [key]).column(0))))
                 self._rows |= {str(name): (place, group, row) for row, name in ids.items()}
@@ -64,11 +68,27 @@ class ParquetPictures:
     def __contains__(self, name: str) -> bool:
         return name in self._rows
 
-    def __call__(self, name: str) -> bytes:
-        """Encoded bytes; PictureError where the row holds none."""
+    def counts(self) -> dict[str, int]:
+        """Id -> how many pictures its row has; reads none."""
+        found = {
+            (place, group): _count_pictures(path, _open(path), group, self._column)
+            for place, path in enumerate(self._paths)
+            for group in range(_open(path).num_row_groups)
+        }
+        rows = self._rows.items()
+        return {name: found[place, group][row] for name, (place, group, row) in rows}
+
+    def __call__(self, name: str, number: int | None = None) -> bytes:
+        """Encoded bytes, of a list those of its `number`-th picture.
+
+        Raises:
+          PictureError: the row holds none.
+        """
         place, group, row = self._rows[name]
         with self._lock:
             picture = self._group(place, group)[row]
+        if number is not None:
+            picture = picture[number]
         where = f"{self._paths[place]}, id {name}"
         data = _bytes_of(picture)
         if data is None or not data.is_valid:
@@ -82,19 +102,61 @@ class ParquetPictures:
         return "\n".join(f"{path} {s.st_size} {s.st_mtime_ns}" for path, s in statuses)
 
     def _read_group(self, place: int, group: int) -> Any:
-        """The column `image` of a row group; equal pictures are held once."""
+        """The pictures of a row group; equal ones are held once, but in lists."""
         path = self._paths[place]
         file = _open(path)
         held = [file.metadata.row_group(group).column(n) for n in range(len(file.schema))]
-        held = [column for column in held if column.path_in_schema.split(".")[0] == "image"]
+        held = [column for column in held if column.path_in_schema.split(".")[0] == self._column]
         check_unpacked(
             sum(column.total_compressed_size for column in held),
             sum(column.total_uncompressed_size for column in held),
             f"{path}, row group {group}",
         )
         leaves = {column.path_in_schema for column in held}
-        once = sorted(leaves & {"image", "image.bytes"})
-        return _read(path, _open(path, once), group, ["image"]).column(0)
+        once = sorted(leaves & {self._column, f"{self._column}.bytes"})
+        return _read(path, _open(path, once), group, [self._column]).column(0)
+
+
+class PictureColumns:
+    """Encoded pictures of several columns, as `ID/COLUMN`, or `ID/COLUMN/NUMBER` of a list's.
+
+    Args:
+      paths, key: of ParquetPictures.
+      columns: of single pictures; those of rows where they are null are left out.
+      lists: columns of lists of pictures.
+    """
+
+    def __init__(
+        self, paths: Sequence[Path], key: str, columns: Sequence[str], lists: Sequence[str] = ()
+    ):
+        names = (*columns, *lists)
+        self._columns = {name: ParquetPictures(paths, key, name) for name in names}
+        self._places: dict[str, tuple[str, str, int | None]] = {}
+        for column, pictures in self._columns.items():
+            for row, count in pictures.counts().items():
+                for number in range(count):
+                    listed = column in lists
+                    name = f"{row}/{column}/{number}" if listed else f"{row}/{column}"
+                    self._places[name] = column, row, number if listed else None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def listed(self, row: str, column: str) -> list[str]:
+        """The names of the pictures in a row's list."""
+        names: list[str] = []
+        while (name := f"{row}/{column}/{len(names)}") in self._places:
+            names.append(name)
+        return names
+
+    def __call__(self, name: str) -> bytes:
+        """Encoded bytes; PictureError where there are none."""
+        column, row, number = self._places[name]
+        return self._columns[column](row, number)
+
+    def signature(self) -> str:
+        """Identifies the files in their present state."""
+        return "\n".join(pictures.signature() for pictures in self._columns.values())
 
 
 def row_name(path: Path, number: int) -> str:
@@ -102,13 +164,17 @@ def row_name(path: Path, number: int) -> str:
     return f"{path.name}/{number}"
 
 
-def _rows_with_picture(path: Path, file: Any, group: int) -> dict[int, str]:
-    """Row in the group -> its id, where `image` is not null; reads no pictures for that."""
+def _count_pictures(path: Path, file: Any, group: int, column: str) -> list[int]:
+    """How many pictures each row of a group has in a column; reads no pictures for that."""
+    import pyarrow
+
     leaves = [file.schema.column(n).path for n in range(len(file.schema))]
-    column = "image.path" if "image.path" in leaves else "image"
-    before = sum(file.metadata.row_group(n).num_rows for n in range(group))
-    images = _read(path, file, group, [column]).column(0).is_valid().to_pylist()
-    return {row: row_name(path, before + row) for row, there in enumerate(images) if there}
+    own = [leaf for leaf in leaves if leaf.split(".")[0] == column]
+    light = next((leaf for leaf in own if leaf.endswith(".path")), column)
+    cells = _read(path, file, group, [light]).column(0)
+    if pyarrow.types.is_list(cells.type) or pyarrow.types.is_large_list(cells.type):
+        return [len(cell) if cell.is_valid else 0 for cell in cells]
+    return [int(there) for there in cells.is_valid().to_pylist()]
 
 
 def _bytes_of(picture: Any) -> Any:

@@ -11,6 +11,8 @@ from mmqa_jax.data.datasets.evqa import read_evqa
 from mmqa_jax.data.datasets.infoseek import read_infoseek
 from mmqa_jax.data.datasets.mbeir import read_mbeir
 from mmqa_jax.data.datasets.mmbench import read_mmbench
+from mmqa_jax.data.datasets.mmmu import read_mmmu
+from mmqa_jax.data.datasets.mragbench import read_mragbench
 from mmqa_jax.data.datasets.multimodalqa import read_multimodalqa
 from mmqa_jax.data.datasets.okvqa import read_okvqa
 from mmqa_jax.data.datasets.scienceqa import read_scienceqa
@@ -32,6 +34,8 @@ READERS: dict[str, Callable[[Path], Benchmark]] = {
     "evqa": read_evqa,
     "mbeir": read_mbeir,
     "vidore": read_vidore,
+    "mmmu": read_mmmu,
+    "mragbench": read_mragbench,
 }
 # Those of which `--raw` may be a file.
 POOLS = ("mbeir",)

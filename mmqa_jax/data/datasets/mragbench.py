@@ -1,0 +1,165 @@
+"""MRAG-Bench's files (https://github.com/mragbench/MRAG-Bench; uclanlp/MRAG-Bench on the hub).
+
+    test-*.parquet, here or in data/   id, aspect, scenario, image, question, A to D, answer_choice,
+                                       gt_images, retrieved_images (the best five by CLIP), ...
+    image_corpus/**                    optional: the pictures to retrieve from, at any depth
+
+Pictures are named by nothing in the Parquet files, so that a source is a picture's bytes: one that
+several questions share, or that lies in the corpus's folder too, is one source.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.datasets.benchmark import Benchmark, OfficialFiles, PictureFiles
+from mmqa_jax.data.datasets.parquet import PictureColumns, parquet_rows
+from mmqa_jax.data.picture_bounds import PictureError
+from mmqa_jax.data.schema import Question, Source
+
+# Keys of Question.extra: the paper's two aspects and `Others`, and the given sources, best first.
+ASPECT, RETRIEVED = "aspect", "retrieved"
+INCOMPLETE = "Incomplete"  # the scenario whose questions have a single gold picture
+SCENARIOS = (
+    *("Angle", "Partial", "Scope", "Occlusion", "Obstruction"),
+    *("Temporal", "Deformation", INCOMPLETE, "Biological", "Others"),
+)
+
+# The paper's abstract: pictures of questions and of the corpus together.
+PUBLISHED_COUNTS = {"test questions": 1_353}
+ATTRIBUTION = "MRAG-Bench (Hu et al., ICLR 2025), CC BY 4.0."
+
+_CORPUS = "image_corpus"
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
+_LETTERS = "ABCD"
+_NEEDED = ("id", "question", *_LETTERS, "answer_choice", "scenario", ASPECT)
+_MORE = ("image_type", "source")
+_GOLD, _GIVEN = "gt_images", "retrieved_images"
+
+
+class _Pictures:
+    """Encoded pictures of the tables and of the corpus's folder."""
+
+    def __init__(self, columns: PictureColumns, files: PictureFiles, names: Sequence[str]):
+        self._columns, self._files, self._names = columns, files, names
+
+    def __call__(self, name: str) -> bytes:
+        """Encoded bytes; PictureError where there are none."""
+        return self._columns(name) if name in self._columns else self._files(name)
+
+    def signature(self) -> str:
+        """Identifies the files in their present state."""
+        return f"{self._columns.signature()}\n{self._files.signature(self._names)}"
+
+
+def read_mragbench(folder: Path) -> Benchmark:
+    """Reads the questions, and all pictures once, to tell equal ones.
+
+    Questions are of the split `test`. `Question.category` is the scenario, `positives` are the gold
+    pictures, `extra["retrieved"]` those that the authors retrieved.
+
+    Raises:
+      UserError: no files, or the file and row that is malformed or repeated.
+    """
+    files = OfficialFiles(folder)
+    tables = sorted(folder.glob("test-*.parquet")) or sorted(folder.glob("data/test-*.parquet"))
+    if not tables:
+        raise UserError(f"{folder}: holds no test-*.parquet; put MRAG-Bench's Parquet files there.")
+    files.found += tables
+    columns = PictureColumns(tables, "id", ("image",), (_GOLD, _GIVEN))
+    own = sorted(p for p in (folder / _CORPUS).rglob("*") if p.suffix.lower() in _SUFFIXES)
+    names = [str(path.relative_to(folder)) for path in own]
+    if not names:
+        files.missing[f"{_CORPUS}/"] = (
+            "the pictures that no question names as gold or retrieved are not searched"
+        )
+    pictures = _Pictures(columns, PictureFiles(folder, {name: (name,) for name in names}), names)
+    sources: dict[str, Source] = {}
+
+    def known(name: str) -> str:
+        """The id of a picture's source, which may be new."""
+        try:
+            content = pictures(name)
+        except PictureError:  # named as broken when it is written
+            content = name.encode()
+        digest = hashlib.sha256(content).hexdigest()[:16]
+        sources.setdefault(digest, Source(digest, "image", "", image=name))
+        return digest
+
+    questions: dict[str, Question] = {}
+    for path in tables:
+        for number, row in parquet_rows(path, _NEEDED, _MORE):
+            where = f"{path}, row {number}"
+            name = str(row["id"])
+            if name in questions:
+                raise UserError(f"{where}: id {name} is there twice; keep one file of it.")
+            gold, given = (
+                tuple(dict.fromkeys(map(known, columns.listed(name, column))))
+                for column in (_GOLD, _GIVEN)
+            )
+            image = f"{name}/image"
+            shown = image if image in columns else None
+            questions[name] = _question(where, row, shown, gold, given)
+    for name in names:
+        known(name)
+    return Benchmark(
+        name="mragbench",
+        questions=list(questions.values()),
+        counts=_counts(list(questions.values()), len(sources)),
+        published=PUBLISHED_COUNTS,
+        files=files.found,
+        missing=files.missing,
+        attribution=ATTRIBUTION,
+        read_picture=pictures,
+        inputs=pictures.signature(),
+        # By id: in the files' order, gold before retrieved, ties would favor gold pictures.
+        sources=[sources[name] for name in sorted(sources)],
+    )
+
+
+def _question(
+    where: str, row: dict[str, Any], image: str | None, gold: Sequence[str], given: Sequence[str]
+) -> Question:
+    for key in ("question", *_LETTERS, "scenario", ASPECT):
+        if not isinstance(row[key], str) or not row[key]:
+            raise UserError(f"{where}: {key} is {row[key]!r:.60}; text was expected.")
+    if row["answer_choice"] not in tuple(_LETTERS):
+        raise UserError(
+            f"{where}: answer_choice is {row['answer_choice']!r:.60}; a letter from A to D was "
+            "expected; fetch the file again."
+        )
+    choices = tuple(row[letter] for letter in _LETTERS)
+    index = _LETTERS.index(row["answer_choice"])
+    return Question(
+        id=str(row["id"]),
+        split="test",
+        question=row["question"],
+        image=image,
+        answers=(choices[index],),
+        category=row["scenario"],
+        positives=tuple(gold),
+        choices=choices,
+        answer_index=index,
+        extra={
+            ASPECT: row[ASPECT],
+            **{key: row[key] for key in _MORE if row.get(key)},
+            RETRIEVED: list(given),
+        },
+    )
+
+
+def _counts(questions: Sequence[Question], sources: int) -> dict[str, int]:
+    scenarios = Counter(question.category for question in questions)
+    return {
+        "test questions": len(questions),
+        "pictures to retrieve from": sources,
+        "questions without a picture": sum(question.image is None for question in questions),
+        "questions without gold pictures": sum(not question.positives for question in questions),
+        "questions with retrieved pictures": sum(bool(q.extra[RETRIEVED]) for q in questions),
+        **{f"{name} questions": scenarios[name] for name in sorted(scenarios)},
+    }

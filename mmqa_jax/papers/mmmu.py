@@ -1,0 +1,124 @@
+"""MMMU (Yue et al., CVPR 2024): a vision-language model alone, by the benchmark's own prompts.
+
+One question with its pictures, no examples; the model answers with a letter, or in a word or
+phrase (templates/mmmu.toml).
+
+  llm.answer(queries) -> a response for every prompt
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.evaluation.multiple_choice import LETTERS
+from mmqa_jax.papers.setting import Setting
+from mmqa_jax.prompting.backends import Backend, Chat, Decoding, Picture
+from mmqa_jax.prompting.few_shot import (
+    FewShot,
+    ask,
+    few_shot_prompts,
+    one_prompt,
+    pictures_of,
+    read_one,
+)
+from mmqa_jax.prompting.source_prompts import MARK, as_prompt
+from mmqa_jax.prompting.templates import load_template
+
+Shown = Literal["placed", "first", "none"]
+_PLACE = re.compile(r"<image (\d)>")
+
+
+def answer_mmmu(
+    questions: Sequence[Question],
+    corpus: Corpus,
+    llm: Backend,
+    *,
+    pictures: Shown = "placed",
+    max_new_tokens: int = 128,
+) -> list[Prediction]:
+    """The model's response; a picture that is absent leaves its `<image 2>` in the prompt.
+
+    Args:
+      pictures: `placed` shows each one wherever its `<image 2>` stands, as VLMEvalKit does, for a
+        model that takes several; `first` shows the first one in front and leaves all marks in the
+        text, as the authors' run_llava.py; `none` shows none.
+    """
+    decoding = Decoding(max_new_tokens=max_new_tokens)
+    asked = {question.id: _asked(corpus, question, pictures) for question in questions}
+
+    def show(key: Hashable, question: Question, text: str) -> Chat:
+        prompt, _ = as_prompt(text, asked[question.id].pictures, chat=True)
+        return Chat(key, prompt, decoding)
+
+    def prompts_of(question: Question) -> list[FewShot]:
+        template = load_template("mmmu.choice" if question.choices else "mmmu.open")
+        shots = one_prompt([question], [[]])
+        fields = asked[question.id].fields
+        (prompts,) = few_shot_prompts([question], shots, llm, template, lambda _: fields, show)
+        return prompts
+
+    replies = ask(list(map(prompts_of, questions)), llm)
+    return list(map(read_one, questions, replies))
+
+
+class _Asked(NamedTuple):
+    """A template's fields of a question, with a mark for each picture, and these in order."""
+
+    fields: Mapping[str, str]
+    pictures: Sequence[Picture]
+
+
+def _asked(corpus: Corpus, question: Question, shown: Shown) -> _Asked:
+    """Pictures that no `<image 2>` stands for come first."""
+    own = _pictures(corpus, question, shown)
+    listed = (f"({LETTERS[n]}) {choice}\n" for n, choice in enumerate(question.choices))
+    fields = {"question": question.question, "options": "".join(listed)}
+    fields = {name: text.replace(MARK, " ") for name, text in fields.items()}
+    placed: list[Picture] = []
+    if shown == "placed":
+        fields = {name: _with_marks(text, own, placed) for name, text in fields.items()}
+    first = [picture for picture in own if picture is not None and picture not in placed]
+    fields["question"] = MARK * len(first) + fields["question"]
+    return _Asked(fields, (*first, *placed))
+
+
+def _pictures(corpus: Corpus, question: Question, shown: Shown) -> Sequence[Picture | None]:
+    """Those that may be shown, in the order of their numbers; None for one that is absent."""
+    if shown == "none":
+        return ()
+    first = pictures_of(corpus, question) or (None,)
+    if shown == "first":
+        return first
+    more = ((name, corpus.read_picture(name)) for name in question.more_images)
+    return (*first, *(None if data is None else Picture(data, name) for name, data in more))
+
+
+def _with_marks(text: str, pictures: Sequence[Picture | None], placed: list[Picture]) -> str:
+    """The text with a mark for each `<image 2>` whose picture is there, which `placed` gets."""
+
+    def place(found: re.Match[str]) -> str:
+        number = int(found[1]) - 1
+        picture = pictures[number] if 0 <= number < len(pictures) else None
+        if picture is None:
+            return found[0]
+        placed.append(picture)
+        return MARK
+
+    return _PLACE.sub(place, text)
+
+
+def _note_left_out(questions: Sequence[Question], options: Mapping[str, Any]) -> list[str]:
+    several = sum(bool(question.more_images) for question in questions)
+    if options["pictures"] != "first" or not several:
+        return []
+    return [
+        f"pictures=first: {several:,} of {len(questions):,} questions have several pictures, of "
+        "which the model saw the first"
+    ]
+
+
+SETTINGS = {"mmmu": Setting(answer_mmmu, write_notes=_note_left_out)}

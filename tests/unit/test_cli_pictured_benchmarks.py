@@ -1,0 +1,61 @@
+"""`mmqa run` of benchmarks with several pictures in a prompt, by a tiny model that sees."""
+
+from __future__ import annotations
+
+import pytest
+import test_mmmu
+import test_mragbench
+from cli_runs import ROOT, done, rows_of
+from test_mragbench import data as mragbench  # noqa: F401  a fixture
+from tiny_llm import write_qwen_vl
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
+
+ENGINE = {"slots": 4, "length": 512, "buckets": (32,), "prefill_tokens": 64, "block": 32}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_qwen_vl(tmp_path_factory.mktemp("llm") / "model")
+
+
+def run(name: str, row: str, model, data, workdir, **values) -> tuple[dict, list[dict]]:
+    """The scores of a row with the tiny model, and its traces."""
+    values = {"data.dir": data, "parts.llm.model": model, **values}
+    values |= {f"parts.llm.engine.{key}": value for key, value in ENGINE.items()}
+    flags = [f"--config.{key}={value}" for key, value in values.items()]
+    config = f"--config={ROOT}/configs/{name}/tables.py:{row}"
+    scores = done("run", config, f"--workdir={workdir}", *flags)
+    assert (scores["prompts"]["failed"], scores["prompts"]["too_long"]) == (0, 0)
+    return scores, rows_of(workdir / "trace.jsonl")
+
+
+def test_mmmu_with_pictures_in_place(model, tmp_path):
+    test_mmmu.write(tmp_path / "raw", test_mmmu.VAL, test_mmmu.OPEN)
+    done("prepare", "mmmu", f"--raw={tmp_path / 'raw'}", f"--out={tmp_path / 'data'}")
+    tokens = {"options.max_new_tokens": 4}
+    scores, traces = run("mmmu", "qwen25_vl", model, tmp_path / "data", tmp_path / "run", **tokens)
+    assert scores["n_by_category"]["Music"] == 2
+    assert [trace["prompts"][0].count("<image>") for trace in traces] == [1, 2, 1]
+
+
+def test_mragbench_with_retrieved_pictures_as_sources(models, model, mragbench, tmp_path):  # noqa: F811
+    """Embedded, indexed, retrieved and shown, with recall of the gold pictures."""
+    encoder, index = models / "contrastive", tmp_path / "index"
+    done("embed", f"--data={mragbench}", f"--model={encoder}", f"--out={index}")
+    done("index", f"--embeddings={index}", "--kind=exact")
+    values = {
+        "parts.retriever.model": encoder,
+        "parts.retriever.index": index,
+        "options.top_k": 3,
+    }
+    few = {"options.max_new_tokens": 4}
+    row, folder = "qwen25_vl_retrieved", tmp_path / "retrieved"
+    scores, traces = run("mragbench", row, model, mragbench, folder, **values, **few)
+    assert {"mragbench/rule", "recall@2", "citation_recall"} <= scores["scores"].keys()
+    assert [trace["prompts"][0].count("<image>") for trace in traces] == [4, 2]
+    folder = tmp_path / "given"
+    _, traces = run("mragbench", "qwen25_vl_given", model, mragbench, folder, **few)
+    rows = rows_of(folder / "predictions.jsonl")
+    assert [len(row["read"]) for row in rows] == [2, 1]
+    assert test_mragbench.SEVERAL.strip() in traces[0]["prompts"][0]
