@@ -1,10 +1,6 @@
-"""Grid features in ArrayRecord: written shard by shard, resumable after a kill, read by image id.
+"""Grid features in ArrayRecord (data/record_shards.py), and features as the MCANs read them.
 
-    <folder>/manifest.json   shape, model, pictures by record, once all are written
-    <folder>/grids/          the TFDS dataset: shards, and its metadata
-    <folder>/shards/         while the job runs: what each complete shard holds (core.store)
-
-A record holds a picture's grid as float16. A kill loses only the shard that was being written.
+A record holds a picture's grid as float16.
 """
 
 from __future__ import annotations
@@ -22,36 +18,14 @@ import numpy as np
 from jaxtyping import Float, Float32
 
 from mmqa_jax.core.array_pickle import read_npz
-from mmqa_jax.core.checksums import read_sealed, write_sealed
 from mmqa_jax.core.errors import UserError, first_names
-from mmqa_jax.core.files import read_json
 from mmqa_jax.data.images import BrokenPictures, PictureError
-from mmqa_jax.data.picture_records import (
-    ShardNotes,
-    finish_folder,
-    inputs_signature,
-    unfinished_folder,
+from mmqa_jax.data.record_shards import FeatureError, RecordFiles, RecordKind, write_records
+from mmqa_jax.data.region_records import REGIONS, RegionRecords
+
+GRIDS = RecordKind(
+    "grid features of pictures", "grid features", "grids", "grid", "mmqa embed", __name__
 )
-from mmqa_jax.data.tfds_files import DatasetFiles, ShardSize
-
-MANIFEST = "manifest.json"
-
-_WHAT = "grid features of pictures"
-_SPLIT = "pictures"
-_AGAIN = "delete the folder and run `mmqa embed` again"
-
-
-class FeatureError(UserError):
-    """This picture has no readable features; others may have."""
-
-
-def is_grid_records(folder: str | os.PathLike) -> bool:
-    """Whether a folder holds finished grid features of ours."""
-    file = Path(folder) / MANIFEST
-    if not file.is_file():
-        return False
-    found = read_json(file)
-    return isinstance(found, dict) and found.get("what") == _WHAT
 
 
 class GridRecords:
@@ -62,11 +36,10 @@ class GridRecords:
     """
 
     def __init__(self, folder: str | os.PathLike):
-        self._folder = Path(folder)
-        manifest = read_sealed(self._folder / MANIFEST, _AGAIN)
+        self._files = RecordFiles(folder, GRIDS)
+        manifest = self._files.manifest
         self._shape = tuple(manifest["shape"])
         self._number = {image_id: number for number, image_id in enumerate(manifest["pictures"])}
-        self._source: Any = None
 
     def __len__(self) -> int:
         return len(self._number)
@@ -78,32 +51,14 @@ class GridRecords:
           FeatureError: the picture has none.
           UserError: damaged files.
         """
-        number = self._number.get(image_id)
+        folder, number = self._files.folder, self._number.get(image_id)
         if number is None:
-            raise FeatureError(f"{self._folder}: no grid features of picture {image_id}.")
+            raise FeatureError(f"{folder}: no grid features of picture {image_id}.")
+        _, content = self._files.read(number)
         try:
-            if self._source is None:
-                import tensorflow_datasets as tfds
-
-                builder = tfds.builder_from_directory(self._folder / "grids")
-                self._source = builder.as_data_source(split=_SPLIT)
-            record = self._source[number]
-            grid = np.frombuffer(record["grid"], "<f2").reshape(self._shape)
-            found = record["id"].decode()
-        except Exception as error:  # TFDS and ArrayRecord have no common error
-            raise UserError(
-                f"{self._folder}: its grid features cannot be read "
-                f"({' '.join(str(error).split())}); run `mmqa embed` again."
-            ) from error
-        if found != str(image_id):
-            raise UserError(
-                f"{self._folder}: holds picture {found} in place of {image_id}: its files "
-                f"are damaged; {_AGAIN}."
-            )
-        return grid, str(self._folder)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_source": None}
+            return np.frombuffer(content, "<f2").reshape(self._shape), str(folder)
+        except ValueError as error:
+            raise self._files.unreadable(error) from error
 
 
 def write_grids(
@@ -131,56 +86,27 @@ def write_grids(
     Raises:
       RunError: too many broken pictures.
     """
-    ids = list(pictures)
-    signature = inputs_signature([str(i) for i in ids], model, shape, shard)
-    if is_grid_records(folder) and read_sealed(folder / MANIFEST, _AGAIN)["inputs"] == signature:
-        advance(len(ids))
-        return
-    with unfinished_folder(folder, signature):
-        files = DatasetFiles(folder / "grids", "grid", text=False, module=__name__)
-        kept, notes = ShardNotes(folder), []
-        for number, start in enumerate(range(0, len(ids), shard)):
-            part = ids[start : start + shard]
-            path = files.path(_SPLIT, number)
-            note = kept.read(number, path)
-            if note is None:
-                note = _write_shard(files, number, part, pictures, encode, shape)
-                kept.write(number, path, note)
-            for name, reason in note["broken"].items():
-                broken.add(name, reason)
-            notes.append(note)
-            advance(len(part))
-        files.finish({_SPLIT: [ShardSize(len(n["pictures"]), n["bytes"]) for n in notes]})
-        manifest = {
-            "what": _WHAT,
-            "shape": list(shape),
-            "model": model,
-            "inputs": signature,
-            "broken": broken.reasons,
-            "pictures": [image_id for note in notes for image_id in note["pictures"]],
-        }
-        write_sealed(folder / MANIFEST, manifest)
-        finish_folder(folder)
 
+    def records(names: Sequence[str]) -> list[bytes | PictureError]:
+        grids = encode(names)
+        advance(len(names))
+        return [grid if isinstance(grid, PictureError) else packed(grid) for grid in grids]
 
-def _write_shard(
-    files: DatasetFiles,
-    number: int,
-    ids: Sequence[Any],
-    pictures: Mapping[Any, str],
-    encode: Callable[[Sequence[str]], Sequence[np.ndarray | PictureError]],
-    shape: tuple[int, int, int],
-) -> dict[str, Any]:
-    kept, broken = [], {}
-    with files.open_shard(_SPLIT, number) as out:
-        for image_id, grid in zip(ids, encode([pictures[i] for i in ids]), strict=True):
-            if isinstance(grid, PictureError):
-                broken[pictures[image_id]] = str(grid)
-                continue
-            assert grid.shape == shape
-            out.add(str(image_id), np.ascontiguousarray(grid, "<f2").tobytes())
-            kept.append(image_id)
-    return {"pictures": kept, "broken": broken, "bytes": out.size.bytes}
+    def packed(grid: np.ndarray) -> bytes:
+        assert grid.shape == shape
+        return np.ascontiguousarray(grid, "<f2").tobytes()
+
+    write_records(
+        folder,
+        GRIDS,
+        pictures,
+        records,
+        about={"shape": list(shape), "model": model},
+        broken=broken,
+        facts=[model, shape],
+        shard=shard,
+        advance=advance,
+    )
 
 
 # Features of pictures by image id, as the MCANs read them: CLIP's grid, or a detector's regions.
@@ -189,7 +115,9 @@ def _write_shard(
 #               (tools/extract_img_feats.py)
 #     openvqa   COCO_train2014_000000123456.jpg.npz, key x: float [2048, regions]
 #               (vqa_loader.py, `load_img_feats`)
-#     ours      the folder of `mmqa embed` with an image tower (data/grid_records.py)
+#     MILVLG    COCO_train2014_000000123456.npz, key x: float [regions, 2048]
+#               (bottom-up-attention.pytorch utils/extract_utils.py, `save_roi_features`)
+#     ours      the folder of `mmqa embed` with an image tower, or of `mmqa features`
 #
 # One picture is read at a time; nothing is cached.
 
@@ -214,7 +142,7 @@ class NpzFiles:
         if not self._paths:
             raise UserError(
                 f"config key features.root={root}: no npz files that end in an image id were found "
-                "there; give the folder of the features, or one of `mmqa embed`."
+                "there; give the folder of the features, or one of `mmqa embed` or `mmqa features`."
             )
 
     def __len__(self) -> int:
@@ -298,10 +226,12 @@ class GridFeatures(PictureFeatures):
 
 
 class RegionFeatures(PictureFeatures):
-    """The first N regions of a detector, whose arrays are [F, regions]."""
+    """The first N regions of a detector, whose arrays are [F, regions], or [regions, F]."""
 
     def _vectors(self, array: np.ndarray, where: str) -> Float32[np.ndarray, "n F"]:
         slots, size = self._shape
+        if array.ndim == 2 and len(array) != size == array.shape[1]:
+            array = array.T
         if array.ndim != 2 or len(array) != size:
             raise UserError(
                 f"{where}: features of shape {_sizes(array.shape)}, {size} x a number of regions "
@@ -322,7 +252,18 @@ def open_features(section: Any, model: Any) -> PictureFeatures:
       UserError: no features there.
     """
     root = section.root
-    files = GridRecords(root) if is_grid_records(root) else NpzFiles(root)
+    files: GridRecords | RegionRecords | NpzFiles
+    if REGIONS.is_at(root):
+        files = RegionRecords(root)
+        read = files.read_features
+        if model.image == "grid":
+            raise UserError(
+                f"config key features.root={root}: holds regions, model.image=grid reads a grid; "
+                "give a folder of `mmqa embed`."
+            )
+    else:
+        files = GridRecords(root) if GRIDS.is_at(root) else NpzFiles(root)
+        read = files.read
     missing = BrokenPictures(
         len(files),
         section.max_missing,
@@ -331,9 +272,9 @@ def open_features(section: Any, model: Any) -> PictureFeatures:
     )
     if model.image == "grid":
         shape = model.grid**2, model.image_features
-        return GridFeatures(files.read, shape, missing)
+        return GridFeatures(read, shape, missing)
     shape = section.slots, model.region_features
-    return RegionFeatures(files.read, shape, missing)
+    return RegionFeatures(read, shape, missing)
 
 
 def _sizes(shape: Sequence[int]) -> str:

@@ -27,12 +27,13 @@ from typing import Any, NamedTuple
 from mmqa_jax.core.checksums import digest
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.core.locks import Busy, hold
+from mmqa_jax.core.locks import Busy, alone, hold
 from mmqa_jax.core.store import Store
 from mmqa_jax.data.images import BrokenPictures, PictureError, verify
 from mmqa_jax.data.tfds_files import DatasetFiles, ShardSize
 
 _SPLIT = "corpus"
+_INPUTS = "inputs.json"
 
 
 class Written(NamedTuple):
@@ -49,39 +50,72 @@ def processors() -> int:
 
 
 @contextlib.contextmanager
-def unfinished_folder(folder: Path, inputs: str | None) -> Iterator[None]:
-    """The folder of a resumable write; one process at a time.
+def unfinished_folder(
+    folder: Path, inputs: str | None, finished: Callable[[], bool] | None = None
+) -> Iterator[bool]:
+    """The folder of a resumable write; one process at a time, or several that share it.
 
-    If the block fails, the folder is kept if it has a complete shard, and removed otherwise.
+    If the block of a single process fails, the folder is kept if it has a complete shard, and
+    removed otherwise.
 
     Args:
       inputs: identifies the inputs of this write; files of an attempt with other inputs are
         removed. None: files of any earlier attempt are.
+      finished: given where several processes share the write: whether one of them has ended it.
+        They remove nothing.
+
+    Yields:
+      Whether another process has ended it meanwhile.
 
     Raises:
-      UserError: another process is writing into it.
+      UserError: another process is writing into it; or of a shared write, it holds other files.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    shared = finished is not None
     try:
-        lock = hold(folder / ".lock")
+        lock = hold(folder / ".lock", shared=shared)
     except Busy as error:
         raise UserError(
             f"{folder.parent}: another process is preparing a corpus there; wait until it ends, or "
             "name another folder."
         ) from error
     with lock:
-        recorded = folder / "inputs.json"
-        if inputs is None or not recorded.exists() or read_json(recorded) != inputs:
+        if shared:
+            with alone(folder / ".claim"):
+                complete = finished()
+                if not complete:
+                    _claim(folder, inputs)
+            yield complete
+            return
+        if inputs is None or recorded_inputs(folder) != inputs:
             for old in folder.iterdir():
                 if old.name != ".lock":
                     shutil.rmtree(old) if old.is_dir() else old.unlink()
-            write_json(recorded, inputs)
+            write_json(folder / _INPUTS, inputs)
         try:
-            yield
+            yield False
         except BaseException:
             if inputs is None or not any((folder / "shards").glob("[!.]*")):
                 shutil.rmtree(folder)
             raise
+
+
+def _claim(folder: Path, inputs: str | None) -> None:
+    """Makes the folder that of a shared write; UserError where it is another's."""
+    recorded = recorded_inputs(folder)
+    if recorded is None and not any(folder.glob("[!.]*")):
+        write_json(folder / _INPUTS, inputs)
+    elif recorded != inputs:
+        raise UserError(
+            f"{folder}: holds other files than those of this job, which several processes share; "
+            "delete the folder, or name another one."
+        )
+
+
+def recorded_inputs(folder: Path) -> str | None:
+    """What identifies the inputs of an unfinished write; None where there is none."""
+    recorded = folder / _INPUTS
+    return read_json(recorded) if recorded.exists() else None
 
 
 class ShardNotes:
@@ -91,7 +125,7 @@ class ShardNotes:
     """
 
     def __init__(self, folder: Path):
-        inputs = read_json(folder / "inputs.json")
+        inputs = read_json(folder / _INPUTS)
         self._store = Store(folder / "shards", {"inputs": inputs}, damage="drop")
         self._lock = threading.Lock()
 
@@ -103,7 +137,9 @@ class ShardNotes:
 
     def read(self, number: int, shard: Path) -> dict[str, Any] | None:
         """The note of a complete shard; None where it or the file is missing or damaged."""
-        note = self._store.get(f"{number:05d}")
+        with self._lock:
+            self._store.refresh()  # other processes may write shards, too
+            note = self._store.get(f"{number:05d}")
         is_whole = note is not None and shard.exists() and note["shard_sha256"] == digest(shard)
         return note if is_whole else None
 
@@ -111,7 +147,7 @@ class ShardNotes:
 def finish_folder(folder: Path) -> None:
     """Removes the files that only resuming needs."""
     shutil.rmtree(folder / "shards", ignore_errors=True)
-    for name in ("inputs.json", ".lock"):
+    for name in (_INPUTS, ".lock"):
         (folder / name).unlink(missing_ok=True)
 
 

@@ -1,0 +1,344 @@
+"""Regions of a detector in ArrayRecord: written by `mmqa features`, read by VLP, MCAN and Oscar.
+
+A record is the bytes of a safetensors file, so that reading it executes nothing:
+
+    size        int32[2]       height and width of the picture
+    boxes       float32[N, 4]  left, top, right and bottom in its pixels; of 1,000 pixels float16
+                               would know halves only
+    scores      float32[N]
+    labels      int32[N]       the detector's class, 0 is the background: kept in no class
+    features    [N, F]         float16 or float32
+    peaks       float32[N]     the largest class logit of a region
+    logits      [N, C]         how far the others lie below it, the background first
+    attributes  [N, A]         probabilities, "nothing" first; missing: the detector has none
+
+The last three large ones are float16 by default, a relative error of 5e-4 at most for half of the
+disk: 0.8 MB for 100 regions of 2,048 values and 1,601 classes. VLP's own features of Conceptual
+Captions are float16, too. Below its peak a logit's error grows with the distance, where the
+probability is small. Values that float16 cannot hold are refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import safetensors.numpy
+from jaxtyping import Float, Float32, Int32
+from safetensors import SafetensorError
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.record_shards import FeatureError, RecordFiles, RecordKind
+from mmqa_jax.data.regions import FEATURES, Detections, RegionError
+
+REGIONS = RecordKind(
+    "regions of pictures", "regions", "regions", "regions", "mmqa features", __name__
+)
+Precision = Literal["float16", "float32"]
+Layout = Literal["x101", "vinvl"]
+
+_CLASSES = {"x101": 1601, "vinvl": 1595}
+_LARGE = ("features", "logits", "attributes")
+_NUMBER = re.compile(r"(\d+)$")
+
+
+@dataclasses.dataclass(frozen=True)
+class DetectedRegions:
+    """The N regions that a detector found in one picture, the best first or as it ordered them.
+
+    Attributes:
+      size: height and width of the picture in pixels.
+      boxes: left, top, right and bottom in these pixels.
+      features: of the regions.
+      scores: confidence; 0: kept in no class.
+      labels: the class, where 0 is the background.
+      logits: of the classes, the background first.
+      attributes: probabilities, "nothing" first; None: the detector knows none.
+    """
+
+    size: tuple[int, int]
+    boxes: Float32[np.ndarray, "N 4"]
+    features: Float32[np.ndarray, "N F"]
+    scores: Float32[np.ndarray, " N"]
+    labels: Int32[np.ndarray, " N"]
+    logits: Float32[np.ndarray, "N C"]
+    attributes: Float32[np.ndarray, "N A"] | None = None
+
+    def __len__(self) -> int:
+        return len(self.boxes)
+
+    @property
+    def probabilities(self) -> Float32[np.ndarray, "N C"]:
+        """Of the classes, the background first."""
+        powers = np.exp(self.logits - self.logits.max(axis=1, keepdims=True, initial=-np.inf))
+        return powers / powers.sum(axis=1, keepdims=True)
+
+    @property
+    def named(self) -> Int32[np.ndarray, " N"]:
+        """Classes without the background, from 0; the likeliest of a region kept in none."""
+        return np.where(self.labels > 0, self.labels, self.logits[:, 1:].argmax(axis=1) + 1) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class RegionFacts:
+    """What the records of a folder have in common.
+
+    Attributes:
+      detector: `vlp_x101`, `vinvl_x152c4` or `bottom_up_r101`, whose rules found the regions.
+      model: fingerprint of its weights, rules and pictures.
+      features, classes, attributes: sizes, of classes with the background, of attributes with
+        "nothing"; 0: none.
+      rectified: whether features were taken behind a ReLU (see DetectorConfig).
+      random: whether the weights were random, which proves only the plumbing.
+      precision: of the large arrays.
+      class_names, attribute_names: without background and "nothing"; empty: not known.
+    """
+
+    detector: str
+    model: str
+    features: int
+    classes: int
+    attributes: int = 0
+    rectified: bool = True
+    random: bool = False
+    precision: Precision = "float16"
+    class_names: tuple[str, ...] = ()
+    attribute_names: tuple[str, ...] = ()
+
+
+def pack_regions(found: DetectedRegions, precision: Precision) -> bytes:
+    """A picture's record; see the module.
+
+    Raises:
+      UserError: values that float16 cannot hold, or that are not finite.
+    """
+    peaks = found.logits.max(axis=1, initial=-np.inf).astype("<f4")
+    arrays = {
+        "size": np.array(found.size, "<i4"),
+        "boxes": found.boxes.astype("<f4"),
+        "scores": found.scores.astype("<f4"),
+        "labels": found.labels.astype("<i4"),
+        "features": found.features,
+        "peaks": peaks,
+        "logits": found.logits - peaks[:, None],
+    }
+    if found.attributes is not None:
+        arrays["attributes"] = found.attributes
+    for name, array in arrays.items():
+        if name in _LARGE:
+            with np.errstate(over="ignore"):
+                arrays[name] = array.astype("<f2" if precision == "float16" else "<f4")
+        if not np.isfinite(arrays[name]).all():
+            raise UserError(
+                f"{name} of regions: up to {np.abs(array).max():.4g}, numbers that {precision} "
+                "holds were expected; give --precision=float32, or other weights if they are not "
+                "finite."
+            )
+    return safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in arrays.items()})
+
+
+def unpack_regions(record: bytes, facts: RegionFacts) -> DetectedRegions:
+    """The regions of a record, all in float32.
+
+    Raises:
+      ValueError: it is damaged, or not of these sizes.
+    """
+    try:
+        arrays = safetensors.numpy.load(record)
+        count = len(arrays["boxes"])
+        shapes: dict[str, tuple[int, ...]] = {
+            "size": (2,),
+            "boxes": (count, 4),
+            "scores": (count,),
+            "labels": (count,),
+            "features": (count, facts.features),
+            "peaks": (count,),
+            "logits": (count, facts.classes),
+        }
+        if facts.attributes:
+            shapes["attributes"] = (count, facts.attributes)
+        for name, shape in shapes.items():
+            if arrays[name].shape != shape:
+                raise ValueError(f"{name} of shape {arrays[name].shape}, expected {shape}")
+    except (SafetensorError, KeyError, TypeError) as error:
+        raise ValueError(f"no record of regions: {type(error).__name__} {error}") from error
+    height, width = map(int, arrays["size"])
+    attributes = arrays.get("attributes")
+    return DetectedRegions(
+        (height, width),
+        arrays["boxes"],
+        arrays["features"].astype(np.float32),
+        arrays["scores"],
+        arrays["labels"],
+        arrays["logits"].astype(np.float32) + arrays["peaks"][:, None],
+        None if attributes is None else attributes.astype(np.float32),
+    )
+
+
+class RegionRecords:
+    """The regions of pictures by id.
+
+    A number finds the picture of that name, and else the one whose name ends in it, as
+    COCO_val2014_000000000042 ends in 42.
+
+    Args:
+      folder: as `mmqa features` finished it.
+
+    Attributes:
+      facts: what is known of all of them.
+      pictures: ids in order.
+    """
+
+    def __init__(self, folder: str | os.PathLike):
+        self._files = RecordFiles(folder, REGIONS)
+        manifest = self._files.manifest
+        names = {field.name for field in dataclasses.fields(RegionFacts)}
+        try:
+            facts = {name: manifest["facts"][name] for name in names}
+            self.pictures: tuple[str, ...] = tuple(manifest["pictures"])
+        except (KeyError, TypeError) as error:
+            raise UserError(
+                f"{folder}: its manifest lacks {error}; make the records with this version."
+            ) from error
+        for name in ("class_names", "attribute_names"):
+            facts[name] = tuple(facts[name])
+        self.facts = RegionFacts(**facts)
+        self._number = {name: number for number, name in enumerate(self.pictures)}
+        self._ending: dict[int, list[int]] = {}
+        for number, name in enumerate(self.pictures):
+            if found := _NUMBER.search(name):
+                self._ending.setdefault(int(found[1]), []).append(number)
+
+    @property
+    def folder(self) -> Path:
+        return self._files.folder
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def read(self, image_id: Any) -> DetectedRegions:
+        """The regions of a picture.
+
+        Raises:
+          RegionError: no picture of that id, or several that end in the number.
+          UserError: damaged files.
+        """
+        return self.record(self._find(image_id))
+
+    def record(self, number: int) -> DetectedRegions:
+        """The regions of the picture `pictures[number]`; UserError for damaged files."""
+        _, content = self._files.read(number)
+        try:
+            return unpack_regions(content, self.facts)
+        except ValueError as error:
+            raise self._files.unreadable(error) from error
+
+    def read_features(self, image_id: Any) -> tuple[Float[np.ndarray, "F N"], str]:
+        """Features as openvqa's files hold them, and the folder's name for messages.
+
+        Raises:
+          FeatureError: the picture has none.
+          UserError: damaged files.
+        """
+        try:
+            return self.read(image_id).features.T, str(self.folder)
+        except RegionError as error:
+            raise FeatureError(str(error)) from error
+
+    def _find(self, image_id: Any) -> int:
+        number = self._number.get(str(image_id))
+        if number is not None:
+            return number
+        ending = self._ending.get(image_id, []) if isinstance(image_id, int) else []
+        if len(ending) > 1:
+            raise RegionError(
+                f"{self.folder}: {len(ending)} pictures end in {image_id}, such as "
+                f"{self.pictures[ending[0]]} and {self.pictures[ending[1]]}; name the picture."
+            )
+        if not ending:
+            raise RegionError(
+                f"{self.folder}: no regions of picture {image_id}; run `mmqa features` on it."
+            )
+        return ending[0]
+
+
+class RecordDetections:
+    """Records as VLP's reader takes the files of a frontend: a RegionReader.
+
+    Args:
+      records: of the detector that the frontend's files come from.
+      layout: the frontend. `x101`: WebQA's, features in front of fc6's ReLU, and logits with the
+        background last. `vinvl`: probabilities with the background first.
+
+    Raises:
+      UserError: records of another detector, or of features behind the ReLU for x101.
+    """
+
+    def __init__(self, records: RegionRecords, layout: Layout):
+        facts = records.facts
+        self.classes = _CLASSES[layout]
+        self._records, self._layout = records, layout
+        last = layout == "x101"
+        self.foreground = slice(0, self.classes - 1) if last else slice(1, self.classes)
+        if (facts.features, facts.classes) != (FEATURES, self.classes):
+            raise UserError(
+                f"{records.folder}: regions of {facts.features} features and {facts.classes} "
+                f"classes, model.frontend={layout} takes {FEATURES} and {self.classes}; give "
+                f"records of its detector, or the frontend of {facts.detector}."
+            )
+        if last and facts.rectified:
+            raise UserError(
+                f"{records.folder}: features behind the ReLU of fc6, WebQA's VLP reads those in "
+                "front of it; run `mmqa features --unrectified`."
+            )
+
+    def read(self, image_id: Any) -> Detections:
+        """A picture's regions as the frontend's files hold them.
+
+        Raises:
+          RegionError: there are none.
+          UserError: damaged files.
+        """
+        return detections(
+            self._records.read(image_id),
+            self._layout,
+            self._records.facts.class_names,
+            f"{self._records.folder}, picture {image_id}",
+        )
+
+
+def detections(
+    found: DetectedRegions, layout: Layout, names: Sequence[str] = (), where: str = "picture"
+) -> Detections:
+    """Regions as the files of a frontend hold them; see RecordDetections.
+
+    Raises:
+      RegionError: there are none.
+    """
+    if not len(found):
+        raise RegionError(f"{where}: the detector found no regions.")
+    named = found.named.astype(np.int64)
+    if layout == "x101":
+        classes, labels = np.roll(found.logits, -1, axis=1), named
+    else:  # VinVL's files tell classes by their probabilities, and words by the confidence
+        classes = found.probabilities
+        labels = classes[:, 1:].argmax(axis=1)
+    return Detections(
+        features=found.features,
+        boxes=found.boxes,
+        scores=found.scores,
+        classes=classes,
+        labels=labels,
+        words=tuple(names[label] for label in named) if names else None,
+        image_size=found.size,
+    )
+
+
+def facts_to_json(facts: RegionFacts) -> Mapping[str, Any]:
+    """As the manifest has them."""
+    return dataclasses.asdict(facts)
