@@ -28,7 +28,8 @@ from mmqa_jax.core.host import skip_absent_tpu
 from mmqa_jax.core.paths import check_scheme, scheme_of
 
 VERBS = (
-    *("demo", "ask", "serve", "prepare", "caption", "convert", "train", "embed", "index", "search"),
+    *("demo", "ask", "serve", "prepare", "features", "caption", "convert", "train", "embed"),
+    *("index", "search"),
     *("rerank", "candidates", "answer", "prompt", "judge", "run", "sweep", "tables", "compare"),
     *("evaluate", "report", "plan", "merge", "status"),
 )

@@ -48,7 +48,7 @@ def base(frontend: str) -> ConfigDict:
     }
     if frontend == "x101":
         config.features = {
-            "root": "downloads/x101fpn",
+            "root": "downloads/x101fpn",  # or a folder of `mmqa features --unrectified`
             "id_map": "downloads/image_id_map_0328.pkl",
             "slots": 100,
             "max_missing": 3_900,  # pictures without features: 1 in 100
@@ -57,6 +57,7 @@ def base(frontend: str) -> ConfigDict:
         # One TSV for the release's ids (30,000,000 + row): 3 = image_id // 10,000,000.
         config.features = {
             "files": {"3": "downloads/vinvl/features.tsv"},
+            "root": "",  # or a folder of `mmqa features`, in place of files
             "slots": 100,
             "max_missing": 3_900,
         }

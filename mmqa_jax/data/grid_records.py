@@ -21,6 +21,7 @@ from mmqa_jax.core.array_pickle import read_npz
 from mmqa_jax.core.errors import UserError, first_names
 from mmqa_jax.data.images import BrokenPictures, PictureError
 from mmqa_jax.data.record_shards import FeatureError, RecordFiles, RecordKind, write_records
+from mmqa_jax.data.region_records import REGIONS, RegionRecords
 
 GRIDS = RecordKind(
     "grid features of pictures", "grid features", "grids", "grid", "mmqa embed", __name__
@@ -114,7 +115,9 @@ def write_grids(
 #               (tools/extract_img_feats.py)
 #     openvqa   COCO_train2014_000000123456.jpg.npz, key x: float [2048, regions]
 #               (vqa_loader.py, `load_img_feats`)
-#     ours      the folder of `mmqa embed` with an image tower (data/grid_records.py)
+#     MILVLG    COCO_train2014_000000123456.npz, key x: float [regions, 2048]
+#               (bottom-up-attention.pytorch utils/extract_utils.py, `save_roi_features`)
+#     ours      the folder of `mmqa embed` with an image tower, or of `mmqa features`
 #
 # One picture is read at a time; nothing is cached.
 
@@ -139,7 +142,7 @@ class NpzFiles:
         if not self._paths:
             raise UserError(
                 f"config key features.root={root}: no npz files that end in an image id were found "
-                "there; give the folder of the features, or one of `mmqa embed`."
+                "there; give the folder of the features, or one of `mmqa embed` or `mmqa features`."
             )
 
     def __len__(self) -> int:
@@ -223,10 +226,12 @@ class GridFeatures(PictureFeatures):
 
 
 class RegionFeatures(PictureFeatures):
-    """The first N regions of a detector, whose arrays are [F, regions]."""
+    """The first N regions of a detector, whose arrays are [F, regions], or [regions, F]."""
 
     def _vectors(self, array: np.ndarray, where: str) -> Float32[np.ndarray, "n F"]:
         slots, size = self._shape
+        if array.ndim == 2 and len(array) != size == array.shape[1]:
+            array = array.T
         if array.ndim != 2 or len(array) != size:
             raise UserError(
                 f"{where}: features of shape {_sizes(array.shape)}, {size} x a number of regions "
@@ -247,7 +252,18 @@ def open_features(section: Any, model: Any) -> PictureFeatures:
       UserError: no features there.
     """
     root = section.root
-    files = GridRecords(root) if GRIDS.is_at(root) else NpzFiles(root)
+    files: GridRecords | RegionRecords | NpzFiles
+    if REGIONS.is_at(root):
+        files = RegionRecords(root)
+        read = files.read_features
+        if model.image == "grid":
+            raise UserError(
+                f"config key features.root={root}: holds regions, model.image=grid reads a grid; "
+                "give a folder of `mmqa embed`."
+            )
+    else:
+        files = GridRecords(root) if GRIDS.is_at(root) else NpzFiles(root)
+        read = files.read
     missing = BrokenPictures(
         len(files),
         section.max_missing,
@@ -256,9 +272,9 @@ def open_features(section: Any, model: Any) -> PictureFeatures:
     )
     if model.image == "grid":
         shape = model.grid**2, model.image_features
-        return GridFeatures(files.read, shape, missing)
+        return GridFeatures(read, shape, missing)
     shape = section.slots, model.region_features
-    return RegionFeatures(files.read, shape, missing)
+    return RegionFeatures(read, shape, missing)
 
 
 def _sizes(shape: Sequence[int]) -> str:

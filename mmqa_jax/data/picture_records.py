@@ -87,7 +87,7 @@ def unfinished_folder(
                     _claim(folder, inputs)
             yield complete
             return
-        if inputs is None or _inputs(folder) != inputs:
+        if inputs is None or recorded_inputs(folder) != inputs:
             for old in folder.iterdir():
                 if old.name != ".lock":
                     shutil.rmtree(old) if old.is_dir() else old.unlink()
@@ -102,7 +102,7 @@ def unfinished_folder(
 
 def _claim(folder: Path, inputs: str | None) -> None:
     """Makes the folder that of a shared write; UserError where it is another's."""
-    recorded = _inputs(folder)
+    recorded = recorded_inputs(folder)
     if recorded is None and not any(folder.glob("[!.]*")):
         write_json(folder / _INPUTS, inputs)
     elif recorded != inputs:
@@ -112,7 +112,8 @@ def _claim(folder: Path, inputs: str | None) -> None:
         )
 
 
-def _inputs(folder: Path) -> str | None:
+def recorded_inputs(folder: Path) -> str | None:
+    """What identifies the inputs of an unfinished write; None where there is none."""
     recorded = folder / _INPUTS
     return read_json(recorded) if recorded.exists() else None
 

@@ -27,6 +27,7 @@ from mmqa_jax.data.picture_records import (
     ShardNotes,
     finish_folder,
     inputs_signature,
+    recorded_inputs,
     unfinished_folder,
 )
 from mmqa_jax.data.tfds_files import DatasetFiles, ShardSize
@@ -146,6 +147,7 @@ def write_records(
     shard: int,
     part: Shard = WHOLE,
     advance: Callable[[int], None] = lambda count: None,
+    overwrite: bool = True,
 ) -> bool:
     """Runs a job, or what remains of it; a finished one is left as it is.
 
@@ -159,13 +161,15 @@ def write_records(
       shard: pictures per file.
       part: this process's share of the shards.
       advance: called with the number of pictures that need no `encode`.
+      overwrite: replace records of another job.
 
     Returns:
       Whether the records are complete; otherwise other processes have not finished their shards.
 
     Raises:
       RunError: too many broken pictures.
-      UserError: another process is at work there, or another job's records are shared.
+      UserError: another process is at work there; the folder holds files that are no records, or
+        without `overwrite` those of another job.
     """
     ids = list(pictures)
     signature = inputs_signature([str(i) for i in ids], *facts, shard)
@@ -185,6 +189,7 @@ def write_records(
 
     if finished():
         return all_kept()
+    _check_place(folder, kind, signature, overwrite)
     shared = part.count > 1
     with unfinished_folder(folder, signature, finished if shared else None) as complete:
         if complete:
@@ -219,6 +224,23 @@ def write_records(
             write_sealed(folder / MANIFEST, manifest)
             finish_folder(folder)
     return True
+
+
+def _check_place(folder: Path, kind: RecordKind, signature: str, overwrite: bool) -> None:
+    """UserError if starting here would remove what nobody meant to lose."""
+    if not folder.is_dir() or not any(folder.glob("[!.]*")):
+        return
+    recorded = recorded_inputs(folder)
+    if recorded is None and not kind.is_at(folder):
+        raise UserError(
+            f"{folder}: holds other files than {kind.title}; name a folder that is empty or not "
+            "there."
+        )
+    if recorded != signature and not overwrite:
+        raise UserError(
+            f"{folder}: holds {kind.title} of other pictures, another model or other options; name "
+            "another folder, or give --overwrite."
+        )
 
 
 def _write_shard(

@@ -297,7 +297,7 @@ class RecordDetections:
                 "front of it; run `mmqa features --unrectified`."
             )
 
-    def read(self, image_id: int) -> Detections:
+    def read(self, image_id: Any) -> Detections:
         """A picture's regions as the frontend's files hold them.
 
         Raises:

@@ -58,7 +58,7 @@ class RegionReader(Protocol):
     classes: int
     foreground: slice
 
-    def read(self, image_id: int) -> Detections: ...
+    def read(self, image_id: Any) -> Detections: ...
 
 
 def vlp_positions(found: Detections) -> Float[np.ndarray, "N P"]:
@@ -400,8 +400,8 @@ class FeatureRegions:
     """A source's regions for VLP from a detector's files, with the interface of PatchRegions.
 
     Args:
-      reader: X101Features or VinVLFeatures.
-      ids: each source's id in its files (see feature_ids).
+      reader: X101Features, VinVLFeatures or region_records.RecordDetections.
+      ids: each source's id in its files (see feature_ids), or in the records.
       slots: how many regions of a picture are read, the first ones.
       names: class names, for `tags`.
       missing: counts pictures whose regions cannot be read and which therefore have none; None:
@@ -415,7 +415,7 @@ class FeatureRegions:
     def __init__(
         self,
         reader: RegionReader,
-        ids: Sequence[int | None],
+        ids: Sequence[int | str | None],
         *,
         slots: int = 100,
         names: Sequence[str] | None = None,

@@ -6,7 +6,7 @@ The published system; what the small reader of Atlas adds to it is in tasks/atla
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,11 +17,13 @@ from mmqa_jax.core.typed import mapping, spec_of
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.images import BrokenPictures
 from mmqa_jax.data.packing import Bucket, Packer, PackingConfig
+from mmqa_jax.data.region_records import REGIONS, RecordDetections, RegionRecords
 from mmqa_jax.data.regions import (
     BOX,
     FEATURES,
     FeatureRegions,
     PatchRegions,
+    RegionReader,
     VinVLFeatures,
     X101Features,
     feature_ids,
@@ -57,10 +59,11 @@ class FeaturesSection:
     """Precomputed features of pictures.
 
     Attributes:
-      root: folder of X101 features, or of the converted CLIP of the frontend clip.
+      root: folder of X101 features, or of the converted CLIP of the frontend clip. For x101 and
+        vinvl it may be one of `mmqa features`, which stands in place of files and id_map.
       files: image_id // 10,000,000 -> TSV of VinVL features.
       id_map: file that maps the corpus's pictures to image ids.
-      names: file of the detector's class names, for tags.
+      names: file of the detector's class names, for tags; "": those that records hold.
       slots: regions of a picture.
       max_missing: pictures without features that a run tolerates; None: see BrokenPictures.
     """
@@ -132,13 +135,24 @@ class VLPTask(Task):
             return self._pixel_regions()
         section = self.features
         assert section is not None
-        reader = (
-            X101Features(section.root)
-            if self.model.frontend == "x101"
-            else VinVLFeatures({int(number): path for number, path in section.files.items()})
-        )
-        ids = feature_ids(corpus.sources, read_id_map(section.id_map) if section.id_map else None)
-        names = read_class_names(section.names, reader) if section.names else None
+        reader: RegionReader
+        ids: Sequence[int | str | None]
+        names: Sequence[str] | None = None
+        if section.root and (self.model.frontend == "vinvl" or REGIONS.is_at(section.root)):
+            records = RegionRecords(section.root)
+            reader = RecordDetections(records, self.model.frontend)
+            ids = [s.id if s.modality == "image" else None for s in corpus.sources]
+            names = records.facts.class_names or None
+        else:
+            reader = (
+                X101Features(section.root)
+                if self.model.frontend == "x101"
+                else VinVLFeatures({int(number): path for number, path in section.files.items()})
+            )
+            id_map = read_id_map(section.id_map) if section.id_map else None
+            ids = feature_ids(corpus.sources, id_map)
+        if section.names:
+            names = read_class_names(section.names, reader)
         missing = BrokenPictures(
             sum(number is not None for number in ids),
             section.max_missing,
@@ -253,7 +267,10 @@ class VLPTask(Task):
                 )
             return
         needed = _NEEDS[frontend]
-        if self.features is None or not getattr(self.features, needed):
+        features = self.features
+        if features is None or not (
+            getattr(features, needed) or (frontend in READERS and features.root)
+        ):
             raise UserError(f"config key features.{needed} is missing; add it.")
         for number in self.features.files:
             if not number.isdecimal():

@@ -95,7 +95,7 @@ class PictureFeaturesSection:
     """Features of pictures.
 
     Attributes:
-      root: folder of npz files or of `mmqa embed`.
+      root: folder of npz files, of `mmqa embed` or of `mmqa features`.
       max_missing: pictures without features that a run tolerates; None: see BrokenPictures.
       slots: regions of a picture.
     """

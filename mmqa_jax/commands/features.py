@@ -1,0 +1,237 @@
+"""`mmqa features`: the regions of pictures, as the detectors of VLP, VinVL and MCAN find them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from mmqa_jax.commands import flags
+from mmqa_jax.core.errors import UserError
+
+SUMMARY = "find the regions of pictures by the detectors that VLP, Oscar and MCAN read."
+EXAMPLE = (
+    "mmqa features --model=downloads/vinvl_vg_x152c4.pth --data=pictures --out=data/regions "
+    "--names=downloads/VG-SGG-dicts-vgoi6-clipped.json --export=vinvl --draw=20"
+)
+
+_CHUNK = 256
+_FORMATS = "vlp, webqa, vinvl, bottom_up, npz, tags"
+# Flags that say how regions are found, with what they are where they are not given.
+_OF_MODEL = {
+    "random": None,
+    "regions": None,
+    "sides": None,
+    "unrectified": False,
+    "names": None,
+    "attribute_names": None,
+    "shard": None,
+    "overwrite": False,
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's flags."""
+    parser.description += (
+        " --out holds a record of each picture: boxes, features, classes, attributes. VLP and "
+        "MCAN read it by features.root of their config; --export writes the originals' "
+        "files of it. A kill loses a chunk; the same command goes on. Without --model, finished "
+        "records are exported and drawn."
+    )
+    parser.add_argument(
+        "--model",
+        help="the detector: its published file (Detectron's .pkl, maskrcnn-benchmark's .pth, "
+        "detectron2's .pkl or .pth), a folder of `mmqa convert --model=detector`, or with --random "
+        "vlp_x101, vinvl or bua",
+    )
+    parser.add_argument(
+        "--data",
+        help="folder of `mmqa prepare`, or of pictures (a picture's id is its path without the "
+        "ending)",
+    )
+    parser.add_argument("--out", required=True, help="folder of the records")
+    parser.add_argument(
+        "--random",
+        type=int,
+        metavar="SEED",
+        help="random weights of vlp_x101, vinvl or bua, which prove only the plumbing",
+    )
+    parser.add_argument(
+        "--of",
+        choices=("all", "sources", "questions"),
+        default="all",
+        help="whose pictures of a prepared corpus (all)",
+    )
+    rules = parser.add_argument_group("how regions are found")
+    rules.add_argument(
+        "--regions", metavar="N|MIN,MAX", help="of a picture (vlp_x101: 100; others: 10,100)"
+    )
+    rules.add_argument(
+        "--sides",
+        metavar="SHORT,LONG",
+        help="of resized pictures: the short side, and what the long one has at most (vlp_x101: "
+        "800,1333; others: 600,1000)",
+    )
+    rules.add_argument(
+        "--unrectified",
+        action="store_true",
+        help="vlp_x101: features in front of fc6's ReLU, as WebQA's VLP reads them",
+    )
+    rules.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the convolutions; boxes are float32 (float32)",
+    )
+    rules.add_argument(
+        "--precision",
+        choices=("float16", "float32"),
+        default="float16",
+        help="of features and logits in the records; float16 halves the disk, with relative errors "
+        "of at most 5e-4 (float16)",
+    )
+    words = parser.add_argument_group("words")
+    words.add_argument(
+        "--names", help="the detector's class names: a line each, or VinVL's JSON of labels"
+    )
+    words.add_argument("--attribute_names", help="names of its attributes, likewise")
+    words.add_argument(
+        "--attributes",
+        type=float,
+        metavar="P",
+        help="put an attribute of this probability or more before its class, in exports and "
+        "drawings (bottom-up attention's demo: 0.1)",
+    )
+    flags.add_devices(parser, "pictures")
+    flags.add_shard(parser, "pictures", _CHUNK)
+    parser.add_argument(
+        "--max_broken_pictures",
+        type=int,
+        metavar="N",
+        help="broken pictures to tolerate (default: 1 %% of them, at least 10)",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the records of another job in --out"
+    )
+    results = parser.add_argument_group("of finished records")
+    results.add_argument(
+        "--export",
+        action="extend",
+        type=lambda given: given.split(","),
+        default=[],
+        metavar="FORMAT,...",
+        help=f"write OUT/exports/FORMAT: {_FORMATS} (mmqa_jax/models/detection/README.md)",
+    )
+    results.add_argument(
+        "--draw",
+        type=int,
+        default=0,
+        metavar="N",
+        help="draw the boxes of the first N pictures of --data into OUT/drawn, with a page",
+    )
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Finds the regions, or what is missing of them; then exports and draws."""
+    _check(arguments)
+    from mmqa_jax.data.region_exports import check_exports
+
+    check_exports(arguments.export)
+    found: dict[str, Any] = {}
+    if arguments.model is not None:
+        found = _detected(arguments)
+        if "waiting_for_other_shards" in found:
+            return found
+    from mmqa_jax.runs.region_features import export_all
+
+    out = Path(arguments.out)
+    if arguments.export:
+        found["exports"] = export_all(out, arguments.export, arguments.attributes)
+    if arguments.draw:
+        found["drawn"] = _drawn(arguments, out)
+    return found
+
+
+def _detected(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Writes the records; see write_regions."""
+    shard = flags.start(arguments)
+    from mmqa_jax.runs.region_features import (
+        DetectorChoice,
+        RegionOptions,
+        open_detector,
+        open_pictures,
+        write_regions,
+    )
+
+    choice = DetectorChoice(
+        arguments.model,
+        arguments.random,
+        _numbers("regions", arguments.regions),
+        _numbers("sides", arguments.sides),
+        arguments.unrectified,
+        arguments.dtype,
+    )
+    pictures = open_pictures(Path(arguments.data), arguments.of)
+    detector = open_detector(choice, **flags.serving_options(arguments))
+    options = RegionOptions(
+        arguments.precision,
+        flags.optional_path(arguments.names),
+        flags.optional_path(arguments.attribute_names),
+        arguments.chunk,
+        shard,
+        arguments.overwrite,
+        arguments.max_broken_pictures,
+    )
+    random = arguments.random is not None
+    return write_regions(pictures, detector, Path(arguments.out), options, random=random)
+
+
+def _drawn(arguments: argparse.Namespace, out: Path) -> str:
+    """Draws; returns the page."""
+    from mmqa_jax.data.region_records import RegionRecords
+    from mmqa_jax.runs.drawn_regions import PAGE, draw_regions
+    from mmqa_jax.runs.region_features import open_pictures
+
+    pictures = open_pictures(Path(arguments.data), arguments.of)
+    folder, records = out / "drawn", RegionRecords(out)
+    drawn = draw_regions(records, pictures, folder, arguments.draw, arguments.attributes)
+    print(f"{len(drawn)} pictures drawn: {folder / PAGE}")
+    return str(folder / PAGE)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """UserError for flags that are missing, or contradict each other."""
+    if arguments.engine != "process":
+        raise UserError(f"--engine={arguments.engine}: is not for this verb; use --shard=I/N.")
+    if arguments.model is None:
+        if not (arguments.export or arguments.draw):
+            raise UserError(
+                "--model: is missing; name a detector, or give --export or --draw for the finished "
+                "records in --out."
+            )
+        for name, default in _OF_MODEL.items():
+            if getattr(arguments, name) != default:
+                raise UserError(f"--{name}: is used with --model alone; give that, too.")
+    if arguments.data is None and (arguments.model is not None or arguments.draw):
+        raise UserError("--data: is missing; give a folder of `mmqa prepare`, or of pictures.")
+    if arguments.draw < 0:
+        raise UserError(f"--draw={arguments.draw}: a number of pictures was expected.")
+    least = arguments.attributes
+    if least is not None and not 0 <= least <= 1:
+        raise UserError(f"--attributes={least}: a probability from 0 to 1 was expected.")
+
+
+def _numbers(flag: str, text: str | None) -> tuple[int, int] | None:
+    """The two numbers of a flag; of `--regions` one stands for both."""
+    if text is None:
+        return None
+    parts = text.split(",")
+    if flag == "regions" and len(parts) == 1:
+        parts *= 2
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
+        expected = "N or MIN,MAX" if flag == "regions" else "SHORT,LONG"
+        raise UserError(f"--{flag}={text}: {expected} was expected, whole numbers; correct it.")
+    first, second = map(int, parts)
+    if flag == "sides" and not 1 <= first <= second:
+        raise UserError(f"--sides={text}: a short side from 1, and a long one not below it.")
+    return first, second

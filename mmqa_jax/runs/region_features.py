@@ -1,0 +1,410 @@
+"""`mmqa features`: the regions that a detector finds in every picture, as records and exports."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import check_out
+from mmqa_jax.core.progress import Progress
+from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
+from mmqa_jax.core.shards import WHOLE, Shard
+from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.data.detector_pictures import DetectorPicture, detector_picture
+from mmqa_jax.data.images import (
+    BrokenPictures,
+    PictureError,
+    decode,
+    read_picture_file,
+    size_of,
+)
+from mmqa_jax.data.picture_records import processors
+from mmqa_jax.data.record_shards import write_records
+from mmqa_jax.data.records import MANIFEST as CORPUS
+from mmqa_jax.data.region_exports import check_exports, export_folder, export_regions
+from mmqa_jax.data.region_records import (
+    REGIONS,
+    Precision,
+    RegionFacts,
+    RegionRecords,
+    facts_to_json,
+    pack_regions,
+)
+from mmqa_jax.data.region_words import read_names
+from mmqa_jax.data.vqa_inputs import image_id
+from mmqa_jax.inference.region_detector import RegionDetector, kind_of
+from mmqa_jax.models.detection.faster_rcnn import (
+    DetectorConfig,
+    FasterRCNN,
+    bottom_up_r101,
+    vinvl_x152c4,
+    vlp_x101,
+)
+from mmqa_jax.weights.config_json import replace_fields
+from mmqa_jax.weights.folder import is_weights_folder, load_converted, read_record
+from mmqa_jax.weights.published import load_published
+
+CHUNK = 256  # pictures of a file, the most that a kill loses
+Of = Literal["all", "sources", "questions"]
+
+_PRESETS = {"vlp_x101": vlp_x101, "vinvl": vinvl_x152c4, "bua": bottom_up_r101}
+_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
+
+
+class NamedPictures(NamedTuple):
+    """Pictures to look at.
+
+    Attributes:
+      names: id -> name.
+      read: the encoded bytes by name; PictureError or UserError where there are none.
+      fingerprint: of all of them.
+    """
+
+    names: Mapping[str, str]
+    read: Callable[[str], bytes]
+    fingerprint: str
+
+
+@dataclasses.dataclass(frozen=True)
+class DetectorChoice:
+    """Which detector, and with which rules.
+
+    Attributes:
+      model: folder of `mmqa convert`, published file, or a name of _PRESETS for random weights.
+      random: seed of random weights; None: the weights are read.
+      regions: fewest and most of a picture; None: the detector's.
+      sides: of resized pictures, the short one and what the long one has at most; None: its own.
+      unrectified: features in front of fc6's ReLU, as WebQA's VLP reads them.
+      dtype: of the convolutions.
+    """
+
+    model: str
+    random: int | None = None
+    regions: tuple[int, int] | None = None
+    sides: tuple[int, int] | None = None
+    unrectified: bool = False
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def changed(self, config: DetectorConfig) -> DetectorConfig:
+        """The config with these rules; UserError where they do not fit the detector."""
+        if self.unrectified and not config.head:
+            raise UserError(
+                f"--unrectified: {kind_of(config).name} has no fc6, its features are means of "
+                "res5; leave it out."
+            )
+        changes: dict[str, Any] = {"dtype": self.dtype}
+        if self.regions is not None:
+            changes["fewest"], changes["most"] = self.regions
+        if self.unrectified:
+            changes["rectified"] = False
+        return replace_fields(config, **changes)
+
+
+def open_detector(
+    choice: DetectorChoice, batch_size: BatchSize = AUTO, mesh: Mapping[str, int] | None = None
+) -> RegionDetector:
+    """The detector of a choice, on the devices.
+
+    Raises:
+      UserError: no weights, another model's, or rules that do not fit.
+    """
+    model = _opened(choice, mesh)
+    pictures = kind_of(model.config).pictures
+    if choice.sides is not None:
+        shorter, longer = choice.sides
+        pictures = dataclasses.replace(pictures, shorter=shorter, longer=longer)
+    return RegionDetector(model, pictures, batch_size)
+
+
+def _opened(choice: DetectorChoice, mesh: Mapping[str, int] | None) -> FasterRCNN:
+    path, placed = Path(choice.model), loading_mesh(mesh)
+    if choice.model in _PRESETS and not path.exists():
+        if choice.random is None:
+            raise UserError(
+                f"--model={choice.model}: its weights are needed; give their file or a folder of "
+                "`mmqa convert --model=detector`, or --random=0 for random ones, which prove only "
+                "the plumbing."
+            )
+        config = choice.changed(_PRESETS[choice.model]())
+        if placed is not None:
+            raise UserError(
+                "--random: random weights lie on one device; hide the others, or give a file."
+            )
+        return FasterRCNN(config, rngs=nnx.Rngs(choice.random))
+    if choice.random is not None:
+        raise UserError(
+            f"--random: is for the names {', '.join(_PRESETS)}, and --model={choice.model} is a "
+            "file or folder; leave one of them out."
+        )
+    if not path.exists():
+        raise UserError(
+            f"--model={choice.model}: no such file or folder; give a detector's weights, or one of "
+            f"{', '.join(_PRESETS)} with --random."
+        )
+    if is_weights_folder(path):
+        record = read_record(path)
+        if record.architecture.name != "detector":
+            raise UserError(
+                f"--model={path}: holds a model of kind {record.architecture.name!r}, detector was "
+                "expected; convert one with `mmqa convert --model=detector`."
+            )
+        return load_converted(path, mesh=placed, config=choice.changed(record.config))
+    return _read_published(path, choice, placed)
+
+
+def _read_published(path: Path, choice: DetectorChoice, mesh: Any) -> FasterRCNN:
+    from mmqa_jax.weights.models.detector import open_detector as open_checkpoint
+
+    config = choice.changed(open_checkpoint(path).config)
+    rule = config.rule
+    return load_published(
+        "detector",
+        path,
+        mesh=mesh,
+        dtype=choice.dtype,
+        fewest=rule.fewest,
+        most=rule.most,
+        rectified=config.rectified,
+    )
+
+
+def open_pictures(data: Path, of: Of = "all") -> NamedPictures:
+    """The pictures of a corpus of `mmqa prepare`, or of a folder.
+
+    A source's picture has the source's id, a question's its number in COCO or its name, a file's
+    its path below the folder without the ending.
+
+    Args:
+      of: whose pictures of a corpus.
+
+    Raises:
+      UserError: no pictures, or two of one id.
+    """
+    if (data / CORPUS).is_file():
+        return _of_corpus(data, of)
+    if not data.is_dir():
+        raise UserError(
+            f"--data={data}: no such folder; give one of `mmqa prepare`, or of pictures."
+        )
+    names, digest = {}, hashlib.sha256()
+    for path in sorted(data.rglob("*")):
+        inside = path.relative_to(data)
+        hidden = any(part.startswith(".") for part in inside.parts)
+        if hidden or path.suffix.lower() not in _ENDINGS or not path.is_file():
+            continue
+        _add(names, inside.with_suffix("").as_posix(), inside.as_posix())
+        status = path.stat()
+        digest.update(f"{inside}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+    if not names:
+        raise UserError(
+            f"--data={data}: neither a corpus of `mmqa prepare` nor a folder with pictures "
+            f"({' '.join(_ENDINGS)}); name another folder."
+        )
+
+    def read(name: str) -> bytes:
+        return read_picture_file(data / name)
+
+    return NamedPictures(names, read, digest.hexdigest())
+
+
+def _of_corpus(data: Path, of: Of) -> NamedPictures:
+    corpus = open_corpus(data)
+    names: dict[str, str] = {}
+    if of in ("all", "sources"):
+        for source in corpus.sources:
+            if source.image is not None:
+                _add(names, source.id, source.image)
+    if of in ("all", "questions"):
+        for question in corpus.questions():
+            if question.image is not None:
+                _add(names, str(image_id(question)), question.image)
+    if not names:
+        raise UserError(
+            f"--data={data}: its {'sources and questions' if of == 'all' else of} have no "
+            "pictures; put them into the raw folder and run `mmqa prepare` again."
+        )
+
+    def read(name: str) -> bytes:
+        found = corpus.read_picture(name)
+        if found is None:
+            raise PictureError(f"{name}: is not in the corpus.")
+        return found
+
+    return NamedPictures(names, read, corpus.fingerprint)
+
+
+def _add(names: dict[str, str], picture: str, name: str) -> None:
+    if names.setdefault(picture, name) != name:
+        raise UserError(
+            f"--data: pictures {names[picture]} and {name} have the same id {picture!r}; rename "
+            "one, or take those of a corpus's sources or questions alone (--of)."
+        )
+
+
+class RegionOptions(NamedTuple):
+    """How records are written.
+
+    Attributes:
+      precision: of their large arrays.
+      class_names, attribute_names: files; None: not known.
+      chunk: pictures of a file.
+      shard: this process's share of the files.
+      overwrite: replace records of another job.
+      max_broken: pictures that may be broken; None: see BrokenPictures.
+    """
+
+    precision: Precision = "float16"
+    class_names: Path | None = None
+    attribute_names: Path | None = None
+    chunk: int = CHUNK
+    shard: Shard = WHOLE
+    overwrite: bool = False
+    max_broken: int | None = None
+
+
+def write_regions(
+    pictures: NamedPictures,
+    detector: RegionDetector,
+    out: Path,
+    options: RegionOptions,
+    *,
+    random: bool = False,
+) -> dict[str, Any]:
+    """Writes the regions of all pictures; continues an interrupted job.
+
+    Args:
+      random: whether the detector's weights are.
+
+    Returns:
+      For --json; `waiting_for_other_shards` where other processes have not finished theirs.
+
+    Raises:
+      RunError: too many broken pictures.
+      UserError: records of another job in `out`.
+    """
+    check_out(out, folder=True)
+    if options.chunk < 1:
+        raise UserError(f"--chunk={options.chunk}: at least 1 was expected; give more.")
+    config = detector.config
+
+    def names(path: Path | None, kind: Literal["class", "attribute"], count: int) -> tuple:
+        return () if path is None else read_names(path, kind, max(count - 1, 0))
+
+    facts = RegionFacts(
+        detector=detector.kind.name,
+        model=detector.fingerprint,
+        features=config.features,
+        classes=config.classes,
+        attributes=config.attributes,
+        rectified=config.rectified,
+        random=random,
+        precision=options.precision,
+        class_names=names(options.class_names, "class", config.classes),
+        attribute_names=names(options.attribute_names, "attribute", config.attributes),
+    )
+    total = len(pictures.names)
+    broken = BrokenPictures(total, options.max_broken)
+    print(f"features: {detector.serving}", file=sys.stderr)
+    if random:
+        print("features: random weights, which prove only the plumbing", file=sys.stderr)
+    starts = range(0, total, options.chunk)[options.shard.index :: options.shard.count]
+    own = sum(min(options.chunk, total - start) for start in starts)
+    with Progress("Regions", own, "pictures") as progress:
+        complete = write_records(
+            out,
+            REGIONS,
+            pictures.names,
+            _Encoder(pictures.read, detector, options.precision, progress.advance),
+            about={"facts": facts_to_json(facts)},
+            broken=broken,
+            facts=[facts_to_json(facts), pictures.fingerprint],
+            shard=options.chunk,
+            part=options.shard,
+            advance=progress.advance,
+            overwrite=options.overwrite,
+        )
+    for name, reason in broken.reasons.items():
+        print(f"features: broken picture {name}: {reason}", file=sys.stderr)
+    found = {
+        "pictures": own,
+        "broken_pictures": broken.count,
+        "detector": facts.detector,
+        "random": random,
+        **detector.serving.to_json(),
+    }
+    if not complete:
+        print(f"This process's part is in {out}; other processes have not finished theirs.")
+        return {**found, "waiting_for_other_shards": True}
+    print(f"Regions of {len(RegionRecords(out)):,} pictures: {out}")
+    return found
+
+
+class _Encoder:
+    """Names of pictures -> their records, in batches of few shapes."""
+
+    def __init__(
+        self,
+        read: Callable[[str], bytes],
+        detector: RegionDetector,
+        precision: Precision,
+        advance: Callable[[int], None],
+    ):
+        self._read, self._detector = read, detector
+        self._precision, self._advance = precision, advance
+
+    def __call__(self, names: Sequence[str]) -> list[bytes | PictureError]:
+        with ThreadPoolExecutor(processors()) as pool:
+            encoded = list(pool.map(self._sized, names))
+        records: list[bytes | PictureError | None] = [
+            one if isinstance(one, PictureError) else None for one in encoded
+        ]
+        readable = [n for n, record in enumerate(records) if record is None]
+        self._advance(len(names) - len(readable))
+
+        def load(number: int) -> DetectorPicture:
+            data, name = encoded[readable[number]][0], names[readable[number]]
+            return detector_picture(decode(data, name), self._detector.pictures, name)
+
+        sizes = [encoded[n][1] for n in readable]
+        found = self._detector.find(sizes, load, self._advance)
+        for n, regions in zip(readable, found, strict=True):
+            if isinstance(regions, PictureError):
+                records[n] = regions
+                continue
+            try:
+                records[n] = pack_regions(regions, self._precision)
+            except UserError as error:
+                raise UserError(f"picture {names[n]}: {error}") from error
+        return records
+
+    def _sized(self, name: str) -> tuple[bytes, tuple[int, int]] | PictureError:
+        """Encoded bytes, and width and height by the header."""
+        try:
+            data = self._read(name)
+            return data, size_of(data, name)
+        except PictureError as error:
+            return error
+        except UserError as error:  # of the file system
+            return PictureError(str(error))
+
+
+def export_all(out: Path, kinds: Sequence[str], least: float | None = None) -> dict[str, str]:
+    """Writes finished records in the formats of originals, below `out`; kind -> folder."""
+    check_exports(kinds)
+    records = RegionRecords(out)
+    written = {}
+    for kind in kinds:
+        folder = export_folder(out, kind)
+        with Progress(f"Export {kind}", len(records), "pictures") as progress:
+            export_regions(records, kind, folder, least=least, advance=progress.advance)
+        written[kind] = str(folder)
+        print(f"{kind}: {folder}")
+    return written

@@ -1,0 +1,275 @@
+"""`mmqa features`: from pictures to records, exports and drawings; killed, shared and refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+
+import numpy as np
+import pytest
+from cli_runs import done, mmqa, quietly, write_documents
+from flax import nnx
+from PIL import Image
+from test_region_records import shards
+from tiny_detectors import tiny
+
+from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.shards import Shard
+from mmqa_jax.data.detector_pictures import detector_picture
+from mmqa_jax.data.images import decode
+from mmqa_jax.data.region_records import RegionRecords
+from mmqa_jax.inference.region_detector import RegionDetector
+from mmqa_jax.models.detection.faster_rcnn import FasterRCNN
+from mmqa_jax.runs.region_features import (
+    DetectorChoice,
+    NamedPictures,
+    RegionOptions,
+    open_detector,
+    open_pictures,
+    write_regions,
+)
+from mmqa_jax.weights.folder import save_trained
+from mmqa_jax.weights.models.detector import publish_detector
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
+
+SIDES = "--sides=60,120"  # one padded size for all pictures, one program
+SIZES = {"val/COCO_000000000042": (70, 41), "a": (1, 1), "b": (33, 64), "c": (64, 64)}
+
+
+def encoded(size, seed=0, form="png"):
+    values = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    made = io.BytesIO()
+    Image.fromarray(values).save(made, form)
+    return made.getvalue()
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Odd sizes, a single pixel, one that is no picture, and what is not looked at."""
+    folder = tmp_path_factory.mktemp("pictures")
+    (folder / "val").mkdir()
+    for seed, (name, size) in enumerate(SIZES.items()):
+        (folder / f"{name}.png").write_bytes(encoded(size, seed))
+    (folder / "broken.jpg").write_bytes(b"no picture")
+    (folder / "notes.txt").write_text("x")
+    (folder / ".hidden.png").write_bytes(encoded((8, 8)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A random detector as `mmqa convert` writes it."""
+    folder = tmp_path_factory.mktemp("detector")
+    made = FasterRCNN(tiny("detectron2"), rngs=nnx.Rngs(3))
+    save_trained(folder, made, nnx.state(made), {})
+    return folder, made
+
+
+@pytest.fixture(scope="module")
+def first(pictures, model, cli_cache, tmp_path_factory):
+    """What the verb wrote, and its result."""
+    out = tmp_path_factory.mktemp("features") / "regions"
+    words = out.parent / "words.txt"
+    words.write_text("".join(f"word {n}\n" for n in range(6)))
+    kinds = out.parent / "kinds.txt"
+    kinds.write_text("red\ntall\nwet\nold\n")
+    with quietly(cli_cache):
+        result = done(
+            "features", f"--model={model[0]}", f"--data={pictures}", f"--out={out}", SIDES,
+            f"--names={words}", f"--attribute_names={kinds}", "--attributes=0", "--regions=3,7",
+            "--chunk=2", "--batch_size=2", "--precision=float32", "--export=vinvl,npz",
+            "--draw=2",
+        )  # fmt: skip
+    return out, result
+
+
+def test_from_pictures_to_records(first, pictures, model):
+    out, result = first
+    assert {k: result[k] for k in ("pictures", "broken_pictures", "detector", "random")} == {
+        "pictures": 5, "broken_pictures": 1, "detector": "bottom_up_r101", "random": False,
+    }  # fmt: skip
+    records = RegionRecords(out)
+    assert records.pictures == tuple(sorted(SIZES))
+    assert records.facts.class_names[:2] == ("word 0", "word 1")
+    config = dataclasses.replace(
+        model[1].config, rule=dataclasses.replace(model[1].config.rule, fewest=3, most=7)
+    )
+    changed = FasterRCNN(config, rngs=nnx.Rngs(3))
+    how = dataclasses.replace(
+        open_detector(DetectorChoice(str(model[0]))).pictures, shorter=60, longer=120
+    )
+    detect = RegionDetector(changed, how, batch_size=2)
+    images = [decode((pictures / f"{name}.png").read_bytes()) for name in SIZES]
+    for name, want in zip(SIZES, detect(images), strict=True):
+        got = records.read(name)
+        assert got.size == SIZES[name][::-1]
+        # Caffe's proposals of less than 16 pixels do not count: a single pixel has none.
+        assert (0 if name == "a" else 3) <= len(got) == len(want) <= (0 if name == "a" else 7)
+        for field in ("boxes", "features", "scores", "labels", "logits", "attributes"):
+            np.testing.assert_allclose(
+                getattr(got, field), getattr(want, field), atol=1e-4, err_msg=field
+            )
+    np.testing.assert_array_equal(
+        records.read(42).boxes, records.read("val/COCO_000000000042").boxes
+    )
+
+
+def test_exports_and_drawings(first):
+    out, result = first
+    assert set(result["exports"]) == {"vinvl", "npz"}
+    assert (out / "exports/vinvl/labels.tsv").read_text().count("\n") == 4
+    page = (out / "drawn/index.html").read_text()
+    assert page.count("<figure>") == 2
+    assert Image.open(out / "drawn/0001.png").size == (8 * 33, 8 * 64)
+
+
+def test_finished_records_need_no_model(first):
+    out, _ = first
+    assert done("features", f"--out={out}", "--export=npz")["exports"] == {
+        "npz": str(out / "exports/npz")
+    }
+    ended = mmqa("features", f"--out={out}")
+    assert ended.code == 2
+    assert "--model: is missing; name a detector, or give --export or --draw" in ended.err
+    ended = mmqa("features", f"--out={out}", "--export=npz", "--regions=3")
+    assert "--regions: is used with --model alone" in ended.err
+
+
+@pytest.fixture(scope="module")
+def detector(model):
+    choice = DetectorChoice(str(model[0]), regions=(3, 7), sides=(60, 120))
+    return open_detector(choice, batch_size=2)
+
+
+class Killed(BaseException):
+    pass
+
+
+def named(count=7, broken=(), fail_at=None):
+    """Pictures in memory."""
+
+    def read(name):
+        if name == fail_at:
+            raise Killed
+        number = int(name)
+        return b"no picture" if number in broken else encoded((40 + number, 50), number)
+
+    return NamedPictures({str(n): str(n) for n in range(count)}, read, "same")
+
+
+def test_killed_shared_and_whole_jobs_write_the_same(detector, tmp_path):
+    options = RegionOptions(chunk=2)
+    with pytest.raises(Killed):
+        write_regions(named(fail_at="5"), detector, tmp_path / "killed", options)
+    assert not (tmp_path / "killed/manifest.json").exists()
+    write_regions(named(), detector, tmp_path / "killed", options)
+    write_regions(named(), detector, tmp_path / "whole", options)
+    for index in (1, 0):
+        shared = write_regions(
+            named(), detector, tmp_path / "shared", options._replace(shard=Shard(index, 2))
+        )
+        assert ("waiting_for_other_shards" in shared) == (index == 1)
+        assert shared["pictures"] == (3, 4)[1 - index]
+    want = shards(tmp_path / "whole")
+    assert len(want) == 4
+    assert shards(tmp_path / "killed") == want
+    assert shards(tmp_path / "shared") == want
+    assert detector._find._cache_size() == 1
+    with pytest.raises(UserError, match="of other pictures, another model or other options"):
+        write_regions(named(6), detector, tmp_path / "whole", options)
+    assert shards(tmp_path / "whole") == want
+    write_regions(named(6), detector, tmp_path / "whole", options._replace(overwrite=True))
+    assert len(RegionRecords(tmp_path / "whole")) == 6
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("x")
+    with pytest.raises(UserError, match="holds other files than regions"):
+        write_regions(named(), detector, tmp_path / "mine", options._replace(overwrite=True))
+    assert (tmp_path / "mine/thesis.txt").exists()
+
+
+def test_broken_pictures_up_to_the_limit(detector, tmp_path, capsys):
+    options = RegionOptions(chunk=2, max_broken=1)
+    found = write_regions(named(broken=(3,)), detector, tmp_path / "one", options)
+    assert found["broken_pictures"] == 1
+    assert "broken picture 3: 3: not a picture" in capsys.readouterr().err
+    assert RegionRecords(tmp_path / "one").pictures == ("0", "1", "2", "4", "5", "6")
+    with pytest.raises(
+        RunError, match=r"2 pictures cannot be decoded, more than the 1 allowed \(3, 5\)"
+    ):
+        write_regions(named(broken=(3, 5)), detector, tmp_path / "two", options)
+
+
+def test_a_published_file_and_its_rules(model, tmp_path):
+    """Changes reach the model whether it is converted or published; VLP's alone has fc6."""
+    made = FasterRCNN(dataclasses.replace(tiny("detectron"), bins=7), rngs=nnx.Rngs(1))
+    source = publish_detector(made.config, nnx.state(made)).source
+    arrays = {key: source.read(key) for key in source.specs()}
+    (tmp_path / "vlp.pkl").write_bytes(pickle.dumps({"blobs": arrays}, protocol=2))
+    choice = DetectorChoice(
+        str(tmp_path / "vlp.pkl"), regions=(36, 36), unrectified=True, dtype="bfloat16"
+    )
+    found = open_detector(choice)
+    assert (found.kind.name, found.config.rectified) == ("vlp_x101", False)
+    assert (found.config.rule.fewest, found.config.rule.most) == (36, 36)
+    assert found.config.backbone.dtype == "bfloat16"
+    assert found.pictures.shorter == 800
+    with pytest.raises(UserError, match="--unrectified: bottom_up_r101 has no fc6"):
+        open_detector(DetectorChoice(str(model[0]), unrectified=True))
+
+
+def test_pictures_of_a_corpus(tmp_path):
+    raw = write_documents(tmp_path / "raw", [])
+    done("prepare", "corpus", f"--raw={raw}", f"--out={tmp_path / 'data'}")
+    found = open_pictures(tmp_path / "data")
+    assert found.names
+    for picture, name in found.names.items():
+        image = decode(found.read(name), name)
+        assert detector_picture(image, open_kind()).pixels.ndim == 3, picture
+    with pytest.raises(UserError, match="its questions have no pictures"):
+        open_pictures(tmp_path / "data", "questions")
+
+
+def open_kind():
+    from mmqa_jax.data.detector_pictures import BOTTOM_UP
+
+    return BOTTOM_UP
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--model=vinvl",), "--model=vinvl: its weights are needed; give their file"),
+        (("--model=none.pth",), r"--model=none\.pth: no such file or folder"),
+        (("--model={model}", "--random=0"), "--random: is for the names vlp_x101, vinvl, bua"),
+        (("--model={model}", "--regions=5,x"), r"--regions=5,x: N or MIN,MAX was expected"),
+        (("--model={model}", "--regions=9,2"), r"from 9 to 2 regions"),
+        (("--model={model}", "--sides=900,600"), r"--sides=900,600: a short side from 1"),
+        (("--model={model}", "--export=coco"), r"--export=coco: use one of vlp, webqa"),
+        (("--model={model}", "--engine=ray"), r"--engine=ray: is not for this verb"),
+        (("--model={model}", "--attributes=2"), r"--attributes=2\.0: a probability"),
+        (("--model={model}", "--chunk=0"), r"--chunk=0: at least 1"),
+        (("--model={model}", "--names={file}"), r"the detector has 6 class names"),
+        (("--model={model}", "--data={empty}"), r"neither a corpus of `mmqa prepare` nor a folder"),
+        (("--model={model}", "--data={twins}"), r"a\.jpg and a\.png have the same id 'a'"),
+        (("--model={model}", "--data=nowhere"), r"--data=nowhere: no such folder"),
+        (("--model={model}", "--out=gs://x/y"), r"takes no place in an object store"),
+    ],
+)
+def test_refusals(flags, message, model, pictures, tmp_path, refused):
+    places = {
+        "model": model[0],
+        "file": tmp_path / "n.txt",
+        "empty": tmp_path / "empty",
+        "twins": tmp_path / "twins",
+    }
+    (tmp_path / "n.txt").write_text("one\n")
+    for name in ("empty", "twins"):
+        (tmp_path / name).mkdir()
+    for ending in ("jpg", "png"):
+        (tmp_path / f"twins/a.{ending}").write_bytes(encoded((4, 4)))
+    given = [flag.format(**places) for flag in flags]
+    defaults = {"--data": f"--data={pictures}", "--out": f"--out={tmp_path / 'out'}"}
+    given += [text for flag, text in defaults.items() if not any(g.startswith(flag) for g in given)]
+    refused("features", *given, message=message)
