@@ -31,7 +31,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "  of configs/prompt/default.py decode and prefill, of a LLaVA its tower too, of a T5\n"
         "  generate (a batch; FLOPs and time are those with one new token); without a\n"
         "  config --model=bart_large_cnn: fluency, the BARTScore of evaluate webqa, and of an\n"
-        "  encoder such as bge_base or qwen3_embedding_06b: texts, what embeds 512 tokens each\n"
+        "  encoder such as bge_base or qwen3_embedding_06b: texts, what embeds 512 tokens each,\n"
+        "  and of a detector such as vlp_x101: regions, of photos 4 wide to 3 high\n"
         "Neither data nor weights are read: shapes come from the config, the largest of several."
     )
     add_program_flags(parser)
@@ -51,6 +52,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N,N",
         help="what embedding, indexing and searching so many sources takes, such as 10M,1B",
     )
+    parser.add_argument(
+        "--pictures",
+        type=int,
+        metavar="N",
+        help="how long a detector takes for so many pictures, such as 390000",
+    )
 
 
 def add_program_flags(parser: argparse.ArgumentParser) -> None:
@@ -63,8 +70,8 @@ def add_program_flags(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="NAME",
         help="of a language model: smollm2, llama2_7b, llama2_70b, llava15_7b, qwen25_vl_7b, "
-        "flan_t5_xl, ...; bart_large_cnn; or an encoder of texts: bge_base, bge_m3, "
-        "qwen3_embedding_06b, ...",
+        "flan_t5_xl, ...; bart_large_cnn; an encoder of texts: bge_base, bge_m3, "
+        "qwen3_embedding_06b, ...; or a detector: vlp_x101, vinvl_x152c4, bottom_up_r101",
     )
     flags.add_only(parser, "PROGRAM", "of the config's programs (all)")
 
@@ -76,10 +83,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.evaluation.tables import show
     from mmqa_jax.plan import verdict as planning
     from mmqa_jax.plan.calibration import read_calibration
+    from mmqa_jax.plan.detectors import check_pictures, pictures_cost
     from mmqa_jax.plan.topology import open_topology
 
     config = config_of(arguments)
-    planning.chosen(config, arguments.only, arguments.model)  # refused before a compiler is loaded
+    # What is refused is so before a compiler is loaded.
+    names = planning.chosen(config, arguments.only, arguments.model)
+    if arguments.pictures is not None:
+        check_pictures(arguments.pictures, names)
     topology = open_topology(arguments.topology)
     options = {"model": arguments.model, "only": arguments.only}
     if arguments.sources is not None:
@@ -104,12 +115,20 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     show(_table(result))
     for line in _lines(result):
         print(line)
+    cost = None
+    if arguments.pictures is not None:
+        cost = pictures_cost(result.planned[0], arguments.pictures, len(topology.devices))
+        if cost["hours_bound"] is not None:
+            print(
+                f"{cost['pictures']:,} pictures: {cost['hours_bound']:.3g} hours, "
+                f"{cost['chip_hours_bound']:.3g} chip-hours at least"
+            )
     print(result.verdict)
     if calibration is None:
         print("no estimate was compared with such a device: launch/device_check.sh does it there")
     else:
         print(calibration.sentence)
-    return result.to_json()
+    return result.to_json() | ({} if cost is None else {"pictures": cost})
 
 
 def config_of(arguments: argparse.Namespace) -> ConfigDict:

@@ -91,7 +91,7 @@ def _equation(equation: Any, kernels_only: bool, recomputed: bool) -> dict[str, 
         numbers = params["dimension_numbers"]
         kernel = equation.invars[1].aval
         features = kernel.shape[numbers.rhs_spec[0]]
-        flops = 2.0 * equation.outvars[0].aval.size * kernel.size / features
+        flops = 2.0 * equation.outvars[0].aval.size * kernel.size / features * share
         return {_rate(kernel.dtype, params.get("precision")): flops}
     if name in _CUDNN:  # queries [B, Lq, heads, D], keys [B, Lk, kv_heads, D]
         queries, keys = (variable.aval for variable in equation.invars[:2])

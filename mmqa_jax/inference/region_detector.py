@@ -54,7 +54,7 @@ class DetectorKind(NamedTuple):
     pictures: DetectorPictures
 
 
-_KINDS = tuple(
+KINDS = tuple(
     DetectorKind(preset.__name__, preset(), pictures)
     for preset, pictures in ((vlp_x101, VLP), (vinvl_x152c4, VINVL), (bottom_up_r101, BOTTOM_UP))
 )
@@ -62,10 +62,15 @@ _KINDS = tuple(
 
 def kind_of(config: DetectorConfig) -> DetectorKind:
     """The original that a config is of: told by the pyramid and by Caffe's first pool."""
-    vlp, vinvl, bottom_up = _KINDS
+    vlp, vinvl, bottom_up = KINDS
     if config.pyramid:
         return vlp
     return bottom_up if config.backbone.stem_pool == bottom_up.config.backbone.stem_pool else vinvl
+
+
+def make_find(graphdef: nnx.GraphDef) -> Callable[[nnx.State, Pictures], Regions]:
+    """The jitted function that finds the regions of a batch."""
+    return jax.jit(lambda state, pictures: nnx.merge(graphdef, state).regions(pictures))
 
 
 # A picture by its place among those asked for, prepared; PictureError where it cannot be.
@@ -96,8 +101,8 @@ class RegionDetector:
         self.kind = kind_of(self.config)
         self.pictures = pictures or self.kind.pictures
         graphdef, self._state = nnx.split(model)
-        self.serving = serve(batch_size, _cost(self.config, self.pictures), self._state)
-        self._find = jax.jit(lambda state, pictures: nnx.merge(graphdef, state).regions(pictures))
+        self.serving = serve(batch_size, detector_cost(self.config, self.pictures), self._state)
+        self._find = make_find(graphdef)
 
     @property
     def fingerprint(self) -> str:
@@ -234,7 +239,7 @@ def detected(regions: Regions, row: int, size: tuple[int, int]) -> DetectedRegio
     return DetectedRegions(size=size, **arrays)
 
 
-def _cost(config: DetectorConfig, pictures: DetectorPictures) -> RowCost:
+def detector_cost(config: DetectorConfig, pictures: DetectorPictures) -> RowCost:
     """Of a picture: a dozen of the widest maps, which have half of its sides, in float32."""
     cells = pictures.shorter * pictures.longer / 4
     return RowCost("pictures", 1, 16, 12 * 4.0 * config.backbone.stem * cells)

@@ -36,6 +36,7 @@ from mmqa_jax.models.llava import LlavaConfig, llava_1_5_7b, llava_1_5_13b
 from mmqa_jax.models.onevision import onevision_05b, onevision_7b
 from mmqa_jax.models.qwen_vl import QwenVLConfig, qwen3_vl_2b, qwen3_vl_8b, qwen25_vl_7b
 from mmqa_jax.models.t5_config import PUBLISHED as T5S
+from mmqa_jax.plan.detectors import DETECTORS, REGIONS, detector_program
 from mmqa_jax.plan.encoders import ENCODERS, TEXTS, encoder_program
 from mmqa_jax.plan.program import Program, shard_bytes, tree_bytes
 from mmqa_jax.plan.t5_program import GENERATE, generation_program
@@ -114,7 +115,8 @@ WITH_PICTURES: dict[str, Callable[..., LlavaConfig | QwenVLConfig]] = {
 # Those that a task of an architecture trains (tasks.solved_questions).
 _TRAINED = {"llama": PRESETS, "t5": T5S, "qwen_vl": QWEN_VLS}
 TOWER = "tower"
-FIXED = (TOWER, FLUENCY, GENERATE, TEXTS, PAGES)  # programs without a size of their own in a config
+# Programs without a size of their own in a config.
+FIXED = (TOWER, FLUENCY, GENERATE, TEXTS, PAGES, REGIONS)
 
 
 def preset(name: str) -> LlamaConfig:
@@ -132,7 +134,8 @@ def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ..
     """The programs of a config, of `mmqa train` (with what its model is used for) or `prompt`.
 
     Args:
-      config: empty for a model of BARTS, ENCODERS or VLM_ENCODERS, which are used without one.
+      config: empty for a model of BARTS, ENCODERS, VLM_ENCODERS or DETECTORS, which are used
+        without one.
       model: that an engine serves: one that takes pictures has its tower, too, a T5 one program.
 
     Raises:
@@ -142,6 +145,7 @@ def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ..
         **dict.fromkeys(BARTS, (FLUENCY,)),
         **dict.fromkeys(ENCODERS, (TEXTS,)),
         **dict.fromkeys(VLM_ENCODERS, (TEXTS, PAGES)),
+        **dict.fromkeys(DETECTORS, (REGIONS,)),
     }
     if model in alone:
         if config:
@@ -152,7 +156,7 @@ def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ..
             "--config is missing: name a config of `mmqa train` or configs/prompt/default.py; "
             f"without one plan knows --model={', '.join(BARTS)} (fluency of `mmqa evaluate webqa`) "
             f"and encoders of texts: {', '.join(ENCODERS)}; of pictures, too: "
-            f"{', '.join(VLM_ENCODERS)}."
+            f"{', '.join(VLM_ENCODERS)}; and detectors: {', '.join(DETECTORS)}."
         )
     if "task" in config:
         kind = known_tasks().get(config.task)
@@ -189,6 +193,8 @@ def make_program(
         return fluency_program(model, devices)
     if model in VLM_ENCODERS:
         return vlm_encoder_program(name, model, devices)
+    if name == REGIONS and model is not None:
+        return detector_program(model, devices)
     if name == TEXTS and model is not None:
         return encoder_program(model, devices)
     if name == "train":

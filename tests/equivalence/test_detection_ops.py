@@ -10,9 +10,11 @@ import torch
 from compare import LAYER
 from detection_torch import clip as torch_clip
 from detection_torch import decode, nms, roi_align, roi_pool
+from flax import nnx
 
 from mmqa_jax.models.detection.anchors import cell_anchors, grid_anchors
 from mmqa_jax.models.detection.boxes import BoxCoder, areas, clip, large_enough, overlaps
+from mmqa_jax.models.detection.convolution import Conv, block_diagonal
 from mmqa_jax.models.detection.region_pooling import roi_align as our_align
 from mmqa_jax.models.detection.region_pooling import roi_pool as our_pool
 from mmqa_jax.models.detection.suppression import Overlap, keep_in_class, suppress
@@ -175,3 +177,53 @@ def test_anchors_are_the_published_ones():
     grid = grid_anchors(got, 2, 3, 16)
     assert grid.shape == (2, 3, 9, 4)
     assert grid[1, 2, 0].tolist() == [-84 + 32, -40 + 16, 99 + 32, 55 + 16]
+
+
+@pytest.mark.parametrize(
+    ("size", "groups", "options"),
+    [
+        (3, 16, {}),  # two blocks of eight groups of four channels
+        (3, 8, {"stride": 2}),
+        (3, 1, {"dilation": 2}),
+        (1, 1, {"stride": 2}),
+        (7, 1, {"stride": 2, "use_bias": True}),
+    ],
+)
+def test_convolutions(size, groups, options):
+    rng = np.random.default_rng(0)
+    conv = Conv(64, 64, size, ("embed", "mlp"), rngs=nnx.Rngs(1), groups=groups, **options)
+    x = rng.normal(size=(2, 9, 12, 64)).astype("f4")
+    bias = None
+    if conv.bias is not None:
+        conv.bias[...] = rng.normal(size=64).astype("f4")
+        bias = torch.from_numpy(np.array(conv.bias[...]))
+    options = {name: options[name] for name in ("stride", "dilation") if name in options}
+    want = torch.nn.functional.conv2d(
+        torch.from_numpy(x.transpose(0, 3, 1, 2).copy()),
+        torch.from_numpy(np.array(conv.kernel[...]).transpose(3, 2, 0, 1).copy()),
+        bias,
+        padding=conv.border,
+        groups=groups,
+        **options,
+    )
+    np.testing.assert_allclose(conv(x), want.permute(0, 2, 3, 1), **LAYER)
+
+
+@pytest.mark.parametrize("joined", [2, 4, 8])
+def test_groups_joined_by_zeros(joined):
+    """As TPUs multiply them, with other numbers of inputs and outputs of a group."""
+    rng = np.random.default_rng(1)
+    x, kernel = rng.normal(size=(1, 6, 7, 24)), rng.normal(size=(3, 3, 3, 40))
+
+    def convolved(kernel, groups):
+        return jax.lax.conv_general_dilated(
+            x.astype("f4"),
+            kernel.astype("f4"),
+            (1, 1),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=groups,
+        )
+
+    got = convolved(block_diagonal(kernel, 8, joined), 8 // joined)
+    np.testing.assert_allclose(got, convolved(kernel, 8), **LAYER)

@@ -7,14 +7,22 @@ looks at it, so that every picture sees the border of zeros that it would see al
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mmqa_jax.models.layers import Names, param, zeros_init
+from mmqa_jax.core.flops import one_in
+from mmqa_jax.core.mesh import platform
+from mmqa_jax.models.layers import Names, param, product, zeros_init
 
 # torch's Conv2d: uniform within 1 / sqrt(fan in).
 conv_init = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+
+# Channels that are multiplied at once where groups have few: a matrix unit's side on TPUs, what
+# XLA's CPU convolution is quickest with. cuDNN has kernels for groups (README.md says more).
+_TOGETHER = {"tpu": 128, "cpu": 32}
 
 
 def within(x: jax.Array, extent: jax.Array | None) -> jax.Array:
@@ -63,13 +71,57 @@ class Conv(nnx.Module):
         self.border = dilation * (size - 1) // 2
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [B, H, W, in] -> [B, H/s, W/s, out]
-        y = jax.lax.conv_general_dilated(
+        kernel = self.kernel[...].astype(x.dtype)
+        if kernel.shape[0] == 1 and self.groups == 1 and platform() == "cpu":
+            y = product(x[:, :: self.stride, :: self.stride], kernel[0, 0], 0)
+        else:
+            y = self._convolved(x, kernel)
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+
+    def _convolved(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        joined = joined_groups(self.groups, kernel.shape[2], platform())
+        groups = self.groups // joined
+        if joined == 1:
+            return self._convolution(x, kernel, groups)
+        with one_in(joined):
+            kernel = block_diagonal(kernel, self.groups, joined)
+            if platform() != "cpu":
+                return self._convolution(x, kernel, groups)
+            # XLA's CPU convolution of several groups is five times as slow as one for each.
+            parts = zip(
+                jnp.split(x, groups, axis=-1), jnp.split(kernel, groups, axis=-1), strict=True
+            )
+            return jnp.concatenate([self._convolution(*part, 1) for part in parts], axis=-1)
+
+    def _convolution(self, x: jax.Array, kernel: jax.Array, groups: int) -> jax.Array:
+        return jax.lax.conv_general_dilated(
             x,
-            self.kernel[...].astype(x.dtype),
+            kernel,
             window_strides=(self.stride, self.stride),
             padding=((self.border, self.border),) * 2,
             rhs_dilation=(self.dilation, self.dilation),
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            feature_group_count=self.groups,
+            feature_group_count=groups,
         )
-        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+
+
+def joined_groups(groups: int, channels: int, kind: str) -> int:
+    """How many groups of so many channels are multiplied as one on a platform."""
+    return math.gcd(groups, max(1, _TOGETHER.get(kind, channels) // channels))
+
+
+def block_diagonal(kernel: jax.Array, groups: int, joined: int) -> jax.Array:
+    """The kernel of fewer groups that does the same, with zeros between those it joins.
+
+    Args:
+      kernel: [K, K, in / groups, out].
+      groups: of the convolution.
+      joined: how many become one.
+
+    Returns:
+      [K, K, in / groups * joined, out].
+    """
+    inputs, outputs = kernel.shape[2], kernel.shape[3] // groups
+    of_input = jnp.arange(inputs * joined)[:, None] // inputs
+    of_output = jnp.arange(kernel.shape[3])[None] // outputs % joined
+    return jnp.where(of_input == of_output, jnp.tile(kernel, (1, 1, joined, 1)), 0)
