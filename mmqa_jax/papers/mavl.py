@@ -245,7 +245,7 @@ _NAMED = re.compile(r"Action_(\d+|[A-Za-z]\w*)")
 _LISTED = r"\d+(?:(?:[\s,;/&+]|and\b)+\d+)*"
 _SPELLED = re.compile(rf"(?i)\bactions?(?:\s+are)?[\s_:.#*([-]*({_LISTED})")
 _NUMBERS = re.compile(rf"(?i)[\s([{{]*({_LISTED})[\s)\]}}.]*")
-_STOP = ("===", "task:")  # what follows would be another task of the prompt's form
+STOP = ("===", "task:")  # what follows would be another task of the prompt's form
 
 
 class Plan(NamedTuple):
@@ -265,6 +265,11 @@ class Plan(NamedTuple):
 NO_PLAN = Plan(())
 # (question id, role) -> the plans that its agent considers.
 Planned = Mapping[tuple[str, Role], Sequence[Plan]]
+
+
+def test_input(question: Question) -> str:
+    """The question's own block of P_0: what a planner reads with `task=test_input`."""
+    return _answer_template(()).without_head().render([], _answer_fields(question, {}, ()))
 
 
 def planner_prompt(role: Role, task: str) -> str:
@@ -335,7 +340,7 @@ def ask_planners(
       new_tokens: that a planner may write.
       steps: question id -> what was asked, and why there is no plan; extended.
     """
-    decoding = Decoding(max_new_tokens=new_tokens, stop=_STOP)
+    decoding = Decoding(max_new_tokens=new_tokens, stop=STOP)
 
     def query_of(key: tuple[str, Role], role: Role) -> Callable[[str], Query]:
         def make(text: str) -> Query:
