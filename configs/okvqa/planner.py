@@ -2,7 +2,8 @@
 
 What every plan answered comes from a finished row with the oracle's plans:
 
-    mmqa run --config=configs/okvqa/tables.py:smollm2_mavl_oracle --workdir=runs/okvqa_plans
+    mmqa run --config=configs/okvqa/tables.py:smollm2_mavl_oracle \\
+             --workdir=runs/tables/okvqa/smollm2_mavl_oracle
     mmqa train --config=configs/okvqa/planner.py --workdir=runs/okvqa_planner
     mmqa train --config=configs/okvqa/planner.py:reward --workdir=runs/okvqa_planner_reward
 
@@ -33,7 +34,7 @@ def get_config(mode: str = "") -> ConfigDict:
     config.data = {
         "dir": "data/okvqa",
         "split": "test",
-        "outcomes": "runs/okvqa_plans",
+        "outcomes": "runs/tables/okvqa/smollm2_mavl_oracle",
         "folds": 2,
         "fold": 0,
         "cost": 0.02,
