@@ -159,6 +159,17 @@ def our_rows(
     }
 
 
+def learned_planner(dataset: str, rows: Mapping[str, Any]) -> dict:
+    """The row `smollm2_mavl` with the planner of planner.py, on the half that it did not learn.
+
+    Args:
+      rows: of `our_rows`.
+    """
+    row = rows["smollm2_mavl"]
+    planner = _rows.language_model(_planner(dataset), cache=row["parts"]["llm"]["cache"])
+    return {**row, "parts": {**row["parts"], "planner": planner}, "folds": 2, "fold": 1}
+
+
 def halves(split: str) -> dict[str, Any]:
     """The library of a split whose halves are each other's."""
     return {"split": split, "folds": 2}
@@ -204,6 +215,11 @@ def made_by(dataset: str, split: str) -> dict[str, str]:
             "prompt 'please describe this image according to the given question: QUESTION'"
         ),
         **ours_made_by(dataset, ours),
+        _planner(dataset): (
+            f"mmqa train --config=configs/okvqa/planner.py --config.data.dir=data/{dataset} "
+            f"--config.data.split={split} --config.data.outcomes=runs/tables/{dataset}/"
+            f"smollm2_mavl_oracle --workdir={_planner(dataset)}"
+        ),
     }
 
 
@@ -224,6 +240,10 @@ def promptcap_file(dataset: str) -> str:
 def _our_files(dataset: str) -> tuple[str, str]:
     folder = f"runs/{dataset}_candidates"
     return f"{folder}/candidates.json", f"{folder}/answer_aware_examples.json"
+
+
+def _planner(dataset: str) -> str:
+    return f"runs/{dataset}_planner"
 
 
 def _finished(dataset: str) -> str:

@@ -1,6 +1,7 @@
 """What the rows of every paper's table have in common. Not an experiment itself."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import auto
 from mmqa_jax.prompting.backend_http import ServerConfig
-from mmqa_jax.runs.parts import KnowledgeSpec, LLMReaderSpec, LLMRerankerSpec
+from mmqa_jax.runs.parts import LLMS, KnowledgeSpec, LLMReaderSpec, LLMRerankerSpec
 from mmqa_jax.runs.row import RowData, Scoring
 from mmqa_jax.runs.systems import find_setting
 from mmqa_jax.tasks.library import LibrarySpec
@@ -190,8 +191,8 @@ def make_row(
       row: its setting and parts, and where they differ from the defaults its options, published
         figures, questions (so many, evenly over the split; 0 is all), modality, split, where
         (values that keys of the questions must have), sources (folder of those that are searched,
-        if not its own) and context (`pictures` or `sources`: what of
-        a question's gold sources is its caption; data/question_pictures.py).
+        if not its own), context (`pictures` or `sources`: what of a question's gold sources is its
+        caption; data/question_pictures.py), folds and fold (a part of the questions).
       made_by: path of an input -> where it comes from.
     """
     config = ConfigDict()
@@ -204,11 +205,11 @@ def make_row(
         "split": row.get("split", split),
         "questions": row.get("questions", RowData.questions),
         "modality": row.get("modality", RowData.modality),
-        **{key: row[key] for key in ("where", "context", "sources") if key in row},
+        **{key: row[key] for key in ("where", "context", "sources", "folds", "fold") if key in row},
     }
     config.parts = row["parts"]
-    for name in ("engine", "mesh"):
-        section = config.parts.get("llm", {}).get(name, {})
+    for part, name in itertools.product(LLMS, ("engine", "mesh")):
+        section = config.parts.get(part, {}).get(name, {})
         for key in [key for key, value in section.items() if value == AUTO]:
             with section.ignore_type():
                 section[key] = auto()  # which a number may replace

@@ -171,6 +171,7 @@ CITED = {
     )
     for name in (*_RMR_CITED, *(name for name in _MAVL_CITED if name not in _RMR_CITED))
 }
+ROWS["smollm2_mavl_planner"] = _agents.learned_planner("aokvqa", ROWS)
 MODES = tuple(ROWS)
 
 

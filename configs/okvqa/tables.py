@@ -198,6 +198,7 @@ CITED: dict[str, tuple[dict, ...]] = {
         "PICa-Full (Caption+Tags)": 48.0,
     }.items()
 }
+ROWS["smollm2_mavl_planner"] = _agents.learned_planner("okvqa", ROWS)
 MODES = tuple(ROWS)
 
 

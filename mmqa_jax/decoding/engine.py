@@ -116,11 +116,7 @@ class Engine:
                 raise UserError(
                     f"end token {end}: expected 0 to {vocab_size - 1}; use the model's own."
                 )
-        repeat_key_heads(model, mesh)
-        if not scans(config, mesh) and not isinstance(model.layers, nnx.List):
-            unstack_layers(model)
-        if config.weights == "int8":
-            quantize_weights(model)
+        _serve_ready(model, config, mesh)
         self.mesh, self.throughput = mesh, Throughput()
         self._model, self._whole = model, whole
         self._text, self._end_ids = tokenizer, frozenset(end_ids)
@@ -132,6 +128,21 @@ class Engine:
         assert not self._running, "an engine cannot be resized while it serves"
         del self._runner, self._pictures  # their memory is free before the new is taken
         self._allocate(config)
+
+    def use(self, model: Llama) -> None:
+        """Serves with other weights from now on, as a policy that is being trained; no program is
+        compiled again.
+
+        Args:
+          model: of the same config and on the same devices; the engine owns it, as its first one.
+        """
+        assert not self._running, "an engine cannot get other weights while it serves"
+        assert self._whole is None, "only a model without a tower gets other weights"
+        _serve_ready(model, self.config, self.mesh)
+        self._model = model
+        self._runner.use(for_length(model, self.config.length))
+        self._beams = BeamBatches(model, self.config, self._end_ids)
+        self.forget()
 
     def _allocate(self, config: EngineConfig) -> None:
         model, whole = for_length(self._model, config.length), self._whole
@@ -568,6 +579,15 @@ class Engine:
             "prefill": f"{self.throughput.prefill_rate:.0f} tokens/s",
             "decode": f"{self.throughput.decode_rate:.0f} tokens/s",
         }
+
+
+def _serve_ready(model: Llama, config: EngineConfig, mesh: Mesh | None) -> None:
+    """Brings a model's arrays into the form in which they serve, in place."""
+    repeat_key_heads(model, mesh)
+    if not scans(config, mesh) and not isinstance(model.layers, nnx.List):
+        unstack_layers(model)
+    if config.weights == "int8":
+        quantize_weights(model)
 
 
 def _is_cancelled(one: AnySequence | None) -> bool:

@@ -362,13 +362,17 @@ class SlotRunner:
         mesh: Mesh | None = None,
     ):
         self.config, self._mesh, self._programs = config, mesh, Programs(model, config, mesh)
+        self.use(model)
+        self.cache = kv_cache.zeros(self._programs.cache)
+        self._slots = kv_cache.zeros(self._programs.slots)
+
+    def use(self, model: Llama) -> None:
+        """Computes with the arrays of this model, which is like the first one."""
         # The model's arrays, and those that are no layer's.
         self._state = self._outer = nnx.state(model)
         if self._programs.by_layer:
             _, self._state = split_model(model)
             self._outer = self._state.outer
-        self.cache = kv_cache.zeros(self._programs.cache)
-        self._slots = kv_cache.zeros(self._programs.slots)
 
     def encode(
         self,

@@ -24,6 +24,7 @@ Cell = str | int | float | Interval | None
 LLM_USE = {
     "calls_per_question": "LLM calls a question",
     "prompt_tokens_per_question": "prompt tokens a question",
+    "completion_tokens_per_question": "new tokens a question",
 }
 
 

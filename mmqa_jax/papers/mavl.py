@@ -245,7 +245,7 @@ _NAMED = re.compile(r"Action_(\d+|[A-Za-z]\w*)")
 _LISTED = r"\d+(?:(?:[\s,;/&+]|and\b)+\d+)*"
 _SPELLED = re.compile(rf"(?i)\bactions?(?:\s+are)?[\s_:.#*([-]*({_LISTED})")
 _NUMBERS = re.compile(rf"(?i)[\s([{{]*({_LISTED})[\s)\]}}.]*")
-_STOP = ("===", "task:")  # what follows would be another task of the prompt's form
+STOP = ("===", "task:")  # what follows would be another task of the prompt's form
 
 
 class Plan(NamedTuple):
@@ -265,6 +265,11 @@ class Plan(NamedTuple):
 NO_PLAN = Plan(())
 # (question id, role) -> the plans that its agent considers.
 Planned = Mapping[tuple[str, Role], Sequence[Plan]]
+
+
+def test_input(question: Question) -> str:
+    """The question's own block of P_0: what a planner reads with `task=test_input`."""
+    return _answer_template(()).without_head().render([], _answer_fields(question, {}, ()))
 
 
 def planner_prompt(role: Role, task: str) -> str:
@@ -335,7 +340,7 @@ def ask_planners(
       new_tokens: that a planner may write.
       steps: question id -> what was asked, and why there is no plan; extended.
     """
-    decoding = Decoding(max_new_tokens=new_tokens, stop=_STOP)
+    decoding = Decoding(max_new_tokens=new_tokens, stop=STOP)
 
     def query_of(key: tuple[str, Role], role: Role) -> Callable[[str], Query]:
         def make(text: str) -> Query:
@@ -548,6 +553,7 @@ def answer_mavl(
     heuristics: AnswerHeuristics,
     knowledge: KnowledgeBase | None = None,
     captions: Captions | None = None,
+    planner: Backend | None = None,
     *,
     agents: tuple[Role, ...] = tuple(ROLES),
     plans: Literal["planned", "all", "none", "oracle"] = "planned",
@@ -576,6 +582,8 @@ def answer_mavl(
     Args:
       knowledge: without it Tool_2 finds nothing.
       captions: shown, and searched for, in place of the questions' own.
+      planner: another language model that plans (extensions/mavl_planner.py trains one); without
+        it `llm` does.
       agents: the team, from the lowest level; `("manager",)` is table 3 without multi-agents.
       plans: by the planners; `all` that a level allows (without planners); `none` (without tools);
         or `oracle`, for every agent the plan whose answer scores best: a bound. A question whose
@@ -602,7 +610,16 @@ def answer_mavl(
     # p_a = G_T(P_0)
     if plans == "planned":
         planned = ask_planners(
-            questions, llm, shots_of, agents, task, plan_reading, chat, order, plan_tokens, steps
+            questions,
+            planner or llm,
+            shots_of,
+            agents,
+            task,
+            plan_reading,
+            chat,
+            order,
+            plan_tokens,
+            steps,
         )
     else:
         planned = {(q.id, role): _fixed_plans(role, plans) for q in questions for role in agents}
@@ -719,6 +736,11 @@ def _check_row(options: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
             "above it was expected; change it."
         )
     load_template(options["knowledge_template"])
+    if "planner" in parts and options["plans"] != "planned":
+        raise UserError(
+            f"config key parts.planner: has no effect with options.plans={options['plans']}; leave "
+            "it out, or set that to planned."
+        )
     knowledge, words = parts.get("knowledge"), options["knowledge_words"]
     if knowledge is None:
         return

@@ -15,7 +15,7 @@ from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.data.schema import Prediction, Question, Ranking, prediction_of
 from mmqa_jax.retrieval.rankings import ranking_of, ranking_row
 from mmqa_jax.runs.opened_parts import OpenedParts, Part
-from mmqa_jax.runs.parts import PARTS
+from mmqa_jax.runs.parts import LLMS, PARTS
 
 # The parts of a row that rank sources -> the file of retrieval/ that their rankings go to.
 _RANKS = {name: part.ranks for name, part in PARTS.items() if part.ranks}
@@ -110,7 +110,7 @@ class Answered:
       rankings: `candidates` of the retriever and `relevance` of the reranker, if the row has them.
       seconds: question id -> seconds that the parts spent on it.
       unscored: pairs of question and source that a language model gave no score.
-      llm: what the language model's answers cost (prompting.cache.Work); empty without one.
+      llm: what the answers of its language models cost (prompting.cache.Work); empty without one.
       engine: its last devices and sizes; None: a server, or all answers were kept ones.
       serving: of the other models (OpenedParts.serving), as JSON, where they ran last.
     """
@@ -162,7 +162,8 @@ def keeping(
     def answer(questions: Sequence[Question], parts: Mapping[str, Any]) -> ChunkPart:
         opened.seconds.clear()
         llm = parts.get("llm")
-        before = _work(llm)
+        llms = [parts[name] for name in LLMS if name in parts]
+        before = _work(llms)
         recorded = {name: _Recorded(parts[name]) for name in _RANKS if name in parts}
         predictions = predict(questions, {**parts, **recorded})
         rankings = {_RANKS[name]: part.rankings for name, part in recorded.items()}
@@ -176,7 +177,7 @@ def keeping(
             for i, prediction in enumerate(predictions)
         ]
         notes = {
-            "llm": {key: n - before[key] for key, n in _work(llm).items()},
+            "llm": {key: n - before[key] for key, n in _work(llms).items()},
             "engine": None if llm is None else llm.sizes(),
             "serving": {key: serving.to_json() for key, serving in opened.serving.items()},
         }
@@ -185,8 +186,10 @@ def keeping(
     return answer
 
 
-def _work(llm: Any) -> dict[str, int]:
-    return {} if llm is None else dataclasses.asdict(llm.work)
+def _work(llms: Sequence[Any]) -> dict[str, int]:
+    """What the answers of all language models of a row cost so far."""
+    each = [dataclasses.asdict(llm.work) for llm in llms]
+    return {key: sum(work[key] for work in each) for key in (each[0] if each else ())}
 
 
 class _Recorded:

@@ -77,7 +77,7 @@ class OpenedParts:
         self._say = say or _print_serving
         self._open: dict[str, tuple[Any, Store | None, dict[str, Serving]]] = {}
         self._kept = kept
-        self._llms: dict[str, Any] = {}  # by what they are made of
+        self._llms: dict[str, tuple[str, Any]] = {}  # by part, with what they are made of
         self._parts: dict[str, tuple[Any, dict[str, Serving]]] = {}
 
     def close(self) -> None:
@@ -93,13 +93,10 @@ class OpenedParts:
         for _, store, _ in self._open.values():
             if store is not None:
                 store.close()
-        self._close_llms()
-        self._parts.clear()
-
-    def _close_llms(self) -> None:
-        for llm in self._llms.values():
+        for _, llm in self._llms.values():
             llm.close()
         self._llms.clear()
+        self._parts.clear()
 
     def new_row(self) -> None:
         """Forgets the last row's seconds and models; what is open stays so."""
@@ -108,17 +105,23 @@ class OpenedParts:
         self.unscored = Counter()
         self.serving.clear()
 
-    def language_model(self, made_of: str, load: Callable[[], Any]) -> Any:
-        """The row's language model, which is closed with the parts.
+    def language_model(self, made_of: str, load: Callable[[], Any], name: str = "llm") -> Any:
+        """A language model of the row, which is closed with the parts.
 
         Args:
           made_of: what tells it from others; the one that is open is used again for the same.
+          name: of the part; `llm` is the row's own.
         """
-        if made_of not in self._llms:
-            self._close_llms()
-            self._llms[made_of] = load()
-        self.llm = self._llms[made_of]
-        return self.llm
+        before, llm = self._llms.get(name, ("", None))
+        if before != made_of:
+            if llm is not None:
+                del self._llms[name]  # not closed twice, should the next one fail to open
+                llm.close()
+            llm = load()
+            self._llms[name] = made_of, llm
+        if name == "llm":
+            self.llm = llm
+        return llm
 
     def part(self, name: str, part: Part) -> Any:
         """A part in use; a model of an earlier row that is the same, where parts are kept."""

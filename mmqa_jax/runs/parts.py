@@ -442,6 +442,21 @@ class LLMSpec(Part):
         return row.language_model(str(self), lambda: open_llm(self, kept / "responses"))
 
 
+@dataclasses.dataclass(frozen=True)
+class PlannerSpec(LLMSpec):
+    """The language model of MAVL's planners, where it is another than its agents': as LLMSpec."""
+
+    answers: ClassVar = False
+
+    def open(self, row: OpenedParts) -> Any:
+        """The language model with its response cache; it stays open beside the row's other one."""
+        kept = cache_dir() if row.journals is None else row.journals
+        flag = "config key parts.planner.model"
+        return row.language_model(
+            str(self), lambda: open_llm(self, kept / "responses", flag), "planner"
+        )
+
+
 # Of an LLMSpec, what changes no answer beyond its last bits: where the engine runs, its sizes (but
 # `length`, to which prompts are shortened), and how a server is asked, and where answers are kept.
 LLM_FREE = (
@@ -696,12 +711,14 @@ PARTS: Mapping[str, type[Part]] = {
     "rationale_model": MultimodalT5Spec,
     "answer_model": MultimodalT5Spec,
     "llm": LLMSpec,
+    "planner": PlannerSpec,
     "library": LibrarySpec,
     "heuristics": HeuristicsSpec,
     "finished": FinishedSpec,
     "knowledge": KnowledgeSpec,
     "captions": CaptionsSpec,
 }
+LLMS = ("llm", "planner")  # those that are language models
 _BY_LLM: Mapping[str, type[Part]] = {"reader": LLMReaderSpec, "reranker": LLMRerankerSpec}
 
 

@@ -32,7 +32,7 @@ from mmqa_jax.core.workdir import is_free, read_config
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.question_pictures import GoldContext, with_gold_sources
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.data.splits import evenly, split_questions
+from mmqa_jax.data.splits import evenly, fold_of, split_questions
 from mmqa_jax.evaluation.benchmarks import BENCHMARKS
 from mmqa_jax.evaluation.source_selection import check_threshold
 from mmqa_jax.papers.setting import Setting
@@ -42,6 +42,7 @@ from mmqa_jax.runs.answered import Stage, keeping
 from mmqa_jax.runs.opened_parts import OpenedParts, Part
 from mmqa_jax.runs.parts import (
     LLM_FREE,
+    LLMS,
     KnowledgeSpec,
     LLMSpec,
     RerankerSpec,
@@ -53,7 +54,8 @@ from mmqa_jax.runs.systems import find_setting
 from mmqa_jax.tasks.library import LibrarySpec, has_picture
 from mmqa_jax.weights.hub import is_cached, is_hub_name
 
-FREE = tuple(f"parts.llm.{key}" for key in LLM_FREE)  # keys that may be changed in a workdir
+# Keys that may be changed in a workdir.
+FREE = tuple(f"parts.{name}.{key}" for name in LLMS for key in LLM_FREE)
 # Names of models that are installed packages.
 _INSTALLED = ("minilm", "smollm2")
 _ANSWERS = 2  # raised where the same row answers otherwise than before: its chunks are made again
@@ -72,6 +74,8 @@ class RowData:
       where: values that keys of the questions' `extra` must have.
       context: what of a question's gold sources is its caption (data/question_pictures.py); "":
         questions are read as they are.
+      folds, fold: of these questions only the part `fold` of `folds` (data.splits.fold_of), for a
+        row with a part that was trained on the others.
     """
 
     dir: str
@@ -81,6 +85,15 @@ class RowData:
     modality: Literal["", "text", "image"] = ""
     where: dict = dataclasses.field(default_factory=dict)
     context: Literal["", *get_args(GoldContext)] = ""
+    folds: int = at_least(1, 1)
+    fold: int = at_least(0, 0)
+
+    def __post_init__(self) -> None:
+        if self.fold >= self.folds:
+            raise UserError(
+                f"config key data.fold={self.fold}: 0 to {self.folds - 1} was expected, of "
+                f"data.folds={self.folds}; change one of them."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +257,14 @@ class Row:
             questions = [q for q in questions if has_picture(q) == (data.modality == "image")]
         else:
             questions = of_modality(questions, corpus, data.modality or None)
-        return evenly(questions, data.questions)
+        taken = evenly(questions, data.questions)
+        own = [question for question in taken if fold_of(question.id, data.folds) == data.fold]
+        if taken and not own:
+            raise UserError(
+                f"config key data.fold={data.fold}: none of the {len(taken):,} questions is of "
+                "this part; take more of them (data.questions), or another part."
+            )
+        return own
 
     def check_questions(self, questions: Sequence[Question]) -> None:
         """Raises UserError for questions that its setting cannot answer."""

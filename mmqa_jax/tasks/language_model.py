@@ -61,6 +61,15 @@ class RowBatches(BatchesSection):
     length: int
     targets: int
 
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """Shapes of a batch of `data.batches.language_model`."""
+        wide, few = (self.batch_size, self.length), (self.batch_size, self.targets)
+        return {
+            **{name: ints(*wide) for name in ("input_ids", "segments", "positions")},
+            **{name: ints(*few) for name in ("target_positions", "target_ids", "target_segments")},
+        }
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LanguageModel(SolvedQuestions):
@@ -95,12 +104,7 @@ class LanguageModel(SolvedQuestions):
         return LanguageModelObjective(model_config(self, vocab_size), self.model.lora)
 
     def batch(self) -> dict[str, Any]:
-        batches = self.batches
-        wide, few = (batches.batch_size, batches.length), (batches.batch_size, batches.targets)
-        return {
-            **{name: ints(*wide) for name in ("input_ids", "segments", "positions")},
-            **{name: ints(*few) for name in ("target_positions", "target_ids", "target_segments")},
-        }
+        return self.batches.arrays
 
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
         objective = self.objective(tokenizer.vocab_size)

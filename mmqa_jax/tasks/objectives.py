@@ -497,26 +497,32 @@ def _mean_over_targets(
 
 
 def target_log_probs(
-    model: Llama, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None
+    model: Llama,
+    batch: dict[str, jax.Array],
+    dropout_key: jax.Array | None = None,
+    temperature: float = 1.0,
 ) -> jax.Array:
     """Log-probability of every target of a packed batch, float32 [B, T].
 
     A token sees those before it in its own example; the output head runs on the targets alone.
+    With a temperature other than 1 it is that of softmax(logits / temperature).
     """
     segments = batch["segments"]
     same = segments[:, :, None] == segments[:, None, :]  # [B, L, L]
     hidden = model.encode(
         model.embed(batch["input_ids"]), same, batch["positions"], dropout_key=dropout_key
     )  # [B, L, H]
-    return _of_targets(model, hidden, batch)
+    return _of_targets(model, hidden, batch, temperature)
 
 
-def _of_targets(model: Llama, hidden: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+def _of_targets(
+    model: Llama, hidden: jax.Array, batch: dict[str, jax.Array], temperature: float = 1.0
+) -> jax.Array:
     """Log-probability of every target, float32 [B, T], of the last states [B, L, H]."""
     before = jnp.take_along_axis(hidden, batch["target_positions"][:, :, None], axis=1)  # [B, T, H]
-    return -optax.softmax_cross_entropy_with_integer_labels(
-        model.logits(before), batch["target_ids"]
-    )
+    logits = model.logits(before)
+    logits = logits if temperature == 1 else logits / temperature
+    return -optax.softmax_cross_entropy_with_integer_labels(logits, batch["target_ids"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ from mmqa_jax.core.watchdog import Watchdog, hang_limit
 from mmqa_jax.training.attempts import Attempts, TimeSplit
 from mmqa_jax.training.best_weights import BestWeights
 from mmqa_jax.training.nonfinite import FiniteCheck
-from mmqa_jax.training.objective import Objective, Validation
+from mmqa_jax.training.objective import ModelBatches, Objective, Validation
 from mmqa_jax.training.optimizer import make_optimizer
 from mmqa_jax.training.options import (
     LoopOptions,
@@ -115,6 +115,7 @@ def train(
       objective: model and loss.
       batches: Grain iterator (`get_state`, `set_state`) of pytrees of numpy arrays, first axis the
         rows that this process feeds (core.mesh.local_rows). A step is compiled once per shape.
+        One that makes them with the model itself is a `ModelBatches`.
         Entries `ids` or `index` of a dict batch stay on the host and name the examples if the
         loss is not finite.
       mesh: of core.mesh.make_mesh.
@@ -203,6 +204,8 @@ def train(
             outputs = _Outputs(checkpoints, metrics, attempts, progress, watchdog, there)
             run = _Run(options, outputs, step_fn, batches, meta["window"], seed)
             for step in range(first + 1, steps + 1):
+                if isinstance(batches, ModelBatches):
+                    batches.use(model.merge(state.params))
                 with profile.step(step, run.wait):
                     batch = run.read(step, state)
                     with jax.transfer_guard("disallow"):  # only the batch is transferred, above

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
@@ -24,6 +24,15 @@ class Objective(Protocol):
         An objective whose mean is not over the rows also has `whole(batch)`: the batch with further
         entries [B, ...], which the loss of a part of it needs to know of all of it.
         """
+
+
+@runtime_checkable
+class ModelBatches(Protocol):
+    """Batches that are made with the model itself, such as what it writes when it is asked."""
+
+    def use(self, model: nnx.Module) -> None:
+        """Called before each batch with the current model, whose arrays the next step donates: what
+        is needed for longer is copied."""
 
 
 @dataclasses.dataclass(frozen=True)

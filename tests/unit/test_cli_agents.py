@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cli_runs import ROOT, done, mmqa, rows_of
-from tiny_llm import write_folder
+from tiny_llm import LETTERS, llama_config, write_folder
 from vqa_files import prepare_team, write_aokvqa
 
 from mmqa_jax.core.errors import UserError
@@ -147,6 +147,31 @@ def test_another_vote_on_a_finished_run(inputs, finished, tmp_path, row):
 def test_a_run_that_is_not_there(inputs, tmp_path, refused):
     run = flags(inputs, "smollm2_mavl_fitted", tmp_path / "run", **{"parts.finished.run": tmp_path})
     refused(*run, message=r"parts\.finished\.run=.*: has no trace\.jsonl")
+
+
+def test_a_planner_of_its_own(inputs, tmp_path):
+    """Its plans are counted with the row's other calls; its model reads more than the agents'."""
+    write_folder(tmp_path / "planner", llama_config(len(LETTERS) + 2, positions=640))
+    changes = {
+        "parts.planner.model": tmp_path / "planner", "parts.planner.cache": tmp_path / "plans",
+        **{f"parts.planner.engine.{key}": value for key, value in ENGINE.items()},
+        "parts.planner.engine.length": 640, "options.max_new_tokens": 4, "options.plan_tokens": 4,
+        "data.folds": 1, "data.fold": 0,
+    }  # fmt: skip
+    workdir = tmp_path / "run"
+    result = done(*flags(inputs, "smollm2_mavl_planner", workdir, **changes))
+    traces = rows_of(workdir / "trace.jsonl")
+    assert [len(trace["planner_prompts"]) for trace in traces] == [3, 3, 3]
+    assert not any("planner" in str(trace.get("failed", "")) for trace in traces)
+    answers = sum(len(trace["outputs"]) for trace in traces)
+    assert result["llm"]["calls"] == answers + 9
+    assert result["llm"]["prompt_tokens"] > 9 * 300
+
+
+def test_a_planner_that_nobody_asks(inputs, tmp_path, refused):
+    changes = {"parts.planner.model": inputs / "llm", "options.plans": "all"}
+    run = flags(inputs, "smollm2_mavl_planner", tmp_path / "run", **changes)
+    refused(*run, message=r"parts\.planner: has no effect with options\.plans=all")
 
 
 def test_prophet_and_draws(inputs, tmp_path):

@@ -130,14 +130,15 @@ def test_shared_questions(tmp_path, runs, refused):
 
 def test_calls_and_tokens_of_a_language_model(tmp_path, runs):
     used = {"calls_per_question": 6.98, "prompt_tokens_per_question": 1849.2, "calls": 279}
+    used["completion_tokens_per_question"] = 41.6
     asked = write_run(tmp_path / "asked", {ACC: [1.0] * 16 + [0.0] * 24}, llm=used)
     command = ["compare", asked, runs[0]]
     first, second = done(*command)["runs"]
     assert (first["calls_per_question"], first["prompt_tokens_per_question"]) == (6.98, 1849.2)
     assert second.keys() == {"name", "n", "score", "interval"}
     table = mmqa(*command, "--markdown").out
-    assert "| LLM calls a question | prompt tokens a question |" in table
-    assert "| 6.980 | 1,849 |" in table
+    assert "| LLM calls a question | prompt tokens a question | new tokens a question |" in table
+    assert "| 6.980 | 1,849 | 42 |" in table
     assert "LLM calls" not in mmqa("compare", *runs[:2], "--markdown").out
 
 

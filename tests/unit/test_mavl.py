@@ -183,6 +183,15 @@ def test_the_oracle_uses_a_tool_where_it_helps():
         answer_mavl(bare, llm, library(), heuristics(), None, plans="oracle")
 
 
+def test_a_planner_of_its_own_is_asked_for_plans_alone():
+    planner, llm = team_llm(FULL), team_llm({})  # which would have no plan
+    answer_mavl(QUESTIONS, llm, library(), heuristics(), FakeKnowledge(), planner=planner, shots=1)
+    of_planner, of_llm = prompts_of(planner), prompts_of(llm)
+    assert [len(of_planner[kind]) for kind in ("plans", "knowledge", "answers")] == [9, 0, 0]
+    assert not of_llm["plans"]
+    assert MANAGERS in of_llm["answers"]
+
+
 def test_plans_out_of_scope_are_refused_and_counted():
     llm = team_llm({"junior": "Action_3", "senior": "Action_2, Action_2, Action_9", "manager": ""})
     predictions = run(llm)

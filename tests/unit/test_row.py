@@ -14,6 +14,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
+from mmqa_jax.data.splits import fold_of
 from mmqa_jax.runs.answered import Stage, answering
 from mmqa_jax.runs.opened_parts import OpenedParts
 from mmqa_jax.runs.parts import RetrieverSpec
@@ -48,6 +49,26 @@ def test_what_a_config_leaves_out_has_the_types_defaults():
     assert (row.data.questions, row.data.modality, row.data.where) == (0, "", {})
     assert (row.given, SAME.given) == (LEAST, {})  # what config.json records
     assert (row.answers, row.finds_sources, row.needs_all, row.llm) == (False, True, False, "")
+
+
+def test_a_row_may_take_a_part_of_its_questions():
+    """By the hash of their ids, of those that it would take otherwise."""
+    questions = [Question(str(n), "test", "?") for n in range(40)]
+    corpus = Corpus([], questions)
+    rows = [
+        dataclasses.replace(SAME, data=RowData("data", "test", 20, folds=2, fold=fold))
+        for fold in (0, 1)
+    ]
+    whole = dataclasses.replace(SAME, data=RowData("data", "test", 20)).questions(corpus)
+    halves = [row.questions(corpus) for row in rows]
+    assert all(fold_of(q.id, 2) == n for n, half in enumerate(halves) for q in half)
+    assert sorted(q.id for half in halves for q in half) == sorted(q.id for q in whole)
+    assert all(halves)
+    with pytest.raises(UserError, match=r"data\.fold=2: 0 to 1 was expected"):
+        RowData("data", "test", folds=2, fold=2)
+    other = next(question for question in questions if fold_of(question.id, 2))
+    with pytest.raises(UserError, match=r"data\.fold=0: none of the 1 questions"):
+        rows[0].questions(Corpus([], [other]))
 
 
 def test_a_row_made_in_code_is_run_as_one_of_a_config(data, quiet, tmp_path):

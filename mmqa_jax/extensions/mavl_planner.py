@@ -1,0 +1,478 @@
+"""A planner for MAVL that learns (ours): fine-tuned on the plans that answered right.
+
+A team has few plans: which of its level's actions. A finished row of `mavl` with `plans=oracle` has
+executed all of them, and its trace tells what each one answered. So the tools and agents run once,
+and what a plan earns is looked up:
+
+  reward(question, plan) = score of the plan's answer - cost x actions of the plan
+
+For every question of one half and every agent, the plan with the highest reward becomes an example,
+if it answered right at all; of equal ones that with fewer actions. The other half judges.
+Training by reward, on plans that the planner draws itself: mavl_planner_reward.py.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_jsonl
+from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.core.typed import at_least
+from mmqa_jax.data.batches.language_model import RowSize, TokenExample, language_model_batches
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Question
+from mmqa_jax.data.splits import evenly, fold_of
+from mmqa_jax.decoding.engine import Engine
+from mmqa_jax.decoding.requests import Request, Result
+from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.models.llama import Llama
+from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.lora import merge_lora
+from mmqa_jax.papers.mavl import (
+    ROLES,
+    STOP,
+    Actions,
+    PlanReading,
+    Role,
+    every_plan,
+    parse_plan,
+    planner_prompt,
+    test_input,
+)
+from mmqa_jax.prompting.backends import Message
+from mmqa_jax.prompting.text_tokenizer import TextTokenizer
+from mmqa_jax.tasks.base_llm import base_loader, check_rows, check_trainable, model_config
+from mmqa_jax.tasks.language_model import LanguageModelSection, RowBatches
+from mmqa_jax.tasks.objectives import LanguageModelObjective
+from mmqa_jax.tasks.task import ANY_VOCABULARY, Recipe
+from mmqa_jax.tasks.text_model import TextModelTask
+
+_NO_ACTION = "No action"  # how an empty plan is written; it names no action
+_REMEDY = "run its row again with --config.options.plans=oracle, or name another workdir"
+
+
+# What plans earn.
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanTable:
+    """What every plan of some questions answered, and what that is worth.
+
+    Attributes:
+      scores: question id -> the actions whose tools an answer used -> its score.
+      given: question id -> the actions whose tools gave something; others change no prompt.
+      cost: of one action of a plan, in units of the score.
+    """
+
+    scores: Mapping[str, Mapping[Actions, float]]
+    given: Mapping[str, Actions]
+    cost: float
+
+    def score(self, question_id: str, plan: Actions) -> float:
+        """The score of the answer after a plan."""
+        used = tuple(action for action in plan if action in self.given[question_id])
+        return self.scores[question_id][used]
+
+    def reward(self, question_id: str, plan: Actions) -> float:
+        """The score less the cost of the plan's tool calls."""
+        return self.score(question_id, plan) - self.cost * len(plan)
+
+    def best(self, question_id: str, role: Role) -> Actions | None:
+        """The plan of an agent with the highest reward, with fewer actions first.
+
+        None where no plan of it has a score above 0: nothing can be learned there.
+        """
+        plans = [plan.actions for plan in every_plan(role)]
+        right = [plan for plan in plans if self.score(question_id, plan) > 0]
+        return max(right, key=lambda plan: self.reward(question_id, plan), default=None)
+
+
+def read_plan_table(run: str, cost: float) -> PlanTable:
+    """The table of a finished row; questions whose answers do not count are left out.
+
+    Args:
+      run: workdir of a row of the setting `mavl` with `plans=oracle`.
+
+    Raises:
+      UserError: no trace there, or one that lacks plans.
+    """
+    path = Path(run) / "trace.jsonl"
+    if not run or not path.is_file():
+        raise UserError(f"config key data.outcomes={run}: has no trace.jsonl; {_REMEDY}.")
+    scores: dict[str, dict[Actions, float]] = {}
+    given: dict[str, Actions] = {}
+    for number, line in read_jsonl(path):
+        try:
+            name, tools = line["question_id"], line["tools"]
+            answers = {tuple(one["actions"]): one["score"] for one in line["by_actions"]}
+        except (KeyError, TypeError):
+            raise UserError(f"{path}, line {number}: not of a row of mavl; {_REMEDY}.") from None
+        own = tuple(action for action in ROLES["manager"] if tools.get(str(action)))
+        used = {tuple(a for a in plan.actions if a in own) for plan in every_plan("manager")}
+        if not used <= answers.keys():
+            raise UserError(
+                f"{path}, line {number}: {len(used - answers.keys())} of {len(used)} plans of "
+                f"question {name} were not executed; {_REMEDY}."
+            )
+        if None not in answers.values():
+            scores[name], given[name] = answers, own
+    return PlanTable(scores, given, cost)
+
+
+# What a planner reads and writes.
+
+
+class PlanPrompt(NamedTuple):
+    """What an agent's planner is asked.
+
+    Attributes:
+      question_id, role: whose it is.
+      tokens: with all special ones.
+    """
+
+    question_id: str
+    role: Role
+    tokens: tuple[int, ...]
+
+
+def written_plan(actions: Actions) -> str:
+    """A plan as the planner's prompt asks for it."""
+    return ", ".join(f"Action_{action}" for action in actions) or _NO_ACTION
+
+
+def plan_prompts(
+    questions: Sequence[Question], agents: Sequence[Role], tokenizer: TextTokenizer, *, chat: bool
+) -> list[PlanPrompt]:
+    """The prompts of all agents' planners, as a row with `task=test_input` asks them.
+
+    Args:
+      chat: as the row's option: a prompt is a user's message to a chat model.
+
+    Raises:
+      UserError: a conversation, and no chat template.
+    """
+    if chat and tokenizer.template is None:
+        raise UserError(
+            "config key data.chat=True: the model has no chat template; set it, and options.chat "
+            "of the row, to False."
+        )
+
+    def encode(text: str) -> list[int]:
+        if not chat:
+            return tokenizer.encode(text)
+        return tokenizer.encode_plain(tokenizer.template.render("", [Message("user", (text,))]))
+
+    return [
+        PlanPrompt(q.id, role, tuple(encode(planner_prompt(role, test_input(q)))))
+        for q in questions
+        for role in agents
+    ]
+
+
+def plan_examples(
+    prompts: Sequence[PlanPrompt], table: PlanTable, tokenizer: TextTokenizer
+) -> list[TokenExample]:
+    """Every prompt with its best plan and the end token; none where no plan answered right."""
+    end = list(tokenizer.end_ids[:1])
+    found = []
+    for prompt in prompts:
+        plan = table.best(prompt.question_id, prompt.role)
+        if plan is not None:
+            tokens = [*prompt.tokens, *tokenizer.encode_plain(written_plan(plan)), *end]
+            found.append(TokenExample(np.array(tokens, np.int32), len(prompt.tokens)))
+    return found
+
+
+# The planner in use while it is trained.
+
+
+class PlanSampler:
+    """Draws plans from the planner that is being trained, on the generation engine.
+
+    The engine holds a copy of the model, its additions merged, and keeps its programs.
+
+    Args:
+      tokenizer: of the model.
+      mesh: of the training run.
+      length: the most tokens of a prompt with its plan.
+      slots: plans that are drawn at once.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, mesh: Mesh, *, length: int, slots: int):
+        self._tokenizer = tokenizer
+        self._mesh = mesh if mesh.size > 1 else None
+        self._config = EngineConfig(slots=slots, length=length, buckets=(32,), block=0)
+        self._engine: Engine | None = None
+
+    def use(self, model: Llama) -> None:
+        """Draws from this model from now on; its arrays are not kept."""
+        served = _served(model)
+        if self._engine is None:
+            ends = self._tokenizer.end_ids
+            self._engine = Engine(
+                served, self._tokenizer, end_ids=ends, config=self._config, mesh=self._mesh
+            )
+        else:
+            self._engine.use(served)
+
+    def draw(
+        self,
+        prompts: Sequence[PlanPrompt],
+        *,
+        new_tokens: int,
+        temperature: float = 0.0,
+        n: int = 1,
+        seeds: Sequence[int] | None = None,
+    ) -> list[Result]:
+        """n plans of every prompt, or one greedy one; in the order of the prompts."""
+        assert self._engine is not None, "`use` comes first"
+        requests = [
+            Request(
+                number, prompt.tokens, max_new_tokens=new_tokens, temperature=temperature, n=n,
+                stop=STOP, seed=0 if seeds is None else seeds[number],
+            )
+            for number, prompt in enumerate(prompts)
+        ]  # fmt: skip
+        return sorted(self._engine.generate(requests), key=lambda result: result.id)
+
+
+def _served(model: Llama) -> Llama:
+    """A copy of a model for the engine, which frees what it is given."""
+
+    @jax.jit
+    def copied(state: nnx.State) -> nnx.State:
+        merged = merge_lora(nnx.merge(graphdef, state))
+        return jax.tree.map(jnp.copy, nnx.state(merged))
+
+    graphdef, state = nnx.split(model)
+    plain = nnx.eval_shape(lambda: Llama(model.config, rngs=nnx.Rngs(0)))
+    return nnx.merge(nnx.graphdef(plain), copied(state))
+
+
+# The tasks.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedData:
+    """The section `data`.
+
+    Attributes:
+      dir: folder of `mmqa prepare`.
+      split: of the questions.
+      outcomes: workdir of a finished row of `mavl` with `plans=oracle`; its questions are learned.
+      folds, fold: of these only the part `fold` of `folds` (data.splits.fold_of).
+      cost: of one action of a plan, in units of the score.
+      agents: whose planners learn.
+      chat, reading: options `chat` and `plan_reading` of the row that uses the planner.
+    """
+
+    dir: str
+    split: str
+    outcomes: str
+    folds: int = at_least(1, 2)
+    fold: int = at_least(0, 0)
+    cost: float = at_least(0, 0.05)
+    agents: tuple[Role, ...] = tuple(ROLES)
+    chat: bool = True
+    reading: PlanReading = "strict"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValidatePlans:
+    """The section `validate`: what the planner's greedy plans earn.
+
+    Attributes:
+      fold: the part of the questions that judges.
+      questions: how many of it, evenly; 0: all.
+      metric: decides on the best step; None: none is chosen. With the part that judges in the end,
+        choose none.
+    """
+
+    fold: int = at_least(0)
+    questions: int = at_least(0, 0)
+    metric: Literal["reward", "score"] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrawnPlans:
+    """The section `inference`: plans that are drawn at once, and the tokens of one."""
+
+    slots: int = at_least(1, 16)
+    new_tokens: int = at_least(1, 24)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannerTask(TextModelTask):
+    """What the two ways to train a planner share. `batches.length`: tokens of a row."""
+
+    product: ClassVar[str] = "planner"
+    unit: ClassVar[str] = "rows"
+    architecture: ClassVar[str] = "llama"
+
+    data: PlannedData
+    model: LanguageModelSection
+    inference: DrawnPlans = DrawnPlans()
+    validate: ValidatePlans | None = None
+
+    def _check(self, files: bool) -> None:
+        check_trainable(self, self.objective(ANY_VOCABULARY).trained)
+        for key, fold in (("data", self.data.fold), ("validate", self._judging_fold())):
+            if fold >= self.data.folds:
+                raise UserError(
+                    f"config key {key}.fold={fold}: 0 to {self.data.folds - 1} was expected, of "
+                    f"data.folds={self.data.folds}; change one of them."
+                )
+        unknown = [role for role in self.data.agents if role not in ROLES]
+        if unknown or not self.data.agents:
+            raise UserError(
+                f"config key data.agents={self.data.agents}: some of {', '.join(ROLES)} were "
+                "expected; correct it."
+            )
+        longest = self._longest_plan()
+        if longest >= self.batches.length:
+            raise UserError(
+                f"config key batches.length={self.batches.length}: holds no prompt beside a plan "
+                f"of {longest} tokens; raise it."
+            )
+
+    def _judging_fold(self) -> int:
+        return 0 if self.validate is None else self.validate.fold
+
+    @abc.abstractmethod
+    def _longest_plan(self) -> int:
+        """Tokens of a row that are a plan."""
+
+    def config(self, vocab_size: int) -> LlamaConfig:
+        """The model's."""
+        return model_config(self, vocab_size)
+
+    def prompts(
+        self, questions: Sequence[Question], table: PlanTable, fold: int, tokenizer: TextTokenizer
+    ) -> list[PlanPrompt]:
+        """The planners' prompts of a part of the table's questions that fit a row with a plan.
+
+        Raises:
+          UserError: there are none.
+        """
+        own = [q for q in questions if q.id in table.scores]
+        own = [q for q in own if fold_of(q.id, self.data.folds) == fold]
+        asked = plan_prompts(own, self.data.agents, tokenizer, chat=self.data.chat)
+        room = self.batches.length - self._longest_plan()
+        kept = [prompt for prompt in asked if len(prompt.tokens) <= room]
+        if not kept:
+            raise UserError(
+                f"config key data.outcomes={self.data.outcomes}: of its questions {len(own):,} are "
+                f"of split {self.data.split} and part {fold}, and none has a planner's prompt of "
+                f"at most {room} tokens (batches.length less a plan); change one of them."
+            )
+        if len(kept) < len(asked) and jax.process_index() == 0:
+            print(f"{len(asked) - len(kept)} prompts that fit no row left out.", file=sys.stderr)
+        return kept
+
+    def sampler(self, tokenizer: TextTokenizer) -> PlanSampler:
+        """The planner in use; its engine is made when it is needed."""
+        if jax.process_count() > 1:
+            raise UserError(
+                f"config key task={self.task}: plans are drawn by one process, and this launch has "
+                f"{jax.process_count()}; start one that has all devices."
+            )
+        slots, mesh = self.inference.slots, make_mesh(self.mesh)
+        return PlanSampler(tokenizer, mesh, length=self.batches.length, slots=slots)
+
+    def evaluation(
+        self, corpus: Corpus, tokenizer: Any, model: nnx.Module
+    ) -> Callable[[nnx.Module], Mapping[str, float]]:
+        section, data = self.validate, self.data
+        assert section is not None
+        table, sampler = read_plan_table(data.outcomes, data.cost), self.sampler(tokenizer)
+        known = [q for q in corpus.questions(data.split) if q.id in table.scores]
+        judging = [q for q in known if fold_of(q.id, data.folds) == section.fold]
+        prompts = self.prompts(evenly(judging, section.questions), table, section.fold, tokenizer)
+
+        def evaluate(model: nnx.Module) -> dict[str, float]:
+            sampler.use(model)
+            results = sampler.draw(prompts, new_tokens=self.inference.new_tokens)
+            plans = [
+                parse_plan(prompt.role, result.text or "", data.reading).actions
+                for prompt, result in zip(prompts, results, strict=True)
+            ]
+            return earned(table, prompts, plans)
+
+        return evaluate
+
+
+def earned(
+    table: PlanTable, prompts: Sequence[PlanPrompt], plans: Sequence[Actions]
+) -> dict[str, float]:
+    """The mean score, reward and tool calls of plans, and each agent's score."""
+    pairs = list(zip(prompts, plans, strict=True))
+    scores = [table.score(prompt.question_id, plan) for prompt, plan in pairs]
+    values = {
+        "score": float(np.mean(scores)),
+        "reward": float(np.mean([table.reward(prompt.question_id, p) for prompt, p in pairs])),
+        "calls": float(np.mean([len(plan) for plan in plans])),
+    }
+    for role in dict.fromkeys(prompt.role for prompt in prompts):
+        own = [score for score, (prompt, _) in zip(scores, pairs, strict=True)
+               if prompt.role == role]  # fmt: skip
+        values[f"score_{role}"] = float(np.mean(own))
+    return values
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RightPlans(PlannerTask):
+    """A LLaMA learns to write the best plan behind a planner's prompt."""
+
+    name: ClassVar[str] = "mavl_planner"
+
+    batches: RowBatches
+
+    def _longest_plan(self) -> int:
+        return self.inference.new_tokens
+
+    def objective(self, vocab_size: int, mesh: Mesh | None = None) -> LanguageModelObjective:
+        return LanguageModelObjective(self.config(vocab_size), self.model.lora)
+
+    def batch(self) -> dict[str, Any]:
+        return self.batches.arrays
+
+    def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
+        objective, size = self.objective(tokenizer.vocab_size), self.batches
+        check_rows(self, objective.config, tokenizer)
+        table = read_plan_table(self.data.outcomes, self.data.cost)
+        prompts = self.prompts(questions, table, self.data.fold, tokenizer)
+        found = plan_examples(prompts, table, tokenizer)
+        row = RowSize(size.length, size.targets)
+        examples = [example for example in found if row.holds(example)]
+        if not examples:
+            raise UserError(
+                f"config key data.outcomes={self.data.outcomes}: no plan of its questions in part "
+                f"{self.data.fold} answered right and fits a row of batches.length={size.length} "
+                f"tokens, {size.targets} of them learned (batches.targets); take more questions, "
+                "or longer rows."
+            )
+        if jax.process_index() == 0:
+            print(f"{len(examples)} plans are learned, of {len(prompts)} prompts.", file=sys.stderr)
+        batches = language_model_batches(
+            [[example] for example in examples], [1.0], self.feed(),
+            length=size.length, targets=size.targets,
+        )  # fmt: skip
+        return Recipe(
+            objective,
+            batches,
+            base_loader(self),
+            finish=objective.finish,
+            metadata=self.metadata(tokenizer),
+        )

@@ -1,0 +1,125 @@
+"""What MAVL's plans earn, and the examples that a planner learns from."""
+
+from __future__ import annotations
+
+import pytest
+from mavl_team import FULL, QUESTIONS, heuristics, library, team_llm
+from planner_runs import write_finished
+from tiny_llm import END, text_tokenizer
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.extensions.mavl_planner import (
+    PlanPrompt,
+    PlanTable,
+    earned,
+    plan_examples,
+    plan_prompts,
+    read_plan_table,
+    written_plan,
+)
+from mmqa_jax.papers.mavl import answer_mavl, every_plan, parse_plan
+
+
+def table(scores, cost=0.1, given=(1, 2, 3)):
+    return PlanTable({"q": {plan.actions: 0.0 for plan in every_plan("manager")} | scores},
+                     {"q": given}, cost)  # fmt: skip
+
+
+def test_a_plan_earns_its_answers_score_less_its_tool_calls():
+    found = table({(1,): 0.6, (1, 3): 1.0})
+    assert found.score("q", (1, 3)) == 1.0
+    assert found.reward("q", (1, 3)) == pytest.approx(0.8)
+    assert found.reward("q", ()) == 0.0
+
+
+def test_a_tool_that_gave_nothing_changes_no_answer_and_costs_all_the_same():
+    found = table({(1,): 0.6}, given=(1, 3))
+    assert found.score("q", (1, 2)) == 0.6
+    assert found.reward("q", (1, 2)) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("scores", "role", "best"),
+    [
+        ({(1,): 0.6, (1, 2): 1.0}, "manager", (1, 2)),
+        ({(1,): 0.6, (1, 2): 0.65}, "manager", (1,)),  # .05 more is not worth a call
+        ({(1,): 0.6, (3,): 1.0}, "senior", (1,)),  # Action_3 is above its level
+        ({(): 0.3, (1,): 0.3}, "manager", ()),
+        ({(2,): 1.0, (3,): 1.0}, "manager", (2,)),
+        ({(3,): 1.0}, "junior", None),
+        ({}, "manager", None),
+    ],
+)
+def test_the_best_plan_is_the_cheapest_right_one(scores, role, best):
+    assert table(scores).best("q", role) == best
+
+
+@pytest.mark.parametrize("plan", [plan.actions for plan in every_plan("manager")])
+@pytest.mark.parametrize("reading", ["strict", "lenient"])
+def test_what_is_learned_is_read_as_that_plan(plan, reading):
+    assert parse_plan("manager", written_plan(plan), reading).actions == plan
+    assert parse_plan("manager", written_plan(plan), reading).refused == ()
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_prompts_are_those_that_a_row_asks(chat):
+    """Byte by byte: learned on one half, used on the other."""
+    llm = team_llm(FULL)
+    options = {"shots": 0, "task": "test_input", "chat": chat}
+    answer_mavl(QUESTIONS, llm, library(), heuristics(), **options)
+    tokenizer = text_tokenizer()
+    asked = [
+        tuple(tokenizer.encode_plain(tokenizer.template.render("", query.messages)))
+        if chat
+        else tuple(tokenizer.encode(query.prompt))
+        for query in llm.seen
+        if llm.text(query).startswith("You are")
+    ]
+    assert len(asked) == 9
+    found = plan_prompts(QUESTIONS, ("junior", "senior", "manager"), tokenizer, chat=chat)
+    assert sorted(prompt.tokens for prompt in found) == sorted(asked)
+    assert [(p.question_id, p.role) for p in found[:4]] == [
+        ("q0", "junior"), ("q0", "senior"), ("q0", "manager"), ("q1", "junior"),
+    ]  # fmt: skip
+
+
+def test_examples_end_with_the_plan_and_its_end_token():
+    tokenizer = text_tokenizer()
+    prompts = [PlanPrompt("q", role, (3, 4)) for role in ("junior", "manager")]
+    (example,) = plan_examples(prompts, table({(2, 3): 1.0}), tokenizer)
+    assert list(example.tokens[:2]) == [3, 4]
+    assert example.start == 2
+    assert example.tokens[-1] == END
+    assert list(example.tokens[2:-1]) == tokenizer.encode_plain(written_plan((2, 3)))
+
+
+def test_what_plans_earn_by_agent():
+    found = table({(1,): 1.0})
+    prompts = [PlanPrompt("q", role, ()) for role in ("junior", "manager")]
+    assert earned(found, prompts, [(1,), (1, 2, 3)]) == pytest.approx(
+        {"score": 0.5, "reward": 0.3, "calls": 2.0, "score_junior": 1.0, "score_manager": 0.0}
+    )
+
+
+def test_the_table_of_a_finished_row(tmp_path):
+    run = write_finished(tmp_path / "run", lambda n, plan: len(plan) / 3, lost=(2,))
+    found = read_plan_table(str(run), 0.0)
+    assert len(found.scores) == 8
+    assert found.given["q3"] == (1, 3)
+    assert found.score("q3", (1, 2, 3)) == pytest.approx(2 / 3)
+
+
+def test_questions_that_do_not_count_are_left_out(tmp_path):
+    run = write_finished(tmp_path / "run", lambda n, plan: None if n == 2 else 1.0)
+    assert sorted(read_plan_table(str(run), 0.0).scores) == [f"q{n}" for n in (0, 1, 3, 4, 5, 6, 7)]
+
+
+def test_a_row_that_has_not_executed_all_plans_is_refused(tmp_path):
+    run = write_finished(tmp_path / "run", lambda n, plan: 1.0, missing=2)
+    with pytest.raises(UserError, match=r"line 8: 2 of 8 plans of question q7 .*plans=oracle"):
+        read_plan_table(str(run), 0.0)
+    with pytest.raises(UserError, match=r"data\.outcomes=.*none: has no trace\.jsonl"):
+        read_plan_table(str(tmp_path / "none"), 0.0)
+    (run / "trace.jsonl").write_text('{"question_id": "q0"}\n')
+    with pytest.raises(UserError, match="line 1: not of a row of mavl"):
+        read_plan_table(str(run), 0.0)
