@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -43,6 +44,7 @@ class BenchmarkScoring:
         that no other references are needed.
       split_names: other names of splits -> the names that `mmqa prepare` gives them.
       tables: suffixes of the tables among the prediction files.
+      judged: whether `score` takes a third argument, what judges answers (bem.py).
     """
 
     split: str
@@ -55,6 +57,7 @@ class BenchmarkScoring:
     holds_references: Callable[[Path], bool] = lambda path: False
     split_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tables: Sequence[str] = ()
+    judged: bool = False
 
 
 # Benchmarks whose questions, answers and captions are in files that only their folder tells apart.
@@ -136,8 +139,36 @@ BENCHMARKS: dict[str, BenchmarkScoring] = {
         read_predictions=evqa.read_evqa_predictions,
         has_reference=evqa.has_answers,
         score=evqa.score_evqa,
+        judged=True,
     ),
 }
+
+
+def scorer_of(
+    dataset: str, bem: str = "", flag: str = "--bem"
+) -> Callable[[Sequence[Question], Sequence[Prediction]], Evaluation]:
+    """What scores a benchmark's predictions.
+
+    Args:
+      bem: folder or ORG/NAME of BEM, for a benchmark whose answers it judges; "": without it.
+      flag: that named it, for messages.
+    """
+    scoring = BENCHMARKS[dataset]
+    if not bem:
+        return scoring.score
+    check_judged(dataset, flag)
+    from mmqa_jax.evaluation.bem import open_bem
+
+    return functools.partial(scoring.score, judge=open_bem(bem, flag))
+
+
+def check_judged(dataset: str, flag: str) -> None:
+    """UserError if no answers of a data set are judged by BEM."""
+    judged = [name for name, scoring in BENCHMARKS.items() if scoring.judged]
+    if dataset not in judged:
+        raise UserError(
+            f"{flag}: BEM judges answers of {', '.join(judged)}; leave it out for {dataset}."
+        )
 
 
 def split_of(dataset: str, split: str | None) -> str:

@@ -11,7 +11,7 @@ from mmqa_jax.core.files import write_json, write_jsonl
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking, prediction_row
 from mmqa_jax.evaluation.articles import ARTICLES, know_articles, score_articles
-from mmqa_jax.evaluation.benchmarks import BENCHMARKS
+from mmqa_jax.evaluation.benchmarks import BENCHMARKS, scorer_of
 from mmqa_jax.evaluation.retrieval import score_modality, score_rankings
 from mmqa_jax.evaluation.scores import Scores, count_empty
 from mmqa_jax.evaluation.scoring import Evaluation, notes_of_counts, score_cited, score_predictions
@@ -95,7 +95,8 @@ def _evaluate(
             return Evaluation(notes=[note])
         evaluation = Evaluation(has_modalities=False)
         if row.answers:
-            evaluation = benchmark.score(questions, predictions)
+            score = scorer_of(row.dataset, row.scoring.bem, "config key scoring.bem")
+            evaluation = score(questions, predictions)
         score_cited(
             evaluation,
             questions,
