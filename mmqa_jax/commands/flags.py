@@ -32,6 +32,9 @@ BENCHMARKS = (
     "evqa",
 )
 
+# Wikipedia as knowledge, which `prepare` reads as a stream; it has no questions.
+KNOWLEDGE = ("wikipedia", "kilt", "dpr", "infoseek_wiki")
+
 
 def add_config(
     parser: argparse.ArgumentParser, default: str | None = None, *, required: bool = True
@@ -71,7 +74,8 @@ def add_sources(parser: argparse.ArgumentParser) -> None:
         "--sources",
         default="",
         metavar="DIR",
-        help="folder of `mmqa prepare` whose sources are meant, if not the questions' own",
+        help="another folder of `mmqa prepare`, such as Wikipedia's, whose sources are meant (the "
+        "questions' own)",
     )
 
 

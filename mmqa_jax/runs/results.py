@@ -152,7 +152,7 @@ def _rankings_of_articles(
         return [
             Ranking(one.question_id, names, (0.0,) * len(names))
             for one in predictions
-            for names in (tuple(one.trace.get(ARTICLES, ())),)
+            for names in (tuple(one.trace.get(ARTICLES, {}).values()),)
         ]
     if row.answers:
         return ranked

@@ -65,7 +65,7 @@ class RowData:
 
     Attributes:
       dir: folder of `mmqa prepare`.
-      sources: another such folder, whose sources are searched; "": those of `dir`.
+      sources: another one, such as Wikipedia's, whose sources take the place of its own; "": none.
       questions: so many, evenly over the split; 0: all.
       modality: those that need snippets (`text`) or pictures (`image`); of a benchmark those
         without and with a picture.
@@ -182,7 +182,7 @@ class Row:
         """Whether its sources are the corpus's own, and no other knowledge base's."""
         knowledge = self.parts.get("knowledge")
         other = knowledge.data if isinstance(knowledge, KnowledgeSpec) else ""
-        return other in ("", self.data.dir)
+        return other in ("", self.data.sources or self.data.dir)
 
     @property
     def needs_all(self) -> bool:
