@@ -13,7 +13,7 @@ from mmqa_jax.core.errors import UserError
 
 SUMMARY = "score predictions or rankings against references."
 EXAMPLE = "mmqa evaluate atlas --references=data/atlas --predictions=runs/predictions.jsonl --json"
-STORE_INPUTS = ("references", "sources", "predictions", "against")
+STORE_INPUTS = ("references", "sources", "predictions", "against", "bem")
 
 # Benchmarks whose questions name the articles that answer them.
 _WITH_ARTICLES = ("infoseek", "evqa")
@@ -54,6 +54,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="spacy: the official scorer, the default for webqa if installed (`lemma` extra)",
     )
     parser.add_argument(
+        "--bem",
+        default="",
+        metavar="DIR|NAME",
+        help="evqa: BEM in transformers' layout (kortukov/answer-equivalence-bem), which judges "
+        "answers that match no alternative",
+    )
+    parser.add_argument(
         "--bart",
         metavar="DIR",
         help="folder of bart-large-cnn with BARTScore's bart.pth, for fluency: webqa_fl/official, "
@@ -83,6 +90,7 @@ class References(NamedTuple):
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Scores predictions (answers and cited sources) or rankings; prints the tables."""
     from mmqa_jax.core.files import check_out
+    from mmqa_jax.evaluation import benchmarks
     from mmqa_jax.evaluation.scores import count_empty, predictions_by_question
     from mmqa_jax.evaluation.webqa_formats import unknown_sources
     from mmqa_jax.retrieval.rankings import holds_rankings
@@ -111,6 +119,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         )
     if arguments.dataset in flags.BENCHMARKS:
         return _evaluate_benchmark(arguments)
+    if arguments.bem:
+        benchmarks.check_judged(arguments.dataset, "--bem")
     arguments.split = arguments.split or "test"
     references = flags.optional_path(arguments.references)
     if references is not None and is_qrels(references):
@@ -176,12 +186,13 @@ def _evaluate_benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
         if not any(map(scoring.has_reference, questions)):
             scoring.write_submission(questions, given, Path(arguments.submission))
             return _unscored(result, answers, notes)
-    evaluation = scoring.score(questions, given)
+    score = benchmarks.scorer_of(dataset, arguments.bem)
+    evaluation = score(questions, given)
     others = None
     if arguments.against:
         rivals = benchmarks.read_predictions(dataset, Path(arguments.against), questions)
         predictions_by_question(questions, rivals, arguments.against)
-        others = scoring.score(questions, rivals)
+        others = score(questions, rivals)
     if arguments.submission:
         scoring.write_submission(questions, given, Path(arguments.submission))
     more = scoring.analyze(corpus, questions, given) if scoring.analyze else []

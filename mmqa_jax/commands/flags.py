@@ -36,6 +36,9 @@ BENCHMARKS = (
     "mragbench",
 )
 
+# Wikipedia as knowledge, which `prepare` reads as a stream; it has no questions.
+KNOWLEDGE = ("wikipedia", "kilt", "dpr", "infoseek_wiki")
+
 
 def add_config(
     parser: argparse.ArgumentParser, default: str | None = None, *, required: bool = True
@@ -75,7 +78,8 @@ def add_sources(parser: argparse.ArgumentParser) -> None:
         "--sources",
         default="",
         metavar="DIR",
-        help="folder of `mmqa prepare` whose sources are meant, if not the questions' own",
+        help="another folder of `mmqa prepare`, such as Wikipedia's, whose sources are meant (the "
+        "questions' own)",
     )
 
 

@@ -32,6 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     flags.add_data(parser)
     flags.add_split(parser)
+    flags.add_sources(parser)
     parser.add_argument(
         "--method",
         choices=("bm25", "dense", "fused", "rrf"),
@@ -89,7 +90,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default="both",
         help="what of a question is searched for (both)",
     )
-    flags.add_sources(parser)
     parser.add_argument(
         "--webqa_compat",
         action="store_true",

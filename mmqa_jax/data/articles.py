@@ -7,7 +7,8 @@ articles by `wikipedia_url` (Encyclopedic-VQA) or `entity_id` (InfoSeek).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from mmqa_jax.data.schema import Question, Ranking, Source
@@ -34,50 +35,66 @@ def answering_articles(question: Question) -> list[str]:
 
 
 class Articles:
-    """The articles of a collection, and their sources.
+    """The articles of a collection.
+
+    What a source is of is read from the source; the passages of all articles are looked up in one
+    pass over the sources, when they are first asked for, and kept as ranges of rows.
 
     Args:
-      sources: of the collection.
+      sources: of the collection, in memory or on disk.
+      row: source id -> its row.
       names_of: see NamesOf.
     """
 
-    def __init__(self, sources: Iterable[Source], names_of: NamesOf = article_names):
-        self._of_source: dict[str, str] = {}
-        self._passages: dict[str, list[str]] = {}
-        self._known_as: dict[str, str] = {}
-        for source in sources:
-            names = names_of(source)
-            if not names:
-                continue
-            name = self._known_as.get(names[0], names[0])
-            self._of_source[source.id] = name
-            for other in names:
-                self._known_as.setdefault(other, name)
-            passages = self._passages.setdefault(name, [])
-            if source.modality == "text":
-                passages.append(source.id)
-
-    def __len__(self) -> int:
-        return len(self._passages)
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        row: Mapping[str, int],
+        names_of: NamesOf = article_names,
+    ):
+        self._sources, self._row, self._names_of = sources, row, names_of
 
     def of(self, source_id: str) -> str:
         """The article of a source; the source itself where it is of none."""
-        return self._of_source.get(source_id, source_id)
+        return self._names(source_id)[0]
 
-    def passages(self, article: str) -> Sequence[str]:
+    def passages(self, article: str) -> list[str]:
         """Ids of an article's passages, in their order; none of an article that is not there."""
-        return self._passages.get(self._known_as.get(article, article), ())
+        rows = (row for run in self._runs.get(article, ()) for row in run)
+        own = (self._sources[row] for row in rows)
+        return [source.id for source in own if source.modality == "text"]
 
-    def gold(self, question: Question) -> set[str]:
-        """The articles that answer a question, whether they are there or not."""
-        return {self._known_as.get(name, name) for name in answering_articles(question)}
+    def ranked(self, ranking: Ranking, gold: Collection[str] = ()) -> Ranking:
+        """A ranking of sources as one of their articles, each with the score of its first.
 
-    def ranked(self, ranking: Ranking) -> Ranking:
-        """A ranking of sources as one of their articles, each with the score of its first."""
+        Args:
+          gold: names by which an article goes, if it has one of them.
+        """
         scores: dict[str, float] = {}
         for source, score in zip(ranking.sources, ranking.scores, strict=True):
-            scores.setdefault(self.of(source), score)
+            names = self._names(source)
+            scores.setdefault(next((name for name in names if name in gold), names[0]), score)
         return Ranking(ranking.question_id, tuple(scores), tuple(scores.values()))
+
+    def _names(self, source_id: str) -> Sequence[str]:
+        return self._names_of(self._sources[self._row[source_id]]) or [source_id]
+
+    @functools.cached_property
+    def _runs(self) -> Mapping[str, list[range]]:
+        """An article by each of its names -> the rows of its sources, which mostly follow."""
+        runs: dict[str, list[range]] = {}
+        for row, source in enumerate(self._sources):
+            names = self._names_of(source)
+            if not names:
+                continue
+            own = next((runs[name] for name in names if name in runs), [])
+            if own and own[-1].stop == row:
+                own[-1] = range(own[-1].start, row + 1)
+            else:
+                own.append(range(row, row + 1))
+            for name in names:
+                runs.setdefault(name, own)
+        return runs
 
 
 def _texts(extra: Mapping[str, Any], keys: Sequence[str]) -> list[str]:

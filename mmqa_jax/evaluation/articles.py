@@ -14,7 +14,7 @@ from mmqa_jax.evaluation.retrieval import score_rankings
 from mmqa_jax.evaluation.scores import Scores
 
 KS = (1, 5, 10, 20, 50)
-# Key of Prediction.trace: the articles that a system found, best first.
+# Key of Prediction.trace: the articles that a system found -> the best source of each, best first.
 ARTICLES = "articles"
 PREFIX = "article_"  # before the names of score_rankings: article_recall@1, article_mrr
 
@@ -36,9 +36,13 @@ def score_articles(
       UserError: the articles of no question are known.
     """
     deepest = max([1, *(len(ranking.sources) for ranking in rankings)])
+    gold = [set(answering_articles(question)) for question in questions]
     scored = score_rankings(
-        [articles.gold(question) for question in questions],
-        [articles.ranked(ranking).sources for ranking in rankings],
+        gold,
+        [
+            articles.ranked(ranking, wanted).sources
+            for ranking, wanted in zip(rankings, gold, strict=True)
+        ],
         [k for k in KS if k <= deepest],
     )
     kept = [questions[row] for row in scored.rows]

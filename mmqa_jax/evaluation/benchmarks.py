@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -51,6 +52,7 @@ class BenchmarkScoring:
       tables: suffixes of the tables among the prediction files.
       ranks: whether it scores the sources that are found, and no answers.
       analyze: (corpus, questions, predictions) -> more tables of `mmqa evaluate`.
+      judged: whether `score` takes a third argument, what judges answers (bem.py).
     """
 
     split: str
@@ -65,6 +67,7 @@ class BenchmarkScoring:
     tables: Sequence[str] = ()
     ranks: bool = False
     analyze: Callable[[Corpus, Sequence[Question], Sequence[Prediction]], list[Table]] | None = None
+    judged: bool = False
 
 
 # Benchmarks whose questions, answers and captions are in files that only their folder tells apart.
@@ -146,6 +149,7 @@ BENCHMARKS: dict[str, BenchmarkScoring] = {
         read_predictions=evqa.read_evqa_predictions,
         has_reference=evqa.has_answers,
         score=evqa.score_evqa,
+        judged=True,
     ),
     "mbeir": BenchmarkScoring(
         split="test",
@@ -186,6 +190,33 @@ BENCHMARKS: dict[str, BenchmarkScoring] = {
         submission="submission.jsonl",
     ),
 }
+
+
+def scorer_of(
+    dataset: str, bem: str = "", flag: str = "--bem"
+) -> Callable[[Sequence[Question], Sequence[Prediction]], Evaluation]:
+    """What scores a benchmark's predictions.
+
+    Args:
+      bem: folder or ORG/NAME of BEM, for a benchmark whose answers it judges; "": without it.
+      flag: that named it, for messages.
+    """
+    scoring = BENCHMARKS[dataset]
+    if not bem:
+        return scoring.score
+    check_judged(dataset, flag)
+    from mmqa_jax.evaluation.bem import open_bem
+
+    return functools.partial(scoring.score, judge=open_bem(bem, flag))
+
+
+def check_judged(dataset: str, flag: str) -> None:
+    """UserError if no answers of a data set are judged by BEM."""
+    judged = [name for name, scoring in BENCHMARKS.items() if scoring.judged]
+    if dataset not in judged:
+        raise UserError(
+            f"{flag}: BEM judges answers of {', '.join(judged)}; leave it out for {dataset}."
+        )
 
 
 def split_of(dataset: str, split: str | None) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.articles import SECTION, Articles
+from mmqa_jax.data.articles import SECTION, Articles, answering_articles
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking, Source
 from mmqa_jax.decoding.requests import TooLong, Unanswerable
@@ -112,7 +112,7 @@ def answer_oracle(
     """The right article is given, the section of it that is read is the reranker's."""
     given = []
     for question in questions:
-        names = tuple(sorted(corpus.articles.gold(question)))
+        names = tuple(answering_articles(question))
         given.append(sections_of(corpus, Ranking(question.id, names, (1.0,) * len(names))))
     ranked = reranker.score(questions, given)
     decoding = Decoding(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
@@ -176,8 +176,10 @@ def read_best(
     for question, ranking in zip(questions, ranked, strict=True):
         best = corpus.sources[corpus.row[ranking.sources[0]]] if ranking.sources else None
         query, trace = _query(question, best, llm, decoding, system)
-        articles = corpus.articles.ranked(ranking).sources
-        found = {ARTICLES: list(articles), READER: 1} if articles else {}
+        articles: dict[str, str] = {}
+        for name in ranking.sources:
+            articles.setdefault(corpus.articles.of(name), name)
+        found = {ARTICLES: articles, READER: 1} if articles else {}
         traces[question.id] = {**found, **trace}
         queries += [] if query is None else [query]
     answers = answer_all(llm, queries)

@@ -110,8 +110,7 @@ class DenseRetriever:
         vectors: np.ndarray,
         found: tuple[np.ndarray, np.ndarray],
     ) -> list[Ranking]:
-        ids = [source.id for source in self.corpus.sources]
         rows, scores = found
         if self.asks == "picture":  # -1 is padding
             rows = np.where(vectors.any(axis=1)[:, None], rows, -1)
-        return to_rankings([question.id for question in questions], rows, scores, ids)
+        return to_rankings([question.id for question in questions], rows, scores, self.corpus.ids)

@@ -149,7 +149,11 @@ def _merge_row(folder: Path, record: JobRecord, answered: Answered) -> RowRun:
             dir=_on_this_host(row.data.dir),
             sources=_on_this_host(row.data.sources),
         ),
-        scoring=dataclasses.replace(row.scoring, bart=_on_this_host(row.scoring.bart)),
+        scoring=dataclasses.replace(
+            row.scoring,
+            bart=_on_this_host(row.scoring.bart),
+            bem=_on_this_host(row.scoring.bem),
+        ),
     )
     corpus = row.open_corpus()
     questions = row.questions(corpus)[:limit]

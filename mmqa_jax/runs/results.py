@@ -11,7 +11,7 @@ from mmqa_jax.core.files import write_json, write_jsonl
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking, prediction_row
 from mmqa_jax.evaluation.articles import ARTICLES, know_articles, score_articles
-from mmqa_jax.evaluation.benchmarks import BENCHMARKS
+from mmqa_jax.evaluation.benchmarks import BENCHMARKS, scorer_of
 from mmqa_jax.evaluation.chain import losses_by_stage
 from mmqa_jax.evaluation.retrieval import score_modality, score_rankings
 from mmqa_jax.evaluation.scores import Scores, count_empty
@@ -99,7 +99,8 @@ def _evaluate(
             return Evaluation(notes=[note])
         evaluation = Evaluation(has_modalities=False)
         if row.answers or benchmark.ranks:
-            evaluation = benchmark.score(questions, predictions)
+            score = scorer_of(row.dataset, row.scoring.bem, "config key scoring.bem")
+            evaluation = score(questions, predictions)
         score_cited(
             evaluation,
             questions,
@@ -155,7 +156,7 @@ def _rankings_of_articles(
         return [
             Ranking(one.question_id, names, (0.0,) * len(names))
             for one in predictions
-            for names in (tuple(one.trace.get(ARTICLES, ())),)
+            for names in (tuple(one.trace.get(ARTICLES, {}).values()),)
         ]
     if row.answers:
         return ranked

@@ -33,7 +33,7 @@ from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.question_pictures import GoldContext, with_gold_sources
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.data.splits import evenly, fold_of, split_questions
-from mmqa_jax.evaluation.benchmarks import BENCHMARKS
+from mmqa_jax.evaluation.benchmarks import BENCHMARKS, check_judged
 from mmqa_jax.evaluation.source_selection import check_threshold
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.retrieval.modality import of_modality
@@ -67,7 +67,7 @@ class RowData:
 
     Attributes:
       dir: folder of `mmqa prepare`.
-      sources: another such folder, whose sources are searched; "": those of `dir`.
+      sources: another one, such as Wikipedia's, whose sources take the place of its own; "": none.
       questions: so many, evenly over the split; 0: all.
       modality: those that need snippets (`text`) or pictures (`image`); of a benchmark those
         without and with a picture.
@@ -98,15 +98,17 @@ class RowData:
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """How WebQA's scores are computed.
+    """What scores take besides the answers.
 
     Attributes:
-      lemmatizer: "" is spaCy where it is installed.
-      bart: folder of BART's weights; "" leaves fluency out.
+      lemmatizer: of WebQA; "" is spaCy where it is installed.
+      bart: folder of BART's weights, for WebQA; "" leaves fluency out.
+      bem: BEM in transformers' layout, folder or ORG/NAME, for Encyclopedic-VQA; "": exact match.
     """
 
     lemmatizer: Literal["", "none", "spacy"] = ""
     bart: str = ""
+    bem: str = ""
 
 
 def _part_kinds(section: Mapping[str, Any]) -> dict[str, tuple[type[Part], bool]]:
@@ -159,6 +161,8 @@ class Row:
         reranker = self.parts.get("reranker")
         if isinstance(reranker, RerankerSpec) and reranker.similarity is not None:
             reranker.similarity.check("parts.reranker.similarity")
+        if self.scoring.bem:
+            check_judged(self.dataset, "config key scoring.bem")
         self.answering.check_row(self.options, self.parts)
 
     @property
@@ -191,7 +195,7 @@ class Row:
         """Whether its sources are the corpus's own, and no other knowledge base's."""
         knowledge = self.parts.get("knowledge")
         other = knowledge.data if isinstance(knowledge, KnowledgeSpec) else ""
-        return other in ("", self.data.dir)
+        return other in ("", self.data.sources or self.data.dir)
 
     @property
     def needs_all(self) -> bool:
@@ -220,7 +224,7 @@ class Row:
         # A model on the Hugging Face hub is looked for in its cache when it is opened.
         by_name = is_hub_name(self.llm) and self.llm not in made_by
         no_paths = {*_INSTALLED, *([self.llm] if by_name else [])}
-        data = self.data.dir, self.data.sources, self.scoring.bart
+        data = self.data.dir, self.data.sources, self.scoring.bart, self.scoring.bem
         paths = dict.fromkeys(filter(None, [*data, *self.paths()]))
         return {
             path: made_by.get(path, "no such path; name another with --config.KEY=PATH")

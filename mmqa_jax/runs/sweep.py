@@ -164,10 +164,10 @@ def _opened(cells: Sequence[SweepCell], folder: Path) -> Iterator[Any]:
     def of(row: Row) -> OpenedParts | None:
         if row.data.context:  # its questions are read in another way than a corpus has them
             return None
-        place = row.data.dir, row.data.sources
-        if place not in opened:
-            opened[place] = OpenedParts(row.open_corpus(), folder / "journals", kept=True)
-        return opened[place]
+        home = row.data.dir, row.data.sources
+        if home not in opened:
+            opened[home] = OpenedParts(row.open_corpus(), folder / "journals", kept=True)
+        return opened[home]
 
     try:
         yield of

@@ -236,8 +236,7 @@ def load_cross_encoder(folder: Path, mesh: Mesh | None = None) -> Any:
             f"{folder}: holds no reranker: a classifier of sequences ({_CLASSIFIER}) of "
             f"{', '.join(known)} was expected, or a Qwen3-Reranker; give such a checkpoint."
         )
-    names = published.get("id2label")
-    labels = len(names) if names else published.get("num_labels", 2)  # transformers' default
+    labels = _labels(published)
     if labels != 1:
         raise UserError(
             f"{where}: the classifier has {labels} labels, 1 was expected, the relevance; use a "
@@ -246,6 +245,32 @@ def load_cross_encoder(folder: Path, mesh: Mesh | None = None) -> Any:
     _check_activation(published, where)
     config = family.config(published, where)
     return _load(folder, family, config, family.cross_encoder, family.classifier, mesh)
+
+
+def load_pair_classifier(folder: Path, labels: int, what: str) -> CrossEncoder:
+    """The BERT in a published folder that puts pairs of texts into classes.
+
+    Args:
+      what: the classes, for messages.
+
+    Raises:
+      UserError: as `load_text_encoder`, or it is another family's or has other labels.
+    """
+    family, published, where = _family(folder)
+    kind = published.get("model_type")
+    if kind != "bert" or not is_classifier(folder) or _labels(published) != labels:
+        raise UserError(
+            f"{where}: a BertForSequenceClassification with {labels} labels was expected, {what}; "
+            "name another folder."
+        )
+    build = functools.partial(CrossEncoder, labels=labels)
+    config = family.config(published, where)
+    return _load(folder, family, config, build, family.classifier, None)
+
+
+def _labels(published: Mapping[str, Any]) -> int:
+    names = published.get("id2label")
+    return len(names) if names else published.get("num_labels", 2)  # transformers' default
 
 
 def load_yes_no(folder: Path, yes: int, no: int, mesh: Mesh | None = None) -> YesNoDecoder:

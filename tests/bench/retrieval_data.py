@@ -69,18 +69,21 @@ def write_vectors(path: Path, vectors: ClusteredVectors) -> None:
     file.flush()
 
 
+def vocabulary(size: int) -> list[str]:
+    """`size` different words, the most common ones of English prose first."""
+    return [*_COMMON, *(_word(number) for number in range(size - len(_COMMON)))]
+
+
 def snippets(count: int, seed: int = 0, words: int = _SNIPPET_WORDS) -> list[str]:
     """Texts of about `words` words, drawn by Zipf's law; the most common ones are English."""
     rng = np.random.default_rng(seed)
-    vocabulary = np.array(
-        [*_COMMON, *(_word(number) for number in range(_VOCABULARY - len(_COMMON)))]
-    )
+    drawn_from = np.array(vocabulary(_VOCABULARY))
     ends = np.cumsum(1 / np.arange(1, _VOCABULARY + 1))
     texts = []
     for start in range(0, count, 50_000):
         lengths = rng.integers(words // 2, words * 3 // 2 + 1, min(50_000, count - start))
         ranks = np.searchsorted(ends, rng.random(lengths.sum()) * ends[-1])
-        drawn = vocabulary[ranks].tolist()
+        drawn = drawn_from[ranks].tolist()
         end = 0
         for length in lengths.tolist():
             texts.append(" ".join(drawn[end : end + length]))
