@@ -174,6 +174,16 @@ def llm_rows(
     }
 
 
+def ranking_row(retriever: Mapping[str, Any], depth: int, data: str) -> dict[str, Any]:
+    """A row of a benchmark of retrieval: `depth` sources of the collection in `data`, ranked."""
+    return {
+        "setting": "retrieve_full_scale",
+        "parts": {"retriever": retriever},
+        "options": {"cited": depth, "top_k": depth},
+        "data": data,
+    }
+
+
 def make_row(
     name: str,
     row: Mapping[str, Any],

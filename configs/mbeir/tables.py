@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import config_beside
 from mmqa_jax.data.datasets.mbeir import SETS
-from mmqa_jax.evaluation.mbeir import OFFICIAL
+from mmqa_jax.evaluation.mbeir import OFFICIAL, official_k
 
 PAPER = "mbeir"
 DEPTH = 50  # Fashion's recall goes up to 50
@@ -77,8 +77,8 @@ def _cells(row: str, column: int, sets: tuple[str, ...], *, group: bool) -> tupl
     return tuple(
         {
             "table": f"Pyserini, {'all sets' if group else 'own pools'}",
-            "row": row,
-            "column": name,
+            "row": row if group else f"{row}, {name}",
+            "column": name if group else f"recall@{official_k(name)}",
             "published": PUBLISHED[name][column],
             "tolerance": 0.01,
             "scorer": OFFICIAL,
@@ -96,24 +96,17 @@ def _published(retriever: str, pool: str) -> tuple[dict, ...]:
     return _cells("UniIR CLIP_SF", 0, (pool,), group=False)
 
 
-def _row(pool: str, retriever: dict, published: tuple[dict, ...] = ()) -> dict:
-    return {
-        "published": published,
-        "setting": "retrieve_full_scale",
-        "parts": {"retriever": retriever},
-        "options": {"cited": DEPTH, "top_k": DEPTH},
-        "data": _data(pool),
-    }
-
-
 ROWS = {
-    "bm25_webqa_task1": _row("webqa_task1", {"method": "bm25"}),
+    "bm25_webqa_task1": _rows.ranking_row({"method": "bm25"}, DEPTH, _data("webqa_task1")),
     **{
-        f"{name}_{pool}": _row(
-            pool,
-            {"method": "dense", "model": model, "index": f"runs/mbeir/{name}/{pool}"},
-            _published(name, pool),
-        )
+        f"{name}_{pool}": {
+            **_rows.ranking_row(
+                {"method": "dense", "model": model, "index": f"runs/mbeir/{name}/{pool}"},
+                DEPTH,
+                _data(pool),
+            ),
+            "published": _published(name, pool),
+        }
         for name, (model, _) in ENCODERS.items()
         for pool in (*SETS, UNION)
     },

@@ -26,25 +26,20 @@ for _name in TASKS:
     }
 
 
-def _row(data: str, retriever: dict) -> dict:
-    return {
-        "setting": "retrieve_full_scale",
-        "parts": {"retriever": retriever},
-        "options": {"cited": DEPTH, "top_k": DEPTH},
-        "data": data,
-    }
-
-
 ROWS = {
-    **{f"bm25_{name}": _row(f"data/vidore/{name}_text", {"method": "bm25"}) for name in V3},
     **{
-        f"qwen3_vl_embedding_{name}": _row(
-            f"data/vidore/{name}",
+        f"bm25_{name}": _rows.ranking_row({"method": "bm25"}, DEPTH, f"data/vidore/{name}_text")
+        for name in V3
+    },
+    **{
+        f"qwen3_vl_embedding_{name}": _rows.ranking_row(
             {
                 "method": "dense",
                 "model": _MODEL,
                 "index": f"runs/vidore/qwen3_vl_embedding/{name}",
             },
+            DEPTH,
+            f"data/vidore/{name}",
         )
         for name in TASKS
     },

@@ -14,14 +14,13 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float32
 
-from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
 from mmqa_jax.data.clip_tokenizer import Preprocessing, load_clip_tokenizer
 from mmqa_jax.data.images import Resize
 from mmqa_jax.models.clip import CLIP
 from mmqa_jax.models.dual_encoder import clip_dual_encoder
-from mmqa_jax.retrieval.embedder import Embedder, dual_encoder_cost
+from mmqa_jax.retrieval.embedder import Embedder, dual_encoder_cost, one_picture_each
 from mmqa_jax.retrieval.embeddings import BROKEN
 from mmqa_jax.retrieval.two_towers import as_dual_encoder, load_two_towers
 from mmqa_jax.retrieval.vectors import check_finite
@@ -39,10 +38,7 @@ class ScoreFusionEmbedder(Embedder):
         self, texts: Sequence[str], pictures: Sequence[np.ndarray | None] | None = None
     ) -> Float32[np.ndarray, "n D"]:
         """See Embedder; text and picture are added as the towers give them, a "" not at all."""
-        check_several(texts, "Embedder.embed_questions")
-        pictures = [None] * len(texts) if pictures is None else pictures
-        if len(pictures) != len(texts):
-            raise UserError(f"embedder: {len(texts)} questions but {len(pictures)} pictures.")
+        pictures = one_picture_each(texts, pictures)
         vectors = np.zeros((len(texts), self.dim), np.float32)
         pictured = np.array([picture is not None for picture in pictures], bool)
         batches = self._source_batches(texts, pictured, lambda own: [pictures[n] for n in own])

@@ -176,12 +176,8 @@ class Embedder:
           UserError: pictures that do not match the texts in number or the encoder's picture size.
           TypeError: one text in place of several.
         """
-        check_several(texts, "Embedder.embed_questions")
+        pictures = one_picture_each(texts, pictures)
         vectors = self.embed_texts(texts, self.prompts.question)
-        if pictures is None:
-            return vectors
-        if len(pictures) != len(texts):
-            raise UserError(f"embedder: {len(texts)} questions but {len(pictures)} pictures.")
         pictured = np.array([i for i, picture in enumerate(pictures) if picture is not None], int)
         if len(pictured):
             both = vectors[pictured] + self.embed_pictures([pictures[i] for i in pictured])
@@ -427,6 +423,18 @@ class Embedder:
             digest.update(f"{name} {array.dtype} {array.shape}".encode())
             digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         return digest.hexdigest()
+
+
+def one_picture_each(
+    texts: Sequence[str], pictures: Sequence[np.ndarray | None] | None
+) -> list[np.ndarray | None]:
+    """The pictures of questions, None where there is none; errors as of `embed_questions`."""
+    check_several(texts, "Embedder.embed_questions")
+    if pictures is None:
+        return [None] * len(texts)
+    if len(pictures) != len(texts):
+        raise UserError(f"embedder: {len(texts)} questions but {len(pictures)} pictures.")
+    return list(pictures)
 
 
 def stack_patches(

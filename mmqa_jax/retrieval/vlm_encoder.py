@@ -27,7 +27,7 @@ from mmqa_jax.data.encoder_tokenizer import load_encoder_tokenizer
 from mmqa_jax.data.qwen_images import PictureSizes
 from mmqa_jax.models.qwen_vl import QwenVLConfig
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
-from mmqa_jax.retrieval.embedder import Embedder
+from mmqa_jax.retrieval.embedder import Embedder, one_picture_each
 from mmqa_jax.retrieval.embeddings import BROKEN
 from mmqa_jax.retrieval.picture_batches import (
     HELD,
@@ -77,10 +77,7 @@ class VLMEmbedder(Embedder):
         self, texts: Sequence[str], pictures: Sequence[np.ndarray | None] | None = None
     ) -> Float32[np.ndarray, "n D"]:
         """See Embedder; a question with a picture is one prompt of both."""
-        check_several(texts, "Embedder.embed_questions")
-        pictures = [None] * len(texts) if pictures is None else pictures
-        if len(pictures) != len(texts):
-            raise UserError(f"embedder: {len(texts)} questions but {len(pictures)} pictures.")
+        pictures = one_picture_each(texts, pictures)
         return self._embed(texts, pictures, self.prompts.question, "texts")
 
     def embed_texts(self, texts: Sequence[str], prompt: str = "") -> Float32[np.ndarray, "n D"]:

@@ -218,10 +218,10 @@ def _candidate(row: dict[str, Any], where: str) -> Source:
     text, picture = as_sentence(_text(row, "txt", where)), _text(row, "img_path", where)
     if not text and not picture:
         raise UserError(f"{where}: has neither txt nor img_path; {_AGAIN}.")
-    source = Source(name, "text" if kind == "text" else "image", text, image=picture or None)
-    if candidate_modality(source) != kind:
+    if kind != "text" and (kind == "image,text") != bool(text):
         extra[_MODALITY] = kind
-    return dataclasses.replace(source, extra=extra)
+    modality = "text" if kind == "text" else "image"
+    return Source(name, modality, text, image=picture or None, extra=extra)
 
 
 def _query(
@@ -281,7 +281,8 @@ def _query(
 
 def _with_picture(one: Any, found: set[str]) -> Any:
     """A source or question, without the name of a picture that is not there."""
-    return one if one.image in found else dataclasses.replace(one, image=None)
+    there = one.image is None or one.image in found
+    return one if there else dataclasses.replace(one, image=None)
 
 
 def _id(value: Any, key: str, where: str) -> str:
