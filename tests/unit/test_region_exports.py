@@ -13,9 +13,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from cli_runs import ROOT
 from test_region_records import regions, write
 
+from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.datasets.coco import read_scored_tsv
 from mmqa_jax.data.examples import RawSource
 from mmqa_jax.data.grid_records import open_features
@@ -32,6 +35,8 @@ from mmqa_jax.data.regions import (
     tag_words,
     vlp_positions,
 )
+from mmqa_jax.data.schema import Source
+from mmqa_jax.tasks.reading import read_task
 
 CLASSES = tuple(f"thing {n}" for n in range(1594))
 ATTRIBUTES = ("red", "tall", "wet")
@@ -307,3 +312,26 @@ def test_names_of_classes(tmp_path):
     (tmp_path / "n.json").write_text("{}")
     with pytest.raises(UserError, match="has no label_to_idx"):
         read_names(tmp_path / "n.json", "class", 4)
+
+
+def test_vlps_task_takes_records_by_their_root(tmp_path):
+    """In place of files, by the ids of the corpus's own sources; names come from the records."""
+    records(tmp_path / "r", VINVL, ("30000005", "a picture"), (3, 2))
+    values = {"data.dir": "unused", "features.root": str(tmp_path / "r"), "features.slots": 2}
+    task = read_task(load_config(f"{ROOT}/configs/webqa/vlp_select.py:vinvl_runlocal", values))
+    task.check(files=False)
+    sources = [
+        Source("t", "text", "a fact"),
+        *(Source(name, "image", "a caption") for name in ("30000005", "a picture", "30000006")),
+    ]
+    found = task.regions(Corpus(sources))
+    features, positions = found(RawSource("a caption", row=1))
+    assert (features.shape, positions.shape) == ((2, 2048), (2, 1601))
+    assert found(RawSource("a caption", row=2)) is not None
+    assert set(found.tags(positions).regions) <= set(CLASSES)
+    assert found(RawSource("a caption", row=3)) is None
+    assert found.missing.names == ["30000006"]
+    with pytest.raises(UserError, match="holds no finished regions"):
+        dataclasses.replace(
+            task, features=dataclasses.replace(task.features, root=str(tmp_path))
+        ).regions(Corpus(sources))
