@@ -187,11 +187,15 @@ class BM25:
 
 
 class BM25Retriever:
-    """A Retriever: BM25 over titles, snippets and captions."""
+    """A Retriever: BM25 over titles, snippets and captions.
 
-    def __init__(self, corpus: Corpus):
+    Args:
+      index: of the corpus on disk (bm25_disk.py), with BM25's methods; None: made in memory.
+    """
+
+    def __init__(self, corpus: Corpus, index: Any = None):
         self.corpus = corpus
-        self.bm25 = BM25([source_text(source) for source in corpus.sources])
+        self.bm25 = index or BM25([source_text(source) for source in corpus.sources])
 
     def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
         """The `top_k` sources of the whole collection for every question, best first.

@@ -1,9 +1,9 @@
-"""`mmqa embed` and `mmqa index`: embeddings of a corpus's sources, and the index over them."""
+"""`mmqa embed` and `mmqa index`: embeddings of a corpus's sources, and indexes over them."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.core.paths import as_path, check_store
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.shards import WHOLE, Shard
-from mmqa_jax.data.corpus import open_corpus, open_sources
+from mmqa_jax.data.corpus import Corpus, open_corpus, open_sources
 from mmqa_jax.data.records import MANIFEST as CORPUS
+from mmqa_jax.data.schema import source_text
+from mmqa_jax.retrieval.bm25_disk import build_bm25
 from mmqa_jax.retrieval.embeddings import (
     Embeddings,
     join_embeddings,
@@ -30,7 +32,7 @@ from mmqa_jax.retrieval.faiss_export import check_export, export_faiss
 from mmqa_jax.retrieval.index import build_index, is_current, load_index, recall_against
 from mmqa_jax.retrieval.manifest import MANIFEST
 from mmqa_jax.retrieval.milvus import ingest, open_milvus
-from mmqa_jax.runs.parts import EMBEDDINGS, INDEX
+from mmqa_jax.runs.parts import BM25_INDEX, EMBEDDINGS, INDEX
 from mmqa_jax.tasks.embedder import open_embedder
 
 _COMPARED_ROWS = 5_000_000  # beyond them exact search takes longer than the comparison is worth
@@ -142,6 +144,32 @@ def index(folder: Path, kind: str, place: str = "") -> dict[str, Any]:
     if kind == "mesh_approx":
         result |= _recall(load_index(folder / INDEX, embeddings), embeddings)
     return result
+
+
+def index_bm25(data: Path, out: Path) -> dict[str, Any]:
+    """Writes BM25's index over a corpus's sources below `out`, or finishes that.
+
+    Raises:
+      UserError: as `build_bm25`, or no corpus.
+    """
+    check_out(out / BM25_INDEX, folder=True)
+    corpus = open_sources(local_copy(data))
+    with Progress("Indexing sources", len(corpus), "sources") as progress:
+        built = build_bm25(
+            out / BM25_INDEX,
+            lambda start: _texts_from(corpus, start),
+            len(corpus),
+            corpus.fingerprint,
+            on_progress=progress.reach,
+        )
+    state = "built" if built else "is up to date"
+    print(f"Index of {len(corpus):,} sources (bm25) {state}: {out / BM25_INDEX}")
+    return {"rows": len(corpus), "kind": "bm25", "built": built}
+
+
+def _texts_from(corpus: Corpus, start: int) -> Iterator[str]:
+    for row in range(start, len(corpus)):
+        yield source_text(corpus.sources[row])
 
 
 def export(folder: Path, out: Path, data: Path | None = None) -> dict[str, Any]:
