@@ -31,6 +31,9 @@ BENCHMARKS = (
     "infoseek",
 )
 
+# Wikipedia as knowledge, which `prepare` reads as a stream; it has no questions.
+KNOWLEDGE = ("wikipedia", "kilt", "dpr", "infoseek_wiki")
+
 
 def add_config(
     parser: argparse.ArgumentParser, default: str | None = None, *, required: bool = True

@@ -20,14 +20,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "  at any depth; paragraphs under their headings become overlapping chunks, figures and\n"
         "  pictures are sources with their captions, and `file`, `page` and `heading` of each are\n"
         "  kept; --pages=pictures takes a PDF's pages as pictures, for an encoder that sees;\n"
-        "  --overwrite reads only the files that have changed; see mmqa_jax/data/README.md"
+        "  --overwrite reads only the files that have changed; see mmqa_jax/data/README.md\n"
+        "wikipedia, kilt, dpr, infoseek_wiki: passages of a dump (pages-articles.xml.bz2), of\n"
+        "  KILT's and DPR's files, or of InfoSeek's and Encyclopedic-VQA's articles with their\n"
+        "  pictures; read as a stream, kept on disk, continued after a kill; knowledge for the\n"
+        "  questions of other data sets (parts.knowledge.data of a row)"
     )
     parser.add_argument(
         "dataset",
-        choices=("atlas", "webqa", *flags.BENCHMARKS, "corpus", "folder"),
+        choices=("atlas", "webqa", *flags.BENCHMARKS, *flags.KNOWLEDGE, "corpus", "folder"),
         help="atlas is built from installed packages; corpus and folder read your own documents",
     )
-    parser.add_argument("--raw", help="folder with the official files, or with your documents")
+    parser.add_argument(
+        "--raw",
+        help="folder with the official files, or with your documents; of Wikipedia also the file",
+    )
     parser.add_argument("--out", required=True, help="folder to write")
     parser.add_argument(
         "--overwrite",
@@ -54,6 +61,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="folder: words of a chunk's end, at most, with which the next one begins (15)",
+    )
+    parser.add_argument(
+        "--passage_words",
+        type=int,
+        metavar="N",
+        help="wikipedia, kilt, infoseek_wiki: words of a passage, at most (100)",
     )
     flags.add_pages(parser, "folder: ")
 
@@ -89,6 +102,7 @@ def _prepare(arguments: argparse.Namespace) -> dict[str, Any]:
         max_broken_pictures=arguments.max_broken_pictures,
         folder=_folder_options(arguments),
         unanswerable=arguments.unanswerable,
+        passage_words=arguments.passage_words,
     )
 
 

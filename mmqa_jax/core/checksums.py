@@ -38,6 +38,7 @@ def write_sums(
     names: Iterable[str] | None = None,
     *,
     coming: Mapping[str, bytes] | None = None,
+    known: Mapping[str, str] | None = None,
 ) -> None:
     """Writes SHA256SUMS, whole or not at all; an older one is replaced.
 
@@ -45,11 +46,13 @@ def write_sums(
       folder: in the file system or a store.
       names: of the files, relative to the folder; None: all that are in it and below.
       coming: contents of files that are written after this one, by name.
+      known: digests of files that need not be read again, by name.
     """
     folder = as_path(folder)
     names = files_below(folder) if names is None else list(names)
     sums = dict(zip(names, _in_parallel(lambda name: digest(folder / name), names), strict=True))
     sums |= {name: hashlib.sha256(content).hexdigest() for name, content in (coming or {}).items()}
+    sums |= known or {}
     with atomic_write(folder / SUMS) as file:
         file.write(_HEAD.format(count=len(sums)) + "\n")
         file.writelines(f"{sums[name]}  {name}\n" for name in sorted(sums))

@@ -1,18 +1,23 @@
-"""The corpus in memory.
+"""The corpus: its sources, and the questions on them.
 
 `mmqa prepare` once (prepare.py), `open_corpus` ever after: texts are held in memory, encoded
-pictures are read from ArrayRecord on demand.
+pictures are read from ArrayRecord on demand. The sources of a corpus of Wikipedia's size stay on
+disk (disk_sources.py), and are read when they are asked for.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data import records
+from mmqa_jax.data.disk_sources import DiskSources, RowsById, SelectedRows, SourceSelection
+from mmqa_jax.data.images import read_picture_file
 from mmqa_jax.data.schema import Modality, Question, Source
 
 
@@ -25,6 +30,8 @@ class Corpus:
       read_picture: encoded bytes of a picture by its name (`Source.image`).
       fingerprint: hash of texts, pictures and questions.
       manifest: what `mmqa prepare` stored (counts, attribution, broken pictures, ...).
+      row: the row of every id, of sources that are not to be held in memory.
+      image_rows: rows of the pictures, ascending, of such sources.
 
     Raises:
       UserError: two sources with one id.
@@ -37,21 +44,40 @@ class Corpus:
         read_picture: Callable[[str], bytes | None] | None = None,
         fingerprint: str = "",
         manifest: Mapping[str, Any] | None = None,
+        *,
+        row: Mapping[str, int] | None = None,
+        image_rows: np.ndarray | None = None,
     ):
-        self.sources = list(sources)
-        self.row: dict[str, int] = {source.id: row for row, source in enumerate(self.sources)}
-        if len(self.row) < len(self.sources):  # results would name one for the other
-            row = next(n for n, source in enumerate(self.sources) if self.row[source.id] != n)
-            raise UserError(
-                f"corpus: source id {self.sources[row].id!r} is there twice; give each its own id."
-            )
+        self.sources: Sequence[Source] = list(sources) if row is None else sources
+        self.row = row
+        self._image_rows = image_rows
+        if row is None:
+            self._index()
         self.fingerprint = fingerprint
         self.manifest = dict(manifest or {})
         self._questions = list(questions)
         self._read_picture = read_picture
 
+    def _index(self) -> None:
+        self.row = {source.id: row for row, source in enumerate(self.sources)}
+        if len(self.row) < len(self.sources):  # results would name one for the other
+            row = next(n for n, source in enumerate(self.sources) if self.row[source.id] != n)
+            raise UserError(
+                f"corpus: source id {self.sources[row].id!r} is there twice; give each its own id."
+            )
+
     def __len__(self) -> int:
         return len(self.sources)
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether the sources stay on disk: who reads all of them holds none."""
+        return not isinstance(self.sources, list)
+
+    @property
+    def ids(self) -> Sequence[str]:
+        """The id of every row, read when it is asked for."""
+        return _SourceIds(self.sources)
 
     def questions(self, split: str | None = None) -> list[Question]:
         """Questions of a split, or all of them; [] where the split has none."""
@@ -87,9 +113,38 @@ class Corpus:
         """Rows of the hard negatives; empty where the question lists none."""
         return [self._row_of(name, question) for name in question.negatives]
 
-    def modality_rows(self, modality: Modality) -> list[int]:
+    def image_mask(self) -> np.ndarray:
+        """bool[sources]: which are pictures; no text is read."""
+        mask = np.zeros(len(self), bool)
+        if self._image_rows is None:
+            mask[:] = [source.modality == "image" for source in self.sources]
+        else:
+            mask[self._image_rows] = True
+        return mask
+
+    def picture_count(self) -> int:
+        """How many sources have a picture."""
+        if self._image_rows is None:
+            return sum(source.image is not None for source in self.sources)
+        return len(self._image_rows)
+
+    def modality_rows(self, modality: Modality) -> Sequence[int]:
         """Rows of all sources of one modality, in order."""
-        return [row for row, source in enumerate(self.sources) if source.modality == modality]
+        if self._image_rows is None:
+            return [row for row, source in enumerate(self.sources) if source.modality == modality]
+        return np.flatnonzero(self.image_mask() == (modality == "image"))
+
+    def of_rows(self, rows: Sequence[int]) -> Corpus:
+        """The sources of these rows, ascending, as a corpus of their own without questions."""
+        if not self.on_disk:
+            return Corpus([self.sources[row] for row in rows], read_picture=self.read_picture)
+        if len(rows) == len(self):
+            return self
+        chosen = np.asarray(rows)
+        selection = SourceSelection(self.sources, chosen)
+        row = SelectedRows(selection, chosen, self.row)
+        images = np.flatnonzero(self.image_mask()[chosen])
+        return Corpus(selection, (), self.read_picture, row=row, image_rows=images)
 
     def _row_of(self, name: str, question: Question) -> int:
         try:
@@ -101,9 +156,48 @@ class Corpus:
             ) from error
 
 
+class _SourceIds(Sequence[str]):
+    """The ids of sources."""
+
+    def __init__(self, sources: Sequence[Source]):
+        self._sources = sources
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __getitem__(self, row):
+        if isinstance(row, slice):
+            return [source.id for source in self._sources[row]]
+        return self._sources[row].id
+
+    def __iter__(self) -> Iterator[str]:
+        return (source.id for source in self._sources)
+
+
+class FolderPictures:
+    """Encoded pictures that lie as files in a folder, by their names below it; None for none.
+
+    Raises:
+      UserError: the folder is not there any more.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        if not folder.is_dir():
+            raise UserError(
+                f"{folder}: the corpus's pictures lie there, and it is gone; put it back."
+            )
+
+    def __call__(self, name: str) -> bytes | None:
+        path = self._folder / name
+        return read_picture_file(path) if path.is_file() else None
+
+
 def open_sources(data_dir: str | os.PathLike) -> Corpus:
     """The corpus without its questions, which take as long to read as its sources."""
     manifest = records.read_manifest(data_dir)
+    if "stored" in manifest:
+        return _open_streamed(Path(data_dir), manifest)
     folder = Path(data_dir) / manifest["records"]
     pictures = records.RecordPictures(folder)
     return Corpus(records.read_sources(folder), (), pictures, manifest["fingerprint"], manifest)
@@ -112,6 +206,8 @@ def open_sources(data_dir: str | os.PathLike) -> Corpus:
 def open_corpus(data_dir: str | os.PathLike) -> Corpus:
     """Opens what `mmqa prepare` wrote; UserError where it is missing or incomplete."""
     manifest = records.read_manifest(data_dir)
+    if "stored" in manifest:
+        return _open_streamed(Path(data_dir), manifest)
     folder = Path(data_dir) / manifest["records"]
     return Corpus(
         records.read_sources(folder),
@@ -119,4 +215,19 @@ def open_corpus(data_dir: str | os.PathLike) -> Corpus:
         records.RecordPictures(folder),
         manifest["fingerprint"],
         manifest,
+    )
+
+
+def _open_streamed(data_dir: Path, manifest: Mapping[str, Any]) -> Corpus:
+    """A corpus of streamed_records.py."""
+    sources = DiskSources(data_dir / manifest["records"], manifest["counts"]["sources"])
+    pictures = FolderPictures(Path(manifest["pictures"])) if manifest["pictures"] else None
+    return Corpus(
+        sources,
+        (),
+        pictures,
+        manifest["fingerprint"],
+        manifest,
+        row=RowsById(sources),
+        image_rows=sources.image_rows,
     )

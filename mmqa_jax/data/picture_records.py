@@ -95,11 +95,12 @@ class ShardNotes:
         self._store = Store(folder / "shards", {"inputs": inputs}, damage="drop")
         self._lock = threading.Lock()
 
-    def write(self, number: int, shard: Path, note: Mapping[str, Any]) -> None:
-        """Records that a shard's file is complete, with its checksum."""
+    def write(self, number: int, shard: Path, note: Mapping[str, Any]) -> dict[str, Any]:
+        """Records that a shard's file is complete; returns the note, with the file's checksum."""
         note = {**note, "shard_sha256": digest(shard)}
         with self._lock:
             self._store.add({f"{number:05d}": note}, alone=True)
+        return note
 
     def read(self, number: int, shard: Path) -> dict[str, Any] | None:
         """The note of a complete shard; None where it or the file is missing or damaged."""

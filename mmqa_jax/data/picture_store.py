@@ -65,7 +65,7 @@ class PictureStore:
     ):
         self.corpus, self.size, self.resize = corpus, size, resize
         self.alpha, self.scaled = alpha, scaled
-        shown = sum(source.image is not None for source in corpus.sources)
+        shown = corpus.picture_count()
         self.broken = BrokenPictures(shown, max_broken, "run `mmqa prepare` again")
         self._max_broken, self._cache_bytes = max_broken, cache_bytes
         self._capacity = cache_bytes // (size * size * 3)

@@ -18,10 +18,21 @@ from mmqa_jax.data.datasets import webqa
 from mmqa_jax.data.datasets.readers import READERS
 from mmqa_jax.data.folder import FolderOptions, read_folder
 from mmqa_jax.data.interchange import read_interchange
+from mmqa_jax.data.streamed_records import write_streamed
+from mmqa_jax.data.wikipedia.articles import ATTRIBUTION, WORDS, PassageOptions
+from mmqa_jax.data.wikipedia.dump import DumpStream
+from mmqa_jax.data.wikipedia.streams import DPRStream, InfoSeekStream, KILTStream, Stream
 
 KEPT = "read"  # subfolder of a folder's corpus: what was read of its files
 # Datasets in WebQA's official formats -> prefix of their file names.
 _PREFIXES = {"webqa": "WebQA", "atlas": "atlas"}
+# Knowledge without questions, of which a file is read as a stream.
+STREAMS: dict[str, type[Stream]] = {
+    "wikipedia": DumpStream,
+    "kilt": KILTStream,
+    "dpr": DPRStream,
+    "infoseek_wiki": InfoSeekStream,
+}
 
 
 def prepare(
@@ -33,18 +44,20 @@ def prepare(
     max_broken_pictures: int | None = None,
     folder: FolderOptions | None = None,
     unanswerable: bool = False,
+    passage_words: int | None = None,
     flag: str = "--raw",
 ) -> dict[str, Any]:
     """Official files -> ArrayRecord in `out`; Atlas makes its official files in `out`/raw.
 
     Args:
       dataset: `webqa`, `atlas`, `corpus` for an interchange folder, `folder` for one of documents
-        and pictures, or a benchmark of READERS.
-      raw: folder with the files; None for Atlas.
+        and pictures, a benchmark of READERS, or knowledge of STREAMS.
+      raw: folder with the files, of STREAMS also the file itself; None for Atlas.
       overwrite: replace the corpus that is in `out`.
       max_broken_pictures: how many may be broken; see data.images.BrokenPictures.
       folder: of `folder`, how documents become sources; None: the defaults.
       unanswerable: of `atlas`, whether some questions of test have no answer in the collection.
+      passage_words: of STREAMS but `dpr`, words of a passage, at most; None: 100.
       flag: that named `raw`, for messages.
     """
     if max_broken_pictures is not None and max_broken_pictures < 0:
@@ -56,7 +69,7 @@ def prepare(
         raise UserError("--raw: Atlas is made from installed packages; leave --raw out.")
     if dataset != "atlas" and raw is None:
         raise UserError(f"--raw: name the folder with the files of {dataset}.")
-    if raw is not None and not raw.is_dir():
+    if raw is not None and not (raw.is_dir() or (dataset in STREAMS and raw.is_file())):
         raise UserError(f"{flag}={raw}: no such folder; check the path.")
     if folder is not None and dataset != "folder":
         raise UserError(
@@ -65,6 +78,15 @@ def prepare(
         )
     if unanswerable and dataset != "atlas":
         raise UserError("--unanswerable: is a choice of `mmqa prepare atlas`; leave it out.")
+    if passage_words is not None and (dataset not in STREAMS or dataset == "dpr"):
+        raise UserError(
+            "--passage_words: says how articles of wikipedia, kilt, infoseek_wiki are cut; leave "
+            "it out."
+        )
+    if max_broken_pictures is not None and dataset in STREAMS:
+        raise UserError(
+            f"--max_broken_pictures: pictures of {dataset} are not opened here; leave it out."
+        )
     check_out(out, folder=True)
     if not overwrite:
         records.refuse_corpus(out)
@@ -72,6 +94,14 @@ def prepare(
     with no_empty_folders(out):
         if dataset == "atlas":
             return prepare_atlas(out, unanswerable=unanswerable, **options)
+        if dataset in STREAMS:
+            return prepare_stream(
+                dataset,
+                raw,
+                out,
+                WORDS if passage_words is None else passage_words,
+                overwrite=overwrite,
+            )
         if dataset == "folder":
             return prepare_folder(raw, out, folder or FolderOptions(), **options)
         with Progress("Preparing", None, "records") as progress:
@@ -185,6 +215,21 @@ def prepare_benchmark(name: str, raw: Path, out: Path, **options: Any) -> dict[s
         sourceless=not found.sources,
         **options,
     )
+
+
+def prepare_stream(
+    name: str, raw: Path, out: Path, passage_words: int = WORDS, *, overwrite: bool = False
+) -> dict[str, Any]:
+    """A published file of Wikipedia to sources on disk in `out`, while it is read.
+
+    Resumes an interrupted attempt on the same file, with the same result.
+
+    Args:
+      name: of STREAMS.
+      raw: the folder with the file, or the file.
+    """
+    stream = STREAMS[name](raw, PassageOptions(passage_words))
+    return write_streamed(out, stream, name=name, attribution=ATTRIBUTION, overwrite=overwrite)
 
 
 def prepare_interchange(folder: Path, out: Path, **options: Any) -> dict[str, Any]:

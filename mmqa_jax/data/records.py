@@ -44,6 +44,7 @@ from mmqa_jax.data.tfds_files import DatasetFiles, ShardSize
 
 MANIFEST = "corpus.json"
 UNFINISHED = ".records-incomplete"
+ARROW = "arrow"  # `stored` of a manifest whose sources stay on disk (streamed_records.py)
 FORMAT = 1  # of the files below <data_dir>; raised when they change
 
 # Examples in one shard file: some tens of MB of text, more than a hundred MB of web pictures.
@@ -110,16 +111,33 @@ def write_records(
     with unfinished_folder(temporary, signature):
         facts = writer.write(read_picture, max_broken_pictures, workers)
         finish_folder(temporary)
-        records = _free_name(out / f"records-{facts['fingerprint'][:12]}")
-        os.replace(temporary, records)
+    more = {"attribution": attribution, "origin": dict(origin or {})}
+    return publish(out, temporary, name, {**facts, **more})
+
+
+def publish(
+    out: Path,
+    temporary: Path,
+    name: str,
+    facts: Mapping[str, Any],
+    versions: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Gives a finished folder of records its name, and writes the manifest that points to it.
+
+    Args:
+      out: of the corpus; what an older one had there is removed.
+      temporary: the finished folder.
+      facts: of the manifest, the fingerprint among them.
+      versions: of further packages that wrote it.
+    """
+    records = _free_name(out / f"records-{facts['fingerprint'][:12]}")
+    os.replace(temporary, records)
     manifest = {
         "format": FORMAT,
         "name": name,
         "records": records.name,
         **facts,
-        "attribution": attribution,
-        "origin": dict(origin or {}),
-        "versions": _versions(),
+        "versions": {**_versions(), **(versions or {})},
     }
     write_json(out / MANIFEST, manifest)
     for old in out.glob("records-*"):
@@ -157,10 +175,11 @@ def read_manifest(data_dir: str | os.PathLike) -> dict[str, Any]:
     valid = isinstance(manifest, dict) and all(
         isinstance(manifest.get(key), kind) for key, kind in types.items()
     )
-    if not valid or manifest["format"] != FORMAT:
+    if not valid or manifest["format"] != FORMAT or manifest.get("stored", ARROW) != ARROW:
         raise UserError(f"{path}: not a manifest of format {FORMAT}; {advice}.")
     dataset = "sources" if manifest.get("modalities", True) else "questions"
-    if not (data_dir / manifest["records"] / dataset).is_dir():
+    within = "" if "stored" in manifest else dataset
+    if not (data_dir / manifest["records"] / within).is_dir():
         raise UserError(f"{path}: its records are incomplete; {advice} again.")
     return manifest
 

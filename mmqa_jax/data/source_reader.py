@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Int
@@ -43,9 +43,11 @@ class SourceReader:
     ):
         self.corpus, self.tokenizer = corpus, tokenizer
         self.pictures, self.regions = pictures, regions
-        self._texts = [source_text(s) if source_text else s.text for s in corpus.sources]
+        self._texts: Sequence[str] = _Texts(corpus.sources, source_text or _own_text)
+        if not on_demand:
+            self._texts = list(self._texts)
         self.table = (TokensOnDemand if on_demand else TokenTable)(tokenizer, self._texts)
-        self.is_image = np.array([s.modality == "image" for s in corpus.sources], bool)
+        self.is_image = corpus.image_mask()
 
     def text_length(
         self, rows: Int[np.ndarray, "*N S"], own_pictures: int = 0
@@ -130,3 +132,25 @@ class SourceReader:
     def _read(self, source: RawSource, alone: bool) -> SourceTokens:
         """Tokens and regions of a source; `alone`: it is the only picture of its example."""
         return SourceTokens(self.tokens(source), self.regions(source) if self.regions else None)
+
+
+class _Texts(Sequence[str]):
+    """The texts of sources, each made when it is asked for."""
+
+    def __init__(self, sources: Sequence[Source], text_of: Callable[[Source], str]):
+        self._sources, self._text_of = sources, text_of
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __getitem__(self, row):
+        if isinstance(row, slice):
+            return [self._text_of(source) for source in self._sources[row]]
+        return self._text_of(self._sources[row])
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self._text_of, self._sources)
+
+
+def _own_text(source: Source) -> str:
+    return source.text

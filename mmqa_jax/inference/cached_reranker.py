@@ -218,8 +218,7 @@ class CachedReranker:
         order = np.lexsort((rows, -odds))  # ties in corpus order
         odds, rows = (np.take_along_axis(x, order, axis=1) for x in (odds, rows))
         relevance = 1 / (1 + np.exp(-odds))
-        ids = [source.id for source in self.corpus.sources]
-        return to_rankings([q.id for q in questions], rows, relevance, ids)
+        return to_rankings([q.id for q in questions], rows, relevance, self.corpus.ids)
 
     def _questions(self, questions: Sequence[Question]) -> list[QuestionGroup]:
         """Encodes all questions, grouped by length."""

@@ -205,8 +205,7 @@ class BM25Retriever:
         check_questions(questions, "BM25Retriever.search")
         texts = [question.question for question in questions]
         found = self.bm25.search(texts, min(top_k, len(self.corpus)))
-        ids = [source.id for source in self.corpus.sources]
-        return to_rankings([question.id for question in questions], *found, ids)
+        return to_rankings([question.id for question in questions], *found, self.corpus.ids)
 
     def search_within(
         self, questions: Sequence[Question], candidates: Sequence[Ranking]

@@ -79,5 +79,4 @@ class DenseRetriever:
     def _rankings(
         self, questions: Sequence[Question], found: tuple[np.ndarray, np.ndarray]
     ) -> list[Ranking]:
-        ids = [source.id for source in self.corpus.sources]
-        return to_rankings([question.id for question in questions], *found, ids)
+        return to_rankings([question.id for question in questions], *found, self.corpus.ids)

@@ -112,8 +112,8 @@ class RandomRetriever:
         """`top_k` different sources of every question."""
         rows = [self._rng(q).choice(len(self.corpus), top_k, replace=False) for q in questions]
         scores = np.broadcast_to(_falling(top_k), (len(questions), top_k))
-        ids = [source.id for source in self.corpus.sources]
-        return to_rankings([q.id for q in questions], np.array(rows, int), scores, ids)
+        names = [q.id for q in questions]
+        return to_rankings(names, np.array(rows, int), scores, self.corpus.ids)
 
     def search_within(
         self, questions: Sequence[Question], candidates: Sequence[Ranking]

@@ -41,12 +41,12 @@ def gold_modality(question: Question, corpus: Corpus) -> Modality | None:
 def one_modality(corpus: Corpus, modality: Modality) -> Corpus:
     """The sources of one modality as a corpus of their own, in order."""
     rows = corpus.modality_rows(modality)
-    if not rows:
+    if not len(rows):
         raise UserError(
             f"modality: the corpus has no {modality} sources; search all of them, with "
             "--modality=unknown of `mmqa search` or parts.retriever.modality=unknown of a row."
         )
-    return Corpus([corpus.sources[row] for row in rows], read_picture=corpus.read_picture)
+    return corpus.of_rows(rows)
 
 
 class ModalityIndex:

@@ -197,9 +197,8 @@ def export(folder: Path, out: Path, data: Path | None = None) -> dict[str, Any]:
             f"--data={data}: is not the corpus that was embedded in {folder}; name that one, or "
             "run `mmqa embed` again."
         )
-    ids = [source.id for source in corpus.sources]
-    check_export(out, ids)
-    export_faiss(out, embeddings, ids)
+    check_export(out, corpus.ids)
+    export_faiss(out, embeddings, corpus.ids)
     rows, dim = embeddings.vectors.shape
     print(f"Index of {rows:,} sources x {dim} (faiss): {out / FAISS_INDEX}, {out / FAISS_IDS}")
     return {"rows": rows, "dim": dim, "kind": "faiss", "out": str(out)}

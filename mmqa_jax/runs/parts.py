@@ -557,7 +557,7 @@ def open_knowledge(
     from mmqa_jax.retrieval.modality import one_modality
 
     home = open_sources(spec.data) if spec.data else corpus
-    if not (home.modality_rows(spec.modality) if spec.modality else home.sources):
+    if not len(home.modality_rows(spec.modality) if spec.modality else home.sources):
         raise UserError(_no_passages(spec))
     subset = one_modality(home, spec.modality) if spec.modality else home
     if spec.retriever == "random":
@@ -597,6 +597,11 @@ def _open_dense_knowledge(home: Corpus, spec: KnowledgeSpec) -> Any:
 
     if spec.index:
         return open_dense(home, spec.text_model, spec.index)
+    if home.on_disk:
+        raise UserError(
+            f"config key parts.knowledge.index: {len(home):,} sources are too many to be embedded "
+            "here; name the folder of `mmqa embed` and `mmqa index`."
+        )
     embedder, pictures = open_text_embedder(spec.text_model, home)
     texts = [embedder.text_of(source) for source in home.sources]
     vectors = cached_vectors(

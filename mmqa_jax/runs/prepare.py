@@ -89,6 +89,7 @@ def corpus_summary(manifest: dict[str, Any], out: Path) -> dict[str, Any]:
             f"{reused} snippet ids are used for two facts; a number is appended to the later id"
         )
     warnings += folder_notes(origin)
+    warnings += stream_notes(origin)
     warnings += [f"{file}: not found; {lack}" for file, lack in missing_files.items()]
     for line in warnings:
         print(line, file=sys.stderr)
@@ -97,6 +98,9 @@ def corpus_summary(manifest: dict[str, Any], out: Path) -> dict[str, Any]:
     result = {**{key: manifest[key] for key in kept}, "data": str(out)}
     if "same_content" in origin:  # of `prepare folder`
         result["files"] = {name: origin[name] for name in FILES_KEPT}
+    if "left_out_items" in origin:
+        kept = ("items", "articles", "left_out_items", "broken")
+        result["file"] = {name: origin[name] for name in kept}
     if compared := origin.get("published_counts"):
         differing = {what: n for what, n in compared.items() if n["found"] != n["published"]}
         result["published_differences"] = differing
@@ -104,6 +108,21 @@ def corpus_summary(manifest: dict[str, Any], out: Path) -> dict[str, Any]:
         result |= {"files": origin["files"], "missing_files": missing_files}
         result["found"] = {k: n["found"] for k, n in compared.items()} | origin["other_counts"]
     return result
+
+
+def stream_notes(origin: Mapping[str, Any]) -> list[str]:
+    """What a user should know of a file that was read as a stream, a line each."""
+    left_out = {what: n for what, n in origin.get("left_out_items", {}).items() if what != "header"}
+    notes = []
+    if broken := left_out.pop("broken", 0):
+        subject = "item is" if broken == 1 else "items are"
+        shown = "; ".join(origin["broken"][:_NAMED])
+        more = f"; and {broken - _NAMED} more" if broken > _NAMED else ""
+        notes.append(f"{broken:,} {subject} broken and left out: {shown}{more}")
+    if left_out:
+        reasons = ", ".join(f"{n:,} {what}" for what, n in left_out.items())
+        notes.append(f"{sum(left_out.values()):,} items have no passages: {reasons}")
+    return notes
 
 
 def folder_notes(origin: Mapping[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ import pytest
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.datasets.parquet import parquet_rows
+from mmqa_jax.data.prepare import prepare
 from mmqa_jax.data.table_files import read_table, write_spreadsheet
 
 ROOT = Path(__file__).parents[2]
@@ -86,10 +87,10 @@ def without(monkeypatch):
     def hide(package: str) -> None:
         true_import = builtins.__import__
 
-        def refuse(name, *others):
+        def refuse(name, *others, **more):
             if name.partition(".")[0] == package:
                 raise ImportError(name)
-            return true_import(name, *others)
+            return true_import(name, *others, **more)
 
         monkeypatch.setattr(builtins, "__import__", refuse)
 
@@ -109,3 +110,17 @@ def test_spreadsheets_name_what_they_need(without, tmp_path):
     with pytest.raises(UserError, match=r"b\.xlsx: .*`pip install 'mmqa-jax\[xlsx\]'`"):
         write_spreadsheet(tmp_path / "b.xlsx", ["id"], [[1]])
     assert not list(tmp_path.iterdir())
+
+
+def test_sources_on_disk_name_what_they_need(without, tmp_path):
+    without("pyarrow")
+    (tmp_path / "psgs_w100.tsv").write_text("1\ttext\ttitle\n")
+    with pytest.raises(UserError, match=r"pyarrow; run `pip install 'mmqa-jax\[wikipedia\]'`"):
+        prepare("dpr", tmp_path, tmp_path / "out")
+
+
+def test_a_dump_names_what_it_needs(without, tmp_path):
+    without("mwparserfromhell")
+    (tmp_path / "a-pages-articles.xml").write_text("<mediawiki></mediawiki>")
+    with pytest.raises(UserError, match=r"needs the package mwparserfromhell; .*\[wikipedia\]'`"):
+        prepare("wikipedia", tmp_path, tmp_path / "out")

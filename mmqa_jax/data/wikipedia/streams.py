@@ -1,0 +1,355 @@
+"""The published files of Wikipedia, each as a stream of items: a line, a page or an entry.
+
+An item is what becomes of it: sources, or why it is left out. A stream can be read from any item
+on, so that an interrupted `mmqa prepare` goes on where it was.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.json_text import parse_json
+from mmqa_jax.data.disk_sources import SourceRow
+from mmqa_jax.data.wikipedia.articles import (
+    Article,
+    PassageOptions,
+    Picture,
+    Section,
+    page_url,
+    sources_of,
+)
+from mmqa_jax.data.wikipedia.files import LONGEST_LINE, InputFile, find_file
+
+
+class Item(NamedTuple):
+    """What becomes of a line, a page or an entry of the file.
+
+    Attributes:
+      sources: in order.
+      left_out: why there are none: a name under which it is counted.
+      broken: what is wrong with it, and where; it is named in the manifest.
+    """
+
+    sources: Sequence[SourceRow]
+    left_out: str = ""
+    broken: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """A published file; subclasses read it.
+
+    Attributes:
+      raw: the folder with the file, or the file.
+      options: how articles are cut.
+    """
+
+    names: ClassVar[tuple[str, ...]]
+    what: ClassVar[str]
+
+    raw: Path
+    options: PassageOptions = dataclasses.field(default_factory=PassageOptions)
+
+    @property
+    def file(self) -> Path:
+        """The file; UserError where there is none."""
+        return find_file(self.raw, self.names, self.what)
+
+    @property
+    def pictures(self) -> Path | None:
+        """The folder that names of pictures are relative to; None: its sources have none."""
+        return None
+
+    def items(self, opened: InputFile, skip: int) -> Iterator[Item]:
+        """All items but the first `skip`, in order."""
+        raise NotImplementedError
+
+
+class DPRStream(Stream):
+    """DPR's passages (facebookresearch/DPR, psgs_w100.tsv): id, text, title; cut already.
+
+    Ids are those of the file, so that rankings of others name the same passages.
+    """
+
+    names = ("psgs_w100.tsv",)
+    what = "DPR's passages"
+
+    def items(self, opened: InputFile, skip: int) -> Iterator[Item]:
+        """An item a line."""
+        last, extra = None, ""
+        for number, line in enumerate(opened.lines()):
+            if number < skip:
+                continue
+            fields = _tsv_fields(line)
+            if len(fields) != 3:
+                yield _broken(opened, number, "three columns of UTF-8 text were expected")
+                continue
+            name, text, title = fields
+            if not number and (name, text) == ("id", "text"):
+                yield Item((), "header")
+            elif not name or not text:
+                yield Item((), "without text") if name else _broken(opened, number, "it has no id")
+            else:
+                if title != last:
+                    last, extra = title, json.dumps({"url": page_url(title)}, ensure_ascii=False)
+                yield Item((SourceRow(name, title, text, "", extra),))
+
+
+class KILTStream(Stream):
+    """KILT's knowledge source (facebookresearch/KILT, kilt_knowledgesource.json): a page a line.
+
+    `text` is a list of paragraphs, of which the first is the title; headings are paragraphs
+    `Section::::A.:B.`, and items of lists begin with `BULLET::::-`. Links (`anchors`) and
+    categories are not kept.
+    """
+
+    names = ("kilt_knowledgesource.json", "kilt_knowledgesource.jsonl")
+    what = "KILT's knowledge source"
+
+    def items(self, opened: InputFile, skip: int) -> Iterator[Item]:
+        """An item a line."""
+        return _json_items(opened, skip, self._of_page)
+
+    def _of_page(self, page: Mapping[str, Any]) -> Item:
+        name, title, paragraphs = str(page["wikipedia_id"]), page["wikipedia_title"], page["text"]
+        _expect(isinstance(title, str) and _are_texts(paragraphs), "title and text of paragraphs")
+        sections, heading, texts = [], "", []
+        for number, paragraph in enumerate(paragraphs):
+            if paragraph.startswith("Section::::"):
+                sections.append(Section(heading, " ".join(texts)))
+                heading, texts = _kilt_heading(paragraph), []
+            elif number or paragraph.strip() != title:
+                texts.append(_KILT_BULLET.sub("", paragraph))
+        sections.append(Section(heading, " ".join(texts)))
+        history, wikidata = page.get("history") or {}, page.get("wikidata_info") or {}
+        extra = {"wikidata": wikidata["wikidata_id"]} if wikidata.get("wikidata_id") else {}
+        url = history.get("url") or page_url(title)
+        return article_item(Article(name, title, url, sections, (), extra), self.options)
+
+
+_KILT_BULLET = re.compile(r"^BULLET::::-?\s*")
+
+
+def _kilt_heading(paragraph: str) -> str:
+    """`Life: Early years` of `Section::::Life.:Early years.`"""
+    parts = paragraph.removeprefix("Section::::").strip().split(".:")
+    return ": ".join(part.removesuffix(".").strip() for part in parts)
+
+
+class InfoSeekStream(Stream):
+    """The articles of InfoSeek and OVEN, or of Encyclopedic-VQA, with a picture where there is one.
+
+    Wiki6M_ver_1_0.jsonl: an article a line, with wikidata_id, wikipedia_title, wikipedia_content
+    (or wikipedia_summary alone) and wikipedia_image_url. Its pictures are those of OVEN: Q806563's
+    is images/Q806/Q806563.jpg or images/Q806563.jpg.
+
+    encyclopedic_kb_wiki.json (or .zip): one object, from the URL of an article to title,
+    section_titles, section_texts, image_urls, image_reference_descriptions and
+    image_section_indices. A picture is the file in images/ whose name is the last part of its URL.
+    Passages stay within a section, whose number is `section_index`.
+
+    Pictures are not copied: the corpus names their folder.
+    """
+
+    names = ("Wiki6M_ver_1_0.jsonl", "encyclopedic_kb_wiki.json", "encyclopedic_kb_wiki")
+    what = "InfoSeek's or Encyclopedic-VQA's articles"
+
+    @property
+    def pictures(self) -> Path | None:
+        """raw/images, if there is one."""
+        folder = (self.raw if self.raw.is_dir() else self.raw.parent) / "images"
+        return folder if folder.is_dir() else None
+
+    def items(self, opened: InputFile, skip: int) -> Iterator[Item]:
+        """An item an article."""
+        if ".jsonl" in opened.path.name:
+            return _json_items(opened, skip, self._of_entity)
+        return self._entries(opened, skip)
+
+    def _of_entity(self, page: Mapping[str, Any]) -> Item:
+        name, title = page["wikidata_id"], page["wikipedia_title"]
+        text = page.get("wikipedia_content") or page.get("wikipedia_summary") or ""
+        _expect(
+            _are_texts([name, title, text]),
+            "texts wikidata_id, wikipedia_title and wikipedia_content",
+        )
+        picture = self._picture(f"{name[:4]}/{name}", name) if self.pictures else None
+        shown = (
+            [Picture(picture, title, _url_of(page.get("wikipedia_image_url")))] if picture else []
+        )
+        url = page.get("wikipedia_url") or page_url(title)
+        sections = [Section("", text)]
+        return article_item(
+            Article(name, title, url, sections, shown, {"wikidata": name}), self.options
+        )
+
+    def _entries(self, opened: InputFile, skip: int) -> Iterator[Item]:
+        for number, (url, entry) in enumerate(json_entries(opened)):
+            if number < skip:
+                continue
+            try:
+                yield self._of_entry(url, entry)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                yield Item((), broken=f"{opened.path.name}, {url[:100]}: {_said(error)}")
+
+    def _of_entry(self, url: str, entry: Mapping[str, Any]) -> Item:
+        title, headings, texts = entry["title"], entry["section_titles"], entry["section_texts"]
+        _expect(
+            _are_texts([title, *headings, *texts]), "texts title, section_titles and section_texts"
+        )
+        shown = []
+        pictures = zip(
+            entry["image_urls"], entry["image_reference_descriptions"],
+            entry["image_section_indices"], strict=True,
+        ) if self.pictures else ()  # fmt: skip
+        for address, caption, section in pictures:
+            stem, _, suffix = address.rpartition("/")[2].rpartition(".")
+            if picture := self._picture(stem, f"{stem}.{suffix}"):
+                more = {"section": headings[section], "section_index": section}
+                shown.append(Picture(picture, caption or title, {**more, **_url_of(address)}))
+        rows = list(sources_of(Article(url, title, url, (), shown), self.options))
+        options = dataclasses.replace(self.options, across_sections=False)
+        count = 0
+        for index, section in enumerate(zip(headings, texts, strict=True)):
+            article = Article(url, title, url, [Section(*section)], (), {"section_index": index})
+            for row in sources_of(article, options):
+                count += 1
+                rows.append(row._replace(id=f"{url}#{count}"))
+        return Item(rows) if rows else Item((), "without text")
+
+    def _picture(self, *names: str) -> str | None:
+        """The first of the files NAME, NAME.jpg, NAME.jpeg, NAME.png that there is."""
+        folder = self.pictures
+        for name in names:
+            for suffix in ("", ".jpg", ".jpeg", ".png", ".JPEG"):
+                if ".." not in name and folder and (folder / f"{name}{suffix}").is_file():
+                    return f"{name}{suffix}"
+        return None
+
+
+def json_entries(opened: InputFile) -> Iterator[tuple[str, Any]]:
+    """Key and value of all entries of a file that is one JSON object, which need not fit memory.
+
+    Raises:
+      UserError: it is not, or an entry is longer than LONGEST_LINE.
+    """
+    decoder, blocks = json.JSONDecoder(), opened.blocks()
+    decode = _utf8_blocks(opened, blocks)
+    text, at, begun = "", 0, False
+    for block in decode:
+        text, at = text[at:] + block, 0
+        while True:
+            match = _BETWEEN.match(text, at)
+            assert match is not None
+            if not begun:
+                if match.end() < len(text) and text[match.end()] != "{":
+                    raise UserError(
+                        f"{opened.path}: a JSON object was expected; fetch the file again."
+                    )
+                if match.end() == len(text):
+                    break
+                begun, at = True, match.end() + 1
+                continue
+            if text[match.end() : match.end() + 1] == "}":
+                return
+            try:
+                key, end = decoder.raw_decode(text, match.end())
+                value, end = decoder.raw_decode(text, _COLON.match(text, end).end())
+            except (
+                ValueError,
+                AttributeError,
+                RecursionError,
+            ) as error:  # it may go on in the next block
+                if len(text) - at > LONGEST_LINE or not isinstance(
+                    error, ValueError | AttributeError
+                ):
+                    raise UserError(
+                        f"{opened.path}: what follows {text[at : at + 60]!r} is no JSON; fetch the "
+                        "file again."
+                    ) from error
+                break
+            at = end
+            yield key, value
+    raise UserError(f"{opened.path}: ends within {text[at : at + 60]!r}; fetch the file again.")
+
+
+_BETWEEN, _COLON = re.compile(r"[\s,]*"), re.compile(r"\s*:\s*")
+
+
+def _utf8_blocks(opened: InputFile, blocks: Iterator[bytes]) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for block in blocks:
+        try:
+            yield decoder.decode(block)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{opened.path}: is not UTF-8; fetch the file again.") from error
+
+
+def _json_items(
+    opened: InputFile, skip: int, of_page: Callable[[Mapping[str, Any]], Item]
+) -> Iterator[Item]:
+    """The items of a file with a JSON object a line."""
+    for number, line in enumerate(opened.lines()):
+        if number < skip:
+            continue
+        if not line.strip():
+            yield Item((), "blank line")
+            continue
+        try:
+            page = parse_json(line, "it")
+            _expect(isinstance(page, dict), "a JSON object")
+            yield of_page(page)
+        except UserError as error:
+            yield _broken(opened, number, str(error).partition(";")[0])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            yield _broken(opened, number, _said(error))
+
+
+def article_item(article: Article, options: PassageOptions) -> Item:
+    """What becomes of an article."""
+    sources = sources_of(article, options)
+    return Item(sources) if sources else Item((), "without text")
+
+
+def _tsv_fields(line: bytes) -> list[str]:
+    """The columns of a line, as the authors' csv.reader reads them; [] of a broken one."""
+    try:
+        text = line.decode()
+        if text.count('"') == 2:  # of nearly all: the second column is quoted, and has no quotes
+            name, opening, rest = text.partition('\t"')
+            quoted, closing, title = rest.partition('"\t')
+            if opening and closing and "\t" not in name:
+                return [name, quoted, *title.split("\t")]
+        rows = list(csv.reader([text], delimiter="\t", strict=True))
+        return rows[0] if len(rows) == 1 else []
+    except (csv.Error, UnicodeDecodeError):
+        return []
+
+
+def _broken(opened: InputFile, number: int, why: str) -> Item:
+    return Item((), broken=f"{opened.path.name}, line {number + 1}: {why}")
+
+
+def _said(error: Exception) -> str:
+    return f"it has no {error.args[0]!r}" if isinstance(error, KeyError) else str(error)
+
+
+def _expect(is_so: bool, what: str) -> None:
+    if not is_so:
+        raise ValueError(f"{what} were expected" if " " in what else f"{what} was expected")
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
+
+
+def _url_of(address: Any) -> dict[str, str]:
+    return {"image_url": address} if isinstance(address, str) and address else {}
