@@ -27,6 +27,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "texts of --data in --out, read from disk by `mmqa search --index`; killed, it goes on",
     )
     parser.add_argument(
+        "--shard_rows",
+        type=int,
+        default=0,
+        metavar="N",
+        help="scann: an index for each N sources, which are searched one after another in the "
+        "memory of one; killed, it goes on (one index of all)",
+    )
+    parser.add_argument(
         "--export",
         choices=("faiss",),
         help="write the embeddings for another tool instead, to --out; faiss: exact inner product "
@@ -68,17 +76,21 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         raise UserError(
             f"--index and --kind={arguments.kind}: Milvus has its own kind; give one of them."
         )
+    if arguments.shard_rows and (arguments.kind != "scann" or arguments.index):
+        raise UserError("--shard_rows: is of ScaNN; give --kind=scann with it, or leave it out.")
     from mmqa_jax.core import distributed
 
     distributed.start()
     from mmqa_jax.runs.indexing import index
 
-    return index(as_path(arguments.embeddings), arguments.kind, arguments.index)
+    return index(
+        as_path(arguments.embeddings), arguments.kind, arguments.index, arguments.shard_rows
+    )
 
 
 def _bm25(arguments: argparse.Namespace) -> dict[str, Any]:
     """Builds BM25's index, which needs no embeddings."""
-    for flag in ("embeddings", "export", "index"):
+    for flag in ("embeddings", "export", "index", "shard_rows"):
         if getattr(arguments, flag):
             raise UserError(
                 f"--{flag} and --kind=bm25: BM25 is built of texts, by --data and --out; leave "

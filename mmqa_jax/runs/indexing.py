@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -32,6 +33,7 @@ from mmqa_jax.retrieval.faiss_export import check_export, export_faiss
 from mmqa_jax.retrieval.index import build_index, is_current, load_index, recall_against
 from mmqa_jax.retrieval.manifest import MANIFEST
 from mmqa_jax.retrieval.milvus import ingest, open_milvus
+from mmqa_jax.retrieval.scann_shards import build_shards, open_shards
 from mmqa_jax.runs.parts import BM25_INDEX, EMBEDDINGS, INDEX
 from mmqa_jax.tasks.embedder import open_embedder
 
@@ -118,18 +120,21 @@ def merge_embeddings(out: Path) -> dict[str, Any]:
     return {"sources": rows, "dim": dim}
 
 
-def index(folder: Path, kind: str, place: str = "") -> dict[str, Any]:
+def index(folder: Path, kind: str, place: str = "", shard_rows: int = 0) -> dict[str, Any]:
     """Builds the index over the embeddings in `folder`, unless it is up to date.
 
     Args:
       kind: see retrieval.index.build_index.
       place: a collection of Milvus that is filled instead (milvus://HOST:PORT/COLLECTION).
+      shard_rows: build ScaNN in shards of so many sources; 0: one index of all.
     """
     check_store(folder)
     embeddings = open_embeddings(folder / EMBEDDINGS)
     check_embeddings(embeddings)  # also where the index is up to date
     if place:
         return _fill(place, embeddings)
+    if shard_rows:
+        return _index_shards(folder, embeddings, shard_rows)
     import jax
 
     current = is_current(folder / INDEX, embeddings, kind)
@@ -144,6 +149,19 @@ def index(folder: Path, kind: str, place: str = "") -> dict[str, Any]:
     if kind == "mesh_approx":
         result |= _recall(load_index(folder / INDEX, embeddings), embeddings)
     return result
+
+
+def _index_shards(folder: Path, embeddings: Embeddings, shard_rows: int) -> dict[str, Any]:
+    rows = len(embeddings.vectors)
+    with Progress("Indexing sources", rows, "sources") as progress:
+        built = build_shards(
+            folder / INDEX, embeddings, shard_rows, on_progress=lambda done, _: progress.reach(done)
+        )
+    made = open_shards(folder / INDEX, embeddings)
+    state = "built" if built else "is up to date"
+    print(f"Index of {rows:,} sources ({len(made.spans)} shards) {state}: {folder / INDEX}")
+    result = {"rows": rows, "kind": made.kind, "shards": len(made.spans), "built": built}
+    return result | _recall(made, embeddings)
 
 
 def index_bm25(data: Path, out: Path) -> dict[str, Any]:
@@ -168,8 +186,9 @@ def index_bm25(data: Path, out: Path) -> dict[str, Any]:
 
 
 def _texts_from(corpus: Corpus, start: int) -> Iterator[str]:
-    for row in range(start, len(corpus)):
-        yield source_text(corpus.sources[row])
+    if corpus.on_disk:
+        return map(source_text, corpus.sources.from_row(start))
+    return map(source_text, itertools.islice(corpus.sources, start, None))
 
 
 def export(folder: Path, out: Path, data: Path | None = None) -> dict[str, Any]:
