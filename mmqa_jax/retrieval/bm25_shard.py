@@ -153,11 +153,10 @@ class ShardBuilder:
         postings = np.concatenate(self._blocks)
         self._blocks.clear()
         postings.sort()
-        words = sorted(
-            (word.encode("utf-8", "surrogatepass"), number - self._stopped)
-            for word, number in self._numbers.items()
-            if number >= self._stopped
-        )
+        # In the order of code points, which is that of their bytes in UTF-8.
+        words = sorted(self._numbers.keys() - set(_stopped(self._stopped > 0)))
+        numbers = np.fromiter(map(self._numbers.__getitem__, words), np.int64, len(words))
+        numbers -= self._stopped
         self._numbers.clear()
         sizes = np.zeros(len(words), np.int64)
         for piece in _pieces(postings):
@@ -166,10 +165,12 @@ class ShardBuilder:
         mean = max(self.words, 1) / self.rows
         facts = {"rows": self.rows, "words": self.words, "mean_length": mean}
         with replace_folder(folder, {**manifest, "what": SHARD_WHAT, **facts}) as filled:
-            (filled / "words.bin").write_bytes(b"".join(word for word, _ in words))
-            ends = np.cumsum([len(word) for word, _ in words], dtype=np.int64)
+            joined = "".join(words)
+            (filled / "words.bin").write_bytes(joined.encode("utf-8", "surrogatepass"))
+            size = len if joined.isascii() else _bytes_of
+            ends = np.cumsum(np.fromiter(map(size, words), np.int64, len(words)))
             np.save(filled / "word_ends.npy", ends.astype(np.uint32))
-            np.save(filled / "word_numbers.npy", np.array([n for _, n in words], np.uint32))
+            np.save(filled / "word_numbers.npy", numbers.astype(np.uint32))
             np.save(filled / "lengths.npy", lengths)
             np.save(filled / "starts.npy", starts.astype(np.uint32))
             most = max((int(_counts(piece).max()) for piece in _pieces(postings)), default=0)
@@ -180,6 +181,10 @@ class ShardBuilder:
 
 def _stopped(stop_words: bool) -> list[str]:
     return sorted(english_stop_words()) if stop_words else []
+
+
+def _bytes_of(word: str) -> int:
+    return len(word.encode("utf-8", "surrogatepass"))
 
 
 def _word(postings: np.ndarray) -> np.ndarray:
