@@ -21,7 +21,7 @@ EXAMPLE = (
     "mmqa search --data=data/atlas --method=dense --model=runs/contrastive "
     "--index=runs/index --out=runs/retrieval/dense.jsonl"
 )
-STORE_INPUTS = ("data", "model", "index", "modality_model")
+STORE_INPUTS = ("data", "sources", "model", "index", "modality_model")
 STORE_OUTPUTS = ("out", "qrels")
 
 
@@ -32,6 +32,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     flags.add_data(parser)
     flags.add_split(parser)
+    parser.add_argument(
+        "--sources",
+        default="",
+        metavar="DIR",
+        help="another folder of `mmqa prepare`, such as Wikipedia's, whose sources are searched "
+        "(those of --data)",
+    )
     parser.add_argument(
         "--method",
         choices=("bm25", "dense", "fused", "rrf"),
@@ -143,7 +150,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     _check_tune(arguments, alone=flags.is_alone(arguments, shard))
     spec.check(restricted=restricted)
-    corpus = open_corpus(data)
+    corpus = open_corpus(data, arguments.sources)
     questions = split_questions(corpus, data, split)
     check_rankings_out(out, questions, corpus)
     qrels = as_path(arguments.qrels) if arguments.qrels else None

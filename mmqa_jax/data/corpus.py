@@ -7,6 +7,7 @@ disk (disk_sources.py), and are read when they are asked for.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -146,6 +147,22 @@ class Corpus:
         images = np.flatnonzero(self.image_mask()[chosen])
         return Corpus(selection, (), self.read_picture, row=row, image_rows=images)
 
+    def with_questions(
+        self,
+        questions: Iterable[Question],
+        read_picture: Callable[[str], bytes | None] | None = None,
+    ) -> Corpus:
+        """The same sources, not copied, with other questions.
+
+        Args:
+          read_picture: as of the class; None: this corpus's own.
+        """
+        other = copy.copy(self)
+        other._questions = list(questions)
+        if read_picture is not None:
+            other._read_picture = read_picture
+        return other
+
     def _row_of(self, name: str, question: Question) -> int:
         try:
             return self.row[name]
@@ -172,6 +189,18 @@ class _SourceIds(Sequence[str]):
 
     def __iter__(self) -> Iterator[str]:
         return (source.id for source in self._sources)
+
+
+class _PicturesOfBoth:
+    """Encoded pictures of the questions of one corpus and of the sources of another."""
+
+    def __init__(self, asked: Corpus, known: Corpus):
+        self._asked, self._known = asked, known
+        self._of_questions = {question.image for question in asked.questions()}
+
+    def __call__(self, name: str) -> bytes | None:
+        home = self._asked if name in self._of_questions else self._known
+        return home.read_picture(name)
 
 
 class FolderPictures:
@@ -203,8 +232,16 @@ def open_sources(data_dir: str | os.PathLike) -> Corpus:
     return Corpus(records.read_sources(folder), (), pictures, manifest["fingerprint"], manifest)
 
 
-def open_corpus(data_dir: str | os.PathLike) -> Corpus:
-    """Opens what `mmqa prepare` wrote; UserError where it is missing or incomplete."""
+def open_corpus(data_dir: str | os.PathLike, sources_dir: str | os.PathLike = "") -> Corpus:
+    """Opens what `mmqa prepare` wrote; UserError where it is missing or incomplete.
+
+    Args:
+      sources_dir: another prepared corpus, such as Wikipedia's, whose sources take the place of its
+        own; the fingerprint is that of these sources, too. "": its own.
+    """
+    if sources_dir:
+        asked, known = open_corpus(data_dir), open_sources(sources_dir)
+        return known.with_questions(asked.questions(), _PicturesOfBoth(asked, known))
     manifest = records.read_manifest(data_dir)
     if "stored" in manifest:
         return _open_streamed(Path(data_dir), manifest)

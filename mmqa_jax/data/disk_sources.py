@@ -8,18 +8,19 @@
     <folder>/SHA256SUMS          of all these files
 
 The columns are the texts id, title, text, image ("": a snippet) and extra (a JSON object, or "").
-Files are mapped into memory, and what is read of them is the system's page cache. A batch is
+Single sources are read through a map of their file, which is the system's page cache. A batch is
 compared with its checksum when it is first read. An id is found by its hash, and then compared
 with the one that is stored, so that two ids of one hash are told apart.
 
-Held in memory of a million sources: 66 kB of checksums and 4 bytes for every picture; and of all of
-them 64 open files of some kilobytes each.
+Held in memory of a million sources: 66 kB of checksums and 4 bytes for every picture; beside them
+at most 64 mapped files and 64 batches.
 """
 
 from __future__ import annotations
 
 import bisect
 import collections
+import contextlib
 import hashlib
 import itertools
 import json
@@ -115,10 +116,9 @@ class DiskSources(Sequence[Source]):
 
     def from_row(self, row: int) -> Iterator[Source]:
         """All sources from a row on, in order, a batch at a time."""
-        for number in range(row // BATCH_ROWS, len(self._digests)):
-            columns = [column.to_pylist() for column in self._batch(number)]
+        for number, columns in self._in_order(row // BATCH_ROWS):
             first = max(row - number * BATCH_ROWS, 0)
-            yield from map(_source, *(column[first:] for column in columns))
+            yield from map(_source, *(column.to_pylist()[first:] for column in columns))
 
     def id_of(self, row: int) -> str:
         """The id of the source in a row."""
@@ -127,8 +127,8 @@ class DiskSources(Sequence[Source]):
 
     def ids_from(self, row: int) -> Iterator[list[str]]:
         """The ids of all sources from a batch's first row on, a batch at a time."""
-        for number in range(row // BATCH_ROWS, len(self._digests)):
-            yield self._batch(number)[0].to_pylist()
+        for _, columns in self._in_order(row // BATCH_ROWS):
+            yield columns[0].to_pylist()
 
     def _place(self, row: int) -> tuple[Any, int]:
         if not -self._rows <= row < self._rows:
@@ -137,26 +137,56 @@ class DiskSources(Sequence[Source]):
         return self._batch(number), place
 
     def _batch(self, number: int) -> list[Any]:
-        """The columns of a batch, checked when it is first read."""
+        """The columns of a batch, mapped."""
         with self._lock:
             if number in self._batches:
                 self._batches.move_to_end(number)
                 return self._batches[number]
             shard, place = divmod(number, SHARD_ROWS // BATCH_ROWS)
-            file = self.folder / shard_name(shard)
-            try:
+            with self._damage_named(shard):
                 columns = self._file(shard).get_batch(place).columns
-                whole = self._checked[number] or self._is_whole(number, columns)
-            except (OSError, ValueError, KeyError, IndexError) as error:  # pyarrow's are of these
-                reason = " ".join(str(error).split())[:120]
-                raise UserError(f"{file}: is damaged ({reason}); {_REMEDY}.") from error
-            if not whole:
-                raise UserError(f"{file}: is damaged (its batch {place} is another); {_REMEDY}.")
-            self._checked[number] = True
+            self._check(number, columns)
             self._batches[number] = columns
             if len(self._batches) > _OPEN_BATCHES:
                 self._batches.popitem(last=False)
             return columns
+
+    def _in_order(self, first: int) -> Iterator[tuple[int, list[Any]]]:
+        """Number and columns of all batches from the `first` on.
+
+        They are read and not mapped: who reads all of them would have them all in its memory map.
+        """
+        pyarrow = arrow()
+        in_shard = SHARD_ROWS // BATCH_ROWS
+        for start in range(first // in_shard * in_shard, len(self._digests), in_shard):
+            shard = start // in_shard
+            with contextlib.ExitStack() as closing:
+                with self._damage_named(shard):
+                    path = self.folder / shard_name(shard)
+                    file = closing.enter_context(pyarrow.OSFile(str(path), "rb"))
+                    reader = pyarrow.ipc.open_file(file)
+                for number in range(max(first, start), min(start + in_shard, len(self._digests))):
+                    with self._damage_named(shard):
+                        columns = reader.get_batch(number - start).columns
+                    self._check(number, columns)
+                    yield number, columns
+
+    @contextlib.contextmanager
+    def _damage_named(self, shard: int) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, KeyError, IndexError) as error:  # pyarrow's are of these
+            reason = " ".join(str(error).split())[:120]
+            path = self.folder / shard_name(shard)
+            raise UserError(f"{path}: is damaged ({reason}); {_REMEDY}.") from error
+
+    def _check(self, number: int, columns: Sequence[Any]) -> None:
+        """UserError if a batch, when it is first read, is not the one that was written."""
+        if not self._checked[number] and not self._is_whole(number, columns):
+            shard, place = divmod(number, SHARD_ROWS // BATCH_ROWS)
+            path = self.folder / shard_name(shard)
+            raise UserError(f"{path}: is damaged (its batch {place} is another); {_REMEDY}.")
+        self._checked[number] = True
 
     def _is_whole(self, number: int, columns: Sequence[Any]) -> bool:
         rows = min(BATCH_ROWS, self._rows - number * BATCH_ROWS)

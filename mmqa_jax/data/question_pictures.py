@@ -93,13 +93,7 @@ def with_gold_sources(corpus: Corpus, context: GoldContext) -> Corpus:
             extra={**question.extra, CAPTION: said},
         )
 
-    return Corpus(
-        corpus.sources,
-        [brought(question) for question in corpus.questions()],
-        corpus.read_picture,
-        corpus.fingerprint,
-        corpus.manifest,
-    )
+    return corpus.with_questions([brought(question) for question in corpus.questions()])
 
 
 def _sentence(source: Source) -> str:

@@ -144,7 +144,11 @@ def _merge_row(folder: Path, record: JobRecord, answered: Answered) -> RowRun:
     row = read_row(ConfigDict(recorded))
     row = dataclasses.replace(
         row,
-        data=dataclasses.replace(row.data, dir=_on_this_host(row.data.dir)),
+        data=dataclasses.replace(
+            row.data,
+            dir=_on_this_host(row.data.dir),
+            sources=_on_this_host(row.data.sources),
+        ),
         scoring=dataclasses.replace(row.scoring, bart=_on_this_host(row.scoring.bart)),
     )
     corpus = row.open_corpus()

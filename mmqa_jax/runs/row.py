@@ -65,6 +65,7 @@ class RowData:
 
     Attributes:
       dir: folder of `mmqa prepare`.
+      sources: another one, such as Wikipedia's, whose sources take the place of its own; "": none.
       questions: so many, evenly over the split; 0: all.
       modality: those that need snippets (`text`) or pictures (`image`); of a benchmark those
         without and with a picture.
@@ -75,6 +76,7 @@ class RowData:
 
     dir: str
     split: str
+    sources: str = ""
     questions: int = at_least(0, 0)
     modality: Literal["", "text", "image"] = ""
     where: dict = dataclasses.field(default_factory=dict)
@@ -176,7 +178,7 @@ class Row:
         """Whether its sources are the corpus's own, and no other knowledge base's."""
         knowledge = self.parts.get("knowledge")
         other = knowledge.data if isinstance(knowledge, KnowledgeSpec) else ""
-        return other in ("", self.data.dir)
+        return other in ("", self.data.sources or self.data.dir)
 
     @property
     def needs_all(self) -> bool:
@@ -205,7 +207,9 @@ class Row:
         # A model on the Hugging Face hub is looked for in its cache when it is opened.
         by_name = is_hub_name(self.llm) and self.llm not in made_by
         no_paths = {*_INSTALLED, *([self.llm] if by_name else [])}
-        paths = dict.fromkeys(filter(None, [self.data.dir, self.scoring.bart, *self.paths()]))
+        paths = dict.fromkeys(
+            filter(None, [self.data.dir, self.data.sources, self.scoring.bart, *self.paths()])
+        )
         return {
             path: made_by.get(path, "no such path; name another with --config.KEY=PATH")
             for path in paths
@@ -220,7 +224,7 @@ class Row:
 
     def open_corpus(self) -> Corpus:
         """Its questions and sources."""
-        corpus = open_corpus(self.data.dir)
+        corpus = open_corpus(self.data.dir, self.data.sources)
         return with_gold_sources(corpus, self.data.context) if self.data.context else corpus
 
     def questions(self, corpus: Corpus) -> list[Question]:

@@ -233,11 +233,12 @@ def report_row(folder: Path) -> tuple[Path, list[Table]]:
     run = read_run(folder)
     scores = {"notes": [], "limit": None, **run.scores}
     row = recorded_row(folder)
-    if not Path(row.data.dir).is_dir():
-        raise UserError(
-            f"{folder}: its data is not at {os.fspath(row.data.dir)}, seen from here; start `mmqa "
-            "report` where the run was started."
-        )
+    for place in filter(None, (row.data.dir, row.data.sources)):
+        if not Path(place).is_dir():
+            raise UserError(
+                f"{folder}: its data is not at {os.fspath(place)}, seen from here; start `mmqa "
+                "report` where the run was started."
+            )
     corpus = row.open_corpus()
     asked = {question.id: question for question in row.questions(corpus)}
     predictions = _predictions(folder)

@@ -159,14 +159,15 @@ def run_sweep(
 @contextlib.contextmanager
 def _opened(cells: Sequence[SweepCell], folder: Path) -> Iterator[Any]:
     """What gives the parts that rows share: of each folder of data its own, closed at the end."""
-    opened: dict[str, OpenedParts] = {}
+    opened: dict[tuple[str, str], OpenedParts] = {}
 
     def of(row: Row) -> OpenedParts | None:
         if row.data.context:  # its questions are read in another way than a corpus has them
             return None
-        if row.data.dir not in opened:
-            opened[row.data.dir] = OpenedParts(row.open_corpus(), folder / "journals", kept=True)
-        return opened[row.data.dir]
+        home = row.data.dir, row.data.sources
+        if home not in opened:
+            opened[home] = OpenedParts(row.open_corpus(), folder / "journals", kept=True)
+        return opened[home]
 
     try:
         yield of

@@ -227,7 +227,8 @@ def _of_workdir(
     opened = OpenedParts(demo.corpus)
     for name in finished_rows(workdir):
         row = recorded_row(workdir / name)
-        same = Path(row.data.dir).resolve() == data.resolve() and not row.data.context
+        same = Path(row.data.dir).resolve() == data.resolve()
+        same = same and not (row.data.context or row.data.sources)
         if same and row.answers and not row.answering.needs_all and not row.missing_inputs():
             systems.append(RowSystem(row, demo.corpus, opened, threads, computing))
     return demo.corpus, demo, systems

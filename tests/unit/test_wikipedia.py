@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from mmqa_jax.cli import main
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.prepare import prepare
@@ -326,3 +327,27 @@ def test_a_row_finds_its_knowledge_there(raw):
     knowledge = open_knowledge(Corpus([]), spec)
     ((found,),) = knowledge.find(["Which damselfly is banded?"], 1)
     assert (found.id, found.title) == ("Q806563#1", "Banded demoiselle")
+
+
+def test_questions_of_one_corpus_over_the_sources_of_another(raw):
+    """`mmqa search --sources` and `data.sources` of a row: InfoSeek's questions over its articles."""
+    (raw / "Wiki6M_ver_1_0.jsonl").write_bytes(lines(WIKI6M))
+    (raw / "images").mkdir()
+    Image.new("RGB", (4, 4), "red").save(raw / "images" / "Q806563.jpg")
+    articles, asked, own = (raw.parent / name for name in ("articles", "asked", "questions"))
+    prepare("infoseek_wiki", raw, articles)
+    own.mkdir()
+    Image.new("RGB", (4, 4), "blue").save(own / "asked.png")
+    (own / "sources.jsonl").write_text('{"id": "own", "modality": "text", "text": "banded"}\n')
+    question = {"id": "q", "split": "test", "question": "Which damselfly is banded?"}
+    (own / "questions.jsonl").write_bytes(lines([{**question, "image": "asked.png"}]))
+    prepare("corpus", own, asked)
+    corpus = open_corpus(asked, articles)
+    assert [source.id for source in corpus.sources] == ["Q806563#picture1", "Q806563#1", "Q42#1"]
+    assert corpus.fingerprint == open_corpus(articles).fingerprint
+    assert corpus.question_picture(corpus.questions()[0]) == (own / "asked.png").read_bytes()
+    assert corpus.picture(0) == (raw / "images" / "Q806563.jpg").read_bytes()
+    found = raw.parent / "found.jsonl"
+    flags = [f"--data={asked}", f"--sources={articles}", "--method=bm25", f"--out={found}"]
+    assert main(["search", *flags, "--top_k=1"]) == 0
+    assert json.loads(found.read_text())["sources"] == ["Q806563#1"]
