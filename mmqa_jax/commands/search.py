@@ -47,7 +47,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "Qwen3-VL-Embedding, or a published encoder of texts, folder or ORG/NAME (not for bm25)",
     )
     flags.add_download(parser)
-    parser.add_argument("--index", default="", help="folder written by `mmqa index` (not for bm25)")
+    parser.add_argument(
+        "--index",
+        default="",
+        help="folder written by `mmqa index`; of bm25 that of --kind=bm25 (none: made in memory)",
+    )
     parser.add_argument(
         "--fusion_weight",
         type=float,

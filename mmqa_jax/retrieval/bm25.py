@@ -24,7 +24,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking, source_text
 from mmqa_jax.retrieval.rankings import by_score, to_rankings
 
-_WORD = re.compile(r"\w+")
+WORD = re.compile(r"\w+")
 _BLOCK = 64  # scores per block when bounding the top k; any size is correct
 
 
@@ -33,8 +33,8 @@ def words(text: str, stop_words: bool = True) -> list[str]:
 
     The paper's baseline splits at spaces, keeps case and drops nothing (reference.md 3).
     """
-    removed = _stop_words() if stop_words else ()
-    return [word for word in _WORD.findall(text.lower()) if word not in removed]
+    removed = english_stop_words() if stop_words else ()
+    return [word for word in WORD.findall(text.lower()) if word not in removed]
 
 
 @functools.cache
@@ -49,7 +49,8 @@ def _bm25s() -> ModuleType:
 
 
 @functools.cache
-def _stop_words() -> frozenset[str]:
+def english_stop_words() -> frozenset[str]:
+    """The 33 most common English words, as bm25s has them."""
     return frozenset(_bm25s().stopwords.STOPWORDS_EN)
 
 
@@ -186,11 +187,15 @@ class BM25:
 
 
 class BM25Retriever:
-    """A Retriever: BM25 over titles, snippets and captions."""
+    """A Retriever: BM25 over titles, snippets and captions.
 
-    def __init__(self, corpus: Corpus):
+    Args:
+      index: of the corpus on disk (bm25_disk.py), with BM25's methods; None: made in memory.
+    """
+
+    def __init__(self, corpus: Corpus, index: Any = None):
         self.corpus = corpus
-        self.bm25 = BM25([source_text(source) for source in corpus.sources])
+        self.bm25 = index or BM25([source_text(source) for source in corpus.sources])
 
     def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
         """The `top_k` sources of the whole collection for every question, best first.

@@ -13,7 +13,7 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -107,25 +107,9 @@ class ScannIndex:
         check_embeddings(embeddings)
         vectors = embeddings.vectors
         parameters = parameters or ScannParameters.for_rows(len(vectors))
-        builder = _scann().builder(vectors, min(20, len(vectors)), "dot_product")
+        builder = scann_builder(vectors, parameters)
         if parameters.leaves:
-            builder = (
-                builder.tree(
-                    num_leaves=parameters.leaves,
-                    num_leaves_to_search=parameters.leaves_to_search,
-                    training_sample_size=parameters.training_rows or len(vectors),
-                    # Partition by direction: the plain mean of a mixed partition is short and its
-                    # dot product with a query small, so it would never be searched (and recall@20
-                    # would stay below 0.99 however many partitions are searched).
-                    spherical=True,
-                    soar_lambda=parameters.soar or None,
-                )
-                # 2 dimensions per block and threshold 0.2, as ScaNN recommends for unit vectors.
-                .score_ah(2, anisotropic_quantization_threshold=0.2)
-                .reorder(parameters.reorder)
-            )
-        else:
-            builder = builder.score_brute_force()
+            builder = builder.reorder(parameters.reorder)
         return cls(embeddings, builder.build(), parameters)
 
     def __len__(self) -> int:
@@ -178,11 +162,7 @@ class ScannIndex:
         """Writes ScaNN's files and the manifest, whole or not at all."""
         manifest = index_manifest(self.embeddings, self.kind, dataclasses.asdict(self.parameters))
         with replace_folder(folder, manifest) as temporary:
-            try:
-                self._searcher.serialize(str(temporary), relative_path=True)
-            except RuntimeError:  # "I/O error", whatever it was
-                try_disk(temporary)
-                raise
+            write_scann(self._searcher, temporary)
 
     def _fetch(self, queries: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         options: dict[str, int] = {}
@@ -272,16 +252,52 @@ def load_index(
         return MeshIndex(embeddings, approximate=manifest["kind"] == "mesh_approx")
     if manifest["kind"] == "exact" or not _scann_or_note("auto"):
         return ExactIndex(embeddings)
+    parameters, searcher = load_scann(folder, manifest)
+    return ScannIndex(embeddings, searcher, parameters)
+
+
+def load_scann(folder: Path, manifest: Mapping[str, Any]) -> tuple[ScannParameters, Any]:
+    """ScaNN's files in a folder, whose checksums have been checked, as parameters and searcher.
+
+    Raises:
+      UserError: ScaNN cannot open them.
+    """
     if (folder / "scann_docids.pkl").exists():  # ScaNN would unpickle it; we never write one
         raise UserError(f"{folder / 'scann_docids.pkl'}: pickles are not loaded; remove it.")
     try:
-        parameters = ScannParameters(**manifest["parameters"])
-        searcher = _scann().load_searcher(str(folder))
+        return ScannParameters(**manifest["parameters"]), _scann().load_searcher(str(folder))
     except (TypeError, OSError, ValueError, RuntimeError) as error:
         raise UserError(
             f"{folder}: ScaNN cannot open this index ({error}); run `{_VERB}` again."
         ) from error
-    return ScannIndex(embeddings, searcher, parameters)
+
+
+def write_scann(searcher: Any, folder: Path) -> None:
+    """Writes ScaNN's files into an empty folder."""
+    try:
+        searcher.serialize(str(folder), relative_path=True)
+    except RuntimeError:  # "I/O error", whatever it was
+        try_disk(folder)
+        raise
+
+
+def scann_builder(vectors: np.ndarray, parameters: ScannParameters) -> Any:
+    """ScaNN's builder without reordering: brute force, or partitions and their codes."""
+    builder = _scann().builder(vectors, min(20, len(vectors)), "dot_product")
+    if not parameters.leaves:
+        return builder.score_brute_force()
+    builder = builder.tree(
+        num_leaves=parameters.leaves,
+        num_leaves_to_search=parameters.leaves_to_search,
+        training_sample_size=parameters.training_rows or len(vectors),
+        # Partition by direction: the plain mean of a mixed partition is short and its dot product
+        # with a query small, so it would never be searched (and recall@20 would stay below 0.99
+        # however many partitions are searched).
+        spherical=True,
+        soar_lambda=parameters.soar or None,
+    )
+    # 2 dimensions per block and threshold 0.2, as ScaNN recommends for unit vectors.
+    return builder.score_ah(2, anisotropic_quantization_threshold=0.2)
 
 
 def scann_available() -> bool:

@@ -8,6 +8,7 @@ from mmqa_jax.retrieval.index import ScannParameters
 from mmqa_jax.retrieval.milvus import FLAT_ROWS, GRAPH
 
 _FLOAT = 4  # bytes
+SHARD_ROWS = 1_000_000  # of `mmqa index --kind=scann --shard_rows`, as planned here
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +30,13 @@ class IndexSize:
 
 
 def index_sizes(rows: int, dim: int) -> tuple[IndexSize, ...]:
-    """Exact search from disk, ScaNN on one host, and Milvus, for float32 vectors [rows, dim]."""
+    """Exact search from disk, ScaNN on one host and in shards, and Milvus, for float32 vectors
+    [rows, dim]."""
     vectors = float(rows * dim * _FLOAT)
     return (
         IndexSize("exact", "disk", vectors, vectors, shared=True),
         _scann(rows, dim),
+        *([_scann_shards(rows, dim)] if rows > SHARD_ROWS else []),
         _milvus(rows, dim),
     )
 
@@ -46,13 +49,29 @@ def _scann(rows: int, dim: int) -> IndexSize:
     parameters, vectors = ScannParameters.for_rows(rows), rows * dim * _FLOAT
     if not parameters.leaves:
         return IndexSize("scann", "host memory", vectors, vectors)
-    partitions = 2 if parameters.soar else 1
-    codes = partitions * rows * dim / 2
-    members = partitions * rows * 4  # the numbers of the partitions
-    centers = parameters.leaves * dim * _FLOAT
+    codes, centers = _codes(rows, dim, parameters), parameters.leaves * dim * _FLOAT
+    members = _partitions(parameters) * rows * 4  # the numbers of the partitions
     share = parameters.leaves_to_search / parameters.leaves
     read = centers + share * codes / 2 + parameters.reorder * dim * _FLOAT
     return IndexSize("scann", "host memory", vectors + codes + members + centers, read)
+
+
+def _scann_shards(rows: int, dim: int) -> IndexSize:
+    """What of SHARD_ROWS is in memory but the vectors; a batch of queries reads all shards' codes.
+
+    Building one takes its vectors twice, as ScaNN copies them.
+    """
+    whole = _scann(SHARD_ROWS, dim).held - SHARD_ROWS * dim * _FLOAT
+    return IndexSize("scann_shards", "host memory", whole, whole * rows / SHARD_ROWS, shared=True)
+
+
+def _codes(rows: int, dim: int, parameters: ScannParameters) -> float:
+    return _partitions(parameters) * rows * dim / 2
+
+
+def _partitions(parameters: ScannParameters) -> int:
+    """Of a row."""
+    return 2 if parameters.soar else 1
 
 
 def _milvus(rows: int, dim: int) -> IndexSize:

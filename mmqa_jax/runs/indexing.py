@@ -1,9 +1,10 @@
-"""`mmqa embed` and `mmqa index`: embeddings of a corpus's sources, and the index over them."""
+"""`mmqa embed` and `mmqa index`: embeddings of a corpus's sources, and indexes over them."""
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.core.paths import as_path, check_store
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.shards import WHOLE, Shard
-from mmqa_jax.data.corpus import open_corpus, open_sources
+from mmqa_jax.data.corpus import Corpus, open_corpus, open_sources
 from mmqa_jax.data.records import MANIFEST as CORPUS
+from mmqa_jax.data.schema import source_text
+from mmqa_jax.retrieval.bm25_disk import build_bm25
 from mmqa_jax.retrieval.embeddings import (
     Embeddings,
     join_embeddings,
@@ -30,7 +33,8 @@ from mmqa_jax.retrieval.faiss_export import check_export, export_faiss
 from mmqa_jax.retrieval.index import build_index, is_current, load_index, recall_against
 from mmqa_jax.retrieval.manifest import MANIFEST
 from mmqa_jax.retrieval.milvus import ingest, open_milvus
-from mmqa_jax.runs.parts import EMBEDDINGS, INDEX
+from mmqa_jax.retrieval.scann_shards import build_shards, open_shards
+from mmqa_jax.runs.parts import BM25_INDEX, EMBEDDINGS, INDEX
 from mmqa_jax.tasks.embedder import open_embedder
 
 _COMPARED_ROWS = 5_000_000  # beyond them exact search takes longer than the comparison is worth
@@ -116,18 +120,21 @@ def merge_embeddings(out: Path) -> dict[str, Any]:
     return {"sources": rows, "dim": dim}
 
 
-def index(folder: Path, kind: str, place: str = "") -> dict[str, Any]:
+def index(folder: Path, kind: str, place: str = "", shard_rows: int = 0) -> dict[str, Any]:
     """Builds the index over the embeddings in `folder`, unless it is up to date.
 
     Args:
       kind: see retrieval.index.build_index.
       place: a collection of Milvus that is filled instead (milvus://HOST:PORT/COLLECTION).
+      shard_rows: build ScaNN in shards of so many sources; 0: one index of all.
     """
     check_store(folder)
     embeddings = open_embeddings(folder / EMBEDDINGS)
     check_embeddings(embeddings)  # also where the index is up to date
     if place:
         return _fill(place, embeddings)
+    if shard_rows:
+        return _index_shards(folder, embeddings, shard_rows)
     import jax
 
     current = is_current(folder / INDEX, embeddings, kind)
@@ -142,6 +149,46 @@ def index(folder: Path, kind: str, place: str = "") -> dict[str, Any]:
     if kind == "mesh_approx":
         result |= _recall(load_index(folder / INDEX, embeddings), embeddings)
     return result
+
+
+def _index_shards(folder: Path, embeddings: Embeddings, shard_rows: int) -> dict[str, Any]:
+    rows = len(embeddings.vectors)
+    with Progress("Indexing sources", rows, "sources") as progress:
+        built = build_shards(
+            folder / INDEX, embeddings, shard_rows, on_progress=lambda done, _: progress.reach(done)
+        )
+    made = open_shards(folder / INDEX, embeddings)
+    state = "built" if built else "is up to date"
+    print(f"Index of {rows:,} sources ({len(made.spans)} shards) {state}: {folder / INDEX}")
+    result = {"rows": rows, "kind": made.kind, "shards": len(made.spans), "built": built}
+    return result | _recall(made, embeddings)
+
+
+def index_bm25(data: Path, out: Path) -> dict[str, Any]:
+    """Writes BM25's index over a corpus's sources below `out`, or finishes that.
+
+    Raises:
+      UserError: as `build_bm25`, or no corpus.
+    """
+    check_out(out / BM25_INDEX, folder=True)
+    corpus = open_sources(local_copy(data))
+    with Progress("Indexing sources", len(corpus), "sources") as progress:
+        built = build_bm25(
+            out / BM25_INDEX,
+            lambda start: _texts_from(corpus, start),
+            len(corpus),
+            corpus.fingerprint,
+            on_progress=progress.reach,
+        )
+    state = "built" if built else "is up to date"
+    print(f"Index of {len(corpus):,} sources (bm25) {state}: {out / BM25_INDEX}")
+    return {"rows": len(corpus), "kind": "bm25", "built": built}
+
+
+def _texts_from(corpus: Corpus, start: int) -> Iterator[str]:
+    if corpus.on_disk:
+        return map(source_text, corpus.sources.from_row(start))
+    return map(source_text, itertools.islice(corpus.sources, start, None))
 
 
 def export(folder: Path, out: Path, data: Path | None = None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from mmqa_jax.core.host import cache_dir
 from mmqa_jax.core.serving import OnModel, ignored
 from mmqa_jax.core.typed import at_least, is_section
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.schema import Modality, Question
+from mmqa_jax.data.schema import Modality, Question, source_text
 from mmqa_jax.prompting.captions import Captions, open_captions
 from mmqa_jax.prompting.heuristics import AnswerHeuristics, load_answer_aware, load_candidates
 from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
@@ -37,7 +37,8 @@ from mmqa_jax.runs.baseline_parts import FactsSpec, FusionReaderSpec, Multimodal
 from mmqa_jax.runs.opened_parts import OpenedParts, Part
 from mmqa_jax.tasks.library import LibrarySpec, check_similarity, open_text_embedder
 
-EMBEDDINGS, INDEX = "embeddings", "index"  # subfolders of the folder that `mmqa embed` writes
+# Subfolders of an index's folder: of `mmqa embed`, `mmqa index`, and that with --kind=bm25.
+EMBEDDINGS, INDEX, BM25_INDEX = "embeddings", "index", "bm25"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +50,9 @@ class RetrieverSpec(Part):
         reciprocal-rank fusion.
       model: workdir of a contrastive run, a CLIP or SigLIP, a Qwen3-VL-Embedding, or a published
         encoder of texts: its folder, or ORG/NAME in the Hugging Face cache (not for bm25).
-      index: folder of `mmqa embed` and `mmqa index` with that model (not for bm25), or the Milvus
-        collection that `mmqa index` filled (milvus://HOST:PORT/COLLECTION).
+      index: folder of `mmqa embed` and `mmqa index` with that model, or the Milvus collection that
+        `mmqa index` filled (milvus://HOST:PORT/COLLECTION). BM25 is searched from disk where the
+        folder holds an index of --kind=bm25, else made in memory: the rankings are the same.
       modality: `unknown` searches all sources; `text` and `image` those of one modality; `known`
         those of the gold sources' modality; `classified` those of the modality that a classifier
         predicts.
@@ -96,6 +98,7 @@ class RetrieverSpec(Part):
                 raise UserError(
                     f"{named}fusion_weight: works only with {other}method=fused; leave it out."
                 )
+        restricted_to = self.modality != "unknown"
         if restricted and (self.method in ("fused", "rrf") or self.modality != "unknown"):
             raise UserError(
                 "--candidates=restricted: works with --method=bm25 or dense and without "
@@ -110,6 +113,11 @@ class RetrieverSpec(Part):
             raise UserError(
                 f"{named}asks=picture: BM25 reads words; set {other}method to dense, or ask by the "
                 "text or both."
+            )
+        if self.method == "bm25" and self.index and (self.webqa_compat or restricted_to):
+            raise UserError(
+                f"{named}index={self.index}: of bm25 it holds all sources by our formula; leave it "
+                f"out, or {other}webqa_compat and {other}modality."
             )
         if self.method != "bm25" and not (self.model and self.index):
             in_row = f": needs {section}.model and {section}.index"
@@ -128,7 +136,9 @@ class RetrieverSpec(Part):
         in_milvus = self.index.startswith(MILVUS)
         named = self.index if in_milvus else ""
         settings = dataclasses.replace(self, model="", index=named, modality_model="")
-        index = "" if in_milvus or not self.index else f"{self.index}/{INDEX}"
+        # BM25 finds the same from disk as in memory.
+        no_folder = in_milvus or not self.index or self.method == "bm25"
+        index = "" if no_folder else f"{self.index}/{INDEX}"
         return identity.of_folders(self.model, index, self.modality_model, text=str(settings))
 
     def open(self, row: OpenedParts, name: str = "retriever") -> Any:
@@ -342,11 +352,27 @@ def _open_index(index: str, model_fingerprint: str, corpus_fingerprint: str) -> 
     from mmqa_jax.retrieval.embeddings import open_embeddings
     from mmqa_jax.retrieval.index import load_index
     from mmqa_jax.retrieval.milvus import open_milvus
+    from mmqa_jax.retrieval.scann_shards import open_shards
 
     if index.startswith(MILVUS):
         return open_milvus(index, model_fingerprint, corpus_fingerprint)
     embeddings = open_embeddings(Path(index) / EMBEDDINGS, model_fingerprint, corpus_fingerprint)
-    return load_index(Path(index) / INDEX, embeddings, model_fingerprint)
+    folder = Path(index) / INDEX
+    in_shards = open_shards(folder, embeddings, model_fingerprint)
+    return in_shards or load_index(folder, embeddings, model_fingerprint)
+
+
+def open_bm25(corpus: Corpus, spec: RetrieverSpec) -> Any:
+    """The index of `mmqa index --kind=bm25` in the spec's folder; None: it names none, or holds
+    that of a dense retriever alone. UserError as DiskBM25, or for bm25 without such an index."""
+    from mmqa_jax.retrieval.bm25_disk import DiskBM25
+
+    if not spec.index or spec.index.startswith(MILVUS):
+        return None
+    folder = Path(spec.index) / BM25_INDEX
+    if spec.method != "bm25" and not folder.exists():
+        return None
+    return DiskBM25(folder, corpus.fingerprint, lambda row: source_text(corpus.sources[row]))
 
 
 def with_similarity(reranker: Any, retriever: Any, corpus: Corpus, weight: float) -> Any:
@@ -384,8 +410,11 @@ def retrievers_over(
     subset = corpus if modality is None else one_modality(corpus, modality)
     retrievers: list[Any] = []
     if spec.method != "dense":
-        bm25 = WebQABM25Retriever if spec.webqa_compat else BM25Retriever
-        retrievers.append(bm25(subset))
+        if spec.webqa_compat:
+            retrievers.append(WebQABM25Retriever(subset))
+        else:
+            on_disk = None if modality is not None else open_bm25(corpus, spec)
+            retrievers.append(BM25Retriever(subset, on_disk))
     if dense is not None and modality is not None:
         view = ModalityIndex(dense.index, corpus.modality_rows(modality))
         dense = DenseRetriever(subset, dense.embedder, view, dense.pictures, dense.asks)
@@ -478,8 +507,8 @@ class KnowledgeSpec(Part):
       modality: only snippets (`text`), only pictures' captions (`image`), or all.
       text_model: of dense retrieval: `minilm`, a published encoder of texts (folder or ORG/NAME), a
         CLIP or SigLIP or a contrastive run.
-      index: folder of `mmqa embed` and `mmqa index` with that model; "": the passages' texts are
-        embedded here, and kept on disk by content.
+      index: folder of `mmqa embed` and `mmqa index` with that model, or of `mmqa index
+        --kind=bm25`; "": the passages' texts are embedded here, and kept on disk by content.
       text: what is searched for: the question, with hint and choices, or behind the caption.
       section_key: see KnowledgeBase; the titles of sources that may be found for a question.
     """
@@ -574,7 +603,7 @@ def open_knowledge(
         dense = None if spec.retriever == "bm25" else _open_dense_knowledge(home, spec)
         if dense is not None:
             on_model("text_model", dense.embedder)
-        method = RetrieverSpec(spec.retriever)
+        method = RetrieverSpec(spec.retriever, index=spec.index)
         retriever = retrievers_over(home, method, dense, spec.modality or None)(DEFAULT_WEIGHT)
     return KnowledgeBase(
         subset,

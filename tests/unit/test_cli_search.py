@@ -396,3 +396,37 @@ def test_an_index_for_faiss(data, index, refused, tmp_path):
     refused(*flags, "--kind=exact", message="--kind=exact and --export: .* leave --kind=exact out")
     refused(*flags[:2], f"--out={out}", message="--out: is of an export; give --export=faiss")
     refused(*flags[:3], f"--out={moved}", f"--data={data}", message=r"index: is a folder")
+
+
+def test_bm25_from_disk_finds_what_it_finds_in_memory(data, models, index, refused, tmp_path):
+    corpus, out = f"--data={data}", tmp_path / "index"
+    shutil.copytree(index, out)
+    built = done("index", "--kind=bm25", corpus, f"--out={out}")
+    assert built == {"rows": 11, "kind": "bm25", "built": True}
+    assert not done("index", "--kind=bm25", corpus, f"--out={out}")["built"]
+    dense = (f"--model={models / 'contrastive'}", f"--index={index}")
+    for name, flags, with_disk in (
+        ("bm25", ("--method=bm25",), f"--index={out}"),
+        ("hop", ("--method=bm25", "--second_hop"), f"--index={out}"),
+        ("own", ("--method=bm25", "--candidates=restricted"), f"--index={out}"),
+        ("fused", ("--method=fused", *dense), f"--index={out}"),
+    ):
+        found = []
+        for place in ("", with_disk):
+            path = tmp_path / f"{name}{len(found)}.jsonl"
+            done("search", corpus, *flags, *filter(None, [place]), f"--out={path}")
+            found.append(rows_of(path))
+        assert found[0] == found[1]
+    search = ("search", corpus, "--method=bm25", f"--out={tmp_path / 'no.jsonl'}")
+    refused(*search, f"--index={index}", message="not found, a BM25 index was expected there")
+    both = ("--modality=known", f"--index={out}")
+    refused(*search, *both, message="of bm25 it holds all sources by our formula; leave it out")
+    raw = write_documents(tmp_path / "raw", QUESTIONS[:3])
+    done("prepare", "corpus", f"--raw={raw}", f"--out={tmp_path / 'other'}")
+    other = ("search", f"--data={tmp_path / 'other'}", "--method=bm25", f"--index={out}")
+    other = (*other, "--split=train")
+    refused(*other, f"--out={tmp_path / 'no.jsonl'}", message="another model, corpus or setting")
+    needs = ("index", "--kind=bm25", f"--out={out}")
+    refused(*needs, message="--kind=bm25: needs --data; give the corpus")
+    refused(*needs, f"--embeddings={index}", message="--embeddings and --kind=bm25: BM25 is built")
+    refused("index", message="--embeddings: is missing, the folder written by `mmqa embed`")

@@ -36,6 +36,16 @@ def test_scann_holds_what_its_index_has_on_disk(tmp_path):
     assert planned.held == pytest.approx(on_disk, rel=0.02)
 
 
+def test_wikipedia_in_shards_of_scann_fits_a_small_host():
+    sizes = {one.kind: one for one in index_sizes(21_000_000, 768)}
+    assert sizes["scann"].held > 75 * GIB
+    shards = sizes["scann_shards"]
+    assert 0.7 * GIB < shards.held < 0.8 * GIB
+    assert shards.shared
+    assert shards.read == pytest.approx(21 * shards.held)
+    assert "scann_shards" not in {one.kind for one in index_sizes(1_000_000, 768)}
+
+
 def test_a_collection_on_these_devices():
     plan = done("plan", CONFIG, "--sources=1k,100k")
     few, many = plan["collections"]

@@ -1,0 +1,482 @@
+"""BM25 from disk: for collections whose inverted index outgrows memory.
+
+`build_bm25` reads the sources once and writes a shard (bm25_shard.py) of each million or so;
+killed, it goes on behind the last whole one. `DiskBM25` finds in the memory-mapped shards what
+`BM25` finds in memory: the same rows with the same scores to the bit, since the statistics are
+those of all shards and the terms of a score are computed and added in bm25s's order.
+
+It does not read what cannot matter (MaxScore: Turtle and Flood, "Query evaluation: strategies and
+optimizations", 1995, here over tiers of impact). The k-th best score so far is a floor. Of each
+word only so many tiers are read that what all others could add together stays below it. A source
+that is in none of those read cannot rise above the floor; of the others those whose bound does are
+looked up in the postings of every word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32, Int32
+
+from mmqa_jax.core.arguments import check_several
+from mmqa_jax.core.checksums import check_sums, find_damage, read_sealed, write_sealed
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.locks import alone
+from mmqa_jax.core.paths import remove_tree
+from mmqa_jax.retrieval.bm25 import BM25, check_top_k, words
+from mmqa_jax.retrieval.bm25_shard import SHARD_WHAT, Norms, Shard, ShardBuilder, ShardLimits
+from mmqa_jax.retrieval.manifest import MANIFEST, check_manifest, read_manifest
+
+_WHAT = "a BM25 index"
+_VERB = "mmqa index --kind=bm25"
+_REMEDY = f"delete the folder and run `{_VERB}` again"
+_BLOCK_CHARACTERS = 1 << 22  # that are split into words at a time
+_SLACK = np.float32(1 - 1e-5)  # sums of float32 in another order are as far apart at most
+_DENSE = 16  # sources per posting read, below which all sums of a shard are looked through
+
+
+def build_bm25(
+    folder: Path,
+    texts_from: Callable[[int], Iterable[str]],
+    rows: int,
+    corpus_fingerprint: str,
+    *,
+    k1: float = 1.5,
+    b: float = 0.75,
+    stop_words: bool = True,
+    limits: ShardLimits | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> bool:
+    """Writes an index, or what is missing of it.
+
+    Two shards are in memory at most, one that is read and one that is sorted and written.
+
+    Args:
+      folder: of the index; an index of another corpus in it is replaced when this one is whole.
+      texts_from: the texts of all sources from a row on, one a source.
+      rows: how many sources there are.
+      k1, b, stop_words: as BM25.
+      on_progress: called with (rows done, rows).
+
+    Returns:
+      Whether there was something to do.
+
+    Raises:
+      UserError: no sources, or no word in them.
+    """
+    if rows < 1:
+        raise UserError("BM25: the corpus is empty, at least one source was expected.")
+    folder.mkdir(parents=True, exist_ok=True)
+    job = {
+        "what": _WHAT,
+        "rows": rows,
+        "corpus_fingerprint": corpus_fingerprint,
+        "k1": k1,
+        "b": b,
+        "stop_words": stop_words,
+    }
+    with alone(folder / ".lock"):
+        if _is_complete(folder, job):
+            return False
+        shards = _build_shards(
+            _shards(folder, job), job, texts_from, limits or ShardLimits(), on_progress
+        )
+        if not sum(shard["words"] for shard in shards):
+            raise UserError(
+                f"BM25: none of the {rows} sources contains a word; check their text fields."
+            )
+        write_sealed(folder / MANIFEST, {**job, "shards": shards})
+        for old in folder.glob("shards-*"):
+            if old != _shards(folder, job):
+                with contextlib.suppress(OSError):
+                    remove_tree(old)
+    return True
+
+
+def _build_shards(
+    folder: Path,
+    job: dict[str, Any],
+    texts_from: Callable[[int], Iterable[str]],
+    limits: ShardLimits,
+    on_progress: Callable[[int, int], None] | None,
+) -> list[dict[str, int]]:
+    """Writes the missing shards; returns how many rows and words each has."""
+    shards = list(_whole_shards(folder, job))
+    done, rows = sum(shard["rows"] for shard in shards), job["rows"]
+    blocks = _blocks(itertools.islice(texts_from(done), rows - done), limits.block)
+    with ThreadPoolExecutor(1) as writer:
+        writing: Future | None = None
+        builder = ShardBuilder(job["stop_words"], limits)
+        for block in blocks:
+            builder.add(block)
+            done += len(block)
+            if builder.is_full() or done == rows:
+                if writing is not None:
+                    writing.result()
+                shard = {"rows": builder.rows, "words": builder.words}
+                about = {"job": _name(job), "start": done - builder.rows}
+                place = folder / f"{len(shards):05d}"
+                writing = writer.submit(builder.write, place, about, (job["k1"], job["b"]))
+                shards.append(shard)
+                builder = ShardBuilder(job["stop_words"], limits)
+            if on_progress is not None:
+                on_progress(done, rows)
+        if writing is not None:
+            writing.result()
+    if done != rows:
+        raise UserError(f"BM25: the corpus ended after {done} of {rows} sources; prepare it again.")
+    return shards
+
+
+def _blocks(texts: Iterable[str], most: int) -> Iterator[list[str]]:
+    """The texts in lists of bounded size, in texts and in characters."""
+    block, size = [], 0
+    for text in texts:
+        block.append(text)
+        size += len(text)
+        if len(block) == most or size >= _BLOCK_CHARACTERS:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
+
+
+def _whole_shards(folder: Path, job: dict[str, Any]) -> Iterator[dict[str, int]]:
+    """The shards that are there, up to the first that is missing or damaged."""
+    start = 0
+    for number in itertools.count():
+        place = folder / f"{number:05d}"
+        try:
+            found = read_manifest(place, SHARD_WHAT, _VERB)
+        except UserError:
+            return
+        same = (found.get("job"), found.get("start")) == (_name(job), start)
+        if not same or find_damage(place) is not None:
+            return
+        yield {"rows": found["rows"], "words": found["words"]}
+        start += found["rows"]
+
+
+def _is_complete(folder: Path, job: dict[str, Any]) -> bool:
+    try:
+        found = read_sealed(folder / MANIFEST, _REMEDY)
+    except UserError:
+        return False
+    shards = found.pop("shards", None)
+    return found == job and list(_whole_shards(_shards(folder, job), job)) == shards
+
+
+def _name(job: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(job, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _shards(folder: Path, job: dict[str, Any]) -> Path:
+    return folder / f"shards-{_name(job)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Query:
+    """A query's words, those that a source has.
+
+    Attributes:
+      words: each once.
+      order: index into `words` of every word of the query, repetitions included.
+      idfs: of `words`, float64.
+      weights: idf times how often a word is in the query, float32.
+    """
+
+    words: list[str]
+    order: list[int]
+    idfs: np.ndarray
+    weights: np.ndarray
+
+
+class DiskBM25:
+    """BM25 over an index that `build_bm25` wrote, with BM25's methods.
+
+    Args:
+      folder: of the index.
+      corpus_fingerprint: of the corpus that is searched; None: not compared.
+      text_of: the text of a row, which `search_within` reads.
+
+    Raises:
+      UserError: no index, an unfinished or damaged one, or that of another corpus.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        corpus_fingerprint: str | None = None,
+        text_of: Callable[[int], str] | None = None,
+    ):
+        read_manifest(folder, _WHAT, _VERB)
+        job = read_sealed(folder / MANIFEST, _REMEDY)
+        check_manifest(folder, job, {"corpus_fingerprint": corpus_fingerprint}, _VERB)
+        sizes = job.pop("shards")
+        places = [_shards(folder, job) / f"{number:05d}" for number in range(len(sizes))]
+        for place in places:
+            check_sums(place, remedy=_REMEDY)
+        self._shards = [Shard(place) for place in places]
+        if [shard.rows for shard in self._shards] != [size["rows"] for size in sizes]:
+            raise UserError(f"{folder}: its shards are not those that were written; {_REMEDY}.")
+        self._k1, self._b, self._stop_words = job["k1"], job["b"], job["stop_words"]
+        self._starts = np.cumsum([0, *(size["rows"] for size in sizes)])
+        self._norms = Norms(
+            self._k1, self._b, sum(size["words"] for size in sizes) / int(self._starts[-1])
+        )
+        self._text_of = text_of
+        self._norm_of = [self._norms.of(s.lengths).astype(np.float32) for s in self._shards]
+        self._sums = np.zeros(max(shard.rows for shard in self._shards), np.float32)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def search(
+        self, queries: Sequence[str], top_k: int, allowed: np.ndarray | None = None
+    ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
+        """The best `top_k` rows of every query, as `BM25.search`.
+
+        A shard is searched for all queries before the next.
+        """
+        check_several(queries, "BM25.search")
+        check_top_k(top_k, len(self), allowed, "BM25")
+        rows = np.full((len(queries), top_k), -1, np.int32)
+        scores = np.zeros((len(queries), top_k), np.float32)
+        asked, numbers = self._read(queries)
+        for place, shard in enumerate(self._shards):
+            start = int(self._starts[place])
+            own = None if allowed is None else allowed[start : start + shard.rows]
+            for query, best_rows, best in zip(asked, rows, scores, strict=True):
+                here = [int(numbers[word][place]) for word in query.words]
+                found, values = self._search_shard(place, query, here, best, own)
+                if len(found):
+                    all_rows = np.concatenate([best_rows, found.astype(np.int64) + start])
+                    all_scores = np.concatenate([best, values])
+                    # Places that nothing has filled yet come last; those found are in row order.
+                    order = np.argsort(-all_scores, kind="stable")[:top_k]
+                    best_rows[:], best[:] = all_rows[order], all_scores[order]
+        return rows, scores
+
+    def search_within(
+        self, query: str, rows: Sequence[int], top_k: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As `BM25.search_within`: the rows' texts are read again, as a corpus of their own."""
+        candidates = np.asarray(rows, np.int32)
+        if len(candidates) and (candidates.min() < 0 or candidates.max() >= len(self)):
+            raise UserError(
+                f"BM25: candidate rows must be in 0..{len(self) - 1}, got "
+                f"{candidates.min()}..{candidates.max()}; the index belongs to another corpus."
+            )
+        texts = [self._text_of(int(row)) for row in candidates]
+        if not any(words(text, self._stop_words) for text in texts):
+            return candidates[:0], np.zeros(0, np.float32)
+        own = BM25(texts, self._k1, self._b, stop_words=self._stop_words)
+        found, scores = own.search_within(query, range(len(texts)), top_k)
+        return candidates[found], scores
+
+    def scores(self, query: str, rows: Sequence[int]) -> np.ndarray:
+        """The scores that `search` gives the rows."""
+        wanted = np.asarray(rows, np.int64)
+        scores = np.zeros(len(wanted), np.float32)
+        (asked,), numbers = self._read([query])
+        of_shard = np.searchsorted(self._starts, wanted, side="right") - 1
+        for place in np.unique(of_shard).tolist():
+            mine = np.flatnonzero(of_shard == place)
+            own = (wanted[mine] - self._starts[place]).astype(np.uint32)
+            here = [int(numbers[word][place]) for word in asked.words]
+            terms = {i: self._term(place, asked, i, here[i], own) for i in range(len(here))}
+            scores[mine] = _total(asked, terms, len(own))
+        return scores
+
+    def _read(self, queries: Sequence[str]) -> tuple[list[_Query], dict[str, list[int]]]:
+        """The queries, and the number of each of their words in every shard (-1: not there)."""
+        split = [words(query, self._stop_words) for query in queries]
+        numbers, idfs = {}, {}
+        for word in dict.fromkeys(itertools.chain.from_iterable(split)):
+            own = [shard.number(word) for shard in self._shards]
+            frequency = sum(
+                shard.frequency(number)
+                for shard, number in zip(self._shards, own, strict=True)
+                if number >= 0
+            )
+            if frequency:
+                numbers[word] = own
+                idf = math.log(1 + (len(self) - frequency + 0.5) / (frequency + 0.5))
+                idfs[word] = np.float32(idf)  # as bm25s keeps it
+        asked = []
+        for found in split:
+            counts = Counter(word for word in found if word in numbers)
+            place = {word: i for i, word in enumerate(counts)}
+            own = np.array([idfs[word] for word in counts], np.float64)
+            weights = (own * np.array(list(counts.values()), np.float64)).astype(np.float32)
+            order = [place[word] for word in found if word in place]
+            asked.append(_Query(list(counts), order, own, weights))
+        return asked, numbers
+
+    def _search_shard(
+        self,
+        place: int,
+        query: _Query,
+        numbers: Sequence[int],
+        best: np.ndarray,
+        allowed: np.ndarray | None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of a shard that may be among the best, ascending, and their scores.
+
+        Args:
+          numbers: of the query's words in this shard.
+          best: the best scores so far, 0 where there is none.
+        """
+        shard, floor, top_k = self._shards[place], best[-1] * _SLACK, len(best)
+        present = [i for i, number in enumerate(numbers) if number >= 0]
+        shard_norms = dataclasses.replace(self._norms, mean_length=shard.mean_length)
+        bounds, ends = [], []
+        for i in present:
+            impacts, sizes = shard.tiers(numbers[i])
+            bounds.append(query.weights[i] * self._norms.bounds(impacts, shard_norms))
+            ends.append(sizes)
+        taken = _choose_tiers(bounds, ends, floor)
+        if not any(taken):
+            return np.zeros(0, np.uint32), np.zeros(0, np.float32)
+        rest = [b[n] if n < len(b) else np.float32(0) for b, n in zip(bounds, taken, strict=True)]
+        postings = [
+            self._postings(shard, numbers[i], tiers, sizes)
+            for i, tiers, sizes in zip(present, taken, ends, strict=True)
+        ]
+        # What the tiers read give, less what the same word was allowed to add where it was not.
+        touched = []
+        for i, (rows, counts), behind in zip(present, postings, rest, strict=True):
+            if allowed is not None:
+                rows, counts = rows[allowed[rows]], counts[allowed[rows]]
+            count = counts.astype(np.float32)
+            added = query.weights[i] * (count / (count + self._norm_of[place][rows])) - behind
+            self._sums[rows] += added
+            touched.append(rows)
+        left = sum(rest)
+        rows, sums = self._take_above(touched, max(floor - left, np.float32(1e-30)), shard.rows)
+        floor = _raised(floor, sums, top_k)
+        kept = np.flatnonzero(sums + left >= floor)
+        kept = kept[np.argsort(rows[kept])]
+        rows, upper = rows[kept], sums[kept] + left
+        return self._looked_up(place, query, numbers, rows, upper, bounds, floor, top_k)
+
+    def _looked_up(
+        self,
+        place: int,
+        query: _Query,
+        numbers: Sequence[int],
+        rows: np.ndarray,
+        upper: np.ndarray,
+        bounds: Sequence[np.ndarray],
+        floor: np.float32,
+        top_k: int,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The exact scores of rows, without those that fall below the floor on the way.
+
+        Args:
+          upper: what they can have at most.
+          bounds: of the tiers of each word that is in this shard.
+        """
+        present = [i for i, number in enumerate(numbers) if number >= 0]
+        left = {i: float(b[0]) for i, b in zip(present, bounds, strict=True)}
+        terms: dict[int, np.ndarray] = {}
+        known = np.zeros(len(rows), np.float32)
+        for i in sorted(left, key=left.get, reverse=True):
+            terms[i] = self._term(place, query, i, numbers[i], rows)
+            known = known + query.order.count(i) * terms[i]
+            left[i] = 0.0
+            floor = _raised(floor, known, top_k)
+            kept = np.minimum(upper, known + sum(left.values())) >= floor
+            if not kept.all():
+                rows, upper, known = rows[kept], upper[kept], known[kept]
+                terms = {j: term[kept] for j, term in terms.items()}
+        scores = _total(query, terms, len(rows))
+        return rows[scores > 0], scores[scores > 0]
+
+    def _term(self, place: int, query: _Query, i: int, number: int, rows: np.ndarray) -> np.ndarray:
+        """What one word of a query gives the rows of a shard, as bm25s computes it."""
+        shard = self._shards[place]
+        if number < 0 or not len(rows):
+            return np.zeros(len(rows), np.float32)
+        counts = shard.counts(number, rows)
+        norms = self._norms.of(shard.lengths[rows])
+        return (query.idfs[i] * (counts / (norms + counts))).astype(np.float32)
+
+    def _postings(
+        self, shard: Shard, number: int, tiers: int, sizes: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The postings of a word's first tiers."""
+        if tiers == len(sizes):
+            return shard.postings(number)
+        return shard.top_postings(number, int(sizes[tiers - 1]) if tiers else 0)
+
+    def _take_above(
+        self, touched: Sequence[np.ndarray], need: np.float32, rows: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The rows whose sum is at least `need`, each once, and their sums; all sums become 0."""
+        if sum(map(len, touched)) * _DENSE > rows:
+            found = np.flatnonzero(self._sums[:rows] >= need).astype(np.uint32)
+            sums = self._sums[found]
+            self._sums[:rows] = 0
+            return found, sums
+        taken, sums = [], []
+        for one in touched:
+            taken.append(one[self._sums[one] >= need])
+            sums.append(self._sums[taken[-1]])
+            self._sums[one] = 0  # what is in the lists that follow too is not taken again
+        return np.concatenate(taken), np.concatenate(sums)
+
+
+def _choose_tiers(
+    bounds: Sequence[np.ndarray], ends: Sequence[np.ndarray], floor: np.float32
+) -> list[int]:
+    """How many tiers of each word are read, so that the others together stay below the floor.
+
+    Those come first whose bound falls most for a posting read.
+
+    Args:
+      bounds: of each word, what its tiers add at most, falling.
+      ends: how many postings its tiers up to each one have.
+    """
+    if floor <= 0:
+        return [len(own) for own in bounds]
+    total = float(sum(own[0] for own in bounds))
+    if total < floor:
+        return [0] * len(bounds)
+    drops = [own - np.append(own[1:], np.float32(0)) for own in bounds]
+    worth = [
+        np.minimum.accumulate(drop / np.diff(end, prepend=0))
+        for drop, end in zip(drops, ends, strict=True)
+    ]
+    order = np.argsort(-np.concatenate(worth), kind="stable")
+    behind = total - np.cumsum(np.concatenate(drops)[order].astype(np.float64))
+    count = int(np.argmax(behind < floor)) + 1
+    of_word = np.repeat(np.arange(len(bounds)), list(map(len, bounds)))
+    return np.bincount(of_word[order[:count]], minlength=len(bounds)).tolist()
+
+
+def _raised(floor: np.float32, lower: np.ndarray, top_k: int) -> np.float32:
+    """The floor, or the k-th best of what different rows have at least, if that is higher."""
+    if len(lower) <= top_k:
+        return floor
+    return max(floor, np.partition(lower, len(lower) - top_k)[len(lower) - top_k] * _SLACK)
+
+
+def _total(query: _Query, terms: dict[int, np.ndarray], rows: int) -> np.ndarray:
+    """The sum in the order of the query's words, a repeated word repeatedly, as bm25s adds it."""
+    scores = np.zeros(rows, np.float32)
+    for i in query.order:
+        if i in terms:
+            scores += terms[i]
+    return scores

@@ -1,0 +1,187 @@
+"""BM25 from disk finds what BM25 in memory finds, to the bit; kept, resumed and refused."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.retrieval import bm25_disk
+from mmqa_jax.retrieval.bm25 import BM25
+from mmqa_jax.retrieval.bm25_disk import DiskBM25, build_bm25
+from mmqa_jax.retrieval.bm25_shard import ShardLimits
+
+SMALL = ShardLimits(rows=700, tiered=8, block=100)
+
+
+def random_texts(count, seed=0):
+    """Words by Zipf's law, texts of 1 to 60 words, stop words, other alphabets, repetitions."""
+    rng = np.random.default_rng(seed)
+    names = [f"w{n}" for n in range(2_000)] + ["Straße", "ΣΊΣΥΦΟΣ", "the", "河流", "a_b"]
+    drawn = (np.exp(rng.random((count, 60)) * np.log(len(names))) - 1).astype(int)
+    return [
+        " ".join(names[i] for i in row[: rng.integers(1, 60)]).replace("w7 ", "w7, The ")
+        for row in drawn
+    ]
+
+
+def build(folder, texts, fingerprint="corpus", **options):
+    return build_bm25(folder, lambda start: iter(texts[start:]), len(texts), fingerprint, **options)
+
+
+def same(found, wanted):
+    np.testing.assert_array_equal(found[0], wanted[0])
+    np.testing.assert_array_equal(found[1], wanted[1])
+
+
+QUERIES = [
+    *("w0", "w0 w1 w2", "W3 w500 w40", "w1500", "w7 w7 w8", "the w9 of Straße", "sisyphos ΣΊΣΥΦΟΣ"),
+    *("absent", "absent w1", "河流 w0", "", "the", "w1 w2 w3 w4 w5 w6 w7 w8 w9 w10"),
+]
+
+
+@pytest.fixture(scope="module")
+def texts():
+    blank = ["", "the of", "w3", "w3", "w3", "w0 " * 300]
+    return random_texts(3_000) + blank + random_texts(500, seed=1)[::-1] + ["w3", "w1 w2"] * 9
+
+
+@pytest.fixture(scope="module")
+def folder(texts, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bm25")
+    assert build(folder, texts, limits=SMALL)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def in_memory(texts):
+    return BM25(texts)
+
+
+@pytest.mark.parametrize("top_k", [1, 10, 200, 3_524])
+def test_rows_scores_and_ties_are_those_in_memory(folder, texts, in_memory, top_k):
+    index = DiskBM25(folder)
+    assert len(index) == len(texts) == 3_524
+    assert len(list(next(folder.glob("shards-*")).iterdir())) == 6
+    more = [" ".join(text.split()[:6]) for text in texts[:60]]
+    same(index.search(QUERIES + more, top_k), in_memory.search(QUERIES + more, top_k))
+
+
+def test_masked_scored_and_restricted_as_in_memory(folder, texts, in_memory):
+    index = DiskBM25(folder, "corpus", texts.__getitem__)
+    allowed = np.random.default_rng(2).random(len(texts)) < 0.3
+    same(index.search(QUERIES, 20, allowed), in_memory.search(QUERIES, 20, allowed))
+    rows = [3_400, 5, 5, 1_200, 3_001, 0]
+    for query in QUERIES:
+        np.testing.assert_array_equal(index.scores(query, rows), in_memory.scores(query, rows))
+        same(index.search_within(query, rows, 4), in_memory.search_within(query, rows, 4))
+    assert index.search_within("w0", [3_000, 3_001], 2)[0].tolist() == []  # no words in them
+    with pytest.raises(UserError, match="another corpus"):
+        index.search_within("w0", [3_524], 1)
+    with pytest.raises(UserError, match="top_k=3525"):
+        index.search(["w0"], 3_525)
+
+
+@pytest.mark.parametrize(
+    "options", [{"k1": 0.9, "b": 0.4}, {"k1": 2.0, "b": 0.0, "stop_words": False}]
+)
+def test_other_options_and_shards_that_fill_by_postings_or_words(texts, tmp_path, options):
+    for limits in (
+        ShardLimits(postings=5_000, tiered=4, block=100),
+        ShardLimits(words=1_000, tiered=300, block=100),
+    ):
+        build(tmp_path, texts, limits=limits, **options)
+        same(DiskBM25(tmp_path).search(QUERIES, 50), BM25(texts, **options).search(QUERIES, 50))
+        shutil.rmtree(tmp_path)
+
+
+def test_what_is_not_read_is_what_cannot_matter(folder, in_memory, monkeypatch):
+    """Without bounds the results are the same and much more is read."""
+    read = []
+    original = DiskBM25._postings
+
+    def counted(self, shard, number, tiers, sizes):
+        found = original(self, shard, number, tiers, sizes)
+        read.append(len(found[0]))
+        return found
+
+    monkeypatch.setattr(DiskBM25, "_postings", counted)
+    queries = ["w0 w1 w300", "w2 w3 w700"]
+    found = DiskBM25(folder).search(queries, 5)
+    with_bounds = sum(read)
+    read.clear()
+    monkeypatch.setattr(bm25_disk, "_choose_tiers", lambda bounds, *_: [len(b) for b in bounds])
+    same(DiskBM25(folder).search(queries, 5), found)
+    assert with_bounds < sum(read) / 2
+
+
+def test_up_to_date_is_left_and_another_corpus_replaced(texts, tmp_path):
+    assert build(tmp_path, texts[:900], limits=SMALL)
+    assert not build(tmp_path, texts[:900], limits=SMALL)
+    with pytest.raises(UserError, match="corpus_fingerprint is 'corpus' but 'other' was expected"):
+        DiskBM25(tmp_path, "other")
+    assert build(tmp_path, texts[:900], "other", limits=SMALL)
+    assert len(DiskBM25(tmp_path, "other")) == 900
+    assert len(list(tmp_path.glob("shards-*"))) == 1
+
+
+def test_nothing_to_find_is_refused(tmp_path):
+    with pytest.raises(UserError, match="the corpus is empty"):
+        build(tmp_path, [])
+    with pytest.raises(UserError, match="none of the 2 sources contains a word"):
+        build(tmp_path, ["the", "!"])
+    with pytest.raises(UserError, match="ended after 1 of 2 sources"):
+        build_bm25(tmp_path, lambda start: ["word"], 2, "other")
+    with pytest.raises(UserError, match="not found, a BM25 index was expected there"):
+        DiskBM25(tmp_path)
+
+
+def test_a_damaged_file_is_refused_and_built_again(folder, texts, tmp_path):
+    copy = tmp_path / "index"
+    shutil.copytree(folder, copy)
+    file = sorted(copy.glob("shards-*/00003/rows.npy"))[0]
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(UserError, match=r"00003: rows.npy is damaged"):
+        DiskBM25(copy)
+    assert build(copy, texts, limits=SMALL)
+    DiskBM25(copy)
+    manifest = json.loads((copy / "manifest.json").read_text())
+    (copy / "manifest.json").write_text(json.dumps({**manifest, "rows": 5}))
+    with pytest.raises(UserError, match=r"manifest.json: is damaged"):
+        DiskBM25(copy)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from tests.unit.test_bm25_disk import SMALL, build, random_texts
+def die(done, rows):
+    if done > 2_500:
+        os.kill(os.getpid(), signal.SIGKILL)
+build(Path(sys.argv[1]), random_texts(3_000), limits=SMALL, on_progress=die)
+"""
+
+
+@pytest.mark.slow
+def test_killed_it_goes_on_behind_the_last_whole_shard(tmp_path):
+    here = os.getcwd()
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), here], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert not (tmp_path / "manifest.json").exists()
+    texts, begun = random_texts(3_000), []
+
+    def texts_from(start):
+        begun.append(start)
+        return iter(texts[start:])
+
+    assert build_bm25(tmp_path, texts_from, 3_000, "corpus", limits=SMALL)
+    assert begun[0] in (1_400, 2_100)
+    same(DiskBM25(tmp_path).search(QUERIES, 30), BM25(texts).search(QUERIES, 30))
