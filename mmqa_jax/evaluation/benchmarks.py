@@ -154,7 +154,7 @@ BENCHMARKS: dict[str, BenchmarkScoring] = {
     "mbeir": BenchmarkScoring(
         split="test",
         formats=found_sources.FORMATS,
-        read_predictions=found_sources.read_found,
+        read_predictions=mbeir.read_mbeir_runs,
         has_reference=found_sources.has_positives,
         score=mbeir.score_mbeir,
         write_submission=mbeir.write_mbeir_run,

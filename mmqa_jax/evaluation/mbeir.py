@@ -10,6 +10,7 @@ table says how often.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from mmqa_jax.core.files import atomic_write
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.datasets.mbeir import SETS, TASKS, candidate_modality, dataset_of
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.found_sources import has_positives
+from mmqa_jax.evaluation.found_sources import has_positives, read_found
 from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
 from mmqa_jax.evaluation.scoring import Evaluation
 from mmqa_jax.evaluation.tables import Table
@@ -119,6 +120,20 @@ def wanted_modality(question: Question) -> str:
     return next(wanted for (_, wanted), number in TASKS.items() if number == task)
 
 
+def official_id(question: Question) -> str:
+    """A query's id in M-BEIR's files, which does not tell the split."""
+    return question.id.removeprefix(f"{question.split}:")
+
+
+def read_mbeir_runs(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
+    """As `read_found`; queries may have their official ids."""
+    own = {official_id(question): question.id for question in questions}
+    return [
+        dataclasses.replace(one, question_id=own.get(one.question_id, one.question_id))
+        for one in read_found(path, questions)
+    ]
+
+
 def write_mbeir_run(
     questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
 ) -> None:
@@ -132,7 +147,9 @@ def write_mbeir_run(
             tag = f"mbeir_{question.category}_{question.split}"
             task = question.category.rpartition("_task")[2]
             for rank, (name, score) in enumerate(zip(one.sources, scores, strict=True), start=1):
-                file.write(f"{question.id} Q0 {name} {rank} {float(score)!r} {tag} {task}\n")
+                file.write(
+                    f"{official_id(question)} Q0 {name} {rank} {float(score)!r} {tag} {task}\n"
+                )
 
 
 def _first_rank(given: Prediction | None, question: Question) -> float:

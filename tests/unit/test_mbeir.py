@@ -252,6 +252,16 @@ def test_a_row_over_one_pool(raw, tmp_path):
     assert "empty" not in ended.err
 
 
+def test_runs_of_val_have_the_official_ids(raw, tmp_path):
+    pool = raw / "cand_pool" / "local" / "mbeir_webqa_task1_cand_pool.jsonl"
+    run, written = tmp_path / "a_run.txt", tmp_path / "b_run.txt"
+    run.write_text("2:1 Q0 2:1 1 0.5 x 1\n")
+    flags = "--split=val", f"--predictions={run}", f"--submission={written}", "--json"
+    scores = done("evaluate", "mbeir", f"--references={pool}", *flags)["scores"]
+    assert scores["mbeir/recall@1"] == 1
+    assert written.read_text() == "2:1 Q0 2:1 1 0.5 mbeir_webqa_task1_val 1\n"
+
+
 _POOL = "cand_pool/global/mbeir_union_test_cand_pool.jsonl"
 
 
