@@ -31,6 +31,7 @@ BENCHMARKS = (
     "infoseek",
     "mmmu",
     "mragbench",
+    "mathvista",
 )
 
 

@@ -17,6 +17,7 @@ from mmqa_jax.evaluation import (
     choice_formats,
     choice_scores,
     infoseek,
+    mathvista,
     mmmu,
     mragbench,
     multimodalqa,
@@ -59,7 +60,10 @@ class BenchmarkScoring:
 
 
 # Benchmarks whose questions, answers and captions are in files that only their folder tells apart.
-_FOLDERS_ALONE = ("vqav2", "okvqa", "multimodalqa", "infoseek", "mmmu", "mragbench")
+_FOLDERS_ALONE = (
+    *("vqav2", "okvqa", "multimodalqa", "infoseek"),
+    *("mmmu", "mragbench", "mathvista"),
+)
 # Files that no reader of JSON should be asked to read; VLMEvalKit writes its predictions as pickles
 # too, which run code where they are loaded.
 _NO_JSON = (".xlsx", ".xls", ".csv", ".tsv", ".parquet", ".pkl", ".pickle")
@@ -148,6 +152,15 @@ BENCHMARKS: dict[str, BenchmarkScoring] = {
         score=mragbench.score_mragbench,
         write_submission=mragbench.write_mragbench_submission,
         submission="submission.jsonl",
+    ),
+    "mathvista": BenchmarkScoring(
+        split="val",
+        formats="predictions.jsonl, or {pid: problem with `extraction` or `response`} as JSON",
+        read_predictions=mathvista.read_mathvista_predictions,
+        has_reference=mathvista.has_answer,
+        score=mathvista.score_mathvista,
+        write_submission=mathvista.write_mathvista_submission,
+        split_names={"testmini": "val"},
     ),
 }
 

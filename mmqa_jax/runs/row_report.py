@@ -53,6 +53,7 @@ _HEADLINE = (
         "infoseek",
         "mmmu",
         "mragbench",
+        "mathvista",
         "choice_accuracy",
     ),
 )

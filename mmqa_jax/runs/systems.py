@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.extensions import mavl_votes
-from mmqa_jax.papers import kat, llava, mmcot, mmmu, mragbench, pica, prophet, rmr, webqa
+from mmqa_jax.papers import kat, llava, mathvista, mmcot, mmmu, mragbench, pica, prophet, rmr, webqa
 from mmqa_jax.papers.setting import Setting
 
 
@@ -44,6 +44,7 @@ BUILT_IN: dict[str, System] = {
     "mmcot": mmcot,
     "mmmu": mmmu,
     "mragbench": mragbench,
+    "mathvista": mathvista,
 }
 
 

@@ -31,6 +31,7 @@ PAPERS = {
     "infoseek": ("infoseek",),
     "mmmu": ("mmmu",),
     "mragbench": ("mragbench",),
+    "mathvista": ("mathvista",),
 }
 # Folders of rows' workdirs that are looked into where no other is named.
 PLACES = ("runs/tables", "workdir-demo/rows")

@@ -530,6 +530,7 @@ def test_wrong_flags(refused):
         "infoseek",
         "mmmu",
         "mragbench",
+        "mathvista",
     ],
 )
 def test_rows_of_the_benchmarks(dataset):
@@ -541,7 +542,7 @@ def test_rows_of_the_benchmarks(dataset):
         (row["config_row"], row["command"])
         for paper in (
             *("pica", "rmr", "mavl", "llava", "mmcot"),
-            *("openstax", "multimodalqa", "infoseek", "mmmu", "mragbench"),
+            *("openstax", "multimodalqa", "infoseek", "mmmu", "mragbench", "mathvista"),
         )
         for row in done("tables", paper)["rows"]
         if f"configs/{dataset}/" in row["command"]

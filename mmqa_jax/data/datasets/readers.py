@@ -8,6 +8,7 @@ from pathlib import Path
 from mmqa_jax.data.datasets.aokvqa import read_aokvqa
 from mmqa_jax.data.datasets.benchmark import Benchmark
 from mmqa_jax.data.datasets.infoseek import read_infoseek
+from mmqa_jax.data.datasets.mathvista import read_mathvista
 from mmqa_jax.data.datasets.mmbench import read_mmbench
 from mmqa_jax.data.datasets.mmmu import read_mmmu
 from mmqa_jax.data.datasets.mragbench import read_mragbench
@@ -30,4 +31,5 @@ READERS: dict[str, Callable[[Path], Benchmark]] = {
     "infoseek": read_infoseek,
     "mmmu": read_mmmu,
     "mragbench": read_mragbench,
+    "mathvista": read_mathvista,
 }
