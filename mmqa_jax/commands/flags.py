@@ -34,6 +34,7 @@ BENCHMARKS = (
     "vidore",
     "mmmu",
     "mragbench",
+    "mathvista",
 )
 
 # Wikipedia as knowledge, which `prepare` reads as a stream; it has no questions.

@@ -11,7 +11,7 @@ from mmqa_jax.commands import flags
 NAMES = (
     *("webqa", "pica", "rmr", "mavl", "llava", "mmcot", "echosight", "atlas", "openstax"),
     *("okvqa", "aokvqa", "scienceqa", "mmbench", "seedbench", "multimodalqa", "infoseek", "evqa"),
-    *("mbeir", "vidore", "mmmu", "mragbench"),
+    *("mbeir", "vidore", "mmmu", "mragbench", "mathvista"),
 )
 SUMMARY = "list the rows of the papers' tables: published and measured figures, commands, needs."
 EXAMPLE = "mmqa tables webqa --workdir=runs/tables"

@@ -20,6 +20,7 @@ from mmqa_jax.evaluation import (
     evqa,
     found_sources,
     infoseek,
+    mathvista,
     mbeir,
     mmmu,
     mragbench,
@@ -71,7 +72,10 @@ class BenchmarkScoring:
 
 
 # Benchmarks whose questions, answers and captions are in files that only their folder tells apart.
-_FOLDERS_ALONE = ("vqav2", "okvqa", "multimodalqa", "infoseek", "evqa", "mmmu", "mragbench")
+_FOLDERS_ALONE = (
+    *("vqav2", "okvqa", "multimodalqa", "infoseek", "evqa"),
+    *("mmmu", "mragbench", "mathvista"),
+)
 # Files that no reader of JSON should be asked to read; VLMEvalKit writes its predictions as pickles
 # too, which run code where they are loaded.
 _NO_JSON = (".xlsx", ".xls", ".csv", ".tsv", ".parquet", ".pkl", ".pickle")
@@ -188,6 +192,15 @@ BENCHMARKS: dict[str, BenchmarkScoring] = {
         score=mragbench.score_mragbench,
         write_submission=mragbench.write_mragbench_submission,
         submission="submission.jsonl",
+    ),
+    "mathvista": BenchmarkScoring(
+        split="val",
+        formats="predictions.jsonl, or {pid: problem with `extraction` or `response`} as JSON",
+        read_predictions=mathvista.read_mathvista_predictions,
+        has_reference=mathvista.has_answer,
+        score=mathvista.score_mathvista,
+        write_submission=mathvista.write_mathvista_submission,
+        split_names={"testmini": "val"},
     ),
 }
 

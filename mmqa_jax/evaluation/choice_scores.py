@@ -196,7 +196,7 @@ def score_seed_bench(
             given[q.id].choice if q.id in given else None for q in scored
         ]
     answered = [q for q in scored if q.id in given and given[q.id].answer]
-    if not chosen or not all(_by_choice(given[q.id], q) for q in answered):
+    if not chosen or not all(by_choice(given[q.id], q) for q in answered):
         chosen["seed_bench/letter"] = [
             rules.exact_letter_choice(given[q.id].answer, len(q.choices)) if q.id in given else None
             for q in scored
@@ -222,14 +222,14 @@ def chosen_by(questions: Sequence[Question], given: Given, rule: Rule) -> list[i
         prediction = given.get(question.id)
         if prediction is None:
             choices.append(None)
-        elif _by_choice(prediction, question):
+        elif by_choice(prediction, question):
             choices.append(prediction.choice)
         else:
             choices.append(rule(prediction.answer, question))
     return choices
 
 
-def _by_choice(prediction: Prediction, question: Question) -> bool:
+def by_choice(prediction: Prediction, question: Question) -> bool:
     """Whether a prediction is a choice, and no text that a rule could read otherwise."""
     if prediction.choice is None:
         return False

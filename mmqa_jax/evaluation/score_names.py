@@ -56,6 +56,8 @@ _NAMES = {
     "mbeir/official": "recall of any positive (M-BEIR)",
     "mmmu/official": "accuracy (MMMU, no letter is drawn)",
     "mmmu/unparsed_wrong": "accuracy (MMMU, no letter is wrong)",
+    "mathvista/official": "accuracy (MathVista)",
+    "mathvista/empty_wrong": "accuracy (MathVista, an empty answer is wrong)",
     "mragbench/rule": "accuracy (MRAG-Bench)",
     "mmmu/letter": "accuracy (MMMU, the letter alone)",
     "multimodalqa/list_em": "exact match (MultimodalQA)",

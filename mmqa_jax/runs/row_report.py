@@ -57,6 +57,7 @@ _HEADLINE = (
         "vidore/official",
         "mmmu",
         "mragbench",
+        "mathvista",
         "choice_accuracy",
     ),
 )

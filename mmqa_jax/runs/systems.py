@@ -15,6 +15,7 @@ from mmqa_jax.papers import (
     echosight,
     kat,
     llava,
+    mathvista,
     mmcot,
     mmmu,
     mragbench,
@@ -56,6 +57,7 @@ BUILT_IN: dict[str, System] = {
     "echosight": echosight,
     "mmmu": mmmu,
     "mragbench": mragbench,
+    "mathvista": mathvista,
 }
 
 

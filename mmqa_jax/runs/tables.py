@@ -35,6 +35,7 @@ PAPERS = {
     "vidore": ("vidore",),
     "mmmu": ("mmmu",),
     "mragbench": ("mragbench",),
+    "mathvista": ("mathvista",),
 }
 # Folders of rows' workdirs that are looked into where no other is named.
 PLACES = ("runs/tables", "workdir-demo/rows")

@@ -55,6 +55,7 @@ NONE_TO_CITE = {
     "echosight": {"echosight_alone"},
     "mmmu": {"mmmu"},
     "mragbench": {"alone"},
+    "mathvista": {"mathvista", "extracted"},
 }
 SETTINGS = [(system, name) for system, one in BUILT_IN.items() for name in one.SETTINGS]
 
@@ -111,7 +112,7 @@ def answers_of(system: str, name: str, said: str) -> list[Prediction]:
     changes = {"similarity": "random", "shots": 1} if "library" in setting.parts() else {}
     options = {key: value for key, value in changes.items() if key in setting.options({})}
     if "finished" in setting.parts():
-        finished = answers_of(system, "mavl", said)
+        finished = answers_of(system, system, said)
         parts["finished"] = {
             p.question_id: {"question_id": p.question_id, **p.trace} for p in finished
         }

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import test_mathvista
 import test_mmmu
 import test_mragbench
 from cli_runs import ROOT, done, rows_of
 from test_mragbench import data as mragbench  # noqa: F401  a fixture
-from tiny_llm import write_qwen_vl
+from tiny_llm import MODEL, llama_config, write_folder, write_qwen_vl
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
-ENGINE = {"slots": 4, "length": 512, "buckets": (32,), "prefill_tokens": 64, "block": 32}
+ENGINE = {"slots": 4, "buckets": (32,), "prefill_tokens": 64, "block": 32}
 
 
 @pytest.fixture(scope="module")
@@ -19,10 +20,11 @@ def model(tmp_path_factory):
     return write_qwen_vl(tmp_path_factory.mktemp("llm") / "model")
 
 
-def run(name: str, row: str, model, data, workdir, **values) -> tuple[dict, list[dict]]:
+def run(name: str, row: str, model, data, workdir, length=512, **values) -> tuple[dict, list[dict]]:
     """The scores of a row with the tiny model, and its traces."""
     values = {"data.dir": data, "parts.llm.model": model, **values}
     values |= {f"parts.llm.engine.{key}": value for key, value in ENGINE.items()}
+    values["parts.llm.engine.length"] = length
     flags = [f"--config.{key}={value}" for key, value in values.items()]
     config = f"--config={ROOT}/configs/{name}/tables.py:{row}"
     scores = done("run", config, f"--workdir={workdir}", *flags)
@@ -59,3 +61,19 @@ def test_mragbench_with_retrieved_pictures_as_sources(models, model, mragbench, 
     rows = rows_of(folder / "predictions.jsonl")
     assert [len(row["read"]) for row in rows] == [2, 1]
     assert test_mragbench.SEVERAL.strip() in traces[0]["prompts"][0]
+
+
+def test_mathvista_extracted_by_rules_then_by_a_model(tmp_path):
+    """A row of responses, and a row that extracts from what it left."""
+    test_mathvista.write_json(tmp_path / "raw")
+    done("prepare", "mathvista", f"--raw={tmp_path / 'raw'}", f"--out={tmp_path / 'data'}")
+    llm = write_folder(tmp_path / "llm", llama_config(MODEL.vocab_size, positions=2560))
+    data, first, second = tmp_path / "data", tmp_path / "first", tmp_path / "second"
+    few = {"options.max_new_tokens": 4}
+    scores, traces = run("mathvista", "smollm2", llm, data, first, length=2560, **few)
+    assert {"mathvista/official", "mathvista/empty_wrong"} <= scores["scores"].keys()
+    more = {"parts.finished.run": first, "parts.llm.backend": "engine"}
+    more |= {"options.extraction_tokens": 4}
+    _, extracted = run("mathvista", "gpt4_extracts", llm, data, second, length=2560, **more)
+    responses, left = ([trace["outputs"][0] for trace in each] for each in (traces, extracted))
+    assert [one["text"] for one in left] == [one["text"] for one in responses]

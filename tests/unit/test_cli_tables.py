@@ -533,6 +533,7 @@ def test_wrong_flags(refused):
         "vidore",
         "mmmu",
         "mragbench",
+        "mathvista",
     ],
 )
 def test_rows_of_the_benchmarks(dataset):
@@ -545,7 +546,7 @@ def test_rows_of_the_benchmarks(dataset):
         for paper in (
             *("pica", "rmr", "mavl", "llava", "mmcot", "echosight"),
             *("openstax", "multimodalqa", "infoseek", "evqa"),
-            *("mbeir", "vidore", "mmmu", "mragbench"),
+            *("mbeir", "vidore", "mmmu", "mragbench", "mathvista"),
         )
         for row in done("tables", paper)["rows"]
         if f"configs/{dataset}/" in row["command"]

@@ -107,7 +107,8 @@ def shown(data, answer, *parts, **options):
     """What the model is shown of both questions, and the predictions."""
     corpus, llm = open_corpus(data), FakeLLM(lambda prompt: ("B", -1.0))
     found = answer(corpus.questions("test"), corpus, *parts, llm, **options)
-    return [query.messages[0].content for query in llm.seen], found, corpus
+    seen = sorted(llm.seen, key=lambda query: query.id)
+    return [query.messages[0].content for query in seen], found, corpus
 
 
 def test_prompts_are_the_authors(data):

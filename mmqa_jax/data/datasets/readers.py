@@ -9,6 +9,7 @@ from mmqa_jax.data.datasets.aokvqa import read_aokvqa
 from mmqa_jax.data.datasets.benchmark import Benchmark
 from mmqa_jax.data.datasets.evqa import read_evqa
 from mmqa_jax.data.datasets.infoseek import read_infoseek
+from mmqa_jax.data.datasets.mathvista import read_mathvista
 from mmqa_jax.data.datasets.mbeir import read_mbeir
 from mmqa_jax.data.datasets.mmbench import read_mmbench
 from mmqa_jax.data.datasets.mmmu import read_mmmu
@@ -36,6 +37,7 @@ READERS: dict[str, Callable[[Path], Benchmark]] = {
     "vidore": read_vidore,
     "mmmu": read_mmmu,
     "mragbench": read_mragbench,
+    "mathvista": read_mathvista,
 }
 # Those of which `--raw` may be a file.
 POOLS = ("mbeir",)
