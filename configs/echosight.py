@@ -31,17 +31,18 @@ LLMS = {
 _rows = config_beside(__file__, "rows.py")
 
 
-def made_by(wiki: str) -> dict[str, str]:
+def made_by(wiki: str, raw: str) -> dict[str, str]:
     """Where the inputs of `rows` come from.
 
     Args:
       wiki: folder of the articles' sections and pictures.
+      raw: of the articles' own files.
     """
     return {
         CLIP: f"mmqa convert --model=clip --source=downloads/ViT-L-14.pt --out={CLIP}",
         wiki: (
-            f"mmqa prepare corpus --raw=FOLDER --out={wiki}: a source for each section and picture "
-            "of an article, with the keys `article` and `section` (mmqa_jax/data/articles.py)"
+            f"mmqa prepare infoseek_wiki --raw={raw} --out={wiki} "
+            "--passage_words=10000"  # whole sections
         ),
         _index(wiki): (
             f"mmqa embed --data={wiki} --model={CLIP} --out={_index(wiki)}; then mmqa index "

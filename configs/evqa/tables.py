@@ -15,7 +15,10 @@ MADE_BY = {DATA: f"mmqa prepare evqa --raw=downloads/evqa --out={DATA}"}
 
 _rows = config_beside(__file__, "../rows.py")
 _echosight = config_beside(__file__, "../echosight.py")
-MADE_BY |= {**dict(_rows.QWEN_VL.values()), **_echosight.made_by(WIKI)}
+MADE_BY |= {
+    **dict(_rows.QWEN_VL.values()),
+    **_echosight.made_by(WIKI, "downloads/encyclopedic_kb_wiki"),
+}
 
 ROWS = {**_rows.alone(), **_echosight.rows(WIKI, where={"hops": 1, "picture": 0})}
 MISSING: dict[str, tuple[dict, ...]] = {}

@@ -16,7 +16,7 @@ MADE_BY = {DATA: f"mmqa prepare infoseek --raw=downloads/infoseek --out={DATA}"}
 
 _rows = config_beside(__file__, "../rows.py")
 _echosight = config_beside(__file__, "../echosight.py")
-MADE_BY |= {**dict(_rows.QWEN_VL.values()), **_echosight.made_by(WIKI)}
+MADE_BY |= {**dict(_rows.QWEN_VL.values()), **_echosight.made_by(WIKI, "downloads/wiki6m")}
 
 ROWS = {**_rows.alone(), **_echosight.rows(WIKI)}
 MISSING: dict[str, tuple[dict, ...]] = {}

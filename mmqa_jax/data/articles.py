@@ -1,8 +1,8 @@
 """Articles of an encyclopedia: which one a source is of, and which ones answer a question.
 
 A source is a passage or a picture of an article. Its article is named by a key of its `extra`, the
-first of NAMES that it has: an address of Wikipedia, or an id of Wikidata. A question names its
-articles by `wikipedia_url` (Encyclopedic-VQA) or `entity_id` (InfoSeek).
+first of NAMES that it has, as `mmqa prepare infoseek_wiki` and `wikipedia` write them. A question
+names its articles by `wikipedia_url` (Encyclopedic-VQA) or `entity_id` (InfoSeek).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from mmqa_jax.data.schema import Question, Ranking, Source
 
 # Keys of Source.extra that name its article, the one that results name it by first.
-NAMES = ("article", "wikipedia_url", "url", "wikidata_id", "entity_id")
+NAMES = ("article", "url", "wikidata")
 # Key of Source.extra: the title of the section that a passage is of.
 SECTION = "section"
 # Keys of Question.extra that name the articles that answer it, one or a list.

@@ -24,18 +24,20 @@ def url(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """Articles with a picture's caption and two sections each, and a question on each of them."""
+    """Articles of three sections each, and a question on each article."""
     folder = tmp_path_factory.mktemp("articles")
-    sources = []
-    for name, caption in ANIMALS.items():
-        head = {"modality": "text", "title": name, "article": name, "url": url(name)}
-        sources.append({"id": f"{name}#0", "text": caption, **head})
-        for section in ("Diet", "References"):
-            text = f"{section} of {name}."
-            sources.append({"id": f"{name}#{section}", "text": text, "section": section, **head})
+    entries = {
+        url(name): {
+            "title": name,
+            "section_titles": [name, "Diet", "References"],
+            "section_texts": [f"Here is {caption}.", f"Diet of {name}.", f"Books on {name}."],
+            **{"image_urls": [], "image_reference_descriptions": [], "image_section_indices": []},
+        }
+        for name, caption in ANIMALS.items()
+    }
     (folder / "wiki").mkdir()
-    write_rows(folder / "wiki" / "sources.jsonl", sources)
-    done("prepare", "corpus", f"--raw={folder / 'wiki'}", f"--out={folder / 'sources'}")
+    (folder / "wiki" / "encyclopedic_kb_wiki.json").write_text(json.dumps(entries))
+    done("prepare", "infoseek_wiki", f"--raw={folder / 'wiki'}", f"--out={folder / 'sources'}")
     (folder / "raw").mkdir()
     asked = [
         f"What does {caption} eat?,meat,templated,inaturalist,{n},{url(name)},{name}"
@@ -75,8 +77,8 @@ def test_a_row_reads_the_best_section(inputs, tmp_path):
         (prompt,), (read,) = trace["prompts"], answer["read"]
         best, *_ = trace["articles"]
         assert read.partition("#")[0] == best
-        assert not read.endswith("References")
-        assert f"# Wiki Article: {best}" in prompt
+        assert "## Section Title: References" not in prompt
+        assert f"# Wiki Article: {best.rpartition('/')[2]}\n## Section Title: " in prompt
     assert (tmp_path / "report.html").is_file()
 
 
@@ -100,7 +102,7 @@ def test_search_and_evaluate(inputs, tmp_path):
     )
     assert scored["scores"] == pytest.approx(searched["articles"])
     rows = rows_of(found)
-    rows[0] |= {"sources": ["Owl#0"], "scores": [1.0]}
+    rows[0] |= {"sources": [f"{url('Owl')}#1"], "scores": [1.0]}
     write_rows(found, rows)
     again = done(
         "evaluate", "evqa", f"--references={inputs / 'data'}", f"--predictions={found}", *common

@@ -158,8 +158,8 @@ def test_a_section_is_cut_to_the_context():
 
 def test_an_article_is_known_by_all_of_its_names():
     sources = [
-        Source("a", "text", "x", extra={"url": "https://w/A", "wikidata_id": "Q1"}),
-        Source("b", "image", "y", extra={"wikidata_id": "Q1"}),
+        Source("a", "text", "x", extra={"url": "https://w/A", "wikidata": "Q1"}),
+        Source("b", "image", "y", extra={"wikidata": "Q1"}),
         Source("c", "text", "z"),
     ]
     articles = Corpus(sources).articles
