@@ -1,16 +1,18 @@
 """Records of regions in the formats of the originals, for their code and for others'.
 
-vlp         regions_bbox.h5, regions_feat042.h5, regions_cls042.h5   VLP: seq2seq_loader.py reads
-            by the picture's name and its last three characters (detectron-vlp
-            tools/extract_features.py); boxes are left, top, right, bottom, class, score
-webqa       train/1/40001234.pkl          WebQA_Baseline: webqa_loader.py (WebQA_x101fpn
-            featureExtraction.py); torch tensors
-vinvl       features.tsv, labels.tsv, hw.tsv with lineidx            scene_graph_benchmark
-            engine/inference.py (`convert_predictions_to_tsv`); labels where names are known
-bottom_up   features.tsv                  bottom-up-attention tools/generate_tsv.py, read_tsv.py
-npz         NAME.npz                      MILVLG/bottom-up-attention.pytorch utils/
-            extract_utils.py (`save_roi_features`); its `info`, a pickled dictionary, as arrays
-tags        tags.tsv                      PICa's tags of pictures
+    vlp         regions_bbox.h5, regions_feat042.h5, regions_cls042.h5  VLP: seq2seq_loader.py reads
+                by the picture's name and its last three characters (detectron-vlp
+                tools/extract_features.py); boxes are left, top, right, bottom, class, score
+    webqa       train/1/40001234.pkl          WebQA_Baseline: webqa_loader.py (WebQA_x101fpn
+                featureExtraction.py); torch tensors
+    vinvl       features.tsv, labels.tsv, hw.tsv with lineidx            scene_graph_benchmark
+                engine/inference.py (`convert_predictions_to_tsv`); labels where names are known
+    bottom_up   features.tsv                  bottom-up-attention tools/generate_tsv.py, read_tsv.py
+    npz         NAME.npz                      MILVLG/bottom-up-attention.pytorch utils/
+                extract_utils.py (`save_roi_features`); its `info`, a pickled dictionary, as arrays
+    tags        tags.tsv                      PICa's tags of pictures
+
+Each file is written whole or not at all.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_out
+from mmqa_jax.core.mesh import init_sharded
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
 from mmqa_jax.core.shards import WHOLE, Shard
@@ -134,11 +135,11 @@ def _opened(choice: DetectorChoice, mesh: Mapping[str, int] | None) -> FasterRCN
                 "the plumbing."
             )
         config = choice.changed(_PRESETS[choice.model]())
-        if placed is not None:
-            raise UserError(
-                "--random: random weights lie on one device; hide the others, or give a file."
-            )
-        return FasterRCNN(config, rngs=nnx.Rngs(choice.random))
+
+        def build() -> FasterRCNN:
+            return FasterRCNN(config, rngs=nnx.Rngs(choice.random))
+
+        return build() if placed is None else init_sharded(build, placed)
     if choice.random is not None:
         raise UserError(
             f"--random: is for the names {', '.join(_PRESETS)}, and --model={choice.model} is a "
