@@ -34,9 +34,12 @@ def overlaps(a: jax.Array, b: jax.Array, last_pixel: int) -> jax.Array:
     A pair of boxes without area has none over none, which is NaN and above no threshold, as in
     torchvision and Detectron.
     """
-    low = jnp.maximum(a[:, None, :2], b[None, :, :2])
-    high = jnp.minimum(a[:, None, 2:], b[None, :, 2:])
-    width, height = jnp.moveaxis(jnp.maximum(high - low + last_pixel, 0), -1, 0)
+    # Coordinate by coordinate: arrays of pairs with two or four values last are slow on TPUs.
+    left, top, right, bottom = jnp.moveaxis(a[:, None], -1, 0)
+    other_left, other_top, other_right, other_bottom = jnp.moveaxis(b[None], -1, 0)
+    width = jnp.minimum(right, other_right) - jnp.maximum(left, other_left) + last_pixel
+    height = jnp.minimum(bottom, other_bottom) - jnp.maximum(top, other_top) + last_pixel
+    width, height = jnp.maximum(width, 0), jnp.maximum(height, 0)
     shared = width * height
     return shared / (areas(a, last_pixel)[:, None] + areas(b, last_pixel)[None] - shared)
 

@@ -137,16 +137,21 @@ class RPN(nnx.Module):
         height, width, anchors = scores.shape
         stride = config.strides[index]
         cell = cell_anchors(stride, config.sizes[index], config.ratios)
-        boxes = config.coder.decode(deltas, grid_anchors(cell, height, width, stride))
-        boxes = clip(boxes, size, 1).reshape(-1, 4)
-        fits = large_enough(boxes, config.smallest * scale, 1)
+        grid = grid_anchors(cell, height, width, stride).reshape(-1, 4)
+        deltas = deltas.reshape(-1, 4)
+
+        def decoded(rows) -> tuple[jax.Array, jax.Array]:
+            boxes = clip(config.coder.decode(deltas[rows], grid[rows]), size, 1)
+            return boxes, large_enough(boxes, config.smallest * scale, 1)
+
         inside = jnp.repeat(cells_within(extent, height, width).ravel(), anchors)
         if config.small_first:
-            inside &= fits
+            inside &= decoded(slice(None))[1]
         best, order = jax.lax.top_k(
             jnp.where(inside, scores.ravel(), -1.0), min(config.before, inside.shape[0])
         )
-        boxes, valid = boxes[order], (best >= 0) & fits[order]
+        boxes, fits = decoded(order)  # of the best alone: a pyramid has a quarter of a million
+        valid = (best >= 0) & fits
         overlap = Overlap(config.threshold, config.inclusive, 1)
         chosen, there = suppress(boxes, best, valid, overlap, config.after)
         return boxes[chosen], best[chosen], there
