@@ -13,7 +13,6 @@ Training by reward, on plans that the planner draws itself: mavl_planner_reward.
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -340,19 +339,14 @@ class PlannerTask(TextModelTask):
                 f"config key data.agents={self.data.agents}: some of {', '.join(ROLES)} were "
                 "expected; correct it."
             )
-        longest = self._longest_plan()
-        if longest >= self.batches.length:
+        if self.inference.new_tokens >= self.batches.length:
             raise UserError(
                 f"config key batches.length={self.batches.length}: holds no prompt beside a plan "
-                f"of {longest} tokens; raise it."
+                f"of inference.new_tokens={self.inference.new_tokens}; raise it."
             )
 
     def _judging_fold(self) -> int:
         return 0 if self.validate is None else self.validate.fold
-
-    @abc.abstractmethod
-    def _longest_plan(self) -> int:
-        """Tokens of a row that are a plan."""
 
     def config(self, vocab_size: int) -> LlamaConfig:
         """The model's."""
@@ -369,7 +363,7 @@ class PlannerTask(TextModelTask):
         own = [q for q in questions if q.id in table.scores]
         own = [q for q in own if fold_of(q.id, self.data.folds) == fold]
         asked = plan_prompts(own, self.data.agents, tokenizer, chat=self.data.chat)
-        room = self.batches.length - self._longest_plan()
+        room = self.batches.length - self.inference.new_tokens
         kept = [prompt for prompt in asked if len(prompt.tokens) <= room]
         if not kept:
             raise UserError(
@@ -438,9 +432,6 @@ class RightPlans(PlannerTask):
     name: ClassVar[str] = "mavl_planner"
 
     batches: RowBatches
-
-    def _longest_plan(self) -> int:
-        return self.inference.new_tokens
 
     def objective(self, vocab_size: int, mesh: Mesh | None = None) -> LanguageModelObjective:
         return LanguageModelObjective(self.config(vocab_size), self.model.lora)

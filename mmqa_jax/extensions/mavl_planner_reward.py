@@ -311,9 +311,6 @@ class RewardedPlans(PlannerTask):
     batches: PlanRows
     grpo: GrpoSection = GrpoSection()
 
-    def _longest_plan(self) -> int:
-        return self.inference.new_tokens
-
     def _check(self, files: bool) -> None:
         super()._check(files)
         if self.model.lora is None:

@@ -171,6 +171,34 @@ def test_nothing_is_compiled_after_warm_up(engine):
         jax.monitoring.unregister_event_duration_listener(count)
 
 
+def test_other_weights_answer_as_an_engine_of_theirs(engine):
+    """As a policy that is being trained; prompts that were encoded with the old ones are not
+    reused, nothing is compiled, and the first weights come back to the same answers."""
+    requests, compiled = random_requests(5, 12), []
+    before = served(engine, requests)
+
+    def count(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    other, again = (Llama(MODEL, rngs=nnx.Rngs(seed)) for seed in (9, 3))
+    own = Engine(Llama(MODEL, rngs=nnx.Rngs(9)), config=SIZES, tokenizer=Letters(), end_ids=[END])
+    wanted = served(own, requests)
+    engine.use(other)
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        found = served(engine, requests)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+    assert not compiled
+    for request in requests:
+        assert found[request.id].candidates == wanted[request.id].candidates
+    assert any(found[n].candidates != before[n].candidates for n in found)
+    engine.use(again)
+    after = served(engine, requests)
+    assert all(after[n].candidates == before[n].candidates for n in before)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
