@@ -50,7 +50,7 @@ from mmqa_jax.runs.ask_folder import (
     open_passages,
 )
 from mmqa_jax.runs.asked import AskedCorpus, ShownSource, answer_notes, shown_sources
-from mmqa_jax.runs.parts import LLMSpec
+from mmqa_jax.runs.parts import LLMSpec, RetrieverSpec, open_bm25
 from mmqa_jax.runs.parts import open_llm as open_cached
 from mmqa_jax.runs.prepare import folder_notes
 from mmqa_jax.weights.hub import download_model
@@ -161,6 +161,7 @@ def open_retriever(
     weight: float = DEFAULT_WEIGHT,
     reranker: Reranker | str | os.PathLike | None = None,
     candidates: int = _CANDIDATES,
+    index: str | os.PathLike = "",
 ) -> Retriever:
     """A retriever over a corpus.
 
@@ -172,11 +173,17 @@ def open_retriever(
       weight: of the encoder's cosines beside BM25's scores, from 0 to 1; of fused.
       reranker: of `open_reranker` (or the name of its model), or any with its method `score`, that
         ranks the best `candidates` again.
+      index: folder of `mmqa index --kind=bm25`, from which bm25 is searched; "": made in memory.
 
     Raises:
-      UserError: no such encoder, or no word in the corpus for BM25 to find.
+      UserError: no such encoder or index, or no word in the corpus for BM25 to find.
     """
     _check_corpus(corpus, "open_retriever")
+    if index and method != "bm25":
+        raise UserError(
+            f"open_retriever: index={os.fspath(index)} is of bm25, the method is {method}; leave "
+            "it out."
+        )
     if method not in get_args(Method):
         raise UserError(
             f"open_retriever: method {method!r} is not known; use one of "
@@ -186,7 +193,8 @@ def open_retriever(
     check_weight(weight, "open_retriever: weight")
     encoder = str(encoder)
     if method == "bm25":
-        passages = Passages(BM25Retriever(corpus), None)
+        spec = RetrieverSpec("bm25", index=os.fspath(index))
+        passages = Passages(BM25Retriever(corpus, open_bm25(corpus, spec)), None)
     else:
         distributed.start(join=False)  # programs are kept between runs
         if method == "fused":

@@ -37,6 +37,7 @@ from mmqa_jax.runs.baseline_parts import FactsSpec, FusionReaderSpec, Multimodal
 from mmqa_jax.runs.opened_parts import OpenedParts, Part
 from mmqa_jax.tasks.library import LibrarySpec, check_similarity, open_text_embedder
 
+_MOST_IN_MEMORY = 3_000_000  # sources of which BM25 makes an index in memory
 # Subfolders of an index's folder: of `mmqa embed`, `mmqa index`, and that with --kind=bm25.
 EMBEDDINGS, INDEX, BM25_INDEX = "embeddings", "index", "bm25"
 
@@ -363,14 +364,24 @@ def _open_index(index: str, model_fingerprint: str, corpus_fingerprint: str) -> 
 
 
 def open_bm25(corpus: Corpus, spec: RetrieverSpec) -> Any:
-    """The index of `mmqa index --kind=bm25` in the spec's folder; None: it names none, or holds
-    that of a dense retriever alone. UserError as DiskBM25, or for bm25 without such an index."""
+    """The index of `mmqa index --kind=bm25` in the spec's folder.
+
+    Returns:
+      None if the spec names no folder, or one of a dense retriever alone: BM25 is made in memory.
+
+    Raises:
+      UserError: as DiskBM25; none for bm25; or too many sources for one in memory.
+    """
     from mmqa_jax.retrieval.bm25_disk import DiskBM25
 
-    if not spec.index or spec.index.startswith(MILVUS):
-        return None
+    in_folder = bool(spec.index) and not spec.index.startswith(MILVUS)
     folder = Path(spec.index) / BM25_INDEX
-    if spec.method != "bm25" and not folder.exists():
+    if not in_folder or (spec.method != "bm25" and not folder.exists()):
+        if corpus.on_disk and len(corpus) > _MOST_IN_MEMORY:
+            raise UserError(
+                f"bm25: {len(corpus):,} sources are too many for an index in memory; run `mmqa "
+                "index --kind=bm25` over the corpus, and name its folder as the index."
+            )
         return None
     return DiskBM25(folder, corpus.fingerprint, lambda row: source_text(corpus.sources[row]))
 

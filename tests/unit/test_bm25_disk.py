@@ -10,11 +10,17 @@ import sys
 import numpy as np
 import pytest
 
+from mmqa_jax.cli import main
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.data.prepare import prepare
+from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.retrieval import bm25_disk
-from mmqa_jax.retrieval.bm25 import BM25
+from mmqa_jax.retrieval.bm25 import BM25, BM25Retriever
 from mmqa_jax.retrieval.bm25_disk import DiskBM25, build_bm25
 from mmqa_jax.retrieval.bm25_shard import ShardLimits
+from mmqa_jax.runs.parts import RetrieverSpec, open_bm25
+from tests.bench.synthetic_passages import write_passages
 
 SMALL = ShardLimits(rows=700, tiered=8, block=100)
 
@@ -185,3 +191,37 @@ def test_killed_it_goes_on_behind_the_last_whole_shard(tmp_path):
     assert build_bm25(tmp_path, texts_from, 3_000, "corpus", limits=SMALL)
     assert begun[0] in (1_400, 2_100)
     same(DiskBM25(tmp_path).search(QUERIES, 30), BM25(texts).search(QUERIES, 30))
+
+
+@pytest.mark.slow
+def test_bm25_from_disk_over_sources_on_disk(tmp_path, monkeypatch):
+    passages, asked, articles = tmp_path / "psgs_w100.tsv", tmp_path / "asked", tmp_path / "wiki"
+    write_passages(passages, 3_000)
+    assert main(["prepare", "dpr", f"--raw={passages}", f"--out={articles}"]) == 0
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    (raw / "sources.jsonl").write_text('{"id": "own", "modality": "text", "text": "own"}\n')
+    texts = [open_corpus(articles).sources[row].text for row in (5, 2_900)]
+    asks = [" ".join(text.split()[:8]) for text in texts]
+    rows = [{"id": f"q{n}", "split": "test", "question": text} for n, text in enumerate(asks)]
+    (raw / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    prepare("corpus", raw, asked)
+    index = tmp_path / "index"
+    assert main(["index", "--kind=bm25", f"--data={articles}", f"--out={index}"]) == 0
+    search = ["search", f"--data={asked}", f"--sources={articles}", "--method=bm25", "--top_k=50"]
+    found = []
+    for flags in ([], [f"--index={index}"]):
+        out = tmp_path / f"{len(found)}.jsonl"
+        assert main([*search, *flags, f"--out={out}"]) == 0
+        found.append(out.read_text())
+    assert found[0] == found[1]
+    assert [json.loads(line)["sources"][0] for line in found[0].splitlines()] == ["6", "2901"]
+    corpus = open_corpus(articles)
+    retriever = BM25Retriever(corpus, open_bm25(corpus, RetrieverSpec("bm25", index=str(index))))
+    (own,) = retriever.search_within(
+        [Question("q", "", asks[0])], [Ranking("q", ("9", "6"), (0, 0))]
+    )
+    assert own.sources[0] == "6"
+    monkeypatch.setattr("mmqa_jax.runs.parts._MOST_IN_MEMORY", 2_999)
+    with pytest.raises(UserError, match="3,000 sources are too many for an index in memory; run"):
+        open_bm25(corpus, RetrieverSpec("bm25"))

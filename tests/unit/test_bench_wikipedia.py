@@ -1,0 +1,35 @@
+"""`python -m tests.bench wikipedia`: its rows have what they say, and its queries find something."""
+
+import pytest
+
+from mmqa_jax.core.errors import UserError
+from tests.bench import Options
+from tests.bench import wikipedia as bench
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_row_has_time_memory_and_rate(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "PASSAGES", {"tiny": 2_000, "less": 500})
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    result = bench.run(Options(rounds=1, only=("tiny", "less")))
+    tiny, less = result["rows"]
+    assert (tiny["passages"], less["passages"]) == (2_000, 500)
+    for row in (tiny, less):
+        assert row["ours"] > row["required"] > 0
+        assert 0.1 < row["index_peak_gib"] < 2
+        assert 0.1 < row["search_peak_gib"] < 2
+        assert row["index_s"] > 0
+        assert row["peer"] > 0  # BM25 in memory
+    with pytest.raises(UserError, match="--only=2M: no such row; use one of tiny"):
+        bench.run(Options(only=("2M",)))
+
+
+def test_queries_are_words_of_passages_and_questions(tmp_path):
+    bench._passages(tmp_path, {"passages": 300})
+    queries = bench._queries(tmp_path)
+    assert len(queries) == bench._QUERIES
+    assert all(2 <= len(query.split()) <= 8 for query in queries[::2])
+    assert queries[1].startswith("what is the ")
+    assert len(list(bench._texts(tmp_path))) == 300
+    assert next(bench._texts(tmp_path, 299)) == list(bench._texts(tmp_path))[299]
