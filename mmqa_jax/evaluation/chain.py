@@ -1,10 +1,10 @@
 """Where a chain of retriever, reranker and reader loses its answers.
 
-A question is of the first stage that loses a gold source of it:
+A question belongs to the first stage that loses a gold source of it, and to reading if none does.
 
-  retrieval   a gold source is not among the candidates
-  selection   the candidates hold all gold sources, the reader was given fewer
-  reading     the reader was given all gold sources
+- retrieval: a gold source is not among the candidates
+- selection: the candidates hold all gold sources, the reader was given fewer
+- reading: the reader was given all gold sources
 
 What its answer lacks of the full score is lost there, so that the score and the losses of all
 stages add up to 1. An answer can be right without all of its sources; what a stage costs is told by
