@@ -12,6 +12,7 @@ import transformers
 from ml_collections import ConfigDict
 from PIL import Image
 
+from mmqa_jax.cli import main
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.clip_tokenizer import END, START, load_clip_tokenizer
@@ -283,6 +284,45 @@ def test_questions_ask_by_their_picture_their_text_or_both(peer, published, conv
     blind = SimpleNamespace(image_size=0)
     with pytest.raises(UserError, match="asks=picture: the encoder reads texts alone"):
         DenseRetriever(corpus, blind, index, pictures, "picture")
+
+
+def test_the_verbs_find_the_entity_by_its_picture(converted, tmp_path):
+    """Encyclopedic-VQA's questions over infoseek_wiki's articles: the same pixels are nearest."""
+    names = ["Lion", "Cat", "Owl"]
+    wiki, raw = tmp_path / "wiki", tmp_path / "raw"
+    (wiki / "images").mkdir(parents=True)
+    entries, rows = {}, ["question,answer,question_type,dataset_name,dataset_image_ids,"
+                         "wikipedia_url,wikipedia_title"]  # fmt: skip
+    for n, name in enumerate(names):
+        Image.fromarray(picture(n)).save(wiki / "images" / f"{name}.png")
+        shown = raw / "landmarks" / "0" / "0" / str(n) / f"00{n}.jpg"
+        shown.parent.mkdir(parents=True)
+        shown.write_bytes((wiki / "images" / f"{name}.png").read_bytes())
+        entries[name] = {
+            "title": name, "section_titles": [name], "section_texts": ["A red flag."],
+            "image_urls": [f"x/{name}.png"], "image_reference_descriptions": [name],
+            "image_section_indices": [0],
+        }  # fmt: skip
+        rows.append(f"A red flag,x,templated,landmarks,00{n},{name},{name}")
+    (wiki / "encyclopedic_kb_wiki.json").write_text(json.dumps(entries))
+    (raw / "test.csv").write_text("\n".join([*rows, ""]))
+    data, sources, index = (tmp_path / folder for folder in ("data", "sources", "index"))
+    found = tmp_path / "found.jsonl"
+    for verb in (
+        ["prepare", "infoseek_wiki", f"--raw={wiki}", f"--out={sources}"],
+        ["prepare", "evqa", f"--raw={raw}", f"--out={data}"],
+        ["embed", f"--data={sources}", f"--model={converted}", f"--out={index}"],
+        ["index", f"--embeddings={index}", "--kind=exact"],
+        [
+            "search", f"--data={data}", f"--sources={sources}", "--method=dense", "--asks=picture",
+            "--modality=image", f"--model={converted}", f"--index={index}", f"--out={found}",
+        ],
+    ):  # fmt: skip
+        assert main(verb) == 0, verb
+    ranked = [json.loads(line) for line in found.read_text().splitlines()]
+    assert [one["sources"][0] for one in ranked] == [f"{name}#picture1" for name in names]
+    assert all(one["scores"][0] == pytest.approx(1, abs=1e-5) for one in ranked)
+    assert all(len(one["sources"]) == 3 for one in ranked)  # no passages
 
 
 def test_fingerprint_and_refusals(published, converted, tmp_path):

@@ -86,6 +86,7 @@ def test_sections_are_reranked_as_by_the_authors():
     corpus = made_corpus()
     for found, asked in zip(run("echosight_rerank", corpus, pictures=12), ASKED, strict=True):
         assert list(found.sources[:10]) == asked["reranked_sections"]
+        assert set(found.sources) <= asked["relevance"].keys()  # no references, no links
         ranked = corpus.articles.ranked(Ranking("", found.sources, found.source_scores))
         assert list(ranked.sources) == asked["reranked_articles"]
 
