@@ -51,7 +51,11 @@ def processors() -> int:
 
 @contextlib.contextmanager
 def unfinished_folder(
-    folder: Path, inputs: str | None, finished: Callable[[], bool] | None = None
+    folder: Path,
+    inputs: str | None,
+    finished: Callable[[], bool] | None = None,
+    *,
+    busy: str = "",
 ) -> Iterator[bool]:
     """The folder of a resumable write; one process at a time, or several that share it.
 
@@ -63,6 +67,7 @@ def unfinished_folder(
         removed. None: files of any earlier attempt are.
       finished: given where several processes share the write: whether one of them has ended it.
         They remove nothing.
+      busy: where another process is at work on what; "": on a corpus in the folder above.
 
     Yields:
       Whether another process has ended it meanwhile.
@@ -75,10 +80,8 @@ def unfinished_folder(
     try:
         lock = hold(folder / ".lock", shared=shared)
     except Busy as error:
-        raise UserError(
-            f"{folder.parent}: another process is preparing a corpus there; wait until it ends, or "
-            "name another folder."
-        ) from error
+        busy = busy or f"{folder.parent}: another process is preparing a corpus there"
+        raise UserError(f"{busy}; wait until it ends, or name another folder.") from error
     with lock:
         if shared:
             with alone(folder / ".claim"):

@@ -191,7 +191,9 @@ def write_records(
         return all_kept()
     _check_place(folder, kind, signature, overwrite)
     shared = part.count > 1
-    with unfinished_folder(folder, signature, finished if shared else None) as complete:
+    busy = f"{folder}: another process is writing {kind.title} there"
+    ended = finished if shared else None
+    with unfinished_folder(folder, signature, ended, busy=busy) as complete:
         if complete:
             return all_kept()
         files = DatasetFiles(folder / kind.dataset, kind.column, text=False, module=kind.module)

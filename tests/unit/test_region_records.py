@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -22,6 +24,8 @@ from mmqa_jax.data.region_records import (
     unpack_regions,
 )
 from mmqa_jax.data.regions import RegionError
+
+pytestmark = pytest.mark.slow
 
 FACTS = RegionFacts("vinvl_x152c4", "m", features=6, classes=5, attributes=4)
 
@@ -172,6 +176,27 @@ def test_a_killed_job_goes_on_where_it_was(tmp_path):
     asked.clear()
     assert write(tmp_path / "a", found, encode=encode)  # finished
     assert not asked
+
+
+def test_a_process_alone_is_not_joined(tmp_path):
+    """Locks are a process's own: the other one is another process."""
+    folder = tmp_path / "r"
+    folder.mkdir()
+    code = (
+        "import sys, pathlib, time; from mmqa_jax.core.locks import hold; "
+        "lock = hold(pathlib.Path(sys.argv[1]) / '.lock'); print('held', flush=True); time.sleep(60)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match="r: another process is writing regions there; wait"):
+            write(folder, {"1": regions(1)})
+        with pytest.raises(UserError, match="another process is writing regions there"):
+            write(folder, {"1": regions(1)}, part=Shard(0, 2))
+    finally:
+        other.kill()
+        other.wait()
+    assert write(folder, {"1": regions(1)})
 
 
 def test_two_processes_share_a_job(tmp_path):
