@@ -34,6 +34,7 @@ BENCHES = {
     "store": "keeping finished work: core/store.py against ArrayRecord, SQLite and LMDB",
     "refusals": "the threshold below which `mmqa ask --data` refuses, chosen on --data",
     "rerank": "VLP on every pair of WebQA: each encoded in full, or sources and questions once",
+    "detector": "feature maps of VLP's, VinVL's and bottom-up attention's detectors, against PyTorch",
     "serve": "20 users of `mmqa serve` at once against the same asked one by one",
 }
 SIZES = ("small", "full")
