@@ -10,10 +10,10 @@ import dataclasses
 import numpy as np
 import torch
 import torch.nn.functional as F
-from detection_torch import clip, decode, nms, roi_align, roi_pool
 
 from mmqa_jax.models.detection.anchors import cell_anchors
 from mmqa_jax.models.detection.faster_rcnn import DetectorConfig
+from tests.equivalence.detection_torch import clip, decode, nms, roi_align, roi_pool
 
 BRANCH = {"conv1": "branch2a", "conv2": "branch2b", "conv3": "branch2c", "shortcut": "branch1"}
 PARTS = {"conv1": "bn1", "conv2": "bn2", "conv3": "bn3"}
