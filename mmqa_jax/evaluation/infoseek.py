@@ -11,17 +11,21 @@ stands in a note. The file has a line {"data_id", "prediction"} for each questio
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_jsonl
 from mmqa_jax.data.datasets.infoseek import RANGE, TYPES, UNSEEN
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.prediction_lines import answers_of, json_rows
-from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
+from mmqa_jax.evaluation.prediction_lines import read_answers_by
+from mmqa_jax.evaluation.scores import (
+    group_of,
+    predictions_by_question,
+    questions_that_count,
+    scores_of,
+)
 from mmqa_jax.evaluation.scoring import Evaluation
 from mmqa_jax.evaluation.squad import squad_exact_match
 
@@ -105,18 +109,7 @@ def read_infoseek_predictions(path: Path, questions: Sequence[Question] = ()) ->
     Raises:
       UserError: names the file and the line that is malformed.
     """
-    rows = list(json_rows(path))
-    if not any("data_id" in row for _, row in rows):
-        return answers_of(path, rows, question_ids={question.id for question in questions})
-    found = []
-    for where, row in rows:
-        name, said = row.get("data_id"), row.get("prediction")
-        if not isinstance(name, str) or not isinstance(said, str | None):
-            raise UserError(
-                f'{where}: {{"data_id": text, "prediction": text}} was expected; correct it.'
-            )
-        found.append(Prediction(name, said or ""))
-    return found
+    return read_answers_by(path, "data_id", "prediction", {question.id for question in questions})
 
 
 def write_infoseek_submission(
@@ -134,11 +127,8 @@ def write_infoseek_submission(
 
 
 def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
-    def among(accepts: Callable[[Question], bool]) -> np.ndarray:
-        return np.array([accepts(question) for question in questions], bool)
-
     return {
-        "unseen question": among(lambda q: q.extra.get(UNSEEN) == "unseen_question"),
-        "unseen entity": among(lambda q: q.extra.get(UNSEEN) == "unseen_entity"),
-        **{kind: among(lambda q, kind=kind: q.category == kind) for kind in TYPES},
+        "unseen question": group_of(questions, lambda q: q.extra.get(UNSEEN) == "unseen_question"),
+        "unseen entity": group_of(questions, lambda q: q.extra.get(UNSEEN) == "unseen_entity"),
+        **{kind: group_of(questions, lambda q, kind=kind: q.category == kind) for kind in TYPES},
     }

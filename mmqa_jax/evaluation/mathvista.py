@@ -11,7 +11,7 @@ Extractions come from responses by rules, and by a language model where these fi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,12 @@ from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.choice_scores import by_choice
 from mmqa_jax.evaluation.multiple_choice import LETTERS
 from mmqa_jax.evaluation.prediction_lines import read_answers
-from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
+from mmqa_jax.evaluation.scores import (
+    group_of,
+    predictions_by_question,
+    questions_that_count,
+    scores_of,
+)
 from mmqa_jax.evaluation.scoring import Evaluation
 
 OFFICIAL, EMPTY_WRONG = "mathvista/official", "mathvista/empty_wrong"
@@ -140,11 +145,8 @@ def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
         value = question.extra.get(key, ())
         return (value,) if isinstance(value, str) else value
 
-    def among(accepts: Callable[[Question], bool]) -> np.ndarray:
-        return np.array([accepts(question) for question in questions], bool)
-
     return {
-        f"{key}: {name}": among(lambda q, key=key, name=name: name in values(q, key))
+        f"{key}: {name}": group_of(questions, lambda q, key=key, name=name: name in values(q, key))
         for key in (KIND, ANSWER_TYPE, *GROUPS)
         for name in sorted({name for question in questions for name in values(question, key)})
     }

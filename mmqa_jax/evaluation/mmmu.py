@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +26,12 @@ from mmqa_jax.data.datasets.mmmu import DIFFICULTY, DISCIPLINES, place_of
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.choice_scores import Given, Rule, chosen_by
 from mmqa_jax.evaluation.multiple_choice import LETTERS, exact_letter_choice, mmmu_choice
-from mmqa_jax.evaluation.prediction_lines import answers_of, json_rows
-from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
+from mmqa_jax.evaluation.prediction_lines import read_answers_by
+from mmqa_jax.evaluation.scores import (
+    predictions_by_question,
+    questions_that_count,
+    scores_of,
+)
 from mmqa_jax.evaluation.scoring import Evaluation
 
 OFFICIAL, STRICT, LETTER = "mmmu/official", "mmmu/unparsed_wrong", "mmmu/letter"
@@ -158,21 +162,16 @@ def _right(
 
 
 def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
-    def among(accepts: Callable[[Question], bool]) -> np.ndarray:
-        return np.array([accepts(question) for question in questions], bool)
-
+    subjects = np.array([question.category for question in questions])
+    levels = np.array([str(question.extra.get(DIFFICULTY, "")) for question in questions])
+    has_choices = np.array([bool(question.choices) for question in questions])
     groups = {}
-    for discipline, subjects in DISCIPLINES.items():
-        groups[f"Overall-{discipline}"] = among(lambda q, own=subjects: q.category in own)
-        groups |= {name: among(lambda q, own=name: q.category == own) for name in subjects}
-    levels = dict.fromkeys(q.extra[DIFFICULTY] for q in questions if DIFFICULTY in q.extra)
-    return {
-        **groups,
-        "multiple-choice": among(lambda q: bool(q.choices)),
-        "open": among(lambda q: not q.choices),
-        **{f"difficulty: {name}": among(lambda q, own=name: q.extra.get(DIFFICULTY) == own)
-           for name in levels},
-    }  # fmt: skip
+    for discipline, own in DISCIPLINES.items():
+        groups[f"Overall-{discipline}"] = np.isin(subjects, own)
+        groups |= {name: subjects == name for name in own}
+    groups |= {"multiple-choice": has_choices, "open": ~has_choices}
+    known = filter(None, dict.fromkeys(levels.tolist()))
+    return groups | {f"difficulty: {name}": levels == name for name in known}
 
 
 def read_mmmu_predictions(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
@@ -182,17 +181,12 @@ def read_mmmu_predictions(path: Path, questions: Sequence[Question] = ()) -> lis
       UserError: names the file and the entry that is malformed.
     """
     data = read_json(path, unique_keys=True) if path.suffix == ".json" else None
-    if isinstance(data, dict):
-        pairs = [(f"{path}, {name}", name, said) for name, said in data.items()]
-    else:
-        rows = list(json_rows(path))
-        if not any("response" in row for _, row in rows):
-            return answers_of(path, rows, question_ids={question.id for question in questions})
-        pairs = [(where, row.get("id"), row.get("response")) for where, row in rows]
-    for where, name, said in pairs:
-        if not isinstance(name, str) or not isinstance(said, str | None):
-            raise UserError(f"{where}: an id and a text were expected; correct it.")
-    return [Prediction(name, said or "") for _, name, said in pairs]
+    if not isinstance(data, dict):
+        return read_answers_by(path, "id", "response", {question.id for question in questions})
+    for name, said in data.items():
+        if not isinstance(said, str | None):
+            raise UserError(f"{path}, {name}: a letter or a text was expected; correct it.")
+    return [Prediction(name, said or "") for name, said in data.items()]
 
 
 def write_mmmu_submission(

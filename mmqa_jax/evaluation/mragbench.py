@@ -9,19 +9,22 @@ script scores by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_jsonl
 from mmqa_jax.data.datasets.mragbench import ASPECT, SCENARIOS
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.choice_scores import chosen_by, has_answer, right_choices
 from mmqa_jax.evaluation.multiple_choice import LETTERS, mmmu_choice
-from mmqa_jax.evaluation.prediction_lines import answers_of, json_rows
-from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
+from mmqa_jax.evaluation.prediction_lines import read_answers_by
+from mmqa_jax.evaluation.scores import (
+    predictions_by_question,
+    questions_that_count,
+    scores_of,
+)
 from mmqa_jax.evaluation.scoring import Evaluation
 
 SCORER = "mragbench/rule"
@@ -44,18 +47,14 @@ def score_mragbench(questions: Sequence[Question], predictions: Sequence[Predict
 
 
 def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
-    def among(accepts: Callable[[Question], bool]) -> np.ndarray:
-        return np.array([accepts(question) for question in questions], bool)
-
-    found = dict.fromkeys(question.category for question in questions)
-    scenarios = [name for name in SCENARIOS if name in found]
-    scenarios += [name for name in found if name not in SCENARIOS]
-    aspects = sorted({question.extra[ASPECT] for question in questions if ASPECT in question.extra})
+    scenarios = np.array([question.category for question in questions])
+    aspects = np.array([str(question.extra.get(ASPECT, "")) for question in questions])
+    found = dict.fromkeys(scenarios.tolist())
+    ordered = [name for name in dict.fromkeys((*SCENARIOS, *found)) if name in found]
     return {
-        **{name: among(lambda q, own=name: q.category == own) for name in scenarios},
-        **{f"aspect: {name}": among(lambda q, own=name: q.extra.get(ASPECT) == own)
-           for name in aspects},
-    }  # fmt: skip
+        **{name: scenarios == name for name in ordered},
+        **{f"aspect: {name}": aspects == name for name in sorted({*aspects.tolist()} - {""})},
+    }
 
 
 def read_mragbench_predictions(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
@@ -64,16 +63,7 @@ def read_mragbench_predictions(path: Path, questions: Sequence[Question] = ()) -
     Raises:
       UserError: names the file and the line that is malformed.
     """
-    rows = list(json_rows(path))
-    if not any("qs_id" in row for _, row in rows):
-        return answers_of(path, rows, question_ids={question.id for question in questions})
-    found = []
-    for where, row in rows:
-        name, said = row.get("qs_id"), row.get("output")
-        if not isinstance(name, str) or not isinstance(said, str | None):
-            raise UserError(f'{where}: {{"qs_id": text, "output": text}} was expected; correct it.')
-        found.append(Prediction(name, said or ""))
-    return found
+    return read_answers_by(path, "qs_id", "output", {question.id for question in questions})
 
 
 def write_mragbench_submission(

@@ -54,6 +54,28 @@ def read_answers(
     return answers_of(path, json_rows(path), source_ids, question_ids)
 
 
+def read_answers_by(
+    path: str | os.PathLike, id_key: str, text_key: str, question_ids: Container[str] = ()
+) -> list[Prediction]:
+    """Reads a benchmark's own lines {id_key: text, text_key: text or null}, or predictions.jsonl.
+
+    Raises:
+      UserError: names the file and the line that is malformed.
+    """
+    rows = list(json_rows(path))
+    if not any(id_key in row and text_key in row for _, row in rows):
+        return answers_of(path, rows, question_ids=question_ids)
+    found = []
+    for where, row in rows:
+        name, said = row.get(id_key), row.get(text_key)
+        if not isinstance(name, str) or not isinstance(said, str | None):
+            raise UserError(
+                f'{where}: {{"{id_key}": text, "{text_key}": text}} was expected; correct it.'
+            )
+        found.append(Prediction(name, said or ""))
+    return found
+
+
 def answers_of(
     path: str | os.PathLike,
     rows: Iterable[tuple[str, Row]],

@@ -145,6 +145,11 @@ def questions_that_count(
     return scored
 
 
+def group_of(questions: Sequence[Question], belongs: Callable[[Question], bool]) -> np.ndarray:
+    """Which of the questions belong to a group; bool[question], as `Scores.groups` has them."""
+    return np.array([belongs(question) for question in questions], bool)
+
+
 def scores_of(
     questions: Sequence[Question],
     scored: Sequence[Question],

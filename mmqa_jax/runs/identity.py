@@ -75,5 +75,7 @@ def of_questions(questions: Sequence[Question]) -> str:
     digest = hashlib.sha256()
     for question in questions:
         row = dataclasses.asdict(question)
+        if not question.more_images:  # a question of one picture is what it was without this key
+            del row["more_images"]
         digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
     return digest.hexdigest()[:16]
