@@ -147,6 +147,14 @@ def test_a_model_extracts_what_the_rules_do_not_find(data):
     assert [one.answer for one in found] == ["12", "12", "12.0", "12", "12.0"]
 
 
+def test_rules_extract_without_a_model(data):
+    _, found = asked(data, " 12 ")
+    assert [one.answer for one in found] == ["12", "12", "12.0", "12", "12.0"]
+    said = 'The answer is "B".'
+    answers = [asked(data, said, extract=how)[1][0].answer for how in ("rules", "quick")]
+    assert answers == [said, "B"]
+
+
 def test_another_model_extracts_of_a_finished_run(data):
     _, run = asked(data)
     finished = {one.question_id: {"question_id": one.question_id, **one.trace} for one in run}

@@ -151,7 +151,7 @@ def test_a_note_says_what_one_picture_leaves_out(data):
         ("A or B", "B"),
         ("A (C)", "C"),  # brackets first
         ("b", None),
-        ("the cat", None),  # five words at most
+        ("it is surely the cat", None),  # five words at most
         ("it is surely the Cat over there", "A"),
         ("cat, dog, then the cat again or dog", "B"),  # the last one
         ("it is what it is I think", None),

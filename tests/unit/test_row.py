@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 
 import pytest
 from cli_runs import ROOT
@@ -16,6 +18,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.splits import fold_of
 from mmqa_jax.runs.answered import Stage, answering
+from mmqa_jax.runs.identity import of_questions
 from mmqa_jax.runs.opened_parts import OpenedParts
 from mmqa_jax.runs.parts import RetrieverSpec
 from mmqa_jax.runs.row import Row, RowData, Scoring, read_row
@@ -40,6 +43,16 @@ SAME = Row(
     {"cited": 1},
 )
 QUESTIONS = [Question(str(n), "test", f"Question {n}?") for n in range(5)]
+
+
+def test_further_pictures_change_what_a_question_is_and_their_absence_does_not():
+    """The hash of a question on one picture is that of its other fields."""
+    plain = Question("q", "val", "Which?", "a.png")
+    row = dataclasses.asdict(plain)
+    del row["more_images"]
+    known = hashlib.sha256(json.dumps(row, sort_keys=True).encode() + b"\n").hexdigest()[:16]
+    assert of_questions([plain]) == known
+    assert of_questions([dataclasses.replace(plain, more_images=("b.png",))]) != known
 
 
 def test_what_a_config_leaves_out_has_the_types_defaults():
