@@ -1,7 +1,7 @@
 """The rows of Prophet and MAVL, the same on OK-VQA and A-OKVQA. Not an experiment itself.
 
 The paper's need LLaMA-2 7B, captions of the train pictures, the candidates and answer-aware
-examples of Prophet's authors, and passages of Wikipedia in the interchange format. Ours take
+examples of Prophet's authors, and passages of Wikipedia, such as DPR's. Ours take
 SmolLM2-135M-Instruct, one half of the split as the library of the other, candidates of a VQA model
 trained on that other half, and OpenStax's paragraphs.
 """
@@ -15,7 +15,7 @@ _rows = config_beside(__file__, "rows.py")
 LLAMA, WIKIPEDIA, OPENSTAX = "weights/llama2_7b", "data/wikipedia", "data/openstax"
 MADE_BY = {
     LLAMA: f"mmqa convert --model=llama --source=downloads/Llama-2-7b-hf --out={LLAMA}",
-    WIKIPEDIA: f"mmqa prepare corpus --raw=downloads/wikipedia --out={WIKIPEDIA}",
+    WIKIPEDIA: f"mmqa prepare dpr --raw=downloads/dpr --out={WIKIPEDIA}",
     OPENSTAX: f"mmqa prepare corpus --raw=downloads/openstax --out={OPENSTAX}",
 }
 TOLERANCE = 0.02

@@ -201,6 +201,7 @@ def make_row(
     config.dataset = dataset
     config.data = {
         "dir": data,
+        "sources": "",  # of another corpus, such as data/wikipedia, in place of its own
         "split": row.get("split", split),
         "questions": row.get("questions", RowData.questions),
         "modality": row.get("modality", RowData.modality),
