@@ -212,11 +212,11 @@ def make_row(
     config.dataset = dataset
     config.data = {
         "dir": data,
-        "sources": "",  # of another corpus, such as data/wikipedia, in place of its own
+        "sources": row.get("sources", RowData.sources),
         "split": row.get("split", split),
         "questions": row.get("questions", RowData.questions),
         "modality": row.get("modality", RowData.modality),
-        **{key: row[key] for key in ("where", "context", "sources", "folds", "fold") if key in row},
+        **{key: row[key] for key in ("where", "context", "folds", "fold") if key in row},
     }
     config.parts = row["parts"]
     for part, name in itertools.product(LLMS, ("engine", "mesh")):
