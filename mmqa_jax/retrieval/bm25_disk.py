@@ -247,7 +247,8 @@ class DiskBM25:
     ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
         """The best `top_k` rows of every query, as `BM25.search`.
 
-        A shard is searched for all queries before the next.
+        A shard is searched for all queries before the next, and one shard's pages at most are
+        this process's memory.
         """
         check_several(queries, "BM25.search")
         check_top_k(top_k, len(self), allowed, "BM25")
@@ -266,6 +267,7 @@ class DiskBM25:
                     # Places that nothing has filled yet come last; those found are in row order.
                     order = np.argsort(-all_scores, kind="stable")[:top_k]
                     best_rows[:], best[:] = all_rows[order], all_scores[order]
+            shard.release()
         return rows, scores
 
     def search_within(
