@@ -7,6 +7,7 @@ which JAX would meet again and again. Whole entries alone are kept beyond the ru
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import platform
@@ -27,6 +28,7 @@ def _processor() -> str:
     return hashlib.sha256(f"{platform.machine()} {flags}".encode()).hexdigest()[:16]
 
 
+@functools.cache
 def _kept() -> Path:
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return caches / "mmqa_jax_tests" / _processor()
@@ -45,8 +47,9 @@ def take() -> None:
 
 def keep() -> None:
     """After a run: what it compiled is laid beside what is kept."""
+    there = set(os.listdir(_kept())) if _kept().is_dir() else set()
     for file in FOLDER.iterdir():
-        if not (_kept() / file.name).exists() and not is_whole(file.read_bytes()):
+        if file.name not in there and not is_whole(file.read_bytes()):
             file.unlink()
     with contextlib.suppress(OSError):
         _lay(FOLDER, _kept())

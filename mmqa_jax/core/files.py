@@ -73,6 +73,16 @@ def atomic_write(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
         temporary.unlink(missing_ok=True)
 
 
+def settle(temporary: Path, path: Path, *, whole: bool) -> None:
+    """Gives a closed file its name once the disk has it; one that is not whole is removed."""
+    if not whole:
+        temporary.unlink(missing_ok=True)
+        return
+    with open(temporary, "rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
 @contextlib.contextmanager
 def _named_errors(temporary: Path, path: Path) -> Iterator[None]:
     """Puts `path` into the errors of writing: Python names no file where a write fails."""

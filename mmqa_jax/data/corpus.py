@@ -51,7 +51,7 @@ class Corpus:
     ):
         self.sources: Sequence[Source] = list(sources) if row is None else sources
         self.row = row
-        self._image_rows = image_rows
+        self.image_rows = image_rows
         if row is None:
             self._index()
         self.fingerprint = fingerprint
@@ -117,21 +117,21 @@ class Corpus:
     def image_mask(self) -> np.ndarray:
         """bool[sources]: which are pictures; no text is read."""
         mask = np.zeros(len(self), bool)
-        if self._image_rows is None:
+        if self.image_rows is None:
             mask[:] = [source.modality == "image" for source in self.sources]
         else:
-            mask[self._image_rows] = True
+            mask[self.image_rows] = True
         return mask
 
     def picture_count(self) -> int:
         """How many sources have a picture."""
-        if self._image_rows is None:
+        if self.image_rows is None:
             return sum(source.image is not None for source in self.sources)
-        return len(self._image_rows)
+        return len(self.image_rows)
 
     def modality_rows(self, modality: Modality) -> Sequence[int]:
         """Rows of all sources of one modality, in order."""
-        if self._image_rows is None:
+        if self.image_rows is None:
             return [row for row, source in enumerate(self.sources) if source.modality == modality]
         return np.flatnonzero(self.image_mask() == (modality == "image"))
 

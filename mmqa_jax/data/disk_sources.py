@@ -35,6 +35,7 @@ import numpy as np
 
 from mmqa_jax.core.checksums import SUMS, check_sums, write_sums
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import settle
 from mmqa_jax.data.schema import Source
 
 COLUMNS = ("id", "title", "text", "image", "extra")
@@ -335,12 +336,7 @@ class ShardFile:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._writer.close()
         self._file.close()
-        if kind is not None:
-            self._temporary.unlink(missing_ok=True)
-            return
-        with open(self._temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(self._temporary, self._path)
+        settle(self._temporary, self._path, whole=kind is None)
 
 
 def batch_digest(columns: Sequence[Any]) -> bytes:

@@ -6,10 +6,11 @@ example in an order that changes from process to process.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from mmqa_jax.core.files import settle
 
 _TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_INDEX}"
 _FORMAT = "array_record"
@@ -119,9 +120,4 @@ class ShardWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._writer.close()
-        if kind is not None:
-            self._temporary.unlink(missing_ok=True)
-            return
-        with open(self._temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(self._temporary, self._path)
+        settle(self._temporary, self._path, whole=kind is None)

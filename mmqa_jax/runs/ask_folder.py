@@ -39,6 +39,7 @@ from mmqa_jax.runs.asked import AskedCorpus, ShownSource, shown_sources
 from mmqa_jax.tasks.library import open_text_embedder
 
 MINILM = "minilm"
+_MOST_SOURCES = 1_000_000  # whose texts and vectors are held in memory
 _CPU_BATCH = 8  # passages
 # MiniLM's cosine of the nearest passage below which none answers a question, by the number of
 # passages: the more there are, the nearer is one by chance. Chosen on OpenStax's val questions by
@@ -264,8 +265,14 @@ def open_encoded(corpus: Corpus, encoder: str) -> DenseRetriever:
         caption and pixels.
 
     Raises:
-      UserError: no such encoder, or one of texts alone for pages that are pictures.
+      UserError: no such encoder, one of texts alone for pages that are pictures, or too many
+        sources.
     """
+    if len(corpus) > _MOST_SOURCES:
+        raise UserError(
+            f"--data: {len(corpus):,} sources are too many to be embedded before a question is "
+            "answered; use `mmqa embed`, `mmqa index` and `mmqa search`, or a row of `mmqa run`."
+        )
     embedder, pictures = _open_encoder(encoder, corpus)
     drawn = next((one for one in corpus.sources if one.extra.get(WHOLE_PAGE)), None)
     if drawn is not None and not embedder.image_size:

@@ -20,6 +20,8 @@ class AskedCorpus(Corpus):
             prepared.questions(),
             fingerprint=prepared.fingerprint,
             manifest=prepared.manifest,
+            row=prepared.row,
+            image_rows=prepared.image_rows,
         )
         self._prepared = prepared
         self._numbers = itertools.count(1)

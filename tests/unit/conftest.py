@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
+import filelock
 import pytest
 from cli_runs import (
     LANDS,
@@ -62,13 +64,34 @@ def refused(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory):
+def made_once(tmp_path_factory, request) -> Callable[[str, Callable[[Path], None]], Path]:
+    """Gives a folder by its name that the first worker to ask fills; the others wait for it."""
+    root = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):
+        root = root.parent
+
+    def get(name: str, fill: Callable[[Path], None]) -> Path:
+        folder, filled = root / name, root / f"{name}.filled"
+        with filelock.FileLock(root / f"{name}.lock"):
+            if not filled.exists():
+                folder.mkdir()  # a second try, after one that failed, fails here
+                fill(folder)
+                filled.touch()
+        return folder
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def data(made_once):
     """The prepared tiny corpus."""
-    folder = tmp_path_factory.mktemp("corpus")
-    raw = write_documents(folder / "raw", QUESTIONS)
-    result = done("prepare", "corpus", f"--raw={raw}", f"--out={folder / 'data'}")
-    assert result["data"] == str(folder / "data")
-    return folder / "data"
+
+    def prepare(folder: Path) -> None:
+        raw = write_documents(folder / "raw", QUESTIONS)
+        result = done("prepare", "corpus", f"--raw={raw}", f"--out={folder / 'data'}")
+        assert result["data"] == str(folder / "data")
+
+    return made_once("corpus", prepare) / "data"
 
 
 @pytest.fixture(scope="session")
@@ -83,32 +106,37 @@ def bare_data(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def models(data, cli_cache, tmp_path_factory):
+def models(data, cli_cache, made_once):
     """A run of each task, trained by `mmqa train`."""
-    folder = tmp_path_factory.mktemp("runs")
-    with quietly(cli_cache):
-        for task in TINY_OF:
-            result = done("train", *train_flags(task, data, folder / task))
-            assert result.pop("goodput")["attempts"] == 1
-            assert result == {"task": task, "steps": 2, "workdir": str(folder / task)}
-    return folder
+
+    def train(folder: Path) -> None:
+        with quietly(cli_cache):
+            for task in TINY_OF:
+                result = done("train", *train_flags(task, data, folder / task))
+                assert result.pop("goodput")["attempts"] == 1
+                assert result == {"task": task, "steps": 2, "workdir": str(folder / task)}
+
+    return made_once("runs", train)
 
 
 @pytest.fixture(scope="session")
-def index(data, models, cli_cache, tmp_path_factory):
+def index(data, models, cli_cache, made_once):
     """Embeddings and index of the tiny corpus."""
-    folder = tmp_path_factory.mktemp("index") / "index"
-    flags = (f"--data={data}", f"--model={models / 'contrastive'}", f"--out={folder}")
-    with quietly(cli_cache):
-        result = done("embed", *flags)
-        assert result.items() >= {"sources": 11, "dim": 32, "broken_pictures": 0}.items()
-        assert result["mesh"] == {"data": result["devices"], "fsdp": 1, "tensor": 1}
-        # A second time nothing is left to do.
-        before = tree(folder / "embeddings")
-        assert done("embed", *flags) == result
-        assert tree(folder / "embeddings").keys() == before.keys()
-        assert done("index", f"--embeddings={folder}", "--kind=exact")["rows"] == 11
-    return folder
+
+    def embed(folder: Path) -> None:
+        out = folder / "index"
+        flags = (f"--data={data}", f"--model={models / 'contrastive'}", f"--out={out}")
+        with quietly(cli_cache):
+            result = done("embed", *flags)
+            assert result.items() >= {"sources": 11, "dim": 32, "broken_pictures": 0}.items()
+            assert result["mesh"] == {"data": result["devices"], "fsdp": 1, "tensor": 1}
+            # A second time nothing is left to do.
+            before = tree(out / "embeddings")
+            assert done("embed", *flags) == result
+            assert tree(out / "embeddings").keys() == before.keys()
+            assert done("index", f"--embeddings={out}", "--kind=exact")["rows"] == 11
+
+    return made_once("index", embed) / "index"
 
 
 @pytest.fixture(scope="session")

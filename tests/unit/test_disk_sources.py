@@ -15,8 +15,11 @@ from mmqa_jax.data import disk_sources, streamed_records
 from mmqa_jax.data.corpus import Corpus, open_corpus, open_sources
 from mmqa_jax.data.prepare import prepare
 from mmqa_jax.data.schema import Question, Source
+from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.retrieval.bm25 import BM25Retriever
 from mmqa_jax.retrieval.modality import one_modality
+from mmqa_jax.runs import ask_folder
+from mmqa_jax.runs.asked import AskedCorpus
 from tests.bench.synthetic_passages import write_passages
 
 ROWS = 1_300  # five batches and a rest
@@ -200,3 +203,34 @@ def test_a_damaged_manifest_is_refused(prepared, tmp_path):
     next(out.glob("records-*/SHA256SUMS")).unlink()
     with pytest.raises(UserError, match="has no SHA256SUMS"):
         open_sources(out)
+
+
+def test_readers_and_questions_take_them_without_a_copy(prepared, memory):
+    disk = open_corpus(prepared)
+    asked = AskedCorpus(disk)
+    assert asked.sources is disk.sources
+    assert asked.on_disk
+    with asked.asked("Who?", b"picture") as question:
+        assert asked.question_picture(question) == b"picture"
+    assert disk.with_questions([question]).sources is disk.sources
+    words = [SourceReader(corpus, Letters(), on_demand=True) for corpus in (disk, memory)]
+    rows = np.array([[3, 900], [-1, 5]])
+    assert (words[0].text_length(rows) == words[1].text_length(rows)).all()
+    assert words[0].raw(900).text == memory.sources[900].text
+    assert not words[0].is_image.any()
+
+
+def test_too_many_sources_are_not_embedded_before_a_question(prepared, monkeypatch):
+    monkeypatch.setattr(ask_folder, "_MOST_SOURCES", ROWS - 1)
+    with pytest.raises(UserError, match="1,300 sources are too many"):
+        ask_folder.open_encoded(open_corpus(prepared), "minilm")
+
+
+class Letters:
+    """A tokenizer whose tokens are a text's letters."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]

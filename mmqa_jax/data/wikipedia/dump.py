@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import multiprocessing
 import xml.parsers.expat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -54,7 +55,9 @@ class DumpStream(Stream):
             for block in work:
                 yield from _items(block)
             return
-        with ProcessPoolExecutor(workers) as pool:
+        # Not forked: threads of Arrow and of the progress may be running.
+        spawned = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(workers, spawned) as pool:
             for found in _in_order(pool, work, 2 * workers):
                 yield from found
 
