@@ -237,7 +237,6 @@ class DiskBM25:
         )
         self._text_of = text_of
         self._norm_of = [self._norms.of(s.lengths).astype(np.float32) for s in self._shards]
-        self._sums = np.zeros(max(shard.rows for shard in self._shards), np.float32)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -247,25 +246,28 @@ class DiskBM25:
     ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
         """The best `top_k` rows of every query, as `BM25.search`.
 
-        A shard is searched for all queries before the next.
+        A shard is searched for all queries before the next, and one shard's pages at most are
+        this process's memory.
         """
         check_several(queries, "BM25.search")
         check_top_k(top_k, len(self), allowed, "BM25")
         rows = np.full((len(queries), top_k), -1, np.int32)
         scores = np.zeros((len(queries), top_k), np.float32)
         asked, numbers = self._read(queries)
+        sums = np.zeros(max(shard.rows for shard in self._shards), np.float32)
         for place, shard in enumerate(self._shards):
             start = int(self._starts[place])
             own = None if allowed is None else allowed[start : start + shard.rows]
             for query, best_rows, best in zip(asked, rows, scores, strict=True):
                 here = [int(numbers[word][place]) for word in query.words]
-                found, values = self._search_shard(place, query, here, best, own)
+                found, values = self._search_shard(place, query, here, best, own, sums)
                 if len(found):
                     all_rows = np.concatenate([best_rows, found.astype(np.int64) + start])
                     all_scores = np.concatenate([best, values])
                     # Places that nothing has filled yet come last; those found are in row order.
                     order = np.argsort(-all_scores, kind="stable")[:top_k]
                     best_rows[:], best[:] = all_rows[order], all_scores[order]
+            shard.release()
         return rows, scores
 
     def search_within(
@@ -331,12 +333,14 @@ class DiskBM25:
         numbers: Sequence[int],
         best: np.ndarray,
         allowed: np.ndarray | None,
+        sums: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
         """The rows of a shard that may be among the best, ascending, and their scores.
 
         Args:
           numbers: of the query's words in this shard.
           best: the best scores so far, 0 where there is none.
+          sums: room for a number of each row, 0 before and after.
         """
         shard, floor, top_k = self._shards[place], best[-1] * _SLACK, len(best)
         present = [i for i, number in enumerate(numbers) if number >= 0]
@@ -361,14 +365,14 @@ class DiskBM25:
                 rows, counts = rows[allowed[rows]], counts[allowed[rows]]
             count = counts.astype(np.float32)
             added = query.weights[i] * (count / (count + self._norm_of[place][rows])) - behind
-            self._sums[rows] += added
+            sums[rows] += added
             touched.append(rows)
         left = sum(rest)
-        rows, sums = self._take_above(touched, max(floor - left, np.float32(1e-30)), shard.rows)
-        floor = _raised(floor, sums, top_k)
-        kept = np.flatnonzero(sums + left >= floor)
+        rows, found = _take_above(sums, touched, max(floor - left, np.float32(1e-30)), shard.rows)
+        floor = _raised(floor, found, top_k)
+        kept = np.flatnonzero(found + left >= floor)
         kept = kept[np.argsort(rows[kept])]
-        rows, upper = rows[kept], sums[kept] + left
+        rows, upper = rows[kept], found[kept] + left
         return self._looked_up(place, query, numbers, rows, upper, bounds, floor, top_k)
 
     def _looked_up(
@@ -421,21 +425,22 @@ class DiskBM25:
             return shard.postings(number)
         return shard.top_postings(number, int(sizes[tiers - 1]) if tiers else 0)
 
-    def _take_above(
-        self, touched: Sequence[np.ndarray], need: np.float32, rows: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The rows whose sum is at least `need`, each once, and their sums; all sums become 0."""
-        if sum(map(len, touched)) * _DENSE > rows:
-            found = np.flatnonzero(self._sums[:rows] >= need).astype(np.uint32)
-            sums = self._sums[found]
-            self._sums[:rows] = 0
-            return found, sums
-        taken, sums = [], []
-        for one in touched:
-            taken.append(one[self._sums[one] >= need])
-            sums.append(self._sums[taken[-1]])
-            self._sums[one] = 0  # what is in the lists that follow too is not taken again
-        return np.concatenate(taken), np.concatenate(sums)
+
+def _take_above(
+    sums: np.ndarray, touched: Sequence[np.ndarray], need: np.float32, rows: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rows whose sum is at least `need`, each once, and their sums; all sums become 0."""
+    if sum(map(len, touched)) * _DENSE > rows:
+        found = np.flatnonzero(sums[:rows] >= need).astype(np.uint32)
+        values = sums[found]
+        sums[:rows] = 0
+        return found, values
+    taken, values = [], []
+    for one in touched:
+        taken.append(one[sums[one] >= need])
+        values.append(sums[taken[-1]])
+        sums[one] = 0  # what is in the lists that follow too is not taken again
+    return np.concatenate(taken), np.concatenate(values)
 
 
 def _choose_tiers(

@@ -311,6 +311,15 @@ class Shard:
         self._tier_impacts = _mapped(folder / "tier_impacts.npy")
         self._tier_ends = _mapped(folder / "tier_ends.npy")
 
+    def release(self) -> None:
+        """Lets go of the pages that were read; they stay in the system's cache.
+
+        Else all shards' pages would count as this process's memory.
+        """
+        large = (self._rows, self._counts, self._top_rows, self._top_counts)
+        for array in large:
+            array.base.base.madvise(mmap.MADV_DONTNEED)
+
     def number(self, word: str) -> int:
         """The word's number in this shard, -1 if no source has it."""
         return self._words.number(word)

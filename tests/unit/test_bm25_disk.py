@@ -1,11 +1,13 @@
 """BM25 from disk finds what BM25 in memory finds, to the bit; kept, resumed and refused."""
 
 import json
+import mmap
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -76,6 +78,17 @@ def test_rows_scores_and_ties_are_those_in_memory(folder, texts, in_memory, top_
     assert len(list(next(folder.glob("shards-*")).iterdir())) == 6
     more = [" ".join(text.split()[:6]) for text in texts[:60]]
     same(index.search(QUERIES + more, top_k), in_memory.search(QUERIES + more, top_k))
+
+
+def test_pages_that_were_read_are_not_held(folder):
+    index = DiskBM25(folder)
+    first = index.search(QUERIES, 50)
+    held = [shard._rows.base.base for shard in index._shards]
+    assert all(isinstance(pages, mmap.mmap) for pages in held)
+    for line in Path("/proc/self/smaps").read_text().split("VmFlags")[:-1]:
+        if str(folder) in line and "/rows.npy" in line:
+            assert "Rss:                   0 kB" in line
+    same(index.search(QUERIES, 50), first)  # they are read again
 
 
 def test_masked_scored_and_restricted_as_in_memory(folder, texts, in_memory):
