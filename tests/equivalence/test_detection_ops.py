@@ -184,6 +184,7 @@ def test_anchors_are_the_published_ones():
     [
         (3, 16, {}),  # two blocks of eight groups of four channels
         (3, 8, {"stride": 2}),
+        (3, 2, {}),  # as large as a block
         (3, 1, {"dilation": 2}),
         (1, 1, {"stride": 2}),
         (7, 1, {"stride": 2, "use_bias": True}),

@@ -79,10 +79,10 @@ class Conv(nnx.Module):
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
     def _convolved(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        if self.groups == 1:
+            return self._convolution(x, kernel, 1)
         joined = joined_groups(self.groups, kernel.shape[2], platform())
         groups = self.groups // joined
-        if joined == 1:
-            return self._convolution(x, kernel, groups)
         with one_in(joined):
             kernel = block_diagonal(kernel, self.groups, joined)
             if platform() != "cpu":

@@ -1,0 +1,25 @@
+"""`tests.bench detector`: both sides compute the same, and rows say how fast."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_detectors import PRESETS, tiny
+
+from tests.bench import Options, detector
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
+
+
+def test_rows_of_two_detectors(monkeypatch):
+    names = {preset.__name__: name for name, preset in PRESETS.items()}
+    kinds = [kind._replace(config=tiny(names[kind.name])) for kind in detector.KINDS]
+    monkeypatch.setattr(detector, "KINDS", kinds)
+    monkeypatch.setattr(detector, "_BLOCKS", (1, 2, 1, 1))
+    monkeypatch.setitem(detector._SIZES, "small", (64, 96))
+    only = ("vlp_x101", "bottom_up_r101")
+    result = detector.run(Options(rounds=1, only=only))
+    assert [row["name"] for row in result["rows"]] == list(only)
+    for row in result["rows"]:
+        assert row["ratio"] > 0
+        assert row["deviation"] < 1e-4  # else the harness stops at .001
+        assert row["gflops"] > 0
