@@ -152,8 +152,8 @@ def test_temperature_is_capped():
     assert model.temperature() == pytest.approx(100, rel=1e-5)
     with pytest.raises(UserError, match=r"set vision\.embed_dim to 16"):
         DualEncoderConfig(minilm_l6(hidden=16, heads=1), vision)
-    with pytest.raises(UserError, match="fusion is 'sum'"):
-        DualEncoderConfig(text, vision, fusion="sum")
+    with pytest.raises(UserError, match="fusion is 'product'"):
+        DualEncoderConfig(text, vision, fusion="product")
 
 
 def test_vlp_starts_from_minilm(ours):
