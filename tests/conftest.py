@@ -103,8 +103,10 @@ def pytest_collection_finish():
 def pytest_sessionstart(session):
     if not hasattr(session.config, "workerinput"):
         kept_programs.take()
-    # A shell's background job ignores Ctrl-C, and so would all that the tests start and interrupt.
+    # A shell's background job ignores Ctrl-C, one of nohup the end of its terminal, and so would all
+    # that the tests start and interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_sessionfinish(session):
