@@ -50,7 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--index",
         default="",
-        help="folder written by `mmqa index`; of bm25 that of --kind=bm25 (none: made in memory)",
+        help="folder written by `mmqa index`; BM25 is made in memory if it has none",
     )
     parser.add_argument(
         "--fusion_weight",

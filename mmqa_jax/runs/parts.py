@@ -52,8 +52,9 @@ class RetrieverSpec(Part):
       model: workdir of a contrastive run, a CLIP or SigLIP, a Qwen3-VL-Embedding, or a published
         encoder of texts: its folder, or ORG/NAME in the Hugging Face cache (not for bm25).
       index: folder of `mmqa embed` and `mmqa index` with that model, or the Milvus collection that
-        `mmqa index` filled (milvus://HOST:PORT/COLLECTION). BM25 is searched from disk where the
-        folder holds an index of --kind=bm25, else made in memory: the rankings are the same.
+        `mmqa index` filled (milvus://HOST:PORT/COLLECTION). BM25 over all sources is searched from
+        disk where the folder holds an index of --kind=bm25, else made in memory: the rankings are
+        the same.
       modality: `unknown` searches all sources; `text` and `image` those of one modality; `known`
         those of the gold sources' modality; `classified` those of the modality that a classifier
         predicts.
@@ -99,7 +100,6 @@ class RetrieverSpec(Part):
                 raise UserError(
                     f"{named}fusion_weight: works only with {other}method=fused; leave it out."
                 )
-        restricted_to = self.modality != "unknown"
         if restricted and (self.method in ("fused", "rrf") or self.modality != "unknown"):
             raise UserError(
                 "--candidates=restricted: works with --method=bm25 or dense and without "
@@ -114,11 +114,6 @@ class RetrieverSpec(Part):
             raise UserError(
                 f"{named}asks=picture: BM25 reads words; set {other}method to dense, or ask by the "
                 "text or both."
-            )
-        if self.method == "bm25" and self.index and (self.webqa_compat or restricted_to):
-            raise UserError(
-                f"{named}index={self.index}: of bm25 it holds all sources by our formula; leave it "
-                f"out, or {other}webqa_compat and {other}modality."
             )
         if self.method != "bm25" and not (self.model and self.index):
             in_row = f": needs {section}.model and {section}.index"
@@ -370,13 +365,15 @@ def open_bm25(corpus: Corpus, spec: RetrieverSpec) -> Any:
       None if the spec names no folder, or one of a dense retriever alone: BM25 is made in memory.
 
     Raises:
-      UserError: as DiskBM25; none for bm25; or too many sources for one in memory.
+      UserError: as DiskBM25; no such folder; or too many sources for an index in memory.
     """
     from mmqa_jax.retrieval.bm25_disk import DiskBM25
 
     in_folder = bool(spec.index) and not spec.index.startswith(MILVUS)
     folder = Path(spec.index) / BM25_INDEX
-    if not in_folder or (spec.method != "bm25" and not folder.exists()):
+    if in_folder and not folder.parent.is_dir():
+        raise UserError(f"{spec.index}: no such folder; run `mmqa index` first.")
+    if not in_folder or not folder.exists():
         if corpus.on_disk and len(corpus) > _MOST_IN_MEMORY:
             raise UserError(
                 f"bm25: {len(corpus):,} sources are too many for an index in memory; run `mmqa "

@@ -17,8 +17,8 @@ def test_a_row_has_time_memory_and_rate(monkeypatch, tmp_path):
     assert (tiny["passages"], less["passages"]) == (2_000, 500)
     for row in (tiny, less):
         assert row["ours"] > row["required"] > 0
-        assert 0.1 < row["index_peak_gib"] < 2
-        assert 0.1 < row["search_peak_gib"] < 2
+        assert row["index_peak_gib"] > 0.1  # a child's is at least that of whoever starts it
+        assert row["search_peak_gib"] > 0.1
         assert row["index_s"] > 0
         assert row["peer"] > 0  # BM25 in memory
     with pytest.raises(UserError, match="--only=2M: no such row; use one of tiny"):

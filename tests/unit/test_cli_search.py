@@ -418,9 +418,9 @@ def test_bm25_from_disk_finds_what_it_finds_in_memory(data, models, index, refus
             found.append(rows_of(path))
         assert found[0] == found[1]
     search = ("search", corpus, "--method=bm25", f"--out={tmp_path / 'no.jsonl'}")
-    refused(*search, f"--index={index}", message="not found, a BM25 index was expected there")
-    both = ("--modality=known", f"--index={out}")
-    refused(*search, *both, message="of bm25 it holds all sources by our formula; leave it out")
+    refused(
+        *search, f"--index={tmp_path / 'gone'}", message="gone: no such folder; run `mmqa index`"
+    )
     raw = write_documents(tmp_path / "raw", QUESTIONS[:3])
     done("prepare", "corpus", f"--raw={raw}", f"--out={tmp_path / 'other'}")
     other = ("search", f"--data={tmp_path / 'other'}", "--method=bm25", f"--index={out}")
