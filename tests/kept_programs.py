@@ -20,6 +20,7 @@ FOLDER = Path(__file__).parents[1] / ".pytest_cache" / "jax"  # of the run
 _MOST = 2 * 2**30  # bytes; when there are more, all are compiled anew
 
 
+@functools.cache
 def _processor() -> str:
     """What differs between processors that cannot run each other's programs, shortened."""
     file = Path("/proc/cpuinfo")
@@ -28,7 +29,6 @@ def _processor() -> str:
     return hashlib.sha256(f"{platform.machine()} {flags}".encode()).hexdigest()[:16]
 
 
-@functools.cache
 def _kept() -> Path:
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return caches / "mmqa_jax_tests" / _processor()

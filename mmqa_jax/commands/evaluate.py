@@ -100,8 +100,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.submission:
         check_out(Path(arguments.submission), flag="--submission")
     predictions = Path(arguments.predictions)
-    is_ranked = is_run(predictions) or (
-        predictions.suffix == ".jsonl" and holds_rankings(predictions)
+    scoring = benchmarks.BENCHMARKS.get(arguments.dataset)
+    ranks = scoring is not None and scoring.ranks  # rankings are what this benchmark scores
+    is_ranked = not ranks and (
+        is_run(predictions) or (predictions.suffix == ".jsonl" and holds_rankings(predictions))
     )
     if is_ranked:
         for flag in ("submission", "against"):

@@ -294,7 +294,7 @@ def test_changes_and_vocabulary_reach_the_model():
             {"vision": {"embed_dim": 384}, "changes": {"hidden": 48}},
             r"vision\.embed_dim is 384, the text tower gives 48",
         ),
-        ({"fusion": "sum"}, r"fusion is 'sum', expected one of mean, image"),
+        ({"fusion": "max"}, r"fusion is 'max', expected one of mean, image, sum"),
     ],
 )
 def test_wrong_presets_are_named(change, message):
