@@ -106,9 +106,10 @@ def _page(facts: RegionFacts, shown: Sequence[tuple[str, str, list[str]]]) -> st
     )
     return (
         '<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>Regions</title>\n'
+        '<meta name="viewport" content="width=device-width">\n'
         "<style>body{font:15px sans-serif;margin:1em}figure{display:inline-block;"
-        "vertical-align:top;width:480px;margin:8px}img{width:100%}figcaption{font-size:12px;"
-        "max-height:9em;overflow:auto}</style>\n"
+        "vertical-align:top;width:min(480px,100%);margin:8px 0}img{width:100%}"
+        "figcaption{font-size:12px;max-height:9em;overflow:auto}</style>\n"
         f"<h1>Regions of {html.escape(facts.detector)}{random}</h1>\n"
         f"<p>Of each picture the {_BOXES} most certain are drawn.</p>\n{figures}\n</html>\n"
     )
