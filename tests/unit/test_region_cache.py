@@ -1,0 +1,202 @@
+"""Regions that are detected where they are asked for: once, by content; damage, threads, sharing."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmqa_jax.core.errors import RunError
+from mmqa_jax.core.store import Store
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.detector_pictures import VLP
+from mmqa_jax.data.examples import RawSource
+from mmqa_jax.data.images import BrokenPictures, PictureError
+from mmqa_jax.data.region_records import DetectedRegions, RecordDetections
+from mmqa_jax.data.regions import FeatureRegions, RegionError
+from mmqa_jax.data.schema import Source
+from mmqa_jax.inference.detected_regions import CorpusRegions, RegionCache
+
+FEATURES, CLASSES, COUNT = 2048, 1601, 3
+
+
+def encoded(seed: int) -> bytes:
+    values = np.random.default_rng(seed).integers(0, 256, (5, 7, 3), np.uint8)
+    made = io.BytesIO()
+    Image.fromarray(values).save(made, "png")
+    return made.getvalue()
+
+
+class Counting:
+    """In a detector's place: regions that follow from the pixels; counts what it is asked."""
+
+    def __init__(self, fingerprint: str = "one"):
+        self.config = SimpleNamespace(
+            features=FEATURES, classes=CLASSES, attributes=0, rectified=False
+        )
+        self.kind = SimpleNamespace(name="vlp_x101")
+        self.pictures = VLP
+        self.fingerprint = fingerprint
+        self.calls: list[int] = []
+
+    def find(self, sizes, load, advance=lambda count: None):
+        self.calls.append(len(sizes))
+        found = []
+        for number, (width, height) in enumerate(sizes):
+            try:
+                pixels = load(number).pixels
+            except PictureError as error:
+                found.append(error)
+                continue
+            rng = np.random.default_rng(hashlib.sha256(pixels.tobytes()).digest()[0])
+            corner = rng.uniform(0, 5, (COUNT, 2))
+            found.append(
+                DetectedRegions(
+                    (height, width),
+                    np.concatenate([corner, corner + 1], 1).astype("f4"),
+                    rng.normal(size=(COUNT, FEATURES)).astype("f4"),
+                    rng.uniform(size=COUNT).astype("f4"),
+                    np.arange(1, COUNT + 1, dtype="i4"),
+                    rng.normal(size=(COUNT, CLASSES)).astype("f4"),
+                )
+            )
+        return found
+
+
+PICTURES = {
+    **{f"{n}.png": encoded(n) for n in range(4)},
+    "same.png": encoded(0),
+    "broken.png": b"no picture",
+}
+
+
+def corpus(pictures=PICTURES) -> Corpus:
+    sources = [Source(id=name, modality="image", text=name, image=name) for name in pictures]
+    sources += [
+        Source(id="gone", modality="image", text="gone", image="gone.png"),
+        Source(id="words", modality="text", text="words"),
+    ]
+    return Corpus(sources, read_picture=pictures.get)
+
+
+def opened(folder, detector, precision="float16"):
+    cache = RegionCache(detector, folder, precision, "the detector")
+    return CorpusRegions(corpus(), cache), cache
+
+
+def same(one: DetectedRegions, other: DetectedRegions) -> None:
+    for name in ("boxes", "features", "scores", "labels", "logits"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
+
+
+def test_what_a_batch_lacks_is_detected_together_and_once(tmp_path):
+    detector = Counting()
+    regions, cache = opened(tmp_path, detector)
+    regions.find(["0.png", "1.png", "same.png", "0.png"])
+    assert detector.calls == [2]  # one content has one record
+    same(regions.read("0.png"), regions.read("same.png"))
+    regions.find(["1.png", "2.png"])
+    first = regions.read("3.png")  # without having been announced
+    assert detector.calls == [2, 1, 1]
+    again, reopened = opened(tmp_path, Counting())  # a later run
+    again.find(PICTURES)
+    same(again.read("3.png"), first)
+    assert reopened.detected == 1  # the broken one, which has no record
+    assert cache.detected == 4
+
+
+def test_another_detector_or_precision_is_not_read(tmp_path):
+    opened(tmp_path, Counting())[0].read("0.png")
+    for detector, precision in ((Counting("two"), "float16"), (Counting(), "float32")):
+        regions, _ = opened(tmp_path, detector, precision)
+        regions.read("0.png")
+        assert detector.calls == [1]
+    unchanged = Counting()
+    opened(tmp_path, unchanged)[0].read("0.png")
+    assert unchanged.calls == []
+
+
+@pytest.mark.parametrize("at", [-100, 40])  # in a record, and in the head of a chunk
+def test_a_damaged_record_is_detected_again(tmp_path, at):
+    regions, _ = opened(tmp_path, Counting())
+    regions.find(["0.png"])
+    want = regions.read("0.png")
+    regions.read("1.png")
+    (file,) = (tmp_path / "one-float16").glob("[0-9]*.jsonl")
+    content = bytearray(file.read_bytes())
+    length = len(content) // 2  # both have one size
+    content[at % length] ^= 1
+    file.write_bytes(content)
+    for detected in ([1], []):
+        detector = Counting()
+        again, _ = opened(tmp_path, detector)
+        same(again.read("0.png"), want)
+        again.read("1.png")
+        assert detector.calls == detected
+
+
+def test_what_a_kill_cut_is_detected_again(tmp_path):
+    opened(tmp_path, Counting())[0].find(["0.png", "1.png"])
+    (file,) = (tmp_path / "one-float16").glob("[0-9]*.jsonl")
+    file.write_bytes(file.read_bytes()[:-7])
+    detector = Counting()
+    opened(tmp_path, detector)[0].find(["0.png", "1.png"])
+    assert detector.calls == [2]
+
+
+def test_threads_and_processes_do_not_detect_twice(tmp_path):
+    detector = Counting()
+    regions, _ = opened(tmp_path, detector)
+    other, _ = opened(tmp_path, other_detector := Counting())  # as of another process
+    names = [f"{n}.png" for n in range(4)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: regions.find(names), range(16)))
+        list(pool.map(regions.read, names * 8))
+    assert detector.calls == [4]
+    other.find(names)
+    assert other_detector.calls == []
+
+
+def test_broken_pictures_are_counted_up_to_the_limit(tmp_path):
+    detector = Counting()
+    found, _ = opened(tmp_path, detector)
+    missing = BrokenPictures(7, 1, "run `mmqa prepare` again", "have no region features")
+    sources = corpus().sources
+    ids = [s.id if s.modality == "image" else None for s in sources]
+    regions = FeatureRegions(
+        RecordDetections(found, "x101"), ids, slots=2, missing=missing, find=found.find
+    )
+    regions.look_ahead(range(len(sources)))
+    assert detector.calls == [4]  # the broken one has no size to be batched by
+
+    def read(row):
+        return regions(RawSource(sources[row].text, row=row))
+
+    features, positions = read(0)
+    assert features.shape == (2, FEATURES)
+    assert positions.shape == (2, 6 + CLASSES)
+    assert read(ids.index(None)) is None
+    assert read(ids.index("broken.png")) is None
+    assert read(ids.index("broken.png")) is None
+    assert missing.names == ["broken.png"]
+    with pytest.raises(RunError, match=r"2 pictures have no region features.*gone.*not in the"):
+        read(ids.index("gone"))
+    assert detector.calls == [4]
+    with pytest.raises(RegionError, match=r"broken\.png: not a picture"):
+        found.read("broken.png")
+
+
+def test_what_is_no_record_is_named(tmp_path):
+    digest = hashlib.sha256(PICTURES["0.png"]).hexdigest()
+    what = {"detector": "one", "precision": "float16"}
+    with Store(tmp_path / "one-float16", what) as store:
+        store.add({digest: base64.b64encode(b"x").decode()})
+    regions, _ = opened(tmp_path, Counting())
+    with pytest.raises(Exception, match=r"one-float16: regions of 0\.png.*delete the folder"):
+        regions.read("0.png")
