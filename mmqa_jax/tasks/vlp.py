@@ -53,10 +53,13 @@ from mmqa_jax.tasks.task import (
     floats,
     ints,
 )
+from mmqa_jax.training.best_weights import BEST
+from mmqa_jax.weights.folder import read_metadata
 
 # Frontend with precomputed detector features -> reader of its files.
 READERS = {"x101": X101Features, "vinvl": VinVLFeatures}
 _NEEDS = {"x101": "root", "vinvl": "files", "clip": "root"}  # frontend -> key of `features`
+DETECTOR = "detector"  # key of model.json
 # Keys of PackingConfig that follow from other sections.
 OF_REGIONS = ("slots_per_picture", "region_dim", "position_dim")
 
@@ -239,10 +242,19 @@ class VLPTask(Task):
         assert section is not None
         return section.for_x101 if self.model.frontend == "x101" else section.for_vinvl
 
+    def regions_facts(self) -> dict[str, str]:
+        """What model.json says of the regions: the fingerprint of the detector, where one looks."""
+        if self.features is None or not self.features.detector:
+            return {}
+        return {DETECTOR: self._region_cache().facts.model}
+
     def in_folder(self, folder: str | os.PathLike) -> Self:
         if self.features is None or not self.features.detector or self.features.cache:
             return self
-        cache = os.fspath(as_path(folder) / REGION_CACHE)
+        run = as_path(folder)
+        if run.name == BEST and (run.parent / "config.json").exists():
+            run = run.parent  # the best step's weights are used with what the run has found
+        cache = os.fspath(run / REGION_CACHE)
         return dataclasses.replace(self, features=dataclasses.replace(self.features, cache=cache))
 
     def _pixel_regions(self) -> PatchRegions:
@@ -429,7 +441,18 @@ class VLPTask(Task):
         return self.vlp_config(self.vocabulary_size()).build(rngs=nnx.Rngs(0))
 
     def open_vlp(self, folder: str | Path, tokenizer: WordPiece, *, one_shape: bool = False) -> VLP:
-        """The trained model of the run in a folder; `one_shape`: see `in_one_shape`."""
+        """The trained model of the run in a folder; `one_shape`: see `in_one_shape`.
+
+        Raises:
+          UserError: the detector is another one than in training.
+        """
+        facts = self.regions_facts()
+        if facts and read_metadata(folder).get(DETECTOR) != facts[DETECTOR]:
+            assert self.features is not None
+            raise UserError(
+                f"{self.features.detector}: is another detector than the one whose regions "
+                f"{folder} was trained on; put that one there again."
+            )
         config = self.vlp_config(tokenizer.vocab_size)
         mesh = None if one_shape else self.serving_mesh()
         return self.load(folder, lambda: config.build(rngs=nnx.Rngs()), mesh)

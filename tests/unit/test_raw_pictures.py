@@ -13,6 +13,7 @@ from flax import nnx
 from test_webqa_reader import image_fact, snippet, write_images
 from tiny_detectors import tiny
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.examples import RawSource
 from mmqa_jax.data.region_records import RegionRecords
@@ -130,6 +131,11 @@ def test_raw_pictures_train_as_their_records_do(places, tmp_path, monkeypatch):
     for row, name in zip(rows, records.pictures, strict=True):
         found = reader.regions(RawSource("", row=row))
         np.testing.assert_array_equal(found[0], records.read(name).features[:3])
+
+    monkeypatch.setattr(RegionDetector, "fingerprint", "another")
+    task, tokenizer = read_run(tmp_path / "raw", (Rerank,))
+    with pytest.raises(UserError, match="detector: is another detector than the one whose"):
+        task.open_vlp(tmp_path / "raw", tokenizer)
 
 
 @pytest.mark.parametrize(

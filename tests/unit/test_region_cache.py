@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import io
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
+from cli_runs import ROOT
 from PIL import Image
 
-from mmqa_jax.core.errors import RunError
+from mmqa_jax.core.config import load_config
+from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.store import Store
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.detector_pictures import VLP
@@ -20,8 +24,12 @@ from mmqa_jax.data.examples import RawSource
 from mmqa_jax.data.images import BrokenPictures, PictureError
 from mmqa_jax.data.region_records import DetectedRegions, RecordDetections
 from mmqa_jax.data.regions import FeatureRegions, RegionError
-from mmqa_jax.data.schema import Source
+from mmqa_jax.data.schema import Question, Source
+from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.inference.detected_regions import CorpusRegions, RegionCache
+from mmqa_jax.runs.region_features import NamedPictures, RegionOptions, write_regions
+from mmqa_jax.tasks import vlp
+from mmqa_jax.tasks.reading import read_task
 
 FEATURES, CLASSES, COUNT = 2048, 1601, 3
 
@@ -43,6 +51,7 @@ class Counting:
         self.kind = SimpleNamespace(name="vlp_x101")
         self.pictures = VLP
         self.fingerprint = fingerprint
+        self.serving = SimpleNamespace(to_json=dict)
         self.calls: list[int] = []
 
     def find(self, sizes, load, advance=lambda count: None):
@@ -200,3 +209,61 @@ def test_what_is_no_record_is_named(tmp_path):
     regions, _ = opened(tmp_path, Counting())
     with pytest.raises(Exception, match=r"one-float16: regions of 0\.png.*delete the folder"):
         regions.read("0.png")
+
+
+# In a task. tests/unit/test_raw_pictures.py trains with a detector.
+
+
+def batches_of(task, count=4):
+    """The first batches of a run, by the run's threads."""
+    questions = [
+        Question(f"q{n}", "train", f"what is {n} ?", None, (f"{n} .",), "", "", (f"{n}.png",),
+                 (*(name for name in PICTURES if name != f"{n}.png"), "gone", "words"))
+        for n in range(4)
+    ]  # fmt: skip
+    asked = Corpus(corpus().sources, questions, PICTURES.get)
+    recipe = task.recipe(asked, minilm_tokenizer())
+    with contextlib.closing(recipe.batches) as batches:
+        return [next(batches) for _ in range(count)], recipe
+
+
+def vlp_task(kind, **changes):
+    values = {"batches.batch_size": 4, "features.slots": 2, "features.id_map": "",
+              "train.evaluate_every": 0, **changes}  # fmt: skip
+    return read_task(load_config(f"{ROOT}/configs/webqa/vlp_{kind}.py:runlocal", values))
+
+
+@pytest.mark.parametrize("kind", ["select", "qa"])
+def test_batches_of_raw_pictures_are_those_of_records(kind, tmp_path, monkeypatch):
+    names = {name: name for name in PICTURES}
+    pictures = NamedPictures(names, PICTURES.__getitem__, "these")
+    write_regions(pictures, Counting(), tmp_path / "records", RegionOptions())
+    root = vlp_task(kind, **{"features.root": str(tmp_path / "records")})
+    want, recipe = batches_of(root)
+    assert recipe.metadata == {}
+
+    detector = Counting()
+    monkeypatch.setattr(vlp, "open_detector", lambda choice, *_, **__: detector)
+    flags = {"features.root": "", "features.detector": "the detector"}
+    task = vlp_task(kind, **flags).in_folder(tmp_path / "run")
+    got, recipe = batches_of(task)
+    assert recipe.metadata == {"detector": "one"}
+    for one, other in zip(want, got, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+    assert any(np.any(np.asarray(one["inputs"].region_features)) for one in got)
+    detected = sum(detector.calls)
+    assert 0 < detected <= 4
+    batches_of(task)  # another epoch, validation, ...
+    if kind == "select":
+        assert detected == 4
+        assert sum(detector.calls) == 4
+    assert list((tmp_path / "run/region_cache").iterdir()) == [
+        tmp_path / "run/region_cache/one-float16"
+    ]
+
+    # The best step's weights are used with what the run has found.
+    (tmp_path / "run/config.json").touch()
+    assert vlp_task(kind, **flags).in_folder(tmp_path / "run/best").features == task.features
+    monkeypatch.setattr(vlp, "read_metadata", lambda folder: {"detector": "another"})
+    with pytest.raises(UserError, match="the detector: is another detector than the one whose"):
+        task.open_vlp(tmp_path / "run", minilm_tokenizer())
