@@ -136,28 +136,3 @@ def test_raw_pictures_train_as_their_records_do(places, tmp_path, monkeypatch):
     task, tokenizer = read_run(tmp_path / "raw", (Rerank,))
     with pytest.raises(UserError, match="detector: is another detector than the one whose"):
         task.open_vlp(tmp_path / "raw", tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"features.root": "x"}, r"features\.root=x names features that are already there"),
-        ({"features.detector": "nowhere.pkl"}, r"detector=nowhere\.pkl: no such file or folder"),
-        ({"batches.workers": 2}, r"batches\.workers=2 processes cannot share the accelerator"),
-        ({"features.cache": "gs://b/c"}, r"features\.cache=gs://b/c: a folder of a file system"),
-        ({"features.detection.sides": "(90,60)"}, r"detection\.sides=\(90, 60\): two numbers"),
-        ({"features.detection.regions": "(-1,5)"}, r"detection\.regions=\(-1, 5\): two numbers"),
-        ({"features.detector": ""}, r"features\.root is missing"),
-        (
-            {"features.detector": "", "features.root": "x", "features.detection.sides": "None",
-             "features.cache": "y"},
-            r"features\.cache: is used with features\.detector alone",
-        ),
-        ({"model.frontend": "vinvl"}, r"2048 features and 1601 classes, model\.frontend=vinvl"),
-    ],
-)  # fmt: skip
-def test_refusals(changes, message, places, tmp_path, refused):
-    values = {**SMALL, "data.dir": places / "data", **raw(places), **changes}
-    flags = [f"--config.{key}={value}" for key, value in values.items()]
-    config = f"--config={ROOT}/configs/webqa/vlp_select.py:runlocal"
-    refused("train", config, f"--workdir={tmp_path / 'run'}", *flags, message=message)

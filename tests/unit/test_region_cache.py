@@ -29,7 +29,7 @@ from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.inference.detected_regions import CorpusRegions, RegionCache
 from mmqa_jax.runs.region_features import NamedPictures, RegionOptions, write_regions
 from mmqa_jax.tasks import vlp
-from mmqa_jax.tasks.reading import read_task
+from mmqa_jax.tasks.reading import check_config, read_task
 
 FEATURES, CLASSES, COUNT = 2048, 1601, 3
 
@@ -267,3 +267,51 @@ def test_batches_of_raw_pictures_are_those_of_records(kind, tmp_path, monkeypatc
     monkeypatch.setattr(vlp, "read_metadata", lambda folder: {"detector": "another"})
     with pytest.raises(UserError, match="the detector: is another detector than the one whose"):
         task.open_vlp(tmp_path / "run", minilm_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"features.root": "x"}, r"features\.root=x names features that are already there"),
+        ({"features.detector": "nowhere.pkl"}, r"detector=nowhere\.pkl: no such file or folder"),
+        ({"features.cache": "gs://b/c"}, r"features\.cache=gs://b/c: a folder of a file system"),
+        ({"features.detection.sides": "(90,60)"}, r"detection\.sides=\(90, 60\): two numbers"),
+        ({"features.detection.regions": "(-1,5)"}, r"detection\.regions=\(-1, 5\): two numbers"),
+        ({"features.detection.precision": "int8"}, r"features\.detection\.precision"),
+        ({"features.detection.batch_size": "0"}, r"features\.detection\.batch_size=0"),
+        ({"features.detector": ""}, r"features\.root is missing"),
+        (
+            {"features.detector": "", "features.root": "x", "features.cache": "y"},
+            r"features\.cache: is used with features\.detector alone",
+        ),
+        (
+            {"features.detector": "", "features.root": "x", "features.detection.sides": "(6,9)"},
+            r"features\.detection: is used with features\.detector alone",
+        ),
+    ],
+)
+def test_configs_that_are_refused(changes, message, tmp_path):
+    (tmp_path / "detector.pkl").touch()
+    values = {"features.root": "", "features.detector": str(tmp_path / "detector.pkl")}
+    config = load_config(f"{ROOT}/configs/webqa/vlp_select.py:runlocal", {**values, **changes})
+    with pytest.raises(UserError, match=message):
+        check_config(config)
+
+
+def test_worker_processes_are_refused(tmp_path):
+    config = load_config(f"{ROOT}/configs/webqa/vlp_qa.py:vinvl_runlocal")
+    config.features.detector, config.batches.workers = str(tmp_path), 2
+    with pytest.raises(UserError, match=r"batches\.workers=2 processes cannot share the accel"):
+        check_config(config)
+
+
+def test_a_detector_of_another_frontend_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(vlp, "open_detector", lambda choice, *_, **__: Counting())
+    flags = {"features.root": "", "features.detector": "the detector", "model.frontend": "vinvl"}
+    task = vlp_task("select", **flags).in_folder(tmp_path)
+    with pytest.raises(UserError, match=r"2048 features and 1601 classes, model\.frontend=vinvl"):
+        task.regions(corpus())
+    config = load_config(f"{ROOT}/configs/webqa/vlp_select.py:clip_patches_runlocal")
+    config.features.detector = "x"
+    with pytest.raises(UserError, match=r"model\.frontend=clip reads no detector's regions"):
+        check_config(config)
