@@ -32,6 +32,8 @@ from mmqa_jax.data.region_records import (
 from mmqa_jax.data.regions import RegionError
 from mmqa_jax.inference.region_detector import RegionDetector
 
+_TOGETHER = 64  # pictures, the most that are in memory at once, and that a kill loses
+
 
 def facts_of(detector: RegionDetector, precision: Precision) -> RegionFacts:
     """What all records of a detector have in common."""
@@ -161,17 +163,22 @@ class RegionCache:
             missing = self._missing(pictures)
             if not missing:
                 return
-            read = {pictures[digest].name: pictures[digest].read for digest in missing}
-            encode = RegionEncoder(lambda name: read[name](), self._detector, self.facts.precision)
-            records = {}
-            for digest, record in zip(missing, encode(list(read)), strict=True):
-                if isinstance(record, PictureError):
-                    self._broken[digest] = str(record)
-                else:
-                    records[digest] = np.frombuffer(record, np.uint8)
-            self.detected += len(missing)
-            with self._storing:
-                self._store.add(records)
+            for start in range(0, len(missing), _TOGETHER):
+                self._detect(missing[start : start + _TOGETHER], pictures)
+
+    def _detect(self, digests: Sequence[str], pictures: Mapping[str, EncodedPicture]) -> None:
+        """Detects pictures and commits what was found, whole or not at all."""
+        read = {pictures[digest].name: pictures[digest].read for digest in digests}
+        encode = RegionEncoder(lambda name: read[name](), self._detector, self.facts.precision)
+        records = {}
+        for digest, record in zip(digests, encode(list(read)), strict=True):
+            if isinstance(record, PictureError):
+                self._broken[digest] = str(record)
+            else:
+                records[digest] = np.frombuffer(record, np.uint8)
+        self.detected += len(digests)
+        with self._storing:
+            self._store.add(records)
 
     def read(self, digest: str, picture: EncodedPicture) -> DetectedRegions:
         """The regions of a picture, detected if they are missing or damaged.

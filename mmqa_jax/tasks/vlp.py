@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.local_copies import REGION_CACHE
+from mmqa_jax.core.local_copies import REGION_CACHE, local_copy
 from mmqa_jax.core.paths import as_path, in_store
 from mmqa_jax.core.serving import AUTO, BatchSize
 from mmqa_jax.core.typed import at_least, mapping, spec_of
@@ -131,7 +131,7 @@ class FeaturesSection:
     def _open(self, *, unrectified: bool) -> RegionCache:
         look = self.detection
         choice = DetectorChoice(
-            self.detector,
+            str(local_copy(self.detector)),
             regions=look.regions,
             sides=look.sides,
             unrectified=unrectified,
@@ -411,7 +411,7 @@ class VLPTask(Task):
                 f"config key features.cache={features.cache}: a folder of a file system was "
                 "expected; leave it out, and the cache lies in the run's --workdir, wherever it is."
             )
-        if files and not os.path.exists(features.detector):
+        if files and not in_store(features.detector) and not os.path.exists(features.detector):
             raise UserError(
                 f"{place}: no such file or folder; give a detector's published file or a folder of "
                 "`mmqa convert --model=detector`, or make records with `mmqa features` and name "
