@@ -26,6 +26,7 @@ from mmqa_jax.data.region_records import DetectedRegions, RecordDetections
 from mmqa_jax.data.regions import FeatureRegions, RegionError
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.data.tokenizers import minilm_tokenizer
+from mmqa_jax.inference.batches import answer_inputs, rerank_pairs
 from mmqa_jax.inference.detected_regions import CorpusRegions, RegionCache
 from mmqa_jax.runs.region_features import NamedPictures, RegionOptions, write_regions
 from mmqa_jax.tasks import vlp
@@ -267,6 +268,20 @@ def test_batches_of_raw_pictures_are_those_of_records(kind, tmp_path, monkeypatc
     monkeypatch.setattr(vlp, "read_metadata", lambda folder: {"detector": "another"})
     with pytest.raises(UserError, match="the detector: is another detector than the one whose"):
         task.open_vlp(tmp_path / "run", minilm_tokenizer())
+
+
+def test_trained_models_look_at_a_batch_together(tmp_path, monkeypatch):
+    detector, tokenizer = Counting(), minilm_tokenizer()
+    monkeypatch.setattr(vlp, "open_detector", lambda choice, *_, **__: detector)
+    flags = {"features.root": "", "features.detector": "the detector"}
+    task = vlp_task("qa", **flags).in_folder(tmp_path)
+    reader = task.source_reader(corpus(), tokenizer, on_demand=True)
+    packer = task.packer(tokenizer, inference=True)
+    asked, rows = ["what ?", "who ?"], [[0, 1], [2]]
+    for pairs in rerank_pairs(reader, packer, asked, rows, batch_size=4):
+        assert np.all(np.any(pairs["region_features"], axis=(1, 2)))
+    list(answer_inputs(reader, packer, asked, [[0, 3], [4]], batch_size=4))  # 4 is 0 again
+    assert detector.calls == [3, 1]
 
 
 @pytest.mark.parametrize(
