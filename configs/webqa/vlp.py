@@ -5,7 +5,7 @@ Facts: WebQnA/WebQA_Baseline's README and run_webqa.py; WebQA section 5. Not an 
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.config import config_beside
+from mmqa_jax.core.config import auto, config_beside
 
 # Questions of the train split (WebQA, Table 4) by the modality of their sources.
 QUESTIONS = {None: 36_766, "image": 18_954, "text": 17_812}
@@ -52,6 +52,7 @@ def base(frontend: str) -> ConfigDict:
             "id_map": "downloads/image_id_map_0328.pkl",
             "slots": 100,
             "max_missing": 3_900,  # pictures without features: 1 in 100
+            **detection(),
         }
     elif frontend == "vinvl":
         # One TSV for the release's ids (30,000,000 + row): 3 = image_id // 10,000,000.
@@ -60,6 +61,7 @@ def base(frontend: str) -> ConfigDict:
             "root": "",  # or a folder of `mmqa features`, in place of files
             "slots": 100,
             "max_missing": 3_900,
+            **detection(),
         }
     elif frontend == "clip":
         config.features = {"root": "weights/clip"}  # mmqa convert --model=clip
@@ -71,6 +73,22 @@ def base(frontend: str) -> ConfigDict:
         config.model.update({"frontend": "patches", "patch": 16})
         config.packing.buckets = ((0, 96), (0, 160), (0, 512))
     return config
+
+
+def detection() -> dict:
+    """Keys of `features` for training on raw pictures (mmqa_jax/models/detection/README.md)."""
+    return {
+        # A detector's file or folder, in place of root, which is then to be ''.
+        "detector": "",
+        "cache": "",  # what it found; '': region_cache in the workdir
+        "detection": {
+            "regions": None,  # fewest and most, sides: as `mmqa features` takes them
+            "sides": None,
+            "dtype": "float32",  # of the convolutions
+            "precision": "float16",
+            "batch_size": auto(),
+        },
+    }
 
 
 def train(questions: int, epochs: int, rate: float, *, batch: int, every: int) -> dict:

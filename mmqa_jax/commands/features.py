@@ -155,13 +155,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def _detected(arguments: argparse.Namespace) -> dict[str, Any]:
     """Writes the records; see write_regions."""
     shard = flags.start(arguments)
-    from mmqa_jax.runs.region_features import (
-        DetectorChoice,
-        RegionOptions,
-        open_detector,
-        open_pictures,
-        write_regions,
-    )
+    from mmqa_jax.inference.opened_detector import DetectorChoice, open_detector
+    from mmqa_jax.runs.region_features import RegionOptions, open_pictures, write_regions
 
     choice = DetectorChoice(
         arguments.model,

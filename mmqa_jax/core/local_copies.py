@@ -26,9 +26,11 @@ from mmqa_jax.core.paths import (
 )
 from mmqa_jax.core.progress import Progress
 
+REGION_CACHE = "region_cache"  # in a run's workdir, what its detector has found (tasks.vlp)
+
 _AT_ONCE = 8
-# Of a run's workdir, what other verbs do not read.
-_NOT_COPIED = re.compile(r"(?:checkpoints|.*\.lock|.*\.claim)/|.*events\.out\.")
+# Of a run's workdir, what other verbs do not read, or have copies of their own of.
+_NOT_COPIED = re.compile(rf"(?:checkpoints|{REGION_CACHE}|.*\.lock|.*\.claim)/|.*events\.out\.")
 
 
 def local_copy(place: str | os.PathLike) -> Path:
@@ -91,7 +93,8 @@ def _update(name: str, copy: Path, wanted: Mapping[str, tuple[int, str]], record
     """
     known = read_json(record) if record.exists() else {}
     for file in [file for file in copy.rglob("*") if file.is_file()]:
-        if str(file.relative_to(copy)) not in wanted:
+        key = file.relative_to(copy).as_posix()
+        if key not in wanted and not _NOT_COPIED.match(key):
             file.unlink()
     todo = {
         key: size

@@ -25,7 +25,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import safetensors.numpy
@@ -136,8 +136,8 @@ def pack_regions(found: DetectedRegions, precision: Precision) -> bytes:
         if not np.isfinite(arrays[name]).all():
             raise UserError(
                 f"{name} of regions: up to {np.abs(array).max():.4g}, numbers that {precision} "
-                "holds were expected; give --precision=float32, or other weights if they are not "
-                "finite."
+                "holds were expected; give --precision=float32 (in a config, features.detection."
+                "precision), or other weights if they are not finite."
             )
     return safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in arrays.items()})
 
@@ -267,6 +267,24 @@ class RegionRecords:
         return ending[0]
 
 
+class DetectedPictures(Protocol):
+    """Regions by a picture's id: RegionRecords, or what a detector finds when it is asked.
+
+    Attributes:
+      facts: what is known of all of them.
+      folder: where they come from, for messages.
+    """
+
+    @property
+    def facts(self) -> RegionFacts: ...
+
+    @property
+    def folder(self) -> Path: ...
+
+    def read(self, image_id: Any) -> DetectedRegions:
+        """The regions of a picture; RegionError where there are none."""
+
+
 class RecordDetections:
     """Records as VLP's reader takes the files of a frontend: a RegionReader.
 
@@ -279,7 +297,7 @@ class RecordDetections:
       UserError: records of another detector, or of features behind the ReLU for x101.
     """
 
-    def __init__(self, records: RegionRecords, layout: Layout):
+    def __init__(self, records: DetectedPictures, layout: Layout):
         facts = records.facts
         self.classes = _CLASSES[layout]
         self._records, self._layout = records, layout

@@ -10,7 +10,7 @@ import base64
 import binascii
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -406,6 +406,8 @@ class FeatureRegions:
       names: class names, for `tags`.
       missing: counts pictures whose regions cannot be read and which therefore have none; None:
         the first one raises.
+      find: makes ready the regions of pictures by their ids, all together, where a detector has
+        to find them first.
 
     Attributes:
       slots, dim, position_dim: as PatchRegions.
@@ -420,8 +422,10 @@ class FeatureRegions:
         slots: int = 100,
         names: Sequence[str] | None = None,
         missing: BrokenPictures | None = None,
+        find: Callable[[Sequence[Any]], None] | None = None,
     ):
         self._reader, self._ids, self._names, self.missing = reader, ids, names, missing
+        self._find = find
         self.slots, self.dim, self.position_dim = slots, FEATURES, BOX + reader.classes
 
     def __call__(
@@ -439,6 +443,12 @@ class FeatureRegions:
             self.missing.add(str(image_id), str(error))
             return None
         return found.features[: self.slots], vlp_positions(found)[: self.slots]
+
+    def look_ahead(self, rows: Iterable[int]) -> None:
+        """Makes the regions of the sources in these rows ready, before they are asked for."""
+        if self._find is not None:
+            ids = (self._ids[row] for row in rows)
+            self._find([image_id for image_id in ids if image_id is not None])
 
     def tags(self, positions: Float[np.ndarray, "R P"]) -> Tags:
         """The most probable class of regions with these `positions`, by name.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Int
@@ -96,6 +96,11 @@ class SourceReader:
                 f"({first_names(found.names)}).",
                 file=sys.stderr,
             )
+
+    def look_ahead(self, rows: Iterable[int]) -> None:
+        """Called with the sources of a batch (-1: none) before they are read one by one."""
+        if isinstance(self.regions, FeatureRegions):
+            self.regions.look_ahead(int(row) for row in rows if row >= 0)
 
     def raw(self, row: int) -> RawSource:
         """The source in `row` with its pixels."""

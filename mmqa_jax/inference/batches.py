@@ -69,7 +69,10 @@ def rerank_pairs(
             rng = coins(coin_ids[question[pair]], reader.corpus.sources[source[pair]].id)
         return packer.pack_for_selection(example, bucket, rng)
 
-    yield from _by_bucket(buckets, make, batch_size, serving)
+    def look_ahead(pairs: Sequence[int]) -> None:
+        reader.look_ahead(source[pairs])
+
+    yield from _by_bucket(buckets, look_ahead, make, batch_size, serving)
 
 
 def answer_inputs(
@@ -115,11 +118,15 @@ def answer_inputs(
         rng = None if coin_ids is None else coins(coin_ids[i])
         return packer.pack_for_decoding(example, bucket, rng)
 
-    yield from _by_bucket(buckets, make, batch_size, serving)
+    def look_ahead(numbers: Sequence[int]) -> None:
+        reader.look_ahead(row for i in numbers for row in listed[i])
+
+    yield from _by_bucket(buckets, look_ahead, make, batch_size, serving)
 
 
 def _by_bucket(
     buckets: np.ndarray,
+    look_ahead: Callable[[Sequence[int]], None],
     make: Callable[[int, int], Packed],
     batch_size: int,
     serving: Serving | None,
@@ -131,7 +138,9 @@ def _by_bucket(
             size = batch_size if serving is None else serving.size_for(len(chunk))
             rows = np.arange(size) if serving is None else serving.placement.rows(size)
             index = np.concatenate([chunk, np.repeat(chunk[-1], size - len(chunk))])
-            packed = {int(i): make(int(i), int(bucket)) for i in np.unique(index[rows])}
+            own = np.unique(index[rows])
+            look_ahead(own)
+            packed = {int(i): make(int(i), int(bucket)) for i in own}
             arrays = batch([packed[int(i)] for i in index[rows]])
             arrays["index"] = index
             arrays["weights"] = (np.arange(size) < len(chunk)).astype(np.float32)

@@ -258,6 +258,7 @@ class CachedReranker:
             for start in range(0, len(members), size):
                 chunk = members[start : start + size]
                 filled = np.resize(rows[chunk], size)
+                self._reader.look_ahead(rows[chunk])
                 packed = [self._source(int(row), bucket) for row in rows[chunk]]
                 longest = max(int(np.flatnonzero(one["context_mask"])[-1]) + 1 for one in packed)
                 longest = -(-longest // _SOURCE_COLUMNS) * _SOURCE_COLUMNS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -84,6 +85,7 @@ class RegionDetector:
       model: the detector.
       pictures: how they are prepared; None: as its original does.
       batch_size: pictures of a call, over all devices.
+      beside_training: see core.serving.serve.
 
     Attributes:
       kind: its original.
@@ -96,15 +98,18 @@ class RegionDetector:
         model: FasterRCNN,
         pictures: DetectorPictures | None = None,
         batch_size: BatchSize = AUTO,
+        *,
+        beside_training: bool = False,
     ):
         self.config: DetectorConfig = model.config
         self.kind = kind_of(self.config)
         self.pictures = pictures or self.kind.pictures
         graphdef, self._state = nnx.split(model)
-        self.serving = serve(batch_size, detector_cost(self.config, self.pictures), self._state)
+        cost = detector_cost(self.config, self.pictures)
+        self.serving = serve(batch_size, cost, self._state, beside_training=beside_training)
         self._find = make_find(graphdef)
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of weights, rules and how pictures are prepared."""
         digest = hashlib.blake2b(repr((self.config, self.pictures)).encode(), digest_size=8)

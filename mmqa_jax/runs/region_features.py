@@ -6,57 +6,32 @@ import dataclasses
 import hashlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from flax import nnx
-
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_out
-from mmqa_jax.core.mesh import init_sharded
 from mmqa_jax.core.progress import Progress
-from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
 from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.detector_pictures import DetectorPicture, detector_picture
-from mmqa_jax.data.images import (
-    BrokenPictures,
-    PictureError,
-    decode,
-    read_picture_file,
-    size_of,
-)
-from mmqa_jax.data.picture_records import processors
+from mmqa_jax.data.images import BrokenPictures, PictureError, read_picture_file
 from mmqa_jax.data.record_shards import write_records
 from mmqa_jax.data.records import MANIFEST as CORPUS
 from mmqa_jax.data.region_exports import check_exports, export_folder, export_regions
 from mmqa_jax.data.region_records import (
     REGIONS,
     Precision,
-    RegionFacts,
     RegionRecords,
     facts_to_json,
-    pack_regions,
 )
 from mmqa_jax.data.region_words import read_names
 from mmqa_jax.data.vqa_inputs import image_id
-from mmqa_jax.inference.region_detector import RegionDetector, kind_of
-from mmqa_jax.models.detection.faster_rcnn import (
-    DetectorConfig,
-    FasterRCNN,
-    bottom_up_r101,
-    vinvl_x152c4,
-    vlp_x101,
-)
-from mmqa_jax.weights.config_json import replace_fields
-from mmqa_jax.weights.folder import is_weights_folder, load_converted, read_record
-from mmqa_jax.weights.published import load_published
+from mmqa_jax.inference.detected_regions import RegionEncoder, facts_of
+from mmqa_jax.inference.region_detector import RegionDetector
 
 CHUNK = 256  # pictures of a file, the most that a kill loses
 Of = Literal["all", "sources", "questions"]
 
-_PRESETS = {"vlp_x101": vlp_x101, "vinvl": vinvl_x152c4, "bua": bottom_up_r101}
 _ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
 
 
@@ -72,109 +47,6 @@ class NamedPictures(NamedTuple):
     names: Mapping[str, str]
     read: Callable[[str], bytes]
     fingerprint: str
-
-
-@dataclasses.dataclass(frozen=True)
-class DetectorChoice:
-    """Which detector, and with which rules.
-
-    Attributes:
-      model: folder of `mmqa convert`, published file, or a name of _PRESETS for random weights.
-      random: seed of random weights; None: the weights are read.
-      regions: fewest and most of a picture; None: the detector's.
-      sides: of resized pictures, the short one and what the long one has at most; None: its own.
-      unrectified: features in front of fc6's ReLU, as WebQA's VLP reads them.
-      dtype: of the convolutions.
-    """
-
-    model: str
-    random: int | None = None
-    regions: tuple[int, int] | None = None
-    sides: tuple[int, int] | None = None
-    unrectified: bool = False
-    dtype: Literal["float32", "bfloat16"] = "float32"
-
-    def changed(self, config: DetectorConfig) -> DetectorConfig:
-        """The config with these rules; UserError where they do not fit the detector."""
-        if self.unrectified and not config.head:
-            raise UserError(
-                f"--unrectified: {kind_of(config).name} has no fc6, its features are means of "
-                "res5; leave it out."
-            )
-        changes: dict[str, Any] = {"dtype": self.dtype}
-        if self.regions is not None:
-            changes["fewest"], changes["most"] = self.regions
-        if self.unrectified:
-            changes["rectified"] = False
-        return replace_fields(config, **changes)
-
-
-def open_detector(
-    choice: DetectorChoice, batch_size: BatchSize = AUTO, mesh: Mapping[str, int] | None = None
-) -> RegionDetector:
-    """The detector of a choice, on the devices.
-
-    Raises:
-      UserError: no weights, another model's, or rules that do not fit.
-    """
-    model = _opened(choice, mesh)
-    pictures = kind_of(model.config).pictures
-    if choice.sides is not None:
-        shorter, longer = choice.sides
-        pictures = dataclasses.replace(pictures, shorter=shorter, longer=longer)
-    return RegionDetector(model, pictures, batch_size)
-
-
-def _opened(choice: DetectorChoice, mesh: Mapping[str, int] | None) -> FasterRCNN:
-    path, placed = Path(choice.model), loading_mesh(mesh)
-    if choice.model in _PRESETS and not path.exists():
-        if choice.random is None:
-            raise UserError(
-                f"--model={choice.model}: its weights are needed; give their file or a folder of "
-                "`mmqa convert --model=detector`, or --random=0 for random ones, which prove only "
-                "the plumbing."
-            )
-        config = choice.changed(_PRESETS[choice.model]())
-
-        def build() -> FasterRCNN:
-            return FasterRCNN(config, rngs=nnx.Rngs(choice.random))
-
-        return build() if placed is None else init_sharded(build, placed)
-    if choice.random is not None:
-        raise UserError(
-            f"--random: is for the names {', '.join(_PRESETS)}, and --model={choice.model} is a "
-            "file or folder; leave one of them out."
-        )
-    if not path.exists():
-        raise UserError(
-            f"--model={choice.model}: no such file or folder; give a detector's weights, or one of "
-            f"{', '.join(_PRESETS)} with --random."
-        )
-    if is_weights_folder(path):
-        record = read_record(path)
-        if record.architecture.name != "detector":
-            raise UserError(
-                f"--model={path}: holds a model of kind {record.architecture.name!r}, detector was "
-                "expected; convert one with `mmqa convert --model=detector`."
-            )
-        return load_converted(path, mesh=placed, config=choice.changed(record.config))
-    return _read_published(path, choice, placed)
-
-
-def _read_published(path: Path, choice: DetectorChoice, mesh: Any) -> FasterRCNN:
-    from mmqa_jax.weights.models.detector import open_detector as open_checkpoint
-
-    config = choice.changed(open_checkpoint(path).config)
-    rule = config.rule
-    return load_published(
-        "detector",
-        path,
-        mesh=mesh,
-        dtype=choice.dtype,
-        fewest=rule.fewest,
-        most=rule.most,
-        rectified=config.rectified,
-    )
 
 
 def open_pictures(data: Path, of: Of = "all") -> NamedPictures:
@@ -299,15 +171,9 @@ def write_regions(
     def names(path: Path | None, kind: Literal["class", "attribute"], count: int) -> tuple:
         return () if path is None else read_names(path, kind, max(count - 1, 0))
 
-    facts = RegionFacts(
-        detector=detector.kind.name,
-        model=detector.fingerprint,
-        features=config.features,
-        classes=config.classes,
-        attributes=config.attributes,
-        rectified=config.rectified,
+    facts = dataclasses.replace(
+        facts_of(detector, options.precision),
         random=random,
-        precision=options.precision,
         class_names=names(options.class_names, "class", config.classes),
         attribute_names=names(options.attribute_names, "attribute", config.attributes),
     )
@@ -323,7 +189,7 @@ def write_regions(
             out,
             REGIONS,
             pictures.names,
-            _Encoder(pictures.read, detector, options.precision, progress.advance),
+            RegionEncoder(pictures.read, detector, options.precision, progress.advance),
             about={"facts": facts_to_json(facts)},
             broken=broken,
             facts=[facts_to_json(facts), pictures.fingerprint],
@@ -346,55 +212,6 @@ def write_regions(
         return {**found, "waiting_for_other_shards": True}
     print(f"Regions of {len(RegionRecords(out)):,} pictures: {out}")
     return found
-
-
-class _Encoder:
-    """Names of pictures -> their records, in batches of few shapes."""
-
-    def __init__(
-        self,
-        read: Callable[[str], bytes],
-        detector: RegionDetector,
-        precision: Precision,
-        advance: Callable[[int], None],
-    ):
-        self._read, self._detector = read, detector
-        self._precision, self._advance = precision, advance
-
-    def __call__(self, names: Sequence[str]) -> list[bytes | PictureError]:
-        with ThreadPoolExecutor(processors()) as pool:
-            encoded = list(pool.map(self._sized, names))
-        records: list[bytes | PictureError | None] = [
-            one if isinstance(one, PictureError) else None for one in encoded
-        ]
-        readable = [n for n, record in enumerate(records) if record is None]
-        self._advance(len(names) - len(readable))
-
-        def load(number: int) -> DetectorPicture:
-            data, name = encoded[readable[number]][0], names[readable[number]]
-            return detector_picture(decode(data, name), self._detector.pictures, name)
-
-        sizes = [encoded[n][1] for n in readable]
-        found = self._detector.find(sizes, load, self._advance)
-        for n, regions in zip(readable, found, strict=True):
-            if isinstance(regions, PictureError):
-                records[n] = regions
-                continue
-            try:
-                records[n] = pack_regions(regions, self._precision)
-            except UserError as error:
-                raise UserError(f"picture {names[n]}: {error}") from error
-        return records
-
-    def _sized(self, name: str) -> tuple[bytes, tuple[int, int]] | PictureError:
-        """Encoded bytes, and width and height by the header."""
-        try:
-            data = self._read(name)
-            return data, size_of(data, name)
-        except PictureError as error:
-            return error
-        except UserError as error:  # of the file system
-            return PictureError(str(error))
 
 
 def export_all(out: Path, kinds: Sequence[str], least: float | None = None) -> dict[str, str]:

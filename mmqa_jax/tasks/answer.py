@@ -157,7 +157,8 @@ class Answer(AtlasVLPTask):
             route_by_category=self.data.route_by_category,
         )
         objective = self.objective(tokenizer.vocab_size)
-        return Recipe(objective, batches, self.loader(tokenizer), reader)
+        facts = self.regions_facts()
+        return Recipe(objective, batches, self.loader(tokenizer), reader, metadata=facts)
 
     def evaluation(
         self, corpus: Corpus, tokenizer: Any, model: nnx.Module

@@ -45,7 +45,7 @@ def read_run(
             "again, or train it again in a new --workdir."
         )
     task = read_typed(named[found], config)
-    return with_options(task, options), task.open_tokenizer(folder)
+    return with_options(task, options).in_folder(folder), task.open_tokenizer(folder)
 
 
 def with_options(task: T, options: Options | None) -> T:

@@ -129,7 +129,8 @@ class Rerank(AtlasVLPTask):
             self.batches,
         )
         objective = self.objective(tokenizer.vocab_size)
-        return Recipe(objective, batches, self.loader(tokenizer), reader)
+        facts = self.regions_facts()
+        return Recipe(objective, batches, self.loader(tokenizer), reader, metadata=facts)
 
     def evaluation(
         self, corpus: Corpus, tokenizer: Any, model: nnx.Module

@@ -34,7 +34,7 @@ from mmqa_jax.weights.folder import RECORD, RUN_FILES, read_metadata, write_run_
 # `train.steps` does is found out by training.continued.
 _FREE = frozenset(
     {
-        *("batches.threads", "batches.workers", "mesh", "train.steps"),
+        *("batches.threads", "batches.workers", "features.cache", "mesh", "train.steps"),
         *(f"train.{key}" for key in FREE),
     }
 )
@@ -108,7 +108,7 @@ def _run_training(
     if corpus is None and not config.data.dir:
         raise UserError("config key data.dir is empty: name the folder of `mmqa prepare`.")
     given, config = config, with_local_copies(config)
-    task = read_task(config)
+    task = read_task(config).in_folder(folder)
     corpus = corpus or open_corpus(config.data.dir)
     steps = 0 if only_start else config.train.steps
     further = {

@@ -11,9 +11,10 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import jax
 import numpy as np
@@ -310,6 +311,10 @@ class Task(abc.ABC):
     def in_use(self) -> InUse:
         """The program that uses what is trained; of tasks with `program`."""
         raise NotImplementedError
+
+    def in_folder(self, folder: str | os.PathLike) -> Self:
+        """The task of the run in a folder, with the places that by default lie there."""
+        return self
 
     # --- On data -----------------------------------------------------------------------------
 

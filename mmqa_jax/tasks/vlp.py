@@ -6,18 +6,23 @@ The published system; what the small reader of Atlas adds to it is in tasks/atla
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.typed import mapping, spec_of
+from mmqa_jax.core.local_copies import REGION_CACHE, local_copy
+from mmqa_jax.core.paths import as_path, in_store
+from mmqa_jax.core.serving import AUTO, BatchSize
+from mmqa_jax.core.typed import at_least, mapping, spec_of
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.images import BrokenPictures
 from mmqa_jax.data.packing import Bucket, Packer, PackingConfig
-from mmqa_jax.data.region_records import REGIONS, RecordDetections, RegionRecords
+from mmqa_jax.data.region_records import REGIONS, Precision, RecordDetections, RegionRecords
 from mmqa_jax.data.regions import (
     BOX,
     FEATURES,
@@ -32,6 +37,8 @@ from mmqa_jax.data.regions import (
 )
 from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import WordPiece
+from mmqa_jax.inference.detected_regions import CorpusRegions, RegionCache
+from mmqa_jax.inference.opened_detector import DetectorChoice, open_detector
 from mmqa_jax.models.presets import VLPModel
 from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
 from mmqa_jax.retrieval.embedder import tower_bytes
@@ -46,21 +53,54 @@ from mmqa_jax.tasks.task import (
     floats,
     ints,
 )
+from mmqa_jax.training.best_weights import BEST
+from mmqa_jax.weights.folder import read_metadata
 
 # Frontend with precomputed detector features -> reader of its files.
 READERS = {"x101": X101Features, "vinvl": VinVLFeatures}
 _NEEDS = {"x101": "root", "vinvl": "files", "clip": "root"}  # frontend -> key of `features`
+DETECTOR = "detector"  # key of model.json
 # Keys of PackingConfig that follow from other sections.
 OF_REGIONS = ("slots_per_picture", "region_dim", "position_dim")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DetectionSection:
+    """How a detector looks at pictures beside training; the flags of `mmqa features`.
+
+    Attributes:
+      regions: fewest and most of a picture; None: the detector's.
+      sides: of resized pictures, the short one and what the long one has at most; None: its own.
+      dtype: of the convolutions.
+      precision: of the large arrays of a cached record.
+      batch_size: pictures of a call.
+    """
+
+    regions: tuple[int, int] | None = None
+    sides: tuple[int, int] | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    precision: Precision = "float16"
+    batch_size: BatchSize = at_least(1, AUTO)
+
+    def __post_init__(self):
+        for key, values, least in (("regions", self.regions, 0), ("sides", self.sides, 1)):
+            if values is not None and not least <= values[0] <= values[1]:
+                raise UserError(
+                    f"config key features.detection.{key}={values}: two numbers from {least} were "
+                    "expected, the second not below the first; correct it."
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FeaturesSection:
-    """Precomputed features of pictures.
+    """Features of pictures: precomputed, or detected in the corpus's pictures beside training.
 
     Attributes:
       root: folder of X101 features, or of the converted CLIP of the frontend clip. For x101 and
         vinvl it may be one of `mmqa features`, which stands in place of files and id_map.
+      detector: file or folder of the detector of x101 or vinvl, in place of root, files and id_map.
+      cache: folder of what it found; "": `region_cache` in the run's workdir. Runs may share one.
+      detection: how it looks at pictures.
       files: image_id // 10,000,000 -> TSV of VinVL features.
       id_map: file that maps the corpus's pictures to image ids.
       names: file of the detector's class names, for tags; "": those that records hold.
@@ -69,11 +109,38 @@ class FeaturesSection:
     """
 
     root: str = ""
+    detector: str = ""
+    cache: str = ""
+    detection: DetectionSection = DetectionSection()
     files: Mapping[str, str] = mapping(dict)
     id_map: str = ""
     names: str = ""
     slots: int = 100
     max_missing: int | None = None
+
+    @functools.cached_property
+    def for_x101(self) -> RegionCache:
+        """What the detector finds, features in front of fc6's ReLU."""
+        return self._open(unrectified=True)
+
+    @functools.cached_property
+    def for_vinvl(self) -> RegionCache:
+        """What the detector finds."""
+        return self._open(unrectified=False)
+
+    def _open(self, *, unrectified: bool) -> RegionCache:
+        look = self.detection
+        choice = DetectorChoice(
+            str(local_copy(self.detector)),
+            regions=look.regions,
+            sides=look.sides,
+            unrectified=unrectified,
+            dtype=look.dtype,
+            key="config key features.detector",
+            unrectified_key="config key model.frontend=x101",
+        )
+        detector = open_detector(choice, look.batch_size, beside_training=True)
+        return RegionCache(detector, self.cache, look.precision, self.detector)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,7 +205,13 @@ class VLPTask(Task):
         reader: RegionReader
         ids: Sequence[int | str | None]
         names: Sequence[str] | None = None
-        if section.root and (self.model.frontend == "vinvl" or REGIONS.is_at(section.root)):
+        find, remedy = None, "fetch their features or raise features.max_missing"
+        if section.detector:
+            detected = CorpusRegions(corpus, self._region_cache())
+            reader = RecordDetections(detected, self.model.frontend)
+            ids = [s.id if s.modality == "image" else None for s in corpus.sources]
+            find, remedy = detected.find, "run `mmqa prepare` again or raise features.max_missing"
+        elif section.root and (self.model.frontend == "vinvl" or REGIONS.is_at(section.root)):
             records = RegionRecords(section.root)
             reader = RecordDetections(records, self.model.frontend)
             ids = [s.id if s.modality == "image" else None for s in corpus.sources]
@@ -156,10 +229,33 @@ class VLPTask(Task):
         missing = BrokenPictures(
             sum(number is not None for number in ids),
             section.max_missing,
-            "fetch their features or raise features.max_missing",
+            remedy,
             "have no region features",
         )
-        return FeatureRegions(reader, ids, slots=section.slots, names=names, missing=missing)
+        return FeatureRegions(
+            reader, ids, slots=section.slots, names=names, missing=missing, find=find
+        )
+
+    def _region_cache(self) -> RegionCache:
+        """Of the detector, opened once for training and validation."""
+        section = self.features
+        assert section is not None
+        return section.for_x101 if self.model.frontend == "x101" else section.for_vinvl
+
+    def regions_facts(self) -> dict[str, str]:
+        """What model.json says of the regions: the fingerprint of the detector, where one looks."""
+        if self.features is None or not self.features.detector:
+            return {}
+        return {DETECTOR: self._region_cache().facts.model}
+
+    def in_folder(self, folder: str | os.PathLike) -> Self:
+        if self.features is None or not self.features.detector or self.features.cache:
+            return self
+        run = as_path(folder)
+        if run.name == BEST and (run.parent / "config.json").exists():
+            run = run.parent  # the best step's weights are used with what the run has found
+        cache = os.fspath(run / REGION_CACHE)
+        return dataclasses.replace(self, features=dataclasses.replace(self.features, cache=cache))
 
     def _pixel_regions(self) -> PatchRegions:
         """Of a frontend that reads pixels; of CLIP's the model computes the features itself."""
@@ -233,6 +329,7 @@ class VLPTask(Task):
         model = self.model
         vlp = model.config(ANY_VOCABULARY)
         self._check_features()
+        self._check_detector(files)
         if model.frontend == "clip":
             side = model.clip_vision().image_size
             if self.pictures.size != side:
@@ -269,7 +366,8 @@ class VLPTask(Task):
         needed = _NEEDS[frontend]
         features = self.features
         if features is None or not (
-            getattr(features, needed) or (frontend in READERS and features.root)
+            getattr(features, needed)
+            or (frontend in READERS and (features.root or features.detector))
         ):
             raise UserError(f"config key features.{needed} is missing; add it.")
         for number in self.features.files:
@@ -278,6 +376,47 @@ class VLPTask(Task):
                     f"config key features.files.{number}: a number was expected, image_id // "
                     "10,000,000 of the pictures in that TSV; change the key."
                 )
+
+    def _check_detector(self, files: bool) -> None:
+        features = self.features
+        if features is None:
+            return
+        place = f"config key features.detector={features.detector}"
+        if not features.detector:
+            if features.cache or features.detection != DetectionSection():
+                key = "cache" if features.cache else "detection"
+                raise UserError(
+                    f"config key features.{key}: is used with features.detector alone; name a "
+                    "detector, or leave it out."
+                )
+            return
+        if self.model.frontend not in READERS:
+            raise UserError(
+                f"{place}: model.frontend={self.model.frontend} reads no detector's regions; set "
+                f"it to one of {', '.join(READERS)}, or leave the detector out."
+            )
+        if features.root:
+            raise UserError(
+                f"{place}: features.root={features.root} names features that are already there; "
+                "set one of them to ''."
+            )
+        if self.batches.workers:
+            raise UserError(
+                f"{place}: batches.workers={self.batches.workers} processes cannot share the "
+                "accelerator with the run; set it to 0, or make records with `mmqa features` and "
+                "name them in features.root."
+            )
+        if in_store(features.cache):
+            raise UserError(
+                f"config key features.cache={features.cache}: a folder of a file system was "
+                "expected; leave it out, and the cache lies in the run's --workdir, wherever it is."
+            )
+        if files and not in_store(features.detector) and not os.path.exists(features.detector):
+            raise UserError(
+                f"{place}: no such file or folder; give a detector's published file or a folder of "
+                "`mmqa convert --model=detector`, or make records with `mmqa features` and name "
+                "them in features.root."
+            )
 
     # --- In use ------------------------------------------------------------------------------
 
@@ -302,7 +441,18 @@ class VLPTask(Task):
         return self.vlp_config(self.vocabulary_size()).build(rngs=nnx.Rngs(0))
 
     def open_vlp(self, folder: str | Path, tokenizer: WordPiece, *, one_shape: bool = False) -> VLP:
-        """The trained model of the run in a folder; `one_shape`: see `in_one_shape`."""
+        """The trained model of the run in a folder; `one_shape`: see `in_one_shape`.
+
+        Raises:
+          UserError: the detector is another one than in training.
+        """
+        facts = self.regions_facts()
+        if facts and read_metadata(folder).get(DETECTOR) != facts[DETECTOR]:
+            assert self.features is not None
+            raise UserError(
+                f"{self.features.detector}: is another detector than the one whose regions "
+                f"{folder} was trained on; put that one there again."
+            )
         config = self.vlp_config(tokenizer.vocab_size)
         mesh = None if one_shape else self.serving_mesh()
         return self.load(folder, lambda: config.build(rngs=nnx.Rngs()), mesh)

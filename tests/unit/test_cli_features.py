@@ -19,13 +19,12 @@ from mmqa_jax.core.shards import Shard
 from mmqa_jax.data.detector_pictures import detector_picture
 from mmqa_jax.data.images import decode
 from mmqa_jax.data.region_records import RegionRecords
+from mmqa_jax.inference.opened_detector import DetectorChoice, open_detector
 from mmqa_jax.inference.region_detector import RegionDetector
 from mmqa_jax.models.detection.faster_rcnn import FasterRCNN
 from mmqa_jax.runs.region_features import (
-    DetectorChoice,
     NamedPictures,
     RegionOptions,
-    open_detector,
     open_pictures,
     write_regions,
 )

@@ -135,6 +135,7 @@ def answer_batches(
 
     def make(planned: PlannedBatch, table: Table) -> Packed:
         packed = []
+        reader.look_ahead(table["rows"].flat)
         for b, i in enumerate(table["question"]):
             record = questions[i]
             answer = record.answers[table["choice"][b]]

@@ -101,6 +101,7 @@ def rerank_batches(
 
     def make(planned: PlannedBatch, table: Table) -> Packed:
         packed = []
+        reader.look_ahead(table["row"])
         for b, i in enumerate(table["question"]):
             record = questions[i]
             query = record.question
