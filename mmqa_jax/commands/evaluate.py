@@ -100,8 +100,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.submission:
         check_out(Path(arguments.submission), flag="--submission")
     predictions = Path(arguments.predictions)
-    is_ranked = is_run(predictions) or (
-        predictions.suffix == ".jsonl" and holds_rankings(predictions)
+    scoring = benchmarks.BENCHMARKS.get(arguments.dataset)
+    # A benchmark of retrieval reads rankings itself, also those of a folder or pattern.
+    is_ranked = not (scoring and scoring.ranks) and (
+        is_run(predictions) or (predictions.suffix == ".jsonl" and holds_rankings(predictions))
     )
     if is_ranked:
         for flag in ("submission", "against"):
