@@ -189,6 +189,7 @@ def test_shards_follow_each_other(tsv, prepared, tmp_path, monkeypatch):
         *("00000.arrow", "00001.arrow", "00002.arrow"),
     ]
     assert [source.id for source in corpus.sources] == [str(n + 1) for n in range(ROWS)]
+    assert [corpus.sources[row].id for row in (511, 512, -1)] == ["512", "513", str(ROWS)]
     monkeypatch.undo()
     assert manifest["fingerprint"] == open_sources(prepared).fingerprint
 

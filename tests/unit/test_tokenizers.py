@@ -128,6 +128,7 @@ def test_saved_tokenizer_is_the_same(tmp_path):
     assert train_wordpiece(factbook_texts(100), 800, False).fingerprint != ours.fingerprint
 
 
+@pytest.mark.slow
 def test_training_is_the_same_in_every_process():
     """The tokenizers library alone numbers `##x` by hash order and fails this."""
     program = (
@@ -233,6 +234,7 @@ def published_minilm() -> PublishedBert:
     return PublishedBert(VOCABULARY.read_text("utf-8").split("\n")[:30522], True)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.text(st.characters(exclude_categories=["Cs", "Cn", "Co"]), max_size=40))
 def test_any_text_is_split_as_published_and_decoded_stably(text):

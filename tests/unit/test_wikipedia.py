@@ -255,9 +255,12 @@ def test_a_file_of_another_kind_is_refused(raw):
     (raw / "kilt_knowledgesource.json").write_text("no json\n" * 40)
     with pytest.raises(RunError, match=r"11 of 11 lines are broken, the first: .*, line 1: "):
         prepare("kilt", raw, raw.parent / "out")
-    (raw / "kilt_knowledgesource.json").write_text('{"wikipedia_id": 1}\n')
-    with pytest.raises(UserError, match="has no KILT's knowledge source; the first broken one: "):
-        prepare("kilt", raw, raw.parent / "out")
+    for page in ({}, {"text": "no list"}, {"text": ["T"], "wikipedia_title": 1}):
+        page = {"wikipedia_id": 1, "wikipedia_title": "T", **page}
+        (raw / "kilt_knowledgesource.json").write_text(json.dumps(page) + "\n")
+        match = "has no KILT's knowledge source; the first broken one: "
+        with pytest.raises(UserError, match=match):
+            prepare("kilt", raw, raw.parent / "out")
     assert not (raw.parent / "out").exists()
 
 
