@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 
 from mmqa_jax.core.errors import UserError
@@ -154,6 +155,15 @@ def test_damage_in_a_text_is_found_when_it_is_read(prepared, tmp_path):
     assert corpus.sources[0].id == "1"  # another batch
     with pytest.raises(UserError, match=r"00000\.arrow: is damaged .*prepare.*--overwrite"):
         list(corpus.sources)
+
+
+def test_the_checksum_of_a_batch_is_of_all_its_texts():
+    def digest(*texts: str) -> bytes:
+        return disk_sources.batch_digest([pyarrow.array(texts)])
+
+    batches = [("a", "bc"), ("a", "bd"), ("ab", "c"), ("a", "bc", ""), ("", "")]
+    assert len({digest(*texts) for texts in batches}) == len(batches)
+    assert digest("a", "bc") == digest("a", "bc")
 
 
 @pytest.mark.parametrize("file", ["batches.npy", "image_rows.npy"])

@@ -178,6 +178,10 @@ def test_recall_is_the_authors():
     assert (by_set["webqa_task1"], by_set["task 1: text to text"]) == (0.5, 0.5)
     # (1 + .5 + 1 + 0) / 4, each set alike
     assert any("average of 4 of 16 sets" in note and "62.50 %" in note for note in evaluation.notes)
+    assert "the rankings hold 6 candidates at most" in evaluation.notes
+    nothing = score_mbeir(questions, [])
+    assert set(nothing.scored[0].scores.values()) == {0}
+    assert "the rankings hold 0 candidates at most" in nothing.notes
 
 
 def test_errors_at_the_first_rank():

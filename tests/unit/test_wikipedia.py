@@ -208,6 +208,13 @@ def test_encyclopedic_vqa(raw, packed):
     assert corpus.picture(0)
 
 
+def test_an_entry_without_its_headings_is_broken(raw):
+    entry = {**EVQA[URL], "section_titles": ["Golden eagle", None, "Empty"]}
+    (raw / "encyclopedic_kb_wiki.json").write_text(json.dumps({URL: entry}))
+    with pytest.raises(UserError, match=r"the first broken one: .*Golden_eagle"):
+        prepare("infoseek_wiki", raw, raw.parent / "out")
+
+
 def test_entries_are_read_across_blocks(tmp_path, monkeypatch):
     path = tmp_path / "x.json"
     path.write_text(json.dumps(EVQA, ensure_ascii=False))
