@@ -250,8 +250,9 @@ def test_a_row_over_one_pool(raw, tmp_path):
     assert scores["mbeir/official"] == 1
     assert not any(name.startswith("source_f1") for name in scores)
     assert mmqa("report", f"--workdir={run}").code == 0
-    flags = f"--references={data}", f"--predictions={run / 'predictions.jsonl'}", "--json"
+    flags = f"--references={data}", f"--predictions={run / 'pred*.jsonl'}", "--json"
     ended = mmqa("evaluate", "mbeir", *flags)
+    assert ended.code == 0, ended.err
     assert ended.value["scores"]["mbeir/recall@1"] == 1
     assert "empty" not in ended.err
 
