@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pyarrow
@@ -249,6 +250,10 @@ def test_scores_by_the_scripts_keys(data):
     assert scores.counts["skills: logical reasoning"] == scores.counts["grade: high school"] == 5
     chosen = score_mathvista(questions, [Prediction("1", "12 cm", choice=1)])
     assert chosen.scored[0].scores["mathvista/official"] == 0.2
+    # An empty extraction is the shortest option to the script, and none by the other score.
+    shortest = dataclasses.replace(of("text"), answers=("increase",))
+    (scores,) = score_mathvista([shortest], [Prediction("q", "")]).scored
+    assert scores.scores == {"mathvista/official": 1.0, "mathvista/empty_wrong": 0.0}
 
 
 def test_official_files_in_and_out(data, tmp_path):

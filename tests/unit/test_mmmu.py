@@ -208,6 +208,7 @@ def test_scores_and_the_scripts_draws():
     (scores,) = evaluation.scored
     assert set(scores.scores.values()) == {0.5}
     assert set(evaluation.unparsed.values()) == {0}  # what is missing is not unparsed
+    assert not evaluation.has_modalities
     assert scores.missing == 2
 
 

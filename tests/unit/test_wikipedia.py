@@ -144,6 +144,20 @@ def test_kilt(raw):
     assert corpus.manifest["origin"]["articles"] == 1
 
 
+def test_only_a_first_paragraph_that_is_the_title_is_left_out(raw):
+    pages = [
+        {
+            "wikipedia_title": "Ghost",
+            "wikipedia_id": 9,
+            "text": ["Ghost\n", "A spirit.\n", "Ghost"],
+        },
+        {"wikipedia_title": "Oak", "wikipedia_id": 10, "text": ["A tree.\n"]},
+    ]
+    (raw / "kilt_knowledgesource.json").write_bytes(lines(pages))
+    found = [source.text for source in prepared("kilt", raw).sources]
+    assert found == ["A spirit. Ghost", "A tree."]
+
+
 def test_a_passage_names_the_section_of_its_first_word():
     sections = [Section("", "a b c"), Section("Life", "d e f g h"), Section("Death", "i")]
     article = Article("9", "T", "u", sections)
@@ -153,6 +167,7 @@ def test_a_passage_names_the_section_of_its_first_word():
     ]
     own = sources_of(article, PassageOptions(4, across_sections=False))
     assert [row.text for row in own] == ["a b c", "d e f g", "h", "i"]
+    assert [row.text for row in sources_of(article, PassageOptions(1))] == list("abcdefghi")
     words = " ".join(str(n) for n in range(1234))
     cut = sources_of(Article("1", "T", "u", [Section("", words)]), PassageOptions())
     assert [len(row.text.split()) for row in cut] == [100] * 12 + [34]
