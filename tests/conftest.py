@@ -38,8 +38,9 @@ if not _AS_FOR_USERS and importlib.metadata.version("jaxlib").startswith("0.10."
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK_TO_COMPILE}".strip()
 
 # How a file of tests/unit says that it trains or compiles models, starts processes, or takes more
-# than a few seconds for other reasons; `--quick` leaves it out before it is imported.
-_SLOW = re.compile(r"^pytestmark = .*mark\.slow\b", re.MULTILINE)
+# than a few seconds for other reasons; `--quick` leaves it out before it is imported, and tests of
+# other files that are marked one by one.
+_SLOW = re.compile(r"^pytestmark = (?:pytest\.|\[[^\]]*)mark\.slow\b", re.MULTILINE)
 
 
 MESH = Path(__file__).parent / "mesh"
@@ -89,7 +90,11 @@ def pytest_ignore_collect(collection_path, config):
     return collection_path.parent.name != "unit" or is_slow(collection_path) or None
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--quick"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
     # Short files last: then no worker is left alone with a long one.
     items.sort(key=lambda item: item.path.parent.name == "unit" and not is_slow(item.path))
 

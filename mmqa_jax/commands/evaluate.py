@@ -101,8 +101,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         check_out(Path(arguments.submission), flag="--submission")
     predictions = Path(arguments.predictions)
     scoring = benchmarks.BENCHMARKS.get(arguments.dataset)
-    ranks = scoring is not None and scoring.ranks  # rankings are what this benchmark scores
-    is_ranked = not ranks and (
+    # A benchmark of retrieval reads rankings itself, also those of a folder or pattern.
+    is_ranked = not (scoring and scoring.ranks) and (
         is_run(predictions) or (predictions.suffix == ".jsonl" and holds_rankings(predictions))
     )
     if is_ranked:

@@ -240,7 +240,7 @@ def test_llama2c_files(tmp_path, ids, version, tied):
 
 
 def test_llama2c_files_that_are_not_whole(tmp_path):
-    data = llama2c_bytes(meta_tensors(), version=0, tied=False)
+    data, later = (llama2c_bytes(meta_tensors(), version=n, tied=False) for n in (0, 1))
     file = tmp_path / "model.bin"
     for broken, match in (
         (data[:-4], r"model\.bin: \d+ bytes, its header requires \d+"),
@@ -249,6 +249,10 @@ def test_llama2c_files_that_are_not_whole(tmp_path):
         (b"", "not a llama2.c file"),
         (b"\x7fELF" + data[4:], "bytes, its header requires|not a llama2.c file"),
         (struct.pack("<Ii", 0x616B3432, 2) + data, "version 2 .int8 weights. is not supported"),
+        # Version 1, cut within its sizes, before the byte that says whose the head is, after it.
+        (later[:20], "not a llama2.c file"),
+        (later[:36], r"model\.bin: "),
+        (later[:-4], r"model\.bin: \d+ bytes, its header requires \d+"),
     ):
         file.write_bytes(broken)
         with pytest.raises(UserError, match=match):

@@ -26,6 +26,8 @@ from mmqa_jax.prompting.backends import (
 )
 from mmqa_jax.prompting.cache import Cached, ResponseCache
 
+pytestmark = pytest.mark.slow
+
 QUICK = ServerConfig(timeout=0.5, retries=3, first_wait=0.01, longest_wait=1.5, max_failures=2)
 KEY = "sk-very-secret-0123456789"
 

@@ -20,7 +20,7 @@ from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.retrieval import bm25_disk
 from mmqa_jax.retrieval.bm25 import BM25, BM25Retriever
 from mmqa_jax.retrieval.bm25_disk import DiskBM25, build_bm25
-from mmqa_jax.retrieval.bm25_shard import ShardLimits
+from mmqa_jax.retrieval.bm25_shard import Norms, ShardLimits
 from mmqa_jax.runs.parts import RetrieverSpec, open_bm25
 from tests.bench.synthetic_passages import write_passages
 
@@ -175,6 +175,18 @@ def test_a_damaged_file_is_refused_and_built_again(folder, texts, tmp_path):
     (copy / "manifest.json").write_text(json.dumps({**manifest, "rows": 5}))
     with pytest.raises(UserError, match=r"manifest.json: is damaged"):
         DiskBM25(copy)
+
+
+@pytest.mark.parametrize("other", [5.0, 20.0, 80.0])
+def test_bounds_hold_at_another_mean_length(other):
+    """Impacts are written at the mean length of their shard, and bound those at that of all."""
+    here, there = Norms(1.5, 0.75, 20.0), Norms(1.5, 0.75, other)
+    lengths, counts = np.meshgrid(np.arange(1, 200), np.arange(1, 9))
+    written, now = (counts / (counts + norms.of(lengths)) for norms in (there, here))
+    bounds = here.bounds(written, there)
+    assert (bounds >= now - 1e-12).all()
+    if other == here.mean_length:
+        np.testing.assert_allclose(bounds, now, rtol=1e-12)
 
 
 KILLED = """

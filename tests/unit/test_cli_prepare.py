@@ -278,6 +278,7 @@ def test_what_a_user_may_not_expect_of_official_files_is_said(webqa_raw, tmp_pat
     }
 
 
+@pytest.mark.slow
 def test_a_killed_prepare_goes_on_with_the_same_bytes(webqa_raw, tmp_path, monkeypatch):
     flags = ["prepare", "webqa", f"--raw={webqa_raw}", f"--out={tmp_path / 'out'}"]
     program = (

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 
 from mmqa_jax.core.errors import UserError
@@ -156,6 +157,15 @@ def test_damage_in_a_text_is_found_when_it_is_read(prepared, tmp_path):
         list(corpus.sources)
 
 
+def test_the_checksum_of_a_batch_is_of_all_its_texts():
+    def digest(*texts: str) -> bytes:
+        return disk_sources.batch_digest([pyarrow.array(texts)])
+
+    batches = [("a", "bc"), ("a", "bd"), ("ab", "c"), ("a", "bc", ""), ("", "")]
+    assert len({digest(*texts) for texts in batches}) == len(batches)
+    assert digest("a", "bc") == digest("a", "bc")
+
+
 @pytest.mark.parametrize("file", ["batches.npy", "image_rows.npy"])
 def test_damage_beside_the_texts_is_found_at_once(prepared, tmp_path, file):
     with pytest.raises(UserError, match=f"{file} is damaged"):
@@ -189,6 +199,7 @@ def test_shards_follow_each_other(tsv, prepared, tmp_path, monkeypatch):
         *("00000.arrow", "00001.arrow", "00002.arrow"),
     ]
     assert [source.id for source in corpus.sources] == [str(n + 1) for n in range(ROWS)]
+    assert [corpus.sources[row].id for row in (511, 512, -1)] == ["512", "513", str(ROWS)]
     monkeypatch.undo()
     assert manifest["fingerprint"] == open_sources(prepared).fingerprint
 

@@ -11,14 +11,20 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from mmqa_jax.core.chunks import MOST_PARTS
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json
+from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.schema import Source
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
 from mmqa_jax.retrieval.embedder import Embedder
-from mmqa_jax.retrieval.embeddings import join_embeddings, open_embeddings, write_embeddings
+from mmqa_jax.retrieval.embeddings import (
+    join_embeddings,
+    open_embeddings,
+    read_unfinished,
+    write_embeddings,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -260,6 +266,33 @@ def test_shards_of_older_versions_are_refused(tmp_path):
     for go_on in (lambda: whole_in(folder), lambda: join_embeddings(folder)):
         with pytest.raises(UserError, match=r"shards-\w+: holds shards of an older version"):
             go_on()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"rows": 0},
+        {"dim": 0},
+        {"shard_rows": 0},
+        {"rows": 40.0},
+        {"dim": True},
+        {"rows": MOST_PARTS + 1, "shard_rows": 1},
+        {"rows": 1 << 50, "dim": 1 << 11, "shard_rows": 1 << 49},
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(tmp_path, sizes):
+    """By whoever opens, reports or joins embeddings, before anything is listed or allocated."""
+    folder = tmp_path / "e"
+    write_embeddings(
+        folder, lambda rows: np.ones((len(rows), 2)), rows=40, dim=2, part=(0, 2),
+        shard_rows=10, model_fingerprint="m", corpus_fingerprint="c",
+    )  # fmt: skip
+    assert read_unfinished(folder).missing == [1, 3]
+    manifest = read_json(folder / "manifest.json") | sizes
+    for read in (read_unfinished, join_embeddings, open_embeddings):
+        write_json(folder / "manifest.json", manifest | {"complete": read is open_embeddings})
+        with pytest.raises(UserError, match=r"manifest\.json: rows, dim and shard_rows are \["):
+            read(folder)
 
 
 # Vectors are their row's number. Arguments: folder, row to die at, part, parts.

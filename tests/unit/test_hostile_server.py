@@ -26,6 +26,8 @@ from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.prompting.backend_http import OpenAIBackend, ServerConfig
 from mmqa_jax.prompting.backends import Choices, Completion, Decoding
 
+pytestmark = pytest.mark.slow
+
 QUICK = ServerConfig(timeout=0.4, retries=1, first_wait=0.01, longest_wait=0.05, max_failures=5)
 CANARY = "sk-canary-7f3a91c2d45e6b80"
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"

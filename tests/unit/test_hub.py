@@ -113,6 +113,7 @@ def test_a_gguf_file_alone_is_a_model(cache, tmp_path):
     assert find_model(NAME) == snapshot / "tiny.Q8_0.gguf"
 
 
+@pytest.mark.slow
 def test_prompt_and_convert_take_a_name(cache, model, tmp_path, engine):
     fill(cache, model)
     prompts = tmp_path / "prompts.txt"
@@ -160,6 +161,7 @@ def test_a_row_takes_a_name_for_its_language_model_alone():
     assert "no/such/folder" in read_row(config).missing_inputs()
 
 
+@pytest.mark.slow
 def test_the_cache_is_that_of_hf_home(model, tmp_path):
     """HF_HOME is read when huggingface_hub is imported."""
     snapshot = fill(tmp_path / "home" / "hub", model)
@@ -327,7 +329,7 @@ def test_what_a_download_cannot_do_is_one_sentence(tmp_path, waits):
         ("ask", ("--encoder=minilm", "why?"), "--encoder=minilm"),
     ],
 )
-def test_verbs_fetch_encoders_and_rerankers_by_name(verb, flags, where):
+def test_verbs_fetch_encoders_and_rerankers_by_name(waits, verb, flags, where):
     """What is no name is refused; of several flags those are fetched that are names."""
     ended = mmqa(verb, "--data=nowhere", *flags, "--download")
     assert (ended.code, f"--download: {where} is not a model's name" in ended.err) == (2, True)

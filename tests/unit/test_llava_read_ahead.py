@@ -84,6 +84,7 @@ def test_closed_early_it_reads_no_further():
     assert threading.active_count() <= before + 1
 
 
+@pytest.mark.slow
 def test_a_broken_picture_fails_its_own_query():
     """One that only decoding shows to be broken: the others are answered."""
     sizes = EngineConfig(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pyarrow
@@ -190,6 +191,8 @@ def of(kind: str, precision: int = 1) -> Question:
 )
 def test_extraction_by_rule(text, kind, quick, found):
     assert extracted_by_rule(text, of(kind), quick=quick) == found
+    if not quick:
+        assert extracted_by_rule(text, of(kind)) == found
 
 
 # What normalize_extracted_answer gives.
@@ -247,6 +250,10 @@ def test_scores_by_the_scripts_keys(data):
     assert scores.counts["skills: logical reasoning"] == scores.counts["grade: high school"] == 5
     chosen = score_mathvista(questions, [Prediction("1", "12 cm", choice=1)])
     assert chosen.scored[0].scores["mathvista/official"] == 0.2
+    # An empty extraction is the shortest option to the script, and none by the other score.
+    shortest = dataclasses.replace(of("text"), answers=("increase",))
+    (scores,) = score_mathvista([shortest], [Prediction("q", "")]).scored
+    assert scores.scores == {"mathvista/official": 1.0, "mathvista/empty_wrong": 0.0}
 
 
 def test_official_files_in_and_out(data, tmp_path):

@@ -178,6 +178,10 @@ def test_recall_is_the_authors():
     assert (by_set["webqa_task1"], by_set["task 1: text to text"]) == (0.5, 0.5)
     # (1 + .5 + 1 + 0) / 4, each set alike
     assert any("average of 4 of 16 sets" in note and "62.50 %" in note for note in evaluation.notes)
+    assert "the rankings hold 6 candidates at most" in evaluation.notes
+    nothing = score_mbeir(questions, [])
+    assert set(nothing.scored[0].scores.values()) == {0}
+    assert "the rankings hold 0 candidates at most" in nothing.notes
 
 
 def test_errors_at_the_first_rank():
@@ -246,8 +250,9 @@ def test_a_row_over_one_pool(raw, tmp_path):
     assert scores["mbeir/official"] == 1
     assert not any(name.startswith("source_f1") for name in scores)
     assert mmqa("report", f"--workdir={run}").code == 0
-    flags = f"--references={data}", f"--predictions={run / 'predictions.jsonl'}", "--json"
+    flags = f"--references={data}", f"--predictions={run / 'pred*.jsonl'}", "--json"
     ended = mmqa("evaluate", "mbeir", *flags)
+    assert ended.code == 0, ended.err
     assert ended.value["scores"]["mbeir/recall@1"] == 1
     assert "empty" not in ended.err
 

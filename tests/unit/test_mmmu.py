@@ -204,8 +204,11 @@ def test_scores_and_the_scripts_draws():
     assert evaluation.unparsed["mmmu/official"] == 3
     assert scores.counts["Overall-Business"] == scores.counts["Accounting"] == 1
     chosen = [Prediction(q.id, choice=q.answer_index) for q in questions[:2]]
-    (scores,) = score_mmmu(questions, chosen).scored
+    evaluation = score_mmmu(questions, chosen)
+    (scores,) = evaluation.scored
     assert set(scores.scores.values()) == {0.5}
+    assert set(evaluation.unparsed.values()) == {0}  # what is missing is not unparsed
+    assert not evaluation.has_modalities
     assert scores.missing == 2
 
 

@@ -84,6 +84,7 @@ def run(program, out, **options):
     return subprocess.Popen([sys.executable, "-c", program], **options)
 
 
+@pytest.mark.slow
 def test_the_same_bytes_in_every_process(whole, tmp_path):
     for seed in "12":
         out = tmp_path / seed
@@ -99,6 +100,7 @@ def test_any_number_of_threads_writes_the_same_bytes(whole, tmp_path):
         assert contents(tmp_path / str(workers)) == whole
 
 
+@pytest.mark.slow
 def test_killed_among_the_pictures_and_gone_on_with(whole, tmp_path):
     program = """
         def read(name):
@@ -119,6 +121,7 @@ def test_killed_among_the_pictures_and_gone_on_with(whole, tmp_path):
     assert steps[-1] == (COUNT + COUNT + 1,) * 2
 
 
+@pytest.mark.slow
 def test_killed_among_the_rows_and_gone_on_with(whole, tmp_path):
     program = """
         def progress(done, total):
@@ -195,6 +198,7 @@ def test_broken_pictures_of_an_earlier_attempt_count(tmp_path):
     assert contents(out) == contents(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_two_processes_do_not_write_into_each_other(tmp_path):
     program = """
         def read(name):

@@ -67,6 +67,7 @@ def test_everything_comes_back_in_order(tmp_path, monkeypatch):
         assert corpus.picture(row) == (png(row) if row % 3 == 0 else None)
 
 
+@pytest.mark.slow
 def test_no_tensorflow_and_no_jax(tmp_path):
     """The whole way in a fresh interpreter, where nothing else could have imported them."""
     program = (
@@ -130,6 +131,7 @@ def test_a_failed_write_leaves_the_old_corpus(tmp_path):
     assert len(list(out.iterdir())) == 2  # manifest and records, nothing half-written
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_and_prepared_again(tmp_path):
     out = tmp_path / "out"
     program = (

@@ -69,6 +69,7 @@ def test_golden_outputs_without_lemmatizer():
     assert scores.by_category["color"]["webqa_acc/no_lemma"] == pytest.approx(0.2633, abs=5e-4)
 
 
+@pytest.mark.slow
 def test_golden_outputs_with_the_official_lemmatizer():
     # The official script run with spaCy 3.8 (0.4429 with the older one of the paper).
     scores = score_answers(*golden(), lemmatizer="spacy")
@@ -89,6 +90,7 @@ def test_golden_outputs_with_the_official_lemmatizer():
     assert kind == "image"
 
 
+@pytest.mark.slow
 def test_official_scores_of_single_text_questions():
     rows = per_sample()
     assert len(rows) == 4076
@@ -111,6 +113,7 @@ def test_official_scores_of_single_text_questions():
     assert ours.scores["webqa_fl_acc/official"] == pytest.approx(0.29715, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_the_approximation_of_questions_whose_keywords_are_hidden():
     questions, predictions = read_output_tsv(golden_file(TEXT_TSV))
     assert len(questions) == 2455

@@ -144,6 +144,20 @@ def test_kilt(raw):
     assert corpus.manifest["origin"]["articles"] == 1
 
 
+def test_only_a_first_paragraph_that_is_the_title_is_left_out(raw):
+    pages = [
+        {
+            "wikipedia_title": "Ghost",
+            "wikipedia_id": 9,
+            "text": ["Ghost\n", "A spirit.\n", "Ghost"],
+        },
+        {"wikipedia_title": "Oak", "wikipedia_id": 10, "text": ["A tree.\n"]},
+    ]
+    (raw / "kilt_knowledgesource.json").write_bytes(lines(pages))
+    found = [source.text for source in prepared("kilt", raw).sources]
+    assert found == ["A spirit. Ghost", "A tree."]
+
+
 def test_a_passage_names_the_section_of_its_first_word():
     sections = [Section("", "a b c"), Section("Life", "d e f g h"), Section("Death", "i")]
     article = Article("9", "T", "u", sections)
@@ -153,6 +167,7 @@ def test_a_passage_names_the_section_of_its_first_word():
     ]
     own = sources_of(article, PassageOptions(4, across_sections=False))
     assert [row.text for row in own] == ["a b c", "d e f g", "h", "i"]
+    assert [row.text for row in sources_of(article, PassageOptions(1))] == list("abcdefghi")
     words = " ".join(str(n) for n in range(1234))
     cut = sources_of(Article("1", "T", "u", [Section("", words)]), PassageOptions())
     assert [len(row.text.split()) for row in cut] == [100] * 12 + [34]
@@ -208,6 +223,13 @@ def test_encyclopedic_vqa(raw, packed):
     assert corpus.picture(0)
 
 
+def test_an_entry_without_its_headings_is_broken(raw):
+    entry = {**EVQA[URL], "section_titles": ["Golden eagle", None, "Empty"]}
+    (raw / "encyclopedic_kb_wiki.json").write_text(json.dumps({URL: entry}))
+    with pytest.raises(UserError, match=r"the first broken one: .*Golden_eagle"):
+        prepare("infoseek_wiki", raw, raw.parent / "out")
+
+
 def test_entries_are_read_across_blocks(tmp_path, monkeypatch):
     path = tmp_path / "x.json"
     path.write_text(json.dumps(EVQA, ensure_ascii=False))
@@ -255,9 +277,12 @@ def test_a_file_of_another_kind_is_refused(raw):
     (raw / "kilt_knowledgesource.json").write_text("no json\n" * 40)
     with pytest.raises(RunError, match=r"11 of 11 lines are broken, the first: .*, line 1: "):
         prepare("kilt", raw, raw.parent / "out")
-    (raw / "kilt_knowledgesource.json").write_text('{"wikipedia_id": 1}\n')
-    with pytest.raises(UserError, match="has no KILT's knowledge source; the first broken one: "):
-        prepare("kilt", raw, raw.parent / "out")
+    for page in ({}, {"text": "no list"}, {"text": ["T"], "wikipedia_title": 1}):
+        page = {"wikipedia_id": 1, "wikipedia_title": "T", **page}
+        (raw / "kilt_knowledgesource.json").write_text(json.dumps(page) + "\n")
+        match = "has no KILT's knowledge source; the first broken one: "
+        with pytest.raises(UserError, match=match):
+            prepare("kilt", raw, raw.parent / "out")
     assert not (raw.parent / "out").exists()
 
 

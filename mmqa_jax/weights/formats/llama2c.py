@@ -54,8 +54,8 @@ class Llama2cSource:
             raise UserError(f"{path}: no such file; check the path.")
         size = path.stat().st_size
         with open(path, "rb") as file:
-            head = file.read(_V1_BYTES)
-        magic, version = struct.unpack_from("<Ii", head.ljust(8, b"\0"))
+            head = file.read(_V1_BYTES).ljust(_V1_BYTES, b"\0")
+        magic, version = struct.unpack_from("<Ii", head)
         if magic == _MAGIC and version != 1:
             raise UserError(
                 f"{path}: llama2.c version {version} (int8 weights) is not supported; export the "
@@ -63,7 +63,7 @@ class Llama2cSource:
             )
         legacy = magic != _MAGIC
         start = 0 if legacy else 8
-        numbers = _HEADER.unpack_from(head.ljust(_V1_BYTES, b"\0"), start)
+        numbers = _HEADER.unpack_from(head, start)
         dim, mlp, layers, heads, kv_heads, vocab, context = numbers
         # In version 0, a negative vocabulary says that the head is not the embedding table.
         tied = vocab > 0 if legacy else bool(head[start + _HEADER.size])
