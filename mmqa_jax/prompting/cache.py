@@ -17,7 +17,7 @@ import json
 import math
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +207,10 @@ class Cached(Around):
         super().__init__(backend)
         self._cache = cache
         self.work = Work()
+
+    def through(self, around: Callable[[Backend], Backend]) -> Cached:
+        """The same backend, asked in another way, and the same cache; its work is counted anew."""
+        return Cached(around(self._backend), self._cache)
 
     def close(self) -> None:
         """Closes the cache's files."""

@@ -36,7 +36,7 @@ def answer_all(
         for query in queries:
             if (found := backend.find(query)) is not None:
                 answers[query.id] = found
-    missing = sorted((query for query in queries if query.id not in answers), key=_text_of)
+    missing = sorted((query for query in queries if query.id not in answers), key=text_of)
     before = len(backend.failures)
     if missing:
         with Progress(title, len(queries), "requests", start=len(answers)) as progress:
@@ -50,7 +50,8 @@ def answer_all(
     return Answers(answers, reasons)
 
 
-def _text_of(query: Query) -> str:
+def text_of(query: Query) -> str:
+    """A query's whole text, without its pictures."""
     content = query.messages if isinstance(query, Chat) else query.prompt
     if isinstance(content, str):
         return content
