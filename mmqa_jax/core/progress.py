@@ -23,17 +23,6 @@ _SECONDS_BETWEEN_LINES = 15.0
 _whole: contextvars.ContextVar[Callable[[float | None], str] | None] = contextvars.ContextVar(
     "whole", default=None
 )
-_unseen: contextvars.ContextVar[bool] = contextvars.ContextVar("unseen", default=False)
-
-
-@contextlib.contextmanager
-def unseen() -> Iterator[None]:
-    """Shows no progress of the work in the block, which somebody else shows as a whole."""
-    token = _unseen.set(True)
-    try:
-        yield
-    finally:
-        _unseen.reset(token)
 
 
 @contextlib.contextmanager
@@ -91,8 +80,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._title, self._total, self._unit = title, total, unit
-        off = os.environ.get("MMQA_PROGRESS") == "off" or _unseen.get()
-        self._quiet = off if quiet is None else quiet
+        self._quiet = os.environ.get("MMQA_PROGRESS") == "off" if quiet is None else quiet
         self._console = console or Console(stderr=True)
         self._clock = clock
         self._done = self._start = start

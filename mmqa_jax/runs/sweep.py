@@ -21,7 +21,7 @@ from urllib.parse import quote
 from mmqa_jax.core.config import find_config, flatten, load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_json, write_json
-from mmqa_jax.core.progress import announce, unseen
+from mmqa_jax.core.progress import announce
 from mmqa_jax.core.typed import nearest
 from mmqa_jax.evaluation.report import LinePlot, ReportData, write_report
 from mmqa_jax.evaluation.score_names import for_people
@@ -211,12 +211,7 @@ def _run_together(
     if len(numbers) == 1:
         yield numbers[0], run(numbers[0])
         return
-
-    def joined(number: int, join: Join) -> dict[str, Any]:
-        with unseen():  # the progress of all of them is shown
-            return run(number, join)
-
-    with contextlib.closing(run_joined([partial(joined, n) for n in numbers])) as ending:
+    with contextlib.closing(run_joined([partial(run, n) for n in numbers])) as ending:
         for place, record in ending:
             yield numbers[place], record
 

@@ -71,6 +71,14 @@ def test_every_step_is_one_call(model):
     assert backend(model).calls == [["a", "b", "b a"], ["c", "d"], ["e"]]  # d is kept
 
 
+def test_progress_of_the_calls_alone_is_shown(model, capfd, monkeypatch):
+    monkeypatch.delenv("MMQA_PROGRESS", raising=False)
+    list(run_joined([asking(model, ["a"]), asking(model, ["b"])]))
+    assert [line.partition(":")[0] for line in capfd.readouterr().err.splitlines()] == [
+        "Answering 2 rows"
+    ]
+
+
 def test_one_runs_at_a_time_and_in_order(model):
     seen = []
 
