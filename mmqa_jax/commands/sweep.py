@@ -14,7 +14,7 @@ EXAMPLE = (
     "--over options.candidates=0,1,3,5 --workdir=runs/sweep"
 )
 
-_CHUNK = 512
+_CHUNK, _TOGETHER = 512, 16
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -22,9 +22,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         "\n\nEvery cell is a row of its own in WORKDIR/KEY=VALUE_..., which `mmqa compare`, `mmqa\n"
         "report` and `mmqa tables` take; all share the opened models and WORKDIR/journals, so\n"
-        "that a prompt of several cells is asked once. Started again it continues, and\n"
-        "finished cells are kept. Written besides: sweep.json, sweep.md (the table) and\n"
-        "report.html (table and plot), anew after every cell."
+        "that a prompt of several cells is asked once. Cells that prompt one language model run\n"
+        "together: what they ask at each step goes to it as one stream, and they end at about\n"
+        "the same time. Started again it continues, and finished cells and answers are kept.\n"
+        "Written besides: sweep.json, sweep.md (the table) and report.html (table and plot),\n"
+        "anew after every cell."
     )
     flags.add_config(parser)
     parser.add_argument(
@@ -47,6 +49,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="C",
         help=f"questions of a chunk, the most that a kill can lose ({_CHUNK})",
     )
+    parser.add_argument(
+        "--together",
+        type=int,
+        default=_TOGETHER,
+        metavar="N",
+        help="cells that prompt a language model together, at most: the fewer, the sooner the "
+        f"first are finished; 1: one after the other ({_TOGETHER})",
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -60,7 +70,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     axes = parse_axes(arguments.over)
     cells = read_cells(arguments.config, arguments.overrides, axes, arguments.split)
     folder = Path(arguments.workdir)
-    finished = run_sweep(cells, folder, limit=arguments.limit, chunk=arguments.chunk)
+    finished = run_sweep(
+        cells,
+        folder,
+        limit=arguments.limit,
+        chunk=arguments.chunk,
+        together=arguments.together,
+    )
     show(sweep_table(f"{cells[0].row.dataset}, {cells[0].row.row}", finished))
     print(f"Report: {folder / 'report.html'}")
     return {"cells": finished}

@@ -44,6 +44,7 @@ from mmqa_jax.prompting.shots import ExampleLibrary, Shot, seeded
 from mmqa_jax.prompting.stream import Answers, answer_all
 from mmqa_jax.prompting.templates import PromptTemplate, load_template
 from mmqa_jax.prompting.voting import vote
+from mmqa_jax.retrieval.key_words import key_words_of
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
 
 Role = Literal["junior", "senior", "manager"]
@@ -166,8 +167,9 @@ class Tools:
       knowledge: for Tool_2; without it nothing is found.
       llm: for Tool_3.
       candidates: answers that Tool_1 lists (M of equation 5).
-      passages: that Tool_2 retrieves.
-      words: a passage, and what Tool_3 writes, is cut to so many.
+      passages: that Tool_2 retrieves, of each key word where `key_words` is above 0.
+      key_words: that Tool_2 searches for, each alone; 0: caption and question as they are.
+      words: a passage, and what Tool_3 writes, is cut to so many; with `key_words` all passages.
       new_tokens: that Tool_3 may write.
       template: of Tool_3's prompt.
       steps: question id -> what tools were asked and found, and why they gave nothing; extended.
@@ -178,6 +180,7 @@ class Tools:
     llm: Backend
     candidates: int
     passages: int
+    key_words: int
     words: int
     new_tokens: int
     template: str
@@ -193,17 +196,26 @@ class Tools:
         return {q.id: self.heuristics.listed(q, self.candidates) for q in questions}
 
     def retrieve_knowledge(self, questions: Sequence[Question]) -> dict[str, str]:
-        """Tool_2: passages of a knowledge base on caption and question."""
+        """Tool_2: passages of a knowledge base on caption and question, or on their key words.
+
+        By key words they are blocks as Tool_3's (figures 4b and 5), and as long together.
+        """
         if self.knowledge is None or not questions:
             return {}
-        texts = [f"{caption_sentence(q)} {q.question}" for q in questions]
-        retrieved = self.knowledge.find(texts, self.passages)
-        for question, passages in zip(questions, retrieved, strict=True):
+        searched = [self._searched(question) for question in questions]
+        found = iter(self.knowledge.find([text for own in searched for text in own], self.passages))
+        texts = {}
+        for question, own in zip(questions, searched, strict=True):
+            passages = list({one.id: one for _ in own for one in next(found)}.values())
             self.steps[question.id].passages = passages_record(passages)
-        return {
-            question.id: " ".join(self._cut(passage.text) for passage in passages)
-            for question, passages in zip(questions, retrieved, strict=True)
-        }
+            share = max(self.words // max(len(passages), 1), 1) if self.key_words else self.words
+            texts[question.id] = " ".join(_cut(passage.text, share) for passage in passages)
+        return texts
+
+    def _searched(self, question: Question) -> list[str]:
+        """What Tool_2 searches for; where there is no key word, caption and question."""
+        texts = caption_sentence(question), question.question
+        return key_words_of(texts, self.key_words) or [" ".join(texts)]
 
     def generate_knowledge(self, questions: Sequence[Question]) -> dict[str, str]:
         """Tool_3: what the language model knows about caption and question (eq. 7, figure 5)."""
@@ -223,12 +235,13 @@ class Tools:
         answers = answer_all(self.llm, queries, "Generating knowledge")
         for name, reason in answers.failed.items():
             self.steps[name].failed.append(f"LLM_Knowledge: {reason}")
-        texts = {name: self._cut(result.text) for name, result in answers.by_id.items()}
+        texts = {name: _cut(result.text, self.words) for name, result in answers.by_id.items()}
         return {question.id: texts.get(question.id, "") for question in questions}
 
-    def _cut(self, text: str) -> str:
-        """The first words, on one line."""
-        return " ".join(text.split()[: self.words])
+
+def _cut(text: str, words: int) -> str:
+    """The first words, on one line."""
+    return " ".join(text.split()[:words])
 
 
 # 4.1.2 Planner. The prompt is that of figure 6b, whose words for the senior and the junior follow
@@ -568,6 +581,7 @@ def answer_mavl(
     chat: bool = False,
     plan_tokens: int = 24,
     passages: int = 1,
+    key_words: Count = 0,
     knowledge_words: int = 100,
     knowledge_tokens: int = 160,
     knowledge_template: str = "mavl.knowledge",
@@ -596,6 +610,8 @@ def answer_mavl(
       chat: a planner's prompt is a user's message to a chat model.
       plan_tokens: that a planner may write.
       passages: of Tool_2; each, and what Tool_3 writes, is cut to `knowledge_words` words.
+      key_words: of caption and question, by RAKE: Tool_2 shows passages for each, a block beside a
+        block as figure 5 does, which have `knowledge_words` words together; 0 searches once.
       knowledge_template: of Tool_3's prompt; `mavl.knowledge_short` has shorter examples.
       temperature: of the agents' answers; 0 is greedy, and agents with the same prompt share its
         answer. Above it every agent draws its own (ours), by a seed made of `seed`, question and
@@ -625,8 +641,8 @@ def answer_mavl(
         planned = {(q.id, role): _fixed_plans(role, plans) for q in questions for role in agents}
     # T_1, T_2, T_3 of the questions whose plans name them, and of their shots
     tools = Tools(
-        heuristics, knowledge, llm, candidates, passages, knowledge_words, knowledge_tokens,
-        knowledge_template, steps,
+        heuristics, knowledge, llm, candidates, passages, key_words, knowledge_words,
+        knowledge_tokens, knowledge_template, steps,
     )  # fmt: skip
     outputs: Outputs = {
         action: tools.use(action, _planning(action, questions, planned, shots_of))

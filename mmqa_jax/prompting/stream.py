@@ -36,10 +36,12 @@ def answer_all(
         for query in queries:
             if (found := backend.find(query)) is not None:
                 answers[query.id] = found
-    missing = sorted((query for query in queries if query.id not in answers), key=_text_of)
+    missing = sorted((query for query in queries if query.id not in answers), key=text_of)
     before = len(backend.failures)
+    quiet = True if isinstance(backend, Cached) and backend.is_part else None
     if missing:
-        with Progress(title, len(queries), "requests", start=len(answers)) as progress:
+        start = len(answers)
+        with Progress(title, len(queries), "requests", start=start, quiet=quiet) as progress:
             failed = 0
             for result in backend.answer(missing):
                 answers[result.id] = result
@@ -50,7 +52,8 @@ def answer_all(
     return Answers(answers, reasons)
 
 
-def _text_of(query: Query) -> str:
+def text_of(query: Query) -> str:
+    """A query's whole text, without its pictures."""
     content = query.messages if isinstance(query, Chat) else query.prompt
     if isinstance(content, str):
         return content

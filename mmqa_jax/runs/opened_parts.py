@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -77,6 +78,7 @@ class OpenedParts:
         self._say = say or _print_serving
         self._open: dict[str, tuple[Any, Store | None, dict[str, Serving]]] = {}
         self._kept = kept
+        self._join: Callable[[Any], Any] = lambda llm: llm
         self._llms: dict[str, tuple[str, Any]] = {}  # by part, with what they are made of
         self._parts: dict[str, tuple[Any, dict[str, Serving]]] = {}
 
@@ -105,6 +107,19 @@ class OpenedParts:
         self.unscored = Counter()
         self.serving.clear()
 
+    def beside(self, join: Callable[[Any], Any]) -> OpenedParts:
+        """The same parts for a row that runs while others do; seconds and models are its own.
+
+        They are not of the parts that `once` opens, whose seconds are those of the first row.
+
+        Args:
+          join: from an open language model to the one that the row asks.
+        """
+        other = copy.copy(self)
+        other._join, other.llm, other.serving = join, None, {}
+        other.seconds, other.unscored = defaultdict(float), Counter()
+        return other
+
     def language_model(self, made_of: str, load: Callable[[], Any], name: str = "llm") -> Any:
         """A language model of the row, which is closed with the parts.
 
@@ -119,6 +134,7 @@ class OpenedParts:
                 llm.close()
             llm = load()
             self._llms[name] = made_of, llm
+        llm = self._join(llm)
         if name == "llm":
             self.llm = llm
         return llm

@@ -41,7 +41,7 @@ class Model:
     """
 
     def __init__(self, at: int = 0, stop=lambda: None):
-        self.opened = self.asked = 0
+        self.opened = self.asked = self.calls = 0
         self._at, self._stop = at, stop
 
     def __call__(self, spec, cache, flag="") -> Cached:
@@ -51,6 +51,7 @@ class Model:
         answer = backend.answer
 
         def counted(queries):
+            self.calls += 1
             for query in queries:
                 self.asked += 1
                 if self.asked == self._at:
@@ -102,6 +103,7 @@ def test_a_grid(whole):
     assert model.opened == 1  # for all cells
     calls = sum(read_json(folder / name / "scores.json")["llm"]["calls"] for name in names)
     assert model.asked < calls  # plans do not depend on candidates: they are asked once
+    assert model.calls == 3  # the plans of all cells, their knowledge, their answers
     for name, cell in zip(names, result["cells"], strict=True):
         scores = read_json(folder / name / "scores.json")
         assert (cell["scores"], cell["questions"]) == (scores["scores"], 3)
@@ -133,6 +135,21 @@ def test_a_cell_is_what_mmqa_run_gives(whole, inputs, tmp_path, monkeypatch):
     assert rows_of(tmp_path / "row" / "trace.jsonl") == rows_of(cell / "trace.jsonl")
 
 
+def test_one_after_the_other_gives_the_same(whole, inputs, tmp_path, monkeypatch):
+    """Files of results and what the model was asked, but for the number of its calls."""
+    folder, result, model = whole
+    one_by_one = Model()
+    monkeypatch.setattr(parts, "open_llm", one_by_one)
+    assert done(*flags(inputs, tmp_path / "run"), "--together=1") == result
+    assert (one_by_one.opened, one_by_one.asked) == (1, model.asked)
+    assert one_by_one.calls > model.calls
+    for cell in result["cells"]:
+        for name in ("predictions.jsonl", "trace.jsonl"):
+            same = (tmp_path / "run" / cell["workdir"] / name).read_bytes()
+            assert (folder / cell["workdir"] / name).read_bytes() == same
+    assert (folder / "sweep.md").read_bytes() == (tmp_path / "run" / "sweep.md").read_bytes()
+
+
 def test_agents_over_shots(inputs, tmp_path, monkeypatch):
     """Figure 7: a line per agent, and the team's."""
     monkeypatch.setattr(parts, "open_llm", Model())
@@ -148,14 +165,18 @@ def interrupt():
     raise KeyboardInterrupt
 
 
-def test_ctrl_c_and_again(whole, inputs, tmp_path, monkeypatch):
+@pytest.mark.parametrize("together", [1, 16])
+def test_ctrl_c_and_again(whole, inputs, tmp_path, monkeypatch, together):
     _, result, model = whole
     first, again = Model(model.asked - 1, interrupt), Model()
     monkeypatch.setattr(parts, "open_llm", first)
-    ended = mmqa(*flags(inputs, tmp_path / "run"))
+    ended = mmqa(*flags(inputs, tmp_path / "run"), f"--together={together}")
     assert ended.code == 130
-    assert len(read_json(tmp_path / "run" / "sweep.json")["cells"]) == 3
-    assert "1 of 4 cells are not finished." in (tmp_path / "run" / "report.html").read_text()
+    if together == 1:
+        assert len(read_json(tmp_path / "run" / "sweep.json")["cells"]) == 3
+        assert "1 of 4 cells are not finished." in (tmp_path / "run" / "report.html").read_text()
+    else:
+        assert not (tmp_path / "run" / "sweep.json").exists()
     monkeypatch.setattr(parts, "open_llm", again)
     assert done(*flags(inputs, tmp_path / "run")) == result
     assert first.asked - 1 + again.asked == model.asked  # nothing is asked twice
