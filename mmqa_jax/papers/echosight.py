@@ -31,6 +31,8 @@ from mmqa_jax.prompting.stream import answer_all
 from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.retrieval.rankings import Retriever, by_score
 
+# How the authors' Mistral-7B-Instruct decodes, the default of all settings.
+MISTRALS = Decoding(max_new_tokens=128, temperature=0.9, top_p=0.9)
 # Sections whose titles hold one of these words are not read (reconstruct_wiki_sections).
 _LEFT_OUT = ("external links", "references")
 
@@ -79,13 +81,11 @@ def answer_echosight(
     pictures: int = 20,
     visual_weight: float = 0.5,
     system: str = "",
-    temperature: float = 0.9,
-    top_p: float = 0.9,
-    max_new_tokens: int = 128,
+    temperature: float = MISTRALS.temperature,
+    top_p: float = MISTRALS.top_p,
+    max_new_tokens: int = MISTRALS.max_new_tokens,
 ) -> list[Prediction]:
     """Section 3.4: the language model reads the best section.
-
-    The defaults are those of the authors' Mistral-7B-Instruct.
 
     Args:
       system: message before the question; "": none.
@@ -105,9 +105,9 @@ def answer_oracle(
     llm: Backend,
     *,
     system: str = "",
-    temperature: float = 0.9,
-    top_p: float = 0.9,
-    max_new_tokens: int = 128,
+    temperature: float = MISTRALS.temperature,
+    top_p: float = MISTRALS.top_p,
+    max_new_tokens: int = MISTRALS.max_new_tokens,
 ) -> list[Prediction]:
     """The right article is given, the section of it that is read is the reranker's."""
     given = []
@@ -125,9 +125,9 @@ def answer_alone(
     llm: Backend,
     *,
     system: str = "",
-    temperature: float = 0.9,
-    top_p: float = 0.9,
-    max_new_tokens: int = 128,
+    temperature: float = MISTRALS.temperature,
+    top_p: float = MISTRALS.top_p,
+    max_new_tokens: int = MISTRALS.max_new_tokens,
 ) -> list[Prediction]:
     """The vanilla setting: the words of the question and nothing else."""
     nothing = [Ranking(question.id, (), ()) for question in questions]
