@@ -282,7 +282,7 @@ class PlannedData:
     outcomes: str
     folds: int = at_least(1, 2)
     fold: int = at_least(0, 0)
-    cost: float = at_least(0, 0.05)
+    cost: float = at_least(0, 0.02)
     agents: tuple[Role, ...] = tuple(ROLES)
     chat: bool = True
     reading: PlanReading = "strict"

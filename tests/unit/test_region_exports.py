@@ -180,7 +180,8 @@ def test_mcan_reads_records_as_it_reads_files(tmp_path):
 
 
 def test_vlps_hdf5(tmp_path):
-    h5py = pytest.importorskip("h5py")
+    import h5py
+
     names = ("a/000000581042", "b/000000123042", "b/000000000007")
     kept = records(tmp_path / "r", VLP, names)
     export_regions(kept, "vlp", tmp_path)
@@ -258,7 +259,6 @@ def test_what_a_format_cannot_hold(tmp_path, facts, names, kind, message):
 
 
 def test_what_hdf5_cannot_hold(tmp_path):
-    pytest.importorskip("h5py")
     for number, (facts, names, message) in enumerate([
         (SMALL, ("1",), "these are files of vlp_x101"),
         (WEBQA, ("1",), "fc6 behind the ReLU, these records in front of it"),

@@ -333,7 +333,6 @@ def test_pages_of_a_dump(tmp_path):
 
 
 def test_articles_of_a_dump(raw):
-    pytest.importorskip("mwparserfromhell")
     (raw / "dewiki-pages-articles.xml").write_text(DUMP)
     corpus = prepared("wikipedia", raw, passage_words=5)
     assert shown(corpus) == [
