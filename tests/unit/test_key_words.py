@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from mavl_figures import FIGURE_5
 from mavl_team import FULL, heuristics, library, prompts_of, team_llm
 
 from mmqa_jax.data.corpus import Corpus
@@ -15,15 +16,6 @@ from mmqa_jax.retrieval.knowledge import KnowledgeBase
 
 CONTEXT = "A snowboarder making a run down a powdery slope on a sunny day."
 QUESTION = "What is this man on?"
-# Figure 5's knowledge, the parts that it leaves out (xxxxxx) aside: a block for each key word.
-BLOCKS = (
-    "A snowboarder is a person who rides a snowboard. Snowboarding is a winter sport that involves "
-    "riding down a snow-covered slope on a snowboard.",
-    "A powdery slope is a snow-covered slope that is covered in powder, or loose snow. Powdery "
-    "slopes are often found in ski resorts, where skiers and snowboarders can ride down them.",
-    "A sunny day is a day with clear skies and bright sunshine. Sunny days are often associated "
-    "with warm weather, and are a common sight in the summer.",
-)
 OTHERS = ("A fire hydrant is a connection to the water main.", "A giraffe is the tallest animal.")
 
 # The prompt with them: figure 5's line under Tool_2's name.
@@ -31,11 +23,11 @@ SHOWN = f"""Please answer the question according to the context and KBs_knowledg
 =====
 Context: {CONTEXT}
 Question: {QUESTION}
-KBs_knowledge: {" ".join(BLOCKS)}
+KBs_knowledge: {" ".join(FIGURE_5)}
 Answer:"""
 
 
-def knowledge(blocks=BLOCKS) -> KnowledgeBase:
+def knowledge(blocks=FIGURE_5) -> KnowledgeBase:
     texts = (*OTHERS, *blocks)
     corpus = Corpus([Source(f"s{n}", "text", text) for n, text in enumerate(texts)])
     return KnowledgeBase(corpus, BM25Retriever(corpus))
@@ -82,7 +74,7 @@ def test_a_block_for_each_key_word_as_figure_5_shows_them():
     prompt, *found = prompts_with(knowledge(), key_words=3)
     assert prompt == SHOWN
     assert found == ["s2", "s3", "s4"]
-    figure = f"Question: {QUESTION}\nLLM_Knowledge: {' '.join(BLOCKS)}\n====="
+    figure = f"Question: {QUESTION}\nLLM_Knowledge: {' '.join(FIGURE_5)}\n====="
     assert figure in load_template("mavl.knowledge").head
 
 
@@ -90,13 +82,13 @@ def test_searched_once_without_key_words():
     prompt, *found = prompts_with(knowledge())
     assert len(found) == 1
     assert prompt.count("\n") == SHOWN.count("\n")
-    assert sum(block in prompt for block in BLOCKS) == 1
+    assert sum(block in prompt for block in FIGURE_5) == 1
 
 
 def test_blocks_share_the_words():
     """12 words of three passages are 4 of each; a passage of two key words is shown once."""
     prompt, *_ = prompts_with(knowledge(), key_words=3, knowledge_words=12)
-    blocks = " ".join(" ".join(block.split()[:4]) for block in BLOCKS)
+    blocks = " ".join(" ".join(block.split()[:4]) for block in FIGURE_5)
     assert f"KBs_knowledge: {blocks}\nAnswer:" in prompt
     one = ("A snowboarder on a powdery slope on a sunny day.",)
     prompt, *found = prompts_with(knowledge(one), key_words=3, knowledge_words=12)

@@ -7,6 +7,7 @@ import json
 
 import pytest
 from fake_llm import FakeLLM
+from mavl_figures import FIGURE_5
 from mavl_team import (
     EXAMPLES,
     FULL,
@@ -271,17 +272,6 @@ def test_long_knowledge_is_cut():
     assert "KBs_knowledge: KB on\nLLM_Knowledge: Known of\n" in "".join(prompts_of(llm)["answers"])
     written = next(q for q in llm.seen if llm.text(q).endswith("LLM_Knowledge:"))
     assert written.decoding.max_new_tokens == 7
-
-
-# Figure 5's example, as far as it is printed.
-FIGURE_5 = (
-    "A snowboarder is a person who rides a snowboard. Snowboarding is a winter sport that involves "
-    "riding down a snow-covered slope on a snowboard.",
-    "A powdery slope is a snow-covered slope that is covered in powder, or loose snow. Powdery "
-    "slopes are often found in ski resorts, where skiers and snowboarders can ride down them.",
-    "A sunny day is a day with clear skies and bright sunshine. Sunny days are often associated "
-    "with warm weather, and are a common sight in the summer.",
-)
 
 
 def test_knowledge_as_long_as_the_papers():
