@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 import numpy as np
 from jaxtyping import Float, UInt8
-from PIL import Image, ImageFile
+from PIL import ExifTags, Image, ImageFile
 
 from mmqa_jax.core.errors import RunError, UserError, first_names
 from mmqa_jax.data import picture_modes
@@ -37,6 +37,18 @@ _SQUASHED = {
     "squash_bilinear": Image.Resampling.BILINEAR,
     "sample": Image.Resampling.NEAREST,
 }
+
+# EXIF's orientations beside 1, and those that exchange width and height.
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_LYING = range(5, 9)
 
 # Not decoded: PostScript and metafiles are programs, which Pillow has others run.
 _PROGRAMS = ("EPS", "WMF")
@@ -274,6 +286,31 @@ def size_of(data: bytes, name: str = "picture") -> tuple[int, int]:
             f"{name}: not a picture that can be decoded ({_reason(error)}); give a PNG, JPEG, "
             "GIF or WebP file."
         ) from error
+
+
+def decode_upright(data: bytes, name: str = "picture") -> Image.Image:
+    """`decode`, turned as EXIF says: what OpenCV's imread gives the detectors.
+
+    Raises PictureError with `name`.
+    """
+    image, turn = decode(data, name), _TURNS.get(_orientation(data))
+    return image if turn is None else image.transpose(turn)
+
+
+def upright_size_of(data: bytes, name: str = "picture") -> tuple[int, int]:
+    """`size_of` what `decode_upright` gives; raises PictureError with `name`."""
+    width, height = size_of(data, name)
+    return (height, width) if _orientation(data) in _LYING else (width, height)
+
+
+def _orientation(data: bytes) -> int:
+    """EXIF's orientation of an encoded picture, 1 to 8, as `decode` leaves it; 1 if unreadable."""
+    try:
+        with Image.open(io.BytesIO(data), formats=_formats()) as image:
+            turned = image.format == "TIFF"  # by Pillow
+            return 1 if turned else image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # EXIF is damaged in many ways, and OpenCV ignores it then too
+        return 1
 
 
 def read_picture_file(path: str | os.PathLike) -> bytes:

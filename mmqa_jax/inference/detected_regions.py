@@ -20,7 +20,7 @@ from mmqa_jax.core.paths import as_path
 from mmqa_jax.core.store import Store
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.detector_pictures import DetectorPicture, detector_picture
-from mmqa_jax.data.images import PictureError, decode, size_of
+from mmqa_jax.data.images import PictureError, decode_upright, upright_size_of
 from mmqa_jax.data.picture_records import processors
 from mmqa_jax.data.region_records import (
     DetectedRegions,
@@ -79,7 +79,7 @@ class RegionEncoder:
 
         def load(number: int) -> DetectorPicture:
             data, name = encoded[readable[number]][0], names[readable[number]]
-            return detector_picture(decode(data, name), self._detector.pictures, name)
+            return detector_picture(decode_upright(data, name), self._detector.pictures, name)
 
         sizes = [encoded[n][1] for n in readable]
         found = self._detector.find(sizes, load, self._advance)
@@ -97,7 +97,7 @@ class RegionEncoder:
         """Encoded bytes, and width and height by the header."""
         try:
             data = self._read(name)
-            return data, size_of(data, name)
+            return data, upright_size_of(data, name)
         except PictureError as error:
             return error
         except UserError as error:  # of the file system

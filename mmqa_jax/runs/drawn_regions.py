@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from mmqa_jax.core.files import atomic_write
-from mmqa_jax.data.images import PictureError, decode
+from mmqa_jax.data.images import PictureError, decode_upright
 from mmqa_jax.data.region_records import DetectedRegions, RegionFacts, RegionRecords
 from mmqa_jax.data.region_words import region_words
 from mmqa_jax.data.regions import RegionError
@@ -50,7 +50,7 @@ def draw_regions(
             continue
         name = pictures.names[picture]
         try:
-            image = decode(pictures.read(name), name)
+            image = decode_upright(pictures.read(name), name)
             found = records.read(picture)
         except (PictureError, RegionError):
             continue

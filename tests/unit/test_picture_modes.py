@@ -8,7 +8,7 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image, ImageCms, TiffImagePlugin
+from PIL import Image, ImageCms, ImageOps, TiffImagePlugin
 
 from mmqa_jax.data import images, picture_modes
 
@@ -332,6 +332,26 @@ def test_orientation_in_exif_is_not_applied():
     exif[0x0112] = 6
     data = encode(of([[[255, 0, 0]] * 8] * 16), "JPEG", exif=exif)
     assert images.decode(data).size == (8, 16)
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_detectors_read_pictures_upright(orientation, form):
+    """As Pillow's own transposition of the whole picture."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = of(np.random.default_rng(orientation).integers(0, 256, (16, 8, 3)))
+    data = encode(image, form, exif=exif)
+    with Image.open(io.BytesIO(data)) as opened:
+        wanted = ImageOps.exif_transpose(opened)
+    found = images.decode_upright(data)
+    np.testing.assert_array_equal(found, wanted)
+    assert images.upright_size_of(data) == found.size == wanted.size
+
+
+def test_damaged_exif_turns_nothing():
+    data = encode(of([[[255, 0, 0]] * 8] * 16), "JPEG", exif=b"Exif\0\0II*\0" + b"\xff" * 40)
+    assert images.decode_upright(data).size == images.upright_size_of(data) == (8, 16)
 
 
 def test_lab_is_d50_to_srgb():
