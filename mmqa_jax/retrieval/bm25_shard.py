@@ -34,6 +34,7 @@ _VERB = "mmqa index --kind=bm25"
 # A posting while a shard is made, in 64 bits: word, row, count, from the highest bits on.
 _ROW_BITS, _COUNT_BITS = 21, 20
 _LEVELS = 32  # steps of impact, 0 to 1; a tier has those postings of a word that share one
+_SAMPLED = 64  # of so many sorted words one is kept in memory, where the search for a word begins
 _PIECE = 1 << 22  # postings that are unpacked at a time
 _ROUNDED = np.float32(1 + 1e-6)  # float32 rounds a bound that must not be too small
 
@@ -301,7 +302,7 @@ class Shard:
         manifest = read_manifest(folder, SHARD_WHAT, _VERB)
         self.rows: int = manifest["rows"]
         self.mean_length: float = manifest["mean_length"]
-        self.lengths: np.ndarray = np.load(folder / "lengths.npy")
+        self.lengths = _mapped(folder / "lengths.npy")
         self._words = _SortedWords(folder)
         self._starts = _mapped(folder / "starts.npy")
         self._rows, self._counts = _mapped(folder / "rows.npy"), _mapped(folder / "counts.npy")
@@ -373,6 +374,7 @@ class _SortedWords:
             self._bytes = b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._ends = _mapped(folder / "word_ends.npy")
         self._numbers = _mapped(folder / "word_numbers.npy")
+        self._sampled = [self[place] for place in range(0, len(self), _SAMPLED)]
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -383,7 +385,8 @@ class _SortedWords:
 
     def number(self, word: str) -> int:
         wanted = word.encode("utf-8", "surrogatepass")
-        place = bisect.bisect_left(self, wanted)
+        first = max(bisect.bisect_right(self._sampled, wanted) - 1, 0) * _SAMPLED
+        place = bisect.bisect_left(self, wanted, first, min(first + _SAMPLED, len(self)))
         found = place < len(self) and self[place] == wanted
         return int(self._numbers[place]) if found else -1
 

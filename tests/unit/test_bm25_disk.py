@@ -20,6 +20,7 @@ from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.retrieval import bm25_disk
 from mmqa_jax.retrieval.bm25 import BM25, BM25Retriever
 from mmqa_jax.retrieval.bm25_disk import DiskBM25, build_bm25
+from mmqa_jax.retrieval.bm25_group import ShardGroup
 from mmqa_jax.retrieval.bm25_shard import Norms, ShardLimits
 from mmqa_jax.runs.parts import RetrieverSpec, open_bm25
 from tests.bench.synthetic_passages import write_passages
@@ -122,19 +123,21 @@ def test_other_options_and_shards_that_fill_by_postings_or_words(texts, tmp_path
 def test_what_is_not_read_is_what_cannot_matter(folder, in_memory, monkeypatch):
     """Without bounds the results are the same and much more is read."""
     read = []
-    original = DiskBM25._postings
+    original = ShardGroup.postings
 
-    def counted(self, shard, number, tiers, sizes):
-        found = original(self, shard, number, tiers, sizes)
+    def counted(self, numbers, tiers, taken):
+        found = original(self, numbers, tiers, taken)
         read.append(len(found[0]))
         return found
 
-    monkeypatch.setattr(DiskBM25, "_postings", counted)
+    monkeypatch.setattr(ShardGroup, "postings", counted)
     queries = ["w0 w1 w300", "w2 w3 w700"]
     found = DiskBM25(folder).search(queries, 5)
     with_bounds = sum(read)
     read.clear()
-    monkeypatch.setattr(bm25_disk, "_choose_tiers", lambda bounds, *_: [len(b) for b in bounds])
+    monkeypatch.setattr(
+        bm25_disk, "_choose_tiers", lambda tiers, *_: [len(t.bounds) for t in tiers]
+    )
     same(DiskBM25(folder).search(queries, 5), found)
     assert with_bounds < sum(read) / 2
 
