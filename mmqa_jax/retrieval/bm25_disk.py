@@ -43,7 +43,7 @@ _WHAT = "a BM25 index"
 _VERB = "mmqa index --kind=bm25"
 _REMEDY = f"delete the folder and run `{_VERB}` again"
 _BLOCK_CHARACTERS = 1 << 22  # that are split into words at a time
-_SLACK = np.float32(1 - 1e-5)  # sums of float32 in another order are as far apart at most
+_SLACK = np.float32(1 - 1e-4)  # sums of float32 in another order are as far apart at most
 _TOGETHER = 5  # shards of a group
 _FIRST = 1 << 14  # postings of a word that are read for a first floor at most
 _DENSE = 16  # sources per posting read, below which all sums of a shard are looked through
@@ -259,14 +259,14 @@ class DiskBM25:
         rows = np.full((len(queries), top_k), -1, np.int32)
         scores = np.zeros((len(queries), top_k), np.float32)
         asked, numbers = self._read(queries)
-        sums = np.zeros(max(group.rows for group in self._groups), np.float32)
+        room = _Room(max(group.rows for group in self._groups))
         for place, group in enumerate(self._groups):
             start = int(self._starts[place])
             own = None if allowed is None else allowed[start : start + group.rows]
             of_words = _words_of(group, place, numbers)
             for query, best_rows, best in zip(asked, rows, scores, strict=True):
                 here = {i: of_words[w] for i, w in enumerate(query.words) if w in of_words}
-                found, values = _search_group(group, query, here, best, own, sums)
+                found, values = _search_group(group, query, here, best, own, room)
                 if len(found):
                     all_rows = np.concatenate([best_rows, found.astype(np.int64) + start])
                     all_scores = np.concatenate([best, values])
@@ -351,6 +351,27 @@ class _Word:
     tiers: Tiers
 
 
+class _Room:
+    """Room for two numbers of each row of a group.
+
+    Attributes:
+      sums: 0 before and after a search.
+      places: of rows in a shorter array, anything for other rows.
+    """
+
+    def __init__(self, rows: int):
+        self.sums = np.zeros(rows, np.float32)
+        self.places = np.zeros(rows, np.int32)
+
+    def absent(self, rows: np.ndarray, others: np.ndarray) -> np.ndarray:
+        """Which of the rows, whose places are set, are not among the others."""
+        absent = np.ones(len(rows), bool)
+        if len(rows):
+            at = np.minimum(self.places[others], len(rows) - 1)
+            absent[at[rows[at] == others]] = False
+        return absent
+
+
 def _words_of(group: ShardGroup, place: int, numbers: dict[str, list[int]]) -> dict[str, _Word]:
     """The words that a group has, the index's group number `place`."""
     span = slice(place * _TOGETHER, (place + 1) * _TOGETHER)
@@ -364,14 +385,13 @@ def _search_group(
     here: dict[int, _Word],
     best: np.ndarray,
     allowed: np.ndarray | None,
-    sums: np.ndarray,
+    room: _Room,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The rows of a group that may be among the best, ascending, and their scores.
 
     Args:
       here: those of the query's words that the group has, by their place in it.
       best: the best scores so far, 0 where there is none.
-      sums: room for a number of each row, 0 before and after.
     """
     floor, top_k = best[-1] * _SLACK, len(best)
     nothing = np.zeros(0, np.uint32), np.zeros(0, np.float32)
@@ -395,19 +415,26 @@ def _search_group(
     if not any(chosen):
         return nothing
     # What the tiers read give, less what the same word was allowed to add where it was not.
-    left, touched = np.float32(0), []
+    behind, touched = {}, dict.fromkeys(tiers, nothing[0])
     for i, taken in zip(tiers, chosen, strict=True):
-        behind = query.weights[i] * tiers[i].behind(taken)
-        left += behind
+        behind[i] = query.weights[i] * tiers[i].behind(taken)
         if taken:
-            rows, added = read(i, taken)
-            sums[rows] += added - behind
-            touched.append(rows)
-    rows, found = _take_above(sums, touched, max(floor - left, np.float32(1e-30)), group.rows)
+            touched[i], added = read(i, taken)
+            room.sums[touched[i]] += added - behind[i]
+    left = sum(behind.values(), np.float32(0))
+    need = max(floor - left, np.float32(1e-30))
+    rows, found = _take_above(room.sums, list(touched.values()), need, group.rows)
     floor = _raised(floor, found, top_k)
     kept = np.flatnonzero(found + left >= floor)
     kept = kept[np.argsort(rows[kept])]
-    return _looked_up(group, query, here, rows[kept], found[kept] + left, floor, top_k)
+    rows, upper = rows[kept], found[kept] + left
+    room.places[rows] = np.arange(len(rows))
+    unread = {i: room.absent(rows, touched[i]) for i in behind if behind[i] > 0}
+    rows = _looked_up(group, query, here, rows, upper, unread, behind, floor, top_k)
+    norms = group.norms_of(rows)
+    terms = {i: _term(query, i, group.counts(here[i].numbers, rows), norms) for i in here}
+    scores = _total(query, terms, len(rows))
+    return rows[scores > 0], scores[scores > 0]
 
 
 def _looked_up(
@@ -416,28 +443,31 @@ def _looked_up(
     here: dict[int, _Word],
     rows: np.ndarray,
     upper: np.ndarray,
+    unread: dict[int, np.ndarray],
+    behind: dict[int, np.float32],
     floor: np.float32,
     top_k: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """The exact scores of rows, without those that fall below the floor on the way.
+) -> np.ndarray:
+    """Those of the rows that do not fall below the floor when the words that were not read are.
 
     Args:
+      rows: ascending.
       upper: what they can have at most.
+      unread: for each word not all of whose postings were read, the rows that were not in those.
+      behind: what such a word was allowed to add to these.
     """
-    left = {i: float(query.weights[i] * word.tiers.bounds[0]) for i, word in here.items()}
-    terms: dict[int, np.ndarray] = {}
-    known, norms = np.zeros(len(rows), np.float32), group.norms_of(rows)
-    for i in sorted(left, key=left.get, reverse=True):
-        terms[i] = _term(query, i, group.counts(here[i].numbers, rows), norms)
-        known = known + query.order.count(i) * terms[i]
-        left[i] = 0.0
-        floor = _raised(floor, known, top_k)
-        kept = np.minimum(upper, known + sum(left.values())) >= floor
-        if not kept.all():
-            rows, upper, known, norms = rows[kept], upper[kept], known[kept], norms[kept]
-            terms = {j: term[kept] for j, term in terms.items()}
-    scores = _total(query, terms, len(rows))
-    return rows[scores > 0], scores[scores > 0]
+    left = sum((behind[i] for i in unread), np.float32(0))
+    for i in sorted(unread, key=behind.get, reverse=True):
+        asked = np.flatnonzero(unread[i])
+        count = group.counts(here[i].numbers, rows[asked]).astype(np.float32)
+        added = query.weights[i] * (count / (count + group.norms[rows[asked]]))
+        upper[asked] += added - behind[i]
+        left -= behind[i]
+        floor = _raised(floor, upper - left, top_k)
+        kept = upper >= floor
+        rows, upper = rows[kept], upper[kept]
+        unread = {j: own[kept] for j, own in unread.items()}
+    return rows
 
 
 def _term(query: _Query, i: int, counts: np.ndarray, norms: np.ndarray) -> np.ndarray:
@@ -495,9 +525,10 @@ def _choose_tiers(tiers: Sequence[Tiers], weights: np.ndarray, floor: np.float32
 
 def _raised(floor: np.float32, lower: np.ndarray, top_k: int) -> np.float32:
     """The floor, or the k-th best of what different rows have at least, if that is higher."""
-    if len(lower) < top_k:
+    higher = lower[lower > floor]  # few, where the floor is good: a partition is slow
+    if len(higher) < top_k:
         return floor
-    return max(floor, np.partition(lower, len(lower) - top_k)[len(lower) - top_k] * _SLACK)
+    return max(floor, np.partition(higher, len(higher) - top_k)[len(higher) - top_k] * _SLACK)
 
 
 def _total(query: _Query, terms: dict[int, np.ndarray], rows: int) -> np.ndarray:
