@@ -375,8 +375,11 @@ class _Room:
 def _words_of(group: ShardGroup, place: int, numbers: dict[str, list[int]]) -> dict[str, _Word]:
     """The words that a group has, the index's group number `place`."""
     span = slice(place * _TOGETHER, (place + 1) * _TOGETHER)
-    here = {word: own[span] for word, own in numbers.items()}
-    return {word: _Word(own, group.tiers(own)) for word, own in here.items() if max(own) >= 0}
+    here = {word: own[span] for word, own in numbers.items() if max(own[span]) >= 0}
+    if not here:
+        return {}
+    tiers = group.tiers(list(here.values()))
+    return {word: _Word(here[word], own) for word, own in zip(here, tiers, strict=True)}
 
 
 def _search_group(

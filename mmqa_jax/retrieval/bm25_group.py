@@ -71,20 +71,28 @@ class ShardGroup:
         """The norms of some sources, float64."""
         return self._norms.of(self._lengths[rows])
 
-    def tiers(self, numbers: Sequence[int]) -> Tiers:
-        """The tiers of a word that at least one of the shards has."""
-        bounds, sizes, owners = [], [], []
-        for owner, (shard, number) in enumerate(zip(self._shards, numbers, strict=True)):
-            if number >= 0:
-                impacts, ends = shard.tiers(number)
-                bounds.append(self._norms.bounds(impacts, self._shard_norms[owner]))
-                sizes.append(np.diff(ends, prepend=0))
-                owners.append(np.full(len(impacts), owner))
-        bound = np.concatenate(bounds)
-        order = np.argsort(-bound, kind="stable")  # tiers of a shard stay in order
-        bound, size = bound[order], np.concatenate(sizes)[order]
-        drops = bound - np.append(bound[1:], np.float32(0))
-        return Tiers(bound, size, np.concatenate(owners)[order], drops, _worth(drops, size))
+    def tiers(self, numbers: Sequence[Sequence[int]]) -> list[Tiers]:
+        """The tiers of several words, each of which at least one of the shards has."""
+        of_shards = np.array(numbers)
+        found = []
+        for owner, (shard, norms) in enumerate(zip(self._shards, self._shard_norms, strict=True)):
+            present = np.flatnonzero(of_shards[:, owner] >= 0)
+            words, impacts, sizes = shard.tiers(of_shards[present, owner])
+            bounds = self._norms.bounds(impacts, norms)
+            found.append((present[words], bounds, sizes, np.full(len(sizes), owner)))
+        words, bounds, sizes, owners = map(np.concatenate, zip(*found, strict=True))
+        order = np.lexsort((-bounds, words))  # stable: tiers of a shard stay in order
+        bounds, sizes, owners = bounds[order], sizes[order], owners[order]
+        edges = np.cumsum(np.bincount(words, minlength=len(of_shards)))
+        behind = np.append(bounds[1:], np.float32(0))
+        behind[edges - 1] = 0
+        drops = bounds - behind
+        columns = (bounds, sizes, owners, drops)
+        spans = map(slice, [0, *edges[:-1].tolist()], edges.tolist())
+        return [
+            Tiers(*(column[span] for column in columns), _worth(drops[span], sizes[span]))
+            for span in spans
+        ]
 
     def postings(
         self, numbers: Sequence[int], tiers: Tiers, taken: int
@@ -115,10 +123,11 @@ class ShardGroup:
 
 def _worth(drops: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """The slopes of the convex hull below the bounds, one a tier."""
-    merged: list[tuple[float, int, int]] = []  # drop, postings, tiers
+    slopes: list[tuple[float, int, int]] = []  # drop, postings, tiers
     for drop, size in zip(drops.tolist(), sizes.tolist(), strict=True):
-        one = (drop, size, 1)
-        while merged and one[0] * merged[-1][1] >= merged[-1][0] * one[1]:
-            one = tuple(a + b for a, b in zip(merged.pop(), one, strict=True))
-        merged.append(one)
-    return np.repeat([drop / size for drop, size, _ in merged], [tiers for *_, tiers in merged])
+        tiers = 1
+        while slopes and drop * slopes[-1][1] >= slopes[-1][0] * size:
+            above = slopes.pop()
+            drop, size, tiers = drop + above[0], size + above[1], tiers + above[2]
+        slopes.append((drop, size, tiers))
+    return np.repeat([drop / size for drop, size, _ in slopes], [tiers for *_, tiers in slopes])

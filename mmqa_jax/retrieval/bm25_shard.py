@@ -334,19 +334,28 @@ class Shard:
         span = slice(int(self._starts[number]), int(self._starts[number + 1]))
         return self._rows[span], self._counts[span]
 
-    def tiers(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The highest impact of each tier, and how many postings it and those before it have.
+    def tiers(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The tiers of several words: whose each is, its highest impact and its postings.
 
-        The last tier is all postings that are not in the others.
+        The last tier of a word is all postings that are not in the others; a word without tiers
+        has one of impact 1.
         """
-        first, last = int(self._tier_starts[number]), int(self._tier_starts[number + 1])
-        frequency = self.frequency(number)
-        if first == last:
-            return np.ones(1, np.float32), np.array([frequency])
-        impacts = np.asarray(self._tier_impacts[first:last])
-        ends = self._tier_ends[first:last].astype(np.int64) - self._top_start(first)
-        ends[-1] = frequency
-        return impacts, ends
+        first, last = (self._tier_starts[at].astype(np.int64) for at in (numbers, numbers + 1))
+        per_word = np.maximum(last - first, 1)
+        words = np.repeat(np.arange(len(numbers)), per_word)
+        begin = np.cumsum(per_word) - per_word
+        tiered = np.flatnonzero((last > first)[words])
+        first = first[words[tiered]]
+        at = first + tiered - begin[words[tiered]]
+        impacts = np.ones(len(words), np.float32)
+        impacts[tiered] = self._tier_impacts[at]
+        ends = np.zeros(len(words), np.int64)
+        # Ends count from the first word's tiers on: this word's begin where the one's before end.
+        ends[tiered] = self._tier_ends[at] - np.where(first > 0, self._tier_ends[first - 1], 0)
+        ends[begin + per_word - 1] = self._starts[numbers + 1] - self._starts[numbers]
+        sizes = np.diff(ends, prepend=0)
+        sizes[begin] = ends[begin]
+        return words, impacts, sizes
 
     def top_postings(self, number: int, size: int) -> tuple[np.ndarray, np.ndarray]:
         """The first `size` postings by impact, of a word's tiers but the last, and their counts."""
