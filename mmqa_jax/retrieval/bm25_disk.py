@@ -14,13 +14,13 @@ looked up in the postings of every word.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
 import itertools
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -242,6 +242,7 @@ class DiskBM25:
             for first in range(0, len(places), _TOGETHER)
         ]
         self._starts = np.cumsum([0, *(group.rows for group in self._groups)])
+        self._rooms = _Rooms(max(group.rows for group in self._groups))
 
     def __len__(self) -> int:
         return self._rows
@@ -259,7 +260,7 @@ class DiskBM25:
         rows = np.full((len(queries), top_k), -1, np.int32)
         scores = np.zeros((len(queries), top_k), np.float32)
         asked, numbers = self._read(queries)
-        room = _Room(max(group.rows for group in self._groups))
+        room = self._rooms.take()
         for place, group in enumerate(self._groups):
             start = int(self._starts[place])
             own = None if allowed is None else allowed[start : start + group.rows]
@@ -274,6 +275,7 @@ class DiskBM25:
                     order = np.argsort(-all_scores, kind="stable")[:top_k]
                     best_rows[:], best[:] = all_rows[order], all_scores[order]
             group.release()
+        self._rooms.give_back(room)
         return rows, scores
 
     def search_within(
@@ -330,7 +332,7 @@ class DiskBM25:
                 idfs[word] = np.float32(idf)  # as bm25s keeps it
         asked = []
         for found in split:
-            counts = Counter(word for word in found if word in numbers)
+            counts = collections.Counter(word for word in found if word in numbers)
             place = {word: i for i, word in enumerate(counts)}
             own = np.array([idfs[word] for word in counts], np.float64)
             weights = (own * np.array(list(counts.values()), np.float64)).astype(np.float32)
@@ -370,6 +372,24 @@ class _Room:
             at = np.minimum(self.places[others], len(rows) - 1)
             absent[at[rows[at] == others]] = False
         return absent
+
+
+class _Rooms:
+    """Rooms that searches have left, one for each that runs at once: new pages cost much."""
+
+    def __init__(self, rows: int):
+        self._rows, self._free = rows, collections.deque()
+
+    def take(self) -> _Room:
+        """A room for one search alone."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return _Room(self._rows)
+
+    def give_back(self, room: _Room) -> None:
+        """Leaves it to the next search; not after an error, its sums may not be 0."""
+        self._free.append(room)
 
 
 def _words_of(group: ShardGroup, place: int, numbers: dict[str, list[int]]) -> dict[str, _Word]:

@@ -120,6 +120,41 @@ def test_other_options_and_shards_that_fill_by_postings_or_words(texts, tmp_path
         shutil.rmtree(tmp_path)
 
 
+def test_ties_over_groups_of_shards_stay_in_the_order_of_rows(tmp_path):
+    """Equal scores on both sides of every edge, and a better source in the last shard."""
+    texts = ["w1 w2", "w1 w3", "w2 w9", "w1 w2"] * 600 + ["w1 w2 w2"]
+    build(tmp_path, texts, limits=ShardLimits(rows=200, tiered=8, block=100))
+    index, wanted = DiskBM25(tmp_path), BM25(texts)
+    assert [group.rows for group in index._groups] == [1_000, 1_000, 401]
+    asked = ["w1 w2", "w2", "w9 w1", "w3 absent"]
+    allowed = np.arange(len(texts)) % 4 != 0
+    for top_k in (1, 2, 100, 500, 1_201):
+        same(index.search(asked, top_k), wanted.search(asked, top_k))
+        same(index.search(asked, top_k, allowed), wanted.search(asked, top_k, allowed))
+    assert index.search(["w2"], 1)[0].item() == 2_400
+    for number, query in enumerate(asked):  # a search leaves nothing behind for the next
+        found = index.search([query], 50)
+        same(found, tuple(part[number : number + 1] for part in wanted.search(asked, 50)))
+
+
+def test_the_next_tier_bounds_what_is_not_read(folder):
+    """Over shards together, and the postings of the first tiers are as many as they say."""
+    index = DiskBM25(folder)
+    for place, group in enumerate(index._groups):
+        shards = index._shards[place * bm25_disk._TOGETHER :][: bm25_disk._TOGETHER]
+        for word in ("w0", "w3", "w20", "w300"):
+            numbers = [shard.number(word) for shard in shards]
+            (tiers,) = group.tiers([numbers])
+            rows, counts = group.postings(numbers, tiers, len(tiers.bounds))
+            impacts = counts / (counts + group.norms[rows])
+            for taken in range(len(tiers.bounds) + 1):
+                read, _ = group.postings(numbers, tiers, taken)
+                assert len(np.unique(read)) == len(read) == tiers.sizes[:taken].sum()
+                unread = impacts[~np.isin(rows, read)]
+                assert unread.max(initial=0) <= tiers.behind(taken) * (1 + 1e-6)
+            assert (np.diff(tiers.worth) <= 1e-12).all()
+
+
 def test_what_is_not_read_is_what_cannot_matter(folder, in_memory, monkeypatch):
     """Without bounds the results are the same and much more is read."""
     read = []
