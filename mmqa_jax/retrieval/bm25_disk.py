@@ -9,7 +9,8 @@ It does not read what cannot matter (MaxScore: Turtle and Flood, "Query evaluati
 optimizations", 1995, here over tiers of impact). The k-th best score so far is a floor. Of each
 word only so many tiers are read that what all others could add together stays below it. A source
 that is in none of those read cannot rise above the floor; of the others those whose bound does are
-looked up in the postings of every word.
+looked up, word by word, in the postings that were not read. Some shards are searched as one
+(bm25_group.py), all queries in one group before the next.
 """
 
 from __future__ import annotations
