@@ -78,6 +78,7 @@ def test_rows_scores_and_ties_are_those_in_memory(folder, texts, in_memory, top_
     assert len(index) == len(texts) == 3_524
     assert len(list(next(folder.glob("shards-*")).iterdir())) == 6
     more = [" ".join(text.split()[:6]) for text in texts[:60]]
+    more += [*texts[60:80], " ".join(texts[80:95])]  # whole sources, and some hundred words
     same(index.search(QUERIES + more, top_k), in_memory.search(QUERIES + more, top_k))
 
 
