@@ -9,18 +9,19 @@ It does not read what cannot matter (MaxScore: Turtle and Flood, "Query evaluati
 optimizations", 1995, here over tiers of impact). The k-th best score so far is a floor. Of each
 word only so many tiers are read that what all others could add together stays below it. A source
 that is in none of those read cannot rise above the floor; of the others those whose bound does are
-looked up in the postings of every word.
+looked up, word by word, in the postings that were not read. Some shards are searched as one
+(bm25_group.py), all queries in one group before the next.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
 import itertools
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -35,6 +36,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.locks import alone
 from mmqa_jax.core.paths import remove_tree
 from mmqa_jax.retrieval.bm25 import BM25, check_top_k, words
+from mmqa_jax.retrieval.bm25_group import ShardGroup, Tiers
 from mmqa_jax.retrieval.bm25_shard import SHARD_WHAT, Norms, Shard, ShardBuilder, ShardLimits
 from mmqa_jax.retrieval.manifest import MANIFEST, check_manifest, read_manifest
 
@@ -42,7 +44,9 @@ _WHAT = "a BM25 index"
 _VERB = "mmqa index --kind=bm25"
 _REMEDY = f"delete the folder and run `{_VERB}` again"
 _BLOCK_CHARACTERS = 1 << 22  # that are split into words at a time
-_SLACK = np.float32(1 - 1e-5)  # sums of float32 in another order are as far apart at most
+_SLACK = np.float32(1 - 1e-4)  # sums of float32 in another order are as far apart at most
+_TOGETHER = 5  # shards of a group
+_FIRST = 1 << 14  # postings of a word that are read for a first floor at most
 _DENSE = 16  # sources per posting read, below which all sums of a shard are looked through
 
 
@@ -231,43 +235,48 @@ class DiskBM25:
         if [shard.rows for shard in self._shards] != [size["rows"] for size in sizes]:
             raise UserError(f"{folder}: its shards are not those that were written; {_REMEDY}.")
         self._k1, self._b, self._stop_words = job["k1"], job["b"], job["stop_words"]
-        self._starts = np.cumsum([0, *(size["rows"] for size in sizes)])
-        self._norms = Norms(
-            self._k1, self._b, sum(size["words"] for size in sizes) / int(self._starts[-1])
-        )
+        self._rows = sum(size["rows"] for size in sizes)
+        self._norms = Norms(self._k1, self._b, sum(size["words"] for size in sizes) / self._rows)
         self._text_of = text_of
-        self._norm_of = [self._norms.of(s.lengths).astype(np.float32) for s in self._shards]
+        self._groups = [
+            ShardGroup(self._shards[first : first + _TOGETHER], self._norms)
+            for first in range(0, len(places), _TOGETHER)
+        ]
+        self._starts = np.cumsum([0, *(group.rows for group in self._groups)])
+        self._rooms = _Rooms(max(group.rows for group in self._groups))
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return self._rows
 
     def search(
         self, queries: Sequence[str], top_k: int, allowed: np.ndarray | None = None
     ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
         """The best `top_k` rows of every query, as `BM25.search`.
 
-        A shard is searched for all queries before the next, and one shard's pages at most are
-        this process's memory.
+        A group of shards is searched for all queries before the next, and the pages of one group
+        at most are this process's memory.
         """
         check_several(queries, "BM25.search")
         check_top_k(top_k, len(self), allowed, "BM25")
         rows = np.full((len(queries), top_k), -1, np.int32)
         scores = np.zeros((len(queries), top_k), np.float32)
         asked, numbers = self._read(queries)
-        sums = np.zeros(max(shard.rows for shard in self._shards), np.float32)
-        for place, shard in enumerate(self._shards):
+        room = self._rooms.take()
+        for place, group in enumerate(self._groups):
             start = int(self._starts[place])
-            own = None if allowed is None else allowed[start : start + shard.rows]
+            own = None if allowed is None else allowed[start : start + group.rows]
+            of_words = _words_of(group, place, numbers)
             for query, best_rows, best in zip(asked, rows, scores, strict=True):
-                here = [int(numbers[word][place]) for word in query.words]
-                found, values = self._search_shard(place, query, here, best, own, sums)
+                here = {i: of_words[w] for i, w in enumerate(query.words) if w in of_words}
+                found, values = _search_group(group, query, here, best, own, room)
                 if len(found):
                     all_rows = np.concatenate([best_rows, found.astype(np.int64) + start])
                     all_scores = np.concatenate([best, values])
                     # Places that nothing has filled yet come last; those found are in row order.
                     order = np.argsort(-all_scores, kind="stable")[:top_k]
                     best_rows[:], best[:] = all_rows[order], all_scores[order]
-            shard.release()
+            group.release()
+        self._rooms.give_back(room)
         return rows, scores
 
     def search_within(
@@ -292,12 +301,18 @@ class DiskBM25:
         wanted = np.asarray(rows, np.int64)
         scores = np.zeros(len(wanted), np.float32)
         (asked,), numbers = self._read([query])
-        of_shard = np.searchsorted(self._starts, wanted, side="right") - 1
-        for place in np.unique(of_shard).tolist():
-            mine = np.flatnonzero(of_shard == place)
+        ascending = np.argsort(wanted, kind="stable")
+        of_group = np.searchsorted(self._starts, wanted[ascending], side="right") - 1
+        for place in np.unique(of_group).tolist():
+            mine, group = ascending[of_group == place], self._groups[place]
             own = (wanted[mine] - self._starts[place]).astype(np.uint32)
-            here = [int(numbers[word][place]) for word in asked.words]
-            terms = {i: self._term(place, asked, i, here[i], own) for i in range(len(here))}
+            of_words = _words_of(group, place, numbers)
+            norms = group.norms_of(own)
+            terms = {
+                i: _term(asked, i, group.counts(of_words[word].numbers, own), norms)
+                for i, word in enumerate(asked.words)
+                if word in of_words
+            }
             scores[mine] = _total(asked, terms, len(own))
         return scores
 
@@ -318,7 +333,7 @@ class DiskBM25:
                 idfs[word] = np.float32(idf)  # as bm25s keeps it
         asked = []
         for found in split:
-            counts = Counter(word for word in found if word in numbers)
+            counts = collections.Counter(word for word in found if word in numbers)
             place = {word: i for i, word in enumerate(counts)}
             own = np.array([idfs[word] for word in counts], np.float64)
             weights = (own * np.array(list(counts.values()), np.float64)).astype(np.float32)
@@ -326,104 +341,174 @@ class DiskBM25:
             asked.append(_Query(list(counts), order, own, weights))
         return asked, numbers
 
-    def _search_shard(
-        self,
-        place: int,
-        query: _Query,
-        numbers: Sequence[int],
-        best: np.ndarray,
-        allowed: np.ndarray | None,
-        sums: np.ndarray,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The rows of a shard that may be among the best, ascending, and their scores.
 
-        Args:
-          numbers: of the query's words in this shard.
-          best: the best scores so far, 0 where there is none.
-          sums: room for a number of each row, 0 before and after.
-        """
-        shard, floor, top_k = self._shards[place], best[-1] * _SLACK, len(best)
-        present = [i for i, number in enumerate(numbers) if number >= 0]
-        shard_norms = dataclasses.replace(self._norms, mean_length=shard.mean_length)
-        bounds, ends = [], []
-        for i in present:
-            impacts, sizes = shard.tiers(numbers[i])
-            bounds.append(query.weights[i] * self._norms.bounds(impacts, shard_norms))
-            ends.append(sizes)
-        taken = _choose_tiers(bounds, ends, floor)
-        if not any(taken):
-            return np.zeros(0, np.uint32), np.zeros(0, np.float32)
-        rest = [b[n] if n < len(b) else np.float32(0) for b, n in zip(bounds, taken, strict=True)]
-        postings = [
-            self._postings(shard, numbers[i], tiers, sizes)
-            for i, tiers, sizes in zip(present, taken, ends, strict=True)
-        ]
-        # What the tiers read give, less what the same word was allowed to add where it was not.
-        touched = []
-        for i, (rows, counts), behind in zip(present, postings, rest, strict=True):
-            if allowed is not None:
-                rows, counts = rows[allowed[rows]], counts[allowed[rows]]
-            count = counts.astype(np.float32)
-            added = query.weights[i] * (count / (count + self._norm_of[place][rows])) - behind
-            sums[rows] += added
-            touched.append(rows)
-        left = sum(rest)
-        rows, found = _take_above(sums, touched, max(floor - left, np.float32(1e-30)), shard.rows)
-        floor = _raised(floor, found, top_k)
-        kept = np.flatnonzero(found + left >= floor)
-        kept = kept[np.argsort(rows[kept])]
-        rows, upper = rows[kept], found[kept] + left
-        return self._looked_up(place, query, numbers, rows, upper, bounds, floor, top_k)
+@dataclasses.dataclass(frozen=True)
+class _Word:
+    """A word in a group of shards.
 
-    def _looked_up(
-        self,
-        place: int,
-        query: _Query,
-        numbers: Sequence[int],
-        rows: np.ndarray,
-        upper: np.ndarray,
-        bounds: Sequence[np.ndarray],
-        floor: np.float32,
-        top_k: int,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The exact scores of rows, without those that fall below the floor on the way.
+    Attributes:
+      numbers: in each shard of the group.
+    """
 
-        Args:
-          upper: what they can have at most.
-          bounds: of the tiers of each word that is in this shard.
-        """
-        present = [i for i, number in enumerate(numbers) if number >= 0]
-        left = {i: float(b[0]) for i, b in zip(present, bounds, strict=True)}
-        terms: dict[int, np.ndarray] = {}
-        known = np.zeros(len(rows), np.float32)
-        for i in sorted(left, key=left.get, reverse=True):
-            terms[i] = self._term(place, query, i, numbers[i], rows)
-            known = known + query.order.count(i) * terms[i]
-            left[i] = 0.0
-            floor = _raised(floor, known, top_k)
-            kept = np.minimum(upper, known + sum(left.values())) >= floor
-            if not kept.all():
-                rows, upper, known = rows[kept], upper[kept], known[kept]
-                terms = {j: term[kept] for j, term in terms.items()}
-        scores = _total(query, terms, len(rows))
-        return rows[scores > 0], scores[scores > 0]
+    numbers: Sequence[int]
+    tiers: Tiers
 
-    def _term(self, place: int, query: _Query, i: int, number: int, rows: np.ndarray) -> np.ndarray:
-        """What one word of a query gives the rows of a shard, as bm25s computes it."""
-        shard = self._shards[place]
-        if number < 0 or not len(rows):
-            return np.zeros(len(rows), np.float32)
-        counts = shard.counts(number, rows)
-        norms = self._norms.of(shard.lengths[rows])
-        return (query.idfs[i] * (counts / (norms + counts))).astype(np.float32)
 
-    def _postings(
-        self, shard: Shard, number: int, tiers: int, sizes: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The postings of a word's first tiers."""
-        if tiers == len(sizes):
-            return shard.postings(number)
-        return shard.top_postings(number, int(sizes[tiers - 1]) if tiers else 0)
+class _Room:
+    """Room for two numbers of each row of a group.
+
+    Attributes:
+      sums: 0 before and after a search.
+      places: of rows in a shorter array, anything for other rows.
+    """
+
+    def __init__(self, rows: int):
+        self.sums = np.zeros(rows, np.float32)
+        self.places = np.zeros(rows, np.int32)
+
+    def absent(self, rows: np.ndarray, others: np.ndarray) -> np.ndarray:
+        """Which of the rows, whose places are set, are not among the others."""
+        absent = np.ones(len(rows), bool)
+        if len(rows):
+            at = np.minimum(self.places[others], len(rows) - 1)
+            absent[at[rows[at] == others]] = False
+        return absent
+
+
+class _Rooms:
+    """Rooms that searches have left, one for each that runs at once: new pages cost much."""
+
+    def __init__(self, rows: int):
+        self._rows, self._free = rows, collections.deque()
+
+    def take(self) -> _Room:
+        """A room for one search alone."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return _Room(self._rows)
+
+    def give_back(self, room: _Room) -> None:
+        """Leaves it to the next search; not after an error, its sums may not be 0."""
+        self._free.append(room)
+
+
+def _words_of(group: ShardGroup, place: int, numbers: dict[str, list[int]]) -> dict[str, _Word]:
+    """The words that a group has, the index's group number `place`."""
+    span = slice(place * _TOGETHER, (place + 1) * _TOGETHER)
+    here = {word: own[span] for word, own in numbers.items() if max(own[span]) >= 0}
+    if not here:
+        return {}
+    tiers = group.tiers(list(here.values()))
+    return {word: _Word(here[word], own) for word, own in zip(here, tiers, strict=True)}
+
+
+def _search_group(
+    group: ShardGroup,
+    query: _Query,
+    here: dict[int, _Word],
+    best: np.ndarray,
+    allowed: np.ndarray | None,
+    room: _Room,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of a group that may be among the best, ascending, and their scores.
+
+    Args:
+      here: those of the query's words that the group has, by their place in it.
+      best: the best scores so far, 0 where there is none.
+    """
+    floor, top_k = best[-1] * _SLACK, len(best)
+    nothing = np.zeros(0, np.uint32), np.zeros(0, np.float32)
+    if not here:
+        return nothing
+
+    def read(i: int, taken: int) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of a word's first tiers, and what it adds to their scores."""
+        rows, counts = group.postings(here[i].numbers, here[i].tiers, taken)
+        if allowed is not None:
+            kept = allowed[rows]
+            rows, counts = rows[kept], counts[kept]
+        count = counts.astype(np.float32)
+        return rows, query.weights[i] * (count / (count + group.norms[rows]))
+
+    tiers = {i: word.tiers for i, word in here.items()}
+    if floor <= 0:
+        for i, taken in _first_tiers(tiers, top_k):
+            floor = _raised(floor, read(i, taken)[1], top_k)
+    chosen = _choose_tiers(list(tiers.values()), query.weights[list(tiers)], floor)
+    if not any(chosen):
+        return nothing
+    # What the tiers read give, less what the same word was allowed to add where it was not.
+    behind, touched = {}, dict.fromkeys(tiers, nothing[0])
+    for i, taken in zip(tiers, chosen, strict=True):
+        behind[i] = query.weights[i] * tiers[i].behind(taken)
+        if taken:
+            touched[i], added = read(i, taken)
+            room.sums[touched[i]] += added - behind[i]
+    left = sum(behind.values(), np.float32(0))
+    need = max(floor - left, np.float32(1e-30))
+    rows, found = _take_above(room.sums, list(touched.values()), need, group.rows)
+    floor = _raised(floor, found, top_k)
+    kept = np.flatnonzero(found + left >= floor)
+    kept = kept[np.argsort(rows[kept])]
+    rows, upper = rows[kept], found[kept] + left
+    room.places[rows] = np.arange(len(rows))
+    unread = {i: room.absent(rows, touched[i]) for i in behind if behind[i] > 0}
+    rows = _looked_up(group, query, here, rows, upper, unread, behind, floor, top_k)
+    norms = group.norms_of(rows)
+    terms = {i: _term(query, i, group.counts(here[i].numbers, rows), norms) for i in here}
+    scores = _total(query, terms, len(rows))
+    return rows[scores > 0], scores[scores > 0]
+
+
+def _looked_up(
+    group: ShardGroup,
+    query: _Query,
+    here: dict[int, _Word],
+    rows: np.ndarray,
+    upper: np.ndarray,
+    unread: dict[int, np.ndarray],
+    behind: dict[int, np.float32],
+    floor: np.float32,
+    top_k: int,
+) -> np.ndarray:
+    """Those of the rows that do not fall below the floor when the words that were not read are.
+
+    Args:
+      rows: ascending.
+      upper: what they can have at most.
+      unread: for each word not all of whose postings were read, the rows that were not in those.
+      behind: what such a word was allowed to add to these.
+    """
+    left = sum((behind[i] for i in unread), np.float32(0))
+    for i in sorted(unread, key=behind.get, reverse=True):
+        asked = np.flatnonzero(unread[i])
+        count = group.counts(here[i].numbers, rows[asked]).astype(np.float32)
+        added = query.weights[i] * (count / (count + group.norms[rows[asked]]))
+        upper[asked] += added - behind[i]
+        left -= behind[i]
+        floor = _raised(floor, upper - left, top_k)
+        kept = upper >= floor
+        rows, upper = rows[kept], upper[kept]
+        unread = {j: own[kept] for j, own in unread.items()}
+    return rows
+
+
+def _term(query: _Query, i: int, counts: np.ndarray, norms: np.ndarray) -> np.ndarray:
+    """What one word of a query gives sources, as bm25s computes it, of their counts and norms."""
+    return (query.idfs[i] * (counts / (norms + counts))).astype(np.float32)
+
+
+def _first_tiers(tiers: dict[int, Tiers], top_k: int) -> Iterator[tuple[int, int]]:
+    """For each word how many tiers hold `top_k` sources, which give a first floor.
+
+    Words are left out that have fewer, or of which too much would be read.
+    """
+    for i, own in tiers.items():
+        ends = np.cumsum(own.sizes)
+        taken = int(np.searchsorted(ends, top_k)) + 1
+        if taken <= len(ends) and ends[taken - 1] <= _FIRST:
+            yield i, taken
 
 
 def _take_above(
@@ -443,39 +528,31 @@ def _take_above(
     return np.concatenate(taken), np.concatenate(values)
 
 
-def _choose_tiers(
-    bounds: Sequence[np.ndarray], ends: Sequence[np.ndarray], floor: np.float32
-) -> list[int]:
+def _choose_tiers(tiers: Sequence[Tiers], weights: np.ndarray, floor: np.float32) -> list[int]:
     """How many tiers of each word are read, so that the others together stay below the floor.
 
     Those come first whose bound falls most for a posting read.
-
-    Args:
-      bounds: of each word, what its tiers add at most, falling.
-      ends: how many postings its tiers up to each one have.
     """
     if floor <= 0:
-        return [len(own) for own in bounds]
-    total = float(sum(own[0] for own in bounds))
+        return [len(own.bounds) for own in tiers]
+    total = sum(float(w * own.bounds[0]) for w, own in zip(weights, tiers, strict=True))
     if total < floor:
-        return [0] * len(bounds)
-    drops = [own - np.append(own[1:], np.float32(0)) for own in bounds]
-    worth = [
-        np.minimum.accumulate(drop / np.diff(end, prepend=0))
-        for drop, end in zip(drops, ends, strict=True)
-    ]
-    order = np.argsort(-np.concatenate(worth), kind="stable")
-    behind = total - np.cumsum(np.concatenate(drops)[order].astype(np.float64))
-    count = int(np.argmax(behind < floor)) + 1
-    of_word = np.repeat(np.arange(len(bounds)), list(map(len, bounds)))
-    return np.bincount(of_word[order[:count]], minlength=len(bounds)).tolist()
+        return [0] * len(tiers)
+    of_word = np.repeat(np.arange(len(tiers)), [len(own.bounds) for own in tiers])
+    weight = weights[of_word]
+    order = np.argsort(-weight * np.concatenate([own.worth for own in tiers]), kind="stable")
+    drops = weight * np.concatenate([own.drops for own in tiers])
+    behind = total - np.cumsum(drops[order], dtype=np.float64)
+    count = int(np.count_nonzero(behind >= floor)) + 1
+    return np.bincount(of_word[order[:count]], minlength=len(tiers)).tolist()
 
 
 def _raised(floor: np.float32, lower: np.ndarray, top_k: int) -> np.float32:
     """The floor, or the k-th best of what different rows have at least, if that is higher."""
-    if len(lower) <= top_k:
+    higher = lower[lower > floor]  # few, where the floor is good: a partition is slow
+    if len(higher) < top_k:
         return floor
-    return max(floor, np.partition(lower, len(lower) - top_k)[len(lower) - top_k] * _SLACK)
+    return max(floor, np.partition(higher, len(higher) - top_k)[len(higher) - top_k] * _SLACK)
 
 
 def _total(query: _Query, terms: dict[int, np.ndarray], rows: int) -> np.ndarray:

@@ -34,6 +34,7 @@ _VERB = "mmqa index --kind=bm25"
 # A posting while a shard is made, in 64 bits: word, row, count, from the highest bits on.
 _ROW_BITS, _COUNT_BITS = 21, 20
 _LEVELS = 32  # steps of impact, 0 to 1; a tier has those postings of a word that share one
+_SAMPLED = 64  # of so many sorted words one is kept in memory, where the search for a word begins
 _PIECE = 1 << 22  # postings that are unpacked at a time
 _ROUNDED = np.float32(1 + 1e-6)  # float32 rounds a bound that must not be too small
 
@@ -301,7 +302,7 @@ class Shard:
         manifest = read_manifest(folder, SHARD_WHAT, _VERB)
         self.rows: int = manifest["rows"]
         self.mean_length: float = manifest["mean_length"]
-        self.lengths: np.ndarray = np.load(folder / "lengths.npy")
+        self.lengths = _mapped(folder / "lengths.npy")
         self._words = _SortedWords(folder)
         self._starts = _mapped(folder / "starts.npy")
         self._rows, self._counts = _mapped(folder / "rows.npy"), _mapped(folder / "counts.npy")
@@ -333,19 +334,28 @@ class Shard:
         span = slice(int(self._starts[number]), int(self._starts[number + 1]))
         return self._rows[span], self._counts[span]
 
-    def tiers(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The highest impact of each tier, and how many postings it and those before it have.
+    def tiers(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The tiers of several words: whose each is, its highest impact and its postings.
 
-        The last tier is all postings that are not in the others.
+        The last tier of a word is all postings that are not in the others; a word without tiers
+        has one of impact 1.
         """
-        first, last = int(self._tier_starts[number]), int(self._tier_starts[number + 1])
-        frequency = self.frequency(number)
-        if first == last:
-            return np.ones(1, np.float32), np.array([frequency])
-        impacts = np.asarray(self._tier_impacts[first:last])
-        ends = self._tier_ends[first:last].astype(np.int64) - self._top_start(first)
-        ends[-1] = frequency
-        return impacts, ends
+        first, last = (self._tier_starts[at].astype(np.int64) for at in (numbers, numbers + 1))
+        per_word = np.maximum(last - first, 1)
+        words = np.repeat(np.arange(len(numbers)), per_word)
+        begin = np.cumsum(per_word) - per_word
+        tiered = np.flatnonzero((last > first)[words])
+        first = first[words[tiered]]
+        at = first + tiered - begin[words[tiered]]
+        impacts = np.ones(len(words), np.float32)
+        impacts[tiered] = self._tier_impacts[at]
+        ends = np.zeros(len(words), np.int64)
+        # Ends count from the first word's tiers on: this word's begin where the one's before end.
+        ends[tiered] = self._tier_ends[at] - np.where(first > 0, self._tier_ends[first - 1], 0)
+        ends[begin + per_word - 1] = self._starts[numbers + 1] - self._starts[numbers]
+        sizes = np.diff(ends, prepend=0)
+        sizes[begin] = ends[begin]
+        return words, impacts, sizes
 
     def top_postings(self, number: int, size: int) -> tuple[np.ndarray, np.ndarray]:
         """The first `size` postings by impact, of a word's tiers but the last, and their counts."""
@@ -373,6 +383,7 @@ class _SortedWords:
             self._bytes = b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._ends = _mapped(folder / "word_ends.npy")
         self._numbers = _mapped(folder / "word_numbers.npy")
+        self._sampled = [self[place] for place in range(0, len(self), _SAMPLED)]
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -383,7 +394,8 @@ class _SortedWords:
 
     def number(self, word: str) -> int:
         wanted = word.encode("utf-8", "surrogatepass")
-        place = bisect.bisect_left(self, wanted)
+        first = max(bisect.bisect_right(self._sampled, wanted) - 1, 0) * _SAMPLED
+        place = bisect.bisect_left(self, wanted, first, min(first + _SAMPLED, len(self)))
         found = place < len(self) and self[place] == wanted
         return int(self._numbers[place]) if found else -1
 

@@ -3,7 +3,8 @@
 A row for each number of passages: indexing by `build_bm25` and searching the top 100, each in a
 process of its own, so that its peak memory can be measured. Half of the queries are 2 to 8 words
 drawn as those of the passages are, the other half questions with common words around such words.
-The peer is BM25 in memory, up to 100,000 passages. `required` is what a row must reach. Besides, the
+The peer is BM25 in memory, up to 100,000 passages. A search takes one processor, `search_cpu_ms`
+a query. `required` is what a row must reach. Besides, the
 rate of the matrix product shows how fast the machine was.
 
 --only=5M measures one number, --size=small the first two. 21M needs 23 GB in $TMPDIR: the passages'
@@ -133,7 +134,11 @@ def _search(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
         count=len(asked),
         notes={"open_s": round(opened, 1)},
     )
-    return row_of(*time_case(case, sizes["rounds"]))
+    row = row_of(*time_case(case, sizes["rounds"]))
+    worked = time.process_time()
+    index.search(asked, _TOP_K)
+    worked = time.process_time() - worked
+    return {**row, "search_cpu_ms": round(1e3 * worked / len(asked), 2)}
 
 
 def _queries(folder: Path) -> list[str]:

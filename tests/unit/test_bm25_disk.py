@@ -20,6 +20,7 @@ from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.retrieval import bm25_disk
 from mmqa_jax.retrieval.bm25 import BM25, BM25Retriever
 from mmqa_jax.retrieval.bm25_disk import DiskBM25, build_bm25
+from mmqa_jax.retrieval.bm25_group import ShardGroup
 from mmqa_jax.retrieval.bm25_shard import Norms, ShardLimits
 from mmqa_jax.runs.parts import RetrieverSpec, open_bm25
 from tests.bench.synthetic_passages import write_passages
@@ -77,6 +78,7 @@ def test_rows_scores_and_ties_are_those_in_memory(folder, texts, in_memory, top_
     assert len(index) == len(texts) == 3_524
     assert len(list(next(folder.glob("shards-*")).iterdir())) == 6
     more = [" ".join(text.split()[:6]) for text in texts[:60]]
+    more += [*texts[60:80], " ".join(texts[80:95])]  # whole sources, and some hundred words
     same(index.search(QUERIES + more, top_k), in_memory.search(QUERIES + more, top_k))
 
 
@@ -119,22 +121,59 @@ def test_other_options_and_shards_that_fill_by_postings_or_words(texts, tmp_path
         shutil.rmtree(tmp_path)
 
 
+def test_ties_over_groups_of_shards_stay_in_the_order_of_rows(tmp_path):
+    """Equal scores on both sides of every edge, and a better source in the last shard."""
+    texts = ["w1 w2", "w1 w3", "w2 w9", "w1 w2"] * 600 + ["w1 w2 w2"]
+    build(tmp_path, texts, limits=ShardLimits(rows=200, tiered=8, block=100))
+    index, wanted = DiskBM25(tmp_path), BM25(texts)
+    assert [group.rows for group in index._groups] == [1_000, 1_000, 401]
+    asked = ["w1 w2", "w2", "w9 w1", "w3 absent"]
+    allowed = np.arange(len(texts)) % 4 != 0
+    for top_k in (1, 2, 100, 500, 1_201):
+        same(index.search(asked, top_k), wanted.search(asked, top_k))
+        same(index.search(asked, top_k, allowed), wanted.search(asked, top_k, allowed))
+    assert index.search(["w2"], 1)[0].item() == 2_400
+    for number, query in enumerate(asked):  # a search leaves nothing behind for the next
+        found = index.search([query], 50)
+        same(found, tuple(part[number : number + 1] for part in wanted.search(asked, 50)))
+
+
+def test_the_next_tier_bounds_what_is_not_read(folder):
+    """Over shards together, and the postings of the first tiers are as many as they say."""
+    index = DiskBM25(folder)
+    for place, group in enumerate(index._groups):
+        shards = index._shards[place * bm25_disk._TOGETHER :][: bm25_disk._TOGETHER]
+        for word in ("w0", "w3", "w20", "w300"):
+            numbers = [shard.number(word) for shard in shards]
+            (tiers,) = group.tiers([numbers])
+            rows, counts = group.postings(numbers, tiers, len(tiers.bounds))
+            impacts = counts / (counts + group.norms[rows])
+            for taken in range(len(tiers.bounds) + 1):
+                read, _ = group.postings(numbers, tiers, taken)
+                assert len(np.unique(read)) == len(read) == tiers.sizes[:taken].sum()
+                unread = impacts[~np.isin(rows, read)]
+                assert unread.max(initial=0) <= tiers.behind(taken) * (1 + 1e-6)
+            assert (np.diff(tiers.worth) <= 1e-12).all()
+
+
 def test_what_is_not_read_is_what_cannot_matter(folder, in_memory, monkeypatch):
     """Without bounds the results are the same and much more is read."""
     read = []
-    original = DiskBM25._postings
+    original = ShardGroup.postings
 
-    def counted(self, shard, number, tiers, sizes):
-        found = original(self, shard, number, tiers, sizes)
+    def counted(self, numbers, tiers, taken):
+        found = original(self, numbers, tiers, taken)
         read.append(len(found[0]))
         return found
 
-    monkeypatch.setattr(DiskBM25, "_postings", counted)
+    monkeypatch.setattr(ShardGroup, "postings", counted)
     queries = ["w0 w1 w300", "w2 w3 w700"]
     found = DiskBM25(folder).search(queries, 5)
     with_bounds = sum(read)
     read.clear()
-    monkeypatch.setattr(bm25_disk, "_choose_tiers", lambda bounds, *_: [len(b) for b in bounds])
+    monkeypatch.setattr(
+        bm25_disk, "_choose_tiers", lambda tiers, *_: [len(t.bounds) for t in tiers]
+    )
     same(DiskBM25(folder).search(queries, 5), found)
     assert with_bounds < sum(read) / 2
 
