@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
-from processes import finish, tiny
+from processes import finish, forks, tiny
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forks() -> Iterator[None]:
+    yield
+    if forks.cache_info().currsize:
+        forks().close()
 
 
 @pytest.fixture(scope="session")

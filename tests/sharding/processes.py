@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -11,43 +12,76 @@ import sys
 from pathlib import Path
 
 from tests.fake_devices import fake_devices
+from tests.forks import Fork, ForkServer
 
 ROOT = Path(__file__).parents[2]
 MMQA = [sys.executable, "-c", "import sys; from mmqa_jax.cli import main; sys.exit(main())"]
 
 
 TINY = str(Path(__file__).with_name("tiny_launch.py"))
+# What a training imports sooner or later (boto3: tensorboardX).
+IMPORTED = (
+    "boto3",
+    "grain",
+    "mmqa_jax.cli",
+    "mmqa_jax.data.batches.feed",
+    "mmqa_jax.tasks.contrastive",
+    "mmqa_jax.tasks.run",
+    "mmqa_jax.training.loop",
+    "mmqa_jax.weights.folder",
+    "orbax.checkpoint",
+    "tensorflow_datasets",
+)
 TRAIN = {"steps": 50, "log_every": 1, "checkpoint_every": 25, "evaluate_every": 25}
 
 
-def start(*command: str, devices: int = 1, **environment: str) -> subprocess.Popen:
-    """One process with that many fake devices."""
-    return subprocess.Popen(
-        list(map(str, command)),
-        cwd=ROOT,
-        env=os.environ
+@functools.cache
+def forks() -> ForkServer:
+    """The one server of this test process."""
+    return ForkServer(*IMPORTED)
+
+
+def start(
+    *command: str, devices: int = 1, fresh: bool = False, **environment: str
+) -> subprocess.Popen | Fork:
+    """One process with that many fake devices.
+
+    Args:
+      command: Python, and its arguments.
+      fresh: a process of its own instead of a fork (tests.forks says how they differ).
+    """
+    words = list(map(str, command))
+    variables = (
+        os.environ
         | fake_devices(devices)
-        | {
-            "PYTHONPATH": str(ROOT),
-            "MMQA_PROGRESS": "off",
-        }
-        | environment,
+        | {"PYTHONPATH": str(ROOT), "MMQA_PROGRESS": "off"}
+        | environment
+    )
+    if not fresh:
+        return forks().start(words[1:], variables)
+    return subprocess.Popen(
+        words,
+        cwd=ROOT,
+        env=variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
 
 
-def launch(count: int, *command: str, devices: int = 1, differing: tuple = ()) -> list:
+def launch(
+    count: int, *command: str, devices: int = 1, differing: tuple = (), fresh: bool = False
+) -> list:
     """The processes of one launch.
 
     Args:
       count: how many.
       devices: fake devices of each.
       differing: further arguments of the last process.
+      fresh: see `start`.
     """
     if count == 1:
-        return [start(*command, devices=devices)]
+        return [start(*command, devices=devices, fresh=fresh)]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -56,6 +90,7 @@ def launch(count: int, *command: str, devices: int = 1, differing: tuple = ()) -
             *command,
             *(differing if process == count - 1 else ()),
             devices=devices,
+            fresh=fresh,
             JAX_COORDINATOR_ADDRESS=address,
             MMQA_COORDINATOR_BIND="127.0.0.1",
             JAX_NUM_PROCESSES=str(count),

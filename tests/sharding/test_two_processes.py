@@ -92,30 +92,24 @@ def alone(data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def on_a_ring(data, tmp_path_factory):
-    """The workdir of a run on two processes, of which process 0 has the first and the last rows."""
+    """The workdir of a run on two processes, as users start them.
+
+    Process 0 has the first and the last rows, and each pair that splits the parameters has a device
+    of either process: what is fetched is gathered.
+    """
     workdir = tmp_path_factory.mktemp("two") / "run"
-    flags = ["--config.mesh.data=4", "--config.mesh.fsdp=1", "--config.train.keep=2"]
-    finish(launch(2, *RING, "train", *flags, *train_flags(data, workdir), devices=2))
+    flags = ["--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.train.keep=2"]
+    command = *RING, "train", *flags, *train_flags(data, workdir)
+    finish(launch(2, *command, devices=2, fresh=True))
     return workdir
 
 
-def assert_as_one_does(two, alone):
-    record = json.loads((two / "config.json").read_text())
-    assert record["devices"]["processes"] == 2
-    for ours, theirs in zip(curve(two), curve(alone), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
-    assert best_step(two) == best_step(alone)
-
-
 def test_two_processes_train_as_one_does(alone, on_a_ring):
-    assert_as_one_does(on_a_ring, alone)
-
-
-def test_with_the_parameters_split_over_both(data, alone, tmp_path):
-    """What is fetched is gathered."""
-    flags = ["--config.mesh.data=1", "--config.mesh.fsdp=2", *train_flags(data, tmp_path / "two")]
-    finish(launch(2, *MMQA, "train", *flags))
-    assert_as_one_does(tmp_path / "two", alone)
+    record = json.loads((on_a_ring / "config.json").read_text())
+    assert record["devices"]["processes"] == 2
+    for ours, theirs in zip(curve(on_a_ring), curve(alone), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert best_step(on_a_ring) == best_step(alone)
 
 
 def test_what_two_processes_began_one_ends(data, alone, on_a_ring, tmp_path):
@@ -136,7 +130,8 @@ def test_what_two_processes_began_one_ends(data, alone, on_a_ring, tmp_path):
     (change,) = json.loads((run / "config.json").read_text())["changes"]
     assert change["step"] == 2
     assert change["changed"] == {
-        "mesh.data": [4, 1], "train.checkpoint_every": [2, 3], "train.keep": [2, 5]
+        "mesh.data": [2, 1], "mesh.fsdp": [2, 1], "train.checkpoint_every": [2, 3],
+        "train.keep": [2, 5],
     }  # fmt: skip
 
 

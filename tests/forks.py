@@ -1,0 +1,177 @@
+"""Python processes that need not import JAX, Flax and Orbax: forks of one that has.
+
+Imports take a process 2 s, most of what a tiny run costs. Before it is forked the server has opened
+no device and started no thread; a fork reads its environment (devices, launch) as a fresh process
+does, and ends as one. Unlike fresh processes, forks hash strings alike, so that a set has the same
+order in all of them: a test for which that matters starts processes of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+_NUMBER = 4  # bytes of a process id or an exit code
+
+
+class Fork:
+    """A forked process, with what tests use of `subprocess.Popen`; stdout has stderr in it."""
+
+    def __init__(self, out: int, status: int):
+        self._out, self._status, self._printed = out, status, b""
+        self.returncode: int | None = None
+        self.pid = self._number()
+
+    def _number(self) -> int:
+        return int.from_bytes(os.read(self._status, _NUMBER), "little", signed=True)
+
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self._status], [], [], 0)[0]:
+            self.returncode = self._number()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float = 600) -> tuple[str, None]:
+        """What it has printed, once it has ended.
+
+        Raises:
+          TimeoutExpired: it has not.
+        """
+        until = time.monotonic() + timeout
+        for source in (self._out, self._status):
+            while self.returncode is None:
+                left = max(0, until - time.monotonic())
+                if not select.select([source], [], [], left)[0]:
+                    raise subprocess.TimeoutExpired("a fork", timeout, self._printed)
+                if source == self._status:
+                    self.returncode = self._number()
+                elif read := os.read(source, 1 << 16):
+                    self._printed += read
+                else:
+                    break
+        while read := os.read(self._out, 1 << 16):
+            self._printed += read
+        return self._printed.decode(), None
+
+
+class ForkServer:
+    """Starts processes that have imported modules.
+
+    Args:
+      modules: what it imports.
+    """
+
+    def __init__(self, *modules: str):
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._server = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno()), *modules],
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Fork:
+        """One process.
+
+        Args:
+          arguments: of `python`: a script's file, or -c and code; and its own arguments.
+          environment: the whole of it.
+        """
+        (out, their_out), (status, their_status) = os.pipe(), os.pipe()
+        request = json.dumps([list(arguments), dict(environment)]).encode()
+        socket.send_fds(self._requests, [request], [their_out, their_status])
+        os.close(their_out)
+        os.close(their_status)
+        return Fork(out, status)
+
+    def close(self) -> None:
+        self._requests.close()
+        self._server.wait(timeout=60)
+
+
+def _next_request(requests: socket.socket) -> tuple[list[str], dict[str, str]] | None:
+    """Forks for every request; returns it in the fork, and None in the server at the end."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 2)
+        if not message:
+            while _reaped(0):
+                pass
+            return None
+        while _reaped(os.WNOHANG):
+            pass
+        if os.fork() == 0:
+            requests.close()
+            _fork_watched(*descriptors)
+            return json.loads(message)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _reaped(options: int) -> bool:
+    """Whether a child has ended, whose processor time is now the server's children's."""
+    try:
+        return os.waitpid(-1, options)[0] != 0
+    except ChildProcessError:
+        return False
+
+
+def _fork_watched(out: int, status: int) -> None:
+    """Returns in a child that prints to `out`; `status` gets its process id and its exit code."""
+    child = os.fork()
+    if child == 0:
+        os.close(status)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.close(out)
+        # Python's own would be those of what the server prints to.
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
+        return
+    os.close(out)
+    os.write(status, child.to_bytes(_NUMBER, "little", signed=True))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.write(status, code.to_bytes(_NUMBER, "little", signed=True))
+    os._exit(0)
+
+
+def main() -> None:
+    """python forks.py SOCKET MODULES..."""
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
+    gc.freeze()
+    if (request := _next_request(requests)) is None:
+        return
+    arguments, environment = request
+    os.environ.clear()
+    os.environ.update(environment)
+    if arguments[0] == "-c":
+        sys.argv, sys.path[0] = ["-c", *arguments[2:]], ""
+        exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv, sys.path[0] = arguments, str(Path(arguments[0]).parent)
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
