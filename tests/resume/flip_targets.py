@@ -133,13 +133,11 @@ def _train(folder: Path) -> None:
 
 
 def _open_trained(folder: Path) -> str:
-    found = []
-    for place in (folder, folder / "best"):
-        with contextlib.redirect_stderr(io.StringIO()):
-            classifier = load_question_classifier(place)
-        asked = [row["question"] for row in cli_runs.QUESTIONS]
-        found += [classifier.probabilities(asked), classifier._state]
-    return digest(*found)
+    asked = [row["question"] for row in cli_runs.QUESTIONS]
+    with contextlib.redirect_stderr(io.StringIO()):
+        opened = [load_question_classifier(place) for place in (folder / "best", folder)]
+    # Both first: what is refused need not be computed with.
+    return digest(*(value for one in opened for value in (one.probabilities(asked), one._state)))
 
 
 def _convert(folder: Path) -> None:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
-from test_training_resume import assert_same_run, curve, killed_run, run, weights
+from test_training_resume import assert_same_run, curve, run, weights
 
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.training.best_weights import read_best
@@ -85,7 +85,7 @@ def test_nothing_is_evaluated_where_evaluate_every_is_0(tmp_path):
     assert not any("eval/mean" in row for row in curve(tmp_path))
 
 
-def test_killed_runs_have_the_best_step_of_an_uninterrupted_one(tmp_path, judged):
+def test_killed_runs_have_the_best_step_of_an_uninterrupted_one(tmp_path, judged, killed_run):
     reference, _ = judged
     killed_run(tmp_path, "in_evaluation", 1)  # step 15: no row is written, nothing is saved
     assert 15 not in checkpoints(tmp_path)

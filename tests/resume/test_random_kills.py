@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny_run
+from kills import SETTINGS
 from test_training_resume import assert_same_run
 
 from mmqa_jax.weights.folder import read_metadata
@@ -16,7 +18,7 @@ KILLS = str(Path(__file__).with_name("kills.py"))
 SEED = 20
 
 
-def run(workdir, kills, steps):
+def killed(workdir, kills, steps):
     done = subprocess.run(
         [sys.executable, KILLS, *map(str, (workdir, SEED, kills, steps))],
         capture_output=True,
@@ -34,8 +36,11 @@ def kills(request):
 
 def test_killed_at_random_moments(tmp_path, kills):
     steps = 8 * kills
-    run(tmp_path / "undisturbed", 0, steps)
-    found = run(tmp_path / "killed", kills, steps)
+    tiny_run.run(
+        tmp_path / "undisturbed", tiny_run.pipeline(), steps=steps, validation=tiny_run.KEEP_BEST,
+        **SETTINGS,
+    )  # fmt: skip
+    found = killed(tmp_path / "killed", kills, steps)
     # The kills were spread over the run: most left a new checkpoint to resume from.
     assert found["kills"] >= min(kills, 4)
     assert len(set(found["from"])) >= found["kills"] // 2

@@ -7,7 +7,7 @@ import itertools
 import jax
 import pytest
 import tiny_run
-from test_training_resume import killed_run, run
+from test_training_resume import run
 
 from mmqa_jax.core.metrics import read_metrics
 from mmqa_jax.training.attempts import PHASES, goodput, read_attempts
@@ -15,7 +15,7 @@ from mmqa_jax.training.loop import Observed
 from mmqa_jax.training.profile import Steps
 
 
-def test_the_wall_time_of_a_killed_run_is_accounted_for(tmp_path, monkeypatch):
+def test_the_wall_time_of_a_killed_run_is_accounted_for(tmp_path, killed_run):
     killed_run(tmp_path, "at_batch", 24)
     (start, *rows) = read_attempts(tmp_path)
     assert (start["event"], start["step"]) == ("start", 0)

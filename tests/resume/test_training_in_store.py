@@ -5,14 +5,11 @@ gs:// is tests/object_store.py, s3:// is tests/amazon_store.py.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import amazon_store
 import object_store
 import pytest
 import tiny_run
-from test_training_resume import assert_same_run, killed_run, run
+from test_training_resume import assert_same_run, run
 
 from mmqa_jax.core import orbax_s3
 from mmqa_jax.core.errors import UserError
@@ -42,7 +39,9 @@ def checkpoints(store):
     }
 
 
-def test_a_killed_run_in_gs_ends_equal_to_a_local_one(tmp_path, monkeypatch, local, fresh_cache):
+def test_a_killed_run_in_gs_ends_equal_to_a_local_one(
+    tmp_path, monkeypatch, local, fresh_cache, killed_run
+):
     monkeypatch.setenv("MMQA_CACHE", str(fresh_cache))
     with object_store.started(tmp_path / "store", monkeypatch):
         store = object_store.Objects(tmp_path / "store" / object_store.BUCKET)
@@ -60,15 +59,15 @@ def test_a_killed_run_in_gs_ends_equal_to_a_local_one(tmp_path, monkeypatch, loc
         assert len(events) == 3  # one of each attempt
 
 
-def test_a_killed_run_in_s3_ends_equal_to_a_local_one(tmp_path, monkeypatch, local, fresh_cache):
+def test_a_killed_run_in_s3_ends_equal_to_a_local_one(
+    tmp_path, monkeypatch, local, fresh_cache, attempt, killed_run
+):
     monkeypatch.setenv("MMQA_CACHE", str(fresh_cache))
     with amazon_store.started(monkeypatch) as store:
         killed_run(S3, "in_save", 20)
         assert 20 not in checkpoints(store)
-        killed_run(S3, "before_best", 2)
-        assert 30 in checkpoints(store)
-        command = [sys.executable, tiny_run.__file__, S3, "to_end", "0"]
-        subprocess.run(command, check=True, timeout=300)
+        ended = attempt(S3, "to_end", 0)
+        assert ended["code"] == 0, ended["err"]
         assert checkpoints(store) == {30, 50, 60}
         store.download(NAME, tmp_path / "copy")
     for name in ("", "/best"):

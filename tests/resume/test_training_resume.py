@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 
 import grain
 import jax
@@ -18,17 +16,6 @@ from mmqa_jax.core.metrics import read_metrics
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.training.throughput import CLOCK_COLUMNS
 from mmqa_jax.weights.folder import load_weights, read_metadata, save_trained
-
-
-def killed_run(workdir, when, step):
-    """One attempt in a process of its own, which kill -9 ends."""
-    ended = subprocess.run(
-        [sys.executable, tiny_run.__file__, str(workdir), when, str(step)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
 
 
 def run(workdir, batches=None, **changes):
@@ -96,7 +83,7 @@ def test_nothing_is_compiled_after_each_shape_was_seen(tmp_path):
     assert seen["at the end"] == seen["after both shapes"]
 
 
-def test_killed_runs_end_equal_to_an_uninterrupted_one(tmp_path, uninterrupted):
+def test_killed_runs_end_equal_to_an_uninterrupted_one(tmp_path, uninterrupted, killed_run):
     killed_run(tmp_path, "at_batch", 7)  # before the first checkpoint
     assert not any((tmp_path / "checkpoints").iterdir())
     killed_run(tmp_path, "in_save", 20)
@@ -131,17 +118,26 @@ def test_nohup_outlives_its_terminal(tmp_path):
     assert (tmp_path / "model.json").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_stop_signal_saves_says_so_and_resumes(tmp_path, uninterrupted, capsys, number):
+def stop_by(number, workdir, capsys):
+    """A run that a signal stops between two checkpoints."""
     batches = tiny_run.Watched(tiny_run.pipeline(), 33, tiny_run.raise_signal(number))
     before = signal.getsignal(number)
     with pytest.raises(SystemExit) as stopped:
-        run(tmp_path, batches)
+        run(workdir, batches)
     assert stopped.value.code == 128 + number
     assert signal.getsignal(number) is before
     assert "stopped after step 33 and saved" in capsys.readouterr().err
-    assert (tmp_path / "checkpoints" / "33").is_dir()
-    assert not (tmp_path / "model.json").exists()  # unfinished weights are not offered as final
+    assert (workdir / "checkpoints" / "33").is_dir()
+    assert not (workdir / "model.json").exists()  # unfinished weights are not offered as final
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_stop_signal_saves_and_says_so(tmp_path, capsys, number):
+    stop_by(number, tmp_path, capsys)
+
+
+def test_a_stopped_run_ends_equal_to_an_uninterrupted_one(tmp_path, uninterrupted, capsys):
+    stop_by(signal.SIGTERM, tmp_path, capsys)
     run(tmp_path)
     assert_same_run(tmp_path, uninterrupted)
 

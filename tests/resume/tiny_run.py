@@ -1,7 +1,7 @@
 """A tiny training run in its own process, to be killed and started again.
 
 python tiny_run.py WORKDIR at_batch N    kill -9 at the N-th batch of this attempt
-python tiny_run.py WORKDIR in_save STEP  kill -9 while checkpoint STEP is being written
+python tiny_run.py WORKDIR in_save STEP  kill -9 while checkpoint STEP of a run's first attempt is written
 python tiny_run.py WORKDIR on_mesh 0     run to the end on four (fake) devices
 
 With the best step kept (KEEP_BEST):
@@ -184,8 +184,9 @@ def main():
         folder.Path.rename = killed_at(2 * step, folder.Path.rename)  # two for every writing
         run(workdir, pipeline(), validation=KEEP_BEST)
     elif when == "in_save":
-        threading.Thread(target=kill_during_save, args=(workdir, step), daemon=True).start()
-        run(workdir, pipeline())
+        # Not before: a store would do nothing but answer whether it is there.
+        watch = threading.Thread(target=kill_during_save, args=(workdir, step), daemon=True)
+        run(workdir, Watched(pipeline(), step, lambda batch: watch.start()))
     else:
         run(workdir, Watched(pipeline(), step, raise_signal(signal.SIGKILL)))
 

@@ -1,17 +1,37 @@
 """`python -m tests.bench wikipedia`: its rows have what they say, and its queries find something."""
 
+import json
+
 import pytest
 
 from mmqa_jax.core.errors import UserError
-from tests.bench import Options
+from tests.bench import Options, synthetic_passages
 from tests.bench import wikipedia as bench
+from tests.bench.timing import Child, run_child
 
 pytestmark = pytest.mark.slow
 
 
-def test_a_row_has_time_memory_and_rate(monkeypatch, tmp_path):
+@pytest.fixture(autouse=True)
+def _few_words(monkeypatch):
+    monkeypatch.setattr(synthetic_passages, "_VOCABULARY", 20_000)
+    monkeypatch.setattr(synthetic_passages, "_BLOCK", 1_000)
+
+
+def test_a_row_has_time_memory_and_rate(monkeypatch, tmp_path, capsys):
+    """The steps of the first row are processes, the others run in this one."""
     monkeypatch.setattr(bench, "PASSAGES", {"tiny": 2_000, "less": 500})
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+    def child(command):
+        name, folder, sizes = command[-3:]
+        if name != "passages" and json.loads(sizes)["passages"] == 2_000:
+            return run_child(command)
+        capsys.readouterr()
+        bench._main(name, folder, sizes)
+        return Child(0.0, 1 << 30, capsys.readouterr().out)
+
+    monkeypatch.setattr(bench, "run_child", child)
     result = bench.run(Options(rounds=1, only=("tiny", "less")))
     tiny, less = result["rows"]
     assert (tiny["passages"], less["passages"]) == (2_000, 500)

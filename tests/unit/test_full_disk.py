@@ -12,7 +12,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_runs import QUESTIONS, ROOT, TEST, rows_of, train_flags, write_documents, write_rows
+from cli_runs import (
+    QUESTIONS,
+    ROOT,
+    TEST,
+    done,
+    mmqa,
+    rows_of,
+    train_flags,
+    write_documents,
+    write_rows,
+)
 from small_disk import small_disk
 from test_cli_compare import write_run
 from test_inference_killed import (  # noqa: F401 - fixtures
@@ -22,12 +32,10 @@ from test_inference_killed import (  # noqa: F401 - fixtures
     flags_of,
     prophet,
     results,
-    start,
-    store,
 )
 from tiny_checkpoints import make_source
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 SAID = re.compile(
     r"mmqa: (/[^\n]+: cannot be written, because )?the disk is full( \([^\n]*\))?; what was finished "
@@ -74,30 +82,30 @@ def size_of(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("verb", [*SHARED, *ALONE, *MORE])
-def test_a_full_disk_ends_a_verb_in_one_sentence(verb, start, request, tmp_path):  # noqa: F811
+def test_a_full_disk_ends_a_verb_in_one_sentence(verb, request, tmp_path):
     """With no page left, and with a half of what it writes; then its files are an undisturbed's."""
     flags = request.getfixturevalue("more_flags" if verb in MORE else "flags_of")
-    ended = start(flags(verb, tmp_path / "whole"))
-    assert ended["code"] == 0, ended["err"]
+    ended = mmqa(*flags(verb, tmp_path / "whole"))
+    assert ended.code == 0, ended.err
     expected, needed = results(tmp_path / "whole"), size_of(tmp_path / "whole")
     with small_disk(tmp_path / "disk") as disk:
         out = disk.folder / "out"
         argv = flags(verb, out)
         for left in (0, needed // 2):
             disk.leave(left)
-            ended = start(argv)
-            assert "Traceback" not in ended["err"], ended["err"]
+            ended = mmqa(*argv)
+            assert "Traceback" not in ended.err, ended.err
             if verb == "convert":
-                assert ended["code"] == 1
-                assert CONVERT.search(ended["err"]), ended["err"]
+                assert ended.code == 1
+                assert CONVERT.search(ended.err), ended.err
                 assert not out.exists()
                 continue
-            assert ended["code"] == 1 or left, ended["err"]
-            assert ended["code"] == 0 or SAID.search(ended["err"]), ended["err"]
+            assert ended.code == 1 or left, ended.err
+            assert ended.code == 0 or SAID.search(ended.err), ended.err
             assert not [*out.rglob("*.tmp")]
         disk.free()
-        ended = start(argv)
-        assert ended["code"] == 0, ended["err"]
+        ended = mmqa(*argv)
+        assert ended.code == 0, ended.err
         assert_same(results(out), expected, out, tmp_path / "whole")
 
 
@@ -117,27 +125,26 @@ def assert_same(found, expected, out, whole):
 
 
 def test_training_on_a_full_disk(data, cli_cache, tmp_path):
-    """A process of its own, with all that its threads say until it ends; then it goes on."""
+    """Processes of their own, with all that their threads say until they end; then it goes on."""
     environment = os.environ | {
         "MMQA_CACHE": str(cli_cache), "MMQA_PROGRESS": "off", "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }  # fmt: skip
 
-    def train(workdir):
-        flags = train_flags("answer", data, workdir, **{"train.steps": 3})
+    def train(flags):
         command = [sys.executable, "-m", "mmqa_jax.cli", "train", *map(str, flags)]
         return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
 
     with small_disk(tmp_path / "disk") as disk:
         workdir = disk.folder / "run"
+        flags = train_flags("answer", data, workdir, **{"train.steps": 3})
         for left in (4 * 2**10, 300 * 2**10, 4 * 2**20):
             disk.leave(left)
-            ended = train(workdir)
+            ended = train(flags)
             assert ended.returncode == 1, ended.stderr
             assert SAID.fullmatch(ended.stderr), ended.stderr
         disk.free()
-        ended = train(workdir)
-        assert ended.returncode == 0, ended.stderr
+        done("train", *flags)
         assert [row["step"] for row in rows_of(workdir / "metrics.jsonl") if "loss" in row] == [
             1,
             2,

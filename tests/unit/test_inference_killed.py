@@ -80,13 +80,15 @@ def captioner(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def prophet(cli_cache, tmp_path_factory):
+def prophet(cli_cache, made_once):
     """A benchmark's data, and a model trained on it, whose candidates are wanted."""
-    folder = tmp_path_factory.mktemp("vqa")
-    done("prepare", "okvqa", f"--raw={write_okvqa(folder / 'raw')}", f"--out={folder / 'data'}")
-    with quietly(cli_cache):
-        done(*whole_run_flags(folder / "run", folder / "data"))
-    return folder
+
+    def train(folder: Path) -> None:
+        done("prepare", "okvqa", f"--raw={write_okvqa(folder / 'raw')}", f"--out={folder / 'data'}")
+        with quietly(cli_cache):
+            done(*whole_run_flags(folder / "run", folder / "data"))
+
+    return made_once("prophet", train)
 
 
 @pytest.fixture(scope="module")

@@ -293,11 +293,12 @@ def test_beyond_the_queue_requests_are_refused_and_none_is_lost(parts, server, w
     monkeypatch.setattr(parts.llm.online, "_most", 6)
     body = {"model": "tiny", "prompt": "two", "temperature": 0, "max_tokens": 12}
 
-    def post(_):
-        return httpx.post(f"{server}/v1/completions", json=body, timeout=60)
-
-    with concurrent.futures.ThreadPoolExecutor(100) as users:
-        replies = list(users.map(post, range(200)))
+    with (
+        httpx.Client(timeout=60, limits=httpx.Limits(max_connections=None)) as http,
+        concurrent.futures.ThreadPoolExecutor(100) as users,
+    ):
+        asked = users.map(lambda _: http.post(f"{server}/v1/completions", json=body), range(200))
+        replies = list(asked)
     statuses = [reply.status_code for reply in replies]
     assert set(statuses) == {200, 429}
     for reply in replies:

@@ -95,7 +95,7 @@ def test_flags_that_are_refused(model, tmp_path, monkeypatch):
     assert (ended.code, "no such file or folder" in ended.err) == (2, True)
 
 
-def test_lm_evaluation_harness_scores_as_prompt_does(model, tmp_path):
+def test_lm_evaluation_harness_scores_as_prompt_does(model, tmp_path, monkeypatch):
     """A task on a local file: its accuracy is that of `mmqa prompt` on the same choices."""
     words = ["red", "blue", "a long road", "no", "yes", "The sea.", "pump", "left"]
     rows = [
@@ -115,17 +115,20 @@ def test_lm_evaluation_harness_scores_as_prompt_does(model, tmp_path):
             f"model={model},base_url={address}/v1/completions,tokenizer_backend=huggingface,"
             f"tokenizer={model},num_concurrent=4,max_retries=1"
         )
-        command = [sys.executable, "-m", "lm_eval", "--model", "local-completions"]
-        command += ["--model_args", arguments, "--tasks", "local_choices", "--log_samples"]
-        command += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out")]
-        offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-        ended = subprocess.run(command, env=offline, capture_output=True, text=True, timeout=500)
-        assert ended.returncode == 0, ended.stderr[-3000:]
-    (samples,) = (tmp_path / "out").rglob("samples_*.jsonl")
-    theirs = {}
-    for line in samples.read_text().splitlines():
-        sample = json.loads(line)
-        theirs[sample["doc"]["q"]] = [float(one[0]) for one in sample["filtered_resps"]]
+        for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+            monkeypatch.setenv(name, "1")
+        from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
+
+        found = simple_evaluate(
+            "local-completions", arguments, ["local_choices"], bootstrap_iters=0,
+            # Thousands of tasks of its own would be read.
+            task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        )  # fmt: skip
+    theirs = {
+        sample["doc"]["q"]: [float(one[0]) for one in sample["filtered_resps"]]
+        for sample in found["samples"]["local_choices"]
+    }
 
     prompts = [
         {"id": n, "prompt": row["q"], "choices": [f" {choice}" for choice in row["choices"]]}

@@ -25,18 +25,29 @@ QUESTIONS = [{"id": "q–1", "split": "val", "question": "Which café ?", "categ
               "answers": ["珈琲"], "keywords": "珈琲", "positives": ["β"]}]  # fmt: skip
 
 
+# Runs a verb for each list of arguments; a line before each, and its exit code on the last.
+SEVERAL = """
+import json, sys
+from mmqa_jax.cli import main
+for arguments in json.loads(sys.argv[1]):
+    print("--- began", flush=True)
+    code = main(arguments)
+    print(f"--- {code}", flush=True)
+"""
+
+
 @pytest.fixture(params=ENCODINGS)
 def encoding(request):
     return request.param
 
 
-def run(encoding, *arguments):
+def run(encoding, *arguments, program=("-m", "mmqa_jax.cli")):
     environment = {
         k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG", "PYTHON"))
     }
     environment |= {"PYTHONPATH": str(ROOT), "MMQA_PROGRESS": "off", "JAX_PLATFORMS": "cpu"}
     ended = subprocess.run(
-        [sys.executable, "-m", "mmqa_jax.cli", *map(os.fsencode, arguments)],
+        [sys.executable, *program, *map(os.fsencode, arguments)],
         capture_output=True, env=environment | ENCODINGS[encoding], timeout=120,
     )  # fmt: skip
     assert b"Traceback" not in ended.stderr, ended.stderr.decode("latin-1")
@@ -69,9 +80,14 @@ def test_a_reader_that_has_gone_ends_status_quietly(buffered, tmp_path, monkeypa
     assert (ended.returncode, ended.stderr) == (0 if buffered else 141, b"")
 
 
-def result(ended):
+def run_all(encoding, *verbs):
+    """What each verb of one process prints; all must succeed."""
+    ended = run(encoding, json.dumps(verbs), program=("-c", SEVERAL))
     assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout.decode("latin-1").splitlines()[-1])
+    _, *printed = ended.stdout.decode("latin-1").split("--- began\n")
+    shown = [text.rpartition("--- ") for text in printed]
+    assert [code for *_, code in shown] == ["0\n"] * len(verbs), ended.stderr
+    return [text for text, *_ in shown]
 
 
 def test_verbs_print_names_texts_and_tables(encoding, tmp_path):
@@ -82,27 +98,24 @@ def test_verbs_print_names_texts_and_tables(encoding, tmp_path):
     write_rows(folder / "sources.jsonl", SOURCES)
     write_rows(folder / "questions.jsonl", QUESTIONS)
     data = str(tmp_path / f"prepared {named}")
-    made = run(encoding, "prepare", "corpus", "--raw", str(folder), "--out", data, "--json")
-    assert result(made)["data"] == data
     hits = str(tmp_path / f"hits {named}.jsonl")
-    found = run(
-        encoding, "search", "--method=bm25", f"--data={data}", "--split=val", f"--out={hits}"
-    )
-    assert found.returncode == 0, found.stderr
     rows = [{"question_id": "q–1", "answer": "珈琲", "sources": ["β"]}]
     answers = str(write_rows(tmp_path / f"answers {named}.jsonl", rows))
     flags = (
-        "evaluate",
-        "corpus",
-        f"--references={data}",
-        f"--predictions={answers}",
+        *("evaluate", "corpus", f"--references={data}", f"--predictions={answers}"),
         "--split=val",
     )
-    scored = result(run(encoding, *flags, "--json"))
-    assert list(scored["by_category"]) == ["Κ"]
-    table = run(encoding, *flags)
-    assert table.returncode == 0
-    assert b"webqa_acc" in table.stdout
+    made, _, scored, table = run_all(
+        encoding,
+        ("prepare", "corpus", "--raw", str(folder), "--out", data, "--json"),
+        ("search", "--method=bm25", f"--data={data}", "--split=val", f"--out={hits}"),
+        (*flags, "--json"),
+        flags,
+    )
+    assert json.loads(made.splitlines()[-1])["data"] == data
+    assert os.path.getsize(hits)
+    assert list(json.loads(scored.splitlines()[-1])["by_category"]) == ["Κ"]
+    assert "webqa_acc" in table
 
 
 def test_errors_name_files_outside_the_encoding(encoding, tmp_path):

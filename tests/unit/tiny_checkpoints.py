@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,6 @@ import torch
 from flax import nnx
 from safetensors.numpy import save_file
 
-from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.models.bart_config import BartConfig
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.clip import CLIPConfig, TextConfig, VisionConfig
@@ -33,7 +33,6 @@ from mmqa_jax.models.siglip import SiglipConfig, SiglipTextConfig, SiglipVisionC
 from mmqa_jax.models.t5_config import T5Config
 from mmqa_jax.models.vlp import VLPConfig
 from mmqa_jax.weights.layouts import Published
-from mmqa_jax.weights.published import load_checkpoint
 from mmqa_jax.weights.registry import architecture
 
 _BERT = BertConfig(vocab_size=30, hidden=12, layers=2, heads=3, mlp=16, positions=9, eps=1e-3)
@@ -132,6 +131,7 @@ class Source(NamedTuple):
         return ["convert", f"--model={model}", f"--source={self.path}", *settings]
 
 
+@functools.cache
 def _published(model: str, config: Any) -> Published:
     """A model as its exporter has it; nothing is initialized."""
     entry = architecture(model)
@@ -172,10 +172,3 @@ def make_source(model: str, folder: Path, dtype: str = "float32") -> Source:
         (folder / "config.json").write_text(json.dumps({**entries, "bos_token_id": 11}))
         save_file(arrays, folder / "model.safetensors")
     return Source(path, config, arrays)
-
-
-def load_directly(model: str, source: Source) -> dict[str, jax.Array]:
-    """The parameters as the key map reads the checkpoint into a model, by name."""
-    entry = architecture(model)
-    loaded = load_checkpoint(entry.build, entry.open(source.path), source.config)
-    return flatten_named(nnx.state(loaded))
