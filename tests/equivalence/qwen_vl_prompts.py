@@ -15,7 +15,7 @@ import torch
 import transformers
 from byte_tokenizer import byte_tokenizer
 from PIL import Image
-from qwen_vl_pair import SPECIAL, TEMPLATE, UNIT, save_torch
+from qwen_vl_pair import SPECIAL, TEMPLATE, UNIT, pictures, save_torch
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
     Qwen2VLImageProcessorPil,
     smart_resize,
@@ -72,6 +72,11 @@ def make_published(folder: Path, *around: str) -> Published:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     return Published(model.eval(), processor, tokenizer, folder)
+
+
+def small_pictures() -> list[Image.Image]:
+    """Of three sizes, the second too small; half of each side of `qwen_vl_pair.pictures`."""
+    return [one.resize((one.width // 2, one.height // 2)) for one in pictures()]
 
 
 def says(text: str) -> dict[str, str]:

@@ -20,6 +20,7 @@ from compare import (
     forward,
     names_its_axes,
     near_in_bfloat16,
+    random_model,
     randomize,
     same_gradients,
     with_config,
@@ -206,12 +207,7 @@ def test_remat_and_unroll_leave_loss_and_gradients_alone():
     config = dataclasses.replace(CONFIG, layers=2, pooler=False)
     ids, types, mask = batch(config, rows=3)
     key = jax.random.key(5, impl="unsafe_rbg")  # quick to compile
-    rng = np.random.default_rng(0)
-    model = abstract(Bert, config)
-    state = jax.tree.map(
-        lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32) * 0.3, nnx.state(model)
-    )
-    model = nnx.merge(nnx.graphdef(model), state)
+    model = random_model(Bert, config)
 
     def run(config):
         graphdef, state = nnx.split(with_config(model, config))
@@ -281,10 +277,12 @@ def test_bad_input_is_named():
 @pytest.mark.parametrize("layers", [1, 3])
 def test_the_first_position_alone_equals_the_whole_models(layers):
     config = dataclasses.replace(CONFIG, layers=layers)
-    model = Bert(config, rngs=nnx.Rngs(3))
     rng = np.random.default_rng(4)
     embedded = rng.normal(size=(3, 11, config.hidden)).astype(np.float32)
     mask = (np.arange(11) < np.array([[11], [7], [1]]))[:, None, None]
-    whole = model.encode(jnp.asarray(embedded), jnp.asarray(mask))
-    first = model.encode_first(jnp.asarray(embedded), jnp.asarray(mask))
+
+    def both(model, *given):
+        return model.encode(*given), model.encode_first(*given)
+
+    whole, first = compiled(random_model(Bert, config), both)(embedded, mask)
     np.testing.assert_allclose(first, whole[:, 0], atol=1e-5)

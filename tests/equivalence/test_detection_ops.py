@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from compare import LAYER
+from compare import LAYER, compiled, forward
 from detection_torch import clip as torch_clip
 from detection_torch import decode, nms, roi_align, roi_pool
 from flax import nnx
@@ -74,24 +76,26 @@ def test_the_threshold_itself():
     boxes = np.array([[0, 0, 2, 0], [0, 0, 5, 0]], "f4")  # 3 and 6 pixels
     scores, valid = np.array([0.9, 0.8], "f4"), np.ones(2, bool)
     for inclusive, want in ((True, [True, False]), (False, [True, True])):
-        _, kept = suppress(boxes, scores, valid, Overlap(0.5, inclusive, 1), 2)
+        _, kept = jax.jit(suppress, static_argnums=(3, 4))(
+            boxes, scores, valid, Overlap(0.5, inclusive, 1), 2
+        )
         assert kept.tolist() == want
 
 
 def test_suppression_of_few_none_and_invalid_boxes():
     crowd = Crowd(9)
     overlap = Overlap(0.3, False, 0)
-    chosen, kept = suppress(crowd.boxes, crowd.scores, np.zeros(9, bool), overlap, 4)
+    run = jax.jit(suppress, static_argnums=(3, 4))
+    chosen, kept = run(crowd.boxes, crowd.scores, np.zeros(9, bool), overlap, 4)
     assert not kept.any()
     want = nms(crowd.boxes, crowd.scores, 0.3, inclusive=False, last_pixel=0)
-    chosen, kept = suppress(crowd.boxes, crowd.scores, np.ones(9, bool), overlap, 20)
+    chosen, kept = map(np.asarray, run(crowd.boxes, crowd.scores, np.ones(9, bool), overlap, 20))
     assert chosen.shape == (20,)
     assert chosen[kept].tolist() == want
     # In classes: as masks, all classes at once.
     scores = np.random.default_rng(0).integers(0, 9, (5, 9)).astype("f4")
-    got = jax.vmap(keep_in_class, (None, 0, None, None))(
-        crowd.boxes, scores, np.ones(9, bool), overlap
-    )
+    in_classes = jax.vmap(keep_in_class, (None, 0, None, None))
+    got = jax.jit(in_classes, static_argnums=3)(crowd.boxes, scores, np.ones(9, bool), overlap)
     for mask, line in zip(got, scores, strict=True):
         want = nms(crowd.boxes, line, 0.3, inclusive=False, last_pixel=0)
         assert np.flatnonzero(mask).tolist() == sorted(want)
@@ -111,10 +115,11 @@ def test_roi_align(aligned, samples):
         aligned=aligned,
     )
     options = {"size": 3, "scale": 1 / 16, "samples": samples, "aligned": aligned}
-    got = our_align(features, boxes, **options)
+    align = jax.jit(functools.partial(our_align, **options))
+    got = align(features, boxes)
     np.testing.assert_allclose(got, want.permute(0, 2, 3, 1), **LAYER)
     padded = np.pad(features, ((0, 3), (0, 5), (0, 0)), constant_values=9)
-    got = our_align(padded, boxes, **options, extent=jnp.array([9, 13]))
+    got = align(padded, boxes, extent=jnp.array([9, 13]))
     np.testing.assert_allclose(got, want.permute(0, 2, 3, 1), **LAYER)
 
 
@@ -127,10 +132,11 @@ def test_roi_pool(size):
     boxes[5] = 7.9999995, 24, 39.999996, 56
     want = roi_pool(torch.from_numpy(features.transpose(2, 0, 1).copy()), boxes, size, 1 / 16)
     want = want.permute(0, 2, 3, 1).numpy()
-    got = our_pool(features, boxes, size=size, scale=1 / 16)
+    pool = jax.jit(functools.partial(our_pool, size=size, scale=1 / 16))
+    got = pool(features, boxes)
     np.testing.assert_array_equal(got, want)
     padded = np.pad(features, ((0, 3), (0, 5), (0, 0)), constant_values=9)
-    got = our_pool(padded, boxes, size=size, scale=1 / 16, extent=jnp.array([9, 13]))
+    got = pool(padded, boxes, extent=jnp.array([9, 13]))
     np.testing.assert_array_equal(got, want)
 
 
@@ -141,13 +147,14 @@ def test_regression_of_boxes(end_pixel, bounded):
     deltas[7] = 1, 1, 30, 25  # grows beyond the bound
     weights = (10.0, 9.0, 5.0, 4.0)
     coder = BoxCoder(weights, end_pixel=end_pixel, bounded=bounded)
-    got = coder.decode(deltas, boxes)
+    got = np.asarray(jax.jit(coder.decode)(deltas, boxes))
     want = decode(deltas, boxes, weights, end_pixel=end_pixel, bounded=bounded)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-3)
     size = jnp.array([200, 300])
     np.testing.assert_allclose(clip(got, size, 1), torch_clip(want, 200, 300), atol=1e-3)
     usual = np.flatnonzero(np.abs(deltas).max(axis=1) < 3)
-    again = coder.decode(coder.encode(got[usual], boxes[usual]), boxes[usual])
+    both = jax.jit(lambda to, given: coder.decode(coder.encode(to, given), given))
+    again = both(got[usual], boxes[usual])
     np.testing.assert_allclose(again, got[usual], rtol=1e-5, atol=1e-2)
 
 
@@ -207,7 +214,7 @@ def test_convolutions(size, groups, options):
         groups=groups,
         **options,
     )
-    np.testing.assert_allclose(conv(x), want.permute(0, 2, 3, 1), **LAYER)
+    np.testing.assert_allclose(compiled(conv, forward)(x), want.permute(0, 2, 3, 1), **LAYER)
 
 
 @pytest.mark.parametrize("joined", [2, 4, 8])
@@ -226,5 +233,6 @@ def test_groups_joined_by_zeros(joined):
             feature_group_count=groups,
         )
 
-    got = convolved(block_diagonal(kernel, 8, joined), 8 // joined)
+    blocks = jax.jit(block_diagonal, static_argnums=(1, 2))(kernel, 8, joined)
+    got = convolved(blocks, 8 // joined)
     np.testing.assert_allclose(got, convolved(kernel, 8), **LAYER)

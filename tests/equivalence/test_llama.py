@@ -201,13 +201,13 @@ def test_bfloat16_stays_near_float32(grouped):
     assert 1e-4 < deviation(got, grouped.forward(tokens(), *everything())) < 0.02
 
 
+@pytest.mark.parametrize("pair", [*CASES][::2], indirect=True)  # grouped heads, and all
 def test_generation_with_a_cache_equals_the_whole_forward(pair):
     """Prefill into some rows, chunks and single steps, each row at its own position."""
     _, ours, folder, forward = pair
     ids = tokens()
     want = np.asarray(forward(ids, *everything()))
-    unstacked = load_published("llama", folder)
-    unstack_layers(unstacked)
+    unstacked = load_published("llama", folder, layers_apart=True)
     lengths, bucket, slots = np.array([40, 3, 17]), 40, np.array([4, 1, 5])
     prompts = np.where(np.arange(bucket) < lengths[:, None], ids[:, :bucket], 0)
 
@@ -375,8 +375,7 @@ def test_what_the_model_cannot_take_is_named(grouped):
     _, ours, folder, _ = grouped
     with pytest.raises(UserError, match="641 tokens long"):
         jax.eval_shape(ours, jnp.zeros((1, 641), int))
-    unstacked = load_published("llama", folder)
-    unstack_layers(unstacked)
+    unstacked = load_published("llama", folder, layers_apart=True)
     with pytest.raises(TypeError, match="unstacked layers only run in"):
         unstacked(jnp.zeros((1, 2), int))
     with pytest.raises(UserError, match="layout does not have: layers/0/"):

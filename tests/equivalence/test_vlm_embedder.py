@@ -9,8 +9,8 @@ import pytest
 import torch
 from compare import WHOLE
 from PIL import Image
-from qwen_vl_pair import encoded, pictures
-from qwen_vl_prompts import Published, make_published, says, write_json
+from qwen_vl_pair import encoded
+from qwen_vl_prompts import Published, make_published, says, small_pictures, write_json
 from safetensors.torch import load_file, save_file
 from tiny_encoders import texts
 
@@ -70,7 +70,7 @@ def test_texts(published, ours):
 
 
 def test_pictures_of_a_corpus_with_and_without_captions(published, ours):
-    shown = pictures()
+    shown = small_pictures()
     captions = ["", "two pandas", TEXTS[-1]]
     corpus = corpus_of_lists(
         [*captions, "a text"],
@@ -94,7 +94,7 @@ def test_pictures_of_a_corpus_with_and_without_captions(published, ours):
 
 
 def test_pictures_and_questions_with_pictures(published, ours):
-    shown = pictures()
+    shown = small_pictures()
     pixels = [pixels_of(ours, one) for one in shown]
     want = [vector(published, None, one) for one in shown]
     np.testing.assert_allclose(ours.embed_pictures(pixels), want, **WHOLE)
@@ -175,7 +175,8 @@ def test_texts_and_pages_share_an_index(published, tmp_path, monkeypatch):
     monkeypatch.setenv("MMQA_CACHE", str(tmp_path / "cache"))
     # On a CPU passages' products may be rounded to bfloat16.
     monkeypatch.setattr("mmqa_jax.runs.ask_folder._products", lambda: "highest")
-    data = pdf([[(20, 700, "Filters"), (10, 660, "Wash the filter.")], []])
+    lines = [(20, 700, "Filters"), (10, 660, "Wash the filter.")]
+    data = pdf([lines, []], box="60 655 160 725")
     (tmp_path / "manuals").mkdir()
     (tmp_path / "manuals" / "manual.pdf").write_bytes(data)
     corpus = mmqa.open_corpus(tmp_path / "manuals", pages="both")

@@ -37,6 +37,7 @@ def pdf(
     pages: Sequence[Sequence[tuple[float, float, str]]],
     pictures: dict[int, tuple[float, bytes]] | None = None,
     encrypted: bool = False,
+    box: str = "0 0 612 792",
 ) -> bytes:
     """A PDF in Helvetica.
 
@@ -44,6 +45,8 @@ def pdf(
       pages: of each page its lines: size of the letters, height of the foot, both in points (the
         page has 792), and the text.
       pictures: page (from 0) -> height of the foot, and a JPEG that is shown 200 points wide.
+      encrypted: claims to be.
+      box: what is seen of every page: left, foot, right and top in points.
     """
     pictures = pictures or {}
     objects: list[bytes] = [b"", b"", b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"]
@@ -64,8 +67,8 @@ def pdf(
         objects.append(_stream("", drawn))
         content = len(objects)
         objects.append(
-            b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents %d 0 R "
-            b"/Resources << /Font << /F 3 0 R >> %s >> >>" % (content, images)
+            b"<< /Type /Page /Parent 2 0 R /MediaBox [%s] /Contents %d 0 R "
+            b"/Resources << /Font << /F 3 0 R >> %s >> >>" % (box.encode(), content, images)
         )
         kids.append(b"%d 0 R" % len(objects))
     objects[0] = b"<< /Type /Catalog /Pages 2 0 R >>"
