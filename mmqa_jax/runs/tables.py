@@ -72,7 +72,8 @@ def list_rows(name: str | None, workdir: Path | None = None) -> list[dict[str, A
       split), `not run`, `needs` (inputs are missing), `cited only`, `missing`
       (not implemented yet), or, of a row of ours without a published figure, `measured`.
     """
-    places = [Path(place) for place in PLACES] if workdir is None else [workdir]
+    there = [place for place in map(Path, PLACES) if place.is_dir()]
+    places = there if workdir is None else [workdir]
     if workdir is not None and not workdir.is_dir():
         raise UserError(f"--workdir={workdir}: no such folder; name one that holds rows' workdirs.")
     return [

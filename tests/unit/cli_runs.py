@@ -7,6 +7,7 @@ models are one layer deep and two steps trained; what they learn is tested elsew
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import shutil
@@ -20,6 +21,7 @@ import pytest
 from PIL import Image
 
 from mmqa_jax.cli import main
+from mmqa_jax.models import vlp
 from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +121,16 @@ def quietly(cache: Path) -> Iterator[None]:
         finally:
             for name, value in before.items():
                 jax.config.update(name, value)
+
+
+@contextlib.contextmanager
+def narrow_vlp() -> Iterator[None]:
+    """VLP over X101's features with a linear of 32 in front of its trunk, in place of 2048."""
+    published = vlp.vlp_base_x101()
+    with pytest.MonkeyPatch.context() as patch:
+        narrow = dataclasses.replace(published, visual_hidden=(32,))
+        patch.setattr(vlp, "vlp_base_x101", lambda: narrow)
+        yield
 
 
 def sentence(land: str) -> str:

@@ -217,7 +217,7 @@ def test_place_names_are_many_and_name_no_country():
     names = place_names()
     assert len(names) >= 3_500
     assert not {"france", "angola", "luxembourg"} & {n.lower() for n in names}
-    assert names == sorted(set(names))
+    assert list(names) == sorted(set(names))
 
 
 def test_cleaning():

@@ -38,22 +38,28 @@ def flags_of(workdir, data, mode="runlocal", **changes) -> list[str]:
     return flags + [f"--config.{key}={value}" for key, value in values.items()]
 
 
-def whole_run_flags(workdir, data) -> list[str]:
+def whole_run_flags(workdir, data, **changes) -> list[str]:
     """A run on all of train, as Prophet's own."""
-    flags = flags_of(workdir, data, **{"train.steps": 2, "data.split": "train"})
+    flags = flags_of(workdir, data, **{"data.split": "train", **changes})
     return [*flags, "--config.data.folds=1", "--config.data.more_splits=()"]
 
 
 @pytest.fixture(scope="module")
 def trained(cli_cache, tmp_path_factory):
-    """OK-VQA's files, and a run on each half of the test split."""
+    """OK-VQA's files, a run on each half of the test split, and one on train.
+
+    The first run's answers are those of its questions, the others take them over: with as many
+    answers they are the same compiled programs.
+    """
     folder = tmp_path_factory.mktemp("vqa")
-    raw = write_okvqa(folder / "raw")
-    done("prepare", "okvqa", f"--raw={raw}", f"--out={folder / 'data'}")
+    raw, data = write_okvqa(folder / "raw"), folder / "data"
+    done("prepare", "okvqa", f"--raw={raw}", f"--out={data}")
+    same = {"answers.file": folder / "run0/answers.json"}
     with quietly(cli_cache):
-        for fold in (0, 1):
-            result = done(*flags_of(folder / f"run{fold}", folder / "data", **{"data.fold": fold}))
-            assert result["task"] == "vqa"
+        result = done(*flags_of(folder / "run0", data, **{"data.fold": 0}))
+        assert result["task"] == "vqa"
+        done(*flags_of(folder / "run1", data, **{"data.fold": 1}, **same))
+        done(*whole_run_flags(folder / "whole", data, **same))
     return folder
 
 
@@ -118,8 +124,6 @@ def test_examples_are_by_cosine():
 
 def test_prophets_own_split(trained, tmp_path):
     """One model on train: candidates of test and of its own examples, as heuristics.py."""
-    done(*whole_run_flags(tmp_path / "run", trained / "data"))
-    shutil.copytree(tmp_path / "run", trained / "whole", dirs_exist_ok=True)
     ended = run_candidates(trained, tmp_path / "out", "whole")
     assert ended.code == 0, ended.err
     candidates = load_candidates(tmp_path / "out/candidates.json")
@@ -182,7 +186,7 @@ def test_wrong_configs(change, message, trained, refused, tmp_path):
 
 
 def test_prophets_recipe_on_grids(trained, tmp_path):
-    """Pretraining, the new head alone, then all: each stage starts from the one before."""
+    """Pretraining's start, the new head alone, then all: each starts from the one before."""
     for name, number in (("train2014", 1), ("val2014", 2), ("val2014", 3)):
         folder = tmp_path / "grids" / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -190,7 +194,7 @@ def test_prophets_recipe_on_grids(trained, tmp_path):
         np.savez(folder / f"COCO_{name}_{number:012d}.npz", x=grid)
     (tmp_path / "vqav2.json").write_text('["ivy", "zebra"]')
 
-    def stage(mode, name, **more):
+    def stage(mode, name, only_start=False, **more):
         changes = {
             **{f"model.fusion.{key}": value for key, value in FUSION.items()},
             **{key: value for key, value in TINY.items() if "learning_rate" not in key},
@@ -199,10 +203,10 @@ def test_prophets_recipe_on_grids(trained, tmp_path):
         }  # fmt: skip
         config = load_config(f"{ROOT}/configs/okvqa/mcan.py:{mode}", {**changes, **more})
         config.model.changes = {"hidden": 16, "layers": 1, "heads": 2, "mlp": 16}
-        run_training(config, tmp_path / name)
+        run_training(config, tmp_path / name, only_start=only_start)
 
     first = {"data.split": "train", "answers.file": str(tmp_path / "vqav2.json")}
-    stage("pretrain", "pretrain", init="scratch", **first)
+    stage("pretrain", "pretrain", only_start=True, init="scratch", **first)
     base = {"answers.base": str(tmp_path / "pretrain")}
     stage("head", "head", init=str(tmp_path / "pretrain"), **base)
     stage("finetune", "finetune", init=str(tmp_path / "head"), **base)

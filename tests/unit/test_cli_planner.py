@@ -30,7 +30,7 @@ LEARNED = {
 }  # fmt: skip
 REWARDED = {
     **TINY, "batches.batch_size": 16, "grpo.group": 8, "train.steps": 20, "grpo.kl_weight": 0.01,
-    "train.optimizer.learning_rate": 0.004, "train.checkpoint_every": 5,
+    "train.optimizer.learning_rate": 0.004, "train.checkpoint_every": 3,
 }  # fmt: skip
 RIGHT = (1,)
 
@@ -87,9 +87,9 @@ def test_reward_rises_where_one_plan_is_always_right(inputs):
         assert row["reward"] == pytest.approx(row["score"] - 0.02 * row["calls"], abs=1e-5)
 
 
-@pytest.mark.parametrize("step", [5, 10])
+@pytest.mark.parametrize("step", [15, 18])
 def test_a_killed_run_ends_with_the_same_weights(inputs, tmp_path, step):
-    """Step 5 is between two updates on the same plans, which its checkpoint holds."""
+    """Step 15 is between two updates on the same plans, which its checkpoint holds."""
     whole = inputs / "rewarded"
     killed = killed_after(step, _with_best(whole, tmp_path / "whole"), tmp_path / "killed")
     done(*rewarded(inputs, killed, **{"grpo.updates": 2}))

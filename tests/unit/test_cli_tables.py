@@ -115,9 +115,18 @@ def elsewhere(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    """All rows, in such a directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("empty"))
+        return done("tables")["rows"]
+
+
 @pytest.fixture
-def listed(elsewhere):
-    return [row for row in done("tables", "webqa")["rows"] if row["published"] is not None]
+def listed(everything):
+    """WebQA's published figures."""
+    return [r for r in everything if r["paper"] == "webqa" and r["published"] is not None]
 
 
 def of_figure(listed: list[dict], table: str, row: str, column: str) -> dict:
@@ -234,10 +243,9 @@ def test_what_is_here_can_be_run(elsewhere):
     assert of_figure(listed, "6", "vlp", "acc")["needs"] == []
 
 
-def commands_of(paper: str) -> dict[str, str]:
-    return {
-        row["config_row"]: row["command"] for row in done("tables", paper)["rows"] if row["command"]
-    }
+def commands_of(paper: str, everything: list[dict]) -> dict[str, str]:
+    rows = (row for row in everything if row["paper"] == paper and row["command"])
+    return {row["config_row"]: row["command"] for row in rows}
 
 
 @pytest.mark.parametrize(
@@ -247,9 +255,9 @@ def commands_of(paper: str) -> dict[str, str]:
         ("atlas", None),
     ],
 )
-def test_every_command_is_one(paper, rows):
+def test_every_command_is_one(paper, rows, everything):
     """It parses, and its config is a row with the options and parts that its setting takes."""
-    commands = commands_of(paper)
+    commands = commands_of(paper, everything)
     assert rows is None or commands.keys() == rows
     for row, text in commands.items():
         program, *words = shlex.split(text)
@@ -264,11 +272,11 @@ def test_every_command_is_one(paper, rows):
 
 
 @pytest.mark.parametrize("paper", ["webqa", "atlas"])
-def test_every_row_is_listed(paper):
+def test_every_row_is_listed(paper, everything):
     from mmqa_jax.core.config import load_module
 
     tables = load_module(ROOT / f"configs/{paper}/tables.py")
-    commands = commands_of(paper)
+    commands = commands_of(paper, everything)
     assert commands.keys() == set(tables.MODES)
     for row in tables.MODES:
         config = tables.get_config(row)
@@ -439,10 +447,10 @@ def test_tables_fit_a_terminal_of_120_characters(elsewhere):
         assert not any("…" in line for line in lines)
 
 
-def test_all_papers(elsewhere):
-    rows = done("tables")["rows"]
-    assert {row["paper"] for row in rows} == set(PAPERS)
-    assert [row for row in rows if row["paper"] == "atlas"] == done("tables", "atlas")["rows"]
+def test_all_papers(elsewhere, everything):
+    assert {row["paper"] for row in everything} == set(PAPERS)
+    of_atlas = [row for row in everything if row["paper"] == "atlas"]
+    assert of_atlas == done("tables", "atlas")["rows"]
 
 
 def test_every_paper_can_be_named():
@@ -453,16 +461,15 @@ def test_every_paper_can_be_named():
     assert [parser.parse_args([name]).name for name in names] == names
 
 
-def test_the_rows_of_a_data_set(elsewhere):
+def test_the_rows_of_a_data_set(elsewhere, everything):
     """Of every paper that has some there, and of no other data set."""
     rows = done("tables", "scienceqa")["rows"]
     assert {row["paper"] for row in rows} == {"rmr", "llava", "mmcot"}
     assert {
         row["command"].partition(" --config=configs/")[2][:9] for row in rows if row["command"]
     } == {"scienceqa"}
-    assert done("tables", "webqa")["rows"] == [
-        r for r in done("tables")["rows"] if r["paper"] == "webqa"
-    ]
+    of_webqa = [row for row in everything if row["paper"] == "webqa"]
+    assert done("tables", "webqa")["rows"] == of_webqa
     printed = mmqa("tables", "scienceqa").out
     assert "rmr, rows to run" in printed
     assert "llava, rows to run" in printed
@@ -536,22 +543,13 @@ def test_wrong_flags(refused):
         "mathvista",
     ],
 )
-def test_rows_of_the_benchmarks(dataset):
+def test_rows_of_the_benchmarks(dataset, everything):
     """Every row is one that `mmqa run` takes, and where its inputs come from is known."""
     from mmqa_jax.core.config import load_module
 
     tables = load_module(ROOT / f"configs/{dataset}/tables.py")
-    listed = {
-        (row["config_row"], row["command"])
-        for paper in (
-            *("pica", "rmr", "mavl", "llava", "mmcot", "echosight"),
-            *("openstax", "multimodalqa", "infoseek", "evqa"),
-            *("mbeir", "vidore", "mmmu", "mragbench", "mathvista"),
-        )
-        for row in done("tables", paper)["rows"]
-        if f"configs/{dataset}/" in row["command"]
-    }
-    assert {row for row, _ in listed} == set(tables.MODES)
+    listed = {r["config_row"] for r in everything if f"configs/{dataset}/" in r["command"]}
+    assert listed == set(tables.MODES)
     for name in tables.MODES:
         config = tables.get_config(name)
         read_row(config)

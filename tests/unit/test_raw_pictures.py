@@ -8,7 +8,7 @@ import json
 
 import numpy as np
 import pytest
-from cli_runs import ROOT, done, mmqa, quietly, rows_of
+from cli_runs import ROOT, done, mmqa, narrow_vlp, quietly, rows_of
 from flax import nnx
 from test_webqa_reader import image_fact, snippet, write_images
 from tiny_detectors import tiny
@@ -60,6 +60,12 @@ def encoded(seed: int) -> bytes:
     return picture((70, 41), seed)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def narrow():
+    with narrow_vlp():
+        yield
+
+
 @pytest.fixture(scope="module")
 def places(cli_cache, tmp_path_factory):
     """A prepared corpus, a tiny detector with the sizes of VLP's features, and its records."""
@@ -71,7 +77,7 @@ def places(cli_cache, tmp_path_factory):
     content = {n: encoded(n) if n != BROKEN else b"no picture" for n in PICTURES}
     write_images(raw, {n: base64.b64encode(data) for n, data in content.items()})
     config = dataclasses.replace(tiny("detectron"), head=2048, classes=1601)
-    model = FasterRCNN(config, rngs=nnx.Rngs(3))
+    model = nnx.jit(lambda: FasterRCNN(config, rngs=nnx.Rngs(3)))()
     save_trained(folder / "detector", model, nnx.state(model), {})
     with quietly(cli_cache):
         done("prepare", "webqa", f"--raw={raw}", f"--out={folder / 'data'}")

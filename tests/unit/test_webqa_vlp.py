@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from cli_runs import ROOT, done, mmqa, quietly, rows_of
+from cli_runs import ROOT, done, mmqa, narrow_vlp, quietly, rows_of
 from flax import nnx
 from test_regions import detections, write_vinvl, write_x101
 from test_webqa_reader import image_fact, png, snippet, write_images
@@ -84,6 +84,12 @@ def datum(number: int, split: str, category: str) -> dict:
         "txt_posFacts": snippets[:2] if text else [],
         "txt_negFacts": snippets[2:] if text else snippets,
     }  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def narrow():
+    with narrow_vlp():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -368,9 +374,9 @@ def test_flags_that_do_not_fit_the_candidates(
 # The variants
 
 
-def test_vlp_i_is_trained_on_and_asked_picture_questions_alone(release, tmp_path):
+def test_vlp_i_is_asked_picture_questions_alone(release, tmp_path):
     run, answers = tmp_path / "run", tmp_path / "predictions.jsonl"
-    train(release, run, "vlp_qa.py:vlp_i_runlocal", **SMALL_QA)
+    train(release, run, "vlp_qa.py:vlp_i_runlocal", "--only_start", **SMALL_QA)
     data = f"--data={release / 'data'}"
     ended = mmqa("answer", data, f"--model={run}", "--split=val", f"--out={answers}")
     assert ended.code == 0, ended.err
@@ -417,16 +423,19 @@ def clip_config(release, clip, **changes):
 def test_clips_patch_features_are_those_of_the_tower(clip):
     section = {"trunk": "minilm_l6", "changes": {"hidden": 32, "layers": 1, "heads": 2, "mlp": 32},
                "frontend": "clip", "clip": "vit_b_16", "vision": VISION}  # fmt: skip
-    vlp = read_typed(VLPModel, section, "model").config(40).build(rngs=nnx.Rngs(0))
+    config = read_typed(VLPModel, section, "model").config(40)
+    vlp = nnx.jit(lambda: config.build(rngs=nnx.Rngs(0)))()
     nnx.update(vlp.region_content.tower, nnx.state(clip[1].vision))
     pixels = np.random.default_rng(0).integers(0, 256, (4, 16, 16, 3)).astype(np.uint8)
     regions = PatchRegions(16, 8)
     patches = np.stack([regions(RawSource("", pixels=picture))[0] for picture in pixels])
     for layer in (-2, 0):
         vlp.region_content.layer = layer
+        content, tower = vlp.region_content, clip[1].vision
         # Two rows of two pictures, side by side in their slots.
-        found = vlp.region_content.features(jnp.asarray(patches.reshape(2, 8, -1)))
-        wanted = clip[1].vision.patch_features(normalize_pixels(jnp.asarray(pixels)), layer)
+        found = nnx.jit(type(content).features)(content, jnp.asarray(patches.reshape(2, 8, -1)))
+        seen = nnx.jit(type(tower).patch_features, static_argnums=2)
+        wanted = seen(tower, normalize_pixels(jnp.asarray(pixels)), layer)
         np.testing.assert_allclose(found.reshape(4, 4, -1), wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -438,7 +447,7 @@ def test_a_reader_over_clip_is_trained_with_the_tower_frozen(release, clip, tmp_
     ours = flatten_named(nnx.state(graph.region_content.tower))
     for name, values in flatten_named(nnx.state(clip[1].vision)).items():
         np.testing.assert_array_equal(ours[name], values, err_msg=name)
-    start = graph.config.build(rngs=nnx.Rngs(jax.random.key(42)))
+    start = nnx.jit(lambda: graph.config.build(rngs=nnx.Rngs(jax.random.key(42))))()
     moved = flatten_named(nnx.state(start.region_content.linears))
     for name, values in flatten_named(nnx.state(graph.region_content.linears)).items():
         assert not np.array_equal(values, moved[name]), name  # these are trained

