@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -42,16 +41,16 @@ def detector():
 
 
 def test_each_picture_is_what_it_is_alone(detector):
-    detect, model = detector
+    detect, _ = detector
     images = [picture(size, n) for n, size in enumerate(SIZES)]
     found = detect(images)
     assert detect._find._cache_size() == 2  # 128 x 128, and 256 x 128
-    alone = jax.jit(lambda pictures: model.regions(pictures))
     for size, image, got in zip(SIZES, images, found, strict=True):
         made = detector_picture(image, SMALL)
         # Twice, a batch as large as the detector's: one of another size rounds otherwise, by which
         # regions that score nearly the same may change places.
-        want = alone(Pictures(*detector_batch([made] * 2, bucket(made.pixels.shape[:2]))))
+        batch = Pictures(*detector_batch([made] * 2, bucket(made.pixels.shape[:2])))
+        want = detect._find(detect._state, batch)
         count = int(want.valid[0].sum())
         assert got.size == size[::-1]
         assert len(got) == count >= 6  # `fewest` of tiny()
