@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from drawn_weights import drawn
 from flax import nnx
 from PIL import Image
 from tiny_detectors import PRESETS, tiny
@@ -34,9 +35,13 @@ def picture(size: tuple[int, int], seed: int = 0) -> Image.Image:
     return Image.fromarray(values)
 
 
+def made(seed: int = 3) -> FasterRCNN:
+    return drawn(lambda: FasterRCNN(tiny("detectron"), rngs=nnx.Rngs(0)), seed)
+
+
 @pytest.fixture(scope="module")
 def detector():
-    model = FasterRCNN(tiny("detectron"), rngs=nnx.Rngs(3))
+    model = made()
     return RegionDetector(model, SMALL, batch_size=2), model
 
 
@@ -82,8 +87,8 @@ def test_what_cannot_be_loaded_keeps_its_place(detector):
 
 def test_fingerprints_tell_weights_rules_and_pictures(detector):
     detect, model = detector
-    same = RegionDetector(FasterRCNN(tiny("detectron"), rngs=nnx.Rngs(3)), SMALL, batch_size=1)
-    other = RegionDetector(FasterRCNN(tiny("detectron"), rngs=nnx.Rngs(4)), SMALL)
+    same = RegionDetector(made(), SMALL, batch_size=1)
+    other = RegionDetector(made(seed=4), SMALL)
     larger = RegionDetector(model, VLP)
     assert same.fingerprint == detect.fingerprint
     assert len({detect.fingerprint, other.fingerprint, larger.fingerprint}) == 3
