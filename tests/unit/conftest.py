@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,25 @@ from cli_runs import (
     tree,
     write_documents,
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _measured_once():
+    """`mmqa plan` measures this machine once, reading 32 MiB of its memory and not a GiB."""
+    from mmqa_jax.core import speed
+    from mmqa_jax.plan import topology
+
+    measure, read = topology._measured, functools.partial(speed.read_bandwidth, 32 << 20)
+
+    @functools.cache
+    def measured(*device):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(speed, "read_bandwidth", read)
+            return measure(*device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topology, "_measured", measured)
+        yield
 
 
 @pytest.fixture(scope="session")

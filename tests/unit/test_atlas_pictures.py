@@ -1,5 +1,6 @@
 """Facts read from flag pixels, text cleaning, and the two augmentations."""
 
+import collections
 import itertools
 import re
 
@@ -27,6 +28,7 @@ from mmqa_jax.data.atlas.questions import (
     Subject,
     choose_questions,
     color_questions,
+    split_groups,
     stripe_places,
 )
 
@@ -44,6 +46,27 @@ def facts(flags):
 def test_palette_shades_cannot_be_confused():
     apart = np.abs(SHADES[:, None] - SHADES[None]).max(-1) + 255 * np.eye(len(SHADES))
     assert apart.min() > 2 * TOLERANCE
+
+
+def test_the_splits_of_all_countries(flags):
+    countries = load_countries()
+    codes = {country.iso: country.code for country in countries}
+    assert len(flags) >= 259
+    subjects = [
+        Subject(n, flag, codes.get(key, key)) for n, (key, flag) in enumerate(flags.items())
+    ]
+    counts = dict.fromkeys(codes.values(), 30)  # snippets
+    split = split_groups(subjects, [], countries, counts, np.random.default_rng(0))
+    found = collections.Counter(split[country.code] for country in countries)
+    assert found == {"train": 172, "val": 20, "test": 48}
+    alike = collections.defaultdict(set)
+    for key, flag in flags.items():
+        alike[flag.digest].add(key)
+    # The issue counts five pairs among the countries' flags.
+    pairs = [keys & codes.keys() for keys in alike.values() if len(keys & codes.keys()) > 1]
+    assert len(pairs) == 5
+    assert {"TD", "RO"} in pairs
+    assert all(len({split[codes[key]] for key in pair}) == 1 for pair in pairs)
 
 
 def test_golden_flag_facts(facts):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -36,6 +37,12 @@ QUOTED = 'a sign that says " stop ".'
 def shared(name):
     require(SHARED / name)
     return SHARED / name
+
+
+@functools.cache
+def questions_of(read, name):
+    """All questions of a dataset, whose files are read once."""
+    return read(shared(name)).questions
 
 
 class Following:
@@ -71,7 +78,7 @@ def last_of_the_most_frequent(question):
 
 
 def okvqa(tagged):
-    questions = read_okvqa(shared("okvqa")).questions
+    questions = questions_of(read_okvqa, "okvqa")
     return [q for q in questions if q.split == "test" and (not tagged or "tags" in q.extra)]
 
 
@@ -79,7 +86,7 @@ def aokvqa():
     """Its val questions with the captions and tags of their pictures."""
     described = {q.extra["image_id"]: q.extra for q in okvqa(tagged=True)}
     found = []
-    for question in read_aokvqa(shared("aokvqa")).questions:
+    for question in questions_of(read_aokvqa, "aokvqa"):
         known = described.get(question.extra["image_id"])
         if question.split == "val" and known is not None:
             extra = {**question.extra, "caption": known["caption"], "tags": known["tags"]}
@@ -159,7 +166,7 @@ def test_promptcap(given):
 
 def test_a_tied_majority():
     """PromptCap's last, Prophet's first."""
-    tied = [q for q in read_aokvqa(shared("aokvqa")).questions if q.split == "val"]
+    tied = [q for q in questions_of(read_aokvqa, "aokvqa") if q.split == "val"]
     assert sum(last_of_the_most_frequent(q) != majority_answer(q) for q in tied) == 154
     for question in tied:
         assert majority_answer(question, last=True) == last_of_the_most_frequent(question)

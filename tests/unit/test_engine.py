@@ -112,7 +112,7 @@ def test_greedy_equals_the_forward_pass(engine, log_probs):
         assert got.text == Letters().decode(tokens).split("g")[0]  # END is the letter g
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_an_answer_does_not_depend_on_its_neighbors(engine, seed):
     """Alone, and in a batch of random order with shared beginnings: the same bits."""
     requests = random_requests(seed, 40)
@@ -230,7 +230,7 @@ def test_coarser_numbers_stay_near(log_probs, changes, most):
     """Log-probabilities of a given text under a rounded cache or rounded weights."""
     text = np.random.default_rng(5).integers(0, MODEL.vocab_size, 120)
     requests = [Scoring(n, text[:size], [text[size:]]) for n, size in enumerate((1, 60, 100))]
-    coarse = make_engine(sizes=dataclasses.replace(SIZES, **changes))
+    coarse = make_engine(sizes=dataclasses.replace(SIZES, buckets=(32,), **changes))
     want = np.take_along_axis(log_probs(text)[:-1], text[1:, None], axis=1)[:, 0]
     for scores in coarse.score(requests):
         (score,) = scores.scores
@@ -317,16 +317,18 @@ def test_sampled_words_follow_the_distribution():
     """20,000 draws: every share within five deviations of its probability; the cut ones never."""
     logits = np.array([2.0, 1.5, 1.5, 0.5, 0.0, -1.0, -3.0], np.float32)
     rows = 20000
+    keys = np.stack([draw_key(3, n) for n in range(rows)])
+    chosen = jax.jit(choose)
 
     def shares(temperature, top_k, top_p):
         parameters = SamplingParameters(
             np.full(rows, temperature, np.float32),
             np.full(rows, top_k, np.int32),
             np.full(rows, top_p, np.float32),
-            np.stack([draw_key(3, n) for n in range(rows)]),
+            keys,
         )
         inputs = (np.tile(logits, (rows, 1)), parameters, np.full(rows, 4), np.ones(rows, bool))
-        tokens, logprobs = jax.jit(choose)(*inputs)
+        tokens, logprobs = chosen(*inputs)
         want = logits - np.log(np.exp(logits).sum())  # of the model, whatever the temperature
         np.testing.assert_allclose(logprobs, want[tokens], rtol=0, atol=1e-5)
         return np.bincount(tokens, minlength=len(logits)) / rows

@@ -24,7 +24,7 @@ from mmqa_jax.retrieval.index import ScannParameters, build_index, load_index, s
 
 pytestmark = pytest.mark.slow
 
-FLIPS = 24  # of each file; see `damaged`
+FLIPS = 12  # of each file; see `damaged`
 ROWS, DIM = 600, 8
 
 

@@ -77,9 +77,14 @@ def test_attention_and_its_gradients(lengths, heads, size, mask, is_causal, rate
         seen = jax.random.bernoulli(KEY, 0.6, shape).at[..., 0].set(True)
     given = drawn(*q.shape, seed=7)
     same = {"mask": seen, "is_causal": is_causal}
-    with jax.default_matmul_precision("highest"):
+
+    @jax.jit
+    def theirs(q, k, v):
         want, back = jax.vjp(functools.partial(plain, rate=rate, **same), q, k, v)
-        wanted = (want, *back(given.astype(jnp.float32)))
+        return want, *back(given.astype(jnp.float32))
+
+    with jax.default_matmul_precision("highest"):
+        wanted = theirs(q, k, v)
     drop = {"dropout_rate": rate, "dropout_key": KEY if rate else None}
     kernel = functools.partial(fused.fused_attention, interpret=True, **drop, **same)
     assert fused.fused_fits(q, k, seen, is_causal)
@@ -147,11 +152,15 @@ def test_beams_over_cached_columns(beams, steps, length, size):
     seen = jax.random.bernoulli(KEY, 0.5, (batch, rows, steps * beams + rows)) | own
     kernel = jax.jit(functools.partial(fused_prefix.fused_prefix_attention, interpret=True))
     got = kernel(jnp.array(1), q, tuple(caches[:2]), there, tuple(caches[2:]), (k, v), seen)
-    q, k, v, *caches = (x.astype(jnp.float32) for x in (q, k, v, *caches))
-    prefix_k, prefix_v, *past = (x[1].reshape(batch, -1, heads, size) for x in caches)
-    columns = [jnp.concatenate(pair, axis=1) for pair in zip(past, (k, v), strict=True)]
-    want = layers.prefix_attention(q, prefix_k, prefix_v, there, *columns, mask=seen[:, None])
-    close(got, want)
+
+    @jax.jit
+    def plainly(*arrays):
+        q, k, v, *caches = (x.astype(jnp.float32) for x in arrays)
+        prefix_k, prefix_v, *past = (x[1].reshape(batch, -1, heads, size) for x in caches)
+        columns = [jnp.concatenate(pair, axis=1) for pair in zip(past, (k, v), strict=True)]
+        return layers.prefix_attention(q, prefix_k, prefix_v, there, *columns, mask=seen[:, None])
+
+    close(got, plainly(q, k, v, *caches))
 
 
 @pytest.fixture

@@ -48,8 +48,14 @@ def test_grids_of_a_benchmarks_pictures(tower, tmp_path):
         GridModel(image="grid", trunk="minilm_l6", grid=2, image_features=256),
     )
     pixels = decode_to_pixels(png((1, 2, 3)), 64, "squash", alpha="dropped")
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def encoded(state, pixels):
+        return nnx.merge(graphdef, state).grid_features(normalize_pixels(pixels))
+
     with jax.default_matmul_precision("highest"):
-        grid = model.grid_features(normalize_pixels(jax.numpy.asarray(pixels)[None]))
+        grid = encoded(state, pixels[None])
     found = features.batch([2, 3])
     np.testing.assert_allclose(found[0], grid.reshape(4, 256), rtol=2e-3, atol=1e-4)  # float16
     assert not found[1].any()

@@ -95,8 +95,8 @@ def test_more_slots_than_any_cache_encode_each_picture_once():
     assert len(watched.encoded) == 160 == watched.engine.throughput.pictures
     assert max(watched.kept) <= 80 + 8
     assert watched.decoding[-1] == 0  # dropped with the last chunk, not at the end
-    few = Watched(4, (1,)).serve(requests)
-    for n in range(160):
+    few = Watched(4, (1,)).serve(requests[::4])
+    for n in few:
         one, other = many[n].candidates[0], few[n].candidates[0]
         assert one.tokens == other.tokens
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)

@@ -16,7 +16,8 @@ from mmqa_jax.data.detector_pictures import VLP
 from mmqa_jax.inference.region_detector import DetectorKind
 from mmqa_jax.models.detection.convolution import Conv
 from mmqa_jax.models.detection.faster_rcnn import FasterRCNN
-from mmqa_jax.plan import detectors
+from mmqa_jax.plan import detectors, verdict
+from mmqa_jax.plan.program import trace_program
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -26,6 +27,11 @@ SMALL = dataclasses.replace(VLP, shorter=60, longer=150)
 def test_hours_of_a_number_of_pictures(monkeypatch):
     config = tiny("detectron")
     monkeypatch.setitem(detectors.DETECTORS, "vlp_x101", DetectorKind("vlp_x101", config, SMALL))
+
+    def traced(program, placement):  # test_region_detector.py compiles it
+        return trace_program(dataclasses.replace(program, floor_bytes=0.0), placement)
+
+    monkeypatch.setattr(verdict, "compile_program", traced)
     planned = done("plan", "--model=vlp_x101", "--pictures=3600")
     (program,) = planned["programs"]
     assert program["name"] == "regions"

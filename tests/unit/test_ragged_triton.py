@@ -42,6 +42,12 @@ def segment(kv_heads, columns, size, dtype, cache):
     return Segment(key, value, key_scale, value_scale)
 
 
+@jax.jit
+def plainly(q, held, own, branches, rows, end):
+    """By products over all columns."""
+    return attend(q, [(0, held)], own, branches, rows, block=held.value.shape[2], end=end)
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "columns", "size", "dtype", "cache", "most"),
     [(*shape, *CACHES[0]) for shape in SHAPES] + [(*SHAPES[1], *cache) for cache in CACHES[1:]],
@@ -56,7 +62,7 @@ def test_a_step_as_plain_products(heads, kv_heads, columns, size, dtype, cache, 
         q, held, lengths
     )
     own = lengths[:, None] - 1
-    want = attend(q, [(0, held)], own, None, None, block=columns, end=lengths.max())
+    want = plainly(q, held, own, None, None, lengths.max())
     assert got.dtype == want.dtype
     np.testing.assert_allclose(*(np.float32(x) for x in (got, want)), rtol=0, atol=most)
 
@@ -82,7 +88,7 @@ def test_prompts_as_plain_products(branched, dtype, cache, most):
         return attend_in_place(*arguments, read=columns, interpret=interpret())
 
     got = jax.jit(attended)(q, held, rows, starts, branches)
-    want = attend(q, [(0, held)], own, branches, rows, block=columns, end=own.max() + 1)
+    want = plainly(q, held, own, branches, rows, own.max() + 1)
     assert got.dtype == want.dtype
     np.testing.assert_allclose(*(np.float32(x[:3]) for x in (got, want)), rtol=0, atol=most)
 
@@ -92,13 +98,17 @@ def test_no_column_behind_a_sequences_last_block_is_read():
     held, q = segment(2, 256, 32, "float32", "same"), normal("float32", SLOTS, 1, 4, 32)
     chunk, starts = normal("float32", SLOTS, 64, 4, 32), jnp.asarray([0, 1, 32, 63, 64])
 
-    def of(fill, *lengths):
+    @jax.jit
+    def read(fill, lengths):
         key, value = held.key.at[..., 128:].set(fill), held.value.at[:, :, 128:].set(fill)
         other = Segment(key, value, None, None)
         options = {"read": 256, "interpret": interpret()}
         rows = jnp.arange(SLOTS)
-        step = attend_to_own(q, other, jnp.asarray(lengths), **options)
+        step = attend_to_own(q, other, lengths, **options)
         return step, attend_in_place(chunk, other, rows, starts, None, **options)
+
+    def of(fill, *lengths):
+        return read(fill, jnp.asarray(lengths))
 
     want, got = of(0.0, 1, 2, 64, 65, 128), of(np.nan, 1, 2, 64, 65, 128)
     for one, other in zip(got, want, strict=True):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
+from drawn_weights import drawn
 from flax import nnx
 from PIL import Image
 from tiny_detectors import PRESETS, tiny
@@ -35,23 +35,27 @@ def picture(size: tuple[int, int], seed: int = 0) -> Image.Image:
     return Image.fromarray(values)
 
 
+def made(seed: int = 3) -> FasterRCNN:
+    return drawn(lambda: FasterRCNN(tiny("detectron"), rngs=nnx.Rngs(0)), seed)
+
+
 @pytest.fixture(scope="module")
 def detector():
-    model = FasterRCNN(tiny("detectron"), rngs=nnx.Rngs(3))
+    model = made()
     return RegionDetector(model, SMALL, batch_size=2), model
 
 
 def test_each_picture_is_what_it_is_alone(detector):
-    detect, model = detector
+    detect, _ = detector
     images = [picture(size, n) for n, size in enumerate(SIZES)]
     found = detect(images)
     assert detect._find._cache_size() == 2  # 128 x 128, and 256 x 128
-    alone = jax.jit(lambda pictures: model.regions(pictures))
     for size, image, got in zip(SIZES, images, found, strict=True):
         made = detector_picture(image, SMALL)
         # Twice, a batch as large as the detector's: one of another size rounds otherwise, by which
         # regions that score nearly the same may change places.
-        want = alone(Pictures(*detector_batch([made] * 2, bucket(made.pixels.shape[:2]))))
+        batch = Pictures(*detector_batch([made] * 2, bucket(made.pixels.shape[:2])))
+        want = detect._find(detect._state, batch)
         count = int(want.valid[0].sum())
         assert got.size == size[::-1]
         assert len(got) == count >= 6  # `fewest` of tiny()
@@ -83,8 +87,8 @@ def test_what_cannot_be_loaded_keeps_its_place(detector):
 
 def test_fingerprints_tell_weights_rules_and_pictures(detector):
     detect, model = detector
-    same = RegionDetector(FasterRCNN(tiny("detectron"), rngs=nnx.Rngs(3)), SMALL, batch_size=1)
-    other = RegionDetector(FasterRCNN(tiny("detectron"), rngs=nnx.Rngs(4)), SMALL)
+    same = RegionDetector(made(), SMALL, batch_size=1)
+    other = RegionDetector(made(seed=4), SMALL)
     larger = RegionDetector(model, VLP)
     assert same.fingerprint == detect.fingerprint
     assert len({detect.fingerprint, other.fingerprint, larger.fingerprint}) == 3

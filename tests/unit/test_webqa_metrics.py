@@ -119,9 +119,10 @@ def test_the_approximation_of_questions_whose_keywords_are_hidden():
     assert len(questions) == 2455
     with pytest.raises(UserError, match="keyword answers"):
         score_answers(questions, predictions)
-    scores = score_answers_without_keywords(questions, predictions, lemmatizer="spacy")
+    some = slice(0, 300)  # lemmas take a second for 1,000
+    scores = score_answers_without_keywords(questions[some], predictions[some], lemmatizer="spacy")
     assert list(scores.scores) == ["webqa_acc/approx"]
-    assert (scores.n, scores.unscored) == (2455, 0)
+    assert (scores.n, scores.unscored) == (300, 0)
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,7 @@ class Country:
     @property
     def the_name(self) -> str:
         """The name inside a sentence: `the Bahamas`, `France`."""
-        patterns = templates.load("names")["with_article"]
-        articled = any(re.search(pattern, self.name) for pattern in patterns)
-        return f"the {self.name}" if articled else self.name
+        return f"the {self.name}" if _has_article(self.name) else self.name
 
     @property
     def own(self) -> str:
@@ -72,6 +70,12 @@ class Country:
     def text(self, *path: str) -> str:
         """The first part of the field at `path`, clean, without notes ("" where missing)."""
         return value_text(self.raw(*path))
+
+
+@functools.cache
+def _has_article(name: str) -> bool:
+    patterns = templates.load("names")["with_article"]
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def factbook_dir() -> Path:
