@@ -121,7 +121,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         if cost["hours_bound"] is not None:
             print(
                 f"{cost['pictures']:,} pictures: {cost['hours_bound']:.3g} hours, "
-                f"{cost['chip_hours_bound']:.3g} chip-hours at least"
+                f"{cost['chip_hours_bound']:.3g} chip-hours at least, "
+                f"{cost['pictures_per_second_bound']:,.0f} pictures/s at most"
             )
     print(result.verdict)
     if calibration is None:

@@ -76,15 +76,23 @@ def check_pictures(pictures: int, programs: Sequence[str]) -> None:
 def pictures_cost(planned: Planned, pictures: int, devices: int) -> dict[str, Any]:
     """What so many pictures take at least: `pictures`, `hours_bound` and `chip_hours_bound`.
 
+    And `pictures_per_second_bound`, how many there are a second at most, on all devices.
+
     Args:
       devices: of all hosts, each of which does its share.
 
     Returns:
-      None for hours where the program does not fit.
+      None for hours and rate where the program does not fit.
     """
-    program, hours, chips = planned.compiled.program, None, None
+    program, hours, chips, rate = planned.compiled.program, None, None, None
     if planned.bound is not None:
         calls = pictures / program.examples * program.devices / devices
         hours = calls * planned.bound.seconds / 3600
         chips = hours * devices / planned.chip.of_chip
-    return {"pictures": pictures, "hours_bound": hours, "chip_hours_bound": chips}
+        rate = pictures / (3600 * hours)
+    return {
+        "pictures": pictures,
+        "hours_bound": hours,
+        "chip_hours_bound": chips,
+        "pictures_per_second_bound": rate,
+    }

@@ -14,12 +14,14 @@ from detection_torch import clip as torch_clip
 from detection_torch import decode, nms, roi_align, roi_pool
 from flax import nnx
 
+from mmqa_jax.models.detection import region_pooling
 from mmqa_jax.models.detection.anchors import cell_anchors, grid_anchors
 from mmqa_jax.models.detection.boxes import BoxCoder, areas, clip, large_enough, overlaps
 from mmqa_jax.models.detection.convolution import Conv, block_diagonal
+from mmqa_jax.models.detection.region_pooling import pyramid_align
 from mmqa_jax.models.detection.region_pooling import roi_align as our_align
 from mmqa_jax.models.detection.region_pooling import roi_pool as our_pool
-from mmqa_jax.models.detection.suppression import Overlap, keep_in_class, suppress
+from mmqa_jax.models.detection.suppression import Overlap, keep_in_class, keep_one_by_one, suppress
 
 
 def random_boxes(count: int, width: float, height: float, seed: int = 0) -> np.ndarray:
@@ -92,13 +94,21 @@ def test_suppression_of_few_none_and_invalid_boxes():
     chosen, kept = map(np.asarray, run(crowd.boxes, crowd.scores, np.ones(9, bool), overlap, 20))
     assert chosen.shape == (20,)
     assert chosen[kept].tolist() == want
-    # In classes: as masks, all classes at once.
-    scores = np.random.default_rng(0).integers(0, 9, (5, 9)).astype("f4")
-    in_classes = jax.vmap(keep_in_class, (None, 0, None, None))
-    got = jax.jit(in_classes, static_argnums=3)(crowd.boxes, scores, np.ones(9, bool), overlap)
-    for mask, line in zip(got, scores, strict=True):
-        want = nms(crowd.boxes, line, 0.3, inclusive=False, last_pixel=0)
-        assert np.flatnonzero(mask).tolist() == sorted(want)
+
+
+@pytest.mark.parametrize("keep", [keep_in_class, keep_one_by_one])
+def test_suppression_in_classes(keep):
+    """As masks, all classes at once."""
+    crowd = Crowd(40)
+    overlap = Overlap(0.3, False, 0)
+    scores = np.random.default_rng(0).integers(0, 9, (5, 40)).astype("f4")
+    run = jax.jit(jax.vmap(keep, (None, 0, None, None)), static_argnums=3)
+    for valid in (crowd.valid, np.zeros(40, bool)):
+        got = run(crowd.boxes, scores, valid, overlap)
+        there = np.flatnonzero(valid)
+        for mask, line in zip(got, scores, strict=True):
+            want = nms(crowd.boxes[there], line[there], 0.3, inclusive=False, last_pixel=0)
+            assert np.flatnonzero(mask).tolist() == sorted(there[want])
 
 
 @pytest.mark.parametrize("aligned", [False, True])
@@ -121,6 +131,29 @@ def test_roi_align(aligned, samples):
     padded = np.pad(features, ((0, 3), (0, 5), (0, 0)), constant_values=9)
     got = align(padded, boxes, extent=jnp.array([9, 13]))
     np.testing.assert_allclose(got, want.permute(0, 2, 3, 1), **LAYER)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "tpu"])
+def test_roi_align_of_a_pyramid(kind, monkeypatch):
+    """Each box reads its own level, by cells or by products, and nothing beyond the picture."""
+    monkeypatch.setattr(region_pooling, "platform", lambda: kind)
+    rng = np.random.default_rng(0)
+    extents, strides = ((18, 26), (9, 13)), (8, 16)
+    maps = [rng.normal(size=(*extent, 3)).astype("f4") for extent in extents]
+    boxes = random_boxes(24, 13 * 16, 9 * 16)
+    boxes[3] = 0, 0, 13 * 16 - 1, 9 * 16 - 1
+    level = rng.integers(0, 2, 24)
+    assert 0 < level.sum() < 24
+    want = np.zeros((24, 3, 3, 3), "f4")
+    for index, stride in enumerate(strides):
+        plane = torch.from_numpy(maps[index].transpose(2, 0, 1).copy())
+        grid = roi_align(plane, boxes[level == index], 3, 1 / stride, 2, aligned=False)
+        want[level == index] = grid.permute(0, 2, 3, 1)
+    padded = [np.pad(x, ((0, 3), (0, 5), (0, 0)), constant_values=9) for x in maps]
+    read = pyramid_align(
+        padded, jnp.array(extents), [1 / stride for stride in strides], size=3, samples=2
+    )
+    np.testing.assert_allclose(read(boxes, jnp.asarray(level)), want, **LAYER)
 
 
 @pytest.mark.parametrize("size", [4, 14])

@@ -38,7 +38,9 @@ def test_hours_of_a_number_of_pictures(monkeypatch):
     made = nnx.state(nnx.eval_shape(lambda: FasterRCNN(config, rngs=nnx.Rngs(0))))
     held = sum(leaf.size for leaf in jax.tree.leaves(made))
     assert program["memory_gib"]["parameters"] == pytest.approx(4 * held / 2**30, abs=1e-3)
-    assert planned["pictures"]["hours_bound"] == pytest.approx(program["bound_ms"] / 1e3)
+    cost = planned["pictures"]
+    assert cost["hours_bound"] == pytest.approx(program["bound_ms"] / 1e3)
+    assert cost["pictures_per_second_bound"] == pytest.approx(1e3 / program["bound_ms"])
 
 
 @pytest.mark.parametrize(

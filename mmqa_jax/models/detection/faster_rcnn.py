@@ -11,6 +11,7 @@ pictures beside it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from mmqa_jax.models.config_checks import check_known
 from mmqa_jax.models.detection.boxes import BoxCoder, areas, clip
 from mmqa_jax.models.detection.convolution import within
 from mmqa_jax.models.detection.fpn import FPN
-from mmqa_jax.models.detection.region_pooling import roi_align, roi_pool
+from mmqa_jax.models.detection.region_pooling import pyramid_align, roi_align, roi_pool
 from mmqa_jax.models.detection.resnext import ResNeXt, ResNeXtConfig, Stage
 from mmqa_jax.models.detection.rpn import RPN, RPNConfig
 from mmqa_jax.models.detection.selection import RegionRule, class_confidence, select
@@ -358,8 +359,10 @@ class FasterRCNN(nnx.Module):
           computed: their grids are large.
         """
 
+        pooled = self._pooling(maps, extents)
+
         def of_boxes(boxes):  # [r, 4]
-            return self.head(self._pooled(maps, extents, boxes))
+            return self.head(pooled(boxes))
 
         size = min(_REGIONS, boxes.shape[0])
         missing = -boxes.shape[0] % size
@@ -370,30 +373,23 @@ class FasterRCNN(nnx.Module):
         )
         return features, trunk
 
-    def _pooled(self, maps, extents, boxes) -> jax.Array:
+    def _pooling(self, maps, extents) -> Callable[[jax.Array], jax.Array]:
+        """Boxes [R, 4] -> their grids [R, P, P, C], on one picture's maps."""
         config = self.config
+        scales = [1 / stride for stride in config.rpn.strides]
+        options = {"size": config.bins, "scale": scales[0], "extent": extents[0]}
         if config.pooling == "pool":
-            return roi_pool(
-                maps[0],
-                boxes,
-                size=config.bins,
-                scale=1 / config.rpn.strides[0],
-                extent=extents[0],
-            )
-        levels = maps[:4]
-        side = jnp.sqrt(areas(boxes, 1))
-        level = jnp.floor(_CANONICAL_LEVEL + jnp.log2(side / _CANONICAL_SIDE + 1e-6))
-        level = jnp.clip(level, 2, 5) - 2 if len(levels) > 1 else jnp.zeros_like(level)
-        pooled = 0.0
-        for index, (x, extent) in enumerate(zip(levels, extents, strict=False)):
-            grid = roi_align(
-                x,
-                boxes,
-                size=config.bins,
-                scale=1 / config.rpn.strides[index],
-                samples=config.samples,
-                aligned=False,
-                extent=extent,
-            )
-            pooled += jnp.where((level == index)[:, None, None, None], grid, 0)
-        return pooled
+            return lambda boxes: roi_pool(maps[0], boxes, **options)
+        options |= {"samples": config.samples, "aligned": False}
+        if not config.pyramid:
+            return lambda boxes: roi_align(maps[0], boxes, **options)
+        read = pyramid_align(
+            maps[:4], extents[:4], scales[:4], size=config.bins, samples=config.samples
+        )
+
+        def of_pyramid(boxes: jax.Array) -> jax.Array:
+            side = jnp.sqrt(areas(boxes, 1))
+            level = jnp.floor(_CANONICAL_LEVEL + jnp.log2(side / _CANONICAL_SIDE + 1e-6))
+            return read(boxes, jnp.clip(level, 2, 5).astype(jnp.int32) - 2)
+
+        return of_pyramid

@@ -2,15 +2,23 @@
 
 Both are separable here. ROIAlign's samples of a bin are a grid of points, and a bilinear sample is
 a weight of rows times one of columns; so a region's grid is two small matrices around the feature
-map, exact for any number of samples, and products instead of a gather. ROIPool's maximum over a
-bin is one over rows and one over columns.
+map, exact for any number of samples, and products instead of a gather. Of a pyramid's large maps
+CPUs gather the few cells that a bin reads: products with all cells took ten times as long.
+ROIPool's maximum over a bin is one over rows and one over columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from mmqa_jax.core.mesh import platform
+
+# Boxes [R, 4] and the level [R] int32 that each is read from -> their grids [R, size, size, C].
+PyramidPooling = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def roi_align(
@@ -64,17 +72,42 @@ def _sample_weights(
 
     cells: of the picture, of the `held` ones of the map.
     """
+    most = samples or -(-(held + 1) // size)
+    options = {"size": size, "samples": samples, "aligned": aligned}
+    low, high_weight, counted, count = _samples(start, end, cells, most, **options)
+    cell = jnp.arange(held)
+    weights = jnp.where(cell == low[..., None], 1 - high_weight[..., None], 0.0)
+    weights += jnp.where(cell == low[..., None] + 1, high_weight[..., None], 0.0)
+    total = jnp.sum(jnp.where(counted[..., None], weights, 0.0), axis=2)  # [R, size, held]
+    return total / count[:, None, None]
+
+
+def _samples(
+    start: jax.Array,
+    end: jax.Array,
+    cells: jax.Array | int,
+    most: int,
+    *,
+    size: int,
+    samples: int,
+    aligned: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Where the samples of each bin lie on a line: start and end [R], `most` samples of a bin.
+
+    cells: of the picture, one number or [R].
+
+    Returns:
+      The cell before each sample [R, size, most] int32, the weight of the cell after it, which of
+      the samples count, and the number of samples of a bin [R], at least 1.
+    """
     length = end - start
     if not aligned:
         length = jnp.maximum(length, 1.0)
     # Behind the barrier XLA divides; by a constant it would multiply by the inverse, and whole
     # numbers of cells would be rounded up to one more.
     bin_length = length / jax.lax.optimization_barrier(jnp.float32(size))
-    if samples:
-        most, count = samples, jnp.full_like(start, samples)
-    else:
-        most = -(-(held + 1) // size)
-        count = jnp.ceil(bin_length)
+    count = jnp.full_like(start, samples) if samples else jnp.ceil(bin_length)
+    cells = jnp.broadcast_to(cells, start.shape)[:, None, None]
     point = jnp.arange(most)  # [most]
     # As in the original's float32: start + bin * length + (sample + 0.5) * length / samples.
     bin_start = start[:, None] + jnp.arange(size) * bin_length[:, None]  # [R, size]
@@ -85,12 +118,83 @@ def _sample_weights(
     low = jnp.floor(at).astype(jnp.int32)
     beyond = low >= cells - 1
     low = jnp.where(beyond, cells - 1, low)
-    high_weight = jnp.where(beyond, 0.0, at - low)
-    cell = jnp.arange(held)
-    weights = jnp.where(cell == low[..., None], 1 - high_weight[..., None], 0.0)
-    weights += jnp.where(cell == low[..., None] + 1, high_weight[..., None], 0.0)
-    total = jnp.sum(jnp.where(counted[..., None], weights, 0.0), axis=2)  # [R, size, held]
-    return total / jnp.maximum(count, 1)[:, None, None]
+    return low, jnp.where(beyond, 0.0, at - low), counted, jnp.maximum(count, 1)
+
+
+def pyramid_align(
+    maps: Sequence[jax.Array],
+    extents: Sequence[jax.Array],
+    scales: Sequence[float],
+    *,
+    size: int,
+    samples: int,
+) -> PyramidPooling:
+    """ROIAlign, not aligned, that reads each box from one level of a pyramid.
+
+    Args:
+      maps: [H, W, C] of each level.
+      extents: [2] of each level, the rows and columns of the picture.
+      scales: cells per pixel of each level.
+      size, samples: see roi_align; samples are of a fixed number.
+    """
+    options = {"size": size, "samples": samples, "aligned": False}
+    if platform() == "cpu":
+        return _gathering(maps, extents, scales, options)
+
+    def of_products(boxes: jax.Array, level: jax.Array) -> jax.Array:
+        pooled = 0.0
+        for index, (x, extent) in enumerate(zip(maps, extents, strict=True)):
+            grid = roi_align(x, boxes, scale=scales[index], extent=extent, **options)
+            pooled += jnp.where((level == index)[:, None, None, None], grid, 0)
+        return pooled
+
+    return of_products
+
+
+def _gathering(
+    maps: Sequence[jax.Array],
+    extents: Sequence[jax.Array],
+    scales: Sequence[float],
+    options: dict,
+) -> PyramidPooling:
+    """`pyramid_align` by the cells that are read, of all levels in one list."""
+    cells = jnp.concatenate([x.reshape(-1, x.shape[-1]) for x in maps])
+    sizes = [x.shape[0] * x.shape[1] for x in maps]
+    firsts = jnp.asarray(np.cumsum([0, *sizes[:-1]]), jnp.int32)
+    widths = jnp.asarray([x.shape[1] for x in maps], jnp.int32)
+    scale_of, extent_of = jnp.asarray(scales, jnp.float32), jnp.stack(extents)
+
+    def of_cells(boxes: jax.Array, level: jax.Array) -> jax.Array:
+        scaled = boxes.astype(jnp.float32) * scale_of[level][:, None]
+        left, top, right, bottom = jnp.moveaxis(scaled, -1, 0)
+        rows, columns = jnp.moveaxis(extent_of[level], -1, 0)
+        row, down = _read_cells(top, bottom, rows, **options)
+        column, across = _read_cells(left, right, columns, **options)
+        first, width = firsts[level][:, None], widths[level][:, None]
+        pooled = 0.0
+        # One cell of all bins at a time: in one sum XLA gathers without writing cells down.
+        for i in range(row.shape[-1]):
+            start = first + row[:, :, i] * width  # [R, size]
+            for j in range(column.shape[-1]):
+                place = start[:, :, None] + column[:, None, :, j]
+                read = cells.at[place].get(mode="clip")  # [R, size, size, C]
+                weight = down[:, :, None, i] * across[:, None, :, j]
+                pooled += read.astype(jnp.float32) * weight[..., None]
+        return pooled.astype(cells.dtype)
+
+    return of_cells
+
+
+def _read_cells(
+    start: jax.Array, end: jax.Array, cells: jax.Array, **options
+) -> tuple[jax.Array, jax.Array]:
+    """The cells of a line that each bin reads and their weights: [R, size, 2 samples] each."""
+    line = _samples(start, end, cells, options["samples"], **options)
+    low, high_weight, counted, count = line
+    high = jnp.minimum(low + 1, cells[:, None, None] - 1)
+    share = jnp.where(counted, 1 / count[:, None, None], 0.0)
+    weights = jnp.concatenate([(1 - high_weight) * share, high_weight * share], axis=-1)
+    return jnp.concatenate([low, high], axis=-1), weights
 
 
 def roi_pool(

@@ -119,3 +119,20 @@ def keep_in_class(
     place = jnp.arange(scores.shape[0])
     better |= (scores[:, None] == scores[None]) & (place[:, None] < place[None])
     return survivors(overlap.between(boxes, boxes) & better, valid)
+
+
+def keep_one_by_one(
+    boxes: jax.Array, scores: jax.Array, valid: jax.Array, overlap: Overlap
+) -> jax.Array:
+    """`keep_in_class` from the best box down, one beside all at a time: no pairs are stored."""
+    order = jnp.argsort(jnp.where(valid, -scores, jnp.inf), stable=True)
+    ranked = boxes[order]
+    place = jnp.arange(scores.shape[0])
+
+    def settle(best, alive):
+        own = jax.lax.dynamic_slice_in_dim(ranked, best, 1)
+        beaten = overlap.between(own, ranked)[0] & (place > best)
+        return alive & ~(beaten & alive[best])
+
+    alive = jax.lax.fori_loop(0, scores.shape[0], settle, valid[order])
+    return jnp.zeros_like(valid).at[order].set(alive)
