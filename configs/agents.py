@@ -134,6 +134,7 @@ def our_rows(
     known["knowledge_template"] = "mavl.knowledge_short"
     asked = {**shown, "chat": True, "task": "test_input", **known}
     finished = {"finished": {"run": _finished(dataset)}}
+    every_plan = {"finished": {"run": _finished(dataset, "smollm2_mavl_oracle")}}
     rows = {
         "smollm2_prophet": ("prophet", parts, {**shown, "ensemble": 5}),
         "smollm2_prophet_one": ("prophet", parts, {**shown, "ensemble": 1}),
@@ -142,6 +143,7 @@ def our_rows(
             for name, options in ABLATIONS.items()
         },
         "smollm2_mavl_oracle": ("mavl", team, {**asked, "plans": "oracle"}),
+        "smollm2_mavl_one_plan": ("mavl_one_plan", every_plan, {}),
         "smollm2_mavl_probability": ("mavl_revote", finished, {"weighting": "probability"}),
         "smollm2_mavl_fitted": ("mavl_revote", finished, {"weighting": "fitted"}),
         "smollm2_draws": ("mavl_draws", parts, shown),
@@ -218,18 +220,21 @@ def made_by(dataset: str, split: str) -> dict[str, str]:
         **ours_made_by(dataset, ours),
         _planner(dataset): (
             f"mmqa train --config=configs/okvqa/planner.py --config.data.dir=data/{dataset} "
-            f"--config.data.split={split} --config.data.outcomes=runs/tables/{dataset}/"
-            f"smollm2_mavl_oracle --workdir={_planner(dataset)}"
+            f"--config.data.split={split} --config.data.outcomes="
+            f"{_finished(dataset, 'smollm2_mavl_oracle')} --workdir={_planner(dataset)}"
         ),
     }
 
 
 def ours_made_by(dataset: str, candidates: str) -> dict[str, str]:
     """The same of the inputs of our rows alone; `candidates` is the command that makes theirs."""
-    finished = f"mmqa run --config=configs/{dataset}/tables.py:smollm2_mavl"
     return {
         **dict.fromkeys(_our_files(dataset), candidates),
-        _finished(dataset): f"{finished} --workdir={_finished(dataset)}",
+        **{
+            _finished(dataset, row): f"mmqa run --config=configs/{dataset}/tables.py:{row} "
+            f"--workdir={_finished(dataset, row)}"
+            for row in ("smollm2_mavl", "smollm2_mavl_oracle")
+        },
     }
 
 
@@ -247,5 +252,5 @@ def _planner(dataset: str) -> str:
     return f"runs/{dataset}_planner"
 
 
-def _finished(dataset: str) -> str:
-    return f"runs/tables/{dataset}/smollm2_mavl"
+def _finished(dataset: str, row: str = "smollm2_mavl") -> str:
+    return f"runs/tables/{dataset}/{row}"

@@ -38,6 +38,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "folds": 2,
         "fold": 0,
         "cost": 0.02,
+        "taught": "deciding",
         "agents": ("junior", "senior", "manager"),
         "chat": True,  # as the rows with SmolLM2
         "reading": "strict",

@@ -1,22 +1,18 @@
 """A planner for MAVL that learns (ours): fine-tuned on the plans that answered right.
 
-A team has few plans: which of its level's actions. A finished row of `mavl` with `plans=oracle` has
-executed all of them, and its trace tells what each one answered. So the tools and agents run once,
-and what a plan earns is looked up:
-
-  reward(question, plan) = score of the plan's answer - cost x actions of the plan
-
+What a plan earns is looked up in a finished row that has executed all of them (mavl_plans.py).
 For every question of one half and every agent, the plan with the highest reward becomes an example,
-if it answered right at all; of equal ones that with fewer actions. The other half judges.
+of equal ones that with fewer actions. Only questions whose plans score differently are learned
+from: of the others all that can be learned is to plan nothing. The other half judges.
 Training by reward, on plans that the planner draws itself: mavl_planner_reward.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -26,7 +22,6 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_jsonl
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample, language_model_batches
@@ -36,6 +31,7 @@ from mmqa_jax.data.splits import evenly, fold_of
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Result
 from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.extensions.mavl_plans import PlanTable, read_plan_table
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.lora import merge_lora
@@ -45,7 +41,6 @@ from mmqa_jax.papers.mavl import (
     Actions,
     PlanReading,
     Role,
-    every_plan,
     parse_plan,
     planner_prompt,
     test_input,
@@ -59,75 +54,6 @@ from mmqa_jax.tasks.task import ANY_VOCABULARY, Recipe
 from mmqa_jax.tasks.text_model import TextModelTask
 
 _NO_ACTION = "No action"  # how an empty plan is written; it names no action
-_REMEDY = "run its row again with --config.options.plans=oracle, or name another workdir"
-
-
-# What plans earn.
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanTable:
-    """What every plan of some questions answered, and what that is worth.
-
-    Attributes:
-      scores: question id -> the actions whose tools an answer used -> its score.
-      given: question id -> the actions whose tools gave something; others change no prompt.
-      cost: of one action of a plan, in units of the score.
-    """
-
-    scores: Mapping[str, Mapping[Actions, float]]
-    given: Mapping[str, Actions]
-    cost: float
-
-    def score(self, question_id: str, plan: Actions) -> float:
-        """The score of the answer after a plan."""
-        used = tuple(action for action in plan if action in self.given[question_id])
-        return self.scores[question_id][used]
-
-    def reward(self, question_id: str, plan: Actions) -> float:
-        """The score less the cost of the plan's tool calls."""
-        return self.score(question_id, plan) - self.cost * len(plan)
-
-    def best(self, question_id: str, role: Role) -> Actions | None:
-        """The plan of an agent with the highest reward, with fewer actions first.
-
-        None where no plan of it has a score above 0: nothing can be learned there.
-        """
-        plans = [plan.actions for plan in every_plan(role)]
-        right = [plan for plan in plans if self.score(question_id, plan) > 0]
-        return max(right, key=lambda plan: self.reward(question_id, plan), default=None)
-
-
-def read_plan_table(run: str, cost: float) -> PlanTable:
-    """The table of a finished row; questions whose answers do not count are left out.
-
-    Args:
-      run: workdir of a row of the setting `mavl` with `plans=oracle`.
-
-    Raises:
-      UserError: no trace there, or one that lacks plans.
-    """
-    path = Path(run) / "trace.jsonl"
-    if not run or not path.is_file():
-        raise UserError(f"config key data.outcomes={run}: has no trace.jsonl; {_REMEDY}.")
-    scores: dict[str, dict[Actions, float]] = {}
-    given: dict[str, Actions] = {}
-    for number, line in read_jsonl(path):
-        try:
-            name, tools = line["question_id"], line["tools"]
-            answers = {tuple(one["actions"]): one["score"] for one in line["by_actions"]}
-        except (KeyError, TypeError):
-            raise UserError(f"{path}, line {number}: not of a row of mavl; {_REMEDY}.") from None
-        own = tuple(action for action in ROLES["manager"] if tools.get(str(action)))
-        used = {tuple(a for a in plan.actions if a in own) for plan in every_plan("manager")}
-        if not used <= answers.keys():
-            raise UserError(
-                f"{path}, line {number}: {len(used - answers.keys())} of {len(used)} plans of "
-                f"question {name} were not executed; {_REMEDY}."
-            )
-        if None not in answers.values():
-            scores[name], given[name] = answers, own
-    return PlanTable(scores, given, cost)
 
 
 # What a planner reads and writes.
@@ -250,14 +176,14 @@ class PlanSampler:
 def _served(model: Llama) -> Llama:
     """A copy of a model for the engine, which frees what it is given."""
 
-    @jax.jit
-    def copied(state: nnx.State) -> nnx.State:
-        merged = merge_lora(nnx.merge(graphdef, state))
-        return jax.tree.map(jnp.copy, nnx.state(merged))
-
-    graphdef, state = nnx.split(model)
     plain = nnx.eval_shape(lambda: Llama(model.config, rngs=nnx.Rngs(0)))
-    return nnx.merge(nnx.graphdef(plain), copied(state))
+    return nnx.merge(nnx.graphdef(plain), _merged_copy(*nnx.split(model)))
+
+
+@functools.partial(jax.jit, static_argnums=0)  # one program for all steps of a run
+def _merged_copy(graphdef: nnx.GraphDef, state: nnx.State) -> nnx.State:
+    merged = merge_lora(nnx.merge(graphdef, state))
+    return jax.tree.map(jnp.copy, nnx.state(merged))
 
 
 # The tasks.
@@ -273,6 +199,8 @@ class PlannedData:
       outcomes: workdir of a finished row of `mavl` with `plans=oracle`; its questions are learned.
       folds, fold: of these only the part `fold` of `folds` (data.splits.fold_of).
       cost: of one action of a plan, in units of the score.
+      taught: prompts that are learned from: `deciding`, those whose plans score differently, or
+        `all`. Those that judge are all in either case.
       agents: whose planners learn.
       chat, reading: options `chat` and `plan_reading` of the row that uses the planner.
     """
@@ -283,6 +211,7 @@ class PlannedData:
     folds: int = at_least(1, 2)
     fold: int = at_least(0, 0)
     cost: float = at_least(0, 0.02)
+    taught: Literal["deciding", "all"] = "deciding"
     agents: tuple[Role, ...] = tuple(ROLES)
     chat: bool = True
     reading: PlanReading = "strict"
@@ -375,6 +304,31 @@ class PlannerTask(TextModelTask):
             print(f"{len(asked) - len(kept)} prompts that fit no row left out.", file=sys.stderr)
         return kept
 
+    def taught(
+        self, questions: Sequence[Question], table: PlanTable, tokenizer: TextTokenizer
+    ) -> list[PlanPrompt]:
+        """The prompts that are learned from: of the part `data.fold`, as `data.taught` says.
+
+        Raises:
+          UserError: there are none.
+        """
+        prompts = self.prompts(questions, table, self.data.fold, tokenizer)
+        if self.data.taught == "all":
+            return prompts
+        deciding = [one for one in prompts if table.decides(one.question_id, one.role)]
+        if not deciding:
+            raise UserError(
+                f"config key data.taught=deciding: none of the {len(prompts):,} planners' prompts "
+                f"of part {self.data.fold} has plans that score differently; take more questions "
+                "into the row data.outcomes, or set this to all."
+            )
+        if jax.process_index() == 0:
+            print(
+                f"plans decide the score of {len(deciding)} of {len(prompts)} prompts.",
+                file=sys.stderr,
+            )
+        return deciding
+
     def sampler(self, tokenizer: TextTokenizer) -> PlanSampler:
         """The planner in use; its engine is made when it is needed."""
         if jax.process_count() > 1:
@@ -443,7 +397,7 @@ class RightPlans(PlannerTask):
         objective, size = self.objective(tokenizer.vocab_size), self.batches
         check_rows(self, objective.config, tokenizer)
         table = read_plan_table(self.data.outcomes, self.data.cost)
-        prompts = self.prompts(questions, table, self.data.fold, tokenizer)
+        prompts = self.taught(questions, table, tokenizer)
         found = plan_examples(prompts, table, tokenizer)
         row = RowSize(size.length, size.targets)
         examples = [example for example in found if row.holds(example)]

@@ -1,7 +1,7 @@
 """A planner for MAVL that learns by reward (ours): GRPO on plans that it draws itself.
 
 Group relative policy optimization (Shao et al. 2024, DeepSeekMath, section 4.1). For every prompt
-of a planner the policy draws a group of plans; a plan's reward is what it earns (mavl_planner.py),
+of a planner the policy draws a group of plans; a plan's reward is what it earns (mavl_plans.py),
 and its advantage the reward less the group's mean, over the group's spread. The loss is equation 3
 with the divergence from the reference of equation 4. The reference is the model without its
 additions: the run's base.
@@ -32,9 +32,8 @@ from mmqa_jax.extensions.mavl_planner import (
     PlannerTask,
     PlanPrompt,
     PlanSampler,
-    PlanTable,
-    read_plan_table,
 )
+from mmqa_jax.extensions.mavl_plans import PlanTable, read_plan_table
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.lora import freeze_base
 from mmqa_jax.papers.mavl import Actions, PlanReading, every_plan, parse_plan
@@ -352,7 +351,7 @@ class RewardedPlans(PlannerTask):
         check_rows(self, objective.config, tokenizer)
         table = read_plan_table(self.data.outcomes, self.data.cost)
         batches = PlanGroups(
-            self.prompts(questions, table, self.data.fold, tokenizer),
+            self.taught(questions, table, tokenizer),
             table,
             self.sampler(tokenizer),
             make_log_probs(objective, make_mesh(self.mesh), old=self.grpo.updates > 1),

@@ -18,12 +18,14 @@ from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.data.splits import fold_of
 from mmqa_jax.evaluation.answer_text import prep_ans
 from mmqa_jax.evaluation.vqa import answer_accuracy, answer_scorer
+from mmqa_jax.extensions.mavl_plans import answer_with_one_plan
 from mmqa_jax.papers import mavl
 from mmqa_jax.papers.mavl import (
     PROBABILITY_OF,
     Outputs,
     Weighting,
     answer_prompt,
+    check_team,
     elect,
     elect_answer,
     used_actions,
@@ -263,7 +265,8 @@ def check_revote(votes: Sequence[float], weighting: str, folds: int) -> None:
         )
 
 
-# The system `mavl`: the paper's setting, and the votes of this file on its agents' answers.
+# The system `mavl`: the paper's setting, votes of this file on its agents' answers, and one plan
+# for all questions.
 SETTINGS = {
     **mavl.SETTINGS,
     "mavl_revote": Setting(
@@ -277,4 +280,12 @@ SETTINGS = {
         ],
     ),
     "mavl_draws": Setting(vote_on_draws),
+    "mavl_one_plan": Setting(
+        answer_with_one_plan,
+        rule_of_row=lambda options, parts: check_team(options["agents"], options["votes"]),
+        write_notes=lambda questions, options: [
+            "each agent's plan is the one that earned most on the other parts' questions; the "
+            "answers are those of a finished run"
+        ],
+    ),
 }

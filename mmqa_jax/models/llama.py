@@ -488,12 +488,6 @@ def unstack_layers(model: Llama) -> None:
     held them loses them): the peak is the model and its largest stack. Shardings are kept, since
     the layer axis is never split.
     """
-
-    @functools.partial(jax.jit, static_argnums=2)
-    def take(stack, number, transposed):
-        one = jax.lax.dynamic_index_in_dim(stack, number, 0, keepdims=False)
-        return one.T if transposed else one
-
     graphdef, state = nnx.split(model.layers)
     layers: list[list] = [[] for _ in range(model.config.layers)]
     for path, stack in nnx.to_flat_state(state):
@@ -501,7 +495,7 @@ def unstack_layers(model: Llama) -> None:
         transposed = path[-1] == "kernel"
         names = names[::-1] if transposed else names
         for number, layer in enumerate(layers):
-            own = take(value, number, transposed)
+            own = _take_layer(value, number, transposed)
             layer.append((path, nnx.Param(own, out_sharding=names, eager_sharding=False)))
         if not isinstance(value, jax.core.Tracer):
             value.delete()
@@ -510,6 +504,12 @@ def unstack_layers(model: Llama) -> None:
         for name in model.config.linears:
             linear = getattr(layer, name)
             setattr(layer, name, TransposedLinear(linear.kernel, linear.bias))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _take_layer(stack: jax.Array, number: int, transposed: bool) -> jax.Array:
+    one = jax.lax.dynamic_index_in_dim(stack, number, 0, keepdims=False)
+    return one.T if transposed else one
 
 
 def unstacked_llama(config: LlamaConfig, *, rngs: nnx.Rngs) -> Llama:

@@ -144,6 +144,19 @@ def test_another_vote_on_a_finished_run(inputs, finished, tmp_path, row):
     assert [one["n"] for one in compared["runs"]] == [3, 3]
 
 
+def test_one_plan_for_all_questions(inputs, tmp_path):
+    """On the answers of the row that has executed every plan."""
+    done(*flags(inputs, "smollm2_mavl_oracle", tmp_path / "every", **{"options.max_new_tokens": 4}))
+    changes = {"parts.finished.run": tmp_path / "every"}
+    result = done(*flags(inputs, "smollm2_mavl_one_plan", tmp_path / "run", **changes))
+    assert result["questions"] == 3
+    assert "llm" not in result
+    assert "the one that earned most on the other parts' questions" in result["notes"][-1]
+    traces = rows_of(tmp_path / "run" / "trace.jsonl")
+    assert [list(trace["plans"]) for trace in traces] == [["junior", "senior", "manager"]] * 3
+    assert (tmp_path / "run" / "report.html").exists()
+
+
 def test_a_run_that_is_not_there(inputs, tmp_path, refused):
     run = flags(inputs, "smollm2_mavl_fitted", tmp_path / "run", **{"parts.finished.run": tmp_path})
     refused(*run, message=r"parts\.finished\.run=.*: has no trace\.jsonl")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 
+import jax
 import numpy as np
 import pytest
 from cli_runs import ROOT, done, flags_with, killed_after, mmqa, quietly, rows_of, weights_of
@@ -12,6 +13,8 @@ from planner_runs import PLANS, prepare_questions, write_finished
 
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.extensions.mavl_planner import _merged_copy, _served
+from mmqa_jax.models.llama import _take_layer, unstack_layers
 from mmqa_jax.tasks.reading import check_config
 from mmqa_jax.weights.folder import read_metadata
 
@@ -107,6 +110,18 @@ def _with_best(run, copy):
     shutil.copytree(run, copy)
     (copy / "best").mkdir()
     return copy
+
+
+def test_a_step_compiles_nothing_that_an_earlier_one_has():
+    """Every step serves the engine with other weights: by the same programs."""
+    task = check_config(load_config(f"{ROOT}/configs/okvqa/planner.py:reward_runlocal"))
+    model = task.objective(100).init(jax.random.key(0))
+    counts = []
+    for _ in range(3):
+        unstack_layers(_served(model))
+        model.layers.q.lora_b[...] += 1
+        counts.append((_merged_copy._cache_size(), _take_layer._cache_size()))
+    assert counts[0] == counts[1] == counts[2]
 
 
 @pytest.mark.parametrize(

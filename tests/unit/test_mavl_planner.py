@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import pytest
+from cli_runs import ROOT
 from mavl_team import FULL, QUESTIONS, heuristics, library, team_llm
 from planner_runs import write_finished
 from tiny_llm import END, text_tokenizer
 
+from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.schema import Question
+from mmqa_jax.data.splits import fold_of
+from mmqa_jax.evaluation.answer_text import prep_ans
 from mmqa_jax.extensions.mavl_planner import (
     PlanPrompt,
-    PlanTable,
     earned,
     plan_examples,
     plan_prompts,
-    read_plan_table,
     written_plan,
 )
+from mmqa_jax.extensions.mavl_plans import PlanTable, answer_with_one_plan, read_plan_table
 from mmqa_jax.papers.mavl import answer_mavl, every_plan, parse_plan
+from mmqa_jax.tasks.reading import check_config
 
 
 def table(scores, cost=0.1, given=(1, 2, 3)):
@@ -52,6 +57,50 @@ def test_a_tool_that_gave_nothing_changes_no_answer_and_costs_all_the_same():
 )
 def test_the_best_plan_is_the_cheapest_right_one(scores, role, best):
     assert table(scores).best("q", role) == best
+
+
+@pytest.mark.parametrize(
+    ("scores", "role", "decides"),
+    [
+        ({(1,): 0.6}, "junior", True),
+        ({(3,): 1.0}, "senior", False),  # above its level
+        ({(3,): 1.0}, "manager", True),
+        ({plan.actions: 1.0 for plan in every_plan("manager")}, "manager", False),  # all are right
+    ],
+)
+def test_plans_decide_where_their_answers_score_differently(scores, role, decides):
+    assert table(scores).decides("q", role) == decides
+
+
+def planner_task(**changes):
+    """The task of configs/okvqa/planner.py, for a planner without a chat template."""
+    config = load_config(f"{ROOT}/configs/okvqa/planner.py:runlocal")
+    config.data.update({"folds": 1, "chat": False, **changes})
+    config.batches.length = 2048
+    config.validate = None
+    return check_config(config)
+
+
+def test_prompts_whose_plans_decide_nothing_are_not_learned(capsys):
+    """Of q0 Action_1 is right, of q1 every plan, of q2 none."""
+    plans = [plan.actions for plan in every_plan("manager")]
+    scores = {"q0": {plan: float(1 in plan) for plan in plans},
+              "q1": dict.fromkeys(plans, 1.0), "q2": dict.fromkeys(plans, 0.0)}  # fmt: skip
+    found = PlanTable(scores, dict.fromkeys(scores, (1, 2, 3)), 0.02)
+    tokenizer = text_tokenizer()
+    learned = planner_task().taught(QUESTIONS, found, tokenizer)
+    assert [(one.question_id, one.role) for one in learned] == [
+        ("q0", "junior"), ("q0", "senior"), ("q0", "manager"),
+    ]  # fmt: skip
+    assert "plans decide the score of 3 of 9 prompts" in capsys.readouterr().err
+    assert len(planner_task(taught="all").taught(QUESTIONS, found, tokenizer)) == 9
+    found.scores["q0"].update(scores["q2"])
+    with pytest.raises(UserError, match=r"data\.taught=deciding: none of the 9 planners' prompts"):
+        planner_task().taught(QUESTIONS, found, tokenizer)
+
+
+def test_actions_whose_tools_gave_nothing_decide_nothing():
+    assert not table({(2,): 1.0, (1, 2): 1.0}, given=(1, 3)).decides("q", "senior")
 
 
 @pytest.mark.parametrize("plan", [plan.actions for plan in every_plan("manager")])
@@ -99,6 +148,65 @@ def test_what_plans_earn_by_agent():
     assert earned(found, prompts, [(1,), (1, 2, 3)]) == pytest.approx(
         {"score": 0.5, "reward": 0.3, "calls": 2.0, "score_junior": 1.0, "score_manager": 0.0}
     )
+
+
+def finished_team(score, count=20):
+    """Questions, and lines of a finished row whose answers are named by their actions.
+
+    Args:
+      score: (part of the question, actions) -> of the answer.
+    """
+    questions = [Question(f"n{n}", "val", "?", answers=("x",) * 4) for n in range(count)]
+    lines = {
+        q.id: {
+            "question_id": q.id, "tools": {str(action): "known" for action in (1, 2, 3)},
+            "fallback": "cup",
+            "by_actions": [
+                {"actions": list(plan.actions), "answer": str(plan.actions),
+                 "score": score(fold_of(q.id, 2), plan.actions)}
+                for plan in every_plan("manager")
+            ],
+        }
+        for q in questions
+    }  # fmt: skip
+    return questions, lines
+
+
+def test_one_plan_for_all_is_the_best_of_the_other_half():
+    """Where the halves' best plans differ, both lose; the cost decides among equal ones."""
+    best = {0: (1,), 1: (2, 3)}
+    questions, lines = finished_team(lambda part, plan: float(set(best[part]) <= set(plan)))
+    found = answer_with_one_plan(questions, lines, agents=("manager",), votes=(1.0,))
+    plans = {(fold_of(p.question_id, 2), *p.trace["plans"]["manager"]) for p in found}
+    assert plans == {(0, 2, 3), (1, 1)}
+    for one in found:
+        assert one.answer == prep_ans(str(best[1 - fold_of(one.question_id, 2)]))
+    dear = answer_with_one_plan(questions, lines, agents=("manager",), votes=(1.0,), cost=0.6)
+    plans = {(fold_of(p.question_id, 2), *p.trace["plans"]["manager"]) for p in dear}
+    assert plans == {(0,), (1, 1)}
+
+
+def test_one_plan_for_each_agent_and_their_vote():
+    questions, lines = finished_team(lambda part, plan: float(plan == (3,) or plan == (1,)))
+    lines["n0"]["tools"]["1"] = ""
+    lines["n1"]["by_actions"][0]["score"] = None  # it does not count, and is answered all the same
+    found = {p.question_id: p for p in answer_with_one_plan(questions, lines)}
+    team = {"junior": [1], "senior": [1], "manager": [1]}
+    assert found["n2"].trace["plans"] == found["n0"].trace["plans"] == team
+    assert found["n0"].trace["answers"]["junior"] == "()"  # its tool gave nothing
+    assert found["n1"].answer == found["n2"].answer == prep_ans("(1,)")
+    assert found["n2"].trace["fallback"] == "cup"
+
+
+def test_one_plan_needs_answers_and_another_half():
+    questions, lines = finished_team(lambda part, plan: 1.0, count=3)
+    with pytest.raises(UserError, match=r"no answers to 1 of 3 questions there, .* is n2"):
+        answer_with_one_plan(questions, {k: v for k, v in lines.items() if k != "n2"})
+    with pytest.raises(UserError, match=r"options\.folds=1: the finished row has no question"):
+        answer_with_one_plan(questions, lines, folds=1)
+    del lines["n1"]["by_actions"][3:]
+    with pytest.raises(UserError, match=r"question n1: 5 of 8 plans .*plans=oracle"):
+        answer_with_one_plan(questions, lines)
 
 
 def test_the_table_of_a_finished_row(tmp_path):
