@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -118,6 +119,13 @@ def plan_examples(
             tokens = [*prompt.tokens, *tokenizer.encode_plain(written_plan(plan)), *end]
             found.append(TokenExample(np.array(tokens, np.int32), len(prompt.tokens)))
     return found
+
+
+def learned_plans(prompts: Sequence[PlanPrompt], table: PlanTable) -> str:
+    """How often each plan is the best one of these prompts: `20 No action; 2 Action_1`."""
+    best = [table.best(prompt.question_id, prompt.role) for prompt in prompts]
+    counts = Counter(written_plan(plan) for plan in best if plan is not None)
+    return "; ".join(f"{count} {plan}" for plan, count in counts.most_common())
 
 
 # The planner in use while it is trained.
@@ -409,7 +417,11 @@ class RightPlans(PlannerTask):
                 "or longer rows."
             )
         if jax.process_index() == 0:
-            print(f"{len(examples)} plans are learned, of {len(prompts)} prompts.", file=sys.stderr)
+            print(
+                f"{len(examples)} plans are learned, of {len(prompts)} prompts: "
+                f"{learned_plans(prompts, table)}.",
+                file=sys.stderr,
+            )
         batches = language_model_batches(
             [[example] for example in examples], [1.0], self.feed(),
             length=size.length, targets=size.targets,

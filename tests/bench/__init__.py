@@ -35,7 +35,7 @@ BENCHES = {
     "refusals": "the threshold below which `mmqa ask --data` refuses, chosen on --data",
     "rerank": "VLP on every pair of WebQA: each encoded in full, or sources and questions once",
     "wikipedia": "BM25 from disk at 0.1 to 21 million passages: time, memory, queries a second",
-    "detector": "feature maps of VLP's, VinVL's and bottom-up attention's detectors, against PyTorch",
+    "detector": "VLP's, VinVL's and bottom-up attention's detectors, feature maps and whole, against PyTorch",
     "serve": "20 users of `mmqa serve` at once against the same asked one by one",
 }
 SIZES = ("small", "full")

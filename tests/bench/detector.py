@@ -1,9 +1,10 @@
-"""`python -m tests.bench detector`: the feature maps of the detectors beside PyTorch's convolutions.
+"""`python -m tests.bench detector`: the detectors beside PyTorch, feature maps and whole.
 
-Same random weights, picture and threads on both sides, in turn; each row first checks that both
-compute the same. The peers are the restatements of tests/equivalence: torchvision's Faster R-CNN,
-which no extra installs, has the same convolutions and frozen norms. Processor time is counted, so
-that other work on the machine hardly changes a ratio.
+Same random weights, picture and threads on both sides, in turn. Feature maps are compared with the
+restatements of tests/equivalence, which have torchvision's convolutions and frozen norms; each row
+first checks that both compute the same. Whole detectors stand beside torchvision's Faster R-CNN of
+the same sizes, where it is installed (by no extra); its rules are its own. Processor time is
+counted, so that other work on the machine hardly changes a ratio.
 
 torch is needed to import this module.
 """
@@ -11,8 +12,10 @@ torch is needed to import this module.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from importlib import metadata
 from typing import Any
 
 import jax
@@ -22,15 +25,19 @@ import torch
 from flax import nnx
 
 from mmqa_jax.core.flops import traced_flops
-from mmqa_jax.inference.region_detector import KINDS
-from mmqa_jax.models.detection.faster_rcnn import DetectorConfig, FasterRCNN
+from mmqa_jax.inference.region_detector import KINDS, make_find
+from mmqa_jax.models.detection.faster_rcnn import DetectorConfig, FasterRCNN, Pictures
 from mmqa_jax.weights.models.detector import publish_detector
 from tests.bench import Options, torch_reference
 from tests.bench.runner import Case, Peak, measure, start_device
+from tests.bench.torchvision_detectors import KINDS as OF_TORCHVISION
+from tests.bench.torchvision_detectors import importable, torchvision_detector
 from tests.equivalence.detectors_torch import TorchDetector
 
-ROWS = ("vlp_x101", "vinvl_x152c4", "bottom_up_r101")
-_PEERS = dict(zip(ROWS, ("detectron", "maskrcnn", "detectron2"), strict=True))
+MAPS = ("vlp_x101", "vinvl_x152c4", "bottom_up_r101")
+ROWS = (*MAPS, *(f"{name}_whole" for name in OF_TORCHVISION))
+_PEERS = dict(zip(MAPS, ("detectron", "maskrcnn", "detectron2"), strict=True))
+_ABOVE = 0.05  # torchvision's default: probabilities below are in no suppression
 _SIZES = {"small": (256, 320), "full": (800, 1088)}  # height and width of the picture
 _BLOCKS = (1, 1, 3, 1)  # of the stages in the small size: the published widths, less deep
 _ROUNDS = 3
@@ -55,23 +62,32 @@ def run(options: Options) -> dict[str, Any]:
 
 def cases(size: str, wanted: tuple[str, ...]) -> Iterator[Case]:
     """The rows `wanted`, each built when it is needed."""
-    for kind in KINDS:
-        if kind.name in wanted:
-            config = kind.config
-            if size == "small":
-                backbone = dataclasses.replace(config.backbone, blocks=_BLOCKS)
-                config = dataclasses.replace(config, backbone=backbone)
-            yield _maps(kind.name, config, _SIZES[size])
+    configs = {kind.name: kind.config for kind in KINDS}
+    for row in wanted:
+        name = row.removesuffix("_whole")
+        config = configs[name]
+        if size == "small":
+            backbone = dataclasses.replace(config.backbone, blocks=_BLOCKS)
+            config = dataclasses.replace(config, backbone=backbone)
+        yield (_maps if row == name else _whole)(name, config, _SIZES[size])
+
+
+def _drawn(
+    config: DetectorConfig, size: tuple[int, int]
+) -> tuple[FasterRCNN, Mapping[str, torch.Tensor], np.ndarray]:
+    """A detector, its tensors under the published keys, and the pixels of a picture."""
+    model = FasterRCNN(config, rngs=nnx.Rngs(0))
+    source = publish_detector(config, nnx.state(model)).source
+    tensors = {key: torch.from_numpy(np.array(source.read(key))) for key in source.specs()}
+    pixels = np.random.default_rng(0).normal(size=(*size, 3)).astype(np.float32)
+    return model, tensors, pixels
 
 
 def _maps(name: str, config: DetectorConfig, size: tuple[int, int]) -> Case:
     """Trunk and pyramid of one picture."""
-    model = FasterRCNN(config, rngs=nnx.Rngs(0))
+    model, tensors, pixels = _drawn(config, size)
     theirs = TorchDetector(_PEERS[name], config)
-    source = publish_detector(config, nnx.state(model)).source
-    for key in source.specs():
-        theirs.tensors[key] = torch.from_numpy(np.array(source.read(key)))
-    pixels = np.random.default_rng(0).normal(size=(*size, 3)).astype(np.float32)
+    theirs.tensors.update(tensors)
     graphdef, state = nnx.split(model)
     inputs = jnp.asarray(pixels[None]), jnp.asarray([size], jnp.int32)
 
@@ -92,5 +108,39 @@ def _maps(name: str, config: DetectorConfig, size: tuple[int, int]) -> Case:
         flops=traced_flops(levels, state, *inputs),
         agreement=1e-3,
         notes={"work": f"{sum(blocks)} blocks, {size[0]} x {size[1]} px"},
+        clock=time.process_time,
+    )
+
+
+def _whole(name: str, config: DetectorConfig, size: tuple[int, int]) -> Case:
+    """From the pixels of one picture to its regions."""
+    model, tensors, pixels = _drawn(config, size)
+    graphdef, state = nnx.split(model)
+    sizes = jnp.asarray([size], jnp.int32)
+    pictures = Pictures(jnp.asarray(pixels[None]), sizes, sizes, jnp.ones(1))
+    find = make_find(graphdef)
+    peer, others, notes = None, {}, {"torchvision": "cannot be imported"}
+    if importable():
+        theirs = torchvision_detector(config, tensors, size)
+        picture = torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+
+        def regions(least: float) -> None:
+            theirs.roi_heads.score_thresh = least
+            with torch.inference_mode():
+                theirs([picture])
+
+        peer = functools.partial(regions, 0.0)
+        others = {f"peer_above_{_ABOVE:g}": functools.partial(regions, _ABOVE)}
+        notes = {"torchvision": metadata.version("torchvision")}
+    blocks = sum(config.backbone.blocks)
+    work = f"{blocks} blocks, {size[0]} x {size[1]} px, {config.rpn.after} proposals"
+    return Case(
+        f"{name}_whole",
+        "ms",
+        lambda: jax.block_until_ready(find(state, pictures)),
+        peer,
+        others=others,
+        flops=traced_flops(find, state, pictures),
+        notes={"work": work, **notes},
         clock=time.process_time,
     )

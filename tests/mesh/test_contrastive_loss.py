@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 from mmqa_jax.core.mesh import batch_sharding, make_mesh, replicated
@@ -53,7 +54,7 @@ def make_vectors(rng, questions, group, dim):
 def tiny_task(kind=ContrastiveObjective, logit_bias=None, **options):
     config = DualEncoderConfig(
         text=BertConfig(
-            vocab_size=37, hidden=16, layers=2, heads=2, mlp=24, positions=12, dropout=0.0,
+            vocab_size=37, hidden=16, layers=1, heads=2, mlp=24, positions=12, dropout=0.0,
             attention_dropout=0.0,
         ),
         vision=VisionConfig(
@@ -113,19 +114,23 @@ def test_blocks_are_the_whole_matrix():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), ours, want)
 
 
-def test_towers_in_parts_have_the_same_gradient_and_less_memory():
-    rng = np.random.default_rng(1)
-    task = tiny_task()
+@pytest.fixture(scope="module")
+def whole():
+    """Parameters, a batch, and the compiled loss and gradient of all of it on one device."""
+    task, batch = tiny_task(), make_batch(np.random.default_rng(1), 64, 2)
     params = make_params(task)
-    batch = make_batch(rng, 64, 2)
-    whole = task_gradient(task, params, batch)
+    return params, batch, task_gradient(task, params, batch)
+
+
+def test_towers_in_parts_have_the_same_gradient_and_less_memory(whole):
+    params, batch, run = whole
     parts = task_gradient(tiny_task(tower_parts=8), params, batch)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6),
         parts(params, batch),
-        whole(params, batch),
+        run(params, batch),
     )
-    needed = [run.memory_analysis().temp_size_in_bytes for run in (whole, parts)]
+    needed = [one.memory_analysis().temp_size_in_bytes for one in (run, parts)]
     assert needed[1] < needed[0] / 2
 
 
@@ -177,12 +182,10 @@ def test_a_device_computes_its_block_alone():
     assert max(map(math.prod, module(whole_matrix_loss)[1])) >= 64 * 64
 
 
-def test_towers_of_a_split_batch_have_the_gradient_of_one_device():
-    rng = np.random.default_rng(0)
+def test_towers_of_a_split_batch_have_the_gradient_of_one_device(whole):
+    params, batch, run = whole
     mesh = make_mesh({"data": 4, "fsdp": 2})
-    task = tiny_task()
-    params, batch = make_params(task), make_batch(rng, 32, 2)
-    want = task_gradient(task, params, batch)(params, batch)
+    want = run(params, batch)
     params = jax.device_put(params, replicated(mesh))
     batch = jax.device_put(batch, batch_sharding(mesh))
     task = tiny_task(mesh=mesh, tower_parts=2)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -85,12 +86,17 @@ def answers_and_scores(mesh, sizes, config):
 
 
 @pytest.mark.parametrize(
-    ("cache_dtype", "config"),
-    [("float32", MODEL), ("int8", MODEL), ("float32", SWITCHED), ("float32", MIXTURE)],
+    ("cache_dtype", "config", "buckets"),
+    [
+        ("float32", MODEL, (8, 32)),
+        ("int8", MODEL, (32,)),
+        ("float32", SWITCHED, (32,)),
+        ("float32", MIXTURE, (32,)),
+    ],
 )
-def test_answers_are_those_of_one_device(cache_dtype, config):
+def test_answers_are_those_of_one_device(cache_dtype, config, buckets):
     sizes = EngineConfig(
-        slots=4, length=96, buckets=(8, 32), prefill_tokens=64, block=32, decode_block=96,
+        slots=4, length=96, buckets=buckets, prefill_tokens=64, block=32, decode_block=96,
         cache_dtype=cache_dtype,
     )  # fmt: skip
     expected, expected_scores = answers_and_scores(
@@ -103,6 +109,8 @@ def test_answers_are_those_of_one_device(cache_dtype, config):
     for where, scan in ((mesh, False), (mesh, True), (repeated, True)):
         if scan and cache_dtype == "int8":
             continue  # it reads a chunk's own keys unrounded, see test_scanned_cache.py
+        if scan and where is mesh and config is not MODEL:
+            continue  # a layer's own ways do not depend on whose rows it has
         scanning = dataclasses.replace(sizes, scan_layers=scan)
         answers, scores = answers_and_scores(where, scanning, config)
         for n, want in expected.items():
@@ -168,17 +176,23 @@ def test_the_gpus_kernels(monkeypatch):
         model = sharded(mesh)
         repeat_key_heads(model, mesh)
         unstack_layers(model)
+        graphdef, state = nnx.split(model)
         cache = kv_cache.empty(model.config, 4, 64, "float32", mesh)
         tokens = np.random.default_rng(0).normal(size=(4, 17, MODEL.hidden)).astype(np.float32)
-        for way in ways:
+
+        @functools.partial(jax.jit, static_argnames="way")
+        def forward(state, tokens, cache, way, graphdef=graphdef, mesh=mesh):
+            model, starts = nnx.merge(graphdef, state), np.int32([0, 47, 32, 7])
             options = {"rows": np.arange(4), "block": 64, "mesh": mesh, "implementation": way}
+            own = {"starts": starts, "ends": starts + 16, **options}
+            first, cache = kv_cache.forward(model, tokens[:, :16], cache, **own)
+            own |= {"starts": starts + 16, "ends": starts + 17, "all_rows": True}
+            second, cache = kv_cache.forward(model, tokens[:, 16:], cache, **own)
+            return jnp.concatenate([first, second], axis=1)
+
+        for way in ways:
             with jax.set_mesh(mesh):
-                starts = np.int32([0, 47, 32, 7])
-                own = {"starts": starts, "ends": starts + 16, **options}
-                first, cache = kv_cache.forward(model, tokens[:, :16], cache, **own)
-                own |= {"starts": starts + 16, "ends": starts + 17, "all_rows": True}
-                second, cache = kv_cache.forward(model, tokens[:, 16:], cache, **own)
-            found[mesh, way] = np.concatenate([first, second], axis=1)
+                found[mesh, way] = jax.device_get(forward(state, tokens, cache, way))
     first, *others = found.values()
     for other in others:
         np.testing.assert_allclose(other, first, rtol=0, atol=1e-5)

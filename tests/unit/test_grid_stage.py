@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from cli_runs import done, mmqa, png, tree
+from drawn_weights import drawn
 from flax import nnx
 from vqa_files import write_okvqa
 
@@ -30,7 +31,7 @@ CONFIG = ModifiedResNetConfig(8, (1, 1, 1, 1), image_size=64, embed_dim=6)
 def tower(tmp_path_factory):
     """A random image tower as `mmqa convert` writes it."""
     folder = tmp_path_factory.mktemp("tower")
-    model = ModifiedResNet(CONFIG, rngs=nnx.Rngs(0))
+    model = drawn(lambda: ModifiedResNet(CONFIG, rngs=nnx.Rngs(0)))
     save_trained(folder, model, nnx.state(model), {})
     return folder, model
 

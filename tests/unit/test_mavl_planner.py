@@ -16,6 +16,7 @@ from mmqa_jax.evaluation.answer_text import prep_ans
 from mmqa_jax.extensions.mavl_planner import (
     PlanPrompt,
     earned,
+    learned_plans,
     plan_examples,
     plan_prompts,
     written_plan,
@@ -140,6 +141,14 @@ def test_examples_end_with_the_plan_and_its_end_token():
     assert example.start == 2
     assert example.tokens[-1] == END
     assert list(example.tokens[2:-1]) == tokenizer.encode_plain(written_plan((2, 3)))
+
+
+def test_how_often_plans_are_the_best():
+    prompts = [PlanPrompt("q", role, ()) for role in ("junior", "senior", "manager")]
+    assert learned_plans(prompts, table({(1,): 0.5, (1, 3): 1.0})) == (
+        "2 Action_1; 1 Action_1, Action_3"
+    )
+    assert learned_plans(prompts, table({(2,): 1.0})) == "2 Action_2"  # none of the junior's
 
 
 def test_what_plans_earn_by_agent():
