@@ -83,6 +83,18 @@ def refused(tmp_path):
     return run
 
 
+@pytest.fixture(scope="module")
+def short_readings():
+    """Benches time quick work only shortly: for tests of what their rows say, not of how fast it is."""
+    from mmqa_jax.core.speed import read_bandwidth
+    from tests.bench import runner, timing
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "_SHORTEST", 0.002)
+        patch.setattr(runner, "read_bandwidth", lambda: read_bandwidth(1 << 24))
+        yield
+
+
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory, request) -> Callable[[str, Callable[[Path], None]], Path]:
     """Gives a folder by its name that the first worker to ask fills; the others wait for it."""
