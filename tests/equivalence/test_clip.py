@@ -167,6 +167,7 @@ def test_gradients_of_the_contrastive_loss_equal(pair):
     same_gradients(dict(export(gradients, clip_key_map(ours.config))), theirs, r"k_proj\.bias")
 
 
+@pytest.mark.parametrize("pair", ["quick_gelu"], indirect=True, scope="module")
 def test_bfloat16_stays_near_float32(pair):
     """Both towers' last states stray no further than torch's."""
     theirs, ours = pair

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from compare import randomize
+from compare import copied, randomize
 from flax import nnx
 
 from mmqa_jax.core.mesh import DEFAULT_RULES, make_mesh
@@ -108,8 +108,8 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole_batch(pair):
             task, split, optimizer, schedule, seed=0, accumulate=accumulate, abstract=abstract,
             mesh=mesh,
         )  # fmt: skip
-        params = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
-        state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+        params = jax.tree.map(copied, nnx.state(model, nnx.Param))
+        state = TrainState(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
         with jax.default_matmul_precision("highest"):
             state, metrics = step(state, batch)
         moments = {k: np.asarray(x) for k, x in flatten_named(state.optimizer).items()}
@@ -143,12 +143,12 @@ def test_the_log_probability_of_every_target(pair):
 def with_lora(model: Llama) -> Llama:
     """The model with additions that are not zero."""
     graphdef, state = nnx.split(model)
-    copied = nnx.merge(graphdef, jax.tree.map(jnp.copy, state))
-    add_lora(copied, LORA, rngs=nnx.Rngs(2))
+    added = nnx.merge(graphdef, jax.tree.map(copied, state))
+    add_lora(added, LORA, rngs=nnx.Rngs(2))
     for name in LORA.targets:
-        linear = getattr(copied.layers, name)
+        linear = getattr(added.layers, name)
         linear.lora_b[...] = 0.1 * jax.random.normal(jax.random.key(7), linear.lora_b.shape)
-    return copied
+    return added
 
 
 def their_linear(layer, name: str) -> torch.nn.Linear:
@@ -197,7 +197,7 @@ def test_lora_is_the_plain_restatement(pair, tmp_path):
 def test_lora_starts_as_its_base(pair):
     _, ours = pair
     graphdef, state = nnx.split(ours)
-    fresh = nnx.merge(graphdef, jax.tree.map(jnp.copy, state))
+    fresh = nnx.merge(graphdef, jax.tree.map(copied, state))
     add_lora(fresh, LoraConfig(), rngs=nnx.Rngs(1))
     assert our_loss(freeze_base(fresh), PACKED)[0] == pytest.approx(our_loss(ours, PACKED)[0])
     names = set(flatten_named(nnx.state(ours, nnx.Param)))

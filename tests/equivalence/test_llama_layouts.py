@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from compare import WHOLE, compiled, forward, same_parameters
+from compare import WHOLE, compiled, forward, random_model, same_parameters
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
@@ -298,11 +298,7 @@ def test_layers_read_apart_are_those_of_the_stack(tmp_path, layout):
         write_meta(tmp_path / layout, [meta_tensors()])
     else:
         config = dataclasses.replace(TINY, attention_bias=True, mlp_bias=True)
-        model = Llama(config, rngs=nnx.Rngs(0))
-        rng = np.random.default_rng(3)
-        state = jax.tree.map(lambda x: rng.normal(size=x.shape).astype("f"), nnx.state(model))
-        nnx.update(model, jax.tree.map(jnp.asarray, state))
-        save(model, tmp_path / layout)
+        save(random_model(Llama, config), tmp_path / layout)
     want = load_published("llama", tmp_path / layout)
     unstack_layers(want)
     got = load_published("llama", tmp_path / layout, layers_apart=True)

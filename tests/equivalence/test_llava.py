@@ -175,9 +175,9 @@ def test_gradients_of_the_language_model_loss_equal(published):
     assert unread == {n for n in got if "tower.encoder.layers.3." in n or "tower.post_layer" in n}
 
 
-def test_greedy_generation_equals(pair):
+def test_greedy_generation_equals(published):
     """Prefill of embedded prompts, then single steps, against transformers' `generate`."""
-    theirs, ours, folder = pair
+    theirs, ours, folder = published
     steps, bucket = 6, 528
     inputs = tiny.torch_inputs(tiny.prompts(ours, pad_left=True))
     del inputs["position_ids"]

@@ -289,7 +289,8 @@ def test_trainable_parameters_leave_out_the_statistics(pair):
 
 @pytest.mark.parametrize("name", ["rn50", "rn101", "rn50x4", "rn50x16", "rn50x64"])
 def test_presets_have_the_published_sizes(name):
-    """Shapes are those of torch's tower; sizes from open_clip src/open_clip/model_configs."""
+    """Sizes are of open_clip src/open_clip/model_configs; shapes, of the one whose sizes are not
+    powers of two, those of torch's tower."""
     width, blocks, image_size, embed_dim, heads = {
         "rn50": (64, (3, 4, 6, 3), 224, 1024, 32),
         "rn101": (64, (3, 4, 23, 3), 224, 512, 32),
@@ -300,6 +301,8 @@ def test_presets_have_the_published_sizes(name):
     config = getattr(modified_resnet, name)()
     assert config == ModifiedResNetConfig(width, blocks, image_size, embed_dim)
     assert (config.heads, config.features, config.eps) == (heads, 32 * width, 1e-5)
+    if name != "rn50x4":
+        return
     source = publish_modified_resnet(config, nnx.state(abstract(ModifiedResNet, config))).source
     ours = {key: spec.shape for key, spec in source.specs().items()}
     with torch.device("meta"):

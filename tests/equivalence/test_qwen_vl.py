@@ -6,12 +6,11 @@ import dataclasses
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import transformers
-from compare import WHOLE, compiled, reloaded, same_parameters
+from compare import WHOLE, compiled, copied, reloaded, same_parameters
 from flax import nnx
 from PIL import Image
 from qwen_vl_pair import (
@@ -197,7 +196,7 @@ def test_logits(pair, pixels, torch_pixels, tower):
 def _copy(model: nnx.Module) -> nnx.Module:
     """Its own arrays: an engine takes a model's apart."""
     graphdef, state = nnx.split(model)
-    return nnx.merge(graphdef, jax.tree.map(jnp.copy, state))
+    return nnx.merge(graphdef, jax.tree.map(copied, state))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ import pytest
 import torch
 from compare import LAYER, WHOLE, copied
 from flax import nnx
-from qwen_vl_pair import CASES, IMAGE, Pair, encoded, make_pair, pictures, torch_inputs
+from qwen_vl_pair import CASES, IMAGE, Pair, encoded, make_pair, torch_inputs
+from qwen_vl_prompts import small_pictures
 
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample
@@ -37,7 +38,7 @@ def pair(request, tmp_path_factory) -> Pair:
 @pytest.fixture(scope="module")
 def rows(pair) -> PicturedRows:
     """Over a corpus of three questions, whose pictures have other sizes each."""
-    files = {f"{number}.png": encoded(one) for number, one in enumerate(pictures())}
+    files = {f"{number}.png": encoded(one) for number, one in enumerate(small_pictures())}
     asked = [Question(name, "train", "What?", image=name, answers=("a",)) for name in files]
     config = pair.ours.config
     shown = QwenFormat(config, open_tokenizer(pair.folder))
@@ -67,7 +68,7 @@ def batch_of(rows: PicturedRows) -> dict[str, jax.Array]:
 def their_loss(pair: Pair, model: torch.nn.Module) -> torch.Tensor:
     """The mean over all targets, example by example."""
     total, count = torch.zeros(()), 0
-    given = pair.processor(images=pictures(), return_tensors="pt")
+    given = pair.processor(images=small_pictures(), return_tensors="pt")
     for example, used in examples():
         inputs = torch_inputs(given, example.tokens.tolist(), used)
         model.model.rope_deltas = None  # of the prompt before
@@ -95,6 +96,11 @@ def gradient_of(objective: VisionLanguageObjective, model: nnx.Module):
     return step, state
 
 
+@jax.jit
+def descended(state: nnx.State, gradient: nnx.State) -> nnx.State:
+    return jax.tree.map(lambda x, dx: x - RATE * dx, state, gradient)
+
+
 def test_two_training_steps_are_torchs(pair, rows):
     """Plain gradient descent of all parameters, those of the tower too."""
     theirs, batch = copy_of(pair), batch_of(rows)
@@ -103,7 +109,7 @@ def test_two_training_steps_are_torchs(pair, rows):
     step, state = gradient_of(VisionLanguageObjective(config, tower=True), pair.ours)
     for _ in range(2):
         loss, gradient = step(state, batch)
-        state = jax.tree.map(lambda x, dx: x - RATE * dx, state, gradient)
+        state = descended(state, gradient)
         theirs.zero_grad()
         want = their_loss(pair, theirs)
         want.backward()

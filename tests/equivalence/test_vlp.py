@@ -165,24 +165,23 @@ def test_every_parameter_names_its_axes(x101):
 @pytest.mark.parametrize("beams", [1, 3])
 def test_prefix_attention_is_attention_over_the_concatenation(beams):
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    draw = lambda *shape: rng.normal(size=shape).astype("f4")  # noqa: E731
     b, n, h, d = 3, 3 * beams, 2, 8
     q, k, v = draw(n, 2, h, d), draw(n, 4, h, d), draw(n, 4, h, d)
     pk, pv = draw(b, 7, h, d), draw(b, 7, h, d)
-    prefix_mask = jnp.arange(7)[None] < jnp.array([7, 3, 5])[:, None]
-    mask = jnp.asarray(rng.random((1, 1, 2, 4)) < 0.6)
-    out = prefix_attention(q, pk, pv, prefix_mask, k, v, mask=mask)
-    each = lambda x: jnp.repeat(x, beams, axis=0)  # noqa: E731
-    whole = jnp.concatenate(
+    prefix_mask = np.arange(7)[None] < np.array([7, 3, 5])[:, None]
+    mask = rng.random((1, 1, 2, 4)) < 0.6
+    out = jax.jit(prefix_attention)(q, pk, pv, prefix_mask, k, v, mask=mask)
+    each = lambda x: np.repeat(x, beams, axis=0)  # noqa: E731
+    whole = np.concatenate(
         [
-            jnp.broadcast_to(each(prefix_mask)[:, None, None], (n, 1, 2, 7)),
-            jnp.broadcast_to(mask, (n, 1, 2, 4)),
+            np.broadcast_to(each(prefix_mask)[:, None, None], (n, 1, 2, 7)),
+            np.broadcast_to(mask, (n, 1, 2, 4)),
         ],
         axis=-1,
     )
-    expected = attention(
-        q, jnp.concatenate([each(pk), k], 1), jnp.concatenate([each(pv), v], 1), mask=whole
-    )
+    keys, values = np.concatenate([each(pk), k], 1), np.concatenate([each(pv), v], 1)
+    expected = jax.jit(attention)(q, keys, values, mask=whole)
     np.testing.assert_allclose(out, expected, atol=1e-6)
 
 
@@ -205,15 +204,20 @@ def test_attention_against_torch_and_closed_rows(is_causal):
     expected = torch.nn.functional.scaled_dot_product_attention(
         *(torch.tensor(t).transpose(1, 2) for t in (q, k, v)), attn_mask=torch.tensor(whole)
     ).transpose(1, 2)
-    args = {"mask": jnp.asarray(mask), "is_causal": is_causal}
-    np.testing.assert_allclose(attention(q, k, v, **args), expected, atol=1e-5)
-    keys = jax.random.split(jax.random.key(0), 2000)
-    dropped = jax.vmap(lambda key: attention(q, k, v, **args, dropout_rate=0.3, dropout_key=key))(
-        keys
-    )
+
+    @jax.jit
+    def run(key):
+        args = {"mask": jnp.asarray(mask), "is_causal": is_causal}
+        dropped = jax.vmap(
+            lambda key: attention(q, k, v, **args, dropout_rate=0.3, dropout_key=key)
+        )(jax.random.split(key, 2000))
+        closed = attention(q, k, v, mask=jnp.zeros((3, 1, 6, 6), bool))
+        return attention(q, k, v, **args), dropped, closed
+
+    whole, dropped, closed = map(np.asarray, run(jax.random.key(0)))
+    np.testing.assert_allclose(whole, expected, atol=1e-5)
     assert np.abs(dropped[0] - expected.numpy()).max() > 0.1
     np.testing.assert_allclose(dropped.mean(0), expected, atol=0.15)  # unbiased
-    closed = attention(q, k, v, mask=jnp.zeros((3, 1, 6, 6), bool))
     np.testing.assert_allclose(
         closed, np.broadcast_to(v.mean(1, keepdims=True), v.shape), atol=1e-5
     )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from compare import LAYER, WHOLE, same_gradients, with_config
+from compare import LAYER, WHOLE, random_model, same_gradients, with_config
 from flax import nnx
 from torch import nn
 from vlp_pair import CONFIGS, TRUNK, Pair, batch, make_pair, run_torch
@@ -253,7 +253,8 @@ def test_new_linears_start_as_torchs_and_the_trunk_as_berts(frontend):
     if config.visual_hidden:
         config = dataclasses.replace(config, visual_hidden=(120,))
     task = RerankObjective(config)
-    started = flatten_named(nnx.state(task.init(jax.random.key(0))))
+    started = jax.jit(lambda key: nnx.state(task.init(key)))(jax.random.key(0))
+    started = flatten_named(started)
     bounds = torch_bounds(config, started)
     assert len(bounds) == (8 if frontend == "x101" else 6)
     for name, values in started.items():
@@ -296,7 +297,7 @@ def test_vinvl_starts_from_vlps_checkpoint_as_the_original(x101, tmp_path):
     torch.save(pretrained, tmp_path / "model.30.bin")
     config = CONFIGS["vinvl"]
     theirs = TorchVLP(config)
-    ours = VLP(config, rngs=nnx.Rngs(7))
+    ours = random_model(VLP, config)
     new = {
         name: torch.tensor(np.array(array))
         for name, array in export(nnx.state(ours), vlp_key_map(config))
