@@ -7,6 +7,7 @@ once; with --kills=50 all verbs together at least 50 times.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -81,14 +82,14 @@ def captioner(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prophet(cli_cache, made_once):
-    """A benchmark's data, and a model trained on it, whose candidates are wanted."""
+    """A benchmark's data, and a model of it, whose candidates are wanted."""
 
-    def train(folder: Path) -> None:
+    def begin(folder: Path) -> None:
         done("prepare", "okvqa", f"--raw={write_okvqa(folder / 'raw')}", f"--out={folder / 'data'}")
         with quietly(cli_cache):
-            done(*whole_run_flags(folder / "run", folder / "data"))
+            done(*whole_run_flags(folder / "run", folder / "data"), "--only_start")
 
-    return made_once("prophet", train)
+    return made_once("prophet", begin)
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +141,20 @@ def flags_of(data, models, index, bm25, tmp_path_factory, request):
     return flags
 
 
+@pytest.fixture(scope="module")
+def undisturbed(start, flags_of, tmp_path_factory):
+    """Verb -> the files of one process that nobody disturbs, and how many moments it has."""
+
+    @functools.cache
+    def run(verb: str) -> tuple[dict[str, bytes | list], int]:
+        whole = tmp_path_factory.mktemp(verb) / "whole"
+        ended = start(flags_of(verb, whole))
+        assert ended["code"] == 0, ended["err"]
+        return results(whole), ended["moments"]
+
+    return run
+
+
 def results(folder: Path) -> dict[str, bytes | list]:
     """The files of a job, without those that name times and without its parts."""
     found: dict[str, bytes | list] = {}
@@ -156,14 +171,14 @@ def results(folder: Path) -> dict[str, bytes | list]:
 
 
 @pytest.mark.parametrize("verb", SHARED)
-def test_killed_shards_end_with_the_files_of_one_process(verb, start, flags_of, kills, tmp_path):
+def test_killed_shards_end_with_the_files_of_one_process(
+    verb, start, flags_of, undisturbed, kills, tmp_path
+):
     rng = random.Random(f"{verb} {kills}")
-    whole, folder = tmp_path / "whole", tmp_path / "shared"
-    ended = start(flags_of(verb, whole))
-    assert ended["code"] == 0, ended["err"]
-    expected = results(whole)
+    folder = tmp_path / "shared"
+    expected, moments = undisturbed(verb)
     assert len(expected) >= (4 if verb == "run" else 1)
-    flags, died, shards, moments = flags_of(verb, folder), 0, 2, ended["moments"]
+    flags, died, shards = flags_of(verb, folder), 0, 2
     while died < kills:
         shards = rng.choice((1, 2, 3))  # other ones go on from the finished chunks
         shard = f"--shard={rng.randrange(shards)}/{shards}"
@@ -192,13 +207,12 @@ def pytest_generate_tests(metafunc):
 
 
 def test_killed_shards_in_an_object_store(
-    verb, scheme, start, store, flags_of, kills, data, models, index, tmp_path
+    verb, scheme, start, store, flags_of, undisturbed, kills, data, models, index
 ):
     """The data, the models and the index are in the store too."""
     rng = random.Random(f"{verb} in a store {kills}")
-    ended = start(flags_of(verb, tmp_path / "whole"))
-    assert ended["code"] == 0, ended["err"]
-    expected, bucket = results(tmp_path / "whole"), f"{scheme}://{object_store.BUCKET}"
+    expected, moments = undisturbed(verb)
+    expected, bucket = dict(expected), f"{scheme}://{object_store.BUCKET}"
     inputs = {"data": data, "contrastive": models / "contrastive", "index": index}
     inputs |= {name: models / name for name in ("rerank", "answer")}
     for name, folder in inputs.items():
@@ -216,7 +230,7 @@ def test_killed_shards_in_an_object_store(
             found = [flag.replace(str(folder), f"{bucket}/{name}") for flag in found]
         return found
 
-    out, died, moments = f"{bucket}/results-{verb}", 0, ended["moments"]
+    out, died = f"{bucket}/results-{verb}", 0
     while died < min(kills, 2):
         shard = f"--shard={rng.randrange(2)}/2"
         ended = start([*flags(out), shard], kill_at=rng.randint(1, moments // 2))
@@ -231,13 +245,11 @@ def test_killed_shards_in_an_object_store(
 
 @pytest.mark.parametrize("verb", ALONE)
 def test_killed_jobs_end_with_the_files_of_an_undisturbed_one(
-    verb, start, flags_of, kills, tmp_path
+    verb, start, flags_of, undisturbed, kills, tmp_path
 ):
     rng = random.Random(f"{verb} {kills}")
-    whole, folder = tmp_path / "whole", tmp_path / "killed"
-    ended = start(flags_of(verb, whole))
-    assert ended["code"] == 0, ended["err"]
-    expected, moments = results(whole), ended["moments"]
+    folder = tmp_path / "killed"
+    expected, moments = undisturbed(verb)
     assert len(expected) > len(results(folder))
     died = 0
     while died < kills:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 from collections.abc import Iterable
@@ -111,11 +112,21 @@ def flag(color: tuple[int, int, int] = (200, 30, 40), size: tuple[int, int] = (6
     return Picture(file.getvalue(), "red.png")
 
 
+@functools.cache  # its many small programs run once for all files of a worker
+def _published_llama(config: LlamaConfig) -> Any:
+    return publish_llama(config, nnx.state(Llama(config, rngs=nnx.Rngs(3))))
+
+
+@functools.cache
+def _published_qwen_vl() -> Any:
+    config = qwen_vl_config()
+    return publish_qwen_vl(config, nnx.state(QwenVL(config, rngs=nnx.Rngs(3))))
+
+
 def write_folder(folder: Path, model: LlamaConfig = MODEL) -> Path:
     """Writes the model as transformers would."""
-    published = publish_llama(model, nnx.state(Llama(model, rngs=nnx.Rngs(3))))
     folder.mkdir()
-    write_published(folder, published, more={"eos_token_id": END})
+    write_published(folder, _published_llama(model), more={"eos_token_id": END})
     letters().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     return folder
@@ -158,10 +169,8 @@ def pictured_letters() -> Tokenizer:
 
 def write_qwen_vl(folder: Path) -> Path:
     """Writes a tiny random Qwen2.5-VL as transformers would; a picture takes 9 tokens or more."""
-    config = qwen_vl_config()
     folder.mkdir()
-    model = QwenVL(config, rngs=nnx.Rngs(3))
-    write_published(folder, publish_qwen_vl(config, nnx.state(model)), more={"eos_token_id": END})
+    write_published(folder, _published_qwen_vl(), more={"eos_token_id": END})
     pictured_letters().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": PICTURED}))
     sizes = {"min_pixels": 144, "max_pixels": 400, "patch_size": 2}
