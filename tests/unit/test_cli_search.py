@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import faiss
 import numpy as np
@@ -261,11 +262,16 @@ def test_the_weight_of_the_fusion_is_chosen_on_a_split(flags, data, models, inde
         assert alone["recall"]["recall@2"] == sweep[weight]["recall@2"]
 
 
-def done_apart(*arguments):
-    """As `done`, in a process of its own: Milvus Lite leaves a server's threads behind."""
-    code = "import sys; from mmqa_jax.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, *map(str, arguments), "--json"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+def done_apart(*verbs):
+    """As `done` of each, in a process of its own: Milvus Lite leaves a server's threads behind."""
+    code = (
+        "import json, sys; from cli_runs import done\n"
+        "print(json.dumps([done(*verb) for verb in json.loads(sys.argv[1])]))"
+    )
+    command = [sys.executable, "-c", code, json.dumps(verbs)]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parent
+    )
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1])
 
@@ -274,22 +280,23 @@ def done_apart(*arguments):
 def test_other_indexes_find_the_same(where, data, models, index, tmp_path):
     copy, model = tmp_path / "index", f"--model={models / 'contrastive'}"
     shutil.copytree(index, copy)
-    verb = done
+
+    def search(searched, name):
+        flags = ("--method=dense", model, f"--index={searched}", "--modality=known")
+        return ("search", f"--data={data}", *flags, f"--out={tmp_path / name}")
+
+    done(*search(index, "exact.jsonl"))
     if where != "milvus":
-        place = copy
         built = done("index", f"--embeddings={copy}", f"--kind={where}")
+        done(*search(copy, "other.jsonl"))
     else:
-        verb, place = done_apart, f"milvus://{tmp_path}/one.db/sources"
-        built = verb("index", f"--embeddings={copy}", f"--index={place}")
-        assert not verb("index", f"--embeddings={copy}", f"--index={place}")["built"]
+        place = f"milvus://{tmp_path}/one.db/sources"
+        build = ("index", f"--embeddings={copy}", f"--index={place}")
+        built, again, _ = done_apart(build, build, search(place, "other.jsonl"))
+        assert not again["built"]
     assert built.pop("recall@11", 1.0) == 1.0
     assert built == {"rows": 11, "kind": where, "built": True}
-    found = []
-    for number, searched in enumerate((index, place)):
-        out = tmp_path / f"{number}.jsonl"
-        flags = ("--method=dense", model, f"--index={searched}", "--modality=known")
-        verb("search", f"--data={data}", *flags, f"--out={out}")
-        found.append(rows_of(out))
+    found = (rows_of(tmp_path / name) for name in ("exact.jsonl", "other.jsonl"))
     for one, other in zip(*found, strict=True):
         assert one["sources"] == other["sources"]
         assert one["scores"] == pytest.approx(other["scores"], abs=1e-5)
