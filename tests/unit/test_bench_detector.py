@@ -7,7 +7,7 @@ from tiny_detectors import PRESETS, tiny
 
 from tests.bench import Options, detector
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet", "short_readings")]
 
 
 def test_rows_of_two_detectors(monkeypatch):
