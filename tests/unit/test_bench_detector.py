@@ -8,7 +8,7 @@ from tiny_detectors import PRESETS, tiny
 from tests.bench import Options, detector
 from tests.bench.torchvision_detectors import importable
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet", "short_readings")]
 
 
 def test_rows_of_maps_and_of_a_whole_detector(monkeypatch):

@@ -32,13 +32,13 @@ def tiny_model(size: str, dtype: str | None = None) -> Llama:
 
 
 @pytest.fixture(scope="module")
-def result():
+def result(short_readings):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm, "load_model", tiny_model)
         patch.setattr(llm, "_WINDOW", 32)
         text = np.random.default_rng(0).integers(0, 64, 5 * 40).tolist()
         patch.setattr(llm, "_text", lambda size, load: text)
-        yield llm.run_load("small", LOAD, Options())
+        yield llm.run_load("small", LOAD, Options(rounds=1))
 
 
 def test_both_sides_answer_alike(result):

@@ -29,7 +29,7 @@ LOAD = rerank.Load(
 
 
 @pytest.fixture(scope="module")
-def result():
+def result(short_readings):
     return rerank.run_load(LOAD, Options(rounds=1))
 
 

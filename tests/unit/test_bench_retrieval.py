@@ -60,7 +60,7 @@ def test_pictures_are_read_back(tmp_path):
     assert encoded[0] != encoded[1]
 
 
-def test_rows(tmp_path):
+def test_rows(tmp_path, short_readings):
     """Every step once, in this process."""
     sizes = {**SIZES, "rounds": 1}
     steps = {name: step(tmp_path, sizes) for name, step in bench._STEPS.items()}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 
 import pytest
 from cli_runs import quietly
 
+from mmqa_jax.core import speed
 from tests.bench import Options, train, training_runs, training_shards
 from tests.bench.training_runs import InMemory, Sizes, median_share
 
@@ -80,7 +82,9 @@ def test_the_rows_of_the_loop_and_of_a_save(monkeypatch):
     assert row["written_gb_per_s"] == pytest.approx(2**28 / 2.0 / 1e9, rel=1e-4)
 
 
-def test_a_save_is_timed():
+def test_a_save_is_timed(monkeypatch):
+    bandwidth = functools.partial(speed.read_bandwidth, 1 << 24)
+    monkeypatch.setattr(speed, "read_bandwidth", bandwidth)
     found = training_runs.save(mib=32, rounds=1)
     assert 0 < found["ours"][0] <= found["peer"][0]
     assert found["copy_floor"] > 0

@@ -16,9 +16,10 @@ pytestmark = pytest.mark.slow
 def _few_words(monkeypatch):
     monkeypatch.setattr(synthetic_passages, "_VOCABULARY", 20_000)
     monkeypatch.setattr(synthetic_passages, "_BLOCK", 1_000)
+    monkeypatch.setattr(bench, "_QUERIES", 40)
 
 
-def test_a_row_has_time_memory_and_rate(monkeypatch, tmp_path, capsys):
+def test_a_row_has_time_memory_and_rate(monkeypatch, tmp_path, capsys, short_readings):
     """The steps of the first row are processes, the others run in this one."""
     monkeypatch.setattr(bench, "PASSAGES", {"tiny": 2_000, "less": 500})
     monkeypatch.setenv("TMPDIR", str(tmp_path))

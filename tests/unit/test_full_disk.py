@@ -138,7 +138,11 @@ def test_training_on_a_full_disk(data, cli_cache, tmp_path):
     with small_disk(tmp_path / "disk") as disk:
         workdir = disk.folder / "run"
         flags = train_flags("answer", data, workdir, **{"train.steps": 3})
-        for left in (4 * 2**10, 300 * 2**10, 4 * 2**20):
+        disk.leave(4 * 2**10)  # before a thread starts
+        ended = mmqa("train", *flags)
+        assert ended.code == 1, ended.err
+        assert SAID.fullmatch(ended.err), ended.err
+        for left in (300 * 2**10, 4 * 2**20):
             disk.leave(left)
             ended = train(flags)
             assert ended.returncode == 1, ended.stderr

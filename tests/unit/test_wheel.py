@@ -98,9 +98,13 @@ def test_help_answers(arguments, installed, tmp_path):
 
 def test_default_configs_are_found(installed, tmp_path):
     """The demo reads its default config: only the override is wrong."""
-    ended = run(installed, tmp_path, "-m", "mmqa_jax.cli", "demo", "--config.nothing=1")
-    assert ended.returncode == 2
-    assert "configs/atlas/demo.py has no such key" in ended.stderr
-    ended = run(installed, tmp_path, "-m", "mmqa_jax.cli", "demo", "--config=configs/none.py")
-    assert ended.returncode == 2
-    assert "--config=configs/none.py: no such config file" in ended.stderr
+    script = (
+        "from mmqa_jax.cli import main\n"
+        "for flag in ('--config.nothing=1', '--config=configs/none.py'):\n"
+        "    print(main(['demo', flag]))\n"
+    )
+    ended = run(installed, tmp_path, "-c", script)
+    assert ended.stdout.split() == ["2", "2"]
+    unknown, absent = ended.stderr.splitlines()
+    assert "configs/atlas/demo.py has no such key" in unknown
+    assert "--config=configs/none.py: no such config file" in absent
