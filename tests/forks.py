@@ -77,15 +77,18 @@ class ForkServer:
 
     Args:
       modules: what it imports.
+      environment: variables that these read when they are imported, and not in every process.
     """
 
-    def __init__(self, *modules: str):
+    def __init__(self, *modules: str, environment: Mapping[str, str] | None = None):
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._server = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno()), *modules],
                 cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+                env=os.environ
+                | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+                | dict(environment or {}),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import pytest
+
+from tests.forks import ForkServer
+
+_TINY_RUN = str(Path(__file__).with_name("tiny_run.py"))
+_IMPORTED = (
+    "grain",
+    "mmqa_jax.training.loop",
+    "mmqa_jax.weights.folder",
+    "orbax.checkpoint",
+    "tests.object_store",
+)
+
+
+class Ended(NamedTuple):
+    """How a process ended, and what it printed."""
+
+    code: int
+    said: str
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,26 +47,23 @@ def _quiet(cli_cache):
 
 
 @pytest.fixture(scope="session")
-def attempt(cli_cache) -> Callable[..., dict]:
-    """Runs tiny_run.py with its arguments in a process of its own; how it ended."""
+def attempt(cli_cache) -> Iterator[Callable[..., Ended]]:
+    """Runs tiny_run.py with its arguments in a process of its own."""
     kept = {
         "JAX_COMPILATION_CACHE_DIR": str(cli_cache / "xla"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "MMQA_PROGRESS": "off",
     }
-    with subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("attempts.py"))],
-        env=os.environ | kept, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+    server = ForkServer(*_IMPORTED, environment=kept)
 
-        def run(*arguments: object) -> dict:
-            asked = {"arguments": [*map(str, arguments)], "environment": dict(os.environ)}
-            process.stdin.write(json.dumps(asked) + "\n")
-            process.stdin.flush()
-            return json.loads(process.stdout.readline())
+    def run(*arguments: object) -> Ended:
+        fork = server.start(
+            [_TINY_RUN, *map(str, arguments)], os.environ | kept | {"MMQA_PROGRESS": "off"}
+        )
+        said, _ = fork.communicate()
+        return Ended(fork.returncode, said)
 
-        yield run
-        process.stdin.close()
+    yield run
+    server.close()
 
 
 @pytest.fixture(scope="session")
@@ -59,6 +72,6 @@ def killed_run(attempt) -> Callable[..., None]:
 
     def run(*arguments: object) -> None:
         ended = attempt(*arguments)
-        assert ended["code"] == -signal.SIGKILL, ended["err"]
+        assert ended.code == -signal.SIGKILL, ended.said
 
     return run

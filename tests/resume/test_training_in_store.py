@@ -67,7 +67,7 @@ def test_a_killed_run_in_s3_ends_equal_to_a_local_one(
         killed_run(S3, "in_save", 20)
         assert 20 not in checkpoints(store)
         ended = attempt(S3, "to_end", 0)
-        assert ended["code"] == 0, ended["err"]
+        assert ended.code == 0, ended.said
         assert checkpoints(store) == {30, 50, 60}
         store.download(NAME, tmp_path / "copy")
     for name in ("", "/best"):

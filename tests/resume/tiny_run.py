@@ -20,7 +20,6 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 
 import grain
 import jax
@@ -35,9 +34,7 @@ from mmqa_jax.training import best_weights
 from mmqa_jax.training.loop import Observed, Resuming, train
 from mmqa_jax.training.objective import Validation
 from mmqa_jax.weights import folder
-
-sys.path.append(str(Path(__file__).parents[1]))  # where it is a script of its own
-import object_store
+from tests import object_store
 
 FEATURES, HIDDEN, BATCH, EXAMPLES = 5, 16, 8, 96
 

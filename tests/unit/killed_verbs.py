@@ -1,26 +1,26 @@
-"""Starts verbs that kill themselves (kill -9) at a given moment; see test_inference_killed.py.
+"""A verb that kills itself (kill -9) at a given moment; see test_inference_killed.py.
 
-One process imports what the verbs need and forks one child a start, which spares most of the time
-of a start. Lines of JSON: {"argv": [...], "kill_at": N} in, {"signal", "code", "moments", "err"}
-out. The moments of a verb are just before and just after each call that changes what is on disk.
+python killed_verbs.py KILL_AT VERB...    run in a fork (tests/forks.py)
+
+The moments of a verb are just before and just after each call that changes what is on disk. One that
+lives on prints, as a last line of JSON, its moments and what it wrote to stderr.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import json
 import os
 import signal
 import sys
-import tempfile
 import traceback
 
-import object_store
+from tests import object_store
 
 # Where the verbs import late what takes long; bm25s is left out, which starts JAX's backend.
-_NEEDED = (
+IMPORTED = (
+    "tests.object_store",
     *("mmqa_jax.runs.run", "mmqa_jax.runs.indexing", "mmqa_jax.tasks.opening"),
     *("mmqa_jax.runs.captioning", "mmqa_jax.runs.candidates"),
     *("mmqa_jax.prompting.run", "mmqa_jax.prompting.backend_engine"),
@@ -30,29 +30,8 @@ _CHANGING = ("fsync", "replace", "rename", "unlink", "rmdir", "mkdir")
 
 
 def main() -> None:
+    kill_at, argv = int(sys.argv[1]), sys.argv[2:]
     object_store.install()
-    for name in _NEEDED:
-        importlib.import_module(name)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        with tempfile.TemporaryFile("w+") as said:
-            child = os.fork()
-            if child == 0:
-                _start(asked["argv"], asked["kill_at"], said)
-            _, status = os.waitpid(child, 0)
-            said.seek(0)
-            moments, _, err = said.read().partition("\n")
-        ended = {
-            "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0,
-            "code": os.waitstatus_to_exitcode(status),
-            "moments": int(moments or 0),
-            "err": err,
-        }
-        print(json.dumps(ended), flush=True)
-
-
-def _start(argv: list[str], kill_at: int, said) -> None:
-    """In the child: runs the verb; never returns."""
     signal.alarm(600)
     moments = 0
 
@@ -83,8 +62,7 @@ def _start(argv: list[str], kill_at: int, said) -> None:
             code = cli.main(argv)
     except BaseException:
         err.write(traceback.format_exc())
-    said.write(f"{moments}\n{err.getvalue()}")
-    said.flush()
+    print("\n" + json.dumps({"moments": moments, "err": err.getvalue()}), flush=True)
     os._exit(code)
 
 

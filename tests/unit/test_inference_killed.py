@@ -12,10 +12,9 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import killed_verbs
 import object_store
 import pytest
 from cli_runs import ROOT, done, quietly, rows_of
@@ -28,6 +27,7 @@ from vqa_files import write_okvqa
 from mmqa_jax.core.files import read_json
 from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.core.paths import as_path
+from tests.forks import ForkServer
 
 pytestmark = pytest.mark.slow
 
@@ -54,23 +54,19 @@ def store(tmp_path_factory):
 @pytest.fixture(scope="module")
 def start(cli_cache, store):
     """Starts a verb; returns how it ended."""
-    environment = os.environ | {
-        "MMQA_CACHE": str(cli_cache), "MMQA_PROGRESS": "off", "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }  # fmt: skip
-    with subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("killed_verbs.py"))],
-        env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as starter:  # fmt: skip
+    environment = {"MMQA_CACHE": str(cli_cache), "MMQA_PROGRESS": "off", "JAX_PLATFORMS": "cpu"}
+    server = ForkServer(*killed_verbs.IMPORTED, environment=environment)
 
-        def run(argv, kill_at: int = -1) -> dict:
-            asked = {"argv": [str(argument) for argument in argv], "kill_at": kill_at}
-            starter.stdin.write(json.dumps(asked) + "\n")
-            starter.stdin.flush()
-            return json.loads(starter.stdout.readline())
+    def run(argv, kill_at: int = -1) -> dict:
+        command = [killed_verbs.__file__, str(kill_at), *map(str, argv)]
+        fork = server.start(command, os.environ | environment)
+        said, _ = fork.communicate()
+        if fork.returncode < 0:
+            return {"signal": -fork.returncode, "code": None, "err": said}
+        return {"signal": 0, "code": fork.returncode, **json.loads(said.splitlines()[-1])}
 
-        yield run
-        starter.stdin.close()
+    yield run
+    server.close()
 
 
 @pytest.fixture(scope="module")
