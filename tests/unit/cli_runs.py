@@ -18,10 +18,14 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from PIL import Image
 
 from mmqa_jax.cli import main
+from mmqa_jax.core.workdir import read_config
+from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.models import vlp
+from mmqa_jax.tasks.reading import read_task
 from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +70,9 @@ TINY_OF = {
         "inference.batch_size": 4,
     },
 }
+# Of tiny_llm's model in a row: equal sizes, so that all files share its programs, and one block, so
+# that there is a program for one length of context only.
+ENGINE = {"slots": 4, "length": 192, "buckets": (8, 32), "prefill_tokens": 64, "block": 192}
 
 
 class Ended(NamedTuple):
@@ -210,6 +217,22 @@ def weights_of(folder: Path) -> dict[str, np.ndarray]:
     """The arrays of a weights folder by name."""
     specs = stored_specs(folder / "weights")
     return {name: np.asarray(x) for name, x in read_weights(folder / "weights", specs).items()}
+
+
+def traced_loss(run: Path) -> dict:
+    """The first batch of a run, of which its loss is traced only: no step is compiled."""
+    config = read_config(run)
+    task, corpus = read_task(config).in_folder(run), open_corpus(config.data.dir)
+    recipe = task.recipe(corpus, task.open_tokenizer(run))
+    with contextlib.closing(recipe.batches) as batches:
+        batch = next(batches)
+
+    def loss():
+        model = recipe.objective.init(jax.random.key(0))
+        return recipe.objective.loss(model, batch, jax.random.key(1))[0]
+
+    assert nnx.eval_shape(loss).shape == ()
+    return batch
 
 
 def killed_after(step: int, run: Path, into: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cli_runs import ROOT, done, mmqa, rows_of
+from cli_runs import ENGINE, ROOT, done, mmqa, rows_of
 from tiny_llm import LETTERS, llama_config, write_folder
 from vqa_files import prepare_team, write_aokvqa
 
@@ -15,7 +15,6 @@ from mmqa_jax.serve.run import open_parts
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
-ENGINE = {"slots": 4, "length": 192, "buckets": (8, 32), "prefill_tokens": 64, "block": 32}
 IDS = ("25", "26", "35")
 
 
@@ -168,7 +167,8 @@ def test_a_planner_of_its_own(inputs, tmp_path):
     changes = {
         "parts.planner.model": tmp_path / "planner", "parts.planner.cache": tmp_path / "plans",
         **{f"parts.planner.engine.{key}": value for key, value in ENGINE.items()},
-        "parts.planner.engine.length": 640, "options.max_new_tokens": 4, "options.plan_tokens": 4,
+        "parts.planner.engine.length": 640, "parts.planner.engine.block": 640,
+        "options.max_new_tokens": 4, "options.plan_tokens": 4,
         "data.folds": 1, "data.fold": 0,
     }  # fmt: skip
     workdir = tmp_path / "run"

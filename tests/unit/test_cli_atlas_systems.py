@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cli_runs import LANDS, ROOT, done, mmqa, quietly, rows_of, sentence
+from cli_runs import LANDS, ROOT, done, mmqa, quietly, rows_of, sentence, traced_loss
 from fake_llm import FakeLLM
 from test_shots import FakeEmbedder
 
@@ -40,10 +40,10 @@ def train(data, workdir, **changes) -> list[str]:
 
 @pytest.fixture(scope="module")
 def found(cli_cache, data, tmp_path_factory):
-    """The candidates of an MCAN that is trained on the corpus."""
+    """The candidates of an MCAN over the corpus, as it is before its first step."""
     folder = tmp_path_factory.mktemp("atlas")
     with quietly(cli_cache):
-        done(*train(data, folder / "mcan"))
+        done(*train(data, folder / "mcan"), "--only_start")
         model = f"--model={folder / 'mcan'}"
         result = done("candidates", f"--data={data}", model, f"--out={folder / 'found'}")
     assert result["pictures_without_features"] == 0
@@ -64,6 +64,13 @@ def run_row(name, data, found, llm, library=None, **options):
         parts["knowledge"] = open_knowledge(corpus, KnowledgeSpec(**config.parts.knowledge))
     setting = find_setting(config.system, config.setting)
     return setting.run(corpus.questions("test"), corpus, parts, config.options)
+
+
+def test_the_loss_reads_what_the_corpus_gives(found):
+    """Traced alone: that it trains tower and text is tested in test_patch_mcan."""
+    batch = traced_loss(found.parent / "mcan")
+    assert batch["image"]["shown"].shape == (4, 2)
+    assert batch["targets"].sum(axis=1).tolist() == [1.0] * 4  # a question has one keyword
 
 
 def test_candidates_are_keywords(found, data):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cli_runs import (
+    ENGINE,
     done,
     flags_with,
     killed_after,
@@ -87,8 +88,7 @@ def test_prompts_are_answered_by_the_run(inputs, tmp_path):
         tmp_path / "prompts.jsonl",
         [{"id": "a", "prompt": "Which word", "choices": [" is one", " is two"]}],
     )
-    engine = {"slots": 2, "length": 64, "buckets": "(8, 32)", "prefill_tokens": 32, "block": 32}
-    sizes = [f"--config.engine.{key}={value}" for key, value in engine.items()]
+    sizes = [f"--config.engine.{key}={value}" for key, value in ENGINE.items()]
 
     def answer(model) -> list[dict]:
         out = tmp_path / "answers.jsonl"
@@ -109,10 +109,9 @@ def test_prompts_are_answered_by_the_run(inputs, tmp_path):
 
 
 def test_a_row_with_the_run(inputs, tmp_path):
-    engine = {"slots": 4, "length": 192, "buckets": "(8, 32)", "prefill_tokens": 64, "block": 32}
     values = {"data.dir": inputs / "data", "parts.llm.model": inputs / "run" / "best",
               "parts.library.text_model": "", "options.similarity": "random"}  # fmt: skip
-    values |= {f"parts.llm.engine.{key}": value for key, value in engine.items()}
+    values |= {f"parts.llm.engine.{key}": value for key, value in ENGINE.items()}
     config = "scienceqa/tables.py:smollm2_finetuned_k0"
     result = done(*flags_with("run", config, tmp_path / "row", values))
     assert (result["row"], result["questions"]) == ("smollm2_finetuned_k0", 4)
