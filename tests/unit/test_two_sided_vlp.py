@@ -23,6 +23,7 @@ from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
 from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
 from mmqa_jax.tasks.objectives import RerankObjective
 from mmqa_jax.tasks.rerank import two_sides
+from tests.drawn_weights import drawn
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +42,7 @@ ASKED = [q.question for q in QUESTIONS[:3]] + [
 
 @functools.cache
 def parameters() -> nnx.State:
-    return nnx.jit(lambda: nnx.state(VLP(CONFIG, rngs=nnx.Rngs(3))))()
+    return nnx.state(drawn(lambda: VLP(CONFIG, rngs=nnx.Rngs(3))))
 
 
 def with_parameters(build: Callable[[], VLP]) -> VLP:
@@ -236,7 +237,8 @@ def test_training_drops_and_inference_does_not():
 
 def test_the_rerank_task_trains_it():
     task = RerankObjective(CONFIG, TwoSides(2, 5, 1))
-    model = task.init(jax.random.key(0))
+    model = with_parameters(lambda: task.init(jax.random.key(0)))
+    assert type(model) is TwoSidedVLP
     graphdef, state = nnx.split(model)
     rows = len(ASKED)
     data = {"inputs": sequences()[0][0], "labels": jnp.ones(rows, int), "weights": jnp.ones(rows)}
@@ -271,7 +273,8 @@ def test_a_config_that_cannot_be_cached_is_refused(section, packing, message):
 
 def test_a_config_without_joint_layers_is_plain_vlp():
     assert two_sides(None, None, ATLAS, CONFIG) is None
-    assert type(RerankObjective(CONFIG).init(jax.random.key(0))) is VLP
+    init = RerankObjective(CONFIG).init
+    assert type(nnx.eval_shape(lambda: init(jax.random.key(0)))) is VLP
     sides = two_sides(2, None, ATLAS, CONFIG)
     assert sides == TwoSides(2, 5, None)
     assert len(CORPUS) == 60  # SOURCES are rows of it
