@@ -14,11 +14,12 @@ from flax import nnx
 Model = TypeVar("Model", bound=nnx.Module)
 
 
-def drawn(build: Callable[[], Model], seed: int = 0) -> Model:
+def drawn(build: Callable[[], Model], seed: int = 0, stddev: float | None = None) -> Model:
     """A model with weights from NumPy: matrices by their inputs, scales near 1, biases near 0.
 
     Args:
       build: makes the model; it is only traced.
+      stddev: of all matrices, in place of what their inputs give.
     """
     graphdef, state = nnx.split(nnx.eval_shape(build))
     rng = np.random.default_rng(seed)
@@ -30,7 +31,7 @@ def drawn(build: Callable[[], Model], seed: int = 0) -> Model:
         elif "bias" in name or "mean" in name or len(shape) < 2:
             array = rng.normal(scale=0.02, size=shape)
         else:
-            array = rng.normal(scale=math.prod(shape[:-1]) ** -0.5, size=shape)
+            array = rng.normal(scale=stddev or math.prod(shape[:-1]) ** -0.5, size=shape)
         return jnp.asarray(array, leaf.dtype)
 
     return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(values, state))

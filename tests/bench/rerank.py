@@ -99,9 +99,15 @@ def run_load(load: Load, options: Options) -> dict[str, Any]:
 
 def _cases(load: Load, wanted: tuple[str, ...], rounds: int, peak: Peak) -> Iterator[Case]:
     """Plain VLP, which all ratios are against, and the rows `wanted`."""
+    import jax
     from flax import nnx
 
-    model = load.config.build(rngs=nnx.Rngs(0))
+    def build() -> VLP:
+        return load.config.build(rngs=nnx.Rngs(0))
+
+    # One program: each initializer would be one of its own.
+    initial = jax.jit(lambda: nnx.state(build()))()
+    model = nnx.merge(nnx.graphdef(nnx.eval_shape(build)), initial)
     plain = None
     for name in load.rows:
         if name != "plain" and name not in wanted:
@@ -165,7 +171,7 @@ def flops(model: VLP, method: str, *given: Any) -> float:
     config = model.config
     config = dataclasses.replace(config, bert=dataclasses.replace(config.bert, unroll=True))
     rest = [model.sides] if hasattr(model, "sides") else []
-    unrolled = nnx.eval_shape(lambda: type(model)(config, *rest, rngs=nnx.Rngs(0)))
+    unrolled = nnx.eval_shape(lambda: type(model)(config, *rest, rngs=nnx.Rngs()))
     graphdef, state = nnx.split(unrolled)
     return program_flops(
         lambda state, *given: getattr(nnx.merge(graphdef, state), method)(*given), state, *given
@@ -231,7 +237,11 @@ def _filled(tree: Any, rows: int) -> Any:
     import jax
     import jax.numpy as jnp
 
-    return jax.tree.map(lambda x: jnp.resize(x, (rows, *x.shape[1:])), tree)
+    @jax.jit
+    def fill(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.resize(x, (rows, *x.shape[1:])), tree)
+
+    return fill(tree)
 
 
 def _inputs(config: VLPConfig, rows: int, regions: int, text: int, question: int) -> VLPInputs:

@@ -98,7 +98,7 @@ def numbered(requests):
 
 
 @settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(requests=st.lists(asked, min_size=1, max_size=8), kept=st.integers(0, 8))
 def test_with_cache_and_without_the_same_answers(engine, requests, kept):

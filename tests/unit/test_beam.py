@@ -55,12 +55,16 @@ def published_search(question, vocab, beams, steps, length_penalty):
     return results
 
 
+complete = jax.jit(beam.complete, static_argnames=("only_best", "length_penalty"))
+advance = jax.jit(beam.advance, static_argnames=("end_id", "length_penalty"))
+ranked = jax.jit(beam.ranked)
+
+
 def our_search(questions, vocab, beams, steps, length_penalty, only_best=False):
-    state = beam.start(questions, beams, steps)
-    advance = jax.jit(beam.advance, static_argnames=("end_id", "length_penalty"))
+    state = jax.jit(beam.start, static_argnums=(0, 1, 2))(questions, beams, steps)
     used = 0
     while used < steps and not np.all(
-        beam.complete(state, only_best=only_best, length_penalty=length_penalty)
+        complete(state, only_best=only_best, length_penalty=length_penalty)
     ):
         log_probs = np.stack(
             [
@@ -73,9 +77,9 @@ def our_search(questions, vocab, beams, steps, length_penalty, only_best=False):
             state, jnp.asarray(log_probs), end_id=END, length_penalty=length_penalty
         )
         kept = np.take_along_axis(before, np.asarray(parents)[:, :, None], axis=1)
-        np.testing.assert_array_equal(kept[..., :used], state.tokens[..., :used])
+        np.testing.assert_array_equal(kept[..., :used], np.asarray(state.tokens)[..., :used])
         used += 1
-    return beam.ranked(state), used
+    return jax.device_get(ranked(state)), used
 
 
 @pytest.mark.parametrize(
@@ -108,9 +112,9 @@ def test_only_best_stops_earlier_with_the_same_best_answer(penalty):
 
 def test_first_step_takes_different_words_and_ended_beams_give_way():
     state = beam.start(1, 2, 4)
-    log_probs = jnp.log(jnp.array([[[0.1, 0.2, 0.6, 0.1]] * 2]))
-    state, _ = beam.advance(state, log_probs, end_id=END)
-    assert state.tokens[0, :, 0].tolist() == [2, 1]
-    state, parents = beam.advance(state, log_probs, end_id=END)
+    log_probs = jnp.asarray(np.log([[[0.1, 0.2, 0.6, 0.1]] * 2]), jnp.float32)
+    state, _ = advance(state, log_probs, end_id=END)
+    assert np.asarray(state.tokens)[0, :, 0].tolist() == [2, 1]
+    state, parents = advance(state, log_probs, end_id=END)
     assert parents.tolist() == [[1, 1]]  # beam 0 ended: both beams continue beam 1
-    np.testing.assert_allclose(state.final_scores[0, 0], np.log(0.6), rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(state.final_scores)[0, 0], np.log(0.6), rtol=1e-6)

@@ -8,6 +8,7 @@ import math
 import gguf
 import numpy as np
 import pytest
+from drawn_weights import drawn
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
@@ -28,7 +29,7 @@ LOAD = llm.Load(prompts=5, prompt=40, new=3, shared=32, batch=4, decode=6, text=
 def tiny_model(size: str, dtype: str | None = None) -> Llama:
     assert dtype in (None, "bfloat16")
     config = TINY if dtype is None else LlamaConfig(**{**vars(TINY), "dtype": dtype})
-    return Llama(config, rngs=nnx.Rngs(0))
+    return drawn(lambda: Llama(config, rngs=nnx.Rngs()), 0, config.init_stddev)
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ def test_operations_are_those_of_the_products(joint, match_type):
     width, mlp, layers = 256, 1024, 3
     trunk = dataclasses.replace(TRUNK, hidden=width, layers=layers, heads=4, mlp=mlp)
     config, sides = VLPConfig(trunk, 64, 48, (96,)), TwoSides(joint, 5, match_type)
-    two = nnx.eval_shape(lambda: TwoSidedVLP(config, sides, rngs=nnx.Rngs(0)))
+    two = nnx.eval_shape(lambda: TwoSidedVLP(config, sides, rngs=nnx.Rngs()))
     regions, text, question = 10, 20, 12
 
     def layer(columns: int, rows: int, seen: int) -> float:
@@ -109,7 +109,7 @@ def test_operations_are_those_of_the_products(joint, match_type):
         )
         # Plain VLP: the last layer for [CLS] alone.
         packed = source + question
-        vlp = nnx.eval_shape(lambda: VLP(config, rngs=nnx.Rngs(0)))
+        vlp = nnx.eval_shape(lambda: VLP(config, rngs=nnx.Rngs()))
         plain_flops = visual + 2 * layer(packed, packed, packed) + layer(packed, 1, packed)
         inputs = rerank._inputs(config, 4, regions, text, question)
         assert rerank.flops(vlp, "source_logits", inputs) / 4 == pytest.approx(

@@ -10,14 +10,13 @@ import jax.monitoring
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_llm import by_id, llama_config
+from tiny_llm import by_id, llama_config, tiny_llama
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring, StopDetector, TooLong, truncate
 from mmqa_jax.decoding.sampling import SamplingParameters, choose, draw_key
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.llama import Llama
 
 pytestmark = pytest.mark.slow
 
@@ -40,8 +39,7 @@ class Letters:
 
 def make_engine(model=MODEL, sizes=SIZES, **options):
     options = {"tokenizer": Letters(), "end_ids": [END]} | options
-    model = Llama(model, rngs=nnx.Rngs(3))
-    return Engine(model, config=sizes, **options)
+    return Engine(tiny_llama(model), config=sizes, **options)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +50,7 @@ def engine():
 @pytest.fixture(scope="module")
 def log_probs():
     """Tokens [n] -> log-probabilities [n, V] of what follows each, from one forward pass."""
-    graphdef, state = nnx.split(Llama(MODEL, rngs=nnx.Rngs(3)))
+    graphdef, state = nnx.split(tiny_llama(MODEL))
 
     @jax.jit
     def forward(state, ids):
@@ -108,7 +106,8 @@ def test_greedy_equals_the_forward_pass(engine, log_probs):
         assert list(got.tokens) == tokens
         np.testing.assert_allclose(got.logprobs, logprobs, rtol=0, atol=1e-4)
         assert got.finish == ("end" if tokens[-1] == END else "length")
-        assert got.total == pytest.approx(sum(got.logprobs))
+        of_text = got.logprobs[:-1] if tokens[-1] == END else got.logprobs
+        assert got.total == pytest.approx(sum(of_text))
         assert got.text == Letters().decode(tokens).split("g")[0]  # END is the letter g
 
 
@@ -181,8 +180,8 @@ def test_other_weights_answer_as_an_engine_of_theirs(engine):
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(event)
 
-    other, again = (Llama(MODEL, rngs=nnx.Rngs(seed)) for seed in (9, 3))
-    own = Engine(Llama(MODEL, rngs=nnx.Rngs(9)), config=SIZES, tokenizer=Letters(), end_ids=[END])
+    other, again = tiny_llama(MODEL, 9), tiny_llama(MODEL)
+    own = Engine(tiny_llama(MODEL, 9), config=SIZES, tokenizer=Letters(), end_ids=[END])
     wanted = served(own, requests)
     engine.use(other)
     jax.monitoring.register_event_duration_secs_listener(count)
@@ -230,7 +229,8 @@ def test_coarser_numbers_stay_near(log_probs, changes, most):
     """Log-probabilities of a given text under a rounded cache or rounded weights."""
     text = np.random.default_rng(5).integers(0, MODEL.vocab_size, 120)
     requests = [Scoring(n, text[:size], [text[size:]]) for n, size in enumerate((1, 60, 100))]
-    coarse = make_engine(sizes=dataclasses.replace(SIZES, buckets=(32,), **changes))
+    sizes = dataclasses.replace(SIZES, buckets=(32,), decode_block=SIZES.length, **changes)
+    coarse = make_engine(sizes=sizes)
     want = np.take_along_axis(log_probs(text)[:-1], text[1:, None], axis=1)[:, 0]
     for scores in coarse.score(requests):
         (score,) = scores.scores
@@ -356,9 +356,10 @@ def test_greedy_and_sampling_rows_do_not_meet():
         np.ones(4, np.float32),
         np.tile(draw_key(1, 0), (4, 1)),
     )
-    both, _ = choose(logits, parameters, np.zeros(4, int), np.ones(4, bool))
+    chosen = jax.jit(choose)
+    both, _ = chosen(logits, parameters, np.zeros(4, int), np.ones(4, bool))
     greedy_only = parameters.replace(temperature=np.zeros(4, np.float32))
-    none, _ = choose(logits, greedy_only, np.zeros(4, int), np.ones(4, bool))
+    none, _ = chosen(logits, greedy_only, np.zeros(4, int), np.ones(4, bool))
     np.testing.assert_array_equal(none, logits.argmax(-1))
     np.testing.assert_array_equal(np.asarray(both)[[0, 2]], logits.argmax(-1)[[0, 2]])
     assert np.any(np.asarray(both)[[1, 3]] != logits.argmax(-1)[[1, 3]])

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_weights import drawn
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
@@ -33,6 +34,15 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 
 
+def llama(config=CONFIG):
+    return drawn(lambda: Llama(config, rngs=nnx.Rngs()), 3, config.init_stddev)
+
+
+def mixture():
+    """The experts of a layer."""
+    return drawn(lambda: Experts(CONFIG, rngs=nnx.Rngs()), 0, CONFIG.init_stddev)
+
+
 def forward(model, ids):
     graphdef, state = nnx.split(model)
     return jax.jit(lambda state: nnx.merge(graphdef, state)(ids))(state)
@@ -40,9 +50,9 @@ def forward(model, ids):
 
 def test_sorted_by_expert_and_all_by_all_are_the_same():
     """What a TPU computes and what others do; of a part of the experts too, with gradients."""
-    experts = Experts(CONFIG, rngs=nnx.Rngs(0))
+    experts = mixture()
     graphdef, state = nnx.split(experts)
-    rows = jax.random.normal(jax.random.key(1), (37, 32))
+    rows = np.random.default_rng(1).normal(size=(37, 32)).astype("f")
 
     def computed(by: str, shift: int):
         def run(state, rows):
@@ -63,7 +73,7 @@ def test_a_token_does_not_depend_on_the_others():
     """Bit for bit, by either way, whichever experts the others go to and in whichever type."""
     rng = np.random.default_rng(0)
     for dtype in ("float32", "bfloat16"):
-        experts = Experts(CONFIG, rngs=nnx.Rngs(0))
+        experts = mixture()
         graphdef, state = nnx.split(experts)
         token = rng.normal(size=32)
         for by in ("by_groups", "by_all"):
@@ -91,7 +101,7 @@ def test_answers_do_not_depend_on_what_else_is_served():
             slots=3, length=96, buckets=(32,), prefill_tokens=64, block=32, decode_block=96,
             weights=weights,
         )  # fmt: skip
-        engine = Engine(Llama(CONFIG, rngs=nnx.Rngs(3)), config=sizes)
+        engine = Engine(llama(), config=sizes)
         together = {}
         requests = [Request(n, prompt, 8, logprobs=True) for n, prompt in enumerate(prompts)]
         for result in engine.generate(requests):
@@ -103,12 +113,12 @@ def test_answers_do_not_depend_on_what_else_is_served():
 
 
 def test_int8_experts_are_close_and_their_router_is_not_rounded():
-    model = Llama(CONFIG, rngs=nnx.Rngs(3))
+    model = llama()
     ids = np.random.default_rng(0).integers(0, 60, (2, 20))
     want = forward(model, ids)
     unstack_layers(model)
     router = np.asarray(model.layers[1].experts.router[...])
-    stacked = Llama(CONFIG, rngs=nnx.Rngs(3))
+    stacked = llama()
     quantize_weights(stacked)
     assert isinstance(stacked.layers.experts.up, QuantizedGroupedLinear)
     assert stacked.layers.experts.up.kernels.dtype == jnp.int8
@@ -116,15 +126,17 @@ def test_int8_experts_are_close_and_their_router_is_not_rounded():
     got = forward(stacked, ids)
     spread = np.asarray(want).std()
     assert np.abs(got - want).mean() < 0.1 * spread
-    kernels = jax.random.normal(jax.random.key(0), (8, 32, 24))
-    linear = Experts(CONFIG, rngs=nnx.Rngs(0)).gate
-    linear.kernels[...] = kernels
+    kernels = np.random.default_rng(0).normal(size=(8, 32, 24)).astype("f")
+    linear = mixture().gate
+    linear.kernels[...] = jnp.asarray(kernels)
     rounded = QuantizedGroupedLinear(linear)
-    x = jax.random.normal(jax.random.key(1), (8, 5, 32))
+    x = np.random.default_rng(1).normal(size=(8, 5, 32)).astype("f")
     np.testing.assert_allclose(
-        rounded.of_all(x), x @ (rounded.kernels[...] * rounded.scale[...][:, None]), atol=1e-4
+        rounded.of_all(x),
+        x @ (np.asarray(rounded.kernels) * np.asarray(rounded.scale)[:, None]),
+        atol=1e-4,
     )
-    sizes, group = jnp.array([5] * 8), jnp.repeat(jnp.arange(8), 5)
+    sizes, group = jnp.array([5] * 8), np.repeat(np.arange(8), 5)
     np.testing.assert_allclose(
         rounded.of_groups(x.reshape(40, 32), sizes, group).reshape(8, 5, 24),
         rounded.of_all(x),
@@ -133,7 +145,7 @@ def test_int8_experts_are_close_and_their_router_is_not_rounded():
 
 
 def test_flops_are_those_of_active_experts():
-    graphdef, state = nnx.split(Experts(CONFIG, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(mixture())
     rows = jnp.ones((12, 32))
 
     def run(by):
@@ -153,7 +165,7 @@ def test_flops_are_those_of_active_experts():
 
 
 def test_lora_changes_the_attention_of_a_mixture():
-    model = Llama(CONFIG, rngs=nnx.Rngs(3))
+    model = llama()
     ids = np.random.default_rng(0).integers(0, 60, (1, 9))
     want = forward(model, ids)
     add_lora(model, LoraConfig(rank=2), rngs=nnx.Rngs(1))
@@ -162,7 +174,7 @@ def test_lora_changes_the_attention_of_a_mixture():
     np.testing.assert_allclose(forward(merge_lora(model), ids), want, atol=1e-5)
     with pytest.raises(UserError, match=r"gate, down are inside this model's experts.*'q', 'k'"):
         add_lora(model, LoraConfig(targets=("q", "gate", "down")), rngs=nnx.Rngs(1))
-    dense = Llama(dataclasses.replace(CONFIG, experts=None), rngs=nnx.Rngs(3))
+    dense = llama(dataclasses.replace(CONFIG, experts=None))
     add_lora(dense, LoraConfig(rank=2), rngs=nnx.Rngs(1))
     added = [name for name in flatten_named(nnx.state(dense, nnx.Param)) if "lora_a" in name]
     assert len(added) == 7

@@ -6,10 +6,9 @@ import collections
 import dataclasses
 import functools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_weights import drawn
 from flax import nnx
 from test_engine_pictures import IMAGE, MODEL
 from tiny_llm import by_id
@@ -26,15 +25,9 @@ pytestmark = pytest.mark.slow
 SIZES = EngineConfig(slots=4, length=48, buckets=(8,), prefill_tokens=32, block=48, decode_block=48)
 
 
-@functools.cache
-def _parts():
-    return nnx.split(Llava(MODEL, rngs=nnx.Rngs(3)))
-
-
 def tiny_llava() -> Llava:
     """The tiny model: an engine owns its own."""
-    graphdef, state = _parts()
-    return nnx.merge(graphdef, jax.tree.map(jnp.copy, state))
+    return drawn(lambda: Llava(MODEL, rngs=nnx.Rngs()), 3, MODEL.llama.init_stddev)
 
 
 class Watched:
@@ -46,19 +39,18 @@ class Watched:
       decoding: the same at each decode step.
     """
 
-    def __init__(self, slots: int, batches: tuple[int, ...]):
+    def __init__(self, slots: int):
         sizes = dataclasses.replace(SIZES, slots=slots)
         self.engine = Engine(tiny_llava(), config=sizes)
         self.features = self.engine._pictures
         self.encoded: collections.Counter[bytes] = collections.Counter()
         self.kept, self.decoding = [], []
         programs, runner = self.features._programs, self.engine._runner
-        programs.batches = batches
         encode, chunks, step = programs.encode, runner.encode, runner.step
 
         def counted(state, pixels):
             rows = [row.tobytes() for row in np.asarray(pixels) if row.any()]  # not the padding
-            assert len(pixels) in batches
+            assert len(pixels) in programs.batches
             self.encoded.update(rows)
             return encode(state, pixels)
 
@@ -77,6 +69,17 @@ class Watched:
         return by_id(self.engine.generate(requests))
 
 
+_of_slots = functools.cache(Watched)
+
+
+def watch(slots: int, batches: tuple[int, ...]) -> Watched:
+    """One of these slots that knows nothing of what was served before."""
+    watched = _of_slots(slots)
+    watched.features._programs.batches = batches
+    watched.engine.forget()
+    return watched
+
+
 def pictures(count: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (count, 12, 12, 3)).astype(np.uint8)
 
@@ -88,14 +91,14 @@ def request(number: int, shown, new: int = 4, before: tuple[int, ...] = (5, 6)) 
 
 def test_more_slots_than_any_cache_encode_each_picture_once():
     """80 slots with prompts of three chunks, and twice as many requests."""
-    watched, shown = Watched(80, (1, 8)), pictures(160)
+    watched, shown = watch(80, (1, 8)), pictures(160)
     requests = [request(n, [shown[n]]) for n in range(160)]
     many = watched.serve(requests)
     assert set(watched.encoded.values()) == {1}
     assert len(watched.encoded) == 160 == watched.engine.throughput.pictures
     assert max(watched.kept) <= 80 + 8
     assert watched.decoding[-1] == 0  # dropped with the last chunk, not at the end
-    few = Watched(4, (1,)).serve(requests[::4])
+    few = watch(4, (1,)).serve(requests[::4])
     for n in few:
         one, other = many[n].candidates[0], few[n].candidates[0]
         assert one.tokens == other.tokens
@@ -104,7 +107,7 @@ def test_more_slots_than_any_cache_encode_each_picture_once():
 
 def test_requests_in_flight_share_a_picture():
     """Its place in the prompts differs, so that no keys and values are shared."""
-    watched, shown = Watched(4, (1,)), pictures(3)
+    watched, shown = watch(4, (1,)), pictures(3)
     requests = [request(n, [shown[n % 3]], before=tuple(range(1, n + 2))) for n in range(12)]
     watched.serve(requests)
     assert sorted(watched.encoded.values()) == [1, 1, 1]
@@ -117,14 +120,14 @@ def test_requests_in_flight_share_a_picture():
 
 def test_what_is_on_the_device_follows_from_the_slots():
     """Long prompts of three pictures out of twenty: not all can stay until they are used again."""
-    watched, shown = Watched(2, (1, 4)), pictures(20)
+    watched, shown = watch(2, (1, 4)), pictures(20)
     rng = np.random.default_rng(1)
     chosen = [rng.choice(20, 3, replace=False) for _ in range(60)]
     requests = [request(n, shown[rows], new=1) for n, rows in enumerate(chosen)]
     found = watched.serve(requests)
     assert max(watched.kept) <= 2 * 3 + 4
     assert len(watched.encoded) == len(np.unique(chosen))
-    alone = Watched(2, (1,))
+    alone = watch(2, (1,))
     for n in (0, 17, 59):
         (expected,) = alone.serve(requests[n : n + 1]).values()
         np.testing.assert_allclose(
@@ -133,7 +136,7 @@ def test_what_is_on_the_device_follows_from_the_slots():
 
 
 def test_an_ended_run_leaves_nothing():
-    watched, shown = Watched(4, (1, 8)), pictures(30)
+    watched, shown = watch(4, (1, 8)), pictures(30)
     requests = [request(n, [shown[n]], new=1 + n % 5) for n in range(30)]
     expected = watched.serve(requests)
     running = watched.engine.generate(requests)
@@ -168,5 +171,5 @@ def test_ids_of_patches_are_the_pictures():
 
 
 def test_pictures_of_a_chunk():
-    programs = Watched(2, (1,)).features._programs
+    programs = watch(2, (1,)).features._programs
     assert [programs.in_chunk(tokens) for tokens in (1, 2, 10, 11)] == [1, 2, 2, 3]

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from drawn_weights import drawn
 from flax import nnx
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models
@@ -61,6 +62,11 @@ TEMPLATE = (
 )
 
 
+def tiny_llama(config: LlamaConfig = MODEL, seed: int = 6) -> Llama:
+    """A LLaMA of random weights that are large enough to tell tokens apart."""
+    return drawn(lambda: Llama(config, rngs=nnx.Rngs()), seed, stddev=0.3)
+
+
 def letters() -> Tokenizer:
     """One token a letter."""
     tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(LETTERS)}, []))
@@ -76,8 +82,7 @@ def text_tokenizer() -> TextTokenizer:
 
 def make_engine() -> Engine:
     """The engine of the tiny model."""
-    model = Llama(MODEL, rngs=nnx.Rngs(3))
-    return Engine(model, text_tokenizer(), end_ids=(END,), config=SIZES)
+    return Engine(tiny_llama(), text_tokenizer(), end_ids=(END,), config=SIZES)
 
 
 def tiny_backend(engine: Engine, fingerprint: str = "tiny") -> EngineBackend:
@@ -94,7 +99,8 @@ def tiny_llava() -> EngineBackend:
     )
     config = LlavaConfig(vision, dataclasses.replace(MODEL, positions=320), image_token=-200)
     sizes = dataclasses.replace(SIZES, length=320, buckets=(32,), slots=2)
-    engine = Engine(Llava(config, rngs=nnx.Rngs(3)), text_tokenizer(), config=sizes)
+    model = drawn(lambda: Llava(config, rngs=nnx.Rngs()), 3, MODEL.init_stddev)
+    engine = Engine(model, text_tokenizer(), config=sizes)
     return EngineBackend(
         lambda demand: engine, text_tokenizer(), length=320, fingerprint="llava", pictures=config
     )
@@ -112,15 +118,16 @@ def flag(color: tuple[int, int, int] = (200, 30, 40), size: tuple[int, int] = (6
     return Picture(file.getvalue(), "red.png")
 
 
-@functools.cache  # its many small programs run once for all files of a worker
+@functools.cache  # once for all files of a worker
 def _published_llama(config: LlamaConfig) -> Any:
-    return publish_llama(config, nnx.state(Llama(config, rngs=nnx.Rngs(3))))
+    return publish_llama(config, nnx.state(tiny_llama(config)))
 
 
 @functools.cache
 def _published_qwen_vl() -> Any:
     config = qwen_vl_config()
-    return publish_qwen_vl(config, nnx.state(QwenVL(config, rngs=nnx.Rngs(3))))
+    model = drawn(lambda: QwenVL(config, rngs=nnx.Rngs()), 3, config.llama.init_stddev)
+    return publish_qwen_vl(config, nnx.state(model))
 
 
 def write_folder(folder: Path, model: LlamaConfig = MODEL) -> Path:
@@ -203,7 +210,7 @@ def write_onevision(folder: Path) -> Path:
         resolutions=((8, 8), (8, 16), (16, 8)),
     )
     folder.mkdir()
-    model = Onevision(config, rngs=nnx.Rngs(3))
+    model = drawn(lambda: Onevision(config, rngs=nnx.Rngs()), 3, llama.init_stddev)
     published = publish_onevision(config, nnx.state(model))
     write_published(folder, published, more={"eos_token_id": END})
     tokenizer = letters()
