@@ -6,6 +6,7 @@ import re
 import shutil
 
 import jax
+import jax.monitoring
 import numpy as np
 import pytest
 from cli_runs import ROOT, done, flags_with, killed_after, mmqa, quietly, rows_of, weights_of
@@ -13,8 +14,8 @@ from planner_runs import PLANS, prepare_questions, write_finished
 
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.extensions.mavl_planner import _merged_copy, _served
-from mmqa_jax.models.llama import _take_layer, unstack_layers
+from mmqa_jax.extensions.mavl_planner import _served
+from mmqa_jax.models.llama import unstack_layers
 from mmqa_jax.tasks.reading import check_config
 from mmqa_jax.weights.folder import read_metadata
 
@@ -116,12 +117,22 @@ def test_a_step_compiles_nothing_that_an_earlier_one_has():
     """Every step serves the engine with other weights: by the same programs."""
     task = check_config(load_config(f"{ROOT}/configs/okvqa/planner.py:reward_runlocal"))
     model = task.objective(100).init(jax.random.key(0))
-    counts = []
-    for _ in range(3):
+    unstack_layers(_served(model))
+    model.layers.q.lora_b[...] += 1
+    compiled = []
+
+    def listen(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
         unstack_layers(_served(model))
-        model.layers.q.lora_b[...] += 1
-        counts.append((_merged_copy._cache_size(), _take_layer._cache_size()))
-    assert counts[0] == counts[1] == counts[2]
+        assert compiled == []
+        jax.jit(lambda x: x * 3 + 1)(np.ones(7)).block_until_ready()
+        assert compiled  # the listener does hear of compilations
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.mark.parametrize(
