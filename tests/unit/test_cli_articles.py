@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from cli_runs import ROOT, done, mmqa, rows_of, write_rows
+from cli_runs import ENGINE, ROOT, done, mmqa, rows_of, write_rows
 from tiny_encoders import save_plain
 from tiny_llm import write_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
-ENGINE = {"slots": 4, "length": 192, "buckets": (8, 32), "prefill_tokens": 64, "block": 32}
 ANIMALS = {"Lion": "a lion in the grass", "Cat": "a cat on a roof", "Owl": "an owl in a tree"}
 HEADER = (
     "question,answer,question_type,dataset_name,dataset_image_ids,wikipedia_url,wikipedia_title"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import pyarrow
@@ -22,10 +23,12 @@ from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.choice_scores import score_mmbench, score_scienceqa, score_seed_bench
 from mmqa_jax.evaluation.corpus_choices import chance, score_choices
 from mmqa_jax.evaluation.scoring import score_predictions
+from mmqa_jax.runs import parts
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
-ENGINE = {"slots": 4, "length": 512, "buckets": (32,), "prefill_tokens": 64, "block": 32}
+# One block: programs for one length of context only.
+ENGINE = {"slots": 4, "length": 512, "buckets": (64,), "prefill_tokens": 64, "block": 512}
 TEXTS = {
     "s1": ("Stars", "A star shines because hydrogen fuses in its core and gives light."),
     "s2": ("Cells", "Every cell has a membrane around it."),
@@ -188,7 +191,14 @@ def test_mmbench_by_a_model_that_sees(inputs, tmp_path, write):
     assert (ended.value["prompts"]["failed"], ended.value["prompts"]["too_long"]) == (0, 0)
     traces = rows_of(tmp_path / "run" / "trace.jsonl")
     assert len(traces) == len(MMBENCH)
-    out = tmp_path / "captions.json"
+
+
+def test_captions_by_a_model_that_sees(inputs, tmp_path, monkeypatch):
+    spec = functools.partial(
+        parts.LLMSpec, engine=ENGINE
+    )  # of the rows above, whose programs are there
+    monkeypatch.setattr(parts, "LLMSpec", spec)
+    model, out = write_onevision(tmp_path / "model"), tmp_path / "captions.json"
     flags = (f"--data={inputs / 'mmbench'}", f"--model={model}", f"--out={out}")
     made = done("caption", *flags, "--max_new_tokens=4")
     assert (made["captions"], made["failed"]) == (len(json.loads(out.read_text())), 0)

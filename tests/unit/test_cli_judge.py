@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cli_runs import ROOT, done, quietly, rows_of
+from cli_runs import ENGINE, ROOT, done, quietly, rows_of
 from science import prepare_science
 from tiny_llm import write_folder
 
@@ -11,7 +11,6 @@ from mmqa_jax.data.example_scores import read_example_scores
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
-ENGINE = {"slots": 4, "length": 192, "buckets": (8, 32), "prefill_tokens": 64, "block": 32}
 CONFIG = f"{ROOT}/configs/scienceqa/rmr_retriever.py"
 TINY = {
     "tokenizer": "corpus:120", "model.changes.hidden": 32, "model.changes.layers": 1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from cli_runs import ROOT, done, mmqa, rows_of
+from cli_runs import ENGINE, ROOT, done, mmqa, rows_of
 from report_pages import cards_of
 from tiny_llm import write_folder
 from vqa_files import write_okvqa
@@ -13,8 +13,6 @@ from vqa_files import write_okvqa
 from mmqa_jax.core.files import read_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
-
-ENGINE = {"slots": 4, "length": 192, "buckets": (8, 32), "prefill_tokens": 64, "block": 32}
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 
 import numpy as np
@@ -15,11 +16,12 @@ from cli_runs import (
     png,
     quietly,
     rows_of,
+    traced_loss,
     weights_of,
     write_rows,
 )
 from PIL import Image
-from tiny_llm import write_folder, write_qwen_vl
+from tiny_llm import write_qwen_vl
 from vqa_files import aokvqa_row, write
 
 from mmqa_jax.core.trees import flatten_named
@@ -36,7 +38,7 @@ TINY = {
     "train.optimizer.learning_rate": 0.02, "train.optimizer.warmup": 0.0,
     "model.vision.max_pixels": 400,
 }  # fmt: skip
-ENGINE = {"slots": 2, "length": 256, "buckets": "(32,)", "prefill_tokens": 64, "block": 32}
+ENGINE = {"slots": 2, "length": 512, "buckets": "(64,)", "prefill_tokens": 64, "block": 512}
 
 
 def flags_of(inputs, workdir, **changes) -> list[str]:
@@ -140,9 +142,8 @@ def test_rows_with_the_run(inputs, tmp_path, row):
         "data.dir": inputs / "data", "parts.llm.model": inputs / "run" / "best",
         "parts.library.data": inputs / "data", "parts.library.text_model": "",
         "parts.library.image_model": "", "options.similarity": "random",
-        "options.max_new_tokens": 4, "parts.llm.engine.length": 512,
-        "parts.llm.engine.slots": 2, "parts.llm.engine.buckets": "(64,)",
-        "parts.llm.engine.prefill_tokens": 64,
+        "options.max_new_tokens": 4,
+        **{f"parts.llm.engine.{key}": value for key, value in ENGINE.items()},
     }  # fmt: skip
     result = done(*flags_with("run", f"aokvqa/tables.py:{row}", tmp_path / "row", values))
     assert (result["row"], result["questions"]) == (row, 3)
@@ -165,11 +166,11 @@ def test_an_interrupted_run_resumes_to_the_same_weights(inputs, interrupted):
 
 
 def test_a_toy_from_scratch(inputs, tmp_path):
-    """The config's mode `runlocal`, with its own tokenizer."""
+    """The config's mode `runlocal`, with its own tokenizer, up to its first step."""
     values = {"data.dir": inputs / "data", "train.evaluate_every": 0}
-    config = "aokvqa/vlm_finetune.py:runlocal"
-    result = done(*flags_with("train", config, tmp_path / "run", values))
-    assert result["steps"] == 4
+    flags = flags_with("train", "aokvqa/vlm_finetune.py:runlocal", tmp_path / "run", values)
+    assert done(*flags, "--only_start")["steps"] == 0
+    assert traced_loss(tmp_path / "run")["input_ids"].shape[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -188,10 +189,9 @@ def test_wrong_configs(inputs, tmp_path, changes, message):
 
 
 def test_other_models_are_refused(inputs, tmp_path, refused):
-    """A text-only one and a LLaVA, by its config.json alone."""
-    write_folder(tmp_path / "llm")
-    (tmp_path / "llava").mkdir()
-    (tmp_path / "llava" / "config.json").write_text('{"model_type": "llava"}')
+    """A text-only one and a LLaVA, by their config.json alone."""
     for name, found in (("llm", "llama"), ("llava", "llava")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": found}))
         message = rf"init=.*{name}: holds a {found}, a qwen_vl was expected; name a Qwen2\.5-VL or"
         refused(*flags_of(inputs, tmp_path / "run", init=tmp_path / name), message=message)

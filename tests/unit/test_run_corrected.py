@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
-from cli_runs import ROOT, done, mmqa, rows_of
+from cli_runs import ENGINE, ROOT, done, mmqa, rows_of
 from openai_stub import Stub, answer, error, said
 from science import prepare_science
 from tiny_llm import write_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
-ENGINE = {"slots": 4, "length": 192, "buckets": "(8, 32)", "prefill_tokens": 64, "block": 32}
 SERVER = {
     "parts.llm.backend": "openai", "parts.llm.model": "tiny", "parts.llm.engine": {},
     "parts.llm.server.retries": 0, "options.chat": True, "options.max_new_tokens": 8,
