@@ -30,6 +30,7 @@ from mmqa_jax.runs.region_features import (
 )
 from mmqa_jax.weights.folder import save_trained
 from mmqa_jax.weights.models.detector import publish_detector
+from tests.drawn_weights import drawn
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -95,7 +96,8 @@ def test_from_pictures_to_records(first, pictures, model):
     config = dataclasses.replace(
         model[1].config, rule=dataclasses.replace(model[1].config.rule, fewest=3, most=7)
     )
-    changed = FasterRCNN(config, rngs=nnx.Rngs(3))
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: FasterRCNN(config, rngs=nnx.Rngs(3))))
+    changed = nnx.merge(graphdef, nnx.state(model[1]))
     how = dataclasses.replace(
         open_detector(DetectorChoice(str(model[0]))).pictures, shorter=60, longer=120
     )
@@ -202,7 +204,8 @@ def test_broken_pictures_up_to_the_limit(detector, tmp_path, capsys):
 
 def test_a_published_file_and_its_rules(model, tmp_path):
     """Changes reach the model whether it is converted or published; VLP's alone has fc6."""
-    made = FasterRCNN(dataclasses.replace(tiny("detectron"), bins=7), rngs=nnx.Rngs(1))
+    config = dataclasses.replace(tiny("detectron"), bins=7)
+    made = drawn(lambda: FasterRCNN(config, rngs=nnx.Rngs(1)))
     source = publish_detector(made.config, nnx.state(made)).source
     arrays = {key: source.read(key) for key in source.specs()}
     (tmp_path / "vlp.pkl").write_bytes(pickle.dumps({"blobs": arrays}, protocol=2))

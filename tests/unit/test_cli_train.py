@@ -99,7 +99,8 @@ def test_a_refused_config_leaves_the_workdir_to_the_corrected_one(data, refused,
     ):
         refused("train", *train_flags("rerank", data, run, **wrong), message=message)
         assert not run.parent.exists()
-    done("train", *train_flags("rerank", data, run))
+    done("train", *train_flags("rerank", data, run), "--only_start")
+    assert (run / "model.json").exists()
 
 
 def test_a_refused_config_leaves_what_was_there(data, refused, tmp_path):
