@@ -52,7 +52,7 @@ def engine_programs(
     """
 
     def build() -> Llama:
-        model = Llama(config, rngs=nnx.Rngs(0))
+        model = Llama(config, rngs=nnx.Rngs())
         nnx.update(model, jax.tree.map(lambda x: x.astype(config.dtype), nnx.state(model)))
         repeat_key_heads(model, mesh, rules)
         if not scans(sizes, mesh):
@@ -109,7 +109,7 @@ def tower_programs(
       {"tower": Program of a full batch of pictures, "gather": of the patches in a batch of chunks,
       where pictures have several sizes those of one picture}.
     """
-    tower = nnx.eval_shape(lambda: tower_of(model_of(config)(config, rngs=nnx.Rngs(0))))
+    tower = nnx.eval_shape(lambda: tower_of(model_of(config)(config, rngs=nnx.Rngs())))
     programs = tower_programs_of(tower, config, replicated(mesh), mesh)
     dtype = np.dtype(config.llama.dtype)
     state = jax.tree.map(

@@ -420,6 +420,7 @@ def spacy_is_installed() -> bool:
     )
 
 
+@functools.cache  # takes a second
 def _load_spacy() -> Callable[[list[str]], list[str]]:
     try:
         import spacy

@@ -184,7 +184,7 @@ class PlanSampler:
 def _served(model: Llama) -> Llama:
     """A copy of a model for the engine, which frees what it is given."""
 
-    plain = nnx.eval_shape(lambda: Llama(model.config, rngs=nnx.Rngs(0)))
+    plain = nnx.eval_shape(lambda: Llama(model.config, rngs=nnx.Rngs()))
     return nnx.merge(nnx.graphdef(plain), _merged_copy(*nnx.split(model)))
 
 

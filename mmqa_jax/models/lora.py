@@ -121,5 +121,5 @@ def merge_lora(model: Llama) -> Llama:
             "lir,lro->lio", a, b, precision=jax.lax.Precision.HIGHEST
         )
         named[(*place, "kernel")] = kernel.replace(merged)
-    plain = nnx.eval_shape(lambda: Llama(model.config, rngs=nnx.Rngs(0)))
+    plain = nnx.eval_shape(lambda: Llama(model.config, rngs=nnx.Rngs()))
     return nnx.merge(nnx.graphdef(plain), nnx.from_flat_state(list(named.items())))

@@ -34,7 +34,7 @@ def detector_program(name: str, devices: Sequence[jax.Device]) -> Program:
     dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
     backbone = dataclasses.replace(kind.config.backbone, dtype=dtype)
     config = dataclasses.replace(kind.config, backbone=backbone)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: FasterRCNN(config, rngs=nnx.Rngs(0))))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: FasterRCNN(config, rngs=nnx.Rngs())))
     state = on_shardings(state, state_shardings(state, mesh))
     held = shard_bytes(state)
     count = planned_batch_size(AUTO, detector_cost(config, kind.pictures), mesh, held)

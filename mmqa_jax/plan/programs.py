@@ -65,7 +65,7 @@ def fluency_program(model: str, devices: Sequence[jax.Device]) -> Program:
       model: a name of BARTS.
     """
     config, mesh = BARTS[model](), make_mesh({"data": 1}, devices[:1])
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Bart(config, rngs=nnx.Rngs(0))))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Bart(config, rngs=nnx.Rngs())))
     state = on_shardings(state, state_shardings(state, mesh))
     length = longest_text(config)
     pairs = max(1, tokens_per_batch(devices[0].platform) // length)

@@ -45,7 +45,7 @@ def vlm_encoder_program(name: str, model: str, devices: Sequence[jax.Device]) ->
     """
     config = for_encoding(VLM_ENCODERS[model](), devices[0].platform)
     mesh = serving_mesh(None, devices)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: QwenVLEncoder(config, rngs=nnx.Rngs(0))))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: QwenVLEncoder(config, rngs=nnx.Rngs())))
     # Parameters are of the type that they are computed in.
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, config.llama.dtype), state)
     state = on_shardings(state, state_shardings(state, mesh))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cli_runs import done, rows_of, train_flags
@@ -58,7 +59,7 @@ def parts(run, corpus):
     task, tokenizer, vlp = load_selector(run)
     graphdef, state = nnx.split(vlp)
     head = state.pop("source_head")
-    state = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, state)
+    state = jax.tree.map(lambda x: jnp.asarray(np.asarray(x) * 4) if x.ndim > 1 else x, state)
     state["source_head"] = head
     model = TwoSidedVLP.of(nnx.merge(graphdef, state), TwoSides(1, 5, 1))
     return task, corpus, tokenizer, model

@@ -33,6 +33,8 @@ from mmqa_jax.data.vqa_inputs import CaptionInputs
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
+# Then workers import neither this file nor pytest.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def built(feed: FeedConfig) -> dict:

@@ -135,7 +135,7 @@ class Source(NamedTuple):
 def _published(model: str, config: Any) -> Published:
     """A model as its exporter has it; nothing is initialized."""
     entry = architecture(model)
-    made = nnx.eval_shape(lambda: entry.build(config, rngs=nnx.Rngs(0)))
+    made = nnx.eval_shape(lambda: entry.build(config, rngs=nnx.Rngs()))
     return entry.publish(config, nnx.state(made))
 
 
