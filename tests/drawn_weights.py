@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -32,6 +31,7 @@ def drawn(build: Callable[[], Model], seed: int = 0, stddev: float | None = None
             array = rng.normal(scale=0.02, size=shape)
         else:
             array = rng.normal(scale=stddev or math.prod(shape[:-1]) ** -0.5, size=shape)
-        return jnp.asarray(array, leaf.dtype)
+        # `jnp.asarray` would compile a program for every shape.
+        return jax.device_put(array.astype(leaf.dtype))
 
     return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(values, state))
