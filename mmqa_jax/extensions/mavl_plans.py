@@ -24,7 +24,14 @@ from mmqa_jax.core.files import read_jsonl
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.data.splits import fold_of
 from mmqa_jax.evaluation.vqa import answer_scorer
-from mmqa_jax.papers.mavl import ROLES, Actions, Role, elect_answer, every_plan
+from mmqa_jax.papers.mavl import (
+    ROLES,
+    Actions,
+    Role,
+    citing_passages,
+    elect_answer,
+    every_plan,
+)
 
 _REMEDY = "run its row again with --config.options.plans=oracle, or name another workdir"
 
@@ -152,16 +159,19 @@ def answer_with_one_plan(
     for question in questions:
         line, plans = finished[question.id], chosen[fold_of(question.id, folds)]
         answers = {tuple(one["actions"]): one["answer"] for one in line["by_actions"]}
-        said = {
-            role: answers[_used(plan, table.given[question.id])] for role, plan in plans.items()
-        }
+        used = {role: _used(plan, table.given[question.id]) for role, plan in plans.items()}
+        said = {role: answers[actions] for role, actions in used.items()}
+        passages = line.get("passages", ())
         trace = {
             "plans": {role: list(plan) for role, plan in plans.items()},
             "answers": said,
+            "passages": passages,
             "scored_by": answer_scorer(question),
         }
         ballots = list(zip(said.values(), votes, strict=True))[::-1]
-        predictions.append(elect_answer(question, ballots, trace, line["fallback"]))
+        elected = elect_answer(question, ballots, trace, line["fallback"])
+        team = [{"answer": said[role], "used": actions} for role, actions in used.items()]
+        predictions.append(citing_passages(elected, team, passages))
     return predictions
 
 

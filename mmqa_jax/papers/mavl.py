@@ -526,10 +526,10 @@ def elect(
     ballots = [(agent["answer"], agent["ballot"]) for agent in reversed(agents)]
     known = {**trace, "agents": agents, "scored_by": answer_scorer(question)}
     elected = elect_answer(question, ballots, known, fallback)
-    return _citing_passages(elected, team, trace.get("passages", ()))
+    return citing_passages(elected, team, trace.get("passages", ()))
 
 
-def _citing_passages(
+def citing_passages(
     elected: Prediction, team: Sequence[Mapping[str, Any]], passages: Sequence[Mapping[str, Any]]
 ) -> Prediction:
     """The elected answer with the passages of Tool_2, if an agent that gave it was shown them."""

@@ -101,7 +101,7 @@ def made_parts(llm: FakeLLM) -> dict:
     }
 
 
-def answers_of(system: str, name: str, said: str) -> list[Prediction]:
+def answers_of(system: str, name: str, said: str, **options: object) -> list[Prediction]:
     """By a model that answers with `said`, plans all tools, and thinks every source helps."""
 
     def say(prompt: str) -> tuple[str, float]:
@@ -110,9 +110,10 @@ def answers_of(system: str, name: str, said: str) -> list[Prediction]:
     llm = FakeLLM(say, lambda prompt, option: (-0.1 if option.strip() == "Yes" else -3.0,))
     setting, parts = BUILT_IN[system].SETTINGS[name], made_parts(llm)
     changes = {"similarity": "random", "shots": 1} if "library" in setting.parts() else {}
-    options = {key: value for key, value in changes.items() if key in setting.options({})}
+    options |= {key: value for key, value in changes.items() if key in setting.options({})}
     if "finished" in setting.parts():
-        finished = answers_of(system, system, said)
+        every_plan = {"plans": "oracle"} if name == "mavl_one_plan" else {}
+        finished = answers_of(system, system, said, **every_plan)
         parts["finished"] = {
             p.question_id: {"question_id": p.question_id, **p.trace} for p in finished
         }
