@@ -48,7 +48,8 @@ NONE_TO_CITE = {
     "webqa": {"question_only"},
     "pica": {"pica_promptcap", "pica_question_only", "copy_nearest", "vote_of_nearest"},
     "prophet": {"prophet", "prophet_choice", "prophet_candidate"},
-    "mavl": {"mavl_draws"},
+    # Of equal answers the shortest plan is taken: none here (test_mavl_planner.py has others).
+    "mavl": {"mavl_draws", "mavl_one_plan"},
     "llava": {"llava"},
     "kat": {"kat"},
     "mmcot": {"mmcot"},

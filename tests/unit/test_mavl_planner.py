@@ -207,6 +207,19 @@ def test_one_plan_for_each_agent_and_their_vote():
     assert found["n2"].trace["fallback"] == "cup"
 
 
+@pytest.mark.parametrize(("taught", "cited"), [(2, ("s1",)), (1, ())])
+def test_one_plan_cites_the_passages_of_the_answer(taught, cited):
+    """Action 2 retrieves; an answer without it was shown nothing."""
+    questions, lines = finished_team(lambda part, plan: float(taught in plan))
+    for line in lines.values():
+        line["passages"] = [{"id": "s1", "score": 0.5}]
+        for one in line["by_actions"]:
+            one["answer"] = "tea" if taught in one["actions"] else "cup"
+    for prediction in answer_with_one_plan(questions, lines):
+        assert (prediction.answer, prediction.sources) == ("tea", cited)
+        assert prediction.source_scores == (0.5,) * len(cited)
+
+
 def test_one_plan_needs_answers_and_another_half():
     questions, lines = finished_team(lambda part, plan: 1.0, count=3)
     with pytest.raises(UserError, match=r"no answers to 1 of 3 questions there, .* is n2"):
