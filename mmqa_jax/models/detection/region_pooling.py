@@ -3,7 +3,7 @@
 Both are separable here. ROIAlign's samples of a bin are a grid of points, and a bilinear sample is
 a weight of rows times one of columns; so a region's grid is two small matrices around the feature
 map, exact for any number of samples, and products instead of a gather. Of a pyramid's large maps
-CPUs gather the few cells that a bin reads: products with all cells took ten times as long.
+CPUs gather the few cells that a bin reads: products with all cells take far longer there.
 ROIPool's maximum over a bin is one over rows and one over columns.
 """
 
