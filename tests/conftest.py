@@ -34,8 +34,18 @@ skip_absent_tpu()
 _AS_FOR_USERS = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "0"
 _QUICK_TO_COMPILE = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 # Later versions end at a flag that they do not know.
-if not _AS_FOR_USERS and importlib.metadata.version("jaxlib").startswith("0.10."):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK_TO_COMPILE}".strip()
+_flags = os.environ.get("XLA_FLAGS", "")
+# They are part of each program's key: workers, which inherit them, must not say them twice.
+if (
+    not _AS_FOR_USERS
+    and _QUICK_TO_COMPILE not in _flags
+    and importlib.metadata.version("jaxlib").startswith("0.10.")
+):
+    os.environ["XLA_FLAGS"] = f"{_flags} {_QUICK_TO_COMPILE}".strip()
+
+# The place of these caches of the GPU compiler, beside the programs, would be part of each program's key: equal
+# programs of two verbs whose caches lie in two folders would be compiled twice.
+os.environ["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "none"
 
 # How a file of tests/unit says that it trains or compiles models, starts processes, or takes more
 # than a few seconds for other reasons; `--quick` leaves it out before it is imported, and tests of
