@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import concurrent.futures
-import io
 import threading
 import time
 
@@ -12,7 +11,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from PIL import Image
+from document_files import huge_png
 from served_app import serving
 from tiny_llm import flag, text_tokenizer, tiny_backend, tiny_llava
 
@@ -173,18 +172,12 @@ def test_models(client):
     assert client.models.retrieve("tiny").id == "tiny"
 
 
-def bomb() -> str:
-    """A data URL of a PNG of 30,000 x 30,000 pixels in a few kB."""
-    file = io.BytesIO()
-    Image.new("1", (30_000, 30_000)).save(file, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
 def picture(url):
     return {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}]}
 
 
 RED = f"data:image/png;base64,{base64.b64encode(flag().data).decode()}"
+HUGE = f"data:image/png;base64,{base64.b64encode(huge_png(30_000)).decode()}"
 CHAT, COMPLETION = "chat/completions", "completions"
 
 
@@ -211,7 +204,7 @@ CHAT, COMPLETION = "chat/completions", "completions"
         (CHAT, picture({"url": "file:///etc/passwd"}), 400, "no picture is fetched"),
         (CHAT, picture({"url": RED[:40] + "!"}), 400, "broken base64"),
         (CHAT, picture({"url": RED[: 22 + 40]}), 400, "picture"),
-        (CHAT, picture({"url": bomb()}), 400, "pixels"),
+        (CHAT, picture({"url": HUGE}), 400, "pixels"),
         (COMPLETION, {"prompt": ""}, 400, "prompt is"),
         (COMPLETION, {"prompt": [[1], "a"]}, 400, "prompt is"),
         (COMPLETION, {"prompt": [10**6]}, 400, "token 1000000, expected 0 to"),
