@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if argv[:1] == ["bench"]:
                 raise UserError("mmqa bench: is `python -m tests.bench` now, in a checkout's root.")
             argv, overrides = split_config_overrides(argv)
-            arguments = make_parser().parse_args(argv)
+            arguments = make_parser(_verb_of(argv)).parse_args(argv)
             if overrides and not hasattr(arguments, "config"):
                 raise UserError(f"{overrides[0]}: `mmqa {arguments.verb}` takes no --config.")
             arguments.overrides = overrides
@@ -206,8 +206,18 @@ def command(verb: str):
     return importlib.import_module(f"mmqa_jax.commands.{verb}")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of `mmqa VERB ...`; invalid arguments raise UserError."""
+def _verb_of(argv: Sequence[str]) -> str | None:
+    """The verb that is asked for; None where none is, or one that does not exist."""
+    first = next((argument for argument in argv if not argument.startswith("-")), None)
+    return first if first in VERBS else None
+
+
+def make_parser(verb: str | None = None) -> argparse.ArgumentParser:
+    """The parser of `mmqa VERB ...`; invalid arguments raise UserError.
+
+    Args:
+      verb: the only one that is parsed, so that no other's module is loaded; None: all.
+    """
     parser = _Parser(
         prog="mmqa",
         description="Multimodal, multi-hop question answering in JAX.",
@@ -215,10 +225,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     completion.add_flags(parser)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for verb in VERBS:
-        module = command(verb)
+    for name in VERBS if verb is None else (verb,):
+        module = command(name)
         added = verbs.add_parser(
-            verb,
+            name,
             help=module.SUMMARY,
             description=module.SUMMARY,
             epilog=f"example:\n  {module.EXAMPLE}",

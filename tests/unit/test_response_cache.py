@@ -181,7 +181,9 @@ def older_cache(path, answers):
         connection.execute("CREATE TABLE answers (key TEXT PRIMARY KEY, answer TEXT NOT NULL)")
         connection.execute("PRAGMA application_id = 0x6D6D7161")
         connection.execute("PRAGMA user_version = 1")
+        connection.execute("BEGIN")  # else every row is a transaction of its own
         connection.executemany("INSERT INTO answers VALUES (?, ?)", answers.items())
+        connection.execute("COMMIT")
 
 
 def older_text(key, value):
