@@ -17,6 +17,7 @@ from typing import Any
 import durations
 import kept_programs
 import pytest
+import scratch
 
 from mmqa_jax.core.host import skip_absent_tpu
 from tests.fake_devices import fake_devices
@@ -54,6 +55,7 @@ _SLOW = re.compile(r"^pytestmark = (?:pytest\.|\[[^\]]*)mark\.slow\b", re.MULTIL
 
 
 MESH = Path(__file__).parent / "mesh"
+_SCRATCH = pytest.StashKey[Path | None]()
 
 
 @functools.cache
@@ -88,6 +90,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # workers inherit it
+        config.stash[_SCRATCH] = scratch.take()
     if config.getoption(durations.OPTION):
         config.pluginmanager.register(durations.Durations(config))
 
@@ -127,6 +131,10 @@ def pytest_sessionstart(session):
 def pytest_sessionfinish(session):
     if not hasattr(session.config, "workerinput"):
         kept_programs.keep()
+
+
+def pytest_unconfigure(config):
+    scratch.give_back(config.stash.get(_SCRATCH, None))
 
 
 @pytest.fixture(scope="module", autouse=True)
