@@ -13,7 +13,8 @@ import tempfile
 from pathlib import Path
 
 _MEMORY = Path("/dev/shm")
-_FREE = 8 * 2**30  # bytes that must be free there; a whole run has written at most a quarter of them
+# Bytes that must be free there, a multiple of what a whole run holds at a time.
+_FREE = 8 * 2**30
 _NAME = "mmqa_jax_tests-"  # then the process
 
 
