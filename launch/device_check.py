@@ -52,6 +52,7 @@ def steps(out: Path, size: str, *, tests: bool) -> list[Step]:
     rows = [f"--only={name}" for name in ("few_shot", "different", "prefill", "decode")]
     found.append(Step("llm", (*BENCH, "llm", f"--size={size}", *rows, "--json")))
     found.append(Step("models", (*BENCH, "models", f"--size={size}", "--json")))
+    found.append(Step("detector", (*BENCH, "detector", f"--size={size}", "--json")))
     found.append(Step("data", ("mmqa", "prepare", "atlas", f"--out={out / 'atlas'}", "--json")))
     for task in TRAINED:
         config = f"--config=configs/atlas/{task}.py{':runlocal' if size == 'small' else ''}"

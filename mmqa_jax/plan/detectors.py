@@ -21,7 +21,7 @@ from mmqa_jax.plan.roofline import Planned
 
 REGIONS = "regions"  # the program
 DETECTORS: Mapping[str, DetectorKind] = {kind.name: kind for kind in KINDS}
-_PHOTO = (640, 480)  # width and height before resizing; most photos are 4 to 3
+PHOTO = (640, 480)  # width and height before resizing; most photos are 4 to 3
 
 
 def detector_program(name: str, devices: Sequence[jax.Device]) -> Program:
@@ -38,7 +38,7 @@ def detector_program(name: str, devices: Sequence[jax.Device]) -> Program:
     state = on_shardings(state, state_shardings(state, mesh))
     held = shard_bytes(state)
     count = planned_batch_size(AUTO, detector_cost(config, kind.pictures), mesh, held)
-    width, height, _ = detector_size(*_PHOTO, kind.pictures)
+    width, height, _ = detector_size(*PHOTO, kind.pictures)
     rows = batch_sharding(mesh)
 
     def of_pictures(dtype: type, *shape: int) -> jax.ShapeDtypeStruct:

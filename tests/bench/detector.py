@@ -6,6 +6,9 @@ first checks that both compute the same. Whole detectors stand beside torchvisio
 the same sizes, where it is installed (by no extra); its rules are its own. Processor time is
 counted, so that other work on the machine hardly changes a ratio.
 
+Accelerators get whole batches in bfloat16, see detector_batch.py; on a CPU only where `--only` names
+these rows.
+
 torch is needed to import this module.
 """
 
@@ -25,10 +28,11 @@ import torch
 from flax import nnx
 
 from mmqa_jax.core.flops import traced_flops
+from mmqa_jax.core.mesh import platform
 from mmqa_jax.inference.region_detector import KINDS, make_find
 from mmqa_jax.models.detection.faster_rcnn import DetectorConfig, FasterRCNN, Pictures
 from mmqa_jax.weights.models.detector import publish_detector
-from tests.bench import Options, torch_reference
+from tests.bench import Options, detector_batch, torch_reference
 from tests.bench.runner import Case, Peak, measure, start_device
 from tests.bench.torchvision_detectors import KINDS as OF_TORCHVISION
 from tests.bench.torchvision_detectors import importable, torchvision_detector
@@ -36,6 +40,7 @@ from tests.equivalence.detectors_torch import TorchDetector
 
 MAPS = ("vlp_x101", "vinvl_x152c4", "bottom_up_r101")
 ROWS = (*MAPS, *(f"{name}_whole" for name in OF_TORCHVISION))
+BATCHES = detector_batch.names(MAPS, OF_TORCHVISION)
 _PEERS = dict(zip(MAPS, ("detectron", "maskrcnn", "detectron2"), strict=True))
 _ABOVE = 0.05  # torchvision's default: probabilities below are in no suppression
 _SIZES = {"small": (256, 320), "full": (800, 1088)}  # height and width of the picture
@@ -44,12 +49,15 @@ _ROUNDS = 3
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measures all rows, or those selected; `small` sizes on a CPU, `full` elsewhere."""
+    """Measures all rows of this kind of device, or those selected; `small` sizes on a CPU, `full`
+    elsewhere."""
     size = start_device(options)
     torch_reference.prepare_torch()
-    peak = Peak(1024, "float32", with_torch=True)
+    on_cpu = platform() == "cpu"
+    square = (1024, "float32") if on_cpu else (8192, "bfloat16")
+    peak = Peak(*square, with_torch=True)
     peak.measure(_ROUNDS)
-    wanted = options.chosen(ROWS)
+    wanted = options.chosen((*ROWS, *BATCHES) if options.only else ROWS if on_cpu else BATCHES)
     return measure(
         "detector",
         cases(size, wanted),
@@ -62,14 +70,17 @@ def run(options: Options) -> dict[str, Any]:
 
 def cases(size: str, wanted: tuple[str, ...]) -> Iterator[Case]:
     """The rows `wanted`, each built when it is needed."""
-    configs = {kind.name: kind.config for kind in KINDS}
+    kinds = {kind.name: kind for kind in KINDS}
     for row in wanted:
-        name = row.removesuffix("_whole")
-        config = configs[name]
+        name = row if row in kinds else row.rpartition("_")[0]
+        config = kinds[name].config
         if size == "small":
             backbone = dataclasses.replace(config.backbone, blocks=_BLOCKS)
             config = dataclasses.replace(config, backbone=backbone)
-        yield (_maps if row == name else _whole)(name, config, _SIZES[size])
+        if row in BATCHES:
+            yield detector_batch.case(row, kinds[name]._replace(config=config), size)
+        else:
+            yield (_maps if row == name else _whole)(name, config, _SIZES[size])
 
 
 def _drawn(

@@ -305,11 +305,43 @@ class FasterRCNN(nnx.Module):
         picture: Pictures,
     ) -> Regions:
         """Of one picture; arguments as `regions` has them, without the batch."""
-        config, rule = self.config, self.config.rule
-        clipped_to = self._padded(picture.sizes) if config.padded_size else picture.sizes
-        levels = [(*scored, extent) for scored, extent in zip(found, extents, strict=True)]
-        boxes, valid = self.rpn.proposals(levels, clipped_to, picture.scales)
+        boxes, valid = self.proposals(extents, found, picture)
         features, trunk = self.region_features(maps, extents, boxes)
+        return self.kept(boxes, valid, features, trunk, picture)
+
+    def proposals(
+        self,
+        extents: list[jax.Array],
+        found: list[tuple[jax.Array, jax.Array]],
+        picture: Pictures,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Boxes [R, 4] of one picture, in pixels of the resized one, and which there are [R] bool.
+
+        Args:
+          extents: [2] of each level.
+          found: what the RPN says of each level.
+          picture: one of a batch.
+        """
+        clipped_to = self._padded(picture.sizes) if self.config.padded_size else picture.sizes
+        levels = [(*scored, extent) for scored, extent in zip(found, extents, strict=True)]
+        return self.rpn.proposals(levels, clipped_to, picture.scales)
+
+    def kept(
+        self,
+        boxes: jax.Array,
+        valid: jax.Array,
+        features: jax.Array,
+        trunk: jax.Array,
+        picture: Pictures,
+    ) -> Regions:
+        """What is kept of one picture's proposals: classes, suppression in each, selection.
+
+        Args:
+          boxes, valid: of `proposals`.
+          features, trunk: of `region_features`.
+          picture: one of a batch.
+        """
+        config, rule = self.config, self.config.rule
         logits = self.score(trunk)
         own = boxes / picture.scales if rule.original else boxes
         if rule.regressed:
