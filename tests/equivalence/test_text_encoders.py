@@ -136,7 +136,7 @@ def test_scores_are_those_of_the_cross_encoder(name, tmp_path):
     questions = [Question(str(n), "", text) for n, text in enumerate(QUESTIONS)]
     names = tuple(source.id for source in corpus.sources)
     candidates = [
-        Ranking(question.id, names[n:], (0.0,) * len(names[n:]))
+        Ranking(question.id, names[n > 0 :], (0.0,) * len(names[n > 0 :]))
         for n, question in enumerate(questions)
     ]
     for question, given_to, ranking in zip(
