@@ -229,7 +229,12 @@ def model_source(state: nnx.State, key_map: KeyMap) -> TensorSource:
     tensors = {}
 
     def read(leaf: Any, slot: tuple[int, ...], inverse: Callable[[Any], Any]) -> np.ndarray:
-        ours = np.asarray(_get_slice(leaf, slot[0]) if slot else leaf)
+        if not slot:
+            ours = np.asarray(leaf)
+        elif _is_one_cpu(getattr(leaf, "sharding", None)):
+            ours = np.asarray(leaf)[slot]  # a view: nothing is compiled
+        else:
+            ours = np.asarray(_get_slice(leaf, slot[0]))
         # C order: safetensors' own save_file writes the bytes of a transposed view unchanged.
         return np.asarray(inverse(ours), order="C")
 
@@ -250,7 +255,7 @@ def model_source(state: nnx.State, key_map: KeyMap) -> TensorSource:
                 slot = (layer,) if rule.stacked else ()
                 key = rule.key if layer is None else rule.key.format(layer=layer)
                 ours = jax.ShapeDtypeStruct(leaf.shape[len(slot) :], leaf.dtype)
-                spec = jax.eval_shape(inverse, ours)
+                spec = _spec_after(inverse, ours)
                 tensors[key] = spec, functools.partial(read, leaf, slot, inverse)
     for alias, key in key_map.tied:
         if key in tensors:
@@ -371,9 +376,14 @@ def _sentence(name: str, offenders: Mapping[str, Sequence[str]]) -> str:
 
 def _shape_after(transform: Transform, spec: jax.ShapeDtypeStruct) -> tuple[int, ...] | None:
     try:
-        return jax.eval_shape(transform.forward, spec).shape
+        return _spec_after(transform.forward, spec).shape
     except (TypeError, ValueError, IndexError):  # a tensor of another rank
         return None
+
+
+@functools.lru_cache(maxsize=1024)  # layers have the same tensors
+def _spec_after(change: Callable[[Any], Any], spec: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(change, spec)
 
 
 def _equal(source: TensorSource, first: str, second: str) -> bool:

@@ -32,11 +32,12 @@ def _run(function, graphdef, state, *args):
 
 
 def compiled(model: nnx.Module, function: Callable) -> Callable:
-    """`function(model, *args)` as a compiled function of args alone.
+    """`function(model, *args)` as a compiled function of args alone; it gives NumPy arrays.
 
     Models of one config compile a function once.
     """
-    return functools.partial(_run, function, *nnx.split(model))
+    graphdef, state = nnx.split(model)
+    return lambda *args: jax.device_get(_run(function, graphdef, state, *args))
 
 
 def forward(model: nnx.Module, *args: Any) -> Any:

@@ -68,6 +68,7 @@ def make_published(folder: Path, *around: str) -> Published:
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     ids = dict(zip(names, tokenizer.convert_tokens_to_ids(list(SPECIAL[2:])), strict=True))
     sizes = {"vocab_size": len(tokenizer) + 3, "max_position_embeddings": 4096}
+    sizes["num_hidden_layers"] = 2  # deepstack goes to both
     model, processor = save_torch("qwen3_vl", folder, sizes, **ids)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)

@@ -303,7 +303,7 @@ def test_too_long_inputs_are_named(first):
 def test_each_kind_of_dropout_acts(first):
     """In a decoder layer each rate by itself; in the whole model the key decides."""
     config = first.ours.config
-    state = jax.tree.map(lambda p: p[0], nnx.state(first.ours.decoder.layers))
+    state = jax.tree.map(lambda p: np.asarray(p)[0], nnx.state(first.ours.decoder.layers))
     rng = np.random.default_rng(0)
     x, source = (rng.normal(size=(2, n, 48)).astype(np.float32) for n in (9, 11))
     keys = [jax.random.key(seed, impl="unsafe_rbg") for seed in (1, 2)]  # quick to compile

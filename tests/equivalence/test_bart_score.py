@@ -84,8 +84,8 @@ def published(tmp_path_factory):
     config = transformers.BartConfig(
         vocab_size=bpe.get_vocab_size(),
         d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
+        encoder_layers=1,
+        decoder_layers=1,
         encoder_attention_heads=4,
         decoder_attention_heads=4,
         encoder_ffn_dim=48,

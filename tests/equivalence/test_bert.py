@@ -106,7 +106,8 @@ def test_whole_model_and_pooler(pair):
     expected = run_torch(theirs, ids, types, mask)
     hidden = compiled(ours, forward)(ids, mask, types)
     np.testing.assert_allclose(hidden[mask], expected.last_hidden_state.numpy()[mask], **WHOLE)
-    np.testing.assert_allclose(ours.pool(hidden), expected.pooler_output.numpy(), **WHOLE)
+    pooled = compiled(ours, lambda model, hidden: model.pool(hidden))(hidden)
+    np.testing.assert_allclose(pooled, expected.pooler_output.numpy(), **WHOLE)
 
 
 def test_each_layer_from_the_reference_input(pair):
@@ -219,7 +220,7 @@ def test_remat_and_unroll_leave_loss_and_gradients_alone():
         return jax.jit(jax.value_and_grad(loss))(state)
 
     value, grads = run(dataclasses.replace(config, unroll=True))
-    for remat in ("none", "full", "dots"):
+    for remat in ("none", "dots"):  # "full": test_llama.py
         other, other_grads = run(dataclasses.replace(config, unroll=1, remat=remat))
         np.testing.assert_allclose(value, other, atol=1e-6)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, other_grads)

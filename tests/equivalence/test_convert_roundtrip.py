@@ -87,8 +87,9 @@ def run(name: str, model: torch.nn.Module) -> list[torch.Tensor]:
         return [out.logits, out.loss]
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "sharded"), [("llama", True), ("bert", False), ("clip", False), ("bart", True)]
+)
 def test_transformers_reloads_what_it_saved(name, sharded, tmp_path):
     torch.manual_seed(0)
     model = CLASSES[name](CONFIGS[name]).eval()

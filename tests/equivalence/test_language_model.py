@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,17 +64,19 @@ def their_loss(model, examples) -> torch.Tensor:
     return model(input_ids=ids, attention_mask=mask, labels=labels).loss
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def loss_and_gradient(task: LanguageModelObjective, graphdef: nnx.GraphDef, state, batch):
+    def loss(state):
+        return task.loss(nnx.merge(graphdef, state), batch, None)[0]
+
+    return jax.value_and_grad(loss)(state)
+
+
 def our_loss(model: Llama, rows, lora: LoraConfig | None = None):
     """The task's loss, and its gradient by parameter name."""
     task = LanguageModelObjective(model.config, lora)
-    batch = jax.tree.map(jnp.asarray, packed_batch(rows, SIZE))
-    graphdef, state = nnx.split(model)
-
-    def loss(state):
-        return task.loss(nnx.merge(graphdef, state), batch, jax.random.key(0))[0]
-
     with jax.default_matmul_precision("highest"):
-        value, gradient = jax.jit(jax.value_and_grad(loss))(state)
+        value, gradient = loss_and_gradient(task, *nnx.split(model), packed_batch(rows, SIZE))
     return float(value), {name: np.asarray(x) for name, x in flatten_named(gradient).items()}
 
 
@@ -128,7 +132,7 @@ def test_the_log_probability_of_every_target(pair):
     theirs, ours = pair
     batch = packed_batch(PACKED, SIZE)
     with jax.default_matmul_precision("highest"):
-        got = np.asarray(jax.jit(target_log_probs)(ours, jax.tree.map(jnp.asarray, batch)))
+        got = np.asarray(jax.jit(target_log_probs)(ours, batch))
     for row, examples in enumerate(PACKED):
         for number, example in enumerate(examples, start=1):
             ids = torch.tensor(example.tokens, dtype=torch.long)[None]
@@ -147,7 +151,8 @@ def with_lora(model: Llama) -> Llama:
     add_lora(added, LORA, rngs=nnx.Rngs(2))
     for name in LORA.targets:
         linear = getattr(added.layers, name)
-        linear.lora_b[...] = 0.1 * jax.random.normal(jax.random.key(7), linear.lora_b.shape)
+        drawn = np.random.default_rng(7).normal(0, 0.1, linear.lora_b.shape)
+        linear.lora_b[...] = jnp.asarray(drawn.astype(np.float32))
     return added
 
 
@@ -165,10 +170,8 @@ def test_lora_is_the_plain_restatement(pair, tmp_path):
     added = {}
     for number, layer in enumerate(theirs.model.layers):
         for name in LORA.targets:
-            ab = [
-                torch.tensor(np.asarray(getattr(getattr(model.layers, name), f"lora_{x}")[number]))
-                for x in "ab"
-            ]
+            own = getattr(model.layers, name)
+            ab = [torch.tensor(np.asarray(getattr(own, f"lora_{x}")[...])[number]) for x in "ab"]
             added[name, number] = [x.requires_grad_() for x in ab]
             linear = their_linear(layer, name)
             delta = LORA.alpha / LORA.rank * (ab[0] @ ab[1]).T

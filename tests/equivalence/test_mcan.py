@@ -370,7 +370,8 @@ def test_dropout_follows_its_key(pair):
     run = compiled(
         with_config(ours, small), lambda model, key: model(ids, image[:, :9], dropout_key=key)
     )
-    first, again, other = (run(jax.random.key(n)) for n in (0, 0, 1))
+    keys = [jax.random.key(seed, impl="unsafe_rbg") for seed in (0, 0, 1)]  # quick to compile
+    first, again, other = map(run, keys)
     np.testing.assert_array_equal(first, again)
     assert np.abs(first - other).max() > 1e-3
 

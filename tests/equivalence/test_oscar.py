@@ -97,11 +97,16 @@ def test_every_layer_and_the_whole_model(pair):
         embedded = theirs.embed(*torch_inputs(inputs))
         outputs = theirs.layers(embedded, mask)
         words = theirs.words(outputs[-1])
-    np.testing.assert_allclose(ours.embed(inputs), embedded, **LAYER)
-    call = lambda layer, x: layer(x, attention_mask(inputs))  # noqa: E731
-    each = alone(ours.bert.layers, call, np.stack([embedded, *outputs[:-1]]))
+
+    def run(model, inputs, states):
+        seen = attention_mask(inputs)
+        each = alone(model.bert.layers, lambda layer, x: layer(x, seen), states)
+        return model.embed(inputs), each, *hidden_and_logits(model, inputs)
+
+    states = np.stack([embedded, *outputs[:-1]])
+    of_inputs, each, hidden, logits = compiled(ours, run)(inputs, states)
+    np.testing.assert_allclose(of_inputs, embedded, **LAYER)
     np.testing.assert_allclose(each[:, rows], np.stack(outputs)[:, rows], **LAYER)
-    hidden, logits = compiled(ours, hidden_and_logits)(inputs)
     np.testing.assert_allclose(hidden[rows], outputs[-1][rows], **WHOLE)
     np.testing.assert_allclose(logits[rows], words[rows], **WHOLE)
 
@@ -208,6 +213,9 @@ def test_captioning_loss_and_every_gradient(other, smoothing, remat):
     same_gradients(dict(export(grads, once)), theirs, zero=r"attention\.self\.key\.bias")
 
 
+loss_of_words = jax.jit(caption_loss, static_argnames=("label_smoothing", "drop_worst"))
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("masked", [1, 5, 14])
 def test_the_worst_words_are_dropped(masked, smoothing):
@@ -220,9 +228,7 @@ def test_the_worst_words_are_dropped(masked, smoothing):
     )
     for share in (0.0, 0.2, 0.5):
         kept = int(masked * (1 - share))
-        got = caption_loss(
-            logits, targets, jnp.asarray(weights), label_smoothing=smoothing, drop_worst=share
-        )
+        got = loss_of_words(logits, targets, weights, label_smoothing=smoothing, drop_worst=share)
         if kept == 0:
             assert np.isnan(got)  # as the original's mean of nothing
         else:
@@ -256,8 +262,8 @@ def test_dropout_reaches_layers_and_regions(other, encode):
     one, two = (jax.random.key(seed, impl="unsafe_rbg") for seed in (1, 2))
     np.testing.assert_array_equal(encode(inputs, one), encode(inputs, one))
     assert np.abs(encode(inputs, one) - encode(inputs, two)).mean() > 0.01
-    plain = np.asarray(other.ours.embed(inputs))[:, LAYOUT.text :]
-    dropped = np.asarray(other.ours.embed(inputs, dropout_key=one))[:, LAYOUT.text :]
+    embed = compiled(other.ours, lambda model, x, key: model.embed(x, dropout_key=key))
+    plain, dropped = (embed(inputs, key)[:, LAYOUT.text :] for key in (None, one))
     rate, gone = DROPOUT["dropout"], (dropped == 0) & (plain != 0)
     assert abs(gone.mean() - rate) < 0.1  # 5 sigma
     np.testing.assert_allclose(dropped[~gone], plain[~gone] / (1 - rate), rtol=1e-3)

@@ -46,6 +46,11 @@ from mmqa_jax.weights.published import load_published, write_published
 
 pytestmark = pytest.mark.slow
 
+# One bucket and one segment: a program of each kind.
+SIZES = EngineConfig(
+    slots=3, length=640, buckets=(64,), prefill_tokens=128, block=64, decode_block=640
+)
+
 
 @pytest.fixture(scope="module", params=CASES)
 def pair(request, tmp_path_factory) -> Pair:
@@ -200,11 +205,15 @@ def _copy(model: nnx.Module) -> nnx.Module:
 
 
 @pytest.fixture(scope="module")
-def engine(pair) -> Engine:
-    """With few slots and small chunks: pictures begin in one chunk and end in another."""
-    sizes = EngineConfig(slots=3, length=640, buckets=(32, 64), prefill_tokens=128, block=64)
-    model = _copy(pair.ours)
-    return Engine(model, end_ids=[ANSWERED], config=sizes)
+def backend(pair) -> EngineBackend:
+    """Of the folder, as `mmqa prompt --model=FOLDER` opens it, with few slots and small chunks:
+    pictures begin in one chunk and end in another."""
+    return open_backend(pair.folder, engine=SIZES)
+
+
+@pytest.fixture(scope="module")
+def engine(backend) -> Engine:
+    return backend.engine
 
 
 NEW = 8  # tokens of an answer
@@ -257,13 +266,6 @@ def test_choices(pair, pixels, torch_pixels, engine):
             logits = pair.theirs(**given).logits[0, -len(choice) - 1 : -1]
         want = torch.log_softmax(logits, dim=-1)[range(len(choice)), choice]
         np.testing.assert_allclose(score.logprobs, want, **WHOLE)
-
-
-@pytest.fixture(scope="module")
-def backend(pair) -> EngineBackend:
-    """Of the folder, as `mmqa prompt --model=FOLDER` opens it."""
-    engine = EngineConfig(slots=3, length=640, buckets=(32, 64), prefill_tokens=128, block=64)
-    return open_backend(pair.folder, engine=engine)
 
 
 def test_a_conversation_with_pictures(pair, torch_pixels, backend):
@@ -338,15 +340,14 @@ def test_texts_with_pictures(backend):
 def test_what_a_plan_compiles(pair):
     """The tower's programs as shapes: those that the engine runs."""
     config, mesh = pair.ours.config, make_mesh({"data": 1}, devices=jax.devices()[:1])
-    sizes = EngineConfig(slots=3, length=640, buckets=(32, 64))
-    programs = tower_programs(config, sizes, mesh) | engine_programs(config.llama, sizes, mesh)
+    programs = tower_programs(config, SIZES, mesh) | engine_programs(config.llama, SIZES, mesh)
     assert sorted(programs) == ["decode", "gather", "prefill", "tower"]
     with jax.set_mesh(mesh):
         for program in programs.values():
             program.function.lower(*program.arguments)
     of_token = 4 * config.vision.features
     units = bucket_of(Grid(36, 36), config.vision)
-    assert feature_bytes(config, sizes, mesh, pictures=2) == (3 * 2 + 1) * units * of_token
+    assert feature_bytes(config, SIZES, mesh, pictures=2) == (3 * 2 + 1) * units * of_token
 
 
 def test_checkpoints_go_both_ways(pair, tmp_path):

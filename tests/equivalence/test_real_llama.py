@@ -12,6 +12,7 @@ and at 1.2e-4 in one of 430 places on another (AMD EPYC, AVX2).
 from __future__ import annotations
 
 import importlib.metadata
+from typing import NamedTuple
 
 import gguf
 import numpy as np
@@ -24,17 +25,20 @@ from mmqa_jax.cli import main
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.llama_config import smollm2_135m
+from mmqa_jax.models.llama_config import LlamaConfig, smollm2_135m
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.weights.bundled import smollm2_path
 from mmqa_jax.weights.published import load_published
 
-LENGTHS = np.array([160, 70])  # rows of different length, padded on the right
+LENGTHS = np.array([96, 40])  # rows of different length, padded on the right
 END = 2
 STEPS = 6
-# (first token, tokens) of the license: chunks of 32 and 128, one of them full, and two prompts that
+# (first token, tokens) of the license: chunks of 16 and 64, one of them full, and two prompts that
 # begin alike.
-CUTS = [(0, 5), (40, 33), (0, 128), (0, 165)]
+SIZES = EngineConfig(  # a program of each kind
+    slots=4, length=192, buckets=(16, 64), prefill_tokens=64, block=64, decode_block=192
+)
+CUTS = [(0, 5), (40, 17), (0, 64), (0, 81)]
 PARTS = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -100,10 +104,31 @@ def text_ids(tokenizer):
 
 
 @pytest.fixture(scope="module")
-def engine(tokenizer):
-    model = load_published("llama", smollm2_path())
-    config = EngineConfig(slots=4, length=640, decode_block=640)  # a program of each kind
-    return Engine(model, tokenizer, end_ids=[END], config=config)
+def rows(text_ids) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids, padded on the right, and which are real."""
+    ids = np.stack([text_ids[: LENGTHS[0]], text_ids[1000 : 1000 + LENGTHS[0]]])
+    mask = np.arange(LENGTHS[0]) < LENGTHS[:, None]
+    return np.where(mask, ids, END), mask
+
+
+class Ours(NamedTuple):
+    """What one loaded model gives: of the whole forward, and an engine, which takes it apart."""
+
+    config: LlamaConfig
+    logits: np.ndarray  # of `rows`
+    engine: Engine
+
+
+@pytest.fixture(scope="module")
+def ours(tokenizer, rows) -> Ours:
+    model = load_published("llama", smollm2_path(), unroll=1)
+    config, logits = model.config, np.asarray(compiled(model, forward)(*rows))
+    return Ours(config, logits, Engine(model, tokenizer, end_ids=[END], config=SIZES))
+
+
+@pytest.fixture
+def engine(ours) -> Engine:
+    return ours.engine
 
 
 def their_logits(theirs, ids) -> np.ndarray:
@@ -121,17 +146,14 @@ def of_tokens(values: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     return np.take_along_axis(values, np.asarray(tokens)[:, None], -1)[:, 0]
 
 
-def test_logits_equal_on_real_text(theirs, text_ids):
-    ours = load_published("llama", smollm2_path(), unroll=1)
+def test_logits_equal_on_real_text(theirs, ours, rows):
     assert ours.config == smollm2_135m(unroll=1)
-    ids = np.stack([text_ids[: LENGTHS[0]], text_ids[1000 : 1000 + LENGTHS[0]]])
-    mask = np.arange(LENGTHS[0]) < LENGTHS[:, None]
-    ids = np.where(mask, ids, END)
+    ids, mask = rows
     # Theirs without padding.
     want = np.concatenate(
         [their_logits(theirs, row[:n]) for row, n in zip(ids, LENGTHS, strict=True)]
     )
-    got = np.asarray(compiled(ours, forward)(ids, mask))[mask].astype(np.float64)
+    got = ours.logits[mask].astype(np.float64)
     bound = 1e-5 * np.abs(want).max()
     np.testing.assert_allclose(got, want, rtol=0, atol=bound)
     np.testing.assert_array_equal(got.argmax(-1), want.argmax(-1))
@@ -158,18 +180,17 @@ def test_the_engine_is_greedy_as_transformers_token_by_token(theirs, tokenizer, 
         np.testing.assert_allclose(got.logprobs, want, rtol=0, atol=1e-4)
     assert results[len(CUTS)].text.startswith(" Paris")
     reused = [results[n].reused_tokens for n in range(len(prompts))]
-    assert max(reused) == 128  # of the two that begin alike, in steps of 128
+    assert max(reused) == 64  # of the two that begin alike, in steps of 64
 
     # Alone in the empty engine: the same bits.
-    for n in (1, 3):
-        engine.forget()
-        (alone,) = engine.generate([requests[n]])
-        assert alone.candidates == results[n].candidates
+    engine.forget()
+    (alone,) = engine.generate([requests[3]])
+    assert alone.candidates == results[3].candidates
 
 
 def test_scores_of_the_engine_equal_transformers(theirs, tokenizer, text_ids, engine):
     """Multiple choice: each continuation's log-probability, and the right one wins."""
-    start = tokenizer.decode(text_ids[:60])
+    start = tokenizer.decode(text_ids[:20])
     prompt = start + "\nSeven days make a week, and twelve months make a"
     choices = [" year.", " day.", " century of peace."]
     (found,) = engine.score([Scoring("q", prompt, choices)])

@@ -25,7 +25,7 @@ from mmqa_jax.weights.models.qwen_vl import publish_qwen_vl
 
 pytestmark = pytest.mark.slow
 
-SIZE = RowSize(520, 40)
+SIZE = RowSize(120, 40)  # prompts of 500 tokens and more: test_qwen_vl.py
 LORA = LoraConfig(rank=3, alpha=7.0, targets=("q", "v", "down"))
 RATE = 0.3
 
@@ -49,9 +49,9 @@ def rows(pair) -> PicturedRows:
 
 def examples() -> list[tuple[TokenExample, tuple[int, ...]]]:
     """With their pictures: a long prompt with the picture amid its words, and two shorter ones."""
-    words = np.random.default_rng(4).integers(3, IMAGE, 520).astype(np.int32)
+    words = np.random.default_rng(4).integers(3, IMAGE, 120).astype(np.int32)
     made = []
-    for number, (length, place, start) in enumerate(((515, 100, 480), (60, 0, 44), (40, 9, 38))):
+    for number, (length, place, start) in enumerate(((115, 70, 80), (60, 0, 44), (40, 9, 38))):
         tokens = words[:length].copy()
         tokens[place] = IMAGE
         made.append((TokenExample(tokens, start, f"{number}.png"), (number,)))
@@ -105,7 +105,6 @@ def test_two_training_steps_are_torchs(pair, rows):
     """Plain gradient descent of all parameters, those of the tower too."""
     theirs, batch = copy_of(pair), batch_of(rows)
     config = pair.ours.config
-    assert batch["input_ids"].shape[1] > 512
     step, state = gradient_of(VisionLanguageObjective(config, tower=True), pair.ours)
     for _ in range(2):
         loss, gradient = step(state, batch)
@@ -134,19 +133,23 @@ def test_two_training_steps_are_torchs(pair, rows):
 _LINEARS = {"q": "self_attn.q_proj", "v": "self_attn.v_proj", "down": "mlp.down_proj"}
 
 
+@pytest.mark.parametrize(
+    "pair", ["qwen2_5_vl"], indirect=True
+)  # both families' decoders are LLaMA's
 def test_lora_is_pefts_formula(pair, rows):
     """W + alpha / r B A in torch's weights (peft's LoraLayer), loss and gradients of A and B; what
     is frozen has none, the tower included."""
     graphdef, state = nnx.split(pair.ours)
     ours = nnx.merge(graphdef, jax.tree.map(copied, state))
     add_lora(ours.llama, LORA, rngs=nnx.Rngs(2))
-    theirs, added = copy_of(pair), {}
+    theirs, added, rng = copy_of(pair), {}, np.random.default_rng(7)
     for name in LORA.targets:
         linear = getattr(ours.llama.layers, name)
-        linear.lora_b[...] = 0.1 * jax.random.normal(jax.random.key(7), linear.lora_b.shape)
+        shape = linear.lora_b.shape
+        linear.lora_b[...] = jnp.asarray(rng.normal(0, 0.1, shape).astype(np.float32))
         for number, layer in enumerate(theirs.model.language_model.layers):
             ab = [
-                torch.tensor(np.asarray(getattr(linear, f"lora_{x}")[number])).requires_grad_()
+                torch.tensor(np.asarray(getattr(linear, f"lora_{x}")[...])[number]).requires_grad_()
                 for x in "ab"
             ]
             added[name, number] = ab
@@ -175,5 +178,5 @@ def test_lora_is_pefts_formula(pair, rows):
         kernel = f"llama/layers/{name}/kernel"
         added_to = LORA.alpha / LORA.rank * (a @ b).detach().numpy()
         np.testing.assert_allclose(
-            kept[kernel][number], np.asarray(base[kernel][number]) + added_to, **LAYER
+            np.asarray(kept[kernel])[number], np.asarray(base[kernel])[number] + added_to, **LAYER
         )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from compare import LAYER, WHOLE, random_model, same_gradients, with_config
 from flax import nnx
+from jax.extend.core import jaxpr_as_fun
 from torch import nn
 from vlp_pair import CONFIGS, TRUNK, Pair, batch, make_pair, run_torch
 from vlp_torch import TorchVLP
@@ -42,10 +43,11 @@ def mean_over(task: Objective, pair: Pair, batches: list[dict]) -> tuple[float, 
         def loss(state, data):
             return task.loss(nnx.merge(graphdef, state), data, None)[0]
 
-        found = [jax.value_and_grad(loss)(state, data) for data in batches]
-        return jax.tree.map(lambda *x: sum(x) / len(x), *found)
+        found = jax.lax.map(lambda data: jax.value_and_grad(loss)(state, data), batches)
+        return jax.tree.map(lambda x: x.mean(axis=0), found)
 
-    value, gradients = step(nnx.state(pair.ours), batches)
+    stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
+    value, gradients = step(nnx.state(pair.ours), stacked)
     once = dataclasses.replace(vlp_key_map(pair.config), tied=())
     return value, dict(export(gradients, once))
 
@@ -136,13 +138,14 @@ def test_answer_loss_is_the_originals_in_its_micro_batches(x101, together):
 class DropsAtOneSite:
     """In the place of layers.dropout: notes the mask of every site, and uses that of one."""
 
-    def __init__(self, site: int | None = None):
+    def __init__(self, site: jax.Array):
         self.site, self.rates, self.masks = site, [], []
 
     def __call__(self, x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
+        number = len(self.masks)
         self.rates.append(rate)
-        self.masks.append(np.asarray(dropout(jnp.ones(x.shape), rate, key)))
-        return x * self.masks[-1] if len(self.masks) - 1 == self.site else x
+        self.masks.append(dropout(jnp.ones(x.shape), rate, key))
+        return jnp.where(self.site == number, x * self.masks[-1], x)
 
 
 class Masked(nn.Module):
@@ -174,7 +177,6 @@ def trunk_alone(model: VLP, x: dict, key: jax.Array) -> jax.Array:
 @pytest.mark.parametrize(("run", "regions"), [(encode, 5), (select, 5), (trunk_alone, 0)])
 def test_every_dropout_site_is_the_originals(x101, monkeypatch, run, regions):
     """Each site by itself, with the same mask on both sides."""
-    # Unrolled: a loop would be traced, and the spy could not see values.
     trunk = dataclasses.replace(TRUNK, dropout=0.3, attention_dropout=0.4, unroll=None)
     config = dataclasses.replace(x101.config, bert=trunk)
     theirs = TorchVLP(config).eval()
@@ -183,12 +185,24 @@ def test_every_dropout_site_is_the_originals(x101, monkeypatch, run, regions):
     if run is trunk_alone:
         x["answer_mask"] = np.zeros_like(x["answer_mask"])
 
-    def run_ours(spy: DropsAtOneSite) -> np.ndarray:
+    rates = []
+
+    def one_site(x: dict, key: jax.Array, site: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        spy = DropsAtOneSite(site)
         for module in (layers, bert, vlp):
             monkeypatch.setattr(module, "dropout", spy)
-        # Op by op, so that the spy sees values.
-        with jax.disable_jit():
-            return np.asarray(run(ours, x, jax.random.key(5)))
+        found = run(ours, x, key)
+        rates[:] = spy.rates
+        return found, spy.masks
+
+    key = jax.random.key(5)
+    with jax.disable_jit():  # the layers' loop is unrolled, so that the spy sees every layer's
+        whole = jax.make_jaxpr(one_site)(x, key, 0)
+    program = jax.jit(jaxpr_as_fun(whole))
+
+    def run_ours(site: int) -> tuple[np.ndarray, list[np.ndarray]]:
+        found, *masks = map(np.asarray, program(*jax.tree.leaves((x, key, site))))
+        return found, masks
 
     def run_theirs() -> np.ndarray:
         with torch.no_grad():
@@ -207,21 +221,20 @@ def test_every_dropout_site_is_the_originals(x101, monkeypatch, run, regions):
     named = {name for name, module in modules.items() if isinstance(module, nn.Dropout)}
     assert set(sites) == named - (set() if regions else {"vis_embed.4", "vis_pe_embed.2"})
 
+    assert rates == [modules[name].p for name in sites]
     plain = run_theirs()
     for number, site in enumerate(sites):
-        spy = DropsAtOneSite(number)
-        got = run_ours(spy)
-        assert spy.rates == [modules[name].p for name in sites]
+        got, masks = run_ours(number)
         parent, _, name = site.rpartition(".")
         holder = theirs.get_submodule(parent)
-        holder._modules[name] = Masked(spy.masks[number])
+        holder._modules[name] = Masked(masks[number])
         wanted = run_theirs()
         holder._modules[name] = modules[site]
         np.testing.assert_allclose(got, wanted, **WHOLE, err_msg=site)
         assert np.abs(wanted - plain).max() > 1e-2, site
     # No two sites share a key.
-    for i, one in enumerate(spy.masks):
-        for other in spy.masks[:i]:
+    for i, one in enumerate(masks):
+        for other in masks[:i]:
             assert one.shape != other.shape or (one != other).any()
 
 

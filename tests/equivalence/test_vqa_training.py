@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -105,6 +106,14 @@ def their_updates(model: nn.Module, arrays: dict, mode: str) -> list[tuple[float
     return done
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))  # compiled once for two of the recipes
+def gradient_of(task, graphdef, params, arrays):
+    def loss_of(params):
+        return task.loss(nnx.merge(graphdef, params), arrays, None)[0]
+
+    return jax.value_and_grad(loss_of)(params)
+
+
 @pytest.mark.parametrize("mode", ["pretrain", "head", "finetune"])
 def test_steps_of_the_recipes_are_prophets(mode, tmp_path):
     """configs/okvqa/mcan.py, its batch and its epochs scaled down."""
@@ -131,11 +140,6 @@ def test_steps_of_the_recipes_are_prophets(mode, tmp_path):
     task = VQAObjective(config)
     graphdef, params = nnx.split(ours)
 
-    def loss_of(params):
-        return task.loss(nnx.merge(graphdef, params), arrays, None)[0]
-
-    gradient_of = jax.jit(jax.value_and_grad(loss_of))  # compiled once for two of the recipes
-
     @jax.jit
     def update(gradients, state, params):
         changes, state = transform.update(gradients, state, params)
@@ -145,7 +149,7 @@ def test_steps_of_the_recipes_are_prophets(mode, tmp_path):
     before = start
     clear = {name: np.ones(value.shape, bool) for name, value in start.items()}
     for theirs_loss, gradients, after in wanted:
-        loss, our_gradients = gradient_of(params)
+        loss, our_gradients = gradient_of(task, graphdef, params, arrays)
         params, state = update(our_gradients, state, params)
         np.testing.assert_allclose(ROWS * loss, theirs_loss, rtol=1e-5)
         source = publish_mcan(config, params).source
