@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from drawn_weights import drawn
+from flax import nnx
 from tiny_detectors import PRESETS, tiny
 
 from tests.bench import Options, detector
@@ -15,6 +17,9 @@ def test_rows_of_maps_and_of_a_whole_detector(monkeypatch):
     names = {preset.__name__: name for name, preset in PRESETS.items()}
     kinds = [kind._replace(config=tiny(names[kind.name])) for kind in detector.KINDS]
     monkeypatch.setattr(detector, "KINDS", kinds)
+    build = detector.FasterRCNN  # its initializers are a hundred programs
+    of_numpy = lambda config, rngs: drawn(lambda: build(config, rngs=nnx.Rngs()))  # noqa: E731
+    monkeypatch.setattr(detector, "FasterRCNN", of_numpy)
     monkeypatch.setattr(detector, "_BLOCKS", (1, 2, 1, 1))
     monkeypatch.setitem(detector._SIZES, "small", (64, 96))
     only = ("vlp_x101", "bottom_up_r101", "vlp_x101_whole")
