@@ -34,7 +34,8 @@ class OurTrainStep:
         self._task, self._batch = task, jax.device_put(batch)
         # All on one device, where every step leaves it: it would be compiled twice otherwise.
         self._carry = jax.device_put(
-            (params, self._optimizer.init(params), jnp.zeros((), jnp.int32)), jax.devices()[0]
+            (params, jax.jit(self._optimizer.init)(params), jnp.zeros((), jnp.int32)),
+            jax.devices()[0],
         )
         self._step = jax.jit(self._one, donate_argnums=0, static_argnums=2)
 
@@ -78,11 +79,10 @@ def in_types(build: Callable[..., nnx.Module]) -> Callable[..., nnx.Module]:
     ) -> nnx.Module:
         graphdef = nnx.split(nnx.eval_shape(lambda: build(dtype=dtype, **changes)))[0]
 
-        def cast(x: jax.Array) -> Any:
-            if abstract:
-                return jax.ShapeDtypeStruct(x.shape, params or dtype)
-            return jnp.array(x, params or dtype)
+        def cast(state: nnx.State) -> nnx.State:
+            return jax.tree.map(lambda x: jnp.array(x, params or dtype), state)
 
-        return nnx.merge(graphdef, jax.tree.map(cast, state))
+        made = jax.eval_shape(cast, state) if abstract else jax.jit(cast)(state)
+        return nnx.merge(graphdef, made)
 
     return of_type

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +70,7 @@ def write_vectors(path: Path, vectors: ClusteredVectors) -> None:
     file.flush()
 
 
+@functools.cache
 def vocabulary(size: int) -> list[str]:
     """`size` different words, the most common ones of English prose first."""
     return [*_COMMON, *(_word(number) for number in range(size - len(_COMMON)))]

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from mmqa_jax.core.errors import RunError
-from tests.bench import BENCHES
+from tests.bench import BENCHES, Options, convert
 from tests.bench.__main__ import main
-from tests.bench.timing import child_environment, interleave, run_child, speed_ratio
+from tests.bench.timing import Child, child_environment, interleave, run_child, speed_ratio
+from tests.fake_devices import fake_devices
 
 pytestmark = pytest.mark.slow
 
@@ -152,19 +156,23 @@ def test_a_failed_child_stops_the_bench():
         run_child([sys.executable, "-c", "raise SystemExit(3)"])
 
 
-# On one core: what is computed is tiny, and threads would wait for each other most of the time.
+# On one core: what is computed is tiny, and threads would wait for each other most of the time. Weights are drawn:
+# initializers would be half of what is compiled.
 MODELS = """
 import dataclasses, json, os, sys
 cores = sorted(os.sched_getaffinity(0))
 os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
+from tests.drawn_weights import drawn
 from test_bench import ABSENT, tiny
 sys.modules.update(dict.fromkeys(ABSENT))
 from mmqa_jax.core.speed import read_bandwidth
-from tests.bench import Options, models, runner, timing
+from tests.bench import Options, models, our_side, runner, timing
 timing._SHORTEST, runner._PROBE = 0.002, 128
 runner.read_bandwidth = lambda: read_bandwidth(1 << 24)
+our_side.init_sharded = lambda build, mesh: drawn(build)
 built, build = [], models.cases
 models.cases = lambda suite, wanted: (built.append(x) or x for x in build(suite, wanted))
+print(json.dumps(models.ROWS))
 print(json.dumps(models.run_suite(tiny(), Options(rounds=2))))
 bert = next(case for case in built if case.name == "bert")
 broken = dataclasses.replace(bert, ours=lambda: bert.ours().at[0, 0, 0].add(0.05))
@@ -215,25 +223,31 @@ def tiny():
 @pytest.fixture(scope="module")
 def models_run(cli_cache):
     """The models bench on a machine that has jax, flax, torch and transformers alone."""
+    import kept_programs  # not above: the child imports this file
+
     return subprocess.run(
         [sys.executable, "-c", MODELS],
         capture_output=True,
         text=True,
         timeout=900,
         cwd=HERE,
-        env=child_environment(MMQA_PROGRESS="off", JAX_PLATFORMS="cpu", MMQA_CACHE=str(cli_cache)),
+        env=child_environment(
+            MMQA_PROGRESS="off",
+            JAX_PLATFORMS="cpu",
+            MMQA_CACHE=str(cli_cache),
+            JAX_COMPILATION_CACHE_DIR=str(kept_programs.FOLDER),
+            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        ),
     )
 
 
 def test_models_rows_compare_the_same_work(models_run):
-    from tests.bench.models import ROWS
-
     assert models_run.stdout, models_run.stderr
-    result = json.loads(models_run.stdout.splitlines()[0])
+    named, result = map(json.loads, models_run.stdout.splitlines())
     assert result["bench"] == "models"
     assert result["threads"] == 1
     rows = {row["name"]: row for row in result["rows"]}
-    assert list(rows) == ["matmul", *ROWS]
+    assert list(rows) == ["matmul", *named]
     slow_in_torch = any(said.startswith("peer_bfloat16") for said in result["left_out"])
     for name, row in rows.items():
         assert row.keys() >= COLUMNS
@@ -296,38 +310,68 @@ def test_rows_follow_from_what_was_timed():
     assert row_of(Case("scann", "queries/s", 200, 100), {})["ratio"] == 2
 
 
-def test_convert_rows_are_shares_of_the_parameters(tmp_path):
+# MiB that each process of the convert bench is said to have taken; its seconds are their number.
+PEAKS = {
+    "make": 1,
+    "start": 100,
+    "convert": 150,
+    "export": 120,
+    "load": 130,
+    "load_transformers": 180,
+}
+
+
+def test_convert_rows_are_shares_of_the_parameters(tmp_path, monkeypatch, quiet):
+    """What its processes do is done in this one; `run_child`, which measures them, has a test of its own."""
+    from cli_runs import done
+
+    steps = []
+
+    def child(command, env):
+        assert (command[0], env["JAX_PLATFORMS"]) == (sys.executable, "cpu")
+        _, form, call, *arguments = command
+        printed = io.StringIO()
+        if form == "-m":
+            assert (call, arguments[0]) == ("mmqa_jax.cli", "convert")
+            done(*arguments)
+            name = "export" if "--export=hf" in arguments else "convert"
+        else:
+            with monkeypatch.context() as patch, contextlib.redirect_stdout(printed):
+                patch.setattr(sys, "argv", ["-c", *arguments])
+                exec(call, {})
+            name = re.search(r"; (\w+)\(", call)[1]
+        steps.append((name, env.get("XLA_FLAGS")))
+        return Child(float(len(steps)), PEAKS[name] << 20, printed.getvalue())
+
+    monkeypatch.setattr(convert, "run_child", child)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     shape = {
-        "vocab_size": 32000, "hidden": 256, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 512,
+        "vocab_size": 4000, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 128,
         "tied": True,
     }  # fmt: skip
-    script = (
-        "import json; from tests.bench import Options; from tests.bench.convert import run_shape\n"
-        f"print(json.dumps(run_shape({shape!r}, Options(only=('load_mesh',)))))\n"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=child_environment(MMQA_PROGRESS="off", TMPDIR=str(tmp_path)),
-    )
-    assert ended.returncode == 0, ended.stderr
-    result = json.loads(ended.stdout)
-    layer = 2 * 256 * (256 + 128) + 3 * 256 * 512 + 2 * 256
-    assert result["parameters"] == 32000 * 256 + 2 * layer + 256
+    result = convert.run_shape(shape, Options(only=("export", "load_mesh")))
+    layer = 2 * 64 * (64 + 32) + 3 * 64 * 128 + 2 * 64
+    assert result["parameters"] == 4000 * 64 + 2 * layer + 64
     size = 4 * result["parameters"] / 2**20
-    assert result["parameter_mib"] == round(size)
-    (row,) = result["rows"]
-    assert row["name"] == "load_mesh"
-    assert row["unit"] == "MiB"
-    assert row["floor"] == pytest.approx(result["libraries_mib"] + size, abs=1)
-    assert row["ours"] > 100
-    assert row["of_p"] == pytest.approx(row["ours"] / size, abs=0.03)
-    added = (row["ours"] - result["libraries_mib"]) / size
-    assert row["added"] == pytest.approx(added, abs=0.03)
-    assert row["ratio"] == pytest.approx(row["peer"] / row["ours"], abs=0.01)
-    assert list(tmp_path.iterdir()) == []  # the models are gone
+    assert (result["parameter_mib"], result["libraries_mib"]) == (round(size), 100)
+    eight = fake_devices(8)["XLA_FLAGS"]
+    assert steps[2:] == [
+        *(("convert", None), ("export", None), ("load_transformers", None)),
+        *(("load", eight), ("load_transformers", None)),
+    ]
+    export, load = result["rows"]
+    assert export.items() >= {
+        "name": "export", "unit": "MiB", "ours": 120, "peer": 180, "ratio": 1.5, "floor": 100,
+        "seconds": 4.0, "peer_seconds": 5.0,
+    }.items()  # fmt: skip
+    # A step that loads holds the model at its end.
+    assert (load["ours"], load["peer"], load["floor"]) == (130, 180, round(100 + size))
+    for row in (export, load):
+        assert row["of_p"] == pytest.approx(row["ours"] / size, rel=1e-4)
+        assert row["added"] == pytest.approx((row["ours"] - 100) / size, rel=1e-4)
+        assert row["peer_of_p"] == pytest.approx(180 / size, rel=1e-4)
+    assert not list(tmp_path.glob("mmqa-bench-*"))  # the models are gone
 
 
 def test_help_names_the_benches_and_an_example(capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
+from drawn_weights import drawn
 from flax import nnx
 from tiny_detectors import PRESETS, tiny
 
@@ -18,6 +19,9 @@ def tiny_kinds(monkeypatch):
     names = {preset.__name__: name for name, preset in PRESETS.items()}
     kinds = [kind._replace(config=tiny(names[kind.name])) for kind in detector.KINDS]
     monkeypatch.setattr(detector, "KINDS", kinds)
+    build = detector.FasterRCNN  # its initializers are a hundred programs
+    of_numpy = lambda config, rngs: drawn(lambda: build(config, rngs=nnx.Rngs()))  # noqa: E731
+    monkeypatch.setattr(detector, "FasterRCNN", of_numpy)
     monkeypatch.setattr(detector, "_BLOCKS", (1, 2, 1, 1))
     monkeypatch.setitem(detector._SIZES, "small", (64, 96))
     for module in (detector, detector_batch):  # torchvision builds the published widths alone

@@ -39,7 +39,7 @@ def test_pillow_alone_makes_the_same_pixels(web):
         np.testing.assert_array_equal(bench._decoded(data, 224), ours)
 
 
-def test_rows(web):
+def test_rows(web, short_readings):
     only = ("records", "pictures", "pictures_scaled", "workers_0", "wait_contrastive")
     found = bench.run_sizes(SIZES, Options(rounds=1, only=only), "runlocal")
     rows = {row["name"]: row for row in found["rows"]}

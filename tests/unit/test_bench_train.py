@@ -12,6 +12,7 @@ from cli_runs import quietly
 from mmqa_jax.core import speed
 from tests.bench import Options, train, training_runs, training_shards
 from tests.bench.training_runs import InMemory, Sizes, median_share
+from tests.fake_devices import fake_devices
 
 pytestmark = pytest.mark.slow
 
@@ -90,16 +91,43 @@ def test_a_save_is_timed(monkeypatch):
     assert found["copy_floor"] > 0
 
 
-def test_processes_have_the_same_losses(monkeypatch):
-    """Two processes; the one beside which they stand is this one."""
+def test_processes_are_given_their_places_and_what_the_first_returns_counts(monkeypatch):
+    """The run alone is in this process; tests/sharding/test_two_processes.py trains in two."""
+    started, losses = [], []
 
-    def child(name, env=None, *, sizes, **arguments):
-        return getattr(training_runs, name)(Sizes(**sizes), **arguments)
+    def start(name, env, arguments):
+        assert name == "curve"
+        started.append(env)
+        if not losses:
+            sizes = Sizes(**arguments.pop("sizes"))
+            losses.extend(training_runs.curve(sizes, **arguments))
+            return losses
+        return [loss * {"0": 1.25, "1": 9.0}[env["JAX_PROCESS_ID"]] for loss in losses]
 
-    monkeypatch.setattr(train, "_child", child)
+    monkeypatch.setattr(train, "_start", start)
+    monkeypatch.setattr(train, "_results", lambda started: started)
     row = row_of("processes")
-    assert row["ours"] < 1e-5
+    assert row["ours"] == pytest.approx(0.25)
+    assert len(set(losses)) == 4
     assert row["work"] == "1, 2 processes, 4 steps"
+    alone, *joined = started
+    assert alone == fake_devices(1)
+    assert [env.pop("JAX_PROCESS_ID") for env in joined] == ["0", "1"]
+    assert (
+        joined[0]
+        == joined[1]
+        == alone
+        | {
+            "JAX_COORDINATOR_ADDRESS": joined[0]["JAX_COORDINATOR_ADDRESS"],
+            "JAX_NUM_PROCESSES": "2",
+        }
+    )
+    assert joined[0]["JAX_COORDINATOR_ADDRESS"].startswith("127.0.0.1:")
+
+
+def test_a_process_gives_what_it_prints_last():
+    """One that is started for it: what jax computes on."""
+    assert train._child("device", {"JAX_PLATFORMS": "cpu"})["platform"] == "cpu"
 
 
 def test_losses_that_differ_are_seen(monkeypatch):

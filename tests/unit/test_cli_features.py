@@ -62,7 +62,7 @@ def pictures(tmp_path_factory):
 def model(tmp_path_factory):
     """A random detector as `mmqa convert` writes it."""
     folder = tmp_path_factory.mktemp("detector")
-    made = FasterRCNN(tiny("detectron2"), rngs=nnx.Rngs(3))
+    made = drawn(lambda: FasterRCNN(tiny("detectron2"), rngs=nnx.Rngs()), stddev=0.1)
     save_trained(folder, made, nnx.state(made), {})
     return folder, made
 

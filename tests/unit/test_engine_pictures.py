@@ -5,15 +5,15 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
+from drawn_weights import drawn
 from flax import nnx
-from tiny_llm import by_id, llama_config
+from tiny_llm import by_id, llama_config, tiny_llama
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.clip import VisionConfig, normalize_pixels
-from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llava import Llava, LlavaConfig, expand_images
 
 pytestmark = pytest.mark.slow
@@ -29,6 +29,10 @@ MODEL = LlavaConfig(
 SIZES = EngineConfig(slots=4, length=96, buckets=(8, 16), prefill_tokens=32, block=32)
 
 
+def llava() -> Llava:
+    return drawn(lambda: Llava(MODEL, rngs=nnx.Rngs()), 3, MODEL.llama.init_stddev)
+
+
 @pytest.fixture(scope="module")
 def pictures():
     return np.random.default_rng(0).integers(0, 256, (3, 12, 12, 3)).astype(np.uint8)
@@ -36,14 +40,13 @@ def pictures():
 
 @pytest.fixture(scope="module")
 def engine():
-    model = Llava(MODEL, rngs=nnx.Rngs(3))
-    return Engine(model, config=SIZES)
+    return Engine(llava(), config=SIZES)
 
 
 @pytest.fixture(scope="module")
 def logits():
     """(tokens, pictures) -> logits of what follows each position of the expanded sequence."""
-    graphdef, state = nnx.split(Llava(MODEL, rngs=nnx.Rngs(3)))
+    graphdef, state = nnx.split(llava())
     forward = jax.jit(lambda state, ids, pixels: nnx.merge(graphdef, state)(ids, pixels))
 
     def run(tokens, images):
@@ -121,6 +124,6 @@ def test_pictures_that_do_not_fit_are_named(engine, pictures):
     ]:
         with pytest.raises(UserError, match=match):
             list(engine.generate([Request("odd", tokens, 2, images=list(images))]))
-    text_only = Engine(Llama(MODEL.llama, rngs=nnx.Rngs(3)), config=SIZES)
+    text_only = Engine(tiny_llama(MODEL.llama), config=SIZES)
     with pytest.raises(UserError, match="a text-only LLaMA; use a LLaVA"):
         list(text_only.generate([Request(0, [1], 2, images=list(pictures[:1]))]))

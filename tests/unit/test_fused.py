@@ -21,6 +21,7 @@ from mmqa_jax.models import fused, fused_prefix, layers, mask_appending, row_lay
 from mmqa_jax.models.bert import Bert, BertConfig
 from mmqa_jax.models.clip import CLIP, CLIPConfig, TextConfig, VisionConfig
 from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
+from tests.drawn_weights import drawn as of_numpy
 
 pytestmark = pytest.mark.slow
 
@@ -29,8 +30,19 @@ KEY = jax.random.key(0)
 SIXTEEN_BITS = 2**-7  # relative: a rounding of bfloat16, twice
 
 
-def drawn(*shape: int, seed: int = 0) -> jax.Array:
-    return jax.random.normal(jax.random.fold_in(KEY, seed), shape).astype(jnp.bfloat16)
+# Of NumPy: each shape that JAX draws is a program.
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def drawn(*shape: int, seed: int = 0) -> np.ndarray:
+    return normal(*shape, seed=seed).astype(jnp.bfloat16)
+
+
+def tokens(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 40, shape, np.int32)
 
 
 def plain(q, k, v, *, mask, is_causal, rate):
@@ -74,14 +86,15 @@ def test_attention_and_its_gradients(lengths, heads, size, mask, is_causal, rate
     seen = None
     if MASKS[mask]:
         shape = (*MASKS[mask][:2], MASKS[mask][2] or length, columns)
-        seen = jax.random.bernoulli(KEY, 0.6, shape).at[..., 0].set(True)
+        seen = np.random.default_rng(0).random(shape) < 0.6
+        seen[..., 0] = True
     given = drawn(*q.shape, seed=7)
     same = {"mask": seen, "is_causal": is_causal}
 
     @jax.jit
     def theirs(q, k, v):
         want, back = jax.vjp(functools.partial(plain, rate=rate, **same), q, k, v)
-        return want, *back(given.astype(jnp.float32))
+        return want, *back(given.astype(np.float32))
 
     with jax.default_matmul_precision("highest"):
         wanted = theirs(q, k, v)
@@ -100,14 +113,18 @@ def test_attention_and_its_gradients(lengths, heads, size, mask, is_causal, rate
 
 def test_a_row_that_sees_nothing_is_the_mean_of_the_values():
     q, k, v = (drawn(2, 8, 2, 64, seed=n) for n in range(3))
-    got = fused.fused_attention(q, k, v, mask=jnp.zeros((2, 1, 8, 8), bool), interpret=True)
-    close(got, jnp.broadcast_to(v.astype(jnp.float32).mean(1, keepdims=True), v.shape))
+    kernel = functools.partial(fused.fused_attention, interpret=True)
+    got = jax.jit(kernel)(q, k, v, mask=np.zeros((2, 1, 8, 8), bool))
+    close(got, np.broadcast_to(v.astype(np.float32).mean(1, keepdims=True), v.shape))
 
 
 def test_what_is_dropped_is_uniform_and_independent():
-    rows, heads = fused.drop_seeds(KEY, 4, 3)
-    bits = fused.drop_bits(rows[:, None, None, None], heads[:, None, None], 64, 64)
-    bits = np.asarray(bits).reshape(12, -1)
+    @jax.jit
+    def drop_bits(key):
+        rows, heads = fused.drop_seeds(key, 4, 3)
+        return fused.drop_bits(rows[:, None, None, None], heads[:, None, None], 64, 64)
+
+    bits = np.asarray(drop_bits(KEY)).reshape(12, -1)
     assert bits.min() >= 0
     assert bits.max() < 65536
     counts = np.bincount(bits.ravel() // 4096, minlength=16)
@@ -147,11 +164,12 @@ def test_beams_over_cached_columns(beams, steps, length, size):
     q, k, v = (drawn(batch, rows, heads, size, seed=n) for n in range(3))
     caches = [drawn(2, batch, length, heads * size, seed=n) for n in (3, 4)]
     caches += [drawn(2, batch, steps * beams, heads * size, seed=n) for n in (5, 6)]
-    there = jax.random.bernoulli(KEY, 0.7, (batch, length))
-    own = jnp.arange(steps * beams + rows) - steps * beams == jnp.arange(rows)[:, None]
-    seen = jax.random.bernoulli(KEY, 0.5, (batch, rows, steps * beams + rows)) | own
+    rng = np.random.default_rng(0)
+    there = rng.random((batch, length)) < 0.7
+    own = np.arange(steps * beams + rows) - steps * beams == np.arange(rows)[:, None]
+    seen = (rng.random((batch, rows, steps * beams + rows)) < 0.5) | own
     kernel = jax.jit(functools.partial(fused_prefix.fused_prefix_attention, interpret=True))
-    got = kernel(jnp.array(1), q, tuple(caches[:2]), there, tuple(caches[2:]), (k, v), seen)
+    got = kernel(np.int32(1), q, tuple(caches[:2]), there, tuple(caches[2:]), (k, v), seen)
 
     @jax.jit
     def plainly(*arrays):
@@ -203,19 +221,19 @@ def test_clips_towers(monkeypatch, as_on_tpu):
         VisionConfig(image_size=16, patch_size=4, **sizes),
         TextConfig(vocab_size=50, context=9, **sizes),
     )
-    graphdef, state = nnx.split(CLIP(config, rngs=nnx.Rngs(0)))
-    pixels = jax.random.normal(KEY, (3, 16, 16, 3))
-    ids = jax.random.randint(KEY, (3, 9), 0, 50).at[:, 5].set(49)
-    mask = jnp.arange(9) < jnp.array([9, 6, 7])[:, None]
+    graphdef, state = nnx.split(of_numpy(lambda: CLIP(config, rngs=nnx.Rngs())))
+    pixels = normal(3, 16, 16, 3)
+    ids = tokens(3, 9)
+    ids[:, 5] = 49
+    mask = np.arange(9) < np.array([9, 6, 7])[:, None]
 
     def run():
         def vectors(state):
             model = nnx.merge(graphdef, state)
             return jnp.stack([model.encode_image(pixels), model.encode_text(ids, mask)])
 
-        given = jax.random.normal(KEY, (2, 3, 32))
         vector, back = jax.vjp(vectors, state)
-        return vector, back(given)[0]["vision"]["layers"]["q"]["kernel"][...]
+        return vector, back(normal(2, 3, 32))[0]["vision"]["layers"]["q"]["kernel"][...]
 
     plainly, fast = both(monkeypatch, as_on_tpu, run)
     assert as_on_tpu
@@ -225,9 +243,9 @@ def test_clips_towers(monkeypatch, as_on_tpu):
 
 def test_berts_states(monkeypatch, as_on_tpu):
     config = BertConfig(vocab_size=50, hidden=128, layers=2, heads=2, mlp=64, dtype="bfloat16")
-    model = Bert(config, rngs=nnx.Rngs(0))
-    ids = jax.random.randint(KEY, (3, 16), 0, 50)
-    mask = jnp.arange(16) < jnp.array([16, 3, 9])[:, None]
+    model = of_numpy(lambda: Bert(config, rngs=nnx.Rngs()))
+    ids = tokens(3, 16)
+    mask = np.arange(16) < np.array([16, 3, 9])[:, None]
     plainly, fast = both(monkeypatch, as_on_tpu, lambda: model(ids, mask).astype(jnp.float32))
     assert as_on_tpu == ["fused_attention"]  # once: layers are a loop
     assert np.abs(fast - plainly).max() <= 0.03 * np.abs(plainly).max()
@@ -241,16 +259,16 @@ def test_vlps_beams(monkeypatch, as_on_tpu):
         ),
         region_features=5, region_positions=4, visual_hidden=(),
     )  # fmt: skip
-    graphdef, state = nnx.split(VLP(config, rngs=nnx.Rngs(1)))
+    graphdef, state = nnx.split(of_numpy(lambda: VLP(config, rngs=nnx.Rngs()), 1, stddev=0.1))
     batch, length = 3, 16
     inputs = VLPInputs(
-        jax.random.randint(KEY, (batch, length), 0, 40),
-        jnp.full((batch, length), 4),
-        jnp.broadcast_to(jnp.arange(length), (batch, length)),
-        jnp.arange(length) < jnp.array([16, 9, 12])[:, None],
-        jnp.zeros((batch, length), bool),
-        jax.random.normal(KEY, (batch, 2, 5)),
-        jax.random.normal(KEY, (batch, 2, 4)),
+        tokens(batch, length),
+        np.full((batch, length), 4),
+        np.broadcast_to(np.arange(length), (batch, length)),
+        np.arange(length) < np.array([16, 9, 12])[:, None],
+        np.zeros((batch, length), bool),
+        normal(batch, 2, 5),
+        normal(batch, 2, 4),
     )
 
     def run():

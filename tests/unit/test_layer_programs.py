@@ -7,23 +7,21 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from flax import nnx
-from tiny_llm import by_id, llama_config
+from tiny_llm import by_id, llama_config, tiny_llama
 
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.decoding import kv_cache
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.llama import Llama
 
 pytestmark = pytest.mark.slow
 
-SIZES = EngineConfig(slots=4, length=96, buckets=(8, 32), prefill_tokens=64, block=32)
+SIZES = EngineConfig(slots=4, length=96, buckets=(32,), prefill_tokens=64, block=96)
 
 
 def answers(layers: int, mesh=None):
-    model = Llama(dataclasses.replace(llama_config(61), layers=layers), rngs=nnx.Rngs(3))
+    model = tiny_llama(dataclasses.replace(llama_config(61), layers=layers))
     engine = Engine(model, config=SIZES, mesh=mesh)
     prompts = np.random.default_rng(0).integers(1, 61, (6, 40))
     requests = [Request(n, row[: 20 + 4 * n].tolist(), 5) for n, row in enumerate(prompts)]

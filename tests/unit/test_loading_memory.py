@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from drawn_weights import drawn
 from flax import nnx
 from safetensors.numpy import save_file
 from tiny_checkpoints import published_arrays
@@ -172,7 +173,7 @@ def test_a_model_that_exists_is_filled_without_a_second_one():
     config = CONFIGS["llama"]
     source, before = _Watched(published_arrays("llama", config)), _alive()
     gc.freeze()
-    model = Llama(config, rngs=nnx.Rngs(0))
+    model = drawn(lambda: Llama(config, rngs=nnx.Rngs()))
     load_model(model, llama_key_map(config), source)
     assert source.most - before < _sizes(model)[0]
     want = source.read("model.norm.weight")
@@ -189,7 +190,7 @@ def test_a_run_starts_from_a_base_without_a_second_model(converted, tmp_path, mo
         folder = tmp_path / "converted"
     seen, before = [], _alive()
     gc.freeze()
-    model = Llama(config, rngs=nnx.Rngs(0))
+    model = drawn(lambda: Llama(config, rngs=nnx.Rngs()))
     load = base_loader(types.SimpleNamespace(init=str(folder), architecture="llama", mesh={}))
 
     def noting(shape, dtype):

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.decoding.beam import BeamResult
 from mmqa_jax.decoding.masked_lm import beam_search
 from mmqa_jax.models.atlas_reader import (
     AtlasVLP,
@@ -22,6 +23,7 @@ from mmqa_jax.models.atlas_reader import (
 )
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
+from tests.drawn_weights import drawn
 
 pytestmark = pytest.mark.slow
 
@@ -54,21 +56,21 @@ def model(request) -> VLP:
     rng = np.random.default_rng(2)
     state = nnx.map_state(
         lambda path, x: x.replace(
-            jnp.asarray(
+            (
                 (path[-1] == "scale")
-                + (0.5 if path[-1] in ("kernel", "table") else 0.1) * rng.normal(size=x.shape),
-                jnp.float32,
-            )
+                + (0.5 if path[-1] in ("kernel", "table") else 0.1) * rng.normal(size=x.shape)
+            ).astype(np.float32)
         ),
         state,
     )
-    model = nnx.merge(graphdef, state)
-    model.mlm_head.bias[...] = model.mlm_head.bias[...].at[SEP].add(1.0)
-    if isinstance(model, AtlasVLP):
+    made = nnx.merge(graphdef, state)
+    made.mlm_head.bias[...][SEP] += 1.0
+    if isinstance(made, AtlasVLP):
         # [SEP] is never asked to be copied here, so it must win among the written words.
-        model.copy_head.gate.bias[...] -= 1.0
-        model.mlm_head.bias[...] = model.mlm_head.bias[...].at[SEP].add(3.0)
-    return model
+        made.copy_head.gate.bias[...] -= 1.0
+        made.mlm_head.bias[...][SEP] += 3.0
+    nnx.update(made, jax.device_put(nnx.state(made)))
+    return made
 
 
 def batch(rows: int, regions: int, length: int = LENGTH) -> VLPInputs:
@@ -80,14 +82,20 @@ def batch(rows: int, regions: int, length: int = LENGTH) -> VLPInputs:
     opened = rng.integers(1, regions + 1, (rows, 1)) if regions else 0
     context = (columns < real) & ~((columns > opened) & (columns <= regions))
     return VLPInputs(
-        input_ids=jnp.asarray(np.where(columns < real, rng.integers(5, 23, (rows, length)), 0)),
-        token_type_ids=jnp.asarray(np.where(columns < real, np.where(columns < 4, 4, TYPE), 0)),
-        position_ids=jnp.asarray(np.where(columns < real, columns, 0)),
-        context_mask=jnp.asarray(context),
-        answer_mask=jnp.zeros((rows, length), bool),
-        region_features=jnp.asarray(rng.normal(size=(rows, regions, 7)), jnp.float32),
-        region_positions=jnp.asarray(rng.normal(size=(rows, regions, 5)), jnp.float32),
+        input_ids=np.where(columns < real, rng.integers(5, 23, (rows, length)), 0),
+        token_type_ids=np.where(columns < real, np.where(columns < 4, 4, TYPE), 0),
+        position_ids=np.where(columns < real, columns, 0),
+        context_mask=context,
+        answer_mask=np.zeros((rows, length), bool),
+        region_features=rng.normal(size=(rows, regions, 7)).astype(np.float32),
+        region_positions=rng.normal(size=(rows, regions, 5)).astype(np.float32),
     )
+
+
+def search(model: VLP, inputs: VLPInputs, **options) -> BeamResult:
+    """The cached search, on the host."""
+    options = {"mask_id": MASK, "sep_id": SEP, "max_new_tokens": STEPS} | options
+    return jax.device_get(beam_search(*nnx.split(model), inputs, **options))
 
 
 def arrays(inputs: VLPInputs) -> dict[str, np.ndarray]:
@@ -110,11 +118,14 @@ def _next(graphdef, state, inputs: VLPInputs, at) -> jax.Array:
     return read(nnx.merge(graphdef, state), inputs, jnp.reshape(at, (1, 1)))[0, 0]
 
 
-token_log_probs, log_probs_of = map(nnx.jit, (AtlasVLP.token_log_probs, AtlasVLP.log_probs_of))
+# Not op by op: each would be a program.
+token_log_probs, log_probs_of, mlm_logits = map(
+    nnx.jit, (AtlasVLP.token_log_probs, AtlasVLP.log_probs_of, AtlasVLP.mlm_logits)
+)
 
 
 def fresh(config: AtlasVLPConfig) -> AtlasVLP:
-    return nnx.jit(lambda: AtlasVLP(config, rngs=nnx.Rngs(0)))()
+    return drawn(lambda: AtlasVLP(config, rngs=nnx.Rngs()))
 
 
 class FullEncoder:
@@ -161,20 +172,11 @@ def brute_force(log_probs, question, beams, length_penalty=0.0):
 
 @pytest.mark.parametrize(
     ("rows", "regions", "beams", "penalty"),
-    [(3, 0, 3, 0.0), (5, 4, 4, 0.0), (1, 4, 2, 0.3)],
+    [(3, 0, 3, 0.0), (5, 4, 4, 0.3)],
 )
 def test_beam_search_equals_full_reencoding(model, rows, regions, beams, penalty):
     inputs = batch(rows, regions)
-    result = beam_search(
-        *nnx.split(model),
-        inputs,
-        mask_id=MASK,
-        sep_id=SEP,
-        num_beams=beams,
-        max_new_tokens=STEPS,
-        token_type=TYPE,
-        length_penalty=penalty,
-    )
+    result = search(model, inputs, num_beams=beams, token_type=TYPE, length_penalty=penalty)
     log_probs = FullEncoder(model, inputs)
     lengths = set()
     for question in range(rows):
@@ -185,14 +187,12 @@ def test_beam_search_equals_full_reencoding(model, rows, regions, beams, penalty
             assert not np.any(result.tokens[question, k, length:])
             np.testing.assert_allclose(result.scores[question, k], score, atol=1e-3)
             lengths.add(length)
-    assert len(lengths) > 1 or rows == 1  # answers of several lengths were compared
+    assert len(lengths) > 1  # answers of several lengths were compared
 
 
 def test_greedy_answer_is_the_teacher_forced_argmax(model):
     inputs = batch(5, 4)
-    result = beam_search(
-        *nnx.split(model), inputs, mask_id=MASK, sep_id=SEP, num_beams=1, max_new_tokens=STEPS
-    )
+    result = search(model, inputs, num_beams=1)
     log_probs = FullEncoder(model, inputs)
     for question in range(5):
         length = int(result.lengths[question, 0])
@@ -232,17 +232,13 @@ def test_probes_give_every_step_of_decoding_in_one_pass(model):
         x["answer_mask"][0, answer] = True
         x["probe_mask"][0, probes] = True
         given = ProbedInputs(**{k: jnp.asarray(v) for k, v in x.items()})
-        found = run(state, given, probes.start)[0]
+        found = np.asarray(run(state, given, probes.start))[0]
         expected = np.stack([log_probs(question, words[:t]) for t in range(count)])
         np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 def test_answers_do_not_depend_on_padding_or_batch_mates(model):
-    graphdef, state = nnx.split(model)
-    run = lambda inputs: beam_search(  # noqa: E731
-        graphdef, state, inputs, mask_id=MASK, sep_id=SEP, num_beams=4, max_new_tokens=STEPS,
-        token_type=TYPE, length_penalty=0.0,
-    )  # fmt: skip
+    run = functools.partial(search, model, num_beams=4, token_type=TYPE, length_penalty=0.3)
     inputs = batch(5, 4)
     together = run(inputs)
     alone = run(jax.tree.map(lambda x: np.repeat(np.asarray(x)[1:2], 5, axis=0), inputs))
@@ -252,7 +248,7 @@ def test_answers_do_not_depend_on_padding_or_batch_mates(model):
         else v
         for k, v in arrays(inputs).items()
     }
-    padded = run(VLPInputs(**{k: jnp.asarray(v) for k, v in wider.items()}))
+    padded = run(VLPInputs(**wider))
     np.testing.assert_array_equal(together.tokens[1], alone.tokens[0])
     np.testing.assert_array_equal(together.tokens, padded.tokens)
     np.testing.assert_allclose(together.scores, padded.scores, atol=1e-4)
@@ -288,17 +284,22 @@ def test_a_copy_head_mixes_written_and_copied_words():
     """Against the mixture in plain numpy; `log_probs_of` reads the same numbers one by one."""
     rng = np.random.default_rng(0)
     model = fresh(OURS)
-    hidden = jnp.asarray(rng.normal(size=(2, 3, 16)), jnp.float32)  # [B, P, H]
+    hidden = rng.normal(size=(2, 3, 16)).astype(np.float32)  # [B, P, H]
     ids, mask = rng.integers(0, 23, (2, 5)), rng.random((2, 5)) < 0.7
     mask[:, 0] = True
-    keys = jnp.asarray(rng.normal(size=(2, 5, 16)), jnp.float32)
-    context, said = Context(keys, jnp.asarray(ids), jnp.asarray(mask)), rng.random((2, 3, 5)) < 0.4
+    keys = rng.normal(size=(2, 5, 16)).astype(np.float32)
+    context, said = Context(keys, ids, mask), rng.random((2, 3, 5)) < 0.4
     found = np.exp(token_log_probs(model, hidden, context, said))
 
-    head, logits = model.copy_head, np.asarray(model.mlm_logits(hidden))
-    scores = np.einsum("bph,blh->bpl", head.query(hidden), head.key(keys)) / 16**0.5
-    scores += said * np.asarray(head.again(hidden))  # [B, P, 1]: words said before
-    gates = 1 / (1 + np.exp(-np.asarray(head.gate(hidden))))
+    @nnx.jit
+    def parts(head):
+        return head.query(hidden), head.key(keys), head.again(hidden), head.gate(hidden)
+
+    query, key, again, gate = map(np.asarray, parts(model.copy_head))
+    logits = np.asarray(mlm_logits(model, hidden))
+    scores = np.einsum("bph,blh->bpl", query, key) / 16**0.5
+    scores += said * again  # [B, P, 1]: words said before
+    gates = 1 / (1 + np.exp(-gate))
     for b in range(2):
         for p in range(3):
             weights = np.exp(scores[b, p]) * mask[b]
@@ -310,7 +311,7 @@ def test_a_copy_head_mixes_written_and_copied_words():
                 mixed[ids[b, column]] += gate * weights[column]
             np.testing.assert_allclose(found[b, p], mixed, rtol=1e-4, atol=1e-6)
     wanted = rng.integers(0, 23, (2, 3))
-    one_by_one = log_probs_of(model, hidden, context, said, jnp.asarray(wanted))
+    one_by_one = log_probs_of(model, hidden, context, said, wanted)
     expected = np.take_along_axis(np.log(found), wanted[:, :, None], axis=2)[:, :, 0]
     np.testing.assert_allclose(one_by_one, expected, atol=1e-4)
 
@@ -319,29 +320,31 @@ def test_words_beyond_the_written_ones_are_only_copied():
     """Against a full head whose logits of the later words are -inf."""
     rng = np.random.default_rng(0)
     limited = fresh(dataclasses.replace(OURS, written_words=9))
-    hidden = jnp.asarray(rng.normal(size=(2, 3, 16)), jnp.float32)  # [B, P, H]
-    ids, mask = jnp.asarray([[1, 12, 4, 12], [20, 8, 9, 3]]), jnp.asarray([[1, 1, 1, 0], [1] * 4])
-    keys = jnp.asarray(rng.normal(size=(2, 4, 16)), jnp.float32)
-    context, said = Context(keys, ids, mask.astype(bool)), jnp.zeros((2, 3, 4), bool)
+    hidden = rng.normal(size=(2, 3, 16)).astype(np.float32)  # [B, P, H]
+    ids, mask = np.array([[1, 12, 4, 12], [20, 8, 9, 3]]), np.array([[1, 1, 1, 0], [1] * 4], bool)
+    keys = rng.normal(size=(2, 4, 16)).astype(np.float32)
+    context, said = Context(keys, ids, mask), np.zeros((2, 3, 4), bool)
     found = np.exp(token_log_probs(limited, hidden, context, said))  # [B, P, V]
 
     whole = fresh(OURS)  # the same parameters
-    logits = np.array(whole.mlm_logits(hidden))
-    np.testing.assert_allclose(limited.mlm_logits(hidden), logits[:, :, :9], atol=1e-6)
+    logits = np.array(mlm_logits(whole, hidden))
+    np.testing.assert_allclose(mlm_logits(limited, hidden), logits[:, :, :9], atol=1e-6)
     logits[:, :, 9:] = -1e9
-    expected = whole.copy_head(hidden, jnp.asarray(logits), context, said, 23)
+    mixed = nnx.jit(lambda head: head(hidden, logits, context, said, 23))
+    expected = mixed(whole.copy_head)
     np.testing.assert_allclose(found, np.exp(expected), atol=1e-6)
     np.testing.assert_allclose(found.sum(-1), 1.0, atol=1e-5)
     assert found[0, :, 13:].max() < 1e-15
     assert found[0, :, 12].min() > 0
 
-    wanted = jnp.asarray([[12, 13, 2], [9, 8, 22]])
-    sayable = np.asarray(limited.sayable(context, wanted))
+    wanted = np.array([[12, 13, 2], [9, 8, 22]])
+    sayable_of = nnx.jit(lambda model: model.sayable(context, wanted))
+    sayable = np.asarray(sayable_of(limited))
     np.testing.assert_array_equal(sayable, [[True, False, True], [True, True, False]])
     one_by_one = np.exp(log_probs_of(limited, hidden, context, said, wanted))
-    picked = np.take_along_axis(found, np.asarray(wanted)[:, :, None], axis=2)[:, :, 0]
+    picked = np.take_along_axis(found, wanted[:, :, None], axis=2)[:, :, 0]
     np.testing.assert_allclose(one_by_one[sayable], picked[sayable], atol=1e-6)
-    assert np.asarray(whole.sayable(context, wanted)).all()
+    assert np.asarray(sayable_of(whole)).all()
 
 
 def test_said_before_counts_visible_answer_words_only():
@@ -360,11 +363,10 @@ def test_said_before_counts_visible_answer_words_only():
 def test_no_ngram_twice(model):
     """The search with forbidden repeats against one step by step in Python."""
     inputs, ngram = batch(5, 4), 2
-    run = functools.partial(
-        beam_search, *nnx.split(model), inputs, mask_id=MASK, sep_id=SEP, num_beams=1
+    free, result = (
+        search(model, inputs, num_beams=1, **options)
+        for options in ({}, {"no_repeat_ngram": ngram})
     )
-    free = run(max_new_tokens=STEPS)
-    result = run(max_new_tokens=STEPS, no_repeat_ngram=ngram)
     log_probs = FullEncoder(model, inputs)
     for question in range(5):
         words: tuple[int, ...] = ()
