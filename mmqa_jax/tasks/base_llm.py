@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,6 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.lora import ADDED
 from mmqa_jax.models.multimodal_t5 import MultimodalT5Config
 from mmqa_jax.models.qwen_vl import QwenVLConfig
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
@@ -28,7 +26,6 @@ from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.folder import is_weights_folder, load_converted, read_record
 from mmqa_jax.weights.hub import find_model, is_hub_name
-from mmqa_jax.weights.keymap import forget
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.registry import architecture
 
@@ -200,7 +197,7 @@ def base_fingerprint(task: Any) -> str:
 
 
 def base_loader(task: Any) -> Callable[[nnx.Module], None] | None:
-    """Puts the base's weights into a freshly initialized model, in place; None from scratch."""
+    """Puts the base's weights into a model of shapes, in place; None from scratch."""
     if task.init == SCRATCH:
         return None
 
@@ -208,7 +205,6 @@ def base_loader(task: Any) -> Callable[[nnx.Module], None] | None:
         kind, mesh = task.architecture, make_mesh(task.mesh)
         path = base_path(task.init, kind)
         options = {"mesh": mesh, "param_dtype": "float32"}
-        forget(model, lambda name: not re.search(ADDED, name))  # so that there is one model
         if is_weights_folder(path):
             base = load_converted(path, **options)
         else:

@@ -22,7 +22,8 @@ from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.folder import is_converted, load_converted, read_record
 from mmqa_jax.weights.pretrained import fill_bert, init_vlp_from_bert, start_vlp
 
-# Puts weights into a freshly initialized model, in place.
+# Puts weights into a model of shapes (nnx.eval_shape), in place. What stays a shape is drawn at
+# random afterwards.
 Loader = Callable[[Any], None]
 
 _TITLES = {"clip": "CLIP", "siglip": "SigLIP"}

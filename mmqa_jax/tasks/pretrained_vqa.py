@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -112,7 +111,7 @@ def vqa_loader(task: Any, tokenizer: Any, answers: AnswerVocabulary) -> Loader |
                     f"config key init={task.init}: vectors of {vectors.shape[1]} values, the "
                     f"model has {model.words.table.shape[1]}; set model.word_features."
                 )
-            model.words.table[...] = jnp.asarray(vectors)
+            model.words.table.set_value(vectors.astype(model.words.table.dtype))
         else:
             layers = model.bert.config.layers
             rows = bert_rows(task, tokenizer)
@@ -147,8 +146,8 @@ def _extend(model: Any, pretrained: nnx.Module) -> None:
     nnx.update(model, nnx.state(pretrained))
     if getattr(model, "new_head", None) is not None and "new_head/kernel" not in theirs:
         kernel, bias = model.new_head.kernel, model.new_head.bias
-        kernel[...] = jnp.zeros_like(kernel[...])
-        bias[...] = jnp.full_like(bias[...], model.head.bias[...].mean())
+        kernel.set_value(np.zeros(kernel.shape, kernel.dtype))
+        bias.set_value(np.full(bias.shape, model.head.bias[...].mean(), bias.dtype))
 
 
 def _start_head(head: Any, answers: AnswerVocabulary) -> None:
@@ -163,5 +162,5 @@ def _start_head(head: Any, answers: AnswerVocabulary) -> None:
             f"model.fusion.flat_out is {head.kernel.shape[0]}; set it to the same."
         )
     # The latent has unit variance: its product with a vector of length 1 too.
-    head.kernel[...] = jnp.asarray(vectors.T)
-    head.bias[...] = jnp.full_like(head.bias[...], -np.log(len(answers)))
+    head.kernel.set_value(vectors.T.astype(head.kernel.dtype))
+    head.bias.set_value(np.full(head.bias.shape, -np.log(len(answers)), head.bias.dtype))

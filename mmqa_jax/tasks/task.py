@@ -161,8 +161,8 @@ class Recipe:
     Attributes:
       objective: model and loss.
       batches: iterates over its batches.
-      load_pretrained: puts pretrained weights into a freshly initialized model, in place; None
-        to train from scratch.
+      load_pretrained: puts pretrained weights into a model of shapes, in place; None to train
+        from scratch.
       reader: of the sources or of pictures' features; it counts those that could not be read.
         None: none are read.
       answers: the answers that the model chooses among, if it does.

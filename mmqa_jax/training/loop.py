@@ -43,14 +43,15 @@ from mmqa_jax.training.options import (
 )
 from mmqa_jax.training.profile import Profile, Steps
 from mmqa_jax.training.state import (
+    Model,
     Step,
     TrainState,
     abstract_state,
     finished,
     initial_state,
     make_step,
+    pretrained_state,
     split_model,
-    with_pretrained,
 )
 from mmqa_jax.training.stop_signals import StillThere, StopSignals
 from mmqa_jax.training.throughput import Throughput
@@ -124,8 +125,8 @@ def train(
       seed: of the initial weights and of dropout.
       validation: judges the parameters every `evaluate_every` steps and at the end; the values
         are logged as `eval/NAME`. All processes call it.
-      load_pretrained: puts pretrained weights into the freshly initialized model, in place,
-        before the first step of a run (not when it resumes).
+      load_pretrained: puts pretrained weights into the model, in place, before the first step of
+        a run (not when it resumes); see training.state.pretrained_state.
       finish: the trained module -> the one whose weights are kept for other verbs; None: itself.
       title: shown in front of the progress.
       metadata: JSON values for model.json, which describe the model.
@@ -174,7 +175,7 @@ def train(
         ) as checkpoints,
     ):
         state, first, meta = _restore_or_start(
-            checkpoints, objective, optimizer, seed, abstract, batches
+            checkpoints, objective, optimizer, seed, model, abstract, batches, load_pretrained
         )
         check_steps(
             options.optimizer,
@@ -188,8 +189,6 @@ def train(
             described = {**(metadata or {}), "seed": seed}
             best = BestWeights(folder, checkpoints, model, described, validation.metric, finish)
             best.repair(abstract.params)
-        if load_pretrained is not None and first == 0:
-            state = with_pretrained(state, model, load_pretrained)
         with (
             MetricsWriter(folder, restored_step=first, wandb=observed.wandb) as metrics,
             Progress(title, steps, "steps", start=first, quiet=_quiet()) as progress,
@@ -392,18 +391,24 @@ def _restore_or_start(
     objective: Objective,
     optimizer: Any,
     seed: int,
+    model: Model,
     abstract: TrainState,
     batches: Any,
+    load_pretrained: Callable[[nnx.Module], None] | None,
 ) -> tuple[TrainState, int, dict[str, Any]]:
-    """The newest checkpoint, or else the task's initial weights; with step and `meta`."""
+    """The newest checkpoint, or else the weights that the task starts from; step and `meta`."""
     restored = checkpoints.restore_latest(
         params=abstract.params,
         train={"step": abstract.step, "optimizer": abstract.optimizer},
         iterator=batches,
     )
     if restored is None:
-        window = {"sums": {}, "count": 0}
-        return initial_state(objective, optimizer, seed, abstract), 0, {"window": window}
+        state = (
+            initial_state(objective, optimizer, seed, abstract)
+            if load_pretrained is None
+            else pretrained_state(objective, optimizer, seed, model, abstract, load_pretrained)
+        )
+        return state, 0, {"window": {"sums": {}, "count": 0}}
     state = TrainState(restored.train["step"], restored.params, restored.train["optimizer"])
     return state, restored.step, restored.meta
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -139,13 +140,20 @@ def make_schedule(options: OptimizerOptions, steps: int) -> Schedule:
 
 
 def _stairs(options: OptimizerOptions) -> Schedule:
-    starts, factors = (jnp.array(column) for column in zip(*sorted(options.levels), strict=True))
+    first, factor = zip(*sorted(options.levels), strict=True)
+    # Of NumPy: they become constants of the step, and no programs of their own.
+    starts, factors = np.array(first, np.int32), np.array(factor, np.float32)
 
     def schedule(step: Any) -> jax.Array:
         level = jnp.searchsorted(starts, jnp.asarray(step), side="right") - 1
-        return options.learning_rate * factors[level]
+        return options.learning_rate * jnp.asarray(factors)[level]
 
     return schedule
+
+
+def rates(options: OptimizerOptions, steps: int, taken: int) -> np.ndarray:
+    """The schedule's first `taken` learning rates, float32 [taken]."""
+    return np.asarray(jax.jit(make_schedule(options, steps))(np.arange(taken)))
 
 
 def make_optimizer(

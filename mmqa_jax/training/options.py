@@ -13,7 +13,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import DEFAULT_RULES, Rules
 from mmqa_jax.core.typed import at_least, read_typed
 from mmqa_jax.training.nonfinite import OnNan
-from mmqa_jax.training.optimizer import OptimizerOptions, make_schedule
+from mmqa_jax.training.optimizer import OptimizerOptions, rates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +94,7 @@ def check_steps(
     key = f"config key train.steps={now}"
     if now < taken:
         raise UserError(f"{key}: the run has taken {taken} steps; give at least as many.")
-    steps = np.arange(taken)
-    old, new = (np.asarray(make_schedule(optimizer, total)(steps)) for total in (before, now))
+    old, new = (rates(optimizer, total, taken) for total in (before, now))
     differing = np.flatnonzero(~np.isclose(old, new, rtol=1e-6, atol=0))
     if differing.size and not stretch:
         first = differing[0]

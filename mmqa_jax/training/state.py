@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from mmqa_jax.core.compiler_options import training_options
 from mmqa_jax.core.flops import jaxpr_flops
 from mmqa_jax.core.mesh import batch_sharding, replicated, state_shardings
+from mmqa_jax.core.trees import flatten_named, unflatten_named
 from mmqa_jax.training.objective import Objective
 from mmqa_jax.training.optimizer import Schedule
 
@@ -91,19 +92,47 @@ def initial_state(
     return jax.jit(make, out_shardings=shardings)()
 
 
-def with_pretrained(
-    state: TrainState, model: Model, load_pretrained: Callable[[nnx.Module], None]
+def pretrained_state(
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    seed: int,
+    model: Model,
+    abstract: TrainState,
+    load_pretrained: Callable[[nnx.Module], None],
 ) -> TrainState:
-    """The state with pretrained weights, with the same shardings.
+    """The state before the first step of a run from pretrained weights.
+
+    What they lack is as `initial_state` has it; nothing else is drawn, and the model is in memory
+    once.
 
     Args:
-      load_pretrained: puts the weights into a module, in place; on every process, the same ones.
+      load_pretrained: puts the weights, arrays of JAX or NumPy, into a module of shapes with
+        shardings, in place; on every process, the same ones.
     """
-    # Read first: the module shares its variables with the state, so loading writes into both.
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state.params)
-    module = model.merge(state.params)
+    # Of a copy: the module shares its variables with what it is merged of.
+    module = model.merge(jax.tree.map(lambda leaf: leaf, abstract.params))
     load_pretrained(module)
-    params = jax.tree.map(_placed, nnx.state(module, nnx.Param), shardings)
+    found = flatten_named(nnx.state(module, nnx.Param))
+    wanted = flatten_named(abstract.params)
+    given = {
+        name: _placed(value, wanted[name].sharding)
+        for name, value in found.items()
+        if not isinstance(value, jax.ShapeDtypeStruct)
+    }
+
+    def make(given: dict[str, jax.Array]) -> TrainState:
+        drawn = {}
+        if given.keys() != wanted.keys():
+            own = flatten_named(nnx.state(objective.init(jax.random.key(seed)), nnx.Param))
+            drawn = {name: leaf for name, leaf in own.items() if name not in given}
+        fresh = _fresh(unflatten_named(abstract.params, given | drawn), optimizer)
+        return dataclasses.replace(fresh, params=drawn)
+
+    missing = {name: leaf.sharding for name, leaf in wanted.items() if name not in given}
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    shardings = dataclasses.replace(shardings, params=missing)
+    state = jax.jit(make, out_shardings=shardings)(given)
+    params = unflatten_named(abstract.params, given | state.params)
     return dataclasses.replace(state, params=params)
 
 

@@ -177,9 +177,9 @@ def load_model(model: nnx.Module, key_map: KeyMap, source: TensorSource) -> None
     """Fills a module's parameters in place from a checkpoint; see `load_into`.
 
     What they held is forgotten once the checkpoint is known to fit, so that the model is in memory
-    once.
+    once. They may be shapes (nnx.eval_shape); fresh ones then stay shapes.
     """
-    plan = plan_loading(_named(nnx.state(model)), key_map, source)
+    plan = plan_loading(_named(nnx.state(model)), key_map, source, shapes_stay=True)
     nnx.update(model, _filled(forget(model, plan.__contains__), plan, source))
 
 
@@ -288,9 +288,13 @@ def export(state: nnx.State, key_map: KeyMap) -> Iterator[tuple[str, np.ndarray]
 
 
 def plan_loading(
-    leaves: Mapping[str, Any], key_map: KeyMap, source: TensorSource
+    leaves: Mapping[str, Any], key_map: KeyMap, source: TensorSource, *, shapes_stay: bool = False
 ) -> dict[str, list[_Assignment]]:
-    """Matches every source key with its parameter; raises UserError listing what does not fit."""
+    """Matches every source key with its parameter; raises UserError listing what does not fit.
+
+    Args:
+      shapes_stay: whether fresh parameters may be shapes: they get their values later.
+    """
     specs = source.specs()
     offenders: dict[str, list[str]] = {}
 
@@ -352,7 +356,7 @@ def plan_loading(
         if not slots:
             if not any(re.search(pattern, path) for pattern in key_map.fresh):
                 offend("parameters without a tensor", path)
-            elif isinstance(leaf.get_value(), jax.ShapeDtypeStruct):
+            elif not shapes_stay and isinstance(leaf.get_value(), jax.ShapeDtypeStruct):
                 offend("fresh parameters that were never initialized", path)
         elif () not in slots and len(slots) < shape[0]:
             absent = [n for n in range(shape[0]) if (n,) not in slots]

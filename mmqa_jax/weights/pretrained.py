@@ -8,7 +8,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -103,7 +102,7 @@ def init_vlp_from_bert(
     load_model(model, key_map, source)
     if not has_head:
         kernel = model.mlm_head.dense.kernel
-        kernel[...] = jnp.eye(trunk.hidden, dtype=kernel.dtype)
+        kernel.set_value(np.eye(trunk.hidden, dtype=kernel.dtype))
 
 
 def start_vlp(path: str | os.PathLike, model: VLP) -> None:

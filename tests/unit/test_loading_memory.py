@@ -12,6 +12,7 @@ from typing import Any
 import gguf
 import jax
 import numpy as np
+import optax
 import pytest
 import torch
 from drawn_weights import drawn
@@ -19,6 +20,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 from tiny_checkpoints import published_arrays
 
+from mmqa_jax.core.mesh import DEFAULT_RULES, make_mesh
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
@@ -27,6 +29,8 @@ from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 from mmqa_jax.models.siglip import SiglipConfig, SiglipTextConfig, SiglipVisionConfig
 from mmqa_jax.models.t5_config import T5Config
 from mmqa_jax.tasks.base_llm import base_loader
+from mmqa_jax.tasks.objectives import LanguageModelObjective
+from mmqa_jax.training.state import abstract_state, pretrained_state, split_model
 from mmqa_jax.weights.convert import convert
 from mmqa_jax.weights.folder import load_converted
 from mmqa_jax.weights.formats.gguf import GGUFSource
@@ -190,7 +194,9 @@ def test_a_run_starts_from_a_base_without_a_second_model(converted, tmp_path, mo
         folder = tmp_path / "converted"
     seen, before = [], _alive()
     gc.freeze()
-    model = drawn(lambda: Llama(config, rngs=nnx.Rngs()))
+    objective, sgd = LanguageModelObjective(config), optax.identity()
+    model = split_model(objective, 0)
+    abstract = abstract_state(model, sgd, make_mesh(devices=jax.devices()[:1]), DEFAULT_RULES)
     load = base_loader(types.SimpleNamespace(init=str(folder), architecture="llama", mesh={}))
 
     def noting(shape, dtype):
@@ -199,7 +205,7 @@ def test_a_run_starts_from_a_base_without_a_second_model(converted, tmp_path, mo
 
     for module in ("keymap", "formats.orbax_reader"):
         monkeypatch.setattr(f"mmqa_jax.weights.{module}.aligned_empty", noting)
-    load(model)
+    state = pretrained_state(objective, sgd, 0, model, abstract, load)
     assert seen
-    assert max(seen) - before < _sizes(model)[0]
-    np.testing.assert_array_equal(model.norm.scale[...], arrays["model.norm.weight"])
+    assert max(seen) - before < _sizes(model.merge(state.params))[0]
+    np.testing.assert_array_equal(state.params["norm"]["scale"][...], arrays["model.norm.weight"])

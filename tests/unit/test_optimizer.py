@@ -12,7 +12,7 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.core.typed import read_typed
-from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer, make_schedule
+from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer, make_schedule, rates
 
 pytestmark = pytest.mark.slow
 
@@ -388,3 +388,23 @@ def test_multipliers_scale_the_whole_update_of_the_first_match():
 def test_bad_sections_are_named(section, message):
     with pytest.raises(UserError, match=message):
         read_options(section)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "stairs"])
+def test_rates_of_the_first_steps_are_one_program(schedule):
+    levels = {"levels": ((0, 1.0), (3, 0.5)), "warmup": 0} if schedule == "stairs" else {}
+    options = OptimizerOptions(schedule=schedule, **levels)
+    programs = []
+
+    def count(event, seconds, **facts):
+        if event.endswith("backend_compile_duration"):
+            programs.append(facts)
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        found = rates(options, 11, 7)  # sizes that no other test has
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+    assert len(programs) == 1
+    one_by_one = [make_schedule(options, 11)(step) for step in range(7)]
+    np.testing.assert_allclose(found, one_by_one, rtol=1e-6)
