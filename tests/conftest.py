@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import durations
+import filelock
 import kept_programs
 import pytest
 import scratch
@@ -158,6 +159,25 @@ def _cache(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "xla").symlink_to(kept_programs.FOLDER)
     return folder
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory, request) -> Callable[[str, Callable[[Path], None]], Path]:
+    """Gives a folder by its name that the first worker to ask fills; the others wait for it."""
+    root = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):
+        root = root.parent
+
+    def get(name: str, fill: Callable[[Path], None]) -> Path:
+        folder, filled = root / name, root / f"{name}.filled"
+        with filelock.FileLock(root / f"{name}.lock"):
+            if not filled.exists():
+                folder.mkdir()  # a second try, after one that failed, fails here
+                fill(folder)
+                filled.touch()
+        return folder
+
+    return get
 
 
 @pytest.fixture(scope="session")

@@ -9,16 +9,25 @@ from typing import TypeVar
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
+
+from mmqa_jax.core.mesh import state_shardings
 
 Model = TypeVar("Model", bound=nnx.Module)
 
 
-def drawn(build: Callable[[], Model], seed: int = 0, stddev: float | None = None) -> Model:
+def drawn(
+    build: Callable[[], Model],
+    seed: int = 0,
+    stddev: float | None = None,
+    mesh: Mesh | None = None,
+) -> Model:
     """A model with weights from NumPy: matrices by their inputs, scales near 1, biases near 0.
 
     Args:
       build: makes the model; it is only traced.
       stddev: of all matrices, in place of what their inputs give.
+      mesh: where the weights go; None is the default device.
     """
     graphdef, state = nnx.split(nnx.eval_shape(build))
     rng = np.random.default_rng(seed)
@@ -31,7 +40,9 @@ def drawn(build: Callable[[], Model], seed: int = 0, stddev: float | None = None
             array = rng.normal(scale=0.02, size=shape)
         else:
             array = rng.normal(scale=stddev or math.prod(shape[:-1]) ** -0.5, size=shape)
-        # `jnp.asarray` would compile a program for every shape.
-        return jax.device_put(array.astype(leaf.dtype))
+        return array.astype(leaf.dtype)
 
-    return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(values, state))
+    where = None if mesh is None else state_shardings(state, mesh)
+    # `jnp.asarray` would compile a program for every shape.
+    placed = jax.device_put(jax.tree_util.tree_map_with_path(values, state), where)
+    return nnx.merge(graphdef, placed)

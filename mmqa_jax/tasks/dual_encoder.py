@@ -137,5 +137,5 @@ class DualEncoderTask(Task):
         """The trained embedder of the run in a folder."""
         config = self.config(tokenizer.vocab_size)
         mesh = None if one_shape else self.serving_mesh()
-        model = self.load(folder, lambda: DualEncoder(config, rngs=nnx.Rngs()), mesh)
+        model = self.load(folder, DualEncoder, config, mesh)
         return self.embedder(tokenizer, model)

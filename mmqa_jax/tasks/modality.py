@@ -116,5 +116,5 @@ def load_question_classifier(folder: str | Path) -> QuestionClassifier:
     task, tokenizer = read_run(folder, (QuestionModality,))
     config = task.config(tokenizer.vocab_size)
     mesh = task.serving_mesh()
-    model = task.load(folder, lambda: TextClassifier(config, rngs=nnx.Rngs()), mesh)
+    model = task.load(folder, TextClassifier, config, mesh)
     return QuestionClassifier(task, model, tokenizer)

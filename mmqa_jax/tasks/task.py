@@ -47,6 +47,7 @@ from mmqa_jax.tasks.run_tokenizer import make_tokenizer
 from mmqa_jax.training.objective import Objective, Validation
 from mmqa_jax.training.options import LoopOptions, check_batch_size, read_section
 from mmqa_jax.weights.folder import load_weights
+from mmqa_jax.weights.keymap import traced_model
 
 Tokenizer = WordPiece | ClipTokenizer | SiglipTokenizer | QuestionWords | TextTokenizer
 Struct = jax.ShapeDtypeStruct
@@ -393,9 +394,11 @@ class Task(abc.ABC):
         """Where the trained model is used; None: on one device."""
         return loading_mesh(self.inference.mesh)
 
-    def load(self, folder: Any, build: Callable[[], nnx.Module], mesh: Mesh | None) -> Any:
-        """The trained model of the run in a folder."""
-        graphdef, abstract = nnx.split(nnx.eval_shape(build))
+    def load(
+        self, folder: Any, model: Callable[..., nnx.Module], config: Any, mesh: Mesh | None
+    ) -> Any:
+        """The trained model of the run in a folder, as `model(config, rngs=...)` makes it."""
+        graphdef, abstract = traced_model(model, config)
         if mesh is not None:
             abstract = on_shardings(abstract, state_shardings(abstract, mesh))
         return nnx.merge(graphdef, load_weights(folder, abstract))

@@ -455,7 +455,7 @@ class VLPTask(Task):
             )
         config = self.vlp_config(tokenizer.vocab_size)
         mesh = None if one_shape else self.serving_mesh()
-        return self.load(folder, lambda: config.build(rngs=nnx.Rngs()), mesh)
+        return self.load(folder, type(config).build, config, mesh)
 
     def in_one_shape(self) -> VLPTask:
         """The task with each function traced and compiled once, quickly.

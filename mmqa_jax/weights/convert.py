@@ -41,7 +41,7 @@ from mmqa_jax.weights.folder import (
 from mmqa_jax.weights.formats.orbax import StreamedArray, write_weights
 from mmqa_jax.weights.formats.orbax_reader import stored_specs
 from mmqa_jax.weights.formats.safetensors import TensorSource
-from mmqa_jax.weights.keymap import KeyMap, abstract_model, load_into
+from mmqa_jax.weights.keymap import KeyMap, abstract_of, load_into
 from mmqa_jax.weights.layouts import require_given
 from mmqa_jax.weights.output_folder import (
     WRITTEN_BY,
@@ -154,7 +154,7 @@ def _convert_published(
     def build() -> nnx.Module:
         return entry.build(config, rngs=nnx.Rngs(0))
 
-    _, state = abstract_model(build, param_dtype=dtype)
+    _, state = abstract_of(entry.build, config, param_dtype=dtype)
     key_map = checkpoint.key_map(config)
     state = with_fresh(state, build, key_map)
     total = sum(_bytes(spec) for spec in specs.values())

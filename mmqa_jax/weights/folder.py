@@ -28,7 +28,7 @@ from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.trees import flatten_named, unflatten_named
 from mmqa_jax.weights.config_json import config_to_json
 from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
-from mmqa_jax.weights.keymap import abstract_model
+from mmqa_jax.weights.keymap import abstract_of
 from mmqa_jax.weights.registry import Architecture, architecture, architecture_of
 
 FORMAT = "mmqa_jax weights 1"
@@ -157,9 +157,8 @@ def load_converted(
     """
     found = read_record(folder)
     config = found.config if config is None else config
-    graphdef, state = abstract_model(
-        lambda: found.architecture.build(config, rngs=nnx.Rngs()), mesh, param_dtype or found.dtype
-    )
+    dtype = param_dtype or found.dtype
+    graphdef, state = abstract_of(found.architecture.build, config, mesh, dtype)
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in flatten_named(state).values())
     with Progress(f"Loading {Path(folder).name}", total // MIB, "MiB") as progress:
         state = load_weights(folder, state, on_bytes=in_mebibytes(progress))

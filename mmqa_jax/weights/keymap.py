@@ -145,11 +145,38 @@ def abstract_model(
       mesh: where the parameters go; None is the default device.
       param_dtype: of all parameters.
     """
+    return _placed(*nnx.split(nnx.eval_shape(build)), mesh, param_dtype)
 
+
+def abstract_of(
+    model: Callable[..., nnx.Module],
+    config: Any,
+    mesh: Mesh | None = None,
+    param_dtype: str = "float32",
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """As `abstract_model`, of what `model(config, rngs=...)` makes.
+
+    It is traced once, see `traced_model`.
+    """
+    return _placed(*traced_model(model, config), mesh, param_dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def traced_model(model: Callable[..., nnx.Module], config: Any) -> tuple[nnx.GraphDef, nnx.State]:
+    """What `model(config, rngs=...)` makes, as shapes with its own dtypes.
+
+    It is traced once in a process, however many checkpoints of the config are opened: callers do
+    not change the state.
+    """
+    return nnx.split(nnx.eval_shape(lambda: model(config, rngs=nnx.Rngs())))
+
+
+def _placed(
+    graphdef: nnx.GraphDef, state: nnx.State, mesh: Mesh | None, param_dtype: str
+) -> tuple[nnx.GraphDef, nnx.State]:
     def typed(leaf, sharding=None):
         return jax.ShapeDtypeStruct(leaf.shape, param_dtype, sharding=sharding)
 
-    graphdef, state = nnx.split(nnx.eval_shape(build))
     shardings = () if mesh is None else (state_shardings(state, mesh),)
     return graphdef, jax.tree.map(typed, state, *shardings)
 

@@ -18,7 +18,7 @@ from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.models.llama import unstacked_llama
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.formats.safetensors import SHARD_BYTES, write_sharded
-from mmqa_jax.weights.keymap import KeyMap, abstract_model, load_into
+from mmqa_jax.weights.keymap import KeyMap, abstract_of, load_into
 from mmqa_jax.weights.layouts import Checkpoint, Published, require_given
 from mmqa_jax.weights.models.llama import with_layers_apart
 from mmqa_jax.weights.registry import architecture
@@ -77,7 +77,7 @@ def load_checkpoint(
 
     if checkpoint.check is not None:
         checkpoint.check(checkpoint.source, config)
-    graphdef, state = abstract_model(lambda: model(config, rngs=nnx.Rngs()), mesh, param_dtype)
+    graphdef, state = abstract_of(model, config, mesh, param_dtype)
     key_map = checkpoint.key_map(config)
     state = with_fresh(state, lambda: model(config, rngs=nnx.Rngs(0)), key_map)
     return nnx.merge(graphdef, load_into(state, key_map, checkpoint.source))

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -17,7 +16,8 @@ from mmqa_jax.weights.registry import architecture
 
 
 def random_state(build: Callable[[], nnx.Module]) -> nnx.State:
-    """Every parameter at random, none where a fresh model has it, signals of about size 1."""
+    """Every parameter at random, none where a fresh model has it, signals of about size 1; in NumPy,
+    whose arrays cost no program a shape."""
     rng = np.random.default_rng(1)
     filled = []
     for path, leaf in nnx.to_flat_state(abstract_model(build)[1]):
@@ -30,7 +30,7 @@ def random_state(build: Callable[[], nnx.Module]) -> nnx.State:
             value = np.abs(1 + 0.2 * noise)
         else:
             value = 0.3 * noise
-        filled.append((path, leaf.replace(jnp.asarray(value))))
+        filled.append((path, leaf.replace(value)))
     return nnx.from_flat_state(filled)
 
 

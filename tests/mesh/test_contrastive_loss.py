@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from drawn_weights import drawn
 from flax import nnx
 
 from mmqa_jax.core.mesh import batch_sharding, make_mesh, replicated
@@ -67,8 +68,7 @@ def tiny_task(kind=ContrastiveObjective, logit_bias=None, **options):
 
 
 def make_params(task):
-    made = jax.jit(lambda: nnx.state(task.init(jax.random.key(0))))
-    return made()
+    return nnx.state(drawn(lambda: task.init(jax.random.key(0))))
 
 
 def make_batch(rng, questions, group):

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_weights import drawn
 from flax import nnx
 
-from mmqa_jax.core.mesh import RowPlacement, init_sharded, make_mesh
+from mmqa_jax.core.mesh import RowPlacement, make_mesh
 from mmqa_jax.decoding import kv_cache, ragged_triton
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.key_heads import repeat_key_heads
@@ -61,7 +62,7 @@ def alone():
 
 
 def sharded(mesh, config=MODEL):
-    return init_sharded(lambda: Llama(config, rngs=nnx.Rngs(3)), mesh)
+    return drawn(lambda: Llama(config, rngs=nnx.Rngs()), 3, config.init_stddev, mesh)
 
 
 def answers_and_scores(mesh, sizes, config):

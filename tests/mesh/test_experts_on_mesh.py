@@ -7,10 +7,11 @@ import jax
 import numpy as np
 import pytest
 from compare import LAYER
+from drawn_weights import drawn
 from flax import nnx
 
 from mmqa_jax.core.flops import traced_flops
-from mmqa_jax.core.mesh import batch_sharding, init_sharded, make_mesh, state_shardings
+from mmqa_jax.core.mesh import batch_sharding, make_mesh, state_shardings
 from mmqa_jax.models import experts
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
@@ -22,8 +23,8 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 
 
-def build():
-    return Llama(CONFIG, rngs=nnx.Rngs(3))
+def spread_over(mesh):
+    return drawn(lambda: Llama(CONFIG, rngs=nnx.Rngs()), 3, CONFIG.init_stddev, mesh)
 
 
 @pytest.mark.parametrize("by", ["by_all", "by_groups"])
@@ -32,7 +33,7 @@ def test_logits_and_gradients(by, monkeypatch):
         grouped = experts.Experts.by_groups
         monkeypatch.setattr(experts.Experts, "by_all", grouped)
     mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-    spread = init_sharded(build, mesh)
+    spread = spread_over(mesh)
     graphdef, state = nnx.split(spread)
     shape = spread.layers.experts.up.kernels.addressable_shards[0].data.shape
     assert shape == (2, 3, 16, 24)  # of 6 experts, and 32 rows over fsdp
@@ -56,7 +57,7 @@ def test_logits_and_gradients(by, monkeypatch):
 def test_experts_that_do_not_divide_are_on_every_device():
     """6 of them over 4; and rows that do not divide are computed on every device too."""
     mesh = make_mesh({"data": 2, "tensor": 4})
-    graphdef, state = nnx.split(init_sharded(build, mesh))
+    graphdef, state = nnx.split(spread_over(mesh))
     ids = np.random.default_rng(0).integers(0, 60, (3, 10))
 
     def forward(state, ids):
@@ -70,7 +71,7 @@ def test_experts_that_do_not_divide_are_on_every_device():
 def test_what_is_planned():
     """FLOPs are those of one device, and a layer's experts are summed up once."""
     mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-    graphdef, state = nnx.split(init_sharded(build, mesh))
+    graphdef, state = nnx.split(spread_over(mesh))
     ids = jax.device_put(np.zeros((4, 24), np.int32), batch_sharding(mesh))
 
     def forward(state, ids):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import jax
 import numpy as np
+from drawn_weights import drawn
 from flax import nnx
 
-from mmqa_jax.core.mesh import init_sharded, make_mesh
+from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request
 from mmqa_jax.decoding.slot_runner import EngineConfig
@@ -44,7 +45,7 @@ def test_pictures_are_split_and_answers_those_of_one_device():
         ({"data": 2, "tensor": 2}, jax.devices()[:4]),
     ):
         mesh = make_mesh(shape, devices=devices)
-        model = init_sharded(lambda: Llava(config, rngs=nnx.Rngs(3)), mesh)
+        model = drawn(lambda: Llava(config, rngs=nnx.Rngs()), 3, mesh=mesh)
         engine = Engine(model, config=sizes, mesh=mesh)
         running = engine.generate(requests)
         results = [next(running)]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import jax
 import numpy as np
+from drawn_weights import drawn
 from flax import nnx
 
-from mmqa_jax.core.mesh import init_sharded, make_mesh
+from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request
 from mmqa_jax.decoding.slot_runner import EngineConfig
@@ -45,7 +46,7 @@ def test_answers_are_those_of_one_device():
         ({"data": 2, "tensor": 2}, jax.devices()[:4]),
     ):
         mesh = make_mesh(shape, devices=devices)
-        model = init_sharded(lambda: Onevision(config, rngs=nnx.Rngs(3)), mesh)
+        model = drawn(lambda: Onevision(config, rngs=nnx.Rngs()), 3, mesh=mesh)
         engine = Engine(model, config=sizes, mesh=mesh)
         found.append({one.id: one.candidates[0] for one in engine.generate(requests)})
         assert engine.throughput.pictures == len(shown)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,15 @@ def planned(
         return [held, taken(program.trace().lower())]
 
 
+@contextlib.contextmanager
+def _on(devices: Sequence[jax.Device]) -> Iterator[pytest.MonkeyPatch]:
+    """As if the process had no others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "local_devices", lambda: list(devices))
+        patch.setattr(jax, "devices", lambda: list(devices))
+        yield patch
+
+
 def run_verbs(
     folder: Path, name: str, verbs: Sequence[str], devices: Sequence[jax.Device], *flags: str
 ) -> dict[str, dict[str, Any]]:
@@ -89,7 +99,8 @@ def run_verbs(
     """
     inputs, out = folder / "inputs", folder / name
     if not inputs.exists():
-        write_inputs(inputs)
+        with _on(jax.devices()[:1]):
+            write_inputs(inputs)
     out.mkdir()
     calls: list[Any] = []
     call = RowPlacement.call
@@ -104,10 +115,8 @@ def run_verbs(
         run = inputs / task
         calls.clear()
         where = f"--data={inputs / data}", "--model", run, f"--out={out / verb}"
-        with pytest.MonkeyPatch.context() as patch:
+        with _on(devices) as patch:
             patch.setattr(RowPlacement, "call", recorded)
-            patch.setattr(jax, "local_devices", lambda: list(devices))
-            patch.setattr(jax, "devices", lambda: list(devices))
             said = done(verb, *where, *own, *flags)
         placed = {key: said[key] for key in ("devices", "mesh", "batch_size")}
         placement, function, arguments, options = calls[-1]

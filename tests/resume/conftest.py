@@ -9,8 +9,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import numpy as np
 import pytest
+from flax import nnx
 
+from mmqa_jax.core.trees import flatten_named
+from mmqa_jax.training.objective import Validation
+from tests.fake_devices import fake_devices
 from tests.forks import ForkServer
 
 _TINY_RUN = str(Path(__file__).with_name("tiny_run.py"))
@@ -55,9 +60,10 @@ def attempt(cli_cache) -> Iterator[Callable[..., Ended]]:
     }
     server = ForkServer(*_IMPORTED, environment=kept)
 
-    def run(*arguments: object) -> Ended:
+    def run(*arguments: object, devices: int = 1) -> Ended:
         fork = server.start(
-            [_TINY_RUN, *map(str, arguments)], os.environ | kept | {"MMQA_PROGRESS": "off"}
+            [_TINY_RUN, *map(str, arguments)],
+            os.environ | fake_devices(devices) | kept | {"MMQA_PROGRESS": "off"},
         )
         said, _ = fork.communicate()
         return Ended(fork.returncode, said)
@@ -75,3 +81,39 @@ def killed_run(attempt) -> Callable[..., None]:
         assert ended.code == -signal.SIGKILL, ended.said
 
     return run
+
+
+class Judged(NamedTuple):
+    """An uninterrupted run, and the parameters that its validation saw: step -> name -> array."""
+
+    workdir: Path
+    seen: dict[int, dict[str, np.ndarray]]
+
+
+@pytest.fixture(scope="session")
+def judged(made_once) -> Judged:
+    """A tiny run that keeps its best step, which is 30 of 60. Tests that write take a copy."""
+    folder = made_once("judged", _judge)
+    steps = (15, 30, 45, 60)
+    return Judged(folder / "run", {n: dict(np.load(folder / f"seen{n}.npz")) for n in steps})
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(judged) -> Path:
+    """Its workdir."""
+    return judged.workdir
+
+
+def _judge(folder: Path) -> None:
+    import tiny_run
+
+    steps, task = iter((15, 30, 45, 60)), tiny_run.Regression()
+
+    def evaluate(model):
+        named = flatten_named(nnx.state(model, nnx.Param))
+        np.savez(folder / f"seen{next(steps)}.npz", **{k: np.array(v) for k, v in named.items()})
+        return tiny_run.evaluate(model)
+
+    validation = Validation(evaluate, "mean")
+    tiny_run.run(folder / "run", tiny_run.pipeline(), task=task, validation=validation)
+    assert task.traces == 2  # two batch shapes, 60 steps

@@ -8,7 +8,6 @@ import pytest
 import tiny_run
 from test_training_resume import assert_same_run, curve, run, weights
 
-from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.training.best_weights import read_best
 from mmqa_jax.training.objective import Validation
 from mmqa_jax.weights.folder import read_metadata
@@ -21,20 +20,6 @@ def checkpoints(workdir):
 
 def best_arrays(workdir):
     return {name: np.asarray(x) for name, x in weights(workdir / "best").items()}
-
-
-@pytest.fixture(scope="module")
-def judged(tmp_path_factory):
-    """An uninterrupted run, and the parameters that its validation saw, by step."""
-    workdir, seen = tmp_path_factory.mktemp("judged"), []
-
-    def evaluate(model):
-        named = flatten_named(tiny_run.nnx.state(model, tiny_run.nnx.Param))
-        seen.append({name: np.array(leaf) for name, leaf in named.items()})
-        return tiny_run.evaluate(model)
-
-    run(workdir, validation=Validation(evaluate, "mean"))
-    return workdir, dict(zip((15, 30, 45, 60), seen, strict=True))
 
 
 def test_the_best_step_is_kept_beside_the_last(judged):
@@ -52,27 +37,27 @@ def test_the_best_step_is_kept_beside_the_last(judged):
 
 
 def test_only_validation_without_a_metric_keeps_no_best(tmp_path):
-    run(tmp_path, steps=30)
+    run(tmp_path, steps=6, checkpoint_every=2, evaluate_every=2)
     assert read_best(tmp_path) is None
     assert not (tmp_path / "best").exists()
-    assert checkpoints(tmp_path) == [20, 30]
+    assert checkpoints(tmp_path) == [4, 6]
 
 
 def test_of_equal_steps_the_first_is_the_best(tmp_path):
     constant = Validation(lambda model: {"same": 0.5}, "same")
-    run(tmp_path, steps=30, evaluate_every=5, keep=1, validation=constant)
-    assert read_best(tmp_path)["step"] == 5
-    assert checkpoints(tmp_path) == [5, 30]
+    run(tmp_path, steps=6, evaluate_every=2, keep=1, validation=constant)
+    assert read_best(tmp_path)["step"] == 2
+    assert checkpoints(tmp_path) == [2, 6]
     assert any((x != weights(tmp_path)[name]).any() for name, x in best_arrays(tmp_path).items())
 
 
 def test_a_value_that_is_not_finite_is_never_the_best(tmp_path):
     values = iter([float("nan"), 0.25, float("inf")])
     run(
-        tmp_path, steps=30, evaluate_every=10,
+        tmp_path, steps=6, evaluate_every=2,
         validation=Validation(lambda model: {"odd": next(values)}, "odd"),
     )  # fmt: skip
-    assert read_best(tmp_path)["step"] == 20
+    assert read_best(tmp_path)["step"] == 4
     rows = [row for row in curve(tmp_path) if "eval/odd" in row]
     assert [row["eval/odd"] for row in rows] == [None, 0.25, None]
 
@@ -106,8 +91,12 @@ def test_killed_runs_have_the_best_step_of_an_uninterrupted_one(tmp_path, judged
 
 def test_the_best_weights_are_there_before_the_run_ends(tmp_path):
     """A run that is stopped because its validation falls leaves what it was stopped for."""
-    stop = tiny_run.Watched(tiny_run.pipeline(), 33, tiny_run.raise_signal(15))
+    values = iter([0.5, 0.25])
+    stop = tiny_run.Watched(tiny_run.pipeline(), 5, tiny_run.raise_signal(15))
     with pytest.raises(SystemExit):
-        run(tmp_path, stop, validation=tiny_run.KEEP_BEST)
+        run(
+            tmp_path, stop, evaluate_every=2,
+            validation=Validation(lambda model: {"falling": next(values)}, "falling"),
+        )  # fmt: skip
     assert not (tmp_path / "model.json").exists()
-    assert read_best(tmp_path)["step"] == 30
+    assert read_best(tmp_path)["step"] == 2

@@ -27,7 +27,7 @@ def remove(folder, saved=None):
 
 @pytest.mark.parametrize(
     ("at", "saved"),
-    [(6, None), (18, 10), (59, 50)],
+    [(6, None), (18, 10), (19, 10)],
     ids=["before a save", "between saves", "at the end"],
 )
 def test_a_deleted_workdir_ends_the_run(tmp_path, at, saved):
@@ -38,19 +38,19 @@ def test_a_deleted_workdir_ends_the_run(tmp_path, at, saved):
     with pytest.raises(
         RunError, match=r"run/config\.json: is gone, deleted or moved while the run"
     ):
-        tiny_run.run(workdir, batches)
+        tiny_run.run(workdir, batches, steps=20)
     assert not workdir.exists()
 
 
 def test_a_workdir_that_is_deleted_in_a_save_holds_that_step_whole_or_nothing(tmp_path):
     """The save goes on in a thread, and makes its folders again; the step may be complete."""
     workdir = tmp_path / "run"
-    batches = tiny_run.Watched(tiny_run.pipeline(), 51, lambda batch: remove(workdir))
+    batches = tiny_run.Watched(tiny_run.pipeline(), 21, lambda batch: remove(workdir))
     with pytest.raises(RunError, match="is gone, deleted or moved while the run"):
-        tiny_run.run(workdir, batches)
+        tiny_run.run(workdir, batches, steps=30)
     if workdir.exists():
         (step,) = (workdir / "checkpoints").iterdir()
-        assert step.name in ("40", "50")  # what was being saved
+        assert step.name in ("10", "20")  # what was being saved
         assert find_damage(step) is None
 
 
@@ -64,9 +64,11 @@ def test_a_moved_workdir_ends_the_run_although_another_takes_its_place(tmp_path)
         another.rename(workdir)  # never empty: empty folders of a lost save are removed
 
     with pytest.raises(RunError, match=r"metrics\.jsonl: is gone"):
-        tiny_run.run(workdir, tiny_run.Watched(tiny_run.pipeline(), 18, move))
+        tiny_run.run(workdir, tiny_run.Watched(tiny_run.pipeline(), 18, move), steps=20)
     assert [path.name for path in workdir.iterdir()] == ["theirs"]
-    tiny_run.run(tmp_path / "elsewhere", tiny_run.pipeline())  # and goes on where it is now
+    tiny_run.run(
+        tmp_path / "elsewhere", tiny_run.pipeline(), steps=20
+    )  # and goes on where it is now
 
 
 def test_deleted_objects_end_the_run(tmp_path, monkeypatch):

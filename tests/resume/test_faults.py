@@ -18,13 +18,6 @@ from mmqa_jax.data.packing import Bucket
 from mmqa_jax.training.objective import Validation
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, _quiet):
-    workdir = tmp_path_factory.mktemp("undisturbed")
-    run(workdir)
-    return workdir
-
-
 def spoiled(*steps):
     """The pipeline, with rows that give a loss of NaN in the batches of these steps."""
     batches = tiny_run.pipeline()
@@ -94,23 +87,23 @@ def worker_batches(workers):
 
 
 def test_a_dead_worker_ends_the_run_and_loses_nothing(tmp_path):
-    run(tmp_path / "undisturbed", worker_batches(0))
+    run(tmp_path / "undisturbed", worker_batches(0), steps=30)
 
     def kill(batch):
         for worker in multiprocessing.active_children():
             worker.kill()
 
-    batches = tiny_run.Watched(worker_batches(1), 27, kill)
+    batches = tiny_run.Watched(worker_batches(1), 13, kill)
     message = r"batch \d+: the worker process that makes it has died \(exit code -9, killed, "
     with pytest.raises(RunError, match=message):
-        run(tmp_path / "killed", batches)
+        run(tmp_path / "killed", batches, steps=30)
     folders = (tmp_path / "killed" / "checkpoints").iterdir()
-    assert max(int(path.name) for path in folders if path.name.isdigit()) in (20, 30)
-    run(tmp_path / "killed", worker_batches(0))
+    assert max(int(path.name) for path in folders if path.name.isdigit()) in (10, 20)
+    run(tmp_path / "killed", worker_batches(0), steps=30)
     assert_same_run(tmp_path / "killed", tmp_path / "undisturbed")
 
 
-def test_a_full_disk_is_named_and_loses_nothing(tmp_path, undisturbed):
+def test_a_full_disk_is_named_and_loses_nothing(tmp_path, uninterrupted):
     """The size of files is limited in the middle of a run, as a full disk or a quota would."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -125,10 +118,10 @@ def test_a_full_disk_is_named_and_loses_nothing(tmp_path, undisturbed):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     run(tmp_path)
-    assert_same_run(tmp_path, undisturbed)
+    assert_same_run(tmp_path, uninterrupted)
 
 
-def test_sigterm_in_an_evaluation_ends_it_and_saves(tmp_path, undisturbed, capsys):
+def test_sigterm_in_an_evaluation_ends_it_and_saves(tmp_path, uninterrupted, capsys):
     count = 0
 
     def evaluate(model):
@@ -144,5 +137,5 @@ def test_sigterm_in_an_evaluation_ends_it_and_saves(tmp_path, undisturbed, capsy
     assert "stopped after step 30 and saved" in capsys.readouterr().err
     assert [row["step"] for row in curve(tmp_path) if "eval/mean" in row] == [15, 30]
     run(tmp_path)
-    assert_same_run(tmp_path, undisturbed)
-    assert weights(tmp_path).keys() == weights(undisturbed).keys()
+    assert_same_run(tmp_path, uninterrupted)
+    assert weights(tmp_path).keys() == weights(uninterrupted).keys()

@@ -9,6 +9,7 @@ import pytest
 import tiny_run
 from flip_targets import TARGETS
 from flips import REFUSED, SAME, Damage, damaged, each_file, made
+from test_training_resume import assert_same_run
 
 from mmqa_jax.core.checksums import SUMS, find_damage
 from mmqa_jax.core.errors import UserError
@@ -71,21 +72,31 @@ def test_damage_of_every_file_of_a_job(name):
                 assert outcome.kind in (REFUSED, SAME), f"{file}, {damage}: {outcome}"
 
 
-def stopped(workdir):
-    """A run that was stopped at step 24, with checkpoints 20 and 24."""
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """Copies a run that was stopped at step 24, with checkpoints 20 and 24 and its best of 15."""
+    made = tmp_path_factory.mktemp("stopped") / "run"
+    batches = tiny_run.Watched(tiny_run.pipeline(), 24, tiny_run.raise_signal(15))
     with pytest.raises(SystemExit):
-        tiny_run.run(workdir, tiny_run.Watched(tiny_run.pipeline(), 24, tiny_run.raise_signal(15)))
-    return workdir
+        tiny_run.run(made, batches, validation=tiny_run.KEEP_BEST)
+    return lambda workdir: shutil.copytree(made, workdir)
+
+
+def resume(workdir, batches=None, **options):
+    """Goes on with a run that keeps its best step."""
+    batches = batches or tiny_run.pipeline()
+    return tiny_run.run(workdir, batches, validation=tiny_run.KEEP_BEST, **options)
 
 
 def largest(folder):
     return max(folder.rglob("ocdbt.process_0/d/*"), key=lambda file: file.stat().st_size)
 
 
-def test_a_damaged_step_is_refused_and_the_one_before_it_offered(tmp_path, capfd, monkeypatch):
+def test_a_damaged_step_is_refused_and_the_one_before_it_offered(
+    stopped, uninterrupted, tmp_path, capfd, monkeypatch
+):
     monkeypatch.delenv("MMQA_PROGRESS", raising=False)
-    whole = stopped(tmp_path / "whole")
-    run = shutil.copytree(whole, tmp_path / "run")
+    run = stopped(tmp_path / "run")
     file = largest(run / "checkpoints" / "24" / "params")
     Damage(file.stat().st_size // 2, 3).apply(file)
     name = file.relative_to(run / "checkpoints" / "24")
@@ -94,63 +105,55 @@ def test_a_damaged_step_is_refused_and_the_one_before_it_offered(tmp_path, capfd
         match=rf"checkpoints/24: {name} is damaged \(.*\); checkpoint 20 is whole: add "
         r"--skip_damaged to set this one aside \(as 24\.damaged\) and go on from 20\.$",
     ):
-        tiny_run.run(run, tiny_run.pipeline())
+        resume(run)
     assert (run / "checkpoints" / "24").is_dir()
     capfd.readouterr()
-    ours = tiny_run.run(run, tiny_run.pipeline(), resuming=Resuming(skip_damaged=True))
+    resume(run, resuming=Resuming(skip_damaged=True))
     assert "set aside as 24.damaged, going on from step 20" in capfd.readouterr().err
     assert (run / "checkpoints" / "24.damaged").is_dir()
-    theirs = tiny_run.run(whole, tiny_run.pipeline())
-    for one, other in zip(*map(tiny_run.jax.tree.leaves, (ours, theirs)), strict=True):
-        assert (one == other).all()
+    assert_same_run(run, uninterrupted)
 
 
-def test_without_an_earlier_whole_step_nothing_is_set_aside(tmp_path):
+def test_without_an_earlier_whole_step_nothing_is_set_aside(stopped, tmp_path):
     run = stopped(tmp_path / "run")
-    for step in (20, 24):
+    for step in (15, 20, 24):
         (run / "checkpoints" / str(step) / "iterator" / "metadata").write_text("{}")
     for flag in (False, True):
         with pytest.raises(
             UserError, match=r"24: iterator/metadata is damaged .*no earlier checkpoint is whole"
         ):
-            tiny_run.run(run, tiny_run.pipeline(), resuming=Resuming(skip_damaged=flag))
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["20", "24"]
+            resume(run, resuming=Resuming(skip_damaged=flag))
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["15", "20", "24"]
 
 
-def test_a_checkpoint_from_before_the_checksums_is_opened(tmp_path):
-    whole = stopped(tmp_path / "whole")
-    run = shutil.copytree(whole, tmp_path / "run")
+def test_a_checkpoint_from_before_the_checksums_is_opened(stopped, uninterrupted, tmp_path):
+    run = stopped(tmp_path / "run")
     for sums in run.rglob(SUMS):
         sums.unlink()
-    ours, theirs = (tiny_run.run(one, tiny_run.pipeline()) for one in (run, whole))
-    for one, other in zip(*map(tiny_run.jax.tree.leaves, (ours, theirs)), strict=True):
-        assert (one == other).all()
+    resume(run)
+    assert_same_run(run, uninterrupted)
 
 
-def test_a_damaged_folder_best_is_written_again(tmp_path):
+def test_a_damaged_folder_best_is_written_again(stopped, tmp_path):
     """On resuming, from the best step's checkpoint."""
-    batches = tiny_run.Watched(tiny_run.pipeline(), 24, tiny_run.raise_signal(15))
-    with pytest.raises(SystemExit):
-        tiny_run.run(tmp_path, batches, validation=tiny_run.KEEP_BEST)
-    best = tmp_path / "best"
+    run = stopped(tmp_path / "run")
+    best = run / "best"
     before = find_damage(best / "weights"), read_metadata(best)
     for file in (best / "model.json", largest(best)):
         Damage(file.stat().st_size // 2, 1).apply(file)
-    batches = tiny_run.Watched(tiny_run.pipeline(), 1, tiny_run.raise_signal(15))
     with pytest.raises(SystemExit):
-        tiny_run.run(tmp_path, batches, validation=tiny_run.KEEP_BEST)
+        resume(run, tiny_run.Watched(tiny_run.pipeline(), 1, tiny_run.raise_signal(15)))
     assert (find_damage(best / "weights"), read_metadata(best)) == before
 
 
-def test_the_best_step_outlives_its_damaged_checkpoint(tmp_path):
+def test_the_best_step_outlives_its_damaged_checkpoint(uninterrupted, tmp_path):
     """In the folder best, until a better one comes."""
-    batches = tiny_run.Watched(tiny_run.pipeline(), 45, tiny_run.raise_signal(15))
-    with pytest.raises(SystemExit):
-        tiny_run.run(tmp_path, batches, validation=tiny_run.KEEP_BEST)
-    before = read_metadata(tmp_path / "best")
+    run = shutil.copytree(uninterrupted, tmp_path / "run")
+    shutil.rmtree(run / "checkpoints" / "60")  # as if it had been killed after step 50
+    (run / "model.json").unlink()
+    before = read_metadata(run / "best")
     assert before["step"] == 30
-    (tmp_path / "checkpoints" / "30" / "metrics" / "metrics").write_text("{}")
-    skipping = Resuming(skip_damaged=True)
-    tiny_run.run(tmp_path, tiny_run.pipeline(), validation=tiny_run.KEEP_BEST, resuming=skipping)
-    assert (tmp_path / "checkpoints" / "30.damaged").is_dir()
-    assert read_metadata(tmp_path / "best") == before
+    (run / "checkpoints" / "30" / "metrics" / "metrics").write_text("{}")
+    resume(run, resuming=Resuming(skip_damaged=True))
+    assert (run / "checkpoints" / "30.damaged").is_dir()
+    assert read_metadata(run / "best") == before

@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
+import random
+import signal
 
 import pytest
 import tiny_run
-from kills import SETTINGS
 from test_training_resume import assert_same_run
 
 from mmqa_jax.weights.folder import read_metadata
 
-KILLS = str(Path(__file__).with_name("kills.py"))
+SETTINGS = {"log_every": 4, "checkpoint_every": 3, "evaluate_every": 15}
 SEED = 20
 
 
-def killed(workdir, kills, steps):
-    done = subprocess.run(
-        [sys.executable, KILLS, *map(str, (workdir, SEED, kills, steps))],
-        capture_output=True,
-        text=True,
-        timeout=3000,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def newest(workdir):
+    """The latest complete checkpoint, 0 without one."""
+    names = [folder.name for folder in (workdir / "checkpoints").glob("*")]
+    return max([0, *(int(name) for name in names if name.isdigit())])
+
+
+def killed(attempt, workdir, kills, changes):
+    """Kills attempts at random moments after random batches; the one after the last runs to the end.
+
+    Returns:
+      For each attempt that died, the checkpoint that it resumed from.
+    """
+    chance, origins, changes = random.Random(SEED), [], json.dumps(changes)
+    while len(origins) < kills:
+        origin, moment = newest(workdir), (chance.randint(1, 12), chance.uniform(0, 0.25))
+        ended = attempt(workdir, "random", *moment, changes)
+        if ended.code == 0:
+            break  # it was done before it could be killed
+        assert ended.code == -signal.SIGKILL, ended.said
+        origins.append(origin)
+    ended = attempt(workdir, "to_end", 0, changes)
+    assert ended.code == 0, ended.said
+    return origins
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +46,15 @@ def kills(request):
     return request.config.getoption("--kills")
 
 
-def test_killed_at_random_moments(tmp_path, kills):
-    steps = 8 * kills
+def test_killed_at_random_moments(tmp_path, kills, attempt):
+    changes = {"steps": 8 * kills, **SETTINGS}
     tiny_run.run(
-        tmp_path / "undisturbed", tiny_run.pipeline(), steps=steps, validation=tiny_run.KEEP_BEST,
-        **SETTINGS,
-    )  # fmt: skip
-    found = killed(tmp_path / "killed", kills, steps)
+        tmp_path / "undisturbed", tiny_run.pipeline(), validation=tiny_run.KEEP_BEST, **changes
+    )
+    origins = killed(attempt, tmp_path / "killed", kills, changes)
     # The kills were spread over the run: most left a new checkpoint to resume from.
-    assert found["kills"] >= min(kills, 4)
-    assert len(set(found["from"])) >= found["kills"] // 2
+    assert len(origins) >= min(kills, 4)
+    assert len(set(origins)) >= len(origins) // 2
     assert_same_run(tmp_path / "killed", tmp_path / "undisturbed")
     for name in ("killed", "undisturbed"):
         best = read_metadata(tmp_path / name / "best")

@@ -16,15 +16,15 @@ from mmqa_jax.training.profile import Steps
 
 
 def test_the_wall_time_of_a_killed_run_is_accounted_for(tmp_path, killed_run):
-    killed_run(tmp_path, "at_batch", 24)
+    killed_run(tmp_path, "at_batch", 24, '{"steps": 36}')
     (start, *rows) = read_attempts(tmp_path)
     assert (start["event"], start["step"]) == ("start", 0)
     assert [row["step"] for row in rows if row["event"] == "save"] == [10, 20]
-    run(tmp_path, steps=60)
+    run(tmp_path, steps=36)
     found, rows = goodput(read_attempts(tmp_path)), read_attempts(tmp_path)
     resumed = [row["step"] for row in rows if row["event"] == "start"][1]
     assert resumed in (10, 20)
-    assert (rows[-1]["event"], rows[-1]["step"]) == ("end", 60)
+    assert (rows[-1]["event"], rows[-1]["step"]) == ("end", 36)
     assert (found.attempts, found.lost_steps) == (2, 20 - resumed)
     assert 0 < found.share < 1
     assert sum(found.seconds.values()) == pytest.approx(rows[-1]["time"] - rows[0]["time"], abs=0.1)
@@ -40,7 +40,8 @@ def test_the_wall_time_of_a_killed_run_is_accounted_for(tmp_path, killed_run):
 
 
 def test_steps_are_traced(tmp_path):
-    run(tmp_path, steps=12, evaluate_every=0, observed=Observed(profile=Steps(4, 6)))
+    """Up to the last."""
+    run(tmp_path, steps=12, evaluate_every=0, observed=Observed(profile=Steps(10, 12)))
     (file,) = (tmp_path / "profile").glob("plugins/profile/*/*.xplane.pb")
     traced = set()
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
@@ -48,13 +49,12 @@ def test_steps_are_traced(tmp_path):
             for event in line.events:
                 if event.name == "train":
                     traced.add(dict(event.stats).get("step_num"))
-    assert traced == {4, 5, 6}
+    assert traced == {10, 11, 12}
 
 
 def test_an_attempt_behind_the_range_traces_nothing(tmp_path):
-    run(tmp_path, steps=12, evaluate_every=0, observed=Observed(profile=Steps(11, 12)))
     stop = tiny_run.Watched(tiny_run.pipeline(), 9, tiny_run.raise_signal(15))
     with pytest.raises(SystemExit):
-        run(tmp_path / "stopped", stop, steps=12)
-    run(tmp_path / "stopped", steps=12, observed=Observed(profile=Steps(2, 4)))
-    assert not (tmp_path / "stopped" / "profile").exists()
+        run(tmp_path, stop, steps=12)
+    run(tmp_path, steps=12, observed=Observed(profile=Steps(2, 4)))
+    assert not (tmp_path / "profile").exists()

@@ -5,6 +5,8 @@ gs:// is tests/object_store.py, s3:// is tests/amazon_store.py.
 
 from __future__ import annotations
 
+import json
+
 import amazon_store
 import object_store
 import pytest
@@ -21,14 +23,6 @@ NAME = "runs/tiny"
 GS, S3 = f"gs://{object_store.BUCKET}/{NAME}", f"s3://{amazon_store.BUCKET}/{NAME}"
 
 
-@pytest.fixture(scope="module")
-def local(tmp_path_factory):
-    """An uninterrupted run in the file system."""
-    workdir = tmp_path_factory.mktemp("local")
-    run(workdir, validation=tiny_run.KEEP_BEST)
-    return workdir
-
-
 def checkpoints(store):
     """The steps of the complete ones."""
     names = (name.split("/") for name in store.names(f"{NAME}/checkpoints/"))
@@ -40,7 +34,7 @@ def checkpoints(store):
 
 
 def test_a_killed_run_in_gs_ends_equal_to_a_local_one(
-    tmp_path, monkeypatch, local, fresh_cache, killed_run
+    tmp_path, monkeypatch, uninterrupted, fresh_cache, killed_run
 ):
     monkeypatch.setenv("MMQA_CACHE", str(fresh_cache))
     with object_store.started(tmp_path / "store", monkeypatch):
@@ -52,23 +46,27 @@ def test_a_killed_run_in_gs_ends_equal_to_a_local_one(
         run(GS, validation=tiny_run.KEEP_BEST)
         assert checkpoints(store) == {30, 50, 60}
         for name in ("", "/best"):
-            ours, theirs = local_copy(GS + name), f"{local}{name}"
+            ours, theirs = local_copy(GS + name), f"{uninterrupted}{name}"
             assert read_metadata(ours) == read_metadata(theirs)
-        assert_same_run(local_copy(GS), local)
+        assert_same_run(local_copy(GS), uninterrupted)
         events = [name for name in store.names(NAME) if "/events.out." in name]
         assert len(events) == 3  # one of each attempt
 
 
 def test_a_killed_run_in_s3_ends_equal_to_a_local_one(
-    tmp_path, monkeypatch, local, fresh_cache, attempt, killed_run
+    tmp_path, monkeypatch, fresh_cache, attempt, killed_run
 ):
     monkeypatch.setenv("MMQA_CACHE", str(fresh_cache))
+    # A save takes the server a second.
+    short = {"steps": 15, "checkpoint_every": 5, "evaluate_every": 10, "keep": 1}
+    local = tmp_path / "local"
+    run(local, validation=tiny_run.KEEP_BEST, **short)
     with amazon_store.started(monkeypatch) as store:
-        killed_run(S3, "in_save", 20)
-        assert 20 not in checkpoints(store)
-        ended = attempt(S3, "to_end", 0)
+        killed_run(S3, "in_save", 10, json.dumps(short))
+        assert checkpoints(store) == {5}
+        ended = attempt(S3, "to_end", 0, json.dumps(short))
         assert ended.code == 0, ended.said
-        assert checkpoints(store) == {30, 50, 60}
+        assert checkpoints(store) == {15}
         store.download(NAME, tmp_path / "copy")
     for name in ("", "/best"):
         assert read_metadata(f"{tmp_path}/copy{name}") == read_metadata(f"{local}{name}")
@@ -78,18 +76,18 @@ def test_a_killed_run_in_s3_ends_equal_to_a_local_one(
 def test_a_damaged_checkpoint_in_gs_is_named_and_set_aside(tmp_path, monkeypatch):
     with object_store.started(tmp_path / "store", monkeypatch):
         store = object_store.Objects(tmp_path / "store" / object_store.BUCKET)
-        stopped = tiny_run.Watched(tiny_run.pipeline(), 24, tiny_run.raise_signal(15))
+        stopped = tiny_run.Watched(tiny_run.pipeline(), 14, tiny_run.raise_signal(15))
         with pytest.raises(SystemExit):
-            run(GS, stopped)
-        store.put(f"{NAME}/checkpoints/24/meta/metadata", b"{}")
+            run(GS, stopped, steps=24)
+        store.put(f"{NAME}/checkpoints/14/meta/metadata", b"{}")
         with pytest.raises(
-            UserError, match=r"24: meta/metadata is damaged .*checkpoint 20 is whole"
+            UserError, match=r"14: meta/metadata is damaged .*checkpoint 10 is whole"
         ):
-            run(GS)
-        run(GS, resuming=Resuming(skip_damaged=True), steps=60)
-        assert checkpoints(store) >= {50, 60}
+            run(GS, steps=24)
+        run(GS, resuming=Resuming(skip_damaged=True), steps=24)
+        assert checkpoints(store) >= {20, 24}
         names = {name.split("/")[3] for name in store.names(f"{NAME}/checkpoints/")}
-        assert names == {"24.damaged", "50", "60"}
+        assert names == {"14.damaged", "20", "24"}
 
 
 def test_an_orbax_that_cannot_be_taught_s3_is_named(monkeypatch):

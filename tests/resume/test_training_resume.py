@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 
 import grain
@@ -47,15 +48,6 @@ def assert_same_run(workdir, reference):
     assert curve(workdir) == curve(reference)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory, _quiet):
-    workdir = tmp_path_factory.mktemp("uninterrupted")
-    task = tiny_run.Regression()
-    run(workdir, task=task)
-    assert task.traces == 2  # two batch shapes, 60 steps
-    return workdir
-
-
 def test_it_learns_and_logs_every_row_once(uninterrupted):
     rows = curve(uninterrupted)
     trained = [row for row in rows if "loss" in row]
@@ -77,8 +69,8 @@ def test_nothing_is_compiled_after_each_shape_was_seen(tmp_path):
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     batches = tiny_run.Watched(tiny_run.pipeline(), 3, note("after both shapes"))
-    batches = tiny_run.Watched(batches, 30, note("at the end"))
-    run(tmp_path, batches, steps=30)
+    batches = tiny_run.Watched(batches, 12, note("at the end"))
+    run(tmp_path, batches, steps=12)
     assert seen["after both shapes"] >= 2
     assert seen["at the end"] == seen["after both shapes"]
 
@@ -96,11 +88,12 @@ def test_killed_runs_end_equal_to_an_uninterrupted_one(tmp_path, uninterrupted, 
     assert_same_run(tmp_path, uninterrupted)
 
 
-def test_a_run_goes_on_on_another_mesh(tmp_path, uninterrupted, run_on_devices):
+def test_a_run_goes_on_on_another_mesh(tmp_path, uninterrupted, attempt):
     with pytest.raises(SystemExit):
         run(tmp_path, tiny_run.Watched(tiny_run.pipeline(), 33, tiny_run.raise_signal(15)))
-    printed = run_on_devices(4, "tiny_run.py", tmp_path, "on_mesh", 0)
-    assert "'tensor'" in printed  # the weights were indeed split
+    ended = attempt(tmp_path, "on_mesh", 0, devices=4)
+    assert ended.code == 0, ended.said
+    assert "'tensor'" in ended.said  # the weights were indeed split
     for name, value in weights(uninterrupted).items():
         np.testing.assert_allclose(weights(tmp_path)[name], value, atol=2e-5, err_msg=name)
     # The rows of both parts: same steps, same losses but for the order of the sums.
@@ -118,26 +111,26 @@ def test_nohup_outlives_its_terminal(tmp_path):
     assert (tmp_path / "model.json").exists()
 
 
-def stop_by(number, workdir, capsys):
+def stop_by(number, workdir, capsys, step):
     """A run that a signal stops between two checkpoints."""
-    batches = tiny_run.Watched(tiny_run.pipeline(), 33, tiny_run.raise_signal(number))
+    batches = tiny_run.Watched(tiny_run.pipeline(), step, tiny_run.raise_signal(number))
     before = signal.getsignal(number)
     with pytest.raises(SystemExit) as stopped:
         run(workdir, batches)
     assert stopped.value.code == 128 + number
     assert signal.getsignal(number) is before
-    assert "stopped after step 33 and saved" in capsys.readouterr().err
-    assert (workdir / "checkpoints" / "33").is_dir()
+    assert f"stopped after step {step} and saved" in capsys.readouterr().err
+    assert (workdir / "checkpoints" / str(step)).is_dir()
     assert not (workdir / "model.json").exists()  # unfinished weights are not offered as final
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_stop_signal_saves_and_says_so(tmp_path, capsys, number):
-    stop_by(number, tmp_path, capsys)
+    stop_by(number, tmp_path, capsys, 3)
 
 
 def test_a_stopped_run_ends_equal_to_an_uninterrupted_one(tmp_path, uninterrupted, capsys):
-    stop_by(signal.SIGTERM, tmp_path, capsys)
+    stop_by(signal.SIGTERM, tmp_path, capsys, 33)
     run(tmp_path)
     assert_same_run(tmp_path, uninterrupted)
 
@@ -166,42 +159,44 @@ def test_pretrained_weights_start_a_run_but_not_its_resumption(tmp_path):
         model.first.kernel.set_value(np.full((5, 16), 0.5, np.float32))
 
     still = {"name": "adam", "learning_rate": 1e-12, "schedule": "constant", "warmup": 0}
+    options = {"steps": 4, "load_pretrained": load, "optimizer": still}
+    options["metadata"] = {"name": "mlp"}
     stop = tiny_run.Watched(tiny_run.pipeline(), 2, tiny_run.raise_signal(15))
     with pytest.raises(SystemExit):
-        run(tmp_path, stop, steps=4, load_pretrained=load, optimizer=still)
-    params = run(tmp_path, steps=4, load_pretrained=load, optimizer=still)
+        run(tmp_path, stop, **options)
+    params = run(tmp_path, **options)
     assert loads == [True]
+    assert read_metadata(tmp_path)["name"] == "mlp"
     np.testing.assert_allclose(params["first"]["kernel"][...], 0.5, atol=1e-6)
     assert np.ptp(params["second"]["kernel"][...]) > 0.1  # the rest is the task's own start
 
 
-def test_restart_of_a_finished_run_trains_no_more(tmp_path):
-    first = run(tmp_path, steps=6)
+def test_restart_of_a_finished_run_trains_no_more(tmp_path, uninterrupted):
+    workdir = shutil.copytree(uninterrupted, tmp_path / "run")
     task = tiny_run.Regression()
-    again = run(tmp_path, steps=6, task=task)
+    again = run(workdir, task=task, validation=tiny_run.KEEP_BEST)
     assert task.traces == 0
     for name, leaf in flatten_named(again).items():
-        np.testing.assert_array_equal(leaf, flatten_named(first)[name])
+        np.testing.assert_array_equal(leaf, weights(uninterrupted)[name])
+    assert_same_run(workdir, uninterrupted)
 
 
-def test_a_checkpoint_of_another_config_is_refused(tmp_path):
-    run(tmp_path, steps=4)
-    with pytest.raises(UserError, match=r"checkpoints/4: is a checkpoint of another config"):
-        run(tmp_path, steps=4, accumulate=2)
+def test_a_checkpoint_of_another_config_is_refused(tmp_path, uninterrupted):
+    workdir = shutil.copytree(uninterrupted, tmp_path / "run")
+    with pytest.raises(UserError, match=r"checkpoints/60: is a checkpoint of another config"):
+        run(workdir, accumulate=2)
 
 
-def test_weights_of_another_model_are_refused_with_their_keys(tmp_path):
-    run(tmp_path, steps=2, metadata={"name": "mlp"})
-    assert read_metadata(tmp_path)["name"] == "mlp"
+def test_weights_of_another_model_are_refused_with_their_keys(tmp_path, uninterrupted):
     wider = nnx.eval_shape(lambda: nnx.Linear(5, 16, rngs=nnx.Rngs(0)))
     with pytest.raises(
         UserError, match=r"another model than .*: bias is missing; kernel is missing"
     ):
-        load_weights(tmp_path, nnx.state(wider, nnx.Param))
+        load_weights(uninterrupted, nnx.state(wider, nnx.Param))
     shrunk = abstract_params()
     shrunk["first"]["kernel"].set_value(jax.ShapeDtypeStruct((4, 16), np.float32))
     with pytest.raises(UserError, match=r"first/kernel is \[5, 16\], the model's is \[4, 16\]"):
-        load_weights(tmp_path, shrunk)
+        load_weights(uninterrupted, shrunk)
     with pytest.raises(UserError, match="holds no trained weights"):
         load_weights(tmp_path / "nowhere", abstract_params())
 

@@ -10,11 +10,15 @@ and kill -9:
 python tiny_run.py WORKDIR in_evaluation N   at the N-th evaluation of this attempt
 python tiny_run.py WORKDIR before_best N     before the N-th writing of best/, its checkpoint saved
 python tiny_run.py WORKDIR between_renames N while the N-th writing of best/ replaces an older one
+python tiny_run.py WORKDIR random N SECONDS  so many seconds after the N-th batch, wherever it is then
+
+Behind them: what changes in config.train, as JSON.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import sys
@@ -164,28 +168,41 @@ def run(
 
 def main():
     object_store.install()
-    workdir, when, step = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    workdir, when, step, *more = sys.argv[1:]
+    step, delay = int(step), float(more.pop(0)) if when == "random" else 0.0
+    validation, batches, mesh = None, pipeline(), None
+    if when in ("to_end", "in_evaluation", "before_best", "between_renames", "random"):
+        validation = KEEP_BEST
     if when == "on_mesh":
         mesh = make_mesh({"data": 2, "tensor": 2})
-        params = run(workdir, pipeline(), mesh=mesh)
-        print(params["first"]["kernel"][...].sharding.spec)
-    elif when == "to_end":
-        run(workdir, pipeline(), validation=KEEP_BEST)
     elif when == "in_evaluation":
-        run(workdir, pipeline(), validation=Validation(killed_at(step, evaluate), "mean"))
+        validation = Validation(killed_at(step, evaluate), "mean")
     elif when == "before_best":
-        written = killed_at(step, best_weights.replace_trained)
-        best_weights.replace_trained = written
-        run(workdir, pipeline(), validation=KEEP_BEST)
+        best_weights.replace_trained = killed_at(step, best_weights.replace_trained)
     elif when == "between_renames":
         folder.Path.rename = killed_at(2 * step, folder.Path.rename)  # two for every writing
-        run(workdir, pipeline(), validation=KEEP_BEST)
     elif when == "in_save":
         # Not before: a store would do nothing but answer whether it is there.
         watch = threading.Thread(target=kill_during_save, args=(workdir, step), daemon=True)
-        run(workdir, Watched(pipeline(), step, lambda batch: watch.start()))
-    else:
-        run(workdir, Watched(pipeline(), step, raise_signal(signal.SIGKILL)))
+        batches = Watched(batches, step, lambda batch: watch.start())
+    elif when == "at_batch":
+        batches = Watched(batches, step, raise_signal(signal.SIGKILL))
+    elif when == "random":
+        batches = Watched(batches, step, kill_after(delay))
+    changes = json.loads(more[0]) if more else {}
+    params = run(workdir, batches, mesh=mesh, validation=validation, **changes)
+    if mesh is not None:
+        print(params["first"]["kernel"][...].sharding.spec)
+
+
+def kill_after(delay):
+    """Something to happen: kill -9 that many seconds later, wherever the run is then."""
+
+    def wait():
+        time.sleep(delay)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return lambda batch: threading.Thread(target=wait, daemon=True).start()
 
 
 def killed_at(number, function):

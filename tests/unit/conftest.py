@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
 from pathlib import Path
 
-import filelock
 import pytest
 from cli_runs import (
     LANDS,
@@ -93,25 +91,6 @@ def short_readings():
         patch.setattr(timing, "_SHORTEST", 0.002)
         patch.setattr(runner, "read_bandwidth", lambda: read_bandwidth(1 << 24))
         yield
-
-
-@pytest.fixture(scope="session")
-def made_once(tmp_path_factory, request) -> Callable[[str, Callable[[Path], None]], Path]:
-    """Gives a folder by its name that the first worker to ask fills; the others wait for it."""
-    root = tmp_path_factory.getbasetemp()
-    if hasattr(request.config, "workerinput"):
-        root = root.parent
-
-    def get(name: str, fill: Callable[[Path], None]) -> Path:
-        folder, filled = root / name, root / f"{name}.filled"
-        with filelock.FileLock(root / f"{name}.lock"):
-            if not filled.exists():
-                folder.mkdir()  # a second try, after one that failed, fails here
-                fill(folder)
-                filled.touch()
-        return folder
-
-    return get
 
 
 @pytest.fixture(scope="session")
