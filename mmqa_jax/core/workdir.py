@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import os
 import subprocess
@@ -271,6 +272,7 @@ def _process_index() -> int:
     return jax.process_index() if jax is not None and jax.distributed.is_initialized() else 0
 
 
+@functools.cache
 def _versions() -> dict[str, str]:
     versions = {}
     for package in _PACKAGES:
@@ -279,6 +281,7 @@ def _versions() -> dict[str, str]:
     return versions
 
 
+@functools.cache
 def _git_commit(folder: Path) -> dict[str, Any] | None:
     """Commit of the checkout this package runs from, and whether files differ from it."""
 
