@@ -14,6 +14,7 @@ a restart computes what is missing. Processes of several hosts need a common fol
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -473,6 +474,7 @@ def _turn(turn: int, turns: int, progress: Progress) -> Callable[[float | None],
     return text
 
 
+@functools.cache
 def _code() -> str:
     """16 hex digits of this package's source files."""
     digest = hashlib.sha256()

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_jsonl
@@ -23,6 +25,9 @@ from mmqa_jax.evaluation.plots import Points, curves_plot, lines_plot, recall_pl
 from mmqa_jax.evaluation.score_names import for_people
 from mmqa_jax.evaluation.significance import Interval
 from mmqa_jax.evaluation.tables import Cell, Table, format_bounds, format_cell
+
+if TYPE_CHECKING:
+    import jinja2
 
 _SCRIPTS = ("cards.js.jinja", "page.js.jinja")
 
@@ -98,24 +103,7 @@ def write_report(path: str | os.PathLike, data: ReportData) -> None:
 
 def render_report(data: ReportData) -> str:
     """The report as one HTML page that needs no other file and no network."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("mmqa_jax.evaluation"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(
-        bounds=format_bounds,
-        cell=format_cell,
-        minutes=_minutes,
-        people=for_people,
-        percent=lambda share: f"{100 * _plain(share):.2f}",
-        plain=_plain,
-    )
-    environment.tests["interval"] = lambda cell: isinstance(cell, Interval)
+    environment = _environment()
     # Plain files without any expression: their text is known before a page's data is.
     scripts = {name: environment.get_template(name).render() for name in _SCRIPTS}
     curves = {
@@ -141,6 +129,30 @@ def render_report(data: ReportData) -> str:
         total_seconds=sum(seconds for _, seconds in data.stages),
         cards_json=cards_json(data.cards, data.filters),
     )
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    """The templates, compiled once: rows of a table have a report each."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("mmqa_jax.evaluation"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        bounds=format_bounds,
+        cell=format_cell,
+        minutes=_minutes,
+        people=for_people,
+        percent=lambda share: f"{100 * _plain(share):.2f}",
+        plain=_plain,
+    )
+    environment.tests["interval"] = lambda cell: isinstance(cell, Interval)
+    return environment
 
 
 def _policy(scripts: Iterable[str]) -> str:

@@ -1,7 +1,7 @@
 """`mmqa demo` as a user runs it: once to its end, again, killed and restarted, asked, re-scored.
 
-The demo and what is killed are real processes. They compile into one cache for this file:
-compiling is most of what these runs cost.
+What is killed are processes of their own, forks of one that has imported the demo. All compile
+into one cache: compiling is most of what these runs cost.
 """
 
 from __future__ import annotations
@@ -32,30 +32,35 @@ from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.splits import evenly
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.training.throughput import CLOCK_COLUMNS
+from tests.forks import ForkServer
 
 ROOT = Path(__file__).parents[2]
-# Texts still have a length above another's; each length is a program of every model that sees it.
+# Sources still have a length above another's; each length is a program of every model that sees it.
 CONFIG = (
     f"--config={ROOT}/configs/atlas/demo.py:runlocal",
-    "--config.evaluate.questions=30",
+    "--config.countries=16",
+    "--config.evaluate.questions=20",
+    "--config.search.dev_questions=10",
+    "--config.select.dev_questions=10",
     "--config.contrastive.inference.buckets=(32, 64)",
-    "--config.rerank.packing.buckets=((0, 64), (0, 96), (1, 52))",
-    "--config.answer.packing.buckets=((0, 144), (1, 104), (2, 88))",
+    "--config.rerank.packing.buckets=((0, 96), (1, 52))",
+    "--config.answer.packing.buckets=((2, 144),)",
+    *(f"--config.{task}.train.steps=2" for task in ("contrastive", "rerank", "answer")),
+    "--config.contrastive.train.checkpoint_every=1",  # it is killed behind the first
 )
 SETTINGS = ("question_only", "oracle", "restricted", "full")
 STAGES = (
     "prepare", "contrastive", "embed", "search", "rerank", "tune", "refuse", "select", "answer", "read",
     "score",
 )  # fmt: skip
-MINUTES = 60
 
 
 class Demo:
     """A finished demo: its workdir, its corpus, the JSON it printed and what else it said."""
 
-    def __init__(self, workdir: Path, ended: subprocess.CompletedProcess):
-        self.workdir, self.ended = workdir, ended
-        self.result = json.loads(ended.stdout.splitlines()[-1])
+    def __init__(self, workdir: Path, out: str, err: str):
+        self.workdir, self.out, self.err = workdir, out, err
+        self.result = json.loads(out.splitlines()[-1])
         self.corpus: Corpus = open_corpus(workdir / "data")
         count = json.loads((workdir / "config.json").read_text())["config"]["evaluate"]["questions"]
         self.questions = evenly(self.corpus.questions("test"), count)
@@ -69,18 +74,6 @@ def _environment(cli_cache):
         patch.setenv("MMQA_PROGRESS", "off")
         patch.setenv("JAX_PLATFORMS", "cpu")
         yield
-
-
-def command(*arguments: str | Path) -> list[str]:
-    """The installed `mmqa` with these arguments."""
-    return [str(Path(sys.executable).with_name("mmqa")), *map(str, arguments)]
-
-
-def run(*arguments: str | Path) -> subprocess.CompletedProcess:
-    """One `mmqa` in a process of its own."""
-    return subprocess.run(
-        command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=15 * MINUTES
-    )
 
 
 def run_here(*arguments: str | Path) -> tuple[int, str, str]:
@@ -108,9 +101,9 @@ def evaluate(demo: Demo, predictions: Path) -> dict:
 def demo(tmp_path_factory, _environment):
     """The demo on a fresh workdir, uninterrupted."""
     workdir = tmp_path_factory.mktemp("demo") / "workdir"
-    ended = run("demo", *CONFIG, f"--workdir={workdir}", "--json")
-    assert ended.returncode == 0, ended.stderr
-    return Demo(workdir, ended)
+    code, out, err = run_here("demo", *CONFIG, f"--workdir={workdir}", "--json")
+    assert code == 0, err
+    return Demo(workdir, out, err)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -138,7 +131,7 @@ def test_it_prints_every_score_as_one_json_object(demo):
     }
     assert wanted <= scores.keys()
     assert demo.result["dataset"] == "atlas"
-    assert demo.result["n"] == len(demo.questions) >= 30
+    assert demo.result["n"] == len(demo.questions) == 20
     assert demo.result == json.loads((demo.workdir / "scores.json").read_text())
     categories = {question.category for question in demo.questions}
     assert len(categories) >= 5
@@ -154,12 +147,12 @@ def test_it_prints_every_score_as_one_json_object(demo):
 
 
 def test_it_says_what_it_did_and_whose_the_material_is(demo):
-    assert "CC BY-SA 4.0" in demo.ended.stdout
-    assert "not comparable with WebQA's" in " ".join(demo.ended.stderr.split())
+    assert "CC BY-SA 4.0" in demo.out
+    assert "not comparable with WebQA's" in " ".join(demo.err.split())
     for stage in STAGES:
-        assert re.search(rf"│ {stage} +│", demo.ended.stderr), stage
+        assert re.search(rf"│ {stage} +│", demo.err), stage
         assert (demo.workdir / "stages" / f"{stage}.json").exists()
-    assert "Traceback" not in demo.ended.stderr
+    assert "Traceback" not in demo.err
     for task in ("contrastive", "rerank", "answer"):
         losses = [row["loss"] for row in read_metrics(demo.workdir / task) if "loss" in row]
         assert losses
@@ -274,13 +267,13 @@ def test_an_answer_cites_sources_of_the_corpus(demo, with_picture, tmp_path):
         arguments += [f"--image={tmp_path / 'flag.png'}", "Which country has this flag?"]
     else:
         arguments += ["What is the capital of Kenya?", "Which flag is red?"]
-    ended = run(*arguments)
-    assert ended.returncode == 0, ended.stderr
-    answers = json.loads(ended.stdout.splitlines()[-1])["answers"]
+    code, out, err = run_here(*arguments)
+    assert code == 0, err
+    answers = json.loads(out.splitlines()[-1])["answers"]
     assert len(answers) == (1 if with_picture else 2)
     for answer in answers:
-        assert answer["question"] in ended.stderr
-        assert answer["answer"] in ended.stderr
+        assert answer["question"] in err
+        assert answer["answer"] in err
         # About a picture of one's own the collection need not say anything.
         assert (0 if with_picture else 1) <= len(answer["sources"]) <= 2
         assert answer["found"] or not with_picture
@@ -313,7 +306,10 @@ def test_an_answer_is_read_only_from_sources_above_the_threshold(demo, threshold
 
 
 def test_questions_that_cannot_be_asked(demo):
-    ended = run("ask", f"--workdir={demo.workdir}", "What is the capital of " * 20 + "Kenya?")
+    """The first by the installed `mmqa`, in a process of its own."""
+    command = [Path(sys.executable).with_name("mmqa"), "ask", f"--workdir={demo.workdir}"]
+    question = "What is the capital of " * 20 + "Kenya?"
+    ended = subprocess.run([*command, question], cwd=ROOT, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert re.search(r"mmqa: .* tokens more than the \d+ .* shorten it\.", ended.stderr)
     code, _, err = run_here("ask", f"--workdir={demo.workdir}", "  ")
@@ -345,22 +341,27 @@ def test_another_config_is_refused_on_its_workdir(demo):
     assert times(demo.workdir) == before
 
 
-def killed(workdir: Path, stage: str, reached: Callable[[], bool]) -> None:
+@pytest.fixture(scope="module")
+def server(_environment):
+    """Starts demos that need not import what all of them need."""
+    started = ForkServer("mmqa_jax.commands.demo", "mmqa_jax.runs.demo", "orbax.checkpoint")
+    yield started
+    started.close()
+
+
+def killed(server: ForkServer, workdir: Path, stage: str, reached: Callable[[], bool]) -> None:
     """Starts the demo and ends it by kill -9 as soon as it has reached a point of `stage`."""
-    process = subprocess.Popen(
-        command("demo", *CONFIG, f"--workdir={workdir}", "--json"),
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    code = "import sys; from mmqa_jax.cli import main; sys.exit(main())"
+    command = ["-c", code, "demo", *CONFIG, f"--workdir={workdir}", "--json"]
+    process = server.start(command, os.environ)
     try:
         while not reached():
             assert process.poll() is None, f"the demo ended before stage {stage}"
             time.sleep(0.002)
     finally:
         process.kill()
-        process.wait()
-    assert process.returncode == -signal.SIGKILL
+        said, _ = process.communicate()
+    assert process.returncode == -signal.SIGKILL, said
     assert not (workdir / "stages" / f"{stage}.json").exists(), f"killed after stage {stage}"
 
 
@@ -370,7 +371,7 @@ def curve(run: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if k not in clock} for row in read_metrics(run)]
 
 
-def test_kill_9_in_three_stages_changes_no_score(demo, tmp_path):
+def test_kill_9_in_three_stages_changes_no_score(demo, server, tmp_path):
     workdir = tmp_path / "workdir"
     raw, embeddings = workdir / "data" / "raw", workdir / "index" / "embeddings"
     checkpoints = workdir / "contrastive" / "checkpoints"
@@ -379,9 +380,9 @@ def test_kill_9_in_three_stages_changes_no_score(demo, tmp_path):
         names = os.listdir(checkpoints) if checkpoints.exists() else ()
         return any(name.isdigit() for name in names)  # others are half written
 
-    killed(workdir, "prepare", (raw / "summary.json").exists)
-    killed(workdir, "contrastive", saved)
-    killed(workdir, "embed", lambda: any(embeddings.glob("shards-*/00000.jsonl")))
+    killed(server, workdir, "prepare", (raw / "summary.json").exists)
+    killed(server, workdir, "contrastive", saved)
+    killed(server, workdir, "embed", lambda: any(embeddings.glob("shards-*/00000.jsonl")))
     # The other models, which no kill has met, are the first demo's, and so are the scores of pairs
     # and the answers that they give: those of another pair or prompt are not among them.
     for name in ("rerank", "answer", "journals"):

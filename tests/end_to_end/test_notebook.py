@@ -13,12 +13,12 @@ NOTEBOOK = Path(__file__).parents[2] / "configs/corpus.ipynb"
 
 
 @pytest.fixture(scope="module")
-def printed(tmp_path_factory) -> dict[str, str]:
+def printed(tmp_path_factory, cli_cache) -> dict[str, str]:
     """What each cell prints, by the cell's name."""
     with pytest.MonkeyPatch.context() as patch:
         # As a user starts it: in a folder that is not the checkout.
         patch.setenv("PYTHONPATH", str(NOTEBOOK.parents[1]))
-        patch.setenv("MMQA_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("MMQA_CACHE", str(cli_cache))
         patch.setenv("JAX_PLATFORMS", "cpu")
         notebook = nbformat.read(NOTEBOOK, as_version=4)
         folder = tmp_path_factory.mktemp("notebook")

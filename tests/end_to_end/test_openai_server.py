@@ -26,7 +26,7 @@ from mmqa_jax.prompting.local_model import open_backend
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.weights.bundled import smollm2_path
 
-GREEDY = Decoding(max_new_tokens=12, logprobs=True)
+GREEDY = Decoding(max_new_tokens=6, logprobs=True)
 TEXTS = [
     "The capital of France is",
     "Seven days make a week, and twelve months make a",

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.atlas.build import SNIPPETS, build_atlas
+from mmqa_jax.data.atlas.build import LEAST_COUNTRIES, SNIPPETS, build_atlas
 from mmqa_jax.data.atlas.factbook import load_countries
 from mmqa_jax.data.atlas.questions import FLAG_QUESTIONS, TOTALS
 
@@ -33,9 +33,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A twentieth, several times built."""
+    """The smallest there is, several times built."""
     out = tmp_path_factory.mktemp("atlas") / "small"
-    build_atlas(out, limit_countries=12)
+    build_atlas(out, limit_countries=LEAST_COUNTRIES)
     return out
 
 
@@ -258,7 +258,7 @@ def test_attribution_names_licenses_and_versions(folder):
 def test_same_seed_same_bytes_in_another_process(small, tmp_path):
     code = (
         "import sys; from mmqa_jax.data.atlas.build import build_atlas;"
-        "build_atlas(sys.argv[1], limit_countries=12)"
+        f"build_atlas(sys.argv[1], limit_countries={LEAST_COUNTRIES})"
     )
     subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "b")],
@@ -269,7 +269,8 @@ def test_same_seed_same_bytes_in_another_process(small, tmp_path):
     assert names == sorted(p.name for p in (tmp_path / "b").iterdir())
     for name in names:
         assert (small / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
-    build_atlas(tmp_path / "b", seed=1, limit_countries=12)  # replaces the earlier build
+    # Another replaces it.
+    build_atlas(tmp_path / "b", seed=1, limit_countries=LEAST_COUNTRIES)
     assert (tmp_path / "b/atlas_test.json").read_bytes() != (small / "atlas_test.json").read_bytes()
 
 
@@ -279,7 +280,7 @@ def test_a_change_to_one_kind_of_question_leaves_the_others(small, tmp_path, mon
         return {(d["Q"], *d["A"]) for d in datums if d["Qcate"] not in ("number", "color")}
 
     monkeypatch.delitem(FLAG_QUESTIONS, "number")  # color takes the share
-    build_atlas(tmp_path / "changed", limit_countries=12)
+    build_atlas(tmp_path / "changed", limit_countries=LEAST_COUNTRIES)
     assert questions(tmp_path / "changed") == questions(small)
 
 

@@ -83,7 +83,10 @@ def size_of(folder: Path) -> int:
 
 @pytest.mark.parametrize("verb", [*SHARED, *ALONE, *MORE])
 def test_a_full_disk_ends_a_verb_in_one_sentence(verb, request, tmp_path):
-    """With no page left, and with a half of what it writes; then its files are an undisturbed's."""
+    """With no page left, and with a half of what it writes; then its files are an undisturbed's.
+
+    `rerank` and `answer` write as `search` and `run` do.
+    """
     flags = request.getfixturevalue("more_flags" if verb in MORE else "flags_of")
     ended = mmqa(*flags(verb, tmp_path / "whole"))
     assert ended.code == 0, ended.err
@@ -125,28 +128,25 @@ def assert_same(found, expected, out, whole):
 
 
 def test_training_on_a_full_disk(data, cli_cache, tmp_path):
-    """Processes of their own, with all that their threads say until they end; then it goes on."""
+    """At last a process of its own, with all that its threads say until it ends; then it goes on."""
     environment = os.environ | {
         "MMQA_CACHE": str(cli_cache), "MMQA_PROGRESS": "off", "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }  # fmt: skip
 
-    def train(flags):
-        command = [sys.executable, "-m", "mmqa_jax.cli", "train", *map(str, flags)]
-        return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-
     with small_disk(tmp_path / "disk") as disk:
         workdir = disk.folder / "run"
         flags = train_flags("answer", data, workdir, **{"train.steps": 3})
-        disk.leave(4 * 2**10)  # before a thread starts
-        ended = mmqa("train", *flags)
-        assert ended.code == 1, ended.err
-        assert SAID.fullmatch(ended.err), ended.err
-        for left in (300 * 2**10, 4 * 2**20):
+        for left in (4 * 2**10, 300 * 2**10):  # the smaller one is full before a thread starts
             disk.leave(left)
-            ended = train(flags)
-            assert ended.returncode == 1, ended.stderr
-            assert SAID.fullmatch(ended.stderr), ended.stderr
+            ended = mmqa("train", *flags)
+            assert ended.code == 1, ended.err
+            assert SAID.fullmatch(ended.err), ended.err
+        disk.leave(4 * 2**20)
+        command = [sys.executable, "-m", "mmqa_jax.cli", "train", *flags]
+        ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+        assert ended.returncode == 1, ended.stderr
+        assert SAID.fullmatch(ended.stderr), ended.stderr
         disk.free()
         done("train", *flags)
         assert [row["step"] for row in rows_of(workdir / "metrics.jsonl") if "loss" in row] == [

@@ -31,7 +31,8 @@ from tests.forks import ForkServer
 
 pytestmark = pytest.mark.slow
 
-SHARED = ("embed", "search", "rerank", "answer", "prompt", "run")
+SHARED = ("embed", "search", "prompt", "run")
+IN_RUN = ("rerank", "answer")  # stages of a row too, in its chunks: by themselves with --kills=50
 ALONE = ("index", "caption", "candidates")  # one process does all of the job
 # Files that name times or hosts, what is kept of finished work, and locks.
 NOT_COMPARED = ("config.json", "report.html", ".lock", ".claim")
@@ -166,11 +167,10 @@ def results(folder: Path) -> dict[str, bytes | list]:
     return found
 
 
-@pytest.mark.parametrize("verb", SHARED)
 def test_killed_shards_end_with_the_files_of_one_process(
-    verb, start, flags_of, undisturbed, kills, tmp_path
+    shared, start, flags_of, undisturbed, kills, tmp_path
 ):
-    rng = random.Random(f"{verb} {kills}")
+    verb, rng = shared, random.Random(f"{shared} {kills}")
     folder = tmp_path / "shared"
     expected, moments = undisturbed(verb)
     assert len(expected) >= (4 if verb == "run" else 1)
@@ -195,9 +195,12 @@ def test_killed_shards_end_with_the_files_of_one_process(
 
 
 def pytest_generate_tests(metafunc):
+    many = metafunc.config.getoption("--kills") >= 50
+    if "shared" in metafunc.fixturenames:
+        metafunc.parametrize("shared", SHARED + IN_RUN if many else SHARED)
     if "scheme" in metafunc.fixturenames:
         cases = [("embed", "gs"), ("prompt", "s3")]
-        if metafunc.config.getoption("--kills") >= 50:
+        if many:
             cases += [("run", "gs"), ("search", "s3"), ("rerank", "gs"), ("answer", "s3")]
         metafunc.parametrize(("verb", "scheme"), cases)
 

@@ -107,7 +107,7 @@ def free_job() -> int:
 
 
 def test_two_tasks_check_the_machine_and_train(slurm, data, cli_cache, tmp_path):
-    flags = train_flags("contrastive", data, tmp_path / "run")
+    flags = train_flags("contrastive", data, tmp_path / "run", **{"train.steps": 1})
     process = slurm("mmqa", "train", *flags, MMQA_CACHE=str(cli_cache))
     output = process.communicate(timeout=570)[0]
     assert process.returncode == 0, output
@@ -116,7 +116,7 @@ def test_two_tasks_check_the_machine_and_train(slurm, data, cli_cache, tmp_path)
     assert re.search(r"(ok   |warn ) disk  .* writes \d+ MB/s", output)
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert record["devices"]["processes"] == 2
-    assert [row["step"] for row in rows_of(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+    assert [row["step"] for row in rows_of(tmp_path / "run" / "metrics.jsonl")] == [1]
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,12 @@ def model(tmp_path_factory):
     return write_folder(tmp_path_factory.mktemp("served") / "tiny", llama_config(60, 512))
 
 
-@contextlib.contextmanager
-def started(model, tmp_path, *flags):
+@pytest.fixture(scope="module")
+def served(model, tmp_path_factory):
     """The process and its address."""
-    said = (tmp_path / "said.txt").open("w+")
+    said = (tmp_path_factory.mktemp("said") / "said.txt").open("w+")
     command = [sys.executable, "-m", "mmqa_jax.cli", "serve", f"--model={model}", "--port=0"]
-    process = subprocess.Popen([*command, *flags], cwd=ROOT, stderr=said, env=dict(os.environ))
+    process = subprocess.Popen(command, cwd=ROOT, stderr=said, env=dict(os.environ))
     try:
         deadline = time.monotonic() + 240
         while not (found := re.search(r"http://127\.0\.0\.1:\d+", _read(said))):
@@ -47,29 +47,6 @@ def started(model, tmp_path, *flags):
 def _read(file) -> str:
     file.seek(0)
     return file.read()
-
-
-def test_sigterm_lets_answers_end_and_takes_nothing_new(model, tmp_path):
-    with started(model, tmp_path) as (process, address):
-        body = {"model": str(model), "prompt": "go on", "max_tokens": 480, "stream": True,
-                "temperature": 1.5, "seed": 3}  # fmt: skip
-        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=120) as reply:
-            lines = reply.iter_lines()
-            first = next(lines)
-            process.send_signal(signal.SIGTERM)
-            refused = False
-            rest = []
-            for line in lines:
-                rest.append(line)
-                if not refused:
-                    with contextlib.suppress(httpx.HTTPError):
-                        httpx.get(f"{address}/healthz", timeout=5)
-                        continue
-                    refused = True
-        assert first.startswith("data: {")
-        assert [line for line in rest if line][-1] == "data: [DONE]"
-        assert refused
-        assert process.wait(60) == 0
 
 
 def test_flags_that_are_refused(model, tmp_path, monkeypatch):
@@ -95,7 +72,7 @@ def test_flags_that_are_refused(model, tmp_path, monkeypatch):
     assert (ended.code, "no such file or folder" in ended.err) == (2, True)
 
 
-def test_lm_evaluation_harness_scores_as_prompt_does(model, tmp_path, monkeypatch):
+def test_lm_evaluation_harness_scores_as_prompt_does(served, model, tmp_path, monkeypatch):
     """A task on a local file: its accuracy is that of `mmqa prompt` on the same choices."""
     words = ["red", "blue", "a long road", "no", "yes", "The sea.", "pump", "left"]
     rows = [
@@ -110,21 +87,21 @@ def test_lm_evaluation_harness_scores_as_prompt_does(model, tmp_path, monkeypatc
         'test_split: test\ndoc_to_text: "{{q}}"\ndoc_to_choice: "{{choices}}"\n'
         "doc_to_target: answer\nmetric_list:\n  - metric: acc\n  - metric: acc_norm\n"
     )
-    with started(model, tmp_path) as (_, address):
-        arguments = (
-            f"model={model},base_url={address}/v1/completions,tokenizer_backend=huggingface,"
-            f"tokenizer={model},num_concurrent=4,max_retries=1"
-        )
-        for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-            monkeypatch.setenv(name, "1")
-        from lm_eval import simple_evaluate
-        from lm_eval.tasks import TaskManager
+    _, address = served
+    arguments = (
+        f"model={model},base_url={address}/v1/completions,tokenizer_backend=huggingface,"
+        f"tokenizer={model},num_concurrent=4,max_retries=1"
+    )
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
 
-        found = simple_evaluate(
-            "local-completions", arguments, ["local_choices"], bootstrap_iters=0,
-            # Thousands of tasks of its own would be read.
-            task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
-        )  # fmt: skip
+    found = simple_evaluate(
+        "local-completions", arguments, ["local_choices"], bootstrap_iters=0,
+        # Thousands of tasks of its own would be read.
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+    )  # fmt: skip
     theirs = {
         sample["doc"]["q"]: [float(one[0]) for one in sample["filtered_resps"]]
         for sample in found["samples"]["local_choices"]
@@ -142,3 +119,27 @@ def test_lm_evaluation_harness_scores_as_prompt_does(model, tmp_path, monkeypatc
         answer = json.loads(line)
         ours = [choice["logprob"] for choice in answer["scores"]]
         assert theirs[rows[answer["id"]]["q"]] == pytest.approx(ours, abs=1e-3)
+
+
+def test_sigterm_lets_answers_end_and_takes_nothing_new(served, model):
+    """The last that is asked of the process."""
+    process, address = served
+    body = {"model": str(model), "prompt": "go on", "max_tokens": 480, "stream": True,
+            "temperature": 1.5, "seed": 3}  # fmt: skip
+    with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=120) as reply:
+        lines = reply.iter_lines()
+        first = next(lines)
+        process.send_signal(signal.SIGTERM)
+        refused = False
+        rest = []
+        for line in lines:
+            rest.append(line)
+            if not refused:
+                with contextlib.suppress(httpx.HTTPError):
+                    httpx.get(f"{address}/healthz", timeout=5)
+                    continue
+                refused = True
+    assert first.startswith("data: {")
+    assert [line for line in rest if line][-1] == "data: [DONE]"
+    assert refused
+    assert process.wait(60) == 0

@@ -12,19 +12,19 @@ import time
 from pathlib import Path
 
 import pytest
+import squares_job
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from squares_job import run, square
 
 from mmqa_jax.core import chunks
-from mmqa_jax.core.chunks import Job, Part, part_notes, read_job, read_parts, write_job
+from mmqa_jax.core.chunks import Part, part_notes, read_job, read_parts, write_job
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.shards import WHOLE, Shard, parse_shard
 from mmqa_jax.core.store import HEAD, Store, chunk_files
 from mmqa_jax.runs.jobs import find_job, job_status
 
 pytestmark = pytest.mark.slow
-
-WHAT = {"verb": "test", "model": "m1"}
 
 
 @pytest.fixture(autouse=True)
@@ -37,28 +37,7 @@ def folder(tmp_path):
     return tmp_path / "out.jsonl.parts"
 
 
-def square(chunk: range) -> Part:
-    return Part([{"item": n, "square": n * n} for n in chunk], {"sum": sum(chunk)})
-
-
 ROWS = square(range(23)).rows
-
-
-def job(folder: Path, shard: Shard = WHOLE, **changes) -> Job:
-    values = {"chunk": 5, "items": 23} | {
-        k: changes.pop(k) for k in ("chunk", "items") if k in changes
-    }
-    return Job(folder, {**WHAT, **changes}, values["items"], chunk=values["chunk"], shard=shard)
-
-
-def run(folder: Path, shard: Shard = WHOLE, compute=square, **changes):
-    """The rows, or None; the job is marked as done."""
-    with job(folder, shard, **changes) as one:
-        one.run(lambda: compute)
-        rows = one.rows()
-        if rows is not None:
-            one.done()
-        return rows
 
 
 def merge(folder: Path) -> list:
@@ -281,33 +260,11 @@ def test_parts_of_older_versions_are_refused(folder, tmp_path):
     assert run(folder, model="m2") == ROWS
 
 
-# A process of its own: arguments folder, I, N, at which chunk it kills itself (-1: never).
-PROCESS = """
-import os, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from test_shards import run, square
-from mmqa_jax.core.shards import Shard
-
-index, count, kill_at = map(int, sys.argv[3:])
-
-def compute(chunk):
-    print(chunk.start // 5, flush=True)
-    if chunk.start // 5 == kill_at:
-        os.kill(os.getpid(), 9)
-    if kill_at == -2:
-        sys.stdin.read(1)  # stays at work
-    return square(chunk)
-
-rows = run(Path(sys.argv[2]), Shard(index, count), compute)
-print("waits" if rows is None else "done")
-"""
-
-
 def start(folder: Path, index: int, count: int, kill_at: int = -1) -> subprocess.Popen:
-    arguments = (Path(__file__).parent, folder, index, count, kill_at)
+    """A process of its own."""
+    arguments = (squares_job.__file__, folder, index, count, kill_at)
     return subprocess.Popen(
-        [sys.executable, "-c", PROCESS, *map(str, arguments)],
+        [sys.executable, *map(str, arguments)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 

@@ -27,7 +27,7 @@ print(json.dumps([code, *counts, "orbax" in sys.modules, "scipy" in sys.modules]
 """
 
 
-def test_every_program_of_a_second_start_is_in_the_cache(tmp_path):
+def test_every_program_of_a_second_start_is_in_the_cache(fresh_cache, tmp_path):
     model = write_folder(tmp_path / "model")
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("The capital\nof the land\n" * SIZES.slots)  # more than the slots hold
@@ -44,7 +44,7 @@ def test_every_program_of_a_second_start_is_in_the_cache(tmp_path):
             ],
             env={
                 **os.environ,
-                "MMQA_CACHE": str(tmp_path / "cache"),
+                "MMQA_CACHE": str(fresh_cache),
                 "MMQA_PROGRESS": "off",
                 "JAX_PLATFORMS": "cpu",
             },
@@ -55,11 +55,11 @@ def test_every_program_of_a_second_start_is_in_the_cache(tmp_path):
         )
         return tuple(json.loads(ended.stdout.splitlines()[-1]))
 
-    code, requests, hits, _, _ = start()
-    assert code == 0
-    assert hits < requests
     code, requests, hits, orbax, scipy = start()
     assert code == 0
+    if hits < requests:  # some were compiled, which other tests have not left here
+        code, requests, hits, orbax, scipy = start()
+        assert code == 0
     assert hits == requests > 3
     assert not orbax
     assert not scipy

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 
 import pytest
 from cli_runs import ROOT, write_rows
+from test_cli_compare import write_run
 
 pytestmark = pytest.mark.slow
 
@@ -56,11 +58,18 @@ def run(encoding, *arguments, program=("-m", "mmqa_jax.cli")):
     return ended
 
 
+@pytest.fixture(scope="module")
+def compare(tmp_path_factory):
+    """A verb that prints a table, and needs no JAX."""
+    folder = tmp_path_factory.mktemp("runs")
+    runs = [write_run(folder / name, {"s": [1.0, 0.0, 1.0]}) for name in "ab"]
+    return [sys.executable, "-m", "mmqa_jax.cli", "compare", *map(str, runs), "--json"]
+
+
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
-def test_what_is_closed_ends_no_verb(closed, tmp_path):
-    out = tmp_path / "tables"
-    verb = f"{sys.executable} -m mmqa_jax.cli tables atlas --json"
-    command = f"({verb} {closed}) > {out} 2>&1; echo $?"
+def test_what_is_closed_ends_no_verb(compare, closed, tmp_path):
+    out = tmp_path / "shown"
+    command = f"({shlex.join(compare)} {closed}) > {out} 2>&1; echo $?"
     ended = subprocess.run(["bash", "-c", command], capture_output=True, cwd=ROOT, text=True)
     assert ended.stdout == "0\n"
     shown = out.read_text()

@@ -121,7 +121,13 @@ def _prose(country: Country) -> Iterator[Snippet]:
 
 def _contains(text: str, answer: str) -> bool:
     """Whether the answer is in the text as whole words."""
-    return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text) is not None
+    at = text.find(answer)  # a pattern for each answer would take longer to compile than to match
+    while at >= 0:
+        end = at + len(answer)
+        if not re.match(r"\w", text[at - 1 : at]) and not re.match(r"\w", text[end : end + 1]):
+            return True
+        at = text.find(answer, at + 1)
+    return False
 
 
 def _tidy(text: str) -> str:
