@@ -213,10 +213,10 @@ def flags_with(verb: str, config: str, workdir: Path, values: Mapping[str, objec
     return flags + [f"--config.{key}={value}" for key, value in values.items()]
 
 
-def weights_of(folder: Path) -> dict[str, np.ndarray]:
-    """The arrays of a weights folder by name."""
-    specs = stored_specs(folder / "weights")
-    return {name: np.asarray(x) for name, x in read_weights(folder / "weights", specs).items()}
+def weights_of(folder: Path, part: str = "weights") -> dict[str, np.ndarray]:
+    """The arrays of a weights folder by name, or those of a checkpoint's `part`."""
+    specs = stored_specs(folder / part)
+    return {name: np.asarray(x) for name, x in read_weights(folder / part, specs).items()}
 
 
 def traced_loss(run: Path) -> dict:

@@ -28,6 +28,7 @@ TINY = {
     "batches.threads": 0, "inference.batch_size": 4, "train.steps": 2, "train.checkpoint_every": 0,
     "model.changes.hidden": 16, "model.changes.layers": 1, "model.changes.mlp": 16,
     "model.vision.width": 16, "model.vision.layers": 1, "model.vision.mlp_width": 16,
+    "model.fusion.dropout": 0.0,
 }  # fmt: skip
 
 

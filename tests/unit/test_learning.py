@@ -13,7 +13,7 @@ from mmqa_jax.data.prepare import prepare_atlas
 
 pytestmark = pytest.mark.slow
 
-STEPS = {"contrastive": 20, "rerank": 60, "answer": 40}
+STEPS = {"contrastive": 20, "rerank": 40, "answer": 30}
 # Of the last ten steps: loss at most, accuracy at least. Beside them the loss where the labels of
 # every batch are shuffled.
 BOUNDS = {

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from cli_runs import ROOT, TINY_OF, done, mmqa, quietly, rows_of, train_flags, tree, write_rows
+from drawn_weights import drawn
 from flax import nnx
 
 from mmqa_jax.core.config import load_config
@@ -193,7 +194,7 @@ def judge(data, tmp_path_factory):
         init = described.recipe(corpus, tokenizer).objective.init
         abstract = nnx.eval_shape(lambda: init(jax.random.key(0)))
         made = described.validation(corpus, tokenizer, abstract)
-        return made, lambda seed: init(jax.random.key(seed))
+        return made, lambda seed: drawn(lambda: init(jax.random.key(0)), seed)
 
     return make
 

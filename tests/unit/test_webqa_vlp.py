@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from cli_runs import ROOT, done, mmqa, narrow_vlp, quietly, rows_of
+from cli_runs import ROOT, done, mmqa, narrow_vlp, quietly, rows_of, traced_loss, weights_of
 from flax import nnx
 from test_regions import detections, write_vinvl, write_x101
 from test_webqa_reader import image_fact, png, snippet, write_images
@@ -54,6 +54,10 @@ VISION = dataclasses.asdict(TINY["clip"].vision)  # 16 pixels, patches of 8
 # One static shape, few regions: compiling is what costs here.
 SMALL = {
     "tokenizer": "corpus:200",
+    "model.changes.hidden": 32,
+    "model.changes.layers": 1,
+    "model.changes.heads": 2,
+    "model.changes.mlp": 32,
     "packing.buckets": "((2,64),)",
     "packing.max_question_tokens": 20,
     "packing.max_answer_tokens": 20,
@@ -141,10 +145,10 @@ def selector(release, cli_cache, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reader(release, cli_cache, tmp_path_factory):
-    """VLP + VinVL's answers."""
+    """VLP + VinVL's answers, as it is before its first step."""
     folder = tmp_path_factory.mktemp("qa") / "run"
     with quietly(cli_cache):
-        train(release, folder, "vlp_qa.py:vinvl_runlocal", **SMALL_QA)
+        train(release, folder, "vlp_qa.py:vinvl_runlocal", "--only_start", **SMALL_QA)
     return folder
 
 
@@ -170,9 +174,11 @@ def test_cached_ranks_the_whole_collection_with_mined_negatives(release, cli_cac
     with quietly(cli_cache):
         done("search", data, "--split=train", "--method=bm25", f"--out={mined}")
         train(
-            release, tmp_path / "run", "vlp_select.py:cached_runlocal",
-            **{"data.negatives": f"('{mined}',)"},
+            release, tmp_path / "run", "vlp_select.py:cached_runlocal", "--only_start",
+            **{"data.negatives": f"('{mined}',)", "model.changes.layers": 2},
         )  # fmt: skip
+        # Traced alone: such a model is trained in test_cached_reranker.
+        assert traced_loss(tmp_path / "run")["inputs"].input_ids.shape == (4, 64 + 2 * 3)
         result = done(
             "rerank", data, f"--model={tmp_path / 'run'}", "--split=val", "--candidates=all",
             "--top_k=1000", f"--out={tmp_path / 'all.jsonl'}",
@@ -227,6 +233,13 @@ def test_more_pictures_without_features_than_allowed_end_the_run(release, tmp_pa
         AssertionError, match=r"1 picture has no region features, more than the 0 allowed"
     ):
         train(release, tmp_path / "run", "vlp_select.py:runlocal", **{"features.max_missing": 0})
+
+
+def test_the_loss_reads_vinvls_regions(reader):
+    """Traced alone: the same task is trained over CLIP below."""
+    regions = traced_loss(reader)["inputs"].region_features
+    assert regions.shape[0] == 4
+    assert np.asarray(regions).any()
 
 
 def test_predicted_sources_are_all_cited_and_two_pictures_read(release, reader, reranked, tmp_path):
@@ -424,16 +437,16 @@ def test_clips_patch_features_are_those_of_the_tower(clip):
     section = {"trunk": "minilm_l6", "changes": {"hidden": 32, "layers": 1, "heads": 2, "mlp": 32},
                "frontend": "clip", "clip": "vit_b_16", "vision": VISION}  # fmt: skip
     config = read_typed(VLPModel, section, "model").config(40)
-    vlp = nnx.jit(lambda: config.build(rngs=nnx.Rngs(0)))()
-    nnx.update(vlp.region_content.tower, nnx.state(clip[1].vision))
+    content, tower = nnx.jit(lambda: config.make_region_content(nnx.Rngs(0)))(), clip[1].vision
+    nnx.update(content.tower, nnx.state(tower))
     pixels = np.random.default_rng(0).integers(0, 256, (4, 16, 16, 3)).astype(np.uint8)
     regions = PatchRegions(16, 8)
     patches = np.stack([regions(RawSource("", pixels=picture))[0] for picture in pixels])
     for layer in (-2, 0):
-        vlp.region_content.layer = layer
-        content, tower = vlp.region_content, clip[1].vision
+        content.layer = layer
         # Two rows of two pictures, side by side in their slots.
-        found = nnx.jit(type(content).features)(content, jnp.asarray(patches.reshape(2, 8, -1)))
+        seen = nnx.jit(lambda content, patches: content.features(patches))
+        found = seen(content, jnp.asarray(patches.reshape(2, 8, -1)))
         seen = nnx.jit(type(tower).patch_features, static_argnums=2)
         wanted = seen(tower, normalize_pixels(jnp.asarray(pixels)), layer)
         np.testing.assert_allclose(found.reshape(4, 4, -1), wanted, rtol=1e-4, atol=1e-4)
@@ -447,10 +460,12 @@ def test_a_reader_over_clip_is_trained_with_the_tower_frozen(release, clip, tmp_
     ours = flatten_named(nnx.state(graph.region_content.tower))
     for name, values in flatten_named(nnx.state(clip[1].vision)).items():
         np.testing.assert_array_equal(ours[name], values, err_msg=name)
-    start = nnx.jit(lambda: graph.config.build(rngs=nnx.Rngs(jax.random.key(42))))()
-    moved = flatten_named(nnx.state(start.region_content.linears))
-    for name, values in flatten_named(nnx.state(graph.region_content.linears)).items():
-        assert not np.array_equal(values, moved[name]), name  # these are trained
+    # The linears behind it are trained, by an update every two steps.
+    last, first = weights_of(tmp_path / "run"), weights_of(tmp_path / "run/checkpoints/2", "params")
+    linears = [name for name in last if name.startswith("region_content/linears/")]
+    assert len(linears) == 2
+    for name in linears:
+        assert not np.array_equal(last[name], first[name]), name
     # What it reads changes with the picture, and the folder of CLIP is not needed any more.
     question = corpus.questions("val")[1]
     scores = []
