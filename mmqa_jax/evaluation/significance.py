@@ -106,14 +106,13 @@ def mcnemar(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.nd
 
     Under the null hypothesis, when exactly one system is right, it is equally likely to be either.
     """
+    import scipy.stats
+
     difference = _paired(first, second)
     wins, losses = int((difference > 0).sum()), int((difference < 0).sum())
-    count = wins + losses
-    ways = tail = 1  # to draw no win, and at most as many as the rarer outcome has
-    for drawn in range(min(wins, losses)):
-        ways = ways * (count - drawn) // (drawn + 1)
-        tail += ways
-    return min(1.0, 2 * tail / 2**count)
+    if wins + losses == 0:
+        return 1.0
+    return float(scipy.stats.binomtest(wins, wins + losses).pvalue)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
