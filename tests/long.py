@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PYTEST = ("-m", "pytest", "-q", "-n", "2", "--dist", "loadfile")
+PYTEST = (
+    "-m",
+    "pytest",
+    "-o",
+    "addopts=",
+    "-n",
+    "2",
+    "--dist",
+    "loadfile",
+)  # tells how many passed
 
 
 class Item(NamedTuple):
@@ -76,7 +85,10 @@ def run(name: str, out: Path) -> tuple[int, str, float]:
         code = subprocess.run(
             command, cwd=ROOT, env=os.environ | optimized, stdout=file, stderr=subprocess.STDOUT
         ).returncode
-    return code, last_line(log), time.monotonic() - began
+    told = last_line(log)
+    if code == 0 and "skipped" in told and "passed" not in told:
+        code = 1  # what a machine lacks, here a browser, was not tried
+    return code, told, time.monotonic() - began
 
 
 def main() -> int:

@@ -269,6 +269,6 @@ def complete(folder: Path) -> bool:
     """Whether a shared job's results are written."""
     jobs = [*folder.rglob("job.json")]
     if jobs:
-        return all(read_json(path)["complete"] for path in jobs)
+        return all(read_json(path).get("complete") for path in jobs)  # none before the first end
     manifests = [*folder.glob("embeddings/manifest.json")]
     return bool(manifests) and all(read_json(path)["complete"] for path in manifests)
