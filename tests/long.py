@@ -16,16 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PYTEST = (
-    "-m",
-    "pytest",
-    "-o",
-    "addopts=",
-    "-n",
-    "2",
-    "--dist",
-    "loadfile",
-)  # tells how many passed
+# Its last line tells how many passed.
+PYTEST = (*("-m", "pytest", "-o", "addopts="), *("-n", "2", "--dist", "loadfile"))
 
 
 class Item(NamedTuple):
