@@ -33,8 +33,14 @@ esac
 if [ $# -gt ${#mesh[@]} ]; then
   exec .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
 fi
+# Tests of meshes have a process of their own (tests/mesh/conftest.py), beside the others; what it
+# prints comes after theirs.
+told="$(mktemp)"
+.venv/bin/python -m pytest "${mesh[@]}" tests/mesh >"$told" 2>&1 &
+meshes=$!
+trap 'kill "$meshes" 2>/dev/null || true; rm -f "$told"' EXIT
 status=0
 .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" || status=1
-# In a process of their own: tests/mesh/conftest.py.
-.venv/bin/python -m pytest -n 2 --dist loadfile "${mesh[@]}" tests/mesh || status=1
+wait "$meshes" || status=1
+cat "$told"
 exit "$status"
