@@ -65,7 +65,7 @@ def last_line(log: Path) -> str:
         line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
     ]
     told = [line for line in lines if line and not line.startswith("{")]
-    return told[-1] if told else ""
+    return told[-1].strip("= ") if told else ""
 
 
 def run(name: str, out: Path) -> tuple[int, str, float]:
