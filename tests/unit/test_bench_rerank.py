@@ -23,7 +23,7 @@ TRUNK = BertConfig(
     dropout=0.0, attention_dropout=0.0, unroll=1,
 )  # fmt: skip
 LOAD = rerank.Load(
-    VLPConfig(TRUNK, 6, 5, (8,)), joint_layers=(1, 2), plain=2, sources=2, questions=3,
+    VLPConfig(TRUNK, 6, 5, (8,)), joint_layers=(2,), plain=2, sources=2, questions=3,
     alone=(4, 5), together=(2, 3), matmul=64,
 )  # fmt: skip
 
@@ -35,7 +35,7 @@ def result(short_readings):
 
 def test_the_projection_is_that_of_the_cost_model(result):
     rows = {row["name"]: row for row in result["rows"]}
-    assert list(rows) == ["plain", "cached_1", "cached_2"]
+    assert list(rows) == ["plain", "cached_2"]
     pairs = 7540 * 934_239
     assert result["job"]["pairs"] == pairs
     for row in rows.values():
@@ -55,10 +55,10 @@ def test_the_projection_is_that_of_the_cost_model(result):
     plain = rows["plain"]
     assert plain["source_ms"] == plain["question_ms"] == 0
     assert plain["peer"] is plain["ratio"] is None
-    for name in ("cached_1", "cached_2"):
-        assert rows[name]["peer"] == plain["ours"]
-        assert rows[name]["ratio"] == pytest.approx(rows[name]["ours"] / plain["ours"], rel=2e-3)
-        assert rows[name]["source_ms"] > 0
+    cached = rows["cached_2"]
+    assert cached["peer"] == plain["ours"]
+    assert cached["ratio"] == pytest.approx(cached["ours"] / plain["ours"], rel=2e-3)
+    assert cached["source_ms"] > 0
     json.dumps(result)
 
 

@@ -109,16 +109,18 @@ def test_masked_scored_and_restricted_as_in_memory(folder, texts, in_memory):
 
 
 @pytest.mark.parametrize(
-    "options", [{"k1": 0.9, "b": 0.4}, {"k1": 2.0, "b": 0.0, "stop_words": False}]
+    ("options", "limits"),
+    [
+        ({"k1": 0.9, "b": 0.4}, ShardLimits(postings=5_000, tiered=4, block=100)),
+        (
+            {"k1": 2.0, "b": 0.0, "stop_words": False},
+            ShardLimits(words=1_000, tiered=300, block=100),
+        ),
+    ],
 )
-def test_other_options_and_shards_that_fill_by_postings_or_words(texts, tmp_path, options):
-    for limits in (
-        ShardLimits(postings=5_000, tiered=4, block=100),
-        ShardLimits(words=1_000, tiered=300, block=100),
-    ):
-        build(tmp_path, texts, limits=limits, **options)
-        same(DiskBM25(tmp_path).search(QUERIES, 50), BM25(texts, **options).search(QUERIES, 50))
-        shutil.rmtree(tmp_path)
+def test_other_options_and_shards_that_fill_by_postings_or_words(texts, tmp_path, options, limits):
+    build(tmp_path, texts, limits=limits, **options)
+    same(DiskBM25(tmp_path).search(QUERIES, 50), BM25(texts, **options).search(QUERIES, 50))
 
 
 def test_ties_over_groups_of_shards_stay_in_the_order_of_rows(tmp_path):
@@ -260,12 +262,12 @@ def test_killed_it_goes_on_behind_the_last_whole_shard(tmp_path):
 @pytest.mark.slow
 def test_bm25_from_disk_over_sources_on_disk(tmp_path, monkeypatch):
     passages, asked, articles = tmp_path / "psgs_w100.tsv", tmp_path / "asked", tmp_path / "wiki"
-    write_passages(passages, 3_000)
+    write_passages(passages, 1_000)
     assert main(["prepare", "dpr", f"--raw={passages}", f"--out={articles}"]) == 0
     raw = tmp_path / "raw"
     raw.mkdir()
     (raw / "sources.jsonl").write_text('{"id": "own", "modality": "text", "text": "own"}\n')
-    texts = [open_corpus(articles).sources[row].text for row in (5, 2_900)]
+    texts = [open_corpus(articles).sources[row].text for row in (5, 900)]
     asks = [" ".join(text.split()[:8]) for text in texts]
     rows = [{"id": f"q{n}", "split": "test", "question": text} for n, text in enumerate(asks)]
     (raw / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -279,13 +281,13 @@ def test_bm25_from_disk_over_sources_on_disk(tmp_path, monkeypatch):
         assert main([*search, *flags, f"--out={out}"]) == 0
         found.append(out.read_text())
     assert found[0] == found[1]
-    assert [json.loads(line)["sources"][0] for line in found[0].splitlines()] == ["6", "2901"]
+    assert [json.loads(line)["sources"][0] for line in found[0].splitlines()] == ["6", "901"]
     corpus = open_corpus(articles)
     retriever = BM25Retriever(corpus, open_bm25(corpus, RetrieverSpec("bm25", index=str(index))))
     (own,) = retriever.search_within(
         [Question("q", "", asks[0])], [Ranking("q", ("9", "6"), (0, 0))]
     )
     assert own.sources[0] == "6"
-    monkeypatch.setattr("mmqa_jax.runs.parts._MOST_IN_MEMORY", 2_999)
-    with pytest.raises(UserError, match="3,000 sources are too many for an index in memory; run"):
+    monkeypatch.setattr("mmqa_jax.runs.parts._MOST_IN_MEMORY", 999)
+    with pytest.raises(UserError, match="1,000 sources are too many for an index in memory; run"):
         open_bm25(corpus, RetrieverSpec("bm25"))

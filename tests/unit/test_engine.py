@@ -10,25 +10,22 @@ import jax.monitoring
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_llm import by_id, llama_config, tiny_llama
+from tiny_llm import MODEL, SIZES, by_id, tiny_llama
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring, StopDetector, TooLong, truncate
 from mmqa_jax.decoding.sampling import SamplingParameters, choose, draw_key
-from mmqa_jax.decoding.slot_runner import EngineConfig
 
 pytestmark = pytest.mark.slow
 
-MODEL = llama_config(61)
-SIZES = EngineConfig(slots=5, length=160, buckets=(8, 32), prefill_tokens=64, block=32)
 END = 7
 
 
 class Letters:
-    """A tokenizer of 61 characters; its special token 0 begins every text."""
+    """A tokenizer of 60 characters; its special token 0 begins every text."""
 
-    table = "\0abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:;!?-"[:61]
+    table = "\0abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:;!?"
 
     def encode(self, text):
         return [0, *(self.table.index(letter) for letter in text)]
@@ -111,16 +108,15 @@ def test_greedy_equals_the_forward_pass(engine, log_probs):
         assert got.text == Letters().decode(tokens).split("g")[0]  # END is the letter g
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_an_answer_does_not_depend_on_its_neighbors(engine, seed):
+def test_an_answer_does_not_depend_on_its_neighbors(engine):
     """Alone, and in a batch of random order with shared beginnings: the same bits."""
-    requests = random_requests(seed, 40)
+    requests = random_requests(1, 40)
     alone = {}
     for request in requests:
         engine.forget()
         (alone[request.id],) = engine.generate([request])
         assert alone[request.id].reused_tokens == 0
-    order = np.random.default_rng(seed + 100).permutation(len(requests))
+    order = np.random.default_rng(100).permutation(len(requests))
     together = served(engine, [requests[n] for n in order])
     assert sum(result.reused_tokens for result in together.values()) > 100
     for request in requests:
@@ -201,8 +197,8 @@ def test_other_weights_answer_as_an_engine_of_theirs(engine):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"slots": 1, "buckets": (16,), "prefill_tokens": 16, "block": 16, "decode_block": 32},
-        {"length": 192, "buckets": (4, 64), "block": 0},
+        {"slots": 1, "buckets": (16,), "prefill_tokens": 16, "block": 16, "decode_block": 80},
+        {"length": 192, "buckets": (4, 64), "block": 0, "decode_block": 128},
     ],
     ids=str,
 )
@@ -437,7 +433,7 @@ def test_long_prompts_are_shortened_by_the_caller_or_refused(engine):
     ("changes", "match"),
     [
         ({"prompt": []}, "its prompt is empty"),
-        ({"prompt": [3, 61]}, "has token 61, expected 0 to 60"),
+        ({"prompt": [3, 60]}, "has token 60, expected 0 to 59"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0, expected 1 to 2,147,483,647"),
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"top_p": 0.0}, "top_p is 0.0"),
@@ -470,8 +466,8 @@ def test_other_mistakes_are_named(engine):
         list(bare.generate([Request(0, "text")]))
     with pytest.raises(UserError, match="stop strings need a tokenizer"):
         list(bare.generate([Request(0, [1], stop=("a",))]))
-    with pytest.raises(UserError, match="end token 61: expected 0 to 60"):
-        make_engine(end_ids=[61])
+    with pytest.raises(UserError, match="end token 60: expected 0 to 59"):
+        make_engine(end_ids=[60])
     for changes, match in [
         ({"length": 193}, "engine.length is 193: expected at most model.positions = 192"),
         ({"slots": 0}, "engine.slots is 0"),
@@ -505,7 +501,7 @@ def test_throughput_counts_what_was_done(engine):
             shown.append((n, values))
 
     engine.forget()
-    prompt = np.arange(40) % 61
+    prompt = np.arange(40)
     requests = [Request(n, [*prompt, n], 3) for n in range(8, 11)]
     results = list(engine.generate(requests, progress=Bar()))
     after = engine.throughput

@@ -26,7 +26,9 @@ MODEL = LlavaConfig(
     llama=llama_config(61, positions=96),
     image_token=IMAGE,
 )
-SIZES = EngineConfig(slots=4, length=96, buckets=(8, 16), prefill_tokens=32, block=32)
+SIZES = EngineConfig(
+    slots=4, length=96, buckets=(8, 16), prefill_tokens=32, block=32, decode_block=96
+)  # one program decodes
 
 
 def llava() -> Llava:

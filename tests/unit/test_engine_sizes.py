@@ -206,9 +206,10 @@ def test_later_prompts_may_be_longer_and_more(tmp_path, capsys, monkeypatch):
     # Each layer was read into the arrays that stay: no stack of layers is copied.
     monkeypatch.setattr("mmqa_jax.decoding.engine.unstack_layers", None)
     folder = write_folder(tmp_path / "model")
-    engine = AUTO | {"buckets": (32,), "block": 32}
+    given = {"buckets": (32,), "block": 32, "decode_block": 192}  # one program decodes
+    engine = AUTO | given
     backend = open_backend(folder, config=ModelConfig(), engine=engine)
-    fixed = {"slots": 4, "length": 192, "buckets": (32,), "prefill_tokens": 64, "block": 32}
+    fixed = given | {"slots": 4, "length": 192, "prefill_tokens": 64}
     whole = open_backend(folder, config=ModelConfig(), engine=fixed)
     assert backend.fingerprint == whole.fingerprint
     decoding = Decoding(max_new_tokens=4, logprobs=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_weights import drawn
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
@@ -29,7 +29,7 @@ FUSION = FusionConfig(
     unroll=1,
 )  # fmt: skip
 CONFIG = PatchMCANConfig(TEXT, VISION, FUSION, answers=3)
-IDS = jnp.array([[1, 5, 6, 2, 0], [1, 7, 2, 0, 0]])
+IDS = np.array([[1, 5, 6, 2, 0], [1, 7, 2, 0, 0]])
 
 
 @pytest.fixture(scope="module")
@@ -39,40 +39,44 @@ def task():
 
 @pytest.fixture(scope="module")
 def latent(task):
-    model = task.init(jax.random.key(0))
+    model = drawn(lambda: task.init(jax.random.key(0)))
     graphdef, state = nnx.split(model)
     return jax.jit(lambda image: nnx.merge(graphdef, state).latent(IDS, image))
 
 
 def image(seed: int, *shown: bool) -> dict:
     pixels = np.random.default_rng(seed).integers(0, 256, (2, 2, 4, 4, 3), np.uint8)
-    return {"pixels": jnp.asarray(pixels), "shown": jnp.array([shown, shown])}
+    return {"pixels": pixels, "shown": np.array([shown, shown])}
 
 
 def test_a_picture_that_is_not_shown_does_not_count(latent):
     first, second = image(0, True, False), image(0, True, False)
-    second["pixels"] = second["pixels"].at[:, 1].set(7)
+    second["pixels"][:, 1] = 7
     np.testing.assert_allclose(latent(first), latent(second), atol=1e-6)
-    both = [latent({**one, "shown": jnp.ones((2, 2), bool)}) for one in (first, second)]
-    assert np.abs(both[0] - both[1]).max() > 1e-3
+    both = [latent({**one, "shown": np.ones((2, 2), bool)}) for one in (first, second)]
+    assert np.abs(np.subtract(*both)).max() > 1e-3
 
 
 def test_the_order_of_two_pictures_counts(latent):
     one = image(0, True, True)
     turned = {**one, "pixels": one["pixels"][:, ::-1]}
-    assert np.abs(latent(one) - latent(turned)).max() > 1e-4
+    assert np.abs(np.subtract(latent(one), latent(turned))).max() > 1e-4
 
 
 def test_a_question_without_a_picture_has_an_answer(latent):
-    found = latent(image(0, False, False))
+    found = np.asarray(latent(image(0, False, False)))
     assert np.isfinite(found).all()
     assert np.abs(found[0] - found[1]).max() > 1e-3  # by its words
 
 
 def test_tower_and_text_are_trained(task):
-    model = task.init(jax.random.key(1))
+    model = drawn(lambda: task.init(jax.random.key(0)), 1)
     graphdef, state = nnx.split(model)
-    batch = {"question_ids": IDS, "image": image(2, True, True), "targets": jnp.eye(2, 3)}
+    batch = {
+        "question_ids": IDS,
+        "image": image(2, True, True),
+        "targets": np.eye(2, 3, dtype=np.float32),
+    }
 
     @jax.jit
     def gradient(state):
@@ -80,7 +84,7 @@ def test_tower_and_text_are_trained(task):
 
     found = nnx.to_pure_dict(gradient(state))
     for part in (found["vision"]["patch"], found["vision"]["layers"]["mlp_in"], found["bert"]):
-        assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(part)) > 0
+        assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(part)) > 0
 
 
 def test_heads_that_cannot_be_turned_are_refused():

@@ -188,8 +188,13 @@ def test_heads_that_nothing_shows_are_asked_for(model, tmp_path, capsys):
     for name in heads:
         assert f"--set {name}=" in message
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("model", ["vlp", "mcan"])  # of one part with heads, and of two
+def test_an_export_says_its_heads(model, tmp_path, capsys):
+    """To whoever gives the folder or the file in it."""
+    source = make_source(model, tmp_path / "source")
     assert main([*source.flags(model), f"--out={tmp_path / 'a'}"]) == 0
-    # An export says them, to whoever gives the folder or the file in it.
     exported = [f"--source={tmp_path / 'a'}", f"--out={tmp_path / 'hf'}", "--export=hf"]
     assert main(["convert", f"--model={model}", *exported]) == 0
     file = tmp_path / "hf" / "model.safetensors"

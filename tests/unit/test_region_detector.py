@@ -35,13 +35,9 @@ def picture(size: tuple[int, int], seed: int = 0) -> Image.Image:
     return Image.fromarray(values)
 
 
-def made(seed: int = 3) -> FasterRCNN:
-    return drawn(lambda: FasterRCNN(tiny("detectron"), rngs=nnx.Rngs(0)), seed)
-
-
 @pytest.fixture(scope="module")
 def detector():
-    model = made()
+    model = drawn(lambda: FasterRCNN(tiny("detectron"), rngs=nnx.Rngs(0)), 3)
     return RegionDetector(model, SMALL, batch_size=2), model
 
 
@@ -87,8 +83,13 @@ def test_what_cannot_be_loaded_keeps_its_place(detector):
 
 def test_fingerprints_tell_weights_rules_and_pictures(detector):
     detect, model = detector
-    same = RegionDetector(made(), SMALL, batch_size=1)
-    other = RegionDetector(made(seed=4), SMALL)
+    same = RegionDetector(nnx.clone(model), SMALL, batch_size=1)
+    changed = nnx.clone(model)
+    state = nnx.state(changed)
+    *_, (_, last) = nnx.to_flat_state(state)
+    last[...] = last[...] + 1e-3
+    nnx.update(changed, state)
+    other = RegionDetector(changed, SMALL)
     larger = RegionDetector(model, VLP)
     assert same.fingerprint == detect.fingerprint
     assert len({detect.fingerprint, other.fingerprint, larger.fingerprint}) == 3
