@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,13 +13,34 @@ from flax import nnx
 from mmqa_jax.core.mesh import DEFAULT_RULES, batch_sharding, make_mesh
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
-from mmqa_jax.training.state import abstract_state, initial_state, make_step, split_model
+from mmqa_jax.training.state import (
+    TrainState,
+    abstract_state,
+    initial_state,
+    make_step,
+    split_model,
+)
 
 MESHES = {
     "fsdp": {"fsdp": 8},
     "all": {"data": 2, "fsdp": 2, "tensor": 2},
 }
-Step = tuple[dict[str, np.ndarray], dict[str, np.ndarray], nnx.Module]
+
+
+class Taken(NamedTuple):
+    """What a training step leaves.
+
+    Attributes:
+      metrics: of the step.
+      moments: the optimizer's (the gradient, but for a factor), by name.
+      module: after the step.
+      start: the TrainState before it, of NumPy arrays.
+    """
+
+    metrics: dict[str, np.ndarray]
+    moments: dict[str, np.ndarray]
+    module: nnx.Module
+    start: TrainState
 
 
 def take_step(
@@ -29,13 +50,15 @@ def take_step(
     devices: Sequence[jax.Device] | None,
     *,
     accumulate: int = 1,
+    start: TrainState | None = None,
     **options: Any,
-) -> Step:
-    """Metrics, the optimizer's moments (the gradient, but for a factor) and the module after it.
+) -> Taken:
+    """One training step.
 
     Args:
       task: the objective.
       shape, devices: of the mesh; None: all devices.
+      start: another mesh's; None: the mesh draws its own, a program more to compile.
       options: of the optimizer.
     """
     mesh = make_mesh(shape, devices=devices)
@@ -46,20 +69,24 @@ def take_step(
         task, model, optimizer, schedule, seed=0, accumulate=accumulate, abstract=abstract,
         mesh=mesh,
     )  # fmt: skip
-    state = initial_state(task, optimizer, 0, abstract)
+    if start is None:
+        state = initial_state(task, optimizer, 0, abstract)
+        start = jax.device_get(state)
+    else:
+        state = jax.device_put(start, jax.tree.map(lambda leaf: leaf.sharding, abstract))
     state, metrics = step(state, jax.device_put(batch, batch_sharding(mesh)))
     for name, leaf in flatten_named(state.optimizer).items():
         if leaf.ndim > 2 and "lora_" not in name:  # the stacked kernels' moments
             splits = math.prod(shape.get(axis, 1) for axis in ("fsdp", "tensor"))
             assert leaf.addressable_shards[0].data.size == leaf.size // splits, name
     found = jax.device_get((metrics, flatten_named(state.optimizer)))
-    return *found, model.merge(state.params)
+    return Taken(*found, model.merge(state.params), start)
 
 
-def same_step(got: Step, wanted: Step) -> None:
+def same_step(got: Taken, wanted: Taken) -> None:
     """Compares the metrics and moments that two meshes give."""
     bounds = {"rtol": 1e-5}, {"rtol": 0, "atol": 1e-6}
-    for one, other, bound in zip(got, wanted, bounds, strict=False):
+    for one, other, bound in zip(got[:2], wanted[:2], bounds, strict=True):
         assert one.keys() == other.keys()
         for key, value in other.items():
             np.testing.assert_allclose(one[key], value, **bound, err_msg=key)

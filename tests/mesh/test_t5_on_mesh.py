@@ -85,4 +85,6 @@ def make_batch():
 def test_a_step_is_that_of_one_device():
     objective, batch = Seq2SeqObjective(CONFIG), make_batch()
     alone = take_step(objective, batch, {}, jax.devices()[:1])
-    same_step(take_step(objective, batch, MESHES["all"], None, accumulate=2), alone)
+    same_step(
+        take_step(objective, batch, MESHES["all"], None, accumulate=2, start=alone.start), alone
+    )

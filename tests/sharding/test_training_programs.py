@@ -23,10 +23,6 @@ pytestmark = [
 ]
 
 NAMES = ("vlp_select", "vlp_answer", "contrastive", "language_model", "replicated_model")
-AT_ONCE = (  # a process each
-    ("vlp_select", "language_model"),
-    ("vlp_answer", "contrastive", "replicated_model"),
-)
 
 
 @pytest.fixture(scope="module")
@@ -38,26 +34,15 @@ def programs() -> dict[str, dict[str, Any]]:
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
     script = str(Path(__file__).with_name("training_programs.py"))
-    started = [
-        subprocess.Popen(
-            [sys.executable, script, *names],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for names in AT_ONCE
-    ]
-    found: dict[str, dict[str, Any]] = {}
-    try:
-        for process in started:
-            out, err = process.communicate(timeout=1500)
-            assert process.returncode == 0, err[-5000:]
-            found |= json.loads(out)
-    finally:
-        for process in started:
-            process.kill()
-    return found
+    ended = subprocess.run(
+        [sys.executable, script, *NAMES],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    assert ended.returncode == 0, ended.stderr[-5000:]
+    return json.loads(ended.stdout)
 
 
 def bytes_of(found: dict[str, Any], kind: str) -> float:

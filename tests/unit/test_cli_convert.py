@@ -7,8 +7,7 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import jax
@@ -33,6 +32,7 @@ from mmqa_jax.weights.published import write_published
 from mmqa_jax.weights.registry import ARCHITECTURES, architecture
 from mmqa_jax.weights.sources import open_source
 from tests.fake_devices import fake_devices
+from tests.forks import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -251,17 +251,26 @@ print("equal on", len(jax.devices()))
 """
 
 
-def test_onto_a_mesh_each_device_reads_its_own_shard(made):
-    _, result = made("llama")
-    ended = subprocess.run(
-        [sys.executable, "-c", MESH, result["out"]],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | fake_devices(8),
+@pytest.fixture(scope="module")
+def start():
+    """Starts a process: code, its arguments, further variables."""
+    server = ForkServer(
+        "mmqa_jax.cli", "mmqa_jax.commands.convert", "mmqa_jax.weights.folder", "orbax.checkpoint"
     )
-    assert ended.returncode == 0, ended.stderr
-    assert "equal on 8" in ended.stdout
+
+    def fork(code, *arguments, **environment):
+        return server.start(["-c", code, *map(str, arguments)], os.environ | environment)
+
+    yield fork
+    server.close()
+
+
+def test_onto_a_mesh_each_device_reads_its_own_shard(made, start):
+    _, result = made("llama")
+    child = start(MESH, result["out"], **fake_devices(8))
+    printed, _ = child.communicate(120)
+    assert child.returncode == 0, printed
+    assert "equal on 8" in printed
 
 
 def test_a_large_array_is_read_in_blocks(tmp_path, monkeypatch):
@@ -294,33 +303,40 @@ def test_a_large_array_is_read_in_blocks(tmp_path, monkeypatch):
         np.testing.assert_array_equal(array, values[name])
 
 
-CONVERT = "import sys; from mmqa_jax.cli import main; sys.exit(main(sys.argv[1:]))"
+CONVERT_BOTH = """
+import sys
+from mmqa_jax.cli import main
+for folder in sys.argv[1:]:
+    code = main(["convert", "--model=llama", f"--source={folder}", f"--out={folder}-out", "--json"])
+    assert code == 0
+"""
 
 
-def test_memory_does_not_grow_with_the_model(tmp_path):
-    """A LLaMA of 64 layers, 836 MiB, is converted with less than a third of that more memory."""
+def test_memory_does_not_grow_with_the_model(tmp_path, start):
+    """A LLaMA of 24 layers, 314 MiB, is converted with less than a third of that more memory.
+
+    More than one of a layer, which the same process converted before.
+    """
     config = {
         "model_type": "llama", "vocab_size": 64, "hidden_size": 512, "num_hidden_layers": 1,
         "num_attention_heads": 8, "intermediate_size": 1536, "tie_word_embeddings": True,
     }  # fmt: skip
-    peaks = {}
-    for layers in (1, 64):
+    folders, sizes = [], []
+    for layers in (1, 24):
         folder = tmp_path / str(layers)
         folder.mkdir()
         config["num_hidden_layers"] = layers
         (folder / "config.json").write_text(json.dumps(config))
         specs = published_specs("llama", LlamaConfig.from_hf(config))
-        size = write_zeros(folder / "model.safetensors", specs)
-        flags = ["convert", "--model=llama", f"--source={folder}", f"--out={folder}-out", "--json"]
-        ended = subprocess.run(
-            [sys.executable, "-c", CONVERT, *flags], capture_output=True, text=True, timeout=120
-        )
-        assert ended.returncode == 0, ended.stderr
-        result = json.loads(ended.stdout.splitlines()[-1])
-        assert result["bytes"] == size
-        peaks[layers] = result["peak_rss_mib"]
-    assert size > 800 << 20
-    assert (peaks[64] - peaks[1]) << 20 < size / 3
+        folders.append(folder)
+        sizes.append(write_zeros(folder / "model.safetensors", specs))
+    child = start(CONVERT_BOTH, *folders, MMQA_PROGRESS="off")
+    printed, _ = child.communicate(120)
+    assert child.returncode == 0, printed
+    one, many = (json.loads(x) for x in printed.splitlines() if x.startswith("{"))
+    assert [one["bytes"], many["bytes"]] == sizes
+    assert sizes[1] > 300 << 20
+    assert (many["peak_rss_mib"] - one["peak_rss_mib"]) << 20 < sizes[1] / 3
 
 
 def write_zeros(path, specs):
@@ -341,8 +357,9 @@ SLOW = """
 import sys, time
 from mmqa_jax.weights.formats import safetensors as safetensors_io
 read = safetensors_io.SafetensorsSource.read
+count = open(sys.argv.pop(1), "ab", buffering=0)
 def slow(self, key):
-    print("reading", flush=True)
+    count.write(b"r")
     time.sleep(0.2)
     return read(self, key)
 safetensors_io.SafetensorsSource.read = slow
@@ -352,21 +369,20 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_conversion_that_is_killed_leaves_nothing_half_written(how, made, tmp_path):
+def test_a_conversion_that_is_killed_leaves_nothing_half_written(
+    how, made, start, tmp_path, tmp_path_factory
+):
     source, _ = made("bert")
     flags = [*source.flags("bert"), f"--out={tmp_path / 'new' / 'out'}"]
-    child = subprocess.Popen(
-        [sys.executable, "-c", SLOW, *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    for _ in range(8):
-        assert child.stdout.readline() == "reading\n"
+    count = tmp_path_factory.mktemp("count") / "read"
+    child = start(SLOW, count, *flags)
+    while not count.exists() or count.stat().st_size < 8:
+        assert child.poll() is None
+        time.sleep(0.01)
     half_written = tree(tmp_path)
     assert half_written  # it was in the middle
     child.send_signal(how)
-    _, err = child.communicate(timeout=60)
+    err, _ = child.communicate(timeout=60)
     if how == signal.SIGKILL:
         assert child.returncode == -how
         assert all(name.startswith("new/.out.") for name in tree(tmp_path))
