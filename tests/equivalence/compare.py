@@ -22,6 +22,8 @@ from mmqa_jax.core.mesh import make_mesh, state_shardings
 if TYPE_CHECKING:  # the scripts on eight devices do without torch
     import torch
 
+    from mmqa_jax.training.objective import Objective
+
 LAYER = {"rtol": 0, "atol": 1e-5}  # one layer on the original's own input, float32
 WHOLE = {"rtol": 0, "atol": 1e-4}  # a whole model
 
@@ -38,6 +40,20 @@ def compiled(model: nnx.Module, function: Callable) -> Callable:
     """
     graphdef, state = nnx.split(model)
     return lambda *args: jax.device_get(_run(function, graphdef, state, *args))
+
+
+def descent(objective: Objective, graphdef: nnx.GraphDef, rate: float) -> Callable:
+    """A compiled step of plain gradient descent: state, batch -> loss before it, next state."""
+
+    @jax.jit
+    def step(state, batch):
+        def loss(state):
+            return objective.loss(nnx.merge(graphdef, state), batch, None)[0]
+
+        value, gradient = jax.value_and_grad(loss)(state)
+        return value, jax.tree.map(lambda x, dx: x - rate * dx, state, gradient)
+
+    return step
 
 
 def forward(model: nnx.Module, *args: Any) -> Any:

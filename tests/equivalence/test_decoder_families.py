@@ -22,6 +22,7 @@ from compare import (
     LAYER,
     WHOLE,
     compiled,
+    descent,
     deviation,
     randomize,
     reloaded,
@@ -418,16 +419,7 @@ def test_three_training_steps_are_torchs(pair):
     theirs = type(theirs).from_pretrained(folder, attn_implementation="eager").train()
     rng, size, rate = np.random.default_rng(5), RowSize(96, 48), 0.3
     graphdef, state = nnx.split(ours)
-    objective = LanguageModelObjective(ours.config)
-
-    @jax.jit
-    def step(state, batch):
-        def loss(state):
-            return objective.loss(nnx.merge(graphdef, state), batch, None)[0]
-
-        value, gradient = jax.value_and_grad(loss)(state)
-        return value, jax.tree.map(lambda x, dx: x - rate * dx, state, gradient)
-
+    step = descent(LanguageModelObjective(ours.config), graphdef, rate)
     for _ in range(3):
         examples = [
             TokenExample(rng.integers(0, 97, length).astype(np.int32), start)

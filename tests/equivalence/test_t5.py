@@ -17,6 +17,7 @@ from compare import (
     WHOLE,
     alone,
     compiled,
+    descent,
     deviation,
     forward,
     names_its_axes,
@@ -226,17 +227,8 @@ def test_three_steps_of_training_equal(of):
                 parameter -= rate * parameter.grad
     assert wanted[0] - wanted[-1] > 0.05
 
-    task = Seq2SeqObjective(ours.config)
     graphdef, state = nnx.split(ours)
-
-    @jax.jit
-    def step(state, batch):
-        def loss(state):
-            return task.loss(nnx.merge(graphdef, state), batch, None)[0]
-
-        value, gradient = jax.value_and_grad(loss)(state)
-        return value, jax.tree.map(lambda x, dx: x - rate * dx, state, gradient)
-
+    step = descent(Seq2SeqObjective(ours.config), graphdef, rate)
     losses = []
     for _ in range(3):
         loss, state = step(state, batch)

@@ -9,6 +9,7 @@ import object_store
 import pytest
 import tiny_run
 
+from mmqa_jax.core.checkpoint import Checkpoints
 from mmqa_jax.core.checksums import find_damage
 from mmqa_jax.core.errors import RunError
 from mmqa_jax.core.paths import as_path, remove_tree
@@ -26,11 +27,11 @@ def remove(folder, saved=None):
 
 
 @pytest.mark.parametrize(
-    ("at", "saved"),
-    [(6, None), (18, 10), (19, 10)],
-    ids=["before a save", "between saves", "at the end"],
+    ("at", "saved", "ends"),
+    [(6, None, 8), (10, None, 10), (11, 10, 12), (19, 10, 20)],  # rows are written every 4 steps
+    ids=["before a row", "at a save", "between saves", "at the end"],
 )
-def test_a_deleted_workdir_ends_the_run(tmp_path, at, saved):
+def test_a_deleted_workdir_ends_the_run(tmp_path, at, saved, ends):
     workdir = tmp_path / "run"
     workdir.mkdir()
     (workdir / "config.json").write_text("{}")
@@ -39,6 +40,23 @@ def test_a_deleted_workdir_ends_the_run(tmp_path, at, saved):
         RunError, match=r"run/config\.json: is gone, deleted or moved while the run"
     ):
         tiny_run.run(workdir, batches, steps=20)
+    assert batches.count == ends
+    assert not workdir.exists()
+
+
+def test_a_workdir_that_is_deleted_after_the_last_save_ends_the_run(tmp_path, monkeypatch):
+    workdir, wait = tmp_path / "run", Checkpoints.wait
+    workdir.mkdir()
+    (workdir / "config.json").write_text("{}")
+
+    def waited(checkpoints):
+        wait(checkpoints)
+        if checkpoints.latest_step() == 4:
+            remove(workdir)
+
+    monkeypatch.setattr(Checkpoints, "wait", waited)
+    with pytest.raises(RunError, match=r"run/config\.json: is gone"):
+        tiny_run.run(workdir, tiny_run.pipeline(), steps=4)
     assert not workdir.exists()
 
 

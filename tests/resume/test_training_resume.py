@@ -173,9 +173,12 @@ def test_pretrained_weights_start_a_run_but_not_its_resumption(tmp_path):
 
 def test_restart_of_a_finished_run_trains_no_more(tmp_path, uninterrupted):
     workdir = shutil.copytree(uninterrupted, tmp_path / "run")
+    unfinished = workdir / "checkpoints" / "50.orbax-checkpoint-tmp"  # a kill in its save left it
+    unfinished.mkdir()
     task = tiny_run.Regression()
     again = run(workdir, task=task, validation=tiny_run.KEEP_BEST)
     assert task.traces == 0
+    assert not unfinished.exists()
     for name, leaf in flatten_named(again).items():
         np.testing.assert_array_equal(leaf, weights(uninterrupted)[name])
     assert_same_run(workdir, uninterrupted)

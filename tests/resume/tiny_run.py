@@ -129,16 +129,20 @@ KEEP_BEST = Validation(evaluate, "mean")
 
 
 class Watched:
-    """The pipeline's iterator, that lets something happen at the n-th batch of this attempt."""
+    """The pipeline's iterator, that lets something happen at the n-th batch of this attempt.
+
+    Attributes:
+      count: of the batches that were read.
+    """
 
     def __init__(self, batches, at, happen):
-        self._batches, self._at, self._happen, self._count = batches, at, happen, 0
+        self._batches, self._at, self._happen, self.count = batches, at, happen, 0
         self.get_state, self.set_state = batches.get_state, batches.set_state
 
     def __next__(self):
         batch = next(self._batches)
-        self._count += 1
-        return (self._happen(batch) or batch) if self._count == self._at else batch
+        self.count += 1
+        return (self._happen(batch) or batch) if self.count == self._at else batch
 
 
 def raise_signal(number):

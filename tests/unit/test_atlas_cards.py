@@ -1,5 +1,8 @@
 """Cards: what cards.toml makes of the Factbook's fields."""
 
+import re
+
+from mmqa_jax.data.atlas import snippets
 from mmqa_jax.data.atlas.factbook import Country
 from mmqa_jax.data.atlas.snippets import cards
 
@@ -59,3 +62,17 @@ def test_lists_give_their_largest_member():
         {"export": "snow", "export_partner": "Dor"},
     )
     assert set(made) == {"borders", "exports"}
+
+
+def test_an_answer_is_found_as_whole_words_wherever_it_stands():
+    texts = (
+        "Nigeria and Niger",
+        "Niger-Congo",
+        "a Nigerian",
+        "Nigeria, nigers",
+        "xNiger Niger_",
+        "Niger",
+    )
+    for text in texts:
+        found = re.search(r"(?<!\w)Niger(?!\w)", text) is not None
+        assert snippets._contains(text, "Niger") == found, text

@@ -228,6 +228,9 @@ def test_prophets_recipe_on_grids(trained, tmp_path):
         np.testing.assert_array_equal(states["finetune"][name], states["head"][name], err_msg=name)
     assert np.abs(states["head"]["new_head/kernel"]).max() < 5e-3
     assert np.abs(states["head"]["new_head/kernel"]).max() > 0
+    mean = np.mean(states["pretrain"]["head/bias"])
+    assert abs(mean) > 2e-2
+    np.testing.assert_allclose(states["head"]["new_head/bias"], mean, atol=5e-3)
 
 
 def read_state(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 
@@ -28,12 +29,14 @@ from mmqa_jax.weights.keymap import (
     KeyMap,
     Rule,
     Transform,
+    abstract_of,
     conv_patches,
     export,
     linear_rules,
     load_into,
     load_model,
     norm_rules,
+    traced_model,
     untied_source,
 )
 from mmqa_jax.weights.models.vlp import fit_types, open_vlp, vlp_key_map
@@ -114,6 +117,31 @@ def test_abstract_state_needs_no_initialization():
     abstract = nnx.state(nnx.eval_shape(lambda: Tiny(nnx.Rngs(0))))
     state = load(abstract, tensors())
     np.testing.assert_array_equal(state["head"]["bias"][...], tensors()["head.bias"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Width:
+    outputs: int
+
+
+def test_a_model_of_one_config_is_traced_once():
+    """Whatever its loaded models become."""
+    traced = []
+
+    def build(config, *, rngs):
+        traced.append(config.outputs)
+        return Linear(4, config.outputs, ("embed", None), rngs=rngs)
+
+    first, again, other = (traced_model(build, Width(n)) for n in (6, 6, 2))
+    assert traced == [6, 2]
+    assert again is first
+    assert other[1]["kernel"].shape == (4, 2)
+    for dtype in ("bfloat16", "float32"):
+        model = nnx.merge(*abstract_of(build, Width(6), param_dtype=dtype))
+        assert (model.kernel.shape, model.kernel.dtype) == ((4, 6), dtype)
+        model.kernel.set_value(np.zeros((4, 6)))
+    assert isinstance(first[1]["kernel"].get_value(), jax.ShapeDtypeStruct)
+    assert traced == [6, 2]
 
 
 def test_reads_one_tensor_at_a_time_and_only_what_is_mapped(tiny):

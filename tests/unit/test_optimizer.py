@@ -408,3 +408,6 @@ def test_rates_of_the_first_steps_are_one_program(schedule):
     assert len(programs) == 1
     one_by_one = [make_schedule(options, 11)(step) for step in range(7)]
     np.testing.assert_allclose(found, one_by_one, rtol=1e-6)
+    if schedule == "stairs":
+        falls = np.array([1.0] * 3 + [0.5] * 4)  # from the step of a level on
+        np.testing.assert_allclose(found, options.learning_rate * falls, rtol=1e-6)
