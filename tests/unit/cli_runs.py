@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from ml_collections import ConfigDict
 from PIL import Image
 
 from mmqa_jax.cli import main
@@ -219,11 +220,16 @@ def weights_of(folder: Path, part: str = "weights") -> dict[str, np.ndarray]:
     return {name: np.asarray(x) for name, x in read_weights(folder / part, specs).items()}
 
 
-def traced_loss(run: Path) -> dict:
-    """The first batch of a run, of which its loss is traced only: no step is compiled."""
-    config = read_config(run)
+def traced_loss(run: Path, config: ConfigDict | None = None) -> dict:
+    """The first batch of a run, of which its loss is traced only: no step is compiled.
+
+    Args:
+      run: its folder.
+      config: as `mmqa train` would be given it for a folder that is still empty; None: the run's.
+    """
+    config = config or read_config(run)
     task, corpus = read_task(config).in_folder(run), open_corpus(config.data.dir)
-    recipe = task.recipe(corpus, task.open_tokenizer(run))
+    recipe = task.recipe(corpus, task.make_tokenizer(corpus, run))
     with contextlib.closing(recipe.batches) as batches:
         batch = next(batches)
 

@@ -282,6 +282,7 @@ def test_a_checkpoint_that_is_cut_is_named(refused, data, models, tmp_path):
     flags = train_flags("rerank", data, run)
     refused("train", *flags, message=message)
     shutil.rmtree(run / "checkpoints")
-    done("train", *flags)
-    steps = [row["step"] for row in rows_of(run / "metrics.jsonl")]
-    assert steps == [1, 2]
+    assert done("train", *flags, "--only_start")["steps"] == 0
+    assert (run / "model.json").exists()
+    # It begins anew: no row of the steps that are lost is left.
+    assert rows_of(run / "metrics.jsonl") == []

@@ -9,6 +9,7 @@ import re
 import numpy as np
 import pytest
 from cli_runs import (
+    ROOT,
     done,
     flags_with,
     killed_after,
@@ -24,6 +25,7 @@ from PIL import Image
 from tiny_llm import write_qwen_vl
 from vqa_files import aokvqa_row, write
 
+from mmqa_jax.core.config import load_config
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.weights.folder import load_converted, read_metadata
 from mmqa_jax.weights.formats.orbax_reader import stored_specs
@@ -166,11 +168,12 @@ def test_an_interrupted_run_resumes_to_the_same_weights(inputs, interrupted):
 
 
 def test_a_toy_from_scratch(inputs, tmp_path):
-    """The config's mode `runlocal`, with its own tokenizer, up to its first step."""
-    values = {"data.dir": inputs / "data", "train.evaluate_every": 0}
-    flags = flags_with("train", "aokvqa/vlm_finetune.py:runlocal", tmp_path / "run", values)
-    assert done(*flags, "--only_start")["steps"] == 0
-    assert traced_loss(tmp_path / "run")["input_ids"].shape[0] == 2
+    """The config's mode `runlocal`, with its own tokenizer, up to the loss of its first batch."""
+    config = load_config(
+        f"{ROOT}/configs/aokvqa/vlm_finetune.py:runlocal", [f"data.dir={inputs / 'data'}"]
+    )
+    assert traced_loss(tmp_path, config)["input_ids"].shape[0] == 2
+    assert (tmp_path / "tokenizer.json").exists()
 
 
 @pytest.mark.parametrize(
