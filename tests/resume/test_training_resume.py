@@ -51,6 +51,7 @@ def assert_same_run(workdir, reference):
 def test_it_learns_and_logs_every_row_once(uninterrupted):
     rows = curve(uninterrupted)
     trained = [row for row in rows if "loss" in row]
+    assert {row["one"] for row in trained} == {1.0}  # means of as many steps as were added
     assert [row["step"] for row in trained] == list(range(4, 61, 4))
     assert trained[-1]["loss"] < 0.5 * trained[0]["loss"]
     assert [row["step"] for row in rows if "eval/mean" in row] == [15, 30, 45, 60]
