@@ -3,7 +3,8 @@
 Both are separable here. ROIAlign's samples of a bin are a grid of points, and a bilinear sample is
 a weight of rows times one of columns; so a region's grid is two small matrices around the feature
 map, exact for any number of samples, and products instead of a gather. Of a pyramid's large maps
-CPUs gather the few cells that a bin reads: products with all cells take far longer there.
+CPUs and GPUs gather the few cells that a bin reads: products with all cells take longer there, and
+on GPUs write a region's rows of all levels to memory. TPUs, where gathers are slow, multiply.
 ROIPool's maximum over a bin is one over rows and one over columns.
 """
 
@@ -138,7 +139,7 @@ def pyramid_align(
       size, samples: see roi_align; samples are of a fixed number.
     """
     options = {"size": size, "samples": samples, "aligned": False}
-    if platform() == "cpu":
+    if platform() != "tpu":
         return _gathering(maps, extents, scales, options)
 
     def of_products(boxes: jax.Array, level: jax.Array) -> jax.Array:
