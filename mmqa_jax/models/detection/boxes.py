@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+
+Corners = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # left, top, right, bottom
 
 # A regressed side grows at most to this many times the anchor's (Detectron's BBOX_XFORM_CLIP).
 _LARGEST_GROWTH = math.log(1000 / 16)
@@ -35,13 +38,28 @@ def overlaps(a: jax.Array, b: jax.Array, last_pixel: int) -> jax.Array:
     torchvision and Detectron.
     """
     # Coordinate by coordinate: arrays of pairs with two or four values last are slow on TPUs.
-    left, top, right, bottom = jnp.moveaxis(a[:, None], -1, 0)
-    other_left, other_top, other_right, other_bottom = jnp.moveaxis(b[None], -1, 0)
+    ours, others = (jnp.moveaxis(x, -1, 0) for x in (a[:, None], b[None]))
+    return corner_overlaps(tuple(ours), tuple(others), last_pixel)
+
+
+def corner_overlaps(
+    a: Corners,
+    b: Corners,
+    last_pixel: int,
+    divide: Callable[[jax.Array, jax.Array], jax.Array] = jnp.divide,
+) -> jax.Array:
+    """`overlaps` of boxes by their corners, each of a shape that broadcasts; see `overlaps`.
+
+    divide: a kernel's own division.
+    """
+    (left, top, right, bottom), (other_left, other_top, other_right, other_bottom) = a, b
     width = jnp.minimum(right, other_right) - jnp.maximum(left, other_left) + last_pixel
     height = jnp.minimum(bottom, other_bottom) - jnp.maximum(top, other_top) + last_pixel
     width, height = jnp.maximum(width, 0), jnp.maximum(height, 0)
     shared = width * height
-    return shared / (areas(a, last_pixel)[:, None] + areas(b, last_pixel)[None] - shared)
+    own = (right - left + last_pixel) * (bottom - top + last_pixel)
+    other = (other_right - other_left + last_pixel) * (other_bottom - other_top + last_pixel)
+    return divide(shared, own + other - shared)
 
 
 def clip(boxes: jax.Array, size: jax.Array, last_pixel: int) -> jax.Array:
