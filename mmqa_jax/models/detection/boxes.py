@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,34 @@ def corner_overlaps(
     own = (right - left + last_pixel) * (bottom - top + last_pixel)
     other = (other_right - other_left + last_pixel) * (other_bottom - other_top + last_pixel)
     return divide(shared, own + other - shared)
+
+
+class Overlap(NamedTuple):
+    """When two boxes are of one object.
+
+    Attributes:
+      threshold: intersection over union.
+      inclusive: whether the threshold itself is too much: Detectron's and py-faster-rcnn's CPU
+        code; torchvision and the CUDA code ask for more.
+      last_pixel: see the module.
+    """
+
+    threshold: float
+    inclusive: bool
+    last_pixel: int
+
+    def between(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """Whether pairs overlap too much: a [N, 4], b [M, 4] -> [N, M] bool."""
+        return self._too_much(overlaps(a, b, self.last_pixel))
+
+    def of_corners(
+        self, a: Corners, b: Corners, divide: Callable[[jax.Array, jax.Array], jax.Array]
+    ) -> jax.Array:
+        """`between` for kernels: see `corner_overlaps`."""
+        return self._too_much(corner_overlaps(a, b, self.last_pixel, divide))
+
+    def _too_much(self, shared: jax.Array) -> jax.Array:
+        return shared >= self.threshold if self.inclusive else shared > self.threshold
 
 
 def clip(boxes: jax.Array, size: jax.Array, last_pixel: int) -> jax.Array:

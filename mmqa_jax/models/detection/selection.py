@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import platform
-from mmqa_jax.models.detection.suppression import Overlap, keep_in_class, keep_one_by_one
+from mmqa_jax.models.detection.boxes import Overlap
+from mmqa_jax.models.detection.suppression import keep_in_class, keep_one_by_one
 
 _CLASSES = 32  # whose suppression runs at a time
 

@@ -12,44 +12,13 @@ have a kernel instead (suppression_triton.py), since a round there is several la
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
 from mmqa_jax.core.mesh import platform
-from mmqa_jax.models.detection.boxes import Corners, corner_overlaps, overlaps
+from mmqa_jax.models.detection.boxes import Overlap
 
 _BLOCK = 256  # boxes whose mutual suppression is settled at a time
-
-
-class Overlap(NamedTuple):
-    """When two boxes are of one object.
-
-    Attributes:
-      threshold: intersection over union.
-      inclusive: whether the threshold itself is too much: Detectron's and py-faster-rcnn's CPU
-        code; torchvision and the CUDA code ask for more.
-      last_pixel: see boxes.
-    """
-
-    threshold: float
-    inclusive: bool
-    last_pixel: int
-
-    def between(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Whether pairs overlap too much: a [N, 4], b [M, 4] -> [N, M] bool."""
-        return self._too_much(overlaps(a, b, self.last_pixel))
-
-    def of_corners(
-        self, a: Corners, b: Corners, divide: Callable[[jax.Array, jax.Array], jax.Array]
-    ) -> jax.Array:
-        """`between` for kernels: see `boxes.corner_overlaps`."""
-        return self._too_much(corner_overlaps(a, b, self.last_pixel, divide))
-
-    def _too_much(self, shared: jax.Array) -> jax.Array:
-        return shared >= self.threshold if self.inclusive else shared > self.threshold
 
 
 def survivors(suppresses: jax.Array, alive: jax.Array) -> jax.Array:

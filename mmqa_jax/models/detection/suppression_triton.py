@@ -18,10 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jax.sharding import PartitionSpec
 
-from mmqa_jax.core.mesh import partition_spec
-from mmqa_jax.models.detection.suppression import Overlap
+from mmqa_jax.models.detection.boxes import Overlap
 
 _BOXES_OF_WARP = 256  # eight in each thread, with their corners
 
@@ -35,9 +33,7 @@ def keep_in_classes(
     limit: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Which boxes of each class are kept, of one picture or under `jax.vmap`.
-
-    On a mesh (that of `jax.set_mesh`) pictures are split as a batch is.
+    """Which boxes of each class are kept.
 
     Args:
       boxes: [R, 4], or [R, C, 4] where each class has its own.
@@ -57,46 +53,13 @@ def keep_in_classes(
     left = jnp.where(valid, scores, -jnp.inf)
     left = jnp.pad(left, ((0, 0), (0, held - count)), constant_values=-jnp.inf)
     limit = count if limit is None else limit
-    of_batch = functools.partial(_of_batch, overlap=overlap, limit=limit, interpret=interpret)
-
-    @jax.custom_batching.custom_vmap
-    def kept(corners: jax.Array, left: jax.Array) -> jax.Array:
-        return of_batch(corners[None], left[None])[0]
-
-    @kept.def_vmap
-    def _kept_of_pictures(
-        size: int, batched: list[bool], corners: jax.Array, left: jax.Array
-    ) -> tuple[jax.Array, bool]:
-        corners, left = (
-            x if split else jnp.broadcast_to(x, (size, *x.shape))
-            for x, split in zip((corners, left), batched, strict=True)
-        )
-        run, mesh = of_batch, jax.sharding.get_abstract_mesh()
-        if mesh.shape and not mesh.manual_axes:  # XLA does not split a kernel by itself
-            rows = PartitionSpec(*partition_spec(("batch",), (size,), mesh))
-            run = jax.shard_map(
-                run, mesh=mesh, in_specs=(rows, rows), out_specs=rows, check_vma=False
-            )
-        return run(corners, left), True
-
-    return kept(corners, left)[:, :count] > 0
-
-
-def _of_batch(
-    corners: jax.Array, left: jax.Array, *, overlap: Overlap, limit: int, interpret: bool
-) -> jax.Array:
-    """Corners [B, 1 or C, 4, N], scores [B, C, N], N a power of two -> int8 [B, C, N], 1: kept."""
-    pictures, classes, held = left.shape
-    shared = corners.shape[1] == 1
-    of_class = pl.BlockSpec((None, None, held), lambda b, c: (b, c, 0))
-    stated = {"flops": 0, "transcendentals": 0}
-    stated |= {"bytes_accessed": corners.nbytes + left.nbytes + left.size}
+    shared, of_class = boxes.ndim == 2, pl.BlockSpec((None, held), lambda c: (c, 0))
     divide = jnp.divide if interpret else _rounded_quotient
-    return pl.pallas_call(
+    kept = pl.pallas_call(
         functools.partial(_class, overlap=overlap, limit=limit, divide=divide),
-        grid=(pictures, classes),
+        grid=(len(left),),
         in_specs=[
-            pl.BlockSpec((None, None, 4, held), lambda b, c: (b, 0 if shared else c, 0, 0)),
+            pl.BlockSpec((None, 4, held), lambda c: (0 if shared else c, 0, 0)),
             of_class,
         ],
         out_specs=of_class,
@@ -106,9 +69,8 @@ def _of_batch(
         ),
         interpret=interpret,
         name="keep_in_classes",
-        cost_estimate=pl.CostEstimate(**stated),
-        metadata={name: str(n) for name, n in stated.items()},
     )(corners, left)
+    return kept[:, :count] > 0
 
 
 def _class(
