@@ -172,15 +172,19 @@ def _gathering(
         row, down = _read_cells(top, bottom, rows, **options)
         column, across = _read_cells(left, right, columns, **options)
         first, width = firsts[level][:, None], widths[level][:, None]
-        pooled = 0.0
-        # One cell of all bins at a time: in one sum XLA gathers without writing cells down.
+        reads = []
         for i in range(row.shape[-1]):
             start = first + row[:, :, i] * width  # [R, size]
             for j in range(column.shape[-1]):
                 place = start[:, :, None] + column[:, None, :, j]
-                read = cells.at[place].get(mode="clip")  # [R, size, size, C]
-                weight = down[:, :, None, i] * across[:, None, :, j]
-                pooled += read.astype(jnp.float32) * weight[..., None]
+                reads.append((place, down[:, :, None, i] * across[:, None, :, j]))
+        if platform() == "gpu":  # places are worked out once, not for each channel
+            reads = jax.lax.optimization_barrier(reads)
+        pooled = 0.0
+        # One cell of all bins at a time: in one sum XLA gathers without writing cells down.
+        for place, weight in reads:
+            read = cells.at[place].get(mode="clip")  # [R, size, size, C]
+            pooled += read.astype(jnp.float32) * weight[..., None]
         return pooled.astype(cells.dtype)
 
     return of_cells
