@@ -12,9 +12,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 from PIL import Image
 
-from mmqa_jax.core.mesh import fetch
+from mmqa_jax.core.mesh import fetch, partition_spec
 from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, serve
 from mmqa_jax.data.detector_pictures import (
     BOTTOM_UP,
@@ -70,8 +71,30 @@ def kind_of(config: DetectorConfig) -> DetectorKind:
 
 
 def make_find(graphdef: nnx.GraphDef) -> Callable[[nnx.State, Pictures], Regions]:
-    """The jitted function that finds the regions of a batch."""
-    return jax.jit(lambda state, pictures: nnx.merge(graphdef, state).regions(pictures))
+    """The jitted function that finds the regions of a batch.
+
+    On a mesh (that of `jax.set_mesh`) each device has a copy of the weights and pictures of its
+    own: XLA would gather the batch in front of convolutions of groups.
+    """
+
+    def regions(state: nnx.State, pictures: Pictures) -> Regions:
+        return nnx.merge(graphdef, state).regions(pictures)
+
+    def find(state: nnx.State, pictures: Pictures) -> Regions:
+        mesh = jax.sharding.get_abstract_mesh()
+        if not mesh.shape:
+            return regions(state, pictures)
+        (rows,) = partition_spec(("batch",), pictures.scales.shape, mesh)
+        split = jax.shard_map(
+            regions,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), PartitionSpec(rows)),
+            out_specs=PartitionSpec(rows),
+            check_vma=False,
+        )
+        return split(state, pictures)
+
+    return jax.jit(find)
 
 
 # A picture by its place among those asked for, prepared; PictureError where it cannot be.

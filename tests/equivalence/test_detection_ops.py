@@ -14,14 +14,16 @@ from detection_torch import clip as torch_clip
 from detection_torch import decode, nms, roi_align, roi_pool
 from flax import nnx
 
-from mmqa_jax.models.detection import region_pooling
+from mmqa_jax.core.mesh import platform
+from mmqa_jax.models.detection import region_pooling, suppression, suppression_triton
 from mmqa_jax.models.detection.anchors import cell_anchors, grid_anchors
-from mmqa_jax.models.detection.boxes import BoxCoder, areas, clip, large_enough, overlaps
+from mmqa_jax.models.detection.boxes import BoxCoder, Overlap, areas, clip, large_enough, overlaps
 from mmqa_jax.models.detection.convolution import Conv, block_diagonal
 from mmqa_jax.models.detection.region_pooling import pyramid_align
 from mmqa_jax.models.detection.region_pooling import roi_align as our_align
 from mmqa_jax.models.detection.region_pooling import roi_pool as our_pool
-from mmqa_jax.models.detection.suppression import Overlap, keep_in_class, keep_one_by_one, suppress
+from mmqa_jax.models.detection.suppression import keep_in_class, keep_one_by_one, suppress
+from mmqa_jax.models.detection.suppression_triton import keep_in_classes
 
 
 def random_boxes(count: int, width: float, height: float, seed: int = 0) -> np.ndarray:
@@ -111,6 +113,53 @@ def test_suppression_in_classes(keep):
             assert np.flatnonzero(mask).tolist() == sorted(there[want])
 
 
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("inclusive", [True, False])
+def test_the_kernel_of_suppression(shared, inclusive):
+    """As `keep_in_class`: equal scores, boxes twice, without area, just at the threshold, invalid."""
+    rng = np.random.default_rng(0)
+    pictures, classes, count = 2, 3, 40
+    shape = (pictures, count, 4) if shared else (pictures, count, classes, 4)
+    corner = rng.integers(0, 12, (2, *shape[:-1], 2)).astype("f4")
+    boxes = np.concatenate([corner.min(0), corner.max(0)], axis=-1)
+    boxes[:, 5] = boxes[:, 9]
+    boxes[:, 6] = 3, 3, 2, 2
+    boxes[:, 7], boxes[:, 8] = (0, 20, 9, 20), (0, 20, 2, 20)  # 10 and 3 pixels
+    scores = rng.integers(0, 9, (pictures, classes, count)).astype("f4")
+    valid = rng.random((pictures, count)) > 0.2
+    valid[1] = False
+    overlap = Overlap(0.3, inclusive, 1)
+
+    @jax.jit
+    def kept(boxes, scores, valid):
+        return jax.vmap(lambda *x: keep_in_classes(*x, overlap, interpret=platform() != "gpu"))(
+            boxes, scores, valid
+        )
+
+    def of_picture(boxes, scores, valid):
+        keep = jax.vmap(keep_in_class, (None if shared else 1, 0, None, None))
+        return keep(boxes, scores, valid, overlap)
+
+    want = np.asarray(jax.jit(jax.vmap(of_picture))(boxes, scores, valid))
+    assert 0 < want[0].sum() < valid[0].sum() * classes
+    np.testing.assert_array_equal(kept(boxes, scores, valid), want)
+
+
+@pytest.mark.parametrize("limit", [7, 60])
+def test_suppression_by_the_kernel(limit, monkeypatch):
+    """`suppress` as GPUs run it."""
+    crowd = Crowd(50)
+    args = crowd.boxes, crowd.scores, crowd.valid, Overlap(0.5, True, 1), limit
+    want = jax.jit(suppress, static_argnums=(3, 4))(*args)
+    assert 7 < np.sum(want[1]) < 50 or limit == 7
+    monkeypatch.setattr(suppression, "platform", lambda: "gpu")
+    interpreted = functools.partial(keep_in_classes, interpret=platform() != "gpu")
+    monkeypatch.setattr(suppression_triton, "keep_in_classes", interpreted)
+    chosen, kept = jax.jit(lambda *x: suppress(*x, *args[3:]))(*args[:3])
+    np.testing.assert_array_equal(kept, want[1])
+    np.testing.assert_array_equal(chosen[kept], want[0][want[1]])
+
+
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("samples", [0, 2])
 def test_roi_align(aligned, samples):
@@ -133,7 +182,7 @@ def test_roi_align(aligned, samples):
     np.testing.assert_allclose(got, want.permute(0, 2, 3, 1), **LAYER)
 
 
-@pytest.mark.parametrize("kind", ["cpu", "tpu"])
+@pytest.mark.parametrize("kind", ["gpu", "tpu"])
 def test_roi_align_of_a_pyramid(kind, monkeypatch):
     """Each box reads its own level, by cells or by products, and nothing beyond the picture."""
     monkeypatch.setattr(region_pooling, "platform", lambda: kind)

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+Corners = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # left, top, right, bottom
 
 # A regressed side grows at most to this many times the anchor's (Detectron's BBOX_XFORM_CLIP).
 _LARGEST_GROWTH = math.log(1000 / 16)
@@ -35,13 +39,56 @@ def overlaps(a: jax.Array, b: jax.Array, last_pixel: int) -> jax.Array:
     torchvision and Detectron.
     """
     # Coordinate by coordinate: arrays of pairs with two or four values last are slow on TPUs.
-    left, top, right, bottom = jnp.moveaxis(a[:, None], -1, 0)
-    other_left, other_top, other_right, other_bottom = jnp.moveaxis(b[None], -1, 0)
+    ours, others = (jnp.moveaxis(x, -1, 0) for x in (a[:, None], b[None]))
+    return corner_overlaps(tuple(ours), tuple(others), last_pixel)
+
+
+def corner_overlaps(
+    a: Corners,
+    b: Corners,
+    last_pixel: int,
+    divide: Callable[[jax.Array, jax.Array], jax.Array] = jnp.divide,
+) -> jax.Array:
+    """`overlaps` of boxes by their corners, each of a shape that broadcasts; see `overlaps`.
+
+    divide: a kernel's own division.
+    """
+    (left, top, right, bottom), (other_left, other_top, other_right, other_bottom) = a, b
     width = jnp.minimum(right, other_right) - jnp.maximum(left, other_left) + last_pixel
     height = jnp.minimum(bottom, other_bottom) - jnp.maximum(top, other_top) + last_pixel
     width, height = jnp.maximum(width, 0), jnp.maximum(height, 0)
     shared = width * height
-    return shared / (areas(a, last_pixel)[:, None] + areas(b, last_pixel)[None] - shared)
+    own = (right - left + last_pixel) * (bottom - top + last_pixel)
+    other = (other_right - other_left + last_pixel) * (other_bottom - other_top + last_pixel)
+    return divide(shared, own + other - shared)
+
+
+class Overlap(NamedTuple):
+    """When two boxes are of one object.
+
+    Attributes:
+      threshold: intersection over union.
+      inclusive: whether the threshold itself is too much: Detectron's and py-faster-rcnn's CPU
+        code; torchvision and the CUDA code ask for more.
+      last_pixel: see the module.
+    """
+
+    threshold: float
+    inclusive: bool
+    last_pixel: int
+
+    def between(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """Whether pairs overlap too much: a [N, 4], b [M, 4] -> [N, M] bool."""
+        return self._too_much(overlaps(a, b, self.last_pixel))
+
+    def of_corners(
+        self, a: Corners, b: Corners, divide: Callable[[jax.Array, jax.Array], jax.Array]
+    ) -> jax.Array:
+        """`between` for kernels: see `corner_overlaps`."""
+        return self._too_much(corner_overlaps(a, b, self.last_pixel, divide))
+
+    def _too_much(self, shared: jax.Array) -> jax.Array:
+        return shared >= self.threshold if self.inclusive else shared > self.threshold
 
 
 def clip(boxes: jax.Array, size: jax.Array, last_pixel: int) -> jax.Array:

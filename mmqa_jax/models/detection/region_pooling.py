@@ -3,7 +3,8 @@
 Both are separable here. ROIAlign's samples of a bin are a grid of points, and a bilinear sample is
 a weight of rows times one of columns; so a region's grid is two small matrices around the feature
 map, exact for any number of samples, and products instead of a gather. Of a pyramid's large maps
-CPUs gather the few cells that a bin reads: products with all cells take far longer there.
+CPUs and GPUs gather the few cells that a bin reads: products with all cells take longer there, and
+on GPUs write a region's rows of all levels to memory. TPUs, where gathers are slow, multiply.
 ROIPool's maximum over a bin is one over rows and one over columns.
 """
 
@@ -138,7 +139,7 @@ def pyramid_align(
       size, samples: see roi_align; samples are of a fixed number.
     """
     options = {"size": size, "samples": samples, "aligned": False}
-    if platform() == "cpu":
+    if platform() != "tpu":
         return _gathering(maps, extents, scales, options)
 
     def of_products(boxes: jax.Array, level: jax.Array) -> jax.Array:
@@ -171,15 +172,19 @@ def _gathering(
         row, down = _read_cells(top, bottom, rows, **options)
         column, across = _read_cells(left, right, columns, **options)
         first, width = firsts[level][:, None], widths[level][:, None]
-        pooled = 0.0
-        # One cell of all bins at a time: in one sum XLA gathers without writing cells down.
+        reads = []
         for i in range(row.shape[-1]):
             start = first + row[:, :, i] * width  # [R, size]
             for j in range(column.shape[-1]):
                 place = start[:, :, None] + column[:, None, :, j]
-                read = cells.at[place].get(mode="clip")  # [R, size, size, C]
-                weight = down[:, :, None, i] * across[:, None, :, j]
-                pooled += read.astype(jnp.float32) * weight[..., None]
+                reads.append((place, down[:, :, None, i] * across[:, None, :, j]))
+        if platform() == "gpu":  # places are worked out once, not for each channel
+            reads = jax.lax.optimization_barrier(reads)
+        pooled = 0.0
+        # One cell of all bins at a time: in one sum XLA gathers without writing cells down.
+        for place, weight in reads:
+            read = cells.at[place].get(mode="clip")  # [R, size, size, C]
+            pooled += read.astype(jnp.float32) * weight[..., None]
         return pooled.astype(cells.dtype)
 
     return of_cells

@@ -15,9 +15,9 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.detection.anchors import cell_anchors, grid_anchors
-from mmqa_jax.models.detection.boxes import BoxCoder, clip, large_enough
+from mmqa_jax.models.detection.boxes import BoxCoder, Overlap, clip, large_enough
 from mmqa_jax.models.detection.convolution import Conv, cells_within, within
-from mmqa_jax.models.detection.suppression import Overlap, suppress
+from mmqa_jax.models.detection.suppression import suppress
 from mmqa_jax.models.layers import Linear
 
 

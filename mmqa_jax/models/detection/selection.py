@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import platform
-from mmqa_jax.models.detection.suppression import Overlap, keep_in_class, keep_one_by_one
+from mmqa_jax.models.detection.boxes import Overlap
+from mmqa_jax.models.detection.suppression import keep_in_class, keep_one_by_one
 
 _CLASSES = 32  # whose suppression runs at a time
 
@@ -74,21 +75,34 @@ def class_confidence(
       Confidence [R], 0 where a region is kept in no class, and the class [R] int32, then 0.
     """
     overlap = Overlap(rule.threshold, rule.inclusive, 1)
+    by_class = probabilities.T[1:]  # [C - 1, R]
+    if platform() == "gpu":
+        from mmqa_jax.models.detection.suppression_triton import keep_in_classes
+
+        own = boxes if boxes.ndim == 2 else boxes[:, 1:]
+        kept = jnp.where(keep_in_classes(own, by_class, valid, overlap), by_class, 0.0)
+    else:
+        kept = _kept_by_turns(boxes, by_class, valid, overlap)
+    confidence = jnp.max(kept, axis=0)
+    label = jnp.argmax(kept, axis=0).astype(jnp.int32) + 1
+    return confidence, jnp.where(confidence > 0, label, 0)
+
+
+def _kept_by_turns(
+    boxes: jax.Array, scores: jax.Array, valid: jax.Array, overlap: Overlap
+) -> jax.Array:
+    """Scores [C - 1, R] where a region is kept, else 0, a few classes at a time."""
     # Where each class has its own boxes, CPUs are quicker without matrices of pairs.
     alone = boxes.ndim == 3 and platform() == "cpu"
     suppressed = keep_one_by_one if alone else keep_in_class
 
     def keep(inputs):
-        index, scores = inputs
+        index, of_class = inputs
         own = boxes if boxes.ndim == 2 else boxes[:, index]
-        return jnp.where(suppressed(own, scores, valid, overlap), scores, 0.0)
+        return jnp.where(suppressed(own, of_class, valid, overlap), of_class, 0.0)
 
-    classes = jnp.arange(1, probabilities.shape[1])
-    together = None if alone else _CLASSES
-    kept = jax.lax.map(keep, (classes, probabilities.T[1:]), batch_size=together)  # [C - 1, R]
-    confidence = jnp.max(kept, axis=0)
-    label = jnp.argmax(kept, axis=0).astype(jnp.int32) + 1
-    return confidence, jnp.where(confidence > 0, label, 0)
+    classes = jnp.arange(1, scores.shape[0] + 1)
+    return jax.lax.map(keep, (classes, scores), batch_size=None if alone else _CLASSES)
 
 
 def select(

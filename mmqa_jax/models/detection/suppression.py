@@ -6,39 +6,19 @@ first in the list counts as better, as torchvision's stable sort has it.
 Which boxes are kept is the one set in which a box is kept exactly if nothing kept and better
 overlaps it. It is found by repetition: starting from all boxes, drop those that a kept one
 suppresses, look again with what is left, until nothing changes. After n rounds the n best are
-right, most often all after three or four; each round is one product of a mask and a matrix.
+right, most often all after three or four; each round is one product of a mask and a matrix. GPUs
+have a kernel instead (suppression_triton.py), since a round there is several launches.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
-from mmqa_jax.models.detection.boxes import overlaps
+from mmqa_jax.core.mesh import platform
+from mmqa_jax.models.detection.boxes import Overlap
 
 _BLOCK = 256  # boxes whose mutual suppression is settled at a time
-
-
-class Overlap(NamedTuple):
-    """When two boxes are of one object.
-
-    Attributes:
-      threshold: intersection over union.
-      inclusive: whether the threshold itself is too much: Detectron's and py-faster-rcnn's CPU
-        code; torchvision and the CUDA code ask for more.
-      last_pixel: see boxes.
-    """
-
-    threshold: float
-    inclusive: bool
-    last_pixel: int
-
-    def between(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Whether pairs overlap too much: a [N, 4], b [M, 4] -> [N, M] bool."""
-        shared = overlaps(a, b, self.last_pixel)
-        return shared >= self.threshold if self.inclusive else shared > self.threshold
 
 
 def survivors(suppresses: jax.Array, alive: jax.Array) -> jax.Array:
@@ -76,6 +56,24 @@ def suppress(
     Returns:
       Indices [limit] of kept boxes, best first, and [limit] bool, which of them there are.
     """
+    if platform() == "gpu":
+        from mmqa_jax.models.detection.suppression_triton import keep_in_classes
+
+        kept = keep_in_classes(boxes, scores[None], valid, overlap, limit=limit)[0]
+        chosen = jnp.argsort(jnp.where(kept, -scores, jnp.inf), stable=True)[:limit]
+        there = kept[chosen]
+    else:
+        chosen, there = _in_blocks(boxes, scores, valid, overlap, limit)
+    missing = limit - chosen.shape[0]
+    if missing > 0:  # more are wanted than there are boxes
+        chosen, there = jnp.pad(chosen, (0, missing)), jnp.pad(there, (0, missing))
+    return chosen, there
+
+
+def _in_blocks(
+    boxes: jax.Array, scores: jax.Array, valid: jax.Array, overlap: Overlap, limit: int
+) -> tuple[jax.Array, jax.Array]:
+    """`suppress`, _BLOCK boxes beside all others at a time; at most as many as there are boxes."""
     count = boxes.shape[0]
     blocks = -(-count // _BLOCK)
     padding = blocks * _BLOCK - count
@@ -104,11 +102,7 @@ def suppress(
     kept = alive & (place < settled * _BLOCK)
     # Kept boxes first, in the order of their scores.
     first = jnp.argsort(~kept, stable=True)[:limit]
-    chosen, there = jnp.pad(order, (0, padding))[first], kept[first]
-    missing = limit - chosen.shape[0]
-    if missing > 0:  # more are wanted than there are boxes
-        chosen, there = jnp.pad(chosen, (0, missing)), jnp.pad(there, (0, missing))
-    return chosen, there
+    return jnp.pad(order, (0, padding))[first], kept[first]
 
 
 def keep_in_class(
