@@ -383,4 +383,6 @@ def _with(config: Any, changes: Mapping[str, Any], key: str) -> Any:
     for name in changes:
         if name not in known:
             raise UserError(f"config key {key}.{name}: unknown; use one of {', '.join(known)}.")
-    return dataclasses.replace(config, **changes)
+    # Read from a config file a tuple is a list, which is no part of a hash.
+    given = {n: tuple(v) if isinstance(v, list) else v for n, v in changes.items()}
+    return dataclasses.replace(config, **given)

@@ -161,13 +161,21 @@ def abstract_of(
     return _placed(*traced_model(model, config), mesh, param_dtype)
 
 
-@functools.lru_cache(maxsize=64)
 def traced_model(model: Callable[..., nnx.Module], config: Any) -> tuple[nnx.GraphDef, nnx.State]:
     """What `model(config, rngs=...)` makes, as shapes with its own dtypes.
 
     It is traced once in a process, however many checkpoints of the config are opened: callers do
-    not change the state.
+    not change the state. A config that has no hash, of somebody's own task, is traced each time.
     """
+    try:
+        hash(config)
+    except TypeError:
+        return _traced.__wrapped__(model, config)
+    return _traced(model, config)
+
+
+@functools.lru_cache(maxsize=64)
+def _traced(model: Callable[..., nnx.Module], config: Any) -> tuple[nnx.GraphDef, nnx.State]:
     return nnx.split(nnx.eval_shape(lambda: model(config, rngs=nnx.Rngs())))
 
 

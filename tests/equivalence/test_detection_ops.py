@@ -15,7 +15,7 @@ from detection_torch import decode, nms, roi_align, roi_pool
 from flax import nnx
 
 from mmqa_jax.core.mesh import platform
-from mmqa_jax.models.detection import region_pooling, suppression, suppression_triton
+from mmqa_jax.models.detection import region_pooling
 from mmqa_jax.models.detection.anchors import cell_anchors, grid_anchors
 from mmqa_jax.models.detection.boxes import BoxCoder, Overlap, areas, clip, large_enough, overlaps
 from mmqa_jax.models.detection.convolution import Conv, block_diagonal
@@ -143,21 +143,6 @@ def test_the_kernel_of_suppression(shared, inclusive):
     want = np.asarray(jax.jit(jax.vmap(of_picture))(boxes, scores, valid))
     assert 0 < want[0].sum() < valid[0].sum() * classes
     np.testing.assert_array_equal(kept(boxes, scores, valid), want)
-
-
-@pytest.mark.parametrize("limit", [7, 60])
-def test_suppression_by_the_kernel(limit, monkeypatch):
-    """`suppress` as GPUs run it."""
-    crowd = Crowd(50)
-    args = crowd.boxes, crowd.scores, crowd.valid, Overlap(0.5, True, 1), limit
-    want = jax.jit(suppress, static_argnums=(3, 4))(*args)
-    assert 7 < np.sum(want[1]) < 50 or limit == 7
-    monkeypatch.setattr(suppression, "platform", lambda: "gpu")
-    interpreted = functools.partial(keep_in_classes, interpret=platform() != "gpu")
-    monkeypatch.setattr(suppression_triton, "keep_in_classes", interpreted)
-    chosen, kept = jax.jit(lambda *x: suppress(*x, *args[3:]))(*args[:3])
-    np.testing.assert_array_equal(kept, want[1])
-    np.testing.assert_array_equal(chosen[kept], want[0][want[1]])
 
 
 @pytest.mark.parametrize("aligned", [False, True])

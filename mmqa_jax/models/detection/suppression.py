@@ -6,8 +6,8 @@ first in the list counts as better, as torchvision's stable sort has it.
 Which boxes are kept is the one set in which a box is kept exactly if nothing kept and better
 overlaps it. It is found by repetition: starting from all boxes, drop those that a kept one
 suppresses, look again with what is left, until nothing changes. After n rounds the n best are
-right, most often all after three or four; each round is one product of a mask and a matrix. GPUs
-have a kernel instead (suppression_triton.py), since a round there is several launches.
+right, most often all after three or four; each round is one product of a mask and a matrix. In
+hundreds of classes GPUs have a kernel instead (suppression_triton.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from mmqa_jax.core.mesh import platform
 from mmqa_jax.models.detection.boxes import Overlap
 
 _BLOCK = 256  # boxes whose mutual suppression is settled at a time
@@ -56,24 +55,6 @@ def suppress(
     Returns:
       Indices [limit] of kept boxes, best first, and [limit] bool, which of them there are.
     """
-    if platform() == "gpu":
-        from mmqa_jax.models.detection.suppression_triton import keep_in_classes
-
-        kept = keep_in_classes(boxes, scores[None], valid, overlap, limit=limit)[0]
-        chosen = jnp.argsort(jnp.where(kept, -scores, jnp.inf), stable=True)[:limit]
-        there = kept[chosen]
-    else:
-        chosen, there = _in_blocks(boxes, scores, valid, overlap, limit)
-    missing = limit - chosen.shape[0]
-    if missing > 0:  # more are wanted than there are boxes
-        chosen, there = jnp.pad(chosen, (0, missing)), jnp.pad(there, (0, missing))
-    return chosen, there
-
-
-def _in_blocks(
-    boxes: jax.Array, scores: jax.Array, valid: jax.Array, overlap: Overlap, limit: int
-) -> tuple[jax.Array, jax.Array]:
-    """`suppress`, _BLOCK boxes beside all others at a time; at most as many as there are boxes."""
     count = boxes.shape[0]
     blocks = -(-count // _BLOCK)
     padding = blocks * _BLOCK - count
@@ -102,7 +83,11 @@ def _in_blocks(
     kept = alive & (place < settled * _BLOCK)
     # Kept boxes first, in the order of their scores.
     first = jnp.argsort(~kept, stable=True)[:limit]
-    return jnp.pad(order, (0, padding))[first], kept[first]
+    chosen, there = jnp.pad(order, (0, padding))[first], kept[first]
+    missing = limit - chosen.shape[0]
+    if missing > 0:  # more are wanted than there are boxes
+        chosen, there = jnp.pad(chosen, (0, missing)), jnp.pad(there, (0, missing))
+    return chosen, there
 
 
 def keep_in_class(

@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from mmqa_jax.models.detection.boxes import Overlap
 
-_BOXES_OF_WARP = 256  # eight in each thread, with their corners
+_BOXES_OF_WARP = 128  # four in each thread, with their corners
 
 
 def keep_in_classes(
@@ -30,7 +30,6 @@ def keep_in_classes(
     valid: jax.Array,
     overlap: Overlap,
     *,
-    limit: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Which boxes of each class are kept.
@@ -40,7 +39,6 @@ def keep_in_classes(
       scores: float32 [C, R], above minus infinity; of equal ones the first is better.
       valid: [R] bool; other boxes neither are kept nor suppress any.
       overlap: when two are of one object.
-      limit: how many are wanted; the search ends there.
       interpret: run without a GPU, slowly, for tests.
 
     Returns:
@@ -52,11 +50,10 @@ def keep_in_classes(
     corners = jnp.pad(corners, ((0, 0), (0, 0), (0, held - count)))
     left = jnp.where(valid, scores, -jnp.inf)
     left = jnp.pad(left, ((0, 0), (0, held - count)), constant_values=-jnp.inf)
-    limit = count if limit is None else limit
     shared, of_class = boxes.ndim == 2, pl.BlockSpec((None, held), lambda c: (c, 0))
     divide = jnp.divide if interpret else _rounded_quotient
     kept = pl.pallas_call(
-        functools.partial(_class, overlap=overlap, limit=limit, divide=divide),
+        functools.partial(_class, overlap=overlap, divide=divide),
         grid=(len(left),),
         in_specs=[
             pl.BlockSpec((None, 4, held), lambda c: (0 if shared else c, 0, 0)),
@@ -73,29 +70,27 @@ def keep_in_classes(
     return kept[:, :count] > 0
 
 
-def _class(
-    corner_ref: Any, score_ref: Any, kept_ref: Any, *, overlap: Overlap, limit: int, divide: Any
-):
+def _class(corner_ref: Any, score_ref: Any, kept_ref: Any, *, overlap: Overlap, divide: Any):
     """One class: corners [4, N], scores [N] of the boxes that take part, else minus infinity."""
     corners = tuple(corner_ref[n, :] for n in range(4))
     place = jnp.arange(score_ref.shape[0])
 
     def unfinished(state):
-        _, _, best, found = state
-        return (best > -jnp.inf) & (found < limit)
+        _, _, best = state
+        return best > -jnp.inf
 
     def keep_best(state):
-        left, kept, best, found = state
+        left, kept, best = state
         at = jnp.min(jnp.where(left == best, place, place.size))
         own = tuple(corner_ref[n, at] for n in range(4))
         kept = jnp.where(place == at, 1, kept)
         gone = overlap.of_corners(own, corners, divide) | (place == at)
         left = jnp.where(gone, -jnp.inf, left)
-        return left, kept, jnp.max(left), found + 1
+        return left, kept, jnp.max(left)
 
     left = score_ref[...]
-    start = left, jnp.zeros(left.shape, jnp.int32), jnp.max(left), jnp.int32(0)
-    _, kept, *_ = jax.lax.while_loop(unfinished, keep_best, start)
+    start = left, jnp.zeros(left.shape, jnp.int32), jnp.max(left)
+    _, kept, _ = jax.lax.while_loop(unfinished, keep_best, start)
     kept_ref[...] = kept.astype(jnp.int8)
 
 
