@@ -5,7 +5,8 @@
 # full: LLaMA-2-7B's shape and the demo's training steps (one 80 GB GPU or one TPU host, about an
 # hour); small: SmolLM2 (minutes). Each step is a process of its own with its log in --out; one that
 # fails is recorded and the next one runs. An interrupted check continues: finished steps are kept.
-# Tried: --size=small --skip_tests on a CPU; on an H200 the kernels' tests and the llm bench, by hand.
+# Tried: --size=small --skip_tests on a CPU; by hand the kernels' tests and the llm bench on an H200,
+# the detector bench on an H100.
 # Not tried: the whole check on a GPU or a TPU.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
