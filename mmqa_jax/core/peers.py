@@ -216,7 +216,9 @@ class Peers:
             return False
 
     def _run(self, client: Any) -> None:
-        while not self._stop.wait(self._beat_seconds):
+        wait = self._beat_seconds / 8  # who came a moment later is known soon, and can be named
+        while not self._stop.wait(wait):
+            wait = self._beat_seconds
             # If process 0 does not answer, JAX finds that out too.
             with contextlib.suppress(Exception):
                 self._exchange(client)

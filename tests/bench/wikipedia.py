@@ -105,7 +105,7 @@ def _index(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
     build_bm25(folder / "bm25", lambda row: _texts(folder, row), sizes["passages"], "bench")
     files = [path for path in (folder / "bm25").rglob("*") if path.is_file()]
     return {
-        "index_s": round(time.perf_counter() - began, 1),
+        "index_s": round(time.perf_counter() - began, 2),
         "index_cpu_s": round(time.process_time() - worked, 1),
         "disk_gib": round(sum(path.stat().st_size for path in files) / _GIB, 2),
     }
