@@ -16,12 +16,18 @@ from mmqa_jax.core.paths import as_path, remove_tree
 from mmqa_jax.core.workdir import claim_workdir
 
 
-def remove(folder, saved=None):
-    """At once, while a save may be writing; with `saved` when that step's save has ended."""
+def wait_for_save(folder, step):
+    """Until that step's save, which goes on beside the run, has ended."""
     ends = time.monotonic() + 60
-    while saved and not (folder / "checkpoints" / str(saved)).exists():
+    while not (folder / "checkpoints" / str(step)).exists():
         assert time.monotonic() < ends
         time.sleep(0.01)
+
+
+def remove(folder, saved=None):
+    """At once, while a save may be writing; with `saved` when that step's save has ended."""
+    if saved:
+        wait_for_save(folder, saved)
     folder.rename(folder.with_name("deleted"))
     shutil.rmtree(folder.with_name("deleted"), ignore_errors=True)
 
@@ -78,6 +84,7 @@ def test_a_moved_workdir_ends_the_run_although_another_takes_its_place(tmp_path)
     (another / "theirs").touch()
 
     def move(_):
+        wait_for_save(workdir, 10)  # it would make its folders again
         workdir.rename(tmp_path / "elsewhere")
         another.rename(workdir)  # never empty: empty folders of a lost save are removed
 
