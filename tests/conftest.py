@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -114,10 +115,15 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: item.path.parent.name == "unit" and not is_slow(item.path))
 
 
+def pytest_collection():
+    gc.disable()
+
+
 def pytest_collection_finish():
     # What is imported stays, and need not be looked through again and again.
+    gc.enable()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_sessionstart(session):
@@ -212,6 +218,23 @@ def _kept_programs() -> Iterator[None]:
         jax.config.update(name, value)
     compilation_cache.reset_cache()
     jax.clear_caches()  # a worker's programs would take gigabytes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_lowering_context() -> Iterator[None]:
+    """JAX makes an MLIR context, 5 ms, for each program that it lowers: here one a thread and file does."""
+    from jax._src.interpreters import mlir
+
+    make, kept = mlir.make_ir_context, threading.local()
+
+    def make_once():
+        if not hasattr(kept, "context"):
+            kept.context = make()
+        return kept.context
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlir, "make_ir_context", make_once)
+        yield
 
 
 @pytest.fixture(scope="module")
