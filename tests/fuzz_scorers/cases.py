@@ -1,0 +1,8 @@
+"""All cases, in the order of the table."""
+
+from __future__ import annotations
+
+from tests.fuzz_scorers import vqa_cases, webqa_cases
+from tests.fuzz_scorers.case import Case
+
+CASES: tuple[Case, ...] = (*vqa_cases.CASES, *webqa_cases.CASES)
