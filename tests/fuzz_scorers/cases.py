@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from tests.fuzz_scorers import vqa_cases, webqa_cases
+from tests.fuzz_scorers import mmbench_cases, scienceqa_cases, vqa_cases, webqa_cases
 from tests.fuzz_scorers.case import Case
 
-CASES: tuple[Case, ...] = (*vqa_cases.CASES, *webqa_cases.CASES)
+CASES: tuple[Case, ...] = (
+    *vqa_cases.CASES,
+    *webqa_cases.CASES,
+    *scienceqa_cases.CASES,
+    *mmbench_cases.CASES,
+)
