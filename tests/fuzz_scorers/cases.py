@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from tests.fuzz_scorers import mmbench_cases, scienceqa_cases, vqa_cases, webqa_cases
+from tests.fuzz_scorers import (
+    mmbench_cases,
+    mmmu_cases,
+    scienceqa_cases,
+    vqa_cases,
+    webqa_cases,
+)
 from tests.fuzz_scorers.case import Case
 
 CASES: tuple[Case, ...] = (
@@ -10,4 +16,5 @@ CASES: tuple[Case, ...] = (
     *webqa_cases.CASES,
     *scienceqa_cases.CASES,
     *mmbench_cases.CASES,
+    *mmmu_cases.CASES,
 )
