@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from tests.fuzz_scorers import (
+    mathvista_cases,
     mmbench_cases,
     mmmu_cases,
     scienceqa_cases,
+    text_cases,
     vqa_cases,
     webqa_cases,
 )
@@ -17,4 +19,6 @@ CASES: tuple[Case, ...] = (
     *scienceqa_cases.CASES,
     *mmbench_cases.CASES,
     *mmmu_cases.CASES,
+    *mathvista_cases.CASES,
+    *text_cases.CASES,
 )

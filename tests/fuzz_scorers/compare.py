@@ -116,8 +116,11 @@ def _result(score: Score, given: Any) -> Any:
         return Raised(type(error).__name__)
 
 
-def _kind(difference: Difference) -> tuple[bool, bool]:
-    return isinstance(difference.official, Raised), isinstance(difference.ours, Raised)
+def _kind(difference: Difference) -> tuple[Raised | None, Raised | None]:
+    """The errors that both scores end with."""
+    scores = (difference.official, difference.ours)
+    official, ours = (one if isinstance(one, Raised) else None for one in scores)
+    return official, ours
 
 
 def _equal(first: Any, second: Any, tolerance: float) -> bool:

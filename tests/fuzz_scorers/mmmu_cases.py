@@ -132,9 +132,7 @@ def _official_letters(file: Path) -> Score:
             for one in [_output(row)]
         }
         with written(said=said, wanted=wanted) as (output, answers):
-            printed = run_script(
-                file, "--output_path", str(output), "--answer_path", str(answers)
-            )
+            printed = run_script(file, "--output_path", str(output), "--answer_path", str(answers))
         groups = ast.literal_eval(printed.splitlines()[-1])
         return {name: group for name, group in groups.items() if group["num"]}
 

@@ -25,7 +25,13 @@ _NUMBERS = (
         "inf",
     ),
     *("1/2", "1.2.3", "-.2.3", "½", "²", "٣", "7", "99999999999999999999"),
-    *("one hundred", "two thousand and five", "zero point five"),
+    *(
+        "million\nfive",
+        "hundred\nthousand",
+        "one hundred",
+        "two thousand and five",
+        "zero point five",
+    ),
 )
 _AMOUNTS = ("5%", "50 percent", "$3.50", "€1,000", "1990s", "1990", "in 1990", "1990-1995", "3-4")
 _MORE_AMOUNTS = ("2 to 3", "10–12", "5 km", "12'", "10:30", "3rd", "#1", "no. 5", "1,2", "1, 2")
@@ -39,6 +45,7 @@ _WORDS = (
 )
 _UNICODE = (
     *("café", "cafe\u0301", "naïve", "Straße", "İstanbul", "ſ", "ﬁne", "中文", "🙂", "“quoted”"),
+    *("a\u0301", "the\u0301 dog", "a²", "an\u200d", "the_dog", "à la", "aª"),
     *("it’s", "–", "—", "…", "non\u00a0breaking", "\u200b", "\u2028", "Ⅳ", "ΑΒΓ", "ß", "´", "`"),
 )
 _EMPTY = ("", " ", "  ", "\n", "\t", "\r\n", "\x0b", ".", ",", "-", "?", "!", "'", '"', "()", "[]")
