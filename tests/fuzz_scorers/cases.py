@@ -6,6 +6,7 @@ from tests.fuzz_scorers import (
     mathvista_cases,
     mmbench_cases,
     mmmu_cases,
+    retrieval_cases,
     scienceqa_cases,
     text_cases,
     vqa_cases,
@@ -21,4 +22,5 @@ CASES: tuple[Case, ...] = (
     *mmmu_cases.CASES,
     *mathvista_cases.CASES,
     *text_cases.CASES,
+    *retrieval_cases.CASES,
 )
