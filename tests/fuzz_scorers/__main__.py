@@ -12,8 +12,9 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
-from tests.fuzz_scorers.case import Case
+from tests.fuzz_scorers.case import Case, Raised
 from tests.fuzz_scorers.cases import CASES
 from tests.fuzz_scorers.compare import Outcome, compare
 
@@ -33,7 +34,14 @@ def _show(case: Case, outcome: Outcome) -> None:
     for why, count in outcome.known.items():
         print(f"{case.name}: {count:,} known: {why}", flush=True)
     for given, official, ours in outcome.shown:
-        print(f"{case.name}: {given!r}\n    official {official}\n    ours     {ours}", flush=True)
+        print(
+            f"{case.name}: {given!r}\n    official {_told(official)}\n    ours     {_told(ours)}",
+            flush=True,
+        )
+
+
+def _told(score: Any) -> str:
+    return str(score) if isinstance(score, Raised) else repr(score)
 
 
 def run(cases: list[Case], folder: Path, count: int, seed: int) -> int:
@@ -54,10 +62,9 @@ def run(cases: list[Case], folder: Path, count: int, seed: int) -> int:
     compared = sum(outcome.compared for outcome in outcomes)
     errors = sum(outcome.errors for outcome in outcomes)
     known = sum(outcome.known.total() for outcome in outcomes)
-    absent = f", {missing} cases not there" if missing else ""
     print(
-        f"{len(cases)} cases{absent}: {compared:,} inputs, {errors:,} errors of the official code, "
-        f"{known:,} known differences, {differing:,} others"
+        f"{len(outcomes)} of {len(cases)} cases compared: {compared:,} inputs, {errors:,} errors of "
+        f"the official code, {known:,} known differences, {differing:,} others"
     )
     return int(differing > 0 or missing > 0)
 

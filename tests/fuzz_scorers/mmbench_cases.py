@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from mmqa_jax.data.datasets.mmbench import BASE, L2, PASS, PASS_STEP
-from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation import multiple_choice as rules
+from mmqa_jax.evaluation.choice_formats import read_mmbench_predictions
 from mmqa_jax.evaluation.choice_scores import score_mmbench
 from tests.fuzz_scorers.case import Case, Score
 from tests.fuzz_scorers.choice_texts import LETTERS, choices, choosing
+from tests.fuzz_scorers.files import written
 from tests.fuzz_scorers.official import definitions
 
 _LETTERS_FILE = "vlmeval/utils/matching_util.py"
@@ -156,7 +158,7 @@ def _one_by_one(kept: dict[str, Any]) -> Callable[..., list[Any]]:
 
 
 def _file(given: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    questions, predictions = [], []
+    questions, rows = [], []
     for row in given:
         for index, options, right, answer in _passes(row):
             extra = {BASE: str(row["index"]), PASS: index // PASS_STEP, L2: row["l2"]}
@@ -171,7 +173,9 @@ def _file(given: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
                     extra=extra,
                 )
             )
-            predictions.append(Prediction(str(index), answer))
+            rows.append({"index": index, "prediction": answer})
+    with written(predictions=rows) as (path,):
+        predictions = read_mmbench_predictions(path, questions)
     (scores,) = score_mmbench(questions, predictions).scored
     return {
         rule: {

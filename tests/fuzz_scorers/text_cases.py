@@ -11,9 +11,9 @@ from typing import Any
 from mmqa_jax.data.datasets.evqa import ITEMS, TYPES
 from mmqa_jax.data.datasets.infoseek import RANGE, UNSEEN
 from mmqa_jax.data.datasets.multimodalqa import ANSWER_LIST, ANSWER_MODALITY, SEPARATOR
-from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.evqa import is_exact
-from mmqa_jax.evaluation.infoseek import is_right, score_infoseek
+from mmqa_jax.evaluation.infoseek import is_right, read_infoseek_predictions, score_infoseek
 from mmqa_jax.evaluation.multimodalqa import (
     list_em,
     list_f1,
@@ -190,7 +190,9 @@ def _official_infoseek_file(file: Path) -> Score:
 
 def _infoseek_file(given: list[dict[str, Any]]) -> dict[str, str]:
     questions = [_infoseek_question(str(n), row) for n, row in enumerate(given)]
-    predictions = [Prediction(str(n), row["said"]) for n, row in enumerate(given)]
+    said = [{"data_id": str(n), "prediction": row["said"]} for n, row in enumerate(given)]
+    with written(said=said) as (path,):
+        predictions = read_infoseek_predictions(path, questions)
     evaluation = score_infoseek(questions, predictions)
     (scores,) = evaluation.scored
     found = {

@@ -10,10 +10,10 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.datasets.aokvqa import DIFFICULT
-from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation import vqa
 from mmqa_jax.evaluation.answer_text import pica_answer, prep_ans
-from mmqa_jax.evaluation.vqa_formats import read_aokvqa_predictions
+from mmqa_jax.evaluation.vqa_formats import read_aokvqa_predictions, read_okvqa_predictions
 from tests.fuzz_scorers import traps
 from tests.fuzz_scorers.case import Case, Raised, Score, always
 from tests.fuzz_scorers.files import written
@@ -70,7 +70,9 @@ def _by_type(given: list[dict[str, Any]]) -> dict[str, float]:
         Question(str(n), "val", "?", answers=tuple(row["references"]), category=row["type"])
         for n, row in enumerate(given)
     ]
-    predictions = [Prediction(str(n), row["answer"]) for n, row in enumerate(given)]
+    results = [{"question_id": n, "answer": row["answer"]} for n, row in enumerate(given)]
+    with written(results=results) as (path,):
+        predictions = read_okvqa_predictions(path, questions)
     (scores,) = vqa.score_okvqa(questions, predictions).scored
     name = "vqa_accuracy/official"
     by_type = {kind: 100 * found[name] for kind, found in scores.by_category.items()}
