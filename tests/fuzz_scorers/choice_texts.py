@@ -8,52 +8,25 @@ from collections.abc import Sequence
 from tests.fuzz_scorers import traps
 
 LETTERS = "ABCDEFGHIJ"
+# {L} and {M} are letters of options, {l} a small one, {text} and {other} texts, {any} anything.
 _FORMS = (
-    *("{L}", "{L}.", "({L})", "{L})", "[{L}]", " {L} ", "{L}\n", "{l}", "{L}:", "'{L}'", "**{L}**"),
-    *(
-        "{L}. {text}",
-        "({L}) {text}",
-        "{L}: {text}",
-        "{L} {text}",
-        "{text}",
-        "{text}.",
-        "{L}.{text}",
-    ),
+    *("{L}", "{L}.", "({L})", "{L})", "[{L}]", " {L} ", "{L}\n", "{l}", "({l})", "({l}) {text}"),
+    *("{L}:", "'{L}'", "**{L}**", "#{L}", "{L};", "{L}!", "{L}?", "{{{L}}}", "Z", "Z {L}", "nan"),
+    *("{L}. {text}", "({L}) {text}", "{L}: {text}", "{L} {text}", "{L}.{text}", "{text}."),
+    "{text}",
     *("The answer is {L}.", "The answer is {L}", "the answer is {l}.", "The answer is ({L})."),
-    *(
-        "The answer is **{L}**.",
-        "The correct answer is **{L}**. {any}",
-        "Answer: {L}",
-        "answer\nis {L}",
-    ),
+    *("The answer is **{L}**.", "The correct answer is **{L}**. {any}", "answer\nis {L}"),
     *("The answer is {text}.", "The answer is {L}\n", "The answer is {L}. The answer is {M}."),
-    *(
-        "{L} or {M}",
-        "({L}) or ({M})",
-        "{L}, not {M}",
-        "A {text} is {M}",
-        "I think that it is {text}",
-    ),
+    *("The best answer is {L}. {any}", "Answer: {L}", "FINAL ANSWER: {L}", "so it is a {text}"),
+    *("{L} or {M}", "({L}) or ({M})", "{L}, not {M}", "A {text} is {M}", "I think it is {text}"),
     *("I would say {text} and not {other}", "It is not ({L}) but rather {other}, {any} {any}"),
-    *(
-        "Let us see: {any} {any} {any}, so {L} {any}",
-        "{any} {L}",
-        "{L} {any}",
-        "Z",
-        "Z {L}",
-        "{any}",
-    ),
-    *("Option {L} is right because {any} {any} {any} {any}", "so the answer is a {text}", "nan"),
-    *(
-        "The best answer is {L}. {any}",
-        "#{L}",
-        "{L};",
-        "{L}!",
-        "{L}?",
-        "{{{L}}}",
-        "FINAL ANSWER: {L}",
-    ),
+    *("Let us see: {any} {any} {any}, so {L} {any}", "{any} {L}", "{L} {any}", "{any}"),
+    "Option {L} is right because {any} {any} {any} {any}",
+    *("Sorry, I can't help with images of people yet. {L}", "I can't process this file. ({L})"),
+    *("I'm sorry, but without the image provided {L}", "Cannot determine the answer, maybe {L}"),
+    *("Failed to obtain answer via API {L}", "Failed to obtain answer via API {text}"),
 )
+_USUAL = ("{L}", "{L}. {text}", "The answer is {L}.")
 
 
 def choices(draw: random.Random, fewest: int = 2, most: int = 5) -> list[str]:
@@ -70,8 +43,9 @@ def choosing(draw: random.Random, options: Sequence[str]) -> str:
     """An answer that names one of the options, two of them, one that is not there, or none."""
     number, other = draw.randrange(len(options)), draw.randrange(len(options))
     letter = LETTERS[number] if draw.random() < 0.9 else draw.choice("EFGHZ")
+    forms = draw.choice((_FORMS, _FORMS, _FORMS, _USUAL))
     parts = [
-        draw.choice(_FORMS).format(
+        draw.choice(forms).format(
             L=letter,
             l=letter.lower(),
             M=LETTERS[other],

@@ -103,7 +103,9 @@ def _draw_infoseek(draw: random.Random) -> dict[str, Any]:
     low, high = sorted(draw.sample(_BOUNDS, 2))
     said = traps.text(draw, _NUMBERS, most=4)
     if draw.random() < 0.5:
-        said = draw.choice(("{} - {}", "{}-{}", "{} to {}", "{}")).format(low, high)
+        quarter = (high - low) / 4
+        first, second = (low + quarter * draw.randint(-2, 6) for _ in range(2))
+        said = draw.choice(("{} - {}", "{}-{}", "{} to {}", "{}")).format(first, second)
     return {"kind": kind, "said": said, "answers": [low, high], "half": draw.choice(_HALVES)}
 
 

@@ -54,7 +54,17 @@ _REFUSALS = (
     *("Sorry, I can't help with images of people yet.", "Cannot determine the answer", "FAILED"),
     "Failed to obtain answer via API",
 )
+# Words that one normalization or another makes equal.
+_TWINS = (
+    *(("two", "2"), ("ten", "10"), ("zero", "0"), ("none", "0"), ("one", "1.0"), ("five", "5.")),
+    *(("yes", "true"), ("no", "false"), ("yes", "entailment"), ("dont", "don't"), ("its", "it's")),
+    *(("couldn'tve", "couldn't've"), ("dogs", "dog"), ("better", "good"), ("1,000", "1000")),
+    *(("5.55", "5.554"), ("5.55", "5.51"), ("1.5", "1.50"), ("1.5", "15"), ("hot dog", "hot-dog")),
+    *(("u.s.", "us"), ("café", "cafe\u0301"), ("new york", "New York"), ("a", "the")),
+    *(("grey", "gray"), ("thousand", "1000"), ("and", "&"), ("3", "three"), ("3", "3.004")),
+)
 WORDS = (
+    *(word for pair in _TWINS for word in pair),
     *_ARTICLES,
     *_NUMBERS,
     *_AMOUNTS,
@@ -79,6 +89,14 @@ def text(draw: random.Random, words: Sequence[str] = WORDS, most: int = 5) -> st
     return "".join(parts)
 
 
+def _twin(draw: random.Random, given: str) -> str:
+    """The text with a word for another that may count as the same; with one more if it has none."""
+    pairs = [*_TWINS, *((second, first) for first, second in _TWINS)]
+    there = [pair for pair in pairs if pair[0] in given]
+    first, second = draw.choice(there) if there else ("", draw.choice(pairs)[1])
+    return given.replace(first, second, 1) if there else f"{given} {second}"
+
+
 def near(draw: random.Random, given: str) -> str:
     """A text that most normalizations make equal to the given one, or almost."""
     for _ in range(draw.randint(0, 2)):
@@ -97,6 +115,8 @@ def near(draw: random.Random, given: str) -> str:
                 draw.choice(('"{}"', "({})", "'{}'", "**{}**")).format(given),
                 f"{given} {given}",
                 f"{given}, {draw.choice(PLAIN)}",
+                _twin(draw, given),
+                _twin(draw, given),
             )
         )
     return given
