@@ -40,6 +40,10 @@ ITEMS = {
         "200 damages of files that runs and models are opened from",
         ("-m", "tests.resume.flips", "--count=200", "--seed=0"),
     ),
+    "scorers": Item(
+        "fuzz of scorers against the official code, in the folder of MMQA_OFFICIAL",
+        ("-m", "tests.fuzz_scorers", "--count=2000", "--seed=0"),
+    ),
     "equivalence": Item(
         "models beside the originals, compiled as users' runs are",
         (*PYTEST, "tests/equivalence"),

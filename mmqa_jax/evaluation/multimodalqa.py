@@ -100,6 +100,8 @@ def read_multimodalqa_predictions(
 ) -> list[Prediction]:
     """Reads the official file, or predictions.jsonl.
 
+    An item that holds SEPARATOR is read as two, and scored so; the official script keeps it whole.
+
     Raises:
       UserError: names the file and the question whose answer is neither a text nor a list of texts.
     """

@@ -16,5 +16,9 @@ def normalize_squad(text: str) -> str:
 
 
 def squad_exact_match(answer: str, references: Sequence[str]) -> float:
-    """1.0 if an answer equals any of the references once normalized (FiD's `ems`)."""
+    """1.0 if an answer equals any of the references once normalized (FiD's `ems`).
+
+    Word boundaries are Python's, as in SQuAD's script. FiD's are those of the package regex, where
+    `a` before a combining accent is no article.
+    """
     return float(normalize_squad(answer) in map(normalize_squad, references))
