@@ -24,9 +24,9 @@ NAMES = {"titles": ["Filter", None, ""], "ids": ["f", "p", "h"]}
 
 
 @pytest.fixture(autouse=True)
-def encoder(monkeypatch, tmp_path):
+def encoder(monkeypatch, fresh_cache):
     """A cache folder of the test's own, and the encoder in place of MiniLM."""
-    return install(monkeypatch, tmp_path / "cache")
+    return install(monkeypatch, fresh_cache)
 
 
 class Llm(FakeLLM):
