@@ -24,7 +24,7 @@ def model(tmp_path_factory):
 def run(name: str, row: str, model, data, workdir, length=512, **values) -> tuple[dict, list[dict]]:
     """The scores of a row with the tiny model, and its traces."""
     values = {"data.dir": data, "parts.llm.model": model, **values}
-    values = {f"parts.llm.engine.{key}": value for key, value in ENGINE.items()} | values
+    values |= {f"parts.llm.engine.{key}": value for key, value in ENGINE.items()}
     values |= {"parts.llm.engine.length": length, "parts.llm.engine.block": length}
     flags = [f"--config.{key}={value}" for key, value in values.items()]
     config = f"--config={ROOT}/configs/{name}/tables.py:{row}"
@@ -70,12 +70,10 @@ def test_mathvista_extracted_by_rules_then_by_a_model(tmp_path):
     done("prepare", "mathvista", f"--raw={tmp_path / 'raw'}", f"--out={tmp_path / 'data'}")
     llm = write_folder(tmp_path / "llm", llama_config(MODEL.vocab_size, positions=2560))
     data, first, second = tmp_path / "data", tmp_path / "first", tmp_path / "second"
-    # Prompts of two thousand tokens: in large pieces.
-    pieces = {"parts.llm.engine.buckets": (256,), "parts.llm.engine.prefill_tokens": 512}
-    few = {"options.max_new_tokens": 4, **pieces}
+    few = {"options.max_new_tokens": 4}
     scores, traces = run("mathvista", "smollm2", llm, data, first, length=2560, **few)
     assert {"mathvista/official", "mathvista/empty_wrong"} <= scores["scores"].keys()
-    more = {"parts.finished.run": first, "parts.llm.backend": "engine", **pieces}
+    more = {"parts.finished.run": first, "parts.llm.backend": "engine"}
     more |= {"options.extraction_tokens": 4}
     _, extracted = run("mathvista", "gpt4_extracts", llm, data, second, length=2560, **more)
     responses, left = ([trace["outputs"][0] for trace in each] for each in (traces, extracted))
