@@ -193,9 +193,15 @@ def cli_cache(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def fresh_cache(tmp_path) -> Path:
+def fresh_cache(tmp_path) -> Iterator[Path]:
     """As `cli_cache`, of one test."""
-    return _cache(tmp_path / "cache")
+    yield _cache(tmp_path / "cache")
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    # A verb may have set it to this folder, which is removed now.
+    jax.config.update("jax_compilation_cache_dir", str(kept_programs.FOLDER))
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -45,6 +45,13 @@ def is_cached(text: str | os.PathLike) -> bool:
     """Whether a text is the name of a model that the local cache has whole."""
     if not is_hub_name(text):
         return False
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    repository, _ = _split(str(text))
+    folder = repo_folder_name(repo_id=repository, repo_type="model")
+    if not Path(constants.HF_HUB_CACHE, folder).is_dir():
+        return False  # the usual answer, without the look at revisions and files
     try:
         find_model(str(text))
     except UserError:

@@ -146,7 +146,7 @@ def _queries(folder: Path) -> list[str]:
     import numpy as np
 
     rng = np.random.default_rng(1)
-    drawn = " ".join(itertools.islice(_texts(folder), 5_000)).split()
+    drawn = np.array(" ".join(itertools.islice(_texts(folder), 5_000)).split())
     asked = []
     for number in range(_QUERIES):
         if number % 2:

@@ -84,12 +84,15 @@ def refused(tmp_path):
 @pytest.fixture(scope="module")
 def short_readings():
     """Benches time quick work only shortly: for tests of what their rows say, not of how fast it is."""
-    from mmqa_jax.core.speed import read_bandwidth
-    from tests.bench import runner, timing
+    from mmqa_jax.core import speed
+    from tests.bench import retrieval, runner, timing
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timing, "_SHORTEST", 0.002)
-        patch.setattr(runner, "read_bandwidth", lambda: read_bandwidth(1 << 24))
+        for module in (retrieval, runner):
+            patch.setattr(
+                module, "read_bandwidth", functools.partial(speed.read_bandwidth, 1 << 24)
+            )
         yield
 
 

@@ -1,8 +1,8 @@
 """BM25 from disk finds what BM25 in memory finds, to the bit; kept, resumed and refused."""
 
+import dataclasses
 import json
 import mmap
-import os
 import shutil
 import signal
 import subprocess
@@ -23,7 +23,7 @@ from mmqa_jax.retrieval.bm25_disk import DiskBM25, build_bm25
 from mmqa_jax.retrieval.bm25_group import ShardGroup
 from mmqa_jax.retrieval.bm25_shard import Norms, ShardLimits
 from mmqa_jax.runs.parts import RetrieverSpec, open_bm25
-from tests.bench.synthetic_passages import write_passages
+from tests.bench import synthetic_passages
 
 SMALL = ShardLimits(rows=700, tiered=8, block=100)
 
@@ -231,24 +231,27 @@ def test_bounds_hold_at_another_mean_length(other):
 
 
 KILLED = """
-import os, signal, sys
+import json, os, signal, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from tests.unit.test_bm25_disk import SMALL, build, random_texts
+from mmqa_jax.retrieval.bm25_disk import build_bm25
+from mmqa_jax.retrieval.bm25_shard import ShardLimits
+folder, (texts, limits) = Path(sys.argv[1]), map(json.loads, sys.stdin)
 def die(done, rows):
     if done > 2_500:
         os.kill(os.getpid(), signal.SIGKILL)
-build(Path(sys.argv[1]), random_texts(3_000), limits=SMALL, on_progress=die)
+build_bm25(folder, lambda start: iter(texts[start:]), len(texts), "corpus",
+           limits=ShardLimits(**limits), on_progress=die)
 """
 
 
 @pytest.mark.slow
 def test_killed_it_goes_on_behind_the_last_whole_shard(tmp_path):
-    here = os.getcwd()
-    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), here], check=False)
+    texts, begun = random_texts(3_000), []
+    told = f"{json.dumps(texts)}\n{json.dumps(dataclasses.asdict(SMALL))}"
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    ended = subprocess.run(command, input=told, text=True, check=False)
     assert ended.returncode == -signal.SIGKILL
     assert not (tmp_path / "manifest.json").exists()
-    texts, begun = random_texts(3_000), []
 
     def texts_from(start):
         begun.append(start)
@@ -262,7 +265,9 @@ def test_killed_it_goes_on_behind_the_last_whole_shard(tmp_path):
 @pytest.mark.slow
 def test_bm25_from_disk_over_sources_on_disk(tmp_path, monkeypatch):
     passages, asked, articles = tmp_path / "psgs_w100.tsv", tmp_path / "asked", tmp_path / "wiki"
-    write_passages(passages, 1_000)
+    monkeypatch.setattr(synthetic_passages, "_VOCABULARY", 20_000)
+    monkeypatch.setattr(synthetic_passages, "_BLOCK", 1_000)
+    synthetic_passages.write_passages(passages, 1_000)
     assert main(["prepare", "dpr", f"--raw={passages}", f"--out={articles}"]) == 0
     raw = tmp_path / "raw"
     raw.mkdir()

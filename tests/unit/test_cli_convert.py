@@ -313,7 +313,7 @@ for folder in sys.argv[1:]:
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path, start):
-    """A LLaMA of 24 layers, 314 MiB, is converted with less than a third of that more memory.
+    """A LLaMA of 12 layers, 157 MiB, is converted with less than a third of that more memory.
 
     More than one of a layer, which the same process converted before.
     """
@@ -322,7 +322,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path, start):
         "num_attention_heads": 8, "intermediate_size": 1536, "tie_word_embeddings": True,
     }  # fmt: skip
     folders, sizes = [], []
-    for layers in (1, 24):
+    for layers in (1, 12):
         folder = tmp_path / str(layers)
         folder.mkdir()
         config["num_hidden_layers"] = layers
@@ -335,7 +335,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path, start):
     assert child.returncode == 0, printed
     one, many = (json.loads(x) for x in printed.splitlines() if x.startswith("{"))
     assert [one["bytes"], many["bytes"]] == sizes
-    assert sizes[1] > 300 << 20
+    assert sizes[1] > 150 << 20
     assert (many["peak_rss_mib"] - one["peak_rss_mib"]) << 20 < sizes[1] / 3
 
 

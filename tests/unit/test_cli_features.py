@@ -20,7 +20,6 @@ from mmqa_jax.data.detector_pictures import detector_picture
 from mmqa_jax.data.images import decode
 from mmqa_jax.data.region_records import RegionRecords
 from mmqa_jax.inference.opened_detector import DetectorChoice, open_detector
-from mmqa_jax.inference.region_detector import RegionDetector
 from mmqa_jax.models.detection.faster_rcnn import FasterRCNN
 from mmqa_jax.runs.region_features import (
     NamedPictures,
@@ -85,7 +84,7 @@ def first(pictures, model, cli_cache, tmp_path_factory):
     return out, result
 
 
-def test_from_pictures_to_records(first, pictures, model):
+def test_from_pictures_to_records(first, pictures, detector):
     out, result = first
     assert {k: result[k] for k in ("pictures", "broken_pictures", "detector", "random")} == {
         "pictures": 5, "broken_pictures": 1, "detector": "bottom_up_r101", "random": False,
@@ -93,17 +92,8 @@ def test_from_pictures_to_records(first, pictures, model):
     records = RegionRecords(out)
     assert records.pictures == tuple(sorted(SIZES))
     assert records.facts.class_names[:2] == ("word 0", "word 1")
-    config = dataclasses.replace(
-        model[1].config, rule=dataclasses.replace(model[1].config.rule, fewest=3, most=7)
-    )
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: FasterRCNN(config, rngs=nnx.Rngs(3))))
-    changed = nnx.merge(graphdef, nnx.state(model[1]))
-    how = dataclasses.replace(
-        open_detector(DetectorChoice(str(model[0]))).pictures, shorter=60, longer=120
-    )
-    detect = RegionDetector(changed, how, batch_size=2)
     images = [decode((pictures / f"{name}.png").read_bytes()) for name in SIZES]
-    for name, want in zip(SIZES, detect(images), strict=True):
+    for name, want in zip(SIZES, detector(images), strict=True):
         got = records.read(name)
         assert got.size == SIZES[name][::-1]
         # Caffe's proposals of less than 16 pixels do not count: a single pixel has none.

@@ -257,12 +257,12 @@ def commands_of(paper: str, everything: list[dict]) -> dict[str, str]:
 )
 def test_every_command_is_one(paper, rows, everything):
     """It parses, and its config is a row with the options and parts that its setting takes."""
-    commands = commands_of(paper, everything)
+    commands, parser = commands_of(paper, everything), make_parser()
     assert rows is None or commands.keys() == rows
     for row, text in commands.items():
         program, *words = shlex.split(text)
         assert program == "mmqa"
-        arguments = make_parser().parse_args(words)
+        arguments = parser.parse_args(words)
         assert command(arguments.verb).__name__ == "mmqa_jax.commands.run"
         assert arguments.config == f"configs/{paper}/tables.py:{row}"
         assert Path(arguments.workdir).name == row

@@ -234,11 +234,11 @@ def test_batches_of_pairs_do_not_change_scores(published):
 
 
 @pytest.fixture
-def cached(published, tmp_path, monkeypatch):
+def cached(published, tmp_path, fresh_cache, monkeypatch):
     """The folders in a Hugging Face cache, as org/bert and org/reranker."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setenv("MMQA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MMQA_CACHE", str(fresh_cache))
     for name in ("bert", "reranker"):
         home = tmp_path / "hub" / f"models--org--{name}"
         (home / "refs").mkdir(parents=True)

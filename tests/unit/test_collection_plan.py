@@ -36,7 +36,7 @@ def test_numbers():
 
 
 def test_scann_holds_what_its_index_has_on_disk(tmp_path):
-    rows, dim = 30_000, 64
+    rows, dim = 12_000, 64
     vectors = np.random.default_rng(0).normal(size=(rows, dim)).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     build_index(Embeddings(vectors, "model", "corpus"), "scann").save(tmp_path / "index")

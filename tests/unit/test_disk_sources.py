@@ -21,15 +21,23 @@ from mmqa_jax.retrieval.bm25 import BM25Retriever
 from mmqa_jax.retrieval.modality import one_modality
 from mmqa_jax.runs import ask_folder
 from mmqa_jax.runs.asked import AskedCorpus
-from tests.bench.synthetic_passages import write_passages
+from tests.bench import synthetic_passages
 
 ROWS = 1_300  # five batches and a rest
 
 
 @pytest.fixture(scope="module")
 def tsv(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("dpr") / "psgs_w100.tsv"
-    write_passages(path, ROWS)
+    return write(tmp_path_factory.mktemp("dpr"), ROWS)
+
+
+def write(folder: Path, count: int) -> Path:
+    """Passages of few different words."""
+    path = folder / "psgs_w100.tsv"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(synthetic_passages, "_VOCABULARY", 20_000)
+        patch.setattr(synthetic_passages, "_BLOCK", 1_000)
+        synthetic_passages.write_passages(path, count)
     return path
 
 
@@ -118,12 +126,12 @@ def test_an_id_that_is_there_twice_is_named(tsv, tmp_path, monkeypatch, same_has
     assert not (tmp_path / "out" / "corpus.json").exists()
 
 
-def test_ids_of_one_hash_are_told_apart(tsv, tmp_path, monkeypatch):
+def test_ids_of_one_hash_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_sources, "_hash", lambda name: len(name))
-    prepare("dpr", tsv, tmp_path / "out")
+    prepare("dpr", write(tmp_path, 120), tmp_path / "out")
     corpus = open_sources(tmp_path / "out")
-    assert {name: corpus.row[name] for name in ("7", "9", "42", "1300")} == {
-        **{"7": 6, "9": 8, "42": 41, "1300": 1299},
+    assert {name: corpus.row[name] for name in ("7", "9", "42", "120")} == {
+        **{"7": 6, "9": 8, "42": 41, "120": 119},
     }
     assert "0" not in corpus.row
 

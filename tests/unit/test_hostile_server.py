@@ -157,8 +157,8 @@ def test_a_hostile_reply_is_a_failed_request(reply, reason, decoding):
 
 
 def test_a_bomb_takes_no_more_memory_than_its_limit():
-    """100 KiB that become 100 MiB; the limit of 64 tokens is 1.1 MiB."""
-    packed = gzip.compress(bytes(100 * 2**20), 9)
+    """30 KiB that become 30 MiB; the limit of 64 tokens is 1.1 MiB."""
+    packed = gzip.compress(bytes(30 * 2**20), 9)
     with Stub(lambda asked: body(packed, **{"Content-Encoding": "gzip"})).serving():
         backend = OpenAIBackend("tiny", QUICK)
         tracemalloc.start()

@@ -59,7 +59,7 @@ def imports_of(name: str, file: Path) -> Iterator[Import]:
                 continue
             parts = target.split(".")
             above = {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
-            for one in sorted(above & modules().keys() - {name}):
+            for one in sorted((above & modules().keys()) - {name}):
                 # The packages that `name` is in are loaded before it in any case.
                 if one == target or not name.startswith(f"{one}."):
                     yield Import(one, at_load)
@@ -67,9 +67,11 @@ def imports_of(name: str, file: Path) -> Iterator[Import]:
 
 def statements(node: ast.AST, at_load: bool) -> Iterator[tuple[ast.stmt, bool]]:
     for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):
+            continue  # no statement lies in an expression
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child, at_load
-        inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or (
+        inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) or (
             isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
         )
         yield from statements(child, at_load and not inside)
@@ -90,6 +92,7 @@ def targets(node: ast.stmt, name: str, is_package: bool) -> Iterator[str]:
         yield whole if whole in modules() else base
 
 
+@functools.cache
 def reachable(start: str, *, at_load: bool) -> dict[str, tuple[str, ...]]:
     """Everything that a module imports, foreign packages too -> by which chain."""
     found: dict[str, tuple[str, ...]] = {start: (start,)}

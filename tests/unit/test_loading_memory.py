@@ -94,8 +94,7 @@ def _holds_little_more_than_the_model(load: Callable[[], nnx.Module], factor: fl
     try:
         model = load()
         jax.block_until_ready(nnx.state(model))
-        _, peak = tracemalloc.get_traced_memory()
-        held = sum(x.size for x in tracemalloc.take_snapshot().traces)
+        held, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     total, largest = _sizes(model)

@@ -27,6 +27,8 @@ from mmqa_jax.serve.systems import Threads
 
 pytestmark = pytest.mark.slow
 ASKED = [{"role": "user", "content": "What is it"}]
+# As httpx.post and the like, which read the machine's certificates for every request.
+WEB = httpx.Client(verify=False, limits=httpx.Limits(max_keepalive_connections=0))
 WORDS = ["one", "two", "what is", "a b c", "go on", "Some text."]
 
 
@@ -73,7 +75,7 @@ def server(parts):
         yield address
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(server):
     return openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0, timeout=60)
 
@@ -219,7 +221,7 @@ CHAT, COMPLETION = "chat/completions", "completions"
 )  # fmt: skip
 def test_refused_requests(server, path, body, status, words):
     whole = {"model": "tiny", **({"messages": ASKED} if path == CHAT else {}), **body}
-    reply = httpx.post(f"{server}/v1/{path}", json=whole)
+    reply = WEB.post(f"{server}/v1/{path}", json=whole)
     error = reply.json()["error"]
     assert reply.status_code == status, error
     assert words.replace("..", "[]") in error["message"]
@@ -237,35 +239,35 @@ def test_what_is_no_request(server):
     url = f"{server}/v1/completions"
     for body, words in [(b"{", "not valid JSON"), (b"[1]", "no JSON object"), (b"\xff", "UTF-8"),
                         (b"[" * 5000, "nested")]:  # fmt: skip
-        reply = httpx.post(url, content=body, headers={"Content-Type": "application/json"})
+        reply = WEB.post(url, content=body, headers={"Content-Type": "application/json"})
         assert (reply.status_code, words in reply.json()["error"]["message"]) == (400, True)
-    assert httpx.post(url, content=b"{}").status_code == 415  # as a foreign page may send
-    assert httpx.get(url).status_code == 405
-    assert httpx.get(f"{server}/etc/passwd").status_code == 404
-    assert httpx.get(f"{server}/page/..%2f..%2fsecret").status_code == 404
-    assert httpx.get(server, headers={"Host": "evil.example"}).status_code == 421
+    assert WEB.post(url, content=b"{}").status_code == 415  # as a foreign page may send
+    assert WEB.get(url).status_code == 405
+    assert WEB.get(f"{server}/etc/passwd").status_code == 404
+    assert WEB.get(f"{server}/page/..%2f..%2fsecret").status_code == 404
+    assert WEB.get(server, headers={"Host": "evil.example"}).status_code == 421
 
 
 def test_uploads_have_an_end(server):
     sent = {"Content-Type": "application/json"}
     url = f"{server}/v1/completions"
-    assert httpx.post(url, content=b"a" * (2**20 + 1), headers=sent).status_code == 413
+    assert WEB.post(url, content=b"a" * (2**20 + 1), headers=sent).status_code == 413
 
     def pieces():
         for _ in range(40):
             yield b" " * 2**15  # without a Content-Length
 
-    assert httpx.post(url, content=pieces(), headers=sent).status_code == 413
+    assert WEB.post(url, content=pieces(), headers=sent).status_code == 413
 
 
 def test_a_key(parts):
     with served(parts, key="secret") as address:
-        assert httpx.get(f"{address}/healthz").status_code == 200
-        assert httpx.get(f"{address}/").status_code == 200
+        assert WEB.get(f"{address}/healthz").status_code == 200
+        assert WEB.get(f"{address}/").status_code == 200
         for path in ("/v1/models", "/metrics", "/api/about"):
             for key, status in [("none", 401), ("secre", 401), ("secret", 200)]:
                 sent = {"Authorization": f"Bearer {key}"}
-                assert httpx.get(f"{address}{path}", headers=sent).status_code == status
+                assert WEB.get(f"{address}{path}", headers=sent).status_code == status
 
 
 def ask(client, word, **options):
@@ -300,7 +302,7 @@ def test_beyond_the_queue_requests_are_refused_and_none_is_lost(parts, server, w
         else:
             assert reply.headers["Retry-After"] == "1"
             assert "6 requests are being served or wait" in reply.json()["error"]["message"]
-    counted = httpx.get(f"{server}/metrics").text
+    counted = WEB.get(f"{server}/metrics").text
     assert f'status="429"}} {float(statuses.count(429))}' in counted
     assert parts.unfinished == 0
 
@@ -308,22 +310,22 @@ def test_beyond_the_queue_requests_are_refused_and_none_is_lost(parts, server, w
 def test_an_answer_takes_so_long_at_most(parts):
     with served(parts, seconds=0.01) as address:
         body = {"model": "tiny", "prompt": "two", "max_tokens": 150, "n": 8}
-        reply = httpx.post(f"{address}/v1/completions", json=body, timeout=60)
+        reply = WEB.post(f"{address}/v1/completions", json=body, timeout=60)
         assert reply.status_code == 504
         assert "--timeout" in reply.json()["error"]["message"]
-        streamed = httpx.post(f"{address}/v1/completions", json={**body, "stream": True})
+        streamed = WEB.post(f"{address}/v1/completions", json={**body, "stream": True})
         assert "no answer within 0.01 s" in streamed.text
     assert waited(lambda: parts.unfinished == 0)
 
 
 def test_a_client_that_leaves_ends_the_work(parts, server):
     body = {"model": "tiny", "prompt": "two", "max_tokens": 150, "n": 40, "seed": 1}
-    with httpx.stream("POST", f"{server}/v1/completions", json={**body, "stream": True}) as reply:
+    with WEB.stream("POST", f"{server}/v1/completions", json={**body, "stream": True}) as reply:
         next(reply.iter_lines())
         assert parts.unfinished == 1
     assert waited(lambda: parts.unfinished == 0)
     with pytest.raises(httpx.TimeoutException):
-        httpx.post(f"{server}/v1/completions", json=body, timeout=0.05)
+        WEB.post(f"{server}/v1/completions", json=body, timeout=0.05)
     assert waited(lambda: parts.unfinished == 0)
 
 
@@ -363,7 +365,7 @@ def test_pictures_for_a_model_that_sees():
                        {"type": "text", "text": "What is it"}]  # fmt: skip
             body = {"model": "llava", "temperature": 0, "max_tokens": 6,
                     "messages": [{"role": "user", "content": content}]}  # fmt: skip
-            reply = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=120).json()
+            reply = WEB.post(f"{address}/v1/chat/completions", json=body, timeout=120).json()
             assert reply["choices"][0]["message"]["content"] == wanted[name]
     model.close()
     assert parts.unfinished == 0

@@ -136,10 +136,10 @@ def test_training_is_the_same_in_every_process():
         "import random\n"
         "r = random.Random(5)\n"
         "word = lambda: ''.join(r.choice('abcdefghijklmnopqrstuvwxyzäéß') for _ in range(6))\n"
-        "print(train_wordpiece([word() + ' ' + word() for _ in range(3000)], 700).fingerprint)"
+        "print(train_wordpiece([word() + ' ' + word() for _ in range(1000)], 400).fingerprint)"
     )
     prints = set()
-    for threads in "123":
+    for threads in "13":
         env = {**os.environ, "RAYON_NUM_THREADS": threads}
         run = [sys.executable, "-c", program]
         prints.add(subprocess.run(run, env=env, check=True, capture_output=True).stdout)
