@@ -8,12 +8,9 @@ import importlib.metadata
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import durations
 import filelock
@@ -22,7 +19,6 @@ import pytest
 import scratch
 
 from mmqa_jax.core.host import skip_absent_tpu
-from tests.fake_devices import fake_devices
 
 # Processes that tests start find the repository's packages, from any folder.
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -241,24 +237,3 @@ def _one_lowering_context() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mlir, "make_ir_context", make_once)
         yield
-
-
-@pytest.fixture(scope="module")
-def run_on_devices(request) -> Callable[..., str]:
-    """Runs a script of the test's folder on fake CPU devices, and returns what it prints.
-
-    Their number is fixed when JAX starts, so that these are processes of their own.
-    """
-
-    def run(devices: int, script: str, *arguments: Any) -> str:
-        done = subprocess.run(
-            [sys.executable, str(request.path.with_name(script)), *map(str, arguments)],
-            env=os.environ | fake_devices(devices),
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    return run

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -89,23 +91,23 @@ def compiled(model: LlamaConfig, scan: bool) -> dict:
     )
     mesh = make_mesh({"data": 8})
     one = make_mesh({"data": 1}, jax.devices()[:1])
-    made = facts(model, sizes, mesh)
-    for name, alone in facts(model, sizes, one).items():
+    programs = dict(engine_programs(model, sizes, mesh))
+    _, cache, *_ = programs["decode"].arguments
+    number = jax.ShapeDtypeStruct((), "int32")
+    programs["copy"] = (
+        Programs(nnx.eval_shape(lambda: built(model, sizes)), sizes, mesh).copy,
+        (*(cache, number, number, number),),
+    )
+    made = facts(programs, mesh)
+    for name, alone in facts(engine_programs(model, sizes, one), one).items():
         made[name]["of_one"] = alone["flops"]
     return made
 
 
-def facts(model: LlamaConfig, sizes: EngineConfig, mesh: Mesh) -> dict[str, dict]:
+def facts(programs: Mapping[str, tuple[Any, tuple[Any, ...]]], mesh: Mesh) -> dict[str, dict]:
     """Program -> FLOPs of a device, its collectives and the elements of their results."""
-    made = dict(engine_programs(model, sizes, mesh))
-    _, cache, *_ = made["decode"].arguments
-    number = jax.ShapeDtypeStruct((), "int32")
-    made["copy"] = (
-        Programs(nnx.eval_shape(lambda: built(model, sizes)), sizes, mesh).copy,
-        (*(cache, number, number, number),),
-    )
     found = {}
-    for name, (function, arguments) in made.items():
+    for name, (function, arguments) in programs.items():
         with jax.set_mesh(mesh):
             program = function.lower(*arguments).compile()
         moved = _COLLECTIVE.findall(program.as_text())

@@ -15,7 +15,7 @@ from mmqa_jax.models.bart_config import BartConfig
 from mmqa_jax.weights.published import load_published
 
 CONFIG = BartConfig(
-    vocab_size=102, hidden=48, encoder_layers=3, decoder_layers=2, encoder_heads=4, decoder_heads=6,
+    vocab_size=102, hidden=48, encoder_layers=2, decoder_layers=2, encoder_heads=4, decoder_heads=6,
     encoder_mlp=56, decoder_mlp=72, positions=40, activation="gelu_new", scale_embedding=True, pad=3,
     start=5,
 )  # fmt: skip

@@ -16,9 +16,9 @@ from mmqa_jax.weights.formats.safetensors import ArraySource
 from mmqa_jax.weights.keymap import KeyMap, Rule, load_into
 
 CONFIG = DualEncoderConfig(
-    text=BertConfig(vocab_size=37, hidden=16, layers=3, heads=4, mlp=24, positions=12, dropout=0.0),
+    text=BertConfig(vocab_size=37, hidden=16, layers=2, heads=4, mlp=24, positions=12, dropout=0.0),
     vision=VisionConfig(
-        image_size=8, patch_size=4, width=12, layers=2, heads=2, mlp_width=20, embed_dim=16
+        image_size=8, patch_size=4, width=12, layers=1, heads=2, mlp_width=20, embed_dim=16
     ),
 )
 
@@ -57,10 +57,6 @@ def batch():
 GRAPHDEF = nnx.graphdef(nnx.eval_shape(build))
 
 
-def encode(state, batch):
-    return nnx.merge(GRAPHDEF, state).encode_source(**batch)
-
-
 def test_the_axes_of_a_mesh(mesh):
     assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2}
     assert all(kind == AxisType.Auto for kind in mesh.axis_types)
@@ -69,32 +65,26 @@ def test_the_axes_of_a_mesh(mesh):
 
 def test_parameters_are_initialized_where_the_rules_say(mesh, sharded, alone):
     jax.tree.map(np.testing.assert_array_equal, nnx.state(sharded), alone)  # whatever the mesh
-    up = sharded.text.layers.up.kernel[...]  # [layers 3, embed 16, mlp 24]
+    up = sharded.text.layers.up.kernel[...]  # [layers 2, embed 16, mlp 24]
     assert up.sharding == NamedSharding(mesh, PartitionSpec(None, "fsdp", "tensor"))
-    assert up.addressable_shards[0].data.shape == (3, 8, 12)
+    assert up.addressable_shards[0].data.shape == (2, 8, 12)
     word = sharded.text.embeddings.word.table[...]  # 37 words do not divide: replicated
     assert word.addressable_shards[0].data.shape == (37, 8)
     assert sharded.logit_scale[...].sharding.is_fully_replicated
 
 
-def test_vectors_are_those_of_one_device(mesh, sharded, alone, batch):
+def test_vectors_and_gradients_are_those_of_one_device(mesh, sharded, alone, batch):
+    def loss(state, batch):
+        vectors = nnx.merge(GRAPHDEF, state).encode_source(**batch)
+        return (vectors @ vectors.T)[0].sum(), vectors
+
+    gradients, state = jax.grad(loss, has_aux=True), nnx.state(sharded)
+    want = jax.jit(gradients)(alone, batch)
     on_mesh = jax.device_put(batch, batch_sharding(mesh))
     assert on_mesh["pixels"].addressable_shards[0].data.shape == (2, 8, 8, 3)
     with jax.set_mesh(mesh):
-        run = jax.jit(encode, out_shardings=batch_sharding(mesh))
-        vectors = run(nnx.state(sharded), on_mesh)
-    np.testing.assert_allclose(vectors, jax.jit(encode)(alone, batch), rtol=0, atol=1e-5)
-
-
-def test_gradients_are_those_of_one_device(mesh, sharded, alone, batch):
-    def loss(state, batch):
-        vectors = encode(state, batch)
-        return (vectors @ vectors.T)[0].sum()
-
-    state = nnx.state(sharded)
-    want = jax.jit(jax.grad(loss))(alone, batch)
-    run = jax.jit(jax.grad(loss), out_shardings=state_shardings(state, mesh))
-    got = run(state, jax.device_put(batch, batch_sharding(mesh)))
+        where = state_shardings(state, mesh), batch_sharding(mesh)
+        got = jax.jit(gradients, out_shardings=where)(state, on_mesh)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), got, want)
 
 

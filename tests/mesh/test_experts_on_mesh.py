@@ -27,8 +27,29 @@ def spread_over(mesh):
     return drawn(lambda: Llama(CONFIG, rngs=nnx.Rngs()), 3, CONFIG.init_stddev, mesh)
 
 
+IDS = np.random.default_rng(0).integers(0, 60, (4, 24))
+
+
+def make_step(graphdef):
+    """(state, ids) -> (loss, logits), gradient."""
+
+    def loss(state, ids):
+        logits = nnx.merge(graphdef, state)(ids)
+        return (jax.nn.log_softmax(logits)[..., 7] ** 2).mean() / 10, logits
+
+    return jax.value_and_grad(loss, has_aux=True)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What one device computes, not sorted by expert."""
+    graphdef, state = nnx.split(spread_over(make_mesh({}, devices=jax.devices()[:1])))
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(make_step(graphdef))(state, IDS)
+
+
 @pytest.mark.parametrize("by", ["by_all", "by_groups"])
-def test_logits_and_gradients(by, monkeypatch):
+def test_logits_and_gradients(alone, by, monkeypatch):
     if by == "by_groups":  # as on a TPU
         grouped = experts.Experts.by_groups
         monkeypatch.setattr(experts.Experts, "by_all", grouped)
@@ -37,19 +58,11 @@ def test_logits_and_gradients(by, monkeypatch):
     graphdef, state = nnx.split(spread)
     shape = spread.layers.experts.up.kernels.addressable_shards[0].data.shape
     assert shape == (2, 3, 16, 24)  # of 6 experts, and 32 rows over fsdp
-    plain = jax.device_get(state)
-    ids = np.random.default_rng(0).integers(0, 60, (4, 24))
-
-    def loss(state, ids):
-        logits = nnx.merge(graphdef, state)(ids)
-        return (jax.nn.log_softmax(logits)[..., 7] ** 2).mean() / 10, logits
-
-    (_, want), expected = jax.jit(jax.value_and_grad(loss, has_aux=True))(plain, ids)
-    step = jax.value_and_grad(loss, has_aux=True)
+    (_, want), expected = alone
     with jax.set_mesh(mesh):
         where = ((None, None), state_shardings(state, mesh))
-        run = jax.jit(step, out_shardings=where)
-        (_, got), gradient = run(state, jax.device_put(ids, batch_sharding(mesh)))
+        run = jax.jit(make_step(graphdef), out_shardings=where)
+        (_, got), gradient = run(state, jax.device_put(IDS, batch_sharding(mesh)))
     np.testing.assert_allclose(got, want, **LAYER)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **LAYER), gradient, expected)
 

@@ -20,10 +20,10 @@ from mmqa_jax.models.llava import LlavaConfig, expand_images
 from mmqa_jax.weights.published import load_published
 
 VISION = VisionConfig(
-    image_size=40, patch_size=4, width=40, layers=4, heads=4, mlp_width=72, embed_dim=28, eps=3e-5
+    image_size=40, patch_size=4, width=40, layers=3, heads=4, mlp_width=72, embed_dim=28, eps=3e-5
 )
 LLAMA = LlamaConfig(
-    vocab_size=97, hidden=48, layers=3, heads=6, kv_heads=2, mlp=80, positions=640, eps=2e-5,
+    vocab_size=97, hidden=48, layers=2, heads=6, kv_heads=2, mlp=80, positions=640, eps=2e-5,
     rope_theta=1234.5,
 )  # fmt: skip
 CONFIG = LlavaConfig(VISION, LLAMA, image_token=90)

@@ -18,7 +18,7 @@ from mmqa_jax.models.llava import Llava, LlavaConfig
 
 def test_pictures_are_split_and_answers_those_of_one_device():
     vision = VisionConfig(
-        image_size=12, patch_size=4, width=24, layers=3, heads=2, mlp_width=20, embed_dim=16
+        image_size=12, patch_size=4, width=24, layers=2, heads=2, mlp_width=20, embed_dim=16
     )
     llama = LlamaConfig(
         vocab_size=60, hidden=32, layers=2, heads=4, kv_heads=2, mlp=48, positions=96, unroll=1

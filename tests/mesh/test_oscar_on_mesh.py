@@ -8,16 +8,24 @@ import jax
 import numpy as np
 from compare import LAYER, load_on_mesh
 from flax import nnx
-from oscar_pair import LAYOUT, make_pair, pictures, real
-from oscar_torch import MASK, PAD, SEP
+from random_weights import publish
 
 from mmqa_jax.core.mesh import batch_sharding
 from mmqa_jax.decoding.oscar_caption import write_captions
+from mmqa_jax.models.bert import BertConfig
+from mmqa_jax.models.oscar import OscarConfig
+from mmqa_jax.models.oscar_layout import OscarLayout
 from mmqa_jax.weights.published import load_published
+
+BERT = BertConfig(vocab_size=41, hidden=24, layers=2, heads=4, mlp=40, positions=48, types=2)
+CONFIG = OscarConfig(BERT, region_features=10)
+LAYOUT = OscarLayout(
+    caption=9, text=16, regions=6, region_features=10, cls_id=1, sep_id=2, pad_id=0, mask_id=3
+)
 
 
 def test_logits_and_captions(tmp_path):
-    folder = make_pair(tmp_path).folder
+    folder = publish("oscar", CONFIG, tmp_path)
     mesh, spread, whole = load_on_mesh(functools.partial(load_published, "oscar", folder, unroll=1))
     graphdef, state = nnx.split(spread)
     plain = nnx.state(whole)
@@ -25,7 +33,10 @@ def test_logits_and_captions(tmp_path):
     layers, embed, mlp = up.shape
     assert up.addressable_shards[0].data.shape == (layers, embed // 2, mlp // 2)
 
-    captions, labels, regions = pictures()
+    rng = np.random.default_rng(0)
+    captions = [rng.integers(5, 41, n).tolist() for n in (5, 3, 12, 1)]
+    labels = [rng.integers(5, 41, n).tolist() for n in (4, 0, 9, 1)]
+    regions = [rng.normal(size=(n, 10)).astype("f4") for n in (6, 4, 8, 1)]
     inputs = LAYOUT.captioning(captions, labels, regions)
     by_row = batch_sharding(mesh)
 
@@ -35,12 +46,14 @@ def test_logits_and_captions(tmp_path):
 
     want = jax.jit(forward)(plain, inputs)
     got = jax.jit(forward, out_shardings=by_row)(state, jax.device_put(inputs, by_row))
-    rows = real(inputs)
-    np.testing.assert_allclose(got[rows], want[rows], **LAYER)
+    text = np.asarray(inputs.context_mask) | np.asarray(inputs.caption_mask)
+    held = np.concatenate([text, inputs.region_mask], axis=1)
+    np.testing.assert_allclose(got[held], want[held], **LAYER)
 
     prompt = LAYOUT.prompt(labels, regions)
-    asked = {"mask_id": MASK, "sep_id": SEP, "pad_id": PAD, "num_beams": 3, "max_new_tokens": 5}
+    asked = {"mask_id": 3, "sep_id": 2, "pad_id": 0, "num_beams": 3, "max_new_tokens": 5}
     want = write_captions(graphdef, plain, prompt, **asked)
     got = write_captions(graphdef, state, jax.device_put(prompt, by_row), **asked)
     np.testing.assert_array_equal(got.tokens, want.tokens)
     np.testing.assert_allclose(got.scores, want.scores, **LAYER)
+    assert len({tuple(row.tolist()) for row in np.asarray(want.tokens[:, 0])}) > 1

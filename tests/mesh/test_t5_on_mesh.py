@@ -19,7 +19,7 @@ from mmqa_jax.tasks.objectives import Seq2SeqObjective
 from mmqa_jax.weights.published import load_published
 
 CONFIG = T5Config(
-    vocab_size=64, hidden=32, head_size=10, heads=4, mlp=48, encoder_layers=3, decoder_layers=2,
+    vocab_size=64, hidden=32, head_size=10, heads=4, mlp=48, encoder_layers=2, decoder_layers=2,
     buckets=12, farthest=20, activation="gelu_new", gated=True, tied=False, scaled=False,
     dropout=0.0, unroll=1,
 )  # fmt: skip

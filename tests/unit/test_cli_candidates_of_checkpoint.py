@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 
+import jax
 import numpy as np
 import pytest
 from cli_runs import ROOT, done, mmqa
+from flax import nnx
 from tiny_checkpoints import make_source
 from vqa_files import write_okvqa
 
@@ -64,12 +66,15 @@ def test_candidates_are_the_scores_of_the_weights(files, tmp_path):
     assert load_answer_aware(tmp_path / "answer_aware_examples.json") == {
         name: ["15"] for name in QUESTIONS
     }
-    model = load_converted(files / "weights")
+    graphdef, state = nnx.split(load_converted(files / "weights"))
+    logits = jax.jit(lambda state, *inputs: nnx.merge(graphdef, state)(*inputs))
     tokenizer = train_wordpiece(["What sport is this? two wheels"] * 9, 30)
     for (name, text), image in zip(QUESTIONS.items(), (2, 2, 3), strict=True):
         tokens = [tokenizer.cls_id, *tokenizer.encode(text)[:7], tokenizer.sep_id]
         ids = np.array([[*tokens, *[0] * (9 - len(tokens))]])
-        scores = 1 / (1 + np.exp(-np.asarray(model(ids, grid_of(image).reshape(1, 9, 11))[0])))
+        scores = 1 / (
+            1 + np.exp(-np.asarray(logits(state, ids, grid_of(image).reshape(1, 9, 11))[0]))
+        )
         best = np.argsort(-scores, kind="stable")[:10]
         assert [answer for answer, _ in found[name]] == [ANSWERS[n] for n in best]
         np.testing.assert_allclose([score for _, score in found[name]], scores[best], rtol=1e-4)

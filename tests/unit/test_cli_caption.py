@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 from cli_runs import mmqa
+from drawn_weights import drawn
 from flax import nnx
 from test_regions import detections, write_vinvl
 
@@ -41,7 +42,7 @@ def write_captioner(folder):
         vocab_size=tokenizer.vocab_size, hidden=12, layers=1, heads=2, mlp=16, positions=80,
         init_stddev=0.6, dropout=0.0, attention_dropout=0.0,
     )  # fmt: skip
-    model = Oscar(OscarConfig(bert), rngs=nnx.Rngs(0))
+    model = drawn(lambda: Oscar(OscarConfig(bert), rngs=nnx.Rngs()), stddev=bert.init_stddev)
     save_trained(folder / "model", model, nnx.state(model), {})
     found = {n: detections(2 + row, 1595, seed=row) for row, n in enumerate(NUMBERS)}
     write_vinvl(folder / "features.tsv", found)

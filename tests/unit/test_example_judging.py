@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -188,7 +187,7 @@ def task(temperature: float = 0.5) -> DistillationObjective:
 
 def test_the_loss_is_torchs_divergence():
     made, batch = task(), next(batches(ROWS, 2))
-    model = made.init(jax.random.key(0))
+    model = jax.jit(made.init)(jax.random.key(0))
 
     def both(model, batch):
         count, _, length = batch["candidate_ids"].shape
@@ -197,7 +196,7 @@ def test_the_loss_is_torchs_divergence():
         queries = model.encode_text(batch["query_ids"], batch["query_mask"])
         return made.loss(model, batch, None), queries, examples.reshape(count, 2, -1)
 
-    (loss, metrics), queries, examples = jax.jit(both)(model, jax.tree.map(jnp.asarray, batch))
+    (loss, metrics), queries, examples = jax.jit(both)(model, batch)
     cosines = np.einsum("bd,bmd->bm", np.asarray(queries), np.asarray(examples))
     scale = float(metrics["temperature"])
     assert scale == pytest.approx(1 / 0.07)
@@ -213,8 +212,8 @@ def test_the_loss_is_torchs_divergence():
 
 def test_what_helped_becomes_the_nearest():
     """A few steps on one batch; the vision tower has no gradient."""
-    made, batch = task(), jax.tree.map(jnp.asarray, next(batches(ROWS, 2)))
-    graphdef, state = nnx.split(made.init(jax.random.key(0)))
+    made, batch = task(), next(batches(ROWS, 2))
+    graphdef, state = nnx.split(jax.jit(made.init)(jax.random.key(0)))
     adam = optax.adam(0.01)
 
     @jax.jit

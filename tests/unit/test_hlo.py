@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
-import hlo_on_mesh
 import jax
 import jax.numpy as jnp
 import pytest
@@ -74,39 +71,6 @@ def test_reading_a_slice_is_not_reading_the_whole():
 
     compiled = jax.jit(read).lower(jnp.ones((4096, 64)), 3).compile()
     assert count(compiled.as_text()).bytes < 10 * 2 * 64 * 4
-
-
-def test_collectives_of_a_real_program(on_mesh):
-    found = on_mesh
-    layers = hlo_on_mesh.LAYERS
-    rows, sizes = hlo_on_mesh.ROWS // 4, (hlo_on_mesh.WIDTH, hlo_on_mesh.HIDDEN // 2)
-    assert set(found["loops"]) == {layers}
-    # Two products forward, four backward, of which one device does an eighth.
-    product = 2 * hlo_on_mesh.ROWS * hlo_on_mesh.WIDTH * hlo_on_mesh.HIDDEN
-    assert found["flops"] == 6 * layers * product / 8
-    seen = {(one["kind"], one["axis"]) for one in found["collectives"]}
-    assert ("all-gather", "fsdp") in seen  # the weights
-    assert ("all-reduce", "tensor") in seen  # the products over the hidden side
-    assert any("data" in axis for _, axis in seen)  # the gradients
-    gathered = next(one for one in found["collectives"] if one["kind"] == "all-gather")
-    assert gathered["members"] == 2
-    weight = sizes[0] * sizes[1] * 4
-    assert gathered["bytes"] == gathered["count"] * weight
-    assert gathered["count"] % layers == 0
-    reduced = next(one for one in found["collectives"] if one["axis"] == "tensor")
-    assert reduced["bytes"] == reduced["count"] * rows * sizes[0] * 4
-
-
-def test_the_least_exchanges_of_a_plan_are_those_of_the_compiled_program(on_mesh):
-    """The CPU's compiler adds gradients up whole, of which a part would do."""
-    counted = {(one["kind"], one["axis"]): one["bytes"] for one in on_mesh["collectives"]}
-    counted["reduce-scatter", "fsdp"] = counted.pop(("all-reduce", "fsdp"))
-    assert {(one["kind"], one["axis"]): one["bytes"] for one in on_mesh["least"]} == counted
-
-
-@pytest.fixture(scope="module")
-def on_mesh(run_on_devices):
-    return json.loads(run_on_devices(8, "hlo_on_mesh.py").splitlines()[-1])
 
 
 def test_what_stops_the_device_comes_on_top():

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from drawn_weights import drawn
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
@@ -77,7 +78,7 @@ def tensors(seed=0):
 
 @pytest.fixture(scope="module")
 def tiny():
-    return nnx.state(Tiny(nnx.Rngs(0)))
+    return nnx.state(drawn(lambda: Tiny(nnx.Rngs())))
 
 
 def load(state, arrays, key_map=MAP):
@@ -164,7 +165,7 @@ def test_files_round_trip_and_match_the_safetensors_library(tiny, tmp_path):
     assert theirs.keys() == tensors().keys()
     for key, want in tensors().items():
         np.testing.assert_array_equal(theirs[key], want)
-    model = Tiny(nnx.Rngs(1))
+    model = drawn(lambda: Tiny(nnx.Rngs()), 1)
     load_model(model, MAP, SafetensorsSource(tmp_path))
     jax.tree.map(np.testing.assert_array_equal, nnx.state(model), state)
 

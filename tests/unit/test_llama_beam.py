@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 import test_beam
+from drawn_weights import drawn
 from flax import nnx
 from tiny_llm import llama_config
 
@@ -22,10 +23,16 @@ MODEL = llama_config(23, positions=64)
 PROMPTS = [[3], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [20, 4, 4, 1, 9]]
 
 
+@pytest.fixture
+def model():
+    """A new one: an engine unstacks the layers of its own."""
+    return drawn(lambda: Llama(MODEL, rngs=nnx.Rngs()), 5, MODEL.init_stddev)
+
+
 @pytest.fixture(scope="module")
 def log_probs():
     """Tokens -> log-probabilities [V] of the next, from one forward pass."""
-    graphdef, state = nnx.split(Llama(MODEL, rngs=nnx.Rngs(5)))
+    graphdef, state = nnx.split(drawn(lambda: Llama(MODEL, rngs=nnx.Rngs()), 5, MODEL.init_stddev))
     forward = jax.jit(lambda state, ids: jax.nn.log_softmax(nnx.merge(graphdef, state)(ids)))
 
     def run(tokens):
@@ -37,12 +44,11 @@ def log_probs():
 
 
 @pytest.mark.parametrize(("beams", "steps", "penalty"), [(4, 9, 0.0), (4, 9, 1.5), (1, 6, 0.0)])
-def test_equals_the_published_search(monkeypatch, log_probs, beams, steps, penalty):
+def test_equals_the_published_search(monkeypatch, model, log_probs, beams, steps, penalty):
     def after_prompt(sequence, question, vocab):
         return log_probs([*PROMPTS[question], *sequence])
 
     monkeypatch.setattr(test_beam, "toy_log_probs", after_prompt)
-    model = Llama(MODEL, rngs=nnx.Rngs(5))
     sizes = EngineConfig(slots=8, length=32, buckets=(16,), block=0)
     engine = Engine(model, end_ids=[test_beam.END], config=sizes)
     requests = [
@@ -59,8 +65,7 @@ def test_equals_the_published_search(monkeypatch, log_probs, beams, steps, penal
     assert ended > 0 or beams == 1
 
 
-def test_early_stop_keeps_the_best(log_probs):
-    model = Llama(MODEL, rngs=nnx.Rngs(5))
+def test_early_stop_keeps_the_best(model, log_probs):
     ids, lengths = np.zeros((3, 16), np.int32), np.array([len(p) for p in PROMPTS], np.int32)
     for row, prompt in enumerate(PROMPTS):
         ids[row, : len(prompt)] = prompt
@@ -77,8 +82,7 @@ def test_early_stop_keeps_the_best(log_probs):
         assert float(whole.scores[row, 0]) == pytest.approx(total, abs=1e-4)
 
 
-def test_impossible_searches_are_refused():
-    model = Llama(MODEL, rngs=nnx.Rngs(5))
+def test_impossible_searches_are_refused(model):
     ids, lengths = np.zeros((1, 60), np.int32), np.array([60])
     with pytest.raises(UserError, match="num_beams is 24: expected 1 to the vocabulary size 23"):
         beam_search(*nnx.split(model), ids, lengths, end_id=2, num_beams=24, max_new_tokens=2)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 
 import jax
 import pytest
 from cli_runs import ROOT, TINY, TINY_OF, done, question, rows_of, write_documents
-from flax import nnx
 
 from mmqa_jax.core.config import load_config
-from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.tasks.reading import check_config
 
@@ -42,7 +39,7 @@ def mined(data, tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["openstax/contrastive", "openstax/rerank", "webqa/contrastive"])
 def test_runlocal_fits_its_batches(name, data, mined, tmp_path):
-    """Traced, with its gradient: trainings of the same tasks are Atlas's."""
+    """Its loss is traced: trainings of the same tasks are Atlas's."""
     values = {**TINY, **TINY_OF[name.partition("/")[2]], "data.dir": str(data)}
     values["data.negatives"] = f"('{mined}',)"
     overrides = [f"{key}={value}" for key, value in values.items()]
@@ -54,15 +51,12 @@ def test_runlocal_fits_its_batches(name, data, mined, tmp_path):
         batch = next(batches)
     arrays = {name: array for name, array in batch.items() if name not in ("ids", "index")}
 
-    def gradient(batch, key):
-        model = recipe.objective.init(key)
-        loss = functools.partial(recipe.objective.loss, batch=batch, dropout_key=key)
-        return nnx.value_and_grad(loss, has_aux=True)(model)
+    def first_loss(batch, key):
+        return recipe.objective.loss(recipe.objective.init(key), batch, key)
 
-    (loss, metrics), gradients = jax.eval_shape(gradient, arrays, jax.random.key(0))
+    loss, metrics = jax.eval_shape(first_loss, arrays, jax.random.key(0))
     assert (loss.shape, loss.dtype) == ((), "float32")
     assert metrics["accuracy"].shape == ()
-    assert flatten_named(gradients)
 
 
 def test_a_question_made_from_a_source_does_not_find_it(tmp_path):

@@ -33,8 +33,13 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def client(folder):
-    model = _served(open_backend(folder, engine={"length": 64}), 8)
+def backend(folder):
+    return open_backend(folder, engine={"length": 64})
+
+
+@pytest.fixture(scope="module")
+def client(backend):
+    model = _served(backend, 8)
     parts = Parts(
         "tiny", model, "tiny", None, "vectors", threading.Lock(), {}, AskedCorpus(Corpus([])),
         Threads(4),
@@ -62,8 +67,8 @@ def wanted(folder):
     return found
 
 
-def test_completions_and_chats_are_transformers_answers(client, folder, wanted):
-    own = open_backend(folder).tokenizer
+def test_completions_and_chats_are_transformers_answers(client, backend, wanted):
+    own = backend.tokenizer
     texts = [own.decode([token for token in tokens if token > 1]) for _, tokens, _ in wanted]
     given = {"model": "tiny", "temperature": 0, "max_tokens": LONGEST}
     for prompt in (PROMPTS, [ids for ids, _, _ in wanted]):
