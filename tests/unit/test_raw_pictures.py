@@ -107,10 +107,10 @@ def places(cli_cache, tmp_path_factory):
 CONFIG = "webqa/vlp_select.py:runlocal"
 
 
-def train(places, run, **changes):
+def train(places, run, *more, **changes):
     """`mmqa train`; the losses, and what was said."""
     values = {**SMALL, "data.dir": places / "data", **changes}
-    ended = mmqa(*flags_with("train", CONFIG, run, values))
+    ended = mmqa(*flags_with("train", CONFIG, run, values), *more)
     assert ended.code == 0, ended.err
     return [row["loss"] for row in rows_of(run / "metrics.jsonl") if "loss" in row], ended.err
 
@@ -155,6 +155,8 @@ def test_raw_pictures_train_as_their_records_do(places, tmp_path, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, again, of_records)
     assert sum(looked) == len(PICTURES) - 1
     assert "pictures without region features, read as their captions alone: 1" in said
+    with pytest.raises(AssertionError, match="holds a trained run"):
+        train(places, tmp_path / "raw", "--only_start", **raw(places))
 
     # In use the run's own detector and cache serve; the records are the same to the bit.
     task, tokenizer = read_run(tmp_path / "raw", (Rerank,))
