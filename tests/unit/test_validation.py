@@ -220,19 +220,15 @@ def test_the_second_evaluation_compiles_and_writes_nothing(
     jax.monitoring.register_event_duration_secs_listener(listen)
     monkeypatch.chdir(tmp_path)
     before = tree(data)
-    made.evaluate(other)
+    values = made.evaluate(other)
+    if name == "contrastive":  # the others' few values may be equal by chance
+        assert values["mrr"] != first["mrr"]
     assert made.evaluate(one) == first
     assert compiled == []
     assert tree(data) == before
     assert not list(tmp_path.iterdir())
     jax.jit(lambda x: x * 3 + 1)(np.ones(7)).block_until_ready()
     assert compiled  # the listener does hear of compilations
-
-
-def test_the_values_are_of_the_given_parameters(judge):
-    made, model = judge("contrastive")
-    values = [made.evaluate(model(seed))["mrr"] for seed in range(4)]
-    assert len(set(values)) > 1
 
 
 def test_retrieval_is_judged_on_a_fixed_pool(judge, data):
