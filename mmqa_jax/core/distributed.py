@@ -151,6 +151,12 @@ def process_index() -> int:
     return 0 if service is None else service.process_id
 
 
+def alone() -> bool:
+    """Whether this process is the only one of its launch."""
+    service = _service()
+    return service is None or service.num_processes == 1
+
+
 def gather(name: str, value: Any) -> list[Any]:
     """The JSON values of all processes, in order; every process calls it.
 

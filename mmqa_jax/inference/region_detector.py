@@ -70,6 +70,7 @@ def kind_of(config: DetectorConfig) -> DetectorKind:
     return bottom_up if config.backbone.stem_pool == bottom_up.config.backbone.stem_pool else vinvl
 
 
+@functools.lru_cache(maxsize=8)  # detectors of one config share their programs
 def make_find(graphdef: nnx.GraphDef) -> Callable[[nnx.State, Pictures], Regions]:
     """The jitted function that finds the regions of a batch.
 

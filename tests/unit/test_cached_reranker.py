@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cli_runs import done, rows_of, train_flags
+from cli_runs import done, rows_of, traced_loss, train_flags
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
@@ -34,9 +34,13 @@ TWO_SIDED = {
 
 @pytest.fixture(scope="module")
 def run(data, tmp_path_factory, quiet):
-    """A trained two-sided model."""
+    """A two-sided model before its first step, whose loss is traced alone.
+
+    Its gradient is compared in test_two_sided_vlp.
+    """
     folder = tmp_path_factory.mktemp("two_sided") / "run"
-    done("train", *_flags(data, folder))
+    done("train", *_flags(data, folder), "--only_start")
+    assert traced_loss(folder)["inputs"].input_ids.shape[0] == 4
     return folder
 
 
@@ -52,7 +56,7 @@ def corpus(data):
 
 @pytest.fixture(scope="module")
 def parts(run, corpus):
-    """What rerankers are made of; larger weights than two steps give, so that scores differ.
+    """What rerankers are made of; larger weights than the first, so that scores differ.
 
     Those of the source head are large from the beginning: larger ones bring all scores near 1.
     """

@@ -6,13 +6,14 @@ import io
 import json
 import re
 
+import cloudpickle
+import jax
 import numpy as np
 import pytest
 from cli_runs import (
     ROOT,
     done,
     flags_with,
-    killed_after,
     mmqa,
     png,
     quietly,
@@ -27,6 +28,9 @@ from vqa_files import aokvqa_row, write
 
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.trees import flatten_named
+from mmqa_jax.core.workdir import read_config
+from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.tasks.reading import read_task
 from mmqa_jax.weights.folder import load_converted, read_metadata
 from mmqa_jax.weights.formats.orbax_reader import stored_specs
 
@@ -154,17 +158,18 @@ def test_rows_with_the_run(inputs, tmp_path, row):
     assert max(shots) <= (3 if row.startswith("rmr") else 0)
 
 
-@pytest.fixture
-def interrupted(inputs, tmp_path):
-    return killed_after(6, inputs / "run", tmp_path / "run")
-
-
-def test_an_interrupted_run_resumes_to_the_same_weights(inputs, interrupted):
-    """Its batches are made by a worker process then."""
-    done(*flags_of(inputs, interrupted, **{"batches.workers": 1}))
-    want, got = weights_of(inputs / "run"), weights_of(interrupted)
-    for name, x in want.items():
-        np.testing.assert_array_equal(got[name], x, err_msg=name)
+def test_worker_processes_make_the_same_batches(inputs):
+    """What is sent to them: nothing of it may be lost on the way."""
+    config, made = read_config(inputs / "run"), []
+    corpus = open_corpus(config.data.dir)
+    for workers in (0, 1):
+        config.batches.workers = workers
+        task = read_task(config).in_folder(inputs / "run")
+        made.append(task.recipe(corpus, task.open_tokenizer(inputs / "run")).batches)
+    here, there = made[0], cloudpickle.loads(cloudpickle.dumps(made[1]._make))
+    for position in range(3):
+        want, (got, _) = next(here), there(position)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_a_toy_from_scratch(inputs, tmp_path):

@@ -136,11 +136,11 @@ def train(release, folder, name, *more, **changes):
 
 @pytest.fixture(scope="module")
 def selector(release, cli_cache, tmp_path_factory):
-    """VLP's source selection over X101 features, and what its training said."""
+    """VLP's source selection over X101 features, as it is before its first step."""
     folder = tmp_path_factory.mktemp("select") / "run"
     with quietly(cli_cache):
-        said = train(release, folder, "vlp_select.py:runlocal")
-    return folder, said
+        train(release, folder, "vlp_select.py:runlocal", "--only_start")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def reranked(release, selector, cli_cache, tmp_path_factory):
     path = tmp_path_factory.mktemp("ranked") / "restricted.jsonl"
     with quietly(cli_cache):
         ended = mmqa(
-            "rerank", f"--data={release / 'data'}", f"--model={selector[0]}", "--split=val",
+            "rerank", f"--data={release / 'data'}", f"--model={selector}", "--split=val",
             "--cap=webqa", "--select=above", f"--out={path}", "--json",
         )  # fmt: skip
     assert ended.code == 0, ended.err
@@ -177,7 +177,7 @@ def test_cached_ranks_the_whole_collection_with_mined_negatives(release, cli_cac
             release, tmp_path / "run", "vlp_select.py:cached_runlocal", "--only_start",
             **{"data.negatives": f"('{mined}',)", "model.changes.layers": 2},
         )  # fmt: skip
-        # Traced alone: such a model is trained in test_cached_reranker.
+        # Traced alone: such a model's gradient is compared in test_two_sided_vlp.
         assert traced_loss(tmp_path / "run")["inputs"].input_ids.shape == (4, 64 + 2 * 3)
         result = done(
             "rerank", data, f"--model={tmp_path / 'run'}", "--split=val", "--candidates=all",
@@ -222,9 +222,9 @@ def test_rerank_sweeps_the_strict_threshold_of_the_baseline(release, reranked):
     assert "0.2" in ended.out
 
 
-def test_pictures_without_features_are_named_at_the_end(selector, reranked):
+def test_pictures_without_features_are_named_at_the_end(reranked):
+    """At the end of a training too: test_raw_pictures."""
     said = "pictures without region features, read as their captions alone: "
-    assert re.search(said + r"[12] \(4000000[45]", selector[1])
     assert re.search(said + r"2 \(4000000[45], 4000000[45]\)\.", reranked[1].err)
 
 
@@ -280,16 +280,16 @@ def test_a_fine_tuned_checkpoint_serves_without_training(release, selector, tmp_
         *_, vlp = load_selector(folder)
         return vlp.config, nnx.state(vlp)
 
-    config, trained = weights(selector[0])
-    write_published(tmp_path / "tuned", publish_vlp(config, trained))
+    config, tuned_weights = weights(selector)
+    # Not those that the seed gives.
+    tuned_weights = jax.tree.map(lambda x: np.asarray(x) + 0.25, tuned_weights)
+    write_published(tmp_path / "tuned", publish_vlp(config, tuned_weights))
     tuned = tmp_path / "tuned" / "model.safetensors"
     run = tmp_path / "run"
     for _ in range(2):  # the second has nothing to do
         train(release, run, "vlp_select.py:runlocal", "--only_start", init=tuned)
-    jax.tree.map(np.testing.assert_array_equal, weights(run)[1], trained)
+    jax.tree.map(np.testing.assert_array_equal, weights(run)[1], tuned_weights)
     assert not list(run.glob("checkpoints/[0-9]*"))
-    with pytest.raises(AssertionError, match="holds a trained run"):
-        train(release, selector[0], "vlp_select.py:runlocal", "--only_start")
 
 
 def test_what_is_read_of_cited_sources():
@@ -342,7 +342,7 @@ def test_the_first_stage_is_weighed_in(release, selector, tmp_path, cli_cache):
     """A first stage that ranks the sources the other way round, with and without weight."""
     data, found = f"--data={release / 'data'}", tmp_path / "found.jsonl"
     plain, turned = tmp_path / "plain.jsonl", tmp_path / "turned.jsonl"
-    flags = ("rerank", data, f"--model={selector[0]}", "--split=val")
+    flags = ("rerank", data, f"--model={selector}", "--split=val")
     with quietly(cli_cache):
         done("search", data, "--split=val", "--method=bm25", "--top_k=5", f"--out={found}")
         done(*flags, f"--candidates={found}", f"--out={plain}")
@@ -379,7 +379,7 @@ def test_flags_that_do_not_fit_the_candidates(
 ):
     candidates, more = flags[0].format(file=reranked[0]), flags[1:]
     refused(
-        "rerank", f"--data={release / 'data'}", f"--model={selector[0]}", "--split=val",
+        "rerank", f"--data={release / 'data'}", f"--model={selector}", "--split=val",
         f"--candidates={candidates}", *more, f"--out={tmp_path / 'out'}", message=message,
     )  # fmt: skip
 
