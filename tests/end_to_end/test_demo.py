@@ -38,13 +38,15 @@ ROOT = Path(__file__).parents[2]
 # Sources still have a length above another's; each length is a program of every model that sees it.
 CONFIG = (
     f"--config={ROOT}/configs/atlas/demo.py:runlocal",
-    "--config.countries=16",
-    "--config.evaluate.questions=20",
-    "--config.search.dev_questions=10",
-    "--config.select.dev_questions=10",
+    "--config.countries=8",
+    "--config.evaluate.questions=12",
+    "--config.search.dev_questions=6",
+    "--config.select.dev_questions=6",
     "--config.contrastive.inference.buckets=(32, 64)",
     "--config.rerank.packing.buckets=((0, 96), (1, 52))",
     "--config.answer.packing.buckets=((2, 144),)",
+    "--config.answer.inference.num_beams=2",
+    "--config.answer.inference.max_new_tokens=4",
     *(f"--config.{task}.train.steps=2" for task in ("contrastive", "rerank", "answer")),
     "--config.contrastive.train.checkpoint_every=1",  # it is killed behind the first
 )
@@ -131,7 +133,7 @@ def test_it_prints_every_score_as_one_json_object(demo):
     }
     assert wanted <= scores.keys()
     assert demo.result["dataset"] == "atlas"
-    assert demo.result["n"] == len(demo.questions) == 20
+    assert demo.result["n"] == len(demo.questions) == 12
     assert demo.result == json.loads((demo.workdir / "scores.json").read_text())
     categories = {question.category for question in demo.questions}
     assert len(categories) >= 5
@@ -203,7 +205,8 @@ def test_other_answers_give_other_scores(demo, tmp_path):
         shutil.copytree(demo.workdir / name, workdir / name)
     for name in ("contrastive", "rerank", "answer", "index"):
         (workdir / name).symlink_to(demo.workdir / name)
-    shutil.copy(demo.workdir / "config.json", workdir)
+    for name in ("config.json", "machine.json"):
+        shutil.copy(demo.workdir / name, workdir)
     for name in ("read", "score"):
         (workdir / "stages" / f"{name}.json").unlink()
     for setting in SETTINGS:
@@ -381,6 +384,7 @@ def test_kill_9_in_three_stages_changes_no_score(demo, server, tmp_path):
         return any(name.isdigit() for name in names)  # others are half written
 
     killed(server, workdir, "prepare", (raw / "summary.json").exists)
+    shutil.copy(demo.workdir / "machine.json", workdir)  # it need not be measured again
     killed(server, workdir, "contrastive", saved)
     killed(server, workdir, "embed", lambda: any(embeddings.glob("shards-*/00000.jsonl")))
     # The other models, which no kill has met, are the first demo's, and so are the scores of pairs
