@@ -30,15 +30,15 @@ from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.weights.bundled import smollm2_path
 from mmqa_jax.weights.published import load_published
 
-LENGTHS = np.array([96, 40])  # rows of different length, padded on the right
+LENGTHS = np.array([56, 24])  # rows of different length, padded on the right
 END = 2
-STEPS = 6
-# (first token, tokens) of the license: chunks of 16 and 64, one of them full, and two prompts that
+STEPS = 4
+# (first token, tokens) of the license: chunks of 16 and 32, one of them full, and two prompts that
 # begin alike.
 SIZES = EngineConfig(  # a program of each kind
-    slots=4, length=192, buckets=(16, 64), prefill_tokens=64, block=64, decode_block=192
+    slots=4, length=96, buckets=(16, 32), prefill_tokens=32, block=32, decode_block=96
 )
-CUTS = [(0, 5), (40, 17), (0, 64), (0, 81)]
+CUTS = [(0, 5), (40, 17), (0, 32), (0, 49)]
 PARTS = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -161,7 +161,7 @@ def test_logits_equal_on_real_text(theirs, ours, rows):
     following = np.roll(ids, -1, axis=1)[mask]
     got, want = (of_tokens(log_softmax(x), following) for x in (got, want))
     np.testing.assert_allclose(got, want, rtol=0, atol=bound)
-    assert want.mean() > -4  # the weights know English: a blind guess has -10.8
+    assert want.mean() > -5  # the weights know English: a blind guess has -10.8
 
 
 def test_the_engine_is_greedy_as_transformers_token_by_token(theirs, tokenizer, text_ids, engine):
@@ -180,7 +180,7 @@ def test_the_engine_is_greedy_as_transformers_token_by_token(theirs, tokenizer, 
         np.testing.assert_allclose(got.logprobs, want, rtol=0, atol=1e-4)
     assert results[len(CUTS)].text.startswith(" Paris")
     reused = [results[n].reused_tokens for n in range(len(prompts))]
-    assert max(reused) == 64  # of the two that begin alike, in steps of 64
+    assert max(reused) == 32  # of the two that begin alike, in steps of 32
 
     # Alone in the empty engine: the same bits.
     engine.forget()
@@ -190,7 +190,7 @@ def test_the_engine_is_greedy_as_transformers_token_by_token(theirs, tokenizer, 
 
 def test_scores_of_the_engine_equal_transformers(theirs, tokenizer, text_ids, engine):
     """Multiple choice: each continuation's log-probability, and the right one wins."""
-    start = tokenizer.decode(text_ids[:20])
+    start = tokenizer.decode(text_ids[:5])
     prompt = start + "\nSeven days make a week, and twelve months make a"
     choices = [" year.", " day.", " century of peace."]
     (found,) = engine.score([Scoring("q", prompt, choices)])
@@ -219,9 +219,8 @@ def test_an_export_is_a_model_and_a_tokenizer_for_transformers(theirs, tokenizer
     ids = open_tokenizer(smollm2_path()).encode_plain(text)
     assert theirs_again(text, add_special_tokens=False)["input_ids"] == ids
     model = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    first = torch.tensor([ids[:8]])
     with torch.no_grad():
-        want = theirs(torch.tensor([ids])).logits
-        torch.testing.assert_close(
-            model(torch.tensor([ids])).logits.to(want), want, atol=1e-3, rtol=1e-3
-        )
+        want = theirs(first).logits
+        torch.testing.assert_close(model(first).logits.to(want), want, atol=1e-3, rtol=1e-3)
     assert model.generation_config.eos_token_id == [theirs_again.eos_token_id]

@@ -108,7 +108,7 @@ def test_color_lists_are_in_order_of_share(facts):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_permuted_flags_have_permuted_facts(flags, facts, seed):
     rng = np.random.default_rng(seed)
-    for key, flag in list(flags.items())[::3]:
+    for key, flag in list(flags.items())[seed::6]:
         before = facts[key]
         pixels, (words,) = permute_palette(decode(flag.png), [" ".join(PERMUTED)], rng)
         new = dict(zip(PERMUTED, words.split(), strict=True))
