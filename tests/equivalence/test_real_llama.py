@@ -30,7 +30,7 @@ from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.weights.bundled import smollm2_path
 from mmqa_jax.weights.published import load_published
 
-LENGTHS = np.array([56, 24])  # rows of different length, padded on the right
+LENGTHS = np.array([96, 40])  # rows of different length, padded on the right
 END = 2
 STEPS = 4
 # (first token, tokens) of the license: chunks of 16 and 32, one of them full, and two prompts that
@@ -161,7 +161,7 @@ def test_logits_equal_on_real_text(theirs, ours, rows):
     following = np.roll(ids, -1, axis=1)[mask]
     got, want = (of_tokens(log_softmax(x), following) for x in (got, want))
     np.testing.assert_allclose(got, want, rtol=0, atol=bound)
-    assert want.mean() > -5  # the weights know English: a blind guess has -10.8
+    assert want.mean() > -4  # the weights know English: a blind guess has -10.8
 
 
 def test_the_engine_is_greedy_as_transformers_token_by_token(theirs, tokenizer, text_ids, engine):
