@@ -168,6 +168,9 @@ def main() -> None:
     arguments, environment = request
     os.environ.clear()
     os.environ.update(environment)
+    if "jax" in sys.modules:  # which has read its variables
+        plain = environment.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "0") != "0"
+        sys.modules["jax"].config.update("jax_disable_most_optimizations", plain)
     if arguments[0] == "-c":
         sys.argv, sys.path[0] = ["-c", *arguments[2:]], ""
         exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from processes import finish, forks, tiny
+from processes import FEW, finish, forks, tiny_runs
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -16,8 +16,19 @@ def _forks() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def alone(tmp_path_factory):
-    """The workdir of the tiny run on one process with four devices."""
-    workdir = tmp_path_factory.mktemp("alone")
-    finish(tiny(1, workdir, devices=4, mesh={"data": 4}))
-    return workdir
+def by_one(tmp_path_factory):
+    """Two tiny runs of one process with four devices: `whole`, and `started` from its weights."""
+    folder = tmp_path_factory.mktemp("by_one")
+    whole = folder / "whole"
+    runs = {
+        whole: {"mesh": {"data": 4}},
+        folder / "started": {"mesh": {"data": 4}, "start": str(whole), "train": FEW},
+    }
+    finish(tiny_runs(1, runs, devices=4))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def alone(by_one):
+    """The workdir of the tiny run on one process."""
+    return by_one / "whole"

@@ -32,7 +32,8 @@ IMPORTED = (
     "orbax.checkpoint",
     "tensorflow_datasets",
 )
-TRAIN = {"steps": 50, "log_every": 1, "checkpoint_every": 25, "evaluate_every": 25}
+TRAIN = {"steps": 25, "log_every": 1, "checkpoint_every": 25, "evaluate_every": 25}
+FEW = {**TRAIN, "steps": 5, "evaluate_every": 0}
 
 
 @functools.cache
@@ -117,6 +118,15 @@ def finish(processes: list, code: int = 0, timeout: int = 600) -> list[str]:
     found = outcomes(processes, timeout)
     assert [ended for ended, _ in found] == [code] * len(processes), found
     return [out for _, out in found]
+
+
+def program_facts(script: str, *arguments: str) -> list[dict]:
+    """What a script of this folder that compiles for accelerators prints, a line of JSON each."""
+    file = str(Path(__file__).with_name(script))
+    # Nobody is asked where this host is, and another process may have the compiler open.
+    alone = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    (printed,) = finish([start(sys.executable, file, *arguments, **alone)])
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 
 def tiny(count: int, workdir: Path, *, devices: int = 1, **options) -> list:

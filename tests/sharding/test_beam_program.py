@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from processes import program_facts
 
 LAYERS, STEPS = 2, 16  # of beam_program.py
 
@@ -16,15 +13,7 @@ LAYERS, STEPS = 2, 16  # of beam_program.py
 @pytest.mark.optimized
 @pytest.mark.skipif(sys.platform != "linux", reason="the TPU's compiler is made for Linux alone")
 def test_beams_are_reordered_without_touching_the_cache():
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("beam_program.py"))],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    found = json.loads(done.stdout)
+    (found,) = program_facts("beam_program.py")
     written = found["written"]
     assert written.pop("dynamic-update-slice") == 2 * LAYERS  # keys and values of a step, in place
     moving = {

@@ -15,12 +15,13 @@ from tiny_llm import write_folder
 ONE_ENGINE = [f"--config.model.mesh.{axis}" for axis in ("data=2", "fsdp=1", "tensor=1")]
 
 
-@pytest.fixture
-def command(tmp_path):
-    model = write_folder(tmp_path / "model")
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prompts")
+    model = write_folder(folder / "model")
 
     def of(count: int, *flags: str) -> list[str]:
-        prompts = tmp_path / f"{count}.txt"
+        prompts = folder / f"{count}.txt"
         prompts.write_text("".join(f"ab{n * 'c'}\n" for n in range(count)))
         return [
             *(
@@ -38,6 +39,14 @@ def command(tmp_path):
     return of
 
 
+@pytest.fixture(scope="module")
+def whole(command, tmp_path_factory):
+    """The seven answers of one process with two devices."""
+    out = tmp_path_factory.mktemp("whole") / "whole.jsonl"
+    finish(launch(1, *command(7, *ONE_ENGINE, f"--out={out}", "--no_cache"), devices=2))
+    return out
+
+
 def same(out: Path, whole: Path, count: int) -> None:
     """The first answers of a file that one process wrote."""
     rows, alone = ([json.loads(row) for row in path.open()] for path in (out, whole))
@@ -47,16 +56,14 @@ def same(out: Path, whole: Path, count: int) -> None:
         assert got["logprobs"] == pytest.approx(want["logprobs"], abs=1e-5)
 
 
-def test_two_processes_answer_as_one(command, tmp_path):
+def test_two_processes_answer_as_one(command, whole, tmp_path):
     """Process 0 alone has a file and a cache; what these hold neither computes again."""
-    whole, out, cache = (tmp_path / name for name in ("whole.jsonl", "out.jsonl", "cache"))
+    out, cache = tmp_path / "out.jsonl", tmp_path / "cache"
     mine = [*ONE_ENGINE, f"--out={out}", f"--cache={cache}"]
     other = tmp_path / "other"
     other.mkdir()
     theirs = (f"--out={other / 'out.jsonl'}", f"--cache={other / 'cache'}")
-    alone = launch(1, *command(7, *ONE_ENGINE, f"--out={whole}", "--no_cache"), devices=2)
     first = finish(launch(2, *command(5, *mine), differing=theirs))
-    finish(alone)
     same(out, whole, 5)
     more = finish(launch(2, *command(7, *mine), differing=theirs))
     same(out, whole, 7)
@@ -68,12 +75,9 @@ def test_two_processes_answer_as_one(command, tmp_path):
     assert not list(tmp_path.glob("*.parts"))
 
 
-def test_processes_with_an_engine_each_share_the_prompts(command, tmp_path):
-    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    flags = ("--no_cache", "--chunk=2")
-    alone = launch(1, *command(5, *flags, f"--out={whole}"))
-    said = finish(launch(2, *command(5, *flags, f"--out={out}")))
-    finish(alone)
+def test_processes_with_an_engine_each_share_the_prompts(command, whole, tmp_path):
+    out = tmp_path / "out.jsonl"
+    said = finish(launch(2, *command(5, "--no_cache", "--chunk=2", f"--out={out}")))
     same(out, whole, 5)
     results = [json.loads(one.splitlines()[-1]) for one in said]
     assert sorted(one["answered"] for one in results) == [2, 3]

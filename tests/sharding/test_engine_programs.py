@@ -7,14 +7,11 @@ GPUs are tested where JAX's CUDA plugin is installed (the extra `cuda12`, 5 GB).
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import program_facts
 
 from mmqa_jax.decoding.slot_runner import EngineConfig
 
@@ -34,15 +31,7 @@ NAMES = (
 
 def compiled_for(platform: str) -> dict[str, dict[str, Any]]:
     """Program -> its facts (see engine_programs.facts)."""
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("engine_programs.py")), platform],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    found = map(json.loads, done.stdout.splitlines())
+    found = program_facts("engine_programs.py", platform)
     return {one["name"]: one for one in found}
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from processes import program_facts
 
 LAYERS = 4  # of mixture_program.py
 
@@ -17,15 +14,7 @@ LAYERS = 4  # of mixture_program.py
 @pytest.mark.skipif(sys.platform != "linux", reason="the TPU's compiler is made for Linux alone")
 def test_a_step_reads_its_experts_once_from_the_stack():
     """Rounded ones too: they are converted inside the product."""
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("mixture_program.py"))],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    found = program_facts("mixture_program.py")
     assert [one["weights"] for one in found] == ["given", "int8"]
     for one in found:
         assert one["floor"] <= one["bytes"] <= 1.05 * one["floor"], one

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from processes import curve, finish, tiny, tiny_runs
-
-FEW = {"steps": 5, "log_every": 1, "evaluate_every": 0}
+from processes import FEW, TRAIN, curve, finish, tiny, tiny_runs
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +23,7 @@ def by_two(alone, tmp_path_factory):
 
 def assert_as_alone(workdir, alone):
     losses = curve(workdir)
-    assert sorted(losses) == list(range(1, 51))
+    assert sorted(losses) == list(range(1, TRAIN["steps"] + 1))
     assert losses == pytest.approx(curve(alone), abs=1e-6)
 
 
@@ -40,10 +38,9 @@ def test_losses_do_not_depend_on_four_processes(alone, tmp_path):
     assert_as_alone(tmp_path, alone)
 
 
-def test_pretrained_weights_start_a_run_on_processes_too(alone, by_two, tmp_path):
+def test_pretrained_weights_start_a_run_on_processes_too(alone, by_one, by_two):
     """Each process reads them onto its own devices; the parameters are split over both."""
-    finish(tiny(1, tmp_path, devices=2, start=str(alone), train=FEW))
-    one, two = curve(tmp_path), curve(by_two / "started")
+    one, two = curve(by_one / "started"), curve(by_two / "started")
     assert sorted(one) == list(range(1, 6))
     assert two == pytest.approx(one, abs=1e-6)
     assert abs(one[1] - curve(alone)[1]) > 0.01  # it did not start from scratch

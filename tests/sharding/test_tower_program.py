@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import program_facts
 
 pytestmark = [
     pytest.mark.optimized,
@@ -22,15 +19,8 @@ DEVICES, PATCHES, WIDTH, MLP, HIDDEN = 8, 64, 256, 1024, 1024  # of tower_progra
 
 @pytest.fixture(scope="module")
 def programs() -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("tower_program.py")), "small"],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(done.stdout)
+    (found,) = program_facts("tower_program.py", "small")
+    return found
 
 
 def test_every_device_encodes_pictures_of_its_own(programs):

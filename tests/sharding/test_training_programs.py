@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import program_facts
 
 pytestmark = [
     pytest.mark.optimized,
@@ -28,21 +29,8 @@ NAMES = ("vlp_select", "vlp_answer", "contrastive", "language_model", "replicate
 @pytest.fixture(scope="module")
 def programs() -> dict[str, dict[str, Any]]:
     """Program -> its facts (see training_programs.facts)."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }
-    script = str(Path(__file__).with_name("training_programs.py"))
-    ended = subprocess.run(
-        [sys.executable, script, *NAMES],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
-    assert ended.returncode == 0, ended.stderr[-5000:]
-    return json.loads(ended.stdout)
+    (found,) = program_facts("training_programs.py", *NAMES)
+    return found
 
 
 def bytes_of(found: dict[str, Any], kind: str) -> float:

@@ -158,7 +158,7 @@ def test_training_on_a_full_disk(data, cli_cache, tmp_path):
 
 
 def test_results_that_go_to_a_full_disk(tmp_path):
-    """`mmqa compare ... --json > FILE`, and `| head`, which reads no more."""
+    """`mmqa compare ... --json > FILE`."""
     runs = [write_run(tmp_path / name, {"s": [1.0, 0.0, 1.0]}) for name in "ab"]
     command = [sys.executable, "-m", "mmqa_jax.cli", "compare", *map(str, runs), "--json"]
     with small_disk(tmp_path / "disk", 64 * 2**10) as disk:
@@ -167,8 +167,3 @@ def test_results_that_go_to_a_full_disk(tmp_path):
             ended = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, cwd=ROOT)
         assert ended.returncode == 1
         assert SAID.fullmatch(ended.stderr), ended.stderr
-    read, write = os.pipe()
-    os.close(read)
-    ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    os.close(write)
-    assert (ended.returncode, ended.stderr) == (0, "")

@@ -93,19 +93,17 @@ def test_batches_do_not_depend_on_the_workers():
     feed = FeedConfig(4, seed=5, augment=marked, slack=8)
     reference = built(dataclasses.replace(feed, threads=0))["rerank"]
     expected = [next(reference) for _ in range(17)]
-    two = built(dataclasses.replace(feed, workers=2))["rerank"]
-    for batch in expected[:7]:
-        assert_same(next(two), batch)
-    state = json.loads(json.dumps(two.get_state()))
-    assert_same(next(two), expected[7])
-    for workers in (0, 1):
-        resumed = built(dataclasses.replace(feed, workers=workers))["rerank"]
-        resumed.set_state(state)
-        assert resumed.get_state() == state
-        for batch in expected[7:]:
-            assert_same(next(resumed), batch)
-        resumed.close()
-    two.close()
+    position, state = 0, None
+    for workers, until in ((0, 7), (2, 12), (0, 16)):
+        batches = built(dataclasses.replace(feed, workers=workers))["rerank"]
+        if state is not None:
+            batches.set_state(state)
+            assert batches.get_state() == state
+        for batch in expected[position:until]:
+            assert_same(next(batches), batch)
+        position, state = until, json.loads(json.dumps(batches.get_state()))
+        assert_same(next(batches), expected[until])
+        batches.close()
     assert multiprocessing.active_children() == []
 
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_runs import ROOT, rows_of, train_flags
+from cli_runs import ROOT, train_flags
 
 from tests.fake_devices import fake_devices
 
@@ -106,9 +106,10 @@ def free_job() -> int:
     raise AssertionError("no free port")
 
 
-def test_two_tasks_check_the_machine_and_train(slurm, data, cli_cache, tmp_path):
-    flags = train_flags("contrastive", data, tmp_path / "run", **{"train.steps": 1})
-    process = slurm("mmqa", "train", *flags, MMQA_CACHE=str(cli_cache))
+def test_two_tasks_check_the_machine_and_start_a_run(slurm, data, cli_cache, tmp_path):
+    """Steps of two processes are test_two_processes.py's."""
+    flags = train_flags("contrastive", data, tmp_path / "run")
+    process = slurm("mmqa", "train", *flags, "--only_start", MMQA_CACHE=str(cli_cache))
     output = process.communicate(timeout=570)[0]
     assert process.returncode == 0, output
     for name in ("joined    2 processes", "versions", "devices   2 x cpu", "sum", "clocks"):
@@ -116,7 +117,7 @@ def test_two_tasks_check_the_machine_and_train(slurm, data, cli_cache, tmp_path)
     assert re.search(r"(ok   |warn ) disk  .* writes \d+ MB/s", output)
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert record["devices"]["processes"] == 2
-    assert [row["step"] for row in rows_of(tmp_path / "run" / "metrics.jsonl")] == [1]
+    assert (tmp_path / "run" / "weights").is_dir()
 
 
 @pytest.mark.parametrize(
