@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
+_BOX = "│├└┌┃┡┏"  # how lines of a bench's table begin
 # Its last line tells how many passed.
 PYTEST = (*("-m", "pytest", "-o", "addopts="), *("-n", "2", "--dist", "loadfile"))
 
@@ -65,10 +66,11 @@ ITEMS = {
 
 
 def last_line(log: Path) -> str:
+    """The last line that is neither JSON nor part of a table: how many passed, a table's title."""
     lines = [
         line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
     ]
-    told = [line for line in lines if line and not line.startswith("{")]
+    told = [line for line in lines if line and line[0] not in "{|" + _BOX]
     return told[-1].strip("= ") if told else ""
 
 

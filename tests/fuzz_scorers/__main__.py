@@ -63,8 +63,8 @@ def run(cases: list[Case], folder: Path, count: int, seed: int) -> int:
     errors = sum(outcome.errors for outcome in outcomes)
     known = sum(outcome.known.total() for outcome in outcomes)
     print(
-        f"{len(outcomes)} of {len(cases)} cases compared: {compared:,} inputs, {errors:,} errors of "
-        f"the official code, {known:,} known differences, {differing:,} others"
+        f"{len(outcomes)} of {len(cases)} cases compared: {compared:,} inputs; errors of the official "
+        f"code: {errors:,}; known differences: {known:,}; others: {differing:,}"
     )
     return int(differing > 0 or missing > 0)
 
