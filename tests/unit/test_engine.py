@@ -216,7 +216,6 @@ def test_sizes_change_no_answer(engine, changes):
     ("changes", "most"),
     [
         ({"cache_dtype": "bfloat16"}, 0.05),
-        ({"cache_dtype": "int8"}, 0.1),
         ({"weights": "int8"}, 0.1),
     ],
     ids=str,
