@@ -9,7 +9,9 @@ from drawn_weights import drawn
 from flax import nnx
 from tiny_detectors import PRESETS, tiny
 
+from mmqa_jax.inference.region_detector import make_find
 from tests.bench import Options, detector, detector_batch
+from tests.bench.runner import Peak
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet", "short_readings")]
 
@@ -22,45 +24,48 @@ def tiny_kinds(monkeypatch):
     build = detector.FasterRCNN  # its initializers are a hundred programs
     of_numpy = lambda config, rngs: drawn(lambda: build(config, rngs=nnx.Rngs()))  # noqa: E731
     monkeypatch.setattr(detector, "FasterRCNN", of_numpy)
+    monkeypatch.setattr(
+        detector_batch, "init_sharded", lambda build, mesh: drawn(build, stddev=0.05)
+    )
     monkeypatch.setattr(detector, "_BLOCKS", (1, 2, 1, 1))
     monkeypatch.setitem(detector._SIZES, "small", (64, 96))
+    small_square = lambda side, dtype, **options: Peak(128, dtype, **options)  # noqa: E731
+    monkeypatch.setattr(detector, "Peak", small_square)
     for module in (detector, detector_batch):  # torchvision builds the published widths alone
         monkeypatch.setattr(module, "importable", lambda: False)
 
 
-def test_rows_of_maps_and_of_a_whole_detector(tiny_kinds):
-    only = ("vlp_x101", "bottom_up_r101", "vlp_x101_whole")
+def test_rows_and_the_parts_of_a_batch(tiny_kinds, monkeypatch):
+    """On a CPU the last two are asked for by name."""
+    maps, whole = "vlp_x101", "vinvl_x152c4_whole"
+    batch, beside = "vinvl_x152c4_batch", "vinvl_x152c4_torchvision"
+    parts, compared = detector_batch.parts, []
+
+    def compare(graphdef, state, pictures):
+        """What the parts hand on is what the detector finds in one call."""
+        found = parts(graphdef, state, pictures)
+        want, got = make_find(graphdef)(state, pictures), found["classes"]()
+        assert want.valid.any()
+        assert np.abs(want.features).max() > 0.1
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
+        compared.append(got)
+        return found
+
+    monkeypatch.setattr(detector_batch, "parts", compare)
+    only = (maps, whole, batch, beside)
     result = detector.run(Options(rounds=1, only=only))
-    *maps, whole = result["rows"]
-    assert [row["name"] for row in result["rows"]] == list(only)
-    for row in maps:
-        assert row["ratio"] > 0
-        assert row["deviation"] < 1e-4  # else the harness stops at .001
-        assert row["gflops"] > 0
-    assert whole["ours"] > 0
-    assert whole["peer"] is None
-    assert whole["torchvision"] == "cannot be imported"
-
-
-def test_a_batch_and_its_parts(tiny_kinds):
-    """On a CPU these rows are asked for by name."""
-    only = ("vlp_x101_batch", "vlp_x101_torchvision")
-    batch, beside = detector.run(Options(rounds=1, only=only))["rows"]
-    assert batch["pictures"] == 2
-    assert batch["regions"] > 0
-    assert batch["planned_gib"] > 0
-    parts = [batch[name] for name in ("trunk", "proposals", "regions_features", "classes", "copy")]
-    assert all(part > 0 for part in parts)
-    assert beside["ours"] > 0
-    assert beside["peer"] is None
-
-
-def test_the_parts_of_a_batch_are_the_whole():
-    """What the parts hand on is what the detector finds in one call."""
-    kind = detector.KINDS[1]._replace(config=tiny("maskrcnn"))
-    drawn = detector_batch.Drawn.of(kind, (64, 96), 2)
-    graphdef, state = nnx.split(drawn.model)
-    want = drawn.model.regions(drawn.pictures)
-    got = detector_batch.parts(graphdef, state, drawn.pictures)["classes"]()
-    assert want.valid.any()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
+    rows = {row["name"]: row for row in result["rows"]}
+    assert tuple(rows) == only
+    assert rows[maps]["ratio"] > 0
+    assert rows[maps]["deviation"] < 1e-4  # else the harness stops at .001
+    assert rows[maps]["gflops"] > 0
+    for name in (whole, beside):
+        assert rows[name]["ours"] > 0
+        assert rows[name]["peer"] is None
+        assert rows[name]["torchvision"] == "cannot be imported"
+    assert len(compared) == 1
+    assert rows[batch]["pictures"] == 2
+    assert rows[batch]["regions"] > 0
+    assert rows[batch]["planned_gib"] > 0
+    timed = ("trunk", "proposals", "regions_features", "classes", "copy")
+    assert all(rows[batch][name] > 0 for name in timed)

@@ -110,7 +110,7 @@ def test_greedy_equals_the_forward_pass(engine, log_probs):
 
 def test_an_answer_does_not_depend_on_its_neighbors(engine):
     """Alone, and in a batch of random order with shared beginnings: the same bits."""
-    requests = random_requests(1, 40)
+    requests = random_requests(1, 28)
     alone = {}
     for request in requests:
         engine.forget()
@@ -216,7 +216,6 @@ def test_sizes_change_no_answer(engine, changes):
     ("changes", "most"),
     [
         ({"cache_dtype": "bfloat16"}, 0.05),
-        ({"cache_dtype": "int8"}, 0.1),
         ({"weights": "int8"}, 0.1),
     ],
     ids=str,

@@ -90,13 +90,13 @@ def request(number: int, shown, new: int = 4, before: tuple[int, ...] = (5, 6)) 
 
 
 def test_more_slots_than_any_cache_encode_each_picture_once():
-    """80 slots with prompts of three chunks, and twice as many requests."""
-    watched, shown = watch(80, (1, 8)), pictures(160)
-    requests = [request(n, [shown[n]]) for n in range(160)]
+    """24 slots with prompts of three chunks, and twice as many requests."""
+    watched, shown = watch(24, (1, 8)), pictures(48)
+    requests = [request(n, [shown[n]]) for n in range(48)]
     many = watched.serve(requests)
     assert set(watched.encoded.values()) == {1}
-    assert len(watched.encoded) == 160 == watched.engine.throughput.pictures
-    assert max(watched.kept) <= 80 + 8
+    assert len(watched.encoded) == 48 == watched.engine.throughput.pictures
+    assert max(watched.kept) <= 24 + 8
     assert watched.decoding[-1] == 0  # dropped with the last chunk, not at the end
     few = watch(4, (1,)).serve(requests[::4])
     for n in few:
@@ -122,13 +122,13 @@ def test_what_is_on_the_device_follows_from_the_slots():
     """Long prompts of three pictures out of twenty: not all can stay until they are used again."""
     watched, shown = watch(2, (1, 4)), pictures(20)
     rng = np.random.default_rng(1)
-    chosen = [rng.choice(20, 3, replace=False) for _ in range(60)]
+    chosen = [rng.choice(20, 3, replace=False) for _ in range(24)]
     requests = [request(n, shown[rows], new=1) for n, rows in enumerate(chosen)]
     found = watched.serve(requests)
     assert max(watched.kept) <= 2 * 3 + 4
     assert len(watched.encoded) == len(np.unique(chosen))
     alone = watch(2, (1,))
-    for n in (0, 17, 59):
+    for n in (0, 7, 23):
         (expected,) = alone.serve(requests[n : n + 1]).values()
         np.testing.assert_allclose(
             found[n].candidates[0].logprobs, expected.candidates[0].logprobs, rtol=0, atol=1e-4

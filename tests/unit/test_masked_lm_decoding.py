@@ -171,8 +171,10 @@ def brute_force(log_probs, question, beams, length_penalty=0.0):
 
 
 @pytest.mark.parametrize(
-    ("rows", "regions", "beams", "penalty"),
-    [(3, 0, 3, 0.0), (5, 4, 4, 0.3)],
+    ("model", "rows", "regions", "beams", "penalty"),
+    [(CONFIG, 5, 4, 4, 0.3), (OURS, 3, 0, 3, 0.0)],
+    ids=["vlp", "copy"],
+    indirect=["model"],
 )
 def test_beam_search_equals_full_reencoding(model, rows, regions, beams, penalty):
     inputs = batch(rows, regions)

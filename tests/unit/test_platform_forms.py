@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.slow
 ROOMS = ("models", "decoding", "training", "inference")
 ROWS, LENGTH = 4, 48
 CONFIG = BertConfig(
-    vocab_size=50, hidden=32, layers=5, heads=4, mlp=96, positions=LENGTH, dtype="bfloat16"
+    vocab_size=50, hidden=32, layers=3, heads=4, mlp=96, positions=LENGTH, dtype="bfloat16"
 )
 
 
@@ -40,10 +41,11 @@ def mesh_of(name: str) -> AbstractMesh:
     )
 
 
-def gradient_on(name: str, config: BertConfig = CONFIG) -> Any:
+@functools.cache
+def gradient_on(name: str) -> Any:
     """The traced gradient of an encoder with dropout."""
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: Bert(config, rngs=nnx.Rngs(0))))
-    x = jax.ShapeDtypeStruct((ROWS, LENGTH, config.hidden), config.dtype)
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Bert(CONFIG, rngs=nnx.Rngs(0))))
+    x = jax.ShapeDtypeStruct((ROWS, LENGTH, CONFIG.hidden), CONFIG.dtype)
     mask = jax.ShapeDtypeStruct((ROWS, 1, 1, LENGTH), jnp.bool_)
 
     def loss(params, x, mask):
@@ -108,12 +110,12 @@ def test_a_loop_keeps_products_and_decisions_alone():
 
 def test_every_kind_of_recomputation_has_the_same_gradient():
     """The loop's against the unrolled layers', with dropout."""
-    rows = jax.random.normal(jax.random.key(1), (ROWS, LENGTH, CONFIG.hidden))
-    mask = jnp.arange(LENGTH) < jnp.array([48, 3, 17, 40])[:, None, None, None]
     found, params, rng = {}, None, np.random.default_rng(0)
+    rows = rng.normal(size=(ROWS, LENGTH, CONFIG.hidden)).astype(np.float32)
+    mask = np.arange(LENGTH) < np.array([48, 3, 17, 40])[:, None, None, None]
 
     def drawn(leaf):
-        return jnp.asarray(rng.normal(scale=0.2, size=leaf.shape), leaf.dtype)
+        return rng.normal(scale=0.2, size=leaf.shape).astype(leaf.dtype)
 
     for remat, unroll in (("none", True), ("none", 1), ("dots", 1), ("full", 1)):
         config = BertConfig(
@@ -129,14 +131,14 @@ def test_every_kind_of_recomputation_has_the_same_gradient():
             return (hidden * rows).sum()
 
         with jax.default_matmul_precision("highest"):
-            found[remat, unroll] = jax.jit(jax.grad(loss))(params)
+            found[remat, unroll] = jax.device_get(jax.jit(jax.grad(loss))(params))
     want = jax.tree.leaves_with_path(found.pop(("none", True)))
-    whole = max(float(jnp.abs(leaf).max()) for _, leaf in want)
+    whole = max(float(np.abs(leaf).max()) for _, leaf in want)
     for gradient in found.values():
         for got, (path, expected) in zip(jax.tree.leaves(gradient), want, strict=True):
             if "key" in (names := jax.tree_util.keystr(path)) and "bias" in names:
                 # Exactly 0, since softmax is the same for scores that all grow as much: roundings.
-                assert float(jnp.abs(got).max()) < 1e-6 * whole
+                assert float(np.abs(got).max()) < 1e-6 * whole
                 continue
-            scale = float(jnp.abs(expected).max()) + 1e-6
-            assert float(jnp.abs(got - expected).max()) <= 1e-5 * scale
+            scale = float(np.abs(expected).max()) + 1e-6
+            assert float(np.abs(got - expected).max()) <= 1e-5 * scale

@@ -16,6 +16,7 @@ from mmqa_jax.models.llama import rotate
 pytestmark = pytest.mark.slow
 
 SLOTS, LAYER = 5, 1
+QUANTIZED = jax.jit(quantize, static_argnums=1)
 
 
 def arrays(heads: int, kv_heads: int, columns: int, size: int, int8: bool):
@@ -23,12 +24,12 @@ def arrays(heads: int, kv_heads: int, columns: int, size: int, int8: bool):
     rng = np.random.default_rng(0)
 
     def normal(*shape):
-        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+        return rng.normal(size=shape).astype(np.float32)  # JAX's own would be programs
 
     held = (2, SLOTS, kv_heads, columns, size)
     key, value, scales = normal(*held), normal(*held), (None, None)
     if int8:
-        (key, key_scale), (value, value_scale) = quantize(key, -1), quantize(value, -1)
+        (key, key_scale), (value, value_scale) = QUANTIZED(key, -1), QUANTIZED(value, -1)
         scales = (key_scale, value_scale)
     token = [normal(SLOTS, 1, count, size) for count in (heads, kv_heads, kv_heads)]
     return token, ScannedCache(key, value, *scales)
@@ -53,14 +54,19 @@ def reference(token, cache, positions, active, angles, cap=None):
 def test_as_plain_products(heads, kv_heads, columns, size, cap, int8):
     """Slots without a column, with one, with a whole block, with one more, and almost full."""
     token, cache = arrays(heads, kv_heads, columns, size, int8)
-    positions = jnp.asarray([0, 1, 128, 129, columns - 1], jnp.int32)
-    active = jnp.asarray([True, True, True, False, True])
-    angles = jnp.asarray(np.random.default_rng(1).normal(size=(SLOTS, size // 2)), jnp.float32)
+    positions = np.array([0, 1, 128, 129, columns - 1], np.int32)
+    active = np.array([True, True, True, False, True])
+    angles = np.random.default_rng(1).normal(size=(SLOTS, size // 2)).astype(np.float32)
     options = {"cap": cap, "read": columns, "mesh": None, "specs": None, "interpret": True}
-    attend = attend_on(cache, positions, active, angles, **options)
-    got, written = jax.jit(attend)(*token, cache, jnp.int32(LAYER))
-    plain = jax.jit(reference, static_argnames="cap")
-    want, want_written = plain(token, cache, positions, active, angles, cap=cap)
+
+    @jax.jit
+    def both(token, cache, positions, active, angles):
+        attend = attend_on(cache, positions, active, angles, **options)
+        plain = reference(token, cache, positions, active, angles, cap=cap)
+        return attend(*token, cache, jnp.int32(LAYER)), plain
+
+    found = jax.device_get(both(token, cache, positions, active, angles))
+    (got, written), (want, want_written) = found
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
     # A value halfway between two integers may be rounded to either.
     most = 1 if int8 else 1e-6
@@ -76,8 +82,8 @@ def test_no_column_behind_a_slots_own_is_read():
     """Blocks behind are not fetched: not even a NaN there shows."""
     columns, block = 512, 128
     token, cache = arrays(2, 2, columns, 64, False)
-    positions = jnp.asarray([0, 1, 127, 128, 300], jnp.int32)
-    listed = work(positions, jnp.ones(SLOTS, bool), columns, block)
+    positions = np.array([0, 1, 127, 128, 300], np.int32)
+    listed = jax.jit(work, static_argnums=(2, 3))(positions, np.ones(SLOTS, bool), columns, block)
     assert listed.count.tolist() == [1 + 1 + 1 + 2 + 3]
 
     @jax.jit
@@ -85,7 +91,7 @@ def test_no_column_behind_a_slots_own_is_read():
         return ragged_attention(
             *(x[:, 0] for x in token),
             jnp.ones((SLOTS, 2, 64)),
-            cache.map(lambda x: x.at[:, :, :, 384:].set(fill)),
+            cache.map(lambda x: jnp.asarray(x).at[:, :, :, 384:].set(fill)),
             jnp.int32(LAYER),
             listed,
             block=block,

@@ -23,13 +23,15 @@ def interpret() -> bool:
 
 
 SLOTS = 5
+QUANTIZED = jax.jit(quantize, static_argnums=1)
 # Heads, key heads (shared by 1, 4, 8 and 20 queries), columns and their size.
 SHAPES = [(2, 2, 256, 128), (8, 2, 192, 64), (8, 1, 48, 16), (20, 1, 128, 32)]
 CACHES = [("float32", "same", 1e-5), ("bfloat16", "same", 1e-2), ("float32", "int8", 1e-5)]
 
 
 def normal(dtype, *shape):
-    return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), dtype)
+    values = np.random.default_rng(sum(shape)).normal(size=shape)
+    return jax.device_put(values.astype(jnp.dtype(dtype)))  # a cast on the device is a program
 
 
 def segment(kv_heads, columns, size, dtype, cache):
@@ -38,7 +40,7 @@ def segment(kv_heads, columns, size, dtype, cache):
     value = normal(dtype, SLOTS, kv_heads, columns, size)
     if cache == "same":
         return Segment(key, value, None, None)
-    (key, key_scale), (value, value_scale) = quantize(key, 2), quantize(value, 3)
+    (key, key_scale), (value, value_scale) = QUANTIZED(key, 2), QUANTIZED(value, 3)
     return Segment(key, value, key_scale, value_scale)
 
 
@@ -57,7 +59,7 @@ def test_a_step_as_plain_products(heads, kv_heads, columns, size, dtype, cache, 
     read in parts that the others do not reach."""
     held = segment(kv_heads, columns, size, dtype, cache)
     q = normal(dtype, SLOTS, 1, heads, size)
-    lengths = jnp.asarray([1, 16, columns // 2, columns // 2 + 1, columns], jnp.int32)
+    lengths = np.array([1, 16, columns // 2, columns // 2 + 1, columns], np.int32)
     got = jax.jit(lambda *x: attend_to_own(*x, read=columns, interpret=interpret()))(
         q, held, lengths
     )
@@ -75,14 +77,16 @@ def test_prompts_as_plain_products(branched, dtype, cache, most):
     heads, kv_heads, columns, size, length = 4, 2, 192, 32, 48
     held = segment(kv_heads, columns, size, dtype, cache)
     q = normal(dtype, 4, length, heads, size)
-    rows, starts = jnp.asarray([3, 0, 4, SLOTS]), jnp.asarray([0, 70, columns - length, 5])
-    own = starts[:, None] + jnp.arange(length)
+    rows = np.array([3, 0, 4, SLOTS], np.int32)
+    starts = np.array([0, 70, columns - length, 5], np.int32)
+    own = starts[:, None] + np.arange(length, dtype=np.int32)
     branches = None
     if branched:  # of 20 tokens, behind trunks of 10, 80, and all
-        begin = jnp.where(own >= 10, own - (own - 10) % 20, 0)
-        begin = jnp.where(jnp.asarray([[True], [False], [False], [False]]), begin, 0)
-        begin = begin.at[1].set(jnp.where(own[1] >= 80, own[1] - (own[1] - 80) % 20, 0))
-        branches = Branches(jnp.asarray([10, 80, columns, 0]), begin.astype(jnp.int32))
+        begin = np.zeros_like(own)
+        for row, trunk in ((0, 10), (1, 80)):
+            place = own[row]
+            begin[row] = np.where(place >= trunk, place - (place - trunk) % 20, 0)
+        branches = Branches(np.array([10, 80, columns, 0], np.int32), begin)
 
     def attended(*arguments):
         return attend_in_place(*arguments, read=columns, interpret=interpret())
@@ -96,7 +100,7 @@ def test_prompts_as_plain_products(branched, dtype, cache, most):
 def test_no_column_behind_a_sequences_last_block_is_read():
     """Not even a NaN there shows; nor does how long other sequences are."""
     held, q = segment(2, 256, 32, "float32", "same"), normal("float32", SLOTS, 1, 4, 32)
-    chunk, starts = normal("float32", SLOTS, 64, 4, 32), jnp.asarray([0, 1, 32, 63, 64])
+    chunk, starts = normal("float32", SLOTS, 64, 4, 32), np.array([0, 1, 32, 63, 64], np.int32)
 
     @jax.jit
     def read(fill, lengths):
@@ -108,7 +112,7 @@ def test_no_column_behind_a_sequences_last_block_is_read():
         return step, attend_in_place(chunk, other, rows, starts, None, **options)
 
     def of(fill, *lengths):
-        return read(fill, jnp.asarray(lengths))
+        return jax.device_get(read(fill, np.array(lengths, np.int32)))
 
     want, got = of(0.0, 1, 2, 64, 65, 128), of(np.nan, 1, 2, 64, 65, 128)
     for one, other in zip(got, want, strict=True):
