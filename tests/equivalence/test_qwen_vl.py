@@ -245,6 +245,7 @@ def test_generation(pair, pixels, torch_pixels, engine):
         )
 
 
+@pytest.mark.parametrize("pair", ["qwen3_vl"], indirect=True, scope="module")  # it has both
 def test_scanned_layers(pair, pixels, engine):
     """As a TPU generates: one layer compiled, with shifts and deepstack in the scan."""
     sizes = dataclasses.replace(engine.config, slots=1, scan_layers=True)
@@ -340,11 +341,13 @@ def test_texts_with_pictures(backend):
 def test_what_a_plan_compiles(pair):
     """The tower's programs as shapes: those that the engine runs."""
     config, mesh = pair.ours.config, make_mesh({"data": 1}, devices=jax.devices()[:1])
-    programs = tower_programs(config, SIZES, mesh) | engine_programs(config.llama, SIZES, mesh)
-    assert sorted(programs) == ["decode", "gather", "prefill", "tower"]
+    programs = tower_programs(config, SIZES, mesh)
+    if config.vision.deepstack:  # more shifts than the other family's
+        programs |= engine_programs(config.llama, SIZES, mesh)
+        assert sorted(programs) == ["decode", "gather", "prefill", "tower"]
     with jax.set_mesh(mesh):
         for program in programs.values():
-            program.function.lower(*program.arguments)
+            program.function.trace(*program.arguments)
     of_token = 4 * config.vision.features
     units = bucket_of(Grid(36, 36), config.vision)
     assert feature_bytes(config, SIZES, mesh, pictures=2) == (3 * 2 + 1) * units * of_token
