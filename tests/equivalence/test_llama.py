@@ -140,8 +140,8 @@ def test_layers_and_logits_equal(pair):
     assert np.abs(want).max() > 1  # the comparison is of numbers that matter
 
 
-def test_padding_equals(pair):
-    theirs, _, _, forward = pair
+def test_padding_equals(grouped):
+    theirs, _, _, forward = grouped
     ids = tokens()
     right = np.arange(LENGTH) < LENGTHS[:, None]
     for mask in (right, right[:, ::-1].copy()):

@@ -139,12 +139,11 @@ def torch_features(pair: Pair, torch_pixels: dict[str, torch.Tensor]) -> list[np
     return [np.concatenate(parts, axis=-1) for parts in zip(*layers, strict=True)]
 
 
-def test_features_alone_and_together(pair, pixels, torch_pixels, tower):
+def test_features(pair, pixels, torch_pixels, tower):
+    """Of pictures side by side; each alone: the engine's, in the tests of answers."""
     wanted = torch_features(pair, torch_pixels)
-    together = tower(pixels)
-    for picture, want, beside in zip(pixels, wanted, together, strict=True):
-        np.testing.assert_allclose(tower([picture])[0], want, **WHOLE)
-        np.testing.assert_allclose(beside, want, **WHOLE)
+    for want, got in zip(wanted, tower(pixels), strict=True):
+        np.testing.assert_allclose(got, want, **WHOLE)
 
 
 def prompts() -> list[list[int]]:
@@ -188,7 +187,8 @@ def test_logits(pair, pixels, torch_pixels, tower):
     """Three prompts in a batch, the longest with two pictures."""
     shapes = [[pixels[n].shape for n in used] for used in USED]
     made = expand_pictures(prompts(), shapes, pair.ours.config)
-    features = np.concatenate([tower([pixels[n]])[0] for used in USED for n in used])
+    together = tower(pixels)
+    features = np.concatenate([together[n] for used in USED for n in used])
     got = compiled(pair.ours, lambda model, *given: model(*given[:3], positions=given[3]))(
         made.input_ids, features, made.rows, made.positions
     )
