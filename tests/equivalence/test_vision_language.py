@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -61,7 +60,7 @@ def batch_of(rows: PicturedRows) -> dict[str, jax.Array]:
     """All in the largest one's bucket, and an empty row."""
     own = [example for example, _ in examples()]
     batch = rows.batch([*own, None], rows.pictures.buckets(own)[-1])
-    return jax.tree.map(jnp.asarray, batch)
+    return jax.device_put(batch)
 
 
 def their_loss(pair: Pair, model: torch.nn.Module) -> torch.Tensor:
@@ -135,7 +134,7 @@ def test_lora_is_pefts_formula(pair, rows):
     for name in LORA.targets:
         linear = getattr(ours.llama.layers, name)
         shape = linear.lora_b.shape
-        linear.lora_b[...] = jnp.asarray(rng.normal(0, 0.1, shape).astype(np.float32))
+        linear.lora_b.set_value(jax.device_put(rng.normal(0, 0.1, shape).astype(np.float32)))
         for number, layer in enumerate(theirs.model.language_model.layers):
             ab = [
                 torch.tensor(np.asarray(getattr(linear, f"lora_{x}")[...])[number]).requires_grad_()
