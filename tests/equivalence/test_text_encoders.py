@@ -28,9 +28,9 @@ PROMPTS = {"query": "which flag: ", "document": "of kenya: "}
 
 
 def few(longest: int = 500) -> list[str]:
-    """A shorter text and the longest, which is cut: one bucket, so that there is one program."""
-    *_, shorter, made = texts(longest)
-    return [f"{shorter} {shorter[: len(shorter) // 2]}", made]
+    """A short text and the longest, which is cut: two buckets, and a program for each."""
+    made = texts(longest)
+    return [made[1], made[-1]]
 
 
 @pytest.fixture(params=FAMILIES)
