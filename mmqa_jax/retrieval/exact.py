@@ -61,13 +61,12 @@ class ExactIndex:
         check_top_k(top_k, len(self), allowed, "index")
         queries = check_queries(queries, self.embeddings)
         size = 1 if len(queries) == 1 else self._query_batch
-        best = [
-            (
-                jnp.full((size, top_k), -jnp.inf, jnp.float32),
-                jnp.full((size, top_k), -1, jnp.int32),
-            )
-            for _ in range(0, len(queries), size)
-        ]
+        # From NumPy: of jax.numpy, each would be a program of its own for every `top_k`.
+        nothing = (
+            np.full((size, top_k), -np.inf, np.float32),
+            np.full((size, top_k), -1, np.int32),
+        )
+        best = [jax.device_put(nothing) for _ in range(0, len(queries), size)]
         padded = np.zeros((len(best), size, queries.shape[1]), np.float32)
         padded.reshape(-1, queries.shape[1])[: len(queries)] = queries
         batches = [jax.device_put(batch) for batch in padded]
@@ -77,7 +76,7 @@ class ExactIndex:
             # rows would be in memory with all their scores.
             jax.block_until_ready(best)
             best = [
-                _best_with_block(batch, block, mask, jnp.int32(start), *state)
+                _best_with_block(batch, block, mask, np.int32(start), *state)
                 for batch, state in zip(batches, best, strict=True)
             ]
         scores = [jax.device_get(state[0]) for state in best] or [np.zeros((0, top_k), np.float32)]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -82,16 +81,16 @@ def abstract(kind: type[nnx.Module], config: Any) -> nnx.Module:
 
 
 def copied(x: jax.Array) -> jax.Array:
-    """The same values in an array of its own; `jnp.copy` compiles a program for each shape."""
-    return jnp.asarray(np.array(x))
+    """The same values in an array of its own; jax.numpy would compile a program for each shape."""
+    return jax.device_put(np.array(x))
 
 
 def random_model(kind: type[nnx.Module], config: Any, seed: int = 0) -> nnx.Module:
     """A model of random numbers, of which none is as at first; no program makes them."""
     rng = np.random.default_rng(seed)
     graphdef, state = nnx.split(abstract(kind, config))
-    made = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape).astype("f4")), state)
-    return nnx.merge(graphdef, made)
+    made = jax.tree.map(lambda x: rng.normal(0, 0.3, x.shape).astype("f4"), state)
+    return nnx.merge(graphdef, jax.device_put(made))
 
 
 def with_config(model: nnx.Module, config: Any) -> nnx.Module:

@@ -142,6 +142,7 @@ def test_layers_and_outputs_equal(pair):
         np.testing.assert_allclose(patches, vision[layer][:, 1:], **WHOLE)
 
 
+@pytest.mark.parametrize("pair", ["quick_gelu"], indirect=True, scope="module")
 def test_gradients_of_the_contrastive_loss_equal(pair):
     theirs, ours = pair
     ids, mask = _texts()

@@ -113,8 +113,7 @@ def test_suppression_in_classes(keep):
             assert np.flatnonzero(mask).tolist() == sorted(there[want])
 
 
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("inclusive", [True, False])
+@pytest.mark.parametrize(("shared", "inclusive"), [(True, False), (False, True)])
 def test_the_kernel_of_suppression(shared, inclusive):
     """As `keep_in_class`: equal scores, boxes twice, without area, just at the threshold, invalid."""
     rng = np.random.default_rng(0)

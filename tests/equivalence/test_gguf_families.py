@@ -276,7 +276,7 @@ def test_a_gguf_file_is_the_model_that_was_written(name, tmp_path):
     theirs = randomize(case.kind(case.kind.config_class(**values)), 0, 0.1)
     write_gguf(file, theirs, case)
     ours = load_published("llama", file, unroll=1)
-    ids = np.random.default_rng(1).integers(0, SIZES["vocab_size"], (2, 500))
+    ids = np.random.default_rng(1).integers(0, SIZES["vocab_size"], (1, 500))
     want = run_torch(theirs, ids)
     np.testing.assert_allclose(compiled(ours, forward)(ids), want, **WHOLE)
     assert np.abs(want).max() > 1

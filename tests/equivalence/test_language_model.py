@@ -103,7 +103,7 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole_batch(pair):
     mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
     optimizer, schedule = make_optimizer(OptimizerOptions(), steps=10)
     rows = [*PACKED, [EXAMPLES[2]]]
-    batch = jax.tree.map(jnp.asarray, packed_batch(rows, SIZE))
+    batch = jax.device_put(packed_batch(rows, SIZE))
     found = []
     for accumulate in (1, 4):
         split = split_model(task, 0)
@@ -152,7 +152,7 @@ def with_lora(model: Llama) -> Llama:
     for name in LORA.targets:
         linear = getattr(added.layers, name)
         drawn = np.random.default_rng(7).normal(0, 0.1, linear.lora_b.shape)
-        linear.lora_b[...] = jnp.asarray(drawn.astype(np.float32))
+        linear.lora_b.set_value(jax.device_put(drawn.astype(np.float32)))
     return added
 
 

@@ -270,7 +270,7 @@ def tiny():
     graphdef, state = abstract_model(lambda: Llama(TINY, rngs=nnx.Rngs(0)))
     return nnx.merge(
         graphdef,
-        jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape).astype(np.float32)), state),
+        jax.tree.map(lambda p: jax.device_put(rng.normal(size=p.shape).astype("f4")), state),
     )
 
 

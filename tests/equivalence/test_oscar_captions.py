@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 from compare import WHOLE
@@ -55,7 +56,7 @@ def test_greedy_captions(pair, captioner, many):
         num_beams=1,
         max_new_tokens=LONGEST - 1,
     )
-    found = []
+    result, found = jax.device_get(result), []
     for row, picture in enumerate(zip(labels, regions, strict=True)):
         expected, score = captioner.greedy(*picture)
         assert written(result, row, 0) == expected, row
@@ -74,7 +75,7 @@ def test_beam_search_captions(pair, captioner, many, beams, length_penalty):
         "max_new_tokens": LONGEST - 1,
         "length_penalty": length_penalty,
     }
-    whole = write_captions(*nnx.split(pair.ours), prompt, **asked)
+    whole = jax.device_get(write_captions(*nnx.split(pair.ours), prompt, **asked))
     lengths = set()
     for row, picture in enumerate(zip(labels, regions, strict=True)):
         expected = captioner.beam_search(*picture, beams, beams, length_penalty)
@@ -89,7 +90,8 @@ def test_the_best_caption_alone(pair, captioner, many):
     """The original's default, num_keep_best 1: it stops earlier and must not stop too early."""
     labels, regions = many
     asked = TOKENS | {"num_beams": 5, "max_new_tokens": LONGEST - 1, "only_best": True}
-    best = write_captions(*nnx.split(pair.ours), LAYOUT.prompt(labels, regions), **asked)
+    prompt = LAYOUT.prompt(labels, regions)
+    best = jax.device_get(write_captions(*nnx.split(pair.ours), prompt, **asked))
     for row, picture in enumerate(zip(labels, regions, strict=True)):
         [(words, score)] = captioner.beam_search(*picture, 5, 1)
         assert written(best, row, 0) == words, row
@@ -113,8 +115,13 @@ def test_captions_do_not_depend_on_padding_or_the_rest_of_the_batch(pair, many):
     asked = TOKENS | {"num_beams": 3, "max_new_tokens": LONGEST - 1, "length_penalty": 0.4}
     graphdef, state = nnx.split(pair.ours)
     wide = dataclasses.replace(LAYOUT, text=LAYOUT.text + 3, regions=LAYOUT.regions + 2)
-    together = write_captions(graphdef, state, LAYOUT.prompt(labels, regions), **asked)
-    padded = write_captions(graphdef, state, wide.prompt(labels[::-1], regions[::-1]), **asked)
+    together, padded = (
+        jax.device_get(write_captions(graphdef, state, prompt, **asked))
+        for prompt in (
+            LAYOUT.prompt(labels, regions),
+            wide.prompt(labels[::-1], regions[::-1]),
+        )
+    )
     whole = np.array([row for row in range(8) if len(labels[row]) < 7 and len(regions[row]) <= 6])
     assert len(whole) == 7  # the others are cut, differently
     np.testing.assert_array_equal(together.tokens[whole], padded.tokens[::-1][whole])

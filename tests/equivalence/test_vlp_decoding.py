@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -133,6 +134,7 @@ def test_answers_and_scores_are_the_originals(pair, regions, beams, penalty, ngr
         length_penalty=penalty,
         no_repeat_ngram=ngram,
     )
+    result = jax.device_get(result)
     for b, sequences in enumerate(wanted):
         assert len(sequences) == beams  # no two scores are equal
         for k, (score, words) in enumerate(sequences.items()):
