@@ -47,8 +47,8 @@ def _damaged(folder: Path, ending: str, into: Path) -> Path:
     return into
 
 
-# Each kind is checked whole once; of the families of a kind, another has the damage, in the last
-# layer: what is compared before it passes.
+# Each kind is checked whole once; of the families of a kind, another has the damage: what is compared
+# before it passes.
 WHOLE = ("siglip2", "qwen2_5_vl", "t5")
 DAMAGED = ("siglip", "qwen3_vl", "t5")
 
