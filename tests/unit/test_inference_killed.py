@@ -32,9 +32,10 @@ from tests.forks import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
-SHARED = ("embed", "search", "prompt", "run")
-IN_RUN = ("rerank", "answer")  # stages of a row too, in its chunks: by themselves with --kills=50
-ALONE = ("index", "caption", "candidates")  # one process does all of the job
+SHARED = ("embed", "prompt", "run")
+IN_RUN = ("search", "rerank", "answer")  # stages of a row too, in its chunks: with --kills=50
+ALONE = ("index", "caption")  # one process does all of the job
+AT_ONCE = ("candidates",)  # nothing of it is kept before its end: with --kills=50
 # Files that name times or hosts, what is kept of finished work, and locks.
 NOT_COMPARED = ("config.json", "report.html", ".lock", ".claim")
 
@@ -200,10 +201,13 @@ def pytest_generate_tests(metafunc):
     if "shared" in metafunc.fixturenames:
         metafunc.parametrize("shared", SHARED + IN_RUN if many else SHARED)
     if "scheme" in metafunc.fixturenames:
-        cases = [("embed", "gs"), ("prompt", "s3")]
+        cases = [("embed", "gs")]
         if many:
-            cases += [("run", "gs"), ("search", "s3"), ("rerank", "gs"), ("answer", "s3")]
+            cases += [("prompt", "s3"), ("run", "gs"), ("search", "s3")]
+            cases += [("rerank", "gs"), ("answer", "s3")]
         metafunc.parametrize(("verb", "scheme"), cases)
+    elif "verb" in metafunc.fixturenames:
+        metafunc.parametrize("verb", ALONE + AT_ONCE if many else ALONE)
 
 
 def test_killed_shards_in_an_object_store(
@@ -242,7 +246,6 @@ def test_killed_shards_in_an_object_store(
     assert not [name for name in store.names(f"results-{verb}") if ".lock/" in name]
 
 
-@pytest.mark.parametrize("verb", ALONE)
 def test_killed_jobs_end_with_the_files_of_an_undisturbed_one(
     verb, start, flags_of, undisturbed, kills, tmp_path
 ):
