@@ -15,7 +15,7 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,16 +81,18 @@ class Outcome(NamedTuple):
     said: str
 
 
-def damaged(target: Target, folder: Path, file: Path, damage: Damage, wanted: str) -> Outcome:
-    """Opens a copy of the folder with one damaged file.
+def damaged(target: Target, folder: Path, damages: Mapping[Path, Damage], wanted: str) -> Outcome:
+    """Opens a copy of the folder with damaged files.
 
     Args:
+      damages: of each file, relative to the folder.
       wanted: what comes out of the whole folder.
     """
     with tempfile.TemporaryDirectory(prefix="mmqa-flip-") as place:
         copy = Path(place) / folder.name
         shutil.copytree(folder, copy)
-        damage.apply(copy / file)
+        for file, damage in damages.items():
+            damage.apply(copy / file)
         try:
             found = target.read(copy)
         except UserError as error:
@@ -142,7 +144,7 @@ def main() -> int:
             bit = None if chance.random() < 0.2 else chance.randrange(8)
             damage = Damage(chance.randrange(size), bit)
             with contextlib.redirect_stderr(io.StringIO()):
-                outcome = damaged(target, folder, file, damage, wanted)
+                outcome = damaged(target, folder, {file: damage}, wanted)
             counted[target.name, outcome.kind] += 1
             if outcome.kind == WRONG:
                 print(f"WRONG: {target.name}, {file}, {damage}: {outcome.said!a}", flush=True)

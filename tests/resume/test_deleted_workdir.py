@@ -41,7 +41,7 @@ def test_a_deleted_workdir_ends_the_run(tmp_path, at, saved, ends):
     workdir = tmp_path / "run"
     workdir.mkdir()
     (workdir / "config.json").write_text("{}")
-    batches = tiny_run.Watched(tiny_run.pipeline(), at, lambda batch: remove(workdir, saved))
+    batches = tiny_run.Watched(tiny_run.pipeline(1), at, lambda batch: remove(workdir, saved))
     with pytest.raises(
         RunError, match=r"run/config\.json: is gone, deleted or moved while the run"
     ):
@@ -62,14 +62,14 @@ def test_a_workdir_that_is_deleted_after_the_last_save_ends_the_run(tmp_path, mo
 
     monkeypatch.setattr(Checkpoints, "wait", waited)
     with pytest.raises(RunError, match=r"run/config\.json: is gone"):
-        tiny_run.run(workdir, tiny_run.pipeline(), steps=4)
+        tiny_run.run(workdir, tiny_run.pipeline(1), steps=4)
     assert not workdir.exists()
 
 
 def test_a_workdir_that_is_deleted_in_a_save_holds_that_step_whole_or_nothing(tmp_path):
     """The save goes on in a thread, and makes its folders again; the step may be complete."""
     workdir = tmp_path / "run"
-    batches = tiny_run.Watched(tiny_run.pipeline(), 21, lambda batch: remove(workdir))
+    batches = tiny_run.Watched(tiny_run.pipeline(1), 21, lambda batch: remove(workdir))
     with pytest.raises(RunError, match="is gone, deleted or moved while the run"):
         tiny_run.run(workdir, batches, steps=30)
     if workdir.exists():
@@ -89,17 +89,17 @@ def test_a_moved_workdir_ends_the_run_although_another_takes_its_place(tmp_path)
         another.rename(workdir)  # never empty: empty folders of a lost save are removed
 
     with pytest.raises(RunError, match=r"metrics\.jsonl: is gone"):
-        tiny_run.run(workdir, tiny_run.Watched(tiny_run.pipeline(), 18, move), steps=20)
+        tiny_run.run(workdir, tiny_run.Watched(tiny_run.pipeline(1), 18, move), steps=20)
     assert [path.name for path in workdir.iterdir()] == ["theirs"]
     tiny_run.run(
-        tmp_path / "elsewhere", tiny_run.pipeline(), steps=20
+        tmp_path / "elsewhere", tiny_run.pipeline(1), steps=20
     )  # and goes on where it is now
 
 
 def test_deleted_objects_end_the_run(tmp_path, monkeypatch):
     with object_store.started(tmp_path / "store", monkeypatch):
         place = as_path(f"gs://{object_store.BUCKET}/run")
-        batches = tiny_run.Watched(tiny_run.pipeline(), 8, lambda batch: remove_tree(place))
+        batches = tiny_run.Watched(tiny_run.pipeline(1), 8, lambda batch: remove_tree(place))
         with pytest.raises(RunError, match=r"run/metrics\.jsonl: is gone"):
             tiny_run.run(place, batches)
         store = object_store.Objects(tmp_path / "store" / object_store.BUCKET)

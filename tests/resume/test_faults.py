@@ -20,7 +20,7 @@ from mmqa_jax.training.objective import Validation
 
 def spoiled(*steps):
     """The pipeline, with rows that give a loss of NaN in the batches of these steps."""
-    batches = tiny_run.pipeline()
+    batches = tiny_run.pipeline(1)
     for step in steps:
         batches = tiny_run.Watched(
             batches, step, lambda batch: {**batch, "y": batch["y"] * np.float32("nan")}

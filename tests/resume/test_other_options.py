@@ -22,7 +22,7 @@ def losses(workdir):
 
 
 def stop_at(workdir, step, **changes):
-    batches = tiny_run.Watched(tiny_run.pipeline(), step, tiny_run.raise_signal(15))
+    batches = tiny_run.Watched(tiny_run.pipeline(1), step, tiny_run.raise_signal(15))
     with pytest.raises(SystemExit):
         tiny_run.run(workdir, batches, **changes)
 
@@ -31,38 +31,38 @@ def test_what_changes_no_step_may_change(tmp_path):
     stop_at(tmp_path / "ours", 11, steps=20, log_every=1)
     others = {"checkpoint_every": 7, "evaluate_every": 5, "keep": 4, "log_every": 1}
     others |= {"on_nan": "skip", "skip_at_most": 3}
-    tiny_run.run(tmp_path / "ours", tiny_run.pipeline(), steps=20, **others)
-    tiny_run.run(tmp_path / "theirs", tiny_run.pipeline(), steps=20, log_every=1)
+    tiny_run.run(tmp_path / "ours", tiny_run.pipeline(1), steps=20, **others)
+    tiny_run.run(tmp_path / "theirs", tiny_run.pipeline(1), steps=20, log_every=1)
     assert losses(tmp_path / "ours") == losses(tmp_path / "theirs")
     kept = {path.name for path in (tmp_path / "ours" / "checkpoints").iterdir()}
     assert kept == {"10", "11", "14", "20"}
 
 
 def test_more_steps_of_a_constant_schedule_are_those_of_a_longer_run(tmp_path):
-    tiny_run.run(tmp_path / "ours", tiny_run.pipeline(), steps=8, log_every=1, optimizer=CONSTANT)
+    tiny_run.run(tmp_path / "ours", tiny_run.pipeline(1), steps=8, log_every=1, optimizer=CONSTANT)
     for workdir in ("ours", "theirs"):
         tiny_run.run(
-            tmp_path / workdir, tiny_run.pipeline(), steps=16, log_every=1, optimizer=CONSTANT
+            tmp_path / workdir, tiny_run.pipeline(1), steps=16, log_every=1, optimizer=CONSTANT
         )
     assert losses(tmp_path / "ours") == losses(tmp_path / "theirs")
     assert len(losses(tmp_path / "ours")) == 16
     with pytest.raises(UserError, match=r"train\.steps=12: the run has taken 16 steps"):
-        tiny_run.run(tmp_path / "ours", tiny_run.pipeline(), steps=12, optimizer=CONSTANT)
+        tiny_run.run(tmp_path / "ours", tiny_run.pipeline(1), steps=12, optimizer=CONSTANT)
 
 
 def test_a_schedule_is_stretched_only_with_the_flag(tmp_path):
-    tiny_run.run(tmp_path, tiny_run.pipeline(), steps=10, log_every=1)
+    tiny_run.run(tmp_path, tiny_run.pipeline(1), steps=10, log_every=1)
     with pytest.raises(
         UserError,
         match=r"train\.steps=20: the run began with 10, and with 20 the schedule linear would have "
         r"given step 2 the learning rate .* add --stretch_schedule .* from step 11 on\.$",
     ):
-        tiny_run.run(tmp_path, tiny_run.pipeline(), steps=20, log_every=1)
+        tiny_run.run(tmp_path, tiny_run.pipeline(1), steps=20, log_every=1)
     stretched = Resuming(stretch_schedule=True)
-    stop = tiny_run.Watched(tiny_run.pipeline(), 5, tiny_run.raise_signal(15))
+    stop = tiny_run.Watched(tiny_run.pipeline(1), 5, tiny_run.raise_signal(15))
     with pytest.raises(SystemExit):
         tiny_run.run(tmp_path, stop, steps=20, log_every=1, resuming=stretched)
-    tiny_run.run(tmp_path, tiny_run.pipeline(), steps=20, log_every=1)  # from now on it has 20
+    tiny_run.run(tmp_path, tiny_run.pipeline(1), steps=20, log_every=1)  # from now on it has 20
     options = tiny_run.train_config().optimizer.to_dict()
     rates = [
         make_schedule(OptimizerOptions(**options), total)(step)
@@ -85,8 +85,8 @@ def test_checkpoints_of_older_versions_go_on(tmp_path):
     (folder / "SHA256SUMS").unlink()
     changed = {"steps": 20, "log_every": 5}
     with pytest.raises(UserError, match=r"checkpoints/12: is a checkpoint of another config"):
-        tiny_run.run(tmp_path, tiny_run.pipeline(), **changed)  # nobody says what it was before
-    tiny_run.run(tmp_path, tiny_run.pipeline(), resuming=Resuming(former=old), **changed)
+        tiny_run.run(tmp_path, tiny_run.pipeline(1), **changed)  # nobody says what it was before
+    tiny_run.run(tmp_path, tiny_run.pipeline(1), resuming=Resuming(former=old), **changed)
     assert [row["step"] for row in curve(tmp_path) if "loss" in row] == [4, 8, 12, 15, 20]
 
 

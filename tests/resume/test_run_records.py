@@ -41,7 +41,13 @@ def test_the_wall_time_of_a_killed_run_is_accounted_for(tmp_path, killed_run):
 
 def test_steps_are_traced(tmp_path):
     """Up to the last."""
-    run(tmp_path, steps=12, evaluate_every=0, observed=Observed(profile=Steps(10, 12)))
+    run(
+        tmp_path,
+        tiny_run.pipeline(1),
+        steps=12,
+        evaluate_every=0,
+        observed=Observed(profile=Steps(10, 12)),
+    )
     (file,) = (tmp_path / "profile").glob("plugins/profile/*/*.xplane.pb")
     traced = set()
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
@@ -53,8 +59,8 @@ def test_steps_are_traced(tmp_path):
 
 
 def test_an_attempt_behind_the_range_traces_nothing(tmp_path):
-    stop = tiny_run.Watched(tiny_run.pipeline(), 9, tiny_run.raise_signal(15))
+    stop = tiny_run.Watched(tiny_run.pipeline(1), 9, tiny_run.raise_signal(15))
     with pytest.raises(SystemExit):
         run(tmp_path, stop, steps=12)
-    run(tmp_path, steps=12, observed=Observed(profile=Steps(2, 4)))
+    run(tmp_path, tiny_run.pipeline(1), steps=12, observed=Observed(profile=Steps(2, 4)))
     assert not (tmp_path / "profile").exists()

@@ -58,7 +58,7 @@ def test_a_killed_run_in_s3_ends_equal_to_a_local_one(
 ):
     monkeypatch.setenv("MMQA_CACHE", str(fresh_cache))
     # A save takes the server a second.
-    short = {"steps": 15, "checkpoint_every": 5, "evaluate_every": 10, "keep": 1}
+    short = {"steps": 10, "checkpoint_every": 5, "evaluate_every": 10, "keep": 1}
     local = tmp_path / "local"
     run(local, validation=tiny_run.KEEP_BEST, **short)
     with amazon_store.started(monkeypatch) as store:
@@ -66,7 +66,7 @@ def test_a_killed_run_in_s3_ends_equal_to_a_local_one(
         assert checkpoints(store) == {5}
         ended = attempt(S3, "to_end", 0, json.dumps(short))
         assert ended.code == 0, ended.said
-        assert checkpoints(store) == {15}
+        assert checkpoints(store) == {10}
         store.download(NAME, tmp_path / "copy")
     for name in ("", "/best"):
         assert read_metadata(f"{tmp_path}/copy{name}") == read_metadata(f"{local}{name}")
@@ -76,15 +76,15 @@ def test_a_killed_run_in_s3_ends_equal_to_a_local_one(
 def test_a_damaged_checkpoint_in_gs_is_named_and_set_aside(tmp_path, monkeypatch):
     with object_store.started(tmp_path / "store", monkeypatch):
         store = object_store.Objects(tmp_path / "store" / object_store.BUCKET)
-        stopped = tiny_run.Watched(tiny_run.pipeline(), 14, tiny_run.raise_signal(15))
+        stopped = tiny_run.Watched(tiny_run.pipeline(1), 14, tiny_run.raise_signal(15))
         with pytest.raises(SystemExit):
             run(GS, stopped, steps=24)
         store.put(f"{NAME}/checkpoints/14/meta/metadata", b"{}")
         with pytest.raises(
             UserError, match=r"14: meta/metadata is damaged .*checkpoint 10 is whole"
         ):
-            run(GS, steps=24)
-        run(GS, resuming=Resuming(skip_damaged=True), steps=24)
+            run(GS, tiny_run.pipeline(1), steps=24)
+        run(GS, tiny_run.pipeline(1), resuming=Resuming(skip_damaged=True), steps=24)
         assert checkpoints(store) >= {20, 24}
         names = {name.split("/")[3] for name in store.names(f"{NAME}/checkpoints/")}
         assert names == {"14.damaged", "20", "24"}

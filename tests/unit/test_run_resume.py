@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from cli_runs import done, mmqa, rows_of, tree
+from cli_runs import done, mmqa, rows_of
 from row_runs import row_flags
 
 from mmqa_jax.core.files import read_json
@@ -32,11 +28,19 @@ def flags_of(data, models, index):
 
 
 @pytest.fixture(scope="module")
-def whole(flags_of, tmp_path_factory):
-    """The workdir of a run that nothing interrupted."""
+def counted_whole(flags_of, tmp_path_factory):
+    """The workdir of a run that nothing interrupted, and the sizes of its batches."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    done(*flags_of(ROW, folder))
-    return folder
+    with pytest.MonkeyPatch.context() as patch:
+        counted = count(patch)
+        done(*flags_of(ROW, folder))
+    return folder, counted
+
+
+@pytest.fixture(scope="module")
+def whole(counted_whole):
+    """The workdir of a run that nothing interrupted."""
+    return counted_whole[0]
 
 
 def interrupt(patch: pytest.MonkeyPatch, part: str, *, after: int) -> None:
@@ -97,17 +101,14 @@ def same_results(folder: Path, whole: Path) -> None:
         assert row == other
 
 
-def test_what_a_whole_run_computes(flags_of, whole, tmp_path):
+def test_what_a_whole_run_computes(counted_whole):
     """The batches that the tests below count the rest of."""
-    with pytest.MonkeyPatch.context() as patch:
-        counted = count(patch)
-        done(*flags_of(ROW, tmp_path / "run"))
+    _, counted = counted_whole
     # The modality of every question is known: four of text (of 8 snippets), one of 3 pictures.
     assert sum(counted["retriever"]) == 5
     assert sum(counted["reranker"]) == 4 * 8 + 3
     assert max(counted["reranker"]) == 8
     assert counted["reader"] == [4, 1]
-    same_results(tmp_path / "run", whole)
 
 
 @pytest.mark.parametrize("part", ["reader", "reranker"])
@@ -173,45 +174,6 @@ def test_a_damaged_journal(flags_of, whole, refused, tmp_path):
     refused(*flags_of(ROW, folder), message=message)
     file.unlink()
     done(*flags_of(ROW, folder))
-    same_results(folder, whole)
-
-
-KILLED = """
-import os, signal, sys
-from mmqa_jax.cli import main
-from mmqa_jax.inference.reader import Reader
-
-original = Reader.answer_batches
-
-def batches(self, *arguments):
-    for number, batch in enumerate(original(self, *arguments)):
-        if number == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        yield batch
-
-Reader.answer_batches = batches
-main(sys.argv[1:])
-"""
-
-
-def test_a_run_killed_with_kill_9(flags_of, whole, cli_cache, tmp_path):
-    """Nothing is cleaned up: no file is half written, and the lock does not stay."""
-    folder = tmp_path / "run"
-    environment = os.environ | {
-        "MMQA_CACHE": str(cli_cache), "MMQA_PROGRESS": "off", "JAX_PLATFORMS": "cpu",
-    }  # fmt: skip
-    command = [sys.executable, "-c", KILLED, *flags_of(ROW, folder)]
-    killed = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not any((folder / name).exists() for name in RESULTS)
-    journals = tree(folder / "journals")
-    assert {name.partition("-")[0] for name in journals} == {"reader", "reranker", "retriever"}
-    with pytest.MonkeyPatch.context() as patch:
-        counted = count(patch)
-        done(*flags_of(ROW, folder))
-    assert counted == {"retriever": [], "reranker": [], "reader": [1]}
     same_results(folder, whole)
 
 

@@ -126,6 +126,7 @@ def test_time_of_killed_attempts_counts(tmp_path):
 
 
 def test_tensorboards_writer_loads_no_pytorch(tmp_path):
+    (tmp_path / "torch.py").touch()  # found before PyTorch, whose import takes seconds
     code = (
         "import sys\n"
         "from mmqa_jax.core.metrics import MetricsWriter\n"
@@ -134,7 +135,9 @@ def test_tensorboards_writer_loads_no_pytorch(tmp_path):
         "assert 'torch' not in sys.modules\n"
         "import torch\n"  # afterwards as ever
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environment)
     assert [*tmp_path.glob("events.*")]
 
 
