@@ -85,8 +85,10 @@ def engine_programs(
     chunk = (array("int32", rows, bucket), of_row, of_row, of_row, branches, None, shifts)
     active = jax.ShapeDtypeStruct((sizes.slots,), bool, sharding=programs.whole)
     of_prompt = sizes.read(before if programs.scanned else columns)
+    greedy = programs.sampled(np.zeros(sizes.slots))
+    step = (state, programs.cache, programs.slots, active, limit, greedy)
     return {
-        "decode": Program(programs.step, (state, programs.cache, programs.slots, active, limit)),
+        "decode": Program(programs.step, step),
         "prefill": Program(programs.encode, (state, programs.cache, *chunk, of_prompt)),
     }
 

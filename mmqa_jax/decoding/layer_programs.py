@@ -93,7 +93,14 @@ def encode_and_step(
         )
         return end(state.outer, x), cache
 
-    def step(state: SplitState, cache: KVCache, of_slots: Any, active: jax.Array, limit: int):
+    def step(
+        state: SplitState,
+        cache: KVCache,
+        of_slots: Any,
+        active: jax.Array,
+        limit: int,
+        sampled: None,  # on CPUs the programs see for themselves
+    ):
         x, of_tokens = begin_step(state.outer, of_slots, active)
         whole = sum(segment.columns for segment in cache[0].segments)
         x, cache = run_layers(

@@ -26,7 +26,11 @@ def draw_key(seed: int, draw: int) -> np.ndarray:
 
 
 def choose(
-    logits: jax.Array, parameters: SamplingParameters, count: jax.Array, active: jax.Array
+    logits: jax.Array,
+    parameters: SamplingParameters,
+    count: jax.Array,
+    active: jax.Array,
+    sampled: bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The next token of every row.
 
@@ -35,6 +39,8 @@ def choose(
       parameters: of the rows.
       count: int [S], how many tokens the row has already; with its key it decides the draw.
       active: bool [S], rows whose result is used (the others' may be anything).
+      sampled: whether some active row is not greedy; None: found out on the device, which does no
+        more than the rows ask for.
 
     Returns:
       Tokens int32 [S], and their log-probabilities float32 [S] under softmax(logits).
@@ -44,16 +50,24 @@ def choose(
 
     def draw(_):
         noise = jax.vmap(_gumbel, (0, 0, None))(parameters.key, count, logits.shape[-1])
-        noisy = _kept(logits, parameters, samples) + noise
+        noisy = _kept(logits, parameters, samples, branch=sampled is None) + noise
         return jnp.where(samples, noisy.argmax(-1), greedy)
 
-    tokens = jax.lax.cond(samples.any(), draw, lambda _: greedy, None)
+    if sampled is None:
+        tokens = jax.lax.cond(samples.any(), draw, lambda _: greedy, None)
+    else:
+        tokens = draw(None) if sampled else greedy
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
     return tokens.astype(jnp.int32), chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
-def _kept(logits: jax.Array, parameters: SamplingParameters, samples: jax.Array) -> jax.Array:
-    """Logits over temperature [S, V]; -inf where top_k or top_p drop a token."""
+def _kept(
+    logits: jax.Array, parameters: SamplingParameters, samples: jax.Array, *, branch: bool
+) -> jax.Array:
+    """Logits over temperature [S, V]; -inf where top_k or top_p drop a token.
+
+    branch: leave out, on the device, what no row asks for.
+    """
     scores = logits / jnp.where(samples, parameters.temperature, 1.0)[:, None]
 
     def keep_top_k(scores):
@@ -65,6 +79,8 @@ def _kept(logits: jax.Array, parameters: SamplingParameters, samples: jax.Array)
         mask = _heaviest(scores, jax.nn.softmax(scores), parameters.top_p)
         return jnp.where(mask | (parameters.top_p >= 1)[:, None], scores, -jnp.inf)
 
+    if not branch:
+        return keep_top_p(keep_top_k(scores))
     scores = jax.lax.cond((samples & (parameters.top_k > 0)).any(), keep_top_k, _same, scores)
     return jax.lax.cond((samples & (parameters.top_p < 1)).any(), keep_top_p, _same, scores)
 

@@ -192,6 +192,8 @@ class Programs:
             segment = columns if self.ragged else segment
             self.cache = kv_cache.layout(*sizes, segment)
         self.slots = _slots(config.slots, self.whole, shifts=bool(model.config.mrope))
+        # A GPU waits for the host at a branch, which could not enqueue the next step meanwhile.
+        self.told_of_sampling = device.platform == "gpu"
         implementation = implementation_for(device)
 
         def encode(state, cache, tokens, starts, ends, rows, branches, patches, shifts, limit):
@@ -228,15 +230,15 @@ class Programs:
                 mesh=mesh,
             )
 
-        def begin(state, slots, hidden, lengths, rows, positions, parameters, shifts):
+        def begin(state, slots, hidden, lengths, rows, positions, parameters, shifts, sampled):
             logits = nnx.merge(graphdef, state).logits(last_token(hidden, lengths))
             zeros = jnp.zeros_like(rows)
-            token, logprob = choose(logits, parameters, zeros, rows < config.slots)
+            token, logprob = choose(logits, parameters, zeros, rows < config.slots, sampled)
             fresh = Slots(token, positions, zeros + 1, parameters, shifts)
             slots = jax.tree.map(lambda x, new: x.at[rows].set(new, mode="drop"), slots, fresh)
             return slots, token, logprob
 
-        def step(state, cache, slots, active, limit):
+        def step(state, cache, slots, active, limit, sampled):
             model = nnx.merge(graphdef, state)
             position = jnp.where(active, slots.position, 0)
             embedded = by_rows(model.embed(slots.token[:, None]))
@@ -267,7 +269,7 @@ class Programs:
                     implementation="ragged" if self.ragged else "blocks",
                     mesh=mesh,
                 )
-            return cache, *next_tokens(model, slots, hidden, active)
+            return cache, *next_tokens(model, slots, hidden, active, sampled)
 
         def score(state, hidden, rows, offsets, targets):
             predicting = by_rows(hidden[rows, offsets])  # each device some of them
@@ -288,10 +290,12 @@ class Programs:
         self.encode = jax.jit(
             encode, static_argnums=9, donate_argnums=1, out_shardings=(self.rows, of_cache)
         )
-        self.begin = jax.jit(begin, donate_argnums=1, out_shardings=(whole, whole, whole))
+        self.begin = jax.jit(
+            begin, static_argnums=8, donate_argnums=1, out_shardings=(whole, whole, whole)
+        )
         self.step = jax.jit(
             step,
-            static_argnums=4,
+            static_argnums=(4, 5),
             donate_argnums=(1, 2),
             out_shardings=(of_cache, whole, whole, whole),
         )
@@ -306,6 +310,10 @@ class Programs:
             )
         self.score = jax.jit(score, out_shardings=(whole, whole, whole))
         self.copy = jax.jit(copy, donate_argnums=0, out_shardings=of_cache)
+
+    def sampled(self, temperatures: np.ndarray) -> bool | None:
+        """What `begin` and `step` are told of sampling at these temperatures, see `choose`."""
+        return bool((temperatures > 0).any()) if self.told_of_sampling else None
 
 
 def embed(
@@ -322,11 +330,18 @@ def embed(
 
 
 def next_tokens(
-    model: Llama, slots: Slots, hidden: jax.Array, active: jax.Array
+    model: Llama,
+    slots: Slots,
+    hidden: jax.Array,
+    active: jax.Array,
+    sampled: bool | None = None,
 ) -> tuple[Slots, jax.Array, jax.Array]:
-    """The slots after a step, their tokens [S] and log-probabilities; hidden is [S, 1, H]."""
+    """The slots after a step, their tokens [S] and log-probabilities; hidden is [S, 1, H].
+
+    sampled: see `choose`.
+    """
     logits = model.logits(hidden[:, 0])
-    token, logprob = choose(logits, slots.parameters, slots.count, active)
+    token, logprob = choose(logits, slots.parameters, slots.count, active, sampled)
     slots = slots.replace(token=token, position=slots.position + 1, count=slots.count + 1)
     return slots, token, logprob
 
@@ -365,6 +380,7 @@ class SlotRunner:
         self.use(model)
         self.cache = kv_cache.zeros(self._programs.cache)
         self._slots = kv_cache.zeros(self._programs.slots)
+        self._temperatures = np.zeros(config.slots, np.float32)  # the slots', for the host
 
     def use(self, model: Llama) -> None:
         """Computes with the arrays of this model, which is like the first one."""
@@ -424,9 +440,12 @@ class SlotRunner:
         Returns:
           Tokens [R] and their log-probabilities.
         """
+        begun = rows < self.config.slots
+        self._temperatures[rows[begun]] = parameters.temperature[begun]
+        sampled = self._programs.sampled(parameters.temperature[begun])
         inputs = self._put_rows((lengths, rows, positions, parameters, shifts))
         self._slots, token, logprob = self._run(
-            self._programs.begin, self._outer, self._slots, hidden, *inputs
+            self._programs.begin, self._outer, self._slots, hidden, *inputs, sampled
         )
         return token, logprob
 
@@ -437,9 +456,9 @@ class SlotRunner:
           is one program for every multiple of a segment, and one for all where decoding is ragged.
         """
         limit = self.config.columns if self._programs.ragged else self.config.read(columns)
-        self.cache, self._slots, token, logprob = self._run(
-            self._programs.step, self._state, self.cache, self._slots, self.put(active), limit
-        )
+        inputs = self._state, self.cache, self._slots, self.put(active), limit
+        sampled = self._programs.sampled(self._temperatures[active])
+        self.cache, self._slots, token, logprob = self._run(self._programs.step, *inputs, sampled)
         return token, logprob
 
     def score(

@@ -313,7 +313,7 @@ def test_sampled_words_follow_the_distribution():
     logits = np.array([2.0, 1.5, 1.5, 0.5, 0.0, -1.0, -3.0], np.float32)
     rows = 20000
     keys = np.stack([draw_key(3, n) for n in range(rows)])
-    chosen = jax.jit(choose)
+    chosen = jax.jit(choose, static_argnums=4)
 
     def shares(temperature, top_k, top_p):
         parameters = SamplingParameters(
@@ -323,7 +323,9 @@ def test_sampled_words_follow_the_distribution():
             keys,
         )
         inputs = (np.tile(logits, (rows, 1)), parameters, np.full(rows, 4), np.ones(rows, bool))
-        tokens, logprobs = chosen(*inputs)
+        tokens, logprobs = chosen(*inputs, None)
+        for got, same in zip(chosen(*inputs, True), (tokens, logprobs), strict=True):
+            np.testing.assert_array_equal(got, same)  # the program without branches
         want = logits - np.log(np.exp(logits).sum())  # of the model, whatever the temperature
         np.testing.assert_allclose(logprobs, want[tokens], rtol=0, atol=1e-5)
         return np.bincount(tokens, minlength=len(logits)) / rows
@@ -358,6 +360,39 @@ def test_greedy_and_sampling_rows_do_not_meet():
     np.testing.assert_array_equal(none, logits.argmax(-1))
     np.testing.assert_array_equal(np.asarray(both)[[0, 2]], logits.argmax(-1)[[0, 2]])
     assert np.any(np.asarray(both)[[1, 3]] != logits.argmax(-1)[[1, 3]])
+
+
+def test_steps_that_are_told_whether_they_sample(engine, monkeypatch):
+    """As on GPUs: two programs without branches; the host knows which rows of which slots sample."""
+    told = make_engine(sizes=dataclasses.replace(SIZES, scan_layers=True))
+    programs = told._runner._programs
+    monkeypatch.setattr(programs, "told_of_sampling", True)
+    heard = {"begin": [], "step": []}
+    for name, of_calls in heard.items():
+        program = getattr(programs, name)
+
+        def call(*arguments, program=program, of_calls=of_calls):
+            of_calls.append(arguments[-1])
+            return program(*arguments)
+
+        monkeypatch.setattr(programs, name, call)
+    drawn = {"temperature": 2.0, "seed": 3}
+    sampled = [
+        Request(0, [1, 2, 3], 3, **drawn),
+        Request(1, [4, 5], 9, top_k=4, **drawn),
+        Request(2, [6], 6, top_p=0.6, **drawn),
+    ]
+    plain = [Request(3 + n, [n + 8, 9], 12) for n in range(6)]
+    for requests, expected in ((plain, {False}), (sampled + plain, {False, True})):
+        heard["begin"].clear(), heard["step"].clear()
+        engine.forget(), told.forget()
+        want, got = served(engine, requests), served(told, requests)
+        for n, result in want.items():
+            assert [c.tokens for c in got[n].candidates] == [c.tokens for c in result.candidates]
+        assert set(heard["step"]) == expected
+        assert set(heard["begin"]) <= expected
+    assert True in heard["begin"]
+    assert heard["step"][-1] is False  # those that sampled have ended
 
 
 def test_stop_strings_end_the_text(engine, log_probs):
