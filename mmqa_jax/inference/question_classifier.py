@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from mmqa_jax.models.text_classifier import TextClassifier
 from mmqa_jax.retrieval.modality import MODALITIES, without_quotes
 
 
+@functools.lru_cache(maxsize=8)  # classifiers of one config share their programs
 def make_probabilities(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
     """The jitted classifier: (state, ids, mask) -> float32 [B, classes]."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ class ScoredPairs(NamedTuple):
     scores: np.ndarray
 
 
+@functools.lru_cache(maxsize=8)  # rerankers of one config share their programs
 def make_relevance(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
     """The jitted source head: (state, VLPInputs) -> float32 [B], P(relevant)."""
 

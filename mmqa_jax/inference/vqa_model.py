@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from mmqa_jax.data.schema import Question
 CANDIDATES = 10  # Prophet's CANDIDATE_NUM
 
 
+@functools.lru_cache(maxsize=8)  # models of one config share their programs
 def make_answer_scores(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
     """The jitted MCAN: (state, question_ids, image) -> the answers' scores [B, V], latents."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import copy
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -47,13 +48,21 @@ _ANY_COST = RowCost("texts", 64, 64, 1 << 24)  # of an encoder whose caller name
 _IN_FLIGHT = 3  # batches that the device may lag behind the tokenizer and picture decoder
 
 
+@functools.lru_cache(maxsize=8)  # encoders of one config share their programs
 def make_encode_text(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
     """The jitted encoder of texts: (state, ids, mask) -> vectors [B, D]."""
     return jax.jit(lambda state, ids, mask: nnx.merge(graphdef, state).encode_text(ids, mask))
 
 
+@functools.lru_cache(maxsize=8)
+def make_encode_image(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
+    """The jitted encoder of pictures alone: (state, pixels) -> vectors [B, D]."""
+    return jax.jit(lambda state, pixels: nnx.merge(graphdef, state).encode_image(pixels))
+
+
+@functools.lru_cache(maxsize=8)
 def make_encode_source(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
-    """The jitted encoder of pictures: (state, ids, mask, pixels, has_image) -> vectors [B, D]."""
+    """The jitted encoder of sources: (state, ids, mask, pixels, has_image) -> vectors [B, D]."""
 
     def encode(
         state: Any, ids: jax.Array, mask: jax.Array, pixels: jax.Array, has_image: jax.Array
@@ -125,9 +134,7 @@ class Embedder:
         self.serving = serve(batch_size, cost, state)
         self._graphdef = graphdef
         self._encode_text = make_encode_text(graphdef)
-        self._encode_image = jax.jit(
-            lambda state, pixels: nnx.merge(graphdef, state).encode_image(pixels)
-        )
+        self._encode_image = make_encode_image(graphdef)
         self._encode_source = make_encode_source(graphdef)
         token = jax.ShapeDtypeStruct((1, self.buckets[0]), jnp.int32)
         mask = jax.ShapeDtypeStruct((1, self.buckets[0]), jnp.bool_)

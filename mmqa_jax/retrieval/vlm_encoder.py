@@ -7,6 +7,7 @@ last token is the vector (QwenLM/Qwen3-VL-Embedding src/models/qwen3_vl_embeddin
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,6 +47,7 @@ _ANSWER_BEGINS = {"chat_template": {"add_generation_prompt": True}}  # as is don
 _AROUND = 128  # tokens around a picture, with room
 
 
+@functools.lru_cache(maxsize=8)  # encoders of one config share their programs
 def make_encode_prompts(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
     """The jitted encoder of prompts: (state, PromptBatch) -> vectors [B, D]."""
     return jax.jit(lambda state, batch: nnx.merge(graphdef, state).encode_prompts(*batch))
