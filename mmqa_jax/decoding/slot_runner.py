@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -363,8 +364,11 @@ class SlotRunner:
     ):
         self.config, self._mesh, self._programs = config, mesh, Programs(model, config, mesh)
         self.use(model)
-        self.cache = kv_cache.zeros(self._programs.cache)
-        self._slots = kv_cache.zeros(self._programs.slots)
+        # One program makes all of them: one for every shape would take longer to compile.
+        arrays = self._programs.cache, self._programs.slots
+        placed = jax.tree.map(lambda x: x.sharding or self._programs.whole, arrays)
+        make = jax.jit(functools.partial(kv_cache.zeros, arrays), out_shardings=placed)
+        self.cache, self._slots = make()
 
     def use(self, model: Llama) -> None:
         """Computes with the arrays of this model, which is like the first one."""
