@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.mesh import state_shardings
+from mmqa_jax.training.state import TrainState
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -30,6 +32,22 @@ def drawn(
       mesh: where the weights go; None is the default device.
     """
     graphdef, state = nnx.split(nnx.eval_shape(build))
+    where = None if mesh is None else state_shardings(state, mesh)
+    # `jnp.asarray` would compile a program for every shape.
+    return nnx.merge(graphdef, jax.device_put(_values(state, seed, stddev), where))
+
+
+def drawn_start(
+    objective: Any, optimizer: Any, seed: int, abstract: TrainState, stddev: float | None = None
+) -> TrainState:
+    """In the place of `training.state.initial_state`: weights as `drawn`, moments of zeros."""
+    params = _values(abstract.params, seed, stddev)
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
+    start = dataclasses.replace(zeros, params=params)
+    return jax.device_put(start, jax.tree.map(lambda leaf: leaf.sharding, abstract))
+
+
+def _values(state: nnx.State, seed: int, stddev: float | None) -> nnx.State:
     rng = np.random.default_rng(seed)
 
     def values(path, leaf):
@@ -42,7 +60,4 @@ def drawn(
             array = rng.normal(scale=stddev or math.prod(shape[:-1]) ** -0.5, size=shape)
         return array.astype(leaf.dtype)
 
-    where = None if mesh is None else state_shardings(state, mesh)
-    # `jnp.asarray` would compile a program for every shape.
-    placed = jax.device_put(jax.tree_util.tree_map_with_path(values, state), where)
-    return nnx.merge(graphdef, placed)
+    return jax.tree_util.tree_map_with_path(values, state)

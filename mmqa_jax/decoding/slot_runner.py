@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -192,6 +193,11 @@ class Programs:
             segment = columns if self.ragged else segment
             self.cache = kv_cache.layout(*sizes, segment)
         self.slots = _slots(config.slots, self.whole, shifts=bool(model.config.mrope))
+        arrays = self.cache, self.slots
+        placed = jax.tree.map(lambda x: x.sharding or self.whole, arrays)
+        # One program makes all of them: one for every shape would take longer to compile. They are
+        # committed to their devices, as what `encode` returns is: it would be compiled twice.
+        self.empty = jax.jit(functools.partial(kv_cache.zeros, arrays), out_shardings=placed)
         # A GPU waits for the host at a branch, which could not enqueue the next step meanwhile.
         self.told_of_sampling = device.platform == "gpu"
         implementation = implementation_for(device)
@@ -316,6 +322,20 @@ class Programs:
         return bool((temperatures > 0).any()) if self.told_of_sampling else None
 
 
+@dataclasses.dataclass(frozen=True)
+class _Architecture:
+    """What programs are made for; equal for two models of one config."""
+
+    graphdef: nnx.GraphDef
+    shapes: Llama = dataclasses.field(compare=False)  # of ShapeDtypeStructs
+
+
+@functools.lru_cache(maxsize=4)  # few: compiled programs take memory of a device
+def _programs_of(architecture: _Architecture, config: EngineConfig, mesh: Mesh | None) -> Programs:
+    """The programs of this engine, or of an equal one before it."""
+    return Programs(architecture.shapes, config, mesh)
+
+
 def embed(
     model: Llama, tokens: jax.Array, patches: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -376,10 +396,12 @@ class SlotRunner:
         config: EngineConfig,
         mesh: Mesh | None = None,
     ):
-        self.config, self._mesh, self._programs = config, mesh, Programs(model, config, mesh)
+        self.config, self._mesh = config, mesh
+        graphdef, state = nnx.split(model)
+        shapes = nnx.merge(graphdef, jax.eval_shape(lambda: state))
+        self._programs = _programs_of(_Architecture(graphdef, shapes), config, mesh)
         self.use(model)
-        self.cache = kv_cache.zeros(self._programs.cache)
-        self._slots = kv_cache.zeros(self._programs.slots)
+        self.cache, self._slots = self._programs.empty()
         self._temperatures = np.zeros(config.slots, np.float32)  # the slots', for the host
 
     def use(self, model: Llama) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -74,15 +75,18 @@ def in_types(build: Callable[..., nnx.Module]) -> Callable[..., nnx.Module]:
     mesh = make_mesh(devices=jax.devices()[:1])
     state = nnx.state(init_sharded(lambda: build(dtype="float32"), mesh))
 
+    @functools.cache
+    def graphdef_of(dtype: str, **changes: Any) -> nnx.GraphDef:
+        return nnx.graphdef(nnx.eval_shape(lambda: build(dtype=dtype, **changes)))
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def cast(state: nnx.State, dtype: str) -> nnx.State:
+        return jax.tree.map(lambda x: jnp.array(x, dtype), state)
+
     def of_type(
         dtype: str, params: str | None = None, *, abstract: bool = False, **changes: Any
     ) -> nnx.Module:
-        graphdef = nnx.split(nnx.eval_shape(lambda: build(dtype=dtype, **changes)))[0]
-
-        def cast(state: nnx.State) -> nnx.State:
-            return jax.tree.map(lambda x: jnp.array(x, params or dtype), state)
-
-        made = jax.eval_shape(cast, state) if abstract else jax.jit(cast)(state)
-        return nnx.merge(graphdef, made)
+        made = (cast.eval_shape if abstract else cast)(state, params or dtype)
+        return nnx.merge(graphdef_of(dtype, **changes), made)
 
     return of_type

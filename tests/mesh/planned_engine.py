@@ -50,9 +50,8 @@ def plan_and_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
 
 def of(folder: Path, changes: dict) -> dict:
     """What is planned and held on each device, and the answers."""
-    config = load_config(
-        CONFIG, {**changes, "engine.length": LENGTH, "engine.decode_block": LENGTH}
-    )
+    sizes = {"engine.length": LENGTH, "engine.decode_block": LENGTH, "engine.buckets": (32,)}
+    config = load_config(CONFIG, {**changes, **sizes})
     decode = programs.make_program("decode", config, jax.devices(), "tiny")
     backend = open_backend("engine", str(folder), None, config)
     decoding = Decoding(max_new_tokens=NEW, logprobs=True)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from drawn_weights import drawn_start
 from flax import nnx
 
 from mmqa_jax.core.mesh import DEFAULT_RULES, batch_sharding, make_mesh
@@ -51,6 +52,8 @@ def take_step(
     *,
     accumulate: int = 1,
     start: TrainState | None = None,
+    initialize: bool = False,
+    stddev: float | None = None,
     **options: Any,
 ) -> Taken:
     """One training step.
@@ -58,7 +61,9 @@ def take_step(
     Args:
       task: the objective.
       shape, devices: of the mesh; None: all devices.
-      start: another mesh's; None: the mesh draws its own, a program more to compile.
+      start: another mesh's; None: the mesh has its own.
+      initialize: its own is as a run's, a program more to compile; else NumPy draws it.
+      stddev: of the matrices that are drawn; None: by their inputs.
       options: of the optimizer.
     """
     mesh = make_mesh(shape, devices=devices)
@@ -70,7 +75,10 @@ def take_step(
         mesh=mesh,
     )  # fmt: skip
     if start is None:
-        state = initial_state(task, optimizer, 0, abstract)
+        if initialize:
+            state = initial_state(task, optimizer, 0, abstract)
+        else:
+            state = drawn_start(task, optimizer, 0, abstract, stddev)
         start = jax.device_get(state)
     else:
         state = jax.device_put(start, jax.tree.map(lambda leaf: leaf.sharding, abstract))

@@ -43,4 +43,5 @@ def test_log_probabilities(tmp_path):
     want = jax.jit(forward)(nnx.state(whole), *batch)
     by_row = batch_sharding(mesh)
     got = jax.jit(forward, out_shardings=by_row)(state, *jax.device_put(batch, by_row))
+    got, want = jax.device_get((got, want))
     np.testing.assert_allclose(got[target_mask], want[target_mask], **LAYER)

@@ -49,6 +49,7 @@ def test_logits_gradients_and_generation(tmp_path):
     gradient, got = jax.jit(gradients, out_shardings=(shardings, None))(state, *batch)
     np.testing.assert_allclose(got, want, **LAYER)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **LAYER), gradient, expected)
+    want = np.asarray(want)
 
     unstack_layers(spread)
     q = spread.layers[0].q.kernel[...]

@@ -61,6 +61,7 @@ def test_logits_gradients_and_generation(tmp_path):
     gradients = jax.grad(loss, has_aux=True)
     expected, want = jax.jit(gradients)(plain, *inputs)
     gradient, got = jax.jit(gradients, out_shardings=(shardings, None))(state, *batch)
+    got, want = jax.device_get((got, want))
     np.testing.assert_allclose(got[prompts.mask], want[prompts.mask], **LAYER)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **LAYER), gradient, expected)
 

@@ -37,14 +37,15 @@ def make_batch():
 
 @pytest.fixture(scope="module")
 def alone():
-    return take_step(TASK, make_batch(), {}, jax.devices()[:1])
+    return take_step(TASK, make_batch(), {}, jax.devices()[:1], initialize=True)
 
 
 @pytest.mark.parametrize(("name", "accumulate"), [("fsdp", 2), ("all", 1)])
 def test_a_step_is_that_of_one_device(alone, name, accumulate):
     # On one of the meshes from weights that it draws itself.
     start = alone.start if name == "fsdp" else None
-    step = take_step(TASK, make_batch(), MESHES[name], None, accumulate=accumulate, start=start)
+    options = {"accumulate": accumulate, "start": start, "initialize": True}
+    step = take_step(TASK, make_batch(), MESHES[name], None, **options)
     same_step(step, alone)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import pytest
 from cli_runs import QUESTIONS, done, train_flags, write_documents
+from drawn_weights import drawn_start
 from test_cli_candidates import whole_run_flags
 from vqa_files import write_okvqa
 
@@ -21,6 +22,7 @@ from mmqa_jax.data.clip_tokenizer import open_tokenizer
 from mmqa_jax.plan.programs import program_in_use
 from mmqa_jax.tasks import vqa
 from mmqa_jax.tasks.reading import read_task
+from mmqa_jax.training import loop
 
 # Verb -> its model, its data, further flags.
 VERBS = {
@@ -34,16 +36,18 @@ ALL = {"batches.batch_size": 8}  # a training batch of all devices
 
 
 def write_inputs(folder: Path) -> None:
-    """Data, and a run of each task that took no step."""
+    """Data, and a run of each task that took no step, of weights that NumPy draws."""
     raw = write_documents(folder / "raw", QUESTIONS)
     done("prepare", "corpus", f"--raw={raw}", f"--out={folder / 'data'}")
     raw = write_okvqa(folder / "raw_okvqa")
     done("prepare", "okvqa", f"--raw={raw}", f"--out={folder / 'okvqa'}")
-    for task in ("contrastive", "rerank", "answer"):
-        flags = train_flags(task, folder / "data", folder / task, **ALL)
-        done("train", *flags, "--only_start")
-    size = f"--config.batches.batch_size={ALL['batches.batch_size']}"
-    done(*whole_run_flags(folder / "vqa", folder / "okvqa"), size, "--only_start")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "initial_state", drawn_start)
+        for task in ("contrastive", "rerank", "answer"):
+            flags = train_flags(task, folder / "data", folder / task, **ALL)
+            done("train", *flags, "--only_start")
+        size = f"--config.batches.batch_size={ALL['batches.batch_size']}"
+        done(*whole_run_flags(folder / "vqa", folder / "okvqa"), size, "--only_start")
 
 
 def bytes_on(devices: Sequence[jax.Device], arguments: Any) -> list[int]:

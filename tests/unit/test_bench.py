@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import contextlib
 import dataclasses
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from test_import_graph import statements, targets
 
 from mmqa_jax.core.errors import RunError
 from tests.bench import BENCHES, Options, convert
@@ -22,7 +26,7 @@ from tests.fake_devices import fake_devices
 
 pytestmark = pytest.mark.slow
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 COLUMNS = {"name", "ours", "peer", "ratio", "unit", "floor"}
 # What a bare accelerator image lacks of what the project needs.
 ABSENT = (
@@ -156,31 +160,6 @@ def test_a_failed_child_stops_the_bench():
         run_child([sys.executable, "-c", "raise SystemExit(3)"])
 
 
-# On one core: what is computed is tiny, and threads would wait for each other most of the time. Weights are drawn:
-# initializers would be half of what is compiled.
-MODELS = """
-import dataclasses, json, os, sys
-cores = sorted(os.sched_getaffinity(0))
-os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
-from tests.drawn_weights import drawn
-from test_bench import ABSENT, tiny
-sys.modules.update(dict.fromkeys(ABSENT))
-from mmqa_jax.core.speed import read_bandwidth
-from tests.bench import Options, models, our_side, runner, timing
-timing._SHORTEST, runner._PROBE = 0.002, 128
-runner.read_bandwidth = lambda: read_bandwidth(1 << 24)
-our_side.init_sharded = lambda build, mesh: drawn(build)
-built, build = [], models.cases
-models.cases = lambda suite, wanted: (built.append(x) or x for x in build(suite, wanted))
-print(json.dumps(models.ROWS))
-print(json.dumps(models.run_suite(tiny(), Options(rounds=2))))
-bert = next(case for case in built if case.name == "bert")
-broken = dataclasses.replace(bert, ours=lambda: bert.ours().at[0, 0, 0].add(0.05))
-models.cases = lambda suite, wanted: iter([broken])
-models.run_suite(tiny(), Options(rounds=1))
-"""
-
-
 def tiny():
     """The suite in sizes that compile fast."""
     from mmqa_jax.models.bart_config import BartConfig
@@ -220,34 +199,51 @@ def tiny():
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def models_run(cli_cache):
-    """The models bench on a machine that has jax, flax, torch and transformers alone."""
-    import kept_programs  # not above: the child imports this file
+@pytest.fixture
+def models_bench(fresh_cache, short_readings, monkeypatch):
+    """The module of the models bench, on one core: threads would wait for each other most of the time.
 
-    return subprocess.run(
-        [sys.executable, "-c", MODELS],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        cwd=HERE,
-        env=child_environment(
-            MMQA_PROGRESS="off",
-            JAX_PLATFORMS="cpu",
-            MMQA_CACHE=str(cli_cache),
-            JAX_COMPILATION_CACHE_DIR=str(kept_programs.FOLDER),
-            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
-        ),
-    )
+    Weights are drawn: initializers would be half of what is compiled.
+    """
+    import torch
+    from drawn_weights import drawn
+
+    from tests.bench import models, our_side, runner, timing
+
+    monkeypatch.setenv("MMQA_PROGRESS", "off")
+    monkeypatch.setenv("MMQA_CACHE", str(fresh_cache))
+    monkeypatch.setattr(timing, "_PAUSE", 0)
+    monkeypatch.setattr(runner, "_PROBE", 128)
+    monkeypatch.setattr(our_side, "init_sharded", lambda build, mesh: drawn(build))
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    os.sched_setaffinity(0, {min(cores)})
+    yield models
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(threads)
 
 
-def test_models_rows_compare_the_same_work(models_run):
-    assert models_run.stdout, models_run.stderr
-    named, result = map(json.loads, models_run.stdout.splitlines())
+def test_models_rows_compare_the_same_work(models_bench, monkeypatch):
+    """And a row whose sides differ stops the bench. What a bare machine lacks is not imported."""
+    built, build, load = [], models_bench.cases, builtins.__import__
+
+    def watched(name, globals=None, *rest):
+        ours = (globals or {}).get("__name__", "").startswith(("mmqa_jax.", "tests."))
+        assert not (ours and name.partition(".")[0] in ABSENT), name
+        return load(name, globals, *rest)
+
+    def cases(suite, wanted):
+        for case in build(suite, wanted):
+            built.append(case)
+            yield case
+
+    monkeypatch.setattr(models_bench, "cases", cases)
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "__import__", watched)
+        result = models_bench.run_suite(tiny(), Options(rounds=2))
     assert result["bench"] == "models"
     assert result["threads"] == 1
     rows = {row["name"]: row for row in result["rows"]}
-    assert list(rows) == ["matmul", *named]
+    assert list(rows) == ["matmul", *models_bench.ROWS]
     slow_in_torch = any(said.startswith("peer_bfloat16") for said in result["left_out"])
     for name, row in rows.items():
         assert row.keys() >= COLUMNS
@@ -268,11 +264,36 @@ def test_models_rows_compare_the_same_work(models_run):
     for name in ("vlp_train_dropout", "mcan_train_dropout"):
         assert 2e-5 < rows[name]["deviation"] < 0.1
 
+    bert = next(case for case in built if case.name == "bert")
+    broken = dataclasses.replace(bert, ours=lambda: bert.ours().at[0, 0, 0].add(0.05))
+    monkeypatch.setattr(models_bench, "cases", lambda suite, wanted: iter([broken]))
+    with pytest.raises(RunError, match=r"bert: results differ by 0\.0"):
+        models_bench.run_suite(tiny(), Options(rounds=1))
 
-def test_a_row_whose_sides_differ_stops_the_bench(models_run):
-    assert models_run.returncode == 1
-    last = models_run.stderr.splitlines()[-1]
-    assert "RunError: bert: results differ by 0.0" in last
+
+def test_the_models_bench_needs_few_packages():
+    """What it and the modules that it loads import, before it runs."""
+    needed, waiting, known = set(), ["tests.bench.models"], {}
+    while waiting:
+        name = waiting.pop()
+        places = (Path(*name.split(".")), Path(*name.split("."), "__init__"))
+        files = [ROOT / place.with_suffix(".py") for place in places]
+        file = next((one for one in files if one.is_file()), None)
+        if name in known or file is None:
+            continue
+        known[name] = file
+        for node, at_load in statements(ast.parse(file.read_text(encoding="utf-8")), True):
+            for target in targets(node, name, file.name == "__init__.py") if at_load else ():
+                top, *below = target.split(".")
+                if top not in ("mmqa_jax", "tests"):
+                    needed.add(top)
+                    continue
+                of_names = [f"{target}.{alias.name}" for alias in node.names]
+                waiting += [".".join([top, *below[:n]]) for n in range(len(below) + 1)] + of_names
+    assert len(known) > 60
+    needed -= sys.stdlib_module_names
+    assert needed >= {"jax", "flax", "torch", "transformers"}
+    assert not needed & set(ABSENT)
 
 
 def test_operations_are_counted():

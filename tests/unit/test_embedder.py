@@ -19,7 +19,7 @@ from mmqa_jax.data.schema import Source
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
-from mmqa_jax.retrieval.embedder import Embedder
+from mmqa_jax.retrieval.embedder import Embedder, make_encode_source, make_encode_text
 from mmqa_jax.retrieval.embeddings import (
     join_embeddings,
     open_embeddings,
@@ -202,6 +202,7 @@ def test_the_real_dual_encoder(tmp_path):
 
 
 def test_no_recompilation_between_jobs(tmp_path):
+    make_encode_text.cache_clear(), make_encode_source.cache_clear()  # those of tests before
     one = embedder()
     one.embed_sources(FakeCorpus(), FakePictures(), tmp_path / "a", shard_rows=25)
     one.embed_questions(["a"])
