@@ -7,6 +7,7 @@ of a layer. A CPU loses nothing where a program ends; an accelerator would wait 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,7 +38,6 @@ def split_model(model: Llama) -> tuple[nnx.GraphDef, SplitState]:
 def encode_and_step(
     graphdef: nnx.GraphDef,
     traits: LayerTraits,
-    slots: int,
     block: int,
     embed: Callable,
     next_tokens: Callable,
@@ -47,51 +47,19 @@ def encode_and_step(
     Args:
       graphdef: of the model without its layers.
       traits: of its layers.
-      slots: how many there are.
       block: columns that `encode` reads at a time.
       embed: (model, tokens, patches) -> [R, L, H], and what deepstack adds or None.
       next_tokens: (model, slots, normed hidden states [S, 1, H], active) -> what a step returns
         after its cache.
     """
 
-    def enter(outer, tokens, starts, ends, rows, branches, patches, shifts):
-        model = nnx.merge(graphdef, outer)
-        of_tokens = tokens_in(
-            model.config,
-            tokens.shape[1],
-            starts=starts,
-            ends=ends,
-            rows=rows,
-            branches=branches,
-            shifts=shifts,
-        )
-        return *embed(model, tokens, patches), of_tokens
-
-    def enter_step(outer, state, active):
-        starts = jnp.where(active, state.position, 0)
-        rows = jnp.where(active, jnp.arange(slots), slots)
-        shifts = None if state.shift is None else state.shift[:, None]
-        x, _, of_tokens = enter(
-            outer, state.token[:, None], starts, starts + 1, rows, None, None, shifts
-        )
-        return x, of_tokens
-
-    def leave(outer, x):
-        return nnx.merge(graphdef, outer).norm(x)
-
-    def leave_step(outer, state, x, active):
-        return next_tokens(nnx.merge(graphdef, outer), state, leave(outer, x), active)
-
-    begin, end = jax.jit(enter), jax.jit(leave)
-    begin_step, end_step = jax.jit(enter_step), jax.jit(leave_step, donate_argnums=1)
-
     def encode(state: SplitState, cache: KVCache, *chunk: Any) -> tuple[jax.Array, KVCache]:
         *chunk, limit = chunk
-        x, deepstack, of_tokens = begin(state.outer, *chunk)
+        x, deepstack, of_tokens = _enter(state.outer, *chunk, graphdef=graphdef, embed=embed)
         x, cache = run_layers(
             state.layers, x, cache, of_tokens, traits, deepstack, block=block, limit=limit
         )
-        return end(state.outer, x), cache
+        return _leave(state.outer, x, graphdef=graphdef), cache
 
     def step(
         state: SplitState,
@@ -101,11 +69,77 @@ def encode_and_step(
         limit: int,
         sampled: None,  # on CPUs the programs see for themselves
     ):
-        x, of_tokens = begin_step(state.outer, of_slots, active)
+        x, of_tokens = _enter_step(state.outer, of_slots, active, graphdef=graphdef, embed=embed)
         whole = sum(segment.columns for segment in cache[0].segments)
         x, cache = run_layers(
             state.layers, x, cache, of_tokens, traits, block=whole, all_rows=True, limit=limit
         )
-        return cache, *end_step(state.outer, of_slots, x, active)
+        return cache, *_leave_step(
+            state.outer, of_slots, x, active, graphdef=graphdef, next_tokens=next_tokens
+        )
 
     return encode, step
+
+
+# By shapes, so that engines of other sizes share them where these are the same.
+@functools.partial(jax.jit, static_argnames=("graphdef", "embed"))
+def _enter(
+    outer: nnx.State,
+    tokens: jax.Array,
+    starts: jax.Array,
+    ends: jax.Array,
+    rows: jax.Array,
+    branches: Any,
+    patches: jax.Array | None,
+    shifts: jax.Array | None,
+    *,
+    graphdef: nnx.GraphDef,
+    embed: Callable,
+) -> tuple[Any, ...]:
+    """What comes before the layers: tokens [R, L] embedded, deepstack, and where they are."""
+    model = nnx.merge(graphdef, outer)
+    of_tokens = tokens_in(
+        model.config,
+        tokens.shape[1],
+        starts=starts,
+        ends=ends,
+        rows=rows,
+        branches=branches,
+        shifts=shifts,
+    )
+    return *embed(model, tokens, patches), of_tokens
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "embed"))
+def _enter_step(
+    outer: nnx.State, of_slots: Any, active: jax.Array, *, graphdef: nnx.GraphDef, embed: Callable
+) -> tuple[Any, ...]:
+    """`_enter` of the last token of every slot; inactive ones are not written."""
+    slots = active.shape[0]
+    starts = jnp.where(active, of_slots.position, 0)
+    rows = jnp.where(active, jnp.arange(slots), slots)
+    shifts = None if of_slots.shift is None else of_slots.shift[:, None]
+    tokens = of_slots.token[:, None]
+    x, _, of_tokens = _enter(
+        outer, tokens, starts, starts + 1, rows, None, None, shifts, graphdef=graphdef, embed=embed
+    )
+    return x, of_tokens
+
+
+@functools.partial(jax.jit, static_argnames="graphdef")
+def _leave(outer: nnx.State, x: jax.Array, *, graphdef: nnx.GraphDef) -> jax.Array:
+    return nnx.merge(graphdef, outer).norm(x)
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "next_tokens"), donate_argnums=1)
+def _leave_step(
+    outer: nnx.State,
+    of_slots: Any,
+    x: jax.Array,
+    active: jax.Array,
+    *,
+    graphdef: nnx.GraphDef,
+    next_tokens: Callable,
+) -> Any:
+    model = nnx.merge(graphdef, outer)
+    return next_tokens(model, of_slots, model.norm(x), active)

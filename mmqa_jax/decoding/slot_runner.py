@@ -309,7 +309,6 @@ class Programs:
             self.encode, self.step = encode_and_step(
                 graphdef,
                 layer_traits(model.config, columns),
-                config.slots,
                 block,
                 embed,
                 next_tokens,
