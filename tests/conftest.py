@@ -8,10 +8,10 @@ import importlib.metadata
 import os
 import re
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import cheap_jax
 import durations
 import filelock
 import kept_programs
@@ -227,13 +227,6 @@ def _one_lowering_context() -> Iterator[None]:
     """JAX makes an MLIR context, 5 ms, for each program that it lowers: here one a thread and file does."""
     from jax._src.interpreters import mlir
 
-    make, kept = mlir.make_ir_context, threading.local()
-
-    def make_once():
-        if not hasattr(kept, "context"):
-            kept.context = make()
-        return kept.context
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mlir, "make_ir_context", make_once)
+        patch.setattr(mlir, "make_ir_context", cheap_jax.made_once(mlir.make_ir_context))
         yield

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from processes import FEW, finish, forks, tiny_runs
@@ -15,8 +17,22 @@ def _forks() -> Iterator[None]:
         forks().close()
 
 
+@contextlib.contextmanager
+def _kept_in(cache: Path) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MMQA_CACHE", str(cache))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kept_programs_of_launches(cli_cache) -> Iterator[None]:
+    """In the folder of all tests' programs."""
+    with _kept_in(cli_cache):
+        yield
+
+
 @pytest.fixture(scope="session")
-def by_one(tmp_path_factory):
+def by_one(tmp_path_factory, cli_cache):
     """Two tiny runs of one process with four devices: `whole`, and `started` from its weights."""
     folder = tmp_path_factory.mktemp("by_one")
     whole = folder / "whole"
@@ -24,7 +40,8 @@ def by_one(tmp_path_factory):
         whole: {"mesh": {"data": 4}},
         folder / "started": {"mesh": {"data": 4}, "start": str(whole), "train": FEW},
     }
-    finish(tiny_runs(1, runs, devices=4))
+    with _kept_in(cli_cache):
+        finish(tiny_runs(1, runs, devices=4))
     return folder
 
 

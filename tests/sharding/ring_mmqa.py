@@ -7,7 +7,10 @@ import sys
 import jax
 
 from mmqa_jax.cli import main
+from tests import cheap_jax
 
+cheap_jax.lower_in_one_context()
+cheap_jax.keep_programs_of_every_process()
 _make_mesh = jax.make_mesh
 
 

@@ -129,8 +129,9 @@ def test_a_lost_host_is_named_by_all_others(tmp_path, monkeypatch, count, lost, 
         assert resumes in last
 
 
-def test_a_process_with_a_bug_is_named_by_the_other(tmp_path):
+def test_a_process_with_a_bug_is_named_by_the_other(tmp_path, monkeypatch):
     """Process 0, through which they hear of each other; `exchange.py` fails on process 1."""
+    monkeypatch.setenv("MMQA_HEARTBEAT_SECONDS", "8")  # process 0 ends when the other is missed
     process = 0
     happen = {"what": "bug", "process": process, "batch": 9}
     found = outcomes(tiny(2, tmp_path, mesh={"data": 2}, happen=happen), timeout=200)

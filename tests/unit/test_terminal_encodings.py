@@ -27,14 +27,20 @@ QUESTIONS = [{"id": "q–1", "split": "val", "question": "Which café ?", "categ
               "answers": ["珈琲"], "keywords": "珈琲", "positives": ["β"]}]  # fmt: skip
 
 
-# Runs a verb for each list of arguments; a line before each, and its exit code on the last.
+# Runs a verb for each list of arguments, a line before each, and its exit code on the last; then
+# one for each file that is missing: the C locale decodes the bytes of their names its own way.
 SEVERAL = """
 import json, sys
 from mmqa_jax.cli import main
 for arguments in json.loads(sys.argv[1]):
     print("--- began", flush=True)
-    code = main(arguments)
+    try:
+        code = main(arguments)
+    except SystemExit as ended:  # of --help
+        code = ended.code
     print(f"--- {code}", flush=True)
+for path in sys.argv[2:]:
+    assert main(["evaluate", "okvqa", f"--predictions={path}"]) == 2
 """
 
 
@@ -97,18 +103,20 @@ def test_a_reader_that_has_gone_ends_status_quietly(tmp_path, monkeypatch):
     assert unread([sys.executable, "-m", "mmqa_jax.cli", "status", str(tmp_path)]) == (141, b"")
 
 
-def run_all(encoding, *verbs):
-    """What each verb of one process prints; all must succeed."""
-    ended = run(encoding, json.dumps(verbs), program=("-c", SEVERAL))
+def run_all(encoding, verbs, missing):
+    """What each verb of one process prints, all of which must succeed, and stderr of them and of
+    verbs whose file is missing."""
+    ended = run(encoding, json.dumps(verbs), *missing, program=("-c", SEVERAL))
     assert ended.returncode == 0, ended.stderr
     _, *printed = ended.stdout.decode("latin-1").split("--- began\n")
     shown = [text.rpartition("--- ") for text in printed]
     assert [code for *_, code in shown] == ["0\n"] * len(verbs), ended.stderr
-    return [text for text, *_ in shown]
+    return [text for text, *_ in shown], ended.stderr
 
 
-def test_verbs_print_names_texts_and_tables(encoding, tmp_path):
-    # Where file names are ASCII, others cannot be given: see the next test.
+def test_verbs_print_names_texts_tables_and_help(encoding, tmp_path):
+    """And errors name files outside the encoding."""
+    # Where file names are ASCII, others cannot be given but as bytes.
     named = "data" if encoding == "C" else "Bücher–珈琲"
     folder = tmp_path / named
     folder.mkdir()
@@ -122,35 +130,21 @@ def test_verbs_print_names_texts_and_tables(encoding, tmp_path):
         *("evaluate", "corpus", f"--references={data}", f"--predictions={answers}"),
         "--split=val",
     )
-    made, _, scored, table = run_all(
-        encoding,
+    verbs = (
         ("prepare", "corpus", "--raw", str(folder), "--out", data, "--json"),
         ("search", "--method=bm25", f"--data={data}", "--split=val", f"--out={hits}"),
         (*flags, "--json"),
         flags,
+        ("prepare", "--help"),
+    )
+    names = ("Bücher–珈琲.jsonl", os.fsdecode(b"broken-\xff\xfe.jsonl"))
+    (made, _, scored, table, _), said = run_all(
+        encoding, verbs, [str(tmp_path / name) for name in names]
     )
     assert json.loads(made.splitlines()[-1])["data"] == data
     assert os.path.getsize(hits)
     assert list(json.loads(scored.splitlines()[-1])["by_category"]) == ["Κ"]
     assert "webqa_acc" in table
-
-
-# As SEVERAL, of the files that the command line names: the C locale decodes these bytes its own way.
-MISSING = """
-import sys
-from mmqa_jax.cli import main
-for path in sys.argv[1:]:
-    assert main(["evaluate", "okvqa", f"--predictions={path}"]) == 2
-"""
-
-
-def test_errors_name_files_outside_the_encoding(encoding, tmp_path):
-    names = ("Bücher–珈琲.jsonl", os.fsdecode(b"broken-\xff\xfe.jsonl"))
-    missing = run(encoding, *(str(tmp_path / name) for name in names), program=("-c", MISSING))
-    assert missing.returncode == 0, missing.stderr
-    said = missing.stderr.splitlines()
-    assert [line.startswith(b"mmqa: ") for line in said] == [True, True]
-
-
-def test_help_of_every_encoding(encoding):
-    assert run(encoding, "prepare", "--help").returncode == 0
+    refused = [line for line in said.splitlines() if line.startswith(b"mmqa: ")]
+    assert len(refused) == 2
+    assert said.splitlines()[-2:] == refused
