@@ -23,17 +23,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 TINY = {
     "data.split": "train", "data.agents": "('manager',)", "data.folds": 1, "validate.fold": 0,
-    "validate.questions": 0, "batches.length": 256, "train.log_every": 1, "train.keep": 4,
+    "validate.questions": 0, "batches.length": 160, "train.log_every": 1, "train.keep": 4,
     "train.optimizer.warmup": 0.0, "inference.new_tokens": 16,
 }  # fmt: skip
 LEARNED = {
-    **TINY, "tokenizer": "corpus:600",
+    **TINY, "tokenizer": "corpus:600", "model.changes.layers": 1,
     "batches.batch_size": 8, "batches.targets": 16, "batches.threads": 0,
     "train.steps": 60, "train.log_every": 10, "train.optimizer.learning_rate": 0.01,
     "train.checkpoint_every": 0, "train.evaluate_every": 60,
 }  # fmt: skip
 REWARDED = {
-    **TINY, "batches.batch_size": 16, "grpo.group": 8, "train.steps": 20, "grpo.kl_weight": 0.01,
+    **TINY, "batches.batch_size": 32, "grpo.group": 8, "train.steps": 20, "grpo.kl_weight": 0.01,
     "train.optimizer.learning_rate": 0.004, "train.checkpoint_every": 3,
 }  # fmt: skip
 RIGHT = (1,)
@@ -53,11 +53,12 @@ def rewarded(inputs, workdir, **changes):
 
 @pytest.fixture(scope="module")
 def inputs(cli_cache, tmp_path_factory):
-    """A planner that has learned another plan for each question, and one that was rewarded."""
+    """A planner that has learned another plan for most questions, and one that was rewarded."""
     folder = tmp_path_factory.mktemp("planner")
     with quietly(cli_cache):
         prepare_questions(folder)
-        write_finished(folder / "each_another", lambda n, plan: float(plan == PLANS[n]))
+        taught = [*PLANS[:6], RIGHT, RIGHT]  # so that it is drawn often enough to be rewarded
+        write_finished(folder / "each_another", lambda n, plan: float(plan == taught[n]))
         write_finished(folder / "one_right", lambda n, plan: float(plan == RIGHT))
         done(*flags(folder, "runlocal", folder / "learned", LEARNED, "each_another"))
         done(*rewarded(folder, folder / "rewarded", **{"grpo.updates": 2}))
@@ -79,9 +80,9 @@ def test_plans_that_answered_right_are_learned(inputs):
 
 def test_reward_rises_where_one_plan_is_always_right(inputs):
     rows = [row for row in rows_of(inputs / "rewarded" / "metrics.jsonl") if "reward" in row]
-    first, last = rows[:2], rows[-2:]
-    assert np.mean([row["score"] for row in last]) > np.mean([row["score"] for row in first]) + 0.3
-    assert last[-1]["plan/1"] > first[0]["plan/1"] + 0.3
+    first, last = rows[:4], rows[-8:]  # two drawings, and four
+    for name in ("score", "plan/1"):
+        assert np.mean([row[name] for row in last]) > np.mean([row[name] for row in first]) + 0.3
     shares = [value for name, value in rows[0].items() if name.startswith("plan/")]
     assert sum(shares) == pytest.approx(1)
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-5)  # the policy starts as the reference
@@ -137,11 +138,11 @@ def test_a_step_compiles_nothing_that_an_earlier_one_has():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"grpo.group": 5}, r"batches\.batch_size=16: a multiple of grpo\.group=5"),
+        ({"grpo.group": 5}, r"batches\.batch_size=32: a multiple of grpo\.group=5"),
         ({"data.fold": 1}, r"data\.fold=1: 0 to 0 was expected"),
         ({"data.agents": "('boss',)"}, r"data\.agents=.*"),
         ({"data.chat": True}, r"data\.chat=True: the model has no chat template"),
-        ({"inference.new_tokens": 256}, r"batches\.length=256: holds no prompt"),
+        ({"inference.new_tokens": 160}, r"batches\.length=160: holds no prompt"),
         ({"batches.length": 40}, r"none has a planner's prompt of at most 24 tokens"),
         ({"data.outcomes": "nowhere"}, r"data\.outcomes=nowhere: has no trace\.jsonl"),
     ],
