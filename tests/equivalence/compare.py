@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.mesh import make_mesh, state_shardings
+from mmqa_jax.weights.keymap import traced_model
 
 if TYPE_CHECKING:  # the scripts on eight devices do without torch
     import torch
@@ -76,8 +77,8 @@ def alone(stack: nnx.Module, call: Callable, inputs: jax.Array) -> jax.Array:
 
 
 def abstract(kind: type[nnx.Module], config: Any) -> nnx.Module:
-    """A model of shapes: nothing of it is initialized."""
-    return nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
+    """A model of shapes, traced once with those that are loaded; without keys, see `layers.param`."""
+    return nnx.merge(*traced_model(kind, config))
 
 
 def copied(x: jax.Array) -> jax.Array:
