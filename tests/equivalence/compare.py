@@ -90,7 +90,7 @@ def random_model(kind: type[nnx.Module], config: Any, seed: int = 0) -> nnx.Modu
     """A model of random numbers, of which none is as at first; no program makes them."""
     rng = np.random.default_rng(seed)
     graphdef, state = nnx.split(abstract(kind, config))
-    made = jax.tree.map(lambda x: rng.normal(0, 0.3, x.shape).astype("f4"), state)
+    made = jax.tree.map(lambda x: np.float32(0.3) * rng.standard_normal(x.shape, "f4"), state)
     return nnx.merge(graphdef, jax.device_put(made))
 
 
