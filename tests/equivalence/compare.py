@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.mesh import make_mesh, state_shardings
+from mmqa_jax.weights.keymap import traced_model
 
 if TYPE_CHECKING:  # the scripts on eight devices do without torch
     import torch
@@ -76,8 +77,8 @@ def alone(stack: nnx.Module, call: Callable, inputs: jax.Array) -> jax.Array:
 
 
 def abstract(kind: type[nnx.Module], config: Any) -> nnx.Module:
-    """A model of shapes: nothing of it is initialized."""
-    return nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
+    """A model of shapes, traced once with those that are loaded; without keys, see `layers.param`."""
+    return nnx.merge(*traced_model(kind, config))
 
 
 def copied(x: jax.Array) -> jax.Array:
@@ -89,7 +90,7 @@ def random_model(kind: type[nnx.Module], config: Any, seed: int = 0) -> nnx.Modu
     """A model of random numbers, of which none is as at first; no program makes them."""
     rng = np.random.default_rng(seed)
     graphdef, state = nnx.split(abstract(kind, config))
-    made = jax.tree.map(lambda x: rng.normal(0, 0.3, x.shape).astype("f4"), state)
+    made = jax.tree.map(lambda x: np.float32(0.3) * rng.standard_normal(x.shape, "f4"), state)
     return nnx.merge(graphdef, jax.device_put(made))
 
 

@@ -313,7 +313,7 @@ def test_each_kind_of_dropout_acts(first):
         changed = dataclasses.replace(config, **off | changes)
         heads, mlp = config.decoder_heads, config.decoder_mlp
         make = functools.partial(BartLayer, changed, heads, mlp, cross=True)
-        graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
+        graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(rngs=nnx.Rngs())))
 
         layer = nnx.merge(graphdef, state)
         return compiled(layer, lambda m, key: m(x, None, source, dropout_key=key))(key)
@@ -338,7 +338,7 @@ def test_presets_have_the_published_parameter_counts():
                 transformers.BartConfig(**config.to_hf())
             )
         assert theirs.num_parameters() == count
-        model = nnx.eval_shape(lambda config=config: Bart(config, rngs=nnx.Rngs(0)))
+        model = nnx.eval_shape(lambda config=config: Bart(config, rngs=nnx.Rngs()))
         ours = sum(x.size for x in jax.tree.leaves(nnx.state(model)))
         assert ours == count + config.vocab_size  # the head's bias
 

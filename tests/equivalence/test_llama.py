@@ -268,7 +268,7 @@ def test_a_donated_cache_is_updated_in_place():
     config = LlamaConfig(
         vocab_size=50, hidden=32, layers=4, heads=4, kv_heads=2, mlp=48, positions=4096
     )
-    graphdef, stack = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+    graphdef, stack = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs())))
     model = nnx.merge(graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stack))
     unstack_layers(model)
     graphdef, state = nnx.split(model)

@@ -160,7 +160,7 @@ def test_meta_params_tell_the_config(changes, want):
 )
 def test_presets_have_the_published_parameter_counts(preset, count):
     """Counts of the published models (Hugging Face `num_parameters()`; stories260K's file)."""
-    model = nnx.eval_shape(lambda: Llama(preset(), rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Llama(preset(), rngs=nnx.Rngs()))
     assert sum(x.size for x in jax.tree.leaves(nnx.state(model))) == count
 
 

@@ -267,7 +267,7 @@ TINY = LlamaConfig(vocab_size=20, hidden=16, layers=2, heads=2, kv_heads=1, mlp=
 @pytest.fixture(scope="module")
 def tiny():
     rng = np.random.default_rng(11)
-    graphdef, state = abstract_model(lambda: Llama(TINY, rngs=nnx.Rngs(0)))
+    graphdef, state = abstract_model(lambda: Llama(TINY, rngs=nnx.Rngs()))
     return nnx.merge(
         graphdef,
         jax.tree.map(lambda p: jax.device_put(rng.normal(size=p.shape).astype("f4")), state),

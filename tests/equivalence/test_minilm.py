@@ -64,11 +64,10 @@ def test_hidden_states_and_sentence_vectors_equal(batch, theirs, ours):
     real = mask.astype(bool)
     np.testing.assert_allclose(hidden[real], theirs[-1][real], **WHOLE)
     weights = mask[..., None]
-    pooled = (theirs[-1] * weights).sum(1) / weights.sum(1)
-    unit = pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
+    # As they are: brought to length 1, a sum would do as well.
     got = np.asarray(jax.jit(mean_pool)(hidden, mask))
+    np.testing.assert_allclose(got, (theirs[-1] * weights).sum(1) / weights.sum(1), **WHOLE)
     got = got / np.linalg.norm(got, axis=1, keepdims=True)
-    np.testing.assert_allclose(got @ got.T, unit @ unit.T, **WHOLE)
     # The weights mean something: the two sentences on bread are nearest to each other.
     assert np.argsort(got[4] @ got.T)[-2] == 3
 

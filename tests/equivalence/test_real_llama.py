@@ -53,6 +53,14 @@ PARTS = {
 NAMES = {"token_embd": "embed_tokens", "output_norm": "norm"}
 
 
+def read_tensors() -> list[gguf.ReaderTensor]:
+    """Those of the file, read at once: each slice of a memmap runs Python code of NumPy's, which is
+    two thirds of what the header's 147,000 strings and numbers cost the package gguf."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np, "memmap", lambda path, mode: np.fromfile(path, np.uint8))
+        return gguf.GGUFReader(smollm2_path()).tensors
+
+
 @pytest.fixture(scope="module")
 def theirs():
     """transformers' model in float64, filled from the file without our code."""
@@ -73,7 +81,7 @@ def theirs():
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     tensors = {}
-    for tensor in gguf.GGUFReader(smollm2_path()).tensors:
+    for tensor in read_tensors():
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         name = tensor.name.removesuffix(".weight")
         if name.startswith("blk."):
@@ -93,8 +101,8 @@ def theirs():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    path = smollm2_path()
-    return transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    path, kind = smollm2_path(), transformers.PreTrainedTokenizerFast
+    return kind.from_pretrained(str(path.parent), gguf_file=path.name)
 
 
 @pytest.fixture(scope="module")

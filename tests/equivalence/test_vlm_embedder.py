@@ -170,9 +170,9 @@ def test_a_longer_text_loses_its_end(published, tmp_path):
     assert list(prompt.tokens[-8:]) == list(short.tokens[-8:])
 
 
-def test_texts_and_pages_share_an_index(published, tmp_path, monkeypatch):
+def test_texts_and_pages_share_an_index(published, tmp_path, fresh_cache, monkeypatch):
     """`mmqa ask --data --pages=both`, from Python: a page is found by its pixels, and cited."""
-    monkeypatch.setenv("MMQA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MMQA_CACHE", str(fresh_cache))
     # On a CPU passages' products may be rounded to bfloat16.
     monkeypatch.setattr("mmqa_jax.runs.ask_folder._products", lambda: "highest")
     lines = [(20, 700, "Filters"), (10, 660, "Wash the filter.")]

@@ -110,7 +110,7 @@ MODELS = {
 
 def described(name: str) -> list[str]:
     """A line per parameter: its name, its shape, and the mesh axes of each dimension per mesh."""
-    state = nnx.state(nnx.eval_shape(lambda: MODELS[name](nnx.Rngs(0))), nnx.Param)
+    state = nnx.state(nnx.eval_shape(lambda: MODELS[name](nnx.Rngs())), nnx.Param)
     shapes = {path: leaf.shape for path, leaf in flatten_named(state).items()}
     meshes = [AbstractMesh(sizes, MESH_AXES) for sizes in MESHES.values()]
     found = [flatten_named(state_shardings(state, mesh)) for mesh in meshes]

@@ -115,7 +115,7 @@ def test_every_tensor_lands_in_its_place_and_comes_back(tiny):
 
 
 def test_abstract_state_needs_no_initialization():
-    abstract = nnx.state(nnx.eval_shape(lambda: Tiny(nnx.Rngs(0))))
+    abstract = nnx.state(nnx.eval_shape(lambda: Tiny(nnx.Rngs())))
     state = load(abstract, tensors())
     np.testing.assert_array_equal(state["head"]["bias"][...], tensors()["head.bias"])
 
@@ -288,7 +288,7 @@ def test_fresh_parameters_stay_and_must_be_initialized(tiny):
     key_map = KeyMap(RULES[:-2], fresh=[r"^head/"])
     state = load(tiny, arrays, key_map)
     np.testing.assert_array_equal(state["head"]["kernel"][...], tiny["head"]["kernel"][...])
-    abstract = nnx.state(nnx.eval_shape(lambda: Tiny(nnx.Rngs(0))))
+    abstract = nnx.state(nnx.eval_shape(lambda: Tiny(nnx.Rngs())))
     assert "never initialized: head/bias, head/kernel" in refused(abstract, arrays, key_map)
 
 
@@ -337,14 +337,14 @@ TINY_VLP = vlp_patches(2, hidden=8, heads=2, mlp=12, layers=2, vocab_size=11, po
 @pytest.fixture(scope="module")
 def vlp_state():
     """VLP parameters, each at random (fresh biases are 0 and would hide a mix-up)."""
-    state = nnx.state(nnx.eval_shape(lambda: VLP(TINY_VLP, rngs=nnx.Rngs(0))))
+    state = nnx.state(nnx.eval_shape(lambda: VLP(TINY_VLP, rngs=nnx.Rngs())))
     rng = np.random.default_rng(3)
     return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape).astype(np.float32)), state)
 
 
 def vlp(state):
     state = jax.tree.map(lambda x: x, state)  # merge would share the fixture's variables
-    return nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: VLP(TINY_VLP, rngs=nnx.Rngs(0)))), state)
+    return nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: VLP(TINY_VLP, rngs=nnx.Rngs()))), state)
 
 
 def test_vlp_keys_are_webqa_baselines(vlp_state):
