@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.mesh import state_shardings
-from mmqa_jax.training.state import TrainState
+
+if TYPE_CHECKING:
+    from mmqa_jax.training.state import TrainState
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -45,6 +49,14 @@ def drawn_start(
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
     start = dataclasses.replace(zeros, params=params)
     return jax.device_put(start, jax.tree.map(lambda leaf: leaf.sharding, abstract))
+
+
+@contextlib.contextmanager
+def drawn_starts() -> Iterator[None]:
+    """Trainings start from such weights: the initializers, a large program, are not traced."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mmqa_jax.training.loop.initial_state", drawn_start)
+        yield
 
 
 def _values(state: nnx.State, seed: int, stddev: float | None) -> nnx.State:

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import pytest
 from cli_runs import QUESTIONS, done, train_flags, write_documents
-from drawn_weights import drawn_start
 from test_cli_candidates import whole_run_flags
 from vqa_files import write_okvqa
 
@@ -22,7 +21,6 @@ from mmqa_jax.data.clip_tokenizer import open_tokenizer
 from mmqa_jax.plan.programs import program_in_use
 from mmqa_jax.tasks import vqa
 from mmqa_jax.tasks.reading import read_task
-from mmqa_jax.training import loop
 
 # Verb -> its model, its data, further flags.
 VERBS = {
@@ -36,18 +34,16 @@ ALL = {"batches.batch_size": 8}  # a training batch of all devices
 
 
 def write_inputs(folder: Path) -> None:
-    """Data, and a run of each task that took no step, of weights that NumPy draws."""
+    """Data, and a run of each task that took no step."""
     raw = write_documents(folder / "raw", QUESTIONS)
     done("prepare", "corpus", f"--raw={raw}", f"--out={folder / 'data'}")
     raw = write_okvqa(folder / "raw_okvqa")
     done("prepare", "okvqa", f"--raw={raw}", f"--out={folder / 'okvqa'}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "initial_state", drawn_start)
-        for task in ("contrastive", "rerank", "answer"):
-            flags = train_flags(task, folder / "data", folder / task, **ALL)
-            done("train", *flags, "--only_start")
-        size = f"--config.batches.batch_size={ALL['batches.batch_size']}"
-        done(*whole_run_flags(folder / "vqa", folder / "okvqa"), size, "--only_start")
+    for task in ("contrastive", "rerank", "answer"):
+        flags = train_flags(task, folder / "data", folder / task, **ALL)
+        done("train", *flags, "--only_start")
+    size = f"--config.batches.batch_size={ALL['batches.batch_size']}"
+    done(*whole_run_flags(folder / "vqa", folder / "okvqa"), size, "--only_start")
 
 
 def bytes_on(devices: Sequence[jax.Device], arguments: Any) -> list[int]:

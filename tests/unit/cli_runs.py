@@ -18,6 +18,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
+from drawn_weights import drawn_starts
 from flax import nnx
 from ml_collections import ConfigDict
 from PIL import Image
@@ -90,9 +91,13 @@ class Ended(NamedTuple):
 
 
 def mmqa(*arguments: str | Path) -> Ended:
-    """Runs a verb in this process."""
+    """Runs a verb in this process; the initial weights of `--only_start` are drawn by NumPy."""
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        drawn_starts() if "--only_start" in arguments else contextlib.nullcontext(),
+    ):
         try:
             code = main([str(argument) for argument in arguments])
         except SystemExit as stop:  # argparse's --help

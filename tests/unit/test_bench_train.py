@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import sys
 import types
 
 import pytest
 from cli_runs import quietly
+from drawn_weights import drawn_start, drawn_starts
 
 from mmqa_jax.core import speed
 from tests.bench import Options, train, training_runs, training_shards
@@ -49,6 +52,7 @@ def test_the_loop_and_the_bare_step_are_timed_alike(monkeypatch):
             next(batches)
 
     monkeypatch.setattr("mmqa_jax.training.loop.train", train)
+    monkeypatch.setattr("mmqa_jax.training.state.initial_state", drawn_start)
     found = training_runs.overhead(TINY, steps=6, rounds=1)
     for side in ("ours", "peer"):
         (seconds,) = found[side]
@@ -108,7 +112,8 @@ def test_processes_are_given_their_places_and_what_the_first_returns_counts(monk
         started.append(env)
         if not losses:
             sizes = Sizes(**arguments.pop("sizes"))
-            losses.extend(training_runs.curve(sizes, **arguments))
+            with drawn_starts():
+                losses.extend(training_runs.curve(sizes, **arguments))
             return losses
         return [loss * {"0": 1.25, "1": 9.0}[env["JAX_PROCESS_ID"]] for loss in losses]
 
@@ -133,9 +138,17 @@ def test_processes_are_given_their_places_and_what_the_first_returns_counts(monk
     assert joined[0]["JAX_COORDINATOR_ADDRESS"].startswith("127.0.0.1:")
 
 
-def test_a_process_gives_what_it_prints_last():
-    """One that is started for it: what jax computes on."""
-    assert train._child("device", {"JAX_PLATFORMS": "cpu"})["platform"] == "cpu"
+def test_a_process_gives_what_it_prints_last(monkeypatch, capsys):
+    """One that does nothing else; and, in this one, the code of those that are started."""
+    code = train._CHILD
+    print_all = (
+        "import json, os, sys; print(); print(json.dumps([*sys.argv[1:], os.environ['OF']]))"
+    )
+    monkeypatch.setattr(train, "_CHILD", print_all)
+    assert train._child("curve", {"OF": "it"}, steps=3) == ["curve", '{"steps": 3}', "it"]
+    monkeypatch.setattr(sys, "argv", ["-c", "device", "{}"])
+    exec(code, {})
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["platform"] == "cpu"
 
 
 def test_losses_that_differ_are_seen(monkeypatch):
