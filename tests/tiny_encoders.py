@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import transformers
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.base.modules import Normalize, Transformer
-from sentence_transformers.sentence_transformer.modules import Pooling
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
 
 WORDS = "the a capital of kenya is nairobi which flag has green cedar where how often filter clean"
 LETTERS = "abcdefghijklmnopqrstuvwxyz.,?:"
@@ -132,6 +133,11 @@ def save_sentences(name: str, folder: Path, pooling: str, **options) -> Sentence
     Args:
       options: of SentenceTransformer.
     """
+    # Here, since most users of this file need no import of 1.4 s.
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Normalize, Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
     plain = folder.with_name(f"{folder.name}-plain")
     save_plain(name, plain)
     encoder = Transformer(str(plain), max_seq_length=530)

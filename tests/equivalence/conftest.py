@@ -68,6 +68,14 @@ def _torch_in_one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session")
+def sentence_transformers():
+    """The library: its import takes 1.4 s, in those workers alone whose tests compare with it."""
+    import sentence_transformers
+
+    return sentence_transformers
+
+
 @pytest.fixture(autouse=True)
 def _exact():
     """Matrix products in whole float32 on every device."""

@@ -14,10 +14,6 @@ import torch
 import transformers
 from byte_tokenizer import byte_tokenizer
 from compare import WHOLE, abstract, randomize
-from sentence_transformers import CrossEncoder, SentenceTransformer
-from sentence_transformers.base.modules import Normalize, Transformer
-from sentence_transformers.cross_encoder.modules import LogitScore
-from sentence_transformers.sentence_transformer.modules import Dense, Pooling
 from tiny_encoders import QUESTIONS, texts
 
 from mmqa_jax.core.errors import UserError
@@ -65,6 +61,10 @@ def save(kind, folder, around=(), **more):
 
 
 def save_sentences(kind, folder, around, prompts, truncate_dim=None, **more):
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Normalize, Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
     plain = folder.with_name(f"{folder.name}-plain")
     save(kind, plain, around, **more)
     layers = [Transformer(str(plain), max_seq_length=600), Pooling(32, "lasttoken"), Normalize()]
@@ -102,6 +102,10 @@ def test_vectors_are_those_of_sentence_transformers(kind, around, more, tmp_path
 @pytest.fixture(scope="module")
 def embedding_gemma(tmp_path_factory):
     """An EmbeddingGemma: tokens see both ways, two linear layers over their mean; as saved twice."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Normalize, Transformer
+    from sentence_transformers.sentence_transformer.modules import Dense, Pooling
+
     folder = tmp_path_factory.mktemp("gemma") / "model"
     plain = folder.with_name("plain")
     more = {"use_bidirectional_attention": True, "sliding_window": 70, "query_pre_attn_scalar": 20}
@@ -129,8 +133,8 @@ def embedding_gemma(tmp_path_factory):
     return folder
 
 
-def test_embedding_gemma_is_that_of_sentence_transformers(embedding_gemma):
-    theirs = SentenceTransformer(str(embedding_gemma), device="cpu")
+def test_embedding_gemma_is_that_of_sentence_transformers(embedding_gemma, sentence_transformers):
+    theirs = sentence_transformers.SentenceTransformer(str(embedding_gemma), device="cpu")
     assert theirs[0].auto_model.config.sliding_window == 36  # of each side
     ours = load_text_embedder(embedding_gemma, batch_size=3)
     given = [text[:2300] for text in texts(400)[1::3]]  # a short one, and the longest
@@ -200,6 +204,10 @@ def test_scores_are_those_of_the_model_card(reranker):
 
 def test_scores_are_those_of_sentence_transformers(reranker, tmp_path):
     """Its chat template with roles, another instruction, another pair of tokens, long texts cut."""
+    from sentence_transformers import CrossEncoder
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.cross_encoder.modules import LogitScore
+
     plain = shutil.copytree(reranker[0], tmp_path / "plain")
     (plain / "chat_template.jinja").write_text(TEMPLATE)
     encoder = Transformer(str(plain), transformer_task="text-generation", max_seq_length=900)

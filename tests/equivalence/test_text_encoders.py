@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 from compare import LAYER, WHOLE, alone, compiled
-from sentence_transformers import CrossEncoder, SentenceTransformer
 from tiny_encoders import FAMILIES, QUESTIONS, save_plain, save_sentences, texts
 
 from mmqa_jax.data.encoder_tokenizer import cut_longest, load_encoder_tokenizer
@@ -99,10 +98,12 @@ def test_tokens(plain):
         ("xlm-roberta", "lasttoken", 40, {"prompts": {"query": "which: "}, "truncate_dim": 20}),
     ],
 )
-def test_vectors_are_those_of_sentence_transformers(name, pooling, longest, options, tmp_path):
+def test_vectors_are_those_of_sentence_transformers(
+    name, pooling, longest, options, tmp_path, sentence_transformers
+):
     folder = tmp_path / "model"
     save_sentences(name, folder, pooling, **options)
-    theirs = SentenceTransformer(str(folder), device="cpu")
+    theirs = sentence_transformers.SentenceTransformer(str(folder), device="cpu")
     ours = load_text_embedder(folder, batch_size=2)
     given = few(longest)
     for got, encode in (
@@ -115,22 +116,24 @@ def test_vectors_are_those_of_sentence_transformers(name, pooling, longest, opti
     assert (differ > 0.01) == ("prompts" in options)
 
 
-def test_minilm_is_the_one_of_the_package():
+def test_minilm_is_the_one_of_the_package(sentence_transformers):
     from mmqa_jax.retrieval.minilm import load_minilm_embedder
 
     # Of one bucket, and so one program of each embedder; the second text is cut.
     given = ["The capital of Kenya is Nairobi. " * 20, "bread " * 400]
     ours = load_text_embedder(minilm_path(), batch_size=2)
-    theirs = SentenceTransformer(str(minilm_path()), device="cpu")
+    theirs = sentence_transformers.SentenceTransformer(str(minilm_path()), device="cpu")
     vectors = ours.embed_questions(given)
     np.testing.assert_allclose(vectors, theirs.encode(given), **WHOLE)
     np.testing.assert_array_equal(vectors, load_minilm_embedder(2).embed_questions(given))
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
-def test_scores_are_those_of_the_cross_encoder(name, tmp_path):
+def test_scores_are_those_of_the_cross_encoder(name, tmp_path, sentence_transformers):
     save_plain(name, tmp_path, classifier=True, num_labels=1)
-    theirs = CrossEncoder(str(tmp_path), device="cpu", activation_fn=torch.nn.Sigmoid())
+    theirs = sentence_transformers.CrossEncoder(
+        str(tmp_path), device="cpu", activation_fn=torch.nn.Sigmoid()
+    )
     given = [*few(), few(480)[-1]]
     corpus = corpus_of_lists(given, None, None, None)
     ours = open_cross_encoder(tmp_path, corpus, batch_size=4)
@@ -159,7 +162,7 @@ def test_the_longer_text_is_cut_first():
     assert [len(part) for part in cut_longest(long, long, 9)] == [4, 5]
 
 
-def test_older_files_say_the_same(tmp_path):
+def test_older_files_say_the_same(tmp_path, sentence_transformers):
     """The switches of sentence-transformers before version 6, and texts in lower case."""
     save_plain("bert", tmp_path)
     kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
@@ -177,7 +180,7 @@ def test_older_files_say_the_same(tmp_path):
         "tokenizer_config.json": {"tokenizer_class": "BertTokenizer", "do_lower_case": False},
     }.items():
         (tmp_path / file).write_text(json.dumps(content))
-    theirs = SentenceTransformer(str(tmp_path), device="cpu")
+    theirs = sentence_transformers.SentenceTransformer(str(tmp_path), device="cpu")
     ours = load_text_embedder(tmp_path, batch_size=2)
     given = [*few(), "KENYA Is"]
     np.testing.assert_allclose(ours.embed_questions(given), theirs.encode_query(given), **WHOLE)

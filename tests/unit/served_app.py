@@ -7,9 +7,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
+
+if TYPE_CHECKING:
+    import openai
 
 
 @contextlib.contextmanager
@@ -29,3 +32,10 @@ def serving(app: Any) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join(60)
+
+
+def openai_client(address: str, timeout: float) -> openai.OpenAI:
+    """OpenAI's own client of the server at `address`, which waits `timeout` seconds, and tries once."""
+    import openai  # half a second: in the workers that ask, and not in all
+
+    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=timeout)

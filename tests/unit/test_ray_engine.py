@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import ray
 from cli_runs import LANDS, QUESTIONS, done, mmqa, question, write_documents
 from test_inference_killed import flags_of, results  # noqa: F401
 
@@ -25,6 +24,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 @pytest.fixture(scope="module")
 def cluster():
     """Two workers' worth of Ray."""
+    import ray  # half a second: in this file's worker, and not in all
+
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield ray
     ray.shutdown()

@@ -9,10 +9,9 @@ import time
 
 import httpx
 import numpy as np
-import openai
 import pytest
 from document_files import huge_png
-from served_app import serving
+from served_app import openai_client, serving
 from tiny_llm import flag, text_tokenizer, tiny_backend, tiny_llava
 
 from mmqa_jax.data.corpus import Corpus
@@ -77,7 +76,7 @@ def server(parts):
 
 @pytest.fixture(scope="module")
 def client(server):
-    return openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai_client(server, 60)
 
 
 def alone(engine, *queries):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 
-import openai
 import pytest
 import torch
 import transformers
-from served_app import serving
+from served_app import openai_client, serving
 from tiny_t5 import EXTRA, VOCABULARY, write_folder
 
 from mmqa_jax.data.corpus import Corpus
@@ -46,7 +45,7 @@ def client(backend):
     )  # fmt: skip
     limits = Limits(body_bytes=2**20, hosts=("127.0.0.1",))
     with serving(make_app(parts, limits, 300.0)) as address:
-        yield openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=300)
+        yield openai_client(address, 300)
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +101,8 @@ def test_draws_and_a_chat_without_a_bound(client):
 
 
 def test_what_it_cannot_do_is_refused_with_the_reason(client):
+    import openai
+
     def refused(message, call, **options):
         with pytest.raises(openai.BadRequestError) as error:
             call(model="tiny", **options)
