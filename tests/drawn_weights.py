@@ -42,7 +42,7 @@ def drawn(
 
 
 def drawn_start(
-    objective: Any, optimizer: Any, seed: int, abstract: TrainState, stddev: float | None = None
+    model: Any, optimizer: Any, seed: int, abstract: TrainState, stddev: float | None = None
 ) -> TrainState:
     """In the place of `training.state.initial_state`: weights as `drawn`, moments of zeros."""
     params = _values(abstract.params, seed, stddev)

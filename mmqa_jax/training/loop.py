@@ -175,7 +175,7 @@ def train(
         ) as checkpoints,
     ):
         state, first, meta = _restore_or_start(
-            checkpoints, objective, optimizer, seed, model, abstract, batches, load_pretrained
+            checkpoints, model, optimizer, seed, abstract, batches, load_pretrained
         )
         check_steps(
             options.optimizer,
@@ -388,10 +388,9 @@ class _Run:
 
 def _restore_or_start(
     checkpoints: Checkpoints,
-    objective: Objective,
+    model: Model,
     optimizer: Any,
     seed: int,
-    model: Model,
     abstract: TrainState,
     batches: Any,
     load_pretrained: Callable[[nnx.Module], None] | None,
@@ -404,9 +403,9 @@ def _restore_or_start(
     )
     if restored is None:
         state = (
-            initial_state(objective, optimizer, seed, abstract)
+            initial_state(model, optimizer, seed, abstract)
             if load_pretrained is None
-            else pretrained_state(objective, optimizer, seed, model, abstract, load_pretrained)
+            else pretrained_state(model, optimizer, seed, abstract, load_pretrained)
         )
         return state, 0, {"window": {"sums": {}, "count": 0}}
     state = TrainState(restored.train["step"], restored.params, restored.train["optimizer"])

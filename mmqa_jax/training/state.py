@@ -45,11 +45,13 @@ class Model:
       graphdef: static; merged with arrays it gives a module.
       params: nnx.State of jax.ShapeDtypeStructs.
       constants: nnx.State of the variables that are not parameters; not trained, not saved.
+      draw: jitted, (key) -> parameters and constants; it has been traced.
     """
 
     graphdef: Any
     params: Any
     constants: Any
+    draw: Callable[[jax.Array], tuple[Any, Any]]
 
     def merge(self, params: Any) -> nnx.Module:
         """The module with these parameters."""
@@ -58,14 +60,18 @@ class Model:
 
 def split_model(objective: Objective, seed: int) -> Model:
     """The task's model without values for its parameters."""
+    traced: list[Any] = []
 
-    def build() -> nnx.Module:
-        return objective.init(jax.random.key(seed))
+    @jax.jit
+    def draw(key: jax.Array) -> tuple[Any, Any]:
+        graphdef, *arrays = nnx.split(objective.init(key), nnx.Param, ...)
+        traced.append(graphdef)
+        return tuple(arrays)
 
-    graphdef, params, constants = nnx.split(nnx.eval_shape(build), nnx.Param, ...)
+    params, constants = jax.eval_shape(lambda: draw(jax.random.key(seed)))
     if jax.tree.leaves(constants):
-        constants = jax.jit(lambda: nnx.state(build(), nnx.Not(nnx.Param)))()
-    return Model(graphdef, params, constants)
+        constants = jax.jit(lambda: draw(jax.random.key(seed))[1])()
+    return Model(traced[0], params, constants, draw)
 
 
 def abstract_state(
@@ -81,22 +87,21 @@ def abstract_state(
 
 
 def initial_state(
-    objective: Objective, optimizer: optax.GradientTransformation, seed: int, abstract: TrainState
+    model: Model, optimizer: optax.GradientTransformation, seed: int, abstract: TrainState
 ) -> TrainState:
     """The state before the first step; each device makes its own shards of it."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
     def make() -> TrainState:
-        return _fresh(nnx.state(objective.init(jax.random.key(seed)), nnx.Param), optimizer)
+        return _fresh(model.draw(jax.random.key(seed))[0], optimizer)
 
     return jax.jit(make, out_shardings=shardings)()
 
 
 def pretrained_state(
-    objective: Objective,
+    model: Model,
     optimizer: optax.GradientTransformation,
     seed: int,
-    model: Model,
     abstract: TrainState,
     load_pretrained: Callable[[nnx.Module], None],
 ) -> TrainState:
@@ -123,7 +128,7 @@ def pretrained_state(
     def make(given: dict[str, jax.Array]) -> TrainState:
         drawn = {}
         if given.keys() != wanted.keys():
-            own = flatten_named(nnx.state(objective.init(jax.random.key(seed)), nnx.Param))
+            own = flatten_named(model.draw(jax.random.key(seed))[0])
             drawn = {name: leaf for name, leaf in own.items() if name not in given}
         fresh = _fresh(unflatten_named(abstract.params, given | drawn), optimizer)
         return dataclasses.replace(fresh, params=drawn)

@@ -167,7 +167,7 @@ def _alone(sizes: Sizes, batches: list[Any], mesh: Mesh, steps: int) -> float:
     step = make_step(
         task, model, optimizer, schedule, seed=_SEED, accumulate=1, abstract=abstract, mesh=mesh
     )
-    state = initial_state(task, optimizer, _SEED, abstract)
+    state = initial_state(model, optimizer, _SEED, abstract)
     flying: collections.deque[Any] = collections.deque()
     most = 2 if mesh.devices.flat[0].platform == "cpu" else 8
     for _ in range(_WARM_STEPS + steps):

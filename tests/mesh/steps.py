@@ -76,9 +76,9 @@ def take_step(
     )  # fmt: skip
     if start is None:
         if initialize:
-            state = initial_state(task, optimizer, 0, abstract)
+            state = initial_state(model, optimizer, 0, abstract)
         else:
-            state = drawn_start(task, optimizer, 0, abstract, stddev)
+            state = drawn_start(model, optimizer, 0, abstract, stddev)
         start = jax.device_get(state)
     else:
         state = jax.device_put(start, jax.tree.map(lambda leaf: leaf.sharding, abstract))

@@ -204,7 +204,7 @@ def test_a_run_starts_from_a_base_without_a_second_model(converted, tmp_path, mo
 
     for module in ("keymap", "formats.orbax_reader"):
         monkeypatch.setattr(f"mmqa_jax.weights.{module}.aligned_empty", noting)
-    state = pretrained_state(objective, sgd, 0, model, abstract, load)
+    state = pretrained_state(model, sgd, 0, abstract, load)
     assert seen
     assert max(seen) - before < _sizes(model.merge(state.params))[0]
     np.testing.assert_array_equal(state.params["norm"]["scale"][...], arrays["model.norm.weight"])

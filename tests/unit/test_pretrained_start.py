@@ -29,7 +29,7 @@ def start(objective):
     """The model, its abstract state and the state of a run from scratch."""
     model = split_model(objective, 3)
     abstract = abstract_state(model, ADAM, make_mesh(devices=jax.devices()[:1]), DEFAULT_RULES)
-    return model, abstract, initial_state(objective, ADAM, 3, abstract)
+    return model, abstract, initial_state(model, ADAM, 3, abstract)
 
 
 def from_weights(objective, start, lacking):
@@ -41,7 +41,13 @@ def from_weights(objective, start, lacking):
             if path[-1] not in lacking:
                 leaf.set_value(np.full(leaf.shape, 0.5, np.float32))
 
-    return pretrained_state(objective, ADAM, 3, model, abstract, load)
+    return pretrained_state(model, ADAM, 3, abstract, load)
+
+
+def test_weights_from_scratch_are_the_models_own(objective, start):
+    """As its initializers draw them with the run's seed."""
+    wanted = jax.jit(lambda: nnx.state(objective.init(jax.random.key(3)), nnx.Param))()
+    jax.tree.map(np.testing.assert_array_equal, start[2].params, wanted)
 
 
 def test_what_given_weights_lack_is_as_from_scratch(objective, start):
