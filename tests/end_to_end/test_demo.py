@@ -30,7 +30,7 @@ from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.splits import evenly
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.training.throughput import CLOCK_COLUMNS
-from tests.forks import ForkServer
+from tests.forks import server
 
 ROOT = Path(__file__).parents[2]
 # Sources still have a length above another's; each length is a program of every model that sees it.
@@ -340,19 +340,11 @@ def test_another_config_is_refused_on_its_workdir(demo):
     assert times(demo.workdir) == before
 
 
-@pytest.fixture(scope="module")
-def server(_environment):
-    """Starts demos that need not import what all of them need."""
-    started = ForkServer("mmqa_jax.commands.demo", "mmqa_jax.runs.demo", "orbax.checkpoint")
-    yield started
-    started.close()
-
-
-def killed(server: ForkServer, workdir: Path, stage: str, reached: Callable[[], bool]) -> None:
+def killed(workdir: Path, stage: str, reached: Callable[[], bool]) -> None:
     """Starts the demo and ends it by kill -9 as soon as it has reached a point of `stage`."""
     code = "import sys; from mmqa_jax.cli import main; sys.exit(main())"
     command = ["-c", code, "demo", *CONFIG, f"--workdir={workdir}", "--json"]
-    process = server.start(command, os.environ)
+    process = server().start(command, os.environ)
     try:
         while not reached():
             assert process.poll() is None, f"the demo ended before stage {stage}"
@@ -370,7 +362,7 @@ def curve(run: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if k not in clock} for row in read_metrics(run)]
 
 
-def test_kill_9_in_two_stages_changes_no_score(demo, server, tmp_path):
+def test_kill_9_in_two_stages_changes_no_score(demo, tmp_path):
     workdir = tmp_path / "workdir"
     raw = workdir / "data" / "raw"
     checkpoints = workdir / "contrastive" / "checkpoints"
@@ -379,9 +371,9 @@ def test_kill_9_in_two_stages_changes_no_score(demo, server, tmp_path):
         names = os.listdir(checkpoints) if checkpoints.exists() else ()
         return any(name.isdigit() for name in names)  # others are half written
 
-    killed(server, workdir, "prepare", (raw / "summary.json").exists)
+    killed(workdir, "prepare", (raw / "summary.json").exists)
     shutil.copy(demo.workdir / "machine.json", workdir)  # it need not be measured again
-    killed(server, workdir, "contrastive", saved)
+    killed(workdir, "contrastive", saved)
     # The other models, which no kill has met, are the first demo's, and so are the scores of pairs
     # and the answers that they give: those of another pair or prompt are not among them.
     for name in ("rerank", "answer", "journals"):
