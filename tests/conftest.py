@@ -19,6 +19,7 @@ import pytest
 import scratch
 
 from mmqa_jax.core.host import skip_absent_tpu
+from tests import forks
 
 # Processes that tests start find the repository's packages, from any folder.
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -132,6 +133,8 @@ def pytest_sessionstart(session):
 
 
 def pytest_sessionfinish(session):
+    if forks.server.cache_info().currsize:
+        forks.server().close()
     if not hasattr(session.config, "workerinput"):
         kept_programs.keep()
 

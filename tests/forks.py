@@ -9,6 +9,7 @@ order in all of them: a test for which that matters starts processes of its own.
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import importlib
 import json
@@ -27,6 +28,42 @@ from typing import NoReturn
 
 ROOT = Path(__file__).parents[1]
 _NUMBER = 4  # bytes of a process id or an exit code
+# What the verbs, trainings and jobs that tests start import sooner or later (boto3: tensorboardX).
+_IMPORTED = (
+    "boto3",
+    "grain",
+    "mmqa_jax.cli",
+    "mmqa_jax.commands.convert",
+    "mmqa_jax.commands.demo",
+    "mmqa_jax.commands.prompt",
+    "mmqa_jax.data.batches.feed",
+    "mmqa_jax.evaluation.fluency",
+    "mmqa_jax.prompting.backend_engine",
+    "mmqa_jax.prompting.backend_http",
+    "mmqa_jax.prompting.local_model",
+    "mmqa_jax.prompting.run",
+    "mmqa_jax.retrieval.embeddings",
+    "mmqa_jax.retrieval.index",
+    "mmqa_jax.runs.candidates",
+    "mmqa_jax.runs.captioning",
+    "mmqa_jax.runs.demo",
+    "mmqa_jax.runs.indexing",
+    "mmqa_jax.runs.run",
+    "mmqa_jax.tasks.contrastive",
+    "mmqa_jax.tasks.opening",
+    "mmqa_jax.tasks.run",
+    "mmqa_jax.training.loop",
+    "mmqa_jax.weights.folder",
+    "orbax.checkpoint",
+    "tensorflow_datasets",
+    "tests.object_store",
+)
+# Settings that JAX reads when it is imported, and a fork after that: their values, and the default.
+_SETTINGS = {
+    "JAX_COMPILATION_CACHE_DIR": (str, None),
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": (lambda text: text != "0", False),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": (float, 1.0),
+}
 
 
 class Fork:
@@ -80,18 +117,15 @@ class ForkServer:
 
     Args:
       modules: what it imports.
-      environment: variables that these read when they are imported, and not in every process.
     """
 
-    def __init__(self, *modules: str, environment: Mapping[str, str] | None = None):
+    def __init__(self, *modules: str):
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._server = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno()), *modules],
                 cwd=ROOT,
-                env=os.environ
-                | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-                | dict(environment or {}),
+                env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
@@ -113,6 +147,12 @@ class ForkServer:
     def close(self) -> None:
         self._requests.close()
         self._server.wait(timeout=60)
+
+
+@functools.cache
+def server() -> ForkServer:
+    """The one of this test process, started when it is first asked for; conftest.py closes it."""
+    return ForkServer(*_IMPORTED)
 
 
 def _next_request(requests: socket.socket) -> tuple[list[str], dict[str, str]] | None:
@@ -182,8 +222,9 @@ def main() -> None:
     os.environ.clear()
     os.environ.update(environment)
     if "jax" in sys.modules:  # which has read its variables
-        plain = environment.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "0") != "0"
-        sys.modules["jax"].config.update("jax_disable_most_optimizations", plain)
+        for name, (parse, default) in _SETTINGS.items():
+            value = parse(environment[name]) if name in environment else default
+            sys.modules["jax"].config.update(name.lower(), value)
         from tests import cheap_jax
 
         cheap_jax.lower_in_one_context()

@@ -32,7 +32,7 @@ from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.runs.prepare import prepare_atlas
 from mmqa_jax.training.throughput import CLOCK_COLUMNS
 from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
-from tests.forks import ForkServer
+from tests.forks import server
 
 ROOT = Path(__file__).parents[2]
 # Sources still have a length above another's; each length is a program of every model that sees it.
@@ -99,15 +99,7 @@ def evaluate(demo: Demo, predictions: Path) -> dict:
     return result
 
 
-@pytest.fixture(scope="module")
-def server(_environment):
-    """Starts demos that need not import what all of them need."""
-    started = ForkServer("mmqa_jax.commands.demo", "mmqa_jax.runs.demo", "orbax.checkpoint")
-    yield started
-    started.close()
-
-
-def killed(server: ForkServer, workdir: Path, stage: str, reached: Callable[[], bool]) -> str:
+def killed(workdir: Path, stage: str, reached: Callable[[], bool]) -> str:
     """Starts the demo and ends it by kill -9 as soon as it has reached a point of `stage`.
 
     Returns:
@@ -118,7 +110,7 @@ def killed(server: ForkServer, workdir: Path, stage: str, reached: Callable[[], 
         "from mmqa_jax.cli import main; sys.exit(main())"
     )
     command = ["-c", code, "demo", *CONFIG, f"--workdir={workdir}", "--json"]
-    process = server.start(command, os.environ)
+    process = server().start(command, os.environ)
     try:
         while not reached():
             assert process.poll() is None, f"the demo ended before stage {stage}"
@@ -132,7 +124,7 @@ def killed(server: ForkServer, workdir: Path, stage: str, reached: Callable[[], 
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory, server):
+def demo(tmp_path_factory):
     """The demo on a fresh workdir: killed in two stages, then run to its end."""
     workdir = tmp_path_factory.mktemp("demo") / "workdir"
     checkpoints = workdir / "contrastive" / "checkpoints"
@@ -141,8 +133,8 @@ def demo(tmp_path_factory, server):
         names = os.listdir(checkpoints) if checkpoints.exists() else ()
         return any(name.isdigit() for name in names)  # others are half written
 
-    killed(server, workdir, "prepare", (workdir / "data" / "raw" / "summary.json").exists)
-    said = killed(server, workdir, "contrastive", saved)
+    killed(workdir, "prepare", (workdir / "data" / "raw" / "summary.json").exists)
+    said = killed(workdir, "contrastive", saved)
     code, out, err = run_here("demo", *CONFIG, f"--workdir={workdir}", "--json")
     assert code == 0, err
     return Demo(workdir, said + out, err)

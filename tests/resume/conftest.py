@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,16 +16,9 @@ from flax import nnx
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.training.objective import Validation
 from tests.fake_devices import fake_devices
-from tests.forks import ForkServer
+from tests.forks import server
 
 _TINY_RUN = str(Path(__file__).with_name("tiny_run.py"))
-_IMPORTED = (
-    "grain",
-    "mmqa_jax.training.loop",
-    "mmqa_jax.weights.folder",
-    "orbax.checkpoint",
-    "tests.object_store",
-)
 
 
 class Ended(NamedTuple):
@@ -52,24 +45,22 @@ def _quiet(cli_cache):
 
 
 @pytest.fixture(scope="session")
-def attempt(cli_cache) -> Iterator[Callable[..., Ended]]:
+def attempt(cli_cache) -> Callable[..., Ended]:
     """Runs tiny_run.py with its arguments in a process of its own."""
     kept = {
         "JAX_COMPILATION_CACHE_DIR": str(cli_cache / "xla"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    server = ForkServer(*_IMPORTED, environment=kept)
 
     def run(*arguments: object, devices: int = 1) -> Ended:
-        fork = server.start(
+        fork = server().start(
             [_TINY_RUN, *map(str, arguments)],
             os.environ | fake_devices(devices) | kept | {"MMQA_PROGRESS": "off"},
         )
         said, _ = fork.communicate()
         return Ended(fork.returncode, said)
 
-    yield run
-    server.close()
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -7,14 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import FEW, finish, forks, tiny_runs
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _forks() -> Iterator[None]:
-    yield
-    if forks.cache_info().currsize:
-        forks().close()
+from processes import FEW, finish, tiny_runs
 
 
 @contextlib.contextmanager

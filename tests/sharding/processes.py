@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
@@ -12,34 +11,15 @@ import sys
 from pathlib import Path
 
 from tests.fake_devices import fake_devices
-from tests.forks import Fork, ForkServer
+from tests.forks import Fork, server
 
 ROOT = Path(__file__).parents[2]
 MMQA = [sys.executable, "-c", "import sys; from mmqa_jax.cli import main; sys.exit(main())"]
 
 
 TINY = str(Path(__file__).with_name("tiny_launch.py"))
-# What a training imports sooner or later (boto3: tensorboardX).
-IMPORTED = (
-    "boto3",
-    "grain",
-    "mmqa_jax.cli",
-    "mmqa_jax.data.batches.feed",
-    "mmqa_jax.tasks.contrastive",
-    "mmqa_jax.tasks.run",
-    "mmqa_jax.training.loop",
-    "mmqa_jax.weights.folder",
-    "orbax.checkpoint",
-    "tensorflow_datasets",
-)
 TRAIN = {"steps": 25, "log_every": 1, "checkpoint_every": 25, "evaluate_every": 25}
 FEW = {**TRAIN, "steps": 5, "evaluate_every": 0}
-
-
-@functools.cache
-def forks() -> ForkServer:
-    """The one server of this test process."""
-    return ForkServer(*IMPORTED)
 
 
 def start(
@@ -59,7 +39,7 @@ def start(
         | environment
     )
     if not fresh:
-        return forks().start(words[1:], variables)
+        return server().start(words[1:], variables)
     return subprocess.Popen(
         words,
         cwd=ROOT,

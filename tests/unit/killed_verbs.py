@@ -19,13 +19,6 @@ from collections.abc import Iterator
 from tests import object_store
 
 # Where the verbs import late what takes long; bm25s is left out, which starts JAX's backend.
-IMPORTED = (
-    "tests.object_store",
-    *("mmqa_jax.runs.run", "mmqa_jax.runs.indexing", "mmqa_jax.tasks.opening"),
-    *("mmqa_jax.runs.captioning", "mmqa_jax.runs.candidates"),
-    *("mmqa_jax.prompting.run", "mmqa_jax.prompting.backend_engine"),
-    *("mmqa_jax.prompting.local_model", "mmqa_jax.retrieval.index", "mmqa_jax.evaluation.fluency"),
-)
 _CHANGING = ("fsync", "replace", "rename", "unlink", "rmdir", "mkdir")
 
 

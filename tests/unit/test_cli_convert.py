@@ -32,7 +32,7 @@ from mmqa_jax.weights.published import write_published
 from mmqa_jax.weights.registry import ARCHITECTURES, architecture
 from mmqa_jax.weights.sources import open_source
 from tests.fake_devices import fake_devices
-from tests.forks import ForkServer
+from tests.forks import server
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -251,21 +251,12 @@ print("equal on", len(jax.devices()))
 """
 
 
-@pytest.fixture(scope="module")
-def start():
-    """Starts a process: code, its arguments, further variables."""
-    server = ForkServer(
-        "mmqa_jax.cli", "mmqa_jax.commands.convert", "mmqa_jax.weights.folder", "orbax.checkpoint"
-    )
-
-    def fork(code, *arguments, **environment):
-        return server.start(["-c", code, *map(str, arguments)], os.environ | environment)
-
-    yield fork
-    server.close()
+def start(code, *arguments, **environment):
+    """A process: code, its arguments, further variables."""
+    return server().start(["-c", code, *map(str, arguments)], os.environ | environment)
 
 
-def test_onto_a_mesh_each_device_reads_its_own_shard(made, start):
+def test_onto_a_mesh_each_device_reads_its_own_shard(made):
     _, result = made("llama")
     child = start(MESH, result["out"], **fake_devices(8))
     printed, _ = child.communicate(120)
@@ -312,7 +303,7 @@ for folder in sys.argv[1:]:
 """
 
 
-def test_memory_does_not_grow_with_the_model(tmp_path, start):
+def test_memory_does_not_grow_with_the_model(tmp_path):
     """A LLaMA of 12 layers, 157 MiB, is converted with less than a third of that more memory.
 
     More than one of a layer, which the same process converted before.
@@ -370,7 +361,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_conversion_that_is_killed_leaves_nothing_half_written(
-    how, made, start, tmp_path, tmp_path_factory
+    how, made, tmp_path, tmp_path_factory
 ):
     source, _ = made("bert")
     flags = [*source.flags("bert"), f"--out={tmp_path / 'new' / 'out'}"]

@@ -19,7 +19,7 @@ from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.prompting.backends import Completion, Decoding
 from mmqa_jax.prompting.cache import ResponseCache
 from mmqa_jax.prompting.prompts_file import Line, as_message, read_prompts
-from tests.forks import ForkServer
+from tests.forks import server
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -174,18 +174,8 @@ def test_lines_of_openais_batch_files(tmp_path):
 RUN = "import sys; from mmqa_jax.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
-@pytest.fixture(scope="module")
-def start():
-    """Starts a verb as a process."""
-    server = ForkServer(
-        "mmqa_jax.cli", "mmqa_jax.commands.prompt", "mmqa_jax.prompting.backend_http"
-    )
-    yield lambda *flags: server.start(["-c", RUN, *flags], os.environ)
-    server.close()
-
-
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
-def test_stopped_in_the_middle_a_rerun_asks_the_rest(start, tmp_path, end):
+def test_stopped_in_the_middle_a_rerun_asks_the_rest(tmp_path, end):
     """What is kept at the kill is not asked again; the output appears whole, or not at all."""
     prompts, out, cache = (tmp_path / name for name in ("p.txt", "out.jsonl", "cache"))
     prompts.write_text("".join(f"prompt {n}\n" for n in range(1, 81)))
@@ -199,7 +189,7 @@ def test_stopped_in_the_middle_a_rerun_asks_the_rest(start, tmp_path, end):
         return said(body["prompt"].upper())
 
     with Stub(slowly).serving() as stub:
-        process = start(*flags)
+        process = server().start(["-c", RUN, *flags], os.environ)
         deadline = time.monotonic() + 60
         while len(stub.asked) < 20 and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -26,7 +26,7 @@ from mmqa_jax.retrieval.embeddings import (
     read_unfinished,
     write_embeddings,
 )
-from tests.forks import ForkServer
+from tests.forks import server
 
 pytestmark = pytest.mark.slow
 
@@ -320,16 +320,9 @@ print("waits" if made is None else "complete")
 """
 
 
-@pytest.fixture(scope="module")
-def start_job():
+def start_job(folder, kill_at=-1, part=0, parts=1):
     """Starts a process of a job."""
-    server = ForkServer("mmqa_jax.retrieval.embeddings")
-
-    def start(folder, kill_at=-1, part=0, parts=1):
-        return server.start(["-c", JOB, *map(str, (folder, kill_at, part, parts))], os.environ)
-
-    yield start
-    server.close()
+    return server().start(["-c", JOB, *map(str, (folder, kill_at, part, parts))], os.environ)
 
 
 def end_job(job):
@@ -338,7 +331,7 @@ def end_job(job):
     return job.returncode, rows, how
 
 
-def test_processes_share_a_job(start_job, tmp_path):
+def test_processes_share_a_job(tmp_path):
     """Three at a time, one of them killed in its second shard and started again."""
     folder = tmp_path / "e"
     jobs = [
@@ -357,7 +350,7 @@ def test_processes_share_a_job(start_job, tmp_path):
     assert end_job(start_job(folder, part=2, parts=3)) == (0, [], "complete")
 
 
-def test_all_processes_may_end_at_once(start_job, tmp_path):
+def test_all_processes_may_end_at_once(tmp_path):
     """Both see all shards when they end; one array is made, both may open it."""
     for attempt in range(2):
         folder = tmp_path / str(attempt)
@@ -384,7 +377,7 @@ def test_shared_jobs_must_agree(tmp_path):
     assert share(10, (1, 2)).vectors.shape == (40, 2)
 
 
-def test_another_number_of_processes_goes_on(start_job, tmp_path):
+def test_another_number_of_processes_goes_on(tmp_path):
     """Of three, one is killed and one never starts; two others, or one, do what they left."""
     begun = tmp_path / "begun"
     assert end_job(start_job(begun, part=0, parts=3)) == (0, ["0", "30", "60", "90"], "waits")

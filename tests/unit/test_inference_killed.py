@@ -29,7 +29,7 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.runs.jobs import find_job, job_status
-from tests.forks import ForkServer
+from tests.forks import server
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -59,17 +59,15 @@ def store(tmp_path_factory):
 def start(cli_cache, store):
     """Starts a verb that is killed at a moment; returns how it ended."""
     environment = {"MMQA_CACHE": str(cli_cache), "MMQA_PROGRESS": "off", "JAX_PLATFORMS": "cpu"}
-    server = ForkServer(*killed_verbs.IMPORTED, environment=environment)
 
     def run(argv, kill_at: int) -> Ended:
         command = [killed_verbs.__file__, str(kill_at), *map(str, argv)]
-        fork = server.start(command, os.environ | environment)
+        fork = server().start(command, os.environ | environment)
         said, _ = fork.communicate()
         assert fork.returncode in (0, -signal.SIGKILL), said
         return Ended(fork.returncode, "", said)
 
-    yield run
-    server.close()
+    return run
 
 
 @pytest.fixture(scope="module")
