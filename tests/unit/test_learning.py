@@ -35,12 +35,18 @@ SIZES = {
 }
 OF_TASK = {
     "contrastive": {
+        "model.changes.layers": 1,
         "model.vision.embed_dim": 64,
+        "model.vision.layers": 1,
         "batches.query_length": 32,
         "batches.source_lengths": "(64,)",
         "inference.buckets": "(64,)",
     },
-    "rerank": {"packing.buckets": "((1,96),)", "packing.max_question_tokens": 48},
+    "rerank": {
+        "model.changes.layers": 1,
+        "packing.buckets": "((1,96),)",
+        "packing.max_question_tokens": 48,
+    },
     "answer": {
         "packing.buckets": "((2,104),)",
         "packing.max_question_tokens": 32,
