@@ -43,6 +43,10 @@ if (
 ):
     os.environ["XLA_FLAGS"] = f"{_flags} {_QUICK_TO_COMPILE}".strip()
 
+# Python keeps 512 compiled patterns; transformers' key maps and ours have three times as many, which
+# would be compiled again for every model that is saved or read.
+re._MAXCACHE = 8192
+
 # The place of these caches of the GPU compiler, beside the programs, would be part of each program's key: equal
 # programs of two verbs whose caches lie in two folders would be compiled twice.
 os.environ["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "none"

@@ -47,6 +47,7 @@ CONFIG = BertConfig(
     eps=1e-3,
     activation="gelu_new",
     pooler=True,
+    unroll=1,
 )
 
 
@@ -84,7 +85,7 @@ def pair(tmp_path_factory):
     theirs = randomize(transformers.BertModel(torch_config(CONFIG)), 1, 0.15)
     folder = tmp_path_factory.mktemp("bert")
     theirs.save_pretrained(folder)
-    ours = load_published("bert", folder)
+    ours = load_published("bert", folder, unroll=1)
     assert ours.config == CONFIG
     return ours, theirs
 
@@ -150,17 +151,14 @@ def test_explicit_positions_and_row_mask(pair):
     np.testing.assert_allclose(hidden, expected.numpy(), **WHOLE)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_mlm_loss_and_every_gradient(activation, tmp_path):
-    config = dataclasses.replace(CONFIG, activation=activation, eps=1e-5, pooler=False)
+def test_mlm_loss_and_every_gradient(tmp_path):
+    config = dataclasses.replace(CONFIG, activation="gelu", eps=1e-5, pooler=False)
     torch.manual_seed(0)
     theirs = randomize(transformers.BertForMaskedLM(torch_config(config)), 2, 0.15)
     theirs.save_pretrained(tmp_path)
     key_map = KeyMap(rules=[*bert_rules("bert.", "bert/"), *mlm_rules("head")])
     graphdef, params = abstract_model(
-        lambda: nnx.Dict(
-            bert=Bert(config, rngs=nnx.Rngs(0)), head=MlmHead(config, rngs=nnx.Rngs(1))
-        )
+        lambda: nnx.Dict(bert=Bert(config, rngs=nnx.Rngs()), head=MlmHead(config, rngs=nnx.Rngs()))
     )
     params = load_into(params, key_map, open_source(tmp_path))
     ids, types, mask = batch(config)

@@ -107,6 +107,11 @@ CONSTANTS = [
 ]  # fmt: skip
 
 
+def outputs(model: CLIP, pixels: jax.Array, ids: jax.Array) -> tuple[jax.Array, ...]:
+    """One program for all files."""
+    return model.vision(pixels), model.text(ids), model.logits(ids, pixels).T
+
+
 @pytest.mark.parametrize("name", ["float32.pt", "float16.pt", "ViT-tiny.pt"])
 def test_features_equal(name, made, convert, tmp_path):
     bare = name == "float32.pt"
@@ -120,11 +125,7 @@ def test_features_equal(name, made, convert, tmp_path):
     with torch.no_grad():
         image, text = torch_inputs()
         want = made.theirs.visual(image), made.theirs.encode_text(text), made.theirs(image, text)
-
-    def run(model: CLIP, pixels, ids):
-        return model.vision(pixels), model.text(ids), model.logits(ids, pixels).T
-
-    for got, wanted in zip(compiled(ours, run)(pixels, ids), want, strict=True):
+    for got, wanted in zip(compiled(ours, outputs)(pixels, ids), want, strict=True):
         assert wanted.std(0).mean() > 0.1  # rows differ by more than the tolerance
         np.testing.assert_allclose(got, wanted, **WHOLE)
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(ours))} == {jnp.dtype("float32")}

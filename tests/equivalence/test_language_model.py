@@ -104,16 +104,15 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole_batch(pair):
     optimizer, schedule = make_optimizer(OptimizerOptions(), steps=10)
     rows = [*PACKED, [EXAMPLES[2]]]
     batch = jax.device_put(packed_batch(rows, SIZE))
-    found = []
+    split, init, found = split_model(task, 0), jax.jit(optimizer.init), []
+    abstract = abstract_state(split, optimizer, mesh, DEFAULT_RULES)
     for accumulate in (1, 4):
-        split = split_model(task, 0)
-        abstract = abstract_state(split, optimizer, mesh, DEFAULT_RULES)
         step = make_step(
             task, split, optimizer, schedule, seed=0, accumulate=accumulate, abstract=abstract,
             mesh=mesh,
         )  # fmt: skip
         params = jax.tree.map(copied, nnx.state(model, nnx.Param))
-        state = TrainState(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
+        state = TrainState(jnp.zeros((), jnp.int32), params, init(params))
         with jax.default_matmul_precision("highest"):
             state, metrics = step(state, batch)
         moments = {k: np.asarray(x) for k, x in flatten_named(state.optimizer).items()}

@@ -42,7 +42,7 @@ LENGTHS = np.array([LENGTH, 7, 301])
 
 COMMON = {
     "vocab_size": 97,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "max_position_embeddings": 640,
     "initializer_range": 0.08,
     "attn_implementation": "eager",
@@ -144,10 +144,11 @@ def test_padding_equals(grouped):
     theirs, _, _, forward = grouped
     ids = tokens()
     right = np.arange(LENGTH) < LENGTHS[:, None]
+    everyone, counted = everything()
+    unpadded = forward(ids, everyone, counted)
     for mask in (right, right[:, ::-1].copy()):
         positions = np.maximum(mask.cumsum(1) - 1, 0)  # as transformers' generate counts them
         want = run_torch(theirs, ids, attention_mask=mask.astype(np.int64), position_ids=positions)
-        everyone, counted = everything()
         got = forward(ids, mask, positions)
         assert np.isfinite(got).all()
         np.testing.assert_allclose(got[mask], want[mask], **WHOLE)
@@ -155,8 +156,7 @@ def test_padding_equals(grouped):
         got = forward(ids, mask, counted)
         np.testing.assert_allclose(got[mask], want[mask], **WHOLE)
         # What follows a token is not seen: padding on the right needs no mask, on the left it does.
-        got = forward(ids, everyone, counted)
-        difference = np.abs(got[mask] - want[mask]).max()
+        difference = np.abs(unpadded[mask] - want[mask]).max()
         assert difference < 1e-4 if mask is right else difference > 0.1
 
 
@@ -202,7 +202,8 @@ def test_bfloat16_stays_near_float32(grouped):
     assert 1e-4 < deviation(got, grouped.forward(tokens(), *everything())) < 0.02
 
 
-@pytest.mark.parametrize("pair", [*CASES][::2], indirect=True)  # grouped heads, and all
+# Where every head has keys of its own; of grouped heads are the engines of test_decoder_families.py.
+@pytest.mark.parametrize("pair", [[*CASES][2]], indirect=True)
 def test_generation_with_a_cache_equals_the_whole_forward(pair):
     """Prefill into some rows, chunks and single steps, each row at its own position."""
     _, ours, folder, forward = pair

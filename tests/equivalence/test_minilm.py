@@ -53,8 +53,8 @@ def theirs(batch):
 
 @pytest.fixture(scope="module")
 def ours():
-    model = load_published("bert", minilm_path())
-    assert model.config == minilm_l6(pooler=True)
+    model = load_published("bert", minilm_path(), unroll=1)
+    assert model.config == minilm_l6(pooler=True, unroll=1)
     return model
 
 
@@ -82,7 +82,7 @@ def test_each_layer_equals(batch, theirs, ours):
 
 
 def test_first_layers_on_request_only(batch, theirs):
-    model = abstract(Bert, minilm_l6(layers=4))
+    model = abstract(Bert, minilm_l6(layers=4, unroll=1))
     fill_bert(model, minilm_path(), num_layers=4)
     got = compiled(model, forward)(*batch)
     real = batch[1].astype(bool)
@@ -101,9 +101,16 @@ def test_constants_that_no_shape_shows_are_compared():
 
 def test_dual_encoder_keeps_minilm(batch, theirs):
     vision = VisionConfig(
-        image_size=16, patch_size=8, width=24, layers=2, heads=2, mlp_width=48, embed_dim=384
+        image_size=16,
+        patch_size=8,
+        width=24,
+        layers=2,
+        heads=2,
+        mlp_width=48,
+        embed_dim=384,
+        unroll=1,
     )
-    config = DualEncoderConfig(text=minilm_l6(layers=2), vision=vision)
+    config = DualEncoderConfig(text=minilm_l6(layers=2, unroll=1), vision=vision)
     model = random_model(DualEncoder, config)
     model.picture_gate[...] = jnp.float32(1)
     fill_bert(model.text, minilm_path(), num_layers=2)

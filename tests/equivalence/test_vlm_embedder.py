@@ -69,8 +69,14 @@ def test_texts(published, ours):
     assert ours.dim == WIDTH
 
 
+def two_in_a_bucket() -> list[Image.Image]:
+    """A picture lying and standing: both by one program."""
+    second = small_pictures()[1]
+    return [second.transpose(Image.Transpose.ROTATE_90), second]
+
+
 def test_pictures_of_a_corpus_with_and_without_captions(published, ours):
-    shown = small_pictures()
+    shown = [*two_in_a_bucket(), small_pictures()[2]]
     captions = ["", "two pandas", TEXTS[-1]]
     corpus = corpus_of_lists(
         [*captions, "a text"],
@@ -94,7 +100,7 @@ def test_pictures_of_a_corpus_with_and_without_captions(published, ours):
 
 
 def test_pictures_and_questions_with_pictures(published, ours):
-    shown = small_pictures()
+    shown = two_in_a_bucket()
     pixels = [pixels_of(ours, one) for one in shown]
     want = [vector(published, None, one) for one in shown]
     np.testing.assert_allclose(ours.embed_pictures(pixels), want, **WHOLE)
