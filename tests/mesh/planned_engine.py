@@ -120,7 +120,7 @@ def facts(programs: Mapping[str, tuple[Any, tuple[Any, ...]]], mesh: Mesh) -> di
 
 def built(model: LlamaConfig, sizes: EngineConfig) -> Llama:
     """The model as an engine holds it."""
-    llama = Llama(model, rngs=nnx.Rngs(0))
+    llama = Llama(model, rngs=nnx.Rngs())
     if not sizes.scan_layers:
         unstack_layers(llama)
     return llama

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from cli_runs import ROOT, done, flags_with, mmqa, narrow_vlp, quietly, rows_of
-from drawn_weights import drawn
+from drawn_weights import drawn, drawn_starts
 from flax import nnx
 from test_webqa_reader import image_fact, snippet, write_images
 from tiny_detectors import tiny
@@ -110,7 +110,8 @@ CONFIG = "webqa/vlp_select.py:runlocal"
 def train(places, run, *more, **changes):
     """`mmqa train`; the losses, and what was said."""
     values = {**SMALL, "data.dir": places / "data", **changes}
-    ended = mmqa(*flags_with("train", CONFIG, run, values), *more)
+    with drawn_starts():
+        ended = mmqa(*flags_with("train", CONFIG, run, values), *more)
     assert ended.code == 0, ended.err
     return [row["loss"] for row in rows_of(run / "metrics.jsonl") if "loss" in row], ended.err
 
