@@ -21,6 +21,9 @@ import scratch
 from mmqa_jax.core.host import skip_absent_tpu
 from tests import forks
 
+# Imports make next to no garbage; see pytest_collection_finish.
+gc.disable()
+
 # Processes that tests start find the repository's packages, from any folder.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])
@@ -114,10 +117,6 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
     # Short files last: then no worker is left alone with a long one.
     items.sort(key=lambda item: item.path.parent.name == "unit" and not is_slow(item.path))
-
-
-def pytest_collection():
-    gc.disable()
 
 
 def pytest_collection_finish():

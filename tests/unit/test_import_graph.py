@@ -72,7 +72,9 @@ def statements(node: ast.AST, at_load: bool) -> Iterator[tuple[ast.stmt, bool]]:
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child, at_load
         inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) or (
-            isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            isinstance(child, ast.If)
+            and isinstance(child.test, ast.Name)
+            and child.test.id == "TYPE_CHECKING"
         )
         yield from statements(child, at_load and not inside)
 

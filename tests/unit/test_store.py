@@ -85,7 +85,7 @@ arrays = st.builds(
 keys = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.dictionaries(keys, json_values | arrays, max_size=4))))
 def test_any_values_by_any_writers(chunks):
     """Two writers and two readers at any moment; the later result of a key counts."""
