@@ -18,7 +18,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
-from drawn_weights import drawn_starts
 from flax import nnx
 from ml_collections import ConfigDict
 from PIL import Image
@@ -90,13 +89,18 @@ class Ended(NamedTuple):
         return json.loads(self.out.splitlines()[-1])
 
 
-def mmqa(*arguments: str | Path) -> Ended:
-    """Runs a verb in this process; the initial weights of `--only_start` are drawn by NumPy."""
+def mmqa(*arguments: str | Path, initializers: bool = False) -> Ended:
+    """Runs a verb in this process.
+
+    initializers: a training starts from weights as its model draws them; else NumPy does, which
+      takes a second less.
+    """
     out, err = io.StringIO(), io.StringIO()
+    trains = arguments[0] == "train" and not initializers
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
-        drawn_starts() if "--only_start" in arguments else contextlib.nullcontext(),
+        _drawn_starts() if trains else contextlib.nullcontext(),
     ):
         try:
             code = main([str(argument) for argument in arguments])
@@ -105,9 +109,15 @@ def mmqa(*arguments: str | Path) -> Ended:
     return Ended(code, out.getvalue(), err.getvalue())
 
 
-def done(*arguments: str | Path) -> dict:
-    """Runs a verb that must succeed; its JSON."""
-    ended = mmqa(*arguments, "--json")
+def _drawn_starts() -> contextlib.AbstractContextManager[None]:
+    from drawn_weights import drawn_starts  # with JAX
+
+    return drawn_starts()
+
+
+def done(*arguments: str | Path, **options: bool) -> dict:
+    """Runs a verb that must succeed, as `mmqa` does; its JSON."""
+    ended = mmqa(*arguments, "--json", **options)
     assert ended.code == 0, ended.err
     return ended.value
 

@@ -61,7 +61,7 @@ def trained(cli_cache, tmp_path_factory):
     done("prepare", "okvqa", f"--raw={raw}", f"--out={data}")
     same = {"answers.file": folder / "run0/answers.json"}
     with quietly(cli_cache):
-        result = done(*flags_of(folder / "run0", data, **{"data.fold": 0}))
+        result = done(*flags_of(folder / "run0", data, **{"data.fold": 0}), initializers=True)
         assert result["task"] == "vqa"
         done(*flags_of(folder / "run1", data, **{"data.fold": 1}, **same), "--only_start")
         done(*whole_run_flags(folder / "whole", data, **same), "--only_start")

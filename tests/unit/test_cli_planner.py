@@ -60,7 +60,8 @@ def inputs(cli_cache, tmp_path_factory):
         taught = [*PLANS[:6], RIGHT, RIGHT]  # so that it is drawn often enough to be rewarded
         write_finished(folder / "each_another", lambda n, plan: float(plan == taught[n]))
         write_finished(folder / "one_right", lambda n, plan: float(plan == RIGHT))
-        done(*flags(folder, "runlocal", folder / "learned", LEARNED, "each_another"))
+        learned = flags(folder, "runlocal", folder / "learned", LEARNED, "each_another")
+        done(*learned, initializers=True)
         done(*rewarded(folder, folder / "rewarded", **{"grpo.updates": 2}))
     return folder
 

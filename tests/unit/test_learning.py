@@ -67,7 +67,8 @@ def atlas(tmp_path_factory):
 def test_the_loss_falls_far_below_a_guess(task, atlas, cli_cache, tmp_path):
     values = {**SIZES, **OF_TASK[task], "train.steps": STEPS[task]}
     with quietly(cli_cache):
-        done("train", *train_flags(task, atlas, tmp_path / "run", **values))
+        flags = train_flags(task, atlas, tmp_path / "run", **values)
+        done("train", *flags, initializers=True)
     first, *_, last = read_metrics(tmp_path / "run")
     loss, accuracy = BOUNDS[task]
     assert 0 < last["loss"] < loss < first["loss"]
