@@ -20,10 +20,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Runs the demo, or continues it."""
+    from mmqa_jax.core.config import load_config
+
+    # A mistake in it is told before JAX is imported.
+    config = load_config(arguments.config, arguments.overrides)
     from mmqa_jax.core import distributed
 
     distributed.start()
-    from mmqa_jax.core.config import load_config
     from mmqa_jax.runs.demo import run_demo
 
-    return run_demo(load_config(arguments.config, arguments.overrides), Path(arguments.workdir))
+    return run_demo(config, Path(arguments.workdir))

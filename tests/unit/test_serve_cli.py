@@ -9,13 +9,14 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 
 import httpx
 import pytest
-from cli_runs import ROOT, mmqa
+from cli_runs import mmqa
 from tiny_llm import llama_config, write_folder
+
+from tests.forks import server
 
 pytestmark = pytest.mark.slow
 
@@ -26,27 +27,23 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def served(model, tmp_path_factory):
+def served(model):
     """The process and its address."""
-    said = (tmp_path_factory.mktemp("said") / "said.txt").open("w+")
-    command = [sys.executable, "-m", "mmqa_jax.cli", "serve", f"--model={model}", "--port=0"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=said, env=dict(os.environ))
+    code = "import sys; from mmqa_jax.cli import main; sys.exit(main(sys.argv[1:]))"
+    process = server().start(["-c", code, "serve", f"--model={model}", "--port=0"], os.environ)
     try:
-        deadline = time.monotonic() + 240
-        while not (found := re.search(r"http://127\.0\.0\.1:\d+", _read(said))):
-            assert process.poll() is None, _read(said)
-            assert time.monotonic() < deadline, _read(said)
-            time.sleep(0.1)
+        deadline, said = time.monotonic() + 240, ""
+        while not (found := re.search(r"http://127\.0\.0\.1:\d+", said)):
+            assert process.poll() is None, said
+            assert time.monotonic() < deadline, said
+            try:
+                said, _ = process.communicate(0.1)
+            except subprocess.TimeoutExpired as waiting:
+                said = waiting.output.decode()
         yield process, found[0]
     finally:
         process.kill()
-        process.wait()
-        said.close()
-
-
-def _read(file) -> str:
-    file.seek(0)
-    return file.read()
+        process.communicate()
 
 
 def test_flags_that_are_refused(model, tmp_path, monkeypatch):
@@ -142,4 +139,5 @@ def test_sigterm_lets_answers_end_and_takes_nothing_new(served, model):
     assert first.startswith("data: {")
     assert [line for line in rest if line][-1] == "data: [DONE]"
     assert refused
-    assert process.wait(60) == 0
+    process.communicate(60)
+    assert process.returncode == 0

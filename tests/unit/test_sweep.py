@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from mmqa_jax.prompting.cache import Cached, ResponseCache
 from mmqa_jax.prompting.heuristics import write_candidates
 from mmqa_jax.runs import parts
 from mmqa_jax.runs.sweep import parse_axes, sweep_plots
+from tests.forks import server
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -191,14 +190,13 @@ def run_until_killed(words: list[str], at: int) -> None:
 def test_kill_9_and_again(whole, inputs, tmp_path, monkeypatch):
     _, result, model = whole
     words = flags(inputs, tmp_path / "run")
-    code = f"import test_sweep; test_sweep.run_until_killed({words!r}, {model.asked // 2})"
-    here = str(Path(__file__).parent)
-    path = os.pathsep.join([here, str(ROOT), os.environ.get("PYTHONPATH", "")])
-    ended = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, timeout=300,
-        capture_output=True,
-    )  # fmt: skip
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_sweep; "
+        f"test_sweep.run_until_killed({words!r}, {model.asked // 2})"
+    )
+    fork = server().start(["-c", code], os.environ)
+    said, _ = fork.communicate(300)
+    assert fork.returncode == -signal.SIGKILL, said
     again = Model()
     monkeypatch.setattr(parts, "open_llm", again)
     assert done(*flags(inputs, tmp_path / "run")) == result
