@@ -29,7 +29,7 @@ def load_minilm_embedder(batch_size: BatchSize = AUTO) -> Embedder:
     Raises:
       UserError: the package is not installed.
     """
-    bert = nnx.merge(*abstract_model(lambda: Bert(minilm_l6(), rngs=nnx.Rngs(0))))
+    bert = nnx.merge(*abstract_model(lambda: Bert(minilm_l6(), rngs=nnx.Rngs())))
     fill_bert(bert, minilm_path())
     graphdef, state = nnx.split(SentenceEncoder(bert))
     mesh = loading_mesh()

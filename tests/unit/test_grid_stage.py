@@ -31,7 +31,7 @@ CONFIG = ModifiedResNetConfig(8, (1, 1, 1, 1), image_size=64, embed_dim=6)
 def tower(tmp_path_factory):
     """A random image tower as `mmqa convert` writes it."""
     folder = tmp_path_factory.mktemp("tower")
-    model = drawn(lambda: ModifiedResNet(CONFIG, rngs=nnx.Rngs(0)))
+    model = drawn(lambda: ModifiedResNet(CONFIG, rngs=nnx.Rngs()))
     save_trained(folder, model, nnx.state(model), {})
     return folder, model
 

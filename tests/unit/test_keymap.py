@@ -337,14 +337,14 @@ TINY_VLP = vlp_patches(2, hidden=8, heads=2, mlp=12, layers=2, vocab_size=11, po
 @pytest.fixture(scope="module")
 def vlp_state():
     """VLP parameters, each at random (fresh biases are 0 and would hide a mix-up)."""
-    state = nnx.state(nnx.eval_shape(lambda: VLP(TINY_VLP, rngs=nnx.Rngs(0))))
+    state = nnx.state(nnx.eval_shape(lambda: VLP(TINY_VLP, rngs=nnx.Rngs())))
     rng = np.random.default_rng(3)
     return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape).astype(np.float32)), state)
 
 
 def vlp(state):
     state = jax.tree.map(lambda x: x, state)  # merge would share the fixture's variables
-    return nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: VLP(TINY_VLP, rngs=nnx.Rngs(0)))), state)
+    return nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: VLP(TINY_VLP, rngs=nnx.Rngs()))), state)
 
 
 def test_vlp_keys_are_webqa_baselines(vlp_state):

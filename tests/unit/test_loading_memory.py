@@ -69,7 +69,7 @@ CONFIGS: dict[str, Any] = {
 def _published(model: str, arrays: dict[str, np.ndarray], folder) -> None:
     """config.json beside weights of any format."""
     entry, config = architecture(model), CONFIGS[model]
-    made = nnx.eval_shape(lambda: entry.build(config, rngs=nnx.Rngs(0)))
+    made = nnx.eval_shape(lambda: entry.build(config, rngs=nnx.Rngs()))
     described = entry.publish(config, nnx.state(made)).config
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(described))

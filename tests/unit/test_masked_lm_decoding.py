@@ -52,7 +52,7 @@ OURS = AtlasVLPConfig(**vars(CONFIG), region_tags=True, copy_head=True)
 @pytest.fixture(scope="module", params=[CONFIG, OURS], ids=["vlp", "copy"])
 def model(request) -> VLP:
     """Weights large enough that answers differ by question, [SEP] likely enough to end some."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: request.param.build(rngs=nnx.Rngs(0))))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: request.param.build(rngs=nnx.Rngs())))
     rng = np.random.default_rng(2)
     state = nnx.map_state(
         lambda path, x: x.replace(

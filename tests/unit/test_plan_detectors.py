@@ -35,7 +35,7 @@ def test_hours_of_a_number_of_pictures(monkeypatch):
     planned = done("plan", "--model=vlp_x101", "--pictures=3600")
     (program,) = planned["programs"]
     assert program["name"] == "regions"
-    made = nnx.state(nnx.eval_shape(lambda: FasterRCNN(config, rngs=nnx.Rngs(0))))
+    made = nnx.state(nnx.eval_shape(lambda: FasterRCNN(config, rngs=nnx.Rngs())))
     held = sum(leaf.size for leaf in jax.tree.leaves(made))
     assert program["memory_gib"]["parameters"] == pytest.approx(4 * held / 2**30, abs=1e-3)
     cost = planned["pictures"]

@@ -44,7 +44,7 @@ def mesh_of(name: str) -> AbstractMesh:
 @functools.cache
 def gradient_on(name: str) -> Any:
     """The traced gradient of an encoder with dropout."""
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: Bert(CONFIG, rngs=nnx.Rngs(0))))
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Bert(CONFIG, rngs=nnx.Rngs())))
     x = jax.ShapeDtypeStruct((ROWS, LENGTH, CONFIG.hidden), CONFIG.dtype)
     mask = jax.ShapeDtypeStruct((ROWS, 1, 1, LENGTH), jnp.bool_)
 
@@ -122,7 +122,7 @@ def test_every_kind_of_recomputation_has_the_same_gradient():
             vocab_size=50, hidden=32, layers=2, heads=4, mlp=96, positions=LENGTH,
             remat=remat, unroll=unroll,
         )  # fmt: skip
-        graphdef, shapes = nnx.split(nnx.eval_shape(lambda c=config: Bert(c, rngs=nnx.Rngs(0))))
+        graphdef, shapes = nnx.split(nnx.eval_shape(lambda c=config: Bert(c, rngs=nnx.Rngs())))
         if params is None:
             params = jax.tree.map(drawn, shapes)
 

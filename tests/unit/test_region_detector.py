@@ -38,7 +38,7 @@ def picture(size: tuple[int, int], seed: int = 0) -> Image.Image:
 
 @pytest.fixture(scope="module")
 def detector():
-    model = drawn(lambda: FasterRCNN(tiny("maskrcnn"), rngs=nnx.Rngs(0)), 3)
+    model = drawn(lambda: FasterRCNN(tiny("maskrcnn"), rngs=nnx.Rngs()), 3)
     return RegionDetector(model, SMALL, batch_size=2), model
 
 

@@ -42,7 +42,7 @@ ASKED = [q.question for q in QUESTIONS[:3]] + [
 
 @functools.cache
 def parameters() -> nnx.State:
-    return nnx.state(drawn(lambda: VLP(CONFIG, rngs=nnx.Rngs(3))))
+    return nnx.state(drawn(lambda: VLP(CONFIG, rngs=nnx.Rngs())))
 
 
 def with_parameters(build: Callable[[], VLP]) -> VLP:
@@ -53,7 +53,7 @@ def with_parameters(build: Callable[[], VLP]) -> VLP:
 def model_of(joint_layers: int, match_type: int | None = None, **trunk) -> TwoSidedVLP:
     config = dataclasses.replace(CONFIG, bert=dataclasses.replace(TRUNK, **trunk))
     sides = TwoSides(joint_layers, 5, match_type)
-    return with_parameters(lambda: TwoSidedVLP(config, sides, rngs=nnx.Rngs(3)))
+    return with_parameters(lambda: TwoSidedVLP(config, sides, rngs=nnx.Rngs()))
 
 
 def arrays_of(packed: list[dict]) -> VLPInputs:
@@ -201,7 +201,7 @@ def test_training_through_either_gives_the_same_gradients():
 
 def test_its_parameters_are_vlps():
     """A checkpoint of one fits the other, and source selection of VLP itself is untouched."""
-    plain = with_parameters(lambda: VLP(CONFIG, rngs=nnx.Rngs(3)))
+    plain = with_parameters(lambda: VLP(CONFIG, rngs=nnx.Rngs()))
     model = TwoSidedVLP.of(plain, TwoSides(2, 5, 1))
     ours, theirs = (
         {path: np.asarray(variable[...]) for path, variable in nnx.to_flat_state(nnx.state(one))}

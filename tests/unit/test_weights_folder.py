@@ -68,7 +68,7 @@ def same(one, other):
 def test_one_loader_opens_a_training_run(config, tmp_path):
     is_vlp = isinstance(config, VLPConfig)
     build = config.build if is_vlp else functools.partial(DualEncoder, config)
-    made = drawn(lambda: build(rngs=nnx.Rngs(0)))
+    made = drawn(lambda: build(rngs=nnx.Rngs()))
     params = trained(tmp_path, made)
     assert is_weights_folder(tmp_path)
     assert not is_converted(tmp_path)
@@ -80,7 +80,7 @@ def test_one_loader_opens_a_training_run(config, tmp_path):
 
 
 def test_a_trained_vlp_is_exported(tmp_path):
-    model = drawn(lambda: TwoSidedVLP(VLP, TwoSides(1), rngs=nnx.Rngs(0)))
+    model = drawn(lambda: TwoSidedVLP(VLP, TwoSides(1), rngs=nnx.Rngs()))
     run, out = tmp_path / "run", tmp_path / "out"
     run.mkdir()
     params = trained(run, model)
@@ -94,18 +94,18 @@ def test_what_the_original_does_not_have_is_not_exported(tmp_path):
     (tmp_path / "vlp").mkdir()
     (tmp_path / "clip").mkdir()
     copying = AtlasVLPConfig(**vars(VLP), copy_head=True)
-    trained(tmp_path / "vlp", drawn(lambda: copying.build(rngs=nnx.Rngs(0))))
+    trained(tmp_path / "vlp", drawn(lambda: copying.build(rngs=nnx.Rngs())))
     with pytest.raises(UserError, match=r"layout does not have: copy_head/.*; it cannot be exp"):
         convert("vlp", tmp_path / "vlp", tmp_path / "out", export="hf")
     dual = DualEncoderConfig(TEXT, VISION)
-    trained(tmp_path / "clip", drawn(lambda: DualEncoder(dual, rngs=nnx.Rngs(0))))
+    trained(tmp_path / "clip", drawn(lambda: DualEncoder(dual, rngs=nnx.Rngs())))
     with pytest.raises(UserError, match=r"holds a dual_encoder; that has no published layout"):
         convert("clip", tmp_path / "clip", tmp_path / "out", export="hf")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_of_an_older_convert_is_read(tmp_path):
-    trained(tmp_path, drawn(lambda: VLP.build(rngs=nnx.Rngs(0))))
+    trained(tmp_path, drawn(lambda: VLP.build(rngs=nnx.Rngs())))
     record = json.loads((tmp_path / "model.json").read_text())
     del record["task"]
     (tmp_path / "model.json").unlink()
@@ -125,7 +125,7 @@ def test_a_folder_of_an_older_convert_is_read(tmp_path):
     ids=["vlp", "atlas", "vlp_clip"],
 )
 def test_a_folder_from_when_all_vlps_had_one_config_is_read(config, tmp_path):
-    trained(tmp_path, drawn(lambda: config.build(rngs=nnx.Rngs(0))))
+    trained(tmp_path, drawn(lambda: config.build(rngs=nnx.Rngs())))
     record = json.loads((tmp_path / "model.json").read_text())
     off = {"region_tags": False, "copy_head": False, "written_words": None}
     record["config"] = {**off, "vision": None, "vision_layer": -2, **record["config"]}
