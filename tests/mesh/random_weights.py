@@ -37,6 +37,6 @@ def random_state(build: Callable[[], nnx.Module]) -> nnx.State:
 def publish(name: str, config: Any, folder: Path) -> Path:
     """Writes a checkpoint of random weights with the registry's layout; its folder."""
     entry = architecture(name)
-    state = random_state(lambda: entry.build(config, rngs=nnx.Rngs(0)))
+    state = random_state(lambda: entry.build(config, rngs=nnx.Rngs()))
     write_published(folder, entry.publish(config, state))
     return folder
