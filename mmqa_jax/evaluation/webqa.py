@@ -421,7 +421,6 @@ def spacy_is_installed() -> bool:
 
 
 @functools.cache  # takes a second
-@functools.cache  # it takes half a second, and a process may score several files
 def _load_spacy() -> Callable[[list[str]], list[str]]:
     try:
         import spacy

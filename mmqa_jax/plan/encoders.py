@@ -76,7 +76,7 @@ def encoder_program(name: str, devices: Sequence[jax.Device]) -> Program:
         kind = TextDecoder
 
     def build() -> nnx.Module:
-        return SentenceEncoder(kind(config, rngs=nnx.Rngs(0)))
+        return SentenceEncoder(kind(config, rngs=nnx.Rngs()))
 
     graphdef, state = nnx.split(nnx.eval_shape(build))
     if isinstance(config, LlamaConfig):  # whose parameters are of the type that it computes in

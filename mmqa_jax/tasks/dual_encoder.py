@@ -99,8 +99,8 @@ class DualEncoderTask(Task):
         return self.config(self.vocabulary_size())
 
     def planned_model(self) -> DualEncoder:
-        """The model with `vocabulary_size`."""
-        return DualEncoder(self.planned_config(), rngs=nnx.Rngs(0))
+        """The model with `vocabulary_size`, of whose weights the shapes are meant."""
+        return DualEncoder(self.planned_config(), rngs=nnx.Rngs())
 
     def cost(self) -> RowCost:
         """Of sources, or texts."""

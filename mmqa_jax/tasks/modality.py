@@ -106,7 +106,7 @@ class QuestionModality(Task):
             return ints(rows, length), bools(rows, length)
 
         def build() -> TextClassifier:
-            return TextClassifier(config, rngs=nnx.Rngs(0))
+            return TextClassifier(config, rngs=nnx.Rngs())
 
         return InUse(self.cost(), make_probabilities, build, inputs)
 

@@ -437,8 +437,8 @@ class VLPTask(Task):
         return max(tower_bytes(model.bert, most_columns(packing)), tower) + 2 * 4.0 * regions
 
     def planned_model(self) -> VLP:
-        """The model with `vocabulary_size`."""
-        return self.vlp_config(self.vocabulary_size()).build(rngs=nnx.Rngs(0))
+        """The model with `vocabulary_size`, of whose weights the shapes are meant."""
+        return self.vlp_config(self.vocabulary_size()).build(rngs=nnx.Rngs())
 
     def open_vlp(self, folder: str | Path, tokenizer: WordPiece, *, one_shape: bool = False) -> VLP:
         """The trained model of the run in a folder; `one_shape`: see `in_one_shape`.

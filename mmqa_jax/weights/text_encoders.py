@@ -216,7 +216,7 @@ def load_dense(layer: DenseLayer) -> Dense:
             "fetch the folder again."
         )
     sizes = layer.inputs, layer.outputs
-    linear = Linear(*sizes, ("embed", None), rngs=nnx.Rngs(0), use_bias=layer.bias)
+    linear = Linear(*sizes, ("embed", None), rngs=nnx.Rngs(), use_bias=layer.bias)
     linear.kernel.set_value(jnp.asarray(source.read("linear.weight"), jnp.float32).T)
     if linear.bias is not None:
         linear.bias.set_value(jnp.asarray(source.read("linear.bias"), jnp.float32))
