@@ -181,6 +181,9 @@ def test_other_weights_are_those_that_answer(engine, log_probs_of):
     reused, nothing is compiled, and the first weights come back to the same answers."""
     requests, compiled = random_requests(5, 12), []
     before = served(engine, requests)
+    longest = max(requests, key=lambda request: len(request.prompt))
+    served(engine, [longest])
+    assert served(engine, [longest])[longest.id].reused_tokens >= 32
 
     def count(event, duration, **_):
         if event == "/jax/core/compile/backend_compile_duration":
@@ -190,6 +193,7 @@ def test_other_weights_are_those_that_answer(engine, log_probs_of):
     engine.use(tiny_llama(MODEL, 9))
     jax.monitoring.register_event_duration_secs_listener(count)
     try:
+        assert served(engine, [longest])[longest.id].reused_tokens == 0
         found = served(engine, requests)
     finally:
         jax.monitoring.unregister_event_duration_listener(count)
