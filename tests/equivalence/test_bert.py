@@ -151,8 +151,9 @@ def test_explicit_positions_and_row_mask(pair):
     np.testing.assert_allclose(hidden, expected.numpy(), **WHOLE)
 
 
-def test_mlm_loss_and_every_gradient(tmp_path):
-    config = dataclasses.replace(CONFIG, activation="gelu", eps=1e-5, pooler=False)
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_mlm_loss_and_every_gradient(activation, tmp_path):
+    config = dataclasses.replace(CONFIG, activation=activation, eps=1e-5, pooler=False)
     torch.manual_seed(0)
     theirs = randomize(transformers.BertForMaskedLM(torch_config(config)), 2, 0.15)
     theirs.save_pretrained(tmp_path)
