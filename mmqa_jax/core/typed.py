@@ -214,9 +214,15 @@ def spec_of(
     """
     return {
         name: _key_of(parameter, minimum, partial)
-        for name, parameter in inspect.signature(maker, eval_str=True).parameters.items()
+        for name, parameter in parameters_of(maker).items()
         if name not in without
     }
+
+
+@functools.cache
+def parameters_of(maker: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """What a function or dataclass takes, annotations evaluated: once, for thousands of rows."""
+    return inspect.signature(maker, eval_str=True).parameters
 
 
 def _key_of(parameter: inspect.Parameter, minimum: float | None, partial: bool) -> Key:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from mmqa_jax.core.typed import parameters_of
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.prompting.captions import check_captions, check_no_tags
@@ -62,13 +62,13 @@ class Setting:
         """The names of the parts that it takes -> whether it needs them."""
         return {
             name: parameter.default is parameter.empty
-            for name, parameter in inspect.signature(self.answer).parameters.items()
+            for name, parameter in parameters_of(self.answer).items()
             if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and name not in _GIVEN
         }
 
     def options(self, changes: _Options) -> dict[str, Any]:
         """All its options, with the defaults of those that do not change; `changes` below, too."""
-        parameters = inspect.signature(self.answer).parameters.values()
+        parameters = parameters_of(self.answer).values()
         defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
         return {**defaults, **changes}
 
@@ -127,7 +127,7 @@ class Setting:
           One Prediction per question; its answer is "" if the setting only retrieves sources.
         """
         available = {"questions": questions, "corpus": corpus, **parts}
-        taken = inspect.signature(self.answer).parameters
+        taken = parameters_of(self.answer)
         results = self.answer(**{k: v for k, v in available.items() if k in taken}, **options)
         return [
             Prediction(x.question_id, "", x.sources, x.scores) if isinstance(x, Ranking) else x
