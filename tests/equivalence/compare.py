@@ -77,7 +77,7 @@ def alone(stack: nnx.Module, call: Callable, inputs: jax.Array) -> jax.Array:
 
 def abstract(kind: type[nnx.Module], config: Any) -> nnx.Module:
     """A model of shapes: nothing of it is initialized."""
-    return nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs()))
+    return nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
 
 
 def copied(x: jax.Array) -> jax.Array:
