@@ -77,13 +77,8 @@ def alone(stack: nnx.Module, call: Callable, inputs: jax.Array) -> jax.Array:
 
 
 def abstract(kind: type[nnx.Module], config: Any) -> nnx.Module:
-<<<<<<< HEAD
     """A model of shapes, traced once with those that are loaded; without keys, see `layers.param`."""
     return nnx.merge(*traced_model(kind, config))
-=======
-    """A model of shapes: nothing of it is initialized."""
-    return nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
->>>>>>> v5
 
 
 def copied(x: jax.Array) -> jax.Array:
