@@ -35,7 +35,7 @@ QUESTIONS, BEAMS, PROMPT, STEPS = 8, 5, 128, 16
 
 def main(out: Path | None = None) -> None:
     mesh = make_mesh({"data": 1}, devices=open_topology("v5e:2x2").devices[:1])
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Llama(CONFIG, rngs=nnx.Rngs())))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Llama(CONFIG, rngs=nnx.Rngs(0))))
     state = on_shardings(state, state_shardings(state, mesh))
     ids = jax.ShapeDtypeStruct((QUESTIONS, PROMPT), jnp.int32)
     lengths = jax.ShapeDtypeStruct((QUESTIONS,), jnp.int32)
