@@ -183,8 +183,8 @@ class Peers:
         here = f"this process {self.me} was at step {self._step}, {self._doing}"
         line = f"mmqa: {lost}; {here}; {self._remedy()}.\n"
         if self.me == 0:
-            # Before the line, which jaxlib's own would follow else. Others need its store to know what
-            # it knows: they read that once a beat.
+            # Before the line, which jaxlib's own would follow else. Others need its store to know
+            # what it knows: they read that once a beat.
             time.sleep(1 if self.count == 2 else 1 + self._beat_seconds)
         os.write(2, line.encode(errors="replace"))
         self._end(1)
