@@ -22,7 +22,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Prints what is known of a training run, or a line per shard of a job and one for all."""
-    from mmqa_jax.runs.training_report import is_training, status_lines, training_status
+    from mmqa_jax.runs.training_status import is_training, status_lines, training_status
 
     path = as_path(arguments.path)
     check_store(path)

@@ -39,6 +39,7 @@ from mmqa_jax.core.paths import (
 )
 from mmqa_jax.core.progress import announce
 from mmqa_jax.core.trees import flatten_named, nest, unflatten_named, unnest
+from mmqa_jax.core.workdir import steps_in
 
 _DELETED = "deleted"  # folder beside the steps
 
@@ -441,12 +442,6 @@ def _first_damage(
 def _first_whole(folder: Path, steps: Iterable[int]) -> int | None:
     damage = ((step, find_damage_together(folder / str(step))) for step in steps)
     return next((step for step, problem in damage if problem is None), None)
-
-
-def steps_in(folder: Path) -> list[int]:
-    """The steps whose folders stand there, in order; neither unfinished nor damaged ones."""
-    names = [path.name for path in folder.iterdir()] if folder.exists() else []
-    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def _set_aside(place: Path) -> Path:

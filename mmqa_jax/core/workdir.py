@@ -360,3 +360,9 @@ def _read_record(file: Path) -> dict[str, Any]:
             "changed them on purpose deletes that key)."
         )
     return record
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps whose folders stand there, in order; neither unfinished nor damaged ones."""
+    names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    return sorted(int(name) for name in names if name.isdecimal())

@@ -21,8 +21,9 @@ from mmqa_jax.decoding.t5_generate import beam_search, score
 from mmqa_jax.models.multimodal_t5 import MultimodalT5
 from mmqa_jax.models.t5_inputs import PicturedTexts
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer, open_tokenizer
-from mmqa_jax.weights.folder import is_weights_folder, load_converted
+from mmqa_jax.weights.folder import load_converted
 from mmqa_jax.weights.published import load_published
+from mmqa_jax.weights.record import is_weights_folder
 
 # What transformers' decoders close up where clean_up_tokenization_spaces is set.
 _APART = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")

@@ -22,8 +22,9 @@ from mmqa_jax.models.detection.faster_rcnn import (
     vlp_x101,
 )
 from mmqa_jax.weights.config_json import replace_fields
-from mmqa_jax.weights.folder import is_weights_folder, load_converted, read_record
+from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.published import load_published
+from mmqa_jax.weights.record import is_weights_folder
 
 _PRESETS = {"vlp_x101": vlp_x101, "vinvl": vinvl_x152c4, "bua": bottom_up_r101}
 

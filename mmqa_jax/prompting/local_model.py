@@ -45,20 +45,12 @@ from mmqa_jax.prompting.local_t5 import open_t5_backend
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.config_json import replace_fields
-from mmqa_jax.weights.folder import (
-    MIB,
-    RECORD,
-    WEIGHTS,
-    in_mebibytes,
-    is_converted,
-    is_weights_folder,
-    load_converted,
-    read_record,
-)
+from mmqa_jax.weights.folder import MIB, in_mebibytes, load_converted, read_record
 from mmqa_jax.weights.formats.gguf import GGUFSource
 from mmqa_jax.weights.hub import find_model, is_hub_name
 from mmqa_jax.weights.models.t5_gguf import ARCHITECTURES as GGUF_T5
 from mmqa_jax.weights.published import load_published
+from mmqa_jax.weights.record import RECORD, WEIGHTS, is_converted, is_weights_folder
 from mmqa_jax.weights.registry import architecture
 from mmqa_jax.weights.sources import gguf_file
 

@@ -24,9 +24,10 @@ from mmqa_jax.retrieval.embedder import Embedder, dual_encoder_cost, one_picture
 from mmqa_jax.retrieval.embeddings import BROKEN
 from mmqa_jax.retrieval.two_towers import as_dual_encoder, load_two_towers
 from mmqa_jax.retrieval.vectors import check_finite
-from mmqa_jax.weights.folder import is_converted, read_record
+from mmqa_jax.weights.folder import read_record
 from mmqa_jax.weights.models.clip_open_clip import squashes
 from mmqa_jax.weights.models.clip_uniir import UNIIR
+from mmqa_jax.weights.record import is_converted
 
 _BUCKETS = (16, 32, 48, 77)
 

@@ -17,6 +17,8 @@ from mmqa_jax.core.files import atomic_write, read_json
 from mmqa_jax.core.paths import as_path, in_store, remove_tree, upload
 
 MANIFEST = "manifest.json"
+# Subfolders of an index's folder: of `mmqa embed`, `mmqa index`, and that with --kind=bm25.
+EMBEDDINGS, INDEX, BM25_INDEX = "embeddings", "index", "bm25"
 
 
 @contextlib.contextmanager

@@ -14,8 +14,9 @@ from jax.sharding import Mesh
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import state_shardings
 from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
-from mmqa_jax.weights.folder import is_converted, load_converted, read_record
+from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.published import load_published
+from mmqa_jax.weights.record import is_converted
 
 
 def load_two_towers(folder: str | os.PathLike, name: str, mesh: Mesh | None) -> Any:

@@ -28,7 +28,7 @@ from mmqa_jax.prompting.heuristics import (
 from mmqa_jax.tasks.opening import read_run
 from mmqa_jax.tasks.reading import read_task
 from mmqa_jax.tasks.vqa import VQA, FoldedData, load_prophets_mcan, load_vqa_model
-from mmqa_jax.weights.folder import is_converted
+from mmqa_jax.weights.record import is_converted
 
 EXAMPLES = 100  # Prophet's EXAMPLE_NUM
 

@@ -39,7 +39,8 @@ from mmqa_jax.decoding.oscar_caption import write_captions
 from mmqa_jax.models.oscar import OscarConfig
 from mmqa_jax.models.oscar_layout import OscarLayout
 from mmqa_jax.retrieval.embedder import tower_bytes
-from mmqa_jax.weights.folder import load_converted, read_metadata, read_record
+from mmqa_jax.weights.folder import load_converted, read_record
+from mmqa_jax.weights.record import read_metadata
 
 
 def caption_pictures(

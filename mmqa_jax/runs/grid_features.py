@@ -29,7 +29,8 @@ from mmqa_jax.data.images import BrokenPictures, PictureError, decode_to_pixels
 from mmqa_jax.data.vqa_inputs import image_id
 from mmqa_jax.models.clip import normalize_pixels
 from mmqa_jax.models.modified_resnet import STRIDE
-from mmqa_jax.weights.folder import is_weights_folder, load_converted, read_record
+from mmqa_jax.weights.folder import load_converted, read_record
+from mmqa_jax.weights.record import is_weights_folder
 
 SIDE = 512  # of the pictures, in pixels (Prophet's IMG_RESOLUTION)
 

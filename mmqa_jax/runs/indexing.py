@@ -31,10 +31,9 @@ from mmqa_jax.retrieval.faiss_export import IDS as FAISS_IDS
 from mmqa_jax.retrieval.faiss_export import INDEX as FAISS_INDEX
 from mmqa_jax.retrieval.faiss_export import check_export, export_faiss
 from mmqa_jax.retrieval.index import build_index, is_current, load_index, recall_against
-from mmqa_jax.retrieval.manifest import MANIFEST
+from mmqa_jax.retrieval.manifest import BM25_INDEX, EMBEDDINGS, INDEX, MANIFEST
 from mmqa_jax.retrieval.milvus import ingest, open_milvus
 from mmqa_jax.retrieval.scann_shards import build_shards, open_shards
-from mmqa_jax.runs.parts import BM25_INDEX, EMBEDDINGS, INDEX
 from mmqa_jax.tasks.embedder import open_embedder
 
 _COMPARED_ROWS = 5_000_000  # beyond them exact search takes longer than the comparison is worth

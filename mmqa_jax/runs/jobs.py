@@ -13,8 +13,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.paths import check_store
 from mmqa_jax.core.store import HEAD
 from mmqa_jax.retrieval.embeddings import read_unfinished
-from mmqa_jax.retrieval.manifest import MANIFEST
-from mmqa_jax.runs.parts import EMBEDDINGS
+from mmqa_jax.retrieval.manifest import EMBEDDINGS, MANIFEST
 
 
 class Place(NamedTuple):

@@ -29,6 +29,7 @@ from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.retrieval.cached_vectors import cached_vectors
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, check_weight
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
+from mmqa_jax.retrieval.manifest import BM25_INDEX, EMBEDDINGS, INDEX
 from mmqa_jax.retrieval.milvus import PREFIX as MILVUS
 from mmqa_jax.retrieval.modality import MODALITIES
 from mmqa_jax.retrieval.rankings import Asks, Retriever
@@ -38,8 +39,6 @@ from mmqa_jax.runs.opened_parts import OpenedParts, Part
 from mmqa_jax.tasks.library import LibrarySpec, check_similarity, open_text_embedder
 
 _MOST_IN_MEMORY = 3_000_000  # sources of which BM25 makes an index in memory
-# Subfolders of an index's folder: of `mmqa embed`, `mmqa index`, and that with --kind=bm25.
-EMBEDDINGS, INDEX, BM25_INDEX = "embeddings", "index", "bm25"
 
 
 @dataclasses.dataclass(frozen=True)

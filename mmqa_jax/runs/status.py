@@ -1,4 +1,4 @@
-"""`mmqa status` of a demo and of rows; of training runs and jobs: training_report.py, jobs.py."""
+"""`mmqa status` of a demo and of rows; of training runs and jobs: training_status.py, jobs.py."""
 
 from __future__ import annotations
 

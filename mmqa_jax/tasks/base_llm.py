@@ -24,9 +24,10 @@ from mmqa_jax.prompting.local_model import model_kind, weights_hash
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer, open_tokenizer
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.config_json import replace_fields
-from mmqa_jax.weights.folder import is_weights_folder, load_converted, read_record
+from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.hub import find_model, is_hub_name
 from mmqa_jax.weights.published import load_published
+from mmqa_jax.weights.record import is_weights_folder
 from mmqa_jax.weights.registry import architecture
 
 SCRATCH = "scratch"

@@ -17,7 +17,8 @@ from mmqa_jax.tasks.dual_encoder import DualEncoderTask
 from mmqa_jax.tasks.example_retrieval import ExampleRetrieval
 from mmqa_jax.tasks.opening import Options, read_run
 from mmqa_jax.weights.bundled import minilm_path
-from mmqa_jax.weights.folder import is_converted, read_record
+from mmqa_jax.weights.folder import read_record
+from mmqa_jax.weights.record import is_converted
 from mmqa_jax.weights.text_encoders import published_folder, published_kind
 from mmqa_jax.weights.vlm_encoders import FAMILY as VLM
 from mmqa_jax.weights.vlm_encoders import check_family

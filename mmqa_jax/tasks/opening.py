@@ -12,7 +12,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import read_typed
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.tasks.task import Task
-from mmqa_jax.weights.folder import read_metadata
+from mmqa_jax.weights.record import read_metadata
 
 T = TypeVar("T", bound=Task)
 Options = Mapping[str, Any]  # of the section `inference`, in place of the run's own

@@ -19,8 +19,9 @@ from mmqa_jax.data.tokenizers import WordPiece, minilm_tokenizer, vocabulary_row
 from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
 from mmqa_jax.models.text_classifier import TextClassifier
 from mmqa_jax.weights.bundled import minilm_path
-from mmqa_jax.weights.folder import is_converted, load_converted, read_record
+from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.pretrained import fill_bert, init_vlp_from_bert, start_vlp
+from mmqa_jax.weights.record import is_converted
 
 # Puts weights into a model of shapes (nnx.eval_shape), in place. What stays a shape is drawn at
 # random afterwards.

@@ -28,8 +28,9 @@ from mmqa_jax.data.question_words import QuestionWords, read_glove
 from mmqa_jax.data.schema import Question
 from mmqa_jax.retrieval.minilm import load_minilm_embedder
 from mmqa_jax.tasks.pretrained import Loader, bert_folder, bert_rows
-from mmqa_jax.weights.folder import is_weights_folder, load_converted, read_record
+from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.pretrained import fill_bert
+from mmqa_jax.weights.record import is_weights_folder
 
 
 def make_answers(section: Any, questions: Sequence[Question]) -> AnswerVocabulary:

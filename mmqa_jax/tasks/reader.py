@@ -15,8 +15,9 @@ from mmqa_jax.tasks.answer import Answer, load_reader
 from mmqa_jax.tasks.fusion_in_decoder import FusionInDecoder, load_fusion_reader
 from mmqa_jax.tasks.opening import Options, read_run
 from mmqa_jax.tasks.reading import read_task
-from mmqa_jax.weights.folder import is_weights_folder, load_converted
+from mmqa_jax.weights.folder import load_converted
 from mmqa_jax.weights.published import load_published
+from mmqa_jax.weights.record import is_weights_folder
 
 
 def open_reader(folder: str | Path, corpus: Corpus, options: Options | None = None) -> Any:

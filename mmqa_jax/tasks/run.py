@@ -28,7 +28,8 @@ from mmqa_jax.training.best_weights import read_best
 from mmqa_jax.training.loop import Observed, Resuming, train
 from mmqa_jax.training.options import FREE
 from mmqa_jax.training.profile import parse_steps
-from mmqa_jax.weights.folder import RECORD, RUN_FILES, read_metadata, write_run_sums
+from mmqa_jax.weights.folder import write_run_sums
+from mmqa_jax.weights.record import RUN_FILES, is_trained
 
 # A run may resume with other values of these, on other hosts: they change no step. Whether another
 # `train.steps` does is found out by training.continued.
@@ -181,8 +182,3 @@ def _keep_sums(folder: Path) -> None:
         if there - (read_sums(folder) or {}).keys():
             write_run_sums(folder)
     distributed.barrier("checksums")
-
-
-def is_trained(folder: Path, steps: int) -> bool:
-    """Whether the run in `folder` has reached its last step and saved its weights."""
-    return (folder / RECORD).exists() and read_metadata(folder).get("step") == steps

@@ -54,7 +54,7 @@ from mmqa_jax.tasks.task import (
     ints,
 )
 from mmqa_jax.training.best_weights import BEST
-from mmqa_jax.weights.folder import read_metadata
+from mmqa_jax.weights.record import read_metadata
 
 # Frontend with precomputed detector features -> reader of its files.
 READERS = {"x101": X101Features, "vinvl": VinVLFeatures}

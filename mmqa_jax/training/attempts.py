@@ -20,8 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from mmqa_jax.core.files import write_jsonl
 from mmqa_jax.core.progress import duration
 
@@ -53,6 +51,8 @@ class Attempts:
 
     def start(self, step: int) -> None:
         """The attempt starts from that step, as of when this object was made."""
+        import jax  # here, as `mmqa status` reads these files without it
+
         if jax.process_index() == 0:
             self._rows = read_attempts(self._folder)
             self._write("start", step, self._started, self._began, {})

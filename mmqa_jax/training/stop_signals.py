@@ -16,7 +16,7 @@ from mmqa_jax.core.checkpoint import Checkpoints
 from mmqa_jax.core.errors import RunError
 from mmqa_jax.core.metrics import METRICS
 from mmqa_jax.core.paths import in_store
-from mmqa_jax.weights.folder import RUN_FILES
+from mmqa_jax.weights.record import RUN_FILES
 
 
 class StopSignals:

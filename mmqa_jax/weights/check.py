@@ -38,9 +38,10 @@ from mmqa_jax.models.siglip import PIXEL_MEAN, PIXEL_STD
 from mmqa_jax.models.t5 import T5Stack
 from mmqa_jax.models.t5_config import FAMILIES as T5
 from mmqa_jax.weights.convert import convert
-from mmqa_jax.weights.folder import is_weights_folder, load_converted, read_record
+from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.models.siglip import FIXED, FLEXIBLE
 from mmqa_jax.weights.published import load_published
+from mmqa_jax.weights.record import is_weights_folder
 from mmqa_jax.weights.registry import NAMES
 from mmqa_jax.weights.text_encoders import (
     CONFIG,

@@ -29,11 +29,8 @@ from mmqa_jax.weights.config_json import with_changes
 from mmqa_jax.weights.finite import all_zero
 from mmqa_jax.weights.folder import (
     MIB,
-    RECORD,
-    WEIGHTS,
     describe_model,
     in_mebibytes,
-    is_weights_folder,
     load_converted,
     read_record,
     write_converted_sums,
@@ -51,6 +48,7 @@ from mmqa_jax.weights.output_folder import (
     whole_folder,
 )
 from mmqa_jax.weights.published import with_fresh, write_published
+from mmqa_jax.weights.record import RECORD, WEIGHTS, is_weights_folder
 from mmqa_jax.weights.registry import Architecture, architecture
 
 DTYPES = ("bfloat16", "float32")

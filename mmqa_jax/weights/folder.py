@@ -22,25 +22,25 @@ from jax.sharding import Mesh
 from mmqa_jax.core.checksums import check_sums, files_below, write_sums
 from mmqa_jax.core.distributed import barrier
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import atomic_write, read_json
-from mmqa_jax.core.paths import absolute, as_path, copy_file, in_store
+from mmqa_jax.core.files import atomic_write
+from mmqa_jax.core.paths import absolute, copy_file, in_store
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.trees import flatten_named, unflatten_named
 from mmqa_jax.weights.config_json import config_to_json
 from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
 from mmqa_jax.weights.keymap import abstract_of
+from mmqa_jax.weights.record import (
+    DAMAGED,
+    FORMAT,
+    RECORD,
+    RUN_FILES,
+    WEIGHTS,
+    read_metadata,
+    record_file,
+)
 from mmqa_jax.weights.registry import Architecture, architecture, architecture_of
 
-FORMAT = "mmqa_jax weights 1"
-WEIGHTS, RECORD = "weights", "model.json"
-# Of a training run: what else is needed to use its weights; config.json has its own checksum.
-RUN_FILES = ("answers.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 MIB = 1 << 20
-_OLD_RECORD = "config.json"  # of folders that were converted when training wrote its own format
-_DAMAGED = (
-    "copy the folder again, or train or convert the model again (who changed the file on purpose "
-    "deletes SHA256SUMS)"
-)
 _SHOWN = 5  # offenders listed of each kind
 
 
@@ -62,48 +62,6 @@ class Description:
     record: Mapping[str, Any]
 
 
-def is_weights_folder(path: str | os.PathLike) -> bool:
-    """Whether a path is a folder that `mmqa convert` or a finished training run wrote.
-
-    Raises:
-      UserError: its model.json is damaged.
-    """
-    path = Path(path)
-    if not (path / WEIGHTS).is_dir() or not _record_file(path).is_file():
-        return False
-    record = read_json(_record_file(path))
-    check_sums(path, [RECORD], remedy=_DAMAGED)
-    return isinstance(record, dict) and str(record.get("format", "")).startswith("mmqa_jax")
-
-
-def is_converted(path: str | os.PathLike) -> bool:
-    """Whether a path is a folder that `mmqa convert` wrote."""
-    return is_weights_folder(path) and "task" not in read_metadata(path)
-
-
-def read_metadata(folder: str | os.PathLike) -> dict[str, Any]:
-    """The content of model.json.
-
-    Raises:
-      UserError: the folder holds no finished weights, model.json is of another kind, or that or a
-        file beside it (a tokenizer) is damaged.
-    """
-    file = _record_file(as_path(folder))
-    if not file.exists():
-        raise UserError(
-            f"{folder}: holds no trained weights (no {RECORD}); run the training to its end, or "
-            "give its workdir or a folder of `mmqa convert`."
-        )
-    metadata = read_json(file)
-    if not isinstance(metadata, dict):
-        raise UserError(
-            f"{file}: is not what training or `mmqa convert` writes; copy the folder again, or "
-            "train or convert the model again."
-        )
-    check_sums(folder, remedy=_DAMAGED)
-    return metadata
-
-
 def describe_model(architecture: Architecture, config: Any, dtype: str) -> dict[str, Any]:
     """The entries of model.json that `read_record` needs."""
     return {
@@ -120,7 +78,7 @@ def read_record(folder: str | os.PathLike) -> Description:
     Raises:
       UserError: another folder, of another version, or a damaged config.
     """
-    file = _record_file(Path(folder))
+    file = record_file(Path(folder))
     record = read_metadata(folder)
     if record.get("format") != FORMAT:
         raise UserError(
@@ -184,7 +142,7 @@ def load_weights(
     """
     folder = Path(folder)
     read_metadata(folder)
-    check_sums(folder / WEIGHTS, remedy=_DAMAGED)
+    check_sums(folder / WEIGHTS, remedy=DAMAGED)
     target = flatten_named(abstract)
     _check_same_arrays(folder, target)
     arrays = read_weights(folder / WEIGHTS, target, on_bytes=on_bytes)
@@ -289,16 +247,6 @@ def in_mebibytes(progress: Progress) -> Callable[[int], None]:
         done += size
 
     return on_bytes
-
-
-def _record_file(folder: Path) -> Path:
-    """model.json; config.json in a folder of an older `mmqa convert`."""
-    file = folder / RECORD
-    if not file.exists() and (folder / WEIGHTS).is_dir() and (folder / _OLD_RECORD).is_file():
-        old = read_json(folder / _OLD_RECORD)
-        if isinstance(old, dict) and "format" in old:
-            return folder / _OLD_RECORD
-    return file
 
 
 def _check_same_arrays(folder: Path, target: Mapping[str, Any]) -> None:

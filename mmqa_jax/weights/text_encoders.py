@@ -27,7 +27,6 @@ from mmqa_jax.models.modernbert import ModernBert, ModernBertCrossEncoder
 from mmqa_jax.models.mpnet import MPNet
 from mmqa_jax.models.sentence_encoder import Dense
 from mmqa_jax.models.text_decoder import TextDecoder, YesNoDecoder
-from mmqa_jax.weights.folder import is_weights_folder
 from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.hub import find_model, is_hub_name
 from mmqa_jax.weights.keymap import KeyMap
@@ -48,6 +47,7 @@ from mmqa_jax.weights.models.roberta import (
     roberta_key_map,
 )
 from mmqa_jax.weights.published import load_checkpoint
+from mmqa_jax.weights.record import is_weights_folder
 from mmqa_jax.weights.sentence_pooling import ACTIVATIONS, DenseLayer
 from mmqa_jax.weights.sources import open_source
 

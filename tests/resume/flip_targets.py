@@ -36,13 +36,8 @@ from mmqa_jax.retrieval.index import ScannParameters, build_index, load_index, s
 from mmqa_jax.runs.merging import merge_parts
 from mmqa_jax.tasks.modality import load_question_classifier
 from mmqa_jax.training.throughput import CLOCK_COLUMNS
-from mmqa_jax.weights.folder import (
-    load_converted,
-    load_weights,
-    read_metadata,
-    read_record,
-    replace_trained,
-)
+from mmqa_jax.weights.folder import load_converted, load_weights, read_record, replace_trained
+from mmqa_jax.weights.record import read_metadata
 
 sys.path += [str(Path(__file__).parents[1] / "unit"), str(Path(__file__).parent)]
 import cli_runs

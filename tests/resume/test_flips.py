@@ -14,7 +14,7 @@ from test_training_resume import assert_same_run
 from mmqa_jax.core.checksums import SUMS, find_damage
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.training.loop import Resuming
-from mmqa_jax.weights.folder import read_metadata
+from mmqa_jax.weights.record import read_metadata
 
 BY_NAME = {target.name: target for target in TARGETS}
 # What no result depends on: an older checkpoint but for its score and its checksums, and Orbax's own

@@ -10,7 +10,7 @@ import pytest
 import tiny_run
 from test_training_resume import assert_same_run
 
-from mmqa_jax.weights.folder import read_metadata
+from mmqa_jax.weights.record import read_metadata
 
 SETTINGS = {"log_every": 4, "checkpoint_every": 3, "evaluate_every": 15}
 SEED = 20

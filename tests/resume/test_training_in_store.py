@@ -17,7 +17,7 @@ from mmqa_jax.core import orbax_s3
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.training.loop import Resuming
-from mmqa_jax.weights.folder import read_metadata
+from mmqa_jax.weights.record import read_metadata
 
 NAME = "runs/tiny"
 GS, S3 = f"gs://{object_store.BUCKET}/{NAME}", f"s3://{amazon_store.BUCKET}/{NAME}"

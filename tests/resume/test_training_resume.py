@@ -16,7 +16,8 @@ from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.metrics import read_metrics
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.training.throughput import CLOCK_COLUMNS
-from mmqa_jax.weights.folder import load_weights, read_metadata, save_trained
+from mmqa_jax.weights.folder import load_weights, save_trained
+from mmqa_jax.weights.record import read_metadata
 
 
 def run(workdir, batches=None, **changes):

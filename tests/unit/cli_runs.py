@@ -96,7 +96,7 @@ def mmqa(*arguments: str | Path, initializers: bool = False) -> Ended:
       takes a second less.
     """
     out, err = io.StringIO(), io.StringIO()
-    trains = arguments[0] == "train" and not initializers
+    trains = arguments[:1] == ("train",) and not initializers
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),

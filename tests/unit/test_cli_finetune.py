@@ -21,9 +21,10 @@ from tiny_llm import letters, llama_config, write_folder
 
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
-from mmqa_jax.weights.folder import load_converted, read_metadata
+from mmqa_jax.weights.folder import load_converted
 from mmqa_jax.weights.formats.orbax_reader import stored_specs
 from mmqa_jax.weights.published import load_published
+from mmqa_jax.weights.record import read_metadata
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

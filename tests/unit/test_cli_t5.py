@@ -18,7 +18,7 @@ from mmqa_jax.prompting.backends import Completion, Decoding
 from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
 from mmqa_jax.prompting.local_model import open_backend
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
-from mmqa_jax.weights.folder import read_metadata
+from mmqa_jax.weights.record import read_metadata
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

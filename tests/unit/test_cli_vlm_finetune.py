@@ -31,8 +31,9 @@ from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.tasks.reading import read_task
-from mmqa_jax.weights.folder import load_converted, read_metadata
+from mmqa_jax.weights.folder import load_converted
 from mmqa_jax.weights.formats.orbax_reader import stored_specs
+from mmqa_jax.weights.record import read_metadata
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

@@ -31,7 +31,7 @@ from mmqa_jax.tasks import answer
 from mmqa_jax.tasks.reading import check_config, known_tasks, read_task
 from mmqa_jax.training.best_weights import read_best
 from mmqa_jax.training.state import split_model
-from mmqa_jax.weights.folder import read_metadata
+from mmqa_jax.weights.record import read_metadata
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

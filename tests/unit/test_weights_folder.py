@@ -22,14 +22,9 @@ from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
 from mmqa_jax.models.vlp import VLPConfig
 from mmqa_jax.models.vlp_pixels import ClipVLPConfig
 from mmqa_jax.weights.convert import convert
-from mmqa_jax.weights.folder import (
-    is_converted,
-    is_weights_folder,
-    load_converted,
-    read_record,
-    save_trained,
-)
+from mmqa_jax.weights.folder import load_converted, read_record, save_trained
 from mmqa_jax.weights.published import load_published
+from mmqa_jax.weights.record import is_converted, is_weights_folder
 
 pytestmark = pytest.mark.slow
 
