@@ -8,7 +8,7 @@ an uninterrupted run.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +35,13 @@ from mmqa_jax.extensions.fusion_tuning import tune_fusion
 from mmqa_jax.retrieval.fusion import DEPTH
 from mmqa_jax.retrieval.rankings import nearest_similarities
 from mmqa_jax.runs.demo_results import read_results, score_demo, show_tables, write_html
-from mmqa_jax.runs.demo_time import TRAININGS, TimeLeft, about, fixed_seconds
+from mmqa_jax.runs.demo_time import (
+    MACHINE,
+    TRAININGS,
+    about,
+    fixed_seconds,
+    open_time_left,
+)
 from mmqa_jax.runs.indexing import embed, index
 from mmqa_jax.runs.opened_parts import OpenedParts
 from mmqa_jax.runs.parts import RetrieverSpec, open_dense, open_fusions, with_similarity
@@ -50,7 +56,6 @@ TASKS = TRAININGS
 DATA, INDEX, ROWS = "data", "index", "rows"
 SELECTION, FUSION = "retrieval/selection.json", "retrieval/fusion.json"
 REFUSAL = "retrieval/refusal.json"
-MACHINE = "machine.json"
 
 
 def run_demo(config: ConfigDict, folder: Path) -> dict[str, Any]:
@@ -99,20 +104,6 @@ def write_demo_report(folder: Path, workdir: Workdir | None = None) -> dict[str,
     write_html(folder / "report.html", results, scores, records)
     Console(stderr=True).print(f"Report: {folder / 'report.html'}", soft_wrap=True)
     return scores
-
-
-def open_time_left(
-    config: ConfigDict, folder: Path, records: Mapping[str, Mapping[str, Any]]
-) -> TimeLeft:
-    """What predicts the rest of the demo in `folder`, whose machine has been measured.
-
-    Args:
-      records: of its complete stages (Workdir.stages).
-    """
-    machine = read_json(folder / MACHINE)
-    fixed = {name: fixed_seconds(folder, name) for name in TRAININGS if name in records}
-    known = {name: seconds for name, seconds in fixed.items() if seconds is not None}
-    return TimeLeft(config, records, machine["gflops"], machine["precision"], known)
 
 
 def _measure(precision: str, folder: Path) -> dict[str, Any]:

@@ -18,8 +18,10 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from mmqa_jax.core.files import read_json
 from mmqa_jax.training.attempts import goodput, read_attempts
 
+MACHINE = "machine.json"  # in a demo's workdir: what its machine was measured to do
 TRAININGS = ("contrastive", "rerank", "answer")
 STAGES = (
     *("prepare", "contrastive", "embed", "search", "rerank"),
@@ -218,3 +220,17 @@ def about(seconds: float) -> str:
     if seconds >= 90:
         return f"about {round(seconds / 60)} min"
     return f"about {max(10, round(seconds, -1)):.0f} s"
+
+
+def open_time_left(
+    config: ConfigDict, folder: Path, records: Mapping[str, Mapping[str, Any]]
+) -> TimeLeft:
+    """What predicts the rest of the demo in `folder`, whose machine has been measured.
+
+    Args:
+      records: of its complete stages (Workdir.stages).
+    """
+    machine = read_json(folder / MACHINE)
+    fixed = {name: fixed_seconds(folder, name) for name in TRAININGS if name in records}
+    known = {name: seconds for name, seconds in fixed.items() if seconds is not None}
+    return TimeLeft(config, records, machine["gflops"], machine["precision"], known)

@@ -12,8 +12,7 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.core.progress import duration
 from mmqa_jax.core.workdir import Workdir, read_config
 from mmqa_jax.evaluation.score_names import score_name
-from mmqa_jax.runs.demo import MACHINE, open_time_left
-from mmqa_jax.runs.demo_time import STAGES, about
+from mmqa_jax.runs.demo_time import MACHINE, STAGES, about, open_time_left
 from mmqa_jax.runs.workdirs import finished_rows
 
 
