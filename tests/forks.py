@@ -9,6 +9,7 @@ order in all of them: a test for which that matters starts processes of its own.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -84,7 +85,10 @@ class Fork:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # it has ended, and is not yet said to have
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

@@ -358,7 +358,7 @@ def test_a_split_of_which_nothing_is_known(bare_data, models, index, tmp_path):
     """As WebQA's test split: predictions for the leaderboard, no scores."""
     result = done(*row_flags("atlas:question_only", tmp_path / "run", bare_data, models, index))
     assert (result["scores"], result["n"], result["questions"]) == ({}, 0, 8)
-    assert result["notes"][0] == "gold answers and sources of this split are not published"
+    assert result["notes"] == ["gold answers and sources of this split are not published"]
     rows = rows_of(tmp_path / "run" / "per_question.jsonl")
     assert [row["scores"] for row in rows] == [{}] * 8
     assert result["notes"][0] in (tmp_path / "run" / "report.html").read_text()
