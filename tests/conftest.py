@@ -163,18 +163,26 @@ def _optimized(request) -> Iterator[None]:
         jax.config.update("jax_disable_most_optimizations", before)
 
 
-def _cache(folder: Path) -> Path:
+def _cache(folder: Path, root: Path) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "xla").symlink_to(kept_programs.FOLDER)
+    # By their content: reading SmolLM2's words takes three seconds.
+    (root / "gguf-tensors").mkdir(exist_ok=True)
+    (folder / "gguf-tensors").symlink_to(root / "gguf-tensors")
     return folder
 
 
 @pytest.fixture(scope="session")
-def made_once(tmp_path_factory, request) -> Callable[[str, Callable[[Path], None]], Path]:
-    """Gives a folder by its name that the first worker to ask fills; the others wait for it."""
+def shared_root(tmp_path_factory, request) -> Path:
+    """The folder of temporary files of all workers."""
     root = tmp_path_factory.getbasetemp()
-    if hasattr(request.config, "workerinput"):
-        root = root.parent
+    return root.parent if hasattr(request.config, "workerinput") else root
+
+
+@pytest.fixture(scope="session")
+def made_once(shared_root) -> Callable[[str, Callable[[Path], None]], Path]:
+    """Gives a folder by its name that the first worker to ask fills; the others wait for it."""
+    root = shared_root
 
     def get(name: str, fill: Callable[[Path], None]) -> Path:
         folder, filled = root / name, root / f"{name}.filled"
@@ -189,15 +197,15 @@ def made_once(tmp_path_factory, request) -> Callable[[str, Callable[[Path], None
 
 
 @pytest.fixture(scope="session")
-def cli_cache(tmp_path_factory) -> Path:
-    """A cache folder for verbs, empty but for the compiled programs, which are all tests'."""
-    return _cache(tmp_path_factory.mktemp("cache"))
+def cli_cache(tmp_path_factory, shared_root) -> Path:
+    """A cache folder for verbs, empty but for what all tests share: compiled programs, read words."""
+    return _cache(tmp_path_factory.mktemp("cache"), shared_root)
 
 
 @pytest.fixture
-def fresh_cache(tmp_path) -> Iterator[Path]:
+def fresh_cache(tmp_path, shared_root) -> Iterator[Path]:
     """As `cli_cache`, of one test."""
-    yield _cache(tmp_path / "cache")
+    yield _cache(tmp_path / "cache", shared_root)
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 

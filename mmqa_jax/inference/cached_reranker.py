@@ -10,6 +10,7 @@ are split over the devices.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -194,14 +195,15 @@ class CachedReranker:
         pairs = self._pairs * self.serving.placement.padded(1)
         size = max(1, min(pairs // self.serving.batch_size, len(questions)))
         parts = [
-            QuestionGroup(
-                group.indices[chunk], jax.tree.map(lambda x, chunk=chunk: x[chunk], group.states)
-            )
+            QuestionGroup(group.indices[chunk], _chosen(group.states, chunk))
             for group in groups
             for chunk in _chunks(np.arange(len(group.indices)), min(size, len(group.indices)))
         ]
-        empty = jnp.full((size, top_k), -jnp.inf), jnp.full((size, top_k), -1)
-        kept = [jax.tree.map(lambda x, part=part: x[: len(part.indices)], empty) for part in parts]
+        shapes = [(len(part.indices), top_k) for part in parts]
+        kept = [
+            jax.device_put((np.full(shape, -np.inf, np.float32), np.full(shape, -1)))
+            for shape in shapes
+        ]
         total = len(questions) * len(self.corpus)
         with Progress("Scoring all sources", total, "pairs") as progress:
             for block in self._blocks(np.arange(len(self.corpus))):
@@ -239,10 +241,7 @@ class CachedReranker:
                 ]
                 arrays = batch([_columns(one, slots, longest) for one in packed])
                 encoded.append(self._call(self._encode_questions, self._put(arrays)))
-            joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *encoded)
-            count = len(indices)
-            states = jax.tree.map(lambda x, n=count: x[:n], joined)
-            states = self.serving.placement.copied(states)
+            states = self.serving.placement.copied(_joined(encoded, len(indices)))
             groups.append(QuestionGroup(indices, states))
         return groups
 
@@ -284,6 +283,17 @@ class CachedReranker:
         """The question or source called `name`."""
         rng = None if self._always_truncate_tail else coins(name)
         return self._packer.pack_for_selection(example, bucket, rng)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _joined(encoded: Sequence[QuestionStates], count: int) -> QuestionStates:
+    """The first `count` questions of batches of them."""
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts)[:count], *encoded)
+
+
+@jax.jit
+def _chosen(states: QuestionStates, indices: jax.Array) -> QuestionStates:
+    return jax.tree.map(lambda x: x[indices], states)
 
 
 def _columns(packed: Packed, slots: int, longest: int) -> Packed:

@@ -22,7 +22,6 @@ from importlib import metadata
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 from flax import nnx
@@ -100,7 +99,7 @@ def _maps(name: str, config: DetectorConfig, size: tuple[int, int]) -> Case:
     theirs = TorchDetector(_PEERS[name], config)
     theirs.tensors.update(tensors)
     graphdef, state = nnx.split(model)
-    inputs = jnp.asarray(pixels[None]), jnp.asarray([size], jnp.int32)
+    inputs = jax.device_put((pixels[None], np.asarray([size], np.int32)))
 
     @jax.jit
     def levels(state: nnx.State, pixels: jax.Array, sizes: jax.Array) -> list[jax.Array]:
@@ -127,8 +126,8 @@ def _whole(name: str, config: DetectorConfig, size: tuple[int, int]) -> Case:
     """From the pixels of one picture to its regions."""
     model, tensors, pixels = _drawn(config, size)
     graphdef, state = nnx.split(model)
-    sizes = jnp.asarray([size], jnp.int32)
-    pictures = Pictures(jnp.asarray(pixels[None]), sizes, sizes, jnp.ones(1))
+    sizes = np.asarray([size], np.int32)
+    pictures = jax.device_put(Pictures(pixels[None], sizes, sizes, np.ones(1, np.float32)))
     find = make_find(graphdef)
     peer, others, notes = None, {}, {"torchvision": "cannot be imported"}
     if importable():

@@ -189,6 +189,8 @@ def _plain(model: VLP, load: Load) -> dict[str, _Batch]:
 
 def _cached(model: VLP, load: Load, joint: int) -> dict[str, _Batch]:
     """The batches of one number of joint layers, checked against the masked sequence."""
+    import numpy as np
+
     from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
 
     config = load.config
@@ -208,7 +210,7 @@ def _cached(model: VLP, load: Load, joint: int) -> dict[str, _Batch]:
         batches |= {f"source/{kind}": source, f"pair/{kind}": pair}
         if kind == "snippet":
             packed = _jitted(two, "source_logits")(_inputs(config, 1, *sizes, _QUESTION))
-            _agree(packed[0], pair.run()[0, 0], load)
+            _agree(np.asarray(packed)[0], np.asarray(pair.run())[0, 0], load)
     return batches
 
 
@@ -249,7 +251,7 @@ def _inputs(config: VLPConfig, rows: int, regions: int, text: int, question: int
 
     Row 0 has the same source and question whichever other parts the sequence has.
     """
-    import jax.numpy as jnp
+    import jax
     import numpy as np
 
     from mmqa_jax.models.vlp import VLPInputs
@@ -263,12 +265,13 @@ def _inputs(config: VLPConfig, rows: int, regions: int, text: int, question: int
     slots = np.zeros((rows, 1 + regions), int)
     ids = np.concatenate([slots, tokens(1, text), slots[:, :1] + 1, tokens(2, question)], axis=1)
     rng = np.random.default_rng(3)
-    return VLPInputs(
-        input_ids=jnp.asarray(ids),
-        token_type_ids=jnp.asarray(np.where(np.arange(length) < length - question, 4, 5) + 0 * ids),
-        position_ids=jnp.asarray(np.arange(length) + 0 * ids),
-        context_mask=jnp.ones((rows, length), bool),
-        answer_mask=jnp.zeros((rows, length), bool),
-        region_features=jnp.asarray(rng.random((rows, regions, config.region_features), "f4")),
-        region_positions=jnp.asarray(rng.random((rows, regions, config.region_positions), "f4")),
+    inputs = VLPInputs(
+        input_ids=ids,
+        token_type_ids=np.where(np.arange(length) < length - question, 4, 5) + 0 * ids,
+        position_ids=np.arange(length) + 0 * ids,
+        context_mask=np.ones((rows, length), bool),
+        answer_mask=np.zeros((rows, length), bool),
+        region_features=rng.random((rows, regions, config.region_features), "f4"),
+        region_positions=rng.random((rows, regions, config.region_positions), "f4"),
     )
+    return jax.device_put(inputs)

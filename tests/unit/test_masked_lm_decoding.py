@@ -352,11 +352,11 @@ def test_words_beyond_the_written_ones_are_only_copied():
 def test_said_before_counts_visible_answer_words_only():
     """Columns: [CLS] 7 8 7, question 9, answer 8 [MASK] 7, a probe at the answer's second place."""
     inputs = batch(1, 0, 9).replace(
-        input_ids=jnp.asarray([[1, 7, 8, 7, 9, 8, MASK, 7, MASK]]),
-        position_ids=jnp.asarray([[0, 1, 2, 3, 4, 5, 6, 7, 6]]),
-        answer_mask=jnp.asarray([[0, 0, 0, 0, 0, 1, 1, 1, 0]], bool),
+        input_ids=np.asarray([[1, 7, 8, 7, 9, 8, MASK, 7, MASK]]),
+        position_ids=np.asarray([[0, 1, 2, 3, 4, 5, 6, 7, 6]]),
+        answer_mask=np.asarray([[0, 0, 0, 0, 0, 1, 1, 1, 0]], bool),
     )
-    said = np.asarray(said_before(inputs, jnp.asarray([[5, 6, 7, 8]])))
+    said = np.asarray(jax.jit(said_before)(inputs, np.asarray([[5, 6, 7, 8]])))
     eight = np.array([0, 0, 1, 0, 0, 1, 0, 0, 0], bool)
     mask = np.array([0, 0, 0, 0, 0, 0, 1, 0, 1], bool)
     np.testing.assert_array_equal(said[0], [np.zeros(9, bool), eight, eight | mask, eight])
