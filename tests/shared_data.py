@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from mmqa_jax.data.datasets.benchmark import Benchmark
 
 SHARED = Path(os.environ.get("MMQA_SHARED_DATA", Path(__file__).parents[1] / "../shared/data"))
 GOLDEN = SHARED / "webqa_golden"
@@ -25,3 +29,10 @@ def require(*paths: Path) -> None:
     if os.environ.get("CI"):
         pytest.fail(f"{reason}, which must be there where CI is set", pytrace=False)
     pytest.skip(reason)
+
+
+@functools.cache
+def shared_benchmark(read: Callable[[Path], Benchmark], name: str) -> Benchmark:
+    """A dataset by its reader; a worker reads its files, up to a second each, once for all tests."""
+    require(SHARED / name)
+    return read(SHARED / name)

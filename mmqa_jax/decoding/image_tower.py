@@ -299,8 +299,9 @@ def tower_of(model: Llava | QwenVL) -> nnx.Dict:
     parts = nnx.merge(*nnx.split(parts))  # the model keeps its own
     graphdef, layers = nnx.split(parts.vision.layers)
     count = blocks_before(model.config.feature_layer, model.config.vision.layers)
-    # Cut once, not in every call.
-    parts.vision.layers = nnx.merge(graphdef, jax.tree.map(lambda x: x[:count], layers))
+    # Cut once, not in every call; in one program, not in one for each shape.
+    cut = jax.jit(lambda layers: jax.tree.map(lambda x: x[:count], layers))
+    parts.vision.layers = nnx.merge(graphdef, cut(layers))
     del parts.vision.ln_post
     if hasattr(parts.vision, "head"):
         del parts.vision.head

@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from cli_runs import png
-from shared_data import SHARED
+from shared_data import SHARED, shared_benchmark
 from vqa_files import aokvqa_row, write, write_aokvqa
 
 from mmqa_jax.core.errors import UserError
@@ -203,7 +203,7 @@ def test_files_of_another_shape(tmp_path):
     not (SHARED / "aokvqa").exists(), reason="needs ../shared/data/aokvqa (MMQA_SHARED_DATA)"
 )
 def test_the_real_files():
-    found = read_aokvqa(SHARED / "aokvqa")
+    found = shared_benchmark(read_aokvqa, "aokvqa")
     for split in ("val", "test"):
         assert found.counts[f"{split} questions"] == found.published[f"{split} questions"]
     assert found.counts["val questions with caption"] == 1_145

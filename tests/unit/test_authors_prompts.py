@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import json
 from pathlib import Path
 
 import pytest
 from fake_llm import FakeLLM
-from shared_data import SHARED, require
+from shared_data import SHARED, require, shared_benchmark
 
 from mmqa_jax.data.datasets.aokvqa import read_aokvqa
 from mmqa_jax.data.datasets.okvqa import read_okvqa
@@ -37,12 +36,6 @@ QUOTED = 'a sign that says " stop ".'
 def shared(name):
     require(SHARED / name)
     return SHARED / name
-
-
-@functools.cache
-def questions_of(read, name):
-    """All questions of a dataset, whose files are read once."""
-    return read(shared(name)).questions
 
 
 class Following:
@@ -78,7 +71,7 @@ def last_of_the_most_frequent(question):
 
 
 def okvqa(tagged):
-    questions = questions_of(read_okvqa, "okvqa")
+    questions = shared_benchmark(read_okvqa, "okvqa").questions
     return [q for q in questions if q.split == "test" and (not tagged or "tags" in q.extra)]
 
 
@@ -86,7 +79,7 @@ def aokvqa():
     """Its val questions with the captions and tags of their pictures."""
     described = {q.extra["image_id"]: q.extra for q in okvqa(tagged=True)}
     found = []
-    for question in questions_of(read_aokvqa, "aokvqa"):
+    for question in shared_benchmark(read_aokvqa, "aokvqa").questions:
         known = described.get(question.extra["image_id"])
         if question.split == "val" and known is not None:
             extra = {**question.extra, "caption": known["caption"], "tags": known["tags"]}
@@ -166,7 +159,8 @@ def test_promptcap(given):
 
 def test_a_tied_majority():
     """PromptCap's last, Prophet's first."""
-    tied = [q for q in questions_of(read_aokvqa, "aokvqa") if q.split == "val"]
+    questions = shared_benchmark(read_aokvqa, "aokvqa").questions
+    tied = [q for q in questions if q.split == "val"]
     assert sum(last_of_the_most_frequent(q) != majority_answer(q) for q in tied) == 154
     for question in tied:
         assert majority_answer(question, last=True) == last_of_the_most_frequent(question)
@@ -239,7 +233,7 @@ def base_prompt(problem, form, solved):
 def problems():
     data = json.loads(Path(shared("scienceqa"), "problems_subset.json").read_text("utf-8"))
     captions = json.loads(Path(shared("scienceqa"), "captions.json").read_text("utf-8"))["captions"]
-    questions = {q.id: q for q in read_scienceqa(shared("scienceqa")).questions}
+    questions = {q.id: q for q in shared_benchmark(read_scienceqa, "scienceqa").questions}
     return [(questions[p], {**row, "caption": captions.get(p, "")}) for p, row in data.items()]
 
 

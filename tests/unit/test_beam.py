@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -58,10 +57,11 @@ def published_search(question, vocab, beams, steps, length_penalty):
 complete = jax.jit(beam.complete, static_argnames=("only_best", "length_penalty"))
 advance = jax.jit(beam.advance, static_argnames=("end_id", "length_penalty"))
 ranked = jax.jit(beam.ranked)
+start = jax.jit(beam.start, static_argnums=(0, 1, 2))
 
 
 def our_search(questions, vocab, beams, steps, length_penalty, only_best=False):
-    state = jax.jit(beam.start, static_argnums=(0, 1, 2))(questions, beams, steps)
+    state = start(questions, beams, steps)
     used = 0
     while used < steps and not np.all(
         complete(state, only_best=only_best, length_penalty=length_penalty)
@@ -73,9 +73,7 @@ def our_search(questions, vocab, beams, steps, length_penalty, only_best=False):
             ]
         )
         before = np.asarray(state.tokens)
-        state, parents = advance(
-            state, jnp.asarray(log_probs), end_id=END, length_penalty=length_penalty
-        )
+        state, parents = advance(state, log_probs, end_id=END, length_penalty=length_penalty)
         kept = np.take_along_axis(before, np.asarray(parents)[:, :, None], axis=1)
         np.testing.assert_array_equal(kept[..., :used], np.asarray(state.tokens)[..., :used])
         used += 1
@@ -111,8 +109,8 @@ def test_only_best_stops_earlier_with_the_same_best_answer(penalty):
 
 
 def test_first_step_takes_different_words_and_ended_beams_give_way():
-    state = beam.start(1, 2, 4)
-    log_probs = jnp.asarray(np.log([[[0.1, 0.2, 0.6, 0.1]] * 2]), jnp.float32)
+    state = start(1, 2, 4)
+    log_probs = np.log([[[0.1, 0.2, 0.6, 0.1]] * 2]).astype(np.float32)
     state, _ = advance(state, log_probs, end_id=END)
     assert np.asarray(state.tokens)[0, :, 0].tolist() == [2, 1]
     state, parents = advance(state, log_probs, end_id=END)

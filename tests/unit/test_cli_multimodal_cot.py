@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cli_runs import ROOT, done, rows_of
 from science import prepare_science
-from shared_data import SHARED, require
+from shared_data import SHARED, require, shared_benchmark
 from tiny_t5 import write_folder
 
 from mmqa_jax.core.errors import UserError
@@ -41,7 +41,7 @@ AUTHORS = {
 def problems() -> list[Question]:
     require(SHARED / "scienceqa")
     ids = json.loads((SHARED / "scienceqa" / "problems_subset.json").read_text())
-    found = {q.id: q for q in read_scienceqa(SHARED / "scienceqa").questions}
+    found = {q.id: q for q in shared_benchmark(read_scienceqa, "scienceqa").questions}
     return [found[pid] for pid in sorted(ids)]
 
 

@@ -82,12 +82,12 @@ def test_shards_of_a_row_whose_engines_have_other_sizes(inputs, tmp_path):
     run.append("--chunk=2")
     result = done(*run, "--shard=0/2")
     assert result["waiting_for_other_shards"]
-    other = [*run, "--shard=1/2", "--config.parts.llm.engine.slots=2"]
+    other = [*run, "--shard=1/2", "--config.parts.llm.engine.prefill_tokens=32"]
     ended = mmqa(*other, "--config.parts.llm.engine.length=128")
     assert ended.code == 2
     assert "parts.llm.engine.length (192 there, 128 now) differ; name a new" in ended.err
     result = done(*other)
-    assert (result["questions"], result["engine"]["slots"]) == (3, 2)  # the last part's
+    assert (result["questions"], result["engine"]["prefill_tokens"]) == (3, 32)  # the last part's
 
 
 def test_a_prompt_that_never_fits_is_counted(inputs, tmp_path):

@@ -209,7 +209,8 @@ def test_later_prompts_may_be_longer_and_more(tmp_path, capsys, monkeypatch):
     given = {"buckets": (32,), "block": 32, "decode_block": 192}  # one program decodes
     engine = AUTO | given
     backend = open_backend(folder, config=ModelConfig(), engine=engine)
-    fixed = given | {"slots": 4, "length": 192, "prefill_tokens": 64}
+    # The other's before it grows: their programs are the same until then.
+    fixed = given | {"slots": 4, "length": 192, "prefill_tokens": 256}
     whole = open_backend(folder, config=ModelConfig(), engine=fixed)
     assert backend.fingerprint == whole.fingerprint
     decoding = Decoding(max_new_tokens=4, logprobs=True)
@@ -233,5 +234,6 @@ def test_later_prompts_may_be_longer_and_more(tmp_path, capsys, monkeypatch):
             assert totals[0] == pytest.approx(totals[1], abs=1e-4)
         found.append((backend.sizes()["slots"], backend.sizes()["length"]))
     assert found == [(4, 32), (16, 192), (16, 192)]
+    assert whole.sizes()["slots"] == 4
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("model: ")]
     assert len(said) == 4  # twice each: `length` is the most, not what a slot has from the start

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import torch
+from drawn_weights import drawn
 from fake_llm import FakeLLM
 from flax import nnx
 
@@ -27,7 +28,7 @@ from mmqa_jax.data.tokenizers import train_wordpiece
 from mmqa_jax.extensions.example_judging import JudgeOptions, judge_examples, mean_scores
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.clip import VisionConfig
-from mmqa_jax.models.dual_encoder import DualEncoderConfig
+from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
 from mmqa_jax.prompting.shots import ExampleLibrary
 from mmqa_jax.tasks.objectives import DistillationObjective
 
@@ -185,9 +186,16 @@ def task(temperature: float = 0.5) -> DistillationObjective:
     return DistillationObjective(DualEncoderConfig(bert, vision), temperature)
 
 
+def start(made: DistillationObjective) -> DualEncoder:
+    """Weights to learn from, with the temperature as it is initialized."""
+    model = drawn(lambda: made.init(jax.random.key(0)))
+    model.logit_scale[...] = np.log(1 / 0.07, dtype=np.float32)
+    return model
+
+
 def test_the_loss_is_torchs_divergence():
     made, batch = task(), next(batches(ROWS, 2))
-    model = jax.jit(made.init)(jax.random.key(0))
+    model = start(made)
 
     def both(model, batch):
         count, _, length = batch["candidate_ids"].shape
@@ -213,7 +221,7 @@ def test_the_loss_is_torchs_divergence():
 def test_what_helped_becomes_the_nearest():
     """A few steps on one batch; the vision tower has no gradient."""
     made, batch = task(), next(batches(ROWS, 2))
-    graphdef, state = nnx.split(jax.jit(made.init)(jax.random.key(0)))
+    graphdef, state = nnx.split(start(made))
     adam = optax.adam(0.01)
 
     @jax.jit
@@ -225,7 +233,8 @@ def test_what_helped_becomes_the_nearest():
         updates, moments = adam.update(gradient, moments)
         return optax.apply_updates(state, updates), moments, (value, metrics, gradient["vision"])
 
-    moments, seen = jax.jit(adam.init)(state), []
+    moments, seen = jax.eval_shape(adam.init, state), []
+    moments = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), moments)  # as `init` makes them
     for _ in range(40):
         state, moments, (value, metrics, of_vision) = step(state, moments)
         seen.append(float(value))

@@ -21,6 +21,7 @@ from mmqa_jax.models.layers import attention
 pytestmark = pytest.mark.slow
 
 RNG = np.random.default_rng(0)
+ATTENTION = jax.jit(attention, static_argnames=("is_causal", "implementation"))
 
 
 def inputs(length, columns, heads=4, kv_heads=2, size=16):
@@ -34,7 +35,7 @@ def plain(q, k, v, mask=None, *, is_causal=True):
     seen = np.ones((1, 1, q.shape[1], k.shape[1]), bool) if mask is None else mask
     if is_causal:
         seen = seen & np.tri(q.shape[1], k.shape[1], k.shape[1] - q.shape[1], bool)
-    return attention(q, k, v, mask=seen)
+    return ATTENTION(q, k, v, mask=seen)
 
 
 @pytest.mark.parametrize(("length", "columns"), [(7, 7), (7, 30), (1, 30)])
@@ -56,7 +57,8 @@ def test_splash_in_interpret_mode(columns):
     q, k, v = inputs(128, columns, size=32)
     seen = np.arange(columns) < np.array([[40], [0]])
     seen |= np.arange(columns) >= columns - 128
-    got = splash.splash_attention(q, k, v, key_mask=seen, is_causal=True, mesh=None, interpret=True)
+    options = {"is_causal": True, "mesh": None, "interpret": True}
+    got = jax.jit(functools.partial(splash.splash_attention, **options))(q, k, v, key_mask=seen)
     np.testing.assert_allclose(got, plain(q, k, v, seen[:, None, None]), rtol=0, atol=1e-5)
 
 
@@ -104,7 +106,7 @@ def test_flops_of_cudnns_attention_are_those_of_its_products():
 
 def test_without_a_gpu_cudnn_is_blocks():
     q, k, v = inputs(7, 30)
-    got = attention(q, k, v, is_causal=True, implementation="cudnn")
+    got = ATTENTION(q, k, v, is_causal=True, implementation="cudnn")
     np.testing.assert_allclose(got, plain(q, k, v), rtol=0, atol=1e-5)
 
 

@@ -70,12 +70,13 @@ def test_early_stop_keeps_the_best(model, log_probs):
     for row, prompt in enumerate(PROMPTS):
         ids[row, : len(prompt)] = prompt
     options = {"end_id": test_beam.END, "num_beams": 4, "max_new_tokens": 12}
-    whole = beam_search(*nnx.split(model), ids, lengths, **options)
+    whole = jax.device_get(beam_search(*nnx.split(model), ids, lengths, **options))
     early = beam_search(*nnx.split(model), ids, lengths, only_best=True, **options)
+    early = jax.device_get(early)
     np.testing.assert_array_equal(early.tokens[:, 0], whole.tokens[:, 0])
     np.testing.assert_allclose(early.scores[:, 0], whole.scores[:, 0], atol=1e-5)
     for row in range(3):
-        tokens = np.asarray(whole.tokens[row, 0, : whole.lengths[row, 0]]).tolist()
+        tokens = whole.tokens[row, 0, : whole.lengths[row, 0]].tolist()
         total = sum(
             log_probs([*PROMPTS[row], *tokens[:n]])[token] for n, token in enumerate(tokens)
         )

@@ -7,7 +7,7 @@ import json
 
 import pytest
 from fake_llm import FakeLLM
-from shared_data import SHARED, require
+from shared_data import SHARED, require, shared_benchmark
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
@@ -50,7 +50,7 @@ def test_scienceqa_all_test_questions():
     assert len(rows) == 4241
     questions = [
         dataclasses.replace(q, image="p.png" if "image" in rows[q.id] else None)
-        for q in read_scienceqa(path).questions
+        for q in shared_benchmark(read_scienceqa, "scienceqa/test_questions_all.json").questions
     ]
     prompts, _ = sent(questions, template="llava.scienceqa", read="choice")
     for name, row in rows.items():
@@ -63,7 +63,7 @@ def test_scienceqa_problems_give_the_same_prompts():
     folder = SHARED / "scienceqa"
     require(folder)
     rows = {r["id"]: r for r in json.loads((folder / "test_questions_all.json").read_text("utf-8"))}
-    known = read_scienceqa(folder / "problems_subset.json").questions
+    known = shared_benchmark(read_scienceqa, "scienceqa/problems_subset.json").questions
     questions = [q for q in known if q.split == "test"]
     assert len(questions) == 361
     prompts, _ = sent(questions, template="llava.scienceqa")

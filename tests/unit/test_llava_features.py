@@ -120,14 +120,14 @@ def test_requests_in_flight_share_a_picture():
 
 def test_what_is_on_the_device_follows_from_the_slots():
     """Long prompts of three pictures out of twenty: not all can stay until they are used again."""
-    watched, shown = watch(2, (1, 4)), pictures(20)
+    watched, shown = watch(4, (1, 4)), pictures(20)
     rng = np.random.default_rng(1)
     chosen = [rng.choice(20, 3, replace=False) for _ in range(24)]
     requests = [request(n, shown[rows], new=1) for n, rows in enumerate(chosen)]
     found = watched.serve(requests)
-    assert max(watched.kept) <= 2 * 3 + 4
+    assert max(watched.kept) <= 4 * 3 + 4
     assert len(watched.encoded) == len(np.unique(chosen))
-    alone = watch(2, (1,))
+    alone = watch(4, (1,))
     for n in (0, 7, 23):
         (expected,) = alone.serve(requests[n : n + 1]).values()
         np.testing.assert_allclose(
@@ -171,5 +171,5 @@ def test_ids_of_patches_are_the_pictures():
 
 
 def test_pictures_of_a_chunk():
-    programs = watch(2, (1,)).features._programs
+    programs = watch(4, (1,)).features._programs
     assert [programs.in_chunk(tokens) for tokens in (1, 2, 10, 11)] == [1, 2, 2, 3]

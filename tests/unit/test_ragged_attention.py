@@ -46,10 +46,15 @@ def reference(token, cache, positions, active, angles, cap=None):
     return out, written.map(lambda x, old: old.at[LAYER].set(x[LAYER]), cache)
 
 
-@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "columns", "size", "cap"),
-    [(4, 4, 384, 64, None), (8, 2, 256, 128, 1.5), (3, 1, 2048, 64, None)],
+    ("heads", "kv_heads", "columns", "size", "cap", "int8"),
+    [
+        (4, 4, 384, 64, None, False),
+        (8, 2, 256, 128, 1.5, False),
+        (8, 2, 256, 128, 1.5, True),
+        (3, 1, 2048, 64, None, False),
+        (3, 1, 2048, 64, None, True),
+    ],
 )
 def test_as_plain_products(heads, kv_heads, columns, size, cap, int8):
     """Slots without a column, with one, with a whole block, with one more, and almost full."""

@@ -94,7 +94,7 @@ def test_prompts_as_plain_products(branched, dtype, cache, most):
     got = jax.jit(attended)(q, held, rows, starts, branches)
     want = plainly(q, held, own, branches, rows, own.max() + 1)
     assert got.dtype == want.dtype
-    np.testing.assert_allclose(*(np.float32(x[:3]) for x in (got, want)), rtol=0, atol=most)
+    np.testing.assert_allclose(*(np.float32(x)[:3] for x in (got, want)), rtol=0, atol=most)
 
 
 def test_no_column_behind_a_sequences_last_block_is_read():

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+import scipy.special
 from drawn_weights import drawn
 from flax import nnx
 from PIL import Image
@@ -52,14 +53,14 @@ def test_each_picture_is_what_it_is_alone(detector):
         # Twice, a batch as large as the detector's: one of another size rounds otherwise, by which
         # regions that score nearly the same may change places.
         batch = Pictures(*detector_batch([made] * 2, bucket(made.pixels.shape[:2])))
-        want = detect._find(detect._state, batch)
+        want = jax.device_get(detect._find(detect._state, batch))
         count = int(want.valid[0].sum())
         assert got.size == size[::-1]
         assert len(got) == count >= 3  # `fewest` of tiny()
         for name in ("boxes", "features", "scores", "labels", "logits"):
-            theirs = np.asarray(getattr(want, name)[0, :count])
+            theirs = getattr(want, name)[0, :count]
             np.testing.assert_allclose(getattr(got, name), theirs, atol=1e-4, err_msg=name)
-        told = np.asarray(jax.nn.softmax(want.attributes, axis=-1))[0, :count]
+        told = scipy.special.softmax(want.attributes, axis=-1)[0, :count]
         np.testing.assert_allclose(got.attributes, told, atol=1e-4)
     np.testing.assert_allclose(found[0].probabilities.sum(axis=1), 1, rtol=1e-5)
 

@@ -43,20 +43,21 @@ def flags(inputs, workdir, row="smollm2_k1", **values):
     ]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"parts.library.split": "vall"}, r"config key parts\.library\.split=vall"),
-        ({"parts.llm.engine.length": 100_000}, r"engine\.length is 100000"),
-        ({"parts.llm.model": "nobody/nothing"}, r"^mmqa: config key parts\.llm\.model=nobody/not"),
-    ],
-)
-def test_a_refused_value_is_corrected_in_the_same_workdir(inputs, tmp_path, wrong, message):
-    ended = mmqa(*flags(inputs, tmp_path / "run", **wrong))
-    assert ended.code == 2
-    assert re.search(message, ended.err.splitlines()[-1]), ended.err
-    assert not (tmp_path / "run").exists()
+def test_refused_values_are_corrected_in_the_same_workdir(inputs, tmp_path):
+    """No row of the run has seconds: none are known."""
+    for key, wrong, message in (
+        ("parts.library.split", "vall", r"config key parts\.library\.split=vall"),
+        ("parts.llm.engine.length", 100_000, r"engine\.length is 100000"),
+        ("parts.llm.model", "nobody/nothing", r"^mmqa: config key parts\.llm\.model=nobody/not"),
+    ):
+        ended = mmqa(*flags(inputs, tmp_path / "run", **{key: wrong}))
+        assert ended.code == 2
+        assert re.search(message, ended.err.splitlines()[-1]), ended.err
+        assert not (tmp_path / "run").exists()
     assert done(*flags(inputs, tmp_path / "run"))["questions"] == 4
+    rows = rows_of(tmp_path / "run" / "per_question.jsonl")
+    assert len(rows) == 4
+    assert not any("seconds" in row for row in rows)
 
 
 def test_a_model_that_a_server_does_not_know(inputs, tmp_path):
@@ -114,13 +115,6 @@ def test_a_server_that_fails_on_the_way(inputs, tmp_path):
         result = done(*run, "--config.parts.llm.server.timeout=5.0")
     assert (result["questions"], result["prompts"]["failed"]) == (4, 0)
     assert len(asked) == 3  # the first answer was kept
-
-
-def test_no_seconds_where_none_are_known(inputs, tmp_path):
-    done(*flags(inputs, tmp_path / "run"))
-    rows = rows_of(tmp_path / "run" / "per_question.jsonl")
-    assert len(rows) == 4
-    assert not any("seconds" in row for row in rows)
 
 
 def test_shots_are_dropped_until_a_prompt_fits_a_server_that_counts_tokens(inputs, tmp_path):

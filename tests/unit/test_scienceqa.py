@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 from cli_runs import done, mmqa, png, write_rows
-from shared_data import SHARED
+from shared_data import SHARED, shared_benchmark
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
@@ -393,8 +393,11 @@ def test_the_13b_models_official_predictions(references):
 @needs_data
 def test_real_problems_and_conversations_agree():
     """LLaVA's 4,241 prompts are taken apart into the problems' own texts and choices."""
-    problems = {q.id: q for q in read_scienceqa(REAL / "problems_subset.json").questions}
-    conversations = read_scienceqa(REAL / "test_questions_all.json").questions
+    problems = {
+        q.id: q
+        for q in shared_benchmark(read_scienceqa, "scienceqa/problems_subset.json").questions
+    }
+    conversations = shared_benchmark(read_scienceqa, "scienceqa/test_questions_all.json").questions
     assert len(conversations) == 4241
     both = [q for q in conversations if q.id in problems]
     assert len(both) == 361

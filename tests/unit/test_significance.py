@@ -38,9 +38,10 @@ def test_interval_of_right_and_wrong_agrees_with_the_binomial():
 
 def test_interval_is_seeded_and_shrinks_with_the_sample():
     values = np.random.default_rng(0).random(100)
-    assert bootstrap_interval(values, seed=5) == bootstrap_interval(values, seed=5)
-    assert bootstrap_interval(values, seed=5) != bootstrap_interval(values, seed=6)
-    small, large = bootstrap_interval(values), bootstrap_interval(np.tile(values, 4))
+    small = bootstrap_interval(values, seed=5)
+    assert small == bootstrap_interval(values, seed=5)
+    assert small != bootstrap_interval(values, seed=6)
+    large = bootstrap_interval(np.tile(values, 4))
     ratio = (small.high - small.low) / (large.high - large.low)
     assert ratio == pytest.approx(2, rel=0.1)  # width ~ 1 / sqrt(n)
 

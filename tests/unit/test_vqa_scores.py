@@ -9,9 +9,11 @@ import json
 import hypothesis
 import pytest
 from hypothesis import strategies as st
-from shared_data import SHARED
+from shared_data import SHARED, shared_benchmark
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.datasets.aokvqa import read_aokvqa
+from mmqa_jax.data.datasets.okvqa import read_okvqa
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation import vqa
 from mmqa_jax.evaluation.answer_text import normalize_answer
@@ -172,9 +174,8 @@ def test_okvqa_by_category():
 
 @needs_data
 def test_known_answers_on_okvqas_test_split():
-    from mmqa_jax.evaluation.benchmarks import read_questions
-
-    questions = read_questions("okvqa", OKVQA)
+    found = shared_benchmark(read_okvqa, "okvqa").questions
+    questions = [question for question in found if question.split == "test"]
     rows = json.loads((OKVQA / "val_soft_labels.json").read_text())
     heaviest = [max(row["label"].values()) for row in rows]
 
@@ -195,9 +196,8 @@ def test_known_answers_on_okvqas_test_split():
 @needs_data
 def test_known_answers_on_aokvqas_val_split():
     """The figures of allenai/aokvqa, evaluation/eval_predictions.py, on the same answers."""
-    from mmqa_jax.evaluation.benchmarks import read_questions
-
-    questions = read_questions("aokvqa", AOKVQA)
+    found = shared_benchmark(read_aokvqa, "aokvqa").questions
+    questions = [question for question in found if question.split == "val"]
     assert len(questions) == 1145
 
     def direct(answer) -> float:
