@@ -6,6 +6,7 @@ import functools
 import re
 from pathlib import Path
 
+import hypothesis
 import pytest
 from cli_runs import (
     LANDS,
@@ -19,6 +20,12 @@ from cli_runs import (
     tree,
     write_documents,
 )
+
+# In its first test Hypothesis reads the constants of the whole package, which a busy machine makes "too slow".
+hypothesis.settings.register_profile(
+    "mmqa_jax", suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("mmqa_jax")
 
 
 @pytest.fixture(scope="session", autouse=True)
