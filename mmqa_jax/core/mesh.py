@@ -91,12 +91,6 @@ def make_mesh(
     return Mesh(placed, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def is_one_cpu(sharding: jax.sharding.Sharding | None) -> bool:
-    """Whether an array lies on one CPU, where NumPy can read it in place; None is the default."""
-    devices = list(sharding.device_set) if sharding is not None else jax.local_devices()[:1]
-    return len(devices) == 1 and devices[0].platform == "cpu"
-
-
 def platform() -> str:
     """Platform ("cpu", "gpu", "tpu") of the devices that a program is traced for.
 

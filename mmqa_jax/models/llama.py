@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mmqa_jax.core.mesh import is_one_cpu
 from mmqa_jax.models.activations import ACTIVATIONS
 from mmqa_jax.models.config_checks import check_length
 from mmqa_jax.models.experts import Experts
@@ -47,8 +46,6 @@ from mmqa_jax.models.masked import capped
 from mmqa_jax.models.rope import axes_of_pairs, frequencies
 
 LINEARS = ("q", "k", "v", "out", "gate", "up", "down")  # of a layer
-# Bytes of a stack that NumPy takes apart sooner than a program for it is compiled.
-_QUICK_TO_COPY = 1 << 22
 
 
 def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
@@ -509,16 +506,8 @@ def unstack_layers(model: Llama) -> None:
             setattr(layer, name, TransposedLinear(linear.kernel, linear.bias))
 
 
-def _take_layer(stack: jax.Array, number: int, transposed: bool) -> jax.Array:
-    traced = isinstance(stack, jax.core.Tracer)
-    if traced or stack.nbytes > _QUICK_TO_COPY or not is_one_cpu(stack.sharding):
-        return _take_on_device(stack, number, transposed)
-    one = np.asarray(stack)[number]
-    return jax.device_put(np.array(one.T if transposed else one, order="C"), stack.sharding)
-
-
 @functools.partial(jax.jit, static_argnums=2)
-def _take_on_device(stack: jax.Array, number: int, transposed: bool) -> jax.Array:
+def _take_layer(stack: jax.Array, number: int, transposed: bool) -> jax.Array:
     one = jax.lax.dynamic_index_in_dim(stack, number, 0, keepdims=False)
     return one.T if transposed else one
 

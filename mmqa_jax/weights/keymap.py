@@ -25,7 +25,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import is_one_cpu, state_shardings
+from mmqa_jax.core.mesh import state_shardings
 from mmqa_jax.weights.finite import all_finite
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
 from mmqa_jax.weights.host_memory import aligned_empty
@@ -266,7 +266,7 @@ def model_source(state: nnx.State, key_map: KeyMap) -> TensorSource:
     def read(leaf: Any, slot: tuple[int, ...], inverse: Callable[[Any], Any]) -> np.ndarray:
         if not slot:
             ours = np.asarray(leaf)
-        elif is_one_cpu(getattr(leaf, "sharding", None)):
+        elif _is_one_cpu(getattr(leaf, "sharding", None)):
             ours = np.asarray(leaf)[slot]  # a view: nothing is compiled
         else:
             ours = np.asarray(_get_slice(leaf, slot[0]))
@@ -450,7 +450,7 @@ def read_assigned(assignment: _Assignment, source: TensorSource) -> np.ndarray:
 
 def _fill(value: Any, assignments: Sequence[_Assignment], source: TensorSource) -> jax.Array:
     sharding = getattr(value, "sharding", None)
-    if is_one_cpu(sharding):  # the array is built where it stays, and cast as it is written
+    if _is_one_cpu(sharding):  # the array is built where it stays, and cast as it is written
         whole = aligned_empty(value.shape, value.dtype)
         for assignment in assignments:
             whole[assignment.slot] = read_assigned(assignment, source)
@@ -476,6 +476,11 @@ def _of_layer(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding |
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
     return sharding
+
+
+def _is_one_cpu(sharding: jax.sharding.Sharding | None) -> bool:
+    devices = list(sharding.device_set) if sharding is not None else jax.local_devices()[:1]
+    return len(devices) == 1 and devices[0].platform == "cpu"
 
 
 # The index is an argument: one compilation serves all layers.
