@@ -35,7 +35,7 @@ def test_training_in_a_store_equals_a_local_one(
         store = object_store.Objects(tmp_path / "store" / object_store.BUCKET)
         for file in filter(Path.is_file, data.rglob("*")):
             store.put(f"data/{file.relative_to(data)}", file.read_bytes())
-        result = done("train", *flags)
+        result = done("train", *flags, initializers=True)  # as the local one
         assert result.pop("goodput")["attempts"] == 1
         assert result == {"task": "rerank", "steps": 2, "workdir": f"{bucket}/runs/rerank"}
         config = read_json(f"{bucket}/runs/rerank/config.json")["config"]
