@@ -91,7 +91,7 @@ def test_what_is_cancelled_frees_its_slot(engine):
         began = threading.Event()
         long = [
             online.submit(Request(n, "go on", max_new_tokens=150), lambda one: began.set())
-            for n in range(16)  # four times the slots
+            for n in range(40)  # eight times the slots
         ]
         assert began.wait(60)
         for one in long:
@@ -99,7 +99,7 @@ def test_what_is_cancelled_frees_its_slot(engine):
         short = online.submit(Request("short", "what is", max_new_tokens=3))
         assert len(short.future.result(60).candidates[0].tokens) <= 3
         assert all(one.future.cancelled() or one.future.done() for one in long)
-        assert sum(one.future.cancelled() for one in long) >= 12
+        assert sum(one.future.cancelled() for one in long) >= 35
     assert online.unfinished == 0
     # The prompts that were cancelled are not reused wrongly.
     (found,) = engine.generate([Request(0, "go on", max_new_tokens=20)])
