@@ -49,8 +49,8 @@ def encode_and_step(
       traits: of its layers.
       block: columns that `encode` reads at a time.
       embed: (model, tokens, patches) -> [R, L, H], and what deepstack adds or None.
-      next_tokens: (model, slots, normed hidden states [S, 1, H], active) -> what a step returns
-        after its cache.
+      next_tokens: (model, slots, normed hidden states [S, 1, H], active, sampled) -> what a step
+        returns after its cache.
     """
 
     def encode(state: SplitState, cache: KVCache, *chunk: Any) -> tuple[jax.Array, KVCache]:
@@ -67,16 +67,15 @@ def encode_and_step(
         of_slots: Any,
         active: jax.Array,
         limit: int,
-        sampled: None,  # on CPUs the programs see for themselves
+        sampled: bool | None,
     ):
         x, of_tokens = _enter_step(state.outer, of_slots, active, graphdef=graphdef, embed=embed)
         whole = sum(segment.columns for segment in cache[0].segments)
         x, cache = run_layers(
             state.layers, x, cache, of_tokens, traits, block=whole, all_rows=True, limit=limit
         )
-        return cache, *_leave_step(
-            state.outer, of_slots, x, active, graphdef=graphdef, next_tokens=next_tokens
-        )
+        options = {"graphdef": graphdef, "next_tokens": next_tokens, "sampled": sampled}
+        return cache, *_leave_step(state.outer, of_slots, x, active, **options)
 
     return encode, step
 
@@ -131,7 +130,9 @@ def _leave(outer: nnx.State, x: jax.Array, *, graphdef: nnx.GraphDef) -> jax.Arr
     return nnx.merge(graphdef, outer).norm(x)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "next_tokens"), donate_argnums=1)
+@functools.partial(
+    jax.jit, static_argnames=("graphdef", "next_tokens", "sampled"), donate_argnums=1
+)
 def _leave_step(
     outer: nnx.State,
     of_slots: Any,
@@ -140,6 +141,7 @@ def _leave_step(
     *,
     graphdef: nnx.GraphDef,
     next_tokens: Callable,
+    sampled: bool | None,
 ) -> Any:
     model = nnx.merge(graphdef, outer)
-    return next_tokens(model, of_slots, model.norm(x), active)
+    return next_tokens(model, of_slots, model.norm(x), active, sampled)

@@ -353,7 +353,7 @@ def next_tokens(
     slots: Slots,
     hidden: jax.Array,
     active: jax.Array,
-    sampled: bool | None = None,
+    sampled: bool | None,
 ) -> tuple[Slots, jax.Array, jax.Array]:
     """The slots after a step, their tokens [S] and log-probabilities; hidden is [S, 1, H].
 

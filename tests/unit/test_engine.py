@@ -380,7 +380,7 @@ def test_greedy_and_sampling_rows_do_not_meet():
 
 def test_steps_that_are_told_whether_they_sample(engine, monkeypatch):
     """As on GPUs: two programs without branches; the host knows which rows of which slots sample."""
-    told = make_engine(sizes=dataclasses.replace(SIZES, scan_layers=True))
+    told = make_engine()
     programs = told._runner._programs
     monkeypatch.setattr(programs, "told_of_sampling", True)
     heard = {"begin": [], "step": []}
