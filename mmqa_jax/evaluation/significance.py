@@ -106,14 +106,13 @@ def mcnemar(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.nd
 
     Under the null hypothesis, when exactly one system is right, it is equally likely to be either.
     """
-    from scipy.special import bdtr  # scipy.stats takes half a second to import
+    import scipy.stats
 
     difference = _paired(first, second)
     wins, losses = int((difference > 0).sum()), int((difference < 0).sum())
-    if abs(wins - losses) <= 1:  # the middle of the distribution: not a rounding below 1
+    if wins + losses == 0:
         return 1.0
-    # Binomial(n, 1/2) is symmetric: the upper tail is as large as the lower one.
-    return min(1.0, 2 * float(bdtr(min(wins, losses), wins + losses, 0.5)))
+    return float(scipy.stats.binomtest(wins, wins + losses).pvalue)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
