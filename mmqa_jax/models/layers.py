@@ -66,20 +66,8 @@ def param(
     only the module's structure and shapes are wanted.
     """
     assert len(names) == len(shape), f"{len(names)} axis names {names} for the shape {shape}"
-    initial = init(_next_key(rngs), shape, jnp.float32) if len(rngs) else jnp.zeros(shape)
+    initial = init(rngs.params(), shape, jnp.float32) if len(rngs) else jnp.zeros(shape)
     return nnx.Param(initial, out_sharding=names, eager_sharding=False)
-
-
-def _next_key(rngs: nnx.Rngs) -> jax.Array:
-    """The key of `rngs.params()`, in two thirds of the time where it is traced.
-
-    NNX counts with `count[...] += 1`, which asks tracers for a sharding that they do not have: for
-    each, JAX looks for the origin of the tracer, for an error's message that nobody reads.
-    """
-    stream = rngs.params
-    key = jax.random.fold_in(stream.key[...], stream.count[...])
-    stream.count.set_value(stream.count[...] + 1)
-    return key
 
 
 class Linear(nnx.Module):
