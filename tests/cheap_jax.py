@@ -9,7 +9,7 @@ from typing import Any
 
 
 def made_once(make: Callable[[], Any]) -> Callable[[], Any]:
-    """`make`, called once a thread: of mlir.make_ir_context, which JAX calls, 5 ms, for each program."""
+    """`make`, called once a thread: of mlir.make_ir_context, which JAX calls for each program."""
     kept = threading.local()
 
     def make_once() -> Any:

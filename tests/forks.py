@@ -205,7 +205,7 @@ def _fork_watched(out: int, status: int) -> None:
 
 
 def _end(code: int) -> NoReturn:
-    """As Python ends, but it does not free every object of the imported modules, which takes 0.15 s."""
+    """As Python ends, but it does not free every object of the imported modules."""
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()

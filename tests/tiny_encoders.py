@@ -133,7 +133,7 @@ def save_sentences(name: str, folder: Path, pooling: str, **options) -> Sentence
     Args:
       options: of SentenceTransformer.
     """
-    # Here, since most users of this file need no import of 1.4 s.
+    # Here, since most users of this file do not need it, and it is slow to import.
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.modules import Normalize, Transformer
     from sentence_transformers.sentence_transformer.modules import Pooling

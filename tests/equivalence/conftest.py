@@ -70,7 +70,7 @@ def _torch_in_one_thread():
 
 @pytest.fixture(scope="session")
 def sentence_transformers():
-    """The library: its import takes 1.4 s, in those workers alone whose tests compare with it."""
+    """The library, which is slow to import: by those workers alone whose tests compare with it."""
     import sentence_transformers
 
     return sentence_transformers

@@ -92,8 +92,8 @@ class Ended(NamedTuple):
 def mmqa(*arguments: str | Path, initializers: bool = False) -> Ended:
     """Runs a verb in this process.
 
-    initializers: a training starts from weights as its model draws them; else NumPy does, which
-      takes a second less.
+    initializers: a training starts from weights as its model draws them; else NumPy draws them,
+      and no program for it is compiled.
     """
     out, err = io.StringIO(), io.StringIO()
     trains = arguments[:1] == ("train",) and not initializers
