@@ -24,12 +24,13 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from cli_runs import TINY, TINY_OF  # noqa: E402
 
 from mmqa_jax.core.config import load_config  # noqa: E402
-from mmqa_jax.core.mesh import init_sharded, make_mesh  # noqa: E402
+from mmqa_jax.core.mesh import make_mesh  # noqa: E402
 from mmqa_jax.data.corpus import Corpus  # noqa: E402
 from mmqa_jax.data.schema import Question, Source  # noqa: E402
 from mmqa_jax.data.tokenizers import train_wordpiece  # noqa: E402
 from mmqa_jax.papers import webqa  # noqa: E402
 from mmqa_jax.tasks.reading import read_task  # noqa: E402
+from tests.drawn_weights import drawn  # noqa: E402
 
 COUNT = 7  # not a multiple of any batch
 
@@ -89,8 +90,8 @@ def main() -> None:
         described = read_task(config)
         init = described.recipe(corpus, tokenizer).objective.init
         decoded.clear()
-        model = init_sharded(lambda init=init: init(jax.random.key(3)), mesh)
         abstract = nnx.eval_shape(lambda init=init: init(jax.random.key(3)))
+        model = drawn(lambda abstract=abstract: abstract, mesh=mesh)
         made = described.validation(corpus, tokenizer, abstract).evaluate
         distributed.barrier(task)  # they have half a minute to meet in a program
         values = made(model)
