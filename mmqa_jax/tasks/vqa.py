@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
@@ -307,7 +306,7 @@ class VQA(Task):
         objective = self.objective(self.vocabulary_size())
 
         def build() -> nnx.Module:
-            return objective.init(jax.random.key(0))
+            return objective.init(None)
 
         return InUse(self.cost(), make_answer_scores, build, self.planned_inputs)
 
