@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from mmqa_jax.data import disk_sources, streamed_records
 from mmqa_jax.data.corpus import open_sources
 from mmqa_jax.data.prepare import prepare
 from mmqa_jax.data.wikipedia.streams import KILTStream
+from tests.forks import server
 from tests.unit.test_wikipedia import KILT, lines
 
 pytestmark = pytest.mark.slow
@@ -50,8 +50,9 @@ def test_killed_twice_and_the_same_to_the_byte(tmp_path, monkeypatch):
     raw.write_bytes(lines(pages)[:-1] + b"\nbroken\n")
     for batches in (3, 5):  # within the second shard, then within the fourth
         code = KILLED.format(shard=SHARD, batches=batches)
-        ended = subprocess.run([sys.executable, "-c", code, raw, tmp_path / "killed"], check=False)
-        assert ended.returncode == -signal.SIGKILL
+        fork = server().start(["-c", code, str(raw), str(tmp_path / "killed")], os.environ)
+        said, _ = fork.communicate()
+        assert fork.returncode == -signal.SIGKILL, said
     for module in (disk_sources, streamed_records):
         monkeypatch.setattr(module, "SHARD_ROWS", SHARD)
     skipped, items = [], KILTStream.items

@@ -147,11 +147,14 @@ def quietly(cache: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def narrow_vlp() -> Iterator[None]:
-    """VLP over X101's features with a linear of 32 in front of its trunk, in place of 2048."""
+def narrow_vlp(**sizes: int) -> Iterator[None]:
+    """VLP over X101's features with a linear of 32 in front of its trunk, in place of 2048.
+
+    sizes: other values of its config.
+    """
     published = vlp.vlp_base_x101()
     with pytest.MonkeyPatch.context() as patch:
-        narrow = dataclasses.replace(published, visual_hidden=(32,))
+        narrow = dataclasses.replace(published, visual_hidden=(32,), **sizes)
         patch.setattr(vlp, "vlp_base_x101", lambda: narrow)
         yield
 

@@ -2,8 +2,6 @@
 
 import io
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from mmqa_jax.data import records
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.images import PictureError
 from mmqa_jax.data.schema import Question, Source
+from tests.forks import ForkServer
 
 COUNT, SHARD = 22, 4
 SOURCES = [Source(f"s{n}", "image", f"Caption {n}", image=f"p/{n}") for n in range(COUNT)]
@@ -71,26 +70,37 @@ def whole(tmp_path):
     return contents(tmp_path / "whole")
 
 
-def run(program, out, **options):
-    """Runs a program on these tests' corpus in a process of its own."""
-    head = f"""
-        import os, signal, sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        import test_picture_records as t
-        t.records.PICTURE_SHARD = t.SHARD
-        out = {str(out)!r}
-    """
-    program = textwrap.dedent(head) + textwrap.dedent(program)
-    return subprocess.Popen([sys.executable, "-c", program], **options)
+@pytest.fixture(scope="module")
+def run():
+    """Runs a program on these tests' corpus in a process of its own, whose strings hash otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONHASHSEED", "1")
+        server = ForkServer("pytest", "mmqa_jax.data.records", "tensorflow_datasets")
+
+    def start(program, out):
+        head = f"""
+            import os, signal, sys
+            sys.path.insert(0, {str(Path(__file__).parent)!r})
+            import test_picture_records as t
+            t.records.PICTURE_SHARD = t.SHARD
+            out = {str(out)!r}
+        """
+        return server.start(["-c", textwrap.dedent(head) + textwrap.dedent(program)], os.environ)
+
+    yield start
+    server.close()
+
+
+def code_of(fork):
+    """Its exit code, once it has ended; pytest shows what it said, should the code be another."""
+    print(fork.communicate()[0])
+    return fork.returncode
 
 
 @pytest.mark.slow
-def test_the_same_bytes_in_every_process(whole, tmp_path):
-    for seed in "12":
-        out = tmp_path / seed
-        env = os.environ | {"PYTHONHASHSEED": seed}
-        assert run("t.write(out)", out, env=env).wait() == 0
-        assert contents(out) == whole
+def test_the_same_bytes_in_every_process(whole, run, tmp_path):
+    assert code_of(run(f"assert hash('a') != {hash('a')}; t.write(out)", tmp_path / "out")) == 0
+    assert contents(tmp_path / "out") == whole
 
 
 def test_any_number_of_threads_writes_the_same_bytes(whole, tmp_path):
@@ -101,7 +111,7 @@ def test_any_number_of_threads_writes_the_same_bytes(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_among_the_pictures_and_gone_on_with(whole, tmp_path):
+def test_killed_among_the_pictures_and_gone_on_with(whole, run, tmp_path):
     program = """
         def read(name):
             if name == "p/13":
@@ -110,7 +120,7 @@ def test_killed_among_the_pictures_and_gone_on_with(whole, tmp_path):
         t.write(out, read, workers=1)
     """
     out = tmp_path / "out"
-    assert run(program, out).wait() == -9
+    assert code_of(run(program, out)) == -9
     with pytest.raises(UserError, match=r"holds no corpus\.json"):
         open_corpus(out)
     assert any(name.endswith(".tmp") for name in contents(out))  # the shard at which it was
@@ -122,7 +132,7 @@ def test_killed_among_the_pictures_and_gone_on_with(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_among_the_rows_and_gone_on_with(whole, tmp_path):
+def test_killed_among_the_rows_and_gone_on_with(whole, run, tmp_path):
     program = """
         def progress(done, total):
             if done == total:  # all rows are written, the manifest is not
@@ -130,7 +140,7 @@ def test_killed_among_the_rows_and_gone_on_with(whole, tmp_path):
         t.write(out, progress=progress)
     """
     out = tmp_path / "out"
-    assert run(program, out).wait() == -9
+    assert code_of(run(program, out)) == -9
     again = Reads()
     write(out, again)
     assert again.numbers == []
@@ -199,20 +209,19 @@ def test_broken_pictures_of_an_earlier_attempt_count(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_do_not_write_into_each_other(tmp_path):
-    program = """
+def test_two_processes_do_not_write_into_each_other(run, tmp_path):
+    out, held = tmp_path / "out", tmp_path / "held"
+    os.mkfifo(held)
+    program = f"""
         def read(name):
             if name == "p/0":
-                print("reading", flush=True)
-            sys.stdin.read()
+                open({str(held)!r}).read()
             return t.read(name)
         t.write(out, read, workers=1)
     """
-    out = tmp_path / "out"
-    first = run(program, out, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert first.stdout.readline() == b"reading\n"
-    with pytest.raises(UserError, match=r"out: another process is preparing a corpus there; wait"):
+    first = run(program, out)
+    refused = pytest.raises(UserError, match=r"out: another process is preparing a corpus there; w")
+    with open(held, "w"), refused:  # once the first reads there, until the end of this block
         write(out)
-    first.communicate()
-    assert first.returncode == 0
+    assert code_of(first) == 0
     assert len(open_corpus(out)) == COUNT

@@ -9,11 +9,11 @@ import pickle
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from cli_runs import ROOT, done, mmqa, narrow_vlp, quietly, rows_of, traced_loss, weights_of
+from drawn_weights import drawn
 from flax import nnx
 from test_regions import detections, write_vinvl, write_x101
 from test_webqa_reader import image_fact, png, snippet, write_images
@@ -437,18 +437,23 @@ def test_clips_patch_features_are_those_of_the_tower(clip):
     section = {"trunk": "minilm_l6", "changes": {"hidden": 32, "layers": 1, "heads": 2, "mlp": 32},
                "frontend": "clip", "clip": "vit_b_16", "vision": VISION}  # fmt: skip
     config = read_typed(VLPModel, section, "model").config(40)
-    content, tower = nnx.jit(lambda: config.make_region_content(nnx.Rngs(0)))(), clip[1].vision
+    content, tower = drawn(lambda: config.make_region_content(nnx.Rngs())), clip[1].vision
     nnx.update(content.tower, nnx.state(tower))
     pixels = np.random.default_rng(0).integers(0, 256, (4, 16, 16, 3)).astype(np.uint8)
     regions = PatchRegions(16, 8)
     patches = np.stack([regions(RawSource("", pixels=picture))[0] for picture in pixels])
-    for layer in (-2, 0):
-        content.layer = layer
-        # Two rows of two pictures, side by side in their slots.
-        seen = nnx.jit(lambda content, patches: content.features(patches))
-        found = seen(content, jnp.asarray(patches.reshape(2, 8, -1)))
-        seen = nnx.jit(type(tower).patch_features, static_argnums=2)
-        wanted = seen(tower, normalize_pixels(jnp.asarray(pixels)), layer)
+
+    @nnx.jit
+    def seen(content, tower, patches, pixels):
+        features = []
+        for layer in (-2, 0):
+            content.layer = layer
+            wanted = tower.patch_features(normalize_pixels(pixels), layer)
+            features.append((content.features(patches), wanted))
+        return features
+
+    # Two rows of two pictures, side by side in their slots.
+    for found, wanted in seen(content, tower, patches.reshape(2, 8, -1), pixels):
         np.testing.assert_allclose(found.reshape(4, 4, -1), wanted, rtol=1e-4, atol=1e-4)
 
 
