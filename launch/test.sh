@@ -27,11 +27,11 @@ case "${1:-}" in
     set -- --seconds=durations.json "$@"
     ;;
 esac
-# A worker more than two cores have work for, since many tests wait; a file stays with one worker, so
+# Twice as many workers as two cores have work for, since many tests wait; a file stays with one worker, so
 # that its fixtures are made once. In the order of the folders the longest files come first, so that
 # no worker waits for the others at the end.
 if [ $# -gt ${#mesh[@]} ]; then
-  exec .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
+  exec .venv/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder "$@"
 fi
 # Tests of meshes have a process of their own (tests/mesh/conftest.py), beside the others; what it
 # prints comes after theirs.
@@ -40,7 +40,7 @@ told="$(mktemp)"
 meshes=$!
 trap 'kill "$meshes" 2>/dev/null || true; rm -f "$told"' EXIT
 status=0
-.venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" || status=1
+.venv/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder "$@" || status=1
 wait "$meshes" || status=1
 cat "$told"
 exit "$status"
