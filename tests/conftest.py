@@ -163,12 +163,10 @@ def _optimized(request) -> Iterator[None]:
         jax.config.update("jax_disable_most_optimizations", before)
 
 
-def _cache(folder: Path, root: Path) -> Path:
+def _cache(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "xla").symlink_to(kept_programs.FOLDER)
-    # By their content: reading SmolLM2's words takes three seconds.
-    (root / "gguf-tensors").mkdir(exist_ok=True)
-    (folder / "gguf-tensors").symlink_to(root / "gguf-tensors")
+    (folder / "gguf-tensors").symlink_to(kept_programs.gguf_indexes())
     return folder
 
 
@@ -197,15 +195,15 @@ def made_once(shared_root) -> Callable[[str, Callable[[Path], None]], Path]:
 
 
 @pytest.fixture(scope="session")
-def cli_cache(tmp_path_factory, shared_root) -> Path:
+def cli_cache(tmp_path_factory) -> Path:
     """A cache folder for verbs, empty but for what all tests share: compiled programs, read words."""
-    return _cache(tmp_path_factory.mktemp("cache"), shared_root)
+    return _cache(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture
-def fresh_cache(tmp_path, shared_root) -> Iterator[Path]:
+def fresh_cache(tmp_path) -> Iterator[Path]:
     """As `cli_cache`, of one test."""
-    yield _cache(tmp_path / "cache", shared_root)
+    yield _cache(tmp_path / "cache")
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 

@@ -195,7 +195,7 @@ def test_a_bart_pth_of_another_model_is_one_sentence(published, tmp_path, capsys
         assert len(sentence) < 600
 
 
-def test_fluency_from_the_command_line(published, tmp_path, capsys):
+def test_fluency_from_the_command_line(published, ours, tmp_path, capsys):
     answers = ["Yes , both flow east .", "Isomerases ."]
     references = ["No, the Lima River flows west.", "Isomerization energy is lowered."]
     lines = ["\t".join(COLUMNS)]
@@ -208,7 +208,7 @@ def test_fluency_from_the_command_line(published, tmp_path, capsys):
     assert main(["evaluate", "webqa", *flags]) == 0
     said = capsys.readouterr()
     result = json.loads(said.out.splitlines()[-1])
-    wanted = score_fluency(*read_output_tsv(path), load_bart_scorer(published.folder).scorer)
+    wanted = score_fluency(*read_output_tsv(path), ours)
     own = wanted.per_question["webqa_fl/official"]
     assert result["scores"] == pytest.approx(
         {

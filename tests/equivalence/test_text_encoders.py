@@ -38,8 +38,9 @@ def plain(request, tmp_path):
     return tmp_path, save_plain(request.param, tmp_path)
 
 
-@pytest.mark.parametrize("plain", ["bert", "xlm-roberta", "mpnet"], indirect=True)
+@pytest.mark.parametrize("plain", ["xlm-roberta", "mpnet"], indirect=True)
 def test_each_layer(plain):
+    """BERT's own, and ModernBERT's, are in their files."""
     folder, theirs = plain
     ours = load_text_encoder(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -119,13 +120,12 @@ def test_vectors_are_those_of_sentence_transformers(
 def test_minilm_is_the_one_of_the_package(sentence_transformers):
     from mmqa_jax.retrieval.minilm import load_minilm_embedder
 
-    # Of one bucket, and so one program of each embedder; the second text is cut.
-    given = ["The capital of Kenya is Nairobi. " * 20, "bread " * 400]
-    ours = load_text_embedder(minilm_path(), batch_size=2)
+    given = ["The capital of Kenya is Nairobi. " + "bread " * 400]  # is cut
+    ours = load_text_embedder(minilm_path(), batch_size=1)
     theirs = sentence_transformers.SentenceTransformer(str(minilm_path()), device="cpu")
     vectors = ours.embed_questions(given)
     np.testing.assert_allclose(vectors, theirs.encode(given), **WHOLE)
-    np.testing.assert_array_equal(vectors, load_minilm_embedder(2).embed_questions(given))
+    np.testing.assert_array_equal(vectors, load_minilm_embedder(1).embed_questions(given))
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)

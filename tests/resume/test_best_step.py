@@ -37,42 +37,18 @@ def test_the_best_step_is_kept_beside_the_last(judged):
 
 
 def test_only_validation_without_a_metric_keeps_no_best(tmp_path):
-    run(tmp_path, tiny_run.pipeline(1), steps=6, checkpoint_every=2, evaluate_every=2)
+    run(tmp_path, tiny_run.pipeline(1), steps=4, checkpoint_every=2, evaluate_every=2, keep=1)
     assert read_best(tmp_path) is None
     assert not (tmp_path / "best").exists()
-    assert checkpoints(tmp_path) == [4, 6]
-
-
-def test_of_equal_steps_the_first_is_the_best(tmp_path):
-    constant = Validation(lambda model: {"same": 0.5}, "same")
-    run(tmp_path, tiny_run.pipeline(1), steps=6, evaluate_every=2, keep=1, validation=constant)
-    assert read_best(tmp_path)["step"] == 2
-    assert checkpoints(tmp_path) == [2, 6]
-    assert any((x != weights(tmp_path)[name]).any() for name, x in best_arrays(tmp_path).items())
-
-
-def test_a_value_that_is_not_finite_is_never_the_best(tmp_path):
-    values = iter([float("nan"), 0.25, float("inf")])
-    run(
-        tmp_path, tiny_run.pipeline(1), steps=6, evaluate_every=2,
-        validation=Validation(lambda model: {"odd": next(values)}, "odd"),
-    )  # fmt: skip
-    assert read_best(tmp_path)["step"] == 4
-    rows = [row for row in curve(tmp_path) if "eval/odd" in row]
-    assert [row["eval/odd"] for row in rows] == [None, 0.25, None]
+    assert checkpoints(tmp_path) == [4]
 
 
 def test_nothing_is_evaluated_where_evaluate_every_is_0(tmp_path):
     def evaluate(model):
         raise AssertionError("evaluated")
 
-    run(
-        tmp_path,
-        tiny_run.pipeline(1),
-        steps=4,
-        evaluate_every=0,
-        validation=Validation(evaluate, "mean"),
-    )
+    never = Validation(evaluate, "mean")
+    run(tmp_path, tiny_run.pipeline(1), steps=2, evaluate_every=0, validation=never)
     assert not any("eval/mean" in row for row in curve(tmp_path))
 
 
@@ -95,14 +71,22 @@ def test_killed_runs_have_the_best_step_of_an_uninterrupted_one(tmp_path, judged
     assert not list(tmp_path.glob(".best*"))
 
 
-def test_the_best_weights_are_there_before_the_run_ends(tmp_path):
-    """A run that is stopped because its validation falls leaves what it was stopped for."""
-    values = iter([0.5, 0.25])
-    stop = tiny_run.Watched(tiny_run.pipeline(1), 5, tiny_run.raise_signal(15))
+def test_the_first_of_the_finite_best_values_is_there_before_the_run_ends(tmp_path):
+    """A run that is stopped because its validation no longer rises leaves what it was stopped for."""
+    values = [float("nan"), 0.25, 0.25, float("inf")]
+    left, seen = iter(values), []
+
+    def evaluate(model):
+        seen.append(np.array(model.first.kernel[...]))
+        return {"odd": next(left)}
+
+    stop = tiny_run.Watched(tiny_run.pipeline(1), 9, tiny_run.raise_signal(15))
     with pytest.raises(SystemExit):
-        run(
-            tmp_path, stop, evaluate_every=2,
-            validation=Validation(lambda model: {"falling": next(values)}, "falling"),
-        )  # fmt: skip
+        run(tmp_path, stop, evaluate_every=2, keep=1, validation=Validation(evaluate, "odd"))
     assert not (tmp_path / "model.json").exists()
-    assert read_best(tmp_path)["step"] == 2
+    assert read_best(tmp_path)["step"] == 4  # of two that are equal
+    assert checkpoints(tmp_path) == [4, 9]
+    np.testing.assert_array_equal(best_arrays(tmp_path)["first/kernel"], seen[1])
+    assert (seen[1] != seen[2]).any()
+    rows = [row for row in curve(tmp_path) if "eval/odd" in row]
+    assert [row["eval/odd"] for row in rows] == [None, 0.25, 0.25, None]

@@ -23,18 +23,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 TINY = {
     "data.split": "train", "data.agents": "('manager',)", "data.folds": 1, "validate.fold": 0,
-    "validate.questions": 0, "batches.length": 160, "train.log_every": 1, "train.keep": 4,
+    "validate.questions": 0, "batches.length": 152, "train.log_every": 1,
     "train.optimizer.warmup": 0.0, "inference.new_tokens": 16,
 }  # fmt: skip
 LEARNED = {
-    **TINY, "tokenizer": "corpus:600", "model.changes.layers": 1,
-    "batches.batch_size": 8, "batches.targets": 16, "batches.threads": 0,
-    "train.steps": 60, "train.log_every": 10, "train.optimizer.learning_rate": 0.01,
+    **TINY, "tokenizer": "corpus:600",
+    "model.changes.layers": 1, "model.changes.heads": 2, "model.changes.kv_heads": 1,
+    "batches.batch_size": 4, "batches.targets": 16, "batches.threads": 0,
+    "train.steps": 60, "train.log_every": 10, "train.optimizer.learning_rate": 0.015,
     "train.checkpoint_every": 0, "train.evaluate_every": 60,
 }  # fmt: skip
 REWARDED = {
-    **TINY, "batches.batch_size": 32, "grpo.group": 8, "train.steps": 20, "grpo.kl_weight": 0.01,
-    "train.optimizer.learning_rate": 0.004, "train.checkpoint_every": 3,
+    **TINY, "batches.batch_size": 16, "grpo.group": 8, "train.steps": 20, "grpo.kl_weight": 0.01,
+    "train.optimizer.learning_rate": 0.006, "train.checkpoint_every": 5, "train.keep": 2,
 }  # fmt: skip
 RIGHT = (1,)
 
@@ -57,7 +58,7 @@ def inputs(cli_cache, tmp_path_factory):
     folder = tmp_path_factory.mktemp("planner")
     with quietly(cli_cache):
         prepare_questions(folder)
-        taught = [*PLANS[:6], RIGHT, RIGHT]  # so that it is drawn often enough to be rewarded
+        taught = [*PLANS[:7], RIGHT]  # so that it is drawn often enough to be rewarded
         write_finished(folder / "each_another", lambda n, plan: float(plan == taught[n]))
         write_finished(folder / "one_right", lambda n, plan: float(plan == RIGHT))
         learned = flags(folder, "runlocal", folder / "learned", LEARNED, "each_another")
@@ -139,11 +140,11 @@ def test_a_step_compiles_nothing_that_an_earlier_one_has():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"grpo.group": 5}, r"batches\.batch_size=32: a multiple of grpo\.group=5"),
+        ({"grpo.group": 5}, r"batches\.batch_size=16: a multiple of grpo\.group=5"),
         ({"data.fold": 1}, r"data\.fold=1: 0 to 0 was expected"),
         ({"data.agents": "('boss',)"}, r"data\.agents=.*"),
         ({"data.chat": True}, r"data\.chat=True: the model has no chat template"),
-        ({"inference.new_tokens": 160}, r"batches\.length=160: holds no prompt"),
+        ({"inference.new_tokens": 152}, r"batches\.length=152: holds no prompt"),
         ({"batches.length": 40}, r"none has a planner's prompt of at most 24 tokens"),
         ({"data.outcomes": "nowhere"}, r"data\.outcomes=nowhere: has no trace\.jsonl"),
     ],

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import faiss
@@ -16,6 +15,7 @@ from cli_runs import QUESTIONS, TEST, done, mmqa, question, rows_of, write_docum
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.retrieval.rankings import read_rankings
+from tests.forks import server
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -259,15 +259,15 @@ def test_the_weight_of_the_fusion_is_chosen_on_a_split(flags, data, models, inde
 def done_apart(*verbs):
     """As `done` of each, in a process of its own: Milvus Lite leaves a server's threads behind."""
     code = (
-        "import json, sys; from cli_runs import done\n"
-        "print(json.dumps([done(*verb) for verb in json.loads(sys.argv[1])]))"
+        f"import json, sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from cli_runs import done\n"
+        "print('\\n' + json.dumps([done(*verb) for verb in json.loads(sys.argv[1])]))"
     )
-    command = [sys.executable, "-c", code, json.dumps(verbs)]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parent
-    )
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout.splitlines()[-1])
+    process = server().start(["-c", code, json.dumps(verbs)], os.environ)
+    said, _ = process.communicate(300)
+    assert process.returncode == 0, said
+    (found,) = (line for line in said.splitlines() if line.startswith("["))
+    return json.loads(found)
 
 
 @pytest.mark.parametrize("where", ["mesh", "mesh_approx", "milvus"])

@@ -12,7 +12,7 @@ from cli_runs import ROOT, done, mmqa
 
 from mmqa_jax.cli import command, make_parser
 from mmqa_jax.commands.tables import NAMES, add_flags
-from mmqa_jax.core.config import load_config
+from mmqa_jax.core.config import load_config, load_module
 from mmqa_jax.runs.row import read_row
 from mmqa_jax.runs.systems import find_setting
 from mmqa_jax.runs.tables import PAPERS, datasets
@@ -258,7 +258,8 @@ def commands_of(paper: str, everything: list[dict]) -> dict[str, str]:
 def test_every_command_is_one(paper, rows, everything):
     """It parses, and its config is a row with the options and parts that its setting takes."""
     commands, parser = commands_of(paper, everything), make_parser()
-    assert rows is None or commands.keys() == rows
+    tables = load_module(ROOT / f"configs/{paper}/tables.py")
+    assert commands.keys() == set(tables.MODES) == (rows or set(tables.MODES))
     for row, text in commands.items():
         program, *words = shlex.split(text)
         assert program == "mmqa"
@@ -266,20 +267,8 @@ def test_every_command_is_one(paper, rows, everything):
         assert command(arguments.verb).__name__ == "mmqa_jax.commands.run"
         assert arguments.config == f"configs/{paper}/tables.py:{row}"
         assert Path(arguments.workdir).name == row
-        config = load_config(ROOT / arguments.config)
-        assert config.row == row
-        read_row(config)
-
-
-@pytest.mark.parametrize("paper", ["webqa", "atlas"])
-def test_every_row_is_listed(paper, everything):
-    from mmqa_jax.core.config import load_module
-
-    tables = load_module(ROOT / f"configs/{paper}/tables.py")
-    commands = commands_of(paper, everything)
-    assert commands.keys() == set(tables.MODES)
-    for row in tables.MODES:
         config = tables.get_config(row)
+        assert config.row == row
         read_row(config)
         # Where every input comes from is known.
         parts = [p.to_dict() for name, p in config.parts.items() if name != "llm"]
@@ -337,23 +326,21 @@ def test_categories_are_measured_by_their_name(elsewhere):
 def test_a_part_of_the_split_passes_nothing(elsewhere):
     """Its figure is shown with its limit."""
     write_scores(elsewhere / "vlp", "vlp", limit=100)
-    listed = done("tables", "webqa", f"--workdir={elsewhere}")["rows"]
-    figure = of_figure(listed, "6", "vlp", "source_f1")
+    ended = mmqa("tables", "webqa", f"--workdir={elsewhere}", "--markdown", "--json")
+    figure = of_figure(ended.value["rows"], "6", "vlp", "source_f1")
     assert (figure["measured"], figure["limit"], figure["status"]) == (0.659, 100, "partial")
-    shown = mmqa("tables", "webqa", f"--workdir={elsewhere}", "--markdown").out
     assert (
         "| vlp | source F1 | 0.689 | 0.659 [0.600, 0.710] | 100 | partial (first 100 only) |"
-        in shown
+        in ended.out
     )
 
 
 def test_another_split_passes_nothing(elsewhere):
     write_scores(elsewhere / "vlp", "vlp", split="train")
-    listed = done("tables", "webqa", f"--workdir={elsewhere}")["rows"]
-    figure = of_figure(listed, "6", "vlp", "source_f1")
+    ended = mmqa("tables", "webqa", f"--workdir={elsewhere}", "--markdown", "--json")
+    figure = of_figure(ended.value["rows"], "6", "vlp", "source_f1")
     assert (figure["measured"], figure["status"]) == (0.659, "partial")
-    shown = mmqa("tables", "webqa", f"--workdir={elsewhere}", "--markdown").out
-    assert "| 100 | partial (split train) |" in shown
+    assert "| 100 | partial (split train) |" in ended.out
 
 
 def test_scores_of_another_row_do_not_count(elsewhere):
@@ -399,11 +386,10 @@ def test_the_rows_of_ours_that_were_run(elsewhere):
     }  # fmt: skip
     folder = elsewhere / "openstax" / "smollm2_k0"
     write_scores(folder, "smollm2_k0", dataset="corpus", split="test", **more)
-    ended = mmqa("tables", "rmr", f"--workdir={elsewhere}", "--markdown")
+    ended = mmqa("tables", "rmr", f"--workdir={elsewhere}", "--markdown", "--json")
     assert "rmr, ours, openstax" in ended.out
-    assert "| smollm2_k0 | choice accuracy | 0.500 [0.400, 0.600] | 313 |" in (ended.out)
-    rows = done("tables", "rmr", f"--workdir={elsewhere}")["rows"]
-    measured = [row for row in rows if row["measured"] is not None]
+    assert "| smollm2_k0 | choice accuracy | 0.500 [0.400, 0.600] | 313 |" in ended.out
+    measured = [row for row in ended.value["rows"] if row["measured"] is not None]
     assert [(row["table"], row["status"], row["n"]) for row in measured] == [
         ("ours, openstax", "measured", 313)
     ]
@@ -412,12 +398,10 @@ def test_the_rows_of_ours_that_were_run(elsewhere):
 def test_a_sample_of_a_row_is_not_judged(elsewhere):
     """Neither passes nor fails what was published of all questions."""
     write_scores(elsewhere / "vlp", "vlp", sample=50)
-    figure = of_figure(
-        done("tables", "webqa", f"--workdir={elsewhere}")["rows"], "6", "vlp", "source_f1"
-    )
+    ended = mmqa("tables", "webqa", f"--workdir={elsewhere}", "--markdown", "--json")
+    figure = of_figure(ended.value["rows"], "6", "vlp", "source_f1")
     assert (figure["measured"], figure["sample"], figure["status"]) == (0.659, 50, "partial")
-    table = mmqa("tables", "webqa", f"--workdir={elsewhere}", "--markdown").out
-    assert "| 100 | partial (50 questions only) |" in table
+    assert "| 100 | partial (50 questions only) |" in ended.out
 
 
 def test_what_the_language_model_was_asked_stands_beside_the_scores(elsewhere):
@@ -463,16 +447,16 @@ def test_every_paper_can_be_named():
 
 def test_the_rows_of_a_data_set(elsewhere, everything):
     """Of every paper that has some there, and of no other data set."""
-    rows = done("tables", "scienceqa")["rows"]
+    ended = mmqa("tables", "scienceqa", "--json")
+    rows = ended.value["rows"]
     assert {row["paper"] for row in rows} == {"rmr", "llava", "mmcot"}
     assert {
         row["command"].partition(" --config=configs/")[2][:9] for row in rows if row["command"]
     } == {"scienceqa"}
     of_webqa = [row for row in everything if row["paper"] == "webqa"]
     assert done("tables", "webqa")["rows"] == of_webqa
-    printed = mmqa("tables", "scienceqa").out
-    assert "rmr, rows to run" in printed
-    assert "llava, rows to run" in printed
+    assert "rmr, rows to run" in ended.out
+    assert "llava, rows to run" in ended.out
 
 
 def test_systems_without_a_command_are_named(elsewhere):
@@ -500,11 +484,12 @@ def write_demo(folder: Path, questions: int) -> None:
 def test_the_rows_of_a_demo_pass_or_fail(elsewhere):
     """Found in workdir-demo, where the demo was made; published .68 and .882, within .03."""
     write_demo(elsewhere / "workdir-demo", 300)
-    for flags in ([], ["--workdir=workdir-demo"], ["--workdir=workdir-demo/rows"]):
-        rows = done("tables", "atlas", *flags)["rows"]
-        found = {row["column"]: row["status"] for row in rows if row["config_row"] == "full"}
+    for flags in (["--workdir=workdir-demo"], ["--workdir=workdir-demo/rows"], []):
+        ended = mmqa("tables", "atlas", *flags, "--markdown", "--json")
+        rows = [row for row in ended.value["rows"] if row["config_row"] == "full"]
+        found = {row["column"]: row["status"] for row in rows}
         assert found == {"webqa_acc/no_lemma": "pass", "source_f1/official": "fail"}
-    lines = mmqa("tables", "atlas", "--markdown").out.splitlines()
+    lines = ended.out.splitlines()
     (state,) = (line for line in lines if line.startswith("| configs/atlas/tables.py:full |"))
     assert state == "| configs/atlas/tables.py:full | run: workdir-demo/rows/full |"
     assert any(line.startswith("| configs/atlas/tables.py:oracle | data/atlas;") for line in lines)
@@ -545,8 +530,6 @@ def test_wrong_flags(refused):
 )
 def test_rows_of_the_benchmarks(dataset, everything):
     """Every row is one that `mmqa run` takes, and where its inputs come from is known."""
-    from mmqa_jax.core.config import load_module
-
     tables = load_module(ROOT / f"configs/{dataset}/tables.py")
     listed = {r["config_row"] for r in everything if f"configs/{dataset}/" in r["command"]}
     assert listed == set(tables.MODES)

@@ -8,15 +8,13 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import os
 import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 import tracemalloc
 import urllib.parse
-from pathlib import Path
 
 import pytest
 from openai_stub import Stub, answer, drip, error, said
@@ -25,6 +23,7 @@ from tiny_llm import by_id
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.prompting.backend_http import OpenAIBackend, ServerConfig
 from mmqa_jax.prompting.backends import Choices, Completion, Decoding
+from tests.forks import server
 
 pytestmark = pytest.mark.slow
 
@@ -454,21 +453,21 @@ def test_the_key_is_in_no_file_and_in_no_output(tmp_path):
     (tmp_path / "prompts.jsonl").write_text(
         "".join(json.dumps({"id": p, "prompt": p}) + "\n" for p in prompts)
     )
-    verbose = "import logging, sys; logging.basicConfig(level=1); from mmqa_jax.cli import main; "
-    start = (sys.executable, "-c", f"{verbose} sys.exit(main())")
+    verbose = (
+        "import logging, sys; logging.basicConfig(level=1, force=True); "
+        "from mmqa_jax.cli import main; sys.exit(main())"
+    )
+    flags = [
+        *("prompt", "--raw", "--backend=openai", "--model=tiny", "--traceback", "--json"),
+        *(f"--prompts={tmp_path / 'prompts.jsonl'}", f"--out={tmp_path / 'out.jsonl'}"),
+        *(f"--cache={tmp_path / 'cache'}", "--config.server.retries=1"),
+        "--config.server.first_wait=0.01",
+    ]
     with Stub(reply).serving(CANARY) as stub:
-        done = subprocess.run(
-            [
-                *(*start, "prompt", "--raw", "--backend=openai"),
-                *("--model=tiny", f"--prompts={tmp_path / 'prompts.jsonl'}", "--traceback"),
-                *(f"--out={tmp_path / 'out.jsonl'}", f"--cache={tmp_path / 'cache'}", "--json"),
-                *("--config.server.retries=1", "--config.server.first_wait=0.01"),
-            ],
-            capture_output=True,
-            cwd=Path(__file__).parents[2],
-            timeout=120,
-        )
-    assert done.returncode == 0, done.stderr.decode()
+        process = server().start(["-c", verbose, *flags], os.environ)
+        printed, _ = process.communicate(120)
+    assert process.returncode == 0, printed
+    assert "DEBUG:" in printed
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert rows[0]["text"] == "good"
     reasons = [row["error"] for row in rows[1:]]
@@ -477,5 +476,5 @@ def test_the_key_is_in_no_file_and_in_no_output(tmp_path):
     assert "key *** of ***" in reasons[2]
     files = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
     assert len(files) >= 3
-    for name, held in {**files, "stdout": done.stdout, "stderr": done.stderr}.items():
+    for name, held in {**files, "printed": printed.encode()}.items():
         assert CANARY.encode() not in held, name

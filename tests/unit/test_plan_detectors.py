@@ -12,7 +12,7 @@ from flax import nnx
 from tiny_detectors import tiny
 
 from mmqa_jax.core.flops import jaxpr_flops
-from mmqa_jax.data.detector_pictures import VLP
+from mmqa_jax.data.detector_pictures import VINVL
 from mmqa_jax.inference.region_detector import DetectorKind
 from mmqa_jax.models.detection.convolution import Conv
 from mmqa_jax.models.detection.faster_rcnn import FasterRCNN
@@ -21,18 +21,18 @@ from mmqa_jax.plan.program import trace_program
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
-SMALL = dataclasses.replace(VLP, shorter=60, longer=150)
+SMALL = dataclasses.replace(VINVL, shorter=60, longer=150)
 
 
 def test_hours_of_a_number_of_pictures(monkeypatch):
-    config = tiny("detectron")
-    monkeypatch.setitem(detectors.DETECTORS, "vlp_x101", DetectorKind("vlp_x101", config, SMALL))
+    config, name = tiny("maskrcnn"), "vinvl_x152c4"
+    monkeypatch.setitem(detectors.DETECTORS, name, DetectorKind(name, config, SMALL))
 
     def traced(program, placement):  # test_region_detector.py compiles it
         return trace_program(dataclasses.replace(program, floor_bytes=0.0), placement)
 
     monkeypatch.setattr(verdict, "compile_program", traced)
-    planned = done("plan", "--model=vlp_x101", "--pictures=3600")
+    planned = done("plan", f"--model={name}", "--pictures=3600")
     (program,) = planned["programs"]
     assert program["name"] == "regions"
     made = nnx.state(nnx.eval_shape(lambda: FasterRCNN(config, rngs=nnx.Rngs())))
