@@ -10,7 +10,7 @@ from flax import nnx
 from tiny_detectors import PRESETS, tiny
 
 from mmqa_jax.inference.region_detector import make_find
-from tests.bench import Options, detector, detector_batch
+from tests.bench import Options, detector, detector_batch, runner
 from tests.bench.runner import Peak
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet", "short_readings")]
@@ -31,6 +31,7 @@ def tiny_kinds(monkeypatch):
     monkeypatch.setitem(detector._SIZES, "small", (64, 96))
     small_square = lambda side, dtype, **options: Peak(128, dtype, **options)  # noqa: E731
     monkeypatch.setattr(detector, "Peak", small_square)
+    monkeypatch.setattr(runner, "_PROBE", 64)  # of 512: a second where there is no bfloat16
     for module in (detector, detector_batch):  # torchvision builds the published widths alone
         monkeypatch.setattr(module, "importable", lambda: False)
 
