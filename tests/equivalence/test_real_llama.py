@@ -202,7 +202,7 @@ def test_the_engine_is_greedy_as_transformers_token_by_token(theirs, tokenizer, 
 def test_scores_of_the_engine_equal_transformers(theirs, tokenizer, text_ids, engine):
     """Multiple choice: each continuation's log-probability, and the right one wins."""
     start = tokenizer.decode(text_ids[:5])
-    prompt = start + "\nSeven days make a week, and twelve months make a"
+    prompt = start + "\nTwelve months make a"
     choices = [" year.", " day.", " century of peace."]
     (found,) = engine.score([Scoring("q", prompt, choices)])
     start = len(tokenizer(prompt)["input_ids"])
