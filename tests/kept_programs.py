@@ -82,12 +82,15 @@ def keep() -> None:
 def _lay(source: Path, target: Path) -> None:
     """Links, or copies, the files that `target` lacks; each appears whole."""
     there = set(os.listdir(target))
-    for file in source.iterdir():
-        if file.name in there or file.name.startswith(".") or not file.is_file():
-            continue
-        made = target / f".{file.name}.{os.getpid()}"
-        try:
-            os.link(file, made)
-        except OSError:
-            shutil.copy2(file, made)
-        os.replace(made, target / file.name)
+    with os.scandir(source) as files:
+        for file in files:
+            if file.name in there or file.name.startswith(".") or not file.is_file():
+                continue
+            try:
+                os.link(file.path, f"{target}/{file.name}")
+            except FileExistsError:  # another run's
+                pass
+            except OSError:
+                made = target / f".{file.name}.{os.getpid()}"
+                shutil.copy2(file.path, made)
+                os.replace(made, target / file.name)

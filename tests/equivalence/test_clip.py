@@ -186,7 +186,6 @@ def test_bfloat16_stays_near_float32(pair):
     got, features = compiled(with_config(ours, half), run)()
     assert {x.dtype.name for x in got} == {"bfloat16"}
     assert {x.dtype.name for x in features} == {"float32"}
-    want, _ = compiled(ours, run)()
 
     def run_torch(model, dtype):
         texts = torch.from_numpy(ids).long(), torch.from_numpy(mask)
@@ -198,8 +197,9 @@ def test_bfloat16_stays_near_float32(pair):
 
     rounded = run_torch(copy.deepcopy(theirs).bfloat16(), torch.bfloat16)
     exact = run_torch(theirs, torch.float32)
-    near_in_bfloat16((got[0], want[0]), (rounded[0], exact[0]))
-    near_in_bfloat16((got[1][real], want[1][real]), (rounded[1][real], exact[1][real]))
+    # In float32 ours are torch's within 1e-4, see above.
+    near_in_bfloat16((got[0], exact[0]), (rounded[0], exact[0]))
+    near_in_bfloat16((got[1][real], exact[1][real]), (rounded[1][real], exact[1][real]))
 
 
 def test_every_parameter_names_its_axes(pair):

@@ -78,7 +78,7 @@ def made(tmp_path_factory):
     whole = TorchCLIP(CONFIG).eval()
     for name, size in SIZES.items():
         whole.register_buffer(name, size)
-    whole = torch.jit.trace(whole, torch_inputs())
+    whole = torch.jit.trace(whole, torch_inputs(), check_trace=False)
     whole.load_state_dict(theirs.state_dict() | SIZES)
     for parameter in whole.parameters():
         parameter.data = parameter.data.half()

@@ -28,17 +28,19 @@ from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama_config import LlamaConfig, smollm2_135m
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.weights.bundled import smollm2_path
+from mmqa_jax.weights.formats import gguf as gguf_format
 from mmqa_jax.weights.published import load_published
 
-LENGTHS = np.array([96, 40])  # rows of different length, padded on the right
+LENGTHS = np.array([64, 24])  # rows of different length, padded on the right
 END = 2
 STEPS = 4
-# (first token, tokens) of the license: chunks of 16 and 32, one of them full, and two prompts that
+# (first token, tokens) of the license: chunks of 8 and 16, one of them full, and two prompts that
 # begin alike.
 SIZES = EngineConfig(  # a program of each kind
-    slots=4, length=96, buckets=(16, 32), prefill_tokens=32, block=32, decode_block=96
+    slots=4, length=48, buckets=(8, 16), prefill_tokens=16, block=16, decode_block=48
 )
-CUTS = [(0, 5), (40, 17), (0, 32), (0, 49)]
+CUTS = [(0, 5), (40, 9), (0, 16), (0, 25)]
+EXPORTED = 2  # layers: those are alike
 PARTS = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -91,12 +93,12 @@ def theirs():
             name = f"layers.{layer}.{PARTS[part]}"
         else:
             name = NAMES[name]
-        tensors[f"model.{name}.weight"] = torch.tensor(values)
+        tensors[f"model.{name}.weight"] = torch.from_numpy(values).double()
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     model.load_state_dict(tensors, strict=True, assign=True)
     # A buffer that no checkpoint holds is still on the meta device.
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
-    return model.double().eval()
+    return model.eval()
 
 
 @pytest.fixture(scope="module")
@@ -139,14 +141,15 @@ def engine(ours) -> Engine:
     return ours.engine
 
 
-def their_logits(theirs, ids) -> np.ndarray:
-    """float64 [L, V] of one text."""
+def their_logits(theirs, ids, last: int = 0) -> np.ndarray:
+    """float64 [L, V] of one text, or of its `last` tokens."""
     with torch.no_grad():
-        return theirs(torch.from_numpy(np.asarray(ids))[None]).logits[0].numpy()
+        ids = torch.from_numpy(np.asarray(ids))[None]
+        return theirs(ids, logits_to_keep=last).logits[0].numpy()
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    return logits - np.logaddexp.reduce(logits, -1, keepdims=True)
+    return torch.from_numpy(logits).log_softmax(-1).numpy()
 
 
 def of_tokens(values: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -182,13 +185,13 @@ def test_the_engine_is_greedy_as_transformers_token_by_token(theirs, tokenizer, 
         tokens = np.array(got.tokens)
         assert len(tokens) == STEPS or tokens[-1] == END
         # One forward over prompt and answer: after each token the next is the likeliest.
-        logits = their_logits(theirs, [*prompt, *tokens[:-1]])[len(prompt) - 1 :]
+        logits = their_logits(theirs, [*prompt, *tokens[:-1]], last=len(tokens))
         np.testing.assert_array_equal(tokens, logits.argmax(-1))
         want = of_tokens(log_softmax(logits), tokens)
         np.testing.assert_allclose(got.logprobs, want, rtol=0, atol=1e-4)
     assert results[len(CUTS)].text.startswith(" Paris")
     reused = [results[n].reused_tokens for n in range(len(prompts))]
-    assert max(reused) == 32  # of the two that begin alike, in steps of 32
+    assert max(reused) == 16  # of the two that begin alike, in steps of 16
 
     # Alone in the empty engine: the same bits.
     engine.forget()
@@ -199,20 +202,40 @@ def test_the_engine_is_greedy_as_transformers_token_by_token(theirs, tokenizer, 
 def test_scores_of_the_engine_equal_transformers(theirs, tokenizer, text_ids, engine):
     """Multiple choice: each continuation's log-probability, and the right one wins."""
     start = tokenizer.decode(text_ids[:5])
-    prompt = start + "\nSeven days make a week, and twelve months make a"
+    prompt = start + "\nTwelve months make a"
     choices = [" year.", " day.", " century of peace."]
     (found,) = engine.score([Scoring("q", prompt, choices)])
     start = len(tokenizer(prompt)["input_ids"])
     for score, choice in zip(found.scores, choices, strict=True):
         ids = np.array(tokenizer(prompt + choice)["input_ids"])
-        logits = their_logits(theirs, ids)[start - 1 : -1]
+        logits = their_logits(theirs, ids[:-1], last=len(ids) - start)
         want = of_tokens(log_softmax(logits), ids[start:])
         np.testing.assert_allclose(score.logprobs, want, rtol=0, atol=1e-4)
         assert score.greedy == (logits.argmax(-1) == ids[start:]).all()
     assert max(found.scores, key=lambda score: score.total) == found.scores[0]
 
 
-def test_an_export_is_a_model_and_a_tokenizer_for_transformers(theirs, tokenizer, tmp_path):
+@pytest.fixture
+def few_layers(theirs, monkeypatch):
+    """The file and transformers' model end after EXPORTED layers."""
+    read = gguf_format._index
+
+    def index(path):
+        found = read(path)
+        found["fields"]["llama.block_count"] = EXPORTED
+        for name in list(found["tensors"]):
+            kind, layer, *_ = name.split(".")
+            if kind == "blk" and int(layer) >= EXPORTED:
+                del found["tensors"][name]
+        return found
+
+    monkeypatch.setattr(gguf_format, "_index", index)
+    monkeypatch.setattr(theirs.config, "num_hidden_layers", EXPORTED)
+
+
+def test_an_export_is_a_model_and_a_tokenizer_for_transformers(
+    theirs, few_layers, tokenizer, tmp_path
+):
     out = tmp_path / "smollm2"
     assert (
         main(["convert", "--model=llama", "--source=smollm2", "--export=hf", f"--out={out}"]) == 0
@@ -231,4 +254,5 @@ def test_an_export_is_a_model_and_a_tokenizer_for_transformers(theirs, tokenizer
     with torch.no_grad():
         want = theirs(first).logits
         torch.testing.assert_close(model(first).logits.to(want), want, atol=1e-3, rtol=1e-3)
+    assert model.config.num_hidden_layers == EXPORTED
     assert model.generation_config.eos_token_id == [theirs_again.eos_token_id]

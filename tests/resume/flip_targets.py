@@ -105,7 +105,7 @@ def _resume(folder: Path) -> str:
 
 
 def _train(folder: Path) -> None:
-    """`mmqa train` of a classifier, with its weights once more as a best step's."""
+    """A run of a classifier by `mmqa train`, with its weights once more as a best step's."""
     raw = folder.with_name("raw")
     first, *others = (row for row in cli_runs.QUESTIONS if row["split"] == "train")
     questions = [
@@ -121,7 +121,7 @@ def _train(folder: Path) -> None:
     }
     config = f"--config={cli_runs.ROOT}/configs/webqa/modality.py:runlocal"
     flags = [f"--config.{key}={value}" for key, value in changes.items()]
-    cli_runs.done("train", config, *flags, f"--workdir={folder}")
+    cli_runs.done("train", config, *flags, f"--workdir={folder}", "--only_start")
     params = load_question_classifier(folder)._state
     companions = [folder / "config.json", folder / "tokenizer.json"]
     replace_trained(folder / "best", None, params, read_metadata(folder), companions)

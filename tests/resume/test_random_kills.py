@@ -49,8 +49,9 @@ def kills(request):
 
 def test_killed_at_random_moments(tmp_path, kills, attempt):
     changes = {"steps": 8 * kills, **SETTINGS}
+    seldom = changes | {"checkpoint_every": 15}
     tiny_run.run(
-        tmp_path / "undisturbed", tiny_run.pipeline(), validation=tiny_run.KEEP_BEST, **changes
+        tmp_path / "undisturbed", tiny_run.pipeline(), validation=tiny_run.KEEP_BEST, **seldom
     )
     origins = killed(attempt, tmp_path / "killed", kills, changes)
     # The kills were spread over the run: most left a new checkpoint to resume from.

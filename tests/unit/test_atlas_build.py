@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.atlas import build
 from mmqa_jax.data.atlas.build import LEAST_COUNTRIES, SNIPPETS, build_atlas
 from mmqa_jax.data.atlas.factbook import load_countries
 from mmqa_jax.data.atlas.questions import FLAG_QUESTIONS, TOTALS
@@ -21,6 +22,23 @@ from mmqa_jax.data.atlas.questions import FLAG_QUESTIONS, TOTALS
 pytestmark = pytest.mark.slow
 
 CATEGORIES = {"YesNo", "choose", "color", "number", "Others", "text"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _drawn_once():
+    """Pictures and what is seen in them depend on the countries alone: each set is drawn once here, and
+    once more by the other process."""
+    draw, drawn = build._pictures, {}
+
+    def pictures(countries, scale):
+        key = (*(country.code for country in countries), scale)
+        if key not in drawn:
+            drawn[key] = draw(countries, scale)
+        return drawn[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "_pictures", pictures)
+        yield
 
 
 @pytest.fixture(scope="module")

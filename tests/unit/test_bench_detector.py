@@ -10,7 +10,7 @@ from flax import nnx
 from tiny_detectors import PRESETS, tiny
 
 from mmqa_jax.inference.region_detector import make_find
-from tests.bench import Options, detector, detector_batch
+from tests.bench import Options, detector, detector_batch, runner
 from tests.bench.runner import Peak
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet", "short_readings")]
@@ -24,13 +24,20 @@ def tiny_kinds(monkeypatch):
     build = detector.FasterRCNN  # its initializers are a hundred programs
     of_numpy = lambda config, rngs: drawn(lambda: build(config, rngs=nnx.Rngs()))  # noqa: E731
     monkeypatch.setattr(detector, "FasterRCNN", of_numpy)
-    monkeypatch.setattr(
-        detector_batch, "init_sharded", lambda build, mesh: drawn(build, stddev=0.05)
-    )
-    monkeypatch.setattr(detector, "_BLOCKS", (1, 2, 1, 1))
+    of_batches = []
+
+    def of_batch(build, mesh):
+        """Both rows with batches have the same detector."""
+        if not of_batches:
+            of_batches.append(drawn(build, stddev=0.05))
+        return of_batches[0]
+
+    monkeypatch.setattr(detector_batch, "init_sharded", of_batch)
+    monkeypatch.setattr(detector, "_BLOCKS", (1, 1, 1, 1))
     monkeypatch.setitem(detector._SIZES, "small", (64, 96))
     small_square = lambda side, dtype, **options: Peak(128, dtype, **options)  # noqa: E731
     monkeypatch.setattr(detector, "Peak", small_square)
+    monkeypatch.setattr(runner, "_PROBE", 64)  # of 512: a second where there is no bfloat16
     for module in (detector, detector_batch):  # torchvision builds the published widths alone
         monkeypatch.setattr(module, "importable", lambda: False)
 

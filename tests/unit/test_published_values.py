@@ -22,6 +22,7 @@ from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.folder import read_record
 from mmqa_jax.weights.formats.gguf import GGUFSource
+from mmqa_jax.weights.layouts import require_given
 from mmqa_jax.weights.models.bert import bert_config, read_bert_config, unknown_heads
 from mmqa_jax.weights.models.clip import clip_config
 from mmqa_jax.weights.models.clip_processor import check_processor
@@ -191,16 +192,13 @@ def test_heads_that_nothing_shows_are_asked_for(model, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("model", ["vlp", "mcan"])  # of one part with heads, and of two
-def test_an_export_says_its_heads(model, tmp_path, capsys):
-    """To whoever gives the folder or the file in it."""
+def test_an_export_says_its_heads(model, tmp_path):
+    """To whoever gives the file in its folder; the folder itself: test_cli_convert.py."""
     source = make_source(model, tmp_path / "source")
-    assert main([*source.flags(model), f"--out={tmp_path / 'a'}"]) == 0
-    exported = [f"--source={tmp_path / 'a'}", f"--out={tmp_path / 'hf'}", "--export=hf"]
-    assert main(["convert", f"--model={model}", *exported]) == 0
-    file = tmp_path / "hf" / "model.safetensors"
-    again = [f"--source={file}", f"--out={tmp_path / 'b'}"]
-    assert main(["convert", f"--model={model}", *again]) == 0
-    assert read_record(tmp_path / "b").config == CONFIGS[model]
+    assert main([*source.flags(model), f"--out={tmp_path / 'hf'}", "--export=hf"]) == 0
+    opened = architecture(model).open(tmp_path / "hf" / "model.safetensors")
+    require_given(opened, ())
+    assert opened.config == CONFIGS[model]
 
 
 def test_published_widths_have_known_heads(tmp_path):

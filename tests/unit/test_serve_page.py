@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
 )
+HTTP = httpx.Client(verify=False, timeout=60)  # each client reads the certificates of the world
 ATTACK = "<img src=x onerror=document.title=1><script>document.title=2</script>"
 
 
@@ -81,7 +82,7 @@ def parts_of(answerer, backend_of, llm=None) -> Parts:
 def asked(address, question, system="passages", **more):
     """The events of an answer, by kind."""
     body = {"question": question, "system": system, **more}
-    reply = httpx.post(f"{address}/api/ask", json=body, timeout=60)
+    reply = HTTP.post(f"{address}/api/ask", json=body)
     assert reply.status_code == 200, reply.text
     found = re.findall(r"event: (\w+)\ndata: (.*)\n\n", reply.text)
     return {kind: json.loads(data) for kind, data in found}
@@ -112,34 +113,34 @@ def test_refusals_and_the_other_systems(address):
                ({"question": "a", "system": "search", "image": "data:image/png;base64,aaaa"}, "pict"),
                ({"question": "a"}, "system is missing")]  # fmt: skip
     for body, words in refused:
-        reply = httpx.post(f"{address}/api/ask", json=body)
+        reply = HTTP.post(f"{address}/api/ask", json=body)
         assert reply.status_code in (400, 404)
         assert words in reply.json()["error"]["message"]
 
 
 def test_sources_and_pictures_are_looked_up_by_id(address, folder):
-    found = httpx.get(f"{address}/api/source/manual.pdf%232").json()
+    found = HTTP.get(f"{address}/api/source/manual.pdf%232").json()
     assert (found["text"], found["page"]) == ("Wash the filter every week.", 2)
     assert [one["text"] for one in found["before"]] == ["The pump is on the left."]
-    shown = httpx.get(f"{address}/api/picture/red%20filter.png")
+    shown = HTTP.get(f"{address}/api/picture/red%20filter.png")
     assert (shown.content, shown.headers["content-type"]) == (picture(), "image/png")
     for path in ("/etc/passwd", "../a secret.txt", "a secret.txt", str(folder / "manual.pdf"), ""):
         for kind in ("source", "picture"):
-            assert httpx.get(f"{address}/api/{kind}/{path}").status_code == 404
-    assert httpx.get(f"{address}/api/picture/manual.pdf%232").status_code == 404  # has none
+            assert HTTP.get(f"{address}/api/{kind}/{path}").status_code == 404
+    assert HTTP.get(f"{address}/api/picture/manual.pdf%232").status_code == 404  # has none
 
 
 def test_a_chat_with_the_system(address):
     body = {"model": "passages", "messages": [{"role": "user", "content": "Wash the filter when?"}]}
-    reply = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60).json()
+    reply = HTTP.post(f"{address}/v1/chat/completions", json=body).json()
     assert reply["choices"][0]["message"]["content"].startswith("Every week.")
     assert "manual.pdf" in {one["file"] for one in reply["sources"] if one["cited"] is not None}
-    streamed = httpx.post(f"{address}/v1/chat/completions", json={**body, "stream": True})
+    streamed = HTTP.post(f"{address}/v1/chat/completions", json={**body, "stream": True})
     assert streamed.text.endswith("data: [DONE]\n\n")
     assert "Every week." in streamed.text
     assert reply["usage"] is None
     for key, value in [("temperature", 0), ("n", 2), ("max_tokens", 5), ("stop", ["."])]:
-        refused = httpx.post(f"{address}/v1/chat/completions", json={**body, key: value})
+        refused = HTTP.post(f"{address}/v1/chat/completions", json={**body, key: value})
         assert refused.status_code == 400
         assert f"leave {key} out" in refused.json()["error"]["message"]
 
@@ -151,9 +152,7 @@ def test_pieces_of_a_served_model(engine, folder, tmp_path, monkeypatch):
     model = ServedModel(tiny_backend(engine), 64)
     parts = parts_of(answerer, model.session, model)
     with serving(make_app(parts, LIMITS, 60)) as at:
-        reply = httpx.post(
-            f"{at}/api/ask", json={"question": "a", "system": "memory"}, timeout=60
-        ).text
+        reply = HTTP.post(f"{at}/api/ask", json={"question": "a", "system": "memory"}).text
     pieces = [json.loads(data) for data in re.findall(r"event: text\ndata: (.*)\n", reply)]
     row = json.loads(re.search(r"event: answer\ndata: (.*)\n", reply)[1])
     assert "".join(pieces).strip() == row["answer"]
