@@ -45,7 +45,9 @@ def plain_search(vectors, queries, top_k, allowed=None):
     scores = queries.astype(np.float64) @ vectors.astype(np.float64).T
     if allowed is not None:
         scores[:, ~allowed] = -np.inf
-    rows = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
+    best = np.argpartition(-scores, top_k - 1, axis=1)[:, :top_k]
+    order = np.argsort(-np.take_along_axis(scores, best, axis=1), axis=1)
+    rows = np.take_along_axis(best, order, axis=1)
     return rows, np.take_along_axis(scores, rows, axis=1)
 
 
