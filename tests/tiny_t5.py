@@ -6,8 +6,8 @@ import io
 from pathlib import Path
 
 import gguf
-import jax
 import sentencepiece
+from drawn_weights import drawn
 from flax import nnx
 from sentencepiece import sentencepiece_model_pb2
 
@@ -78,7 +78,7 @@ def write_folder(folder: Path) -> Path:
     folder.mkdir(parents=True)
     write_spiece(folder / "spiece.model")
     config = t5_config(VOCABULARY + EXTRA)
-    start = jax.jit(lambda: nnx.state(T5(config, rngs=nnx.Rngs(3))))  # one program, not one an op
-    published = publish_t5(config, start())
+    model = drawn(lambda: T5(config, rngs=nnx.Rngs()), 3)
+    published = publish_t5(config, nnx.state(model))
     write_published(folder, published, more={"eos_token_id": 1})
     return folder

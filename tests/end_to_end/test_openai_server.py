@@ -16,6 +16,7 @@ import gguf
 import numpy as np
 import pytest
 import xllamacpp
+from read_gguf import read_gguf
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.slot_runner import EngineConfig
@@ -57,7 +58,7 @@ REQUESTS = [
 def model(tmp_path_factory):
     """The file that both read."""
     file = tmp_path_factory.mktemp("gguf") / "smollm2-f32.gguf"
-    reader = gguf.GGUFReader(smollm2_path())
+    reader = read_gguf(smollm2_path())
     (end,) = open_tokenizer(smollm2_path()).encode_plain(END)
     types = reader.fields["tokenizer.ggml.token_type"].contents()
     types[end] = gguf.TokenType.CONTROL  # not shown

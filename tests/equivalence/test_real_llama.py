@@ -20,6 +20,7 @@ import pytest
 import torch
 import transformers
 from compare import compiled, forward
+from read_gguf import read_gguf
 
 from mmqa_jax.cli import main
 from mmqa_jax.decoding.engine import Engine
@@ -55,14 +56,6 @@ PARTS = {
 NAMES = {"token_embd": "embed_tokens", "output_norm": "norm"}
 
 
-def read_tensors() -> list[gguf.ReaderTensor]:
-    """Those of the file, read at once: each slice of a memmap runs Python code of NumPy's, which is
-    two thirds of what the header's 147,000 strings and numbers cost the package gguf."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(np, "memmap", lambda path, mode: np.fromfile(path, np.uint8))
-        return gguf.GGUFReader(smollm2_path()).tensors
-
-
 @pytest.fixture(scope="module")
 def theirs():
     """transformers' model in float64, filled from the file without our code."""
@@ -83,7 +76,7 @@ def theirs():
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     tensors = {}
-    for tensor in read_tensors():
+    for tensor in read_gguf(smollm2_path()).tensors:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         name = tensor.name.removesuffix(".weight")
         if name.startswith("blk."):

@@ -59,7 +59,7 @@ def launch(
       count: how many.
       devices: fake devices of each.
       differing: further arguments of the last process.
-      fresh: see `start`.
+      fresh: the last process is none of the forks (`start`), so that it hashes strings otherwise.
     """
     if count == 1:
         return [start(*command, devices=devices, fresh=fresh)]
@@ -71,7 +71,7 @@ def launch(
             *command,
             *(differing if process == count - 1 else ()),
             devices=devices,
-            fresh=fresh,
+            fresh=fresh and process == count - 1,
             JAX_COORDINATOR_ADDRESS=address,
             MMQA_COORDINATOR_BIND="127.0.0.1",
             JAX_NUM_PROCESSES=str(count),

@@ -92,7 +92,7 @@ def alone(data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def on_a_ring(data, tmp_path_factory):
-    """The workdir of a run on two processes, as users start them.
+    """The workdir of a run on two processes, which hash strings differently, as users' do.
 
     Process 0 has the first and the last rows, and each pair that splits the parameters has a device
     of either process: what is fetched is gathered.

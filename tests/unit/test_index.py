@@ -45,7 +45,9 @@ def plain_search(vectors, queries, top_k, allowed=None):
     scores = queries.astype(np.float64) @ vectors.astype(np.float64).T
     if allowed is not None:
         scores[:, ~allowed] = -np.inf
-    rows = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
+    best = np.argpartition(-scores, top_k - 1, axis=1)[:, :top_k]
+    order = np.argsort(-np.take_along_axis(scores, best, axis=1), axis=1)
+    rows = np.take_along_axis(best, order, axis=1)
     return rows, np.take_along_axis(scores, rows, axis=1)
 
 
@@ -84,12 +86,17 @@ def test_exact_allowed_rows_across_blocks():
         index.search(queries, 6, allowed)
 
 
-@needs_scann
-@pytest.mark.parametrize("parameters", [ScannParameters(), TREE], ids=["brute force", "tree-AH"])
-def test_scann_recall(parameters):
+@pytest.fixture(scope="module", params=[ScannParameters(), TREE], ids=["brute force", "tree-AH"])
+def scann(request):
+    """Embeddings, queries and an index."""
     embeddings, queries = clustered(5000)
+    return embeddings, queries, ScannIndex.build(embeddings, request.param)
+
+
+@needs_scann
+def test_scann_recall(scann):
+    embeddings, queries, index = scann
     expected, expected_scores = plain_search(embeddings.vectors, queries, 20)
-    index = ScannIndex.build(embeddings, parameters)
     rows, scores = index.search(queries, 20)
     assert recall(rows, expected) >= 0.99
     same = rows == expected  # reordering is exact: equal rows have equal scores
@@ -110,10 +117,8 @@ def test_scann_large_top_k_is_full():
 
 
 @needs_scann
-@pytest.mark.parametrize("parameters", [ScannParameters(), TREE], ids=["brute force", "tree-AH"])
-def test_scann_allowed_rows(parameters):
-    embeddings, queries = clustered(5000)
-    index = ScannIndex.build(embeddings, parameters)
+def test_scann_allowed_rows(scann):
+    embeddings, queries, index = scann
     half = np.arange(5000) % 2 == 0
     rows, _ = index.search(queries, 20, half)
     assert half[rows].all()

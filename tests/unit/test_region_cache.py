@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import hashlib
 import io
 from concurrent.futures import ThreadPoolExecutor
@@ -215,6 +216,9 @@ def test_what_is_no_record_is_named(tmp_path):
 # In a task. tests/unit/test_raw_pictures.py trains with a detector.
 
 
+whole_minilm = functools.cache(minilm_tokenizer)
+
+
 def batches_of(task, count=4):
     """The first batches of a run, by the run's threads."""
     questions = [
@@ -223,7 +227,7 @@ def batches_of(task, count=4):
         for n in range(4)
     ]  # fmt: skip
     asked = Corpus(corpus().sources, questions, PICTURES.get)
-    recipe = task.recipe(asked, minilm_tokenizer())
+    recipe = task.recipe(asked, whole_minilm())
     with contextlib.closing(recipe.batches) as batches:
         return [next(batches) for _ in range(count)], recipe
 
@@ -267,11 +271,11 @@ def test_batches_of_raw_pictures_are_those_of_records(kind, tmp_path, monkeypatc
     assert vlp_task(kind, **flags).in_folder(tmp_path / "run/best").features == task.features
     monkeypatch.setattr(vlp, "read_metadata", lambda folder: {"detector": "another"})
     with pytest.raises(UserError, match="the detector: is another detector than the one whose"):
-        task.open_vlp(tmp_path / "run", minilm_tokenizer())
+        task.open_vlp(tmp_path / "run", whole_minilm())
 
 
 def test_trained_models_look_at_a_batch_together(tmp_path, monkeypatch):
-    detector, tokenizer = Counting(), minilm_tokenizer()
+    detector, tokenizer = Counting(), whole_minilm()
     monkeypatch.setattr(vlp, "open_detector", lambda choice, *_, **__: detector)
     flags = {"features.root": "", "features.detector": "the detector"}
     task = vlp_task("qa", **flags).in_folder(tmp_path)
