@@ -117,9 +117,14 @@ def merge_lora(model: Llama) -> Llama:
         scale = getattr(model.layers, place[-1]).scale
         a, b = (named.pop((*place, name)).get_value() for name in ("lora_a", "lora_b"))
         kernel = named[(*place, "kernel")]
-        merged = kernel.get_value() + scale * jax.numpy.einsum(
-            "lir,lro->lio", a, b, precision=jax.lax.Precision.HIGHEST
-        )
-        named[(*place, "kernel")] = kernel.replace(merged)
+        named[(*place, "kernel")] = kernel.replace(_merged(kernel.get_value(), a, b, scale))
     plain = nnx.eval_shape(lambda: Llama(model.config, rngs=nnx.Rngs()))
     return nnx.merge(nnx.graphdef(plain), nnx.from_flat_state(list(named.items())))
+
+
+@jax.jit
+def _merged(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
+    """Kernels [layers, in, out] with what is added to them."""
+    return kernel + scale * jax.numpy.einsum(
+        "lir,lro->lio", a, b, precision=jax.lax.Precision.HIGHEST
+    )
