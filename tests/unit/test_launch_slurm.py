@@ -107,9 +107,10 @@ def free_job() -> int:
 
 def test_two_tasks_check_the_machine_and_join(slurm, cli_cache, tmp_path):
     """As a run's tasks do; steps of two processes are test_two_processes.py's."""
-    run = (
-        "import jax; from mmqa_jax.core import distributed as d; d.start(); "
-        "print('task', d.gather('of', d.process_index()), len(jax.devices()))"
+    run = (  # one write each: the tasks' lines do not mix
+        "import jax, os; from mmqa_jax.core import distributed as d; d.start(); "
+        "line = f'task {d.gather(\"of\", d.process_index())} {len(jax.devices())}\\n'; "
+        "os.write(1, line.encode())"
     )
     folders = (f"--workdir={tmp_path / 'run'}", f"--data={ROOT / 'launch'}")
     process = slurm(sys.executable, "-c", run, *folders, MMQA_CACHE=str(cli_cache))
