@@ -37,6 +37,8 @@ def tiny_model(size: str, dtype: str | None = None) -> Llama:
 def result(short_readings):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm, "load_model", tiny_model)
+        # Several threads would wait for each other longer than they compute.
+        patch.setattr("tests.bench.torch_reference.threads", lambda: 1)
         patch.setattr(llm, "_WINDOW", 32)
         text = np.random.default_rng(0).integers(0, 64, 5 * 30).tolist()
         patch.setattr(llm, "_text", lambda size, load: text)
