@@ -19,10 +19,11 @@ _TIMES = 5
 _WORTH = 1.3  # conversions cost some of what faster products save
 
 
+@functools.cache
 def matmul_rates() -> dict[str, float]:
     """GFLOP/s of products of float32 and of bfloat16 matrices, the best of several each.
 
-    They are timed in turn, so that other work on the machine slows both alike.
+    They are timed in turn, so that other work on the machine slows both alike, once in a process.
     """
     import jax
     import jax.numpy as jnp

@@ -168,9 +168,12 @@ def encoded(picture: Image.Image) -> bytes:
 
 
 def pictures() -> list[Image.Image]:
-    """Of several sizes and shapes: too large, too small, and one that fits as it is."""
+    """Of several sizes and shapes: too large, too small, and one that fits as it is.
+
+    The last two are of one bucket: a program of the tower less.
+    """
     noise = np.random.default_rng(2)
-    sizes = [(230, 160), (20, 33), (88, 72)]  # width, height
+    sizes = [(230, 160), (20, 33), (40, 56)]  # width, height
     made = [noise.integers(0, 256, (h // 4 + 1, w // 4 + 1, 3), np.uint8) for w, h in sizes]
     pairs = zip(made, sizes, strict=True)
     return [Image.fromarray(x).resize(size, Image.Resampling.BILINEAR) for x, size in pairs]

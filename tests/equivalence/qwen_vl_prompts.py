@@ -76,8 +76,9 @@ def make_published(folder: Path, *around: str) -> Published:
 
 
 def small_pictures() -> list[Image.Image]:
-    """Of three sizes, the second too small; half of each side of `qwen_vl_pair.pictures`."""
-    return [one.resize((one.width // 2, one.height // 2)) for one in pictures()]
+    """Of three sizes, the second too small."""
+    sizes = [(115, 80), (10, 16), (44, 36)]  # width, height
+    return [one.resize(size) for one, size in zip(pictures(), sizes, strict=True)]
 
 
 def says(text: str) -> dict[str, str]:

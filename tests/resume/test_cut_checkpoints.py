@@ -23,7 +23,7 @@ from mmqa_jax.core.checkpoint import Checkpoints
 from mmqa_jax.core.errors import UserError
 
 OLD, NEW = 10, 20
-CUTS = 40
+CUTS = 25
 
 
 def arrays(step):
@@ -105,7 +105,7 @@ def places(path):
 def test_an_uncommitted_checkpoint_is_never_the_latest(states, tmp_path):
     chance = random.Random(0)
     for number, state in enumerate(states[:-1]):
-        for damage in range(4):
+        for damage in (number % 2, 2 + number % 2):
             folder = shutil.copytree(state, tmp_path / f"{number}-{damage}")
             (begun,) = (path for path in folder.iterdir() if path.name != str(OLD))
             written = files(begun)

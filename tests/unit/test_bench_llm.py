@@ -23,7 +23,8 @@ TINY = LlamaConfig(
     vocab_size=64, hidden=32, layers=1, heads=4, kv_heads=2, mlp=48, positions=128, tied=True,
     init_stddev=0.3,
 )  # fmt: skip
-LOAD = llm.Load(prompts=5, prompt=40, new=3, shared=32, batch=4, decode=6, text=96)
+# Prompts of one chunk, of the engine's smallest bucket.
+LOAD = llm.Load(prompts=5, prompt=30, new=2, shared=24, batch=4, decode=4, text=96)
 
 
 def tiny_model(size: str, dtype: str | None = None) -> Llama:
@@ -36,8 +37,10 @@ def tiny_model(size: str, dtype: str | None = None) -> Llama:
 def result(short_readings):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm, "load_model", tiny_model)
+        # Several threads would wait for each other longer than they compute.
+        patch.setattr("tests.bench.torch_reference.threads", lambda: 1)
         patch.setattr(llm, "_WINDOW", 32)
-        text = np.random.default_rng(0).integers(0, 64, 5 * 40).tolist()
+        text = np.random.default_rng(0).integers(0, 64, 5 * 30).tolist()
         patch.setattr(llm, "_text", lambda size, load: text)
         yield llm.run_load("small", LOAD, Options(rounds=1))
 
@@ -111,7 +114,7 @@ def test_a_step_reads_weights_and_cache_once():
     side = llm.OurSide(tiny_model("small"), LOAD)
     weights = 4 * sum(p.size for p in jax_leaves(tiny_model("small")))
     of_token = 2 * 1 * 2 * 8 * 4  # keys and values, layers, heads, head size, float32
-    held = 4 * (40 + 3) * of_token
+    held = 4 * (30 + 2) * of_token
     assert side.step_bytes() == pytest.approx(weights + held)
 
 

@@ -11,11 +11,12 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("name", [name for name in store.ROWS if name != "lmdb"])
 def test_what_is_written_is_read(name):
-    row = store.measure(name, store.make_answers(130), flips=4)
+    flips = 2 if name == "store" else 1  # a fork each
+    row = store.measure(name, store.make_answers(130), flips)
     assert row["files"] >= 1
-    assert row["refused"] + row["harmless"] + row["wrong"] == 4
+    assert row["refused"] + row["harmless"] + row["wrong"] == flips
     if name == "store":
-        assert row["refused"] == 4
+        assert row["refused"] == flips
 
 
 def test_ours_is_beside_every_row(monkeypatch):

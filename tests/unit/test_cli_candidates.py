@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 from cli_runs import ROOT, done, mmqa, quietly, tree
+from drawn_weights import drawn_starts
 from flax import nnx
 from vqa_files import write_okvqa
 
@@ -207,10 +208,12 @@ def test_prophets_recipe_on_grids(trained, tmp_path):
             **{key: value for key, value in TINY.items() if "learning_rate" not in key},
             "model.grid": 2, "model.image_features": 6, "features.root": str(tmp_path / "grids"),
             "train.steps": 2, "answers.min_questions": 1, "data.dir": str(trained / "data"),
+            "seed": 3,  # of biases whose mean is not near 0
         }  # fmt: skip
         config = load_config(f"{ROOT}/configs/okvqa/mcan.py:{mode}", {**changes, **more})
         config.model.changes = TEXT
-        run_training(config, tmp_path / name, only_start=only_start)
+        with drawn_starts():
+            run_training(config, tmp_path / name, only_start=only_start)
 
     first = {"data.split": "train", "answers.file": str(tmp_path / "vqav2.json")}
     stage("pretrain", "pretrain", only_start=True, init="scratch", **first)

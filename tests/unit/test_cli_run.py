@@ -123,7 +123,14 @@ def test_the_scores_are_the_means_of_the_questions(name, ran):
             assert sum(values) / len(values) == pytest.approx(mean)
 
 
-@pytest.mark.parametrize("name", ROWS)
+# With and without answers and sources of its own, of each kind of candidates.
+EVALUATED = (
+    *("atlas:question_only", "atlas:full", "atlas:restricted_vlp", "atlas:rrf"),
+    *("webqa:vlp", "webqa:clip20_vlp", "webqa:bm25_known"),
+)
+
+
+@pytest.mark.parametrize("name", EVALUATED)
 def test_the_scores_are_those_of_evaluate(name, ran, data):
     folder = ran(name)
     flags = (f"--references={data}", "--lemmatizer=none")
@@ -198,11 +205,6 @@ STAGES = {
         ["--method=dense", "--top_k=20"],
         ["--top_k=20", "--similarity_weight=160"],
         ["--threshold=0.05"],
-    ),
-    "atlas:full_vlp": (
-        ["--method=dense", "--second_hop", "--top_k=20"],
-        ["--top_k=20", "--similarity_weight=0"],
-        ["--threshold=0.15"],
     ),
 }
 

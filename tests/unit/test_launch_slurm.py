@@ -1,10 +1,9 @@
 """The Slurm path from end to end, with stubs of srun and scontrol: slurm.sbatch starts the tasks,
-they find each other as JAX does under Slurm, train, fail, are restarted and queued again."""
+they find each other as JAX does under Slurm, fail, are restarted and queued again."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -14,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_runs import ROOT, train_flags
+from cli_runs import ROOT
 
 from tests.fake_devices import fake_devices
 
@@ -106,18 +105,22 @@ def free_job() -> int:
     raise AssertionError("no free port")
 
 
-def test_two_tasks_check_the_machine_and_start_a_run(slurm, data, cli_cache, tmp_path):
-    """Steps of two processes are test_two_processes.py's."""
-    flags = train_flags("contrastive", data, tmp_path / "run")
-    process = slurm("mmqa", "train", *flags, "--only_start", MMQA_CACHE=str(cli_cache))
+def test_two_tasks_check_the_machine_and_join(slurm, cli_cache, tmp_path):
+    """As a run's tasks do; steps of two processes are test_two_processes.py's."""
+    run = (  # one write each: the tasks' lines do not mix
+        "import jax, os; from mmqa_jax.core import distributed as d; d.start(); "
+        "line = f'task {d.gather(\"of\", d.process_index())} {len(jax.devices())}\\n'; "
+        "os.write(1, line.encode())"
+    )
+    folders = (f"--workdir={tmp_path / 'run'}", f"--data={ROOT / 'launch'}")
+    process = slurm(sys.executable, "-c", run, *folders, MMQA_CACHE=str(cli_cache))
     output = process.communicate(timeout=570)[0]
     assert process.returncode == 0, output
-    for name in ("joined    2 processes", "versions", "devices   2 x cpu", "sum", "clocks"):
+    checked = ("joined    2 processes", "versions", "devices   2 x cpu", "sum", "data", "clocks")
+    for name in checked:
         assert f"ok    {name}" in output
-    assert re.search(r"(ok   |warn ) disk  .* writes \d+ MB/s", output)
-    record = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert record["devices"]["processes"] == 2
-    assert (tmp_path / "run" / "weights").is_dir()
+    assert re.search(rf"(ok   |warn ) disk  .* {tmp_path}/run: writes \d+ MB/s", output)
+    assert output.count("task [0, 1] 2") == 2
 
 
 @pytest.mark.parametrize(
