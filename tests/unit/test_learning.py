@@ -56,11 +56,9 @@ OF_TASK = {
 
 
 @pytest.fixture(scope="module")
-def atlas(tmp_path_factory):
-    """Eight countries."""
-    folder = tmp_path_factory.mktemp("atlas") / "data"
-    prepare_atlas(folder, 8)
-    return folder
+def atlas(made_once):
+    """Eight countries, as in end_to_end/test_demo.py."""
+    return made_once("atlas", lambda folder: prepare_atlas(folder / "data", 8)) / "data"
 
 
 @pytest.mark.parametrize("task", list(STEPS))
