@@ -51,6 +51,9 @@ CONFIG = (
     "--config.answer.inference.num_beams=2",
     "--config.answer.inference.max_new_tokens=4",
     *(f"--config.{task}.train.steps=2" for task in ("contrastive", "rerank", "answer")),
+    *(f"--config.{task}.model.changes.hidden=32" for task in ("rerank", "answer")),
+    *(f"--config.{task}.model.changes.mlp=64" for task in ("rerank", "answer")),
+    *(f"--config.{task}.model.visual_hidden=(64,)" for task in ("rerank", "answer")),
 )
 SETTINGS = ("question_only", "oracle", "restricted", "full")
 STAGES = (
