@@ -286,7 +286,7 @@ def test_convolutions(size, groups, options):
         torch.from_numpy(x.transpose(0, 3, 1, 2).copy()),
         torch.from_numpy(np.array(conv.kernel[...]).transpose(3, 2, 0, 1).copy()),
         bias,
-        padding=conv.border,
+        padding=options.get("dilation", 1) * (size - 1) // 2,
         groups=groups,
         **options,
     )
