@@ -57,7 +57,7 @@ OF_TASK = {
 
 @pytest.fixture(scope="module")
 def atlas(made_once):
-    """Eight countries, as in end_to_end/test_demo.py."""
+    """Eight countries, as the demo's tests have them."""
     return made_once("atlas", lambda folder: prepare_atlas(folder / "data", 8)) / "data"
 
 
