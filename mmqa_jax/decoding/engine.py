@@ -168,7 +168,7 @@ class Engine:
         self._beams = BeamBatches(model, config, self._end_ids)
         self._encoding: list[AnySequence] = []  # in slots, their prompts not yet in the cache
         self._on_token: OnToken | None = None
-        self._cancelling = False
+        self._cancelling = self._taking_all = False
         # The output of a decode step that the host has not read yet.
         self._unread: tuple[dict[int, GeneratedSequence], Any] | None = None
 
@@ -274,6 +274,13 @@ class Engine:
                 one.finish = CANCELLED
         self._cancelling = True
 
+    def take_all(self) -> None:
+        """Lets `serve` take all requests that are there, although enough wait for a slot.
+
+        To be called in any thread, when what is there says which request to cancel.
+        """
+        self._taking_all = True
+
     def _tokenized(
         self, requests: Iterable[Request | Scoring | Tokenized | None], shorten: Shorten | None
     ) -> Iterator[Tokenized | None]:
@@ -316,7 +323,8 @@ class Engine:
         while True:
             finished: list[Result | Scores] = []
             all_here = exhausted
-            while not all_here and len(waiting) < slots:
+            take_all, self._taking_all = self._taking_all, False
+            while not all_here and (take_all or len(waiting) < slots):
                 more, all_here, exhausted = _next_requests(requests, self.look_ahead)
                 finished += self._beams.serve(more, rest=all_here)
                 sequences = [one for request in more for one in request.sequences]

@@ -114,7 +114,12 @@ class OnlineEngine:
             self._jobs[number] = _Job(future, on_token)
             # Under the lock, so that it is in front of what closes the queue.
             self._arrived.put(_Arrival(number, tokenized))
-        return Pending(future, lambda: self._arrived.put(_Cancellation(number, tokenized)))
+        return Pending(future, lambda: self._cancel(_Cancellation(number, tokenized)))
+
+    def _cancel(self, cancellation: _Cancellation) -> None:
+        self._arrived.put(cancellation)
+        if isinstance(cancellation.tokenized, TokenizedRequest):
+            self._engine.take_all()  # not only once fewer wait than there are slots
 
     def close(self) -> None:
         """Takes nothing new, and returns when what was taken is answered."""

@@ -163,10 +163,10 @@ def cases(suite: Suite, wanted: tuple[str, ...]) -> Iterator[Case]:
 
 
 def _clip(suite: Suite) -> Iterator[Case]:
-    def build(**changes):
+    def build(rngs, **changes):
         changes = {"attention": suite.attention, **changes}
         both = (dataclasses.replace(x, **changes) for x in (suite.clip.vision, suite.clip.text))
-        return CLIP(CLIPConfig(*both), rngs=nnx.Rngs(0))
+        return CLIP(CLIPConfig(*both), rngs=rngs)
 
     ours = in_types(build)
     model = ours(suite.dtype)
@@ -229,9 +229,9 @@ def _vlp(suite: Suite) -> Iterator[Case]:
 
     config, trunk = suite.vlp, suite.vlp.bert
 
-    def build(**changes):
+    def build(rngs, **changes):
         changed = dataclasses.replace(config, bert=dataclasses.replace(trunk, **changes))
-        return changed.build(rngs=nnx.Rngs(0))
+        return changed.build(rngs=rngs)
 
     ours = in_types(build)
     theirs = torch_reference.torch_vlp(ours("float32"))
@@ -311,9 +311,9 @@ def _mcan(suite: Suite) -> Iterator[Case]:
 
     config = suite.mcan
 
-    def build(**changes):
+    def build(rngs, **changes):
         fusion = dataclasses.replace(config.fusion, **changes)
-        return MCANOpenVQA(dataclasses.replace(config, fusion=fusion), rngs=nnx.Rngs(0))
+        return MCANOpenVQA(dataclasses.replace(config, fusion=fusion), rngs=rngs)
 
     ours = in_types(build)
     theirs = torch_reference.torch_mcan(ours("float32"))

@@ -59,25 +59,30 @@ class OurTrainStep:
 
 def maker(kind: type[nnx.Module], config: Any) -> Callable[..., nnx.Module]:
     """Builds a model of a config with changes."""
-    return lambda **changes: kind(dataclasses.replace(config, **changes), rngs=nnx.Rngs(0))
+    return lambda rngs, **changes: kind(dataclasses.replace(config, **changes), rngs=rngs)
+
+
+def initial(build: Callable[..., nnx.Module]) -> nnx.Module:
+    """The random model in float32, on the first device."""
+    mesh = make_mesh(devices=jax.devices()[:1])
+    return init_sharded(lambda: build(nnx.Rngs(0), dtype="float32"), mesh)
 
 
 def in_types(build: Callable[..., nnx.Module]) -> Callable[..., nnx.Module]:
     """One random model in several compute types.
 
     Args:
-      build: makes the module with changes of its config.
+      build: makes the module of keys, with changes of its config.
 
     Returns:
       (dtype, params=None, abstract=False, **changes) -> the model with compute type `dtype`; its
       parameters are a copy in `params`, or in `dtype` too, or shapes only if `abstract`.
     """
-    mesh = make_mesh(devices=jax.devices()[:1])
-    state = nnx.state(init_sharded(lambda: build(dtype="float32"), mesh))
+    state = nnx.state(initial(build))
 
     @functools.cache
     def graphdef_of(dtype: str, **changes: Any) -> nnx.GraphDef:
-        return nnx.graphdef(nnx.eval_shape(lambda: build(dtype=dtype, **changes)))
+        return nnx.graphdef(nnx.eval_shape(lambda: build(nnx.Rngs(), dtype=dtype, **changes)))
 
     @functools.partial(jax.jit, static_argnums=1)
     def cast(state: nnx.State, dtype: str) -> nnx.State:

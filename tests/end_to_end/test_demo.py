@@ -1,7 +1,8 @@
 """`mmqa demo` as a user runs it: killed and restarted, to its end, again, asked, re-scored.
 
 What is killed are processes of their own, forks of one that has imported the demo. All compile
-into one cache: compiling is most of what these runs cost.
+into one cache: compiling is most of what these runs cost. Trainings start from weights that NumPy
+draws.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from drawn_weights import drawn_starts
 from PIL import Image
 
 from mmqa_jax.cli import main
 from mmqa_jax.core.metrics import read_metrics
 from mmqa_jax.core.store import Store, read_head
 from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.data.prepare import prepare_atlas
 from mmqa_jax.data.splits import evenly
 from mmqa_jax.retrieval.rankings import read_rankings
-from mmqa_jax.runs.prepare import prepare_atlas
+from mmqa_jax.training.attempts import read_attempts
 from mmqa_jax.training.throughput import CLOCK_COLUMNS
 from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
 from tests.forks import server
@@ -48,7 +51,9 @@ CONFIG = (
     "--config.answer.inference.num_beams=2",
     "--config.answer.inference.max_new_tokens=4",
     *(f"--config.{task}.train.steps=2" for task in ("contrastive", "rerank", "answer")),
-    "--config.contrastive.train.checkpoint_every=1",  # it is killed behind the first
+    *(f"--config.{task}.model.changes.hidden=32" for task in ("rerank", "answer")),
+    *(f"--config.{task}.model.changes.mlp=64" for task in ("rerank", "answer")),
+    *(f"--config.{task}.model.visual_hidden=(64,)" for task in ("rerank", "answer")),
 )
 SETTINGS = ("question_only", "oracle", "restricted", "full")
 STAGES = (
@@ -81,7 +86,7 @@ def _environment(cli_cache):
 def run_here(*arguments: str | Path) -> tuple[int, str, str]:
     """One `mmqa` in this process: exit code, stdout, stderr."""
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), drawn_starts():
         code = main([str(argument) for argument in arguments])
     return code, out.getvalue(), err.getvalue()
 
@@ -124,17 +129,34 @@ def killed(workdir: Path, stage: str, reached: Callable[[], bool]) -> str:
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory):
+def atlas(made_once) -> Path:
+    """The demo's corpus, made in one go."""
+    return made_once("atlas", lambda folder: prepare_atlas(folder / "data", 8)) / "data"
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory, atlas) -> Path:
+    """A run of the demo's dual encoder that nothing disturbs, with all its checkpoints."""
+    run = tmp_path_factory.mktemp("encoder") / "run"
+    code, _, err = run_here(
+        "train", f"--config={ROOT}/configs/atlas/contrastive.py:runlocal",
+        f"--config.data.dir={atlas}", "--config.train.steps=2", "--config.train.keep=2",
+        "--config.train.checkpoint_every=1", f"--workdir={run}",
+    )  # fmt: skip
+    assert code == 0, err
+    return run
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory, encoder):
     """The demo on a fresh workdir: killed in two stages, then run to its end."""
     workdir = tmp_path_factory.mktemp("demo") / "workdir"
-    checkpoints = workdir / "contrastive" / "checkpoints"
-
-    def saved() -> bool:
-        names = os.listdir(checkpoints) if checkpoints.exists() else ()
-        return any(name.isdigit() for name in names)  # others are half written
-
+    run = workdir / "contrastive"
     killed(workdir, "prepare", (workdir / "data" / "raw" / "summary.json").exists)
-    said = killed(workdir, "contrastive", saved)
+    said = killed(workdir, "contrastive", (run / "config.json").exists)
+    # What another process would have saved before a later kill, after it had traced the step.
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
+    shutil.copytree(encoder / "checkpoints" / "1", run / "checkpoints" / "1")
     code, out, err = run_here("demo", *CONFIG, f"--workdir={workdir}", "--json")
     assert code == 0, err
     return Demo(workdir, said + out, err)
@@ -385,27 +407,22 @@ def files(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_kill_9_in_two_stages_changes_no_score(demo, tmp_path):
+def test_kill_9_in_two_stages_changes_no_score(demo, atlas, encoder):
     """What the killed stages leave is what the same verbs write that nothing kills; all scores
     come from these files, and `test_other_answers_give_other_scores` finds them again."""
-    data, run = tmp_path / "data", tmp_path / "contrastive"
-    prepare_atlas(data, 8)
-    ours, theirs = files(demo.workdir / "data"), files(data)
+    ours, theirs = files(demo.workdir / "data"), files(atlas)
     assert ours.keys() == theirs.keys()
     assert {name for name in ours if ours[name] != theirs[name]} == set()
-    code, _, err = run_here(
-        "train", f"--config={ROOT}/configs/atlas/contrastive.py:runlocal",
-        f"--config.data.dir={data}", "--config.train.steps=2", f"--workdir={run}",
-    )  # fmt: skip
-    assert code == 0, err
+    attempts = read_attempts(demo.workdir / "contrastive")
+    assert [row["step"] for row in attempts if row["event"] == "start"][-1] == 1  # it went on
     found, wanted = (
         read_weights(folder / "weights", stored_specs(folder / "weights"))
-        for folder in (demo.workdir / "contrastive", run)
+        for folder in (demo.workdir / "contrastive", encoder)
     )
     assert found.keys() == wanted.keys()
     for name, array in wanted.items():
         np.testing.assert_array_equal(found[name], array, err_msg=name)
-    assert curve(demo.workdir / "contrastive") == curve(run)
+    assert curve(demo.workdir / "contrastive") == curve(encoder)
     attempts = {
         stage: json.loads((demo.workdir / "stages" / f"{stage}.json").read_text())["attempts"]
         for stage in STAGES

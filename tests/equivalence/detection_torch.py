@@ -21,43 +21,42 @@ def nms(boxes, scores, threshold: float, *, inclusive: bool, last_pixel: int) ->
     boxes, scores = np.asarray(boxes, np.float32), np.asarray(scores)
     order = [int(i) for i in np.argsort(-scores, kind="stable")]
     area = (boxes[:, 2] - boxes[:, 0] + last_pixel) * (boxes[:, 3] - boxes[:, 1] + last_pixel)
-    gone, kept = set(), []
+    gone, kept = np.zeros(len(boxes), bool), []
     for place, i in enumerate(order):
-        if i in gone:
+        if gone[i]:
             continue
         kept.append(i)
-        for j in order[place + 1 :]:
-            w = min(boxes[i, 2], boxes[j, 2]) - max(boxes[i, 0], boxes[j, 0]) + last_pixel
-            h = min(boxes[i, 3], boxes[j, 3]) - max(boxes[i, 1], boxes[j, 1]) + last_pixel
-            shared = max(np.float32(0), w) * max(np.float32(0), h)
-            with np.errstate(invalid="ignore"):
-                iou = np.float32(shared) / (area[i] + area[j] - shared)
-            if iou > threshold or (inclusive and iou == threshold):
-                gone.add(j)
+        rest = order[place + 1 :]
+        w, h = (
+            np.minimum(boxes[i, end], boxes[rest, end])
+            - np.maximum(boxes[i, end - 2], boxes[rest, end - 2])
+            + last_pixel
+            for end in (2, 3)
+        )
+        shared = np.maximum(np.float32(0), w) * np.maximum(np.float32(0), h)
+        with np.errstate(invalid="ignore"):
+            iou = shared / (area[i] + area[rest] - shared)
+        gone[rest] |= (iou > threshold) | (inclusive & (iou == threshold))
     return kept
 
 
-def bilinear(plane: torch.Tensor, y: float, x: float) -> torch.Tensor:
-    """Caffe2 caffe2/operators/roi_align_op.cc: a sample of plane [C, H, W]."""
+def bilinear(plane: torch.Tensor, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Caffe2 caffe2/operators/roi_align_op.cc: samples [C, Y, X] of plane [C, H, W]."""
     height, width = plane.shape[1:]
-    if y < -1 or y > height or x < -1 or x > width:
-        return torch.zeros(plane.shape[0])
-    y, x = max(y, 0.0), max(x, 0.0)
-    low_y, low_x = int(y), int(x)
-    if low_y >= height - 1:
-        low_y = high_y = height - 1
-        y = float(low_y)
-    else:
-        high_y = low_y + 1
-    if low_x >= width - 1:
-        low_x = high_x = width - 1
-        x = float(low_x)
-    else:
-        high_x = low_x + 1
-    ly, lx = y - low_y, x - low_x
-    top = (1 - lx) * plane[:, low_y, low_x] + lx * plane[:, low_y, high_x]
-    bottom = (1 - lx) * plane[:, high_y, low_x] + lx * plane[:, high_y, high_x]
-    return (1 - ly) * top + ly * bottom
+    y, x = y[:, None], x[None]
+    inside = (y >= -1) & (y <= height) & (x >= -1) & (x <= width)
+    (low_y, high_y, ly), (low_x, high_x, lx) = neighbours(y, height), neighbours(x, width)
+    hy, hx, ly, lx = (share.float() for share in (1 - ly, 1 - lx, ly, lx))
+    top = hx * plane[:, low_y, low_x] + lx * plane[:, low_y, high_x]
+    bottom = hx * plane[:, high_y, low_x] + lx * plane[:, high_y, high_x]
+    return torch.where(inside, hy * top + ly * bottom, 0)
+
+
+def neighbours(at: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
+    """The cells before and behind a place, and the share of the one behind."""
+    at = at.clamp(0, size)
+    low = at.long().clamp(max=size - 1)
+    return low, (low + 1).clamp(max=size - 1), torch.where(low == size - 1, 0, at - low)
 
 
 def roi_align(plane, boxes, size: int, scale: float, samples: int, *, aligned: bool):
@@ -70,15 +69,18 @@ def roi_align(plane, boxes, size: int, scale: float, samples: int, *, aligned: b
             width, height = max(width, 1.0), max(height, 1.0)
         rows = samples or math.ceil(height / size)
         columns = samples or math.ceil(width / size)
-        for p in range(size):
-            for q in range(size):
-                for i in range(rows):
-                    y = top + p * height / size + (i + 0.5) * height / size / rows
-                    for j in range(columns):
-                        x = left + q * width / size + (j + 0.5) * width / size / columns
-                        out[r, :, p, q] += bilinear(plane, y, x)
-        out[r] /= max(rows * columns, 1)
+        if rows > 0 and columns > 0:
+            y, x = places(top, height, size, rows), places(left, width, size, columns)
+            read = bilinear(plane, y, x).unflatten(2, (size, columns)).unflatten(1, (size, rows))
+            out[r] = read.mean(dim=(2, 4))
     return out
+
+
+def places(start: float, extent: float, size: int, samples: int) -> torch.Tensor:
+    """Where a side of a box is read: [size * samples]."""
+    cells = torch.arange(size, dtype=torch.float64)[:, None]
+    parts = torch.arange(samples, dtype=torch.float64) + 0.5
+    return (start + cells * extent / size + parts * extent / size / samples).flatten()
 
 
 def roi_pool(plane, boxes, size: int, scale: float):
@@ -87,17 +89,19 @@ def roi_pool(plane, boxes, size: int, scale: float):
     out = torch.zeros(len(boxes), plane.shape[0], size, size)
     for r, box in enumerate(np.asarray(boxes, np.float32)):
         left, top, right, bottom = (int(round_half_away(float(v) * scale)) for v in box)
-        bin_h = np.float32(max(bottom - top + 1, 1)) / np.float32(size)
-        bin_w = np.float32(max(right - left + 1, 1)) / np.float32(size)
-        for p in range(size):
-            for q in range(size):
-                y0 = min(max(int(np.floor(p * bin_h)) + top, 0), height)
-                y1 = min(max(int(np.ceil((p + 1) * bin_h)) + top, 0), height)
-                x0 = min(max(int(np.floor(q * bin_w)) + left, 0), width)
-                x1 = min(max(int(np.ceil((q + 1) * bin_w)) + left, 0), width)
+        rows, columns = bins(top, bottom, size, height), bins(left, right, size, width)
+        for p, (y0, y1) in enumerate(rows):
+            for q, (x0, x1) in enumerate(columns):
                 if y1 > y0 and x1 > x0:
                     out[r, :, p, q] = plane[:, y0:y1, x0:x1].amax(dim=(1, 2))
     return out
+
+
+def bins(first: int, last: int, size: int, cells: int) -> list[tuple[int, int]]:
+    """Where each bin of a side begins and ends."""
+    extent = np.float32(max(last - first + 1, 1)) / np.float32(size)
+    ends = [(np.floor(n * extent), np.ceil((n + 1) * extent)) for n in range(size)]
+    return [tuple(min(max(int(end) + first, 0), cells) for end in pair) for pair in ends]
 
 
 def decode(deltas, boxes, weights, *, end_pixel: int, bounded: bool):

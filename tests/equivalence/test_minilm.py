@@ -134,7 +134,7 @@ def test_dual_encoder_keeps_minilm(batch, theirs):
     np.testing.assert_allclose(source, np.where(has_image[:, None], both, text), atol=1e-5)
 
     model.config = dataclasses.replace(config, fusion="image")
-    pictures = compiled(model, embed)(*inputs)[2]
+    pictures = compiled(model, lambda m, *inputs: m.encode_source(*inputs))(*inputs)
     np.testing.assert_allclose(pictures, np.where(has_image[:, None], image, text), atol=1e-6)
 
     model.config = config
@@ -166,7 +166,8 @@ def test_temperature_is_capped():
 def test_vlp_starts_from_minilm(ours):
     config = vlp_patches(4, layers=3)
     model = random_model(VLP, config)
-    fresh = jax.tree.map(copied, nnx.state(model))
+    heads = ("region_content", "region_place", "source_head", "mlm_head")
+    fresh = {name: jax.tree.map(copied, nnx.state(getattr(model, name))) for name in heads}
     init_vlp_from_bert(model, minilm_path(), num_layers=3)
     start = nnx.state(ours)
     np.testing.assert_array_equal(
@@ -184,7 +185,7 @@ def test_vlp_starts_from_minilm(ours):
     identity = model.mlm_head.dense.kernel
     np.testing.assert_array_equal(identity[...], np.eye(384))
     identity[...] = fresh["mlm_head"]["dense"]["kernel"][...]
-    for head in ("region_content", "region_place", "source_head", "mlm_head"):
+    for head in heads:
         after = jax.tree.leaves(nnx.state(getattr(model, head)))
         before = jax.tree.leaves(fresh[head])
         assert all(np.array_equal(a, b) for a, b in zip(after, before, strict=True)), head

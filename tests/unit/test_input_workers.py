@@ -107,9 +107,9 @@ def test_batches_do_not_depend_on_the_workers():
     assert multiprocessing.active_children() == []
 
 
-def counting(workers: int, at_most: int = 10):
+def counting(workers: int):
     """Batches of one number each, with a broken picture in every third, and its counter."""
-    broken = BrokenPictures(0, at_most)
+    broken = BrokenPictures(0, 10)
 
     def make(planned, table):
         if planned.index % 3 == 0:
@@ -125,14 +125,15 @@ def counting(workers: int, at_most: int = 10):
 
 def test_what_workers_count_and_refuse_is_what_the_run_counts_and_refuses():
     batches, broken = counting(workers=1)
-    assert [next(batches)["index"][0] for _ in range(8)] == list(range(8))
+    assert [next(batches)["index"][0] for _ in range(3)] == [0, 1, 2]
+    broken.limit = 1  # of the run: what all workers count; the worker's own is ten
+    with pytest.raises(RunError, match="2 pictures cannot be decoded, more than the 1 allowed"):
+        next(batches)
+    broken.limit = 10
+    assert [next(batches)["index"][0] for _ in range(4)] == [4, 5, 6, 7]
     assert {"picture 0", "picture 3", "picture 6"} <= set(broken.reasons)
     with pytest.raises(UserError, match="records: cannot be read; run `mmqa prepare` again"):
         next(batches)
-    batches.close()
-    batches, broken = counting(workers=1, at_most=1)
-    with pytest.raises(RunError, match="2 pictures cannot be decoded, more than the 1 allowed"):
-        [next(batches) for _ in range(8)]
     batches.close()
 
 

@@ -106,6 +106,22 @@ def test_what_is_cancelled_frees_its_slot(engine):
     assert found.candidates[0].tokens == wanted.candidates[0].tokens
 
 
+def test_of_a_cancelled_request_no_draw_that_waits_is_begun(engine):
+    """Although more wait than there are slots, so that nothing new would be taken yet."""
+    before, pending = engine.throughput.decode_tokens, []
+
+    def leave(_):
+        if pending:
+            pending.pop().cancel()
+
+    draws = Request(0, "go on", max_new_tokens=100, n=40, temperature=1.0, seed=1)
+    with OnlineEngine(engine) as online:
+        pending.append(online.submit(draws, leave))
+        online.submit(Request("short", "what is", max_new_tokens=3)).future.result(60)
+    assert online.unfinished == 0
+    assert engine.throughput.decode_tokens - before < 100
+
+
 def test_refusals(engine):
     online = OnlineEngine(engine, most=2)
     with pytest.raises(UserError, match=r"engine\.length = 160"):
