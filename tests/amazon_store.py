@@ -25,11 +25,12 @@ class Bucket:
         pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
         return [found["Key"] for page in pages for found in page.get("Contents", [])]
 
-    def download(self, prefix, folder):
-        for name in self.names(prefix):
+    def download(self, names, prefix, folder):
+        """The objects of these names, at what is behind the prefix below a folder."""
+        for name in names:
             file = Path(folder, name.removeprefix(prefix).lstrip("/"))
             file.parent.mkdir(parents=True, exist_ok=True)
-            self._client.download_file(BUCKET, name, str(file))
+            file.write_bytes(self._client.get_object(Bucket=BUCKET, Key=name)["Body"].read())
 
 
 @contextlib.contextmanager

@@ -293,7 +293,8 @@ def test_packed_rows_are_texts_alone(pair):
 FEW = {"slots": 3, "length": 192, "buckets": (32,), "prefill_tokens": 64, "decode_block": 192}
 MANY = FEW | {"buckets": (16, 64), "decode_block": 128, "block": 32}
 OF_MANY = "gemma2"
-BRANCHING = ("gemma2", "gemma3_text")  # choices: branches of a prompt, with windows and rotations
+# Choices: branches of a prompt, with windows, scanned or not, and with rotations.
+BRANCHING = (("gemma2", False), ("gemma2", True), ("gemma3_text", False))
 # Engines run the layer that the forward runs, and the model's own embeddings and logits. Code of
 # their own have windows and caps (gemma2, with beams), layers that differ in rotation (gemma3_text)
 # or have none (smollm3), and rotations that are fitted to the longest text (longrope); experts are
@@ -320,7 +321,7 @@ def test_the_engine_generates_and_scores_as_transformers(pair, request, scan):
     for result in engine.generate(requests):
         same_answer(result, theirs, prompts[result.id])
 
-    if name not in BRANCHING:
+    if (name, scan) not in BRANCHING:
         return
     choices = [ids[1, :4], ids[2, :25], ids[1, 60:61]]
     (scored,) = engine.score([Scoring(0, ids[0, :100], choices)])

@@ -167,6 +167,7 @@ def pair(tmp_path_factory):
                 if module.downsample is not None:
                     module.downsample[2].weight.mul_(0.5)
     path = tmp_path_factory.mktemp("resnet") / "RNtiny.pt"
+    # What `check_trace` would compare costs a second trace.
     picture = torch.zeros(1, 3, 96, 96)
     whole = torch.jit.trace(TorchCLIP(theirs).eval(), picture, check_trace=False)
     torch.jit.save(whole, str(path))

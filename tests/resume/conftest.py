@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 from flax import nnx
 
 from mmqa_jax.core.trees import flatten_named
+from mmqa_jax.training import loop
 from mmqa_jax.training.objective import Validation
 from tests.fake_devices import fake_devices
 from tests.forks import server
@@ -42,6 +44,31 @@ def _quiet(cli_cache):
         yield
     for name, value in before.items():
         jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _made_once_a_file():
+    """Runs of one task with equal optimizers share their step, and what they start from: neither is
+    traced again by each attempt of a file. Forks trace their own."""
+    make_step, start, steps, starts = loop.make_step, loop.initial_state, {}, {}
+
+    def made_step(objective, model, optimizer, schedule, **options):
+        key = objective, optimizer, *(v for name, v in options.items() if name != "abstract")
+        if key not in steps:
+            steps[key] = make_step(objective, model, optimizer, schedule, **options)
+        return steps[key]
+
+    def made_start(model, optimizer, seed, abstract):
+        key = model.graphdef, optimizer, seed
+        if key not in starts:
+            starts[key] = jax.device_get(start(model, optimizer, seed, abstract))
+        return jax.device_put(starts[key], jax.tree.map(lambda leaf: leaf.sharding, abstract))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "make_optimizer", functools.cache(loop.make_optimizer))
+        patch.setattr(loop, "make_step", made_step)
+        patch.setattr(loop, "initial_state", made_start)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import jax
+import numpy as np
 import pytest
 import tiny_run
 from test_training_resume import curve
@@ -65,9 +67,9 @@ def test_a_schedule_is_stretched_only_with_the_flag(tmp_path):
     tiny_run.run(tmp_path, tiny_run.pipeline(1), steps=20, log_every=1)  # from now on it has 20
     options = tiny_run.train_config().optimizer.to_dict()
     rates = [
-        make_schedule(OptimizerOptions(**options), total)(step)
+        rate
         for total, steps in ((10, range(10)), (20, range(10, 20)))
-        for step in steps
+        for rate in jax.jit(make_schedule(OptimizerOptions(**options), total))(np.array(steps))
     ]
     found = [row["learning_rate"] for row in curve(tmp_path) if "learning_rate" in row]
     assert found == pytest.approx([float(rate) for rate in rates], rel=1e-6)

@@ -33,61 +33,53 @@ def checkpoints(store):
     }
 
 
-def test_a_killed_run_in_gs_ends_equal_to_a_local_one(
+def test_a_killed_and_damaged_run_in_gs_ends_equal_to_a_local_one(
     tmp_path, monkeypatch, uninterrupted, fresh_cache, killed_run
 ):
     monkeypatch.setenv("MMQA_CACHE", str(fresh_cache))
     with object_store.started(tmp_path / "store", monkeypatch):
         store = object_store.Objects(tmp_path / "store" / object_store.BUCKET)
-        killed_run(GS, "in_save", 20)
-        assert 20 not in checkpoints(store)
         killed_run(GS, "before_best", 2)  # step 30 is saved, the folder is still step 15's
         assert read_metadata(f"{GS}/best")["step"] == 15
-        run(GS, validation=tiny_run.KEEP_BEST)
+        stop = tiny_run.Watched(tiny_run.pipeline(), 4, tiny_run.raise_signal(15))
+        with pytest.raises(SystemExit):
+            run(GS, stop, validation=tiny_run.KEEP_BEST)
+        assert read_metadata(f"{GS}/best")["step"] == 30
+        store.put(f"{NAME}/checkpoints/34/meta/metadata", b"{}")
+        with pytest.raises(
+            UserError, match=r"34: meta/metadata is damaged .*checkpoint 30 is whole"
+        ):
+            run(GS, validation=tiny_run.KEEP_BEST)
+        run(GS, validation=tiny_run.KEEP_BEST, resuming=Resuming(skip_damaged=True))
+        names = {name.split("/")[3] for name in store.names(f"{NAME}/checkpoints/")}
+        assert names == {"30", "34.damaged", "50", "60"}
         assert checkpoints(store) == {30, 50, 60}
         for name in ("", "/best"):
             ours, theirs = local_copy(GS + name), f"{uninterrupted}{name}"
             assert read_metadata(ours) == read_metadata(theirs)
         assert_same_run(local_copy(GS), uninterrupted)
         events = [name for name in store.names(NAME) if "/events.out." in name]
-        assert len(events) == 3  # one of each attempt
+        assert len(events) == 3  # one of each attempt that took a step
 
 
 def test_a_killed_run_in_s3_ends_equal_to_a_local_one(
     tmp_path, monkeypatch, fresh_cache, attempt, killed_run
 ):
     monkeypatch.setenv("MMQA_CACHE", str(fresh_cache))
-    # A save takes the server a second.
-    short = {"steps": 10, "checkpoint_every": 5, "evaluate_every": 10, "keep": 1}
+    # A save takes the server half a second.
+    short = {"steps": 10, "checkpoint_every": 5, "evaluate_every": 0, "keep": 1}
     local = tmp_path / "local"
-    run(local, validation=tiny_run.KEEP_BEST, **short)
+    run(local, **short)
     with amazon_store.started(monkeypatch) as store:
         killed_run(S3, "in_save", 10, json.dumps(short))
         assert checkpoints(store) == {5}
         ended = attempt(S3, "to_end", 0, json.dumps(short))
         assert ended.code == 0, ended.said
         assert checkpoints(store) == {10}
-        store.download(NAME, tmp_path / "copy")
-    for name in ("", "/best"):
-        assert read_metadata(f"{tmp_path}/copy{name}") == read_metadata(f"{local}{name}")
+        names = [name for name in store.names(NAME) if "/checkpoints/" not in name]
+        store.download(names, NAME, tmp_path / "copy")
+    assert read_metadata(tmp_path / "copy") == read_metadata(local)
     assert_same_run(tmp_path / "copy", local)
-
-
-def test_a_damaged_checkpoint_in_gs_is_named_and_set_aside(tmp_path, monkeypatch):
-    with object_store.started(tmp_path / "store", monkeypatch):
-        store = object_store.Objects(tmp_path / "store" / object_store.BUCKET)
-        stopped = tiny_run.Watched(tiny_run.pipeline(1), 14, tiny_run.raise_signal(15))
-        with pytest.raises(SystemExit):
-            run(GS, stopped, steps=24)
-        store.put(f"{NAME}/checkpoints/14/meta/metadata", b"{}")
-        with pytest.raises(
-            UserError, match=r"14: meta/metadata is damaged .*checkpoint 10 is whole"
-        ):
-            run(GS, tiny_run.pipeline(1), steps=24)
-        run(GS, tiny_run.pipeline(1), resuming=Resuming(skip_damaged=True), steps=24)
-        assert checkpoints(store) >= {20, 24}
-        names = {name.split("/")[3] for name in store.names(f"{NAME}/checkpoints/")}
-        assert names == {"14.damaged", "20", "24"}
 
 
 def test_an_orbax_that_cannot_be_taught_s3_is_named(monkeypatch):

@@ -72,7 +72,7 @@ def test_nothing_is_compiled_after_each_shape_was_seen(tmp_path):
     jax.monitoring.register_event_duration_secs_listener(listen)
     batches = tiny_run.Watched(tiny_run.pipeline(), 3, note("after both shapes"))
     batches = tiny_run.Watched(batches, 12, note("at the end"))
-    run(tmp_path, batches, steps=12)
+    run(tmp_path, batches, task=tiny_run.Regression(), steps=12)
     assert seen["after both shapes"] >= 2
     assert seen["at the end"] == seen["after both shapes"]
 

@@ -1,7 +1,7 @@
 """A tiny training run in its own process, to be killed and started again.
 
 python tiny_run.py WORKDIR at_batch N    kill -9 at the N-th batch of this attempt
-python tiny_run.py WORKDIR in_save STEP  kill -9 while checkpoint STEP of a run's first attempt is written
+python tiny_run.py WORKDIR in_save STEP  kill -9 while checkpoint STEP is written
 python tiny_run.py WORKDIR on_mesh 0     run to the end on four (fake) devices
 
 With the best step kept (KEEP_BEST):
@@ -32,6 +32,7 @@ import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
+from mmqa_jax.core.checkpoint import Checkpoints
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.training import best_weights
@@ -124,9 +125,13 @@ class Regression:
         return jnp.mean(error**2), {"absolute": jnp.mean(jnp.abs(error)), "one": jnp.ones(())}
 
 
+REGRESSION = Regression()  # of all runs that need none of their own
+_mean = nnx.jit(lambda model, x: model(x).mean())
+
+
 def evaluate(model):
     x = np.stack([example(1000 + i)["x"] for i in range(16)])
-    return {"mean": model(x).mean()}
+    return {"mean": _mean(model, x)}
 
 
 # The mean rises to step 30 and falls after it: the best step is not the last.
@@ -162,7 +167,7 @@ def run(
     """One attempt at the tiny run, on one device unless a mesh is given."""
     return train(
         train_config(**changes),
-        objective=task or Regression(),
+        objective=task or REGRESSION,
         batches=batches,
         mesh=mesh or make_mesh(devices=jax.devices()[:1]),
         workdir=workdir,
@@ -191,9 +196,7 @@ def main():
     elif when == "between_renames":
         folder.Path.rename = killed_at(2 * step, folder.Path.rename)  # two for every writing
     elif when == "in_save":
-        # Not before: a store would do nothing but answer whether it is there.
-        watch = threading.Thread(target=kill_during_save, args=(workdir, step), daemon=True)
-        batches = Watched(batches, step, lambda batch: watch.start())
+        Checkpoints.save = killed_during(step, Checkpoints.save, workdir)
     elif when == "at_batch":
         batches = Watched(batches, step, raise_signal(signal.SIGKILL))
     elif when == "random":
@@ -226,12 +229,22 @@ def killed_at(number, function):
     return call
 
 
-def kill_during_save(workdir, step):
-    """Kills the process as soon as the folder of checkpoint `step` begins to appear."""
+def killed_during(step, save, workdir):
+    """`Checkpoints.save`; that of the step kills the process once its folder begins to appear."""
     folder = as_path(workdir) / "checkpoints"
-    while not any(folder.glob(f"{step}*")):
-        time.sleep(0.0005)
-    os.kill(os.getpid(), signal.SIGKILL)
+
+    def kill():
+        while not any(folder.glob(f"{step}*")):
+            time.sleep(0.0005)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def call(self, number, **named):
+        if number == step:
+            # Not before: a store would do nothing but answer whether it is there.
+            threading.Thread(target=kill, daemon=True).start()
+        return save(self, number, **named)
+
+    return call
 
 
 if __name__ == "__main__":

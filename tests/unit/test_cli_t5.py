@@ -129,7 +129,7 @@ def test_a_t5_is_trained_and_used(folder, tmp_path):
     values = {
         "init": folder, "data.dir": data, "batches.batch_size": 4, "batches.lengths": "(64, 128)",
         "batches.targets": 16, "batches.threads": 0, "train.steps": 12, "train.log_every": 4,
-        "train.evaluate_every": 12, "train.checkpoint_every": 6, "validate.questions": 2,
+        "train.evaluate_every": 12, "train.checkpoint_every": 12, "validate.questions": 2,
         "inference.batch_size": 4, "train.optimizer.learning_rate": 0.01,
     }  # fmt: skip
     flags = [f"--config.{key}={value}" for key, value in values.items()]

@@ -5,16 +5,15 @@ The disk is a tmpfs of its own, of which a file takes all but a few pages.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from cli_runs import (
     QUESTIONS,
-    ROOT,
     TEST,
     done,
     mmqa,
@@ -25,6 +24,7 @@ from cli_runs import (
 )
 from small_disk import small_disk
 from test_cli_compare import write_run
+from test_cli_prompt import RUN
 from test_inference_killed import (  # noqa: F401 - fixtures
     ALONE,
     SHARED,
@@ -34,6 +34,9 @@ from test_inference_killed import (  # noqa: F401 - fixtures
     results,
 )
 from tiny_checkpoints import make_source
+
+from mmqa_jax.cli import main
+from tests.forks import server
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -129,24 +132,19 @@ def assert_same(found, expected, out, whole):
 
 def test_training_on_a_full_disk(data, cli_cache, tmp_path):
     """At last a process of its own, with all that its threads say until it ends; then it goes on."""
-    environment = os.environ | {
-        "MMQA_CACHE": str(cli_cache), "MMQA_PROGRESS": "off", "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }  # fmt: skip
-
+    environment = os.environ | {"MMQA_CACHE": str(cli_cache), "MMQA_PROGRESS": "off"}
     with small_disk(tmp_path / "disk") as disk:
         workdir = disk.folder / "run"
         flags = train_flags("answer", data, workdir, **{"train.steps": 3})
-        for left in (4 * 2**10, 300 * 2**10):  # the smaller one is full before a thread starts
-            disk.leave(left)
-            ended = mmqa("train", *flags)
-            assert ended.code == 1, ended.err
-            assert SAID.fullmatch(ended.err), ended.err
-        disk.leave(4 * 2**20)
-        command = [sys.executable, "-m", "mmqa_jax.cli", "train", *flags]
-        ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-        assert ended.returncode == 1, ended.stderr
-        assert SAID.fullmatch(ended.stderr), ended.stderr
+        disk.leave(4 * 2**10)  # full before a thread starts
+        ended = mmqa("train", *flags)
+        assert ended.code == 1, ended.err
+        assert SAID.fullmatch(ended.err), ended.err
+        disk.leave(4 * 2**20)  # in the second save
+        fork = server().start(["-c", RUN, "train", *flags], environment)
+        said, _ = fork.communicate()
+        assert fork.returncode == 1, said
+        assert SAID.fullmatch(said), said
         disk.free()
         done("train", *flags)
         assert [row["step"] for row in rows_of(workdir / "metrics.jsonl") if "loss" in row] == [
@@ -158,12 +156,15 @@ def test_training_on_a_full_disk(data, cli_cache, tmp_path):
 
 
 def test_results_that_go_to_a_full_disk(tmp_path):
-    """`mmqa compare ... --json > FILE`."""
+    """`mmqa compare ... --json > FILE`: nothing is left that closing the file would write."""
     runs = [write_run(tmp_path / name, {"s": [1.0, 0.0, 1.0]}) for name in "ab"]
-    command = [sys.executable, "-m", "mmqa_jax.cli", "compare", *map(str, runs), "--json"]
+    err = io.StringIO()
     with small_disk(tmp_path / "disk", 64 * 2**10) as disk:
-        with (disk.folder / "out").open("w") as out:
+        with (
+            (disk.folder / "out").open("w") as out,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
             disk.leave(0)
-            ended = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-        assert ended.returncode == 1
-        assert SAID.fullmatch(ended.stderr), ended.stderr
+            assert main(["compare", *map(str, runs), "--json"]) == 1
+        assert SAID.fullmatch(err.getvalue()), err.getvalue()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
-import subprocess
 import sys
 import threading
 import types
@@ -19,6 +18,7 @@ from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.runs.row import read_row
 from mmqa_jax.weights.hub import download_model, find_model, is_hub_name
+from tests.forks import server
 
 COMMIT = "a" * 40
 NAME = "tiny-org/tiny.llama-1b"
@@ -163,15 +163,12 @@ def test_a_row_takes_a_name_for_its_language_model_alone():
 
 @pytest.mark.slow
 def test_the_cache_is_that_of_hf_home(model, tmp_path):
-    """HF_HOME is read when huggingface_hub is imported."""
+    """HF_HOME is read when huggingface_hub is imported, which the server of forks has not done."""
     snapshot = fill(tmp_path / "home" / "hub", model)
     code = f"from mmqa_jax.weights.hub import find_model; print(find_model({NAME!r}))"
-    ended = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"HF_HOME": str(tmp_path / "home"), "PATH": "", "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert ended.stdout.strip() == str(snapshot)
+    fork = server().start(["-c", code], {"HF_HOME": str(tmp_path / "home"), "PATH": ""})
+    said, _ = fork.communicate()
+    assert said.strip() == str(snapshot)
 
 
 # A hub ------------------------------------------------------------------------------------------
