@@ -200,8 +200,6 @@ class Programs:
         self.empty = jax.jit(functools.partial(kv_cache.zeros, arrays), out_shardings=placed)
         # A GPU waits for the host at a branch, which could not enqueue the next step meanwhile.
         self.told_of_sampling = device.platform == "gpu"
-        # On a CPU much of what is compiled would be that branch, which greedy requests never take.
-        self.told_of_greedy = device.platform in ("cpu", "gpu")
         implementation = implementation_for(device)
 
         def encode(state, cache, tokens, starts, ends, rows, branches, patches, shifts, limit):
@@ -320,8 +318,7 @@ class Programs:
 
     def sampled(self, temperatures: np.ndarray) -> bool | None:
         """What `begin` and `step` are told of sampling at these temperatures, see `choose`."""
-        drawn = bool((temperatures > 0).any())
-        return drawn if (self.told_of_sampling if drawn else self.told_of_greedy) else None
+        return bool((temperatures > 0).any()) if self.told_of_sampling else None
 
 
 @dataclasses.dataclass(frozen=True)
