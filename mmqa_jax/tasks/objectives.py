@@ -61,7 +61,7 @@ class ContrastiveObjective:
     mesh: Mesh | None = None
     tower_parts: int = 1
 
-    def init(self, key: jax.Array | None) -> nnx.Module:
+    def init(self, key: jax.Array) -> nnx.Module:
         """A freshly initialised dual encoder."""
         return DualEncoder(self.config, rngs=nnx.Rngs(key))
 
@@ -244,7 +244,7 @@ class RerankObjective:
     config: VLPConfig
     sides: TwoSides | None = None
 
-    def init(self, key: jax.Array | None) -> nnx.Module:
+    def init(self, key: jax.Array) -> nnx.Module:
         """A freshly initialised VLP."""
         if self.sides is not None:
             return TwoSidedVLP(self.config, self.sides, rngs=nnx.Rngs(key))
@@ -279,7 +279,7 @@ class AnswerObjective:
     config: VLPConfig
     questions_per_mean: int | None = None
 
-    def init(self, key: jax.Array | None) -> nnx.Module:
+    def init(self, key: jax.Array) -> nnx.Module:
         """A freshly initialised VLP."""
         return self.config.build(rngs=nnx.Rngs(key))
 
@@ -318,7 +318,7 @@ class ModalityObjective:
     config: TextClassifierConfig
     frozen: bool = False
 
-    def init(self, key: jax.Array | None) -> nnx.Module:
+    def init(self, key: jax.Array) -> nnx.Module:
         """A freshly initialized classifier."""
         return TextClassifier(self.config, rngs=nnx.Rngs(key))
 
@@ -357,7 +357,7 @@ class VQAObjective:
 
     config: VQAConfig
 
-    def init(self, key: jax.Array | None) -> nnx.Module:
+    def init(self, key: jax.Array) -> nnx.Module:
         """A freshly initialized model."""
         return _MODELS[type(self.config)](self.config, rngs=nnx.Rngs(key))
 
@@ -391,7 +391,7 @@ class DistillationObjective:
     config: DualEncoderConfig
     target_temperature: float = 1.0
 
-    def init(self, key: jax.Array | None) -> nnx.Module:
+    def init(self, key: jax.Array) -> nnx.Module:
         """A freshly initialized dual encoder."""
         return DualEncoder(self.config, rngs=nnx.Rngs(key))
 
@@ -436,7 +436,7 @@ class LanguageModelObjective:
     config: LlamaConfig
     lora: LoraConfig | None = None
 
-    def init(self, key: jax.Array | None) -> nnx.Module:
+    def init(self, key: jax.Array) -> nnx.Module:
         """A freshly initialized LLaMA."""
         rngs = nnx.Rngs(key)
         model = Llama(self.config, rngs=rngs)
@@ -540,7 +540,7 @@ class VisionLanguageObjective(LanguageModelObjective):
     config: QwenVLConfig
     tower: bool = False
 
-    def init(self, key: jax.Array | None) -> nnx.Module:
+    def init(self, key: jax.Array) -> nnx.Module:
         """A freshly initialized Qwen-VL."""
         rngs = nnx.Rngs(key)
         model = QwenVL(self.config, rngs=rngs)
@@ -599,7 +599,7 @@ class Seq2SeqObjective:
     config: T5Config
     inputs: type[Texts] = Texts
 
-    def init(self, key: jax.Array | None) -> nnx.Module:
+    def init(self, key: jax.Array) -> nnx.Module:
         """A freshly initialized T5."""
         return T5(self.config, rngs=nnx.Rngs(key))
 
@@ -625,7 +625,7 @@ class MultimodalObjective(Seq2SeqObjective):
 
     config: MultimodalT5Config
 
-    def init(self, key: jax.Array | None) -> nnx.Module:
+    def init(self, key: jax.Array) -> nnx.Module:
         """A freshly initialized MultimodalT5."""
         return MultimodalT5(self.config, rngs=nnx.Rngs(key))
 

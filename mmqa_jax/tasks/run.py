@@ -146,7 +146,7 @@ def _run_training(
             _keep_sums(folder)
             validation = None
             if task.loop.evaluate_every and not only_start:
-                model = nnx.eval_shape(lambda: recipe.objective.init(None))
+                model = nnx.eval_shape(lambda: recipe.objective.init(jax.random.key(0)))
                 validation = task.validation(corpus, tokenizer, model)
             with contextlib.closing(recipe.batches) as batches:
                 train(

@@ -13,12 +13,8 @@ from flax import nnx
 class Objective(Protocol):
     """What is trained: a model and its loss; each of tasks/ has one."""
 
-    def init(self, key: jax.Array | None) -> nnx.Module:
-        """Makes the model with its initial weights (traced).
-
-        Args:
-          key: None: only structure and shapes are wanted; see `models.layers.param`.
-        """
+    def init(self, key: jax.Array) -> nnx.Module:
+        """Makes the model with its initial weights (traced)."""
 
     def loss(
         self, model: nnx.Module, batch: Any, dropout_key: jax.Array

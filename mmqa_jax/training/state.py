@@ -45,7 +45,7 @@ class Model:
       graphdef: static; merged with arrays it gives a module.
       params: nnx.State of jax.ShapeDtypeStructs.
       constants: nnx.State of the variables that are not parameters; not trained, not saved.
-      draw: jitted, (key) -> parameters and constants.
+      draw: jitted, (key) -> parameters and constants; it has been traced.
     """
 
     graphdef: Any
@@ -62,14 +62,13 @@ def split_model(objective: Objective, seed: int) -> Model:
     """The task's model without values for its parameters."""
     traced: list[Any] = []
 
-    def init(key: jax.Array | None) -> tuple[Any, Any]:
+    @jax.jit
+    def draw(key: jax.Array) -> tuple[Any, Any]:
         graphdef, *arrays = nnx.split(objective.init(key), nnx.Param, ...)
         traced.append(graphdef)
         return tuple(arrays)
 
-    # A run that resumes or starts from whole weights draws none: initializers need not be traced.
-    params, constants = jax.eval_shape(lambda: init(None))
-    draw = jax.jit(init)
+    params, constants = jax.eval_shape(lambda: draw(jax.random.key(seed)))
     if jax.tree.leaves(constants):
         constants = jax.jit(lambda: draw(jax.random.key(seed))[1])()
     return Model(traced[0], params, constants, draw)

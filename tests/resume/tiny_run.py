@@ -89,9 +89,7 @@ def param(value, *names):
 
 class Linear(nnx.Module):
     def __init__(self, key, inputs, outputs, *names):
-        shape = inputs, outputs
-        kernel = jnp.zeros(shape) if key is None else jax.random.normal(key, shape) / inputs**0.5
-        self.kernel = param(kernel, *names)
+        self.kernel = param(jax.random.normal(key, (inputs, outputs)) / inputs**0.5, *names)
         self.bias = param(jnp.zeros(outputs), names[1])
 
     def __call__(self, x):
@@ -100,7 +98,7 @@ class Linear(nnx.Module):
 
 class MLP(nnx.Module):
     def __init__(self, key):
-        one, two = (None, None) if key is None else jax.random.split(key)
+        one, two = jax.random.split(key)
         self.first = Linear(one, FEATURES, HIDDEN, "embed", "mlp")
         self.second = Linear(two, HIDDEN, 1, "mlp", None)
 

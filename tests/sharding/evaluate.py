@@ -90,7 +90,7 @@ def main() -> None:
         described = read_task(config)
         init = described.recipe(corpus, tokenizer).objective.init
         decoded.clear()
-        abstract = nnx.eval_shape(lambda init=init: init(None))
+        abstract = nnx.eval_shape(lambda init=init: init(jax.random.key(3)))
         model = drawn(lambda abstract=abstract: abstract, mesh=mesh)
         made = described.validation(corpus, tokenizer, abstract).evaluate
         distributed.barrier(task)  # they have half a minute to meet in a program

@@ -188,7 +188,7 @@ def task(temperature: float = 0.5) -> DistillationObjective:
 
 def start(made: DistillationObjective) -> DualEncoder:
     """Weights to learn from, with the temperature as it is initialized."""
-    model = drawn(lambda: made.init(None))
+    model = drawn(lambda: made.init(jax.random.key(0)))
     model.logit_scale[...] = np.log(1 / 0.07, dtype=np.float32)
     return model
 

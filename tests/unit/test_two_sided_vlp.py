@@ -289,7 +289,7 @@ def test_a_config_that_cannot_be_cached_is_refused(section, packing, message):
 def test_a_config_without_joint_layers_is_plain_vlp():
     assert two_sides(None, None, ATLAS, CONFIG) is None
     init = RerankObjective(CONFIG).init
-    assert type(nnx.eval_shape(lambda: init(None))) is VLP
+    assert type(nnx.eval_shape(lambda: init(jax.random.key(0)))) is VLP
     sides = two_sides(2, None, ATLAS, CONFIG)
     assert sides == TwoSides(2, 5, None)
     assert len(CORPUS) == 60  # SOURCES are rows of it
