@@ -38,11 +38,24 @@ from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
 from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
 from mmqa_jax.tasks.sigmoid_loss import Links, sigmoid_loss
 
+
+class _Outlined:
+    """Objectives whose models, as `models.layers.param` has it, are zeros without a key."""
+
+    def init(self, key: jax.Array | None) -> nnx.Module:
+        """The model; without a key, of zeros."""
+        raise NotImplementedError
+
+    def outline(self) -> nnx.Module:
+        """The model of zeros; no initializer is traced."""
+        return self.init(None)
+
+
 VQAConfig = MCANConfig | MCANOpenVQAConfig | CaptionMCANConfig | PatchMCANConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class ContrastiveObjective:
+class ContrastiveObjective(_Outlined):
     """Questions against sources, one gold source each (CLIP, Radford et al. 2021, figure 3).
 
     Every question's negatives are its own hard ones and all sources of the other questions in
@@ -61,7 +74,7 @@ class ContrastiveObjective:
     mesh: Mesh | None = None
     tower_parts: int = 1
 
-    def init(self, key: jax.Array) -> nnx.Module:
+    def init(self, key: jax.Array | None) -> nnx.Module:
         """A freshly initialised dual encoder."""
         return DualEncoder(self.config, rngs=nnx.Rngs(key))
 
@@ -228,7 +241,7 @@ def _among(rows: jax.Array, golds: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class RerankObjective:
+class RerankObjective(_Outlined):
     """WebQA equation 3 as the original computes it (modeling.py:1088): -log p(class), class 0
     for relevant sources, averaged over a question's choices and then over questions.
 
@@ -244,7 +257,7 @@ class RerankObjective:
     config: VLPConfig
     sides: TwoSides | None = None
 
-    def init(self, key: jax.Array) -> nnx.Module:
+    def init(self, key: jax.Array | None) -> nnx.Module:
         """A freshly initialised VLP."""
         if self.sides is not None:
             return TwoSidedVLP(self.config, self.sides, rngs=nnx.Rngs(key))
@@ -265,7 +278,7 @@ class RerankObjective:
 
 
 @dataclasses.dataclass(frozen=True)
-class AnswerObjective:
+class AnswerObjective(_Outlined):
     """Cross-entropy over the masked answer tokens (VLP, equation 2; WebQA section 5.2).
 
     Normalized as in the original (modeling.py:1162-1190): summed over its micro-batch, divided by
@@ -279,7 +292,7 @@ class AnswerObjective:
     config: VLPConfig
     questions_per_mean: int | None = None
 
-    def init(self, key: jax.Array) -> nnx.Module:
+    def init(self, key: jax.Array | None) -> nnx.Module:
         """A freshly initialised VLP."""
         return self.config.build(rngs=nnx.Rngs(key))
 
@@ -307,7 +320,7 @@ class AnswerObjective:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModalityObjective:
+class ModalityObjective(_Outlined):
     """Cross-entropy over the two modalities (WebQA_Baseline bert_classifier.py:113,290).
 
     Attributes:
@@ -318,7 +331,7 @@ class ModalityObjective:
     config: TextClassifierConfig
     frozen: bool = False
 
-    def init(self, key: jax.Array) -> nnx.Module:
+    def init(self, key: jax.Array | None) -> nnx.Module:
         """A freshly initialized classifier."""
         return TextClassifier(self.config, rngs=nnx.Rngs(key))
 
@@ -343,7 +356,7 @@ _MODELS: dict[type, type[nnx.Module]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class VQAObjective:
+class VQAObjective(_Outlined):
     """Binary cross-entropy of every answer, summed over answers.
 
     Both originals sum over the batch too (BCEWithLogitsLoss, reduction `sum`; Prophet
@@ -357,7 +370,7 @@ class VQAObjective:
 
     config: VQAConfig
 
-    def init(self, key: jax.Array) -> nnx.Module:
+    def init(self, key: jax.Array | None) -> nnx.Module:
         """A freshly initialized model."""
         return _MODELS[type(self.config)](self.config, rngs=nnx.Rngs(key))
 
@@ -376,7 +389,7 @@ class VQAObjective:
 
 
 @dataclasses.dataclass(frozen=True)
-class DistillationObjective:
+class DistillationObjective(_Outlined):
     """KL(Q || P) over a question's candidates (REPLUG LSR, Shi et al. 2023, section 4).
 
     P is the softmax of their cosines with the question, times the model's factor (`temperature`);
@@ -391,7 +404,7 @@ class DistillationObjective:
     config: DualEncoderConfig
     target_temperature: float = 1.0
 
-    def init(self, key: jax.Array) -> nnx.Module:
+    def init(self, key: jax.Array | None) -> nnx.Module:
         """A freshly initialized dual encoder."""
         return DualEncoder(self.config, rngs=nnx.Rngs(key))
 
@@ -425,7 +438,7 @@ class DistillationObjective:
 
 
 @dataclasses.dataclass(frozen=True)
-class LanguageModelObjective:
+class LanguageModelObjective(_Outlined):
     """Cross-entropy of the next token, the mean over the target tokens of the global batch.
 
     Attributes:
@@ -436,7 +449,7 @@ class LanguageModelObjective:
     config: LlamaConfig
     lora: LoraConfig | None = None
 
-    def init(self, key: jax.Array) -> nnx.Module:
+    def init(self, key: jax.Array | None) -> nnx.Module:
         """A freshly initialized LLaMA."""
         rngs = nnx.Rngs(key)
         model = Llama(self.config, rngs=rngs)
@@ -540,7 +553,7 @@ class VisionLanguageObjective(LanguageModelObjective):
     config: QwenVLConfig
     tower: bool = False
 
-    def init(self, key: jax.Array) -> nnx.Module:
+    def init(self, key: jax.Array | None) -> nnx.Module:
         """A freshly initialized Qwen-VL."""
         rngs = nnx.Rngs(key)
         model = QwenVL(self.config, rngs=rngs)
@@ -587,7 +600,7 @@ class VisionLanguageObjective(LanguageModelObjective):
 
 
 @dataclasses.dataclass(frozen=True)
-class Seq2SeqObjective:
+class Seq2SeqObjective(_Outlined):
     """Cross-entropy of an answer behind its prompt, the mean over the tokens of all answers of the
     global batch.
 
@@ -599,7 +612,7 @@ class Seq2SeqObjective:
     config: T5Config
     inputs: type[Texts] = Texts
 
-    def init(self, key: jax.Array) -> nnx.Module:
+    def init(self, key: jax.Array | None) -> nnx.Module:
         """A freshly initialized T5."""
         return T5(self.config, rngs=nnx.Rngs(key))
 
@@ -625,7 +638,7 @@ class MultimodalObjective(Seq2SeqObjective):
 
     config: MultimodalT5Config
 
-    def init(self, key: jax.Array) -> nnx.Module:
+    def init(self, key: jax.Array | None) -> nnx.Module:
         """A freshly initialized MultimodalT5."""
         return MultimodalT5(self.config, rngs=nnx.Rngs(key))
 

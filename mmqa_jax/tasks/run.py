@@ -28,6 +28,7 @@ from mmqa_jax.training.best_weights import read_best
 from mmqa_jax.training.loop import Observed, Resuming, train
 from mmqa_jax.training.options import FREE
 from mmqa_jax.training.profile import parse_steps
+from mmqa_jax.training.state import outline
 from mmqa_jax.weights.folder import write_run_sums
 from mmqa_jax.weights.record import RUN_FILES, is_trained
 
@@ -146,7 +147,7 @@ def _run_training(
             _keep_sums(folder)
             validation = None
             if task.loop.evaluate_every and not only_start:
-                model = nnx.eval_shape(lambda: recipe.objective.init(jax.random.key(0)))
+                model = nnx.eval_shape(lambda: outline(recipe.objective))
                 validation = task.validation(corpus, tokenizer, model)
             with contextlib.closing(recipe.batches) as batches:
                 train(

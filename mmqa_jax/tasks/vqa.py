@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
@@ -306,10 +305,7 @@ class VQA(Task):
     def in_use(self) -> InUse:
         objective = self.objective(self.vocabulary_size())
 
-        def build() -> nnx.Module:
-            return objective.init(jax.random.key(0))
-
-        return InUse(self.cost(), make_answer_scores, build, self.planned_inputs)
+        return InUse(self.cost(), make_answer_scores, objective.outline, self.planned_inputs)
 
 
 def load_vqa_model(

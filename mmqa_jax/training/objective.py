@@ -27,6 +27,14 @@ class Objective(Protocol):
 
 
 @runtime_checkable
+class Outlined(Protocol):
+    """An objective whose model is quicker to trace where only its structure is wanted."""
+
+    def outline(self) -> nnx.Module:
+        """Makes the model as `init` does, of the same structure and shapes, with any values."""
+
+
+@runtime_checkable
 class ModelBatches(Protocol):
     """Batches that are made with the model itself, such as what it writes when it is asked."""
 

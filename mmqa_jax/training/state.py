@@ -17,7 +17,7 @@ from mmqa_jax.core.compiler_options import training_options
 from mmqa_jax.core.flops import jaxpr_flops
 from mmqa_jax.core.mesh import batch_sharding, replicated, state_shardings
 from mmqa_jax.core.trees import flatten_named, unflatten_named
-from mmqa_jax.training.objective import Objective
+from mmqa_jax.training.objective import Objective, Outlined
 from mmqa_jax.training.optimizer import Schedule
 
 
@@ -45,7 +45,7 @@ class Model:
       graphdef: static; merged with arrays it gives a module.
       params: nnx.State of jax.ShapeDtypeStructs.
       constants: nnx.State of the variables that are not parameters; not trained, not saved.
-      draw: jitted, (key) -> parameters and constants; it has been traced.
+      draw: jitted, (key) -> parameters and constants.
     """
 
     graphdef: Any
@@ -62,16 +62,27 @@ def split_model(objective: Objective, seed: int) -> Model:
     """The task's model without values for its parameters."""
     traced: list[Any] = []
 
-    @jax.jit
-    def draw(key: jax.Array) -> tuple[Any, Any]:
-        graphdef, *arrays = nnx.split(objective.init(key), nnx.Param, ...)
+    def split(module: nnx.Module) -> tuple[Any, Any]:
+        graphdef, *arrays = nnx.split(module, nnx.Param, ...)
         traced.append(graphdef)
+        assert graphdef == traced[0], "what is drawn has another structure than the outline"
         return tuple(arrays)
 
-    params, constants = jax.eval_shape(lambda: draw(jax.random.key(seed)))
+    @jax.jit
+    def draw(key: jax.Array) -> tuple[Any, Any]:
+        return split(objective.init(key))
+
+    params, constants = jax.eval_shape(lambda: split(outline(objective)))
     if jax.tree.leaves(constants):
         constants = jax.jit(lambda: draw(jax.random.key(seed))[1])()
     return Model(traced[0], params, constants, draw)
+
+
+def outline(objective: Objective) -> nnx.Module:
+    """The task's model of which only structure and shapes are wanted; to be traced."""
+    if isinstance(objective, Outlined):
+        return objective.outline()
+    return objective.init(jax.random.key(0))
 
 
 def abstract_state(

@@ -69,7 +69,7 @@ def tiny_task(kind=ContrastiveObjective, logit_bias=None, **options):
 
 
 def make_params(task):
-    return nnx.state(drawn(lambda: task.init(jax.random.key(0))))
+    return nnx.state(drawn(task.outline))
 
 
 def make_batch(rng, questions, group):
@@ -90,7 +90,7 @@ def make_batch(rng, questions, group):
 
 def task_gradient(task, params, batch):
     """Loss, metrics and the parameters' gradient, compiled for where they lie."""
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: task.init(jax.random.key(0))))
+    graphdef, _ = nnx.split(nnx.eval_shape(task.outline))
 
     def loss(params, batch):
         return task.loss(nnx.merge(graphdef, params), batch, jax.random.key(1))
@@ -245,7 +245,7 @@ def test_towers_with_the_sigmoid_loss_have_that_of_one_device():
     sigmoid = {"kind": SigmoidObjective, "logit_bias": -1.0}
     task = tiny_task(**sigmoid)
     params, batch = make_params(task), make_batch(rng, 32, 2)
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: task.init(jax.random.key(0))))
+    graphdef = nnx.graphdef(nnx.eval_shape(task.outline))
 
     def loss(task, params, batch):
         return task.loss(nnx.merge(graphdef, params), batch, jax.random.key(1))

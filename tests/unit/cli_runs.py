@@ -252,7 +252,7 @@ def traced_loss(run: Path, config: ConfigDict | None = None) -> dict:
         batch = next(batches)
 
     def loss():
-        model = recipe.objective.init(jax.random.key(0))
+        model = recipe.objective.outline()
         return recipe.objective.loss(model, batch, jax.random.key(1))[0]
 
     assert nnx.eval_shape(loss).shape == ()

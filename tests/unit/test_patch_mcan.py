@@ -39,7 +39,7 @@ def task():
 
 @pytest.fixture(scope="module")
 def latent(task):
-    model = drawn(lambda: task.init(jax.random.key(0)))
+    model = drawn(task.outline)
     graphdef, state = nnx.split(model)
     return jax.jit(lambda image: nnx.merge(graphdef, state).latent(IDS, image))
 
@@ -70,7 +70,7 @@ def test_a_question_without_a_picture_has_an_answer(latent):
 
 
 def test_tower_and_text_are_trained(task):
-    model = drawn(lambda: task.init(jax.random.key(0)), 1)
+    model = drawn(task.outline, 1)
     graphdef, state = nnx.split(model)
     batch = {
         "question_ids": IDS,

@@ -76,11 +76,11 @@ def judge(data, tmp_path_factory):
         described = check_config(config)
         tokenizer = described.make_tokenizer(corpus, tmp_path_factory.mktemp("tokenizer"))
         objective = described.recipe(corpus, tokenizer).objective
-        abstract = nnx.eval_shape(lambda: objective.init(jax.random.key(0)))
+        abstract = nnx.eval_shape(objective.outline)
 
         def model(weights):
             if isinstance(weights, int):
-                return drawn(lambda: objective.init(jax.random.key(0)), weights)
+                return drawn(objective.outline, weights)
             split, given = split_model(objective, 0), jax.device_put(weights_of(weights))
             return split.merge(unflatten_named(split.params, given))
 
