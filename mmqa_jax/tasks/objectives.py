@@ -39,8 +39,8 @@ from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
 from mmqa_jax.tasks.sigmoid_loss import Links, sigmoid_loss
 
 
-class _Outlined:
-    """Objectives whose models, as `models.layers.param` has it, are zeros without a key."""
+class _OfLayers:
+    """An objective whose model is of `models.layers`, where a parameter without a key is zeros."""
 
     def init(self, key: jax.Array | None) -> nnx.Module:
         """The model; without a key, of zeros."""
@@ -55,7 +55,7 @@ VQAConfig = MCANConfig | MCANOpenVQAConfig | CaptionMCANConfig | PatchMCANConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class ContrastiveObjective(_Outlined):
+class ContrastiveObjective(_OfLayers):
     """Questions against sources, one gold source each (CLIP, Radford et al. 2021, figure 3).
 
     Every question's negatives are its own hard ones and all sources of the other questions in
@@ -241,7 +241,7 @@ def _among(rows: jax.Array, golds: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class RerankObjective(_Outlined):
+class RerankObjective(_OfLayers):
     """WebQA equation 3 as the original computes it (modeling.py:1088): -log p(class), class 0
     for relevant sources, averaged over a question's choices and then over questions.
 
@@ -278,7 +278,7 @@ class RerankObjective(_Outlined):
 
 
 @dataclasses.dataclass(frozen=True)
-class AnswerObjective(_Outlined):
+class AnswerObjective(_OfLayers):
     """Cross-entropy over the masked answer tokens (VLP, equation 2; WebQA section 5.2).
 
     Normalized as in the original (modeling.py:1162-1190): summed over its micro-batch, divided by
@@ -320,7 +320,7 @@ class AnswerObjective(_Outlined):
 
 
 @dataclasses.dataclass(frozen=True)
-class ModalityObjective(_Outlined):
+class ModalityObjective(_OfLayers):
     """Cross-entropy over the two modalities (WebQA_Baseline bert_classifier.py:113,290).
 
     Attributes:
@@ -356,7 +356,7 @@ _MODELS: dict[type, type[nnx.Module]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class VQAObjective(_Outlined):
+class VQAObjective(_OfLayers):
     """Binary cross-entropy of every answer, summed over answers.
 
     Both originals sum over the batch too (BCEWithLogitsLoss, reduction `sum`; Prophet
@@ -389,7 +389,7 @@ class VQAObjective(_Outlined):
 
 
 @dataclasses.dataclass(frozen=True)
-class DistillationObjective(_Outlined):
+class DistillationObjective(_OfLayers):
     """KL(Q || P) over a question's candidates (REPLUG LSR, Shi et al. 2023, section 4).
 
     P is the softmax of their cosines with the question, times the model's factor (`temperature`);
@@ -438,7 +438,7 @@ class DistillationObjective(_Outlined):
 
 
 @dataclasses.dataclass(frozen=True)
-class LanguageModelObjective(_Outlined):
+class LanguageModelObjective(_OfLayers):
     """Cross-entropy of the next token, the mean over the target tokens of the global batch.
 
     Attributes:
@@ -600,7 +600,7 @@ class VisionLanguageObjective(LanguageModelObjective):
 
 
 @dataclasses.dataclass(frozen=True)
-class Seq2SeqObjective(_Outlined):
+class Seq2SeqObjective(_OfLayers):
     """Cross-entropy of an answer behind its prompt, the mean over the tokens of all answers of the
     global batch.
 

@@ -88,11 +88,10 @@ def main() -> None:
         texts += [question.question for question in corpus.questions()]
         tokenizer = train_wordpiece(texts, 100, lowercase=True)
         described = read_task(config)
-        init = described.recipe(corpus, tokenizer).objective.init
+        outline = described.recipe(corpus, tokenizer).objective.outline
         decoded.clear()
-        abstract = nnx.eval_shape(lambda init=init: init(jax.random.key(3)))
-        model = drawn(lambda abstract=abstract: abstract, mesh=mesh)
-        made = described.validation(corpus, tokenizer, abstract).evaluate
+        model = drawn(outline, mesh=mesh)
+        made = described.validation(corpus, tokenizer, nnx.eval_shape(outline)).evaluate
         distributed.barrier(task)  # they have half a minute to meet in a program
         values = made(model)
         decoded_in_one = sorted(decoded)
