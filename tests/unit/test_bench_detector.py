@@ -38,6 +38,8 @@ def tiny_kinds(monkeypatch):
     small_square = lambda side, dtype, **options: Peak(128, dtype, **options)  # noqa: E731
     monkeypatch.setattr(detector, "Peak", small_square)
     monkeypatch.setattr(runner, "_PROBE", 64)  # of 512: a second where there is no bfloat16
+    # Several threads, which the worker would keep, wait for each other longer than they compute.
+    monkeypatch.setattr(detector.torch_reference, "threads", lambda: 1)
     for module in (detector, detector_batch):  # torchvision builds the published widths alone
         monkeypatch.setattr(module, "importable", lambda: False)
 
