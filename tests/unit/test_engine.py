@@ -72,12 +72,22 @@ def log_probs(log_probs_of):
 
 
 def greedy(log_probs, prompt, steps):
-    tokens, logprobs = list(prompt), []
-    while len(logprobs) < steps and (not logprobs or tokens[-1] != END):
-        row = log_probs(tokens)[-1]
-        tokens.append(int(row.argmax()))
-        logprobs.append(row.max())
-    return tokens[len(prompt) :], logprobs
+    tokens = list(prompt)
+    for _ in range(steps):
+        tokens.append(int(log_probs(tokens)[-1].argmax()))
+        if tokens[-1] == END:
+            break
+    return tokens[len(prompt) :]
+
+
+def check_greedy(log_probs, request, candidate):
+    """One forward pass over prompt and answer shows which token comes next after each."""
+    tokens = list(candidate.tokens)
+    assert len(tokens) == request.max_new_tokens or tokens[-1] == END
+    assert END not in tokens[:-1]
+    rows = log_probs([*request.prompt, *tokens])[len(request.prompt) - 1 : -1]
+    assert tokens == rows.argmax(-1).tolist()
+    np.testing.assert_allclose(candidate.logprobs, rows.max(-1), rtol=0, atol=1e-4)
 
 
 def random_requests(seed, count):
@@ -108,10 +118,9 @@ def test_greedy_equals_the_forward_pass(engine, log_probs):
     results = served(engine, requests)
     assert results.keys() == {request.id for request in requests}
     for request in requests:
-        tokens, logprobs = greedy(log_probs, request.prompt, request.max_new_tokens)
         got = results[request.id].candidates[0]
-        assert list(got.tokens) == tokens
-        np.testing.assert_allclose(got.logprobs, logprobs, rtol=0, atol=1e-4)
+        check_greedy(log_probs, request, got)
+        tokens = got.tokens
         assert got.finish == ("end" if tokens[-1] == END else "length")
         of_text = got.logprobs[:-1] if tokens[-1] == END else got.logprobs
         assert got.total == pytest.approx(sum(of_text))
@@ -200,10 +209,7 @@ def test_other_weights_are_those_that_answer(engine, log_probs_of):
     assert not compiled
     for request in requests:
         if not request.temperature:
-            tokens, logprobs = greedy(log_probs, request.prompt, request.max_new_tokens)
-            assert list(found[request.id].candidates[0].tokens) == tokens
-            got = found[request.id].candidates[0].logprobs
-            np.testing.assert_allclose(got, logprobs, rtol=0, atol=1e-4)
+            check_greedy(log_probs, request, found[request.id].candidates[0])
     assert any(found[n].candidates != before[n].candidates for n in found)
     engine.use(tiny_llama(MODEL))
     after = served(engine, requests)
@@ -261,7 +267,7 @@ def test_scores_equal_the_forward_pass(engine, log_probs):
     for number, size in enumerate((1, 2, 31, 32, 33, 70, 128)):
         prompt = rng.integers(0, MODEL.vocab_size, size)
         choices = [rng.integers(0, MODEL.vocab_size, n) for n in (1, 3, 12, 32)]
-        likely, _ = greedy(log_probs, prompt, 4)
+        likely = greedy(log_probs, prompt, 4)
         requests.append(Scoring(number, prompt, [*choices, likely]))
     found = {scores.id: scores.scores for scores in engine.score(requests)}
     for request in requests:
@@ -293,10 +299,9 @@ def test_columns_of_branches_are_not_reused_as_a_sequence(engine, log_probs):
     one, other = rng.integers(0, MODEL.vocab_size, (2, 15))  # both begin in the first chunk
     engine.loglikelihood(prompt, [one, other])
     whole = [*prompt, *one[:-1], *other[:-1]]  # its columns hold exactly these tokens
-    (result,) = engine.generate([Request(0, whole, 3, logprobs=True)])
-    tokens, logprobs = greedy(log_probs, whole, 3)
-    assert list(result.candidates[0].tokens) == tokens
-    np.testing.assert_allclose(result.candidates[0].logprobs, logprobs, rtol=0, atol=1e-4)
+    request = Request(0, whole, 3, logprobs=True)
+    (result,) = engine.generate([request])
+    check_greedy(log_probs, request, result.candidates[0])
 
 
 def test_loglikelihood_of_text_is_cut_as_in_the_harness(engine, log_probs):
@@ -340,8 +345,9 @@ def test_sampled_words_follow_the_distribution():
         )
         inputs = (np.tile(logits, (rows, 1)), parameters, np.full(rows, 4), np.ones(rows, bool))
         tokens, logprobs = chosen(*inputs, None)
-        for got, same in zip(chosen(*inputs, True), (tokens, logprobs), strict=True):
-            np.testing.assert_array_equal(got, same)  # the program without branches
+        first = jax.tree.map(lambda x: x[:500], inputs)
+        for got, same in zip(chosen(*first, True), (tokens, logprobs), strict=True):
+            np.testing.assert_array_equal(got, same[:500])  # the program without branches
         want = logits - np.log(np.exp(logits).sum())  # of the model, whatever the temperature
         np.testing.assert_allclose(logprobs, want[tokens], rtol=0, atol=1e-5)
         return np.bincount(tokens, minlength=len(logits)) / rows
@@ -413,7 +419,7 @@ def test_steps_that_are_told_whether_they_sample(engine, monkeypatch):
 
 def test_stop_strings_end_the_text(engine, log_probs):
     prompt = Letters().encode("the land is big and the sea is ")
-    tokens, _ = greedy(log_probs, prompt, 20)
+    tokens = greedy(log_probs, prompt, 20)
     text = Letters().decode(tokens)
     stop = text[5:8]  # three tokens
     where = text.index(stop)
@@ -531,7 +537,7 @@ def test_other_mistakes_are_named(engine):
 
 
 def test_an_abandoned_run_leaves_a_usable_engine(engine):
-    requests = random_requests(30, 12)
+    requests = random_requests(30, 6)
     want = served(engine, requests)
     run = engine.generate(requests)
     next(run)

@@ -28,8 +28,8 @@ MODEL = LlavaConfig(
     image_token=IMAGE,
 )
 SIZES = EngineConfig(
-    slots=4, length=96, buckets=(8, 16), prefill_tokens=32, block=32, decode_block=96
-)  # one program decodes
+    slots=4, length=96, buckets=(16,), prefill_tokens=32, block=32, decode_block=96
+)  # a program of each kind
 
 
 def llava() -> Llava:
