@@ -299,13 +299,10 @@ BRANCHING = (("gemma2", False), ("gemma2", True), ("gemma3_text", False))
 # their own have windows and caps (gemma2, with beams), layers that differ in rotation (gemma3_text)
 # or have none (smollm3), and rotations that are fitted to the longest text (longrope, in a test of
 # its own); experts are given padding. Scanned layers have their own code of windows, caps and
-# rotations alone; these scanned: tests/mesh/test_engine_on_mesh.py.
+# rotations alone.
 ENGINES = [
-    ("gemma2", True),
-    *(
-        (name, False)
-        for name in ("gemma2", "gemma3_text", "smollm3, windows, dynamic", "qwen3_moe")
-    ),
+    *((name, scan) for name in ("gemma2", "gemma3_text") for scan in (False, True)),
+    *((name, False) for name in ("smollm3, windows, dynamic", "qwen3_moe")),
 ]
 
 
