@@ -4,12 +4,35 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
+from jupyter_client.provisioning import LocalProvisioner
 from nbclient import NotebookClient
 
+from tests.forks import server
+
 NOTEBOOK = Path(__file__).parents[2] / "configs/corpus.ipynb"
+IN_FOLDER = """import os, runpy, sys
+os.chdir(sys.argv.pop(1))
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)"""
+
+
+async def launch_fork(provisioner, command, *, cwd, env, **_):
+    """As LocalProvisioner.launch_kernel; the process group of a fork is not its own."""
+    module = command.index("-m") + 1
+    fork = server().start(["-c", IN_FOLDER, str(cwd), *command[module:]], env)
+    provisioner.pid = fork.pid
+    # What is used of `subprocess.Popen`.
+    provisioner.process = SimpleNamespace(
+        poll=fork.poll,
+        wait=fork.communicate,
+        send_signal=fork.send_signal,
+        kill=fork.kill,
+        **dict.fromkeys(("stdin", "stdout", "stderr")),
+    )
+    return provisioner.connection_info
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +43,7 @@ def printed(tmp_path_factory, cli_cache) -> dict[str, str]:
         patch.setenv("PYTHONPATH", str(NOTEBOOK.parents[1]))
         patch.setenv("MMQA_CACHE", str(cli_cache))
         patch.setenv("JAX_PLATFORMS", "cpu")
+        patch.setattr(LocalProvisioner, "launch_kernel", launch_fork)
         notebook = nbformat.read(NOTEBOOK, as_version=4)
         folder = tmp_path_factory.mktemp("notebook")
         client = NotebookClient(

@@ -25,17 +25,19 @@ def _kept_programs_of_launches(cli_cache) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def by_one(tmp_path_factory, cli_cache):
+def by_one(made_once, cli_cache):
     """Two tiny runs of one process with four devices: `whole`, and `started` from its weights."""
-    folder = tmp_path_factory.mktemp("by_one")
-    whole = folder / "whole"
-    runs = {
-        whole: {"mesh": {"data": 4}},
-        folder / "started": {"mesh": {"data": 4}, "start": str(whole), "train": FEW},
-    }
-    with _kept_in(cli_cache):
-        finish(tiny_runs(1, runs, devices=4))
-    return folder
+
+    def train(folder: Path) -> None:
+        whole = folder / "whole"
+        runs = {
+            whole: {"mesh": {"data": 4}},
+            folder / "started": {"mesh": {"data": 4}, "start": str(whole), "train": FEW},
+        }
+        with _kept_in(cli_cache):
+            finish(tiny_runs(1, runs, devices=4))
+
+    return made_once("tiny_runs_by_one", train)
 
 
 @pytest.fixture(scope="session")

@@ -142,11 +142,3 @@ def test_a_process_with_a_bug_is_named_by_the_other(tmp_path, monkeypatch):
         rf"process {process} on \S+: KeyError: 'no such entry'", other.splitlines()[-1]
     )
     assert "Traceback" not in other
-
-
-def test_rows_that_spoil_a_step_are_named_by_the_process_that_has_them(tmp_path):
-    happen = {"what": "nan", "process": 1, "batch": 9}
-    found = outcomes(tiny(2, tmp_path, **TWO, happen=happen))
-    assert [code for code, _ in found] == [1, 1]
-    assert all("step 9: loss is nan on the batch with index" in out for _, out in found)
-    assert saved(tmp_path) == []

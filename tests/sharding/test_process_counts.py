@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import pytest
-from processes import FEW, TRAIN, curve, finish, tiny, tiny_runs
+from processes import FEW, TRAIN, curve, finish, outcomes, tiny, tiny_runs
 
 
 @pytest.fixture(scope="module")
-def by_two(alone, tmp_path_factory):
-    """The workdirs of runs by one pair of processes with two devices each."""
+def pair(alone, tmp_path_factory):
+    """The workdirs of runs by one pair of processes with two devices each, and how both ended."""
     folder = tmp_path_factory.mktemp("by_two")
+    nan = {"what": "nan", "process": 1, "batch": 9}
     runs = {
         # Process 0 has the first and the last rows.
         "outer_rows": {"mesh": {"data": 4}, "order": [0, 2, 3, 1]},
         # All need all of them.
         "same_rows": {"mesh": {"data": 1, "tensor": 4}, "order": [0, 1, 2, 3]},
         "started": {"mesh": {"tensor": 4, "data": 1}, "start": str(alone), "train": FEW},
+        "spoiled": {"mesh": {"data": 2, "tensor": 2}, "happen": nan},
     }
-    finish(tiny_runs(2, {folder / name: run for name, run in runs.items()}, devices=2))
+    places = {folder / name: run for name, run in runs.items()}
+    return folder, outcomes(tiny_runs(2, places, devices=2))
+
+
+@pytest.fixture(scope="module")
+def by_two(pair):
+    """The workdirs."""
+    folder, ended = pair
+    assert (folder / "spoiled").exists(), ended
     return folder
 
 
@@ -44,3 +54,10 @@ def test_pretrained_weights_start_a_run_on_processes_too(alone, by_one, by_two):
     assert sorted(one) == list(range(1, 6))
     assert two == pytest.approx(one, abs=1e-6)
     assert abs(one[1] - curve(alone)[1]) > 0.01  # it did not start from scratch
+
+
+def test_rows_that_spoil_a_step_are_named_by_the_process_that_has_them(pair):
+    folder, ended = pair
+    assert [code for code, _ in ended] == [1, 1], ended
+    assert all("step 9: loss is nan on the batch with index" in out for _, out in ended)
+    assert not list((folder / "spoiled" / "checkpoints").glob("[0-9]*"))

@@ -6,9 +6,10 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from processes import MMQA, ROOT, finish, launch, outcomes
+from processes import ROOT, launch, outcomes
 
 from mmqa_jax.cli import main
 
@@ -29,6 +30,13 @@ TINY = {
 
 def write_rows(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MMQA_PROGRESS", "off")
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -86,22 +94,40 @@ def best_step(workdir: Path) -> int:
 def alone(data, tmp_path_factory):
     """The workdir of a run on one process."""
     workdir = tmp_path_factory.mktemp("alone") / "run"
-    finish(launch(1, *MMQA, "train", *train_flags(data, workdir)))
+    assert main(["train", *train_flags(data, workdir)]) == 0
     return workdir
 
 
+class OnARing(NamedTuple):
+    """The workdirs of two processes' commands; their exit codes and what they printed."""
+
+    workdir: Path
+    refused: Path  # of the second command, whose config is another on process 1
+    ended: list[tuple[int, str]]
+
+
 @pytest.fixture(scope="module")
-def on_a_ring(data, tmp_path_factory):
-    """The workdir of a run on two processes, which hash strings differently, as users' do.
+def ring(data, tmp_path_factory):
+    """On two processes, which hash strings differently, as users' do: a run, and a refused one.
 
     Process 0 has the first and the last rows, and each pair that splits the parameters has a device
     of either process: what is fetched is gathered.
     """
-    workdir = tmp_path_factory.mktemp("two") / "run"
+    folder = tmp_path_factory.mktemp("two")
+    workdir, refused = folder / "run", folder / "refused"
     flags = ["--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.train.keep=2"]
     command = *RING, "train", *flags, *train_flags(data, workdir)
-    finish(launch(2, *command, devices=2, fresh=True))
-    return workdir
+    command = *command, "then", "train", *train_flags(data, refused)
+    differing = ("--config.train.steps=5",)
+    found = outcomes(launch(2, *command, devices=2, differing=differing, fresh=True))
+    return OnARing(workdir, refused, found)
+
+
+@pytest.fixture(scope="module")
+def on_a_ring(ring):
+    """The workdir of the run."""
+    assert (ring.workdir / "model.json").exists(), ring.ended
+    return ring.workdir
 
 
 def test_two_processes_train_as_one_does(alone, on_a_ring):
@@ -122,7 +148,7 @@ def test_what_two_processes_began_one_ends(data, alone, on_a_ring, tmp_path):
     shutil.rmtree(run / "checkpoints" / "4")  # as if both had been killed after step 3
     (run / "model.json").unlink()
     others = ("--config.mesh.data=1", "--config.train.checkpoint_every=3", "--config.train.keep=5")
-    finish(launch(1, *MMQA, "train", *train_flags(data, run), "--config.mesh.fsdp=1", *others))
+    assert main(["train", *train_flags(data, run), "--config.mesh.fsdp=1", *others]) == 0
     for ours, theirs in zip(curve(run), curve(alone), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
     assert best_step(run) == best_step(alone)
@@ -135,12 +161,10 @@ def test_what_two_processes_began_one_ends(data, alone, on_a_ring, tmp_path):
     }  # fmt: skip
 
 
-def test_processes_of_two_configs_are_refused(data, tmp_path):
+def test_processes_of_two_configs_are_refused(ring):
     """Both end with exit code 2 and the key, and leave no workdir behind."""
-    flags = train_flags(data, tmp_path / "run")
-    found = outcomes(launch(2, *MMQA, "train", *flags, differing=("--config.train.steps=5",)))
-    assert [code for code, _ in found] == [2, 2]
-    for _, out in found:
+    assert [code for code, _ in ring.ended] == [2, 2], ring.ended
+    for _, out in ring.ended:
         assert "config key train.steps is 4 on process 0" in out
         assert "Traceback" not in out
-    assert not (tmp_path / "run").exists()
+    assert not ring.refused.exists()
