@@ -109,8 +109,25 @@ def test_verbs_that_load_models(verb, cluster, data, models, flags_of, tmp_path)
         assert results(tmp_path / "ray") == results(tmp_path / "whole")
 
 
-def test_what_a_worker_refuses_is_the_users_mistake(cluster, many, tmp_path):
+class DealtHere:
+    """Ray Data's part of a job in this process: one worker, all numbers."""
+
+    def __init__(self, items, **options):
+        self.items = items
+
+    def map_batches(self, worker, fn_constructor_args, **options):
+        self.worker = worker(*fn_constructor_args)
+        return self
+
+    def iter_rows(self):
+        for item in self.items:
+            answers = self.worker({"chunk": np.array([item["chunk"]])})
+            yield {name: column[0] for name, column in answers.items()}
+
+
+def test_what_a_worker_refuses_is_the_users_mistake(cluster, many, tmp_path, monkeypatch):
     """The model is opened by workers alone."""
+    monkeypatch.setattr(cluster.data, "from_items", DealtHere)
     flags = ["rerank", f"--data={many}", f"--out={tmp_path / 'out'}", "--engine=ray"]
     ended = mmqa(*flags, "--model=nowhere")
     assert ended.code == 2, ended.err
