@@ -53,12 +53,27 @@ def made(tmp_path_factory):
     return make
 
 
+@pytest.fixture(scope="module")
+def exported(made, tmp_path_factory):
+    """Exports of the conversions, and the JSON of making them."""
+    folder, results = tmp_path_factory.mktemp("exported"), {}
+
+    def export(model):
+        out = folder / model
+        if model not in results:
+            flags = (f"--model={model}", f"--source={made(model)[1]['out']}", "--export=hf")
+            results[model] = done("convert", *flags, f"--out={out}")
+        return out, results[model]
+
+    return export
+
+
 def test_every_architecture_is_tested():
     assert {entry.name for entry in ARCHITECTURES} == set(CONFIGS)
 
 
 @pytest.mark.parametrize("model", CONFIGS)
-def test_there_and_back(model, made, tmp_path):
+def test_there_and_back(model, made, exported):
     source, result = made(model)
     out = Path(result["out"])
     loaded = load_converted(out)
@@ -76,31 +91,27 @@ def test_there_and_back(model, made, tmp_path):
     assert (result["parameters"], result["bytes"]) == (size, 4 * size)
     assert sorted(path.name for path in out.iterdir()) == ["SHA256SUMS", "model.json", "weights"]
 
-    back = done(
-        "convert", f"--model={model}", f"--source={out}", f"--out={tmp_path / 'hf'}", "--export=hf"
-    )
+    folder, back = exported(model)
     assert back["source"] == result["source"]
-    exported = load_file(tmp_path / "hf" / "model.safetensors")
-    assert exported.keys() == source.arrays.keys()
+    stored = load_file(folder / "model.safetensors")
+    assert stored.keys() == source.arrays.keys()
     for key, array in source.arrays.items():
-        assert exported[key].dtype == array.dtype
-        assert exported[key].tobytes() == array.tobytes(), key
+        assert stored[key].dtype == array.dtype
+        assert stored[key].tobytes() == array.tobytes(), key
     # The export is a source of the same model; without --set, its config.json tells all.
-    reopened = architecture(model).open(tmp_path / "hf")
+    reopened = architecture(model).open(folder)
     require_given(reopened, ())
     assert reopened.config == source.config
 
 
 @pytest.mark.parametrize("model", ["llama", "vlp"])
-def test_export_without_the_way_over_orbax(model, made, tmp_path):
+def test_export_without_the_way_over_orbax(model, made, exported, tmp_path):
     source, result = made(model)
-    done(*source.flags(model), f"--out={tmp_path / 'direct'}", "--export=hf")
-    flags = ("convert", f"--model={model}", f"--source={result['out']}", "--export=hf")
-    done(*flags, f"--out={tmp_path / 'hf'}")
+    direct, (over, _) = tmp_path / "direct", exported(model)
+    done(*source.flags(model), f"--out={direct}", "--export=hf")
     for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "direct" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
-    flags = ("convert", f"--model={model}", f"--source={tmp_path / 'hf'}")
-    again = done(*flags, f"--out={tmp_path / 'again'}")
+        assert (direct / name).read_bytes() == (over / name).read_bytes()
+    again = done("convert", f"--model={model}", f"--source={over}", f"--out={tmp_path / 'again'}")
     assert again["source"]["sha256"] == result["source"]["sha256"]
     assert read_record(tmp_path / "again").config == source.config
 
@@ -359,7 +370,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_conversion_that_is_killed_leaves_nothing_half_written(
     how, made, tmp_path, tmp_path_factory
 ):

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -96,20 +97,63 @@ class Here:
             one(number)
 
 
-@pytest.mark.parametrize("verb", ["embed", "run"])
-def test_verbs_that_load_models(verb, cluster, data, models, flags_of, tmp_path):  # noqa: F811
-    done(*flags_of(verb, tmp_path / "whole"))
+class DealtHere:
+    """Ray Data's part of a job in this process: one worker, all numbers."""
+
+    def __init__(self, items, **options):
+        self.items = items
+
+    def map_batches(self, worker, fn_constructor_args, **options):
+        self.worker = worker(*fn_constructor_args)
+        return self
+
+    def iter_rows(self):
+        for item in self.items:
+            answers = self.worker({"chunk": np.array([item["chunk"]])})
+            yield {name: column[0] for name, column in answers.items()}
+
+
+class Actor:
+    """An actor in this process: its methods' values stand for what Ray would get of them."""
+
+    def __init__(self, kind):
+        self._one = kind()
+
+    def __getattr__(self, name):
+        return types.SimpleNamespace(remote=getattr(self._one, name))
+
+
+@pytest.fixture
+def here(cluster, monkeypatch):
+    """Ray's actors and Ray Data in this process: each of a cluster's is a process that imports both."""
+    monkeypatch.setattr(
+        cluster,
+        "remote",
+        lambda **options: lambda kind: types.SimpleNamespace(remote=lambda: Actor(kind)),
+    )
+    monkeypatch.setattr(cluster, "get", lambda value: value)
+    monkeypatch.setattr(cluster.data, "from_items", DealtHere)
+
+
+def test_a_row_whose_workers_load_models(cluster, flags_of, tmp_path):  # noqa: F811
+    done(*flags_of("run", tmp_path / "whole"))
     # One worker: each imports and loads much, and two work above.
-    done(*flags_of(verb, tmp_path / "ray"), "--engine=ray", "--workers=1")
+    done(*flags_of("run", tmp_path / "ray"), "--engine=ray", "--workers=1")
     assert results(tmp_path / "ray") == results(tmp_path / "whole")
-    if verb == "embed":  # once more, over what is there: the first chunk is compared
-        engine = Here()
-        embed(data, models / "contrastive", tmp_path / "ray", chunk=3, engine=engine)
-        assert engine.asked == [0]
-        assert results(tmp_path / "ray") == results(tmp_path / "whole")
 
 
-def test_what_a_worker_refuses_is_the_users_mistake(cluster, many, tmp_path):
+def test_a_verb_whose_workers_load_models(here, data, models, flags_of, tmp_path):  # noqa: F811
+    done(*flags_of("embed", tmp_path / "whole"))
+    done(*flags_of("embed", tmp_path / "ray"), "--engine=ray")
+    assert results(tmp_path / "ray") == results(tmp_path / "whole")
+    # Once more, over what is there: the first chunk is compared.
+    engine = Here()
+    embed(data, models / "contrastive", tmp_path / "ray", chunk=3, engine=engine)
+    assert engine.asked == [0]
+    assert results(tmp_path / "ray") == results(tmp_path / "whole")
+
+
+def test_what_a_worker_refuses_is_the_users_mistake(here, many, tmp_path):
     """The model is opened by workers alone."""
     flags = ["rerank", f"--data={many}", f"--out={tmp_path / 'out'}", "--engine=ray"]
     ended = mmqa(*flags, "--model=nowhere")
@@ -118,10 +162,10 @@ def test_what_a_worker_refuses_is_the_users_mistake(cluster, many, tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_chunk_that_costs_worker_after_worker_is_given_up(cluster, many, tmp_path):
-    tries = cluster.remote(num_cpus=0)(Tries).remote()
+def test_a_chunk_that_costs_worker_after_worker_is_given_up(here, many, tmp_path):
+    tries = Actor(Tries)
     for number in (7, 7, 7, 7, 8, 8, 8):
-        cluster.get(tries.begin.remote(number))
+        tries.begin.remote(number)
     arguments = make_parser().parse_args([str(x) for x in search(many, tmp_path / "found.jsonl")])
     worker = Worker({**vars(arguments), "overrides": []}, tries)
     answers = worker({"chunk": np.array([7, 8])})
