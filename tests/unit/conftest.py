@@ -137,7 +137,7 @@ def models(data, cli_cache, made_once):
     def train(folder: Path) -> None:
         with quietly(cli_cache):
             for task in TINY_OF:
-                flags = train_flags(task, data, folder / task)
+                flags = train_flags(task, data, folder / task, **{"train.checkpoint_every": 2})
                 result = done("train", *flags, initializers=True)
                 assert result.pop("goodput")["attempts"] == 1
                 assert result == {"task": task, "steps": 2, "workdir": str(folder / task)}

@@ -7,20 +7,12 @@ from pathlib import Path
 import numpy as np
 import object_store
 import pytest
-from cli_runs import done, mmqa, quietly, train_flags
-from flax import nnx
+from cli_runs import done, mmqa, quietly, train_flags, weights_of
 
 from mmqa_jax.core.files import read_json
 from mmqa_jax.core.local_copies import local_copy
-from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.weights.folder import load_converted
 
 pytestmark = pytest.mark.slow
-
-
-def weights(folder):
-    named = flatten_named(nnx.state(load_converted(folder), nnx.Param))
-    return {name: np.asarray(leaf) for name, leaf in named.items()}
 
 
 def test_training_in_a_store_equals_a_local_one(
@@ -41,7 +33,8 @@ def test_training_in_a_store_equals_a_local_one(
         config = read_json(f"{bucket}/runs/rerank/config.json")["config"]
         assert config["data"]["dir"] == f"{bucket}/data"
         found = local_copy(f"{bucket}/runs/rerank")
-        ours, theirs = weights(found), weights(models / "rerank")
+        ours, theirs = weights_of(found), weights_of(models / "rerank")
+        assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
             np.testing.assert_array_equal(ours[name], value, err_msg=name)
         for name in ("tokenizer.json", "model.json"):
