@@ -77,7 +77,10 @@ def theirs():
         model = transformers.LlamaForCausalLM(config)
     tensors = {}
     for tensor in read_gguf(smollm2_path()).tensors:
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        data = tensor.data  # in rows four times as long: the package works on 16 at a time, slowly
+        if data.ndim > 1:
+            data = data.reshape(len(data) // 4, -1)
+        values = gguf.quants.dequantize(data, tensor.tensor_type).reshape(tensor.shape[::-1])
         name = tensor.name.removesuffix(".weight")
         if name.startswith("blk."):
             _, layer, part = name.split(".")
