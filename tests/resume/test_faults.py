@@ -58,10 +58,6 @@ def test_a_skipped_step_changes_nothing(tmp_path, capfd, monkeypatch):
 
 def test_only_so_many_steps_are_skipped_and_resuming_counts_on(tmp_path):
     skip = {"on_nan": "skip", "skip_at_most": 2}
-    with pytest.raises(
-        RunError, match=r"step 13: loss is nan.*: 3 steps were skipped, train\.skip"
-    ):
-        run(tmp_path / "at_once", spoiled(3, 8, 13), **skip)
     stop = tiny_run.Watched(spoiled(3, 8), 9, tiny_run.raise_signal(signal.SIGTERM))
     with pytest.raises(SystemExit):
         run(tmp_path / "resumed", stop, **skip)
