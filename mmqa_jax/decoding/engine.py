@@ -323,7 +323,8 @@ class Engine:
         while True:
             finished: list[Result | Scores] = []
             all_here = exhausted
-            take_all, self._taking_all = self._taking_all, False
+            if take_all := self._taking_all:
+                self._taking_all = False  # another thread sets it behind what it hands over
             while not all_here and (take_all or len(waiting) < slots):
                 more, all_here, exhausted = _next_requests(requests, self.look_ahead)
                 finished += self._beams.serve(more, rest=all_here)

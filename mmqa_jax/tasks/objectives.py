@@ -6,6 +6,7 @@ run on a bare accelerator image.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -39,12 +40,12 @@ from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
 from mmqa_jax.tasks.sigmoid_loss import Links, sigmoid_loss
 
 
-class _OfLayers:
+class _OfLayers(abc.ABC):
     """An objective whose model is of `models.layers`, where a parameter without a key is zeros."""
 
+    @abc.abstractmethod
     def init(self, key: jax.Array | None) -> nnx.Module:
         """The model; without a key, of zeros."""
-        raise NotImplementedError
 
     def outline(self) -> nnx.Module:
         """The model of zeros; no initializer is traced."""

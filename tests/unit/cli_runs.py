@@ -26,8 +26,11 @@ from mmqa_jax.cli import main
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.models import vlp
+from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.tasks.reading import read_task
+from mmqa_jax.weights.folder import load_converted
 from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
+from mmqa_jax.weights.published import load_published
 
 ROOT = Path(__file__).parents[2]
 LANDS = {
@@ -257,6 +260,15 @@ def traced_loss(run: Path, config: ConfigDict | None = None) -> dict:
 
     assert nnx.eval_shape(loss).shape == ()
     return batch
+
+
+def assert_export_is_the_run(model: str, run: Path, exported: Path) -> None:
+    """Config, weights and tokenizer: all that answers depend on. Exports the run to `exported`."""
+    done("convert", f"--model={model}", f"--source={run}", f"--out={exported}", "--export=hf")
+    ours, theirs = load_converted(run), load_published(model, exported)
+    assert theirs.config == ours.config
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(theirs), nnx.state(ours))
+    assert open_tokenizer(exported).fingerprint == open_tokenizer(run).fingerprint
 
 
 def killed_after(step: int, run: Path, into: Path) -> Path:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cli_runs import (
     ROOT,
+    assert_export_is_the_run,
     done,
     flags_with,
     mmqa,
@@ -22,7 +23,6 @@ from cli_runs import (
     weights_of,
     write_rows,
 )
-from flax import nnx
 from PIL import Image
 from tiny_llm import write_qwen_vl
 from vqa_files import aokvqa_row, write
@@ -31,11 +31,9 @@ from mmqa_jax.core.config import load_config
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.tasks.reading import read_task
 from mmqa_jax.weights.folder import load_converted
 from mmqa_jax.weights.formats.orbax_reader import stored_specs
-from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.record import read_metadata
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
@@ -135,14 +133,7 @@ def test_a_prompt_with_a_picture_is_answered_by_the_run(inputs, tmp_path):
 
 
 def test_the_exported_run_is_the_same_model(inputs, tmp_path):
-    """Config, weights and tokenizer: all that answers depend on."""
-    run, exported = inputs / "run", tmp_path / "hf"
-    done("convert", "--model=qwen_vl", f"--source={run}", f"--out={exported}", "--export=hf")
-    ours, theirs = load_converted(run), load_published("qwen_vl", exported)
-    assert theirs.config == ours.config
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(theirs), nnx.state(ours))
-    own, of_export = (open_tokenizer(folder) for folder in (run, exported))
-    assert own.fingerprint == of_export.fingerprint
+    assert_export_is_the_run("qwen_vl", inputs / "run", tmp_path / "hf")
 
 
 @pytest.mark.parametrize("row", ["qwen25_vl", "rmr_qwen3_vl"])
