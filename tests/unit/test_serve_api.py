@@ -319,7 +319,8 @@ def test_an_answer_takes_so_long_at_most(parts):
 
 def test_a_client_that_leaves_ends_the_work(parts, server):
     body = {"model": "tiny", "prompt": "two", "max_tokens": 150, "n": 40, "seed": 1}
-    with WEB.stream("POST", f"{server}/v1/completions", json={**body, "stream": True}) as reply:
+    streamed = {"json": {**body, "stream": True}, "timeout": 60}
+    with WEB.stream("POST", f"{server}/v1/completions", **streamed) as reply:
         next(reply.iter_lines())
         assert parts.unfinished == 1
     assert waited(lambda: parts.unfinished == 0)
