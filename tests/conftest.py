@@ -19,7 +19,7 @@ import pytest
 import scratch
 
 from mmqa_jax.core.host import skip_absent_tpu
-from tests import forks
+from tests import workers
 
 # Imports make next to no garbage; see pytest_collection_finish.
 gc.disable()
@@ -135,9 +135,12 @@ def pytest_sessionstart(session):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config, specs):
+    workers.share(specs, forks=not config.getoption("--quick"))
+
+
 def pytest_sessionfinish(session):
-    if forks.server.cache_info().currsize:
-        forks.server().close()
     if not hasattr(session.config, "workerinput"):
         kept_programs.keep()
 

@@ -58,7 +58,7 @@ class Durations:
     """The plugin: measures in each worker, adds up and reports where the run was started."""
 
     def __init__(self, config: pytest.Config):
-        self._config, self._clock, self._cpu = config, Clock(), 0.0
+        self._config, self._clock, self._cpu = config, Clock(), _cpu_seconds()
         self.is_worker = hasattr(config, "workerinput")
         self.files: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self.imports: dict[str, float] = defaultdict(float)
@@ -92,14 +92,16 @@ class Durations:
             self.imports[_name(collector.path, self._config)] += time.perf_counter() - began
         return report
 
-    def pytest_runtest_logstart(self) -> None:
+    def pytest_collection_finish(self) -> None:
         self._cpu = _cpu_seconds()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Iterator[None]:
         report = yield
-        before, self._cpu = self._cpu, _cpu_seconds()
-        measured = {"total": call.duration, "cpu": self._cpu - before, **self._clock.taken()}
+        measured = {"total": call.duration, **self._clock.taken()}
+        if call.when == "teardown":  # the system adds up the process's threads, which takes a while
+            before, self._cpu = self._cpu, _cpu_seconds()
+            measured["cpu"] = self._cpu - before
         report.user_properties = [("seconds", measured), ("file", _name(item.path, self._config))]
         return report
 

@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).parents[1]
+ADDRESS = "MMQA_TESTS_FORKS"  # environment variable: of the server of all workers
 _NUMBER = 4  # bytes of a process id or an exit code
 # What the verbs, trainings and jobs that tests start import sooner or later (boto3: tensorboardX).
 _IMPORTED = (
@@ -57,6 +59,7 @@ _IMPORTED = (
     "mmqa_jax.weights.folder",
     "orbax.checkpoint",
     "tensorflow_datasets",
+    "tests.cheap_jax",
     "tests.object_store",
 )
 # Settings that JAX reads when it is imported, and a fork after that: their values, and the default.
@@ -67,20 +70,23 @@ _SETTINGS = {
 }
 
 
+def _number(source: int) -> int:
+    if not (read := os.read(source, _NUMBER)):
+        raise RuntimeError("The server of a fork has ended.")
+    return int.from_bytes(read, "little", signed=True)
+
+
 class Fork:
     """A forked process, with what tests use of `subprocess.Popen`; stdout has stderr in it."""
 
     def __init__(self, out: int, status: int):
         self._out, self._status, self._printed = out, status, b""
         self.returncode: int | None = None
-        self.pid = self._number()
-
-    def _number(self) -> int:
-        return int.from_bytes(os.read(self._status, _NUMBER), "little", signed=True)
+        self.pid = _number(self._status)
 
     def poll(self) -> int | None:
         if self.returncode is None and select.select([self._status], [], [], 0)[0]:
-            self.returncode = self._number()
+            self.returncode = _number(self._status)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -106,7 +112,7 @@ class Fork:
                 if not select.select([source], [], [], left)[0]:
                     raise subprocess.TimeoutExpired("a fork", timeout, self._printed)
                 if source == self._status:
-                    self.returncode = self._number()
+                    self.returncode = _number(self._status)
                 elif read := os.read(source, 1 << 16):
                     self._printed += read
                 else:
@@ -120,53 +126,100 @@ class ForkServer:
     """Starts processes that have imported modules.
 
     Args:
-      modules: what it imports.
+      address: of the socket that it listens to.
     """
 
-    def __init__(self, *modules: str):
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._server = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), *modules],
-                cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
+    def __init__(self, address: str):
+        self.address = address
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Fork:
-        """One process.
+        """One process, in the repository's folder and without input.
 
         Args:
           arguments: of `python`: a script's file, or -c and code; and its own arguments.
           environment: the whole of it.
         """
-        (out, their_out), (status, their_status) = os.pipe(), os.pipe()
-        request = json.dumps([list(arguments), dict(environment)]).encode()
-        socket.send_fds(self._requests, [request], [their_out, their_status])
+        out, their_out = os.pipe()
+        with open(os.devnull) as nothing:
+            streams = (nothing.fileno(), their_out, their_out)
+            status = self._request(arguments, environment, ROOT, streams)
         os.close(their_out)
-        os.close(their_status)
         return Fork(out, status)
 
+    def take_over(self, arguments: Sequence[str]) -> int:
+        """A process in place of this one, with its folder, environment, input and output.
+
+        Returns:
+          Its exit code, once it has ended.
+        """
+        status = self._request(arguments, os.environ, Path.cwd(), (0, 1, 2))
+        for stream in (0, 1, 2):  # who reads them is to see the other process end
+            os.close(stream)
+        _number(status)
+        return _number(status)
+
+    def _request(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        streams: tuple[int, int, int],
+    ) -> int:
+        """Asks for a process; where its id and later its exit code can be read."""
+        status, their_status = os.pipe()
+        request = json.dumps([list(arguments), dict(environment), str(folder)]).encode()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as requests:
+            requests.connect(self.address)
+            socket.send_fds(requests, [request], [*streams, their_status])
+        os.close(their_status)
+        return status
+
+
+class OwnForkServer(ForkServer):
+    """One that ends with this process, or when it is closed.
+
+    Args:
+      modules: what it imports.
+      environment: in which it imports them.
+    """
+
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]):
+        self._folder = tempfile.TemporaryDirectory(prefix="forks-")
+        super().__init__(f"{self._folder.name}/requests")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as requests:
+            requests.bind(self.address)
+            self._server = subprocess.Popen(
+                [sys.executable, __file__, str(requests.fileno()), *modules],
+                cwd=ROOT,
+                env={**environment, "PYTHONPATH": str(ROOT)},
+                pass_fds=[requests.fileno()],
+                stdin=subprocess.PIPE,  # ends with this process
+            )
+
+        atexit.register(self.close)
+
     def close(self) -> None:
-        self._requests.close()
+        """Once its forks have ended."""
+        self._server.stdin.close()
         self._server.wait(timeout=60)
+        self._folder.cleanup()
+
+
+def own_server() -> OwnForkServer:
+    """Of what verbs, trainings and jobs import."""
+    return OwnForkServer(_IMPORTED, os.environ | {"JAX_PLATFORMS": "cpu"})
 
 
 @functools.cache
 def server() -> ForkServer:
-    """The one of this test process, started when it is first asked for; conftest.py closes it."""
-    return ForkServer(*_IMPORTED)
+    """`own_server`, of all workers or of this process alone."""
+    return ForkServer(os.environ[ADDRESS]) if ADDRESS in os.environ else own_server()
 
 
-def _next_request(requests: socket.socket) -> tuple[list[str], dict[str, str]] | None:
+def _next_request(requests: socket.socket) -> tuple[list[str], dict[str, str], str] | None:
     """Forks for every request; returns it in the fork, and None in the server at the end."""
-    while True:
-        message, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 2)
-        if not message:
-            while _reaped(0):
-                pass
-            return None
+    while requests in select.select([requests, sys.stdin], [], [])[0]:  # nothing comes by stdin
+        message, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 4)
         while _reaped(os.WNOHANG):
             pass
         if os.fork() == 0:
@@ -175,6 +228,9 @@ def _next_request(requests: socket.socket) -> tuple[list[str], dict[str, str]] |
             return json.loads(message)
         for descriptor in descriptors:
             os.close(descriptor)
+    while _reaped(0):
+        pass
+    return None
 
 
 def _reaped(options: int) -> bool:
@@ -185,19 +241,21 @@ def _reaped(options: int) -> bool:
         return False
 
 
-def _fork_watched(out: int, status: int) -> None:
-    """Returns in a child that prints to `out`; `status` gets its process id and its exit code."""
+def _fork_watched(stdin: int, stdout: int, stderr: int, status: int) -> None:
+    """Returns in a child with these streams; `status` gets its process id and its exit code."""
     child = os.fork()
     if child == 0:
         os.close(status)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        os.close(out)
+        for stream, given in enumerate((stdin, stdout, stderr)):
+            os.dup2(given, stream)
+            os.close(given)
         # Python's own would be those of what the server prints to.
+        sys.stdin = os.fdopen(0, closefd=False)
         sys.stdout = os.fdopen(1, "w", closefd=False)
         sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
         return
-    os.close(out)
+    for stream in (stdin, stdout, stderr):
+        os.close(stream)
     os.write(status, child.to_bytes(_NUMBER, "little", signed=True))
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     os.write(status, code.to_bytes(_NUMBER, "little", signed=True))
@@ -214,7 +272,11 @@ def _end(code: int) -> NoReturn:
 
 
 def main() -> None:
-    """python forks.py SOCKET MODULES..."""
+    """python forks.py SOCKET MODULES...
+
+    With `tests.cheap_jax` among them forks lower and keep programs as its functions say.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it is interrupted too, and closes it
     requests = socket.socket(fileno=int(sys.argv[1]))
     for module in sys.argv[2:]:
         importlib.import_module(module)
@@ -222,15 +284,16 @@ def main() -> None:
     gc.set_threshold(50_000, 20, 20)  # as in the tests' own process
     if (request := _next_request(requests)) is None:
         return
-    arguments, environment = request
+    arguments, environment, folder = request
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     if "jax" in sys.modules:  # which has read its variables
         for name, (parse, default) in _SETTINGS.items():
             value = parse(environment[name]) if name in environment else default
             sys.modules["jax"].config.update(name.lower(), value)
-        from tests import cheap_jax
-
+    if cheap_jax := sys.modules.get("tests.cheap_jax"):
         cheap_jax.lower_in_one_context()
         cheap_jax.keep_programs_of_every_process()
     code = 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import hashlib
 import inspect
 import json
@@ -21,7 +22,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from ml_collections import ConfigDict, FieldReference
@@ -133,8 +134,13 @@ def _execute(file: Path) -> ModuleType:
     sys.modules[f"config file {file.resolve()}"] = module
     module.__file__ = str(file)
     with _mistakes_named(file):
-        exec(compile(file.read_bytes(), file, "exec", dont_inherit=True), module.__dict__)
+        exec(_compiled(file.read_bytes(), file), module.__dict__)
     return module
+
+
+@functools.lru_cache(maxsize=64)  # all rows of a table are of a few files
+def _compiled(source: bytes, file: Path) -> CodeType:
+    return compile(source, file, "exec", dont_inherit=True)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from mmqa_jax.data import records
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.images import PictureError
 from mmqa_jax.data.schema import Question, Source
-from tests.forks import ForkServer
+from tests.forks import OwnForkServer
 
 COUNT, SHARD = 22, 4
 SOURCES = [Source(f"s{n}", "image", f"Caption {n}", image=f"p/{n}") for n in range(COUNT)]
@@ -75,7 +75,8 @@ def run():
     """Runs a program on these tests' corpus in a process of its own, whose strings hash otherwise."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONHASHSEED", "1")
-        server = ForkServer("pytest", "mmqa_jax.data.records", "tensorflow_datasets")
+        modules = ("pytest", "mmqa_jax.data.records", "tensorflow_datasets")
+        server = OwnForkServer(modules, os.environ | {"JAX_PLATFORMS": "cpu"})
 
     def start(program, out):
         head = f"""
