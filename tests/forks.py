@@ -256,9 +256,10 @@ def _fork_watched(stdin: int, stdout: int, stderr: int, status: int) -> None:
         return
     for stream in (stdin, stdout, stderr):
         os.close(stream)
-    os.write(status, child.to_bytes(_NUMBER, "little", signed=True))
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os.write(status, code.to_bytes(_NUMBER, "little", signed=True))
+    with contextlib.suppress(BrokenPipeError):  # who asked for it has ended
+        os.write(status, child.to_bytes(_NUMBER, "little", signed=True))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os.write(status, code.to_bytes(_NUMBER, "little", signed=True))
     os._exit(0)
 
 
