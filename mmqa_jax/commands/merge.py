@@ -27,13 +27,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Puts the parts together, and says where the results are."""
     from mmqa_jax.commands.run import show_results
+    from mmqa_jax.core.errors import UserError
     from mmqa_jax.core.store import check_no_link
     from mmqa_jax.runs.indexing import merge_embeddings
     from mmqa_jax.runs.jobs import find_job
     from mmqa_jax.runs.merging import merge_parts
 
     place = find_job(as_path(arguments.path))
-    if place.embeddings:
+    if place.parts == "records":
+        raise UserError(
+            f"{place.folder}: the last shard of `mmqa features` finishes its records itself; see "
+            "with `mmqa status` which is missing, and start it again."
+        )
+    if place.parts == "embeddings":
         check_no_link(place.folder)
         return merge_embeddings(place.folder.parent)
     result = merge_parts(place.folder)

@@ -27,6 +27,24 @@ class Shard(NamedTuple):
 WHOLE = Shard(0, 1)
 
 
+class Unfinished(NamedTuple):
+    """How far a job is whose parts are files.
+
+    Attributes:
+      count: how many processes share it.
+      parts: of each the number of items, and the time when it was written (seconds since the
+        epoch) or None.
+    """
+
+    count: int
+    parts: list[tuple[int, float | None]]
+
+    @property
+    def missing(self) -> list[int]:
+        """The parts that are not there."""
+        return [number for number, (_, written) in enumerate(self.parts) if written is None]
+
+
 def parse_shard(text: str, environment: Mapping[str, str]) -> Shard:
     """The value of `--shard`.
 

@@ -28,6 +28,7 @@ from mmqa_jax.core.checksums import digest
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.locks import Busy, alone, hold
+from mmqa_jax.core.paths import modified
 from mmqa_jax.core.store import Store
 from mmqa_jax.data.images import BrokenPictures, PictureError, verify
 from mmqa_jax.data.tfds_files import DatasetFiles, ShardSize
@@ -146,6 +147,11 @@ class ShardNotes:
             note = self._store.get(f"{number:05d}")
         is_whole = note is not None and shard.exists() and note["shard_sha256"] == digest(shard)
         return note if is_whole else None
+
+    def written(self, number: int) -> float | None:
+        """When a shard was complete (seconds since the epoch), or None; its file is not read."""
+        key = f"{number:05d}"
+        return modified(self._store.file_of(key)) if key in self._store else None
 
 
 def finish_folder(folder: Path) -> None:

@@ -3,6 +3,7 @@
     <folder>/manifest.json   what the records are, and the pictures by record, once all are written
     <folder>/<dataset>/      the TFDS dataset: shards, and its metadata
     <folder>/shards/         while the job runs: what each complete shard holds (core.store)
+    <folder>/progress.json   while the job runs: its size, for `mmqa status`
 
 A kill loses only the shard that was being written. Several processes, on hosts with a shared disk,
 may write the shards of one job; the last to finish writes the manifest.
@@ -19,9 +20,9 @@ from typing import Any
 
 from mmqa_jax.core.checksums import read_sealed, write_sealed
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json
+from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.locks import alone
-from mmqa_jax.core.shards import WHOLE, Shard
+from mmqa_jax.core.shards import WHOLE, Shard, Unfinished
 from mmqa_jax.data.images import BrokenPictures, PictureError
 from mmqa_jax.data.picture_records import (
     ShardNotes,
@@ -33,6 +34,7 @@ from mmqa_jax.data.picture_records import (
 from mmqa_jax.data.tfds_files import DatasetFiles, ShardSize
 
 MANIFEST = "manifest.json"
+PROGRESS = "progress.json"
 
 _SPLIT = "pictures"
 
@@ -198,6 +200,8 @@ def write_records(
             return all_kept()
         files = DatasetFiles(folder / kind.dataset, kind.column, text=False, module=kind.module)
         kept = ShardNotes(folder)
+        size = {"pictures": len(ids), "shard": shard, "processes": part.count}
+        write_json(folder / PROGRESS, size)
         notes = {number: kept.read(number, files.path(_SPLIT, number)) for number in own}
         advance(sum(len(parts[number]) for number in own if notes[number]))
         for number in own:
@@ -224,8 +228,31 @@ def write_records(
                 "pictures": [image_id for n in in_order for image_id in n["pictures"]],
             }
             write_sealed(folder / MANIFEST, manifest)
+            (folder / PROGRESS).unlink()
             finish_folder(folder)
     return True
+
+
+def read_unfinished(folder: Path) -> Unfinished | None:
+    """How far the job in `folder` is; None: its records are complete.
+
+    Raises:
+      UserError: its size is not that of a job.
+    """
+    if (folder / MANIFEST).is_file() and recorded_inputs(folder) is None:
+        return None
+    size = read_json(folder / PROGRESS)
+    names = ("pictures", "shard", "processes")
+    given = [size.get(name) for name in names] if isinstance(size, dict) else []
+    if not all(isinstance(value, int) and value >= 1 for value in given) or not given:
+        raise UserError(f"{folder / PROGRESS}: is damaged; start the job again, which writes it.")
+    pictures, shard, processes = given
+    notes = ShardNotes(folder)
+    parts = [
+        (min(shard, pictures - start), notes.written(number))
+        for number, start in enumerate(range(0, pictures, shard))
+    ]
+    return Unfinished(processes, parts)
 
 
 def _check_place(folder: Path, kind: RecordKind, signature: str, overwrite: bool) -> None:

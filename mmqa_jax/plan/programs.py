@@ -112,6 +112,7 @@ WITH_PICTURES: dict[str, Callable[..., LlavaConfig | QwenVLConfig]] = {
     "onevision_7b": onevision_7b,
     **QWEN_VLS,
 }
+_LANGUAGE_MODELS = PRESETS | WITH_PICTURES | T5S
 # Those that a task of an architecture trains (tasks.solved_questions).
 _TRAINED = {"llama": PRESETS, "t5": T5S, "qwen_vl": QWEN_VLS}
 TOWER = "tower"
@@ -124,9 +125,7 @@ def preset(name: str) -> LlamaConfig:
     if name in WITH_PICTURES:
         return WITH_PICTURES[name]().llama
     if name not in PRESETS:
-        raise UserError(
-            f"--model={name}: sizes are not known; {nearest(name, PRESETS | WITH_PICTURES | T5S)}"
-        )
+        raise UserError(f"--model={name}: sizes are not known; {nearest(name, _LANGUAGE_MODELS)}")
     return PRESETS[name]()
 
 
@@ -139,7 +138,7 @@ def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ..
       model: that an engine serves: one that takes pictures has its tower, too, a T5 one program.
 
     Raises:
-      UserError: a config of neither.
+      UserError: a config of neither; none, with a model that is served by an engine or not known.
     """
     alone = {
         **dict.fromkeys(BARTS, (FLUENCY,)),
@@ -152,6 +151,15 @@ def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ..
             raise UserError(f"--model={model}: no config decides its program; leave --config out.")
         return alone[model]
     if not config:
+        if model in _LANGUAGE_MODELS:
+            raise UserError(
+                f"--model={model}: its programs are an engine's, whose sizes a config holds; add "
+                "--config=configs/prompt/default.py."
+            )
+        if model is not None:
+            raise UserError(
+                f"--model={model}: sizes are not known; {nearest(model, alone | _LANGUAGE_MODELS)}"
+            )
         raise UserError(
             "--config is missing: name a config of `mmqa train` or configs/prompt/default.py; "
             f"without one plan knows --model={', '.join(BARTS)} (fluency of `mmqa evaluate webqa`) "

@@ -17,7 +17,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float32
@@ -29,6 +29,7 @@ from mmqa_jax.core.files import atomic_write, write_json
 from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.core.locks import alone
 from mmqa_jax.core.paths import as_path, in_store, modified, remove_tree
+from mmqa_jax.core.shards import Unfinished
 from mmqa_jax.core.store import Store, check_no_link
 from mmqa_jax.retrieval.manifest import MANIFEST, check_manifest, manifest_bytes, read_manifest
 from mmqa_jax.retrieval.vectors import not_finite
@@ -158,25 +159,6 @@ def write_embeddings(
         return _finish(folder)
 
 
-class Unfinished(NamedTuple):
-    """How far an embedding job is.
-
-    Attributes:
-      rows: of all shards.
-      parts: how many processes share the job.
-      shards: of each the rows, and the file's time or None while it is missing.
-    """
-
-    rows: int
-    parts: int
-    shards: list[tuple[int, float | None]]
-
-    @property
-    def missing(self) -> list[int]:
-        """The shards that are not there."""
-        return [number for number, (_, written) in enumerate(self.shards) if written is None]
-
-
 def read_unfinished(folder: str | os.PathLike) -> Unfinished | None:
     """How far the job in `folder` is; None: it is finished. UserError: there is none."""
     folder = as_path(folder)
@@ -190,7 +172,7 @@ def read_unfinished(folder: str | os.PathLike) -> Unfinished | None:
         modified(shards.file_of(key)) if (key := _key(number)) in shards else None
         for number in range(len(spans))
     ]
-    return Unfinished(job["rows"], parts, list(zip(map(len, spans), written, strict=True)))
+    return Unfinished(parts, list(zip(map(len, spans), written, strict=True)))
 
 
 def join_embeddings(folder: str | os.PathLike) -> Embeddings:

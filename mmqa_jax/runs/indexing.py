@@ -109,7 +109,7 @@ def _missing(folder: Path, count: int) -> list[int]:
     unfinished = read_unfinished(folder)
     if unfinished is None:
         return [0]
-    return unfinished.missing if len(unfinished.shards) == count else list(range(count))
+    return unfinished.missing if len(unfinished.parts) == count else list(range(count))
 
 
 def merge_embeddings(out: Path) -> dict[str, Any]:

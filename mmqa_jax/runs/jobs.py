@@ -1,4 +1,4 @@
-"""Jobs in parts (core.chunks, retrieval.embeddings): where they are, and how far."""
+"""Jobs in parts (core.chunks, embeddings, records of pictures): where they are, and how far."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from mmqa_jax.core.chunks import PARTS, part_notes, read_job
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.paths import check_store
+from mmqa_jax.core.shards import Unfinished
 from mmqa_jax.core.store import HEAD
-from mmqa_jax.retrieval.embeddings import read_unfinished
+from mmqa_jax.data import record_shards
+from mmqa_jax.data.region_records import REGIONS
+from mmqa_jax.retrieval import embeddings
 from mmqa_jax.retrieval.manifest import EMBEDDINGS, MANIFEST
 
 
 class Place(NamedTuple):
-    """A folder of parts, and whether they are embeddings."""
+    """A folder of parts, and what they are: rows, embeddings or records of pictures."""
 
     folder: Path
-    embeddings: bool
+    parts: Literal["rows", "embeddings", "records"]
 
 
 def find_job(path: Path) -> Place:
@@ -28,10 +31,12 @@ def find_job(path: Path) -> Place:
     check_store(path)
     for folder in (path, path / PARTS, path.with_name(f"{path.name}.parts")):
         if (folder / HEAD).is_file():
-            return Place(folder, False)
+            return Place(folder, "rows")
     for folder in (path, path / EMBEDDINGS):
         if (folder / MANIFEST).is_file() and folder.name == EMBEDDINGS:
-            return Place(folder, True)
+            return Place(folder, "embeddings")
+    if (path / record_shards.PROGRESS).is_file() or REGIONS.is_at(path):
+        return Place(path, "records")
     raise UserError(
         f"{path}: holds no parts of a job; name the --workdir of `mmqa run` or the --out of "
         "another verb, one that is not finished or was started with --shard."
@@ -72,10 +77,11 @@ def job_status(place: Place, now: float | None = None) -> dict[str, Any]:
       `complete` (the results are written).
     """
     now = time.time() if now is None else now
-    if place.embeddings:
-        shards, missing, complete = _of_embeddings(place.folder, now)
-    else:
+    if place.parts == "rows":
         shards, missing, complete = _of_chunks(place.folder, now)
+    else:
+        module = embeddings if place.parts == "embeddings" else record_shards
+        shards, missing, complete = _of_files(module.read_unfinished(place.folder), now)
     rates = [shard.rate for shard in shards if shard.rate]
     usual = sum(rates) / len(rates) if rates else None
     left = [
@@ -115,15 +121,16 @@ def _of_chunks(folder: Path, now: float) -> tuple[list[ShardStatus], list[int], 
     return shards, missing, record.complete
 
 
-def _of_embeddings(folder: Path, now: float) -> tuple[list[ShardStatus], list[int], bool]:
-    unfinished = read_unfinished(folder)
+def _of_files(
+    unfinished: Unfinished | None, now: float
+) -> tuple[list[ShardStatus], list[int], bool]:
     if unfinished is None:
         return [], [], True
-    sizes = [size for size, _ in unfinished.shards]
-    finished = {n: at for n, (_, at) in enumerate(unfinished.shards) if at is not None}
-    shards = _dealt(sizes, finished, unfinished.parts)
+    sizes = [size for size, _ in unfinished.parts]
+    finished = {n: at for n, (_, at) in enumerate(unfinished.parts) if at is not None}
+    shards = _dealt(sizes, finished, unfinished.count)
     for index, shard in enumerate(shards):
-        own = sorted((at, sizes[n]) for n, at in finished.items() if n % unfinished.parts == index)
+        own = sorted((at, sizes[n]) for n, at in finished.items() if n % unfinished.count == index)
         if own:
             shard.last = max(now - own[-1][0], 0.0)  # clocks of hosts may differ, or be set
         if len(own) > 1 and own[-1][0] > own[0][0]:  # when the first was begun is not known

@@ -163,6 +163,15 @@ def test_killed_shared_and_whole_jobs_write_the_same(detector, tmp_path):
         )
         assert ("waiting_for_other_shards" in shared) == (index == 1)
         assert shared["pictures"] == (3, 4)[1 - index]
+        status = done("status", str(tmp_path / "shared"))
+        assert status["complete"] == (index == 0)
+        if index == 1:
+            assert status["missing"] == [0, 2]
+            assert (status["items"], status["items_done"], status["parts"]) == (7, 3, 4)
+            assert [s["items_done"] for s in status["shards"]] == [0, 3]
+            ended = mmqa("merge", str(tmp_path / "shared"))
+            assert ended.code == 2
+            assert "the last shard of `mmqa features` finishes its records itself" in ended.err
     want = shards(tmp_path / "whole")
     assert len(want) == 4
     assert shards(tmp_path / "killed") == want
