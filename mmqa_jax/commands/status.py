@@ -37,7 +37,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.evaluation.tables import Table, show
     from mmqa_jax.runs.jobs import find_job, job_status
 
-    status = job_status(find_job(path))
+    place = find_job(path)
+    status = job_status(place)
     rows = [
         [
             shard["shard"],
@@ -52,7 +53,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     columns = ["shard", "parts", "items", "items/s", "last part", "host"]
     if rows:
         show(Table(status["folder"], columns, rows))
-    print(_sentence(status, named(status["missing"]), duration))
+    last_step = (
+        "start any shard again, which finishes the records"
+        if place.parts == "records"
+        else "`mmqa merge` puts the parts together"
+    )
+    print(_sentence(status, named(status["missing"]), duration, last_step))
     return status
 
 
@@ -81,12 +87,12 @@ def _of_workdir(path: Path) -> dict[str, Any] | None:
     return row
 
 
-def _sentence(status: dict[str, Any], missing: str, duration: Any) -> str:
+def _sentence(status: dict[str, Any], missing: str, duration: Any, last_step: str) -> str:
     if status["complete"]:
         return f"{status['folder']}: complete."
     done = f"{status['items_done']:,} of {status['items']:,} items are done"
     if not status["missing"]:
-        return f"{done}; `mmqa merge` puts the parts together."
+        return f"{done}; {last_step}."
     left = status["seconds_left"]
     rate = "" if status["rate"] is None else f", {status['rate']:.3g} items/s"
     time = "" if left is None else f", about {duration(left)} left with all shards at work"

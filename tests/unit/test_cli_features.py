@@ -16,6 +16,7 @@ from tiny_detectors import tiny
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.shards import Shard
+from mmqa_jax.data import record_shards
 from mmqa_jax.data.detector_pictures import detector_picture
 from mmqa_jax.data.images import decode
 from mmqa_jax.data.region_records import RegionRecords
@@ -187,6 +188,23 @@ def test_killed_shared_and_whole_jobs_write_the_same(detector, tmp_path):
     with pytest.raises(UserError, match="holds other files than regions"):
         write_regions(named(), detector, tmp_path / "mine", options._replace(overwrite=True))
     assert (tmp_path / "mine/thesis.txt").exists()
+
+
+def test_a_kill_between_the_last_shard_and_the_manifest(detector, tmp_path, monkeypatch):
+    def killed(*_):
+        raise Killed
+
+    options = RegionOptions(chunk=4)
+    with monkeypatch.context() as patched:
+        patched.setattr(record_shards, "write_sealed", killed)
+        with pytest.raises(Killed):
+            write_regions(named(), detector, tmp_path, options)
+    status = mmqa("status", tmp_path)
+    assert status.out.endswith(
+        "7 of 7 items are done; start any shard again, which finishes the records.\n"
+    )
+    write_regions(named(fail_at="0"), detector, tmp_path, options)  # nothing is encoded again
+    assert done("status", tmp_path)["complete"]
 
 
 def test_broken_pictures_up_to_the_limit(detector, tmp_path, capsys):
