@@ -37,6 +37,8 @@ def find_job(path: Path) -> Place:
             return Place(folder, "embeddings")
     if (path / record_shards.PROGRESS).is_file() or REGIONS.is_at(path):
         return Place(path, "records")
+    if not path.exists():
+        raise UserError(f"{path}: is not there, nor are parts of a job beside it; check the path.")
     raise UserError(
         f"{path}: holds no parts of a job; name the --workdir of `mmqa run` or the --out of "
         "another verb, one that is not finished or was started with --shard."

@@ -232,7 +232,7 @@ def test_a_folder_is_replaced_with_its_manifest_last(store):
     [
         (["status", "gcs://bucket/x"], "--path=gcs://bucket/x: a path, gs:// or s3:// was expected"),
         (["status", "gs://nowhere/x"], "gs://nowhere/x: there is no bucket nowhere; make it, or"),
-        (["status", f"{GS}/x"], f"{GS}/x: holds no parts of a job"),
+        (["status", f"{GS}/x"], f"{GS}/x: is not there, nor are parts of"),
         (["demo", f"--workdir={GS}/x"], f"--workdir={GS}/x: `mmqa demo` takes no place in an obj"),
         (["embed", f"--data={GS}/no", "--model=m", "--out=o"], f"{GS}/no: no such object, and none"),
     ],

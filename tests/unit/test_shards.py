@@ -349,7 +349,7 @@ def test_how_far_a_job_is(folder, tmp_path):
         "folder": str(folder), "complete": False, "items": 25, "items_done": 20, "parts": 5,
         "parts_done": 4, "missing": [3], "rate": 15 / 20 + 5 / 2, "seconds_left": 2.0,
     }  # fmt: skip
-    with pytest.raises(UserError, match="holds no parts of a job"):
+    with pytest.raises(UserError, match="nowhere: is not there, nor are parts of a job"):
         find_job(tmp_path / "nowhere")
 
 
