@@ -109,8 +109,8 @@ def largest(folder):
 def test_a_damaged_step_is_refused_and_the_one_before_it_offered(
     stopped, uninterrupted, tmp_path, capfd, monkeypatch
 ):
-    monkeypatch.delenv("MMQA_PROGRESS", raising=False)
     """The one before it is from before the checksums, as is all else."""
+    monkeypatch.delenv("MMQA_PROGRESS", raising=False)
     run = stopped(tmp_path / "run")
     for sums in run.rglob(SUMS):
         if sums.parent.name != "24":
