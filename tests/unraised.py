@@ -1,10 +1,10 @@
-"""Which refusals does no test reach? Every `raise` of an error in the package that no test executes.
+"""Which errors does no test raise? Every `raise` of a new error that no test executes.
 
     python -m pytest -n 2 --cov=mmqa_jax --cov-context=test --cov-report= tests/unit tests/equivalence
-    python -m tests.refusals
+    python -m tests.unraised
 
 A line for each: file, line and what is raised; the last line counts them. What only a fork or
-another process raises counts as unreached: coverage sees the tests' own processes.
+another process raises is listed too: coverage sees the tests' own processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def raises(source: str) -> Iterator[tuple[range, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.refusals", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.unraised", description=__doc__)
     parser.add_argument("--coverage", type=Path, default=ROOT / ".coverage", help="of pytest --cov")
     parser.add_argument("rooms", nargs="*", default=["mmqa_jax"], help="folders or files")
     arguments = parser.parse_args()
@@ -37,16 +37,16 @@ def main() -> None:
         f"mmqa_jax/{file.rpartition('/mmqa_jax/')[2]}": data.lines(file)
         for file in data.measured_files()
     }
-    count = unreached = 0
+    count = unraised = 0
     for room in map(Path, arguments.rooms):
         for file in [room] if room.suffix else sorted(room.rglob("*.py")):
-            reached = set(executed.get(file.as_posix(), ()))
+            lines_run = set(executed.get(file.as_posix(), ()))
             for lines, error in raises(file.read_text(encoding="utf-8")):
                 count += 1
-                if reached.isdisjoint(lines):
-                    unreached += 1
+                if lines_run.isdisjoint(lines):
+                    unraised += 1
                     print(f"{file}:{lines.start} {error[:120]}")
-    print(f"{unreached} of {count} are reached by no test")
+    print(f"{unraised} of {count} are raised by no test")
 
 
 if __name__ == "__main__":
