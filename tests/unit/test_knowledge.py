@@ -83,6 +83,8 @@ def test_random_passages():
     drawn = retriever.search(QUESTIONS, 3)
     assert [r.sources for r in drawn] == [retriever.search([q], 3)[0].sources for q in QUESTIONS]
     assert all(len(set(r.sources)) == 3 and min(r.scores) > 0 for r in drawn)
+    (passages,) = KnowledgeBase(CORPUS, retriever).find(["a star"], 99)  # more than there are
+    assert sorted(p.id for p in passages) == sorted(CORPUS.ids)
     many = [Question(str(n), "test", f"question {n}") for n in range(60)]
     firsts = [r.sources[0] for r in retriever.search(many, 1)]
     assert {firsts.count(source.id) > 5 for source in CORPUS.sources} == {True}
