@@ -238,6 +238,15 @@ def vlp_task(kind, **changes):
     return read_task(load_config(f"{ROOT}/configs/webqa/vlp_{kind}.py:runlocal", values))
 
 
+def test_a_hundredth_of_the_pictures_may_lack_features(tmp_path):
+    """Of the pictures: snippets, which have none, do not count."""
+    (tmp_path / "dev").mkdir()
+    pictures = [Source(str(n), "image", "", image=f"{n}.png") for n in range(2_000)]
+    texts = [Source(f"text{n}", "text", "A star.") for n in range(3_000)]
+    root = {"features.root": str(tmp_path), "model.frontend": "x101", "features.max_missing": None}
+    assert vlp_task("select", **root).regions(Corpus([*pictures, *texts])).missing.limit == 20
+
+
 @pytest.mark.parametrize("kind", ["select", "qa"])
 def test_batches_of_raw_pictures_are_those_of_records(kind, tmp_path, monkeypatch):
     names = {name: name for name in PICTURES}
