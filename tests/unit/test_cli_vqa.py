@@ -142,7 +142,7 @@ def test_every_format_of_aokvqa_scores_the_same(tmp_path):
     given = {
         "q1": {"direct_answer": "moon", "multiple_choice": "moon"},
         "q2": {"direct_answer": "moon", "multiple_choice": "moon"},
-        "q3": {"direct_answer": "the moon", "multiple_choice": "a star"},
+        "q3": {"direct_answer": "the moon", "multiple_choice": "B"},  # no option's text
     }
     listed = write(tmp_path / "results.json", given)
     rows = [
