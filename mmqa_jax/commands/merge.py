@@ -36,8 +36,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     place = find_job(as_path(arguments.path))
     if place.parts == "records":
         raise UserError(
-            f"{place.folder}: the last shard of `mmqa features` finishes its records itself; see "
-            "with `mmqa status` which is missing, and start it again."
+            f"{place.folder}: who writes the last of the records finishes them; see with "
+            "`mmqa status` which are missing, and start that command again."
         )
     if place.parts == "embeddings":
         check_no_link(place.folder)

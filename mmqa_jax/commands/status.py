@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if rows:
         show(Table(status["folder"], columns, rows))
     last_step = (
-        "start any shard again, which finishes the records"
+        "start its command again, which finishes the records"
         if place.parts == "records"
         else "`mmqa merge` puts the parts together"
     )

@@ -14,6 +14,7 @@ from mmqa_jax.core.paths import check_store
 from mmqa_jax.core.shards import Unfinished
 from mmqa_jax.core.store import HEAD
 from mmqa_jax.data import record_shards
+from mmqa_jax.data.grid_records import GRIDS
 from mmqa_jax.data.region_records import REGIONS
 from mmqa_jax.retrieval import embeddings
 from mmqa_jax.retrieval.manifest import EMBEDDINGS, MANIFEST
@@ -35,7 +36,8 @@ def find_job(path: Path) -> Place:
     for folder in (path, path / EMBEDDINGS):
         if (folder / MANIFEST).is_file() and folder.name == EMBEDDINGS:
             return Place(folder, "embeddings")
-    if (path / record_shards.PROGRESS).is_file() or REGIONS.is_at(path):
+    finished = REGIONS.is_at(path) or GRIDS.is_at(path)
+    if finished or (path / record_shards.PROGRESS).is_file():
         return Place(path, "records")
     if not path.exists():
         raise UserError(f"{path}: is not there, nor are parts of a job beside it; check the path.")

@@ -172,7 +172,7 @@ def test_killed_shared_and_whole_jobs_write_the_same(detector, tmp_path):
             assert [s["items_done"] for s in status["shards"]] == [0, 3]
             ended = mmqa("merge", str(tmp_path / "shared"))
             assert ended.code == 2
-            assert "the last shard of `mmqa features` finishes its records itself" in ended.err
+            assert "who writes the last of the records finishes them; see with `mmqa" in ended.err
     want = shards(tmp_path / "whole")
     assert len(want) == 4
     assert shards(tmp_path / "killed") == want
@@ -201,7 +201,7 @@ def test_a_kill_between_the_last_shard_and_the_manifest(detector, tmp_path, monk
             write_regions(named(), detector, tmp_path, options)
     status = mmqa("status", tmp_path)
     assert status.out.endswith(
-        "7 of 7 items are done; start any shard again, which finishes the records.\n"
+        "7 of 7 items are done; start its command again, which finishes the records.\n"
     )
     write_regions(named(fail_at="0"), detector, tmp_path, options)  # nothing is encoded again
     assert done("status", tmp_path)["complete"]

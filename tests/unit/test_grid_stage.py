@@ -105,7 +105,9 @@ def test_a_killed_job_goes_on_where_it_was(tmp_path):
     with pytest.raises(Killed):
         job(tmp_path / "a", limit=4)
     assert not (tmp_path / "a/manifest.json").exists()
+    assert done("status", tmp_path / "a")["items_done"] == 4
     broken = job(tmp_path / "a")
+    assert done("status", tmp_path / "a")["complete"]
     assert asked == [f"{n}.jpg" for n in range(7)]
     assert broken.names == ["3.jpg"]
     found = GridRecords(tmp_path / "a")
