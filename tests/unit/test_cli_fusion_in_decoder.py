@@ -134,7 +134,7 @@ PAIRS = r"expected an id with pairs of texts; give a file of KAT's"
         ({"7": 3}, rf"e\.json, key '7': {PAIRS}"),
         ({"7": [["sun"]]}, rf"e\.json, key '7': {PAIRS}"),
         ({"7#q7": [["red", "the sun is red"]]}, rf"e\.json, key '7#q7': {PAIRS}"),  # answers
-        (None, r"keys parts\.facts\.entities and parts\.facts\.answers: are both empty; name the"),
+        (None, r"keys parts\.facts\.entities and parts\.facts\.answers: are both empty; name a"),
     ],
 )
 def test_what_is_no_knowledge_of_kats_is_refused(tmp_path, content, message):
