@@ -207,10 +207,6 @@ def _bottom_up(records: RegionRecords, folder: Path, least: float | None, advanc
 def _npz(records: RegionRecords, folder: Path, least: float | None, advance: Advance) -> None:
     for name, found in _read(records, advance):
         path = folder / f"{name}.npz"
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise UserError(
-                f"--export=npz: picture {name!r} would be written outside of {folder}; rename it."
-            )
         path.parent.mkdir(parents=True, exist_ok=True)
         classes = found.probabilities[:, 1:]
         arrays = {
@@ -268,10 +264,29 @@ def check_held(
                 "--export=vlp: two pictures of one name in different folders; rename one."
             )
         if kind in ("webqa", "bottom_up", "tags"):
-            for name in pictures:
-                _number_of(name, kind)
+            _check_numbers(kind, pictures)
+        if kind == "npz" and (outside := [name for name in pictures if _leads_out(name)]):
+            raise UserError(
+                f"--export=npz: picture {outside[0]!r} would be written outside of the export's "
+                "folder; rename it."
+            )
         if kind == "tags" or (kind == "vinvl" and (facts.class_names or least is not None)):
             check_words(facts, least)
+
+
+def _leads_out(path: str) -> bool:
+    return os.path.isabs(path) or os.path.normpath(path).split(os.sep)[0] == os.pardir
+
+
+def _check_numbers(kind: str, pictures: Iterable[str]) -> None:
+    known: dict[int, str] = {}
+    for name in pictures:
+        other = known.setdefault(_number_of(name, kind), name)
+        if other != name:
+            raise UserError(
+                f"--export={kind}: pictures {other!r} and {name!r} end in the same number, by "
+                "which this format knows pictures; rename one."
+            )
 
 
 def _check_vlp(kind: str, facts: RegionFacts) -> None:
