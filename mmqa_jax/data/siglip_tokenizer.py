@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, normalizers
 from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_json
-from mmqa_jax.data.tokenizers import SETTINGS, read_tokenizer
+from mmqa_jax.data.tokenizers import SETTINGS, check_any_text, read_tokenizer
 
 PIECES = "spiece.model"
 _FILE = "tokenizer.json"
@@ -181,6 +181,7 @@ def _of_pieces(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_json(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     tokenizer = read_tokenizer(file)
+    check_any_text(tokenizer, file)
     plain = tokenizer.encode(_PROBE, add_special_tokens=False).ids
     whole = tokenizer.encode(_PROBE).ids
     end = whole[len(plain) :]

@@ -19,10 +19,15 @@ ROBERTA = {"single": "<s> $A </s>", "pair": "<s> $A </s> </s> $B </s>"}
 SIGLIP_2 = {"single": "$A </s>", "pair": "$A </s> $B </s>"}
 
 
-def save(folder, tokens="a", special=SPECIAL, template=None, settings=None):
+def bpe(vocabulary):
+    """A model that leaves out what it does not know; the others fail there without [UNK]."""
+    return models.BPE(vocabulary, [])
+
+
+def save(folder, tokens="a", special=SPECIAL, template=None, settings=None, model=bpe):
     """A tokenizer.json of letters and special tokens, with what tokenizer_config.json says."""
     names = [*special, *tokens]
-    made = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
+    made = Tokenizer(model({name: number for number, name in enumerate(names)}))
     made.add_special_tokens([AddedToken(name, special=True) for name in special])
     if template:
         ids = [(name, number) for number, name in enumerate(special)]
@@ -41,6 +46,9 @@ def save(folder, tokens="a", special=SPECIAL, template=None, settings=None):
          r"tokenizer\.json: its template makes .* of 'a'; one token before and one after"),
         (False, {"tokens": "b"},
          r"tokenizer\.json: its template makes \[\] of 'a', which lacks the text's own tokens; put"),
+        *((pairs, {"model": models.WordPiece, "template": ROBERTA},
+           r"tokenizer\.json: cannot split every text \(.*Missing \[UNK\] .*; put the checkpoint's")
+          for pairs in (True, False)),
     ],
 )  # fmt: skip
 def test_tokenizers_of_text_encoders(tmp_path, pairs, made, message):
@@ -53,6 +61,8 @@ def test_tokenizers_of_text_encoders(tmp_path, pairs, made, message):
     [
         ({"template": ROBERTA},
          r"tokenizer\.json: its template makes .* of 'a'; one token after a text and none before"),
+        ({"model": models.WordLevel, "template": SIGLIP_2},
+         r"tokenizer\.json: cannot split every text \(.*Missing \[UNK\] .*; put the checkpoint's"),
         ({"tokens": "b", "template": SIGLIP_2},
          r"tokenizer\.json: its template makes \['</s>'\] of 'a'; one token after a text and none"),
         ({"special": ["</s>"], "template": SIGLIP_2},
