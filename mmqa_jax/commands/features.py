@@ -176,6 +176,8 @@ def _detected(arguments: argparse.Namespace) -> dict[str, Any]:
         shard,
         arguments.overwrite,
         arguments.max_broken_pictures,
+        arguments.export,
+        arguments.attributes,
     )
     random = arguments.random is not None
     return write_regions(pictures, detector, Path(arguments.out), options, random=random)
@@ -214,6 +216,11 @@ def _check(arguments: argparse.Namespace) -> None:
     least = arguments.attributes
     if least is not None and not 0 <= least <= 1:
         raise UserError(f"--attributes={least}: a probability from 0 to 1 was expected.")
+    if least is not None and not (arguments.draw or {"vinvl", "tags"} & {*arguments.export}):
+        raise UserError(
+            "--attributes: changes --export=vinvl, --export=tags and --draw alone; give one of "
+            "them."
+        )
 
 
 def _numbers(flag: str, text: str | None) -> tuple[int, int] | None:

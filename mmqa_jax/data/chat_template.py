@@ -33,7 +33,8 @@ def template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
         return read_text(folder / TEMPLATE)
     source = settings.get("chat_template")
     if isinstance(source, list):  # several by name
-        source = {one["name"]: one["template"] for one in source}.get("default")
+        named = (one for one in source if isinstance(one, dict) and one.get("name") == "default")
+        source = next(named, {}).get("template")
     if source is None and (folder / _OF_PROCESSOR).is_file():
         content = read_json(folder / _OF_PROCESSOR)
         source = content.get("chat_template") if isinstance(content, dict) else None
@@ -50,15 +51,20 @@ def rendered(
       answer: whether the prompt ends where an answer begins.
 
     Raises:
-      jinja2.TemplateError, TypeError: the template does not take it.
+      jinja2.TemplateError: the template does not take it.
     """
     # What `apply_chat_template` of a tokenizer calls; its import needs no PyTorch.
     from transformers.utils.chat_template_utils import render_jinja_template
 
     special = {name: text for name, text in settings.items() if name.endswith("_token")}
-    (text,), _ = render_jinja_template(
-        [list(messages)], chat_template=source, add_generation_prompt=answer, **special
-    )
+    try:
+        (text,), _ = render_jinja_template(
+            [list(messages)], chat_template=source, add_generation_prompt=answer, **special
+        )
+    except jinja2.TemplateError:
+        raise
+    except Exception as error:  # a template is a program: it can raise nearly any
+        raise jinja2.TemplateError(str(error)) from error
     return text
 
 
@@ -132,7 +138,7 @@ class PictureChat:
         ]
         try:
             text = rendered(self.source, messages, self._settings, answer=True)
-        except (jinja2.TemplateError, TypeError) as error:
+        except jinja2.TemplateError as error:
             raise UserError(
                 f"{self._folder}: its chat template makes no prompt of an instruction, texts and "
                 f"pictures ({error}); use a checkpoint as it was published."

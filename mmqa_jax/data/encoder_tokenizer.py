@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, normalizers
 from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.data.tokenizers import SETTINGS, prefix_of, read_tokenizer
+from mmqa_jax.data.tokenizers import SETTINGS, check_any_text, prefix_of, read_tokenizer
 
 FILE = "tokenizer.json"
 _PADDING = ("[PAD]", "<pad>")
@@ -205,7 +205,9 @@ def load_encoder_tokenizer(
     settings = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
     settings = settings if isinstance(settings, dict) else {}
     kind = EncoderTokenizer if pairs else TextsTokenizer
-    tokenizer = kind(read_tokenizer(file), settings, str(file), lowercase)
+    read = read_tokenizer(file)
+    check_any_text(read, file)
+    tokenizer = kind(read, settings, str(file), lowercase)
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"{file}: has {tokenizer.vocab_size:,} tokens, the model {vocab_size:,}; put the "

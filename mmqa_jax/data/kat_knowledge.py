@@ -38,8 +38,8 @@ class KATKnowledge:
     def __init__(self, entities: str = "", answers: str = ""):
         if not entities and not answers:
             raise UserError(
-                "KAT's knowledge: neither a file of entities nor one of answers is named; name at "
-                "least one."
+                "config keys parts.facts.entities and parts.facts.answers: are both empty; name a "
+                "file of KAT's knowledge in one of them, or in both."
             )
         self._entities_file, self._answers_file = entities, answers
         self._entities = _read(entities, _picture_of, lambda value: value[0]) if entities else None
@@ -87,6 +87,15 @@ def _question_of(key: str) -> str | None:
     return question or None
 
 
+def _pair(found: Any) -> tuple[str, str]:
+    """The first two texts; TypeError or ValueError where there are none."""
+    first, second, *_ = found
+    if isinstance(found, str) or not all(isinstance(text, str | None) for text in (first, second)):
+        raise TypeError  # also of a text, which would be cut into its characters
+    # Descriptions may be missing: None in Wikidata's dump is "None" in KAT's passages.
+    return str(first), str(second)
+
+
 def _read(
     path: str, name: Callable[[str], str | None], pairs_of: Callable[[Any], Any]
 ) -> dict[str, Pairs]:
@@ -98,8 +107,7 @@ def _read(
     for key, value in content.items():
         own = name(str(key))
         try:
-            # Descriptions may be missing: None in Wikidata's dump is "None" in KAT's passages.
-            pairs = [(str(first), str(second)) for first, second, *_ in pairs_of(value)]
+            pairs = [_pair(found) for found in pairs_of(value)]
         except (TypeError, ValueError, LookupError):
             pairs = None
         if own is None or pairs is None:

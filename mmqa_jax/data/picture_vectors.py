@@ -15,6 +15,7 @@ from jaxtyping import Float32
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.data.schema import Question
+from mmqa_jax.data.table_files import whole_number
 
 _TORCH = (".pth", ".pt")
 
@@ -43,27 +44,32 @@ class PictureVectors:
             )
         try:
             self._vectors = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
+        except FileNotFoundError as error:
+            raise UserError(f"{path}: no such file; fetch it from mm-cot's page.") from error
+        except Exception as error:  # numpy parses the header as Python, which can raise nearly any
+            reason = " ".join(str(error).split())
             raise UserError(
-                f"{path}: no array of numpy ({error}); fetch it again from mm-cot's page."
+                f"{path}: no array of numpy ({reason:.150}); fetch it again from mm-cot's page."
             ) from error
+        if not isinstance(self._vectors, np.ndarray):
+            raise UserError(f"{path}: an archive of arrays; save the one array by numpy.save.")
         if self._vectors.ndim == 2:
             self._vectors = self._vectors[:, None]
         if self._vectors.ndim != 3 or self._vectors.dtype.kind != "f":
             raise UserError(
                 f"{path}: has shape {self._vectors.shape} and type {self._vectors.dtype}; pictures "
-                "x vectors x values in floating point were expected."
+                "x vectors x values in floating point were expected; fetch it again from mm-cot's "
+                "page."
             )
         self.shape: tuple[int, int] = self._vectors.shape[1:]
         rows_file = Path(names) if names else path.with_name("name_map.json")
         rows = read_json(rows_file)
-        try:
-            self._rows = {str(key): int(row) for key, row in rows.items()}
-            found = max(self._rows.values(), default=0)
-        except (AttributeError, TypeError, ValueError) as error:
+        if not isinstance(rows, dict) or None in map(whole_number, rows.values()):
             raise UserError(
                 f"{rows_file}: question ids with rows were expected; fetch name_map.json again."
-            ) from error
+            )
+        self._rows = {key: whole_number(row) for key, row in rows.items()}
+        found = max(self._rows.values(), default=0)
         if found >= len(self._vectors):
             raise UserError(
                 f"{rows_file}: names row {found}, but {path} has {len(self._vectors)}; the two "

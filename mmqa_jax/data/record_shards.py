@@ -130,7 +130,7 @@ class RecordFiles:
         """What to raise for a record that does not hold what it should."""
         return UserError(
             f"{self.folder}: its {self.kind.title} cannot be read "
-            f"({' '.join(str(error).split())}); run `{self.kind.verb}` again."
+            f"({' '.join(str(error).split())}); {self.kind.again}."
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -20,11 +20,12 @@ from __future__ import annotations
 import base64
 import contextlib
 import csv
+import importlib.util
 import json
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,13 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write
-from mmqa_jax.data.region_records import DetectedRegions, RegionRecords, detections
-from mmqa_jax.data.region_words import region_words, tags
+from mmqa_jax.data.region_records import (
+    DetectedRegions,
+    RegionFacts,
+    RegionRecords,
+    as_detections,
+)
+from mmqa_jax.data.region_words import check_words, region_words, tags
 from mmqa_jax.data.regions import ID_RANGE
 
 Advance = Callable[[int], None]
@@ -42,6 +48,11 @@ _NUMBER = re.compile(r"\d+$")
 # Of VinVL's attributes: sgg_configs/vgattr/vinvl_x152c4.yaml, config/sg_defaults.py.
 _LEAST_ATTRIBUTE, _MOST_ATTRIBUTES = 0.05, 16
 _VLP = "vlp_x101"
+# The package that a format needs besides, and how the sentence about it ends.
+_PACKAGES = {
+    "vlp": ("h5py", '; run `pip install "mmqa-jax[hdf5]"`'),
+    "webqa": ("torch", ", whose tensors its files hold; run `pip install torch`"),
+}
 
 
 def export_regions(
@@ -63,6 +74,8 @@ def export_regions(
     Raises:
       UserError: what the format cannot hold, or a package that is missing.
     """
+    check_exports([kind])
+    check_held([kind], records.facts, records.pictures, least)
     folder.mkdir(parents=True, exist_ok=True)
     EXPORTS[kind](records, folder, least, advance)
 
@@ -74,23 +87,10 @@ def _read(records: RegionRecords, advance: Advance) -> Iterator[tuple[str, Detec
 
 
 def _vlp(records: RegionRecords, folder: Path, least: float | None, advance: Advance) -> None:
-    try:
-        import h5py
-    except ImportError as error:
-        raise UserError(
-            '--export=vlp: needs the package h5py; run `pip install "mmqa-jax[hdf5]"`.'
-        ) from error
-    facts = records.facts
-    _require_vlp(records, "vlp")
-    if not facts.rectified:
-        raise UserError(
-            "--export=vlp: its files hold fc6 behind the ReLU, these records in front of it; run "
-            "`mmqa features` without --unrectified, or export webqa."
-        )
+    import h5py
+
     by_ending: dict[str, list[int]] = {}
-    names = [name.rpartition("/")[2] for name in records.pictures]
-    if len(set(names)) < len(names):
-        raise UserError("--export=vlp: two pictures of one name in different folders; rename one.")
+    names = _plain_names(records.pictures)
     for number, name in enumerate(names):
         by_ending.setdefault(name[-3:], []).append(number)
 
@@ -117,19 +117,11 @@ def _vlp(records: RegionRecords, folder: Path, least: float | None, advance: Adv
 
 
 def _webqa(records: RegionRecords, folder: Path, least: float | None, advance: Advance) -> None:
-    try:
-        import torch
-    except ImportError as error:
-        raise UserError("--export=webqa: needs torch, whose tensors its files hold.") from error
-    _require_vlp(records, "webqa")
-    if records.facts.rectified:
-        raise UserError(
-            "--export=webqa: its files hold fc1 in front of the ReLU, these records behind it; run "
-            "`mmqa features --unrectified`, or export vlp."
-        )
+    import torch
+
     for name, found in _read(records, advance):
         number = _number_of(name, "webqa")
-        read = detections(found, "x101", where=name)
+        read = as_detections(found, "x101")
         tensors = {
             "pred_boxes": read.boxes,
             "scores": read.scores,
@@ -148,8 +140,6 @@ def _webqa(records: RegionRecords, folder: Path, least: float | None, advance: A
 def _vinvl(records: RegionRecords, folder: Path, least: float | None, advance: Advance) -> None:
     facts = records.facts
     named = bool(facts.class_names)
-    if least is not None and not named:
-        raise UserError("--attributes: stand before names of classes; give --names, too.")
     tables = ["features", "hw", *(["labels"] if named else [])]
     with contextlib.ExitStack() as stack:
         write = {table: stack.enter_context(_indexed(folder / f"{table}.tsv")) for table in tables}
@@ -217,10 +207,6 @@ def _bottom_up(records: RegionRecords, folder: Path, least: float | None, advanc
 def _npz(records: RegionRecords, folder: Path, least: float | None, advance: Advance) -> None:
     for name, found in _read(records, advance):
         path = folder / f"{name}.npz"
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise UserError(
-                f"--export=npz: picture {name!r} would be written outside of {folder}; rename it."
-            )
         path.parent.mkdir(parents=True, exist_ok=True)
         classes = found.probabilities[:, 1:]
         arrays = {
@@ -261,12 +247,69 @@ EXPORTS: dict[str, Callable[[RegionRecords, Path, float | None, Advance], None]]
 }
 
 
-def _require_vlp(records: RegionRecords, kind: str) -> None:
-    if records.facts.detector != _VLP:
+def check_held(
+    kinds: Iterable[str], facts: RegionFacts, pictures: Sequence[str], least: float | None = None
+) -> None:
+    """UserError for a format that cannot hold such records; it can be asked before they are made.
+
+    Args:
+      pictures: ids.
+      least: see `region_words`.
+    """
+    for kind in kinds:
+        if kind in ("vlp", "webqa"):
+            _check_vlp(kind, facts)
+        if kind == "vlp" and len(set(_plain_names(pictures))) < len(pictures):
+            raise UserError(
+                "--export=vlp: two pictures of one name in different folders; rename one."
+            )
+        if kind in ("webqa", "bottom_up", "tags"):
+            _check_numbers(kind, pictures)
+        if kind == "npz" and (outside := [name for name in pictures if _leads_out(name)]):
+            raise UserError(
+                f"--export=npz: picture {outside[0]!r} would be written outside of the export's "
+                "folder; rename it."
+            )
+        if kind == "tags" or (kind == "vinvl" and (facts.class_names or least is not None)):
+            check_words(facts, least)
+
+
+def _leads_out(path: str) -> bool:
+    return os.path.isabs(path) or os.path.normpath(path).split(os.sep)[0] == os.pardir
+
+
+def _check_numbers(kind: str, pictures: Iterable[str]) -> None:
+    known: dict[int, str] = {}
+    for name in pictures:
+        other = known.setdefault(_number_of(name, kind), name)
+        if other != name:
+            raise UserError(
+                f"--export={kind}: pictures {other!r} and {name!r} end in the same number, by "
+                "which this format knows pictures; rename one."
+            )
+
+
+def _check_vlp(kind: str, facts: RegionFacts) -> None:
+    if facts.detector != _VLP:
         raise UserError(
-            f"--export={kind}: the detector is {records.facts.detector}, and these are files of "
-            f"{_VLP}; export another format."
+            f"--export={kind}: the detector is {facts.detector}, and these are files of {_VLP}; "
+            "export another format."
         )
+    if kind == "vlp" and not facts.rectified:
+        raise UserError(
+            "--export=vlp: its files hold fc6 behind the ReLU, these records in front of it; run "
+            "`mmqa features` without --unrectified, or export webqa."
+        )
+    if kind == "webqa" and facts.rectified:
+        raise UserError(
+            "--export=webqa: its files hold fc1 in front of the ReLU, these records behind it; run "
+            "`mmqa features --unrectified`, or export vlp."
+        )
+
+
+def _plain_names(pictures: Iterable[str]) -> list[str]:
+    """Without the folders."""
+    return [name.rpartition("/")[2] for name in pictures]
 
 
 def _number_of(name: str, kind: str) -> int:
@@ -285,10 +328,13 @@ def _base64(array: np.ndarray) -> str:
 
 
 def check_exports(kinds: Iterable[str]) -> None:
-    """UserError for a format that is not known."""
+    """UserError for a format that is not known, or whose package is missing."""
     for kind in kinds:
         if kind not in EXPORTS:
             raise UserError(f"--export={kind}: use one of {', '.join(EXPORTS)}.")
+        package, advice = _PACKAGES.get(kind, ("", ""))
+        if package and importlib.util.find_spec(package) is None:
+            raise UserError(f"--export={kind}: needs the package {package}{advice}.")
 
 
 def export_folder(out: str | os.PathLike, kind: str) -> Path:

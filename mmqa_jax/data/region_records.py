@@ -203,7 +203,7 @@ class RegionRecords:
             self.pictures: tuple[str, ...] = tuple(manifest["pictures"])
         except (KeyError, TypeError) as error:
             raise UserError(
-                f"{folder}: its manifest lacks {error}; make the records with this version."
+                f"{folder}: its manifest lacks {error}, as of another version; {REGIONS.again}."
             ) from error
         for name in ("class_names", "attribute_names"):
             facts[name] = tuple(facts[name])
@@ -331,7 +331,7 @@ class RecordDetections:
 
 
 def detections(
-    found: DetectedRegions, layout: Layout, names: Sequence[str] = (), where: str = "picture"
+    found: DetectedRegions, layout: Layout, names: Sequence[str], where: str
 ) -> Detections:
     """Regions as the files of a frontend hold them; see RecordDetections.
 
@@ -340,6 +340,11 @@ def detections(
     """
     if not len(found):
         raise RegionError(f"{where}: the detector found no regions.")
+    return as_detections(found, layout, names)
+
+
+def as_detections(found: DetectedRegions, layout: Layout, names: Sequence[str] = ()) -> Detections:
+    """`detections`, also of a picture without regions."""
     named = found.named.astype(np.int64)
     if layout == "x101":
         classes, labels = np.roll(found.logits, -1, axis=1), named

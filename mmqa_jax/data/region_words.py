@@ -68,24 +68,31 @@ def region_words(
     Raises:
       UserError: names are not known.
     """
-    if not facts.class_names:
-        raise UserError(
-            "these records do not name the detector's classes; run `mmqa features` with --names."
-        )
+    check_words(facts, least)
     words = [facts.class_names[label] for label in found.named]
     if least is None:
         return words
-    if found.attributes is None or not facts.attribute_names:
-        raise UserError(
-            "--attributes: these records do not name attributes; give --attribute_names, with a "
-            "detector that knows some (VLP's does not)."
-        )
     best = found.attributes[:, 1:].argmax(axis=1)
     certain = found.attributes[np.arange(len(found)), best + 1] >= least
     return [
         f"{facts.attribute_names[attribute]} {word}" if sure else word
         for word, attribute, sure in zip(words, best, certain, strict=True)
     ]
+
+
+def check_words(facts: RegionFacts, least: float | None = None) -> None:
+    """UserError if records do not name what `region_words` says."""
+    if not facts.class_names:
+        raise UserError(
+            f"{'--export=tags' if least is None else '--attributes'}: these records do not name "
+            "the detector's classes; run `mmqa features` with --names, into another folder or with "
+            "--overwrite."
+        )
+    if least is not None and not (facts.attributes and facts.attribute_names):
+        raise UserError(
+            "--attributes: these records do not name attributes; give --attribute_names, with a "
+            "detector that knows some (VLP's does not)."
+        )
 
 
 def tags(words: Sequence[str], scores: np.ndarray) -> list[dict[str, str | float]]:

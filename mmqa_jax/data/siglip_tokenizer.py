@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, normalizers
 from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_json
-from mmqa_jax.data.tokenizers import SETTINGS, read_tokenizer
+from mmqa_jax.data.tokenizers import SETTINGS, check_any_text, read_tokenizer
 
 PIECES = "spiece.model"
 _FILE = "tokenizer.json"
@@ -151,7 +151,9 @@ def read_saved(path: str | os.PathLike) -> SiglipTokenizer:
 def _pieces(model: bytes) -> Any:
     import sentencepiece  # beside transformers' own files only
 
-    return sentencepiece.SentencePieceProcessor(model_proto=model)
+    pieces = sentencepiece.SentencePieceProcessor()
+    pieces.LoadFromSerializedProto(model)  # an empty one, too, which the constructor takes for none
+    return pieces
 
 
 def _of_pieces(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,20 +173,22 @@ def _of_pieces(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     lowercase = settings.get("do_lower_case", True)
     if not isinstance(lowercase, bool):
         raise UserError(
-            f"{file.parent / SETTINGS}: do_lower_case is {lowercase!r}, expected true or false."
+            f"{file.parent / SETTINGS}: do_lower_case is {lowercase!r}, expected true or false; "
+            "correct it."
         )
     return {"spiece": base64.b64encode(model).decode(), "lowercase": lowercase, **ends}
 
 
 def _of_json(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     tokenizer = read_tokenizer(file)
+    check_any_text(tokenizer, file)
     plain = tokenizer.encode(_PROBE, add_special_tokens=False).ids
     whole = tokenizer.encode(_PROBE).ids
     end = whole[len(plain) :]
     named = _spelling(settings.get("eos_token"))
     if not end and settings.get("add_eos_token") and named:
         end = [tokenizer.token_to_id(named)]
-    if whole[: len(plain)] != plain or len(end) != 1 or end[0] is None:
+    if not plain or whole[: len(plain)] != plain or len(end) != 1 or end[0] is None:
         raise UserError(
             f"{file}: its template makes {tokenizer.encode(_PROBE).tokens} of {_PROBE!r}; one "
             "token after a text and none before it was expected, as SigLIP 2 has it; put the "

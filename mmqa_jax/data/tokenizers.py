@@ -29,6 +29,7 @@ from mmqa_jax.data.truncation import Tokens, cut
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _TOKENIZE_ROWS = 4096
+_RARE = "\U0002b820"  # a character that no vocabulary needs to have
 
 
 class WordPiece:
@@ -227,6 +228,16 @@ def read_tokenizer(path: str | os.PathLike) -> Tokenizer:
     apply_settings(tokenizer, as_path(path).parent)
     add_published_tokens(tokenizer, as_path(path).parent)
     return tokenizer
+
+
+def check_any_text(tokenizer: Tokenizer, where: str | os.PathLike) -> None:
+    """UserError for a tokenizer that fails at characters that its vocabulary lacks."""
+    try:
+        tokenizer.encode(_RARE)
+    except Exception as error:  # see read_tokenizer
+        raise UserError(
+            f"{where}: cannot split every text ({error}); put the checkpoint's own tokenizer there."
+        ) from error
 
 
 def minilm_tokenizer() -> WordPiece:

@@ -194,7 +194,7 @@ def _rendered(folder: Path, instruction: str, generation: bool) -> str:
         ]
         try:
             text = rendered(source, messages, settings, generation)
-        except (jinja2.TemplateError, TypeError) as error:
+        except jinja2.TemplateError as error:
             reason = str(error)
             continue
         if _QUERY in text and _DOCUMENT in text and "'type'" not in text:

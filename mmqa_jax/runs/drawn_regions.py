@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from mmqa_jax.core.files import atomic_write
 from mmqa_jax.data.images import PictureError, decode_upright
 from mmqa_jax.data.region_records import DetectedRegions, RegionFacts, RegionRecords
-from mmqa_jax.data.region_words import region_words
+from mmqa_jax.data.region_words import check_words, region_words
 from mmqa_jax.data.regions import RegionError
 from mmqa_jax.runs.region_features import NamedPictures
 
@@ -41,6 +41,8 @@ def draw_regions(
     Returns:
       The ids of the pictures drawn.
     """
+    if least is not None:
+        check_words(records.facts, least)
     folder.mkdir(parents=True, exist_ok=True)
     shown: list[tuple[str, str, list[str]]] = []
     for picture in records.pictures:

@@ -17,14 +17,19 @@ from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.images import BrokenPictures, PictureError, read_picture_file
 from mmqa_jax.data.record_shards import write_records
 from mmqa_jax.data.records import MANIFEST as CORPUS
-from mmqa_jax.data.region_exports import check_exports, export_folder, export_regions
+from mmqa_jax.data.region_exports import (
+    check_exports,
+    check_held,
+    export_folder,
+    export_regions,
+)
 from mmqa_jax.data.region_records import (
     REGIONS,
     Precision,
     RegionRecords,
     facts_to_json,
 )
-from mmqa_jax.data.region_words import read_names
+from mmqa_jax.data.region_words import check_words, read_names
 from mmqa_jax.data.vqa_inputs import image_id
 from mmqa_jax.inference.detected_regions import RegionEncoder, facts_of
 from mmqa_jax.inference.region_detector import RegionDetector
@@ -132,6 +137,7 @@ class RegionOptions(NamedTuple):
       shard: this process's share of the files.
       overwrite: replace records of another job.
       max_broken: pictures that may be broken; None: see BrokenPictures.
+      exports, least: what `export_all` shall do with them, which is checked before it takes hours.
     """
 
     precision: Precision = "float16"
@@ -141,6 +147,8 @@ class RegionOptions(NamedTuple):
     shard: Shard = WHOLE
     overwrite: bool = False
     max_broken: int | None = None
+    exports: Sequence[str] = ()
+    least: float | None = None
 
 
 def write_regions(
@@ -161,7 +169,7 @@ def write_regions(
 
     Raises:
       RunError: too many broken pictures.
-      UserError: records of another job in `out`.
+      UserError: records of another job in `out`, or exports that cannot be made of them.
     """
     check_out(out, folder=True)
     if options.chunk < 1:
@@ -177,6 +185,9 @@ def write_regions(
         class_names=names(options.class_names, "class", config.classes),
         attribute_names=names(options.attribute_names, "attribute", config.attributes),
     )
+    check_held(options.exports, facts, [*pictures.names], options.least)
+    if options.least is not None:
+        check_words(facts, options.least)
     total = len(pictures.names)
     broken = BrokenPictures(total, options.max_broken)
     print(f"features: {detector.serving}", file=sys.stderr)

@@ -268,6 +268,16 @@ def open_kind():
         (("--model={model}", "--export=coco"), r"--export=coco: use one of vlp, webqa"),
         (("--model={model}", "--engine=ray"), r"--engine=ray: is not for this verb"),
         (("--model={model}", "--attributes=2"), r"--attributes=2\.0: a probability"),
+        (
+            ("--model={model}", "--attributes=0.1", "--export=npz"),
+            r"--attributes: changes --export=",
+        ),
+        (
+            ("--model={model}", "--attributes=0.1", "--draw=1"),
+            r"--attributes: these records do not",
+        ),
+        (("--model={model}", "--export=tags"), r"--export=tags: picture 'a' does not end in"),
+        (("--model={model}", "--export=npz,webqa"), r"--export=webqa: the detector is bottom_up"),
         (("--model={model}", "--chunk=0"), r"--chunk=0: at least 1"),
         (("--model={model}", "--names={file}"), r"the detector has 6 class names"),
         (("--model={model}", "--data={empty}"), r"neither a corpus of `mmqa prepare` nor a folder"),

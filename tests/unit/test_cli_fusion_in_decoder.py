@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections import defaultdict
 
@@ -116,6 +117,31 @@ def test_kats_row_reads_entities_and_answers(run, tmp_path):
     with pytest.raises(UserError):
         open_published_reader(tmp_path / "hf", str(run), config, Corpus([], [asked]))
     assert len(prediction.trace["passages"]) == 3
+
+
+PAIRS = r"expected an id with pairs of texts; give a file of KAT's"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([["sun", "star"]], r"e\.json: expected a mapping from ids to pairs; give a file of KAT's"),
+        (
+            {"7": [[["sun", "star"]]], "no number": [[["sun", "star"]]]},
+            rf"key 'no number': {PAIRS}",
+        ),
+        ({"7": []}, rf"e\.json, key '7': {PAIRS}"),
+        ({"7": 3}, rf"e\.json, key '7': {PAIRS}"),
+        ({"7": [["sun"]]}, rf"e\.json, key '7': {PAIRS}"),
+        ({"7#q7": [["red", "the sun is red"]]}, rf"e\.json, key '7#q7': {PAIRS}"),  # answers
+        (None, r"keys parts\.facts\.entities and parts\.facts\.answers: are both empty; name a"),
+    ],
+)
+def test_what_is_no_knowledge_of_kats_is_refused(tmp_path, content, message):
+    file = tmp_path / "e.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=message):
+        KATKnowledge("" if content is None else str(file))
 
 
 def test_exact_match_is_squads():

@@ -89,6 +89,35 @@ def test_vectors_are_read_by_question(tmp_path):
         PictureVectors(str(tmp_path / "vit.pth"))
 
 
+def write_archive(path):
+    with open(path, "wb") as file:
+        np.savez(file, x=np.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "detr.npy").unlink(), r"detr\.npy: no such file; fetch it"),
+        (lambda folder: (folder / "detr.npy").write_bytes(b""), r"detr\.npy: no array .*; fetch it"),
+        (lambda folder: (folder / "detr.npy").write_bytes(b"PK\3\4"), r"detr\.npy: no array .*; fetch"),
+        (lambda folder: write_archive(folder / "detr.npy"),
+         r"detr\.npy: an archive of arrays; save the one array by"),
+        (lambda folder: np.save(folder / "detr.npy", np.ones(3)),
+         r"detr\.npy: has shape \(3,\) and type float64; pictures x vectors x values .*; fetch it"),
+        (lambda folder: np.save(folder / "detr.npy", np.ones((2, 3, 4), int)),
+         r"detr\.npy: has shape .* and type int64; pictures x vectors x values .*; fetch it"),
+        *((lambda folder, text=text: (folder / "name_map.json").write_text(text),
+           r"name_map\.json: question ids with rows were expected; fetch name_map\.json again")
+          for text in ("[1]", '{"a": "x"}', '{"a": -1}', '{"a": 1.5}', '{"a": Infinity}')),
+    ],
+)  # fmt: skip
+def test_vectors_that_are_none_are_refused(tmp_path, damage, message):
+    file = write_vectors(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(UserError, match=message):
+        PictureVectors(str(file))
+
+
 def test_a_stage_is_trained_and_both_answer(tmp_path, refused):
     """From a plain T5; what is trained is a row's model, and is exported under the authors' names."""
     data, base = prepare_science(tmp_path), write_folder(tmp_path / "t5")

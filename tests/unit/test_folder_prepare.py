@@ -200,9 +200,23 @@ def test_links_pipes_and_unreadable_files(raw, tmp_path, monkeypatch):
     assert not any("Outside" in source.text for source in sources(raw).values())
 
 
-def test_a_file_that_becomes_a_link_while_it_is_read_is_refused(tmp_path):
-    (tmp_path / "a.txt").symlink_to("/etc/hostname")
-    with pytest.raises(folder_files.DocumentError, match="cannot be read"):
+def huge(path):
+    path.touch()
+    os.truncate(path, folder_files.MOST_BYTES + 1)  # a hole
+
+
+@pytest.mark.parametrize(
+    ("become", "message"),
+    [
+        (lambda path: path.symlink_to("/etc/hostname"), "^cannot be read"),
+        (os.mkfifo, "^no longer a file$"),
+        (Path.touch, "^empty$"),
+        (huge, f"^.* bytes, more than the {folder_files.MOST_BYTES:,} of a file; split it"),
+    ],
+)
+def test_what_a_file_has_become_when_it_is_read(tmp_path, become, message):
+    become(tmp_path / "a.txt")
+    with pytest.raises(folder_files.DocumentError, match=message):
         folder_files.read_file(tmp_path, "a.txt")
 
 

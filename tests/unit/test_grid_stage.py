@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -76,6 +77,19 @@ def test_the_verb_chooses_by_the_model(tower, tmp_path):
     assert "its questions have no pictures" in ended.err
     ended = mmqa(*flags, "--shard=0/2")
     assert "--shard, --engine and --overwrite: are for the embeddings of sources" in ended.err
+
+
+def test_grids_of_another_size_among_the_records(tmp_path):
+    for name, side in (("a", 1), ("b", 2)):
+        write_grids(
+            tmp_path / name, {1: "1.jpg"}, lambda names, side=side: [np.ones((side, side, 3))],
+            shape=(side, side, 3), model="m", broken=BrokenPictures(1),
+        )  # fmt: skip
+    shutil.rmtree(tmp_path / "a/grids")
+    shutil.move(tmp_path / "b/grids", tmp_path / "a/grids")
+    message = r"a: its grid features cannot be read \(.*; delete the folder and run `mmqa embed` ag"
+    with pytest.raises(UserError, match=message):
+        GridRecords(tmp_path / "a").read(1)
 
 
 class Killed(BaseException):

@@ -16,6 +16,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.images import decode
 from mmqa_jax.data.interchange import read_interchange
+from mmqa_jax.data.picture_bounds import PictureError
+from mmqa_jax.data.picture_tar import PictureTar
 from mmqa_jax.data.prepare import prepare_interchange
 from mmqa_jax.data.schema import Question, Source
 
@@ -217,6 +219,18 @@ def test_members_of_the_tar_that_hold_no_picture(tmp_path):
         assert tar.getmembers()[0].size == 2**33
     with pytest.raises(UserError, match="is a link or a sparse file"):
         read_interchange(folder)
+
+
+def test_a_tar_that_is_cut_while_it_is_read(tmp_path):
+    member = tarfile.TarInfo("images/x.png")
+    member.size = len(png())
+    tar = PictureTar(with_members(tmp_path, (member, png())) / "images.tar")
+    assert tar.read("images/x.png") == png()
+    os.truncate(tmp_path / "images.tar", 520)
+    with pytest.raises(
+        PictureError, match=r"^images/x\.png: the tar file ends within it; copy the"
+    ):
+        tar.read("images/x.png")
 
 
 def test_a_member_that_claims_8_gib(tmp_path):

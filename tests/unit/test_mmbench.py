@@ -408,6 +408,8 @@ def test_cells_survive_a_spreadsheet(tmp_path):
     assert found == ["=1+1", "None", "NaN", "a\tb\nc", "0012", "é", "bell", "nan", ""]
     with pytest.raises(UserError, match="has no column answer"):
         read_table(path, ("answer",))
+    with pytest.raises(UserError, match=r"gone\.xlsx: no such file; check the path"):
+        read_table(tmp_path / "gone.xlsx", ("answer",))
 
 
 def test_predictions_of_json_lines_are_checked(raw, tmp_path, refused):

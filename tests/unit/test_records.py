@@ -190,6 +190,9 @@ def test_wrong_input(tmp_path):
         assert not (tmp_path / "out" / "corpus.json").exists()
 
     check("toy: the corpus is empty", [], questions)
+    (tmp_path / "out").touch()
+    check("out: is a file, a folder to write to was expected; name another", sources, questions)
+    (tmp_path / "out").unlink()
     check("source id 's0' appears twice", [*sources, sources[0]], questions, read_picture)
     check("question id 'q1' appears twice", sources, [*questions, questions[1]], read_picture)
     check("question q: split is 'dev'", sources, [Question("q", "dev", "?")], read_picture)

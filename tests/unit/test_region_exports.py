@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import csv
 import dataclasses
+import importlib.util
 import json
 import pickle
 import sys
@@ -22,11 +23,12 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.datasets.coco import read_scored_tsv
 from mmqa_jax.data.examples import RawSource
 from mmqa_jax.data.grid_records import open_features
-from mmqa_jax.data.region_exports import export_regions
+from mmqa_jax.data.region_exports import check_exports, export_regions
 from mmqa_jax.data.region_records import RecordDetections, RegionFacts, RegionRecords
 from mmqa_jax.data.region_words import read_names, region_words
 from mmqa_jax.data.regions import (
     FeatureRegions,
+    RegionError,
     VinVLFeatures,
     VinVLRows,
     X101Features,
@@ -247,15 +249,70 @@ def test_oscars_text_is_the_exported_word(tmp_path):
         (WEBQA, ("a",), "webqa", "picture 'a' does not end in a number"),
         (SMALL, ("a",), "bottom_up", "picture 'a' does not end in a number"),
         (DAMP, ("a b",), "tags", "picture 'a b' does not end in a number"),
-        (SMALL, ("1",), "tags", "do not name the detector's classes; run `mmqa features`"),
-        (SMALL, ("../1",), "npz", r"'\.\./1' would be written outside"),
+        (SMALL, ("1",), "tags", "--export=tags: these records do not name .* classes; run `mmqa f"),
+        (SMALL, ("../1",), "npz", r"picture '\.\./1' would be written outside of .*; rename it"),
+        (SMALL, ("1", "a/../../2"), "npz", r"picture 'a/\.\./\.\./2' would be written outside of"),
+        (SMALL, ("/tmp/1",), "npz", "picture '/tmp/1' would be written outside of"),
+        (WEBQA, ("a/1", "2", "b/01"), "webqa", "'a/1' and 'b/01' end in the same number, .*rename"),
+        (SMALL, ("a_1", "b_1"), "bottom_up", "'a_1' and 'b_1' end in the same number"),
+        (DAMP, ("a_1", "b_1"), "tags", "'a_1' and 'b_1' end in the same number"),
     ],
 )
 def test_what_a_format_cannot_hold(tmp_path, facts, names, kind, message):
-    kept = records(tmp_path / "r", facts, names, (2,))
+    kept = records(tmp_path / "r", facts, names, (2,) * len(names))
     with pytest.raises(UserError, match=message):
         export_regions(kept, kind, tmp_path / "out")
-    assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        (SMALL, "--attributes: these records do not name .* classes; run `mmqa features` with --names"),
+        (dataclasses.replace(DAMP, attribute_names=()), "do not name attributes; give --attribute_n"),
+        (dataclasses.replace(DAMP, attributes=0), "do not name attributes; give --attribute_names"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["vinvl", "tags"])
+def test_attributes_that_have_no_names(tmp_path, kind, facts, message):
+    kept = records(tmp_path / "r", facts, ("1",), (2,))
+    with pytest.raises(UserError, match=message):
+        export_regions(kept, kind, tmp_path / "out", least=0.1)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "package", "message"),
+    [
+        (
+            "vlp",
+            "h5py",
+            r"--export=vlp: needs the package h5py; run `pip install \"mmqa-jax\[hdf5\]",
+        ),
+        ("webqa", "torch", "--export=webqa: needs the package torch, .*; run `pip install torch`"),
+    ],
+)
+def test_formats_whose_package_is_missing(kind, package, message, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == package else find(name)
+    )
+    with pytest.raises(UserError, match=message):
+        check_exports([kind])
+
+
+def test_a_picture_without_regions(tmp_path):
+    """It has a file like the others, and is one without features for whoever reads it."""
+    names, counts = ("40001234", "40001235"), (2, 0)
+    kept = records(tmp_path / "r", WEBQA, names, counts)
+    for kind in ("webqa", "bottom_up", "npz"):
+        export_regions(kept, kind, tmp_path / kind)
+    files = X101Features(tmp_path / "webqa")
+    assert len(files.read(40001234).boxes) == 2
+    with pytest.raises(RegionError, match=r"40001235\.pkl: holds no regions"):
+        files.read(40001235)
+    with pytest.raises(RegionError, match="r, picture 40001235: the detector found no regions"):
+        RecordDetections(kept, "x101").read(40001235)
 
 
 def test_what_hdf5_cannot_hold(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 import subprocess
 import sys
 
@@ -10,10 +12,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from mmqa_jax.core.checksums import read_sealed, write_sealed
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.shards import Shard
 from mmqa_jax.data.images import BrokenPictures, PictureError
-from mmqa_jax.data.record_shards import write_records
+from mmqa_jax.data.record_shards import read_unfinished, write_records
 from mmqa_jax.data.region_records import (
     REGIONS,
     DetectedRegions,
@@ -137,6 +140,46 @@ def test_pictures_are_found_by_name_and_by_the_number_it_ends_in(tmp_path):
         records.read(7)
     with pytest.raises(RegionError, match="no regions of picture 8; run `mmqa features`"):
         records.read(8)
+
+
+AGAIN = "delete the folder and run `mmqa features` again"
+
+
+@pytest.mark.parametrize(
+    ("names", "facts", "message"),
+    [
+        ("43", FACTS, f"r: holds picture 4 in place of 1: its files are damaged; {AGAIN}"),
+        ("12", dataclasses.replace(FACTS, classes=4),
+         rf"r: its regions cannot be read \(logits of shape .*; {AGAIN}"),
+        ("", FACTS, rf"r: its regions cannot be read \(.*; {AGAIN}"),
+    ],
+)  # fmt: skip
+def test_files_of_another_job_among_the_records(tmp_path, names, facts, message):
+    write(tmp_path / "r", {name: regions(2) for name in "12"})
+    shutil.rmtree(tmp_path / "r/regions")
+    if names:
+        write(tmp_path / "other", {name: regions(2, facts=facts) for name in names}, facts)
+        shutil.move(tmp_path / "other/regions", tmp_path / "r/regions")
+    with pytest.raises(UserError, match=message):
+        RegionRecords(tmp_path / "r").read("1")
+
+
+def test_records_of_another_version_are_refused(tmp_path):
+    write(tmp_path / "r", {"1": regions(2)})
+    manifest = read_sealed(tmp_path / "r/manifest.json", "")
+    del manifest["facts"]["rectified"]
+    write_sealed(tmp_path / "r/manifest.json", manifest)
+    with pytest.raises(UserError, match=f"r: its manifest lacks 'rectified', as of .*; {AGAIN}"):
+        RegionRecords(tmp_path / "r")
+
+
+@pytest.mark.parametrize(
+    "size", [[], {}, {"pictures": 7, "shard": 0, "processes": 1}, {"pictures": 7, "shard": "2"}]
+)
+def test_a_damaged_note_of_a_jobs_size_is_refused(tmp_path, size):
+    (tmp_path / "progress.json").write_text(json.dumps(size))
+    with pytest.raises(UserError, match=r"progress\.json: is damaged; start the job again, which"):
+        read_unfinished(tmp_path)
 
 
 class Killed(BaseException):

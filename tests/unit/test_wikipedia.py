@@ -198,6 +198,11 @@ def test_infoseek(raw):
     assert texts.row["Q42#1"] == 1
     assert "Q806563#picture1" not in texts.row
     assert not texts.image_mask().any()
+    (raw / "images").rename(raw / "moved")
+    with pytest.raises(
+        UserError, match=r"raw/images: the corpus's pictures lie there, .*; put it b"
+    ):
+        open_corpus(raw.parent / "out")
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["json", "zip"])
