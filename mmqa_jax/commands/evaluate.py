@@ -92,6 +92,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.core.files import check_out
     from mmqa_jax.evaluation import benchmarks
     from mmqa_jax.evaluation.scores import count_empty, predictions_by_question
+    from mmqa_jax.evaluation.webqa import check_installed
     from mmqa_jax.evaluation.webqa_formats import unknown_sources
     from mmqa_jax.retrieval.rankings import holds_rankings
     from mmqa_jax.retrieval.trec import is_qrels, is_run
@@ -106,7 +107,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         is_run(predictions) or (predictions.suffix == ".jsonl" and holds_rankings(predictions))
     )
     if is_ranked:
-        for flag in ("submission", "against"):
+        for flag in ("submission", "against", "bem", "bart"):
             if getattr(arguments, flag):
                 raise UserError(
                     f"--{flag}: {predictions} holds rankings; give a file with answers, as `mmqa "
@@ -119,10 +120,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             f"--sources={arguments.sources}: tells the articles of ranked sources, for "
             f"{' and '.join(_WITH_ARTICLES)}; leave it out."
         )
-    if arguments.dataset in flags.BENCHMARKS:
-        return _evaluate_benchmark(arguments)
     if arguments.bem:
         benchmarks.check_judged(arguments.dataset, "--bem")
+    if arguments.dataset in flags.BENCHMARKS:
+        return _evaluate_benchmark(arguments)
+    check_installed(arguments.lemmatizer, "--lemmatizer")
     arguments.split = arguments.split or "test"
     references = flags.optional_path(arguments.references)
     if references is not None and is_qrels(references):
