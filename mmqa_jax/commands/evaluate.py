@@ -89,9 +89,10 @@ class References(NamedTuple):
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Scores predictions (answers and cited sources) or rankings; prints the tables."""
-    from mmqa_jax.core.files import check_out
+    from mmqa_jax.core.files import check_out, write_json
     from mmqa_jax.evaluation import benchmarks
     from mmqa_jax.evaluation.scores import count_empty, predictions_by_question
+    from mmqa_jax.evaluation.webqa import check_installed
     from mmqa_jax.evaluation.webqa_formats import unknown_sources
     from mmqa_jax.retrieval.rankings import holds_rankings
     from mmqa_jax.retrieval.trec import is_qrels, is_run
@@ -106,7 +107,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         is_run(predictions) or (predictions.suffix == ".jsonl" and holds_rankings(predictions))
     )
     if is_ranked:
-        for flag in ("submission", "against"):
+        for flag in ("submission", "against", "bem", "bart"):
             if getattr(arguments, flag):
                 raise UserError(
                     f"--{flag}: {predictions} holds rankings; give a file with answers, as `mmqa "
@@ -119,10 +120,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             f"--sources={arguments.sources}: tells the articles of ranked sources, for "
             f"{' and '.join(_WITH_ARTICLES)}; leave it out."
         )
-    if arguments.dataset in flags.BENCHMARKS:
-        return _evaluate_benchmark(arguments)
     if arguments.bem:
         benchmarks.check_judged(arguments.dataset, "--bem")
+    if arguments.dataset in flags.BENCHMARKS:
+        return _evaluate_benchmark(arguments)
+    check_installed(arguments.lemmatizer, "--lemmatizer")
     arguments.split = arguments.split or "test"
     references = flags.optional_path(arguments.references)
     if references is not None and is_qrels(references):
@@ -153,11 +155,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 f"{len(unknown):,} cited sources of {len({q for q, _ in unknown}):,} questions are "
                 f"not in {references} (such as {source!r} of question {name}): they count as wrong"
             )
+    submission = None
     if arguments.submission:
-        result["submission"] = _write_submission(given, reference, Path(arguments.submission))
+        result["submission"] = arguments.submission
+        submission = _submission_rows(given, reference)
         if _is_hidden(questions):
+            write_json(arguments.submission, submission)
             return {**_unscored(result, given, notes), "by_modality": {}}
-    return {**result, **_evaluate_answers(arguments, reference, questions, given, notes)}
+    shown = _evaluate_answers(arguments, reference, questions, given, notes, submission)
+    return {**result, **shown}
 
 
 def _evaluate_benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -256,7 +262,10 @@ def _evaluate_answers(
     questions: Sequence,
     given: Sequence,
     notes: list[str],
+    submission: dict[str, Any] | None,
 ) -> dict[str, Any]:
+    """Scores answers; then the submission is written, when nothing is refused anymore."""
+    from mmqa_jax.core.files import write_json
     from mmqa_jax.evaluation.scores import predictions_by_question
     from mmqa_jax.evaluation.scoring import notes_of_counts, score_predictions
     from mmqa_jax.evaluation.webqa_formats import is_output_tsv
@@ -289,6 +298,8 @@ def _evaluate_answers(
     notes += evaluation.notes + notes_of_counts(evaluation, given)
     if arguments.dataset == "webqa" and not arguments.bart:
         notes.append("no fluency (webqa_fl): give --bart the folder of BARTScore's weights")
+    if submission is not None:
+        write_json(arguments.submission, submission)
     shown = _show(arguments, title, evaluation, others, notes)
     return {"notes": notes, **result, **shown}
 
@@ -420,16 +431,15 @@ def _read(predictions: Path, corpus: Any) -> list:
     return read_prediction_json(predictions, corpus)
 
 
-def _write_submission(given: Sequence, reference: References, path: Path) -> str:
-    from mmqa_jax.data.datasets.webqa import write_submission
+def _submission_rows(given: Sequence, reference: References) -> dict[str, Any]:
+    from mmqa_jax.data.datasets.webqa import submission_rows
 
     if reference.corpus is None:
         raise UserError(
             "--submission: the references hold no sources to cite; give --references a folder of "
             "`mmqa prepare` or WebQA's own JSON."
         )
-    write_submission(given, reference.corpus, path)
-    return str(path)
+    return submission_rows(given, reference.corpus)
 
 
 def _is_hidden(questions: Sequence) -> bool:

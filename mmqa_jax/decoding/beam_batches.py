@@ -9,10 +9,9 @@ import jax
 import numpy as np
 from flax import nnx
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import placement_of
 from mmqa_jax.decoding.llama_beam import beam_search
-from mmqa_jax.decoding.requests import Result
+from mmqa_jax.decoding.requests import Result, check_one_end
 from mmqa_jax.decoding.scheduler import TokenizedRequest, TokenizedScoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama import Llama
@@ -55,11 +54,7 @@ class BeamBatches:
     def _shape(self, tokenized: TokenizedRequest) -> tuple[int, int, int, float, bool]:
         """Padded length, and the search parameters that are compiled in."""
         request = tokenized.original
-        if len(self._end_ids) != 1:
-            raise UserError(
-                f"request {request.id!r}: beam search needs exactly one end token, the engine has "
-                f"{len(self._end_ids)}; set end_ids."
-            )
+        check_one_end(request, self._end_ids)
         step = self._config.buckets[-1]
         length = len(tokenized.prompt)
         padded = -(-length // step) * step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -177,6 +177,16 @@ class TooLong(Unanswerable):
             f"request {request_id!r}: its prompt of {tokens} tokens plus {new} new ones is "
             f"{self.excess} more than engine.length = {length}; shorten it (fewer examples), lower "
             "max_new_tokens or raise engine.length."
+        )
+
+
+def check_one_end(request: Request | Scoring, end_ids: Collection[int]) -> None:
+    """Rejects beam search with a model whose answers end in several tokens, or in none."""
+    if isinstance(request, Request) and request.beams and len(set(end_ids)) != 1:
+        raise UserError(
+            f"request {request.id!r}: beam search needs exactly one end token, the model has "
+            f"{len(set(end_ids))}; leave beams out, or name one as eos_token_id in its "
+            "generation_config.json (as end_ids of an engine)."
         )
 
 

@@ -32,6 +32,7 @@ from mmqa_jax.decoding.requests import (
     Tokenizer,
     TooLong,
     Unanswerable,
+    check_one_end,
     text_of,
 )
 from mmqa_jax.decoding.sampling import SamplingParameters, draw_key
@@ -150,9 +151,11 @@ class T5Engine:
         """Rejects what cannot be served.
 
         Raises:
-          TooLong, Unanswerable, UserError: as `check_lengths`, or a token that the model lacks.
+          TooLong, Unanswerable, UserError: as `check_lengths` and `check_one_end`, or a token that
+            the model lacks.
         """
         check_lengths(request, self.config.length)
+        check_one_end(request, self._end_ids)
         answers = request.continuations if isinstance(request, Scoring) else ()
         for ids in (request.prompt, *answers):
             if not 0 <= min(ids) <= max(ids) < self._vocab_size:
@@ -200,11 +203,7 @@ class T5Engine:
             if isinstance(request, Scoring):
                 yield _Program("score", length, room(len(request.continuations[number]))), row
             elif request.beams:
-                if len(self._end_ids) != 1:
-                    raise UserError(
-                        f"request {request.id!r}: beam search needs exactly one end token, the "
-                        f"engine has {len(self._end_ids)}; set end_ids."
-                    )
+                check_one_end(request, self._end_ids)
                 # The last step ends all beams, so that their number of steps is not rounded up.
                 beams, penalty = request.beams, request.length_penalty
                 yield _Program("beam", length, request.max_new_tokens, beams, penalty), row

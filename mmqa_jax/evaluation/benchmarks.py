@@ -211,13 +211,13 @@ def scorer_of(
     """What scores a benchmark's predictions.
 
     Args:
-      bem: folder or ORG/NAME of BEM, for a benchmark whose answers it judges; "": without it.
+      bem: folder or ORG/NAME of BEM, for a benchmark whose answers it judges (`check_judged`); "":
+        without it.
       flag: that named it, for messages.
     """
     scoring = BENCHMARKS[dataset]
     if not bem:
         return scoring.score
-    check_judged(dataset, flag)
     from mmqa_jax.evaluation.bem import open_bem
 
     return functools.partial(scoring.score, judge=open_bem(bem, flag))

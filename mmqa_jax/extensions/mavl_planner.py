@@ -270,11 +270,9 @@ class PlannerTask(TextModelTask):
                     f"config key {key}.fold={fold}: 0 to {self.data.folds - 1} was expected, of "
                     f"data.folds={self.data.folds}; change one of them."
                 )
-        unknown = [role for role in self.data.agents if role not in ROLES]
-        if unknown or not self.data.agents:
+        if not self.data.agents:
             raise UserError(
-                f"config key data.agents={self.data.agents}: some of {', '.join(ROLES)} were "
-                "expected; correct it."
+                f"config key data.agents=(): some of {', '.join(ROLES)} were expected; name one."
             )
         if self.inference.new_tokens >= self.batches.length:
             raise UserError(

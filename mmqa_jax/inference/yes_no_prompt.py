@@ -212,8 +212,8 @@ def token_of(tokenizer: TextsTokenizer, text: str, folder: Path) -> int:
     found = tokenizer.token_id(text)
     if found is None:
         raise UserError(
-            f"{folder}: its tokenizer has no token {text!r}, which Qwen3-Reranker's prompt needs; "
-            "give that model's own tokenizer, or a reranker of another kind."
+            f"{folder}: its tokenizer has no token {text!r}, which the prompt of Qwen's rerankers "
+            "needs; give that model's own tokenizer, or a reranker of another kind."
         )
     return found
 

@@ -398,11 +398,11 @@ def l2_normalize(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
 
 
-def blocks_before(layer: int, total: int) -> int:
+def blocks_before(layer: int, total: int, key: str = "layer") -> int:
     """How many of a tower's `total` blocks run before the states of a layer.
 
     `layer` counts as transformers' `hidden_states`: 0 is before the blocks, -1 after the last, -2
-    (LLaVA-1.5's) after the last but one.
+    (LLaVA-1.5's) after the last but one. `key` named it, for messages.
 
     Raises:
       UserError: the tower has no such layer.
@@ -410,7 +410,7 @@ def blocks_before(layer: int, total: int) -> int:
     count = layer if layer >= 0 else total + 1 + layer
     if not 0 <= count <= total:
         raise UserError(
-            f"the vision tower has {total} layers, {layer} is none of them; choose one from "
+            f"{key} is {layer}: the vision tower has {total} layers; choose one from "
             f"{-total - 1} to {total}."
         )
     return count

@@ -286,8 +286,8 @@ def attention(
     if implementation != "xla":
         if drops:
             raise UserError(
-                f"attention implementation {implementation!r} cannot drop attention weights: "
-                "set the attention dropout to 0 or use 'xla'."
+                f"attention implementation {implementation!r} cannot drop attention weights; set "
+                "the model's attention_dropout to 0, or its attention to 'xla'."
             )
         return _linear_attention(
             q,

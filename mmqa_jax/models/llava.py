@@ -26,7 +26,7 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.activations import ACTIVATIONS
-from mmqa_jax.models.clip import VisionConfig, VisionTower, vit_l_14_336
+from mmqa_jax.models.clip import VisionConfig, VisionTower, blocks_before, vit_l_14_336
 from mmqa_jax.models.config_checks import check_known
 from mmqa_jax.models.decoder_families import FAMILIES
 from mmqa_jax.models.layers import Linear, normal_init
@@ -77,12 +77,7 @@ class LlavaConfig:
                 "model.vision.flexible is True: expected False, since a LLaVA's pictures have one "
                 "size; use a SigLIP of a fixed size."
             )
-        if not -self.vision.layers - 1 <= self.feature_layer <= self.vision.layers:
-            raise UserError(
-                f"model.feature_layer is {self.feature_layer}: the vision tower has "
-                f"{self.vision.layers} layers; choose one from {-self.vision.layers - 1} to "
-                f"{self.vision.layers}."
-            )
+        blocks_before(self.feature_layer, self.vision.layers, "model.feature_layer")
 
     @property
     def expected_pixels(self) -> str:

@@ -64,7 +64,9 @@ class OnevisionConfig(LlavaConfig):
                 f"multiples of model.vision.image_size = {side}; correct them."
             )
         if self.most_tiles < 1:
-            raise UserError(f"model.most_tiles is {self.most_tiles}: expected at least 1.")
+            raise UserError(
+                f"model.most_tiles is {self.most_tiles}: expected at least 1; raise it."
+            )
 
     @property
     def tiles(self) -> TileSizes:

@@ -88,7 +88,7 @@ class VLPModel:
           region_positions: values of a patch's position.
 
         Raises:
-          UserError: an unknown name or field.
+          UserError: an unknown name.
         """
         trunk = _trunk(self.trunk, self.changes, vocab_size, types=6)
         if self.frontend == "patches":
@@ -168,22 +168,22 @@ class DualEncoderModel:
           vocab_size: of the tokenizer; CLIP and SigLIP have their own.
 
         Raises:
-          UserError: an unknown name or field.
+          UserError: an unknown name.
         """
         fusion = {"fusion": self.fusion, "picture_gate": self.picture_gate}
         if self.siglip:
             named = _siglip(self.siglip)
             towers = SiglipConfig(
-                _with(named.vision, self.vision, "model.vision"),
-                _with(named.text, self.changes, "model.changes"),
+                _with(named.vision, self.vision),
+                _with(named.text, self.changes),
             )
             return siglip_dual_encoder(towers, **fusion)
         if self.clip:
-            text: Any = _with(_clip(self.clip).text, self.changes, "model.changes")
+            text: Any = _with(_clip(self.clip).text, self.changes)
             vision = clip_vision(self.clip, self.vision)
         else:
             text = _trunk(self.trunk, self.changes, vocab_size, types=2)
-            vision = _with(VisionConfig(embed_dim=text.hidden), self.vision, "model.vision")
+            vision = _with(VisionConfig(embed_dim=text.hidden), self.vision)
         return DualEncoderConfig(text, vision, **fusion)
 
 
@@ -227,7 +227,7 @@ class _Fused:
 
     def fusion_config(self) -> FusionConfig:
         """The fusion's sizes."""
-        return _with(FusionConfig(), self.fusion, "model.fusion")
+        return _with(FusionConfig(), self.fusion)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -324,7 +324,7 @@ class PatchesModel(_OnText):
 
     def config(self, vocab_size: int, answers: int, new_answers: int = 0) -> PatchMCANConfig:
         """The model's sizes; see GridModel. Its answers cannot be extended."""
-        vision = _with(VisionConfig(), self.vision, "model.vision")
+        vision = _with(VisionConfig(), self.vision)
         text = self._text(vocab_size)
         return PatchMCANConfig(text, vision, self.fusion_config(), answers, self.pictures)
 
@@ -353,9 +353,9 @@ def clip_vision(name: str, changes: Mapping[str, Any]) -> VisionConfig:
       changes: fields of VisionConfig that differ.
 
     Raises:
-      UserError: an unknown name or field.
+      UserError: an unknown name.
     """
-    return _with(_clip(name).vision, changes, "model.vision")
+    return _with(_clip(name).vision, changes)
 
 
 def _clip(name: str) -> clip.CLIPConfig:
@@ -375,14 +375,10 @@ def _trunk(name: str, changes: Mapping[str, Any], vocab_size: int, types: int) -
     if name not in TRUNKS:
         raise UserError(f"config key model.trunk={name}: unknown; use one of {', '.join(TRUNKS)}.")
     sizes = {"vocab_size": vocab_size, "types": types, **changes}
-    return _with(TRUNKS[name](), sizes, "model.changes")
+    return _with(TRUNKS[name](), sizes)
 
 
-def _with(config: Any, changes: Mapping[str, Any], key: str) -> Any:
-    known = [field.name for field in dataclasses.fields(config)]
-    for name in changes:
-        if name not in known:
-            raise UserError(f"config key {key}.{name}: unknown; use one of {', '.join(known)}.")
+def _with(config: Any, changes: Mapping[str, Any]) -> Any:
     # Read from a config file a tuple is a list, which is no part of a hash.
     given = {n: tuple(v) if isinstance(v, list) else v for n, v in changes.items()}
     return dataclasses.replace(config, **given)

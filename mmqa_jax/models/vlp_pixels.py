@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from mmqa_jax.models.bert import BertConfig, minilm_l6
-from mmqa_jax.models.clip import VisionConfig, VisionTower, normalize_pixels
+from mmqa_jax.models.clip import VisionConfig, VisionTower, blocks_before, normalize_pixels
 from mmqa_jax.models.vlp import RegionEncoder, VLPConfig
 
 # First weights of patches: small ones of the content and larger ones of the position, which has
@@ -64,6 +64,9 @@ class ClipVLPConfig(VLPConfig):
 
     vision: VisionConfig = dataclasses.field(kw_only=True)
     vision_layer: int = -2
+
+    def __post_init__(self):
+        blocks_before(self.vision_layer, self.vision.layers, "model.vision_layer")
 
     def make_region_content(self, rngs: nnx.Rngs) -> RegionEncoder:
         sizes = (*self.visual_hidden, self.bert.hidden)

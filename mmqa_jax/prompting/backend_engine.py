@@ -20,6 +20,7 @@ from mmqa_jax.decoding.requests import (
     Throughput,
     TooLong,
     Unanswerable,
+    check_one_end,
 )
 from mmqa_jax.decoding.sizes import LENGTH, UNKNOWN, Demand, sizes_json
 from mmqa_jax.models.pictures import PictureConfig
@@ -191,12 +192,13 @@ class EngineBackend:
             except images.PictureError as error:
                 raise Unanswerable(str(error)) from error
         if not isinstance(request, Choices):
-            request.decoding.request(request.id, images=prompt.pictures)
+            asked = request.decoding.request(request.id, images=prompt.pictures)
+            check_one_end(asked, self._tokenizer.end_ids)
         count, more, _ = self._count_tokens(request, prompt)
         if count + more > self._length:
             raise TooLong(request.id, count, more, self._length)
-        asked = self._checked.sequences + _sequences(request)
-        self._checked = Demand(asked, max(self._checked.tokens, self._needs(request, prompt)))
+        sequences = self._checked.sequences + _sequences(request)
+        self._checked = Demand(sequences, max(self._checked.tokens, self._needs(request, prompt)))
 
     def _count_tokens(self, request: Query, prompt: _Prompt) -> tuple[int, int, int]:
         """Tokens of the prompt, the longest answer, and all answers that may share its columns."""

@@ -7,7 +7,14 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import MESH_AXES
-from mmqa_jax.decoding.requests import Request, Result, Scores, Scoring, Unanswerable
+from mmqa_jax.decoding.requests import (
+    Request,
+    Result,
+    Scores,
+    Scoring,
+    Unanswerable,
+    check_one_end,
+)
 from mmqa_jax.decoding.t5_arrivals import T5Arrivals
 from mmqa_jax.decoding.t5_engine import T5Engine, check_lengths
 from mmqa_jax.prompting.backends import Chat, Choices, Failure, Query, Usage
@@ -88,12 +95,14 @@ class T5Backend:
         Raises:
           TooLong: the prompt exceeds `length` tokens.
           Unanswerable: an empty prompt, a continuation without tokens.
-          UserError: messages, pictures, more new tokens than `length`.
+          UserError: messages, pictures, more new tokens than `length`, beams without one end token.
         """
         text = self._text(query)
         if not self._tokenizer.encode_plain(text):
             raise Unanswerable(f"request {query.id!r}: its prompt is empty; give some text.")
-        check_lengths(self.engine_request(query), self._length)
+        request = self.engine_request(query)
+        check_lengths(request, self._length)
+        check_one_end(request, self._tokenizer.end_ids)
 
     def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:
         """See Backend."""

@@ -35,6 +35,7 @@ from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.data.splits import evenly, fold_of, split_questions
 from mmqa_jax.evaluation.benchmarks import BENCHMARKS, check_judged
 from mmqa_jax.evaluation.source_selection import check_threshold
+from mmqa_jax.evaluation.webqa import check_installed
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.runs import identity
@@ -163,6 +164,12 @@ class Row:
             reranker.similarity.check("parts.reranker.similarity")
         if self.scoring.bem:
             check_judged(self.dataset, "config key scoring.bem")
+        for key in ("lemmatizer", "bart"):
+            if self.dataset in BENCHMARKS and (value := getattr(self.scoring, key)):
+                raise UserError(
+                    f"config key scoring.{key}={value}: is part of WebQA's scores; leave it out "
+                    f"for {self.dataset}."
+                )
         self.answering.check_row(self.options, self.parts)
 
     @property
@@ -233,7 +240,8 @@ class Row:
         }
 
     def check_inputs(self) -> None:
-        """Raises UserError that names all inputs that are missing."""
+        """Raises UserError that names all inputs that are missing, or spaCy."""
+        check_installed(self.scoring.lemmatizer, "config key scoring.lemmatizer")
         if missing := self.missing_inputs():
             listed = "; ".join(f"{path} ({how})" for path, how in missing.items())
             raise UserError(f"row {self.row}: {len(missing)} of its inputs are missing: {listed}.")

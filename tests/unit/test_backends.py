@@ -149,6 +149,13 @@ def test_what_does_not_fit_is_refused_before_weights_are_loaded():
     bare = EngineBackend(no_engine, bare, length=160, fingerprint="x")
     with pytest.raises(UserError, match="it has messages, but the model has no chat template"):
         bare.check(Chat("a", (Message("user", ("b",)),)))
+    several = text_tokenizer()
+    several.end_ids = (1, 2)  # as of many chat models
+    several = EngineBackend(no_engine, several, length=160, fingerprint="x")
+    with pytest.raises(
+        UserError, match=r"'a': beam search .* one end token, the model has 2; leave"
+    ):
+        several.check(Completion("a", "b", Decoding(beams=2)))
     with pytest.raises(UserError, match="message: role is 'bot', expected one of system, user"):
         Message("bot", ("b",))
 

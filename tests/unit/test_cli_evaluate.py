@@ -302,10 +302,13 @@ def test_references_and_submissions_that_cannot_be(webqa_files, data, bm25, refu
         "evaluate", "corpus", f"--references={data}", f"--predictions={bm25}", out,
         message=r"--submission: .* holds rankings; give a file with answers",
     )  # fmt: skip
-    refused(
-        "evaluate", "webqa", tsv, f"--bart={tmp_path / 'nowhere'}",
-        message=r"--bart=.*nowhere: no such folder; give a folder of bart-large-cnn",
-    )  # fmt: skip
+    flags = ("--split=val", f"--references={webqa_files / 'val.json'}", out, "--lemmatizer=none")
+    said = write_rows(tmp_path / "said.jsonl", [{"question_id": "g2", "answer": "Red."}])
+    for more, message in (
+        (f"--bart={tmp_path / 'nowhere'}", "nowhere: no such folder; give a folder of bart-large"),
+        (f"--against={tmp_path / 'gone.jsonl'}", r"gone\.jsonl: no such file"),
+    ):
+        refused("evaluate", "webqa", f"--predictions={said}", *flags, more, message=message)
     refused(
         "evaluate", "webqa", tsv, f"--references={tmp_path / 'no.json'}", message="no such folder"
     )

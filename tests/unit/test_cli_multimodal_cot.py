@@ -9,14 +9,19 @@ import shutil
 import numpy as np
 import pytest
 from cli_runs import ROOT, done, rows_of
+from flax import nnx
 from science import prepare_science
 from shared_data import SHARED, require, shared_benchmark
+from tiny_checkpoints import CONFIGS
 from tiny_t5 import write_folder
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.datasets.scienceqa import read_scienceqa
 from mmqa_jax.data.picture_vectors import PictureVectors
 from mmqa_jax.data.schema import Question
+from mmqa_jax.inference.multimodal_t5 import check_width
+from mmqa_jax.models.multimodal_t5 import MultimodalT5
+from mmqa_jax.models.t5 import T5
 from mmqa_jax.papers.mmcot import chosen_option
 from mmqa_jax.prompting.mmcot_prompts import source_text, target_text
 
@@ -116,6 +121,28 @@ def test_vectors_that_are_none_are_refused(tmp_path, damage, message):
     damage(tmp_path)
     with pytest.raises(UserError, match=message):
         PictureVectors(str(file))
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "message"),
+    [
+        (
+            T5,
+            "t5",
+            "run: holds no T5 of Multimodal-CoT; name a run of task multimodal_cot, or a fol",
+        ),
+        (
+            MultimodalT5,
+            "multimodal_t5",
+            "run: reads pictures of 5 values a vector, these have 6; n",
+        ),
+    ],
+)
+def test_a_model_of_other_vectors_is_refused(kind, config, message, tmp_path):
+    vectors = PictureVectors(str(write_vectors(tmp_path)))
+    model = nnx.eval_shape(lambda: kind(CONFIGS[config], rngs=nnx.Rngs()))
+    with pytest.raises(UserError, match=message):
+        check_width(model, vectors, "run")
 
 
 def test_a_stage_is_trained_and_both_answer(tmp_path, refused):

@@ -517,6 +517,8 @@ def test_other_mistakes_are_named(engine):
         engine.loglikelihood([1, 2], [])
     with pytest.raises(UserError, match="all texts or all token ids"):
         engine.loglikelihood("text", [[1]])
+    with pytest.raises(UserError, match="continuation '' adds no token to its prompt; expected"):
+        engine.loglikelihood("text", ["a", ""])
     bare = make_engine(tokenizer=None)
     with pytest.raises(UserError, match="its prompt is text, but the engine has no tokenizer"):
         list(bare.generate([Request(0, "text")]))
@@ -529,6 +531,7 @@ def test_other_mistakes_are_named(engine):
         ({"slots": 0}, "engine.slots is 0"),
         ({"buckets": (8, 20)}, "engine.buckets is"),
         ({"block": 24}, "engine.block is 24: expected 0 .all. or a divisor of 160"),
+        ({"decode_block": 50}, "engine.decode_block is 50: .* a multiple of 32, of the largest of"),
         ({"cache_dtype": "int4"}, "engine.cache_dtype is 'int4'"),
         ({"weights": "int4"}, "engine.weights is 'int4'"),
     ]:

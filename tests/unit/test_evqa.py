@@ -164,3 +164,19 @@ def test_malformed_files(raw, tmp_path, file, content, words):
     ended = mmqa("prepare", "evqa", f"--raw={raw}", f"--out={tmp_path / 'out'}")
     assert ended.code == 2
     assert all(word in ended.err for word in words), ended.err
+
+
+@pytest.mark.parametrize("dataset", ["infoseek", "webqa"])
+def test_bem_judges_no_other_benchmark(dataset, tmp_path, refused):
+    said = write_rows(tmp_path / "said.jsonl", [{"question_id": "a", "answer": "x"}])
+    flags = ("evaluate", dataset, f"--references={tmp_path}", f"--predictions={said}", "--bem=x")
+    refused(*flags, message=f"--bem: BEM judges answers of evqa; leave it out for {dataset}")
+
+
+def test_flags_of_answers_are_refused_with_rankings(tmp_path, refused):
+    found = write_rows(
+        tmp_path / "found.jsonl", [{"question_id": "a", "sources": [], "scores": []}]
+    )
+    for flag in ("bem", "bart"):
+        flags = (f"--references={tmp_path}", f"--predictions={found}", f"--{flag}=x")
+        refused("evaluate", "evqa", *flags, message=f"--{flag}: .*found.jsonl holds rankings; give")

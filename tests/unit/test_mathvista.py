@@ -271,6 +271,10 @@ def test_official_files_in_and_out(data, tmp_path):
     path.write_text(json.dumps({"1": {"answer": "B"}}))
     ended = mmqa(*flags)
     assert (ended.code, "problem 1" in ended.err) == (2, True)
+    path.write_text(json.dumps([results]))
+    ended = mmqa(*flags)
+    assert ended.code == 2
+    assert "output.json: {pid: problem} was expected, with `extraction` in each;" in ended.err
 
 
 @pytest.mark.parametrize(

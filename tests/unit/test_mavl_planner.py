@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax
 import pytest
 from cli_runs import ROOT
 from mavl_team import FULL, QUESTIONS, heuristics, library, team_llm
@@ -10,6 +13,7 @@ from tiny_llm import END, text_tokenizer
 
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.splits import fold_of
 from mmqa_jax.evaluation.answer_text import prep_ans
@@ -78,6 +82,8 @@ def planner_task(**changes):
     config = load_config(f"{ROOT}/configs/okvqa/planner.py:runlocal")
     config.data.update({"folds": 1, "chat": False, **changes})
     config.batches.length = 2048
+    with config.unlocked():
+        config.model.changes.positions = 2048
     config.validate = None
     return check_config(config)
 
@@ -98,6 +104,27 @@ def test_prompts_whose_plans_decide_nothing_are_not_learned(capsys):
     found.scores["q0"].update(scores["q2"])
     with pytest.raises(UserError, match=r"data\.taught=deciding: none of the 9 planners' prompts"):
         planner_task().taught(QUESTIONS, found, tokenizer)
+
+
+def test_agents_and_processes_that_cannot_be(monkeypatch):
+    with pytest.raises(UserError, match=r"data\.agents=\(\): some of junior, senior, .*; name one"):
+        planner_task(agents=())
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UserError, match=r"key task=mavl_planner: .* this launch has 2; start one"):
+        planner_task().sampler(text_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("score", "targets"),
+    [(0.0, 16), (1.0, 1)],  # none is right; none fits
+)
+def test_plans_of_which_none_can_be_learned(score, targets, tmp_path):
+    run = write_finished(tmp_path / "run", lambda n, plan: score)
+    task = planner_task(split="val", outcomes=str(run), taught="all")
+    task = dataclasses.replace(task, batches=dataclasses.replace(task.batches, targets=targets))
+    message = rf"data\.outcomes=.*run: no plan .*length=2048 tokens, {targets} .*; take more ques"
+    with pytest.raises(UserError, match=message):
+        task.recipe(Corpus([], QUESTIONS), text_tokenizer())
 
 
 def test_actions_whose_tools_gave_nothing_decide_nothing():

@@ -7,9 +7,11 @@ import json
 import pytest
 from cli_runs import ROOT, done, mmqa, png, write_rows
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.datasets.mbeir import as_sentence, candidate_modality, dataset_of, read_mbeir
 from mmqa_jax.data.schema import Prediction, Question, Source
+from mmqa_jax.evaluation.found_sources import read_found
 from mmqa_jax.evaluation.mbeir import first_errors, score_mbeir
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -303,3 +305,9 @@ def test_a_pool_outside_its_folder_is_refused(tmp_path):
     write_rows(path, TEXTS)
     with pytest.raises(Exception, match="lies in no folder of M-BEIR"):
         read_mbeir(path)
+
+
+@pytest.mark.parametrize("place", [".", "*.trec"])
+def test_a_place_without_rankings_is_refused(place, tmp_path):
+    with pytest.raises(UserError, match="no file of rankings is there; give rankings of `mmqa sea"):
+        read_found(tmp_path / place)

