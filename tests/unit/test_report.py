@@ -13,7 +13,14 @@ from report_pages import card_data, cards_of
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.evaluation import tables
-from mmqa_jax.evaluation.cards import Card, CardAnswer, CardSource, best_first
+from mmqa_jax.evaluation.cards import (
+    Card,
+    CardAnswer,
+    CardFilter,
+    CardSource,
+    best_first,
+    passes,
+)
 from mmqa_jax.evaluation.report import Bar, ReportData, read_curves, render_report, write_report
 from mmqa_jax.evaluation.scores import Scores
 from mmqa_jax.evaluation.significance import Interval
@@ -174,6 +181,19 @@ def test_a_source_of_many_cards_is_kept_once():
     cards = [Card(f"{n} ?", [CardAnswer("", "Yes.")], sources=sources) for n in range(9)]
     data = card_data(render_report(ReportData("many", cards=cards)))
     assert (len(data["sources"]), len(data["pictures"])) == (1, 1)
+
+
+def test_filters_by_verdict_and_by_which_answer_is_better():
+    scores = [(1, 0.5), (0.5, 1), (1, 1), (0, None), (None, 0)]
+    cards = [Card("?", [CardAnswer("a", "", one), CardAnswer("b", "", two)]) for one, two in scores]
+    for one, shown in (
+        (CardFilter("all", [[], []]), [0, 1, 2, 3, 4]),
+        (CardFilter("a better", [[], []], 1), [0]),
+        (CardFilter("b better", [[], []], -1), [1]),
+        (CardFilter("a right, b not wholly", [["right"], ["partly", "wrong"]]), [0]),
+        (CardFilter("a wrong", [["wrong"], []]), [3]),
+    ):
+        assert [n for n, card in enumerate(cards) if passes(card, one)] == shown, one.label
 
 
 def test_verdicts_are_counted(page_source):
