@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from cli_runs import mmqa, png, write_rows
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.data.datasets.evqa import read_evqa
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.evqa import matches, score_evqa
 
@@ -164,3 +166,8 @@ def test_malformed_files(raw, tmp_path, file, content, words):
     ended = mmqa("prepare", "evqa", f"--raw={raw}", f"--out={tmp_path / 'out'}")
     assert ended.code == 2
     assert all(word in ended.err for word in words), ended.err
+
+
+def test_a_folder_without_questions(tmp_path):
+    with pytest.raises(UserError, match=r"holds none of Encyclopedic-VQA's questions; put test\."):
+        read_evqa(tmp_path)

@@ -10,7 +10,9 @@ import pytest
 from cli_runs import mmqa, png
 from fake_llm import FakeLLM
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.data.datasets.mmmu import read_mmmu
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.mmmu import is_open_answer, score_mmmu, write_mmmu_submission
 from mmqa_jax.evaluation.multiple_choice import LETTERS, mmmu_choice
@@ -86,6 +88,8 @@ def test_prepare_official_files(data):
         ([row("validation_Art_1", "A", "['a']")], ("row 0", "two at least")),
         ([VAL[0], VAL[0]], ("row 1", "twice")),
         ([{**VAL[0], "image_1": None}], ("row 0", "image_2")),
+        ([{**VAL[0], "question": ""}], ("row 0", "question or answer is no text; fetch")),
+        ([{**VAL[0], "answer": None}], ("row 0", "question or answer is no text; fetch")),
     ],
 )
 def test_malformed_files(tmp_path, rows, words):
@@ -93,6 +97,11 @@ def test_malformed_files(tmp_path, rows, words):
     ended = mmqa("prepare", "mmmu", f"--raw={tmp_path / 'raw'}", f"--out={tmp_path / 'data'}")
     assert ended.code == 2
     assert all(word in ended.err for word in words), ended.err
+
+
+def test_a_folder_without_tables(tmp_path):
+    with pytest.raises(UserError, match="holds no Parquet file; put MMMU's folders of subjects"):
+        read_mmmu(tmp_path)
 
 
 # What the authors' construct_prompt gives with configs/llava1.5.yaml.

@@ -15,7 +15,7 @@ from mmqa_jax.cli import main
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.prepare import prepare
-from mmqa_jax.data.wikipedia import files
+from mmqa_jax.data.wikipedia import dump, files
 from mmqa_jax.data.wikipedia.articles import Article, PassageOptions, Section, sources_of
 from mmqa_jax.data.wikipedia.dump import PageReader
 from mmqa_jax.data.wikipedia.files import InputFile
@@ -238,8 +238,21 @@ def test_entries_are_read_across_blocks(tmp_path, monkeypatch):
     path.write_text(json.dumps(EVQA)[:-30])
     with pytest.raises(UserError, match=r"x\.json: ends within"):
         list(json_entries(InputFile(path)))
-    path.write_text("[1]")
-    with pytest.raises(UserError, match="a JSON object was expected"):
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[1]", "a JSON object was expected; fetch"),
+        (b'{"a": "\xff"}', "is not UTF-8; fetch"),
+        (b'{"a": ' + 100_000 * b"[", r"""what follows '"a": \[\[.*' is no JSON; fetch"""),
+        (b"{1: {}}", "ends within '1: {}}'; fetch"),
+    ],
+)
+def test_files_that_are_no_json_object(tmp_path, content, message):
+    path = tmp_path / "x.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"x\.json: {message} the file again"):
         list(json_entries(InputFile(path)))
 
 
@@ -298,6 +311,25 @@ def test_files_that_are_cut_or_fill_disks_are_refused(raw, monkeypatch):
         prepare("kilt", raw, raw.parent / "out")
 
 
+@pytest.mark.parametrize(
+    ("names", "method", "message"),
+    [
+        (("a.json", "b.json"), 0, "holds 2 files, one was expected; unpack it, and give the one"),
+        (("a.json",), 9, r"cannot be unpacked here \(That compression method .*\); unpack it, and"),
+    ],
+)
+def test_zips_that_are_not_unpacked(tmp_path, names, method, message):
+    path = tmp_path / "x.json.zip"
+    with zipfile.ZipFile(path, "w") as packed:
+        for name in names:
+            packed.writestr(name, "{}")
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PK\x01\x02") + 10] = method  # 9: Deflate64, of large files by Windows
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=rf"x\.json\.zip: {message}"):
+        InputFile(path)
+
+
 def test_what_the_folder_must_hold(raw):
     with pytest.raises(UserError, match="has no file of DPR's passages"):
         prepare("dpr", raw, raw.parent / "out")
@@ -329,6 +361,15 @@ def test_pages_of_a_dump(tmp_path):
         list(PageReader(InputFile(path)).pages())
     path.write_text('<!DOCTYPE x [<!ENTITY a "b">]><x>&a;</x>')
     with pytest.raises(UserError, match="declares the entity 'a'"):
+        list(PageReader(InputFile(path)).pages())
+
+
+def test_an_element_of_a_dump_that_does_not_end(tmp_path, monkeypatch):
+    path = tmp_path / "dump.xml"
+    path.write_text(DUMP)
+    monkeypatch.setattr(dump, "LONGEST_LINE", 20)
+    message = r"dump\.xml: page '.*' has an element of more than 20 characters; this is no dump of"
+    with pytest.raises(UserError, match=message):
         list(PageReader(InputFile(path)).pages())
 
 

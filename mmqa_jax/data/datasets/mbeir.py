@@ -87,7 +87,10 @@ def read_mbeir(path: Path) -> Benchmark:
     )
     named = _POOL.fullmatch(pool.stem)
     if named is None:
-        raise UserError(f"{pool}: is not named as M-BEIR's pools are (mbeir_SET_cand_pool.jsonl).")
+        raise UserError(
+            f"{pool}: is not named as M-BEIR's pools are (mbeir_SET_cand_pool.jsonl); give it its "
+            "name again."
+        )
     sources: dict[str, Source] = {}
     for where, row in object_rows(pool):
         source = _candidate(row, where)
@@ -105,9 +108,11 @@ def read_mbeir(path: Path) -> Benchmark:
                 raise UserError(f"{where}: qid {question.id} is there twice; {_AGAIN}.")
             questions[question.id] = question
     if not questions:
+        split, name = named["split"] or "test", named["name"]
+        name = "SET" if name == "union" else name
         raise UserError(
-            f"{folder}: has no queries for {pool.name}; put query/test/mbeir_{named['name']}"
-            "_test.jsonl there."
+            f"{folder}: has no queries for {pool.name}; put query/{split}/mbeir_{name}_{split}"
+            ".jsonl there."
         )
     every = [*sources.values(), *questions.values()]
     pictures = PictureFiles(folder, {one.image: [one.image] for one in every if one.image})

@@ -184,8 +184,10 @@ def _judgments(
         if found not in sources:
             raise UserError(f"{where}: judges page {found}, which corpus/ has not; fetch both.")
         grade = row["score"]
-        if not isinstance(grade, int | float) or grade != int(grade):
-            raise UserError(f"{where}: score is {grade!r}; a whole number was expected.")
+        if not isinstance(grade, int | float) or not float(grade).is_integer():
+            raise UserError(
+                f"{where}: score is {grade!r}; a whole number was expected; fetch the file again."
+            )
         if grade > 0:
             judged.setdefault(f"{name}/{_id(row, query, where)}", {})[found] = int(grade)
     return judged
@@ -213,7 +215,9 @@ def _question(
 def _id(row: dict[str, Any], key: str, where: str) -> str:
     value = row[key]
     if whole_number(value) is None and (not isinstance(value, str) or not value):
-        raise UserError(f"{where}: {key} is {value!r:.60}; a number or text was expected.")
+        raise UserError(
+            f"{where}: {key} is {value!r:.60}; a number or text was expected; fetch the file again."
+        )
     return str(value)
 
 

@@ -84,9 +84,15 @@ class InputFile:
                 if len(inside) != 1:
                     raise UserError(
                         f"{self.path}: holds {len(inside)} files, one was expected; unpack it, and "
-                        "leave the one that is to be read."
+                        "give the one that is to be read."
                     )
-                return packed.open(inside[0])
+                try:
+                    return packed.open(inside[0])
+                except RuntimeError as error:  # a password, or a method that zipfile has not
+                    raise UserError(
+                        f"{self.path}: cannot be unpacked here ({error}); unpack it, and give the "
+                        "file that is in it."
+                    ) from error
         return self._raw
 
     @contextlib.contextmanager

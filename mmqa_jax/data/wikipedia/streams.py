@@ -262,6 +262,8 @@ def json_entries(opened: InputFile) -> Iterator[tuple[str, Any]]:
                 return
             try:
                 key, end = decoder.raw_decode(text, match.end())
+                if not isinstance(key, str):
+                    raise ValueError("a key is text")
                 value, end = decoder.raw_decode(text, _COLON.match(text, end).end())
             except (
                 ValueError,
