@@ -316,6 +316,11 @@ def test_malformed_files(raw, tmp_path, name, rows, words):
             r"webqa_task2_test_qrels\.txt, line 2: `qid 0 did relevance task` was expected; fetch",
         ),
         (
+            "qrels/test/mbeir_webqa_task2_test_qrels.txt",
+            f"2:4 0 2:7 {5000 * '1'} 2\n",  # more digits than Python reads
+            r"webqa_task2_test_qrels\.txt, line 1: `qid 0 did relevance task` was expected; fetch",
+        ),
+        (
             "instructions/query_instructions.tsv",
             f"{HEADER}text\ttext\tWebQA\t2",
             r"query_instructions\.tsv, line 2: query_modality, .* and prompts were expected",

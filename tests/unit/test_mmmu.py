@@ -88,8 +88,12 @@ def test_prepare_official_files(data):
         ([row("validation_Art_1", "A", "['a']")], ("row 0", "two at least")),
         ([VAL[0], VAL[0]], ("row 1", "twice")),
         ([{**VAL[0], "image_1": None}], ("row 0", "image_2")),
-        ([{**VAL[0], "question": ""}], ("row 0", "question or answer is no text; fetch")),
-        ([{**VAL[0], "answer": None}], ("row 0", "question or answer is no text; fetch")),
+        *(
+            ([{**VAL[0], key: value}], ("row 0", "question_type or explanation is no text; fetch"))
+            for key, value in (("question", ""), ("answer", None), ("explanation", 5))
+        ),
+        ([{**VAL[0], "question_type": None}], ("row 0", "question_type or explanation is no text")),
+        ([{k: v for k, v in VAL[0].items() if k != "question_type"}], ("no column question_type",)),
     ],
 )
 def test_malformed_files(tmp_path, rows, words):
@@ -99,8 +103,12 @@ def test_malformed_files(tmp_path, rows, words):
     assert all(word in ended.err for word in words), ended.err
 
 
-def test_a_folder_without_tables(tmp_path):
+def test_tables_of_another_benchmark(tmp_path):
     with pytest.raises(UserError, match="holds no Parquet file; put MMMU's folders of subjects"):
+        read_mmmu(tmp_path)
+    table = pyarrow.table({"image_1": pyarrow.array([None], PICTURE)})
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(UserError, match=r"x\.parquet: has no column id \(it has image_1\); fetch"):
         read_mmmu(tmp_path)
 
 

@@ -186,6 +186,11 @@ def test_a_row_reads_the_text_of_pages(raw, tmp_path):
         ),
         ("queries", {"query_id": [0], "query": [""]}, ("row 0", "query is ''")),
         ("queries", {"query_id": [0, 0], "query": ["a", "b"]}, ("row 1", "twice")),
+        (
+            "queries",
+            {"query_id": [0], "query": ["a"], "language": [["french"]]},
+            ("row 0", "language is ['french']; text was expected; fetch"),
+        ),
         ("corpus", {"corpus_id": [0]}, ("no column image",)),
     ],
 )

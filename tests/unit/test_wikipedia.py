@@ -223,11 +223,31 @@ def test_encyclopedic_vqa(raw, packed):
     assert corpus.picture(0)
 
 
-def test_an_entry_without_its_headings_is_broken(raw):
-    entry = {**EVQA[URL], "section_titles": ["Golden eagle", None, "Empty"]}
-    (raw / "encyclopedic_kb_wiki.json").write_text(json.dumps({URL: entry}))
-    with pytest.raises(UserError, match=r"the first broken one: .*Golden_eagle"):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"section_titles": ["Golden eagle", None, "Empty"]}, "texts title, section_titles and"),
+        ({"section_titles": ""}, "texts title, section_titles and section_texts were expected"),
+        ({"title": "\ud83d"}, "surrogates not allowed"),
+        ({"image_section_indices": [3, 0]}, "image_section_indices of its sections were expected"),
+        ({"image_reference_descriptions": [5, ""]}, "texts image_reference_descriptions were"),
+    ],
+)
+def test_an_entry_of_another_form_is_broken(raw, change, message):
+    (raw / "images").mkdir()
+    (raw / "encyclopedic_kb_wiki.json").write_text(json.dumps({URL: {**EVQA[URL], **change}}))
+    with pytest.raises(UserError, match=rf"the first broken one: .*Golden_eagle: .*{message}"):
         prepare("infoseek_wiki", raw, raw.parent / "out")
+
+
+@pytest.mark.parametrize("name", [300 * "Q", "{}/x", "../../x"])
+def test_a_picture_is_looked_for_in_its_folder_alone(raw, name):
+    (raw / "images").mkdir()
+    Image.new("RGB", (4, 4)).save(raw.parent / "x.jpg")
+    entity = {**WIKI6M[0], "wikidata_id": name.format(raw.parent)}
+    (raw / "Wiki6M_ver_1_0.jsonl").write_bytes(lines([entity]))
+    (source,) = prepared("infoseek_wiki", raw).sources
+    assert source.modality == "text"
 
 
 def test_entries_are_read_across_blocks(tmp_path, monkeypatch):

@@ -27,6 +27,7 @@ from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.data.datasets.benchmark import Benchmark, OfficialFiles, PictureFiles, object_rows
 from mmqa_jax.data.schema import SPLITS, Question, Source
 from mmqa_jax.data.splits import fold_of
+from mmqa_jax.data.table_files import whole_number
 
 # The number of a data set before the colon of its ids (src/data/preprocessing/utils.py).
 DATASETS = (
@@ -186,7 +187,7 @@ def _judged(files: OfficialFiles, queries: Path, split: str) -> Mapping[str, lis
     judged: dict[str, list[str]] = {}
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         cells = line.split()
-        if cells and (len(cells) != 5 or not cells[3].isdecimal()):
+        if cells and (len(cells) != 5 or whole_number(cells[3]) is None):
             raise UserError(
                 f"{path}, line {number}: `qid 0 did relevance task` was expected; {_AGAIN}."
             )

@@ -197,7 +197,14 @@ def _question(
     name: str, row: dict[str, Any], category: str, judged: dict[str, dict[str, int]], where: str
 ) -> Question:
     if not isinstance(row["query"], str) or not row["query"]:
-        raise UserError(f"{where}: query is {row['query']!r:.60}; text was expected.")
+        raise UserError(
+            f"{where}: query is {row['query']!r:.60}; text was expected; fetch it again."
+        )
+    language = row.get(LANGUAGE)
+    if not isinstance(language, str | None):
+        raise UserError(
+            f"{where}: language is {language!r:.60}; text was expected; fetch it again."
+        )
     grades = judged.get(name, {})
     extra = {key: row[key] for key in (LANGUAGE, *_KEPT) if row.get(key) is not None}
     answer = row.get("answer")
