@@ -215,6 +215,18 @@ def test_text_that_is_no_utf8_is_refused(raw):
         read_vidore(raw)
 
 
+def test_a_row_group_that_lacks_rows_is_refused(raw, monkeypatch):
+    """As of a file whose counts of values are damaged."""
+    whole = pq.ParquetFile.read_row_group
+    monkeypatch.setattr(
+        pq.ParquetFile, "read_row_group", lambda *args, **more: whole(*args, **more).slice(1)
+    )
+    with pytest.raises(
+        UserError, match=r"\(row group 0 has other rows than it says\); the file is"
+    ):
+        read_vidore(raw)
+
+
 def test_another_set_or_flag_is_refused(raw, tmp_path):
     ended = mmqa("prepare", "vidore", f"--raw={raw.rename(tmp_path / 'x')}", "--out=o")
     assert ended.code == 2

@@ -332,19 +332,25 @@ def test_files_that_are_cut_or_fill_disks_are_refused(raw, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("names", "method", "message"),
+    ("names", "field", "value", "message"),
     [
-        (("a.json", "b.json"), 0, "holds 2 files, one was expected; unpack it, and give the one"),
-        (("a.json",), 9, r"cannot be unpacked here \(That compression method .*\); unpack it, and"),
+        ("ab", 8, 0, "holds 2 files, one was expected; unpack it, and give the one"),
+        ("a", 6, 91, r"cannot be unpacked here \(zip file version 9\.1\); unpack it"),
+        ("a", 8, 1, r"cannot be unpacked here \(File .* is encrypted, .*\); unpack it"),
+        # Deflate64, which Windows takes for large files.
+        ("a", 10, 9, r"cannot be unpacked here \(That compression method .*\); unpack it"),
+        ("a", 46, 0, r"cannot be (unpacked|read)"),
     ],
+    ids=["two files", "version", "password", "method", "no name"],
 )
-def test_zips_that_are_not_unpacked(tmp_path, names, method, message):
+def test_zips_that_are_not_unpacked(tmp_path, names, field, value, message):
+    """`field` is a place in the first file's entry of the archive's directory."""
     path = tmp_path / "x.json.zip"
     with zipfile.ZipFile(path, "w") as packed:
         for name in names:
             packed.writestr(name, "{}")
     data = bytearray(path.read_bytes())
-    data[data.index(b"PK\x01\x02") + 10] = method  # 9: Deflate64, of large files by Windows
+    data[data.index(b"PK\x01\x02") + field] = value
     path.write_bytes(data)
     with pytest.raises(UserError, match=rf"x\.json\.zip: {message}"):
         InputFile(path)

@@ -221,9 +221,12 @@ def _open(path: Path, dictionaries: Sequence[str] = ()) -> Any:
 
 def _read(path: Path, file: Any, group: int, columns: Sequence[str]) -> Any:
     try:
-        return file.read_row_group(group, columns=list(columns))
+        table = file.read_row_group(group, columns=list(columns))
     except Exception as error:
         raise _damaged(path, error) from error
+    if table.num_rows != file.metadata.row_group(group).num_rows:
+        raise _damaged(path, ValueError(f"row group {group} has other rows than it says"))
+    return table
 
 
 def _values(path: Path, table: Any) -> list[Any]:
