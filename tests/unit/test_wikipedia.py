@@ -235,6 +235,7 @@ def test_encyclopedic_vqa(raw, packed):
 )
 def test_an_entry_of_another_form_is_broken(raw, change, message):
     (raw / "images").mkdir()
+    Image.new("RGB", (4, 4)).save(raw / "images" / "Adler_%C3%BC.jpg")
     (raw / "encyclopedic_kb_wiki.json").write_text(json.dumps({URL: {**EVQA[URL], **change}}))
     with pytest.raises(UserError, match=rf"the first broken one: .*Golden_eagle: .*{message}"):
         prepare("infoseek_wiki", raw, raw.parent / "out")

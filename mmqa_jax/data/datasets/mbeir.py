@@ -187,11 +187,12 @@ def _judged(files: OfficialFiles, queries: Path, split: str) -> Mapping[str, lis
     judged: dict[str, list[str]] = {}
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         cells = line.split()
-        if cells and (len(cells) != 5 or whole_number(cells[3]) is None):
+        relevance = whole_number(cells[3]) if len(cells) == 5 else None
+        if cells and relevance is None:
             raise UserError(
                 f"{path}, line {number}: `qid 0 did relevance task` was expected; {_AGAIN}."
             )
-        if cells and int(cells[3]) > 0:
+        if relevance:
             judged.setdefault(cells[0], []).append(cells[2])
     return judged
 

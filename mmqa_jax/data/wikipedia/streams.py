@@ -214,11 +214,11 @@ class InfoSeekStream(Stream):
             entry["image_section_indices"], strict=True,
         ) if self.pictures else ()  # fmt: skip
         for address, caption, section in pictures:
-            _expect(_are_texts([caption or ""]), "texts image_reference_descriptions")
-            (caption or "").encode()
-            _expect(section in range(len(headings)), "image_section_indices of its sections")
             stem, _, suffix = address.rpartition("/")[2].rpartition(".")
             if picture := self._picture(stem, f"{stem}.{suffix}"):
+                _expect(_are_texts([caption or ""]), "texts image_reference_descriptions")
+                (caption or "").encode()
+                _expect(section in range(len(headings)), "image_section_indices of its sections")
                 more = {"section": headings[section], "section_index": section}
                 shown.append(Picture(picture, caption or title, {**more, **_url_of(address)}))
         rows = list(sources_of(Article(url, title, url, (), shown), self.options))
