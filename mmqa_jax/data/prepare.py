@@ -75,6 +75,8 @@ def prepare(
         raise UserError(f"--raw: name the folder with the files of {dataset}.")
     takes_file = dataset in POOLS or dataset in STREAMS
     if raw is not None and not (raw.is_dir() or (takes_file and raw.is_file())):
+        if raw.is_file():
+            raise UserError(f"{flag}={raw}: is a file; give the folder that it is in.")
         what = "file or folder" if takes_file else "folder"
         raise UserError(f"{flag}={raw}: no such {what}; check the path.")
     has_pages = dataset == "vidore" and folder is not None and folder.chunk == ChunkOptions()

@@ -48,6 +48,9 @@ def test_missing_and_unknown_raw_folders(refused, tmp_path):
     out = f"--out={tmp_path / 'out'}"
     refused("prepare", "webqa", out, message=r"--raw: name the folder with the files of webqa")
     refused("prepare", "corpus", out, "--raw=nowhere", message=r"--raw=nowhere: no such folder")
+    refused(
+        "prepare", "mmmu", out, f"--raw={__file__}", message=r"\.py: is a file; give the folder"
+    )
     refused("prepare", "atlas", out, "--raw=x", message=r"--raw: Atlas is made from installed")
     refused(
         "prepare",

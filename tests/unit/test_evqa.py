@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from cli_runs import mmqa, png, write_rows
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.data.datasets.evqa import read_evqa
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.evqa import matches, score_evqa
 
@@ -180,3 +182,8 @@ def test_flags_of_answers_are_refused_with_rankings(tmp_path, refused):
     for flag in ("bem", "bart"):
         flags = (f"--references={tmp_path}", f"--predictions={found}", f"--{flag}=x")
         refused("evaluate", "evqa", *flags, message=f"--{flag}: .*found.jsonl holds rankings; give")
+
+
+def test_a_folder_without_questions(tmp_path):
+    with pytest.raises(UserError, match=r"holds none of Encyclopedic-VQA's questions; put test\."):
+        read_evqa(tmp_path)

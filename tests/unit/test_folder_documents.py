@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import re
+import zipfile
 
 import pytest
 from document_files import docx, docx_bomb, pdf, picture
@@ -177,9 +179,36 @@ def test_a_zip_bomb_is_not_unpacked():
         read_docx(bomb)
 
 
+def test_how_much_documents_may_hold(monkeypatch):
+    word = docx(lambda document: document.add_picture(io.BytesIO(picture())))
+    monkeypatch.setattr("mmqa_jax.data.documents.docx.MOST_BYTES", 9_000)
+    with pytest.raises(DocumentError, match=r"unpacks to \d+,\d+ bytes, more than 9,000; split it"):
+        read_docx(word)
+    monkeypatch.setattr("mmqa_jax.data.documents.html.MOST_BYTES", 9)
+    with pytest.raises(DocumentError, match="13 bytes, more than the 9 of a page; split it"):
+        read_html(b"<p>A pump.<p>")
+    monkeypatch.setattr("mmqa_jax.data.documents.pdf.MOST_CHARACTERS", 4)
+    with pytest.raises(DocumentError, match="page 2 has 5 characters, more than 4"):
+        read_pdf(pdf([[(10, 700, "Text")], [(10, 700, "Text.")]]), 64)
+    with pytest.raises(DocumentError, match=r"claims 90,000 pages in \d\d\d bytes"):
+        read_pdf(pdf([[(10, 700, "Text")]]).replace(b"/Count 1", b"/Count 90000"), 64)
+
+
+def zipped(encrypted: bool) -> bytes:
+    """A ZIP file with a file that is none of Word's."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("note.txt", "Text.")
+    data = bytearray(packed.getvalue())
+    data[data.index(b"PK\x01\x02") + 8] |= encrypted
+    return bytes(data)
+
+
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
+        (zipped(encrypted=True), "encrypted; save it without a password"),
+        (zipped(encrypted=False), r"no \.docx that can be read \(KeyError: .*Content_Types"),
         (b"PK\x03\x04 and nothing", "no .docx"),
         (b"\xd0\xcf\x11\xe0" + bytes(600), "encrypted, or Word's old format"),
         (docx()[:-2000], "no .docx"),
@@ -267,6 +296,8 @@ def test_a_page_of_any_size_is_bounded():
     assert 0.98 * MOST_PIXELS < width * height < 1.02 * MOST_PIXELS
     (thin,) = page_pictures(data.replace(b"[0 0 612 792]", b"[0 0 0.001 99]"))
     assert thin.picture is None
-    assert thin.problem.startswith("page 1: ")
+    assert re.fullmatch("page 1: .* points, too long and thin", thin.problem)
+    (outside,) = page_pictures(pdf([[]], box="0 0 612 792] /CropBox [700 900 800 1000"))
+    assert (outside.picture, outside.problem) == (None, "page 1: 0 x 0 points")
     with pytest.raises(DocumentError, match="encrypted"):
         list(page_pictures(pdf([[(10, 700, "Secret.")]], encrypted=True)))

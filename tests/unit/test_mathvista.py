@@ -13,6 +13,7 @@ from fake_llm import FakeLLM
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.data.datasets.mathvista import read_mathvista
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.mathvista import (
     edit_distance,
@@ -295,3 +296,35 @@ def test_malformed_files(tmp_path, change, words):
     assert ended.code == 2
     assert "problem 2" in ended.err
     assert words in ended.err
+
+
+_TWICE = {"1": {**PROBLEMS[1], "pid": "1001"}}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([1], r"testmini\.json: \{pid: problem\} was expected; fetch the file again"),
+        ({"7": [1]}, r"testmini\.json, problem 7: is no object; fetch the file again"),
+        (_TWICE, r"test\.json, problem 1001: pid 1001 is there twice; keep one of them"),
+        ({}, "raw: holds none of MathVista's problems; put testmini.json and images/"),
+        (
+            {"2": {**PROBLEMS[1], "image": "../2.jpg"}},
+            r"raw: picture '2' is said to lie at '\.\./2\.jpg', outside that folder; fetch",
+        ),
+    ],
+)
+def test_files_of_another_form(tmp_path, content, message):
+    write_json(tmp_path / "raw")
+    (tmp_path / "raw" / "testmini.json").write_text(json.dumps(content))
+    if content == {}:
+        (tmp_path / "raw" / "test.json").unlink()
+    with pytest.raises(UserError, match=message):
+        read_mathvista(tmp_path / "raw")
+
+
+def test_a_picture_whose_name_no_disk_takes_is_none(tmp_path):
+    write_json(tmp_path / "raw")
+    rows = {"2": {**PROBLEMS[1], "image": 300 * "x"}}
+    (tmp_path / "raw" / "testmini.json").write_text(json.dumps(rows))
+    assert read_mathvista(tmp_path / "raw").questions[0].image is None

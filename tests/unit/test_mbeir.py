@@ -270,6 +270,7 @@ def test_runs_of_val_have_the_official_ids(raw, tmp_path):
 
 
 _POOL = "cand_pool/global/mbeir_union_test_cand_pool.jsonl"
+_TASK1 = "query/test/mbeir_webqa_task1_test.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -291,6 +292,13 @@ _POOL = "cand_pool/global/mbeir_union_test_cand_pool.jsonl"
             [query("2:1", "?", ["7:3"])],
             ("line 1", "no prompt for 2, text, image"),
         ),
+        (_TASK1, [query("2:1", "?", "2:1")], ("line 1", "pos_cand_list must be a list", "fetch")),
+        (_TASK1, [query("2:1", 5, ["2:1"])], ("line 1", "query_txt is 5; text was", "fetch")),
+        (
+            _TASK1,
+            [query("7:2", "", ["2:7"], query_modality="image")],
+            ("line 1", "asks from 'image' to 'image,text', no task of M-BEIR; fetch"),
+        ),
     ],
 )
 def test_malformed_files(raw, tmp_path, name, rows, words):
@@ -298,6 +306,51 @@ def test_malformed_files(raw, tmp_path, name, rows, words):
     ended = mmqa("prepare", "mbeir", f"--raw={raw}", f"--out={tmp_path / 'out'}")
     assert ended.code == 2
     assert all(word in ended.err for word in words), ended.err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "qrels/test/mbeir_webqa_task2_test_qrels.txt",
+            "2:4 0 2:7 1 2\n2:4 0 2:7\n",
+            r"webqa_task2_test_qrels\.txt, line 2: `qid 0 did relevance task` was expected; fetch",
+        ),
+        (
+            "qrels/test/mbeir_webqa_task2_test_qrels.txt",
+            f"2:4 0 2:7 {5000 * '1'} 2\n",  # more digits than Python reads
+            r"webqa_task2_test_qrels\.txt, line 1: `qid 0 did relevance task` was expected; fetch",
+        ),
+        (
+            "instructions/query_instructions.tsv",
+            f"{HEADER}text\ttext\tWebQA\t2",
+            r"query_instructions\.tsv, line 2: query_modality, .* and prompts were expected",
+        ),
+    ],
+)
+def test_malformed_lines(raw, name, text, message):
+    (raw / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_mbeir(raw)
+
+
+# M-BEIR has no queries of the union: what to fetch are those of its sets.
+@pytest.mark.parametrize(
+    ("pool", "message"),
+    [
+        ("global/mbeir_union_test_cand_pool", r"put query/test/mbeir_SET_test\.jsonl there"),
+        ("local/mbeir_cirr_task7_cand_pool", r"put query/test/mbeir_cirr_task7_test\.jsonl there"),
+        ("local/mbeir_cirr_task7_val_cand_pool", r"put query/val/mbeir_cirr_task7_val\.jsonl"),
+        ("local/pool", r"pool\.jsonl: is not named as M-BEIR's pools are .*; give it its name"),
+    ],
+)
+def test_a_pool_without_its_queries_or_its_name(raw, pool, message):
+    for path in (raw / "query" / "test").iterdir():
+        path.unlink()
+    path = raw / "cand_pool" / f"{pool}.jsonl"
+    write_rows(path, TEXTS)
+    with pytest.raises(UserError, match=message):
+        read_mbeir(path)
 
 
 def test_a_pool_outside_its_folder_is_refused(tmp_path):

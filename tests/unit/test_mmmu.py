@@ -10,7 +10,9 @@ import pytest
 from cli_runs import mmqa, png
 from fake_llm import FakeLLM
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.data.datasets.mmmu import read_mmmu
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.mmmu import is_open_answer, score_mmmu, write_mmmu_submission
 from mmqa_jax.evaluation.multiple_choice import LETTERS, mmmu_choice
@@ -86,6 +88,12 @@ def test_prepare_official_files(data):
         ([row("validation_Art_1", "A", "['a']")], ("row 0", "two at least")),
         ([VAL[0], VAL[0]], ("row 1", "twice")),
         ([{**VAL[0], "image_1": None}], ("row 0", "image_2")),
+        *(
+            ([{**VAL[0], key: value}], ("row 0", "question_type or explanation is no text; fetch"))
+            for key, value in (("question", ""), ("answer", None), ("explanation", 5))
+        ),
+        ([{**VAL[0], "question_type": None}], ("row 0", "question_type or explanation is no text")),
+        ([{k: v for k, v in VAL[0].items() if k != "question_type"}], ("no column question_type",)),
     ],
 )
 def test_malformed_files(tmp_path, rows, words):
@@ -93,6 +101,15 @@ def test_malformed_files(tmp_path, rows, words):
     ended = mmqa("prepare", "mmmu", f"--raw={tmp_path / 'raw'}", f"--out={tmp_path / 'data'}")
     assert ended.code == 2
     assert all(word in ended.err for word in words), ended.err
+
+
+def test_tables_of_another_benchmark(tmp_path):
+    with pytest.raises(UserError, match="holds no Parquet file; put MMMU's folders of subjects"):
+        read_mmmu(tmp_path)
+    table = pyarrow.table({"image_1": pyarrow.array([None], PICTURE)})
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(UserError, match=r"x\.parquet: has no column id \(it has image_1\); fetch"):
+        read_mmmu(tmp_path)
 
 
 # What the authors' construct_prompt gives with configs/llava1.5.yaml.

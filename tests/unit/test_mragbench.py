@@ -10,7 +10,10 @@ import pytest
 from cli_runs import mmqa, png
 from fake_llm import FakeLLM
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.data.datasets.mragbench import read_mragbench
+from mmqa_jax.data.picture_bounds import PictureError
 from mmqa_jax.data.schema import Prediction, Ranking
 from mmqa_jax.evaluation.mragbench import score_mragbench
 from mmqa_jax.evaluation.multiple_choice import LETTERS, mmmu_choice
@@ -188,3 +191,20 @@ def test_malformed_files(tmp_path, change, words):
     ended = mmqa("prepare", "mragbench", f"--raw={tmp_path / 'raw'}", f"--out={tmp_path / 'data'}")
     assert ended.code == 2
     assert all(word in ended.err for word in words), ended.err
+
+
+def test_a_column_of_lists_that_holds_none(tmp_path):
+    write(tmp_path, ROWS)
+    path = tmp_path / "test-00000-of-00001.parquet"
+    table = pyarrow.parquet.read_table(path)
+    place = table.column_names.index("gt_images")
+    pyarrow.parquet.write_table(table.set_column(place, "gt_images", pyarrow.array([1, 2])), path)
+    found = read_mragbench(tmp_path)
+    with pytest.raises(PictureError, match=r"001\.parquet, id 0: holds no picture's bytes"):
+        found.read_picture("0/gt_images/0")
+
+
+def test_a_folder_without_tables(tmp_path):
+    (tmp_path / "train-00000-of-00001.parquet").touch()
+    with pytest.raises(UserError, match=r"holds no test-\*\.parquet; put MRAG-Bench's Parquet"):
+        read_mragbench(tmp_path)

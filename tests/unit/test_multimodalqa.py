@@ -9,8 +9,12 @@ import json
 import pytest
 from cli_runs import ROOT, done, mmqa, png, write_rows
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.datasets.multimodalqa import table_text
+from mmqa_jax.data.datasets import benchmark
+from mmqa_jax.data.datasets.benchmark import object_rows
+from mmqa_jax.data.datasets.multimodalqa import read_multimodalqa, table_text
+from mmqa_jax.data.picture_bounds import PictureError
 from mmqa_jax.data.schema import Prediction
 from mmqa_jax.evaluation.multimodalqa import list_em, list_f1, score_multimodalqa
 
@@ -171,6 +175,11 @@ _UNKNOWN = {**QUESTIONS[0], "supporting_context": [{"doc_id": "zz"}]}
 _NO_TABLE = {**TABLES[0], "table": {"header": 1}}
 
 
+def _with(key: str, value: object) -> str:
+    """A question whose metadata has this."""
+    return json.dumps({**QUESTIONS[0], "metadata": {**QUESTIONS[0]["metadata"], key: value}})
+
+
 @pytest.mark.parametrize(
     ("name", "rows", "words"),
     [
@@ -179,6 +188,17 @@ _NO_TABLE = {**TABLES[0], "table": {"header": 1}}
         ("dev", [json.dumps(_UNKNOWN)], ("line 1", "source zz")),
         ("dev", 2 * [json.dumps(QUESTIONS[0])], ("line 2", "q1", "twice")),
         ("tables", [json.dumps(_NO_TABLE)], ("MMQA_tables", "line 1", "`table`")),
+        ("texts", 2 * [json.dumps(TEXTS[0])], ("MMQA_texts", "line 2", "id t1 is there twice")),
+        (
+            "texts",
+            [json.dumps({**TEXTS[0], "text": 5})],
+            ("line 1", "text is 5; text was expected"),
+        ),
+        ("dev", [json.dumps({**QUESTIONS[0], "metadata": 1})], ("line 1", "no object `metadata`")),
+        ("dev", [json.dumps({**QUESTIONS[0], "answers": [1]})], ("line 1", "`answers` or")),
+        ("dev", [_with("type", "Guess")], ("line 1", "type is 'Guess', none of the release's")),
+        ("dev", [_with("text_doc_ids", "t1")], ("line 1", "text_doc_ids must be a list of texts")),
+        ("dev", [_with("modalities", 5)], ("line 1", "modalities must be a list of texts")),
     ],
 )
 def test_malformed_lines(raw, tmp_path, name, rows, words):
@@ -200,6 +220,30 @@ def test_missing_and_foreign_files(raw, tmp_path):
     ended = mmqa(*prepare)
     assert ended.code == 2
     assert "MMQA_texts.jsonl.gz: no such file" in ended.err
+
+
+def test_a_folder_without_questions(raw):
+    for split in ("dev", "test"):
+        (raw / f"MMQA_{split}.jsonl.gz").unlink()
+    with pytest.raises(UserError, match=r"raw: holds no questions; put MMQA_dev\.jsonl\.gz there"):
+        read_multimodalqa(raw)
+
+
+def test_pictures_that_are_not_there_or_no_longer(raw):
+    read_picture = read_multimodalqa(raw).read_picture
+    with pytest.raises(PictureError, match=r"i2\.png: no such file in final_dataset_images; fetch"):
+        read_picture("i2.png")
+    (raw / "final_dataset_images" / "i1.png").unlink()
+    with pytest.raises(PictureError, match=r"images/i1\.png: No such file or directory; fetch it"):
+        read_picture("i1.png")
+
+
+def test_lines_that_no_memory_or_disk_gives(raw, monkeypatch):
+    with pytest.raises(UserError, match=r"raw: cannot be read \(Is a directory\); check the file"):
+        list(object_rows(raw))
+    monkeypatch.setattr(benchmark, "_LONGEST_LINE", 64)
+    with pytest.raises(UserError, match=r"_dev.*, line 1: is longer than 64 bytes; fetch the file"):
+        list(object_rows(raw / "MMQA_dev.jsonl.gz"))
 
 
 def test_a_cut_file_is_refused(raw, tmp_path):

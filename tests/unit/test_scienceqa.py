@@ -204,6 +204,31 @@ def test_files_that_do_not_fit(raw, tmp_path, refused):
     refused(*flags, message=r"holds 2 files problems_\*\.json")
 
 
+# An empty text begins with every letter, and is none.
+@pytest.mark.parametrize("answer", ["", "AB", "Z"])
+def test_an_answer_of_llavas_that_is_no_letter(answer, tmp_path):
+    turns = [{"value": "Which?\nA. oak\nB. rose"}, {"value": answer}]
+    path = tmp_path / "test_questions_all.json"
+    path.write_text(json.dumps([{"id": "9", "conversations": turns}]))
+    with pytest.raises(
+        UserError, match=r"all\.json, entry 1: not a conversation .*; fetch LLaVA's"
+    ):
+        read_scienceqa(tmp_path)
+
+
+def test_a_table_whose_name_says_no_split(raw, tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "questions.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["Which?"]}), path)
+    message = (
+        r"questions\.parquet: its name says no split; call it train-\*, validation-\*, test-\*\."
+    )
+    with pytest.raises(UserError, match=message):
+        read_scienceqa(path)
+
+
 # Scores
 
 

@@ -11,7 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from cli_runs import ROOT, done, mmqa, png
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.data.datasets.vidore import read_vidore
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.vidore import score_vidore
 
@@ -174,8 +176,21 @@ def test_a_row_reads_the_text_of_pages(raw, tmp_path):
     [
         ("qrels", {"query_id": [0], "corpus_id": [9], "score": [1]}, ("row 0", "page", "/9")),
         ("qrels", {"query_id": [0], "corpus_id": [0], "score": [0.5]}, ("row 0", "0.5")),
+        ("qrels", {"query_id": [0], "corpus_id": [0], "score": [np.nan]}, ("row 0", "is nan; a")),
+        ("qrels", {"query_id": [0], "corpus_id": [0], "score": [np.inf]}, ("row 0", "is inf; a")),
+        ("queries", {"query_id": [""], "query": ["a"]}, ("row 0", "query_id is ''; a number or")),
+        (
+            "corpus",
+            {"corpus_id": [0, 0], "image": 2 * [{"bytes": b"", "path": None}]},
+            ("row 1", "page vidore_v3_hr/0 is there twice; fetch"),
+        ),
         ("queries", {"query_id": [0], "query": [""]}, ("row 0", "query is ''")),
         ("queries", {"query_id": [0, 0], "query": ["a", "b"]}, ("row 1", "twice")),
+        (
+            "queries",
+            {"query_id": [0], "query": ["a"], "language": [["french"]]},
+            ("row 0", "language is ['french']; text was expected; fetch"),
+        ),
         ("corpus", {"corpus_id": [0]}, ("no column image",)),
     ],
 )
@@ -184,6 +199,32 @@ def test_malformed_files(raw, tmp_path, part, columns, words):
     ended = mmqa("prepare", "vidore", f"--raw={raw}", f"--out={tmp_path / 'out'}")
     assert ended.code == 2
     assert all(word in ended.err for word in words), ended.err
+
+
+def test_a_folder_that_lacks_a_part(raw):
+    (raw / "qrels" / "test-00000-of-00001.parquet").unlink()
+    with pytest.raises(UserError, match=r"vidore_v3_hr/qrels: holds no \.parquet file; fetch the"):
+        read_vidore(raw)
+
+
+def test_text_that_is_no_utf8_is_refused(raw):
+    texts = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff"))
+    path = raw / "queries" / "test-00000-of-00001.parquet"
+    pq.write_table(pa.table({"query_id": [0], "query": texts}), path)
+    with pytest.raises(UserError, match=r"\.parquet: cannot be read as Parquet \('utf-8' codec"):
+        read_vidore(raw)
+
+
+def test_a_row_group_that_lacks_rows_is_refused(raw, monkeypatch):
+    """As of a file whose counts of values are damaged."""
+    whole = pq.ParquetFile.read_row_group
+    monkeypatch.setattr(
+        pq.ParquetFile, "read_row_group", lambda *args, **more: whole(*args, **more).slice(1)
+    )
+    with pytest.raises(
+        UserError, match=r"\(row group 0 has other rows than it says\); the file is"
+    ):
+        read_vidore(raw)
 
 
 def test_another_set_or_flag_is_refused(raw, tmp_path):

@@ -267,6 +267,13 @@ def test_lineidx_of_other_files(release):
         webqa.ImagesTsv(tsv).read(2)
 
 
+def test_a_line_without_a_picture(release):
+    pictures = {n: base64.b64encode(png(color)) for n, color in COLORS.items()}
+    write_images(release, {**pictures, 30000001: b""})
+    with pytest.raises(PictureError, match=r"imgs\.tsv, row 1: holds no picture; fetch it again"):
+        webqa.ImagesTsv(release / "imgs.tsv").read(1)
+
+
 def test_cut_tsv(release):
     tsv = release / "imgs.tsv"
     offsets = list(map(int, (release / "imgs.lineidx").read_text().split()))

@@ -15,7 +15,7 @@ from mmqa_jax.cli import main
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.prepare import prepare
-from mmqa_jax.data.wikipedia import files
+from mmqa_jax.data.wikipedia import dump, files
 from mmqa_jax.data.wikipedia.articles import Article, PassageOptions, Section, sources_of
 from mmqa_jax.data.wikipedia.dump import PageReader
 from mmqa_jax.data.wikipedia.files import InputFile
@@ -228,11 +228,32 @@ def test_encyclopedic_vqa(raw, packed):
     assert corpus.picture(0)
 
 
-def test_an_entry_without_its_headings_is_broken(raw):
-    entry = {**EVQA[URL], "section_titles": ["Golden eagle", None, "Empty"]}
-    (raw / "encyclopedic_kb_wiki.json").write_text(json.dumps({URL: entry}))
-    with pytest.raises(UserError, match=r"the first broken one: .*Golden_eagle"):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"section_titles": ["Golden eagle", None, "Empty"]}, "texts title, section_titles and"),
+        ({"section_titles": ""}, "texts title, section_titles and section_texts were expected"),
+        ({"title": "\ud83d"}, "surrogates not allowed"),
+        ({"image_section_indices": [3, 0]}, "image_section_indices of its sections were expected"),
+        ({"image_reference_descriptions": [5, ""]}, "texts image_reference_descriptions were"),
+    ],
+)
+def test_an_entry_of_another_form_is_broken(raw, change, message):
+    (raw / "images").mkdir()
+    Image.new("RGB", (4, 4)).save(raw / "images" / "Adler_%C3%BC.jpg")
+    (raw / "encyclopedic_kb_wiki.json").write_text(json.dumps({URL: {**EVQA[URL], **change}}))
+    with pytest.raises(UserError, match=rf"the first broken one: .*Golden_eagle: .*{message}"):
         prepare("infoseek_wiki", raw, raw.parent / "out")
+
+
+@pytest.mark.parametrize("name", [300 * "Q", "{}/x", "../../x"])
+def test_a_picture_is_looked_for_in_its_folder_alone(raw, name):
+    (raw / "images").mkdir()
+    Image.new("RGB", (4, 4)).save(raw.parent / "x.jpg")
+    entity = {**WIKI6M[0], "wikidata_id": name.format(raw.parent)}
+    (raw / "Wiki6M_ver_1_0.jsonl").write_bytes(lines([entity]))
+    (source,) = prepared("infoseek_wiki", raw).sources
+    assert source.modality == "text"
 
 
 def test_entries_are_read_across_blocks(tmp_path, monkeypatch):
@@ -243,8 +264,21 @@ def test_entries_are_read_across_blocks(tmp_path, monkeypatch):
     path.write_text(json.dumps(EVQA)[:-30])
     with pytest.raises(UserError, match=r"x\.json: ends within"):
         list(json_entries(InputFile(path)))
-    path.write_text("[1]")
-    with pytest.raises(UserError, match="a JSON object was expected"):
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[1]", "a JSON object was expected; fetch"),
+        (b'{"a": "\xff"}', "is not UTF-8; fetch"),
+        (b'{"a": ' + 100_000 * b"[", r"""what follows '"a": \[\[.*' is no JSON; fetch"""),
+        (b"{1: {}}", "ends within '1: {}}'; fetch"),
+    ],
+)
+def test_files_that_are_no_json_object(tmp_path, content, message):
+    path = tmp_path / "x.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"x\.json: {message} the file again"):
         list(json_entries(InputFile(path)))
 
 
@@ -303,6 +337,31 @@ def test_files_that_are_cut_or_fill_disks_are_refused(raw, monkeypatch):
         prepare("kilt", raw, raw.parent / "out")
 
 
+@pytest.mark.parametrize(
+    ("names", "field", "value", "message"),
+    [
+        ("ab", 8, 0, "holds 2 files, one was expected; unpack it, and give the one"),
+        ("a", 6, 91, r"cannot be unpacked here \(zip file version 9\.1\); unpack it"),
+        ("a", 8, 1, r"cannot be unpacked here \(File .* is encrypted, .*\); unpack it"),
+        # Deflate64, which Windows takes for large files.
+        ("a", 10, 9, r"cannot be unpacked here \(That compression method .*\); unpack it"),
+        ("a", 46, 0, r"cannot be (unpacked|read)"),
+    ],
+    ids=["two files", "version", "password", "method", "no name"],
+)
+def test_zips_that_are_not_unpacked(tmp_path, names, field, value, message):
+    """`field` is a place in the first file's entry of the archive's directory."""
+    path = tmp_path / "x.json.zip"
+    with zipfile.ZipFile(path, "w") as packed:
+        for name in names:
+            packed.writestr(name, "{}")
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PK\x01\x02") + field] = value
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=rf"x\.json\.zip: {message}"):
+        InputFile(path)
+
+
 def test_what_the_folder_must_hold(raw):
     with pytest.raises(UserError, match="has no file of DPR's passages"):
         prepare("dpr", raw, raw.parent / "out")
@@ -334,6 +393,15 @@ def test_pages_of_a_dump(tmp_path):
         list(PageReader(InputFile(path)).pages())
     path.write_text('<!DOCTYPE x [<!ENTITY a "b">]><x>&a;</x>')
     with pytest.raises(UserError, match="declares the entity 'a'"):
+        list(PageReader(InputFile(path)).pages())
+
+
+def test_an_element_of_a_dump_that_does_not_end(tmp_path, monkeypatch):
+    path = tmp_path / "dump.xml"
+    path.write_text(DUMP)
+    monkeypatch.setattr(dump, "LONGEST_LINE", 20)
+    message = r"dump\.xml: page '.*' has an element of more than 20 characters; this is no dump of"
+    with pytest.raises(UserError, match=message):
         list(PageReader(InputFile(path)).pages())
 
 

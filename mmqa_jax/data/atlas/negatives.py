@@ -153,8 +153,7 @@ def _top(scores: np.ndarray, pool: Pool, draft: Draft, modality: str) -> np.ndar
 def _best(scores: np.ndarray, count: int) -> np.ndarray:
     rows = np.argpartition(-scores, count - 1)[:count]
     rows = rows[np.argsort(-scores[rows], kind="stable")]
-    if not np.isfinite(scores[rows]).all():
-        raise ValueError(f"fewer than {count} sources are left to be negatives")
+    assert np.isfinite(scores[rows]).all(), "LEAST_COUNTRIES leave enough sources"
     return rows
 
 

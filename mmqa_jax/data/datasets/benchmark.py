@@ -208,6 +208,7 @@ class PictureFiles(PictureFolders):
                         f"{folder}: picture {name!r} is said to lie at {str(path)!r}, outside that "
                         "folder; fetch the benchmark's files again."
                     )
-            file = next((folder / path for path in paths if (folder / path).is_file()), None)
+            # os.path.isfile says no of a name that is too long, where Path.is_file raises.
+            file = next((folder / path for path in paths if os.path.isfile(folder / path)), None)
             if file is not None:
                 self._paths[name] = file

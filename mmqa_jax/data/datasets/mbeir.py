@@ -27,6 +27,7 @@ from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.data.datasets.benchmark import Benchmark, OfficialFiles, PictureFiles, object_rows
 from mmqa_jax.data.schema import SPLITS, Question, Source
 from mmqa_jax.data.splits import fold_of
+from mmqa_jax.data.table_files import whole_number
 
 # The number of a data set before the colon of its ids (src/data/preprocessing/utils.py).
 DATASETS = (
@@ -87,7 +88,10 @@ def read_mbeir(path: Path) -> Benchmark:
     )
     named = _POOL.fullmatch(pool.stem)
     if named is None:
-        raise UserError(f"{pool}: is not named as M-BEIR's pools are (mbeir_SET_cand_pool.jsonl).")
+        raise UserError(
+            f"{pool}: is not named as M-BEIR's pools are (mbeir_SET_cand_pool.jsonl); give it its "
+            "name again."
+        )
     sources: dict[str, Source] = {}
     for where, row in object_rows(pool):
         source = _candidate(row, where)
@@ -105,9 +109,11 @@ def read_mbeir(path: Path) -> Benchmark:
                 raise UserError(f"{where}: qid {question.id} is there twice; {_AGAIN}.")
             questions[question.id] = question
     if not questions:
+        split, name = named["split"] or "test", named["name"]
+        name = "SET" if name == "union" else name
         raise UserError(
-            f"{folder}: has no queries for {pool.name}; put query/test/mbeir_{named['name']}"
-            "_test.jsonl there."
+            f"{folder}: has no queries for {pool.name}; put query/{split}/mbeir_{name}_{split}"
+            ".jsonl there."
         )
     every = [*sources.values(), *questions.values()]
     pictures = PictureFiles(folder, {one.image: [one.image] for one in every if one.image})
@@ -181,11 +187,12 @@ def _judged(files: OfficialFiles, queries: Path, split: str) -> Mapping[str, lis
     judged: dict[str, list[str]] = {}
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         cells = line.split()
-        if cells and (len(cells) != 5 or not cells[3].isdecimal()):
+        relevance = whole_number(cells[3]) if len(cells) == 5 else None
+        if cells and relevance is None:
             raise UserError(
                 f"{path}, line {number}: `qid 0 did relevance task` was expected; {_AGAIN}."
             )
-        if cells and int(cells[3]) > 0:
+        if relevance:
             judged.setdefault(cells[0], []).append(cells[2])
     return judged
 

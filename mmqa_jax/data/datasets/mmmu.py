@@ -107,11 +107,14 @@ def _question(where: str, row: dict[str, Any]) -> Question:
             f"{where}: id is {row['id']!r:.60}; SPLIT_SUBJECT_NUMBER of one of MMMU's 30 subjects "
             "was expected; fetch MMMU's own files."
         )
-    text, answer = row["question"], row["answer"]
-    if not isinstance(text, str) or not text or not isinstance(answer, str):
-        raise UserError(f"{where}: question or answer is no text; fetch the file again.")
+    text, answer, kind = row["question"], row["answer"], row[KIND]
+    texts = (text, answer, kind, row.get("explanation") or "")
+    if not all(isinstance(one, str) for one in texts) or not text or not kind:
+        raise UserError(
+            f"{where}: question, answer, {KIND} or explanation is no text; fetch the file again."
+        )
     choices, index, answers = (), None, ()
-    if row[KIND] == CHOICE:
+    if kind == CHOICE:
         choices = _texts(row["options"], f"{where}: options")
         if len(choices) < 2:
             raise UserError(f"{where}: has {len(choices)} options; two at least were expected.")

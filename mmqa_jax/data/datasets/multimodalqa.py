@@ -59,6 +59,7 @@ PUBLISHED_COUNTS = {
 ATTRIBUTION = "MultiModalQA (Talmor et al., ICLR 2021); texts, tables, pictures: Wikipedia."
 
 _SPLITS = {"train": "train", "dev": "val", "test": "test"}
+_CONTEXT = ("text_doc_ids", "image_doc_ids")
 
 
 def read_multimodalqa(folder: Path) -> Benchmark:
@@ -188,7 +189,7 @@ def _question(row: dict[str, Any], split: str, sources: dict[str, Source], where
     metadata = row.get("metadata")
     if not isinstance(metadata, dict):
         raise UserError(f"{where}: has no object `metadata`; fetch the file again.")
-    context = [*_ids(metadata, "text_doc_ids", where), *_ids(metadata, "image_doc_ids", where)]
+    context = [name for key in _CONTEXT for name in _texts(metadata, key, where)]
     if metadata.get("table_id") is not None:
         context.append(_string(metadata, "table_id", where))
     supporting = row.get("supporting_context", [])
@@ -212,7 +213,7 @@ def _question(row: dict[str, Any], split: str, sources: dict[str, Source], where
         raise UserError(f"{where}: type is {kind!r}, none of the release's; fetch the file again.")
     extra: dict[str, Any] = {}
     if metadata.get("modalities"):
-        extra[MODALITIES] = list(metadata["modalities"])
+        extra[MODALITIES] = _texts(metadata, "modalities", where)
     if items:
         extra |= {ANSWER_LIST: items, ANSWER_MODALITY: SEPARATOR.join(found_in)}
     return Question(
@@ -227,11 +228,11 @@ def _question(row: dict[str, Any], split: str, sources: dict[str, Source], where
     )
 
 
-def _ids(metadata: dict[str, Any], key: str, where: str) -> list[str]:
-    ids = metadata.get(key, [])
-    if not isinstance(ids, list) or not all(isinstance(name, str) for name in ids):
-        raise UserError(f"{where}: {key} must be a list of ids; fetch the file again.")
-    return ids
+def _texts(metadata: dict[str, Any], key: str, where: str) -> list[str]:
+    texts = metadata.get(key, [])
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise UserError(f"{where}: {key} must be a list of texts; fetch the file again.")
+    return texts
 
 
 def _string(row: dict[str, Any], key: str, where: str) -> str:

@@ -25,17 +25,21 @@ def parquet_rows(
     """
     file = _open(path)
     names = file.schema_arrow.names
-    if missing := [name for name in needed if name not in names]:
-        raise UserError(
-            f"{path}: has no column {', '.join(missing)} (it has {', '.join(names)}); fetch the "
-            "benchmark's own Parquet files."
-        )
+    _check_columns(path, names, needed)
     columns = [name for name in (*needed, *optional) if name in names]
     number = 0
     for group in range(file.num_row_groups):
         for row in _values(path, _read(path, file, group, columns)):
             yield number, row
             number += 1
+
+
+def _check_columns(path: Path, names: Sequence[str], needed: Sequence[str]) -> None:
+    if missing := [name for name in needed if name not in names]:
+        raise UserError(
+            f"{path}: has no column {', '.join(missing)} (it has {', '.join(names)}); fetch the "
+            "benchmark's own Parquet files."
+        )
 
 
 class ParquetPictures:
@@ -60,6 +64,7 @@ class ParquetPictures:
                     counts = _count_pictures(path, file, group, column)
                     ids = {n: row_name(path, before + n) for n, count in enumerate(counts) if count}
                 else:
+                    _check_columns(path, file.schema_arrow.names, [key])
                     ids = dict(enumerate(_values(path, _read(path, file, group, [key]).column(0))))
                 self._rows |= {str(name): (place, group, row) for row, name in ids.items()}
         self._lock = threading.Lock()  # row groups are read by one thread at a time
@@ -87,10 +92,8 @@ class ParquetPictures:
         place, group, row = self._rows[name]
         with self._lock:
             picture = self._group(place, group)[row]
-        if number is not None:
-            picture = picture[number]
         where = f"{self._paths[place]}, id {name}"
-        data = _bytes_of(picture)
+        data = _bytes_of(picture, number)
         if data is None or not data.is_valid:
             raise PictureError(f"{where}: holds no picture's bytes.")
         check_bytes(data.as_buffer().size, where)
@@ -177,10 +180,12 @@ def _count_pictures(path: Path, file: Any, group: int, column: str) -> list[int]
     return [int(there) for there in cells.is_valid().to_pylist()]
 
 
-def _bytes_of(picture: Any) -> Any:
-    """The binary scalar in a cell of `image`; None where it has none."""
+def _bytes_of(picture: Any, number: int | None) -> Any:
+    """The binary scalar in a cell of `image`, or in its list's; None where it has none."""
     import pyarrow
 
+    if number is not None:
+        picture = picture[number] if isinstance(picture, pyarrow.ListScalar) else None
     if isinstance(picture, pyarrow.StructScalar):
         picture = picture["bytes"] if picture.is_valid and "bytes" in picture else None
     if isinstance(picture, pyarrow.DictionaryScalar):
@@ -216,9 +221,12 @@ def _open(path: Path, dictionaries: Sequence[str] = ()) -> Any:
 
 def _read(path: Path, file: Any, group: int, columns: Sequence[str]) -> Any:
     try:
-        return file.read_row_group(group, columns=list(columns))
+        table = file.read_row_group(group, columns=list(columns))
     except Exception as error:
         raise _damaged(path, error) from error
+    if table.num_rows != file.metadata.row_group(group).num_rows:
+        raise _damaged(path, ValueError(f"row group {group} has other rows than it says"))
+    return table
 
 
 def _values(path: Path, table: Any) -> list[Any]:

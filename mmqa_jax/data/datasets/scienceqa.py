@@ -221,20 +221,15 @@ def _problem_rows(data: Any, path: Path, splits_file: Path | None) -> list[_Row]
     return rows
 
 
-def _conversation_rows(data: Any, path: Path) -> list[_Row]:
+def _conversation_rows(data: list[Any], path: Path) -> list[_Row]:
     """LLaVA's [{"id", "image", "conversations": [{"value": prompt}, {"value": letter}]}]."""
-    if not isinstance(data, list):
-        raise UserError(
-            f"{path}: a list of conversations was expected, or {{pid: problem}}; fetch the file "
-            "again."
-        )
     rows, seen = [], set()
     for number, item in enumerate(data, start=1):
         where = f"{path}, entry {number}"
         try:
             pid, turns = item["id"], item["conversations"]
             question, choices = parse_conversation(turns[0]["value"])
-            answer = "ABCDEFGHIJ".index(turns[1]["value"])
+            answer = [*"ABCDEFGHIJ"].index(turns[1]["value"])
         except (TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
             raise UserError(
                 f'{where}: not a conversation of "id", a question with choices `A. `, `B. `, ..., '

@@ -184,8 +184,10 @@ def _judgments(
         if found not in sources:
             raise UserError(f"{where}: judges page {found}, which corpus/ has not; fetch both.")
         grade = row["score"]
-        if not isinstance(grade, int | float) or grade != int(grade):
-            raise UserError(f"{where}: score is {grade!r}; a whole number was expected.")
+        if not isinstance(grade, int | float) or not float(grade).is_integer():
+            raise UserError(
+                f"{where}: score is {grade!r}; a whole number was expected; fetch the file again."
+            )
         if grade > 0:
             judged.setdefault(f"{name}/{_id(row, query, where)}", {})[found] = int(grade)
     return judged
@@ -195,7 +197,14 @@ def _question(
     name: str, row: dict[str, Any], category: str, judged: dict[str, dict[str, int]], where: str
 ) -> Question:
     if not isinstance(row["query"], str) or not row["query"]:
-        raise UserError(f"{where}: query is {row['query']!r:.60}; text was expected.")
+        raise UserError(
+            f"{where}: query is {row['query']!r:.60}; text was expected; fetch it again."
+        )
+    language = row.get(LANGUAGE)
+    if not isinstance(language, str | None):
+        raise UserError(
+            f"{where}: language is {language!r:.60}; text was expected; fetch it again."
+        )
     grades = judged.get(name, {})
     extra = {key: row[key] for key in (LANGUAGE, *_KEPT) if row.get(key) is not None}
     answer = row.get("answer")
@@ -213,7 +222,9 @@ def _question(
 def _id(row: dict[str, Any], key: str, where: str) -> str:
     value = row[key]
     if whole_number(value) is None and (not isinstance(value, str) or not value):
-        raise UserError(f"{where}: {key} is {value!r:.60}; a number or text was expected.")
+        raise UserError(
+            f"{where}: {key} is {value!r:.60}; a number or text was expected; fetch the file again."
+        )
     return str(value)
 
 

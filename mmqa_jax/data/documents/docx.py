@@ -66,7 +66,7 @@ def _check_unpacked(data: bytes) -> None:
         )
     whole = sum(member.file_size for member in members)
     if whole > MOST_BYTES:
-        raise DocumentError(f"unpacks to {whole:,} bytes, more than {MOST_BYTES:,}")
+        raise DocumentError(f"unpacks to {whole:,} bytes, more than {MOST_BYTES:,}; split it")
 
 
 def _read(document: Any) -> Document:

@@ -69,9 +69,10 @@ def open_pdf(data: bytes) -> Any:
         if "password" in str(error).lower():
             raise DocumentError("encrypted; save it without a password") from error
         raise DocumentError(f"no PDF that can be read ({error})") from error
-    if len(document) > len(data):
+    pages = len(document)  # which a closed document does not say
+    if pages > len(data):
         document.close()
-        raise DocumentError(f"claims {len(document):,} pages in {len(data):,} bytes")
+        raise DocumentError(f"claims {pages:,} pages in {len(data):,} bytes")
     return document
 
 

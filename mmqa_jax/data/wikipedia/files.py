@@ -79,15 +79,24 @@ class InputFile:
             case ".bz2":
                 return bz2.BZ2File(self._raw)
             case ".zip":
-                packed = zipfile.ZipFile(self._raw)
-                inside = [one for one in packed.infolist() if not one.is_dir()]
-                if len(inside) != 1:
+                try:
+                    return self._only_member(zipfile.ZipFile(self._raw))
+                # A password, or what zipfile does not know; of a damaged one also an IndexError.
+                except (RuntimeError, IndexError) as error:
                     raise UserError(
-                        f"{self.path}: holds {len(inside)} files, one was expected; unpack it, and "
-                        "leave the one that is to be read."
-                    )
-                return packed.open(inside[0])
+                        f"{self.path}: cannot be unpacked here ({error}); unpack it, and give the "
+                        "file that is in it."
+                    ) from error
         return self._raw
+
+    def _only_member(self, packed: zipfile.ZipFile) -> IO[bytes]:
+        inside = [one for one in packed.infolist() if not one.is_dir()]
+        if len(inside) != 1:
+            raise UserError(
+                f"{self.path}: holds {len(inside)} files, one was expected; unpack it, and give "
+                "the one that is to be read."
+            )
+        return packed.open(inside[0])
 
     @contextlib.contextmanager
     def _named_errors(self) -> Iterator[None]:

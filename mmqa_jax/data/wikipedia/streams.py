@@ -10,6 +10,7 @@ import codecs
 import csv
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -203,8 +204,10 @@ class InfoSeekStream(Stream):
     def _of_entry(self, url: str, entry: Mapping[str, Any]) -> Item:
         title, headings, texts = entry["title"], entry["section_titles"], entry["section_texts"]
         _expect(
-            _are_texts([title, *headings, *texts]), "texts title, section_titles and section_texts"
+            _are_texts([url, title]) and _are_texts(headings) and _are_texts(texts),
+            "texts title, section_titles and section_texts",
         )
+        "".join((url, title, *headings, *texts)).encode()  # halves of a character are refused
         shown = []
         pictures = zip(
             entry["image_urls"], entry["image_reference_descriptions"],
@@ -213,6 +216,9 @@ class InfoSeekStream(Stream):
         for address, caption, section in pictures:
             stem, _, suffix = address.rpartition("/")[2].rpartition(".")
             if picture := self._picture(stem, f"{stem}.{suffix}"):
+                _expect(_are_texts([caption or ""]), "texts image_reference_descriptions")
+                (caption or "").encode()
+                _expect(section in range(len(headings)), "image_section_indices of its sections")
                 more = {"section": headings[section], "section_index": section}
                 shown.append(Picture(picture, caption or title, {**more, **_url_of(address)}))
         rows = list(sources_of(Article(url, title, url, (), shown), self.options))
@@ -229,8 +235,10 @@ class InfoSeekStream(Stream):
         """The first of the files NAME, NAME.jpg, NAME.jpeg, NAME.png that there is."""
         folder = self.pictures
         for name in names:
+            if folder is None or ".." in name or os.path.isabs(name):  # the names are data
+                continue
             for suffix in ("", ".jpg", ".jpeg", ".png", ".JPEG"):
-                if ".." not in name and folder and (folder / f"{name}{suffix}").is_file():
+                if os.path.isfile(folder / f"{name}{suffix}"):  # also where it is too long
                     return f"{name}{suffix}"
         return None
 
@@ -262,6 +270,8 @@ def json_entries(opened: InputFile) -> Iterator[tuple[str, Any]]:
                 return
             try:
                 key, end = decoder.raw_decode(text, match.end())
+                if not isinstance(key, str):
+                    raise ValueError("a key is text")
                 value, end = decoder.raw_decode(text, _COLON.match(text, end).end())
             except (
                 ValueError,
