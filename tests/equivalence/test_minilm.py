@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,15 @@ from compare import LAYER, WHOLE, abstract, alone, compiled, copied, forward, ra
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.answer_vocabulary import AnswerVocabulary
+from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.models.atlas_reader import add_types
 from mmqa_jax.models.bert import Bert, minilm_l6
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig, mean_pool
 from mmqa_jax.models.vlp import VLP
 from mmqa_jax.models.vlp_pixels import vlp_patches
+from mmqa_jax.tasks.pretrained_vqa import vqa_loader
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.pretrained import fill_bert, init_vlp_from_bert
 from mmqa_jax.weights.published import load_published
@@ -91,6 +95,16 @@ def test_first_layers_on_request_only(batch, theirs):
         fill_bert(model, minilm_path())
     with pytest.raises(UserError, match="7 layers wanted, the checkpoint has 6"):
         fill_bert(abstract(Bert, minilm_l6(layers=7)), minilm_path(), num_layers=7)
+
+
+def test_the_words_and_first_layers_of_a_vqa_model():
+    """MCAN over a BERT, `init=minilm`."""
+    model, wanted = (abstract(Bert, minilm_l6(layers=2)) for _ in range(2))
+    task = SimpleNamespace(init="minilm", tokenizer="minilm", model=SimpleNamespace())
+    task.model.answer_embeddings = False
+    vqa_loader(task, minilm_tokenizer(), AnswerVocabulary(["yes"]))(SimpleNamespace(bert=model))
+    fill_bert(wanted, minilm_path(), num_layers=2)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(wanted))
 
 
 def test_constants_that_no_shape_shows_are_compared():
