@@ -300,12 +300,7 @@ def _check_same_arrays(folder: Path, target: Mapping[str, Any]) -> None:
     """Raises UserError naming the keys if stored arrays differ from the wanted ones."""
     import orbax.checkpoint as ocp
 
-    try:
-        tree = ocp.StandardCheckpointHandler().metadata(folder).tree
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{folder}: is not a complete checkpoint; name the workdir of a run."
-        ) from error
+    tree = ocp.StandardCheckpointHandler().metadata(folder).tree
     stored = {name: tuple(leaf.shape) for name, leaf in flatten_named(dict(tree)).items()}
     wanted = {name: tuple(leaf.shape) for name, leaf in target.items()}
     problems = [f"{name} is missing" for name in wanted if name not in stored]
@@ -325,13 +320,15 @@ def _check_same_arrays(folder: Path, target: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _report_damage(folder: Path, remedy: str) -> Iterator[None]:
-    """Turns what Orbax raises for truncated or damaged files into a UserError."""
+    """Turns what Orbax raises for missing or damaged files into a UserError."""
     try:
         yield
     except (UserError, MemoryError, jax.errors.JaxRuntimeError):
         raise  # the files are not at fault, or it is reported already
     except Exception as error:  # Orbax and TensorStore have no common error
-        raise UserError(f"{folder}: files in it are truncated or damaged; {remedy}.") from error
+        raise UserError(
+            f"{folder}: files in it are missing, truncated or damaged; {remedy}."
+        ) from error
 
 
 def _iterator_states(iterator: Any) -> dict[str, str]:
