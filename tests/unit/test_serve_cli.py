@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 
 import httpx
@@ -65,6 +66,14 @@ def test_flags_that_are_refused(model, tmp_path, monkeypatch):
         for flags, words in cases:
             ended = mmqa("serve", *flags)
             assert (ended.code, words in ended.err) == (2, True), ended.err
+    for package in ("uvicorn", "starlette", "prometheus_client"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, package, None)
+            ended = mmqa("serve")
+        message = (
+            f"mmqa: mmqa serve: {package} is not installed; `pip install 'mmqa-jax[serve]'`.\n"
+        )
+        assert (ended.code, ended.err) == (2, message)
     ended = mmqa("serve", f"--model={tmp_path / 'nothing'}", "--port=0")
     assert (ended.code, "no such file or folder" in ended.err) == (2, True)
 
