@@ -199,10 +199,11 @@ class Checkpoints:
             light = self._manager.restore(
                 step, args=args.Composite(iterator=args.JsonRestore(), meta=args.JsonRestore())
             )
-        meta = light["meta"]
-        if meta["fingerprint"] not in (self._fingerprint, *self._former):
+            meta, states = light["meta"], light["iterator"]
+            fingerprint, _ = meta["fingerprint"], states["0"]  # there, or damaged
+        if fingerprint not in (self._fingerprint, *self._former):
             raise UserError(
-                f"{folder}: is a checkpoint of another config (fingerprint {meta['fingerprint']}, "
+                f"{folder}: is a checkpoint of another config (fingerprint {fingerprint}, "
                 f"this run has {self._fingerprint}); name a new --workdir or use that run's config."
             )
         targets = {"params": flatten_named(params), "train": flatten_named(train)}
@@ -211,7 +212,7 @@ class Checkpoints:
             for item, target in targets.items():
                 _check_same_arrays(folder / item, target)
             arrays = self._manager.restore(step, args=args.Composite(**restored))
-        _set_iterator_state(iterator, light["iterator"], folder)
+        _set_iterator_state(iterator, states, folder)
         return Restored(
             unflatten_named(params, unnest(arrays["params"], targets["params"])),
             unflatten_named(train, unnest(arrays["train"], targets["train"])),

@@ -111,6 +111,15 @@ def test_damage_of_a_checkpoint_without_checksums(unsealed, item):
         restore(unsealed)
 
 
+@pytest.mark.parametrize("item", ["meta", "iterator"])
+@pytest.mark.parametrize("text", ["{}", "[]"])
+def test_json_of_another_shape_without_checksums(unsealed, item, text):
+    (unsealed / str(NEW) / item / "metadata").write_text(text)
+    message = rf"/{NEW}: files in it are missing, truncated or damaged; {DELETE}"
+    with pytest.raises(UserError, match=message):
+        restore(unsealed)
+
+
 def test_processes_at_different_positions(unsealed):
     """Of the data; the same position in all of them may be continued by one."""
     file = unsealed / str(NEW) / "iterator" / "metadata"
