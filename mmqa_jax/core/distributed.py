@@ -33,9 +33,9 @@ def start(compilation_cache_dir: str | os.PathLike | None = None, *, join: bool 
     """Prepares JAX; call it before any JAX computation. Later calls have no effect.
 
     Turns on the persistent compilation cache, and joins the other hosts of a multi-host launch.
-    JAX detects Slurm, TPU pods (GCE and GKE), Open MPI and, with the package `kubernetes`, an
-    Indexed Job; elsewhere set JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID on each host.
+    JAX detects Slurm, TPU pods (GCE and GKE), Open MPI up to version 4 and, with the package
+    `kubernetes`, an Indexed Job; elsewhere set JAX_COORDINATOR_ADDRESS=host:port,
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID on each host.
 
     Args:
       compilation_cache_dir: where compiled programs are kept; by default $MMQA_CACHE/xla or
