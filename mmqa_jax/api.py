@@ -179,15 +179,15 @@ def open_retriever(
       UserError: no such encoder or index, or no word in the corpus for BM25 to find.
     """
     _check_corpus(corpus, "open_retriever")
-    if index and method != "bm25":
-        raise UserError(
-            f"open_retriever: index={os.fspath(index)} is of bm25, the method is {method}; leave "
-            "it out."
-        )
     if method not in get_args(Method):
         raise UserError(
             f"open_retriever: method {method!r} is not known; use one of "
             f"{', '.join(get_args(Method))}."
+        )
+    if index and method != "bm25":
+        raise UserError(
+            f"open_retriever: index={os.fspath(index)} is of bm25, the method is {method}; leave "
+            "it out."
         )
     _check_top_k(candidates, "candidates")
     check_weight(weight, "open_retriever: weight")

@@ -215,7 +215,8 @@ def _refuse_flags(arguments: argparse.Namespace, dataset: str, scoring: Any) -> 
     """UserError for a missing flag, and for flags that mean nothing to this benchmark."""
     if not arguments.references and not scoring.holds_references(Path(arguments.predictions)):
         raise UserError(
-            f"--references: name the folder of `mmqa prepare {dataset}`, or of its official files."
+            f"--references: is missing; name the folder of `mmqa prepare {dataset}`, or of its "
+            "official files."
         )
     for flag in ("lemmatizer", "bart"):
         if getattr(arguments, flag):
@@ -364,7 +365,7 @@ def _evaluate_articles(arguments: argparse.Namespace, path: Path) -> dict[str, A
 
     dataset = arguments.dataset
     if not arguments.references:
-        raise UserError(f"--references: name the folder of `mmqa prepare {dataset}`.")
+        raise UserError(f"--references: is missing; name the folder of `mmqa prepare {dataset}`.")
     split = benchmarks.split_of(dataset, arguments.split)
     references = Path(arguments.references)
     questions = benchmarks.read_questions(dataset, references, split)

@@ -212,10 +212,10 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.data is None and (arguments.model is not None or arguments.draw):
         raise UserError("--data: is missing; give a folder of `mmqa prepare`, or of pictures.")
     if arguments.draw < 0:
-        raise UserError(f"--draw={arguments.draw}: a number of pictures was expected.")
+        raise UserError(f"--draw={arguments.draw}: a number of pictures was expected; give one.")
     least = arguments.attributes
     if least is not None and not 0 <= least <= 1:
-        raise UserError(f"--attributes={least}: a probability from 0 to 1 was expected.")
+        raise UserError(f"--attributes={least}: a probability from 0 to 1 was expected; give one.")
     if least is not None and not (arguments.draw or {"vinvl", "tags"} & {*arguments.export}):
         raise UserError(
             "--attributes: changes --export=vinvl, --export=tags and --draw alone; give one of "

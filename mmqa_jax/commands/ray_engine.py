@@ -85,7 +85,7 @@ class RayEngine:
                         failed[number] = str(row["error"])
                     progress.advance(workers=most)
         except ray.exceptions.RayError as error:
-            reason = str(error).strip().splitlines()[-1]
+            reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
             raise RunError(
                 f"--engine=ray: the cluster failed ({reason}); chunks {named(sorted(waiting))} are "
                 "not done; start the command again."
@@ -95,8 +95,8 @@ class RayEngine:
             if reason.startswith(_REFUSED):
                 raise UserError(reason.removeprefix(_REFUSED))
             raise RunError(
-                f"--engine=ray: {len(failed)} chunks failed: {named(sorted(failed))}; chunk "
-                f"{first}: {reason}"
+                f"--engine=ray: chunks {named(sorted(failed))} failed (chunk {first}: {reason}); "
+                "start the command again, which computes those that are missing."
             )
 
 

@@ -70,6 +70,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Serves until it is told to end."""
     _check_flags(arguments)
     try:
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise UserError(
@@ -127,7 +129,7 @@ def _check_flags(arguments: argparse.Namespace) -> None:
             "by itself."
         )
     if not 0 <= arguments.port <= 65535:
-        raise UserError(f"--port={arguments.port}: 0 to 65535 was expected.")
+        raise UserError(f"--port={arguments.port}: 0 to 65535 was expected; give such a port.")
     for flag in ("queue", "timeout", "body"):
-        if not getattr(arguments, flag) > 0:
-            raise UserError(f"--{flag}={getattr(arguments, flag)}: more than 0 was expected.")
+        if not (given := getattr(arguments, flag)) > 0:
+            raise UserError(f"--{flag}={given}: more than 0 was expected; give a larger number.")

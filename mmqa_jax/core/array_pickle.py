@@ -71,6 +71,8 @@ def load_arrays(path: str | os.PathLike, *, encoding: str = "ASCII") -> Any:
             return _Unpickler(file, path, encoding).load()
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; check the path.") from error
+    except OSError as error:  # such as a folder, or no permission
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path.") from error
     except _Refused as error:
         raise ForeignObject(
             f"{path}: contains {error}, which is not an array; only arrays, numbers, strings and "
@@ -80,7 +82,7 @@ def load_arrays(path: str | os.PathLike, *, encoding: str = "ASCII") -> Any:
         raise
     # A broken pickle can raise nearly any error.
     except Exception as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = str(error)
         if isinstance(error, EOFError):
             reason = "it ends too early"
         elif isinstance(error, LookupError) or not reason:
@@ -197,7 +199,7 @@ def _storage(copy: Copy, data: bytes) -> np.ndarray:
     length = int.from_bytes(file.read(8), "little", signed=True)
     values = file.read()
     if keys != [key] or length != count or len(values) != count * dtype.itemsize:
-        raise pickle.UnpicklingError(f"a tensor's storage has {len(values)} bytes, not {count}")
+        raise pickle.UnpicklingError("a tensor's storage is not as long as it says")
     return np.frombuffer(values, dtype)
 
 

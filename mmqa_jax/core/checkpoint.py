@@ -199,10 +199,11 @@ class Checkpoints:
             light = self._manager.restore(
                 step, args=args.Composite(iterator=args.JsonRestore(), meta=args.JsonRestore())
             )
-        meta = light["meta"]
-        if meta["fingerprint"] not in (self._fingerprint, *self._former):
+            meta, states = light["meta"], light["iterator"]
+            fingerprint, _ = meta["fingerprint"], states["0"]  # there, or damaged
+        if fingerprint not in (self._fingerprint, *self._former):
             raise UserError(
-                f"{folder}: is a checkpoint of another config (fingerprint {meta['fingerprint']}, "
+                f"{folder}: is a checkpoint of another config (fingerprint {fingerprint}, "
                 f"this run has {self._fingerprint}); name a new --workdir or use that run's config."
             )
         targets = {"params": flatten_named(params), "train": flatten_named(train)}
@@ -211,7 +212,7 @@ class Checkpoints:
             for item, target in targets.items():
                 _check_same_arrays(folder / item, target)
             arrays = self._manager.restore(step, args=args.Composite(**restored))
-        _set_iterator_state(iterator, light["iterator"], folder)
+        _set_iterator_state(iterator, states, folder)
         return Restored(
             unflatten_named(params, unnest(arrays["params"], targets["params"])),
             unflatten_named(train, unnest(arrays["train"], targets["train"])),
@@ -300,12 +301,7 @@ def _check_same_arrays(folder: Path, target: Mapping[str, Any]) -> None:
     """Raises UserError naming the keys if stored arrays differ from the wanted ones."""
     import orbax.checkpoint as ocp
 
-    try:
-        tree = ocp.StandardCheckpointHandler().metadata(folder).tree
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{folder}: is not a complete checkpoint; name the workdir of a run."
-        ) from error
+    tree = ocp.StandardCheckpointHandler().metadata(folder).tree
     stored = {name: tuple(leaf.shape) for name, leaf in flatten_named(dict(tree)).items()}
     wanted = {name: tuple(leaf.shape) for name, leaf in target.items()}
     problems = [f"{name} is missing" for name in wanted if name not in stored]
@@ -325,13 +321,15 @@ def _check_same_arrays(folder: Path, target: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _report_damage(folder: Path, remedy: str) -> Iterator[None]:
-    """Turns what Orbax raises for truncated or damaged files into a UserError."""
+    """Turns what Orbax raises for missing or damaged files into a UserError."""
     try:
         yield
     except (UserError, MemoryError, jax.errors.JaxRuntimeError):
         raise  # the files are not at fault, or it is reported already
     except Exception as error:  # Orbax and TensorStore have no common error
-        raise UserError(f"{folder}: files in it are truncated or damaged; {remedy}.") from error
+        raise UserError(
+            f"{folder}: files in it are missing, truncated or damaged; {remedy}."
+        ) from error
 
 
 def _iterator_states(iterator: Any) -> dict[str, str]:

@@ -24,6 +24,8 @@ from mmqa_jax.core.peers import may_be_a_loss
 from mmqa_jax.core.program_cache import open_cache
 
 _NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+# An interactive Slurm shell (salloc) sets SLURM_NTASKS too; only a task of srun is one of many.
+_LAUNCHED = ("SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK")
 _FAILED = "mmqa/failed"
 
 
@@ -31,9 +33,9 @@ def start(compilation_cache_dir: str | os.PathLike | None = None, *, join: bool 
     """Prepares JAX; call it before any JAX computation. Later calls have no effect.
 
     Turns on the persistent compilation cache, and joins the other hosts of a multi-host launch.
-    JAX detects Slurm, TPU pods (GCE and GKE), Open MPI and, with the package `kubernetes`, an
-    Indexed Job; elsewhere set JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID on each host.
+    JAX detects Slurm, TPU pods (GCE and GKE), Open MPI up to version 4 and, with the package
+    `kubernetes`, an Indexed Job; elsewhere set JAX_COORDINATOR_ADDRESS=host:port,
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID on each host.
 
     Args:
       compilation_cache_dir: where compiled programs are kept; by default $MMQA_CACHE/xla or
@@ -42,8 +44,8 @@ def start(compilation_cache_dir: str | os.PathLike | None = None, *, join: bool 
         shard of a job.
 
     Raises:
-      UserError: an incomplete multi-host environment, or a given cache folder that cannot be
-        written.
+      UserError: an incomplete multi-host environment, a launcher that JAX does not know, or a given
+        cache folder that cannot be written.
       RunError: the cluster does not say where process 0 is, or others have not come in time.
     """
     import jax
@@ -62,12 +64,18 @@ def start(compilation_cache_dir: str | os.PathLike | None = None, *, join: bool 
     try:
         joining.initialize(arguments, os.environ)
     except ValueError as error:
-        # A TPU outside any cluster that JAX knows: this host is all there is.
         if arguments or "coordinator_address should be defined" not in str(error):
             raise UserError(
                 f"environment: the variables of this launch cannot be read ({error}); see "
                 "mmqa_jax/training/README.md for those that are."
             ) from error
+        if (count := _launched_with(os.environ)) is not None:  # such as by Open MPI 5
+            raise UserError(
+                f"environment: {count}={os.environ[count]}, but JAX does not know this launcher; "
+                f"set {', '.join(_NAMES)} in each process, or JAX_NUM_PROCESSES=1 to use each "
+                "alone."
+            ) from error
+        # A TPU outside any cluster that JAX knows: this host is all there is.
     except (RuntimeError, OSError) as error:
         first_line = str(error).partition("\n")[0]
         raise RunError(
@@ -100,11 +108,8 @@ def multi_host_arguments(
         if index:
             values.setdefault("JAX_PROCESS_ID", index)
         return _given(values)
-    tasks = [environment.get(name, "") for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")]
-    # An interactive Slurm shell (salloc) sets SLURM_NTASKS too; only a task of srun is one of many.
-    launched = "SLURM_STEP_ID" in environment or "OMPI_COMM_WORLD_RANK" in environment
-    if launched:
-        return {} if any(count.isdigit() and int(count) > 1 for count in tasks) else None
+    if any(mark in environment for mark in _LAUNCHED):
+        return None if _launched_with(environment) is None else {}
     lists = ("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES")
     if has_tpu or any("," in environment.get(name, "") for name in lists):
         return {}
@@ -112,6 +117,14 @@ def multi_host_arguments(
         return {}
     in_job = "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment
     return {} if in_job and importlib.util.find_spec("kubernetes") else None
+
+
+def _launched_with(environment: Mapping[str, str]) -> str | None:
+    """The variable by which Slurm or Open MPI says that it started several processes."""
+    if not any(mark in environment for mark in _LAUNCHED):
+        return None
+    counts = {name: environment.get(name, "") for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")}
+    return next((name for name, n in counts.items() if n.isdigit() and int(n) > 1), None)
 
 
 def _given(values: Mapping[str, str]) -> dict[str, Any]:

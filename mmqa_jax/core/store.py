@@ -141,7 +141,7 @@ class Store:
         try:
             return self._read(key)
         except (Damaged, FileNotFoundError):  # or another process has written the file again
-            self._forget(self._index[key].file)
+            self._forget(self._index.pop(key).file)
             self.refresh()
         file = self._index[key].file
         try:

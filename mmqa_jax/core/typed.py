@@ -246,7 +246,7 @@ def check_section(section: Any, name: str, spec: Mapping[str, Any]) -> None:
         a value of another type, below its minimum, or a whole number of more than 32 bits.
     """
     if not fits(section, dict):
-        raise UserError(f"config key {name}={section!r}: a section was expected.")
+        raise UserError(f"config key {name}={section!r}: a section was expected; correct it.")
     keys = {key: one if isinstance(one, Key) else Key(one) for key, one in spec.items()}
     prefix = f"{name}." if name else ""
     for key, value in section.items():

@@ -144,8 +144,12 @@ class Workdir:
         return self._file(name).exists()
 
     def stages(self) -> dict[str, dict[str, Any]]:
-        """The completed stages in order of completion: name -> its record."""
-        records = [read_json(file) for file in (self.path / "stages").glob("[!.]*.json")]
+        """The completed stages in order of completion: name -> its record.
+
+        Raises:
+          UserError: a record is damaged.
+        """
+        records = [_read_stage(file) for file in (self.path / "stages").glob("[!.]*.json")]
         return {record["stage"]: record for record in sorted(records, key=lambda r: r["finished"])}
 
     @contextlib.contextmanager
@@ -225,7 +229,8 @@ class _Clock:
 
     def __init__(self, file: Path):
         self.file = file
-        self._before = read_json(file) if file.exists() else {}
+        before = read_json(file) if file.exists() else {}
+        self._before = before if isinstance(before, dict) else {}
         self._started = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True)
@@ -258,6 +263,20 @@ class _Clock:
     def _rewrite(self) -> None:
         if self.file.exists():  # else the folder was deleted, and is not made anew
             self._write()
+
+
+def _read_stage(file: Path) -> dict[str, Any]:
+    record = read_json(file)
+    numbers = ("finished", "seconds", "attempts", "peak_rss_mib")
+    if (
+        not isinstance(record, dict)
+        or record.get("stage") != file.stem
+        or not all(type(record.get(key)) in (int, float) for key in numbers)
+    ):
+        raise UserError(
+            f"{file}: is not the record of a stage; delete it, and the stage runs again."
+        )
+    return record
 
 
 def _gone(file: Path) -> RunError:

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.decoding.online import Closed, QueueFull
 from mmqa_jax.serve.errors import ApiError
 from mmqa_jax.serve.limits import Limited, Limits
 from mmqa_jax.serve.metrics import Metrics
@@ -59,6 +60,8 @@ def make_app(parts: Parts, limits: Limits, seconds: float) -> Any:
         exception_handlers={
             ApiError: _refused,
             UserError: _refused,
+            QueueFull: _refused,
+            Closed: _refused,
             HTTPException: _http_error,
         },
         lifespan=lifespan,

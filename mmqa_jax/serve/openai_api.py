@@ -175,7 +175,11 @@ class OpenAIApi:
             raise ApiError(400, "the last message is not the user's; ask in it.", param="messages")
         pictures = last.pictures
         if len(pictures) > 1:
-            raise ApiError(400, "a question has at most one picture here.", param="messages")
+            raise ApiError(
+                400, "a question has at most one picture here; send one.", param="messages"
+            )
+        if pictures and not system.takes_pictures:
+            raise ApiError(400, f"{system.label} takes no pictures; remove it.", param="messages")
         picture = pictures[0].data if pictures else None
         pieces = Pieces()
         asking = system.ask(last.text, picture, lambda kind, value: pieces.put((kind, value)))

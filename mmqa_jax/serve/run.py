@@ -214,8 +214,10 @@ def _of_workdir(
     if kind_of(workdir) == "row":
         row = recorded_row(workdir)
         if missing := row.missing_inputs():
-            listed = "; ".join(f"{path} ({how})" for path, how in missing.items())
-            raise UserError(f"--workdir={workdir}: inputs of the row are missing: {listed}.")
+            raise UserError(
+                f"--workdir={workdir}: inputs of the row are missing: {', '.join(missing)}; put "
+                "them back, or start where the row was run if their paths are relative."
+            )
         corpus = AskedCorpus(row.open_corpus())
         opened = OpenedParts(corpus)
         return corpus, None, [RowSystem(row, corpus, opened, threads, computing)]

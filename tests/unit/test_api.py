@@ -234,6 +234,8 @@ def refusals(corpus):
         "a picture of another type": (lambda: mmqa.open_corpus(["a"], pictures=[7]), mistyped, r"pictures\[0\] is int"),
         "a folder's name as corpus": (lambda: mmqa.open_retriever("x"), mistyped, r"open one with open_corpus"),
         "unknown method": (lambda: mmqa.open_retriever(corpus, "minilm"), wrong, "'minilm' is not known; use one of bm25, dense"),
+        "index of another method": (lambda: mmqa.open_retriever(corpus, index="runs/index"), wrong, "index=runs/index is of bm25, the method is fused; leave it out"),
+        "unknown method with an index": (lambda: mmqa.open_retriever(corpus, "BM25", index="x"), wrong, "'BM25' is not known; use one of bm25, dense"),
         "weight": (lambda: mmqa.open_retriever(corpus, weight=2), wrong, "weight=2: a weight from 0"),
         "no words": (lambda: mmqa.open_retriever(mmqa.open_corpus(["?"]), "bm25"), wrong, "contains a word"),
         "many at once": (lambda: retriever.search(["a", "b"]), mistyped, "many to Retriever.search_many"),

@@ -295,6 +295,13 @@ def test_npz(tmp_path, refused):
     np.testing.assert_array_equal(read_npz(file, "x"), [0, 1, 2, 3])
 
 
+def test_npz_of_a_later_format(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("x.npy", np.lib.format.magic(3, 0) + b"\0" * 64)
+    with pytest.raises(ValueError, match=r"^format version \(3, 0\)$"):
+        read_npz(tmp_path / "a.npz", "x")
+
+
 @pytest.fixture
 def refused():
     """Checks that a reader refuses a file in one sentence, in a moment and in little memory."""

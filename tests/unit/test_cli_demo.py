@@ -80,6 +80,13 @@ def test_a_demo_with_a_wrong_config_starts_nothing(refused, tmp_path):
         ("rerank.packing.buckets=((0,9),)", r"config section rerank: packing\.buckets: 9 text"),
     ):
         refused(*flags, f"--config.{change}", message=message)
+    config = tmp_path / "config.py"
+    config.write_text(
+        f"import runpy\nget = runpy.run_path({str(ROOT / 'configs/atlas/demo.py')!r})['get_config']\n"
+        "def get_config():\n    config = get()\n    del config.search\n"
+        "    config.search = 3\n    return config\n"
+    )
+    refused("demo", f"--config={config}", message=r"config key search=3: a section was expected; c")
     assert not (tmp_path / "run").exists()
 
 

@@ -296,6 +296,14 @@ def test_references_and_submissions_that_cannot_be(webqa_files, data, bm25, refu
         "evaluate", "webqa", f"--predictions={path}", message=r"--references: .*some\.json holds"
     )
     tsv = f"--predictions={webqa_files / 'out.tsv'}"
+    refused(
+        "evaluate", "webqa", f"--references={webqa_files / 'out.tsv'}", f"--predictions={bm25}",
+        message=r"--references: an output TSV has no gold sources to score .*bm25\.jsonl by; give",
+    )  # fmt: skip
+    refused(
+        "evaluate", "evqa", f"--predictions={bm25}",
+        message=r"--references: is missing; name the folder of `mmqa prepare evqa`",
+    )  # fmt: skip
     out = f"--submission={tmp_path / 'leaderboard.json'}"
     refused("evaluate", "webqa", tsv, out, message=r"--submission: the references hold no sources")
     refused(

@@ -127,6 +127,12 @@ def test_finished_records_need_no_model(first):
     assert "--model: is missing; name a detector, or give --export or --draw" in ended.err
     ended = mmqa("features", f"--out={out}", "--export=npz", "--regions=3")
     assert "--regions: is used with --model alone" in ended.err
+    for flags, message in (
+        (("--draw=2",), "--data: is missing; give a folder of `mmqa prepare`, or of pictures."),
+        (("--draw=-1", "--data=x"), "--draw=-1: a number of pictures was expected; give one."),
+    ):
+        ended = mmqa("features", f"--out={out}", *flags)
+        assert (ended.code, ended.err) == (2, f"mmqa: {message}\n")
 
 
 @pytest.fixture(scope="module")

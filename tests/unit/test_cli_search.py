@@ -300,6 +300,9 @@ def test_milvus_has_no_kinds(index, refused):
     flags = (f"--embeddings={index}", "--kind=exact", "--index=milvus://localhost:19530/a")
     refused("index", *flags, message="--index and --kind=exact: Milvus has its own kind")
     refused("index", *flags[::2][:1], "--index=milvus://nowhere", message="HOST:PORT/COLLECTION")
+    message = r"--shard_rows: is of ScaNN; give --kind=scann with it, or leave it out"
+    for others in (flags[:2], flags[::2]):
+        refused("index", *others, "--shard_rows=5", message=message)
 
 
 def test_rankings_as_a_run_of_trec(data, models, tmp_path):

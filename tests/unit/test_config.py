@@ -98,6 +98,10 @@ def test_overrides_as_list_reach_fields_derived_from_them(file):
         ({"train.rate": "fast"}, r"give a number"),
         ({"train.shuffle": "maybe"}, r"give true or false"),
         ({"model.layers": "1,b"}, r"give a tuple"),
+        (
+            {"model.layers": "(1, 2"},
+            r"model\.layers=\(1, 2: .*small\.py has a tuple .*; give a tuple",
+        ),
         ({"name": 5}, r"give text"),
         ({"train": "5"}, r"is a section, not a value; set one of train\.clip, train\.rate"),
         (["train.steps"], r"KEY=VALUE was expected"),

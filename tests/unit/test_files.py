@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from mmqa_jax.core import files
-from mmqa_jax.core.files import atomic_write, unfinished
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import atomic_write, check_text, read_text, unfinished
 from mmqa_jax.weights.output_folder import whole_folder
 
 
@@ -27,6 +28,22 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
         fail()
     assert path.read_text() == "old"
     assert [*path.parent.iterdir()] == [path]
+
+
+def test_a_text_that_cannot_be_read_is_named(tmp_path):
+    path = tmp_path / "a.txt"
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file/a\.txt: cannot be read \(Not a directory\); check"):
+        read_text(tmp_path / "file" / "a.txt")
+    path.symlink_to(path)
+    with pytest.raises(UserError, match=r"a\.txt: cannot be read \(Too many .*\); check the path"):
+        read_text(path)
+
+
+def test_half_a_character_is_named_with_its_place():
+    check_text({"a": "\U0001f600"}, "prompt")
+    with pytest.raises(UserError, match=r"^prompt: holds '\\ud83d', half of a .*; write it whole"):
+        check_text({"a": ["\ud83d"]}, "prompt")
 
 
 def test_hosts_with_processes_of_one_number_do_not_meet(tmp_path, monkeypatch):

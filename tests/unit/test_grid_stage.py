@@ -7,6 +7,7 @@ import shutil
 
 import jax
 import numpy as np
+import object_store
 import pytest
 from cli_runs import done, mmqa, png, tree
 from drawn_weights import drawn
@@ -67,7 +68,7 @@ def test_grids_of_a_benchmarks_pictures(tower, tmp_path):
     assert tree(tmp_path / "grids") == before  # a finished job is left as it is
 
 
-def test_the_verb_chooses_by_the_model(tower, tmp_path):
+def test_the_verb_chooses_by_the_model(tower, tmp_path, monkeypatch):
     folder, _ = tower
     raw = write_okvqa(tmp_path / "raw")
     done("prepare", "okvqa", f"--raw={raw}", f"--out={tmp_path / 'data'}")
@@ -77,6 +78,11 @@ def test_the_verb_chooses_by_the_model(tower, tmp_path):
     assert "its questions have no pictures" in ended.err
     ended = mmqa(*flags, "--shard=0/2")
     assert "--shard, --engine and --overwrite: are for the embeddings of sources" in ended.err
+    with object_store.started(tmp_path / "store", monkeypatch):
+        place = f"s3://{object_store.BUCKET}/grids"
+        ended = mmqa(*flags[:-1], f"--out={place}")
+    assert ended.code == 2
+    assert f"--out={place}: grids are written to the file system only; name" in ended.err
 
 
 def test_grids_of_another_size_among_the_records(tmp_path):

@@ -334,3 +334,9 @@ def test_verbs_fetch_encoders_and_rerankers_by_name(waits, verb, flags, where):
     ended = mmqa(verb, "--data=nowhere", *named, "--download")
     assert ended.code == 1
     assert f"={NAME}: the Hugging Face hub cannot be reached" in ended.err
+
+
+def test_nothing_to_download():
+    ended = mmqa("search", "--data=nowhere", "--method=bm25", "--out=x", "--download")
+    message = "mmqa: --download: fetches what --model names; give ORG/NAME there, or leave --downlo"
+    assert (ended.code, ended.err[: len(message)]) == (2, message)

@@ -136,3 +136,14 @@ def test_malformed_files(raw, tmp_path, name, rows, words):
     ended = mmqa("prepare", "infoseek", f"--raw={raw}", f"--out={tmp_path / 'out'}")
     assert ended.code == 2
     assert all(word in ended.err for word in words), ended.err
+
+
+def test_rankings_of_questions_whose_articles_are_not_known(raw, tmp_path):
+    (raw / "infoseek_val_withkb.jsonl").unlink()
+    data = f"--references={tmp_path / 'data'}"
+    assert mmqa("prepare", "infoseek", f"--raw={raw}", f"--out={tmp_path / 'data'}").code == 0
+    ranked = [{"question_id": "infoseek_val_0", "sources": ["a"], "scores": [1.0]}]
+    found = write_rows(tmp_path / "found.jsonl", ranked)
+    ended = mmqa("evaluate", "infoseek", data, f"--predictions={found}")
+    assert ended.code == 2
+    assert f"{data}: the articles of these questions are not known; give files that" in ended.err

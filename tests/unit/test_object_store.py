@@ -6,8 +6,10 @@ import contextlib
 import importlib.util
 import json
 import os
+import shutil
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import numpy as np
@@ -15,7 +17,7 @@ import object_store
 import pytest
 from cli_runs import mmqa
 
-from mmqa_jax.core import locks
+from mmqa_jax.core import locks, orbax_s3
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import atomic_write, check_out, read_json, read_jsonl, write_json
 from mmqa_jax.core.local_copies import local_copy, with_local_copies
@@ -152,6 +154,25 @@ def test_a_copy_follows_the_store(store, monkeypatch):
     assert local_copy(f"{GS}/run/best").joinpath("model.json").read_text() == "best/model.json"
     assert local_copy(f"{GS}/run/model.json").read_text() == "model.json"
     assert local_copy("runs/local").parts == ("runs", "local")
+
+
+def test_a_copy_that_the_disk_has_no_room_for(store, monkeypatch):
+    store.put("run/model.json", b"{}")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1))
+    message = rf"{GS}/run: its copy takes 0\.0 GiB, .* has 0\.0 GiB left; .* larger .* MMQA_CACHE"
+    with pytest.raises(RunError, match=message):
+        local_copy(f"{GS}/run")
+
+
+def test_orbax_of_another_version_is_not_taught(monkeypatch):
+    from orbax.checkpoint._src.path import gcs_utils
+
+    monkeypatch.delattr(gcs_utils, "get_kvstore_for_gcs")
+    message = (
+        r"orbax-checkpoint \d\S* has no gcs_utils\.get_kv.*; install .*launch/constraints\.txt"
+    )
+    with pytest.raises(UserError, match=message):
+        orbax_s3.teach_orbax_s3.__wrapped__()
 
 
 def test_a_config_with_places_in_a_store(store):

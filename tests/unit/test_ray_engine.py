@@ -16,7 +16,8 @@ from cli_runs import LANDS, QUESTIONS, done, mmqa, question, write_documents
 from test_inference_killed import flags_of, results  # noqa: F401
 
 from mmqa_jax.cli import make_parser
-from mmqa_jax.commands.ray_engine import Tries, Worker
+from mmqa_jax.commands.ray_engine import RayEngine, Tries, Worker
+from mmqa_jax.core.errors import RunError
 from mmqa_jax.core.store import chunk_files, chunks_of
 from mmqa_jax.runs.indexing import embed
 
@@ -171,6 +172,57 @@ def test_a_chunk_that_costs_worker_after_worker_is_given_up(here, many, tmp_path
     answers = worker({"chunk": np.array([7, 8])})
     assert answers["error"].tolist() == ["its workers were lost 4 times", ""]
     assert [path.name for path in chunk_files(tmp_path / "found.jsonl.parts")] == ["00008.jsonl"]
+
+
+CHUNKS_3_AND_4 = r"chunks 3, 4 are not done; start the command again"
+
+
+@pytest.mark.parametrize(
+    ("answers", "lost", "message"),
+    [
+        (
+            ["", "ValueError: no", "", "its workers were lost 4 times", ""],
+            None,
+            r"chunks 1, 3 failed \(chunk 1: ValueError: no\); start the command again",
+        ),
+        (
+            ["", "", ""],
+            "a long story\nthe node died",
+            rf"failed \(the node died\); {CHUNKS_3_AND_4}",
+        ),
+        (["", "", ""], "", rf"the cluster failed \(LostNode\); {CHUNKS_3_AND_4}"),
+    ],
+)
+def test_what_a_cluster_fails_at_is_named(answers, lost, message, monkeypatch):
+    class LostNode(Exception):
+        pass
+
+    class Rows(DealtHere):
+        def map_batches(self, worker, **options):
+            return self
+
+        def iter_rows(self):
+            for number, error in enumerate(answers):
+                yield {"chunk": number, "error": error}
+            if lost is not None:
+                raise LostNode(lost)
+
+    data = types.SimpleNamespace(
+        DataContext=types.SimpleNamespace(get_current=types.SimpleNamespace),
+        ActorPoolStrategy=dict,
+        from_items=Rows,
+    )
+    ray = types.SimpleNamespace(
+        data=data,
+        exceptions=types.SimpleNamespace(RayError=LostNode),
+        is_initialized=lambda: True,
+        cluster_resources=dict,
+        remote=lambda **options: lambda kind: types.SimpleNamespace(remote=kind),
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.data", data)
+    with pytest.raises(RunError, match=f"^--engine=ray: .*{message}"):
+        RayEngine({"verb": "search"}, 1).compute(range(5), None)
 
 
 def test_shards_or_ray(many, refused, tmp_path):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import _codecs
 import base64
 import collections
+import io
 import json
 import os
 import pickle
+import struct
 from fractions import Fraction
 
 import numpy as np
@@ -260,6 +263,76 @@ def test_a_tensor_beyond_its_storage_is_refused(tmp_path, size, stride, offset):
     path.write_bytes(pickle.dumps(Beyond(), protocol=3))
     with pytest.raises(UserError, match="overlaps its storage"):
         load_arrays(path)
+
+
+NEW = np.zeros(0).__reduce__()[0]  # what a pickle calls for an empty array
+
+
+class Call:
+    """Pickled as the call of a function, and the state of what it returns."""
+
+    def __init__(self, function, *arguments, state=None):
+        self.call = (function, arguments) if state is None else (function, arguments, state)
+
+    def __reduce__(self):
+        return self.call
+
+
+def stored(magic=0x1950A86A20F9469CFC6C, kind="storage", length=3) -> Call:
+    """A storage of three numbers, in the stream that a pickle of a tensor has in it."""
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value):
+            return (kind, torch.FloatStorage, "0", "cpu", 3, None) if value is Ellipsis else None
+
+    stream = io.BytesIO(b"".join(pickle.dumps(head, 2) for head in (magic, 1001, {})))
+    stream.seek(0, io.SEEK_END)
+    Pickler(stream, 2).dump(...)
+    stream.write(pickle.dumps(["0"], 2) + struct.pack("<q3f", length, 1, 2, 3))
+    return Call(torch.storage._load_from_bytes, stream.getvalue())
+
+
+def test_a_stored_storage_is_read(tmp_path):
+    path = tmp_path / "stored.pkl"
+    path.write_bytes(pickle.dumps(stored(), 2))
+    np.testing.assert_array_equal(load_arrays(path), [1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (stored(magic=1), "a tensor's storage is not in torch's format"),
+        (stored(kind="module"), "a tensor's storage is not in torch's format"),
+        (stored(length=4), "a tensor's storage is not as long as it says"),
+        (Call(NEW, np.ndarray, (4,), b"b"), "an array is not in numpy's format"),
+        (
+            Call(NEW, np.ndarray, (0,), b"b", state=(1, (1,), "f4", False, b"0000")),
+            "an array is not in numpy's format",
+        ),
+        (
+            Call(np.dtype, "f4", state=(3, "<", None, ("a",), None, 4, 4, 0)),
+            "a dtype is not in numpy's format",
+        ),
+        (Call(_codecs.encode, "abc", "utf-7"), "bytes are written as utf-7"),
+    ],
+    ids=["magic", "kind", "length", "call", "state", "dtype", "encoding"],
+)
+def test_arrays_in_another_form_are_refused(tmp_path, value, reason):
+    path = tmp_path / "other.pkl"
+    path.write_bytes(pickle.dumps(value, 2))
+    message = rf"other\.pkl: not a complete pickle of arrays \({reason}\); fetch it again"
+    with pytest.raises(UserError, match=message):
+        load_arrays(path)
+
+
+def test_a_pickle_that_cannot_be_opened_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"none\.pkl: no such file; check the path"):
+        load_arrays(tmp_path / "none.pkl")
+    (tmp_path / "folder.pkl").mkdir()
+    with pytest.raises(
+        UserError, match=r"folder\.pkl: cannot be read \(Is a dir.*; check the path"
+    ):
+        load_arrays(tmp_path / "folder.pkl")
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,16 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 
 import httpx
 import pytest
-from cli_runs import mmqa
+from cli_runs import ROOT, mmqa
 from tiny_llm import llama_config, write_folder
 
+from mmqa_jax.core.config import load_config
+from mmqa_jax.core.workdir import Workdir
 from tests.forks import server
 
 pytestmark = pytest.mark.slow
@@ -65,8 +68,27 @@ def test_flags_that_are_refused(model, tmp_path, monkeypatch):
         for flags, words in cases:
             ended = mmqa("serve", *flags)
             assert (ended.code, words in ended.err) == (2, True), ended.err
+    for package in ("uvicorn", "starlette", "prometheus_client"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, package, None)
+            ended = mmqa("serve")
+        message = (
+            f"mmqa: mmqa serve: {package} is not installed; `pip install 'mmqa-jax[serve]'`.\n"
+        )
+        assert (ended.code, ended.err) == (2, message)
     ended = mmqa("serve", f"--model={tmp_path / 'nothing'}", "--port=0")
     assert (ended.code, "no such file or folder" in ended.err) == (2, True)
+
+
+def test_a_row_whose_inputs_are_gone(tmp_path):
+    config = load_config(
+        ROOT / "configs/atlas/tables.py:bm25", {"data.dir": str(tmp_path / "gone")}
+    )
+    with Workdir(tmp_path / "row") as workdir:
+        workdir.claim(config)
+    ended = mmqa("serve", f"--workdir={tmp_path / 'row'}", "--port=0")
+    message = f"row: inputs of the row are missing: {tmp_path / 'gone'}; put them back, or start"
+    assert (ended.code, message in ended.err) == (2, True), ended.err
 
 
 def test_lm_evaluation_harness_scores_as_prompt_does(served, model, tmp_path, monkeypatch):

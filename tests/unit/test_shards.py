@@ -118,6 +118,26 @@ def test_parts_of_another_job_are_refused(folder, shard, changes, message):
     assert len(chunk_files(folder)) == 3
 
 
+def test_more_parts_than_a_folder_holds(folder):
+    with pytest.raises(UserError, match=r"^--chunk=2: 5,000,000 items .* parts; give a larger num"):
+        squares_job.job(folder, items=5_000_000, chunk=2)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    "value", [3, [], {"rows": 3, "notes": {}}, {"rows": [], "notes": None}, {}]
+)
+def test_a_part_without_rows(folder, value):
+    """Its checksums are right: it may come from somebody else."""
+    for index in range(2):
+        run(folder, Shard(index, 2))
+    record = read_job(folder)
+    Store(folder, record.job).add({"00001": value}, alone=True)
+    message = r"\.parts: part 1 does not hold rows; delete the folder and start the job again"
+    with pytest.raises(UserError, match=message):
+        read_parts(folder, record)
+
+
 def test_hosts_with_other_code_or_versions_are_refused(folder, monkeypatch):
     run(folder, Shard(0, 2))
     with monkeypatch.context() as patch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 import random
@@ -218,8 +220,11 @@ def test_a_damaged_line_in_the_middle(folder, line):
     lines[1] = line
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     before = file.read_bytes()
-    with pytest.raises(UserError, match=r"\.jsonl: is damaged .*; remove it, and its work"):
+    message = r"\.jsonl: is damaged \(.*\); remove it, and its work is done again"
+    with pytest.raises(UserError, match=message):
         Store(folder, WHAT).check()
+    with pytest.raises(UserError, match=message):
+        list(chunks_of(file))
     assert file.read_bytes() == before
 
 
@@ -278,6 +283,19 @@ def test_damage_after_opening_is_noticed(folder):
     assert (dropping.get("q0"), dropping.damaged, dropping["q1"]) == (None, 1, [0.25, 1.5])
 
 
+@pytest.mark.parametrize("remove", [Path.unlink, lambda file: file.write_bytes(b"")])
+def test_a_result_that_is_gone_since_opening_is_missing(remove, tmp_path):
+    Store(tmp_path, WHAT).add({"00000": 1}, alone=True)
+    store = Store(tmp_path, WHAT)
+    assert "00000" in store
+    remove(only_file(tmp_path))
+    with pytest.raises(KeyError, match=r"^'00000'$"):
+        store["00000"]
+    assert "00000" not in store
+    store.add({"00000": 2}, alone=True)
+    assert store["00000"] == 2
+
+
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, "link"])
 def test_what_is_no_file_is_refused(make, folder):
     path = folder / "00001.jsonl"
@@ -294,6 +312,9 @@ def test_a_head_that_is_damaged_or_missing(folder):
     text = (folder / HEAD).read_text()
     (folder / HEAD).write_text(text.replace('"shards": 3', '"shards": 4'))
     with pytest.raises(UserError, match=r"job\.json: is damaged .*; delete it, and the next start"):
+        read_head(folder)
+    (folder / HEAD).write_text("[]")
+    with pytest.raises(UserError, match=r"job\.json: is damaged; delete it, and the next start"):
         read_head(folder)
     (folder / HEAD).unlink()
     with Store(folder, WHAT) as store:
@@ -357,6 +378,14 @@ def test_in_an_object_store(scheme, tmp_path, monkeypatch):
         assert len(names) == 4  # and job.json
         kept = {chunk.keys for file in chunk_files(one.folder) for chunk in chunks_of(file)}
         assert kept == {("q0", "q1"), ("q2",), ("00003",)}
+        last = chunk_files(one.folder)[-1]
+        whole = last.read_bytes()
+        last.write_bytes(whole[:-1])
+        with pytest.raises(
+            UserError, match=r"\.jsonl: is damaged \(its end is missing\); remove it"
+        ):
+            Store(place, WHAT)
+        last.write_bytes(whole)
         other_run = Store(place, {"model": "m2"})
         assert [other_run.get(key) for key in ("q0", "00003")] == [None, None]
         one.remove()
@@ -375,15 +404,45 @@ def test_a_folder_that_was_removed(writing, folder):
     assert contents(Store(folder, WHAT)) == {"q0": 1}
 
 
-def test_a_head_that_claims_too_much_takes_no_memory(folder):
-    """Its checksum may be right: a file may come from somebody else."""
-    import hashlib
+def sealed(data=b"", **changes) -> bytes:
+    """A chunk whose checksums are right: a file may come from somebody else."""
 
-    huge = json.dumps({"results": [["00009", 1 << 60, "0" * 16]], "size": 1 << 60,
-                       "job": digest_of(WHAT), "notes": {}}).encode()  # fmt: skip
-    seal = hashlib.sha256(huge).hexdigest()
-    (folder / "00009.jsonl").write_bytes(huge[:-1] + f', "sha256": "{seal}"}}\n'.encode())
-    with pytest.raises(UserError, match=r"00009\.jsonl: is damaged \(its SHA-256 is another\)"):
+    def sha256(of: bytes) -> str:
+        return hashlib.sha256(of).hexdigest()
+
+    results = [["00009", len(data), sha256(data)[:16]]]
+    head = {"results": results, "size": len(data), "job": digest_of(WHAT), "notes": {}, **changes}
+    line = json.dumps(head).encode()
+    return line[:-1] + f', "sha256": "{sha256(line)}"}}\n'.encode() + data
+
+
+def pickled() -> bytes:
+    """An array of objects, which NumPy writes as a pickle."""
+    content = io.BytesIO()
+    np.save(content, np.array([{}]), allow_pickle=True)
+    return content.getvalue()
+
+
+HUGE = [["00009", 1 << 60, "0" * 16]]  # takes no memory
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (sealed(results=HUGE, size=1 << 60), "its SHA-256 is another"),
+        (sealed(size=7), "a line is not what was written"),
+        (sealed(results=[["00009", -1, ""]], size=-1), "a line is not what was written"),
+        (sealed(results=[]), "a line is not what was written"),
+        (sealed(job=1), "a line is not what was written"),
+        (sealed(notes=[]), "a line is not what was written"),
+        (sealed(), "its result is missing"),
+        (sealed(b"{"), "a result cannot be read"),
+        (sealed(pickled()), "a result cannot be read"),
+    ],
+)
+def test_what_never_was_a_store_is_refused(content, reason, folder):
+    (folder / "00009.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=rf"00009\.jsonl: is damaged \({reason}\); remove it, and"):
         Store(folder, WHAT)["00009"]
 
 

@@ -120,6 +120,23 @@ def test_stages_run_once_and_failed_ones_again(tmp_path):
     assert workdir.stages()["index"]["peak_rss_mib"] > 10
 
 
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"stage": "other", "finished": 1, "seconds": 1, "attempts": 1}']
+)
+def test_what_is_no_record_of_a_stage_is_named(text, tmp_path):
+    file = tmp_path / "stages" / "index.json"
+    file.parent.mkdir()
+    file.write_text(text)
+    message = r"stages/index\.json: is not the record of a stage; delete it, and the stage runs"
+    with pytest.raises(UserError, match=message):
+        Workdir(tmp_path).stages()
+    file.with_name(".index.running.json").write_text(text)  # only how long it has run is lost
+    file.unlink()
+    with Workdir(tmp_path).stage("index") as todo:
+        assert todo
+    assert Workdir(tmp_path).stages()["index"]["attempts"] in (1, 2)
+
+
 def test_tensorboards_writer_loads_no_pytorch(tmp_path):
     (tmp_path / "torch.py").touch()  # found before PyTorch, whose import takes seconds
     code = (
@@ -157,6 +174,9 @@ def test_metrics_after_the_restored_step_are_dropped(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1\n{"step": 2}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl, line 1: not valid JSON"):
         read_metrics(tmp_path)
+    (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"metrics\.jsonl: is a folder, a file .*; move it away"):
+        read_metrics(tmp_path / "run")
 
 
 def test_other_processes_write_no_metrics(tmp_path, monkeypatch):
