@@ -72,7 +72,7 @@ def load_clip_embedder(
     clip: CLIP = load_two_towers(folder, "clip", devices)
     config = clip.config
     if len(tokenizer_ids := {tokenizer.cls_id, tokenizer.sep_id}) < 2 or (
-        max(tokenizer_ids) >= config.text.vocab_size
+        max(*tokenizer_ids, tokenizer.vocab_size - 1) >= config.text.vocab_size
     ):
         raise UserError(
             f"{folder}: the tokenizer's ids do not fit the model's {config.text.vocab_size} "

@@ -265,6 +265,12 @@ def test_resumed_file_is_identical(tmp_path, damage, first_row):
     assert again.asked == []
 
 
+def test_missing_parts_are_named(tmp_path):
+    folder = interrupted(tmp_path)
+    with pytest.raises(UserError, match="2 of 4 parts are missing: 2, 3; start the command again"):
+        join_embeddings(folder)
+
+
 def test_shards_of_older_versions_are_refused(tmp_path):
     folder = interrupted(tmp_path)
     np.save(shards(folder) / "00002.npy", np.zeros((20, 4), "f4"))
@@ -293,6 +299,8 @@ def test_sizes_that_cannot_be_are_refused(tmp_path, sizes):
         shard_rows=10, model_fingerprint="m", corpus_fingerprint="c",
     )  # fmt: skip
     assert read_unfinished(folder).missing == [1, 3]
+    with pytest.raises(UserError, match="e: 2 of 4 parts are missing: 1, 3; start --shard=1 of 2"):
+        join_embeddings(folder)
     manifest = read_json(folder / "manifest.json") | sizes
     for read in (read_unfinished, join_embeddings, open_embeddings):
         write_json(folder / "manifest.json", manifest | {"complete": read is open_embeddings})
