@@ -247,8 +247,8 @@ def _join(folder: Path, job: dict[str, Any]) -> None:
             rows = shards.get(_key(number))
             if rows is None:
                 raise UserError(
-                    f"{shards.folder}: shard {number} is damaged; delete it, and the next start of "
-                    f"`{_VERB}` computes it again."
+                    f"{shards.folder}/{_key(number)}.jsonl: is damaged; delete it, and the next "
+                    f"start of `{_VERB}` computes it again."
                 )
             file.write(np.ascontiguousarray(rows).data)
     manifest = manifest_bytes({**job, "complete": True})

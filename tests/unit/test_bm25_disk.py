@@ -226,7 +226,7 @@ def test_another_shard_in_the_place_of_one_is_refused(folder, tmp_path, taken):
     shutil.rmtree(shards / "00000")
     shutil.copytree(shards / taken, shards / "00000")
     with pytest.raises(
-        UserError, match="index: its shards are not those that.*; delete the folder"
+        UserError, match=r"index: its shards are not those that.*; delete the folder"
     ):
         DiskBM25(tmp_path / "index")
 

@@ -209,6 +209,34 @@ def test_embeddings_are_made_in_parts(store):
     assert write((0, 2)) is not None
     np.testing.assert_array_equal(open_embeddings(f"{GS}/index", "m", "c").vectors, rows)
     assert store.names() == ["index/SHA256SUMS", "index/embeddings.npy", "index/manifest.json"]
+    flip_last_byte(store, "index/embeddings.npy")
+    with pytest.raises(UserError, match=r"index/embeddings\.npy: is damaged; delete the folder"):
+        open_embeddings(f"{GS}/index", "m", "c")
+
+
+def test_a_shard_of_another_content_is_not_joined(store):
+    """Its length is looked at before, and its content when all are joined."""
+
+    def write(part):
+        return write_embeddings(
+            f"{GS}/index", lambda span: np.ones((len(span), 4), "f4"), rows=4, dim=4,
+            model_fingerprint="m", corpus_fingerprint="c", shard_rows=2, part=part,
+        )  # fmt: skip
+
+    assert write((0, 2)) is None
+    (shard,) = [name for name in store.names() if name.endswith("00000.jsonl")]
+    flip_last_byte(store, shard)
+    with pytest.raises(
+        UserError, match=rf"{GS}/index/shards-\w+/00000.jsonl: is damaged; delete it"
+    ):
+        write((1, 2))
+    store.path(shard).unlink()
+    assert write((0, 2)) is not None
+
+
+def flip_last_byte(store, name):
+    *content, last = store.path(name).read_bytes()
+    store.put(name, bytes([*content, last ^ 1]))
 
 
 def test_a_folder_is_replaced_with_its_manifest_last(store):

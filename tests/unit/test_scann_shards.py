@@ -79,7 +79,9 @@ def test_without_scann(folder, embeddings, monkeypatch, capsys):
     found = open_shards(folder, embeddings, "model").search(embeddings.vectors[:3], 1)[0]
     assert found.tolist() == [[0], [1], [2]]
     assert "searching exactly instead" in capsys.readouterr().err
-    with pytest.raises(UserError, match="--shard_rows: ScaNN cannot be imported .*; install `scan"):
+    with pytest.raises(
+        UserError, match=r"--shard_rows: ScaNN cannot be imported .*; install `scan"
+    ):
         build_shards(folder, embeddings, 1_500)
 
 
