@@ -16,6 +16,7 @@ import pytest
 from cli_runs import mmqa
 
 from mmqa_jax.core import locks
+from mmqa_jax.core.chunks import JobRecord, write_job
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import atomic_write, check_out, read_json, read_jsonl, write_json
 from mmqa_jax.core.local_copies import local_copy, with_local_copies
@@ -24,6 +25,7 @@ from mmqa_jax.core.metrics import MetricsWriter, read_metrics
 from mmqa_jax.core.paths import as_path, check_store
 from mmqa_jax.retrieval.embeddings import open_embeddings, read_unfinished, write_embeddings
 from mmqa_jax.retrieval.manifest import read_manifest, replace_folder
+from mmqa_jax.runs.merging import merge_parts
 from mmqa_jax.training import profile
 
 GS, S3 = f"gs://{object_store.BUCKET}", f"s3://{object_store.BUCKET}"
@@ -212,6 +214,14 @@ def test_embeddings_are_made_in_parts(store):
     flip_last_byte(store, "index/embeddings.npy")
     with pytest.raises(UserError, match=r"index/embeddings\.npy: is damaged; delete the folder"):
         open_embeddings(f"{GS}/index", "m", "c")
+
+
+def test_parts_are_not_merged_while_a_process_is_alone_with_them(store):
+    folder = as_path(f"{GS}/found.jsonl.parts")
+    write_job(folder, JobRecord({"verb": "search", "items": 1, "chunk": 1}))
+    said = rf"found\.jsonl\.parts: process {os.getpid()} on .* is at work there; wait until it ends"
+    with hold(folder / ".lock"), pytest.raises(UserError, match=said):
+        merge_parts(folder)
 
 
 def test_a_shard_of_another_content_is_not_joined(store):
