@@ -203,6 +203,8 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch):
         "milvus://host/sources",
         "milvus://host:19530/",
         "milvus://h:1/a-b",
+        "milvus://h:65536/a",
+        "milvus://h:0/a",
         "milvus:///f/a",
     ],
 )
