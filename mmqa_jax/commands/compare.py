@@ -40,6 +40,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.evaluation.tables import show
 
     if arguments.report:
+        from mmqa_jax.runs.compare_report import check_number, write_comparison
+
+        check_number(len(arguments.workdirs))
         check_out(Path(arguments.report), flag="--report")
     runs = [read_run(Path(folder)) for folder in arguments.workdirs]
     compared = compare_runs(
@@ -49,8 +52,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         shared=arguments.shared,
     )
     if arguments.report:
-        from mmqa_jax.runs.compare_report import write_comparison
-
         write_comparison(Path(arguments.report), runs, compared)
         compared["report"] = arguments.report
     for table in compare_tables(compared):

@@ -232,7 +232,11 @@ class DiskBM25:
         for place in places:
             check_sums(place, remedy=_REMEDY)
         self._shards = [Shard(place) for place in places]
-        if [shard.rows for shard in self._shards] != [size["rows"] for size in sizes]:
+        starts = itertools.accumulate((size["rows"] for size in sizes), initial=0)
+        written = [
+            (_name(job), start, size["rows"]) for start, size in zip(starts, sizes, strict=False)
+        ]
+        if [(shard.job, shard.start, shard.rows) for shard in self._shards] != written:
             raise UserError(f"{folder}: its shards are not those that were written; {_REMEDY}.")
         self._k1, self._b, self._stop_words = job["k1"], job["b"], job["stop_words"]
         self._rows = sum(size["rows"] for size in sizes)

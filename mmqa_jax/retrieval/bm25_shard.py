@@ -137,9 +137,11 @@ class ShardBuilder:
         first = np.flatnonzero(np.r_[True, pairs[1:] != pairs[:-1]][: len(pairs)])
         counts = np.diff(np.append(first, len(pairs)))
         if len(counts) and counts.max() >> _COUNT_BITS:
+            number = (int(pairs[first[counts.argmax()]]) >> _ROW_BITS) + self._stopped
+            word = next(word for word, own in self._numbers.items() if own == number)
             raise UserError(
-                f"index: a source repeats a word {counts.max():,} times, more than "
-                f"{1 << _COUNT_BITS:,}; split it into several."
+                f"BM25: a source repeats the word {word[:40]!r} {counts.max():,} times, more than "
+                f"{(1 << _COUNT_BITS) - 1:,}; split it into several."
             )
         return (pairs[first].astype(np.uint64) << np.uint64(_COUNT_BITS)) | counts.astype(np.uint64)
 
@@ -294,12 +296,15 @@ class Shard:
     """A written shard, memory-mapped.
 
     Attributes:
+      job: hash of the index's job that it was written for.
+      start: row of its first source in the index.
       rows: how many sources it has; they are numbered from 0 here.
       lengths: of them, in words.
     """
 
     def __init__(self, folder: Path):
         manifest = read_manifest(folder, SHARD_WHAT, _VERB)
+        self.job, self.start = manifest.get("job"), manifest.get("start")
         self.rows: int = manifest["rows"]
         self.mean_length: float = manifest["mean_length"]
         self.lengths = _mapped(folder / "lengths.npy")

@@ -22,7 +22,7 @@ from mmqa_jax.models.clip import CLIP
 from mmqa_jax.models.dual_encoder import clip_dual_encoder
 from mmqa_jax.retrieval.embedder import Embedder, dual_encoder_cost, one_picture_each
 from mmqa_jax.retrieval.embeddings import BROKEN
-from mmqa_jax.retrieval.two_towers import as_dual_encoder, load_two_towers
+from mmqa_jax.retrieval.two_towers import as_dual_encoder, check_kind, load_two_towers
 from mmqa_jax.retrieval.vectors import check_finite
 from mmqa_jax.weights.folder import read_record
 from mmqa_jax.weights.models.clip_open_clip import squashes
@@ -67,12 +67,13 @@ def load_clip_embedder(
     Raises:
       UserError: a folder of another model, or no tokenizer beside the weights.
     """
+    check_kind(folder, "clip")  # before its tokenizer, which another kind need not have
     tokenizer = load_clip_tokenizer(folder)
     devices = loading_mesh(mesh)
     clip: CLIP = load_two_towers(folder, "clip", devices)
     config = clip.config
     if len(tokenizer_ids := {tokenizer.cls_id, tokenizer.sep_id}) < 2 or (
-        max(tokenizer_ids) >= config.text.vocab_size
+        max(*tokenizer_ids, tokenizer.vocab_size - 1) >= config.text.vocab_size
     ):
         raise UserError(
             f"{folder}: the tokenizer's ids do not fit the model's {config.text.vocab_size} "

@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from mmqa_jax.core.checksums import check_sums, digest, read_sums, write_sums
-from mmqa_jax.core.chunks import MOST_PARTS, named
+from mmqa_jax.core.chunks import MOST_PARTS, JobRecord, named
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, write_json
 from mmqa_jax.core.local_copies import local_copy
@@ -190,10 +190,10 @@ def join_embeddings(folder: str | os.PathLike) -> Embeddings:
     with _locked(folder):
         if not _is_complete(folder, job):
             if missing := _missing(folder, job):
-                owners = named(sorted({number % parts for number in missing}))
                 raise UserError(
                     f"{folder}: {len(missing)} of {-(-job['rows'] // job['shard_rows'])} parts are "
-                    f"missing: {named(missing)}; start --shard={owners} of {parts} again."
+                    f"missing: {named(missing)}; start {JobRecord({}, parts).owners(missing)} "
+                    "again."
                 )
             _join(folder, job)
         return _finish(folder)
@@ -247,8 +247,8 @@ def _join(folder: Path, job: dict[str, Any]) -> None:
             rows = shards.get(_key(number))
             if rows is None:
                 raise UserError(
-                    f"{shards.folder}: shard {number} is damaged; delete it, and the next start of "
-                    f"`{_VERB}` computes it again."
+                    f"{shards.folder}/{_key(number)}.jsonl: is damaged; delete it, and the next "
+                    f"start of `{_VERB}` computes it again."
                 )
             file.write(np.ascontiguousarray(rows).data)
     manifest = manifest_bytes({**job, "complete": True})

@@ -41,6 +41,7 @@ Kind = Literal["auto", "scann", "exact", "mesh", "mesh_approx"]
 KINDS = get_args(Kind)
 _ON_MESH = ("mesh", "mesh_approx")
 _VERB = "mmqa index"
+_REMEDY = f"delete the folder and run `{_VERB}` again"
 _QUERY_BATCH = 1024  # a top 2,000 of one modality needs about 7,000 results per query in memory
 
 
@@ -206,7 +207,7 @@ def build_index(
         )
     if kind in _ON_MESH:
         return MeshIndex(embeddings, approximate=kind == "mesh_approx")
-    if kind == "exact" or not _scann_or_note(kind):
+    if kind == "exact" or not scann_or_note(kind):
         return ExactIndex(embeddings)
     return ScannIndex.build(embeddings, parameters)
 
@@ -243,14 +244,14 @@ def load_index(
     """
     folder = Path(folder)
     manifest = read_manifest(folder, INDEX_WHAT, _VERB)
-    check_sums(folder, remedy=f"delete the folder and run `{_VERB}` again")
+    check_sums(folder, remedy=_REMEDY)
     check_manifest(folder, manifest, {"model_fingerprint": model_fingerprint}, _VERB)
     expected = index_manifest(embeddings, manifest.get("kind", ""))
     expected.pop("parameters")
     check_manifest(folder, manifest, expected, _VERB)
     if manifest["kind"] in _ON_MESH:
         return MeshIndex(embeddings, approximate=manifest["kind"] == "mesh_approx")
-    if manifest["kind"] == "exact" or not _scann_or_note("auto"):
+    if manifest["kind"] == "exact" or not scann_or_note("auto"):
         return ExactIndex(embeddings)
     parameters, searcher = load_scann(folder, manifest)
     return ScannIndex(embeddings, searcher, parameters)
@@ -266,10 +267,8 @@ def load_scann(folder: Path, manifest: Mapping[str, Any]) -> tuple[ScannParamete
         raise UserError(f"{folder / 'scann_docids.pkl'}: pickles are not loaded; remove it.")
     try:
         return ScannParameters(**manifest["parameters"]), _scann().load_searcher(str(folder))
-    except (TypeError, OSError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"{folder}: ScaNN cannot open this index ({error}); run `{_VERB}` again."
-        ) from error
+    except (KeyError, TypeError, OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{folder}: ScaNN cannot open this index ({error}); {_REMEDY}.") from error
 
 
 def write_scann(searcher: Any, folder: Path) -> None:
@@ -314,7 +313,8 @@ def _scann() -> Any:
     return importlib.import_module("scann.scann_ops.py.scann_ops_pybind")
 
 
-def _scann_or_note(kind: str) -> bool:
+def scann_or_note(kind: str) -> bool:
+    """Whether ScaNN can be imported here; if not, "auto" says what happens instead."""
     if scann_available():
         return True
     if kind == "auto":

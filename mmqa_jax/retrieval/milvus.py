@@ -50,11 +50,13 @@ class Place:
 def parse_place(text: str) -> Place:
     """Reads `milvus://HOST:PORT/COLLECTION` or `milvus:///FILE.db/COLLECTION`; or UserError."""
     where, _, collection = text.removeprefix(PREFIX).rpartition("/")
-    server = re.fullmatch(r"[\w.-]+:\d{1,5}", where)
+    named = re.fullmatch(r"[\w.-]+:(\d{1,5})", where)
+    server = named and 0 < int(named[1]) < 1 << 16
     if not re.fullmatch(r"[A-Za-z_]\w{0,254}", collection) or not (server or where.endswith(".db")):
         raise UserError(
             f"--index={text}: {PREFIX}HOST:PORT/COLLECTION or {PREFIX}/path/to/FILE.db/COLLECTION "
-            "was expected; write it so, with letters, digits and _ in COLLECTION."
+            "was expected; write it so, with a PORT below 65536, and letters, digits and _ in "
+            "COLLECTION."
         )
     return Place(f"http://{where}" if server else where, collection)
 

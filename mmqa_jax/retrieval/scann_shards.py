@@ -40,6 +40,7 @@ from mmqa_jax.retrieval.index import (
     load_scann,
     scann_available,
     scann_builder,
+    scann_or_note,
     write_scann,
 )
 from mmqa_jax.retrieval.manifest import check_manifest, read_manifest, replace_folder
@@ -154,7 +155,8 @@ def build_shards(
     """
     if not scann_available():
         raise UserError(
-            "--shard_rows: ScaNN cannot be imported (it is Linux-only); use --kind=exact."
+            "--shard_rows: ScaNN cannot be imported (it is Linux-only); install `scann`, or give "
+            "--kind=exact without this flag."
         )
     folder = Path(folder)
     manifest, spans = _manifest(embeddings, shard_rows), spans_of(embeddings, shard_rows)
@@ -184,8 +186,10 @@ def build_shards(
 
 def open_shards(
     folder: str | os.PathLike, embeddings: Embeddings, model_fingerprint: str | None = None
-) -> ScannShards | None:
+) -> ScannShards | ExactIndex | None:
     """Opens an index in shards over the embeddings it was built from; None: it is not in shards.
+
+    Where ScaNN cannot be imported, search is exact.
 
     Raises:
       UserError: a damaged index, or one of another model, corpus or size.
@@ -203,6 +207,8 @@ def open_shards(
     for number in range(len(spans)):
         read_manifest(shards / _name(number), _WHAT, _VERB)
         check_sums(shards / _name(number), remedy=_REMEDY)
+    if not scann_or_note("auto"):
+        return ExactIndex(embeddings)
     return ScannShards(embeddings, shards, spans)
 
 

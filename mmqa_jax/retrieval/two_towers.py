@@ -31,13 +31,20 @@ def load_two_towers(folder: str | os.PathLike, name: str, mesh: Mesh | None) -> 
     """
     if not is_converted(Path(folder)):
         return load_published(name, folder, mesh=mesh)
+    check_kind(folder, name)
+    return load_converted(folder, mesh=mesh)
+
+
+def check_kind(folder: str | os.PathLike, name: str) -> None:
+    """UserError for a folder of `mmqa convert` with a model of another architecture."""
+    if not is_converted(Path(folder)):
+        return
     found = read_record(folder).architecture.name
     if found != name:
         raise UserError(
             f"{folder}: holds a model of kind {found!r}, {name} was expected; convert one with "
             f"`mmqa convert --model={name}`."
         )
-    return load_converted(folder, mesh=mesh)
 
 
 def as_dual_encoder(

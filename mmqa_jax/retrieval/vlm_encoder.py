@@ -39,7 +39,7 @@ from mmqa_jax.retrieval.picture_batches import (
 from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
 from mmqa_jax.retrieval.vectors import check_finite
 from mmqa_jax.weights.sentence_pooling import has_recipe, read_recipe
-from mmqa_jax.weights.vlm_encoders import load_vlm_encoder
+from mmqa_jax.weights.vlm_encoders import load_vlm_encoder, read_vlm_config
 
 INSTRUCTION = "Represent the user's input."  # where a folder's prompts name no other
 LONGEST = 8192  # tokens of a prompt, the original's MAX_LENGTH
@@ -183,14 +183,14 @@ def load_vlm_embedder(
             f"layers and lower case {recipe.lowercase}; the last token's state alone was expected, "
             "as of Qwen3-VL-Embedding."
         )
-    devices = loading_mesh(mesh)
-    encoder = load_vlm_encoder(folder, recipe.truncate_dim, devices)
-    config = encoder.config
+    config = read_vlm_config(folder)
     if (recipe.truncate_dim or 0) > config.llama.hidden:
         raise UserError(
             f"{folder}: truncate_dim keeps {recipe.truncate_dim} values of vectors of "
             f"{config.llama.hidden}; correct it in config_sentence_transformers.json."
         )
+    devices = loading_mesh(mesh)
+    encoder = load_vlm_encoder(folder, recipe.truncate_dim, devices)
     tokenizer = load_encoder_tokenizer(folder, config.llama.vocab_size, pairs=False)
     buckets = prompt_lengths(folder, config, recipe.max_tokens or LONGEST)
     chat = PictureChat(folder, tokenizer, config.image_token)

@@ -29,6 +29,12 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _NOT_RIGHT = ["partly", "wrong"]
 
 
+def check_number(runs: int) -> None:
+    """UserError for more runs than there are letters for."""
+    if runs > len(_LETTERS):
+        raise UserError(f"--report: at most {len(_LETTERS)} runs were expected; name fewer.")
+
+
 def write_comparison(path: Path, runs: Sequence[ScoredRun], compared: Mapping[str, Any]) -> None:
     """Writes a page of runs side by side: their answers, sources and verdicts, and the tests.
 
@@ -39,10 +45,9 @@ def write_comparison(path: Path, runs: Sequence[ScoredRun], compared: Mapping[st
       compared: the result of evaluation.compare.compare_runs.
 
     Raises:
-      UserError: more runs than letters, or a line of per_question.jsonl that is none.
+      UserError: as `check_number`, or a line of per_question.jsonl that is none.
     """
-    if len(runs) > len(_LETTERS):
-        raise UserError(f"--report: at most {len(_LETTERS)} runs were expected; name fewer.")
+    check_number(len(runs))
     metric = compared["metric"]
     letters = [letter for letter, _ in zip(_LETTERS, runs, strict=False)]
     answers = [_answers(Path(run.name)) for run in runs]

@@ -5,11 +5,12 @@ They are of the content, not of the paths, which may differ between hosts.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mmqa_jax.core.errors import UserError
@@ -37,22 +38,28 @@ def of_folders(*folders: str | Path, text: str = "") -> str:
             for file in sorted(folder.glob(pattern)):
                 digest.update(f"{file.name} {of_file(file)}".encode())
         for file in (*sorted(folder.glob("*.json")), *folder.glob("weights/manifest.ocdbt")):
-            digest.update(file.name.encode() + file.read_bytes())
+            with _naming(file):
+                digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def of_file(path: str | Path) -> str:
     """16 hex digits of a file's content; UserError if it cannot be read."""
+    with _naming(path), open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        if size <= _SAMPLED:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+        digest = hashlib.sha256(str(size).encode() + file.read(_END))
+        file.seek(-_END, os.SEEK_END)
+        digest.update(file.read())
+        return digest.hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _naming(path: str | Path) -> Iterator[None]:
     try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(0)
-            if size <= _SAMPLED:
-                return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-            digest = hashlib.sha256(str(size).encode() + file.read(_END))
-            file.seek(-_END, os.SEEK_END)
-            digest.update(file.read())
-            return digest.hexdigest()[:16]
+        yield
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the path.") from error
 

@@ -165,7 +165,9 @@ def _merge_row(folder: Path, record: JobRecord, answered: Answered) -> RowRun:
                 "data there that it was started with."
             )
     if [p.question_id for p in answered.predictions] != [q.id for q in questions]:
-        raise UserError(f"{folder}: its parts answer other questions; start the job again.")
+        raise UserError(
+            f"{folder}: its parts answer other questions; start the job again in another place."
+        )
     return write_results(folder, row, corpus, questions, answered, limit)
 
 

@@ -256,7 +256,7 @@ def report_row(folder: Path) -> tuple[Path, list[Table]]:
     if unknown:
         raise UserError(
             f"{folder}: the data at {row.data.dir} has no question {unknown[0]!r}, which the run "
-            "answered; it was prepared anew since. Run the row again."
+            "answered (it was prepared anew since); run the row again."
         )
     questions = [asked[one.question_id] for one in predictions]
     ids = [question.id for question in questions]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.evaluation.report import Bar, ReportData, write_report
 from mmqa_jax.evaluation.significance import Interval
 from mmqa_jax.evaluation.tables import Cell, Table, llm_columns, llm_use
@@ -20,8 +19,6 @@ _OF_SOURCES = ("source_f1", "recall@", "mrr", "modality_")  # rows that answer n
 def report_rows(folder: Path) -> tuple[Path, list[Table]]:
     """Writes `folder`/report.html of all finished rows below it; returns its path and tables."""
     rows = finished_rows(folder)
-    if not rows:
-        raise UserError(f"{folder}: holds no finished row; run some below it with `mmqa run`.")
     groups: dict[tuple[str, str, str], dict[str, Mapping[str, Any]]] = {}
     for name, scores in rows.items():
         scorer = next(iter(scores["scores"]), "")

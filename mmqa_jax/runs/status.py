@@ -94,10 +94,12 @@ def row_line(status: dict[str, Any]) -> str:
 
 
 def rows_status(folder: Path) -> dict[str, Any]:
-    """The finished rows below `folder`; UserError if there are none."""
+    """The finished rows below `folder`; UserError for a sweep that lacks them all."""
     rows = finished_rows(folder)
     if not rows:
-        raise UserError(f"{folder}: holds no finished row.")
+        raise UserError(
+            f"{folder}: holds a sweep without a finished cell; start `mmqa sweep` again."
+        )
     return {"folder": str(folder), "complete": True, "complete_rows": list(rows)}
 
 

@@ -125,7 +125,9 @@ def read_cells(
         folder = "_".join(f"{names[key]}={value}" for key, value in chosen.items())
         folder = re.sub(r"[^\w.=+-]+", "-", folder)
         if folder in cells:
-            raise UserError(f"--over: two cells would share the folder {folder}; rename a value.")
+            raise UserError(
+                f"--over: two cells would share the folder {folder}; leave one to another sweep."
+            )
         cells[folder] = SweepCell({names[key]: read[key] for key in chosen}, folder, row)
     return list(cells.values())
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -334,6 +335,15 @@ def test_fingerprint_and_refusals(published, converted, tmp_path):
     (tmp_path / "merges.txt").write_text("")
     with pytest.raises(UserError, match="is not CLIP's vocabulary"):
         load_clip_tokenizer(tmp_path)
+    other = tmp_path / "other"
+    shutil.copytree(published, other)
+    vocabulary = json.loads((published / "vocab.json").read_text())
+    for more in ({END: len(vocabulary)}, {"flags</w>": len(vocabulary)}):
+        (other / "vocab.json").write_text(json.dumps(vocabulary | more))
+        with pytest.raises(
+            UserError, match=f"ids do not fit the model's {len(vocabulary)} tokens; "
+        ):
+            load_clip_embedder(other)
     # As transformers publishes it, without a conversion.
     assert load_clip_embedder(published).fingerprint == embedder.fingerprint
 

@@ -161,6 +161,10 @@ def test_files_of_sentence_transformers(published, tmp_path):
     with pytest.raises(UserError, match=r"pooling 'mean'.*the last token's state alone"):
         load_vlm_embedder(folder)
     write_json(folder / "1_Pooling/config.json", pooling)
+    write_json(folder / "config_sentence_transformers.json", prompts | {"truncate_dim": 49})
+    with pytest.raises(UserError, match="truncate_dim keeps 49 values of vectors of 48; correct"):
+        load_vlm_embedder(folder)
+    write_json(folder / "config_sentence_transformers.json", prompts)
     write_json(folder / "sentence_bert_config.json", encoder | {"max_seq_length": 1000})
     with pytest.raises(UserError, match="prompts of 1000 tokens, and a picture may have 1800"):
         load_vlm_embedder(folder)

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from pymilvus import MilvusClient
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.retrieval import milvus
@@ -161,6 +162,29 @@ def test_what_is_not_there(place, index, monkeypatch):
         index.search(QUERIES, 31)
 
 
+def test_a_collection_of_others_is_left_alone(tmp_path):
+    client = MilvusClient(str(tmp_path / "theirs.db"))
+    client.create_collection("papers", dimension=DIM)
+    text = f"milvus://{tmp_path}/theirs.db/papers"
+    for use in (lambda: open_milvus(text, "m", "c"), lambda: ingest(text, EMBEDDINGS)):
+        with pytest.raises(UserError, match=r"papers: was not made by `mmqa index`; name another"):
+            use()
+    assert client.get_collection_stats("papers")["row_count"] == 0
+
+
+def test_what_milvus_refuses_is_told(tmp_path):
+    text = f"milvus://{tmp_path}/three.db/sources"
+    ingest(text, EMBEDDINGS)
+    index = open_milvus(text, "model-1", "corpus-1")
+    MilvusClient(str(tmp_path / "three.db")).drop_collection("sources")
+    for search in (
+        lambda: index.search(QUERIES, 1),
+        lambda: index.search_within(QUERIES[:1], [[1]], 1),
+    ):
+        with pytest.raises(UserError, match=r"sources: Milvus refuses \(.+\); look at its log or"):
+            search()
+
+
 def test_a_server_that_does_not_answer_is_named():
     with pytest.raises(UserError, match=r"milvus://127\.0\.0\.1:1/sources: .*; start Milvus there"):
         open_milvus("milvus://127.0.0.1:1/sources", "m", "c")
@@ -179,6 +203,8 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch):
         "milvus://host/sources",
         "milvus://host:19530/",
         "milvus://h:1/a-b",
+        "milvus://h:65536/a",
+        "milvus://h:0/a",
         "milvus:///f/a",
     ],
 )

@@ -17,11 +17,11 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.prepare import prepare
 from mmqa_jax.data.schema import Question, Ranking
-from mmqa_jax.retrieval import bm25_disk
+from mmqa_jax.retrieval import bm25_disk, bm25_shard
 from mmqa_jax.retrieval.bm25 import BM25, BM25Retriever
 from mmqa_jax.retrieval.bm25_disk import DiskBM25, build_bm25
 from mmqa_jax.retrieval.bm25_group import ShardGroup
-from mmqa_jax.retrieval.bm25_shard import Norms, ShardLimits
+from mmqa_jax.retrieval.bm25_shard import Norms, ShardBuilder, ShardLimits
 from mmqa_jax.runs.parts import RetrieverSpec, open_bm25
 from tests.bench import synthetic_passages
 
@@ -216,6 +216,27 @@ def test_a_damaged_file_is_refused_and_built_again(folder, texts, tmp_path):
     (copy / "manifest.json").write_text(json.dumps({**manifest, "rows": 5}))
     with pytest.raises(UserError, match=r"manifest.json: is damaged"):
         DiskBM25(copy)
+
+
+@pytest.mark.parametrize("taken", ["00001", "00005"], ids=["as long", "shorter"])
+def test_another_shard_in_the_place_of_one_is_refused(folder, tmp_path, taken):
+    """As after an incomplete copy: each is whole, but its sources are those of other rows."""
+    shutil.copytree(folder, tmp_path / "index")
+    (shards,) = (tmp_path / "index").glob("shards-*")
+    shutil.rmtree(shards / "00000")
+    shutil.copytree(shards / taken, shards / "00000")
+    with pytest.raises(
+        UserError, match=r"index: its shards are not those that.*; delete the folder"
+    ):
+        DiskBM25(tmp_path / "index")
+
+
+def test_a_word_that_fills_a_source_is_refused(monkeypatch):
+    monkeypatch.setattr(bm25_shard, "_COUNT_BITS", 5)
+    builder = ShardBuilder(True, SMALL)
+    builder.add(["w1 " * 31])
+    with pytest.raises(UserError, match="the word 'w1' 32 times, more than 31; split it"):
+        builder.add(["w2", "w1 " * 32])
 
 
 @pytest.mark.parametrize("other", [5.0, 20.0, 80.0])

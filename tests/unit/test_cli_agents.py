@@ -10,6 +10,7 @@ from vqa_files import prepare_team, write_aokvqa
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.prompting.heuristics import write_candidates
+from mmqa_jax.runs.parts import FinishedSpec
 from mmqa_jax.serve.options import ServeOptions
 from mmqa_jax.serve.run import open_parts
 
@@ -159,6 +160,15 @@ def test_one_plan_for_all_questions(inputs, tmp_path):
 def test_a_run_that_is_not_there(inputs, tmp_path, refused):
     run = flags(inputs, "smollm2_mavl_fitted", tmp_path / "run", **{"parts.finished.run": tmp_path})
     refused(*run, message=r"parts\.finished\.run=.*: has no trace\.jsonl")
+
+
+@pytest.mark.parametrize("line", ["[]", '{"question": "?"}', '{"question_id": 25}'])
+def test_a_trace_of_another_shape(tmp_path, line):
+    (tmp_path / "trace.jsonl").write_text(f'{{"question_id": "24"}}\n{line}\n')
+    with pytest.raises(
+        UserError, match=r"trace\.jsonl, line 2: expected an object .*; run that row"
+    ):
+        FinishedSpec(str(tmp_path)).open(None)
 
 
 def test_a_planner_of_its_own(inputs, tmp_path):

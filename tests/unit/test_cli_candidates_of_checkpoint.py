@@ -106,6 +106,13 @@ def test_what_does_not_belong_together(config, changes, message, files, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+def test_a_config_of_another_task_is_refused(files, refused, tmp_path):
+    flags = ["candidates", f"--data={files / 'data'}", f"--model={files / 'weights'}"]
+    config = f"--config={ROOT}/configs/webqa/contrastive.py"
+    message = "--config: is of the task contrastive, vqa was expected; name another"
+    refused(*flags, config, f"--out={tmp_path / 'out'}", message=message)
+
+
 def test_a_checkpoint_needs_its_config_and_a_run_none(files, tmp_path):
     out = f"--out={tmp_path / 'out'}"
     ended = mmqa("candidates", f"--data={files / 'data'}", f"--model={files / 'weights'}", out)

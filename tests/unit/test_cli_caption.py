@@ -11,6 +11,7 @@ from drawn_weights import drawn
 from flax import nnx
 from test_regions import detections, write_vinvl
 
+from mmqa_jax.core.files import write_json
 from mmqa_jax.data.datasets.coco import read_captions, read_scored_tsv
 from mmqa_jax.data.regions import VinVLFeatures, oscar_regions
 from mmqa_jax.data.tokenizers import train_wordpiece
@@ -19,7 +20,8 @@ from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.oscar import Oscar, OscarConfig
 from mmqa_jax.models.oscar_layout import OscarLayout
 from mmqa_jax.runs import captioning
-from mmqa_jax.weights.folder import save_trained
+from mmqa_jax.weights.folder import describe_model, save_trained
+from mmqa_jax.weights.registry import architecture
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -135,3 +137,12 @@ def test_what_is_missing_is_named(oscar, tmp_path, refused):
     (tmp_path / "hw.tsv").write_text("391895\t{}\n")
     message = r"hw\.tsv, line 1: a name, a tab and"
     refused(*caption_flags(folder, tmp_path, sizes=tmp_path / "hw.tsv"), message=message)
+
+
+def test_another_model_is_refused(oscar, tmp_path, refused):
+    folder, *_ = oscar
+    (tmp_path / "bert" / "weights").mkdir(parents=True)
+    record = describe_model(architecture("bert"), BertConfig(), "float32")
+    write_json(tmp_path / "bert" / "model.json", record)
+    message = r"--model=.*bert: holds a model of kind 'bert', oscar was expected; convert one with"
+    refused(*caption_flags(folder, tmp_path, model=tmp_path / "bert"), message=message)

@@ -305,6 +305,12 @@ def test_the_page_of_graded_and_of_three_runs(runs, tmp_path):
     ]
 
 
+def test_a_page_of_more_runs_than_letters(runs, refused, tmp_path):
+    many = [*runs, *(tmp_path / f"nowhere{number}" for number in range(24))]
+    message = "--report: at most 26 runs were expected; name fewer"
+    refused("compare", *many, f"--report={tmp_path / 'compare.html'}", message=message)
+
+
 def test_a_page_of_answers_of_another_shape(runs, refused, tmp_path):
     rows = [json.loads(line) for line in (runs[1] / "per_question.jsonl").read_text().splitlines()]
     rows[3]["sources"] = "s1"

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 
+import jax
 import pytest
 from cli_runs import ENGINE, ROOT, done, mmqa, rows_of
 from report_pages import cards_of
 from tiny_llm import write_folder
 from vqa_files import write_okvqa
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
+from mmqa_jax.core.shards import Shard
+from mmqa_jax.prompting import open as prompting_open
+from mmqa_jax.runs.parts import LLMSpec, open_llm
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -123,6 +128,17 @@ def test_slots_that_the_mesh_does_not_divide(inputs, tmp_path, refused):
     run = flags(inputs, "smollm2_zero_shot", tmp_path / "run")
     run.append("--config.parts.llm.mesh.data=3")
     refused(*run, message=r"engine\.slots is 4: expected a multiple of 3, .* set it to 3,")
+
+
+def test_a_mesh_over_the_processes_of_a_launch_is_refused(inputs, tmp_path, monkeypatch):
+    """Each process answers questions of its own."""
+    monkeypatch.setattr(prompting_open, "launched_shard", lambda: Shard(1, 2))
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    spec = LLMSpec(str(inputs / "llm"), mesh={"data": jax.device_count()})
+    said = r"config key parts\.llm\.mesh: spans the processes of this launch.*; leave it at auto"
+    with pytest.raises(UserError, match=said):
+        open_llm(spec, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def promptcap(inputs, workdir, captions):

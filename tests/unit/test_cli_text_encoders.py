@@ -262,6 +262,14 @@ def test_what_depends_on_a_model_sees_its_weights(cached, tmp_path):
     assert identity.of_folders(folder) != before
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_files_of_a_model_that_lead_nowhere_are_named(tmp_path, name):
+    """As in a Hugging Face cache whose blobs were deleted."""
+    (tmp_path / name).symlink_to(tmp_path / "blob")
+    with pytest.raises(UserError, match=rf"{name}: cannot be read \(No such file or dir.*; check"):
+        identity.of_folders(tmp_path)
+
+
 def test_by_name_in_python(cached, monkeypatch):
     encoder, model = cached
     # On a CPU that is faster so, passages' products are rounded to bfloat16.

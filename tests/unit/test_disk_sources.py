@@ -21,6 +21,7 @@ from mmqa_jax.retrieval.bm25 import BM25Retriever
 from mmqa_jax.retrieval.modality import one_modality
 from mmqa_jax.runs import ask_folder
 from mmqa_jax.runs.asked import AskedCorpus
+from mmqa_jax.runs.parts import KnowledgeSpec, open_knowledge
 from tests.bench import synthetic_passages
 
 ROWS = 1_300  # five batches and a rest
@@ -237,6 +238,13 @@ def test_readers_and_questions_take_them_without_a_copy(prepared, memory):
     assert (words[0].text_length(rows) == words[1].text_length(rows)).all()
     assert words[0].raw(900).text == memory.sources[900].text
     assert not words[0].is_image.any()
+
+
+def test_a_knowledge_base_on_disk_is_not_embedded_for_a_row(prepared, memory):
+    spec = KnowledgeSpec(retriever="dense", text_model="minilm", data=str(prepared))
+    said = r"config key parts\.knowledge\.index: 1,300 sources are too many .*; name the folder of"
+    with pytest.raises(UserError, match=said):
+        open_knowledge(memory, spec)
 
 
 def test_too_many_sources_are_not_embedded_before_a_question(prepared, monkeypatch):

@@ -19,6 +19,7 @@ from mmqa_jax.data.schema import Source
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
+from mmqa_jax.retrieval.clip import load_clip_embedder
 from mmqa_jax.retrieval.embedder import Embedder, make_encode_source, make_encode_text
 from mmqa_jax.retrieval.embeddings import (
     join_embeddings,
@@ -26,6 +27,9 @@ from mmqa_jax.retrieval.embeddings import (
     read_unfinished,
     write_embeddings,
 )
+from mmqa_jax.retrieval.siglip import load_siglip_embedder
+from mmqa_jax.weights.folder import describe_model
+from mmqa_jax.weights.registry import architecture
 from tests.forks import server
 
 pytestmark = pytest.mark.slow
@@ -265,6 +269,12 @@ def test_resumed_file_is_identical(tmp_path, damage, first_row):
     assert again.asked == []
 
 
+def test_missing_parts_are_named(tmp_path):
+    folder = interrupted(tmp_path)
+    with pytest.raises(UserError, match="2 of 4 parts are missing: 2, 3; start the command again"):
+        join_embeddings(folder)
+
+
 def test_shards_of_older_versions_are_refused(tmp_path):
     folder = interrupted(tmp_path)
     np.save(shards(folder) / "00002.npy", np.zeros((20, 4), "f4"))
@@ -293,6 +303,8 @@ def test_sizes_that_cannot_be_are_refused(tmp_path, sizes):
         shard_rows=10, model_fingerprint="m", corpus_fingerprint="c",
     )  # fmt: skip
     assert read_unfinished(folder).missing == [1, 3]
+    with pytest.raises(UserError, match="e: 2 of 4 parts are missing: 1, 3; start --shard=1 of 2"):
+        join_embeddings(folder)
     manifest = read_json(folder / "manifest.json") | sizes
     for read in (read_unfinished, join_embeddings, open_embeddings):
         write_json(folder / "manifest.json", manifest | {"complete": read is open_embeddings})
@@ -439,6 +451,19 @@ def test_bad_input(tmp_path):
         one.embed_sources(FakeCorpus(), big, tmp_path / "e")
     with pytest.raises(UserError, match="corpus is empty"):
         one.embed_sources(FakeCorpus(0), FakePictures(), tmp_path / "e")
+
+
+@pytest.mark.parametrize(
+    ("open_it", "wanted"), [(load_clip_embedder, "clip"), (load_siglip_embedder, "siglip")]
+)
+def test_converted_models_of_another_kind_are_refused(tmp_path, open_it, wanted):
+    """Before a tokenizer is looked for, which they need not have."""
+    (tmp_path / "weights").mkdir()
+    record = describe_model(architecture("bert"), BertConfig(), "float32")
+    write_json(tmp_path / "model.json", record)
+    said = f"holds a model of kind 'bert', {wanted} was expected; convert one with `mmqa convert"
+    with pytest.raises(UserError, match=said):
+        open_it(tmp_path)
 
 
 def test_values_that_are_not_finite_stop_the_job(tmp_path):

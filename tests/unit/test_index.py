@@ -1,9 +1,11 @@
 """Dense search: exact against plain numpy, ScaNN against exact, manifests."""
 
+import jax
 import numpy as np
 import pytest
 from small_disk import small_disk
 
+from mmqa_jax.core.checksums import write_sums
 from mmqa_jax.core.disk_errors import find_disk_failure
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
@@ -190,6 +192,34 @@ def test_damaged_indexes_are_refused(tmp_path):
         load_index(tmp_path / "index", embeddings)
     with pytest.raises(UserError, match="run `mmqa index` first"):
         load_index(tmp_path / "none", embeddings)
+
+
+@needs_scann
+@pytest.mark.parametrize("broken", ["scann_config.pb", "manifest.json"])
+def test_what_scann_cannot_open_is_refused(tmp_path, broken):
+    """As that of another version, whose checksums are right."""
+    embeddings, _ = clustered(50, dim=8)
+    build_index(embeddings, "scann").save(tmp_path)
+    if broken == "manifest.json":
+        manifest = read_json(tmp_path / broken)
+        write_json(tmp_path / broken, manifest | {"parameters": {"trees": 2}})
+    else:
+        (tmp_path / broken).write_bytes(b"another version's")
+    write_sums(tmp_path)
+    with pytest.raises(UserError, match=r"ScaNN cannot open this index \(.+\); delete the folder"):
+        load_index(tmp_path, embeddings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"), [("mesh", "--kind=mesh_approx"), ("mesh_approx", "ScaNN")]
+)
+def test_more_rows_than_the_devices_hold_are_refused(monkeypatch, kind, more):
+    embeddings, _ = clustered(1000, dim=8)
+    held = {"bytes_limit": 3 << 10, "bytes_in_use": 1 << 10}
+    monkeypatch.setattr(type(jax.devices()[0]), "memory_stats", lambda self: held)
+    said = rf"index: 1,000 rows of 8 need .* GiB on each of \d+ devices, .* free; .*, {more}"
+    with pytest.raises(UserError, match=said):
+        build_index(embeddings, kind)
 
 
 def test_without_scann(monkeypatch, capsys):

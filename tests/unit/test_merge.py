@@ -105,6 +105,15 @@ def test_names_in_rows_become_no_files(row, refused):
     assert not (row / "scores.json").exists()
 
 
+def test_parts_with_other_questions_are_refused(row, refused):
+    def ask_another(line):
+        return {**line, "prediction": {**line["prediction"], "question_id": "another"}}
+
+    rewrite(row / "parts", 0, ask_another)
+    message = "row: its parts answer other questions; start the job again in another place"
+    refused("merge", row, message=message)
+
+
 @pytest.mark.parametrize("name", ["job.json", "00001.jsonl"])
 def test_links_out_of_a_folder_are_not_followed(name, parts, tmp_path, refused):
     secret = tmp_path / "secret"

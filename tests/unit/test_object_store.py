@@ -18,6 +18,7 @@ import pytest
 from cli_runs import mmqa
 
 from mmqa_jax.core import locks, orbax_s3
+from mmqa_jax.core.chunks import JobRecord, write_job
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import atomic_write, check_out, read_json, read_jsonl, write_json
 from mmqa_jax.core.local_copies import local_copy, with_local_copies
@@ -26,6 +27,7 @@ from mmqa_jax.core.metrics import MetricsWriter, read_metrics
 from mmqa_jax.core.paths import as_path, check_store
 from mmqa_jax.retrieval.embeddings import open_embeddings, read_unfinished, write_embeddings
 from mmqa_jax.retrieval.manifest import read_manifest, replace_folder
+from mmqa_jax.runs.merging import merge_parts
 from mmqa_jax.training import profile
 
 GS, S3 = f"gs://{object_store.BUCKET}", f"s3://{object_store.BUCKET}"
@@ -230,6 +232,42 @@ def test_embeddings_are_made_in_parts(store):
     assert write((0, 2)) is not None
     np.testing.assert_array_equal(open_embeddings(f"{GS}/index", "m", "c").vectors, rows)
     assert store.names() == ["index/SHA256SUMS", "index/embeddings.npy", "index/manifest.json"]
+    flip_last_byte(store, "index/embeddings.npy")
+    with pytest.raises(UserError, match=r"index/embeddings\.npy: is damaged; delete the folder"):
+        open_embeddings(f"{GS}/index", "m", "c")
+
+
+def test_parts_are_not_merged_while_a_process_is_alone_with_them(store):
+    folder = as_path(f"{GS}/found.jsonl.parts")
+    write_job(folder, JobRecord({"verb": "search", "items": 1, "chunk": 1}))
+    said = rf"found\.jsonl\.parts: process {os.getpid()} on .* is at work there; wait until it ends"
+    with hold(folder / ".lock"), pytest.raises(UserError, match=said):
+        merge_parts(folder)
+
+
+def test_a_shard_of_another_content_is_not_joined(store):
+    """Its length is looked at before, and its content when all are joined."""
+
+    def write(part):
+        return write_embeddings(
+            f"{GS}/index", lambda span: np.ones((len(span), 4), "f4"), rows=4, dim=4,
+            model_fingerprint="m", corpus_fingerprint="c", shard_rows=2, part=part,
+        )  # fmt: skip
+
+    assert write((0, 2)) is None
+    (shard,) = [name for name in store.names() if name.endswith("00000.jsonl")]
+    flip_last_byte(store, shard)
+    with pytest.raises(
+        UserError, match=rf"{GS}/index/shards-\w+/00000.jsonl: is damaged; delete it"
+    ):
+        write((1, 2))
+    store.path(shard).unlink()
+    assert write((0, 2)) is not None
+
+
+def flip_last_byte(store, name):
+    *content, last = store.path(name).read_bytes()
+    store.put(name, bytes([*content, last ^ 1]))
 
 
 def test_a_folder_is_replaced_with_its_manifest_last(store):

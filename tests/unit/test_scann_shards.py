@@ -7,6 +7,7 @@ import pytest
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
+from mmqa_jax.retrieval import index as index_room
 from mmqa_jax.retrieval import scann_shards
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.exact import ExactIndex
@@ -67,6 +68,22 @@ def test_shards_find_what_exact_search_finds(folder, embeddings):
     assert index.search(queries[:0], 2)[0].shape == (0, 2)
     own = index.search_within(queries[:1], [[5, 4_500]], 2)[0]
     assert set(own[0].tolist()) == {5, 4_500}
+
+
+def test_without_scann(folder, embeddings, monkeypatch, capsys):
+    """What was built elsewhere is searched exactly; building is refused."""
+
+    def fail():
+        raise ImportError("no scann")
+
+    monkeypatch.setattr(index_room, "_scann", fail)
+    found = open_shards(folder, embeddings, "model").search(embeddings.vectors[:3], 1)[0]
+    assert found.tolist() == [[0], [1], [2]]
+    assert "searching exactly instead" in capsys.readouterr().err
+    with pytest.raises(
+        UserError, match=r"--shard_rows: ScaNN cannot be imported .*; install `scan"
+    ):
+        build_shards(folder, embeddings, 1_500)
 
 
 def test_killed_it_goes_on_and_a_damaged_shard_is_refused(folder, embeddings, tmp_path):

@@ -233,6 +233,10 @@ def test_more_values_later(whole, inputs, monkeypatch):
         ),
         (["options.votes=1,2"], r"--over=options\.votes: holds a list"),
         (["options.plans=planned,none,some"], r"cell options\.plans=some: .*plans"),
+        (
+            ["parts.knowledge.data=here/x,here-x"],
+            r"--over: two cells would share the folder data=here-x; leave one to another sweep",
+        ),
         (["parts.knowledge.data=here,nowhere/x"], r"inputs are missing: .*here"),
     ],
 )
@@ -241,6 +245,11 @@ def test_wrong_sweeps(inputs, tmp_path, refused, over, message):
     given = [word for value in over for word in ("--over", value)]
     refused(*flags(inputs, tmp_path / "run", *given), message=message)
     assert not (tmp_path / "run").exists()
+
+
+def test_no_cells_together(inputs, tmp_path, refused):
+    words = flags(inputs, tmp_path / "run", *OVER)
+    refused(*words, "--together=0", message="--together=0: at least 1 was expected .*one after")
 
 
 def test_a_folder_of_another_sweep(whole, inputs, refused):

@@ -14,6 +14,7 @@ from PIL import Image
 from mmqa_jax.cli import main
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.data.picture_bounds import PictureError
 from mmqa_jax.data.prepare import prepare
 from mmqa_jax.data.wikipedia import dump, files
 from mmqa_jax.data.wikipedia.articles import Article, PassageOptions, Section, sources_of
@@ -21,6 +22,7 @@ from mmqa_jax.data.wikipedia.dump import PageReader
 from mmqa_jax.data.wikipedia.files import InputFile
 from mmqa_jax.data.wikipedia.streams import json_entries
 from mmqa_jax.runs.parts import KnowledgeSpec, open_knowledge
+from mmqa_jax.runs.region_features import open_pictures
 
 # Two pages in the format of KILT's README, with headings and items of lists as its files have them.
 KILT = [
@@ -193,6 +195,11 @@ def test_infoseek(raw):
     assert corpus.picture_count() == 1
     assert list(corpus.modality_rows("image")) == [0]
     assert list(corpus.modality_rows("text")) == [1, 2]
+    pictures = open_pictures(raw.parent / "out")
+    assert pictures.read("Q806/Q806563.jpg") == corpus.picture(0)
+    (raw / "images/Q806/Q806563.jpg").unlink()
+    with pytest.raises(PictureError, match=r"Q806/Q806563\.jpg: is not in the corpus"):
+        pictures.read("Q806/Q806563.jpg")
     texts = corpus.of_rows(corpus.modality_rows("text"))
     assert [s.id for s in texts.sources] == list(texts.row) == ["Q806563#1", "Q42#1"]
     assert texts.row["Q42#1"] == 1

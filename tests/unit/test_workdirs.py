@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from cli_runs import done, mmqa
@@ -50,6 +51,17 @@ def test_a_row_whose_data_is_gone(rows, refused, tmp_path):
     refused("report", f"--workdir={tmp_path / 'row'}", message=r"holds no finished run \(no scores")
 
 
+def test_a_row_whose_data_was_prepared_anew(rows, refused, tmp_path):
+    row = tmp_path / "row"
+    shutil.copytree(rows / "atlas/bm25", row)
+    lines = (row / "predictions.jsonl").read_text()
+    (row / "predictions.jsonl").write_text(
+        lines.replace('"question_id": "', '"question_id": "old', 1)
+    )
+    message = r"row: the data at .* has no question 'old.*prepared anew since\); run the row again"
+    refused("report", f"--workdir={row}", message=message)
+
+
 def test_the_report_of_a_folder_of_rows(rows):
     """Rows that answer before those that only find sources; names lead to their reports."""
     done("report", f"--workdir={rows}")
@@ -82,6 +94,12 @@ def test_the_status_of_a_row(rows, tmp_path):
         workdir.claim({"row": "full"})
     begun = done("status", tmp_path / "begun")
     assert (begun["complete"], begun["row"]) == (False, "full")
+
+
+def test_the_status_of_a_sweep_whose_cells_are_deleted(tmp_path, refused):
+    (tmp_path / "sweep.json").write_text('{"cells": []}')
+    message = f"{tmp_path}: holds a sweep without a finished cell; start `mmqa sweep` again"
+    refused("status", tmp_path, message=message)
 
 
 def test_the_status_of_a_training(models):
