@@ -64,7 +64,7 @@ def _check(processor: Mapping[str, Any], file: Path, image_size: int | None) -> 
             if processor.get(key) is not None:
                 sides = processor[key]
                 sides = list(sides.values()) if isinstance(sides, dict) else [sides]
-                allowed[key] = set(sides) == {image_size}
+                allowed[key] = bool(sides) and all(side == image_size for side in sides)
     for key, right in allowed.items():
         if not right:
             raise UserError(
