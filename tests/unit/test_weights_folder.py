@@ -23,6 +23,7 @@ from mmqa_jax.models.vlp import VLPConfig
 from mmqa_jax.models.vlp_pixels import ClipVLPConfig
 from mmqa_jax.weights.convert import convert
 from mmqa_jax.weights.folder import describe_model, load_converted, read_record, save_trained
+from mmqa_jax.weights.layouts import read_own_config
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.record import is_converted, is_weights_folder
 from mmqa_jax.weights.registry import architecture
@@ -169,3 +170,20 @@ def test_a_record_that_does_not_fit_is_refused_by_key(changes, message, tmp_path
 def test_wrong_options_are_refused_before_anything_is_read(model, options, message, tmp_path):
     with pytest.raises(UserError, match=message):
         convert(model, tmp_path / "absent", tmp_path / "out", **options)
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        (3, r": mmqa_jax is 3, expected an object; export it again"),
+        ({}, r", key mmqa_jax\.config is None: expected BertConfig; correct it"),
+        (
+            {"config": {"head": 3}},
+            r", key mmqa_jax\.config: unknown field 'head'; use one of vocab_",
+        ),
+    ],
+)
+def test_an_exports_config_that_does_not_fit_is_refused(stated, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"mmqa_jax": stated}))
+    with pytest.raises(UserError, match=rf"config\.json{message}"):
+        read_own_config(BertConfig, tmp_path)
