@@ -231,6 +231,13 @@ def test_gguf_files_that_cannot_be_read(tmp_path):
         architecture="phi3",
         **{"attention.sliding_window_pattern": [True, False]},
     )
+    for key, value, expected in (
+        ("attention.sliding_window_pattern", "x", "'x', expected one number"),
+        ("attention.sliding_window", [3, 4], r"\[3, 4\], expected one number"),
+        ("rope.freq_base", "x", "'x', expected a number; convert the model again"),
+        ("attention.head_count", 0, "0, expected at least 1; convert the model again"),
+    ):
+        refused(rf"phi3\.{key}'? is {expected}", architecture="phi3", **{key: value})
     refused("scaling.type 'yarn' is not supported", **{"rope.scaling.type": "yarn"})
     refused("dimension_count is 32, a head has 64", **{"rope.dimension_count": 32})
     refused("1 parameters without a tensor: layers/up/kernel", drop=("blk.0.ffn_up",))
