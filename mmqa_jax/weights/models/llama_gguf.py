@@ -17,7 +17,12 @@ from mmqa_jax.models.llama import inverse_frequencies
 from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling
 from mmqa_jax.models.rope import scaling_from_hf
 from mmqa_jax.weights.formats.gguf import GGUFSource
-from mmqa_jax.weights.models.gguf_metadata import check_metadata, head_size_of, vocabulary_of
+from mmqa_jax.weights.models.gguf_metadata import (
+    check_metadata,
+    head_size_of,
+    heads_of,
+    vocabulary_of,
+)
 
 ROPE_FACTORS = "rope_freqs.weight"
 _LONGROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
@@ -87,12 +92,7 @@ def gguf_config(source: GGUFSource) -> LlamaConfig:
     of = f"{architecture}."
     check_metadata(source, of, (*_READ, *_HARMLESS, *_FURTHER.get(architecture, ())), _FIXED)
     specs = source.specs()
-    heads = source.integer(f"{of}attention.head_count")
-    if heads < 1:
-        raise UserError(
-            f"{source.name}: {of}attention.head_count is {heads}, expected at least 1; convert the "
-            "model again."
-        )
+    heads = heads_of(source, of)
     hidden = source.integer(f"{of}embedding_length")
     head_size = head_size_of(source, of, hidden // heads)
     rotated = source.integer(f"{of}rope.dimension_count", head_size)
