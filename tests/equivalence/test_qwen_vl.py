@@ -413,6 +413,7 @@ def test_unknown_values_are_refused_by_name(pair, tmp_path):
                 {"min_pixels": "few"},
                 "min_pixels or shortest_edge is 'few', expected a whole num",
             ),
+            ({"size": {"min_pixels": -1}}, "min_pixels or shortest_edge is -1, expected a whole"),
             ({"size": {"longest_edge": 1.5}}, "or longest_edge is 1.5, expected a whole number"),
             ([], r"preprocessor_config\.json: is no JSON object of an image processor; fetch"),
             ({"rescale_factor": 1.0}, "rescale_factor is 1.0, expected 1/255; use a checkpoint"),

@@ -54,8 +54,8 @@ def with_processor(config: QwenVisionConfig, folder: Path) -> QwenVisionConfig:
             f"{where}: size is {size!r}, expected shortest_edge and longest_edge, the least and "
             "the most pixels; use a checkpoint of Qwen2.5-VL or Qwen3-VL."
         )
-    least = found.get("min_pixels") or size.get("shortest_edge") or _LEAST
-    most = found.get("max_pixels") or size.get("longest_edge") or _MOST
+    least = found.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or _LEAST
+    most = found.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or _MOST
     for keys, value in (
         ("min_pixels or shortest_edge", least),
         ("max_pixels or longest_edge", most),
