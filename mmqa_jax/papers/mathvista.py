@@ -121,9 +121,10 @@ def _hint(question: Question) -> str:
     kind, decimals = question.extra.get(ANSWER_TYPE), question.extra.get(PRECISION)
     form = _FORMS.get((kind, decimals if kind == "float" else None))
     if form is None:
+        named = f"{kind} with {decimals} decimals" if kind == "float" else kind
         raise UserError(
-            f"question {question.id}: no hint is known for answers of type {kind} with {decimals} "
-            "decimals; leave it out with config key data.where."
+            f"question {question.id}: MathVista has no hint at an answer of type {named}; leave it "
+            "out with config key data.where."
         )
     return f"requiring {form[0]} and provide the final {form[1]},"
 
@@ -190,7 +191,12 @@ def _response(finished: Mapping[str, Mapping[str, Any]], name: str) -> str:
     return str(outputs[0]["text"]) if outputs else ""
 
 
+def _check_hints(questions: Sequence[Question], options: Mapping[str, Any]) -> None:
+    for question in questions:
+        _hint(question)
+
+
 SETTINGS = {
-    "mathvista": Setting(answer_mathvista),
-    "extracted": Setting(extract_finished),
+    "mathvista": Setting(answer_mathvista, rule_of_inputs=_check_hints),
+    "extracted": Setting(extract_finished, rule_of_inputs=_check_hints),
 }

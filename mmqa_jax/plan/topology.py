@@ -167,7 +167,7 @@ def _gpu(name: str, chip: str, hosts: int, each: int) -> Topology:
     except Exception as error:
         raise UserError(
             f"--topology={name}: JAX's CUDA plugin cannot compile for it ({_first_line(error)}); "
-            "install the plugin of jax's own version."
+            "install the plugin of jax's own version, with `pip install mmqa-jax[cuda12]`."
         ) from error
     of_host = tuple(n // each for n in range(len(devices)))
     return Topology(name, tuple(devices), of_host, GPUS[chip])

@@ -262,6 +262,7 @@ def best_settings(
     if name in FIXED:
         raise UserError(f"--search: a config has no setting of the program {name}; leave it out.")
     found: list[Found] = []
+    refused: UserError | None = None
     topology = place(name, config, topology)
     config = settled(name, config, topology.devices, model)
     for mesh, batches in _space(name, config, len(topology.devices)):
@@ -271,7 +272,8 @@ def best_settings(
                 changes = {**mesh, **remat, **batch}
                 try:
                     planned = _planned(name, changed(config, changes), topology, model)
-                except UserError:  # a batch or heads that the mesh does not divide
+                except UserError as error:  # a batch or heads that the mesh does not divide
+                    refused = refused or error
                     continue
                 found.append(Found(changes, planned))
                 if not planned.fits:
@@ -279,9 +281,8 @@ def best_settings(
                 fitted += 1
     if not found:
         raise UserError(
-            f"--search: no mesh of {topology.name} divides the config's batch; change "
-            "batches.batch_size."
-        )
+            f"--search: the config fits no mesh of {topology.name}; of the first: {refused}"
+        ) from refused
     return sorted(found, key=lambda one: -one.rate)
 
 

@@ -125,8 +125,9 @@ def compare(ours: Outputs, theirs: Outputs) -> list[Compared]:
       ValueError: they have not the same layers and outputs.
     """
     got, want = ours.named(), theirs.named()
-    if {name: x.shape for name, x in got.items()} != {name: x.shape for name, x in want.items()}:
-        raise ValueError(f"ours gives {sorted(got)}, transformers {sorted(want)}")
+    shapes, wanted = ({name: x.shape for name, x in side.items()} for side in (got, want))
+    if shapes != wanted:
+        raise ValueError(f"ours gives {shapes}, transformers {wanted}")
     rows: list[Compared] = []
     for name in want:
         row = Compared(name, *deviation(got[name], want[name]))

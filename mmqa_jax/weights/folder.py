@@ -89,7 +89,10 @@ def read_record(folder: str | os.PathLike) -> Description:
     config = entry.read_config(record.get("config"), f"{file}, key config")
     dtype = record.get("dtype")
     if dtype not in ("float32", "bfloat16"):
-        raise UserError(f"{file}: dtype is {dtype!r}: convert the model again.")
+        raise UserError(
+            f"{file}: dtype is {dtype!r}, expected 'float32' or 'bfloat16'; copy the folder again, "
+            "or train or convert the model again."
+        )
     return Description(entry, config, dtype, record)
 
 

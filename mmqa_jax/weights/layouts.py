@@ -145,6 +145,8 @@ def read_own_config(read: type | Callable[[Any, str], Any], path: Path) -> Any:
         return None
     if isinstance(read, type):
         read = functools.partial(config_from_json, read)
+    if not isinstance(own, dict):
+        raise UserError(f"{file}: {OWN_CONFIG} is {own!r}, expected an object; export it again.")
     return read(own.get("config"), f"{file}, key {OWN_CONFIG}.config")
 
 

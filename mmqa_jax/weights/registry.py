@@ -76,10 +76,6 @@ class Architecture:
         Raises:
           UserError: it has parameters that the published model does not have.
         """
-        if not self.exports:
-            raise UserError(
-                f"--model={self.name}: has no published layout, so it cannot be exported."
-            )
         return self._weights("publish")(config, state)
 
     def _weights(self, verb: str) -> Any:
@@ -280,10 +276,10 @@ def architecture(name: str, where: str = "--model", *, trained: bool = False) ->
     Raises:
       UserError: there is none.
     """
-    for entry in (*ARCHITECTURES, *(TRAINED if trained else ())):
-        if entry.name == name:
-            return entry
-    raise UserError(f"{where}={name}: unknown; use one of {', '.join(NAMES)}.")
+    known = {entry.name: entry for entry in (*ARCHITECTURES, *(TRAINED if trained else ()))}
+    if name not in known:
+        raise UserError(f"{where}={name}: unknown; use one of {', '.join(known)}.")
+    return known[name]
 
 
 def architecture_of(model: Any) -> Architecture | None:

@@ -47,6 +47,7 @@ _PROMPT_KEYS = kinds(
     name_or_null="default_prompt_name similarity_fn_name",
     size_or_null="truncate_dim",
 )
+_PAIR_PROMPTS = kinds(object_or_null="prompts", name_or_null="default_prompt_name")
 _TRANSFORMER_KEYS = kinds(size_or_null="max_seq_length", flag_or_null="do_lower_case")
 # Of a text encoder these say what it is anyway.
 _TRANSFORMER_FIXED = {
@@ -201,7 +202,7 @@ def read_pair_length(folder: Path) -> int | None:
     file = folder / PROMPTS
     content = _object(file)
     fixed = {"model_type": ("CrossEncoder",), "activation_fn": ACTIVATIONS}
-    check_keys(content, str(file), read=("prompts", "default_prompt_name"), fixed=fixed)
+    check_keys(content, str(file), read=_PAIR_PROMPTS, fixed=fixed)
     name = content.get("default_prompt_name")
     if name and (content.get("prompts") or {}).get(name):
         raise UserError(
@@ -227,8 +228,7 @@ def check_logit_prompts(file: Path) -> str:
     """
     content = _object(file)
     fixed = {"model_type": ("CrossEncoder",), "activation_fn": ACTIVATIONS}
-    read = kinds(object_or_null="prompts", name_or_null="default_prompt_name")
-    check_keys(content, str(file), read=read, fixed=fixed)
+    check_keys(content, str(file), read=_PAIR_PROMPTS, fixed=fixed)
     name = content.get("default_prompt_name")
     prompts = content.get("prompts") or {}
     if not name:
@@ -254,7 +254,7 @@ def check_mean_pooling(folder: Path) -> None:
         if kind == "Pooling":
             file = folder / place / "config.json"
             try:
-                check_keys(read_json(file), str(file), read=_SIZES, fixed=_MEAN)
+                check_keys(_needed_object(file), str(file), read=_SIZES, fixed=_MEAN)
             except UserError as error:
                 first = str(error).partition(";")[0]
                 raise UserError(f"{first}; {_REMEDY}.") from error
@@ -277,7 +277,7 @@ def check_mean_pooling(folder: Path) -> None:
 def _dense(folder: Path) -> DenseLayer:
     """A layer Dense in a folder; UserError for an activation that is not known here."""
     file = folder / "config.json"
-    content = read_json(file)
+    content = _needed_object(file)
     fixed = {"module_input_name": ("sentence_embedding",)}
     fixed["module_output_name"] = (*fixed["module_input_name"], None)
     check_keys(content, str(file), read=_DENSE_KEYS, fixed=fixed)
@@ -295,7 +295,7 @@ def _dense(folder: Path) -> DenseLayer:
 
 def _pooling(file: Path) -> str:
     """The pooling in a config of the layer Pooling; UserError for one that is not known here."""
-    content = read_json(file)
+    content = _needed_object(file)
     check_keys(content, str(file), read=_POOLING_KEYS, fixed={"include_prompt": (True,)})
     given = content.get("pooling_mode")
     if given is None:
@@ -360,5 +360,12 @@ def read_modules(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _object(file: Path) -> Mapping[str, Any]:
-    content = read_json(file) if file.is_file() else {}
-    return content if isinstance(content, dict) else {}
+    """The content of a file that may be absent."""
+    return _needed_object(file) if file.is_file() else {}
+
+
+def _needed_object(file: Path) -> Mapping[str, Any]:
+    content = read_json(file)
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: is no JSON object; fetch the file again.")
+    return content

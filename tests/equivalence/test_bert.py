@@ -31,7 +31,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models import bert as B
 from mmqa_jax.models.bert import Bert, BertConfig, MlmHead
 from mmqa_jax.weights.keymap import KeyMap, abstract_model, export, load_into
-from mmqa_jax.weights.models.bert import bert_rules, mlm_rules
+from mmqa_jax.weights.models.bert import bert_config, bert_rules, mlm_rules
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.sources import open_source
 
@@ -266,6 +266,16 @@ def test_bad_input_is_named():
         BertConfig(activation="tanhish")
     with pytest.raises(UserError, match=r"attention_dropout is 1"):
         BertConfig(attention_dropout=1.0)
+    for key, value, message in (
+        (
+            "position_embedding_type",
+            "relative_key",
+            "'relative_key' is not supported; use a checkp",
+        ),
+        ("hidden_act", "swish", "'swish' is not supported; use a checkpoint with one of gelu, "),
+    ):
+        with pytest.raises(UserError, match=f"here: {key} {message}"):
+            bert_config({key: value}, "here")
     tiny = B.bert_tiny(hidden=8, heads=2, mlp=8, layers=1, positions=4)
     model = abstract(Bert, tiny)
     with pytest.raises(UserError, match="5 tokens long"):

@@ -160,6 +160,15 @@ def test_damaged_files_are_refused_by_name(case, tmp_path):
             read_caffemodel(path)
 
 
+def without_values(layer: str, *shapes: list[int]) -> bytes:
+    """A net with a layer of blobs of these shapes that hold nothing."""
+    net = messages(False)()
+    blobs = net.layer.add(name=layer).blobs
+    for shape in shapes:
+        blobs.add().shape.dim.extend(shape)
+    return net.SerializeToString()
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -168,8 +177,23 @@ def test_damaged_files_are_refused_by_name(case, tmp_path):
         (b"\xff" * 30, "a number without an end"),
         (b"\xa2\x06\xff\xff\xff\xff\x0f", "field 100 of 4,294,967,295 bytes, of 0"),
         (b"\x0b\x0c", "a field of wire type 3"),
-        # A layer of one blob: a shape of 2 ** 40 without values; eight sides of 0 and 2 ** 63.
-        (b"\xa2\x06\x0d\x0a\x01a\x3a\x08\x3a\x06\x0a\x04\x80\x80\x80\x08", "layer 'a': has"),
+        # Shapes without values: large ones, many sides, sides of 0 and of billions.
+        (
+            without_values("a", [2**24]),
+            r"layer 'a': has 0 bytes of values for the shape \(16777216,\)",
+        ),
+        (
+            without_values("a", [2**40]),
+            r"layer 'a': has a shape of 1 sides, the longest 1099511627776; it is no",
+        ),
+        (
+            without_values("a", [0] * 33),
+            r"layer 'a': has a shape of 33 sides, the longest 0; it is no .caffemod",
+        ),
+        (
+            without_values("a", [0, *[2**31 - 1] * 3]),
+            r"layer 'a': has the shape \(0, 2147483647, .*\); it is no",
+        ),
         (b"\xa2\x06\x09\x0a\x01a\x3a\x04\x42\x02\x00\x00", "in doubles"),
         (b"\xa2\x06\x07\x0a\x01a\x3a\x02\x3a\x00", "layer 'a': has 0 bytes of values"),
         (b"\xa0\x06\x07", "a number as field 100"),
@@ -188,6 +212,9 @@ def test_layers_that_are_none_of_the_detectors(case, tmp_path):
     lacking = {key: value for key, value in tensors.items() if key != sums}
     with pytest.raises(UserError, match="layer 'bn_conv1': has 2 arrays"):
         load_published("detector", caffemodel(tmp_path / "lacking.caffemodel", lacking))
+    (tmp_path / "three.caffemodel").write_bytes(without_values("fc6", [0], [0], [0]))
+    with pytest.raises(UserError, match="layer 'fc6': has 3 arrays, 2 were expected; give bottom"):
+        load_published("detector", tmp_path / "three.caffemodel")
     path = caffemodel(tmp_path / "more.caffemodel", tensors)
     net = messages(False).FromString(path.read_bytes())
     net.layer.add(name="fc8").blobs.add(data=[1.0]).shape.dim.append(1)

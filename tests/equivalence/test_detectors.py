@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pickle
+import re
 from types import SimpleNamespace
 
 import jax
@@ -24,8 +25,8 @@ from mmqa_jax.models.detection import faster_rcnn
 from mmqa_jax.models.detection.faster_rcnn import FasterRCNN, Pictures
 from mmqa_jax.models.detection.selection import class_confidence, select
 from mmqa_jax.weights.formats.detector_pickle import open_detector_source
-from mmqa_jax.weights.formats.safetensors import write_sharded
-from mmqa_jax.weights.models.detector import publish_detector
+from mmqa_jax.weights.formats.safetensors import ArraySource, write_sharded
+from mmqa_jax.weights.models.detector import detector_config, publish_detector
 from mmqa_jax.weights.published import load_published
 
 # Height and width before resizing, and the scale: odd sizes, and a line, of one pixel where the
@@ -184,6 +185,26 @@ def test_damaged_and_foreign_checkpoints_are_refused_by_name(case, tmp_path):
         pickle.dump({"blobs": {"conv1_w": SimpleNamespace()}}, file, protocol=2)
     with pytest.raises(UserError, match="SimpleNamespace"):
         load_published("detector", tmp_path / "code.pkl")
+
+
+def test_shapes_that_no_preset_has_are_refused_by_name(case):
+    shapes = {key: np.empty(value.shape) for key, value in case.theirs.tensors.items()}
+    stage = {"detectron": "res4_", "maskrcnn": ".layer3.", "detectron2": "res4."}[case.kind]
+    without = {key: value for key, value in shapes.items() if stage not in key}
+    with pytest.raises(UserError, match=r"x: lacks bottlenecks of res4; give the whole checkpoint"):
+        detector_config(ArraySource(without, "x"))
+    key = next(key for key in shapes if re.search(r"(objectness_logits|cls_logits.*)[._]w", key))
+    with pytest.raises(UserError, match=rf"x: {key} has 7 scores of a cell, the anchors .*; put a"):
+        detector_config(ArraySource({**shapes, key: np.empty((7, 1, 1, 1))}, "x"))
+
+
+@pytest.mark.parametrize("content", [{"blobs": {"conv1_w": 3}}, {"model": {}}, [np.ones(3)]])
+def test_pickles_without_arrays_are_refused(content, tmp_path):
+    (tmp_path / "empty.pkl").write_bytes(pickle.dumps(content, protocol=2))
+    with pytest.raises(
+        UserError, match=r"empty\.pkl: holds no arrays by name, .*; give Detectron's"
+    ):
+        open_detector_source(tmp_path / "empty.pkl")
 
 
 @pytest.mark.parametrize("case", ["detectron"], indirect=True)  # detectron2 runs on Python 3

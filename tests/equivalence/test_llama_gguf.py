@@ -226,6 +226,18 @@ def test_gguf_files_that_cannot_be_read(tmp_path):
     refused(
         "head_count_kv' is \\[2, 1\\], expected one number", **{"attention.head_count_kv": [2, 1]}
     )
+    refused(
+        r"attention\.sliding_window_pattern has 2 values for 1 layers; fetch the file again",
+        architecture="phi3",
+        **{"attention.sliding_window_pattern": [True, False]},
+    )
+    for key, value, expected in (
+        ("attention.sliding_window_pattern", "x", "'x', expected one number"),
+        ("attention.sliding_window", [3, 4], r"\[3, 4\], expected one number"),
+        ("rope.freq_base", "x", "'x', expected a number; convert the model again"),
+        ("attention.head_count", 0, "0, expected at least 1; convert the model again"),
+    ):
+        refused(rf"phi3\.{key}'? is {expected}", architecture="phi3", **{key: value})
     refused("scaling.type 'yarn' is not supported", **{"rope.scaling.type": "yarn"})
     refused("dimension_count is 32, a head has 64", **{"rope.dimension_count": 32})
     refused("1 parameters without a tensor: layers/up/kernel", drop=("blk.0.ffn_up",))
@@ -235,6 +247,16 @@ def test_gguf_files_that_cannot_be_read(tmp_path):
     )
     refused("shapes that differ", **{"feed_forward_length": 128})
     refused(r"holds no token_embd\.weight", drop=("token_embd",))
+
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_uint16("split.count", 3)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(
+        UserError, match=r"model\.gguf: one of 3 parts; join them with `llama-gguf-"
+    ):
+        load_published("llama", file)
 
     write_gguf(file, TYPES.Q4_0)
     data = file.read_bytes()

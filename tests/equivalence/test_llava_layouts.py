@@ -19,6 +19,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models import clip, llava
 from mmqa_jax.models.llama import unstack_layers
 from mmqa_jax.models.llava import ORIGINAL_IMAGE_TOKEN, Llava
+from mmqa_jax.models.siglip import SiglipVisionConfig
 from mmqa_jax.weights.keymap import model_source
 from mmqa_jax.weights.models.llava import (
     llava_config,
@@ -322,6 +323,14 @@ def test_the_original_is_exported_with_words_for_its_placeholder(pair, tmp_path)
 def test_originals_of_another_kind_are_refused(changes, message):
     with pytest.raises(UserError, match=re.escape(message)):
         original_config(PUBLISHED | changes, None, "here/config.json")
+
+
+def test_a_siglip_of_which_another_layer_is_read_is_refused():
+    changes = {"mm_vision_tower": "google/siglip", "mm_vision_select_layer": -1}
+    changes["mm_hidden_size"] = SiglipVisionConfig().width
+    message = r"here: mm_vision_select_layer is -1, .* last layer but one \(-2\); correct the file"
+    with pytest.raises(UserError, match=message):
+        original_config(PUBLISHED | changes, SiglipVisionConfig(), "here")
 
 
 @pytest.mark.parametrize(

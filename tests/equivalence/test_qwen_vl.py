@@ -382,6 +382,11 @@ REFUSED = {
         ),
         ({"vision_config__out_hidden_size": 40}, "vision.out is 40"),
         ({"audio_config": {"layers": 2}}, "'audio_config'"),
+        ({"vision_config": None}, r"config\.json: lacks its vision_config; fetch the file again"),
+        (
+            {"text_config__rope_parameters": {"mrope_section": 24}},
+            "mrope_section is 24, expected three",
+        ),
     ],
     "qwen3_vl": [
         ({"vision_config__deepstack_visual_indexes": [2, 0]}, r"deepstack is \(2, 0\)"),
@@ -403,6 +408,16 @@ def test_unknown_values_are_refused_by_name(pair, tmp_path):
             ({"resample": 2}, "resample is 2"),
             ({"size": {"height": 9, "width": 9}}, "size is"),
             ({"image_mean": 0.5}, "image_mean is 0.5"),
+            ({"image_std": [0.5, 0, 0.5]}, "image_std has a 0, which divides; fetch"),
+            (
+                {"min_pixels": "few"},
+                "min_pixels or shortest_edge is 'few', expected a whole num",
+            ),
+            ({"size": {"min_pixels": -1}}, "min_pixels or shortest_edge is -1, expected a whole"),
+            ({"size": {"longest_edge": 1.5}}, "or longest_edge is 1.5, expected a whole number"),
+            ([], r"preprocessor_config\.json: is no JSON object of an image processor; fetch"),
+            ({"rescale_factor": 1.0}, "rescale_factor is 1.0, expected 1/255; use a checkpoint"),
+            ({"rescale_factor": "1/255"}, "rescale_factor is '1/255', expected 1/255"),
         ]
     ):
         folder = rewritten(pair.folder, tmp_path / f"processor {number}")

@@ -223,6 +223,7 @@ def test_a_backend_opens_the_file_alone(tmp_path):
         ({"architecture": "llama"}, "is 'llama', expected 't5'"),
         ({"metadata": {"t5.attention.value_length": 8}}, "value_length is 8, a head has 16"),
         ({"metadata": {"t5.attention.head_count_kv": 2}}, "head_count_kv is 2"),
+        ({"metadata": {"t5.attention.head_count": 0}}, "head_count is 0, expected at least 1; con"),
         ({"metadata": {"t5.new_trick": 3}}, r"key 't5\.new_trick'"),
         (
             {"tensors": {"enc.blk.1.attn_rel_b.weight": np.ones((20, 4), np.float32)}},

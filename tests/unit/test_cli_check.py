@@ -7,13 +7,15 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from cli_runs import done, mmqa
 from safetensors.numpy import save_file
 from tiny_checkpoints import make_source
 from tiny_encoders import save_plain
 
 from mmqa_jax.models.activations import ACTIVATIONS
-from mmqa_jax.weights.check import TOKENS, Compared, _tokens, check
+from mmqa_jax.weights.check import TOKENS, Compared, Outputs, _tokens, check, compare
+from mmqa_jax.weights.check_torch import _layers
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -98,3 +100,15 @@ def test_the_input_and_the_bound():
     assert Compared("x", 3e-4, 42.0).passed
     assert Compared("x", 3e-3, 42.0, rounding=1e-3).passed
     assert not Compared("x", float("nan"), 42.0).passed
+
+
+def test_sides_that_are_not_of_one_model():
+    """Wrong sizes or modules of a kind that is added."""
+    state, vector = np.zeros((2, 3)), np.zeros(3)
+    ours, theirs = Outputs({"": [state]}, {"vector": vector}), Outputs({"": [state]}, {})
+    with pytest.raises(ValueError, match=r"ours gives .*'vector': \(3,\)}, transformers {'embed"):
+        compare(ours, theirs)
+    with pytest.raises(ValueError, match=r"'vector': \(3,\)}, transformers .*'vector': \(4,\)}"):
+        compare(ours, Outputs({"": [state]}, {"vector": np.zeros(4)}))
+    with pytest.raises(ValueError, match="Linear has no stack of layers"):
+        _layers(torch.nn.Linear(1, 1))

@@ -22,7 +22,7 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.inference.multimodal_t5 import check_width
 from mmqa_jax.models.multimodal_t5 import MultimodalT5
 from mmqa_jax.models.t5 import T5
-from mmqa_jax.papers.mmcot import chosen_option
+from mmqa_jax.papers.mmcot import SETTINGS, chosen_option
 from mmqa_jax.prompting.mmcot_prompts import source_text, target_text
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
@@ -69,6 +69,27 @@ def test_options_are_read_as_by_the_authors():
     assert chosen_option("The answer is (A). The answer is (A).", 3) is None
     assert chosen_option("The answer is B.", 3) is None
     assert chosen_option("The answer is (D).", 3) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rationale_format": "QCM-A"}, "rationale_format=QCM-A: writes an answer; use QCM-LE or"),
+        ({"answer_format": "QCM-A"}, "answer_format=QCM-A: does not answer .*; use QCMG-A"),
+        ({"answer_format": "QCM-LEA"}, "answer_format=QCM-LEA: does not answer .*; use QCMG-A"),
+    ],
+)
+def test_stages_that_do_not_belong_together_are_refused(options, message):
+    with pytest.raises(UserError, match=rf"config key options\.{message}"):
+        SETTINGS["mmcot"].check_row(options, {})
+
+
+def test_hidden_answers_cannot_be_shown():
+    questions = [Question("a", "test", "?", answer_index=0), Question("b", "test", "?")]
+    SETTINGS["mmcot"].check_inputs(questions, {"decoding": "written"}, {})
+    message = r"options\.decoding=forced: .* text, which 1 of 2 questions hide; set it to written"
+    with pytest.raises(UserError, match=message):
+        SETTINGS["mmcot"].check_inputs(questions, {"decoding": "forced"}, {})
 
 
 def write_vectors(folder, shape=(3, 6)):

@@ -22,7 +22,13 @@ from mmqa_jax.retrieval.text_encoder import load_text_embedder
 from mmqa_jax.runs import ask_folder, identity
 from mmqa_jax.tasks.embedder import open_embedder
 from mmqa_jax.weights.hub import find_model, is_cached
-from mmqa_jax.weights.sentence_pooling import Prompts, SentenceRecipe, read_pair_length, read_recipe
+from mmqa_jax.weights.sentence_pooling import (
+    Prompts,
+    SentenceRecipe,
+    check_logit_prompts,
+    read_pair_length,
+    read_recipe,
+)
 from mmqa_jax.weights.text_encoders import load_cross_encoder, load_text_encoder, published_folder
 
 pytestmark = pytest.mark.slow
@@ -81,6 +87,8 @@ def test_what_the_files_say(tmp_path):
         (POOLING, {"pooling_mode": ["cls", "mean"]}, r"its pooling is \['cls', 'mean'\]"),
         (POOLING, {"include_prompt": False}, "include_prompt is False"),
         (POOLING, {"pooling_mode_new": True}, "key 'pooling_mode_new'"),
+        (POOLING, [], "is no JSON object; fetch the file again"),
+        (PROMPTS, [], "is no JSON object; fetch the file again"),
         (PROMPTS, {"similarity_fn_name": "dot"}, "similarity_fn_name is 'dot', but vectors are of length 1"),
         (PROMPTS, {"prompts": {"query": 3}}, "the prompt 'query' is 3, a text was expected"),
         (PROMPTS, {"prompts": {"a": "x: "}, "default_prompt_name": "a"}, "default_prompt_name puts 'x: '"),
@@ -111,6 +119,8 @@ def test_what_is_not_known_is_refused_by_name(file, content, message, tmp_path):
             {"prompts": {"a": "x"}, "default_prompt_name": "a"},
             "a prompt before every pair",
         ),
+        (PROMPTS, {"prompts": "x"}, "prompts is 'x', expected an object"),
+        (PROMPTS, {"default_prompt_name": ["a"]}, "default_prompt_name is .*, expected a"),
         (LENGTH, {"transformer_task": "text-generation"}, "transformer_task is 'text-generation'"),
     ],
 )
@@ -118,6 +128,15 @@ def test_what_a_reranker_does_not_do_is_refused(file, content, message, tmp_path
     (tmp_path / file).write_text(json.dumps(content))
     with pytest.raises(UserError, match=message):
         read_pair_length(tmp_path)
+
+
+@pytest.mark.parametrize("prompts", [None, {}, {"b": "Find it"}, {"a": None}])
+def test_a_default_prompt_that_is_not_there(prompts, tmp_path):
+    file = tmp_path / PROMPTS
+    file.write_text(json.dumps({"prompts": prompts, "default_prompt_name": "a"}))
+    message = rf"{PROMPTS}: default_prompt_name is 'a', which is none of its prompts; correct it"
+    with pytest.raises(UserError, match=message):
+        check_logit_prompts(file)
 
 
 @pytest.fixture(scope="module")

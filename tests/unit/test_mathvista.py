@@ -21,7 +21,7 @@ from mmqa_jax.evaluation.mathvista import (
     normalized,
     score_mathvista,
 )
-from mmqa_jax.papers.mathvista import answer_mathvista, extract_finished
+from mmqa_jax.papers.mathvista import SETTINGS, answer_mathvista, extract_finished
 from mmqa_jax.prompting.backends import Picture
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -173,6 +173,16 @@ def of(kind: str, precision: int = 1) -> Question:
     choices = ("increase", "it decreases", "no change") if kind == "text" else ()
     extra = {"answer_type": kind, "precision": precision}
     return Question("q", "val", "?", choices=choices, extra=extra)
+
+
+@pytest.mark.parametrize("setting", ["mathvista", "extracted"])
+def test_answers_without_a_hint_are_refused_before_models_load(setting):
+    check, known = SETTINGS[setting].check_inputs, [of("text"), of("integer"), of("float", 2)]
+    check(known, {}, {})
+    for question, named in ((of("float", 3), "float with 3 decimals"), (of("date"), "date")):
+        message = rf"question q: .* no hint at an answer of type {named}; leave .* data\.where"
+        with pytest.raises(UserError, match=message):
+            check([*known, question], {}, {})
 
 
 # What extract_answer gives before it asks a model (None).

@@ -14,10 +14,16 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.datasets.mragbench import read_mragbench
 from mmqa_jax.data.picture_bounds import PictureError
-from mmqa_jax.data.schema import Prediction, Ranking
+from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.evaluation.mragbench import score_mragbench
 from mmqa_jax.evaluation.multiple_choice import LETTERS, mmmu_choice
-from mmqa_jax.papers.mragbench import answer_alone, answer_given, answer_gold, answer_retrieved
+from mmqa_jax.papers.mragbench import (
+    SETTINGS,
+    answer_alone,
+    answer_given,
+    answer_gold,
+    answer_retrieved,
+)
 from mmqa_jax.prompting.backends import Picture
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -129,6 +135,12 @@ def test_prompts_are_the_authors(data):
     (first, second), _, _ = shown(data, answer_given)
     assert first == (SEVERAL, Picture(OWN), Picture(FOUND), Picture(GOLD), ASKED)
     assert second == (SEVERAL, Picture(OTHER), Picture(FOUND), ASKED)
+
+
+def test_questions_without_retrieved_pictures_are_refused():
+    message = "^setting given: no question has retrieved pictures; .* or use setting retrieved"
+    with pytest.raises(UserError, match=message):
+        SETTINGS["given"].check_inputs([Question("q", "test", "?")], {}, {})
 
 
 def test_retrieved_pictures_are_shown_and_cited(data):

@@ -458,6 +458,30 @@ def test_missing_compilers(monkeypatch, refused):
         refused("plan", SELECT, f"--topology={name}", message=r"CUDA plugin, .*\[cuda12\]")
 
 
+def test_a_cuda_plugin_that_does_not_compile(monkeypatch, refused):
+    def broken(*_, **__):
+        raise RuntimeError("the plugin is of another jaxlib\nand more")
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *_: name == "jax_cuda12_plugin" or found(name, *_)
+    )
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", broken)
+    message = (
+        r"--topology=h100:8: JAX's .* \(the plugin is of another jaxlib\); install .*\[cuda12\]"
+    )
+    refused("plan", SELECT, "--topology=h100:8", message=message)
+
+
+@needs_libtpu
+def test_a_search_without_a_mesh_that_fits():
+    message = (
+        r"^--search: the config fits no mesh of v5e:8x8; of the first: batch of 3: must be a m"
+    )
+    with pytest.raises(UserError, match=message):
+        planning.best_settings(a_rerank_config(3), open_topology("v5e:8x8"))
+
+
 @needs_libtpu
 def test_libtpu_of_another_jax(monkeypatch, refused):
     monkeypatch.setattr(topologies, "_installed", lambda name: "0.0.1")

@@ -380,6 +380,8 @@ def test_gguf_metadata(tmp_path):
         ("preprocessor_config.json", {"resample": 2}, "resample is 2, but pictures are prepared"),
         ("preprocessor_config.json", {"do_center_crop": False}, "do_center_crop is False"),
         ("preprocessor_config.json", {"crop_size": {"height": 32, "width": 32}}, "crop_size is"),
+        ("preprocessor_config.json", {"size": {"shortest_edge": [16]}}, r"size is .*\[16\]"),
+        ("preprocessor_config.json", [], r"preprocessor_config\.json: is no JSON object of an im"),
         ("processor_config.json", {"image_processor": {"size": {"shortest_edge": 8}}}, "size is"),
     ],
 )

@@ -243,6 +243,8 @@ def test_llama3_in_a_gguf_file(tmp_path):
     other = write_gguf(tmp_path / "o.gguf", "gpt2", "chatglm-bpe", ["a"], [1])
     with pytest.raises(UserError, match=r"is 'gpt2' with pre-tokenizer 'chatglm-bpe', but only"):
         open_tokenizer(other)
+    with pytest.raises(UserError, match=r"absent\.gguf: no such file; check the path"):
+        open_tokenizer(tmp_path / "absent.gguf")
 
 
 def test_vocabulary_and_merges_of_a_class_that_the_folder_names(tmp_path):

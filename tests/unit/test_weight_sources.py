@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 import zipfile
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from safetensors.numpy import save_file
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.weights.formats.safetensors import SafetensorsSource
 from mmqa_jax.weights.formats.torch import TorchSource
-from mmqa_jax.weights.sources import open_source
+from mmqa_jax.weights.sources import gguf_file, open_source
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TorchScript's
 
@@ -203,12 +204,49 @@ def test_a_torchscript_archive_with_other_objects_is_refused(tmp_path):
             return (Path.touch, (tmp_path / "touched",))
 
     path = tmp_path / "net.pt"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("net/constants.pkl", b"")
-        archive.writestr("net/data.pkl", pickle.dumps(Run(), protocol=2))
-    with pytest.raises(UserError, match=r"net\.pt: not a torch file of plain tensors \(holds a"):
-        open_source(path)
+    for content, reason in ((Run(), "holds a"), ({}, "holds no module")):
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("net/constants.pkl", b"")
+            archive.writestr("net/data.pkl", pickle.dumps(content, protocol=2))
+        with pytest.raises(UserError, match=rf"net\.pt: not a torch file .* \({reason}.*; fetch"):
+            open_source(path)
     assert not (tmp_path / "touched").exists()
+
+
+def test_a_compressed_torchscript_archive_is_refused(tmp_path):
+    """torch stores tensors as they are; their bytes are mapped where they lie."""
+    path = tmp_path / "net.pt"
+    torch.jit.save(torchscript(tensors()), str(path))
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in parts.items():
+            archive.writestr(name, data)
+    with pytest.raises(
+        UserError, match=r"net\.pt, net/data.*: is compressed, .*; save the tensors"
+    ):
+        open_source(path)
+
+
+def test_a_torch_file_without_torch(tmp_path, monkeypatch):
+    path = saved("torch", tmp_path)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(UserError, match=r"x\.pth: reading a torch file .* `pip install torch`, or"):
+        open_source(path)
+
+
+def test_a_tensor_in_two_shards_is_named(tmp_path):
+    folder = sharded(tmp_path, "model", ".safetensors", save_file)
+    save_file(tensors(), folder / "model-1.safetensors")
+    with pytest.raises(UserError, match=r"tensor 'l.*' is in two of its files; keep one of them"):
+        open_source(folder)
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path):
+    with pytest.raises(
+        UserError, match=r"absent: cannot be read \(No such file .*; check the path"
+    ):
+        gguf_file(tmp_path / "absent")
 
 
 @pytest.mark.filterwarnings("ignore")  # torch calls these kinds of tensors unfinished

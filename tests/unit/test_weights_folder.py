@@ -22,9 +22,11 @@ from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
 from mmqa_jax.models.vlp import VLPConfig
 from mmqa_jax.models.vlp_pixels import ClipVLPConfig
 from mmqa_jax.weights.convert import convert
-from mmqa_jax.weights.folder import load_converted, read_record, save_trained
+from mmqa_jax.weights.folder import describe_model, load_converted, read_record, save_trained
+from mmqa_jax.weights.layouts import read_own_config
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.record import is_converted, is_weights_folder
+from mmqa_jax.weights.registry import architecture
 
 pytestmark = pytest.mark.slow
 
@@ -115,3 +117,73 @@ def test_a_folder_of_an_older_convert_is_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(record))
     assert is_converted(tmp_path)
     assert load_converted(tmp_path).config == VLP
+
+
+ENCODER = dataclasses.asdict(BERT)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"dtype": "float16"},
+            r": dtype is 'float16', expected 'float32' .* convert the model aga",
+        ),
+        ({"model": "brt"}, r": model=brt: unknown; use one of clip, .*, dual_encoder, "),
+        (
+            {"config": ENCODER | {"hidden_size": 12}},
+            r", key config: unknown field 'hidden_size'; use one of vocab_size, .*, or the version",
+        ),
+        (
+            {"model": "vlp", "config": {"region_features": 7}},
+            r", key config: lacks bert; add it",
+        ),
+        ({"config": None}, r", key config is None: expected BertConfig; correct it"),
+        (
+            {"config": ENCODER | {"heads": "3"}},
+            r", key config\.heads is '3': expected int; correct",
+        ),
+    ],
+)
+def test_a_record_that_does_not_fit_is_refused_by_key(changes, message, tmp_path):
+    record = describe_model(architecture("bert"), BERT, "float32") | changes
+    (tmp_path / "model.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=rf"model\.json{message}"):
+        read_record(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("brt", {}, "--model=brt: unknown; use one of clip, .*, detector.$"),
+        ("bert", {"dtype": "float16"}, "--dtype=float16: unknown; use one of bfloat16, float32"),
+        ("bert", {"export": "onnx"}, "--export=onnx: unknown; use hf"),
+        ("clip", {"preprocessing": "own"}, "--preprocessing=own: unknown; use one of openai, tra"),
+        ("bert", {"preprocessing": "openai"}, "--preprocessing: is kept with a CLIP's .*; leave"),
+        (
+            "clip",
+            {"preprocessing": "openai", "export": "hf"},
+            "--preprocessing: is kept with a CLIP's converted weights alone; leave it out",
+        ),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_read(model, options, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        convert(model, tmp_path / "absent", tmp_path / "out", **options)
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        (3, r": mmqa_jax is 3, expected an object; export it again"),
+        ({}, r", key mmqa_jax\.config is None: expected BertConfig; correct it"),
+        (
+            {"config": {"head": 3}},
+            r", key mmqa_jax\.config: unknown field 'head'; use one of vocab_",
+        ),
+    ],
+)
+def test_an_exports_config_that_does_not_fit_is_refused(stated, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"mmqa_jax": stated}))
+    with pytest.raises(UserError, match=rf"config\.json{message}"):
+        read_own_config(BertConfig, tmp_path)

@@ -92,7 +92,10 @@ def _blob(field: _Field, place: str) -> np.ndarray:
     data = values[0] if len(values) == 1 else b"".join(values)
     if len(data) != 4 * math.prod(shape):
         raise _damaged(place, f"{len(data):,} bytes of values for the shape {tuple(shape)}")
-    return np.frombuffer(data, "<f4").reshape(shape)
+    try:
+        return np.frombuffer(data, "<f4").reshape(shape)
+    except ValueError as error:  # sides of 0 and of billions
+        raise _damaged(place, f"the shape {tuple(shape)}") from error
 
 
 def _dims(shape: memoryview, place: str) -> list[int]:

@@ -88,8 +88,18 @@ class GGUFSource:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A float32 of the metadata as the decimal that was meant: 1e-05, not 9.99999975e-06."""
-        return float(str(np.float32(self.metadata(key, default))))
+        """A float32 of the metadata as the decimal that was meant: 1e-05, not 9.99999975e-06.
+
+        Raises:
+          UserError: it is absent without a default, or no number.
+        """
+        value = self.metadata(key, default)
+        if not isinstance(value, int | float):
+            raise UserError(
+                f"{self.name}: metadata {key!r} is {value!r}, expected a number; convert the model "
+                "again."
+            )
+        return float(str(np.float32(value)))
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape and dtype of every tensor, by key, without reading any."""

@@ -43,15 +43,13 @@ class Llama2cSource:
       header: the sizes.
 
     Raises:
-      UserError: no such file, one that is not llama2.c's, int8 weights, or a file whose size is
-        not what its header requires.
+      UserError: a file that is not llama2.c's, int8 weights, or a size that is not what the header
+        requires.
     """
 
     def __init__(self, path: str | os.PathLike):
         self.name = str(path)
         path = Path(path)
-        if not path.is_file():
-            raise UserError(f"{path}: no such file; check the path.")
         size = path.stat().st_size
         with open(path, "rb") as file:
             head = file.read(_V1_BYTES).ljust(_V1_BYTES, b"\0")

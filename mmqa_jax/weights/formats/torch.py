@@ -198,8 +198,8 @@ def _torch(path: Path | None = None):
         import torch
     except ImportError as error:
         raise UserError(
-            f"{path}: reading a torch file needs torch; install it, or convert the file to "
-            "safetensors."
+            f"{path}: reading a torch file needs torch; run `pip install torch`, or convert "
+            "the file to safetensors."
         ) from error
     return torch
 

@@ -52,8 +52,6 @@ def torchscript_tensors(path: Path) -> dict[str, torch.Tensor]:
             folder, _, key = info.filename.rpartition("/")
             if f"{folder}.pkl" != entry:
                 continue
-            if info.compress_type != zipfile.ZIP_STORED:
-                raise ValueError("its storages are compressed")
             file.seek(info.header_offset)
             lengths = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
             start = info.header_offset + _LOCAL_HEADER.size + sum(lengths)

@@ -153,8 +153,8 @@ def bert_config(
     activation = published.get("hidden_act", "gelu")
     if activation not in ACTIVATIONS:
         raise UserError(
-            f"{where}: hidden_act {activation!r} is not supported; "
-            f"expected one of {', '.join(ACTIVATIONS)}."
+            f"{where}: hidden_act {activation!r} is not supported; use a checkpoint with one of "
+            f"{', '.join(ACTIVATIONS)}."
         )
     return BertConfig(
         vocab_size=published.get("vocab_size", 30522),

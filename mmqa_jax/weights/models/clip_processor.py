@@ -38,13 +38,20 @@ def check_processor(folder: Path, image_size: int | None = None) -> None:
 
 
 def processors(folder: Path) -> Iterator[tuple[Mapping[str, Any], Path]]:
-    """The image processors in a folder, by the files of old and new versions of transformers."""
+    """The image processors in a folder, by the files of old and new versions of transformers.
+
+    Raises:
+      UserError: such a file is broken.
+    """
     for name in _FILES:
         file = folder / name
         content = read_json(file) if file.is_file() else {}
-        if isinstance(content, dict):
-            inner = content.get("image_processor")
-            yield (inner if isinstance(inner, dict) else content), file
+        if not isinstance(content, dict):
+            raise UserError(
+                f"{file}: is no JSON object of an image processor; fetch the file again."
+            )
+        inner = content.get("image_processor")
+        yield (inner if isinstance(inner, dict) else content), file
 
 
 def _check(processor: Mapping[str, Any], file: Path, image_size: int | None) -> None:
@@ -64,7 +71,7 @@ def _check(processor: Mapping[str, Any], file: Path, image_size: int | None) -> 
             if processor.get(key) is not None:
                 sides = processor[key]
                 sides = list(sides.values()) if isinstance(sides, dict) else [sides]
-                allowed[key] = set(sides) == {image_size}
+                allowed[key] = bool(sides) and all(side == image_size for side in sides)
     for key, right in allowed.items():
         if not right:
             raise UserError(

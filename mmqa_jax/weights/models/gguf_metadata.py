@@ -42,6 +42,21 @@ def vocabulary_of(source: GGUFSource) -> int:
     return specs["token_embd.weight"].shape[0]
 
 
+def heads_of(source: GGUFSource, of: str) -> int:
+    """Heads of a layer.
+
+    Raises:
+      UserError: none, or not one number of all layers.
+    """
+    heads = source.integer(f"{of}attention.head_count")
+    if heads < 1:
+        raise UserError(
+            f"{source.name}: {of}attention.head_count is {heads}, expected at least 1; convert the "
+            "model again."
+        )
+    return heads
+
+
 def head_size_of(source: GGUFSource, of: str, usual: int) -> int:
     """Dimensions of a head, `usual` where nothing says it.
 

@@ -17,7 +17,12 @@ from mmqa_jax.models.llama import inverse_frequencies
 from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling
 from mmqa_jax.models.rope import scaling_from_hf
 from mmqa_jax.weights.formats.gguf import GGUFSource
-from mmqa_jax.weights.models.gguf_metadata import check_metadata, head_size_of, vocabulary_of
+from mmqa_jax.weights.models.gguf_metadata import (
+    check_metadata,
+    head_size_of,
+    heads_of,
+    vocabulary_of,
+)
 
 ROPE_FACTORS = "rope_freqs.weight"
 _LONGROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
@@ -87,7 +92,7 @@ def gguf_config(source: GGUFSource) -> LlamaConfig:
     of = f"{architecture}."
     check_metadata(source, of, (*_READ, *_HARMLESS, *_FURTHER.get(architecture, ())), _FIXED)
     specs = source.specs()
-    heads = source.integer(f"{of}attention.head_count")
+    heads = heads_of(source, of)
     hidden = source.integer(f"{of}embedding_length")
     head_size = head_size_of(source, of, hidden // heads)
     rotated = source.integer(f"{of}rope.dimension_count", head_size)
@@ -141,9 +146,10 @@ def _with_windows(config: LlamaConfig, source: GGUFSource, of: str) -> LlamaConf
     """Adds windows, local layers and layers without positions."""
     family, layers = FAMILIES[config.family], config.layers
     changes: dict[str, Any] = {}
-    window = source.metadata(f"{of}attention.sliding_window", 0)
+    window = source.integer(f"{of}attention.sliding_window", 0)
     pattern = source.metadata(f"{of}attention.sliding_window_pattern", family.full_every)
     if not isinstance(pattern, list):  # layers up to one that sees all; 0: none does
+        pattern = source.integer(f"{of}attention.sliding_window_pattern", family.full_every)
         pattern = [not pattern or (number + 1) % pattern != 0 for number in range(layers)]
     if len(pattern) != layers:
         raise UserError(

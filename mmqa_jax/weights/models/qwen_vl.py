@@ -194,7 +194,7 @@ def qwen_vl_config(published: Mapping[str, Any], where: str = "config.json") -> 
         text, of_text = {**text, "model_type": f"{family}_text"}, where
         published = {key: value for key, value in published.items() if key in (*own, "model_type")}
     check_keys(published, where, read={**_READ, **kinds(object_or_null="text_config")})
-    if not isinstance(published.get("vision_config"), Mapping):
+    if "vision_config" not in published:
         raise UserError(f"{where}: lacks its vision_config; fetch the file again.")
     tied = published.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)
     tokens = {ours: published[key] for ours, key in _TOKENS.items() if key in published}

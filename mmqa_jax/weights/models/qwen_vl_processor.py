@@ -10,6 +10,7 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
+from mmqa_jax.weights.models.clip_processor import close
 
 _FILES = ("preprocessor_config.json", "processor_config.json")  # before transformers 5, and since
 # Of transformers' Qwen2VLImageProcessor, where a file does not say otherwise.
@@ -36,6 +37,11 @@ def with_processor(config: QwenVisionConfig, folder: Path) -> QwenVisionConfig:
     for name in reversed(_FILES):
         if (folder / name).is_file():
             content = read_json(folder / name)
+            if not isinstance(content, dict):
+                raise UserError(
+                    f"{folder / name}: is no JSON object of an image processor; fetch the file "
+                    "again."
+                )
             inner = content.get("image_processor", content if name == _FILES[0] else {})
             if isinstance(inner, dict) and inner:
                 found, where = inner, folder / name
@@ -48,12 +54,23 @@ def with_processor(config: QwenVisionConfig, folder: Path) -> QwenVisionConfig:
             f"{where}: size is {size!r}, expected shortest_edge and longest_edge, the least and "
             "the most pixels; use a checkpoint of Qwen2.5-VL or Qwen3-VL."
         )
-    least = found.get("min_pixels") or size.get("shortest_edge", _LEAST)
-    most = found.get("max_pixels") or size.get("longest_edge", _MOST)
+    least = found.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or _LEAST
+    most = found.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or _MOST
+    for keys, value in (
+        ("min_pixels or shortest_edge", least),
+        ("max_pixels or longest_edge", most),
+    ):
+        if type(value) is not int or value < 1:
+            raise UserError(
+                f"{where}: {keys} is {value!r}, expected a whole number of at least 1; fetch the "
+                "file again."
+            )
     changes: dict[str, Any] = {"min_pixels": least, "max_pixels": most}
     for key, field in (("image_mean", "pixel_mean"), ("image_std", "pixel_std")):
         if found.get(key) is not None:
             changes[field] = _of_channels(found[key], f"{where}: {key}")
+    if 0.0 in changes.get("pixel_std", ()):
+        raise UserError(f"{where}: image_std has a 0, which divides; fetch the file again.")
     return dataclasses.replace(config, **changes)
 
 
@@ -87,7 +104,7 @@ def _check(found: Mapping[str, Any], where: Path, config: QwenVisionConfig) -> N
                 "prepared here; use a checkpoint that was trained so."
             )
     factor = found.get("rescale_factor")
-    if factor is not None and abs(factor - 1 / 255) > 1e-9:
+    if factor is not None and not close(factor, 1 / 255):
         raise UserError(
             f"{where}: rescale_factor is {factor!r}, expected 1/255; use a checkpoint that was "
             "trained so."

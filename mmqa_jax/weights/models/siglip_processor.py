@@ -48,7 +48,7 @@ def read_preparation(folder: Path, config: SiglipVisionConfig) -> Preparation:
         _check(processor, file, config)
         named = processor.get("resample")
         if named is not None:
-            if named not in _FILTERS:
+            if not isinstance(named, int | str) or named not in _FILTERS:
                 raise _refusal(file, "resample", named, "bicubic (3) or bilinear (2)")
             resample = _FILTERS[named]
         if config.flexible:
@@ -73,8 +73,8 @@ def _check(processor: Mapping[str, Any], file: Path, config: SiglipVisionConfig)
         return
     size = processor.get("size")
     if size is not None:
-        sides = set(size.values()) if isinstance(size, dict) else {size}
-        if sides != {config.image_size}:
+        sides = list(size.values()) if isinstance(size, dict) else [size]
+        if not sides or any(side != config.image_size for side in sides):
             raise _refusal(file, "size", size, config.image_size)
 
 

@@ -17,7 +17,12 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.t5_config import T5Config
 from mmqa_jax.weights.formats.gguf import GGUFSource
 from mmqa_jax.weights.formats.safetensors import TensorSource
-from mmqa_jax.weights.models.gguf_metadata import check_metadata, head_size_of, vocabulary_of
+from mmqa_jax.weights.models.gguf_metadata import (
+    check_metadata,
+    head_size_of,
+    heads_of,
+    vocabulary_of,
+)
 
 # llama.cpp's architectures of whole T5s, and of encoders alone.
 ARCHITECTURES = ("t5", "t5encoder")
@@ -76,7 +81,7 @@ def t5_gguf_config(source: GGUFSource) -> tuple[T5Config, dict[str, Any]]:
             f"{source.name}: general.architecture is {architecture!r}{alone}, expected 't5'; give "
             "the file of a whole T5, Flan-T5 or mT5."
         )
-    heads = source.integer(f"{_OF}attention.head_count")
+    heads = heads_of(source, _OF)
     eps = f"{_OF}attention.layer_norm_rms_epsilon"
     fixed = {
         "attention.head_count_kv": (heads,),
