@@ -265,9 +265,11 @@ def _train_tokenizer(corpus: Corpus, size: int, kind: _Kind) -> TextTokenizer:
 def check_vocabulary(task: Any, model: LlamaConfig | T5Config, tokenizer: TextTokenizer) -> None:
     """Refuses a tokenizer with ids that the model lacks."""
     if tokenizer.vocab_size > model.vocab_size:
+        scratch = task.init == SCRATCH
+        remedy = "leave model.changes.vocab_size out" if scratch else "name the model's own"
         raise UserError(
             f"config key tokenizer={task.tokenizer}: has {tokenizer.vocab_size} tokens, the "
-            f"model {model.vocab_size}; name the model's own tokenizer."
+            f"model {model.vocab_size}; {remedy}."
         )
 
 

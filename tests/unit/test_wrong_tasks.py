@@ -1,0 +1,224 @@
+"""Configs, corpora and bases that a task refuses before anything is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+
+import numpy as np
+import pytest
+from cli_runs import ROOT
+from tiny_llm import llama_config, text_tokenizer, write_folder
+
+from mmqa_jax.core.config import load_config
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Question
+from mmqa_jax.prompting.training_examples import encode_text
+from mmqa_jax.tasks.reading import read_task
+from mmqa_jax.tasks.run import run_training
+from mmqa_jax.tasks.solved_questions import OptionLikelihood
+
+TASKS = {
+    "contrastive": "atlas/contrastive.py:runlocal",
+    "siglip": "webqa/contrastive.py:siglip",
+    "vlp": "atlas/rerank.py:runlocal",
+    "t5": "scienceqa/t5_finetune.py:runlocal",
+    "llm": "scienceqa/rmr_finetune.py:runlocal",
+    "fusion": "webqa/fusion_in_decoder.py:runlocal",
+    "pictured_t5": "scienceqa/multimodal_cot.py:runlocal",
+}
+
+
+def config_of(task: str, **changes):
+    """The task's config; keyword `a__b` sets key `a.b`, which need not be there."""
+    config = load_config(f"{ROOT}/configs/{TASKS[task]}")
+    with config.unlocked():
+        for key, value in changes.items():
+            *sections, name = key.split("__")
+            functools.reduce(operator.getitem, sections, config)[name] = value
+    return config
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_without_changes_none_is_refused(task):
+    read_task(config_of(task)).check_sizes(files=False)
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "message"),
+    [
+        (
+            "t5",
+            {"train__optimizer__trainable": "lora"},
+            r"key train\.optimizer\.trainable=lora: all of a T5 is trained; set it to None",
+        ),
+        ("t5", {"batches__targets": 0}, r"key batches\.targets=0: give 1 or more"),
+        *(
+            (
+                "t5",
+                {"batches__lengths": lengths},
+                r"key batches\.lengths=\(.*\): ascending numbers of tokens .*; change them",
+            )
+            for lengths in ((), (0, 8), (8, 4), (8, 8))
+        ),
+        (
+            "fusion",
+            {"passages__knowledge__rankings": "r.jsonl", "passages__knowledge__answers": "a.pkl"},
+            r"key passages\.knowledge\.rankings=r\.jsonl: .* without KAT's entities .*; leave one",
+        ),
+        (
+            "fusion",
+            {"validate__knowledge__rankings": "r.jsonl", "validate__knowledge__entities": "e.pkl"},
+            r"key validate\.knowledge\.rankings=r\.jsonl: .* without KAT's entities .*; leave one",
+        ),
+        (
+            "pictured_t5",
+            {"pictures__features": 7},
+            r"key pictures\.features=7: the model reads 6 values a vector; change one",
+        ),
+        (
+            "pictured_t5",
+            {"train__evaluate_every": 2},
+            r"config task=multimodal_cot: .* does not validate; set train\.evaluate_every to 0",
+        ),
+        (
+            "vlp",
+            {"inference__packing": {"buckets": ((1, 600),)}},
+            r"key inference\.packing\.buckets: the longest .*, the model 512; use shorter buckets",
+        ),
+        (
+            "vlp",
+            {"packing__buckets": ((1, 600),)},
+            r"key packing\.buckets: the longest .*, the model 512; use shorter buckets",
+        ),
+        (
+            "siglip",
+            {"inference__buckets": (32,)},
+            r"key inference\.buckets: 32 tokens, .* reads texts padded to 64; set it to that alone",
+        ),
+        (
+            "siglip",
+            {"inference__buckets": (32, 64)},
+            r"key inference\.buckets: 32 tokens, .* reads texts padded to 64; set it to that alone",
+        ),
+        *(
+            (
+                "contrastive",
+                {"inference__buckets": buckets},
+                r"key inference\.buckets=\(.*\): increasing numbers .* from 3 .*; change them",
+            )
+            for buckets in ((), (2, 8), (8, 4), (8, 8))
+        ),
+    ],
+)  # fmt: skip
+def test_the_config_alone_is_wrong(task, changes, message):
+    with pytest.raises(UserError, match=message):
+        read_task(config_of(task, **changes)).check_sizes(files=False)
+
+
+# On a corpus
+
+CHOICE = Question(
+    "q1", "train", "Which?", answers=("red",), choices=("red", "blue"), answer_index=0,
+    rationale="It is.",
+)  # fmt: skip
+BARE = Question("q2", "train", "Which?")
+LETTERS = text_tokenizer()
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "questions", "message"),
+    [
+        (
+            "fusion",
+            {},
+            [BARE],
+            r"key data\.split=train: tiny holds no such questions with answers; choose another split",
+        ),
+        *(
+            (
+                "pictured_t5",
+                {},
+                [dataclasses.replace(CHOICE, **lacking)],
+                r"key data\.split=train: tiny holds no such questions with choices and a known "
+                r"answer; choose another split",
+            )
+            for lacking in ({"answer_index": None}, {"choices": ()})
+        ),
+        (
+            "llm",
+            {},
+            [BARE],
+            r"key data\.split=train: tiny holds no such questions with choices and a known answer; "
+            r"choose another split",
+        ),
+        (
+            "t5",
+            {},
+            [BARE],
+            r"key data\.split=train: tiny holds no such questions with .*answer.*; choose another",
+        ),
+        *(
+            (
+                task,
+                {"model__changes__vocab_size": 40, "tokenizer": "letters"},
+                [CHOICE],
+                r"key tokenizer=letters: has 60 tokens, the model 40; leave model\.changes\.vocab_size",
+            )
+            for task in ("llm", "t5", "fusion", "pictured_t5")
+        ),
+    ],
+)
+def test_the_corpus_does_not_fit(task, changes, questions, message):
+    described = read_task(config_of(task, data__dir="tiny", **changes))
+    described.check_sizes(files=False)
+    with pytest.raises(UserError, match=message):
+        described.recipe(Corpus([], questions), LETTERS)
+
+
+@pytest.mark.parametrize(
+    ("task", "tokenizer", "message"),
+    [
+        ("llm", "", r"config key tokenizer is empty, .*; write corpus:N or name a tokenizer"),
+        ("t5", "corpus:many", r"config key tokenizer=corpus:many: write corpus:N with a number"),
+        ("t5", "corpus:-1", r"config key tokenizer=corpus:-1: write corpus:N with a number"),
+    ],
+)
+def test_a_tokenizer_that_is_none(task, tokenizer, message, tmp_path):
+    described = read_task(config_of(task, tokenizer=tokenizer))
+    with pytest.raises(UserError, match=message):
+        described.make_tokenizer(Corpus([], [CHOICE]), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A published LLaMA with fewer tokens than LETTERS."""
+    return write_folder(tmp_path_factory.mktemp("base") / "llm", llama_config(40))
+
+
+def test_what_the_weights_decide(base):
+    described = read_task(config_of("llm", init=str(base), model__changes__layers=3))
+    message = r"key model\.changes\.(?!dtype)\w+: the weights of init=.* decide it; change only dtype"
+    with pytest.raises(UserError, match=message):
+        described.check_sizes(files=False)
+
+
+def test_another_models_tokenizer(base):
+    changes = {"init": str(base), "tokenizer": "letters", "model__changes": {}}
+    described = read_task(config_of("llm", **changes))
+    described.check_sizes()
+    message = r"key tokenizer=letters: has 60 tokens, the model 40; name the model's own"
+    with pytest.raises(UserError, match=message):
+        described.recipe(Corpus([], [CHOICE]), LETTERS)
+
+
+def test_a_question_that_fits_no_row_of_validation():
+    config = config_of("llm", batches__length=16, batches__targets=8, validate__shots=(0,))
+    described = read_task(config)
+    corpus = Corpus([], [dataclasses.replace(CHOICE, split="val")])
+    message = r"section validate: question q1 does not fit a row of batches\.length=16 .*; raise it"
+    with pytest.raises(UserError, match=message):
+        OptionLikelihood(described, corpus, encode_text(LETTERS), lambda examples: None)
