@@ -6,27 +6,40 @@ import dataclasses
 import functools
 import operator
 
-import numpy as np
 import pytest
 from cli_runs import ROOT
+from drawn_weights import drawn
+from flax import nnx
 from tiny_llm import llama_config, text_tokenizer, write_folder
+from tiny_t5 import t5_config
 
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.answer_vocabulary import AnswerVocabulary
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.question_words import QuestionWords
 from mmqa_jax.data.schema import Question
+from mmqa_jax.models.t5 import T5
 from mmqa_jax.prompting.training_examples import encode_text
+from mmqa_jax.tasks.objectives import VQAObjective
+from mmqa_jax.tasks.pretrained_vqa import pretrained_answers, vqa_loader
+from mmqa_jax.tasks.reader import open_published_reader
 from mmqa_jax.tasks.reading import read_task
-from mmqa_jax.tasks.run import run_training
 from mmqa_jax.tasks.solved_questions import OptionLikelihood
+from mmqa_jax.weights.folder import save_trained
 
 TASKS = {
     "contrastive": "atlas/contrastive.py:runlocal",
+    "clip": "webqa/contrastive.py",
     "siglip": "webqa/contrastive.py:siglip",
     "vlp": "atlas/rerank.py:runlocal",
+    "on_clip": "webqa/vlp_select.py:clip_patches",
     "t5": "scienceqa/t5_finetune.py:runlocal",
     "llm": "scienceqa/rmr_finetune.py:runlocal",
     "fusion": "webqa/fusion_in_decoder.py:runlocal",
+    "vqa": "okvqa/mcan.py:runlocal",
+    "grid": "okvqa/mcan.py:head",
+    "regions": "okvqa/mcan.py:openvqa",
     "pictured_t5": "scienceqa/multimodal_cot.py:runlocal",
 }
 
@@ -102,6 +115,16 @@ def test_without_changes_none_is_refused(task):
             "siglip",
             {"inference__buckets": (32, 64)},
             r"key inference\.buckets: 32 tokens, .* reads texts padded to 64; set it to that alone",
+        ),
+        (
+            "vqa",
+            {"model__answer_embeddings": True, "init": "minilm"},
+            r"key model\.fusion\.flat_out=32: .* MiniLM's vectors of 384 values; set it to that, or",
+        ),
+        (
+            "vqa",
+            {"batches__lengths": (16, 600)},
+            r"key batches\.lengths=\(16, 600\): increasing numbers from 3 to 512 .*; change them",
         ),
         *(
             (
@@ -201,7 +224,9 @@ def base(tmp_path_factory):
 
 def test_what_the_weights_decide(base):
     described = read_task(config_of("llm", init=str(base), model__changes__layers=3))
-    message = r"key model\.changes\.(?!dtype)\w+: the weights of init=.* decide it; change only dtype"
+    message = (
+        r"key model\.changes\.(?!dtype)\w+: the weights of init=.* decide it; change only dtype"
+    )
     with pytest.raises(UserError, match=message):
         described.check_sizes(files=False)
 
@@ -222,3 +247,94 @@ def test_a_question_that_fits_no_row_of_validation():
     message = r"section validate: question q1 does not fit a row of batches\.length=16 .*; raise it"
     with pytest.raises(UserError, match=message):
         OptionLikelihood(described, corpus, encode_text(LETTERS), lambda examples: None)
+
+
+# VQA models and what they start from
+
+ANSWERS = AnswerVocabulary(["cat", "dog"])
+
+
+@pytest.fixture(scope="module")
+def captioned(tmp_path_factory):
+    """A run of the task vqa whose model reads captions and knows two answers."""
+    folder = tmp_path_factory.mktemp("vqa")
+    config = read_task(config_of("vqa")).model.config(40, len(ANSWERS))
+    ANSWERS.save(folder / "answers.json")
+    model = drawn(VQAObjective(config).outline)
+    save_trained(folder, model, nnx.state(model), {})
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("task", "answers", "message"),
+    [
+        ("grid", ["cat", "dog"], r": holds a model of kind 'caption_mcan', mcan .*; name another"),
+        ("vqa", ["dog", "cat"], r": its head has 2 answers, and the first 2 .*; set answers\.base"),
+        ("vqa", ["cat", "dog", "emu"], r": its head has 2 .*, the run has 3; .* set answers\.file"),
+    ],
+)
+def test_a_vqa_run_with_another_head(task, answers, message, captioned):
+    described = read_task(config_of(task, init=captioned))
+    with pytest.raises(UserError, match=rf"config key init={captioned}{message}"):
+        pretrained_answers(described, AnswerVocabulary(answers))
+
+
+def test_a_vqa_run_of_other_sizes(captioned):
+    described = read_task(config_of("vqa", init=captioned, model__fusion__flat_out=40))
+    model = nnx.eval_shape(VQAObjective(described.model.config(40, 2)).outline)
+    message = rf"config key init={captioned}: .*/merge/bias \[32\] \(config: \[40\]\).*; set the"
+    with pytest.raises(UserError, match=message):
+        vqa_loader(described, LETTERS, ANSWERS)(model)
+
+
+def test_words_of_another_width(tmp_path):
+    glove = tmp_path / "glove.txt"
+    glove.write_text("cat 0.5 -1\n")
+    words = QuestionWords(["PAD", "UNK", "CLS", "cat"])
+    described = read_task(config_of("regions", init=str(glove)))
+    model = nnx.eval_shape(VQAObjective(described.model.config(words.vocab_size, 2)).outline)
+    message = (
+        rf"config key init={glove}: vectors of 2 values, the model has 300; set model\.word_fea"
+    )
+    with pytest.raises(UserError, match=message):
+        vqa_loader(described, words, ANSWERS)(model)
+
+
+# Weights of another kind
+
+
+@pytest.mark.parametrize(
+    ("task", "key", "kind"),
+    [("clip", "init", "clip"), ("siglip", "init", "siglip"), ("on_clip", "features.root", "clip")],
+)
+def test_weights_of_another_model(task, key, kind, captioned):
+    described = read_task(config_of(task, **{key.replace(".", "__"): captioned}))
+    message = (
+        rf"config key {key}={captioned}: holds a model of kind 'caption_mcan', {kind} was expected; "
+        rf"convert one with `mmqa convert --model={kind}`"
+    )
+    with pytest.raises(UserError, match=message):
+        described.check_sizes()
+
+
+def test_a_reader_whose_config_is_of_another_task(base):
+    config = load_config(f"{ROOT}/configs/atlas/answer.py:runlocal")
+    message = r"key parts\.fusion_reader\.config: describes task answer; name a config of fusion_in"
+    with pytest.raises(UserError, match=message):
+        open_published_reader(base, "", config, Corpus([]))
+
+
+def test_a_reader_that_is_no_t5(captioned, base):
+    message = rf"{captioned}: holds no T5, .*; name a T5 and .* \(parts\.fusion_reader\.tokenizer\)"
+    with pytest.raises(UserError, match=message):
+        open_published_reader(captioned, str(base), config_of("fusion"), Corpus([]))
+
+
+def test_a_reader_with_fewer_tokens_than_its_tokenizer(base, tmp_path):
+    model = drawn(lambda: T5(t5_config(40), rngs=nnx.Rngs()))
+    save_trained(tmp_path, model, nnx.state(model), {})
+    message = (
+        rf"{tmp_path}: holds .* one with fewer tokens than its tokenizer; name a T5 and its own"
+    )
+    with pytest.raises(UserError, match=message):
+        open_published_reader(tmp_path, str(base), config_of("fusion"), Corpus([]))
