@@ -147,7 +147,9 @@ def _end_ids(folder: Path, tokenizer: Tokenizer, eos: str) -> tuple[int, ...]:
 
 def _optional(file: Path) -> dict[str, Any]:
     content = read_json(file) if file.is_file() else {}
-    return content if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: is not an object; fetch the file again.")
+    return content
 
 
 def _spelling(token: Any) -> str:
@@ -337,10 +339,7 @@ def open_published(folder: Path) -> PublishedTokenizer:
     Raises:
       UserError: neither is there, or the files are broken or of a kind that needs code of theirs.
     """
-    config = folder / "tokenizer_config.json"
-    settings = read_json(config) if config.is_file() else {}
-    if not isinstance(settings, dict):
-        raise UserError(f"{config}: is not an object; fetch the file again.")
+    settings = _optional(folder / "tokenizer_config.json")
     if not (folder / "tokenizer.model").is_file():
         if (folder / _SPIECE).is_file() and settings.get("tokenizer_class", _OF_T5[0]) in _OF_T5:
             return _of_t5(folder)

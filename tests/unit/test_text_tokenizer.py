@@ -136,6 +136,40 @@ def test_broken_and_foreign_files_are_one_sentence(tmp_path, model):
         open_tokenizer(tmp_path / "empty")
 
 
+LETTER = Tokenizer(models.BPE({"a": 0}, [])).to_str()
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {"tokenizer.json": "{}"},
+            r"tokenizer\.json: not a tokenizer \(.*\); download it again, in Hugging Face's",
+        ),
+        *(
+            (
+                {"tokenizer.json": LETTER, name: "[]"},
+                rf"{name}: is not an object; fetch the file ag",
+            )
+            for name in ("tokenizer_config.json", "generation_config.json")
+        ),
+        (
+            {"tokenizer_config.json": "[]"},
+            r"tokenizer_config\.json: is not an object; fetch the file again",
+        ),
+        (
+            {"tokenizer_config.json": '{"tokenizer_class": "ByT5Tokenizer"}'},
+            r": its ByT5Tokenizer has no form of the tokenizers library; name a folder with a tok",
+        ),
+    ],
+)
+def test_files_that_are_no_tokenizer(files, message, tmp_path):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=message):
+        open_tokenizer(tmp_path)
+
+
 def test_code_of_a_model_is_not_run(tmp_path):
     """A tokenizer class in the folder, as trust_remote_code would load it."""
     trace = tmp_path / "it_ran"

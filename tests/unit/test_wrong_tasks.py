@@ -20,6 +20,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.question_words import QuestionWords
 from mmqa_jax.data.schema import Question
 from mmqa_jax.models.t5 import T5
+from mmqa_jax.prompting.local_model import open_backend
 from mmqa_jax.prompting.training_examples import encode_text
 from mmqa_jax.tasks.objectives import VQAObjective
 from mmqa_jax.tasks.pretrained_vqa import pretrained_answers, vqa_loader
@@ -303,6 +304,15 @@ def test_words_of_another_width(tmp_path):
 # Weights of another kind
 
 
+@pytest.fixture(scope="module")
+def small_t5(tmp_path_factory):
+    """A converted T5 with fewer tokens than LETTERS."""
+    folder = tmp_path_factory.mktemp("t5")
+    model = drawn(lambda: T5(t5_config(40), rngs=nnx.Rngs()))
+    save_trained(folder, model, nnx.state(model), {})
+    return folder
+
+
 @pytest.mark.parametrize(
     ("task", "key", "kind"),
     [("clip", "init", "clip"), ("siglip", "init", "siglip"), ("on_clip", "features.root", "clip")],
@@ -315,6 +325,24 @@ def test_weights_of_another_model(task, key, kind, captioned):
     )
     with pytest.raises(UserError, match=message):
         described.check_sizes()
+
+
+def test_a_language_model_that_is_none(captioned):
+    message = rf"--model={captioned}: contains a caption_mcan; give a LLaMA, LLaVA, .* or T5"
+    with pytest.raises(UserError, match=message):
+        open_backend(captioned)
+
+
+def test_a_checkpoint_whose_config_is_none(tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"config\.json: is not an object; fetch the file again"):
+        open_backend(tmp_path)
+
+
+def test_a_t5_with_fewer_tokens_than_its_tokenizer(small_t5, base):
+    message = rf"--model={small_t5}: its tokenizer has 60 tokens, the model 40; name .* --tokenizer"
+    with pytest.raises(UserError, match=message):
+        open_backend(small_t5, tokenizer=base)
 
 
 def test_a_reader_whose_config_is_of_another_task(base):
@@ -330,11 +358,9 @@ def test_a_reader_that_is_no_t5(captioned, base):
         open_published_reader(captioned, str(base), config_of("fusion"), Corpus([]))
 
 
-def test_a_reader_with_fewer_tokens_than_its_tokenizer(base, tmp_path):
-    model = drawn(lambda: T5(t5_config(40), rngs=nnx.Rngs()))
-    save_trained(tmp_path, model, nnx.state(model), {})
+def test_a_reader_with_fewer_tokens_than_its_tokenizer(small_t5, base):
     message = (
-        rf"{tmp_path}: holds .* one with fewer tokens than its tokenizer; name a T5 and its own"
+        rf"{small_t5}: holds .* one with fewer tokens than its tokenizer; name a T5 and its own"
     )
     with pytest.raises(UserError, match=message):
-        open_published_reader(tmp_path, str(base), config_of("fusion"), Corpus([]))
+        open_published_reader(small_t5, str(base), config_of("fusion"), Corpus([]))
