@@ -97,7 +97,7 @@ def test_a_served_query_with_a_broken_picture_is_refused():
         lambda demand: pytest.fail("the engine was made"), text_tokenizer(), length=64,
         fingerprint="llava", pictures=MODEL,
     )  # fmt: skip
-    query = Completion("a", "Say", images=(thin(),))
+    query = Completion("a", "Say", Decoding(max_new_tokens=3), (thin(),))
     backend.check(query)
     with pytest.raises(Unanswerable, match=r"thin\.png: too long and thin: .*; cut it into parts"):
         backend.engine_request(query)
