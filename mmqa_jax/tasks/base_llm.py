@@ -233,10 +233,14 @@ def make_text_tokenizer(task: Any, corpus: Corpus, folder: Path) -> TextTokenize
 def _new_tokenizer(task: Any, corpus: Corpus) -> Any:
     name = task.tokenizer
     if name.startswith("corpus:"):
-        size = name.removeprefix("corpus:")
-        if not size.isdecimal():
-            raise UserError(f"config key tokenizer={name}: write corpus:N with a number of tokens.")
-        return _train_tokenizer(corpus, int(size), _KINDS[task.architecture])
+        size, kind = name.removeprefix("corpus:"), _KINDS[task.architecture]
+        least = len(pre_tokenizers.ByteLevel.alphabet()) + len(kind.special)
+        if not size.isdecimal() or len(size) > 9 or int(size) < least:
+            raise UserError(
+                f"config key tokenizer={name}: write corpus:N with a number of tokens, {least} or "
+                "more (every byte is one)."
+            )
+        return _train_tokenizer(corpus, int(size), kind)
     if not name and task.init == SCRATCH:
         raise UserError(
             "config key tokenizer is empty, but a model from scratch has none; write corpus:N or "

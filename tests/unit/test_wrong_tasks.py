@@ -35,6 +35,7 @@ TASKS = {
     "siglip": "webqa/contrastive.py:siglip",
     "vlp": "atlas/rerank.py:runlocal",
     "on_clip": "webqa/vlp_select.py:clip_patches",
+    "examples": "scienceqa/rmr_retriever.py:runlocal",
     "t5": "scienceqa/t5_finetune.py:runlocal",
     "llm": "scienceqa/rmr_finetune.py:runlocal",
     "fusion": "webqa/fusion_in_decoder.py:runlocal",
@@ -130,6 +131,32 @@ def test_without_changes_none_is_refused(task):
         *(
             (
                 "contrastive",
+                {"batches__source_lengths": lengths},
+                r"key batches\.source_lengths=\(.*\): numbers of tokens from 3 .*; change them",
+            )
+            for lengths in ((), (2, 8))
+        ),
+        *(
+            (task, {key: value}, rf"key {key.replace('__', '.')}={value}: at least \d was expected")
+            for task, key, value in (
+                ("contrastive", "batches__query_length", 2),
+                ("contrastive", "batches__num_negatives", -1),
+                ("examples", "batches__length", 2),
+                ("examples", "batches__candidates", 0),
+                ("llm", "examples__shots", -1),
+            )
+        ),
+        *(
+            (
+                "llm",
+                {"validate__shots": shots},
+                r"key validate\.shots=\(.*\): numbers of examples from 0 .*; change them",
+            )
+            for shots in ((), (0, -1))
+        ),
+        *(
+            (
+                "contrastive",
                 {"inference__buckets": buckets},
                 r"key inference\.buckets=\(.*\): increasing numbers .* from 3 .*; change them",
             )
@@ -208,6 +235,9 @@ def test_the_corpus_does_not_fit(task, changes, questions, message):
         ("llm", "", r"config key tokenizer is empty, .*; write corpus:N or name a tokenizer"),
         ("t5", "corpus:many", r"config key tokenizer=corpus:many: write corpus:N with a number"),
         ("t5", "corpus:-1", r"config key tokenizer=corpus:-1: write corpus:N with a number"),
+        ("llm", "corpus:256", r"=corpus:256: write corpus:N with a number of tokens, 257 or more"),
+        ("vqa", "corpus:9999999999", r"=corpus:9+: write corpus:N with a number of tokens"),
+        ("llm", f"corpus:{10**20}", r"=corpus:10+: write corpus:N with a number of tokens, 257"),
     ],
 )
 def test_a_tokenizer_that_is_none(task, tokenizer, message, tmp_path):
