@@ -91,6 +91,14 @@ class PackingConfig:
         if not self.buckets:
             raise UserError("packing.buckets is empty: give at least one (pictures, text length).")
         object.__setattr__(self, "buckets", tuple(sorted(Bucket(*b) for b in self.buckets)))
+        if self.buckets[0].pictures < 0:
+            raise UserError(
+                f"packing.buckets: {self.buckets[0].pictures} pictures; give 0 or more of each."
+            )
+        for limit in ("source", "caption", "question", "answer", "pair"):
+            tokens = getattr(self, f"max_{limit}_tokens")
+            if tokens is not None and tokens < 0:
+                raise UserError(f"packing.max_{limit}_tokens={tokens}: give 0 or more.")
         pair = self.max_question_tokens + self.max_answer_tokens
         needed = 4 + min(pair, self.max_pair_tokens or pair)
         for pictures in {bucket.pictures for bucket in self.buckets}:

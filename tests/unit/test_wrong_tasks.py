@@ -144,6 +144,8 @@ def test_without_changes_none_is_refused(task):
                 ("examples", "batches__length", 2),
                 ("examples", "batches__candidates", 0),
                 ("llm", "examples__shots", -1),
+                ("vlp", "batches__choices_per_question", 0),
+                ("vlp", "batches__slack", -1),
             )
         ),
         *(
@@ -153,6 +155,20 @@ def test_without_changes_none_is_refused(task):
                 r"key validate\.shots=\(.*\): numbers of examples from 0 .*; change them",
             )
             for shots in ((), (0, -1))
+        ),
+        *(
+            ("vlp", {f"batches__{key}": share}, rf"batches\.{key}={share}: a share in 0..1 .*; ch")
+            for key in ("alike_share", "second_hop_prob")
+            for share in (-0.5, 1.5)
+        ),
+        *(
+            ("vlp", {f"packing__{key}": -1}, rf"packing\.{key}=-1: give 0 or more")
+            for key in ("max_question_tokens", "max_caption_tokens", "max_pair_tokens")
+        ),
+        (
+            "vlp",
+            {"packing__buckets": ((-1, 64), (0, 64))},
+            r"packing\.buckets: -1 pictures; give 0 or more of each",
         ),
         *(
             (

@@ -34,7 +34,7 @@ class BatchesSection:
 
     batch_size: int
     _: dataclasses.KW_ONLY
-    slack: int = 0
+    slack: int = at_least(0, 0)
     threads: int = at_least(0, 2)
     workers: int = at_least(0, 0)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.feed import (
     FeedConfig,
     Table,
@@ -38,9 +39,17 @@ class PairSampling:
         in the reranker's second hop.
     """
 
-    choices_per_question: int = 8
+    choices_per_question: int = at_least(1, 8)
     alike_share: float = 0.5
     second_hop_prob: float = 0.0
+
+    def __post_init__(self):
+        for name in ("alike_share", "second_hop_prob"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(
+                    f"config key batches.{name}={getattr(self, name)}: a share in 0..1 was "
+                    "expected; change it."
+                )
 
 
 def rerank_batches(
