@@ -115,7 +115,7 @@ class FeaturesSection:
     files: Mapping[str, str] = mapping(dict)
     id_map: str = ""
     names: str = ""
-    slots: int = 100
+    slots: int = at_least(1, 100)
     max_missing: int | None = None
 
     @functools.cached_property

@@ -34,6 +34,7 @@ TASKS = {
     "clip": "webqa/contrastive.py",
     "siglip": "webqa/contrastive.py:siglip",
     "vlp": "atlas/rerank.py:runlocal",
+    "answer": "atlas/answer.py:runlocal",
     "on_clip": "webqa/vlp_select.py:clip_patches",
     "examples": "scienceqa/rmr_retriever.py:runlocal",
     "t5": "scienceqa/t5_finetune.py:runlocal",
@@ -146,6 +147,10 @@ def test_without_changes_none_is_refused(task):
                 ("llm", "examples__shots", -1),
                 ("vlp", "batches__choices_per_question", 0),
                 ("vlp", "batches__slack", -1),
+                ("answer", "batches__max_sources", -1),
+                ("answer", "masking__max_pred", 0),
+                ("answer", "masking__keyword_weight", -1.0),
+                ("on_clip", "features__slots", 0),
             )
         ),
         *(
@@ -157,8 +162,18 @@ def test_without_changes_none_is_refused(task):
             for shots in ((), (0, -1))
         ),
         *(
-            ("vlp", {f"batches__{key}": share}, rf"batches\.{key}={share}: a share in 0..1 .*; ch")
-            for key in ("alike_share", "second_hop_prob")
+            (
+                task,
+                {key.replace(".", "__"): share},
+                rf"key {key}={share}: a share in 0\.\.1 was expected; change it",
+            )
+            for task, key in (
+                ("vlp", "batches.alike_share"),
+                ("vlp", "batches.second_hop_prob"),
+                ("answer", "batches.distractor_prob"),
+                ("answer", "batches.no_source_prob"),
+                ("answer", "masking.mask_prob"),
+            )
             for share in (-0.5, 1.5)
         ),
         *(

@@ -14,6 +14,7 @@ from mmqa_jax.data.batches.feed import (
     FeedConfig,
     Table,
     augmented,
+    check_shares,
     example_rng,
     feed_batches,
     nest_inputs,
@@ -44,12 +45,7 @@ class PairSampling:
     second_hop_prob: float = 0.0
 
     def __post_init__(self):
-        for name in ("alike_share", "second_hop_prob"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(
-                    f"config key batches.{name}={getattr(self, name)}: a share in 0..1 was "
-                    "expected; change it."
-                )
+        check_shares(self, "alike_share", "second_hop_prob")
 
 
 def rerank_batches(
