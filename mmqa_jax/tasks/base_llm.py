@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,7 +121,7 @@ def base_path(name: str, kind: str = "llama") -> Path:
         path = find_model(name, "config key init")
     else:
         path = LANGUAGE_MODELS[name]() if name in LANGUAGE_MODELS else Path(name)
-    if not path.exists():
+    if not name or not path.exists():
         raise UserError(
             f"config key init={name}: no such file or folder; name a {_KINDS[kind].title} as "
             f"`mmqa prompt --model` does ({_KINDS[kind].examples}), or "
@@ -160,10 +160,18 @@ def model_config(task: Any, vocab_size: int) -> Any:
                 f"config key model.{section}.{fixed[0]}: the weights of init={task.init} decide "
                 f"it; change only {', '.join(free)}, or set init to {SCRATCH}."
             )
+    unknown: Collection[str] = ()
     if is_weights_folder(path):
         base = read_record(path).config
     else:
-        base = architecture(task.architecture).open(path).config
+        opened = architecture(task.architecture).open(path)
+        base, unknown = opened.config, opened.unknown
+    width = own.get("features")
+    if width is not None and "features" not in unknown and width != base.features:
+        raise UserError(
+            f"config key model.changes.features={width}: init={task.init} reads vectors of "
+            f"{base.features} values; set it to that, or init to a T5 without pictures."
+        )
     if not of_parts:
         return replace_fields(base, **own)
     parts = {"llama": own, "vision": changes["vision"]}

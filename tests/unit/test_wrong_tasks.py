@@ -19,6 +19,7 @@ from mmqa_jax.data.answer_vocabulary import AnswerVocabulary
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.question_words import QuestionWords
 from mmqa_jax.data.schema import Question
+from mmqa_jax.models.multimodal_t5 import MultimodalT5, MultimodalT5Config
 from mmqa_jax.models.t5 import T5
 from mmqa_jax.prompting.local_model import open_backend
 from mmqa_jax.prompting.training_examples import encode_text
@@ -185,6 +186,7 @@ def test_without_changes_none_is_refused(task):
             {"packing__buckets": ((-1, 64), (0, 64))},
             r"packing\.buckets: -1 pictures; give 0 or more of each",
         ),
+        ("llm", {"init": ""}, r"key init=: no such file or folder; name a LLaMA as .*, or scratch"),
         *(
             (
                 "contrastive",
@@ -291,6 +293,23 @@ def test_what_the_weights_decide(base):
     )
     with pytest.raises(UserError, match=message):
         described.check_sizes(files=False)
+
+
+def test_the_width_of_pictures_is_that_of_a_base_which_reads_them(tmp_path):
+    text = vars(t5_config(40))
+    model = drawn(lambda: MultimodalT5(MultimodalT5Config(**text, features=6), rngs=nnx.Rngs()))
+    save_trained(tmp_path, model, nnx.state(model), {})
+
+    def check(width):
+        changes = {"model__changes": {"features": width}, "pictures__features": width}
+        read_task(config_of("pictured_t5", init=str(tmp_path), **changes)).check_sizes()
+
+    check(6)
+    message = (
+        r"key model\.changes\.features=7: init=.* reads vectors of 6 values; set it to that, or"
+    )
+    with pytest.raises(UserError, match=message):
+        check(7)
 
 
 def test_another_models_tokenizer(base):
