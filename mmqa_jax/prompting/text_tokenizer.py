@@ -140,7 +140,13 @@ def _end_ids(folder: Path, tokenizer: Tokenizer, eos: str) -> tuple[int, ...]:
         content = content | content.get("token_ids", {})  # a folder of `mmqa convert`
         found = content.get("eos_token_id")
         if found is not None:
-            return tuple(found) if isinstance(found, list) else (found,)
+            ids = found if isinstance(found, list) else [found]
+            if not all(type(token) is int and token >= 0 for token in ids):
+                raise UserError(
+                    f"{folder / name}: eos_token_id is {json.dumps(found)[:80]}, a token's number "
+                    "or a list of them was expected; fetch the file again."
+                )
+            return tuple(ids)
     known = tokenizer.token_to_id(eos) if eos else None
     return () if known is None else (known,)
 

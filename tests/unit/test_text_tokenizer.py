@@ -153,6 +153,32 @@ LETTER = Tokenizer(models.BPE({"a": 0}, [])).to_str()
             )
             for name in ("tokenizer_config.json", "generation_config.json")
         ),
+        *(
+            (
+                {"tokenizer.json": LETTER, name: json.dumps({"eos_token_id": end})},
+                rf"{name}: eos_token_id is .*, a token's number or a list of them .*; fetch the fi",
+            )
+            for name in ("generation_config.json", "config.json")
+            for end in ("x", -1, 1.5, True, [[1]])
+        ),
+        *(
+            (
+                {
+                    "tokenizer.json": LETTER,
+                    "tokenizer_config.json": json.dumps({"chat_template": template}),
+                },
+                r"tokenizer_config\.json, chat_template: a text was expected, or .*; fetch the file",
+            )
+            for template in (3, {"a": 1}, [3], [{"name": "default"}])
+        ),
+        (
+            {"tokenizer.json": LETTER, "added_tokens.json": '{"b": "c"}'},
+            r"added_tokens\.json: 'c' is no token's number; fetch the file again",
+        ),
+        (
+            {"tokenizer.json": LETTER, "added_tokens.json": '{"b": 7}'},
+            r"added_tokens\.json: the token 'b' is number 7 there, and 1 in tokenizer\.json; fetch",
+        ),
         (
             {"tokenizer_config.json": "[]"},
             r"tokenizer_config\.json: is not an object; fetch the file again",
