@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
+from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.examples import RawSource
 from mmqa_jax.data.images import patch_boxes
 from mmqa_jax.data.packing import (
@@ -318,7 +319,7 @@ class AtlasMasking(MaskingConfig):
     """
 
     probes: bool = False
-    keyword_weight: float = 0.0
+    keyword_weight: float = at_least(0, 0.0)
 
     def columns(self, answer: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
         # The answer's tokens and the last [SEP] each have a probe.

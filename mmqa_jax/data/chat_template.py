@@ -28,13 +28,23 @@ def template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
     Args:
       settings: its tokenizer_config.json.
+
+    Raises:
+      UserError: tokenizer_config.json has one that is no text.
     """
     if (folder / TEMPLATE).is_file():
         return read_text(folder / TEMPLATE)
     source = settings.get("chat_template")
-    if isinstance(source, list):  # several by name
-        named = (one for one in source if isinstance(one, dict) and one.get("name") == "default")
-        source = next(named, {}).get("template")
+    try:
+        if isinstance(source, list):  # several by name
+            source = {one["name"]: one["template"] for one in source}.get("default")
+    except (KeyError, TypeError):
+        source = ()
+    if not isinstance(source, str | None):
+        raise UserError(
+            f"{folder / SETTINGS}, chat_template: a text was expected, or a list of "
+            '{"name": ..., "template": ...}; fetch the file again.'
+        )
     if source is None and (folder / _OF_PROCESSOR).is_file():
         content = read_json(folder / _OF_PROCESSOR)
         source = content.get("chat_template") if isinstance(content, dict) else None

@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.data.truncation import Tokens, cut, cut_pair
 
@@ -91,6 +92,14 @@ class PackingConfig:
         if not self.buckets:
             raise UserError("packing.buckets is empty: give at least one (pictures, text length).")
         object.__setattr__(self, "buckets", tuple(sorted(Bucket(*b) for b in self.buckets)))
+        if self.buckets[0].pictures < 0:
+            raise UserError(
+                f"packing.buckets: {self.buckets[0].pictures} pictures; give 0 or more of each."
+            )
+        for limit in ("source", "caption", "question", "answer", "pair"):
+            tokens = getattr(self, f"max_{limit}_tokens")
+            if tokens is not None and tokens < 0:
+                raise UserError(f"packing.max_{limit}_tokens={tokens}: give 0 or more.")
         pair = self.max_question_tokens + self.max_answer_tokens
         needed = 4 + min(pair, self.max_pair_tokens or pair)
         for pictures in {bucket.pictures for bucket in self.buckets}:
@@ -160,7 +169,14 @@ class MaskingConfig:
     """
 
     mask_prob: float = 0.5
-    max_pred: int = 50
+    max_pred: int = at_least(1, 50)
+
+    def __post_init__(self):
+        if not 0 <= self.mask_prob <= 1:
+            raise UserError(
+                f"config key masking.mask_prob={self.mask_prob}: a share in 0..1 was expected; "
+                "change it."
+            )
 
     def columns(self, answer: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
         """Columns that answers of so many tokens take, besides [CLS] and both [SEP]."""

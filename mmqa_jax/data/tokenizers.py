@@ -342,23 +342,24 @@ def add_published_tokens(tokenizer: Tokenizer, folder: Path) -> None:
     settings = _object(folder / SETTINGS)
     numbered = settings.get("added_tokens_decoder")
     named = [settings]
+    place = f"{folder / SETTINGS}, added_tokens_decoder"
     if numbered is None:
+        place = str(folder / _OLD[1])
         named.append(_object(folder / _OLD[0]))
         old = _object(folder / _OLD[1])
         special = set(_named(named))
         numbered = {
             number: {"content": token, "special": token in special} for token, number in old.items()
         }
-    file = folder / SETTINGS
     if not isinstance(numbered, Mapping):
-        raise UserError(f"{file}, added_tokens_decoder: is not an object; fetch the file again.")
-    for number, token in sorted((_number(key, file), value) for key, value in numbered.items()):
-        added = _token(token, f"{file}, added_tokens_decoder {number}")
+        raise UserError(f"{place}: is not an object; fetch the file again.")
+    for number, token in sorted((_number(key, place), value) for key, value in numbered.items()):
+        added = _token(token, f"{place} {number}")
         tokenizer.add_tokens([added])
         known = tokenizer.token_to_id(added.content)
         if known != number:
             raise UserError(
-                f"{file}: the token {added.content!r} is number {number} there, and {known} in "
+                f"{place}: the token {added.content!r} is number {number} there, and {known} in "
                 "tokenizer.json; fetch both files of one version."
             )
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
@@ -368,13 +369,11 @@ def add_published_tokens(tokenizer: Tokenizer, folder: Path) -> None:
             tokenizer.add_tokens([AddedToken(content, special=True)])
 
 
-def _number(key: Any, file: Path) -> int:
+def _number(key: Any, place: str) -> int:
     try:
         return int(key)
     except (TypeError, ValueError) as error:
-        raise UserError(
-            f"{file}, added_tokens_decoder: {key!r} is no token's number; fetch the file again."
-        ) from error
+        raise UserError(f"{place}: {key!r} is no token's number; fetch the file again.") from error
 
 
 def _token(value: Any, where: str) -> AddedToken:

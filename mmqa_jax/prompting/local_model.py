@@ -305,6 +305,8 @@ def model_kind(path: Path) -> str:
         return "t5" if named in GGUF_T5 else "llama"
     file = path / "config.json"
     published = read_json(file) if file.is_file() else {}
+    if not isinstance(published, dict):
+        raise UserError(f"{file}: is not an object; fetch the file again.")
     model_type = str(published.get("model_type", ""))
     if model_type in QWEN_VL:
         return "qwen_vl"

@@ -75,7 +75,7 @@ def _letter(number: int, question: Question) -> str:
     if number >= len(_OPTIONS):
         raise UserError(
             f"question {question.id}: has {len(question.choices)} options, Multimodal-CoT knows "
-            f"{len(_OPTIONS)}; leave it out with config key data.where."
+            f"{len(_OPTIONS)}; leave it out of the data (in a row, with config key data.where)."
         )
     return _OPTIONS[number]
 

@@ -178,8 +178,8 @@ class QwenFormat:
         self._place = f"{before}{self.placeholder}{after}"
         if tokenizer.encode_plain(self.placeholder) != [config.image_token]:
             raise UserError(
-                f"the tokenizer has no token of its own for pictures (id {config.image_token}); "
-                "give the model's own tokenizer by --tokenizer."
+                f"--tokenizer, or the config's key tokenizer: it has no token of its own for "
+                f"pictures (id {config.image_token}); name the model's own."
             )
 
     def with_places(self, text: str, pictures: int) -> str:

@@ -222,7 +222,9 @@ def _messages(rows: list[Any], images: tuple[Picture, ...], folder: Path) -> tup
         content = row["content"]
         parts = [content] if isinstance(content, str) else content
         if not isinstance(parts, list) or not isinstance(row["role"], str):
-            raise UserError("a message's content must be a string or a list of parts.")
+            raise UserError(
+                "a message's role must be a string, its content a string or a list of parts."
+            )
         messages.append(Message(row["role"], tuple(_part(part, folder) for part in parts)))
     if images:
         last = messages[-1]

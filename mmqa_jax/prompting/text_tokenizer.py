@@ -140,14 +140,22 @@ def _end_ids(folder: Path, tokenizer: Tokenizer, eos: str) -> tuple[int, ...]:
         content = content | content.get("token_ids", {})  # a folder of `mmqa convert`
         found = content.get("eos_token_id")
         if found is not None:
-            return tuple(found) if isinstance(found, list) else (found,)
+            ids = found if isinstance(found, list) else [found]
+            if not all(type(token) is int and token >= 0 for token in ids):
+                raise UserError(
+                    f"{folder / name}: eos_token_id is {json.dumps(found)[:80]}, a token's number "
+                    "or a list of them was expected; fetch the file again."
+                )
+            return tuple(ids)
     known = tokenizer.token_to_id(eos) if eos else None
     return () if known is None else (known,)
 
 
 def _optional(file: Path) -> dict[str, Any]:
     content = read_json(file) if file.is_file() else {}
-    return content if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: is not an object; fetch the file again.")
+    return content
 
 
 def _spelling(token: Any) -> str:
@@ -337,10 +345,7 @@ def open_published(folder: Path) -> PublishedTokenizer:
     Raises:
       UserError: neither is there, or the files are broken or of a kind that needs code of theirs.
     """
-    config = folder / "tokenizer_config.json"
-    settings = read_json(config) if config.is_file() else {}
-    if not isinstance(settings, dict):
-        raise UserError(f"{config}: is not an object; fetch the file again.")
+    settings = _optional(folder / "tokenizer_config.json")
     if not (folder / "tokenizer.model").is_file():
         if (folder / _SPIECE).is_file() and settings.get("tokenizer_class", _OF_T5[0]) in _OF_T5:
             return _of_t5(folder)

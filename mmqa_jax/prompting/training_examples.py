@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample
 from mmqa_jax.data.batches.seq2seq import PairSize
 from mmqa_jax.data.schema import Question
@@ -36,7 +37,7 @@ class ExampleOptions:
     """
 
     templates: tuple[str, ...] = ("rmr.rationale",)
-    shots: int = 3
+    shots: int = at_least(0, 3)
     with_shots: float = 0.5
     similarity: Similarity = "bimodal"
     order: Order = "most_similar_first"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,7 +121,7 @@ def base_path(name: str, kind: str = "llama") -> Path:
         path = find_model(name, "config key init")
     else:
         path = LANGUAGE_MODELS[name]() if name in LANGUAGE_MODELS else Path(name)
-    if not path.exists():
+    if not name or not path.exists():
         raise UserError(
             f"config key init={name}: no such file or folder; name a {_KINDS[kind].title} as "
             f"`mmqa prompt --model` does ({_KINDS[kind].examples}), or "
@@ -160,10 +160,18 @@ def model_config(task: Any, vocab_size: int) -> Any:
                 f"config key model.{section}.{fixed[0]}: the weights of init={task.init} decide "
                 f"it; change only {', '.join(free)}, or set init to {SCRATCH}."
             )
+    unknown: Collection[str] = ()
     if is_weights_folder(path):
         base = read_record(path).config
     else:
-        base = architecture(task.architecture).open(path).config
+        opened = architecture(task.architecture).open(path)
+        base, unknown = opened.config, opened.unknown
+    width = own.get("features")
+    if width is not None and "features" not in unknown and width != base.features:
+        raise UserError(
+            f"config key model.changes.features={width}: init={task.init} reads vectors of "
+            f"{base.features} values; set it to that, or init to a T5 without pictures."
+        )
     if not of_parts:
         return replace_fields(base, **own)
     parts = {"llama": own, "vision": changes["vision"]}
@@ -233,10 +241,14 @@ def make_text_tokenizer(task: Any, corpus: Corpus, folder: Path) -> TextTokenize
 def _new_tokenizer(task: Any, corpus: Corpus) -> Any:
     name = task.tokenizer
     if name.startswith("corpus:"):
-        size = name.removeprefix("corpus:")
-        if not size.isdecimal():
-            raise UserError(f"config key tokenizer={name}: write corpus:N with a number of tokens.")
-        return _train_tokenizer(corpus, int(size), _KINDS[task.architecture])
+        size, kind = name.removeprefix("corpus:"), _KINDS[task.architecture]
+        least = len(pre_tokenizers.ByteLevel.alphabet()) + len(kind.special)
+        if not size.isdecimal() or len(size) > 9 or int(size) < least:
+            raise UserError(
+                f"config key tokenizer={name}: write corpus:N with a number of tokens, {least} or "
+                "more (every byte is one)."
+            )
+        return _train_tokenizer(corpus, int(size), kind)
     if not name and task.init == SCRATCH:
         raise UserError(
             "config key tokenizer is empty, but a model from scratch has none; write corpus:N or "
@@ -265,9 +277,11 @@ def _train_tokenizer(corpus: Corpus, size: int, kind: _Kind) -> TextTokenizer:
 def check_vocabulary(task: Any, model: LlamaConfig | T5Config, tokenizer: TextTokenizer) -> None:
     """Refuses a tokenizer with ids that the model lacks."""
     if tokenizer.vocab_size > model.vocab_size:
+        scratch = task.init == SCRATCH
+        remedy = "leave model.changes.vocab_size out" if scratch else "name the model's own"
         raise UserError(
             f"config key tokenizer={task.tokenizer}: has {tokenizer.vocab_size} tokens, the "
-            f"model {model.vocab_size}; name the model's own tokenizer."
+            f"model {model.vocab_size}; {remedy}."
         )
 
 

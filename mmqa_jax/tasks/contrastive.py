@@ -100,6 +100,11 @@ class Contrastive(DualEncoderTask):
 
     def _check(self, files: bool) -> None:
         super()._check(files)
+        if min(self.batches.source_lengths, default=0) < 3:
+            raise UserError(
+                f"config key batches.source_lengths={self.batches.source_lengths}: numbers of "
+                "tokens from 3 were expected, such as (96,); change them."
+            )
         accumulate = self.loop.accumulate
         if accumulate > 1:
             raise UserError(

@@ -66,6 +66,7 @@ class DualEncoderTask(Task):
         if isinstance(text, SiglipTextConfig):
             self._check_padded(text.length)
         else:
+            self._check_buckets()
             self._check_lengths(text.context if isinstance(text, TextConfig) else text.positions)
         side = dual_encoder.vision.image_size
         if self.pictures.size != side:
@@ -85,6 +86,15 @@ class DualEncoderTask(Task):
                     f"config key {key}: {found} tokens, but this text tower reads texts padded to "
                     f"{length}; set it to that alone."
                 )
+
+    def _check_buckets(self) -> None:
+        """As the embedder needs them: training would end before it says so."""
+        buckets = self.inference.buckets
+        if not buckets or buckets[0] < 3 or sorted(set(buckets)) != list(buckets):
+            raise UserError(
+                f"config key inference.buckets={buckets}: increasing numbers of tokens from 3 "
+                "were expected, such as (16, 32, 64); change them."
+            )
 
     def _check_lengths(self, most: int) -> None:
         for key, length in self.lengths().items():

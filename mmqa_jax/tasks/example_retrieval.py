@@ -49,8 +49,8 @@ class JudgedData:
 class JudgedBatches(BatchesSection):
     """The section `batches`; `length` and `candidates`: see example_retrieval_batches."""
 
-    length: int
-    candidates: int
+    length: int = at_least(3)
+    candidates: int = at_least(1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

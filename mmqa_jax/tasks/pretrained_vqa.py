@@ -104,7 +104,7 @@ def vqa_loader(task: Any, tokenizer: Any, answers: AnswerVocabulary) -> Loader |
 
     def load(model: Any) -> None:
         if is_weights_folder(task.init) and read_record(task.init).architecture.name != "bert":
-            _extend(model, load_converted(task.init, param_dtype="float32"))
+            _extend(model, load_converted(task.init, param_dtype="float32"), task.init)
         elif isinstance(tokenizer, QuestionWords):
             vectors = read_glove(task.init, tokenizer)
             if vectors.shape != model.words.table.shape:
@@ -123,7 +123,7 @@ def vqa_loader(task: Any, tokenizer: Any, answers: AnswerVocabulary) -> Loader |
     return load
 
 
-def _extend(model: Any, pretrained: nnx.Module) -> None:
+def _extend(model: Any, pretrained: nnx.Module, init: str) -> None:
     """Takes all parameters; answers that are new start as in mcan_for_finetune.py.
 
     Their weights are 0, their biases the mean of the others'.
@@ -141,8 +141,8 @@ def _extend(model: Any, pretrained: nnx.Module) -> None:
     missing = [n for n in ours if n not in theirs and not n.startswith("new_head/")]
     if differing or missing:
         raise UserError(
-            f"config key init: its model differs in {', '.join((differing + missing)[:3])}; set "
-            "the section model to its sizes."
+            f"config key init={init}: its model differs in {', '.join((differing + missing)[:3])}; "
+            "set the section model to its sizes."
         )
     nnx.update(model, nnx.state(pretrained))
     if getattr(model, "new_head", None) is not None and "new_head/kernel" not in theirs:
@@ -157,11 +157,6 @@ def _start_head(head: Any, answers: AnswerVocabulary) -> None:
     So answers of few questions are scored by those of like meaning.
     """
     vectors = load_minilm_embedder().embed_questions(list(answers.answers))  # [V, 384]
-    if vectors.shape[1] != head.kernel.shape[0]:
-        raise UserError(
-            f"config key model.answer_embeddings: MiniLM's have {vectors.shape[1]} values, "
-            f"model.fusion.flat_out is {head.kernel.shape[0]}; set it to the same."
-        )
     # The latent has unit variance: its product with a vector of length 1 too.
     head.kernel.set_value(vectors.T.astype(head.kernel.dtype))
     head.bias.set_value(np.full(head.bias.shape, -np.log(len(answers)), head.bias.dtype))

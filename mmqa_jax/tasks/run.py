@@ -18,7 +18,6 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.local_copies import with_local_copies
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.metrics import check_wandb
-from mmqa_jax.core.paths import in_store
 from mmqa_jax.core.workdir import claim_workdir, read_config
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.tasks.pretrained_vqa import keep_vocabulary
@@ -79,11 +78,6 @@ def run_training(
         check_config(config)
         if only_start and profile is not None:
             raise UserError("--profile: --only_start takes no step; leave one of them out.")
-        if profile is not None and in_store(folder):
-            raise UserError(
-                f"--profile: a trace cannot be written to {folder}; name a --workdir in the file "
-                "system, or leave the flag out."
-            )
         observed = Observed(
             None if profile is None else parse_steps(profile, config.train.steps), wandb
         )

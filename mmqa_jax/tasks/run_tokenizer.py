@@ -50,7 +50,7 @@ def _new_tokenizer(name: str, corpus: Corpus) -> Tokenizer:
         return restrict_vocabulary(minilm_tokenizer(), texts, first=answers)
     if name.startswith("corpus:"):
         size = name.removeprefix("corpus:")
-        if not size.isdecimal():
+        if not size.isdecimal() or len(size) > 9:
             raise UserError(f"config key tokenizer={name}: write corpus:N with a number of tokens.")
         return train_wordpiece(_all_texts(corpus), int(size), lowercase=True)
     return open_tokenizer(name)

@@ -72,6 +72,13 @@ class ValidateOptions:
     template: str = "rmr.text"
     metric: Literal["accuracy", "log_likelihood"] = "accuracy"
 
+    def __post_init__(self):
+        if min(self.shots, default=-1) < 0:
+            raise UserError(
+                f"config key validate.shots={self.shots}: numbers of examples from 0 were "
+                "expected, such as (0, 3); change them."
+            )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SolvedQuestions(TextModelTask):

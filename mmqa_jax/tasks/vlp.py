@@ -115,7 +115,7 @@ class FeaturesSection:
     files: Mapping[str, str] = mapping(dict)
     id_map: str = ""
     names: str = ""
-    slots: int = 100
+    slots: int = at_least(1, 100)
     max_missing: int | None = None
 
     @functools.cached_property
@@ -339,17 +339,11 @@ class VLPTask(Task):
                 )
             if files:
                 check_clip_frontend(self)
-        values = self.region_sizes().dim
-        if values != vlp.region_features:
-            raise UserError(
-                f"config key model.frontend={model.frontend}: takes regions of "
-                f"{vlp.region_features} values, patches of side {model.patch} have {values}; use "
-                "the frontend patches."
-            )
-        for packing in (self.packing_config(), self.packing_config(inference=True)):
+        for key, inference in (("packing", False), ("inference.packing", True)):
+            packing = self.packing_config(inference=inference)
             if packing.positions > vlp.bert.positions:
                 raise UserError(
-                    f"config key packing.buckets: the longest sequence has {packing.positions} "
+                    f"config key {key}.buckets: the longest sequence has {packing.positions} "
                     f"positions, the model {vlp.bert.positions}; use shorter buckets."
                 )
         check_types("packing.segments", self.packing_config().segments, vlp.bert.types)

@@ -35,6 +35,7 @@ from mmqa_jax.data.vqa_inputs import (
 from mmqa_jax.evaluation.candidates import score_candidates
 from mmqa_jax.evaluation.vqa import has_answers
 from mmqa_jax.inference.vqa_model import VQAModel, make_answer_scores
+from mmqa_jax.models.bert import minilm_l6
 from mmqa_jax.models.presets import GridModel, VQAModelSection, vqa_model
 from mmqa_jax.retrieval.embedder import layer_bytes
 from mmqa_jax.tasks.objectives import VQAObjective
@@ -165,7 +166,8 @@ class VQA(Task):
         model, image, lengths = self.model, self.model.image, self.batches.lengths
         vqa = model.config(ANY_VOCABULARY, answers=2)
         most = max(lengths, default=0) if image == "regions" else vqa.text.positions
-        if not lengths or sorted(set(lengths)) != list(lengths) or not 3 <= lengths[0] <= most:
+        rising = bool(lengths) and sorted(set(lengths)) == list(lengths)
+        if not rising or lengths[0] < 3 or lengths[-1] > most:
             raise UserError(
                 f"config key batches.lengths={lengths}: increasing numbers from 3 to {most} "
                 "were expected, tokens that the model reads; change them."
@@ -190,6 +192,13 @@ class VQA(Task):
             raise UserError(
                 "config key model.frozen_text=True: weight decay would change the frozen encoder; "
                 "set train.optimizer.name to adam."
+            )
+        width = minilm_l6().hidden
+        if self.init != "scratch" and model.answer_embeddings and vqa.fusion.flat_out != width:
+            raise UserError(
+                f"config key model.fusion.flat_out={vqa.fusion.flat_out}: with "
+                f"model.answer_embeddings the head starts as MiniLM's vectors of {width} values; "
+                "set it to that, or leave the embeddings out."
             )
         folds, fold = self.data.folds, self.data.fold
         if fold >= folds:

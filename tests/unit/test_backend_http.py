@@ -386,6 +386,13 @@ def test_scores_of_a_server_equal_the_engines(engine, backend):
     assert remote.usage.requests == 3
 
 
+def echoed(token_logprobs, *, prompt, top_logprobs):
+    """An echo of so many tokens."""
+    found = {"token_logprobs": token_logprobs, "top_logprobs": top_logprobs}
+    choice = {"text": "x", "logprobs": found}
+    return answer({"choices": [choice], "usage": {"prompt_tokens": prompt}})
+
+
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
@@ -402,6 +409,12 @@ def test_scores_of_a_server_equal_the_engines(engine, backend):
             ),
             "1 tokens have some, the prompt has 3",
         ),
+        (echoed([-1.0], prompt=3, top_logprobs=None), "its answer has no top_logprobs"),
+        (echoed([-1.0], prompt=None, top_logprobs=[{}]), "do not say how many tokens a prompt has"),
+        (
+            echoed([None] * 4, prompt=4, top_logprobs=[{}] * 4),
+            "some of its tokens have none, or no logarithm of a probability",
+        ),
     ],
 )
 def test_a_server_that_cannot_score_says_so_in_one_sentence(reply, reason):
@@ -409,6 +422,25 @@ def test_a_server_that_cannot_score_says_so_in_one_sentence(reply, reason):
         backend = OpenAIBackend("tiny", QUICK)
         with pytest.raises(UserError, match=rf"gives no log-probabilities .*{reason}.*; use one"):
             list(backend.answer([Choices("a", "b", ("c", "d"))]))
+
+
+def test_a_continuation_without_a_token_is_a_failed_request():
+    """The server counts as many tokens with it as without."""
+    reply = echoed([None, -1.0, -1.0], prompt=3, top_logprobs=[None, {}, {}])
+    with Stub(lambda body: reply if "echo" in body else said("x")).serving():
+        backend = OpenAIBackend("tiny", QUICK)
+        assert not list(backend.answer([Choices("a", "b", ("",))]))
+    (failure,) = backend.failures
+    assert "continuation '' adds no token to its prompt; expected some text" in failure.reason
+
+
+@pytest.mark.parametrize("key", ["timeout", "first_wait", "longest_wait"])
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
+def test_times_that_are_none(key, value):
+    with pytest.raises(
+        UserError, match=rf"config key server\.{key}=.*: expected a positive number"
+    ):
+        ServerConfig(**{key: value})
 
 
 def test_what_the_api_cannot_say_is_refused():

@@ -21,6 +21,7 @@ from tiny_llm import (
     tiny_llava,
 )
 
+from mmqa_jax.core import distributed
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.llava_images import llava_pixels
 from mmqa_jax.decoding.requests import Request, Scoring, TooLong
@@ -34,6 +35,7 @@ from mmqa_jax.prompting.backends import (
     Message,
 )
 from mmqa_jax.prompting.cache import Cached, ResponseCache
+from mmqa_jax.prompting.together import leads
 
 pytestmark = pytest.mark.slow
 
@@ -158,6 +160,16 @@ def test_what_does_not_fit_is_refused_before_weights_are_loaded():
         several.check(Completion("a", "b", Decoding(beams=2)))
     with pytest.raises(UserError, match="message: role is 'bot', expected one of system, user"):
         Message("bot", ("b",))
+
+
+@pytest.mark.parametrize("key", ["model", "prompts"])
+def test_processes_of_a_launch_that_are_asked_different_things(key, monkeypatch):
+    asked = {"model": "tiny", "prompts": ["a"]}
+    monkeypatch.setattr(distributed, "gather", lambda name, own: [own, {**own, key: "other"}])
+    with pytest.raises(UserError, match=r"--prompts, --model: .* different ones, .*; give all the"):
+        leads(asked)
+    monkeypatch.setattr(distributed, "gather", lambda name, own: [own, own])
+    assert leads(asked)
 
 
 def test_a_llava_sees_the_pictures_of_a_conversation():

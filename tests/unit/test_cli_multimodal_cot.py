@@ -92,6 +92,15 @@ def test_hidden_answers_cannot_be_shown():
         SETTINGS["mmcot"].check_inputs(questions, {"decoding": "forced"}, {})
 
 
+def test_more_options_than_the_authors_know():
+    asked = Question("q7", "test", "Which?", choices=tuple("abcdef"), answer_index=5)
+    message = r"question q7: has 6 options, Multimodal-CoT knows 5; leave it out of the data"
+    with pytest.raises(UserError, match=message):
+        source_text(asked, "QCM-LE")
+    with pytest.raises(UserError, match=message):
+        target_text(asked, "QCM-A")
+
+
 def write_vectors(folder, shape=(3, 6)):
     """Pictures of every second question."""
     rng = np.random.default_rng(0)

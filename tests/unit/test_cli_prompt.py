@@ -273,6 +273,13 @@ def test_failed_requests_are_named_in_the_output(tmp_path):
         (['{"prompt": "a", "images": ["/dev/zero"]}'], "line 1: image /dev/zero: is no file"),
         (['{"messages": [{"role": "bot", "content": "a"}]}'], "line 1: message: role is 'bot'"),
         (['{"messages": [{"role": "user"}]}'], "line 1: a message has exactly the keys `role`"),
+        *(
+            (
+                [f'{{"messages": [{{"role": {role}, "content": {content}}}]}}'],
+                "line 1: a message's role must be a string, its content a string or a list of parts",
+            )
+            for role, content in (('"user"', "3"), ('"user"', "null"), ("3", '"a"'))
+        ),
         (['{"prompt": "\\ud83d"}'], "line 1: holds '.ud83d', half of a character"),
         (
             ['{"prompt": "a", "meta": ' + "9" * 5000 + "}"],
@@ -383,6 +390,10 @@ def test_what_the_model_cannot_take_is_named_by_its_line(refused, folder, tmp_pa
     refused(
         *flags, f"--model={folder}", "--config.model.mesh.data=4", "--config.engine.slots=6",
         message="engine.slots is 6: expected a multiple of 4, .* data=4; set it to 8,",
+    )  # fmt: skip
+    refused(
+        *flags, "--backend=openai", "--model=gpt-4", f"--tokenizer={folder}",
+        message="--tokenizer=.*: a server has its own; leave it out",
     )  # fmt: skip
     missing = tmp_path / "none.txt"
     refused(

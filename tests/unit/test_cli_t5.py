@@ -10,6 +10,7 @@ import torch
 import transformers
 from cli_runs import ROOT, done, rows_of, write_rows
 from science import prepare_science
+from tiny_llm import flag
 from tiny_t5 import write_folder
 
 from mmqa_jax.data.corpus import Corpus
@@ -85,6 +86,16 @@ def test_prompts_are_answered_as_by_transformers(folder, tmp_path):
             "has messages of system, user, but a T5 has no chat template",
         ),
         ({"prompt": " "}, [], "its prompt is empty"),
+        (
+            {"prompt": "stone", "choices": ["red", ""]},
+            [],
+            r"line 1: request 1: continuation '' has no token; give some text",
+        ),
+        (
+            {"prompt": "stone", "images": ["red.png"]},
+            [],
+            r"line 1: request 1: it has pictures, but a T5 reads text alone; use a LLaVA or",
+        ),
         ({"prompt": "stone " * 40}, ["--config.engine.length=20"], "engine.length = 20"),
         (
             {"prompt": "stone", "max_new_tokens": 99},
@@ -101,6 +112,7 @@ def test_prompts_are_answered_as_by_transformers(folder, tmp_path):
 )
 def test_what_a_t5_does_not_take_is_refused(refused, folder, tmp_path, row, flags, message):
     prompts = write_rows(tmp_path / "prompts.jsonl", [row])
+    (tmp_path / "red.png").write_bytes(flag().data)
     refused(
         "prompt", f"--prompts={prompts}", f"--out={tmp_path / 'answers.jsonl'}",
         f"--model={folder}", "--no_cache", *flags, message=message,

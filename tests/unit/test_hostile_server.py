@@ -106,6 +106,10 @@ HOSTILE = {
     "null": (answer(None), "it has no choices"),
     "choices that are none": (answer({"choices": ["x"]}), "a choice is no object"),
     "a text that is none": (choices(text(["x"])), "a choice has no text"),
+    "the key": (
+        choices(text(f"It is {CANARY}.")),
+        "its answer repeats OPENAI_API_KEY, which is written to no file",
+    ),
     "more choices": (choices(text(), text()), "it has 2 of the 1 choices"),
 }
 HOSTILE_NUMBERS = {
@@ -141,7 +145,7 @@ def test_a_hostile_reply_is_a_failed_request(reply, reason, decoding):
     def answers(asked):
         return choices(*good) if asked["prompt"] == "good" else reply
 
-    with Stub(answers).serving() as stub:
+    with Stub(answers).serving(CANARY) as stub:
         backend = OpenAIBackend("tiny", QUICK)
         began = time.monotonic()
         found = by_id(backend.answer(Completion(p, p, decoding) for p in ("bad", "good")))

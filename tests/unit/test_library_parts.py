@@ -197,6 +197,15 @@ def test_two_spaces_are_not_added(similarity):
     )
 
 
+@pytest.mark.parametrize("similarity", ["image", "question_and_image"])
+def test_pictures_need_an_encoder(similarity):
+    message = (
+        rf"options\.similarity={similarity}: needs an .*; set parts\.library\.image_model to a CLIP"
+    )
+    with pytest.raises(UserError, match=message):
+        check_prompted({"similarity": similarity}, LibrarySpec(text_model="minilm"))
+
+
 def test_two_spaces_of_training_and_judging(tmp_path):
     models = {"text_model": "minilm", "image_model": "runs/clip"}
     config = load_config(f"{ROOT}/configs/scienceqa/rmr_retriever.py:judge")

@@ -17,6 +17,7 @@ from tiny_llm import flag, text_tokenizer
 from mmqa_jax.data.images import PictureError
 from mmqa_jax.data.picture_bounds import FREE_PIXELS
 from mmqa_jax.decoding.engine import Engine
+from mmqa_jax.decoding.requests import Unanswerable
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.prompting.backend_engine import EngineBackend
 from mmqa_jax.prompting.backends import Completion, Decoding, Picture
@@ -84,6 +85,24 @@ def test_closed_early_it_reads_no_further():
     assert threading.active_count() <= before + 1
 
 
+def thin() -> Picture:
+    """Only decoding shows that it cannot be used."""
+    encoded = io.BytesIO()
+    Image.new("L", (1, FREE_PIXELS // 12 + 1)).save(encoded, "PNG")
+    return Picture(encoded.getvalue(), "thin.png")
+
+
+def test_a_served_query_with_a_broken_picture_is_refused():
+    backend = EngineBackend(
+        lambda demand: pytest.fail("the engine was made"), text_tokenizer(), length=64,
+        fingerprint="llava", pictures=MODEL,
+    )  # fmt: skip
+    query = Completion("a", "Say", Decoding(max_new_tokens=3), (thin(),))
+    backend.check(query)
+    with pytest.raises(Unanswerable, match=r"thin\.png: too long and thin: .*; cut it into parts"):
+        backend.engine_request(query)
+
+
 @pytest.mark.slow
 def test_a_broken_picture_fails_its_own_query():
     """One that only decoding shows to be broken: the others are answered."""
@@ -94,13 +113,10 @@ def test_a_broken_picture_fails_its_own_query():
     backend = EngineBackend(
         lambda demand: engine, text_tokenizer(), length=64, fingerprint="llava", pictures=MODEL
     )
-    encoded = io.BytesIO()
-    Image.new("L", (1, FREE_PIXELS // 12 + 1)).save(encoded, "PNG")
-    thin = Picture(encoded.getvalue(), "thin.png")
     decoding = Decoding(max_new_tokens=3)
     shown = [flag((10 * n, 0, 0)) for n in range(20)]
     queries = [Completion(n, f"Say{' x' * n}", decoding, (shown[n],)) for n in range(20)]
-    queries[7] = dataclasses.replace(queries[7], images=(thin,))
+    queries[7] = dataclasses.replace(queries[7], images=(thin(),))
     for query in queries:
         backend.check(query)
     answers, failed = answer_all(backend, queries)

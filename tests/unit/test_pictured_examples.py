@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from tiny_llm import END, PICTURED, flag, pictured_letters, qwen_vl_config
+from tiny_llm import END, PICTURED, flag, pictured_letters, qwen_vl_config, text_tokenizer
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample
@@ -66,6 +66,9 @@ def test_a_conversation_is_that_of_the_chat_template():
     plain = TextTokenizer(pictured_letters())
     with pytest.raises(UserError, match="has no chat template"):
         encode_conversation(plain, QwenFormat(CONFIG, plain))
+    message = rf"--tokenizer, or .*: it has no .* \(id {CONFIG.image_token}\); name the model's own"
+    with pytest.raises(UserError, match=message):
+        QwenFormat(CONFIG, text_tokenizer())
 
 
 def test_broken_pictures_are_counted_named_and_limited(capsys):

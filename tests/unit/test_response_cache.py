@@ -385,6 +385,16 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
         ResponseCache(tmp_path / "cache")
 
 
+def test_a_folder_that_denies_writing_is_named(tmp_path, monkeypatch):
+    """As the one above, also for root."""
+    monkeypatch.setattr("mmqa_jax.prompting.cache.os.access", lambda *arguments: False)
+    message = (
+        r"cache: the response cache cannot be created there \(Permission denied\); name another"
+    )
+    with pytest.raises(UserError, match=message):
+        ResponseCache(tmp_path / "cache")
+
+
 def test_what_is_no_cache_is_left_alone(tmp_path):
     foreign = tmp_path / "foreign.sqlite"
     with sqlite3.connect(foreign) as connection:

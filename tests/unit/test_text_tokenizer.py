@@ -136,6 +136,66 @@ def test_broken_and_foreign_files_are_one_sentence(tmp_path, model):
         open_tokenizer(tmp_path / "empty")
 
 
+LETTER = Tokenizer(models.BPE({"a": 0}, [])).to_str()
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {"tokenizer.json": "{}"},
+            r"tokenizer\.json: not a tokenizer \(.*\); download it again, in Hugging Face's",
+        ),
+        *(
+            (
+                {"tokenizer.json": LETTER, name: "[]"},
+                rf"{name}: is not an object; fetch the file ag",
+            )
+            for name in ("tokenizer_config.json", "generation_config.json")
+        ),
+        *(
+            (
+                {"tokenizer.json": LETTER, name: json.dumps({"eos_token_id": end})},
+                rf"{name}: eos_token_id is .*, a token's number or a list of them .*; fetch the fi",
+            )
+            for name in ("generation_config.json", "config.json")
+            for end in ("x", -1, 1.5, True, [[1]])
+        ),
+        *(
+            (
+                {
+                    "tokenizer.json": LETTER,
+                    "tokenizer_config.json": json.dumps({"chat_template": template}),
+                },
+                r"tokenizer_config\.json, chat_template: a text was expected, or .*; fetch the file",
+            )
+            for template in (3, {"a": 1}, [3], [{"name": "default"}])
+        ),
+        (
+            {"tokenizer.json": LETTER, "added_tokens.json": '{"b": "c"}'},
+            r"added_tokens\.json: 'c' is no token's number; fetch the file again",
+        ),
+        (
+            {"tokenizer.json": LETTER, "added_tokens.json": '{"b": 7}'},
+            r"added_tokens\.json: the token 'b' is number 7 there, and 1 in tokenizer\.json; fetch",
+        ),
+        (
+            {"tokenizer_config.json": "[]"},
+            r"tokenizer_config\.json: is not an object; fetch the file again",
+        ),
+        (
+            {"tokenizer_config.json": '{"tokenizer_class": "ByT5Tokenizer"}'},
+            r": its ByT5Tokenizer has no form of the tokenizers library; name a folder with a tok",
+        ),
+    ],
+)
+def test_files_that_are_no_tokenizer(files, message, tmp_path):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=message):
+        open_tokenizer(tmp_path)
+
+
 def test_code_of_a_model_is_not_run(tmp_path):
     """A tokenizer class in the folder, as trust_remote_code would load it."""
     trace = tmp_path / "it_ran"

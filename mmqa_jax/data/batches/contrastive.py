@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.feed import FeedConfig, Table, augmented, feed_batches
 from mmqa_jax.data.batches.reading import Batches
 from mmqa_jax.data.batches.sampling import PlannedBatch
@@ -33,9 +34,9 @@ class ContrastSampling:
         as the target. The others target their first gold source.
     """
 
-    query_length: int
+    query_length: int = at_least(3)
     source_lengths: tuple[int, ...]
-    num_negatives: int = 1
+    num_negatives: int = at_least(0, 1)
     second_hop: bool = False
 
 

@@ -34,9 +34,19 @@ class BatchesSection:
 
     batch_size: int
     _: dataclasses.KW_ONLY
-    slack: int = 0
+    slack: int = at_least(0, 0)
     threads: int = at_least(0, 2)
     workers: int = at_least(0, 0)
+
+
+def check_shares(section: Any, *names: str) -> None:
+    """Refuses fields of a section `batches` that are no shares or probabilities."""
+    for name in names:
+        if not 0 <= getattr(section, name) <= 1:
+            raise UserError(
+                f"config key batches.{name}={getattr(section, name)}: a share in 0..1 was "
+                "expected; change it."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
