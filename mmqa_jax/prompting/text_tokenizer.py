@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_json, read_text, write_json
 from mmqa_jax.core.paths import as_path
-from mmqa_jax.data.chat_template import template_source
+from mmqa_jax.data.chat_template import rendered, template_source
 from mmqa_jax.data.tokenizers import add_published_tokens, apply_settings, split_as_sentencepiece
 from mmqa_jax.prompting import llava_prompt
 from mmqa_jax.prompting.backends import Message, Picture
@@ -249,22 +249,16 @@ class ChatTemplate:
 
     def written(self, request_id: Hashable, messages: Sequence[tuple[str, Content]]) -> str:
         """The same of (role, content) pairs, the content as the template gets it."""
-        # What `apply_chat_template` of a tokenizer calls; its import needs no PyTorch.
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         plain = [{"role": role, "content": content} for role, content in messages]
         try:
-            (text,), _ = render_jinja_template(
-                [plain], chat_template=self.source, add_generation_prompt=True, **self.tokens
-            )
+            return rendered(self.source, plain, self.tokens, answer=True)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"{self._name}: not a Jinja template ({error}); correct it.") from error
-        except (jinja2.TemplateError, TypeError) as error:
+        except jinja2.TemplateError as error:
             raise UserError(
                 f"request {request_id!r}: the model's chat template rejects its messages "
                 f"({error}); change their roles."
             ) from error
-        return text
 
 
 def _content(message: Message) -> Content:

@@ -382,6 +382,7 @@ def test_chat_template_of_smollm2_is_as_in_transformers():
         ("{{ messages", r"chat_template: not a Jinja template"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", r"request 'q': .* template rejects"),
         ("{{ messages.append(1) }}", r"request 'q': .* template rejects"),
+        ("{{ 1 // 0 }}", r"request 'q': .* template rejects its messages \(integer div"),
         ("{{ raise_exception('only one turn') }}", r"request 'q': .* \(only one turn\)"),
     ],
 )
