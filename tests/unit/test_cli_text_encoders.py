@@ -130,12 +130,25 @@ def test_what_a_reranker_does_not_do_is_refused(file, content, message, tmp_path
         read_pair_length(tmp_path)
 
 
-@pytest.mark.parametrize("prompts", [None, {}, {"b": "Find it"}, {"a": None}])
-def test_a_default_prompt_that_is_not_there(prompts, tmp_path):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        *(
+            (
+                {"prompts": prompts, "default_prompt_name": "a"},
+                "default_prompt_name is 'a', which is none of its prompts; correct it",
+            )
+            for prompts in (None, {}, {"b": "Find it"}, {"a": None})
+        ),
+        ({"activation_fn": "torch.nn.ReLU"}, "activation_fn is 'torch.nn.ReLU'"),
+        ({"model_type": "SentenceTransformer"}, "model_type is 'SentenceTransformer'"),
+        ({"prompts": "x"}, "prompts is 'x', expected an object"),
+    ],
+)
+def test_what_a_reranker_that_is_a_decoder_does_not_do_is_refused(content, message, tmp_path):
     file = tmp_path / PROMPTS
-    file.write_text(json.dumps({"prompts": prompts, "default_prompt_name": "a"}))
-    message = rf"{PROMPTS}: default_prompt_name is 'a', which is none of its prompts; correct it"
-    with pytest.raises(UserError, match=message):
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=rf"{PROMPTS}: {message}"):
         check_logit_prompts(file)
 
 
