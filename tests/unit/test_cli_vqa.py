@@ -260,9 +260,7 @@ def test_flags_and_folders_that_do_not_fit(refused, tmp_path):
     done("prepare", "okvqa", f"--raw={raw}", f"--out={out}")
     path = write(tmp_path / "results.json", official(ANSWERS))
     predictions = f"--predictions={path}"
-    refused(
-        "evaluate", "okvqa", predictions, message=r"--references: name the folder of `mmqa prep"
-    )
+    refused("evaluate", "okvqa", predictions, message=r"--references: is missing; name the")
     flags = ("evaluate", "okvqa", f"--references={out}", predictions)
     refused(*flags, "--lemmatizer=none", message=r"--lemmatizer: is part of WebQA's scores")
     refused(
