@@ -11,6 +11,7 @@ import json
 import os
 import re
 import socket
+import struct
 import threading
 import time
 import tracemalloc
@@ -55,6 +56,14 @@ def logprobs(*values):
     ))  # fmt: skip
 
 
+def reset(stream):
+    """Ends the connection as the network does when a host is gone."""
+    stream.write(HEAD + b"Content-Length: 99\r\n\r\n ")
+    connection = stream._sock
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    os.close(connection.detach())
+
+
 IN_TIME = "it gave no answer within 0.4 s"
 HOSTILE = {
     "a byte at a time": (drip(HEAD + b"Content-Length: 99\r\n\r\n", b" "), IN_TIME),
@@ -78,6 +87,7 @@ HOSTILE = {
         "malformed",
     ),
     "no HTTP": (lambda stream: stream.write(b"\x16\x03\x01 no HTTP at all\r\n\r\n"), "speak HTTP"),
+    "a reset": (reset, "the connection to it broke"),
     "a stream of events": (
         drip(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n", b"data: {}\n\n"),
         r"\(of the type text/event-stream, expected application/json\)",

@@ -7,7 +7,9 @@ import json
 import pytest
 from cli_runs import mmqa, png, write_rows
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.data.datasets.infoseek import read_infoseek
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.infoseek import is_right, numbers_match, numbers_of, score_infoseek
 
@@ -147,3 +149,8 @@ def test_rankings_of_questions_whose_articles_are_not_known(raw, tmp_path):
     ended = mmqa("evaluate", "infoseek", data, f"--predictions={found}")
     assert ended.code == 2
     assert f"{data}: the articles of these questions are not known; give files that" in ended.err
+
+
+def test_a_folder_without_questions(tmp_path):
+    with pytest.raises(UserError, match=r"holds none of InfoSeek's questions; put infoseek_val\."):
+        read_infoseek(tmp_path)

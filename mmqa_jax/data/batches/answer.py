@@ -83,9 +83,6 @@ def answer_batches(
         raise UserError("answer training: no question has a reference answer; check the split.")
     max_sources, wording = sampling.max_sources, sampling.wording
     distractor_prob, no_source_prob = sampling.distractor_prob, sampling.no_source_prob
-    for name, value in (("distractor_prob", distractor_prob), ("no_source_prob", no_source_prob)):
-        if not 0 <= value <= 1:
-            raise UserError(f"{name}={value}: a probability in 0..1 was expected.")
     shares = sampling.shares
     _check_shares(shares, {questions[i].category for i in kept})
     corpus, tokenizer = reader.corpus, reader.tokenizer
