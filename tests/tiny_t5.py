@@ -7,7 +7,6 @@ from pathlib import Path
 
 import gguf
 import sentencepiece
-from drawn_weights import drawn
 from flax import nnx
 from sentencepiece import sentencepiece_model_pb2
 
@@ -15,6 +14,7 @@ from mmqa_jax.models.t5 import T5
 from mmqa_jax.models.t5_config import T5Config
 from mmqa_jax.weights.models.t5 import publish_t5
 from mmqa_jax.weights.published import write_published
+from tests.drawn_weights import drawn
 
 VOCABULARY = 50  # of the SentencePiece model
 EXTRA = 100  # `<extra_id_N>` behind its own tokens

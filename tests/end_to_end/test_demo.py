@@ -22,7 +22,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drawn_weights import drawn_starts
 from PIL import Image
 
 from mmqa_jax.cli import main
@@ -35,6 +34,7 @@ from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.training.attempts import read_attempts
 from mmqa_jax.training.throughput import CLOCK_COLUMNS
 from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
+from tests.drawn_weights import drawn_starts
 from tests.forks import server
 
 ROOT = Path(__file__).parents[2]

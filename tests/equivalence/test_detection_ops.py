@@ -12,7 +12,6 @@ import torch
 from compare import LAYER, compiled, forward
 from detection_torch import clip as torch_clip
 from detection_torch import decode, nms, roi_align, roi_pool
-from drawn_weights import drawn
 from flax import nnx
 
 from mmqa_jax.core.mesh import platform
@@ -25,6 +24,7 @@ from mmqa_jax.models.detection.region_pooling import roi_align as our_align
 from mmqa_jax.models.detection.region_pooling import roi_pool as our_pool
 from mmqa_jax.models.detection.suppression import keep_in_class, keep_one_by_one, suppress
 from mmqa_jax.models.detection.suppression_triton import keep_in_classes
+from tests.drawn_weights import drawn
 
 
 def random_boxes(count: int, width: float, height: float, seed: int = 0) -> np.ndarray:

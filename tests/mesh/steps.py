@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from drawn_weights import drawn_start
 from flax import nnx
 
 from mmqa_jax.core.mesh import DEFAULT_RULES, batch_sharding, make_mesh
@@ -21,6 +20,7 @@ from mmqa_jax.training.state import (
     make_step,
     split_model,
 )
+from tests.drawn_weights import drawn_start
 
 MESHES = {
     "fsdp": {"fsdp": 8},

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from drawn_weights import drawn
 from flax import nnx
 
 from mmqa_jax.core.mesh import batch_sharding, make_mesh, replicated
@@ -20,6 +19,7 @@ from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.dual_encoder import DualEncoderConfig
 from mmqa_jax.tasks.objectives import ContrastiveObjective, SigmoidObjective, contrastive_loss
 from mmqa_jax.tasks.sigmoid_loss import sigmoid_loss
+from tests.drawn_weights import drawn
 
 # Tiny models: compiling is all the time.
 

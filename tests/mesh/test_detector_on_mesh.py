@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
-from drawn_weights import drawn
 from flax import nnx
 from PIL import Image
 from tiny_detectors import tiny
@@ -15,6 +14,7 @@ from mmqa_jax.core.mesh import MESH_AXES
 from mmqa_jax.inference.opened_detector import DetectorChoice, open_detector
 from mmqa_jax.models.detection.faster_rcnn import FasterRCNN
 from mmqa_jax.weights.folder import save_trained
+from tests.drawn_weights import drawn
 
 
 def test_regions_of_a_batch_over_all_devices(tmp_path):

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from drawn_weights import drawn
 from flax import nnx
 
 from mmqa_jax.core.mesh import RowPlacement, make_mesh
@@ -22,6 +21,7 @@ from mmqa_jax.decoding.scanned_cache import ScannedCache, _specs
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama import Llama, unstack_layers
 from mmqa_jax.models.llama_config import LlamaConfig
+from tests.drawn_weights import drawn
 
 MODEL = LlamaConfig(
     vocab_size=60,

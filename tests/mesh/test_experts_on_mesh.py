@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 from compare import LAYER
-from drawn_weights import drawn
 from flax import nnx
 
 from mmqa_jax.core.flops import traced_flops
@@ -16,6 +15,7 @@ from mmqa_jax.models import experts
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.plan.exchange import Placement, least_exchanges
+from tests.drawn_weights import drawn
 
 CONFIG = LlamaConfig(
     vocab_size=60, hidden=32, layers=2, heads=4, kv_heads=2, mlp=24, positions=128, init_stddev=0.3,

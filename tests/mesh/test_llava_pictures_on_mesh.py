@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import numpy as np
-from drawn_weights import drawn
 from flax import nnx
 
 from mmqa_jax.core.mesh import make_mesh
@@ -14,6 +13,7 @@ from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import Llava, LlavaConfig
+from tests.drawn_weights import drawn
 
 
 def test_pictures_are_split_and_answers_those_of_one_device():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import numpy as np
-from drawn_weights import drawn
 from flax import nnx
 
 from mmqa_jax.core.mesh import make_mesh
@@ -15,6 +14,7 @@ from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.onevision import Onevision, OnevisionConfig
 from mmqa_jax.models.onevision_tiles import TiledPicture
 from mmqa_jax.models.siglip import SiglipVisionConfig
+from tests.drawn_weights import drawn
 
 IMAGE = 59
 

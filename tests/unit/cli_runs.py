@@ -113,7 +113,7 @@ def mmqa(*arguments: str | Path, initializers: bool = False) -> Ended:
 
 
 def _drawn_starts() -> contextlib.AbstractContextManager[None]:
-    from drawn_weights import drawn_starts  # with JAX
+    from tests.drawn_weights import drawn_starts  # with JAX
 
     return drawn_starts()
 

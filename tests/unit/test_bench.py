@@ -207,10 +207,10 @@ def models_bench(fresh_cache, short_readings, monkeypatch):
     Weights are drawn: initializers would be half of what is compiled.
     """
     import torch
-    from drawn_weights import drawn
     from flax import nnx
 
     from tests.bench import models, our_side, runner, timing
+    from tests.drawn_weights import drawn
 
     monkeypatch.setenv("MMQA_PROGRESS", "off")
     monkeypatch.setenv("MMQA_CACHE", str(fresh_cache))

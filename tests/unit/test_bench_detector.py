@@ -5,13 +5,13 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from drawn_weights import drawn
 from flax import nnx
 from tiny_detectors import PRESETS, tiny
 
 from mmqa_jax.inference.region_detector import make_find
 from tests.bench import Options, detector, detector_batch, runner
 from tests.bench.runner import Peak
+from tests.drawn_weights import drawn
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet", "short_readings")]
 

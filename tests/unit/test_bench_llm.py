@@ -8,7 +8,6 @@ import math
 import gguf
 import numpy as np
 import pytest
-from drawn_weights import drawn
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
@@ -16,6 +15,7 @@ from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.weights.formats.gguf import GGUFSource
 from tests.bench import Options, llama_cpp, llm, llm_total
+from tests.drawn_weights import drawn
 
 pytestmark = pytest.mark.slow
 

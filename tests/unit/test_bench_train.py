@@ -10,11 +10,11 @@ import types
 
 import pytest
 from cli_runs import quietly
-from drawn_weights import drawn_start, drawn_starts
 
 from mmqa_jax.core import speed
 from tests.bench import Options, train, training_runs, training_shards
 from tests.bench.training_runs import InMemory, Sizes, median_share
+from tests.drawn_weights import drawn_start, drawn_starts
 from tests.fake_devices import fake_devices
 
 pytestmark = pytest.mark.slow

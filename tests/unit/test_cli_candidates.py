@@ -8,7 +8,6 @@ import shutil
 import numpy as np
 import pytest
 from cli_runs import ROOT, done, mmqa, quietly, tree, weights_of
-from drawn_weights import drawn_starts
 from vqa_files import write_okvqa
 
 from mmqa_jax.core.config import load_config
@@ -19,6 +18,7 @@ from mmqa_jax.prompting.heuristics import load_answer_aware, load_candidates
 from mmqa_jax.runs.candidates import nearest
 from mmqa_jax.tasks.run import run_training
 from mmqa_jax.tasks.vqa import load_vqa_model
+from tests.drawn_weights import drawn_starts
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 from cli_runs import mmqa
-from drawn_weights import drawn
 from flax import nnx
 from test_regions import detections, write_vinvl
 
@@ -22,6 +21,7 @@ from mmqa_jax.models.oscar_layout import OscarLayout
 from mmqa_jax.runs import captioning
 from mmqa_jax.weights.folder import describe_model, save_trained
 from mmqa_jax.weights.registry import architecture
+from tests.drawn_weights import drawn
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

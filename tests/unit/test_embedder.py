@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from drawn_weights import drawn
 from flax import nnx
 
 from mmqa_jax.core.chunks import MOST_PARTS
@@ -30,6 +29,7 @@ from mmqa_jax.retrieval.embeddings import (
 from mmqa_jax.retrieval.siglip import load_siglip_embedder
 from mmqa_jax.weights.folder import describe_model
 from mmqa_jax.weights.registry import architecture
+from tests.drawn_weights import drawn
 from tests.forks import server
 
 pytestmark = pytest.mark.slow

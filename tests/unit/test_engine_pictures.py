@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from drawn_weights import drawn
 from flax import nnx
 from scipy.special import log_softmax
 from tiny_llm import by_id, llama_config, tiny_llama
@@ -16,6 +15,7 @@ from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.clip import VisionConfig, normalize_pixels
 from mmqa_jax.models.llava import Llava, LlavaConfig, expand_images
+from tests.drawn_weights import drawn
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 import torch
-from drawn_weights import drawn
 from fake_llm import FakeLLM
 from flax import nnx
 
@@ -31,6 +30,7 @@ from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
 from mmqa_jax.prompting.shots import ExampleLibrary
 from mmqa_jax.tasks.objectives import DistillationObjective
+from tests.drawn_weights import drawn
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

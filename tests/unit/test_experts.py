@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from drawn_weights import drawn
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
@@ -26,6 +25,7 @@ from mmqa_jax.models.lora import LoraConfig, add_lora, merge_lora
 from mmqa_jax.weights.formats.safetensors import ArraySource
 from mmqa_jax.weights.models.expert_tensors import experts_apart, experts_together
 from mmqa_jax.weights.text_encoders import FAMILIES
+from tests.drawn_weights import drawn
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,6 @@ import numpy as np
 import object_store
 import pytest
 from cli_runs import done, mmqa, png, tree
-from drawn_weights import drawn
 from flax import nnx
 from vqa_files import write_okvqa
 
@@ -23,6 +22,7 @@ from mmqa_jax.models.presets import GridModel
 from mmqa_jax.runs.grid_features import embed_grids
 from mmqa_jax.tasks.vqa import PictureFeaturesSection
 from mmqa_jax.weights.folder import save_trained
+from tests.drawn_weights import drawn
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

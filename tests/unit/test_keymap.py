@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from drawn_weights import drawn
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
@@ -44,6 +43,7 @@ from mmqa_jax.weights.models.vlp import fit_types, open_vlp, vlp_key_map
 from mmqa_jax.weights.pretrained import init_vlp_from_bert, start_vlp
 from mmqa_jax.weights.published import load_checkpoint
 from mmqa_jax.weights.sources import open_source
+from tests.drawn_weights import drawn
 
 pytestmark = pytest.mark.slow
 

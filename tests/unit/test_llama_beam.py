@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 import test_beam
-from drawn_weights import drawn
 from flax import nnx
 from tiny_llm import llama_config
 
@@ -16,6 +15,7 @@ from mmqa_jax.decoding.llama_beam import beam_search
 from mmqa_jax.decoding.requests import Request
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama import Llama
+from tests.drawn_weights import drawn
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,6 @@ import functools
 
 import numpy as np
 import pytest
-from drawn_weights import drawn
 from flax import nnx
 from test_engine_pictures import IMAGE, MODEL
 from tiny_llm import by_id
@@ -18,6 +17,7 @@ from mmqa_jax.decoding.image_patches import PatchIds
 from mmqa_jax.decoding.requests import Request
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llava import Llava
+from tests.drawn_weights import drawn
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,6 @@ import numpy as np
 import optax
 import pytest
 import torch
-from drawn_weights import drawn
 from flax import nnx
 from safetensors.numpy import save_file
 from tiny_checkpoints import published_arrays
@@ -40,6 +39,7 @@ from mmqa_jax.weights.keymap import load_model
 from mmqa_jax.weights.models.llama import llama_key_map
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.registry import architecture
+from tests.drawn_weights import drawn
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from drawn_weights import drawn
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
@@ -14,6 +13,7 @@ from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.mcan_layers import FusionConfig
 from mmqa_jax.models.patch_mcan import PatchMCANConfig
 from mmqa_jax.tasks.objectives import VQAObjective
+from tests.drawn_weights import drawn
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

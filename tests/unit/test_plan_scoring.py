@@ -7,7 +7,6 @@ import sys
 import jax
 import pytest
 from cli_runs import ROOT
-from drawn_weights import drawn
 from flax import nnx
 from ml_collections import ConfigDict
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -20,6 +19,7 @@ from mmqa_jax.plan import programs
 from mmqa_jax.plan.programs import make_program
 from mmqa_jax.plan.topology import Topology, open_topology
 from mmqa_jax.plan.verdict import plan
+from tests.drawn_weights import drawn
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import pytest
 from cli_runs import ROOT, done, flags_with, mmqa, narrow_vlp, quietly, rows_of
-from drawn_weights import drawn, drawn_starts
 from flax import nnx
 from test_webqa_reader import image_fact, snippet, write_images
 from tiny_detectors import tiny
@@ -30,6 +29,7 @@ from mmqa_jax.tasks.opening import read_run
 from mmqa_jax.tasks.reading import read_task
 from mmqa_jax.tasks.rerank import Rerank
 from mmqa_jax.weights.folder import save_trained
+from tests.drawn_weights import drawn, drawn_starts
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 import scipy.special
-from drawn_weights import drawn
 from flax import nnx
 from PIL import Image
 from tiny_detectors import PRESETS, tiny
@@ -24,6 +23,7 @@ from mmqa_jax.data.detector_pictures import (
 from mmqa_jax.data.images import PictureError
 from mmqa_jax.inference.region_detector import RegionDetector, kind_of
 from mmqa_jax.models.detection.faster_rcnn import FasterRCNN, Pictures
+from tests.drawn_weights import drawn
 
 pytestmark = pytest.mark.slow
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from drawn_weights import drawn
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
@@ -13,6 +12,7 @@ from mmqa_jax.models.t5 import T5
 from mmqa_jax.models.t5_config import T5Config
 from mmqa_jax.prompting.backend_t5 import T5Backend
 from mmqa_jax.prompting.backends import Choices, Completion, Decoding
+from tests.drawn_weights import drawn
 
 SIZES = T5Config(
     vocab_size=9, hidden=8, head_size=4, heads=2, mlp=8, encoder_layers=1, decoder_layers=1,

@@ -17,7 +17,6 @@ from cli_runs import (
     weights_of,
     write_rows,
 )
-from drawn_weights import drawn
 from flax import nnx
 
 from mmqa_jax.core.config import load_config
@@ -32,6 +31,7 @@ from mmqa_jax.tasks.reading import check_config, known_tasks, read_task
 from mmqa_jax.training.best_weights import read_best
 from mmqa_jax.training.state import split_model
 from mmqa_jax.weights.record import read_metadata
+from tests.drawn_weights import drawn
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from cli_runs import ROOT, done, mmqa, narrow_vlp, quietly, rows_of, traced_loss, weights_of
-from drawn_weights import drawn
 from flax import nnx
 from test_regions import detections, write_vinvl, write_x101
 from test_webqa_reader import image_fact, png, snippet, write_images
@@ -44,6 +43,7 @@ from mmqa_jax.weights.convert import convert
 from mmqa_jax.weights.folder import load_converted
 from mmqa_jax.weights.models.vlp import publish_vlp
 from mmqa_jax.weights.published import write_published
+from tests.drawn_weights import drawn
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

@@ -9,7 +9,6 @@ import json
 import jax
 import numpy as np
 import pytest
-from drawn_weights import drawn
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
@@ -27,6 +26,7 @@ from mmqa_jax.weights.layouts import read_own_config
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.record import is_converted, is_weights_folder
 from mmqa_jax.weights.registry import architecture
+from tests.drawn_weights import drawn
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,6 @@ import operator
 
 import pytest
 from cli_runs import ROOT
-from drawn_weights import drawn
 from flax import nnx
 from tiny_llm import llama_config, text_tokenizer, write_folder
 from tiny_t5 import t5_config
@@ -29,6 +28,7 @@ from mmqa_jax.tasks.reader import open_published_reader
 from mmqa_jax.tasks.reading import read_task
 from mmqa_jax.tasks.solved_questions import OptionLikelihood
 from mmqa_jax.weights.folder import save_trained
+from tests.drawn_weights import drawn
 
 TASKS = {
     "contrastive": "atlas/contrastive.py:runlocal",

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from drawn_weights import drawn
 from flax import nnx
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models
@@ -32,6 +31,7 @@ from mmqa_jax.weights.models.llama import publish_llama
 from mmqa_jax.weights.models.onevision import publish_onevision
 from mmqa_jax.weights.models.qwen_vl import publish_qwen_vl
 from mmqa_jax.weights.published import write_published
+from tests.drawn_weights import drawn
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:?\n"
 SPECIAL = ("<|im_start|>", "<|im_end|>")
