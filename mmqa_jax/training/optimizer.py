@@ -95,6 +95,17 @@ class OptimizerOptions:
                 "config section train.optimizer: learning_rate must be above 0 and warmup not "
                 f"below 0; they are {self.learning_rate} and {self.warmup}."
             )
+        for keys, wanted, is_right in (
+            (("b1", "b2"), "from 0 to less than 1", lambda value: 0 <= value < 1),
+            (("eps", "clip_norm", "clip_parameter_norm"), "above 0", lambda value: value > 0),
+            (("weight_decay",), "not below 0", lambda value: value >= 0),
+        ):
+            for key in keys:
+                if (value := getattr(self, key)) is not None and not is_right(value):
+                    raise UserError(
+                        f"config key train.optimizer.{key}={value}: a number {wanted} was "
+                        "expected; change it."
+                    )
         starts = [first for first, _ in self.levels]
         if (0 not in starts) if self.schedule == "stairs" else starts:
             raise UserError(
