@@ -1,6 +1,6 @@
 """Workers of pytest-xdist: forks of one process that has imported what most test files do.
 
-Collecting the tests takes a worker 10 s, two thirds of them imports of PyTorch, transformers and JAX.
+Imports of PyTorch, transformers and JAX are most of what collecting the tests takes a worker.
 """
 
 from __future__ import annotations
