@@ -35,11 +35,6 @@ def at_least(minimum: float, default: Any = _REQUIRED) -> Any:
     return dataclasses.field(default=default, metadata={"minimum": minimum})
 
 
-def share(default: float) -> Any:
-    """A field with a share or a probability."""
-    return dataclasses.field(default=default, metadata={"share": True})
-
-
 def mapping(spec: Spec | Callable[[Mapping[str, Any]], Spec], *, required: bool = False) -> Any:
     """A field that stays a mapping, checked by a specification; empty where it is left out.
 
@@ -129,7 +124,7 @@ def _key(field: dataclasses.Field, hints: Mapping[str, Any], section: Mapping[st
         kind = dict
     elif _section_of(kind) is not None:
         kind = dict | None
-    return Key(kind, required, field.metadata.get("minimum"), "share" in field.metadata)
+    return Key(kind, required, field.metadata.get("minimum"))
 
 
 def _value(field: dataclasses.Field, hint: Any, section: Mapping[str, Any], name: str) -> Any:
@@ -183,13 +178,11 @@ class Key:
       kind: the value's type, as in an annotation; for a section, its own specification.
       required: whether the key must be present.
       minimum: the smallest value of a number.
-      is_share: whether it is a number from 0 to 1.
     """
 
     kind: Any
     required: bool = True
     minimum: float | None = None
-    is_share: bool = False
 
 
 class AtLeast(NamedTuple):
@@ -278,8 +271,6 @@ def _check_value(value: Any, name: str, key: Key) -> None:
             f"config key {name}={value!r:.60}: at most {_LARGEST:,} was expected, since arrays and "
             "random keys hold 32 bits; give a smaller number."
         )
-    elif key.is_share and not 0 <= value <= 1:  # NaN too
-        raise UserError(f"config key {name}={value}: a share in 0..1 was expected; change it.")
     elif key.minimum is not None and isinstance(value, int | float) and value < key.minimum:
         raise UserError(
             f"config key {name}={value}: at least {key.minimum} was expected; give a larger number."

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.typed import at_least, share
+from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.data.truncation import Tokens, cut, cut_pair
 
@@ -168,8 +168,15 @@ class MaskingConfig:
       max_pred: most tokens predicted in one example.
     """
 
-    mask_prob: float = share(0.5)
+    mask_prob: float = 0.5
     max_pred: int = at_least(1, 50)
+
+    def __post_init__(self):
+        if not 0 <= self.mask_prob <= 1:
+            raise UserError(
+                f"config key masking.mask_prob={self.mask_prob}: a share in 0..1 was expected; "
+                "change it."
+            )
 
     def columns(self, answer: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
         """Columns that answers of so many tokens take, besides [CLS] and both [SEP]."""

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.typed import at_least, share
+from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample
 from mmqa_jax.data.batches.seq2seq import PairSize
 from mmqa_jax.data.schema import Question
@@ -38,7 +38,7 @@ class ExampleOptions:
 
     templates: tuple[str, ...] = ("rmr.rationale",)
     shots: int = at_least(0, 3)
-    with_shots: float = share(0.5)
+    with_shots: float = 0.5
     similarity: Similarity = "bimodal"
     order: Order = "most_similar_first"
     learn: Literal["completion", "answer"] = "completion"
@@ -46,6 +46,10 @@ class ExampleOptions:
     def __post_init__(self):
         if not self.templates:
             raise UserError("config key examples.templates is empty; name one, as rmr.rationale.")
+        if not 0 <= self.with_shots <= 1:
+            raise UserError(
+                f"config key examples.with_shots={self.with_shots}: a share in 0..1 was expected."
+            )
 
 
 class Encode(Protocol):

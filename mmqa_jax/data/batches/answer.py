@@ -9,11 +9,12 @@ from typing import Literal
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.typed import at_least, mapping, share
+from mmqa_jax.core.typed import at_least, mapping
 from mmqa_jax.data.batches.feed import (
     FeedConfig,
     Table,
     augmented,
+    check_shares,
     example_rng,
     feed_batches,
     nest_inputs,
@@ -46,11 +47,14 @@ class AnswerSampling:
     """
 
     max_sources: int = at_least(0, 2)
-    distractor_prob: float = share(0.0)
+    distractor_prob: float = 0.0
     shuffle_sources: bool = True
-    no_source_prob: float = share(0.0)
+    no_source_prob: float = 0.0
     shares: Mapping[str, float] = mapping(dict[str, float])
     wording: Literal["first", "random"] = "random"
+
+    def __post_init__(self):
+        check_shares(self, "distractor_prob", "no_source_prob")
 
 
 def answer_batches(

@@ -39,6 +39,16 @@ class BatchesSection:
     workers: int = at_least(0, 0)
 
 
+def check_shares(section: Any, *names: str) -> None:
+    """Refuses fields of a section `batches` that are no shares or probabilities."""
+    for name in names:
+        if not 0 <= getattr(section, name) <= 1:
+            raise UserError(
+                f"config key batches.{name}={getattr(section, name)}: a share in 0..1 was "
+                "expected; change it."
+            )
+
+
 @dataclasses.dataclass(frozen=True)
 class FeedConfig(BatchesSection):
     """Settings of the batches of all tasks.

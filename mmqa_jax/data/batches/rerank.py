@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.typed import at_least, share
+from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.feed import (
     FeedConfig,
     Table,
     augmented,
+    check_shares,
     example_rng,
     feed_batches,
     nest_inputs,
@@ -40,8 +41,11 @@ class PairSampling:
     """
 
     choices_per_question: int = at_least(1, 8)
-    alike_share: float = share(0.5)
-    second_hop_prob: float = share(0.0)
+    alike_share: float = 0.5
+    second_hop_prob: float = 0.0
+
+    def __post_init__(self):
+        check_shares(self, "alike_share", "second_hop_prob")
 
 
 def rerank_batches(
