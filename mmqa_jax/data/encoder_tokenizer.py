@@ -15,7 +15,13 @@ from tokenizers import Tokenizer, normalizers
 from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.data.tokenizers import SETTINGS, check_any_text, prefix_of, read_tokenizer
+from mmqa_jax.data.tokenizers import (
+    SETTINGS,
+    MarkedTokenizer,
+    check_any_text,
+    prefix_of,
+    read_tokenizer,
+)
 
 FILE = "tokenizer.json"
 _PADDING = ("[PAD]", "<pad>")
@@ -41,12 +47,12 @@ class TextsTokenizer:
     ):
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        tokenizer.encode_special_tokens = True
         if lowercase:
             steps = [normalizers.Lowercase()]
             steps += [] if tokenizer.normalizer is None else [tokenizer.normalizer]
             tokenizer.normalizer = normalizers.Sequence(steps)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._prompts = tokenizer, MarkedTokenizer(tokenizer)
+        self.shield = self._prompts.shield
         self.vocab_size = tokenizer.get_vocab_size()
         self.before, self.after = _around(tokenizer, where)
         self.pad_id = self._padding(settings, where)
@@ -66,32 +72,24 @@ class TextsTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of texts, without special tokens."""
         check_several(texts, f"{type(self).__name__}.encode_batch")
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        return self.encode_prompts([self.shield(text) for text in texts])
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a text of a model's own, in which special tokens are recognized."""
-        self._tokenizer.encode_special_tokens = False
-        try:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
-        finally:
-            self._tokenizer.encode_special_tokens = True
+    def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
+        """Token ids of prompts of a model's own, in which special tokens are recognized but in
+        shielded texts (`shield`)."""
+        return self._prompts.encode_batch(prompts)
 
     def cut(self, prompt: str) -> list[int | str]:
         """A prompt of a model's own, cut at its special tokens: their ids, and the text between.
 
         Each part has the tokens that it has in the whole: texts are split at special tokens first.
         """
-        special = {
-            token.content: number
-            for number, token in self._tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        }
-        if not special:
+        marks = self._prompts.marks
+        if not marks:
             return [prompt]
-        longest_first = sorted(map(re.escape, special), key=len, reverse=True)
+        longest_first = sorted(map(re.escape, marks), key=len, reverse=True)
         parts = re.split(f"({'|'.join(longest_first)})", prompt)
-        return [special.get(part, part) for part in parts if part]
+        return [marks.get(part, part) for part in parts if part]
 
     def token_id(self, token: str) -> int | None:
         """Id of a token by its spelling, None if there is no such token."""

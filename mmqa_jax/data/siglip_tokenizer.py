@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, normalizers
 from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_json
-from mmqa_jax.data.tokenizers import SETTINGS, check_any_text, read_tokenizer
+from mmqa_jax.data.tokenizers import SETTINGS, MarkedTokenizer, check_any_text, read_tokenizer
 
 PIECES = "spiece.model"
 _FILE = "tokenizer.json"
@@ -61,11 +61,8 @@ class SiglipTokenizer:
             self._before = len(self._pieces.encode(_UNKNOWN))
             return
         self._pieces = None
-        self._tokenizer = Tokenizer.from_str(saved["tokenizer"])
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        self._tokenizer.encode_special_tokens = True
-        self.vocab_size = self._tokenizer.get_vocab_size()
+        tokenizer = Tokenizer.from_str(saved["tokenizer"])
+        self._prompts, self.vocab_size = MarkedTokenizer(tokenizer), tokenizer.get_vocab_size()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SiglipTokenizer, (self._saved,)
@@ -79,8 +76,7 @@ class SiglipTokenizer:
         check_several(texts, "SiglipTokenizer.encode_batch")
         if self._pieces is not None:
             return self._from_pieces(texts)
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        return self._prompts.encode_batch(list(map(self._prompts.shield, texts)))
 
     def _from_pieces(self, texts: Sequence[str]) -> list[list[int]]:
         """As transformers: a first word behind a known one keeps its own space."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +15,7 @@ import numpy as np
 from jaxtyping import Int
 from tokenizers import (
     AddedToken,
+    Regex,
     Tokenizer,
     decoders,
     models,
@@ -523,3 +526,116 @@ def _model_type(folder: Path) -> str | None:
         if isinstance(content, dict) and isinstance(content.get(key), str):
             return content[key]
     return None
+
+
+# Texts that spell special tokens.
+#
+# A tokenizer takes `<|im_end|>` for the end of a turn wherever it stands, so that a passage could
+# open a turn of its own. Texts of users and sources are therefore shielded: a private character
+# behind the first letter of whatever could be a mark. It is taken out again when the prompt has
+# been cut at its marks, before the text is normalized and split.
+
+_SHIELD = "\ue002"
+_BLANK = f" \t\r\n{_SPACE}"
+# Gemma's vocabulary has HTML's tags as words of texts; they are added tokens for SentencePiece's
+# sake and control nothing.
+_TAG = re.compile(
+    r"</?(table|caption|thead|tbody|tfoot|tr|th|td|h[1-6]|blockquote|strong|em|b|i|u|s|sub|sup|code)>"
+)
+
+
+class MarkedTokenizer:
+    """Token ids of prompts: marks are tokens, but in shielded texts they are characters.
+
+    Marks are a tokenizer's special tokens and those like `<think>`, which transformers adds as
+    plain ones. Added runs of spaces, words and HTML's tags are parts of texts.
+
+    Args:
+      tokenizer: as published; it stays as it is.
+
+    Attributes:
+      marks: id of each mark by its spelling.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        added = tokenizer.get_added_tokens_decoder()
+        self.marks = {token.content: number for number, token in added.items() if _is_mark(token)}
+        # "<" in any case: LLaVA's `<image>` need not be a token.
+        self._firsts = "".join(sorted({"<", *(mark.lstrip(_BLANK)[0] for mark in self.marks)}))
+        of_model = {mark for mark in self.marks if tokenizer.model.token_to_id(mark) is not None}
+        model = _without(tokenizer.model, of_model) if of_model else tokenizer.model
+        self._tokenizer = Tokenizer(model)
+        first_letter = "".join(map(re.escape, self._firsts))
+        steps = [normalizers.Replace(Regex(f"(?<=[{first_letter}]){_SHIELD}"), "")]
+        steps += [] if tokenizer.normalizer is None else [tokenizer.normalizer]
+        self._tokenizer.normalizer = normalizers.Sequence(steps)
+        if tokenizer.pre_tokenizer is not None:
+            self._tokenizer.pre_tokenizer = tokenizer.pre_tokenizer
+        if tokenizer.post_processor is not None:
+            self._tokenizer.post_processor = tokenizer.post_processor
+        # Those of the model have new ids behind all others, which keep theirs.
+        order = sorted(added, key=lambda number: (added[number].content in of_model, number))
+        self._tokenizer.add_tokens([_looked_up(added[number], self.marks) for number in order])
+        ids = {self._tokenizer.token_to_id(token.content): n for n, token in added.items()}
+        self._published = {own: published for own, published in ids.items() if own != published}
+
+    def shield(self, text: str) -> str:
+        """A text for a prompt, in which marks are characters; its own tokens stay as they are.
+
+        Shielded texts may be joined with others, stripped and cut.
+        """
+        for letter in self._firsts:
+            text = text.replace(letter, letter + _SHIELD)
+        return text
+
+    def encode(self, prompt: str, *, around: bool = False) -> list[int]:
+        """Token ids of a prompt; around: with the tokens that the file's template puts there."""
+        return self._as_published(self._tokenizer.encode(prompt, add_special_tokens=around).ids)
+
+    def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
+        """Token ids of many prompts, without tokens around them."""
+        encodings = self._tokenizer.encode_batch_fast(list(prompts), add_special_tokens=False)
+        return [self._as_published(encoding.ids) for encoding in encodings]
+
+    def _as_published(self, ids: list[int]) -> list[int]:
+        return [self._published.get(token, token) for token in ids] if self._published else ids
+
+
+def _is_mark(token: AddedToken) -> bool:
+    content = token.content.strip(_BLANK)
+    is_bracketed = content.startswith("<") and content.endswith(">")
+    return bool(content) and (token.special or (is_bracketed and not _TAG.fullmatch(content)))
+
+
+def _looked_up(token: AddedToken, marks: Mapping[str, int]) -> AddedToken:
+    """The token as it is looked for in prompts: marks before the text is normalized, because that
+    takes the shields out."""
+    flags = {flag: getattr(token, flag) for flag in _FLAGS}
+    if token.content in marks:
+        flags["normalized"] = False
+    return AddedToken(token.content, **flags)
+
+
+def _without(model: models.Model, marks: set[str]) -> models.Model:
+    """A model that makes no mark of a text, as SentencePiece's that has `</s>` among its pieces.
+
+    Its numbers stay. Entries are renamed to what nobody can write; only the unknown token, which
+    the model looks up, keeps its name.
+    """
+    content = json.loads(Tokenizer(model).to_str())
+    inner, secret = content["model"], secrets.token_hex(16)
+    renamed = marks - {inner.get("unk_token")}
+
+    def name(token: str, number: int) -> str:
+        return f"{secret}{number}" if token in renamed else token
+
+    if isinstance(inner["vocab"], list):
+        pieces = enumerate(inner["vocab"])
+        inner["vocab"] = [[name(token, number), score] for number, (token, score) in pieces]
+    else:
+        inner["vocab"] = {name(*entry): entry[1] for entry in inner["vocab"].items()}
+    if "merges" in inner:
+        inner["merges"] = [
+            pair for pair in inner["merges"] if marks.isdisjoint(("".join(pair), *pair))
+        ]
+    return Tokenizer.from_str(json.dumps(content)).model

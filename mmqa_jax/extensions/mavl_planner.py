@@ -97,7 +97,7 @@ def plan_prompts(
 
     def encode(text: str) -> list[int]:
         if not chat:
-            return tokenizer.encode(text)
+            return tokenizer.encode(tokenizer.shield(text))
         return tokenizer.encode_plain(tokenizer.template.render("", [Message("user", (text,))]))
 
     return [

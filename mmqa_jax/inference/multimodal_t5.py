@@ -144,7 +144,7 @@ class MultimodalWriter:
 def cut_tokens(tokenizer: Any, text: str, length: int) -> list[int]:
     """A text's tokens and the end token, at most `length`: the text is cut, the end stays."""
     end = list(tokenizer.end_ids[:1])
-    return [*tokenizer.encode_plain(text)[: length - len(end)], *end]
+    return [*tokenizer.encode_plain(tokenizer.shield(text))[: length - len(end)], *end]
 
 
 def open_multimodal_writer(folder: str | Path, vectors: PictureVectors) -> MultimodalWriter:

@@ -68,13 +68,16 @@ class YesNoPairs:
         # The tokens of the last line run on into the question's.
         lines, newline, self._last_line = prompt.before.rpartition("\n")
         self._between = prompt.between
-        self._first = tokenizer.encode_prompt(lines + newline)
-        self._last = tokenizer.encode_prompt(prompt.after)
+        self._first, self._last = tokenizer.encode_prompts([lines + newline, prompt.after])
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int]]]:
         """Token ids of what depends on a pair."""
-        texts = [f"{self._last_line}{first}{self._between}{second}" for first, second in pairs]
-        return [(ids,) for ids in self._tokenizer.encode_batch(texts)]
+        shield = self._tokenizer.shield
+        prompts = [
+            f"{self._last_line}{shield(first)}{self._between}{shield(second)}"
+            for first, second in pairs
+        ]
+        return [(ids,) for ids in self._tokenizer.encode_prompts(prompts)]
 
     def pair(self, own: Sequence[int], length: int) -> tuple[list[int], list[int]]:
         """Ids and token types, all 0, of a prompt of at most `length` tokens."""
@@ -120,7 +123,7 @@ def read_yes_no(folder: Path, kind: str, tokenizer: TextsTokenizer) -> YesNoProm
             "parts; use another reranker."
         )
     last = prompt.before.rpartition("\n")[2]
-    if [tokenizer.encode_prompt(last)] != tokenizer.encode_batch([last]):
+    if tokenizer.encode_prompts([last]) != tokenizer.encode_batch([last]):
         raise UserError(
             f"{folder}: its prompt has special tokens in the question's line ({last!r}), which is "
             "not done here; use another reranker."

@@ -48,8 +48,8 @@ def _sequences(query: Query) -> int:
 class _Prompt(NamedTuple):
     tokens: list[int]  # one placeholder per picture
     pictures: tuple[Picture, ...]
-    encode: Callable[[str], list[int]]  # for longer texts with this prefix
-    text: str
+    encode: Callable[[str], list[int]]  # for longer prompts with this prefix
+    text: str  # shielded but for its marks
     before_answer: str  # see text_tokenizer.ChatFormat
 
 
@@ -204,7 +204,7 @@ class EngineBackend:
         """Tokens of the prompt, the longest answer, and all answers that may share its columns."""
         count = self._prompt_tokens(prompt)
         if isinstance(request, Choices):
-            lengths = [len(one) for one in self._continuations(request, prompt)]
+            lengths = [len(one) for one in self._continuations(request, prompt)[1]]
             together = max(max(lengths), min(sum(lengths), _SHARED))
         else:
             lengths, together = [request.decoding.max_new_tokens], request.decoding.max_new_tokens
@@ -280,41 +280,41 @@ class EngineBackend:
     ) -> Request | Scoring:
         if not isinstance(request, Choices):
             return request.decoding.request(request.id, prompt.tokens, pixels)
-        if isinstance(request.prompt, str) and not pixels:
-            return Scoring(request.id, request.prompt, request.continuations)
-        rows = self._continuations(request, prompt)
-        return Scoring(request.id, prompt.tokens, rows, images=pixels)
+        start, rows = self._continuations(request, prompt)
+        return Scoring(request.id, start, rows, images=pixels)
 
-    def _continuations(self, request: Choices, prompt: _Prompt) -> list[list[int]]:
-        """The tokens that each continuation adds to the prompt's.
+    def _continuations(
+        self, request: Choices, prompt: _Prompt
+    ) -> tuple[list[int], list[list[int]]]:
+        """The prompt's tokens, and those that each continuation adds to them.
 
-        A text's last token may change with the continuation, since the engine splits them by count
-        as lm-evaluation-harness does; a conversation's may not.
+        A text's last token may change with the continuation, and its last spaces belong to that, as
+        in lm-evaluation-harness (TemplateLM._encode_pair); of a conversation both stay.
         """
         is_text = isinstance(request.prompt, str) and not prompt.pictures
         start = prompt.encode(prompt.text.rstrip()) if is_text else prompt.tokens
         rows = []
         for continuation in request.continuations:
-            whole = prompt.encode(prompt.text + prompt.before_answer + continuation)
+            added = prompt.before_answer + self._tokenizer.shield(continuation)
+            whole = prompt.encode(prompt.text + added)
             rows.append(whole[len(start) :])
             if not rows[-1] or not (is_text or whole[: len(start)] == start):
                 raise Unanswerable(
                     f"request {request.id!r}: continuation {continuation!r} adds no token to its "
                     "prompt, or merges with its last one; begin it with a new word."
                 )
-        return rows
+        return start, rows
 
     def _prompt(self, request: Query) -> _Prompt:
         if isinstance(request, Chat):
             return self._conversation(request.id, request.messages)
         if not isinstance(request.prompt, str):
             return self._conversation(request.id, request.prompt)
-        text = request.prompt
         if self._pictures is None:
             self._no_pictures(request.id, request.images)
-            encode = self._tokenizer.encode
+            text, encode = self._tokenizer.shield(request.prompt), self._tokenizer.encode
         else:
-            text = self._pictures.with_places(text, len(request.images))
+            text = self._pictures.with_places(request.prompt, len(request.images))
             self._one_each(request.id, text, request.images)
             encode = self._pictures.encode
         return _Prompt(encode(text), request.images, encode, text, "")
@@ -344,12 +344,6 @@ class EngineBackend:
             )
 
     def _one_each(self, request_id: Hashable, text: str, pictures: Sequence[Picture]) -> None:
-        video = self._pictures.video
-        if video is not None and video in text:
-            raise UserError(
-                f"request {request_id!r}: its text has {video}, which stands for a video, and "
-                "videos are not read here; give frames of it as pictures."
-            )
         found = text.count(self._pictures.placeholder)
         if found != len(pictures):
             raise UserError(

@@ -134,7 +134,7 @@ class T5Backend:
         }
 
     def _text(self, query: Query) -> str:
-        """The prompt; UserError for what a T5 does not read."""
+        """The prompt, shielded; UserError for what a T5 does not read."""
         pictures: Sequence[Any] = () if isinstance(query, Chat) else query.images
         text = query.messages if isinstance(query, Chat) else query.prompt
         if not isinstance(text, str):
@@ -151,7 +151,7 @@ class T5Backend:
                 f"request {query.id!r}: it has pictures, but a T5 reads text alone; use a LLaVA "
                 "or --backend=openai."
             )
-        return text
+        return self._tokenizer.shield(text)
 
     def engine_request(self, query: Query) -> Request | Scoring:
         """What the engine is asked for a query.
@@ -162,7 +162,8 @@ class T5Backend:
         tokens = self._tokenizer.encode(self._text(query))
         if not isinstance(query, Choices):
             return query.decoding.request(query.id, tokens)
-        continuations = [self._tokenizer.encode_plain(text) for text in query.continuations]
+        shielded = map(self._tokenizer.shield, query.continuations)
+        continuations = list(map(self._tokenizer.encode_plain, shielded))
         for text, ids in zip(query.continuations, continuations, strict=True):
             if not ids:
                 raise Unanswerable(

@@ -7,7 +7,7 @@ The engine's backend asks for nothing else. A model is added with a class here, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -50,16 +50,15 @@ class PictureFormat(Protocol):
 
     Attributes:
       chat_format: of conversations, with one `placeholder` for each picture; None: it has none.
-      placeholder: what stands for a picture in a text that is to be encoded.
-      video: the same of a video, which is refused; None: the model knows none.
+      placeholder: what stands for a picture in a prompt.
     """
 
     chat_format: ChatFormat | None
     placeholder: str
-    video: str | None
 
     def with_places(self, text: str, pictures: int) -> str:
-        """A text to be continued, whose pictures are marked by `<image>` or come first."""
+        """The prompt of a text to be continued, whose pictures are marked by `<image>` or come
+        first; of a text without pictures `<image>` is a part, as all other marks are."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids, one of the model's `image_token` for each placeholder."""
@@ -78,7 +77,7 @@ class LlavaFormat:
     checkpoint in transformers' layout is its template's, and Vicuna's for a LLaVA-1.5 without one.
     """
 
-    placeholder, video = PLACEHOLDER, None
+    placeholder = PLACEHOLDER
 
     def __init__(self, config: LlavaConfig, tokenizer: TextTokenizer):
         self.chat_format = _conversation(config, tokenizer)
@@ -87,7 +86,7 @@ class LlavaFormat:
 
     def with_places(self, text: str, pictures: int) -> str:
         """See PictureFormat."""
-        return text if PLACEHOLDER in text else f"{PLACEHOLDER}\n" * pictures + text
+        return _with_places(text, pictures, PLACEHOLDER, f"{PLACEHOLDER}\n", self._tokenizer.shield)
 
     def encode(self, text: str) -> list[int]:
         """See PictureFormat."""
@@ -125,7 +124,6 @@ class OnevisionFormat(LlavaFormat):
     def __init__(self, config: OnevisionConfig, tokenizer: TextTokenizer):
         super().__init__(config, tokenizer)
         self._config: OnevisionConfig = config
-        self.video = tokenizer.decode([config.video_token]) or None
 
     def tokens(self, one: Shown) -> int:
         """See PictureFormat."""
@@ -154,7 +152,16 @@ def _conversation(config: LlavaConfig, tokenizer: TextTokenizer) -> ChatFormat |
     if config.image_token != ORIGINAL_IMAGE_TOKEN and tokenizer.template is not None:
         return PictureTemplate(tokenizer.template)
     is_known = config.image_token == ORIGINAL_IMAGE_TOKEN or config.llama.family == "llama"
-    return VicunaV1() if is_known else None
+    return VicunaV1(tokenizer.shield) if is_known else None
+
+
+def _with_places(
+    text: str, pictures: int, place: str, first: str, shield: Callable[[str], str]
+) -> str:
+    """A shielded text with `place` for each `<image>`, or with `first` for each picture before."""
+    pieces = text.split(PLACEHOLDER) if pictures else [text]
+    front = first * pictures if len(pieces) == 1 else ""
+    return front + place.join(map(shield, pieces))
 
 
 class QwenFormat:
@@ -168,12 +175,9 @@ class QwenFormat:
         self.chat_format: ChatFormat | None = tokenizer.template
         self._tokenizer = tokenizer
         self._sizes = PictureSizes(vision.unit, vision.min_pixels, vision.max_pixels)
-        self.placeholder, self.video, before, after = (
+        self.placeholder, before, after = (
             tokenizer.decode([token])
-            for token in (
-                *(config.image_token, config.video_token),
-                *(config.vision_start_token, config.vision_end_token),
-            )
+            for token in (config.image_token, config.vision_start_token, config.vision_end_token)
         )
         self._place = f"{before}{self.placeholder}{after}"
         if tokenizer.encode_plain(self.placeholder) != [config.image_token]:
@@ -184,9 +188,7 @@ class QwenFormat:
 
     def with_places(self, text: str, pictures: int) -> str:
         """See PictureFormat."""
-        if PLACEHOLDER in text:
-            return text.replace(PLACEHOLDER, self._place)
-        return text if self.placeholder in text else self._place * pictures + text
+        return _with_places(text, pictures, self._place, self._place, self._tokenizer.shield)
 
     def encode(self, text: str) -> list[int]:
         """See PictureFormat."""

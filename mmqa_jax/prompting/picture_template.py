@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.prompting.backends import Message
 from mmqa_jax.prompting.llava_prompt import PLACEHOLDER, question
-from mmqa_jax.prompting.text_tokenizer import ChatTemplate, Content
+from mmqa_jax.prompting.text_tokenizer import ChatTemplate, Fields
 
 _WORD = "flag"  # any that a template does not write itself
 
@@ -28,28 +28,22 @@ class PictureTemplate:
 
     def render(self, request_id: Hashable, messages: Sequence[Message]) -> str:
         """The prompt; see ChatFormat."""
-        contents = map(_parts if self._takes_parts else _words, messages)
-        pairs = zip(messages, contents, strict=True)
-        return self._template.written(request_id, [(one.role, content) for one, content in pairs])
+        fields = self._template.in_parts if self._takes_parts else self._in_words
+        return self._template.written(request_id, map(fields, messages))
+
+    def _in_words(self, message: Message) -> Fields:
+        count = len(message.pictures)
+        if not count:
+            return self._template.fields(message)
+        content = question(message.text, count, self._template.shield)
+        return {"role": message.role, "content": content}
 
 
 def _takes_parts(template: ChatTemplate) -> bool:
     """Whether a template shows both parts of a message, the picture and the words."""
-    parts: Content = [{"type": "image"}, {"type": "text", "text": _WORD}]
+    parts = [{"type": "image"}, {"type": "text", "text": _WORD}]
     try:
-        text = template.written("a trial", [("user", parts)])
+        text = template.written("a trial", [{"role": "user", "content": parts}])
     except UserError:
         return False
     return text.count(PLACEHOLDER) == 1 and _WORD in text
-
-
-def _parts(message: Message) -> Content:
-    return [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
-        for part in message.content
-    ]
-
-
-def _words(message: Message) -> Content:
-    count = len(message.pictures)
-    return question(message.text, count) if count else message.text

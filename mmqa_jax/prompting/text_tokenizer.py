@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Hashable, Mapping, Sequence
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -20,19 +21,29 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_json, read_text, write_json
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.data.chat_template import rendered, template_source
-from mmqa_jax.data.tokenizers import add_published_tokens, apply_settings, split_as_sentencepiece
+from mmqa_jax.data.tokenizers import (
+    MarkedTokenizer,
+    add_published_tokens,
+    apply_settings,
+    split_as_sentencepiece,
+)
 from mmqa_jax.prompting import llava_prompt
 from mmqa_jax.prompting.backends import Message, Picture
 
 if TYPE_CHECKING:
     from mmqa_jax.weights.formats.gguf import GGUFSource
 
-Content = str | list[dict[str, str]]  # of a message, as templates take it
+Fields = dict[str, Any]  # of a message, as templates take it
 _CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's token types
+# Of a template: it takes an assistant's thoughts apart, or cuts them off.
+_READS_THOUGHTS = re.compile(r"reasoning_content|split\(\s*['\"]</think>")
 
 
 class TextTokenizer:
     """Text to token ids and back.
+
+    Special tokens that are spelled out in a prompt are recognized, for templates spell them. What
+    users and sources wrote is therefore put through `shield` before it becomes part of a prompt.
 
     Args:
       tokenizer: its post-processor adds the special tokens that a prompt begins (T5's: ends) with.
@@ -40,6 +51,8 @@ class TextTokenizer:
       end_ids: tokens that end an answer.
 
     Attributes:
+      shield: makes a text in which special tokens, and `<image>`, are plain characters; its other
+        tokens stay as they are, and those of shielded texts that are joined, too.
       bos: id of the token that every prompt begins with, None if there is none.
       fingerprint: 16 hex digits that change with ids, text handling, template or end tokens.
     """
@@ -52,21 +65,23 @@ class TextTokenizer:
     ):
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        self._tokenizer = tokenizer
-        self.template, self.end_ids = template, tuple(end_ids)
+        self._tokenizer, self._prompts = tokenizer, MarkedTokenizer(tokenizer)
+        self.shield = self._prompts.shield
+        self.template = None if template is None else template.shielding(self.shield)
+        self.end_ids = tuple(end_ids)
         first = self.encode("")
         # T5's closes a prompt instead.
         self.bos = first[0] if first and self.encode("a")[0] == first[0] else None
         parts = [tokenizer.to_str(), template.source if template else "", repr(self.end_ids)]
         self.fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, prompt: str) -> list[int]:
         """Token ids, with the special tokens that a prompt begins or ends with."""
-        return self._tokenizer.encode(text).ids
+        return self._prompts.encode(prompt, around=True)
 
-    def encode_plain(self, text: str) -> list[int]:
-        """Token ids of a piece of a prompt; special tokens spelled out in it are recognized."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+    def encode_plain(self, piece: str) -> list[int]:
+        """Token ids of a piece of a prompt, nothing added."""
+        return self._prompts.encode(piece)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens spelled out."""
@@ -239,19 +254,28 @@ class ChatTemplate:
     before_answer = ""
 
     def __init__(
-        self, source: str, special: Mapping[str, str] | None = None, *, name: str = "chat template"
+        self,
+        source: str,
+        special: Mapping[str, str] | None = None,
+        *,
+        name: str = "chat template",
+        shield: Callable[[str], str] = str,
     ):
         self.source, self.tokens, self._name = source, dict(special or {}), name
+        self.shield = shield
+
+    def shielding(self, shield: Callable[[str], str]) -> ChatTemplate:
+        """The template of a tokenizer, by which the texts of messages are shielded."""
+        return ChatTemplate(self.source, self.tokens, name=self._name, shield=shield)
 
     def render(self, request_id: Hashable, messages: Sequence[Message]) -> str:
         """The prompt; see ChatFormat. The template says what stands for a picture."""
-        return self.written(request_id, [(one.role, _content(one)) for one in messages])
+        return self.written(request_id, map(self.fields, messages))
 
-    def written(self, request_id: Hashable, messages: Sequence[tuple[str, Content]]) -> str:
-        """The same of (role, content) pairs, the content as the template gets it."""
-        plain = [{"role": role, "content": content} for role, content in messages]
+    def written(self, request_id: Hashable, messages: Iterable[Fields]) -> str:
+        """The prompt of messages as the template takes them, which `fields` gives."""
         try:
-            return rendered(self.source, plain, self.tokens, answer=True)
+            return rendered(self.source, list(messages), self.tokens, answer=True)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"{self._name}: not a Jinja template ({error}); correct it.") from error
         except jinja2.TemplateError as error:
@@ -260,21 +284,45 @@ class ChatTemplate:
                 f"({error}); change their roles."
             ) from error
 
+    def fields(self, message: Message) -> Fields:
+        """A message with shielded texts, as a list of parts only where there is a picture.
 
-def _content(message: Message) -> Content:
-    """A message's content as templates take it: parts only where there is a picture."""
-    if not message.pictures:
-        return message.text
-    return [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
-        for part in message.content
-    ]
+        Of an assistant's message, a template that tells thoughts from answers gets both apart: it
+        cannot find `</think>` in a shielded text.
+        """
+        if message.pictures:
+            return self.in_parts(message)
+        answer, more = message.text, {}
+        if message.role == "assistant" and _READS_THOUGHTS.search(self.source):
+            thoughts, closed, rest = answer.rpartition("</think>")
+            if closed:
+                answer = rest.lstrip("\n")
+                thoughts = thoughts.rpartition("<think>")[2].strip("\n")
+                more = {"reasoning_content": self.shield(thoughts)}
+        return {"role": message.role, "content": self.shield(answer), **more}
+
+    def in_parts(self, message: Message) -> Fields:
+        """A message with shielded texts as a list of parts."""
+        content = [
+            {"type": "text", "text": self.shield(part)}
+            if isinstance(part, str)
+            else {"type": "image"}
+            for part in message.content
+        ]
+        return {"role": message.role, "content": content}
 
 
 class VicunaV1:
-    """LLaVA-1.5's conversation, see llava_prompt."""
+    """LLaVA-1.5's conversation, see llava_prompt.
+
+    Args:
+      shield: of the tokenizer.
+    """
 
     before_answer = " "
+
+    def __init__(self, shield: Callable[[str], str]):
+        self._shield = shield
 
     def render(self, request_id: Hashable, messages: Sequence[Message]) -> str:
         """The prompt, one placeholder per picture; see ChatFormat."""
@@ -288,9 +336,10 @@ class VicunaV1:
             )
         texts = []
         for message in messages:
-            count = len(message.pictures)
+            text, count = message.text, len(message.pictures)
             is_user = message.role == "user"
-            texts.append(llava_prompt.question(message.text, count) if is_user else message.text)
+            asked = llava_prompt.question(text, count, self._shield)
+            texts.append(asked if is_user else self._shield(text))
         answers: list[str | None] = [*texts[1::2], None]
         return llava_prompt.conversation(list(zip(texts[::2], answers, strict=True)))
 

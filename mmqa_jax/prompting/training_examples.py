@@ -159,13 +159,14 @@ def _example(
     return found.query, found.dropped
 
 
-def encode_text(tokenizer: Any) -> Encode:
+def encode_text(tokenizer: TextTokenizer) -> Encode:
     """Examples of a language model: its answer follows the prompt's text."""
 
     def encode(
         question: Question, prompt: str, given: str, completion: str, *, ended: bool
     ) -> TokenExample:
-        return token_example(tokenizer, prompt + given, completion, ended=ended)
+        before, answer = tokenizer.shield(prompt + given), tokenizer.shield(completion)
+        return token_example(tokenizer, before, answer, ended=ended)
 
     return encode
 
@@ -190,8 +191,8 @@ def encode_conversation(tokenizer: TextTokenizer, pictures: PictureFormat) -> En
         shown = () if question.image is None else (Picture(b"", question.image),)
         asked = chat.render(question.id, [Message("user", (*shown, prompt))]) + chat.before_answer
         given = given.lstrip()  # a message begins with a word
-        before = asked + given
-        answer = completion if given else completion.lstrip()
+        before = asked + tokenizer.shield(given)
+        answer = tokenizer.shield(completion if given else completion.lstrip())
         example = _joined(pictures.encode, pictures.encode, before, before + answer)
         return _ended(tokenizer, example, ended)._replace(picture=question.image)
 
@@ -201,7 +202,7 @@ def encode_conversation(tokenizer: TextTokenizer, pictures: PictureFormat) -> En
 def token_example(
     tokenizer: Any, prompt: str, completion: str, *, ended: bool = False
 ) -> TokenExample:
-    """A prompt and its completion as tokens.
+    """A prompt and its completion as tokens; special tokens are recognized in what is not shielded.
 
     Args:
       ended: the model's end token follows and is learned too.

@@ -331,9 +331,14 @@ def _submit_all(model: ServedModel, asked: CompletionRequest) -> list[Pending]:
     return pending
 
 
+def _prompt_tokens(model: ServedModel, prompt: Prompt) -> list[int]:
+    tokenizer = model.backend.tokenizer
+    return tokenizer.encode(tokenizer.shield(prompt)) if isinstance(prompt, str) else list(prompt)
+
+
 def _prompt_scoring(model: ServedModel, prompt: Prompt) -> Scoring:
     """Scores all tokens of a prompt behind the first."""
-    tokens = model.backend.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    tokens = _prompt_tokens(model, prompt)
     if len(tokens) < 2:
         raise ApiError(400, "echo: the prompt has one token, which nothing precedes.")
     return Scoring(0, tokens[:1], [tokens[1:]])
@@ -341,9 +346,7 @@ def _prompt_scoring(model: ServedModel, prompt: Prompt) -> Scoring:
 
 def _echoed(model: ServedModel, prompt: Prompt, scores: Scores) -> list[Token]:
     """The tokens of a prompt with their log-probabilities."""
-    first, *rest = (
-        model.backend.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    )
+    first, *rest = _prompt_tokens(model, prompt)
     (score,) = scores.scores
     rows = zip(rest, score.logprobs, score.likeliest, strict=True)
     return [Token(first, None, None), *(Token(*row) for row in rows)]

@@ -181,8 +181,9 @@ class FusionInDecoder(TextModelTask):
         """The tokens of a question with each of its passages, cut to `passages.length`."""
         section = self.passages
         end = list(tokenizer.end_ids[:1]) if section.end_token else []
+        encode = tokenizer.encode_plain
         return [
-            [*tokenizer.encode_plain(text)[: section.length - len(end)], *end]
+            [*encode(tokenizer.shield(text))[: section.length - len(end)], *end]
             for text in question_texts(question, passages[: section.count])
         ]
 
@@ -222,7 +223,8 @@ class FusionInDecoder(TextModelTask):
             )
         texts_of = self.passages_of(corpus, chosen, self.passages.knowledge)
         end = list(tokenizer.end_ids[:1])
-        answers = [[[*tokenizer.encode_plain(a), *end] for a in q.answers] for q in chosen]
+        encode = tokenizer.encode_plain
+        answers = [[[*encode(tokenizer.shield(a)), *end] for a in q.answers] for q in chosen]
 
         def passages(number: int) -> list[list[int]]:
             question = chosen[number]
