@@ -575,7 +575,7 @@ class MarkedTokenizer:
             self._tokenizer.post_processor = tokenizer.post_processor
         # Those of the model have new ids behind all others, which keep theirs.
         order = sorted(added, key=lambda number: (added[number].content in of_model, number))
-        self._tokenizer.add_tokens([_looked_up(added[number], self.marks) for number in order])
+        self._tokenizer.add_tokens([self._looked_up(added[number]) for number in order])
         ids = {self._tokenizer.token_to_id(token.content): n for n, token in added.items()}
         self._published = {own: published for own, published in ids.items() if own != published}
 
@@ -597,6 +597,13 @@ class MarkedTokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(prompts), add_special_tokens=False)
         return [self._as_published(encoding.ids) for encoding in encodings]
 
+    def _looked_up(self, token: AddedToken) -> AddedToken:
+        """Normalization takes shields out: marks are looked for before it, words of texts later."""
+        flags = {flag: getattr(token, flag) for flag in _FLAGS}
+        if token.content in self.marks or set(token.content) & set(self._firsts):
+            flags["normalized"] = token.content not in self.marks
+        return AddedToken(token.content, **flags)
+
     def _as_published(self, ids: list[int]) -> list[int]:
         return [self._published.get(token, token) for token in ids] if self._published else ids
 
@@ -605,15 +612,6 @@ def _is_mark(token: AddedToken) -> bool:
     content = token.content.strip(_BLANK)
     is_bracketed = content.startswith("<") and content.endswith(">")
     return bool(content) and (token.special or (is_bracketed and not _TAG.fullmatch(content)))
-
-
-def _looked_up(token: AddedToken, marks: Mapping[str, int]) -> AddedToken:
-    """The token as it is looked for in prompts: marks before the text is normalized, because that
-    takes the shields out."""
-    flags = {flag: getattr(token, flag) for flag in _FLAGS}
-    if token.content in marks:
-        flags["normalized"] = False
-    return AddedToken(token.content, **flags)
 
 
 def _without(model: models.Model, marks: set[str]) -> models.Model:

@@ -37,7 +37,7 @@ from mmqa_jax.prompting.multiple_choice import Normalization, choose_options
 from mmqa_jax.prompting.rmr_fields import Rationale, fields
 from mmqa_jax.prompting.shot_pictures import ShotPictures
 from mmqa_jax.prompting.shots import ExampleLibrary, Similarity
-from mmqa_jax.prompting.source_prompts import as_prompt
+from mmqa_jax.prompting.source_prompts import as_prompt, without_places
 from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
 
@@ -94,7 +94,8 @@ def answer_rmr(
         elif chat:
             prompt, images = (Message("user", (*seen[question.id], text)),), ()
         else:
-            prompt, images = text, seen[question.id]
+            images = seen[question.id]
+            prompt = without_places(text, images)
         if chat:
             return Chat(key, prompt, decoding)
         return Completion(key, prompt, decoding, images)

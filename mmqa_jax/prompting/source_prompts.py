@@ -45,6 +45,11 @@ def is_chat(llm: Backend, chat: bool | None) -> bool:
     return llm.takes_messages if chat is None else chat
 
 
+def without_places(text: str, pictures: Sequence[Picture]) -> str:
+    """A text to be continued with pictures, none of whose places is an `<image>` of a source."""
+    return text.replace(IMAGE, "< image>") if pictures else text
+
+
 def as_prompt(
     marked: str, pictures: Sequence[Picture], *, chat: bool
 ) -> tuple[str | tuple[Message, ...], tuple[Picture, ...]]:
@@ -55,7 +60,7 @@ def as_prompt(
       images are apart.
     """
     if not chat:
-        return marked.replace(MARK, IMAGE), tuple(pictures)
+        return without_places(marked, pictures).replace(MARK, IMAGE), tuple(pictures)
     first, *rest = marked.split(MARK)
     content: list[str | Picture] = [first]
     for picture, text in zip(pictures, rest, strict=True):

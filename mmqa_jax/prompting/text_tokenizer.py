@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 Fields = dict[str, Any]  # of a message, as templates take it
 _CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's token types
-# Of a template: it takes an assistant's thoughts apart, or cuts them off.
-_READS_THOUGHTS = re.compile(r"reasoning_content|split\(\s*['\"]</think>")
+_THOUGHTS = "reasoning_content"  # a template's field: an assistant's, apart from its answer
+_CUTS_THOUGHTS = re.compile(r"split\(\s*['\"]</think>")  # off an assistant's answer
 
 
 class TextTokenizer:
@@ -292,14 +292,15 @@ class ChatTemplate:
         """
         if message.pictures:
             return self.in_parts(message)
-        answer, more = message.text, {}
-        if message.role == "assistant" and _READS_THOUGHTS.search(self.source):
-            thoughts, closed, rest = answer.rpartition("</think>")
-            if closed:
-                answer = rest.lstrip("\n")
-                thoughts = thoughts.rpartition("<think>")[2].strip("\n")
-                more = {"reasoning_content": self.shield(thoughts)}
-        return {"role": message.role, "content": self.shield(answer), **more}
+        text, more = message.text, {}
+        if message.role == "assistant" and "</think>" in text:
+            thoughts, _, answer = text.rpartition("</think>")
+            if _THOUGHTS in self.source:
+                text, thoughts = answer.lstrip("\n"), thoughts.rpartition("<think>")[2]
+                more = {_THOUGHTS: self.shield(thoughts.strip("\n"))}
+            elif _CUTS_THOUGHTS.search(self.source):
+                text = answer
+        return {"role": message.role, "content": self.shield(text), **more}
 
     def in_parts(self, message: Message) -> Fields:
         """A message with shielded texts as a list of parts."""
@@ -316,12 +317,12 @@ class VicunaV1:
     """LLaVA-1.5's conversation, see llava_prompt.
 
     Args:
-      shield: of the tokenizer.
+      shield: of the tokenizer that encodes the prompts.
     """
 
     before_answer = " "
 
-    def __init__(self, shield: Callable[[str], str]):
+    def __init__(self, shield: Callable[[str], str] = str):
         self._shield = shield
 
     def render(self, request_id: Hashable, messages: Sequence[Message]) -> str:
