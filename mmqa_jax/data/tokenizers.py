@@ -590,11 +590,11 @@ class MarkedTokenizer:
 
     def encode(self, prompt: str, *, around: bool = False) -> list[int]:
         """Token ids of a prompt; around: with the tokens that the file's template puts there."""
-        return self._as_published(self._tokenizer.encode(prompt, add_special_tokens=around).ids)
+        return self.encode_batch([prompt], around=around)[0]
 
-    def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
-        """Token ids of many prompts, without tokens around them."""
-        encodings = self._tokenizer.encode_batch_fast(list(prompts), add_special_tokens=False)
+    def encode_batch(self, prompts: Sequence[str], *, around: bool = False) -> list[list[int]]:
+        """The same of many prompts."""
+        encodings = self._tokenizer.encode_batch_fast(list(prompts), add_special_tokens=around)
         return [self._as_published(encoding.ids) for encoding in encodings]
 
     def _looked_up(self, token: AddedToken) -> AddedToken:

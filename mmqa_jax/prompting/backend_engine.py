@@ -314,6 +314,7 @@ class EngineBackend:
             self._no_pictures(request.id, request.images)
             text, encode = self._tokenizer.shield(request.prompt), self._tokenizer.encode
         else:
+            self._no_video(request.id, request.prompt)
             text = self._pictures.with_places(request.prompt, len(request.images))
             self._one_each(request.id, text, request.images)
             encode = self._pictures.encode
@@ -341,6 +342,14 @@ class EngineBackend:
             raise UserError(
                 f"request {request_id!r}: it has pictures, but the model is a text-only LLaMA; "
                 "use a LLaVA, a LLaVA-OneVision, a Qwen-VL or --backend=openai."
+            )
+
+    def _no_video(self, request_id: Hashable, text: str) -> None:
+        video = self._pictures.video
+        if video is not None and video in text:
+            raise Unanswerable(
+                f"request {request_id!r}: its text has {video}, which stands for a video, and "
+                "videos are not read here; give frames of it as pictures."
             )
 
     def _one_each(self, request_id: Hashable, text: str, pictures: Sequence[Picture]) -> None:

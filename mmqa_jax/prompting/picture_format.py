@@ -51,10 +51,13 @@ class PictureFormat(Protocol):
     Attributes:
       chat_format: of conversations, with one `placeholder` for each picture; None: it has none.
       placeholder: what stands for a picture in a prompt.
+      video: the same of a video, which is refused in a text to be continued; None: the model knows
+        none.
     """
 
     chat_format: ChatFormat | None
     placeholder: str
+    video: str | None
 
     def with_places(self, text: str, pictures: int) -> str:
         """The prompt of a text to be continued, whose pictures are marked by `<image>` or come
@@ -77,7 +80,7 @@ class LlavaFormat:
     checkpoint in transformers' layout is its template's, and Vicuna's for a LLaVA-1.5 without one.
     """
 
-    placeholder = PLACEHOLDER
+    placeholder, video = PLACEHOLDER, None
 
     def __init__(self, config: LlavaConfig, tokenizer: TextTokenizer):
         self.chat_format = _conversation(config, tokenizer)
@@ -124,6 +127,7 @@ class OnevisionFormat(LlavaFormat):
     def __init__(self, config: OnevisionConfig, tokenizer: TextTokenizer):
         super().__init__(config, tokenizer)
         self._config: OnevisionConfig = config
+        self.video = tokenizer.decode([config.video_token]) or None
 
     def tokens(self, one: Shown) -> int:
         """See PictureFormat."""
@@ -175,9 +179,12 @@ class QwenFormat:
         self.chat_format: ChatFormat | None = tokenizer.template
         self._tokenizer = tokenizer
         self._sizes = PictureSizes(vision.unit, vision.min_pixels, vision.max_pixels)
-        self.placeholder, before, after = (
+        self.placeholder, self.video, before, after = (
             tokenizer.decode([token])
-            for token in (config.image_token, config.vision_start_token, config.vision_end_token)
+            for token in (
+                *(config.image_token, config.video_token),
+                *(config.vision_start_token, config.vision_end_token),
+            )
         )
         self._place = f"{before}{self.placeholder}{after}"
         if tokenizer.encode_plain(self.placeholder) != [config.image_token]:
