@@ -85,6 +85,7 @@ def test_every_format_of_okvqa_scores_the_same(tmp_path):
                 "vqa_accuracy/official": pytest.approx(OFFICIAL),
                 "vqa_accuracy/paper": pytest.approx(OFFICIAL),
                 "vqa_accuracy/prophet": pytest.approx(8 / 15),  # `the soup` keeps its article
+                "vqa_accuracy/kat": pytest.approx(2 / 3),
             }
             kind = result["by_category"]["Vehicles and Transportation"]
             assert kind["vqa_accuracy/official"] == 0.5
