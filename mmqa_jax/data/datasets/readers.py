@@ -2,42 +2,59 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from mmqa_jax.data.datasets.aokvqa import read_aokvqa
+from mmqa_jax.data.datasets import (
+    aokvqa,
+    evqa,
+    infoseek,
+    mathvista,
+    mbeir,
+    mmbench,
+    mmmu,
+    mragbench,
+    multimodalqa,
+    okvqa,
+    scienceqa,
+    seed_bench,
+    vidore,
+    vqav2,
+)
 from mmqa_jax.data.datasets.benchmark import Benchmark
-from mmqa_jax.data.datasets.evqa import read_evqa
-from mmqa_jax.data.datasets.infoseek import read_infoseek
-from mmqa_jax.data.datasets.mathvista import read_mathvista
-from mmqa_jax.data.datasets.mbeir import read_mbeir
-from mmqa_jax.data.datasets.mmbench import read_mmbench
-from mmqa_jax.data.datasets.mmmu import read_mmmu
-from mmqa_jax.data.datasets.mragbench import read_mragbench
-from mmqa_jax.data.datasets.multimodalqa import read_multimodalqa
-from mmqa_jax.data.datasets.okvqa import read_okvqa
-from mmqa_jax.data.datasets.scienceqa import read_scienceqa
-from mmqa_jax.data.datasets.seed_bench import read_seed_bench
-from mmqa_jax.data.datasets.vidore import read_vidore
-from mmqa_jax.data.datasets.vqav2 import read_vqav2
+from mmqa_jax.data.schema import Material
 
-# Each takes the folder of official files; those of A-OKVQA, ScienceQA, MMBench and SEED-Bench also
-# a single file of them that holds whole questions, of M-BEIR one that holds a pool of candidates.
-READERS: dict[str, Callable[[Path], Benchmark]] = {
-    "vqav2": read_vqav2,
-    "okvqa": read_okvqa,
-    "aokvqa": read_aokvqa,
-    "scienceqa": read_scienceqa,
-    "mmbench": read_mmbench,
-    "seedbench": read_seed_bench,
-    "multimodalqa": read_multimodalqa,
-    "infoseek": read_infoseek,
-    "evqa": read_evqa,
-    "mbeir": read_mbeir,
-    "vidore": read_vidore,
-    "mmmu": read_mmmu,
-    "mragbench": read_mragbench,
-    "mathvista": read_mathvista,
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """How one benchmark's official files are read.
+
+    Attributes:
+      read: the folder of official files -> the benchmark; of A-OKVQA, ScienceQA, MMBench and
+        SEED-Bench also a single file of them that holds whole questions.
+      materials: what it is made of, for the credits of every corpus that is made of it.
+      takes_file: whether `mmqa prepare --raw` may be a file: that of one pool of candidates.
+    """
+
+    read: Callable[[Path], Benchmark]
+    materials: tuple[Material, ...]
+    takes_file: bool = False
+
+
+READERS: dict[str, Reader] = {
+    "vqav2": Reader(vqav2.read_vqav2, vqav2.MATERIALS),
+    "okvqa": Reader(okvqa.read_okvqa, okvqa.MATERIALS),
+    "aokvqa": Reader(aokvqa.read_aokvqa, aokvqa.MATERIALS),
+    "scienceqa": Reader(scienceqa.read_scienceqa, scienceqa.MATERIALS),
+    "mmbench": Reader(mmbench.read_mmbench, mmbench.MATERIALS),
+    "seedbench": Reader(seed_bench.read_seed_bench, seed_bench.MATERIALS),
+    "multimodalqa": Reader(multimodalqa.read_multimodalqa, multimodalqa.MATERIALS),
+    "infoseek": Reader(infoseek.read_infoseek, infoseek.MATERIALS),
+    "evqa": Reader(evqa.read_evqa, evqa.MATERIALS),
+    "mbeir": Reader(mbeir.read_mbeir, mbeir.MATERIALS, takes_file=True),
+    "vidore": Reader(vidore.read_vidore, vidore.MATERIALS),
+    "mmmu": Reader(mmmu.read_mmmu, mmmu.MATERIALS),
+    "mragbench": Reader(mragbench.read_mragbench, mragbench.MATERIALS),
+    "mathvista": Reader(mathvista.read_mathvista, mathvista.MATERIALS),
 }
-# Those of which `--raw` may be a file.
-POOLS = ("mbeir",)
