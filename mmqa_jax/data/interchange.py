@@ -1,4 +1,4 @@
-"""Bring your own documents: the corpus interchange folder of design.md 3.
+"""Bring your own documents: the corpus interchange folder.
 
     sources.jsonl      id, modality (text | image), text (snippet or caption), image, title
     questions.jsonl    optional: id, split, question, image, more_images, answers, keywords,

@@ -46,6 +46,7 @@ from mmqa_jax.runs.opened_parts import OpenedParts, Part
 from mmqa_jax.runs.parts import (
     LLM_FREE,
     LLMS,
+    FinishedSpec,
     KnowledgeSpec,
     LLMSpec,
     RerankerSpec,
@@ -255,11 +256,11 @@ class Row:
 
     def materials(self, corpus: Corpus) -> tuple[Material, ...]:
         """What its pages show: of its corpus, and of the corpora and runs that its parts read."""
-        folders = [Path(path) for path in self.paths()]
-        corpora = [read_manifest(folder) for folder in folders if holds_corpus(folder)]
-        finished = [folder / "scores.json" for folder in folders]
-        runs = [read_json(file) for file in finished if file.is_file()]
-        return united(corpus.materials, *map(materials_of, (*corpora, *runs)))
+        read = [read_manifest(path) for path in self.paths() if holds_corpus(path)]
+        for part in self.parts.values():
+            if isinstance(part, FinishedSpec) and (Path(part.run) / "scores.json").is_file():
+                read.append(read_json(Path(part.run) / "scores.json"))
+        return united(corpus.materials, *map(materials_of, read))
 
     def questions(self, corpus: Corpus) -> list[Question]:
         """Its questions, sampled evenly down to data.questions; UserError if there are none."""
