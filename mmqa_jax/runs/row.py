@@ -255,12 +255,13 @@ class Row:
         return with_gold_sources(corpus, self.data.context) if self.data.context else corpus
 
     def materials(self, corpus: Corpus) -> tuple[Material, ...]:
-        """What its pages show: of its corpus, and of the corpora and runs that its parts read."""
+        """What its pages show: of its corpus, its parts, and the corpora and runs they read."""
         read = [read_manifest(path) for path in self.paths() if holds_corpus(path)]
         for part in self.parts.values():
             if isinstance(part, FinishedSpec) and (Path(part.run) / "scores.json").is_file():
                 read.append(read_json(Path(part.run) / "scores.json"))
-        return united(corpus.materials, *map(materials_of, read))
+        own = [part.materials for part in self.parts.values()]
+        return united(corpus.materials, *own, *map(materials_of, read))
 
     def questions(self, corpus: Corpus) -> list[Question]:
         """Its questions, sampled evenly down to data.questions; UserError if there are none."""

@@ -194,6 +194,9 @@ def test_knowledge_examples_and_finished_runs_are_credited(tmp_path):
     row = read_row(load_config(f"{file}:smollm2_mavl_one_plan", changes))
     found = lines(row.materials(open_corpus(folders["own"])))
     assert found == ["own, CC0", "of the run (Somebody), MIT."]
+    row = read_row(load_config(f"{file}:kat_base", {"data.dir": str(folders["own"])}))
+    (own, kat) = lines(row.materials(open_corpus(folders["own"])))
+    assert (own, "Wikidata" in kat, "Gui et al., NAACL 2022" in kat) == ("own, CC0", True, True)
 
 
 def test_every_page_of_a_row_credits_questions_and_sources(tmp_path, monkeypatch):
