@@ -29,11 +29,15 @@ MADE_BY |= dict(_rows.QWEN_VL.values())
 _CLIP = {"method": "dense", "model": CLIP, "index": INDEX}
 _MODELS = {
     "onevision": _rows.language_model(ONEVISION, length=16_384),
-    **{name: _rows.qwen_vl(name) for name in _rows.QWEN_VL},
+    # Room for six pictures of any size beside the 4,096 tokens of an answer.
+    **{
+        name: _rows.language_model(model, length=16_384)
+        for name, (model, _) in _rows.QWEN_VL.items()
+    },
 }
 
 
-def _row(llm: dict, setting: str, **options: bool) -> dict:
+def _row(llm: dict, setting: str, **options: bool | int) -> dict:
     parts = {"llm": llm} | ({"retriever": _CLIP} if setting == "retrieved" else {})
     return {"setting": setting, "parts": parts, "options": options}
 
@@ -55,8 +59,10 @@ ROWS |= {
         "parts": {"retriever": _CLIP},
         "options": {"cited": 5},
     },
-    # From the words of the question alone.
-    "smollm2": _row(_rows.language_model("smollm2", length=2048), "alone", picture=False),
+    # From the words of the question alone; of a short context the answers are short.
+    "smollm2": _row(
+        _rows.language_model("smollm2", length=2048), "alone", picture=False, max_new_tokens=128
+    ),
 }
 MISSING: dict[str, tuple[dict, ...]] = {}
 CITED: dict[str, tuple[dict, ...]] = {}

@@ -123,7 +123,7 @@ def _kat(name: str, published: tuple, *, answers: bool = True) -> dict:
             "facts": found,
             "fusion_reader": {"model": folder, "config": "", "tokenizer": ""},
         },
-        "published": _agents.figures(published, "vqa_accuracy/official"),
+        "published": _agents.figures(published, "vqa_accuracy/kat"),
     }
 
 

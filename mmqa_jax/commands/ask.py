@@ -115,7 +115,10 @@ def _ask_demo(arguments: argparse.Namespace, picture: bytes | None) -> list[dict
 def _answered(
     answerer: Any, questions: Iterable[str], picture: bytes | None
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Asks the questions in turn and prints each answer; yields it with what `--json` prints."""
+    """Asks the questions in turn and prints each answer; yields it with what `--json` prints.
+
+    Behind the last one it prints the credits of what may be quoted.
+    """
     for text in questions:
         began = time.perf_counter()
         answer = answerer.answer(text, picture)
@@ -132,6 +135,8 @@ def _answered(
                 "seconds": seconds,
             },
         )
+    for material in answerer.corpus.materials:
+        print(material, file=sys.stderr)
 
 
 def _show(question: str, answer: Any, sources: Sequence[Any], seconds: float) -> None:

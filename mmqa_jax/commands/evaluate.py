@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from mmqa_jax.commands import flags
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.datasets.readers import READERS
 
 SUMMARY = "score predictions or rankings against references."
 EXAMPLE = "mmqa evaluate atlas --references=data/atlas --predictions=runs/predictions.jsonl --json"
@@ -23,7 +24,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     parser.add_argument(
         "dataset",
-        choices=("atlas", "webqa", *flags.BENCHMARKS, "corpus"),
+        choices=("atlas", "webqa", *READERS, "corpus"),
         help="the benchmark",
     )
     parser.add_argument(
@@ -122,7 +123,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         )
     if arguments.bem:
         benchmarks.check_judged(arguments.dataset, "--bem")
-    if arguments.dataset in flags.BENCHMARKS:
+    if arguments.dataset in READERS:
         return _evaluate_benchmark(arguments)
     check_installed(arguments.lemmatizer, "--lemmatizer")
     arguments.split = arguments.split or "test"

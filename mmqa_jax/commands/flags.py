@@ -19,24 +19,6 @@ if TYPE_CHECKING:
     from mmqa_jax.runs.ask_folder import AskOptions
 
 _GIVEN = "as_given"  # what `fetched` keeps the arguments under
-# The question-answering benchmarks whose official files `prepare` and `evaluate` read.
-BENCHMARKS = (
-    "vqav2",
-    "okvqa",
-    "aokvqa",
-    "scienceqa",
-    "mmbench",
-    "seedbench",
-    "multimodalqa",
-    "infoseek",
-    "evqa",
-    "mbeir",
-    "vidore",
-    "mmmu",
-    "mragbench",
-    "mathvista",
-)
-
 # Wikipedia as knowledge, which `prepare` reads as a stream; it has no questions.
 KNOWLEDGE = ("wikipedia", "kilt", "dpr", "infoseek_wiki")
 

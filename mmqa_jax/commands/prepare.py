@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mmqa_jax.commands import flags
+from mmqa_jax.data.datasets.readers import READERS
 
 SUMMARY = "turn a benchmark's official files, or a folder of documents, into ArrayRecord."
 EXAMPLE = "mmqa prepare atlas --out=data/atlas"
@@ -28,7 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "dataset",
-        choices=("atlas", "webqa", *flags.BENCHMARKS, *flags.KNOWLEDGE, "corpus", "folder"),
+        choices=("atlas", "webqa", *READERS, *flags.KNOWLEDGE, "corpus", "folder"),
         help="atlas is built from installed packages; corpus and folder read your own documents",
     )
     parser.add_argument(

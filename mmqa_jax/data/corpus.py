@@ -21,7 +21,7 @@ from mmqa_jax.data import records
 from mmqa_jax.data.articles import Articles
 from mmqa_jax.data.disk_sources import DiskSources, RowsById, SelectedRows, SourceSelection
 from mmqa_jax.data.images import read_picture_file
-from mmqa_jax.data.schema import Modality, Question, Source
+from mmqa_jax.data.schema import Material, Modality, Question, Source, united
 
 
 class Corpus:
@@ -32,9 +32,10 @@ class Corpus:
       questions: of all splits.
       read_picture: encoded bytes of a picture by its name (`Source.image`).
       fingerprint: hash of texts, pictures and questions.
-      manifest: what `mmqa prepare` stored (counts, attribution, broken pictures, ...).
+      manifest: what `mmqa prepare` stored (counts, materials, broken pictures, ...).
       row: the row of every id, of sources that are not to be held in memory.
       image_rows: rows of the pictures, ascending, of such sources.
+      materials: what sources and questions are made of; None: those that the manifest names.
 
     Attributes:
       asked_by: fingerprint of the corpus whose questions these are, if it is another.
@@ -53,6 +54,7 @@ class Corpus:
         *,
         row: Mapping[str, int] | None = None,
         image_rows: np.ndarray | None = None,
+        materials: Iterable[Material] | None = None,
     ):
         self.sources: Sequence[Source] = list(sources) if row is None else sources
         self.row = row
@@ -61,6 +63,9 @@ class Corpus:
             self._index()
         self.fingerprint = fingerprint
         self.manifest = dict(manifest or {})
+        self.materials = united(
+            records.materials_of(self.manifest) if materials is None else materials
+        )
         self.asked_by = ""
         self._questions = list(questions)
         self._read_picture = read_picture
@@ -149,27 +154,38 @@ class Corpus:
     def of_rows(self, rows: Sequence[int]) -> Corpus:
         """The sources of these rows, ascending, as a corpus of their own without questions."""
         if not self.on_disk:
-            return Corpus([self.sources[row] for row in rows], read_picture=self.read_picture)
+            sources = [self.sources[row] for row in rows]
+            return Corpus(sources, read_picture=self.read_picture, materials=self.materials)
         if len(rows) == len(self):
             return self
         chosen = np.asarray(rows)
         selection = SourceSelection(self.sources, chosen)
         row = SelectedRows(selection, chosen, self.row)
         images = np.flatnonzero(self.image_mask()[chosen])
-        return Corpus(selection, (), self.read_picture, row=row, image_rows=images)
+        return Corpus(
+            selection,
+            (),
+            self.read_picture,
+            row=row,
+            image_rows=images,
+            materials=self.materials,
+        )
 
     def with_questions(
         self,
         questions: Iterable[Question],
         read_picture: Callable[[str], bytes | None] | None = None,
+        materials: Iterable[Material] = (),
     ) -> Corpus:
         """The same sources, not copied, with other questions.
 
         Args:
           read_picture: as of the class; None: this corpus's own.
+          materials: of the questions, beside this corpus's own.
         """
         other = copy.copy(self)
         other._questions = list(questions)
+        other.materials = united(materials, self.materials)
         if read_picture is not None:
             other._read_picture = read_picture
         return other
@@ -252,7 +268,8 @@ def open_corpus(data_dir: str | os.PathLike, sources_dir: str | os.PathLike = ""
     """
     if sources_dir:
         asked, known = open_corpus(data_dir), open_sources(sources_dir)
-        joined = known.with_questions(asked.questions(), _PicturesOfBoth(asked, known))
+        pictures = _PicturesOfBoth(asked, known)
+        joined = known.with_questions(asked.questions(), pictures, asked.materials)
         joined.asked_by = asked.fingerprint
         return joined
     manifest = records.read_manifest(data_dir)

@@ -1,10 +1,11 @@
-"""Bring your own documents: the corpus interchange folder of design.md 3.
+"""Bring your own documents: the corpus interchange folder.
 
     sources.jsonl      id, modality (text | image), text (snippet or caption), image, title
     questions.jsonl    optional: id, split, question, image, more_images, answers, keywords,
                        category, positives, negatives, choices, answer_index, rationale,
                        answerable (false: no source answers it)
     images.tar         optional: the pictures, instead of files beside the two
+    ATTRIBUTION.txt    optional: credits and licenses, a paragraph for each material
 
 A question that is itself a passage of the corpus may name it as `from_source`; that source is
 then never a hit.
@@ -29,18 +30,20 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl
 from mmqa_jax.data.picture_bounds import check_bytes
 from mmqa_jax.data.picture_tar import PictureTar, plain_path
-from mmqa_jax.data.schema import ANSWERABLE, SPLITS, Question, Source
+from mmqa_jax.data.records import NOTICE, materials_beside
+from mmqa_jax.data.schema import ANSWERABLE, SPLITS, Material, Question, Source
 
 TAR = "images.tar"
 
 
 @dataclasses.dataclass(frozen=True)
 class Interchange:
-    """A validated folder: its rows, and a reader of encoded pictures by path."""
+    """A validated folder: its rows, a reader of encoded pictures by path, and credits."""
 
     sources: list[Source]
     questions: list[Question]
     read_picture: Callable[[str], bytes]
+    materials: tuple[Material, ...]
 
 
 def read_interchange(folder: str | os.PathLike) -> Interchange:
@@ -54,7 +57,7 @@ def read_interchange(folder: str | os.PathLike) -> Interchange:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; it must hold sources.jsonl.")
-    for name in ("sources.jsonl", "questions.jsonl", TAR):
+    for name in ("sources.jsonl", "questions.jsonl", TAR, NOTICE):
         if problem := _link_problem(folder, name):
             raise UserError(f"{folder / name} {problem}.")
     pictures = _Pictures(folder)
@@ -69,7 +72,8 @@ def read_interchange(folder: str | os.PathLike) -> Interchange:
     questions = _unique(
         (_Row(path, line, value) for line, value in rows), pictures, _question, sources
     )
-    return Interchange(list(sources.values()), list(questions.values()), pictures)
+    rows = list(sources.values()), list(questions.values())
+    return Interchange(*rows, pictures, materials_beside(folder))
 
 
 class _Row:

@@ -10,18 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import check_out, no_empty_folders, read_text
+from mmqa_jax.core.files import check_out, no_empty_folders
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data import records
 from mmqa_jax.data.atlas.unanswerable import with_unanswerable
 from mmqa_jax.data.datasets import webqa
-from mmqa_jax.data.datasets.readers import POOLS, READERS
+from mmqa_jax.data.datasets.readers import READERS
 from mmqa_jax.data.datasets.vidore import Pages, read_vidore
 from mmqa_jax.data.documents.chunks import ChunkOptions
 from mmqa_jax.data.folder import FolderOptions, read_folder
 from mmqa_jax.data.interchange import read_interchange
 from mmqa_jax.data.streamed_records import write_streamed
-from mmqa_jax.data.wikipedia.articles import ATTRIBUTION, WORDS, PassageOptions
+from mmqa_jax.data.wikipedia.articles import (
+    WIKIPEDIA,
+    WIKIPEDIA_PICTURES,
+    WORDS,
+    PassageOptions,
+)
 from mmqa_jax.data.wikipedia.dump import DumpStream
 from mmqa_jax.data.wikipedia.streams import DPRStream, InfoSeekStream, KILTStream, Stream
 
@@ -73,7 +78,7 @@ def prepare(
         raise UserError("--raw: Atlas is made from installed packages; leave --raw out.")
     if dataset != "atlas" and raw is None:
         raise UserError(f"--raw: name the folder with the files of {dataset}.")
-    takes_file = dataset in POOLS or dataset in STREAMS
+    takes_file = dataset in STREAMS or (dataset in READERS and READERS[dataset].takes_file)
     if raw is not None and not (raw.is_dir() or (takes_file and raw.is_file())):
         if raw.is_file():
             raise UserError(f"{flag}={raw}: is a file; give the folder that it is in.")
@@ -174,8 +179,7 @@ def prepare_release(
         )
     questions_from = [path for path in (train_val, test) if path.exists()]
     facts_from = [path for path in [raw / f"{prefix}_corpus.json"] if path.exists()]
-    notice = raw / "ATTRIBUTION.txt"
-    attribution = read_text(notice) if notice.exists() else ""
+    materials = records.materials_beside(raw) or (webqa.MATERIALS if name == "webqa" else ())
     release = webqa.read_release(questions_from, facts_from)
     # By id: in the files' order, gold before negatives, ties would favor gold sources.
     sources = sorted(release.sources, key=lambda source: source.id)
@@ -199,7 +203,7 @@ def prepare_release(
         questions,
         pictures.read_named,
         name=name,
-        attribution=attribution,
+        materials=materials,
         origin=origin,
         inputs=pictures.signature,
         **options,
@@ -216,14 +220,14 @@ def prepare_benchmark(
       pages: of `vidore`, what is taken of its pages; None: the default.
       options: of records.write_records.
     """
-    found = READERS[name](raw) if pages is None else read_vidore(raw, pages)
+    found = READERS[name].read(raw) if pages is None else read_vidore(raw, pages)
     return records.write_records(
         out,
         found.sources,
         found.questions,
         found.read_picture,
         name=name,
-        attribution=found.attribution,
+        materials=READERS[name].materials,
         origin=found.origin(),
         inputs=found.inputs,
         sourceless=not found.sources,
@@ -243,7 +247,8 @@ def prepare_stream(
       raw: the folder with the file, or the file.
     """
     stream = STREAMS[name](raw, PassageOptions(passage_words))
-    return write_streamed(out, stream, name=name, attribution=ATTRIBUTION, overwrite=overwrite)
+    materials = [WIKIPEDIA] if stream.pictures is None else [WIKIPEDIA, WIKIPEDIA_PICTURES]
+    return write_streamed(out, stream, name=name, materials=materials, overwrite=overwrite)
 
 
 def prepare_interchange(folder: Path, out: Path, **options: Any) -> dict[str, Any]:
@@ -259,6 +264,7 @@ def prepare_interchange(folder: Path, out: Path, **options: Any) -> dict[str, An
         found.questions,
         found.read_picture,
         name=folder.resolve().name,
+        materials=found.materials,
         origin={"folder": str(folder)},
         **options,
     )

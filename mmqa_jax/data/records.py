@@ -1,6 +1,6 @@
 """A corpus on disk: ArrayRecord files written and read through TFDS, without TensorFlow.
 
-    <data_dir>/corpus.json          manifest: counts, fingerprint, attribution, broken pictures
+    <data_dir>/corpus.json          manifest: counts, fingerprint, materials, broken pictures
     <data_dir>/records-<hash>/      what the manifest points to
         sources/ questions/ pictures/       three TFDS datasets
 
@@ -23,6 +23,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from typing import Any
 
 import mmqa_jax
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.files import atomic_write, read_json, read_text, write_json
 from mmqa_jax.data.images import BrokenPictures
 from mmqa_jax.data.picture_records import (
     PictureWriter,
@@ -39,10 +40,11 @@ from mmqa_jax.data.picture_records import (
     inputs_signature,
     unfinished_folder,
 )
-from mmqa_jax.data.schema import SPLITS, Question, Source
+from mmqa_jax.data.schema import SPLITS, Material, Question, Source, united
 from mmqa_jax.data.tfds_files import DatasetFiles, ShardSize
 
 MANIFEST = "corpus.json"
+NOTICE = "ATTRIBUTION.txt"  # beside the files of a corpus: its credits, a paragraph a material
 UNFINISHED = ".records-incomplete"
 ARROW = "arrow"  # `stored` of a manifest whose sources stay on disk (streamed_records.py)
 FORMAT = 1  # of the files below <data_dir>; raised when they change
@@ -59,7 +61,7 @@ def write_records(
     read_picture: Callable[[str], bytes] | None = None,
     *,
     name: str,
-    attribution: str = "",
+    materials: Iterable[Material] = (),
     origin: Mapping[str, Any] | None = None,
     max_broken_pictures: int | None = None,
     overwrite: bool = False,
@@ -82,7 +84,7 @@ def write_records(
       read_picture: encoded bytes of a `Source.image` or `Question.image`; it raises
         PictureError for a broken one.
       name: the corpus's name, as `mmqa prepare` calls it.
-      attribution: license and credits, stored and printed.
+      materials: what the corpus is made of, for credits.
       origin: anything worth keeping about the input files.
       max_broken_pictures: see BrokenPictures; above it RunError.
       overwrite: replace the corpus that is in `out`, otherwise a UserError.
@@ -111,14 +113,14 @@ def write_records(
     with unfinished_folder(temporary, signature):
         facts = writer.write(read_picture, max_broken_pictures, workers)
         finish_folder(temporary)
-    more = {"attribution": attribution, "origin": dict(origin or {})}
-    return publish(out, temporary, name, {**facts, **more})
+    return publish(out, temporary, name, materials, {**facts, "origin": dict(origin or {})})
 
 
 def publish(
     out: Path,
     temporary: Path,
     name: str,
+    materials: Iterable[Material],
     facts: Mapping[str, Any],
     versions: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
@@ -136,6 +138,7 @@ def publish(
         "format": FORMAT,
         "name": name,
         "records": records.name,
+        "materials": list(map(dataclasses.asdict, materials)),
         **facts,
         "versions": {**_versions(), **(versions or {})},
     }
@@ -175,6 +178,10 @@ def read_manifest(data_dir: str | os.PathLike) -> dict[str, Any]:
     valid = isinstance(manifest, dict) and all(
         isinstance(manifest.get(key), kind) for key, kind in types.items()
     )
+    try:
+        materials_of(manifest if valid else {})
+    except (TypeError, AttributeError):
+        valid = False
     if not valid or manifest["format"] != FORMAT or manifest.get("stored", ARROW) != ARROW:
         raise UserError(f"{path}: not a manifest of format {FORMAT}; {advice}.")
     dataset = "sources" if manifest.get("modalities", True) else "questions"
@@ -182,6 +189,32 @@ def read_manifest(data_dir: str | os.PathLike) -> dict[str, Any]:
     if not (data_dir / manifest["records"] / within).is_dir():
         raise UserError(f"{path}: its records are incomplete; {advice} again.")
     return manifest
+
+
+def materials_of(manifest: Mapping[str, Any]) -> tuple[Material, ...]:
+    """What a corpus is made of; of an older manifest, which has one text, its paragraphs."""
+    if "materials" in manifest:
+        return united(Material(**one) for one in manifest["materials"])
+    return materials_in(manifest.get("attribution", ""))
+
+
+def write_notice(folder: Path, materials: Iterable[Material]) -> None:
+    """Writes the notice that `materials_beside` reads, for files that leave the project."""
+    if lines := list(map(str, materials)):
+        with atomic_write(folder / NOTICE) as file:
+            file.write("\n\n".join(lines) + "\n")
+
+
+def materials_beside(folder: Path) -> tuple[Material, ...]:
+    """The materials that a folder's notice names; none where there is no notice."""
+    notice = folder / NOTICE
+    return materials_in(read_text(notice)) if notice.exists() else ()
+
+
+def materials_in(notice: str) -> tuple[Material, ...]:
+    """The materials of a notice, one a paragraph."""
+    paragraphs = re.split(r"\n\s*\n", notice.strip())
+    return united(Material(" ".join(one.split())) for one in paragraphs if one)
 
 
 def read_sources(records: Path) -> list[Source]:

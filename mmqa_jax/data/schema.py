@@ -1,4 +1,4 @@
-"""The types that all rooms share: Source, Question, Prediction.
+"""The types that all rooms share: Material, Source, Question, Prediction.
 
 Every reader turns its benchmark's files into these; everything after the readers
 (batches, retrieval, systems, evaluation) knows only these.
@@ -7,8 +7,9 @@ Every reader turns its benchmark's files into these; everything after the reader
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 Modality = Literal["text", "image"]
@@ -18,6 +19,34 @@ ANSWERABLE = "answerable"  # key of Question.extra: false of a question that no 
 
 # WebQA's seven question categories: `text` for snippet questions, the others for pictures.
 WEBQA_CATEGORIES = ("YesNo", "choose", "color", "shape", "number", "Others", "text")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Material:
+    """What texts or pictures are taken from, for the credits of every page that shows them.
+
+    Attributes:
+      name: of the data set or work.
+      authors: or the publication; "": the name says it.
+      license: or terms of use; "": none is stated.
+    """
+
+    name: str
+    authors: str = ""
+    license: str = ""
+
+    def __str__(self) -> str:
+        """Its line in credits."""
+        credit = f"{self.name} ({self.authors})" if self.authors else self.name
+        return f"{credit}, {self.license}." if self.license else credit
+
+
+def united(*materials: Iterable[Material]) -> tuple[Material, ...]:
+    """The materials of several corpora, each line of credits once."""
+    by_line: dict[str, Material] = {}
+    for material in itertools.chain(*materials):
+        by_line.setdefault(str(material), material)
+    return tuple(by_line.values())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import dataclasses
 import importlib.metadata
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -38,6 +38,7 @@ from mmqa_jax.data.picture_records import (
     unfinished_folder,
 )
 from mmqa_jax.data.records import ARROW, UNFINISHED, publish, refuse_corpus
+from mmqa_jax.data.schema import Material
 from mmqa_jax.data.wikipedia.files import InputFile
 from mmqa_jax.data.wikipedia.streams import Item, Stream
 
@@ -91,7 +92,7 @@ def write_streamed(
     stream: Stream,
     *,
     name: str,
-    attribution: str,
+    materials: Iterable[Material],
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Writes the corpus of a stream below `out`, whole or not at all, and returns its manifest.
@@ -100,7 +101,7 @@ def write_streamed(
       out: folder to make; an older corpus there stays until the new one is whole.
       stream: the published file.
       name: of the corpus.
-      attribution: license and credits.
+      materials: what the file is made of, for credits.
       overwrite: replace the corpus that is in `out`, otherwise a UserError.
 
     Raises:
@@ -135,8 +136,8 @@ def write_streamed(
     }
     pictures = None if stream.pictures is None else str(stream.pictures.resolve())
     versions = {"pyarrow": importlib.metadata.version("pyarrow")}
-    more = {"stored": ARROW, "pictures": pictures, "attribution": attribution, "origin": origin}
-    return publish(out, temporary, name, {**facts, **more}, versions)
+    more = {"stored": ARROW, "pictures": pictures, "origin": origin}
+    return publish(out, temporary, name, materials, {**facts, **more}, versions)
 
 
 class _Shard(NamedTuple):

@@ -11,7 +11,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.datasets.readers import READERS
 from mmqa_jax.data.records import MANIFEST
-from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.data.schema import Prediction, Question, united
 from mmqa_jax.data.splits import split_questions
 from mmqa_jax.data.table_files import SUFFIXES
 from mmqa_jax.evaluation import (
@@ -264,7 +264,8 @@ def read_corpus(dataset: str, path: Path) -> Corpus:
     if BENCHMARKS[dataset].ranks and (prepared := sorted(path.glob(f"*/{MANIFEST}"))):
         parts = [read_corpus(dataset, one.parent) for one in prepared]
         sources = [source for part in parts for source in part.sources]
-        return Corpus(sources, [question for part in parts for question in part.questions()])
+        questions = [question for part in parts for question in part.questions()]
+        return Corpus(sources, questions, materials=united(*(part.materials for part in parts)))
     if (path / MANIFEST).is_file():
         corpus = open_corpus(path)
         name = corpus.manifest.get("name", "a corpus without a name")
@@ -280,8 +281,8 @@ def read_corpus(dataset: str, path: Path) -> Corpus:
             f"--references={path}: is one file, and {dataset} is read from the folder of its "
             f"official files; give --references={path.parent}."
         )
-    found = READERS[dataset](path)
-    return Corpus(found.sources, found.questions)
+    found = READERS[dataset].read(path)
+    return Corpus(found.sources, found.questions, materials=READERS[dataset].materials)
 
 
 def read_predictions(dataset: str, path: Path, questions: Sequence[Question]) -> list[Prediction]:

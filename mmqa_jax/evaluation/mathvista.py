@@ -155,7 +155,8 @@ def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
 def read_mathvista_predictions(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
     """Reads {pid: problem with `extraction`, or else `response`}, or predictions.jsonl.
 
-    A response without an extraction stands for itself where the rules find none in it.
+    A response without an extraction stands for itself where the rules find none in it. An
+    extraction that is no text is read as Python writes it, as calculate_score.py does.
 
     Raises:
       UserError: names the file and the problem that is malformed.
@@ -173,12 +174,12 @@ def read_mathvista_predictions(path: Path, questions: Sequence[Question] = ()) -
     for pid, problem in data.items():
         values = problem if isinstance(problem, dict) else {}
         said = values.get("extraction", values.get("response"))
-        if not isinstance(said, str | None) or not values.keys() & {"extraction", "response"}:
+        if isinstance(said, bool | dict) or not values.keys() & {"extraction", "response"}:
             raise UserError(
-                f"{path}, problem {pid}: `extraction` or `response` was expected, as text; correct "
-                "it."
+                f"{path}, problem {pid}: `extraction` or `response` was expected, as text, number "
+                "or list; correct it."
             )
-        said = said or ""
+        said = "" if said is None and "extraction" not in values else str(said)
         if "extraction" not in values and pid in known:
             by_rule = extracted_by_rule(said, known[pid])
             said = said if by_rule is None else by_rule

@@ -4,8 +4,8 @@
     multimodalqa/list_f1   F1 of the items' words, items paired one to one for the best sum; an item
                            with numbers must share one; rounded to two decimals, a question each
 
-The file is {qid: text, or a list of texts}. Our predictions give a list as one text, with
-data.datasets.multimodalqa.SEPARATOR between its items.
+The file is {qid: text, or a list of texts}, whose texts are kept whole in the traces. Our
+predictions give a list as one text, with data.datasets.multimodalqa.SEPARATOR between its items.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def has_answer_list(question: Question) -> bool:
     return ANSWER_LIST in question.extra
 
 
-def split_items(text: str) -> list[str]:
-    """The items of an answer that is one text; an empty text is one empty item."""
-    return text.split(SEPARATOR)
+def answer_items(prediction: Prediction) -> Sequence[str]:
+    """The items that an official file gave, else those of the text; an empty text is one item."""
+    return prediction.trace.get(ANSWER_LIST, prediction.answer.split(SEPARATOR))
 
 
 def list_em(predicted: Sequence[str], gold: Sequence[str]) -> float:
@@ -84,7 +84,7 @@ def score_multimodalqa(
         prediction = given.get(question.id)
         if prediction is None:
             return 0.0
-        return scorer(split_items(prediction.answer), question.extra[ANSWER_LIST])
+        return scorer(answer_items(prediction), question.extra[ANSWER_LIST])
 
     per_question = {
         name: np.array([score(scorer, question) for question in scored])
@@ -100,8 +100,6 @@ def read_multimodalqa_predictions(
 ) -> list[Prediction]:
     """Reads the official file, or predictions.jsonl.
 
-    An item that holds SEPARATOR is read as two, and scored so; the official script keeps it whole.
-
     Raises:
       UserError: names the file and the question whose answer is neither a text nor a list of texts.
     """
@@ -115,12 +113,13 @@ def read_multimodalqa_predictions(
         )
     found = []
     for name, answer in rows.items():
-        items = answer if isinstance(answer, list) else [answer or ""]
+        items = answer if isinstance(answer, list) else ["" if answer is None else answer]
         if not all(isinstance(item, str | int | float) for item in items):
             raise UserError(
                 f"{path}, {name}: the answer must be a text or a list of texts; correct it."
             )
-        found.append(Prediction(name, SEPARATOR.join(map(str, items))))
+        texts = list(map(str, items))
+        found.append(Prediction(name, SEPARATOR.join(texts), trace={ANSWER_LIST: texts}))
     return found
 
 
@@ -132,7 +131,7 @@ def write_multimodalqa_submission(
     rows: dict[str, str | list[str]] = {}
     for question in questions:
         prediction = given.get(question.id)
-        items = split_items(prediction.answer if prediction is not None else "")
+        items = [""] if prediction is None else answer_items(prediction)
         rows[question.id] = items[0] if len(items) == 1 else items
     write_json(path, rows)
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_jsonl
 from mmqa_jax.core.paths import as_path
+from mmqa_jax.data.schema import Material
 from mmqa_jax.data.table_files import real_number
 from mmqa_jax.evaluation.cards import VERDICTS, Card, CardFilter, cards_json
 from mmqa_jax.evaluation.plots import Points, curves_plot, lines_plot, recall_plot
@@ -72,7 +73,7 @@ class ReportData:
       stages: (name, seconds) of the stages, in order.
       run_tables: of the run itself, as its wall time.
       facts: about the run, name -> value (date, device, version, commit, command).
-      attribution: one line per material used, with its license.
+      materials: what the page shows was taken from; a line each.
     """
 
     title: str
@@ -91,7 +92,7 @@ class ReportData:
     stages: Sequence[tuple[str, float]] = ()
     run_tables: Sequence[Table] = ()
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    attribution: Sequence[str] = ()
+    materials: Sequence[Material] = ()
 
 
 def write_report(path: str | os.PathLike, data: ReportData) -> None:

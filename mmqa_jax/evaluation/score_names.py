@@ -36,6 +36,7 @@ _NAMES = {
     "vqa_accuracy/official_from_soft_labels": "VQA accuracy (official, from soft labels)",
     "vqa_accuracy/paper": "VQA accuracy (formula of papers)",
     "vqa_accuracy/prophet": "VQA accuracy (Prophet's code)",
+    "vqa_accuracy/kat": "VQA accuracy (KAT's code)",
     "a_okvqa_da/official": "direct-answer accuracy (A-OKVQA)",
     "a_okvqa_mc/official": "multiple-choice accuracy (A-OKVQA)",
     "choice_accuracy/recorded_choice": "choice accuracy",

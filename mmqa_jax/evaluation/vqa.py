@@ -5,6 +5,7 @@ A score is named by its benchmark and its rule.
     vqa_accuracy/official   leave-one-out over the annotators (GT-Vision-Lab/VQA, vqaEval.py)
     vqa_accuracy/paper      min(1, n / 3), n annotators of the same answer (VQA, section 5)
     vqa_accuracy/prophet    as official by the older script that Prophet's authors score with
+    vqa_accuracy/kat        min(1, n / 3), normalized as SQuAD does (guilk/KAT, src/evaluation.py)
     vqa_accuracy/soft_labels                the weights of published soft labels
     vqa_accuracy/official_from_soft_labels  official accuracy of a weight, where counts are even
     a_okvqa_da/official     exact match with n of the ten answers, min(1, n / 3), without the
@@ -35,6 +36,7 @@ from mmqa_jax.evaluation.scores import (
     scores_of,
 )
 from mmqa_jax.evaluation.scoring import Evaluation
+from mmqa_jax.evaluation.squad import normalize_squad
 from mmqa_jax.evaluation.webqa import has_keywords, keyword_accuracy
 
 # Weights are rounded to three decimals in the published files: 0.333, 0.667, 1.
@@ -74,6 +76,15 @@ def prophet_accuracy(answer: str, references: Sequence[str]) -> float:
     if len(set(references)) > 1:
         references = [process_punctuation(reference) for reference in references]
     return _leaving_one_out(references.count(normalize_answer(answer)), len(references))
+
+
+def kat_accuracy(answer: str, references: Sequence[str]) -> float:
+    """KAT's accuracy (okvqa_ems): min(1, n / 3) for n annotators with the same answer.
+
+    Both sides are always normalized as SQuAD does: number words and contractions stay as they are.
+    """
+    check_several(references, "the accuracy of an answer", "reference answers")
+    return min(1.0, [*map(normalize_squad, references)].count(normalize_squad(answer)) / 3)
 
 
 def soft_label_accuracy(answer: str, labels: Mapping[str, float]) -> float:
@@ -117,6 +128,7 @@ def score_okvqa(questions: Sequence[Question], predictions: Sequence[Prediction]
             "vqa_accuracy/official": lambda said, q: official_accuracy(said, q.answers),
             "vqa_accuracy/paper": lambda said, q: paper_accuracy(said, q.answers),
             "vqa_accuracy/prophet": lambda said, q: prophet_accuracy(said, q.answers),
+            "vqa_accuracy/kat": lambda said, q: kat_accuracy(said, q.answers),
         }
         return Evaluation([_scores(questions, scored, given, scorers)], has_modalities=False)
 

@@ -229,8 +229,8 @@ def _prompt(question: Question, section: Source | None, quoted: Sequence[str]) -
 
 
 def section_title(source: Source) -> str:
-    """The heading of a section; that of its article where it has none, as of its beginning."""
-    return str(source.extra.get(SECTION) or source.title)
+    """The heading of a section; "" where it has none, as of an article's beginning."""
+    return str(source.extra.get(SECTION, ""))
 
 
 def _is_left_out(source: Source) -> bool:

@@ -35,6 +35,8 @@ from mmqa_jax.prompting.source_prompts import MARK, as_prompt, source_picture
 from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.retrieval.rankings import Retriever, find_candidates, gold_ranking
 
+MOST_NEW = 4096  # tokens of an answer, as in the authors' eval/models/llava_one_vision.py
+
 
 def answer_alone(
     questions: Sequence[Question],
@@ -42,7 +44,7 @@ def answer_alone(
     llm: Backend,
     *,
     picture: bool = True,
-    max_new_tokens: int = 128,
+    max_new_tokens: int = MOST_NEW,
 ) -> list[Prediction]:
     """No retrieval.
 
@@ -58,7 +60,7 @@ def answer_given(
     corpus: Corpus,
     llm: Backend,
     *,
-    max_new_tokens: int = 128,
+    max_new_tokens: int = MOST_NEW,
 ) -> list[Prediction]:
     """The pictures that the authors retrieved by CLIP."""
     rankings = [_given(question) for question in questions]
@@ -70,7 +72,7 @@ def answer_gold(
     corpus: Corpus,
     llm: Backend,
     *,
-    max_new_tokens: int = 128,
+    max_new_tokens: int = MOST_NEW,
 ) -> list[Prediction]:
     """The gold pictures."""
     rankings = [gold_ranking(question) for question in questions]
@@ -84,7 +86,7 @@ def answer_retrieved(
     llm: Backend,
     *,
     top_k: int = 5,
-    max_new_tokens: int = 128,
+    max_new_tokens: int = MOST_NEW,
 ) -> list[Prediction]:
     """The retriever's first `top_k` pictures."""
     rankings = find_candidates(questions, retriever, top_k)

@@ -22,6 +22,7 @@ class AskedCorpus(Corpus):
             manifest=prepared.manifest,
             row=prepared.row,
             image_rows=prepared.image_rows,
+            materials=prepared.materials,
         )
         self._prepared = prepared
         self._numbers = itertools.count(1)

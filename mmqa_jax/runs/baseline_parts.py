@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from mmqa_jax.core.serving import OnModel
 from mmqa_jax.data.kat_knowledge import KATKnowledge
 from mmqa_jax.data.picture_vectors import PictureVectors
+from mmqa_jax.data.schema import Material
 from mmqa_jax.runs import identity
 from mmqa_jax.runs.opened_parts import OpenedParts, Part
 
@@ -64,6 +65,11 @@ class FactsSpec(Part):
     """
 
     turn: ClassVar = "file"
+    materials: ClassVar = (
+        Material(
+            "KAT's okvqa.zip, entities of Wikidata and answers of GPT-3", "Gui et al., NAACL 2022"
+        ),
+    )
 
     entities: str = ""
     answers: str = ""

@@ -10,7 +10,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.data.schema import Question
+from mmqa_jax.data.records import materials_of
+from mmqa_jax.data.schema import Question, united
 from mmqa_jax.evaluation.cards import (
     MOST_CARDS,
     RIGHT,
@@ -79,6 +80,7 @@ def write_comparison(path: Path, runs: Sequence[ScoredRun], compared: Mapping[st
             ]
         },
         tables=tables,
+        materials=united(corpus.materials, *(materials_of(run.scores) for run in runs)),
     )
     write_report(path, data)
 
@@ -137,11 +139,13 @@ def _answers(folder: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
 def _corpus(run: ScoredRun) -> tuple[Corpus, str]:
     """The corpus of a run, or an empty one and what the page says of that."""
     file = Path(run.name) / "config.json"
-    folder = read_config(Path(run.name)).get("data", {}).get("dir") if file.exists() else None
-    if not folder or not Path(folder).is_dir():
-        place = f"at {folder}, seen from here" if folder else "named by the run"
+    data = read_config(Path(run.name)).get("data", {}) if file.exists() else {}
+    folders = [folder for folder in (data.get("dir"), data.get("sources")) if folder]
+    missing = [folder for folder in folders if not Path(folder).is_dir()]
+    if missing or not folders:
+        place = f"at {missing[0]}, seen from here" if missing else "named by the run"
         return Corpus([]), f"The data is not {place}: questions and sources are shown by their ids."
-    return open_corpus(Path(folder)), ""
+    return open_corpus(*folders), ""
 
 
 def _card(

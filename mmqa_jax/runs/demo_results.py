@@ -273,7 +273,7 @@ def write_html(
         best_steps={title: found["step"] for title, found in best.items() if found is not None},
         stages=[(name, record["seconds"]) for name, record in stages.items()],
         facts=run_facts(results.folder, results.corpus),
-        attribution=results.corpus.manifest.get("attribution", "").strip().splitlines(),
+        materials=results.corpus.materials,
     )
     write_report(path, data)
 

@@ -15,6 +15,7 @@ from mmqa_jax.data.images import PictureError, decode_upright
 from mmqa_jax.data.region_records import DetectedRegions, RegionFacts, RegionRecords
 from mmqa_jax.data.region_words import check_words, region_words
 from mmqa_jax.data.regions import RegionError
+from mmqa_jax.data.schema import Material
 from mmqa_jax.runs.region_features import NamedPictures
 
 PAGE = "index.html"
@@ -62,7 +63,7 @@ def draw_regions(
             out.write(_png(drawn(image, found, titles)))
         shown.append((picture, file, titles))
     with atomic_write(folder / PAGE) as out:
-        out.write(_page(records.facts, shown))
+        out.write(_page(records.facts, shown, pictures.materials))
     return [picture for picture, _, _ in shown]
 
 
@@ -99,13 +100,18 @@ def _png(image: Image.Image) -> bytes:
     return made.getvalue()
 
 
-def _page(facts: RegionFacts, shown: Sequence[tuple[str, str, list[str]]]) -> str:
+def _page(
+    facts: RegionFacts,
+    shown: Sequence[tuple[str, str, list[str]]],
+    materials: Sequence[Material],
+) -> str:
     random = " with random weights, which find nothing" if facts.random else ""
     figures = "\n".join(
         f'<figure><img src="{file}" alt=""><figcaption><b>{html.escape(picture)}</b>: '
         f"{len(titles)} regions: {html.escape(', '.join(titles))}</figcaption></figure>"
         for picture, file, titles in shown
     )
+    credits = "\n".join(f"<p>{html.escape(str(material))}</p>" for material in materials)
     return (
         '<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>Regions</title>\n'
         '<meta name="viewport" content="width=device-width">\n'
@@ -113,5 +119,6 @@ def _page(facts: RegionFacts, shown: Sequence[tuple[str, str, list[str]]]) -> st
         "vertical-align:top;width:min(480px,100%);margin:8px 0}img{width:100%}"
         "figcaption{font-size:12px;max-height:9em;overflow:auto}</style>\n"
         f"<h1>Regions of {html.escape(facts.detector)}{random}</h1>\n"
-        f"<p>Of each picture the {_BOXES} most certain are drawn.</p>\n{figures}\n</html>\n"
+        f"<p>Of each picture the {_BOXES} most certain are drawn.</p>\n{figures}\n"
+        f"{credits}\n</html>\n"
     )

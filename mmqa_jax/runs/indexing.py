@@ -18,6 +18,7 @@ from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.data.corpus import Corpus, open_corpus, open_sources
 from mmqa_jax.data.records import MANIFEST as CORPUS
+from mmqa_jax.data.records import write_notice
 from mmqa_jax.data.schema import source_text
 from mmqa_jax.retrieval.bm25_disk import build_bm25
 from mmqa_jax.retrieval.embeddings import (
@@ -217,6 +218,7 @@ def export(folder: Path, out: Path, data: Path | None = None) -> dict[str, Any]:
         )
     check_export(out, corpus.ids)
     export_faiss(out, embeddings, corpus.ids)
+    write_notice(out, corpus.materials)
     rows, dim = embeddings.vectors.shape
     print(f"Index of {rows:,} sources x {dim} (faiss): {out / FAISS_INDEX}, {out / FAISS_IDS}")
     return {"rows": rows, "dim": dim, "kind": "faiss", "out": str(out)}

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from mmqa_jax.core.serving import OnModel, Serving
 from mmqa_jax.core.store import Store, check_no_older
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Material
 from mmqa_jax.runs import identity
 from mmqa_jax.runs.resumable import Resumable
 
@@ -24,11 +25,13 @@ class Part(Protocol):
         models, the language model, and last what asks it.
       ranks: the file of retrieval/ that its rankings go to; "": it ranks no sources.
       answers: whether it answers in words.
+      materials: what it shows that is of no corpus, for credits.
     """
 
     turn: ClassVar[Literal["file", "model", "last"]] = "model"
     ranks: ClassVar[str] = ""
     answers: ClassVar[bool] = False
+    materials: ClassVar[tuple[Material, ...]] = ()
 
     def paths(self) -> Sequence[str]:
         """The files and folders that it reads, and names of models that are installed packages."""

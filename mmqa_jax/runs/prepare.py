@@ -11,6 +11,7 @@ from mmqa_jax.core.errors import UserError, first_names
 from mmqa_jax.core.files import write_json
 from mmqa_jax.data import prepare as corpora
 from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.data.records import materials_of
 from mmqa_jax.evaluation.corpus_statistics import (
     corpus_statistics,
     statistics_plots,
@@ -58,6 +59,7 @@ def report_corpus(dataset: str, out: Path) -> dict[str, Any]:
         description=f"{len(corpus.questions()):,} questions, {len(corpus):,} sources.",
         line_plots=statistics_plots(found),
         tables=tables,
+        materials=corpus.materials,
     )
     write_report(out / "report.html", data)
     print(f"Report: {out / 'report.html'}")
@@ -71,8 +73,8 @@ def prepare_atlas(out: Path, countries: int, **options: Any) -> dict[str, Any]:
 
 def corpus_summary(manifest: dict[str, Any], out: Path) -> dict[str, Any]:
     """Prints a corpus's counts, with warnings on stderr; returns what `prepare` returns."""
-    if attribution := manifest["attribution"].strip():
-        print(attribution)
+    for material in materials_of(manifest):
+        print(material)
     counts, origin = manifest["counts"], manifest["origin"]
     missing_files = origin.get("missing_files", {})
     warnings = []

@@ -17,6 +17,7 @@ from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.images import BrokenPictures, PictureError, read_picture_file
 from mmqa_jax.data.record_shards import write_records
 from mmqa_jax.data.records import MANIFEST as CORPUS
+from mmqa_jax.data.records import materials_beside, write_notice
 from mmqa_jax.data.region_exports import (
     check_exports,
     check_held,
@@ -30,6 +31,7 @@ from mmqa_jax.data.region_records import (
     facts_to_json,
 )
 from mmqa_jax.data.region_words import check_words, read_names
+from mmqa_jax.data.schema import Material
 from mmqa_jax.data.vqa_inputs import image_id
 from mmqa_jax.inference.detected_regions import RegionEncoder, facts_of
 from mmqa_jax.inference.region_detector import RegionDetector
@@ -47,11 +49,13 @@ class NamedPictures(NamedTuple):
       names: id -> name.
       read: the encoded bytes by name; PictureError or UserError where there are none.
       fingerprint: of all of them.
+      materials: what they are taken from.
     """
 
     names: Mapping[str, str]
     read: Callable[[str], bytes]
     fingerprint: str
+    materials: tuple[Material, ...] = ()
 
 
 def open_pictures(data: Path, of: Of = "all") -> NamedPictures:
@@ -90,7 +94,7 @@ def open_pictures(data: Path, of: Of = "all") -> NamedPictures:
     def read(name: str) -> bytes:
         return read_picture_file(data / name)
 
-    return NamedPictures(names, read, digest.hexdigest())
+    return NamedPictures(names, read, digest.hexdigest(), materials_beside(data))
 
 
 def _of_corpus(data: Path, of: Of) -> NamedPictures:
@@ -116,7 +120,7 @@ def _of_corpus(data: Path, of: Of) -> NamedPictures:
             raise PictureError(f"{name}: is not in the corpus.")
         return found
 
-    return NamedPictures(names, read, corpus.fingerprint)
+    return NamedPictures(names, read, corpus.fingerprint, corpus.materials)
 
 
 def _add(names: dict[str, str], picture: str, name: str) -> None:
@@ -221,6 +225,7 @@ def write_regions(
     if not complete:
         print(f"This process's part is in {out}; other processes have not finished theirs.")
         return {**found, "waiting_for_other_shards": True}
+    write_notice(out, pictures.materials)
     print(f"Regions of {len(RegionRecords(out)):,} pictures: {out}")
     return found
 
@@ -234,6 +239,7 @@ def export_all(out: Path, kinds: Sequence[str], least: float | None = None) -> d
         folder = export_folder(out, kind)
         with Progress(f"Export {kind}", len(records), "pictures") as progress:
             export_regions(records, kind, folder, least=least, advance=progress.advance)
+        write_notice(folder, materials_beside(out))
         written[kind] = str(folder)
         print(f"{kind}: {folder}")
     return written

@@ -64,6 +64,7 @@ def write_results(
             f"pairs of question and source without a score, which count as 0: {answered.unscored:,}"
         )
     scores = _scores(row, questions, predictions, evaluation, limit, answered.llm)
+    scores["materials"] = list(map(dataclasses.asdict, row.materials(corpus)))
     found = rankings.get("candidates") or rankings.get("relevance")
     if row.answers and found:
         scores |= _lost(row, questions, predictions, evaluation, found)

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import config_fingerprint, flatten, to_plain_dict
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json
 from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.core.paths import as_path, in_store
 from mmqa_jax.core.typed import (
@@ -31,7 +32,8 @@ from mmqa_jax.core.typed import (
 from mmqa_jax.core.workdir import is_free, read_config
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.question_pictures import GoldContext, with_gold_sources
-from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.data.records import holds_corpus, materials_of, read_manifest
+from mmqa_jax.data.schema import Material, Prediction, Question, united
 from mmqa_jax.data.splits import evenly, fold_of, split_questions
 from mmqa_jax.evaluation.benchmarks import BENCHMARKS, check_judged
 from mmqa_jax.evaluation.source_selection import check_threshold
@@ -44,6 +46,7 @@ from mmqa_jax.runs.opened_parts import OpenedParts, Part
 from mmqa_jax.runs.parts import (
     LLM_FREE,
     LLMS,
+    FinishedSpec,
     KnowledgeSpec,
     LLMSpec,
     RerankerSpec,
@@ -250,6 +253,15 @@ class Row:
         """Its questions and sources."""
         corpus = open_corpus(self.data.dir, self.data.sources)
         return with_gold_sources(corpus, self.data.context) if self.data.context else corpus
+
+    def materials(self, corpus: Corpus) -> tuple[Material, ...]:
+        """What its pages show: of its corpus, its parts, and the corpora and runs they read."""
+        read = [read_manifest(path) for path in self.paths() if holds_corpus(path)]
+        for part in self.parts.values():
+            if isinstance(part, FinishedSpec) and (Path(part.run) / "scores.json").is_file():
+                read.append(read_json(Path(part.run) / "scores.json"))
+        own = [part.materials for part in self.parts.values()]
+        return united(corpus.materials, *own, *map(materials_of, read))
 
     def questions(self, corpus: Corpus) -> list[Question]:
         """Its questions, sampled evenly down to data.questions; UserError if there are none."""

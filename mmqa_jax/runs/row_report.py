@@ -14,6 +14,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, read_jsonl
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.records import materials_of
 from mmqa_jax.data.schema import Prediction, Question, Ranking, is_answerable
 from mmqa_jax.evaluation.benchmarks import BENCHMARKS
 from mmqa_jax.evaluation.cards import (
@@ -119,7 +120,7 @@ def write_row_report(
         tables=tables,
         recall={scores["row"]: recall} if recall else {},
         facts=row_facts(folder) | run_facts(folder, corpus),
-        attribution=corpus.manifest.get("attribution", "").strip().splitlines(),
+        materials=materials_of(scores),
     )
     write_report(folder / "report.html", data)
     return tables
@@ -264,6 +265,8 @@ def report_row(folder: Path) -> tuple[Path, list[Table]]:
     rankings = {
         name: read_rankings(file, ids, corpus.row) for name, file in files.items() if file.exists()
     }
+    if "materials" not in scores:  # of an older run
+        scores["materials"] = list(map(dataclasses.asdict, row.materials(corpus)))
     evaluation = _evaluation(row, questions, predictions, run.per_question)
     tables = write_row_report(folder, scores, evaluation, corpus, questions, predictions, rankings)
     return folder / "report.html", tables

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from mmqa_jax.data.records import materials_of
+from mmqa_jax.data.schema import united
 from mmqa_jax.evaluation.report import Bar, ReportData, write_report
 from mmqa_jax.evaluation.significance import Interval
 from mmqa_jax.evaluation.tables import Cell, Table, llm_columns, llm_use
@@ -39,6 +41,7 @@ def report_rows(folder: Path) -> tuple[Path, list[Table]]:
         description="The best first; a row's name leads to its report.",
         bars=bars,
         tables=tables,
+        materials=united(*map(materials_of, rows.values())),
     )
     write_report(folder / "report.html", data)
     return folder / "report.html", tables

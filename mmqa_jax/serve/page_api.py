@@ -84,8 +84,15 @@ class PageApi:
             }
             for system in parts.systems.values()
         ]
-        sources = 0 if parts.corpus is None else len(parts.corpus)
-        return JSONResponse({"title": parts.title, "systems": systems, "sources": sources})
+        corpus = parts.corpus
+        return JSONResponse(
+            {
+                "title": parts.title,
+                "systems": systems,
+                "sources": 0 if corpus is None else len(corpus),
+                "credits": [] if corpus is None else list(map(str, corpus.materials)),
+            }
+        )
 
     async def ask(self, request: Request) -> Response:
         """An answer as server-sent events: those of `systems.py`, then `answer` or `error`."""

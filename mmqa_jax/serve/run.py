@@ -219,6 +219,7 @@ def _of_workdir(
                 "them back, or start where the row was run if their paths are relative."
             )
         corpus = AskedCorpus(row.open_corpus())
+        corpus.materials = row.materials(corpus)
         opened = OpenedParts(corpus)
         return corpus, None, [RowSystem(row, corpus, opened, threads, computing)]
     data = workdir / "data"
@@ -233,4 +234,5 @@ def _of_workdir(
         same = same and not (row.data.context or row.data.sources)
         if same and row.answers and not row.answering.needs_all and not row.missing_inputs():
             systems.append(RowSystem(row, demo.corpus, opened, threads, computing))
+            demo.corpus.materials = row.materials(demo.corpus)
     return demo.corpus, demo, systems

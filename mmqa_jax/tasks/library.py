@@ -46,6 +46,7 @@ class LibrarySpec:
     turn: ClassVar = "model"
     ranks: ClassVar = ""
     answers: ClassVar = False
+    materials: ClassVar = ()
 
     data: str = ""
     split: str = "train"

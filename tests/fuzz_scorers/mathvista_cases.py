@@ -160,9 +160,12 @@ def _normalized(given: dict[str, Any]) -> list[str | None]:
 
 
 def _draw_file(draw: random.Random) -> list[dict[str, Any]]:
+    """Problems as JSON has them: an extraction may be a number, a list or null, too."""
+    no_texts = (5, 5.0, 0.5, 5.554, 3.7, 1000, [1, 2], None)
     return [
         {
             **_draw_problem(draw),
+            **({"extraction": draw.choice(no_texts)} if draw.random() < 0.3 else {}),
             "metadata": {
                 **{key: draw.choice(values) for key, values in _VALUES.items()},
                 "skills": draw.sample(_SKILLS, draw.randint(1, 3)),

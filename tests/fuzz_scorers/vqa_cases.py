@@ -15,9 +15,10 @@ from mmqa_jax.evaluation import vqa
 from mmqa_jax.evaluation.answer_text import pica_answer, prep_ans
 from mmqa_jax.evaluation.vqa_formats import read_aokvqa_predictions, read_okvqa_predictions
 from tests.fuzz_scorers import traps
-from tests.fuzz_scorers.case import Case, Raised, Score, always
+from tests.fuzz_scorers.case import Case, Known, Raised, Score, always
 from tests.fuzz_scorers.files import written
 from tests.fuzz_scorers.official import definitions
+from tests.fuzz_scorers.text_cases import boundaries_differ
 
 _UNROUNDED = 30  # decimals to which the official code rounds percentages
 _TYPES = ("what", "how many", "is the")
@@ -151,6 +152,15 @@ def _draw_answer(draw: random.Random) -> str:
     return traps.text(draw)
 
 
+def _official_kat(file: Path) -> Score:
+    rule = definitions(file, "okvqa_ems").okvqa_ems
+    return lambda given: rule(given["answer"], given["references"])
+
+
+def _boundaries_differ(given: dict[str, Any]) -> bool:
+    return boundaries_differ([given["answer"], *given["references"]])
+
+
 def _official_prep_ans(file: Path) -> Score:
     return definitions(file, "prep_ans").prep_ans
 
@@ -190,6 +200,15 @@ CASES = (
         official=_official_accuracy,
         ours=_of_answer(vqa.prophet_accuracy),
         tolerance=_SUM,
+    ),
+    Case(
+        "vqa_kat",
+        "guilk/KAT",
+        "src/evaluation.py",
+        draw=_draw_annotated,
+        official=_official_kat,
+        ours=_of_answer(vqa.kat_accuracy),
+        known=(Known("KAT's word boundaries are those of the package regex", _boundaries_differ),),
     ),
     Case(
         "prep_ans",

@@ -202,6 +202,7 @@ def write_documents(folder: Path, questions: list[dict]) -> Path:
     for name, rows in (("sources", sources), ("questions", questions)):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text)
+    (folder / "ATTRIBUTION.txt").write_text("Flags of lands, by nobody, CC0")
     return folder
 
 

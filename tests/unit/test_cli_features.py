@@ -54,6 +54,7 @@ def pictures(tmp_path_factory):
         (folder / f"{name}.png").write_bytes(encoded(size, seed))
     (folder / "broken.jpg").write_bytes(b"no picture")
     (folder / "notes.txt").write_text("x")
+    (folder / "ATTRIBUTION.txt").write_text("Noise, by <us>")
     (folder / ".hidden.png").write_bytes(encoded((8, 8)))
     return folder
 
@@ -114,6 +115,9 @@ def test_exports_and_drawings(first):
     assert (out / "exports/vinvl/labels.tsv").read_text().count("\n") == 4
     page = (out / "drawn/index.html").read_text()
     assert page.count("<figure>") == 2
+    assert page.count("<p>Noise, by &lt;us&gt;</p>") == 1
+    for kind in ("vinvl", "npz"):
+        assert (out / "exports" / kind / "ATTRIBUTION.txt").read_text() == "Noise, by <us>\n"
     assert Image.open(out / "drawn/0001.png").size == (8 * 33, 8 * 64)
 
 
@@ -249,6 +253,7 @@ def test_pictures_of_a_corpus(tmp_path):
     done("prepare", "corpus", f"--raw={raw}", f"--out={tmp_path / 'data'}")
     found = open_pictures(tmp_path / "data")
     assert found.names
+    assert list(map(str, found.materials)) == ["Flags of lands, by nobody, CC0"]
     for picture, name in found.names.items():
         image = decode(found.read(name), name)
         assert detector_picture(image, open_kind()).pixels.ndim == 3, picture

@@ -383,6 +383,7 @@ def test_an_index_for_faiss(data, index, refused, tmp_path):
     assert result == {"rows": 11, "dim": 32, "kind": "faiss", "out": str(out)}
     sources = open_corpus(data).sources
     assert (out / "docid").read_text().splitlines() == [source.id for source in sources]
+    assert (out / "ATTRIBUTION.txt").read_text() == "Flags of lands, by nobody, CC0\n"
     vectors = np.load(index / "embeddings" / "embeddings.npy")
     searched = faiss.read_index(str(out / "index"))
     assert searched.search(vectors, 1)[1][:, 0].tolist() == list(range(11))

@@ -179,6 +179,21 @@ def test_scorers_are_official(listed):
             assert row["scorer"] == f"{scorer}/official"
 
 
+def test_kats_figures_are_by_kats_scorer(everything):
+    """Those of its README and the one that MAVL cites: okvqa_ems of guilk/KAT."""
+    scorers = {
+        (row["table"], row["config_row"]): row["scorer"]
+        for row in everything
+        if row["config_row"].startswith("kat_")
+    }
+    assert scorers == {
+        ("1", "kat_large"): "vqa_accuracy/kat",
+        ("KAT, README.md", "kat_base"): "vqa_accuracy/kat",
+        ("KAT, README.md", "kat_large"): "vqa_accuracy/kat",
+        ("KAT, README.md", "kat_large_explicit"): "vqa_accuracy/kat",
+    }
+
+
 @pytest.mark.parametrize("row", ["vlp", "clip2_vlp", "clip20_vlp"])
 def test_table_6_has_the_means_of_table_7(row, listed):
     """Of 3,464 image and 4,076 text questions: its source F1 was computed by the same scorer."""

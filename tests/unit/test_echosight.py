@@ -157,6 +157,21 @@ def test_a_section_is_cut_to_the_context():
     assert answer.trace["too_long"]
 
 
+def test_a_section_without_a_title_has_none_in_the_prompt():
+    """reconstruct_wiki_sections writes the title of a section as it is, an empty one too."""
+    source = Source("s", "text", "Text.", "References", extra={"article": "u"})
+    question = Question("q", "test", "Q?", extra={"wikipedia_url": "u"})
+    llm = FakeLLM(lambda prompt: ("x", 0.0))
+    found = echosight.sections_of(Corpus([source]), Ranking("q", ("u",), (1.0,)))
+    assert found.sources == ("s",)  # the article's title does not leave a section out
+    echosight.read_best([question], Corpus([source]), [found], llm, echosight.MISTRALS, "")
+    assert (
+        llm.seen[0]
+        .messages[0]
+        .text.startswith("Context: # Wiki Article: References\n## Section Title: \nText.\n")
+    )
+
+
 def test_an_article_is_known_by_all_of_its_names():
     sources = [
         Source("a", "text", "x", extra={"url": "https://w/A", "wikidata": "Q1"}),

@@ -188,6 +188,17 @@ def opened(encoder, monkeypatch):
     return models
 
 
+def test_ask_prints_the_credits_once(opened, tmp_path):
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    row = {"id": "s", "modality": "text", "text": "Wash the filter weekly."}
+    (raw / "sources.jsonl").write_text(json.dumps(row))
+    (raw / "ATTRIBUTION.txt").write_text("Manuals, by somebody, CC BY 4.0")
+    ended = mmqa("ask", f"--data={raw}", "--json", "Wash the filter?", "When to wash it?")
+    assert ended.code == 0, ended.err
+    assert ended.err.splitlines().count("Manuals, by somebody, CC BY 4.0") == 1
+
+
 def test_ask_prints_the_answer_and_its_sources(opened, folder):
     (folder / "empty.pdf").write_bytes(b"")
     ended = mmqa("ask", f"--data={folder}", "--json", "When to wash the filter?")

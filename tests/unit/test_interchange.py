@@ -283,7 +283,7 @@ def test_openstax(tmp_path):
         kept = [row for row in every if row["positives"] and ids.issuperset(row["positives"])]
     assert len(kept) >= 50
     write(folder, rows, kept)
-    manifest = prepare_interchange(folder, tmp_path / "out", attribution="OpenStax, CC BY 4.0")
+    manifest = prepare_interchange(folder, tmp_path / "out")
     corpus = open_corpus(tmp_path / "out")
     assert manifest["counts"]["broken_pictures"] == 0
     assert [dataclasses.astuple(s)[:4] for s in corpus.sources] == [

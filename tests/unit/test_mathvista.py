@@ -19,6 +19,7 @@ from mmqa_jax.evaluation.mathvista import (
     edit_distance,
     extracted_by_rule,
     normalized,
+    read_mathvista_predictions,
     score_mathvista,
 )
 from mmqa_jax.papers.mathvista import SETTINGS, answer_mathvista, extract_finished
@@ -265,6 +266,20 @@ def test_scores_by_the_scripts_keys(data):
     shortest = dataclasses.replace(of("text"), answers=("increase",))
     (scores,) = score_mathvista([shortest], [Prediction("q", "")]).scored
     assert scores.scores == {"mathvista/official": 1.0, "mathvista/empty_wrong": 0.0}
+
+
+def test_extractions_that_are_no_texts_are_read_as_the_script_reads_them(tmp_path):
+    """calculate_score.py: float() of a number, str() of all else; null is the text `None`."""
+    path = tmp_path / "output.json"
+    said = {"1": 14, "2": 2.5, "3": [1, 2], "4": None, "5": "x"}
+    path.write_text(json.dumps({pid: {"extraction": one} for pid, one in said.items()}))
+    found = {one.question_id: one.answer for one in read_mathvista_predictions(path)}
+    assert found == {"1": "14", "2": "2.5", "3": "[1, 2]", "4": "None", "5": "x"}
+    path.write_text(json.dumps({"1": {"response": None}, "2": {"response": 7}}))
+    assert [one.answer for one in read_mathvista_predictions(path)] == ["", "7"]
+    path.write_text(json.dumps({"1": {"extraction": {"value": 14}}}))
+    with pytest.raises(UserError, match="problem 1: `extraction` or `response` was expected"):
+        read_mathvista_predictions(path)
 
 
 def test_official_files_in_and_out(data, tmp_path):

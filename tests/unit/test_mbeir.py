@@ -7,6 +7,7 @@ import json
 import pytest
 from cli_runs import ROOT, done, mmqa, png, write_rows
 
+from mmqa_jax.core.config import config_beside
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.datasets.mbeir import as_sentence, candidate_modality, dataset_of, read_mbeir
@@ -364,3 +365,10 @@ def test_a_pool_outside_its_folder_is_refused(tmp_path):
 def test_a_place_without_rankings_is_refused(place, tmp_path):
     with pytest.raises(UserError, match="no file of rankings is there; give rankings of `mmqa sea"):
         read_found(tmp_path / place)
+
+
+def test_published_figures_are_those_of_pyserini():
+    """Sums over the sixteen sets in pyserini/2cr/m_beir.yaml of castorini/pyserini at f1e6c840."""
+    tables = config_beside(f"{ROOT}/configs/mbeir/tables.py", "tables.py")
+    columns = zip(*tables.PUBLISHED.values(), strict=True)
+    assert [round(sum(column), 4) for column in columns] == [8.0282, 7.6016, 7.4323, 7.0928]

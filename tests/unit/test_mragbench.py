@@ -137,6 +137,12 @@ def test_prompts_are_the_authors(data):
     assert second == (SEVERAL, Picture(OTHER), Picture(FOUND), ASKED)
 
 
+@pytest.mark.parametrize("name", SETTINGS)
+def test_answers_are_as_long_as_the_authors(name):
+    """max_new_tokens of eval/models/llava_one_vision.py."""
+    assert SETTINGS[name].options({})["max_new_tokens"] == 4096
+
+
 def test_questions_without_retrieved_pictures_are_refused():
     message = "^setting given: no question has retrieved pictures; .* or use setting retrieved"
     with pytest.raises(UserError, match=message):

@@ -171,6 +171,21 @@ def test_official_files_in_and_out(data, tmp_path):
     )
 
 
+def test_a_text_of_the_official_file_is_kept_whole(data, tmp_path):
+    """allenai/multimodalqa's evaluate.py gives list_em 0 and list_f1 .43 for this text."""
+    path, submission = tmp_path / "official.json", tmp_path / "submission.json"
+    path.write_text(json.dumps({"q2": "Mask; The Bad News Bears", "q3": [0]}))
+    flags = f"--references={data}", f"--predictions={path}", f"--submission={submission}", "--json"
+    scores = done("evaluate", "multimodalqa", *flags)["scores"]
+    assert scores == {
+        "multimodalqa/list_em": 0.0,
+        "multimodalqa/list_f1": pytest.approx(0.43 / 3),
+    }
+    assert json.loads(submission.read_text()) == {
+        "q1": "", "q2": "Mask; The Bad News Bears", "q3": "0",
+    }  # fmt: skip
+
+
 _UNKNOWN = {**QUESTIONS[0], "supporting_context": [{"doc_id": "zz"}]}
 _NO_TABLE = {**TABLES[0], "table": {"header": 1}}
 

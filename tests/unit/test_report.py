@@ -12,6 +12,7 @@ import pytest
 from report_pages import card_data, cards_of
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.schema import Material
 from mmqa_jax.evaluation import tables
 from mmqa_jax.evaluation.cards import (
     Card,
@@ -91,7 +92,7 @@ def full_report():
         title="Atlas <1>",
         description="What it is.",
         notice="Numbers are not WebQA's.",
-        attribution=["Pictures: OpenMoji (https://openmoji.org), CC BY-SA 4.0."],
+        materials=[Material("Pictures: OpenMoji", "https://openmoji.org", "CC BY-SA 4.0")],
         facts={"device": "cpu"},
         headline={"accuracy": 0.7},
         tables=[

@@ -78,6 +78,26 @@ def test_prophets_older_script(said, references, prophet, official):
     assert vqa.official_accuracy(said, references) == pytest.approx(official)
 
 
+@pytest.mark.parametrize(
+    ("said", "same", "count", "kat", "official"),
+    [
+        ("The Cat!", "cat", 3, 1.0, 0.9),  # three of ten are enough
+        ("cat", "a cat", 1, 1 / 3, 0.3),
+        ("two", "2", 3, 0.0, 0.9),  # number words stay
+        ("x-y", "xy", 3, 1.0, 0.0),
+        ("the cat", "cat", 10, 1.0, 0.0),  # normalized also where all agree
+        ("", "the", 4, 1.0, 1.0),
+    ],
+)
+def test_kats_own_score(said, same, count, kat, official):
+    """What okvqa_ems of guilk/KAT (src/evaluation.py) gives for these ten answers."""
+    references = (same,) * count + ("dog",) * (10 - count)
+    question = Question("q", "test", "?", answers=references)
+    (scores,) = vqa.score_okvqa([question], [Prediction("q", said)]).scored
+    assert scores.scores["vqa_accuracy/kat"] == pytest.approx(kat)
+    assert scores.scores["vqa_accuracy/official"] == pytest.approx(official)
+
+
 def test_nothing_is_normalized_where_all_annotators_agree():
     assert vqa.official_accuracy("the cat", ["cat"] * 10) == 0.0
     assert vqa.official_accuracy(" cat\n", ["cat"] * 10) == 1.0  # but whitespace is

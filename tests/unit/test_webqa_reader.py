@@ -13,7 +13,7 @@ from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.datasets import webqa
 from mmqa_jax.data.images import PictureError, decode
 from mmqa_jax.data.prepare import prepare_release
-from mmqa_jax.data.schema import WEBQA_CATEGORIES, Prediction, Source
+from mmqa_jax.data.schema import WEBQA_CATEGORIES, Material, Prediction, Source
 
 COLORS = {30000000: (255, 0, 0), 30000001: (0, 255, 0), 30000002: (0, 0, 255)}
 
@@ -148,7 +148,7 @@ def test_prepare_and_open_give_back_the_official_facts(release, tmp_path):
     assert corpus.candidates(g4) == corpus.positive_rows(g4) == []
 
     assert manifest == corpus.manifest
-    assert manifest["attribution"] == "CC0, somebody"
+    assert corpus.materials == (Material("CC0, somebody"),)
     assert manifest["counts"] == {
         "sources": 7, "questions": 4, "pictures": 3, "broken_pictures": 0,
         "questions_without_sources": 1,
@@ -226,6 +226,7 @@ def test_broken_pictures_are_counted_named_and_limited(release, tmp_path):
     assert "imgs.tsv, row 1: broken base64" in manifest["broken_pictures"]["images/30000001"]
     assert "unknown format" in manifest["broken_pictures"]["images/30000002"]
     corpus = open_corpus(tmp_path / "out")
+    assert corpus.materials == webqa.MATERIALS  # without a notice
     lost = corpus.sources[corpus.row["30000001"]]
     assert (lost.image, lost.modality, lost.text) == (None, "image", "Caption 30000001")
     assert corpus.picture(corpus.row["30000001"]) is None

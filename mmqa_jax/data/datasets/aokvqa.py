@@ -30,7 +30,7 @@ from mmqa_jax.data.datasets.benchmark import (
     one_file,
 )
 from mmqa_jax.data.datasets.parquet import ParquetPictures, parquet_rows
-from mmqa_jax.data.schema import SPLITS, Question
+from mmqa_jax.data.schema import SPLITS, Material, Question
 
 # Keys of Question.extra; difficult questions do not count in the direct-answer score.
 DIFFICULT, RATIONALES = "difficult_direct_answer", "rationales"
@@ -41,9 +41,11 @@ _ANSWERS = ("correct_choice_idx", "direct_answers", DIFFICULT, RATIONALES)
 _FIELDS = {"split", *_NEEDED, "correct_choice_idx", "direct_answers"}  # of Question itself
 # The official v1p0 files; the paper (section 3) rounds them to 17.1k, 1.1k and 6.7k.
 PUBLISHED_COUNTS = {"train questions": 17_056, "val questions": 1_145, "test questions": 6_702}
-ATTRIBUTION = (
-    "A-OKVQA (Schwenk et al., ECCV 2022), Apache-2.0; pictures: COCO, under Flickr's terms of use; "
-    "VinVL captions and tags: PICa's release (MIT); captions_aokvqa.json: Prophet's (Apache-2.0)."
+MATERIALS = (
+    Material("A-OKVQA", "Schwenk et al., ECCV 2022", "Apache-2.0"),
+    coco.PICTURES,
+    coco.VINVL,
+    Material("captions_aokvqa.json", "Prophet's release", "Apache-2.0"),
 )
 
 
@@ -127,7 +129,6 @@ def read_aokvqa(path: Path) -> Benchmark:
         published=PUBLISHED_COUNTS,
         files=files.found,
         missing=files.missing,
-        attribution=ATTRIBUTION,
         read_picture=pictures if names else None,
         inputs=pictures.signature(names) if names else None,
     )

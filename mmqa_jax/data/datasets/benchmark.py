@@ -36,7 +36,6 @@ class Benchmark:
       published: the published figures for some or all of `counts`.
       files: the files that were read.
       missing: optional file that was not found -> what is therefore absent.
-      attribution: license and credits.
       read_picture: encoded bytes of a picture of a question or source; None where there are none.
       inputs: identifies the picture files, see records.write_records.
       sources: what the questions may be answered from, if that is part of the benchmark.
@@ -48,7 +47,6 @@ class Benchmark:
     published: Mapping[str, int]
     files: list[Path]
     missing: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    attribution: str = ""
     read_picture: Callable[[str], bytes] | None = None
     inputs: str | None = None
     sources: Sequence[Source] = ()

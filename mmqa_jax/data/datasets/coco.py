@@ -19,9 +19,13 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, read_text
 from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.data.datasets.benchmark import CAPTION, TAGS, OfficialFiles
-from mmqa_jax.data.schema import Question
+from mmqa_jax.data.schema import Material, Question
 from mmqa_jax.data.table_files import real_number, whole_number
 
+PICTURES = Material(
+    "COCO, pictures and captions by people", "Lin et al., ECCV 2014", "under Flickr's terms of use"
+)
+VINVL = Material("VinVL captions and tags", "PICa's release", "MIT")
 PEOPLE_CAPTIONS = "coco_captions"  # key of Question.extra: COCO's captions by people
 DESCRIPTIONS = (CAPTION, TAGS, PEOPLE_CAPTIONS)
 

@@ -22,7 +22,7 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.data.datasets.benchmark import Benchmark, OfficialFiles, PictureFiles
-from mmqa_jax.data.schema import Question
+from mmqa_jax.data.schema import Material, Question
 from mmqa_jax.data.table_files import read_table, whole_number
 
 TYPES = ("templated", "automatic", "multi_answer", "2_hop")
@@ -32,8 +32,10 @@ ITEMS = "&&"
 # question has (from 0), how many articles it needs, and whether the article is not in train.
 ARTICLES, SECTIONS, PICTURE, HOPS = "wikipedia_url", "evidence_section_id", "picture", "hops"
 UNSEEN = "unseen_entity"
-ATTRIBUTION = (
-    "Encyclopedic-VQA (Mensink et al., ICCV 2023); pictures: iNaturalist 2021, Google Landmarks v2."
+MATERIALS = (
+    Material("Encyclopedic-VQA", "Mensink et al., ICCV 2023"),
+    Material("iNaturalist 2021, pictures"),
+    Material("Google Landmarks v2, pictures"),
 )
 
 _SPLITS = ("train", "val", "test")
@@ -83,7 +85,6 @@ def read_evqa(folder: Path) -> Benchmark:
         published={},
         files=files.found,
         missing=files.missing,
-        attribution=ATTRIBUTION,
         read_picture=pictures if shown else None,
         inputs=pictures.signature(shown) if shown else None,
     )

@@ -20,7 +20,7 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl
 from mmqa_jax.data.datasets.benchmark import Benchmark, OfficialFiles, PictureFiles
-from mmqa_jax.data.schema import Question
+from mmqa_jax.data.schema import Material, Question
 from mmqa_jax.data.table_files import real_number
 
 # Keys of Question.extra: what is not in train, the range of a numerical answer, the entity.
@@ -33,7 +33,10 @@ PUBLISHED_COUNTS = {
     "val questions": 73_620,
     "test questions": 347_980,
 }
-ATTRIBUTION = "InfoSeek (Chen et al., EMNLP 2023); pictures: OVEN, of their own data sets."
+MATERIALS = (
+    Material("InfoSeek", "Chen et al., EMNLP 2023"),
+    Material("OVEN, pictures of several data sets", license="under their own licenses"),
+)
 
 _SPLITS = ("train", "val", "test")
 _UNSEEN = ("unseen_question", "unseen_entity")
@@ -88,7 +91,6 @@ def read_infoseek(folder: Path) -> Benchmark:
         published=PUBLISHED_COUNTS,
         files=files.found,
         missing=files.missing,
-        attribution=ATTRIBUTION,
         read_picture=pictures if names else None,
         inputs=pictures.signature(names) if names else None,
     )

@@ -20,7 +20,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.data.datasets.benchmark import Benchmark, OfficialFiles, PictureFiles
 from mmqa_jax.data.datasets.parquet import ParquetPictures, parquet_rows
-from mmqa_jax.data.schema import Question
+from mmqa_jax.data.schema import Material, Question
 from mmqa_jax.data.table_files import real_number
 
 # Keys of Question.extra that decide how an answer is normalized, and the unit that prompts name.
@@ -32,7 +32,13 @@ GROUPS = ("language", "source", "category", "task", "context", "grade", "skills"
 
 # The paper, table 1.
 PUBLISHED_COUNTS = {"val questions": 1_000, "test questions": 5_141}
-ATTRIBUTION = "MathVista (Lu et al., ICLR 2024), CC BY-SA 4.0; pictures: of their own data sets."
+MATERIALS = (
+    Material(
+        "MathVista",
+        "Lu et al., ICLR 2024",
+        "CC BY-SA 4.0; pictures under their data sets' licenses",
+    ),
+)
 
 _SPLITS = {"testmini": "val", "test": "test"}
 _NEEDED = ("pid", "question", "choices", "answer", KIND, ANSWER_TYPE, PRECISION, UNIT, "metadata")
@@ -96,7 +102,6 @@ def read_mathvista(folder: Path) -> Benchmark:
         published=PUBLISHED_COUNTS,
         files=files.found,
         missing=files.missing,
-        attribution=ATTRIBUTION,
         read_picture=pictures if names else None,
         inputs=inputs if names else None,
     )

@@ -25,7 +25,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_text
 from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.data.datasets.benchmark import Benchmark, OfficialFiles, PictureFiles, object_rows
-from mmqa_jax.data.schema import SPLITS, Question, Source
+from mmqa_jax.data.schema import SPLITS, Material, Question, Source
 from mmqa_jax.data.splits import fold_of
 from mmqa_jax.data.table_files import whole_number
 
@@ -55,9 +55,13 @@ SETS = (
 # Keys of `extra`: a query without its instruction; what WebQA calls a query or a candidate of it.
 QUERY, WEBQA_ID = "query", "webqa_id"
 _MODALITY = "modality"  # of a candidate whose text or picture does not tell it
-ATTRIBUTION = (
-    "M-BEIR (Wei et al., ECCV 2024), of VisualNews, Fashion200K, WebQA, EDIS, NIGHTS, OVEN, "
-    "InfoSeek, FashionIQ, CIRR and MSCOCO, under their own licenses."
+MATERIALS = (
+    Material(
+        "M-BEIR",
+        "Wei et al., ECCV 2024",
+        "VisualNews, Fashion200K, WebQA, EDIS, NIGHTS, OVEN, InfoSeek, FashionIQ, CIRR and MSCOCO, "
+        "under their own licenses",
+    ),
 )
 
 _UNION = "cand_pool/global/mbeir_union_test_cand_pool.jsonl"
@@ -128,7 +132,6 @@ def read_mbeir(path: Path) -> Benchmark:
         published={},
         files=files.found,
         missing=files.missing,
-        attribution=ATTRIBUTION,
         read_picture=pictures if found else None,
         inputs=pictures.signature(sorted(found)) if found else None,
     )

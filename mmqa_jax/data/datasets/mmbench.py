@@ -28,7 +28,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.datasets.benchmark import CAPTION, Benchmark, OfficialFiles, one_file
 from mmqa_jax.data.datasets.coco import with_captions
 from mmqa_jax.data.picture_bounds import PictureError, check_bytes
-from mmqa_jax.data.schema import Question
+from mmqa_jax.data.schema import Material, Question
 from mmqa_jax.data.table_files import SUFFIXES, read_table, whole_number
 
 PASS_STEP = 1_000_000
@@ -39,7 +39,7 @@ PREDICTION = "prediction"  # a column of tables that hold a system's answers
 
 # The repository's list of downloads; the paper (table 2) counts 2,974 in all.
 PUBLISHED_COUNTS = {"val questions": 1_164, "test questions": 1_784}
-ATTRIBUTION = "MMBench (Liu et al., ECCV 2024), Apache-2.0."
+MATERIALS = (Material("MMBench", "Liu et al., ECCV 2024", "Apache-2.0"),)
 
 _LETTERS = "ABCDEFGH"
 _NEEDED = ("index", "question", "A", "B")
@@ -111,7 +111,6 @@ def read_mmbench(path: Path) -> Benchmark:
         published=PUBLISHED_COUNTS,
         files=files.found,
         missing=files.missing,
-        attribution=ATTRIBUTION,
         read_picture=pictures if texts else None,
         inputs=pictures.signature() if texts else None,
     )

@@ -20,7 +20,7 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.datasets.benchmark import Benchmark, OfficialFiles
 from mmqa_jax.data.datasets.parquet import PictureColumns, parquet_rows
-from mmqa_jax.data.schema import Question
+from mmqa_jax.data.schema import Material, Question
 
 # Keys of Question.extra: `multiple-choice` or `open`, and the topic's difficulty.
 KIND, DIFFICULTY = "question_type", "topic_difficulty"
@@ -45,7 +45,9 @@ SUBJECTS = tuple(subject for subjects in DISCIPLINES.values() for subject in sub
 
 # The paper, table 1.
 PUBLISHED_COUNTS = {"train questions": 150, "val questions": 900, "test questions": 10_500}
-ATTRIBUTION = "MMMU (Yue et al., CVPR 2024), Apache-2.0; pictures: of their own sources."
+MATERIALS = (
+    Material("MMMU", "Yue et al., CVPR 2024", "Apache-2.0; pictures under their sources' licenses"),
+)
 
 _SPLITS = {"dev": "train", "validation": "val", "test": "test"}
 _ID = re.compile(r"(dev|validation|test)_(\w+)_(\d+)")
@@ -89,7 +91,6 @@ def read_mmmu(folder: Path) -> Benchmark:
         counts=_counts(ordered),
         published=PUBLISHED_COUNTS,
         files=files.found,
-        attribution=ATTRIBUTION,
         read_picture=pictures,
         inputs=pictures.signature(),
     )

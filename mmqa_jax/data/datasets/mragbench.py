@@ -20,7 +20,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.datasets.benchmark import Benchmark, OfficialFiles, PictureFiles
 from mmqa_jax.data.datasets.parquet import PictureColumns, parquet_rows
 from mmqa_jax.data.picture_bounds import PictureError
-from mmqa_jax.data.schema import Question, Source
+from mmqa_jax.data.schema import Material, Question, Source
 
 # Keys of Question.extra: the paper's two aspects and `Others`, and the given sources, best first.
 ASPECT, RETRIEVED = "aspect", "retrieved"
@@ -32,7 +32,7 @@ SCENARIOS = (
 
 # The paper's abstract: pictures of questions and of the corpus together.
 PUBLISHED_COUNTS = {"test questions": 1_353}
-ATTRIBUTION = "MRAG-Bench (Hu et al., ICLR 2025), CC BY 4.0."
+MATERIALS = (Material("MRAG-Bench", "Hu et al., ICLR 2025", "CC BY 4.0"),)
 
 _CORPUS = "image_corpus"
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
@@ -114,7 +114,6 @@ def read_mragbench(folder: Path) -> Benchmark:
         published=PUBLISHED_COUNTS,
         files=files.found,
         missing=files.missing,
-        attribution=ATTRIBUTION,
         read_picture=pictures,
         inputs=pictures.signature(),
         # By id: in the files' order, gold before retrieved, ties would favor gold pictures.

@@ -28,7 +28,8 @@ from mmqa_jax.data.datasets.benchmark import (
     object_rows,
 )
 from mmqa_jax.data.picture_bounds import PictureError
-from mmqa_jax.data.schema import Question, Source
+from mmqa_jax.data.schema import Material, Question, Source
+from mmqa_jax.data.wikipedia.articles import WIKIPEDIA, WIKIPEDIA_PICTURES
 
 # Between the items of an answer that is a list; no answer of dev holds it.
 SEPARATOR = "; "
@@ -56,7 +57,11 @@ PUBLISHED_COUNTS = {
     "test questions": 3_660,
     "pictures": 57_058,
 }
-ATTRIBUTION = "MultiModalQA (Talmor et al., ICLR 2021); texts, tables, pictures: Wikipedia."
+MATERIALS = (
+    Material("MultiModalQA", "Talmor et al., ICLR 2021"),
+    WIKIPEDIA,
+    WIKIPEDIA_PICTURES,
+)
 
 _SPLITS = {"train": "train", "dev": "val", "test": "test"}
 _CONTEXT = ("text_doc_ids", "image_doc_ids")
@@ -107,7 +112,6 @@ def read_multimodalqa(folder: Path) -> Benchmark:
         published=PUBLISHED_COUNTS,
         files=files.found,
         missing=files.missing,
-        attribution=ATTRIBUTION,
         read_picture=_reading(pictures) if found else None,
         inputs=pictures.signature(found) if found else None,
     )

@@ -29,7 +29,7 @@ from mmqa_jax.data.datasets.vqa_json import (
     read_questions,
     text_of,
 )
-from mmqa_jax.data.schema import Question
+from mmqa_jax.data.schema import Material, Question
 from mmqa_jax.data.table_files import whole_number
 
 # Key of Question.extra: {answer: weight}, where the ten answers are absent.
@@ -53,10 +53,11 @@ CATEGORIES = {
 }
 # Questions: the paper, section 3; pictures: its table 2 (14,031 in all).
 PUBLISHED_COUNTS = {"train questions": 9_009, "test questions": 5_046, "pictures": 14_031}
-ATTRIBUTION = (
-    "OK-VQA (Marino et al., CVPR 2019), annotations CC BY 4.0; pictures and captions by people: "
-    "COCO, under Flickr's terms of use; VinVL captions and tags: PICa's release (MIT); "
-    "captions_okvqa.json: Prophet's release (Apache-2.0)."
+MATERIALS = (
+    Material("OK-VQA", "Marino et al., CVPR 2019", "annotations CC BY 4.0"),
+    coco.PICTURES,
+    coco.VINVL,
+    Material("captions_okvqa.json", "Prophet's release", "Apache-2.0"),
 )
 
 
@@ -109,7 +110,6 @@ def read_okvqa(folder: Path) -> Benchmark:
         published=PUBLISHED_COUNTS,
         files=files.found,
         missing=files.missing,
-        attribution=ATTRIBUTION,
         read_picture=pictures if names else None,
         inputs=pictures.signature(names) if names else None,
     )

@@ -2,42 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import importlib
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from mmqa_jax.data.datasets.aokvqa import read_aokvqa
-from mmqa_jax.data.datasets.benchmark import Benchmark
-from mmqa_jax.data.datasets.evqa import read_evqa
-from mmqa_jax.data.datasets.infoseek import read_infoseek
-from mmqa_jax.data.datasets.mathvista import read_mathvista
-from mmqa_jax.data.datasets.mbeir import read_mbeir
-from mmqa_jax.data.datasets.mmbench import read_mmbench
-from mmqa_jax.data.datasets.mmmu import read_mmmu
-from mmqa_jax.data.datasets.mragbench import read_mragbench
-from mmqa_jax.data.datasets.multimodalqa import read_multimodalqa
-from mmqa_jax.data.datasets.okvqa import read_okvqa
-from mmqa_jax.data.datasets.scienceqa import read_scienceqa
-from mmqa_jax.data.datasets.seed_bench import read_seed_bench
-from mmqa_jax.data.datasets.vidore import read_vidore
-from mmqa_jax.data.datasets.vqav2 import read_vqav2
+if TYPE_CHECKING:
+    from mmqa_jax.data.datasets.benchmark import Benchmark
+    from mmqa_jax.data.schema import Material
 
-# Each takes the folder of official files; those of A-OKVQA, ScienceQA, MMBench and SEED-Bench also
-# a single file of them that holds whole questions, of M-BEIR one that holds a pool of candidates.
-READERS: dict[str, Callable[[Path], Benchmark]] = {
-    "vqav2": read_vqav2,
-    "okvqa": read_okvqa,
-    "aokvqa": read_aokvqa,
-    "scienceqa": read_scienceqa,
-    "mmbench": read_mmbench,
-    "seedbench": read_seed_bench,
-    "multimodalqa": read_multimodalqa,
-    "infoseek": read_infoseek,
-    "evqa": read_evqa,
-    "mbeir": read_mbeir,
-    "vidore": read_vidore,
-    "mmmu": read_mmmu,
-    "mragbench": read_mragbench,
-    "mathvista": read_mathvista,
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """How one benchmark's official files are read.
+
+    Its module is imported where it is used, because the command line needs the names alone.
+
+    Attributes:
+      module: beside this one; it has `read_MODULE` and MATERIALS.
+      takes_file: whether `mmqa prepare --raw` may be a file: that of one pool of candidates.
+    """
+
+    module: str
+    takes_file: bool = False
+
+    def read(self, path: Path) -> Benchmark:
+        """Reads the official files.
+
+        Args:
+          path: their folder; of A-OKVQA, ScienceQA, MMBench and SEED-Bench also a single file of
+            them that holds whole questions.
+        """
+        return getattr(self._imported, f"read_{self.module}")(path)
+
+    @property
+    def materials(self) -> tuple[Material, ...]:
+        """What the benchmark is made of, for the credits of every corpus that is made of it."""
+        return self._imported.MATERIALS
+
+    @property
+    def _imported(self) -> Any:
+        return importlib.import_module(f"mmqa_jax.data.datasets.{self.module}")
+
+
+READERS: dict[str, Reader] = {
+    "vqav2": Reader("vqav2"),
+    "okvqa": Reader("okvqa"),
+    "aokvqa": Reader("aokvqa"),
+    "scienceqa": Reader("scienceqa"),
+    "mmbench": Reader("mmbench"),
+    "seedbench": Reader("seed_bench"),
+    "multimodalqa": Reader("multimodalqa"),
+    "infoseek": Reader("infoseek"),
+    "evqa": Reader("evqa"),
+    "mbeir": Reader("mbeir", takes_file=True),
+    "vidore": Reader("vidore"),
+    "mmmu": Reader("mmmu"),
+    "mragbench": Reader("mragbench"),
+    "mathvista": Reader("mathvista"),
 }
-# Those of which `--raw` may be a file.
-POOLS = ("mbeir",)

@@ -35,11 +35,11 @@ from mmqa_jax.data.datasets.parquet import (
     parquet_rows,
     row_name,
 )
-from mmqa_jax.data.schema import SPLITS, Question
+from mmqa_jax.data.schema import SPLITS, Material, Question
 
 # The paper (table 1), and data/scienceqa/pid_splits.json.
 PUBLISHED_COUNTS = {"train questions": 12_726, "val questions": 4_241, "test questions": 4_241}
-ATTRIBUTION = "ScienceQA (Lu et al., NeurIPS 2022), CC BY-NC-SA 4.0."
+MATERIALS = (Material("ScienceQA", "Lu et al., NeurIPS 2022", "CC BY-NC-SA 4.0"),)
 # Keys of Question.extra: whether the benchmark shows a picture with the question, which may be
 # absent from the disk, and whether it has a hint (part of the question in LLaVA's conversations).
 HAS_PICTURE, HAS_HINT = "has_picture", "has_hint"
@@ -106,7 +106,6 @@ def read_scienceqa(path: Path) -> Benchmark:
         published=PUBLISHED_COUNTS,
         files=files.found,
         missing=files.missing,
-        attribution=ATTRIBUTION,
         read_picture=pictures if names else None,
         inputs=signature if names else None,
     )

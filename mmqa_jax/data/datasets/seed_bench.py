@@ -27,14 +27,17 @@ from mmqa_jax.data.datasets.benchmark import (
     one_file,
 )
 from mmqa_jax.data.datasets.coco import with_captions
-from mmqa_jax.data.schema import Question
+from mmqa_jax.data.schema import Material, Question
 
 # Keys of Question.extra: number of the dimension, `image` or `video`, and the picture's name.
 DIMENSION, DATA_TYPE, DATA_ID = "question_type_id", "data_type", "data_id"
 
 # The paper's abstract rounds it to 19K.
 PUBLISHED_COUNTS = {"test questions": 19_242}
-ATTRIBUTION = "SEED-Bench (Li et al., CVPR 2024), Apache-2.0; pictures: CC3M."
+MATERIALS = (
+    Material("SEED-Bench", "Li et al., CVPR 2024", "Apache-2.0"),
+    Material("CC3M, pictures"),
+)
 
 _CHOICES = ("choice_a", "choice_b", "choice_c", "choice_d")
 _LETTERS = "ABCD"
@@ -97,7 +100,6 @@ def read_seed_bench(path: Path) -> Benchmark:
         published=PUBLISHED_COUNTS,
         files=files.found,
         missing=files.missing,
-        attribution=ATTRIBUTION,
         read_picture=pictures if names else None,
         inputs=pictures.signature(names) if names else None,
     )

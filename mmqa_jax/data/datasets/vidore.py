@@ -18,7 +18,7 @@ from typing import Any, Literal
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.datasets.benchmark import Benchmark
 from mmqa_jax.data.datasets.parquet import ParquetPictures, parquet_columns, parquet_rows
-from mmqa_jax.data.schema import Question, Source
+from mmqa_jax.data.schema import Material, Question, Source
 from mmqa_jax.data.table_files import whole_number
 
 Pages = Literal["text", "pictures", "both"]
@@ -59,7 +59,7 @@ V3 = {  # telecom and nuclear are private
 TASKS = {**V1, **V2, **V3}
 # Keys of Question.extra: the language; the grades of `positives`, in their order.
 LANGUAGE, GRADES = "language", "grades"
-ATTRIBUTION = "ViDoRe (Faysse et al. 2024; Macé et al. 2025; Loison et al. 2026)."
+MATERIALS = (Material("ViDoRe", "Faysse et al. 2024; Macé et al. 2025; Loison et al. 2026"),)
 
 _TEXTS = ("markdown", "text_description")
 _KEPT = ("query_types", "query_format", "content_type")
@@ -116,7 +116,6 @@ def read_vidore(folder: Path, pages: Pages = "pictures") -> Benchmark:
         },
         published={},
         files=[*corpus, *queries, *qrels],
-        attribution=ATTRIBUTION,
         read_picture=None if pictures is None else _reading(pictures),
         inputs=None if pictures is None else pictures.signature(),
     )

@@ -27,7 +27,7 @@ from mmqa_jax.data.datasets.vqa_json import (
     read_annotations,
     read_questions,
 )
-from mmqa_jax.data.schema import Question
+from mmqa_jax.data.schema import Material, Question
 
 # Split -> COCO's split, which names the files.
 COCO_SPLIT = {"train": "train2014", "val": "val2014", "test": "test2015"}
@@ -42,9 +42,9 @@ PUBLISHED_COUNTS = {
     "val questions": 214_354,
     "test questions": 447_793,
 }
-ATTRIBUTION = (
-    "VQAv2 (Goyal et al., CVPR 2017), annotations CC BY 4.0; pictures: COCO, under Flickr's terms "
-    "of use."
+MATERIALS = (
+    Material("VQAv2", "Goyal et al., CVPR 2017", "annotations CC BY 4.0"),
+    coco.PICTURES,
 )
 
 
@@ -110,7 +110,6 @@ def read_vqav2(folder: Path) -> Benchmark:
         published=PUBLISHED_COUNTS,
         files=files.found,
         missing=files.missing,
-        attribution=ATTRIBUTION,
         read_picture=pictures if names else None,
         inputs=pictures.signature(names) if names else None,
     )

@@ -22,10 +22,26 @@ from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.indexed_tsv import CutLine, IndexedTsv
 from mmqa_jax.data.picture_bounds import PictureError, check_bytes
-from mmqa_jax.data.schema import SPLITS, WEBQA_CATEGORIES, Prediction, Question, Source
+from mmqa_jax.data.schema import (
+    SPLITS,
+    WEBQA_CATEGORIES,
+    Material,
+    Prediction,
+    Question,
+    Source,
+)
 from mmqa_jax.data.table_files import whole_number
 
 PathLike = str | os.PathLike
+
+# Of the paper, G.6; a folder's own notice takes its place.
+MATERIALS = (
+    Material(
+        "WebQA",
+        "Chang et al., CVPR 2022",
+        "texts and pictures belong to the websites that they are from, such as Wikimedia's",
+    ),
+)
 
 # imgs.tsv has one row per picture: row = image_id % IMAGE_ROWS.
 IMAGE_ROWS = 10_000_000

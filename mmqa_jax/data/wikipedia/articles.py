@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.disk_sources import SourceRow
+from mmqa_jax.data.schema import Material
 
 WORDS = 100
 ENGLISH = "https://en.wikipedia.org/wiki/"
-ATTRIBUTION = "Wikipedia's authors, CC BY-SA; each source names its article."
+WIKIPEDIA = Material("Wikipedia", "its authors; each source names its article", "CC BY-SA")
+WIKIPEDIA_PICTURES = Material("Wikipedia's pictures", license="under their own licenses")
 
 
 class Section(NamedTuple):

@@ -49,6 +49,7 @@ async function begin() {
     option.value = one.name;
     system.append(option);
   }
+  $("credits").replaceChildren(...about.credits.map((line) => make("p", "", line)));
   choose();
 }
 
