@@ -41,9 +41,9 @@ def get_config(mode: str = "rationale") -> ConfigDict:
     }
     config.format = "QCMG-A" if answers else "QCM-LE"
     config.captions = False
-    # `padded`, the authors' protocol: labels keep the pad's id (utils_data.py:222-230) and only -100
-    # is ignored (model.py:458), so that the loss is the mean over all `targets` places. `masked`:
-    # the mean over the texts' tokens.
+    # `padded`, the authors' protocol: labels keep the pad's id (utils_data.py:222-230) and only
+    # -100 is ignored (model.py:458), so that the loss is the mean over all `targets` places.
+    # `masked`: the mean over the texts' tokens.
     config.labels = "padded"
     config.batches = {
         "batch_size": _BATCH,

@@ -14,7 +14,15 @@ import test_multimodal_t5 as mmcot
 import torch
 from flax import nnx
 from torch import nn
-from updates import EPS, RATE, at_one_rate, optimizer_section, our_updates, same_updates, their_updates
+from updates import (
+    EPS,
+    RATE,
+    at_one_rate,
+    optimizer_section,
+    our_updates,
+    same_updates,
+    their_updates,
+)
 
 from mmqa_jax.core.config import load_config, load_module
 from mmqa_jax.core.trees import flatten_named
@@ -81,11 +89,11 @@ def test_updates_of_fid_and_kat(tmp_path_factory, file):
 
     gpus = [[{k: v[i : i + 1] for k, v in batch.items()} for i in range(3)] for batch in batches]
     optimizer = torch.optim.AdamW(theirs.parameters(), RATE, eps=1e-8 * EPS, weight_decay=0.01)
-    wanted = their_updates(theirs, optimizer, gpus, loss_of, clip_norm=1.0 / SMALL)
+    wanted = their_updates(theirs, optimizer, gpus, loss_of, 1.0 / SMALL)
     section = optimizer_section(file)
     options = at_one_rate(section, clip_norm=section["clip_norm"] / SMALL)
     publish = published(t5_key_map, ours.config)
-    got = our_updates(objective_of(file, ours), ours, options, [[b] for b in batches], publish)
+    got = our_updates(objective_of(file, ours), ours, options, batches, publish)
     same_updates(got, wanted)
 
 
@@ -147,7 +155,7 @@ def test_updates_of_multimodal_cot(tmp_path_factory, labels):
     ids = rng.integers(4, 99, (3, 17)).astype(np.int32)
     ids[np.arange(17) >= lengths[:, None]] = 0
     inputs = {"input_ids": ids, "prompt_lengths": lengths, "features": features}
-    updates = [[inputs | answers(99, (12, 4, 7), 12, 0)]]
+    batches = [inputs | answers(99, (12, 4, 7), 12, 0)]
 
     def loss_of(batch: dict) -> torch.Tensor:
         mask = torch.arange(17) < torch.from_numpy(batch["prompt_lengths"])[:, None]
@@ -169,7 +177,7 @@ def test_updates_of_multimodal_cot(tmp_path_factory, labels):
             gradient={k.removeprefix("t5."): v for k, v in update.gradient.items()},
             parameters={k.removeprefix("t5."): v for k, v in update.parameters.items()},
         )
-        for update in their_updates(theirs, optimizer, updates, loss_of, clip_norm=1.0 / SMALL)
+        for update in their_updates(theirs, optimizer, [batches], loss_of, 1.0 / SMALL)
     ]
     file = "scienceqa/multimodal_cot.py"
     changes = {} if labels == "padded" else {"labels": labels}
@@ -179,7 +187,7 @@ def test_updates_of_multimodal_cot(tmp_path_factory, labels):
     eps = {"eps": EPS * 1e-8 / 0.001**0.5}
     options = at_one_rate(section, clip_norm=section["clip_norm"] / SMALL, **eps)
     publish = published(multimodal_t5_key_map, ours.config)
-    got = our_updates(objective, ours, options, updates, publish)
+    got = our_updates(objective, ours, options, batches, publish)
     same_updates(got, wanted)
 
 
@@ -211,7 +219,10 @@ def test_a_new_fusion_starts_as_torchs():
     }
     pairs = {f"{name}/kernel": layer.weight for name, layer in wanted.items()}
     pairs |= {f"{name}/bias": layer.bias for name, layer in wanted.items()}
-    pairs |= {"attention/kernel": attention.in_proj_weight, "attention/bias": attention.in_proj_bias}
+    pairs |= {
+        "attention/kernel": attention.in_proj_weight,
+        "attention/bias": attention.in_proj_bias,
+    }
     assert got.keys() == pairs.keys()
     for name, value in pairs.items():
         ours, theirs = (float(np.abs(np.asarray(x)).max()) for x in (got[name], value.detach()))

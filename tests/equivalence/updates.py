@@ -40,25 +40,28 @@ def optimizer_section(file: str, mode: str = "") -> dict[str, Any]:
 
 def at_one_rate(section: Mapping[str, Any], **changes: Any) -> OptimizerOptions:
     """The section with the rate RATE in place of its schedule, and with EPS times its eps."""
-    rate = {"learning_rate": RATE, "schedule": "constant", "warmup": 0.0, "levels": ()}
-    eps = {"eps": EPS * (section.get("eps") or 1e-8)}
-    return read_typed(OptimizerOptions, {**section, **rate, **eps, **changes}, "train.optimizer")
+    changes = {
+        **{"learning_rate": RATE, "schedule": "constant", "warmup": 0.0, "levels": ()},
+        "eps": EPS * (section.get("eps") or 1e-8),
+        **changes,
+    }
+    kept = {key: value for key, value in section.items() if key != "every"}
+    return read_typed(OptimizerOptions, kept | changes, "train.optimizer")
 
 
 def our_updates(
     objective: Objective,
     model: nnx.Module,
     options: OptimizerOptions,
-    updates: Sequence[Sequence[Any]],
+    batches: Sequence[Any],
     publish: Callable[[Any], Iterable[tuple[str, np.ndarray]]],
 ) -> list[Update]:
-    """Updates of our optimizer.
+    """Updates of our optimizer, one for each batch.
 
     Args:
-      updates: the batches of each, as many as `options.every`.
       publish: names and arrays as the original has them, of a state like the parameters'.
     """
-    transform, _ = make_optimizer(options, sum(map(len, updates)))
+    transform, _ = make_optimizer(options, len(batches))
     graphdef, params = nnx.split(model)
     state = jax.jit(transform.init)(params)
 
@@ -72,14 +75,9 @@ def our_updates(
         return loss, gradient, optax.apply_updates(params, changes), state
 
     made = []
-    for batches in updates:
-        losses, gradients = [], []
-        for batch in batches:
-            loss, gradient, params, state = step(params, state, batch)
-            losses.append(float(loss))
-            gradients.append(dict(publish(gradient)))
-        mean = {name: np.mean([g[name] for g in gradients], axis=0) for name in gradients[0]}
-        made.append(Update(float(np.mean(losses)), mean, dict(publish(params))))
+    for batch in batches:
+        loss, gradient, params, state = step(params, state, batch)
+        made.append(Update(float(loss), dict(publish(gradient)), dict(publish(params))))
     return made
 
 
