@@ -27,7 +27,7 @@ def get_config(mode: str = "") -> ConfigDict:
         return config
     config.init = "weights/t5-base" if mode == "base" else "weights/t5-large"
     config.passages.update({"count": 50, "length": 64})
-    config.batches.update({"batch_size": 16, "targets": 10})
+    config.batches.batch_size = 16
     config.train.optimizer.update({"learning_rate": 3e-5, "warmup": 1000 / 8000})
     config.train.steps = 8000
     return config

@@ -28,7 +28,8 @@ from mmqa_jax.core.config import auto
 MODES = ("pretrain", "pretrain_pod", "head", "finetune", "openvqa", "small", "runlocal")
 
 _BATCH = 64  # over which the originals sum the loss
-_VQAV2, _OKVQA = 443_757 // _BATCH, 9_009 // _BATCH  # batches of an epoch: VQAv2 train, OK-VQA
+_VQAV2_QUESTIONS = 443_757  # of its train split
+_VQAV2, _OKVQA = _VQAV2_QUESTIONS // _BATCH, 9_009 // _BATCH  # batches of an epoch
 _PROPHET = {
     "hidden": 1024,
     "heads": 8,
@@ -179,9 +180,10 @@ def _openvqa(config: ConfigDict) -> None:
     }
     config.batches.lengths = (14,)
     config.train.steps = 13 * _VQAV2
-    config.train.optimizer.update(
-        {"learning_rate": 1e-4, "levels": _stairs(_VQAV2, warmup=3, decays=(10, 12))}
-    )
+    # Its warm-up counts the epochs' last, smaller batches, which it leaves out (optim.py:37-51).
+    warmup = tuple((n * _VQAV2_QUESTIONS // _BATCH, (n + 1) / 4) for n in range(4))
+    decays = _stairs(_VQAV2, warmup=0, decays=(10, 12))[1:]
+    config.train.optimizer.update({"learning_rate": 1e-4, "levels": (*warmup, *decays)})
 
 
 def _small(config: ConfigDict) -> None:

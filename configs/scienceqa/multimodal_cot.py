@@ -9,7 +9,9 @@
              --config.parts.answer_model.model=runs/mmcot-answer
 
 Values are those of amazon-science/mm-cot (README.md of February 2023): UnifiedQA of t5-base, DETR's
-vectors, 20 epochs of 12,726 questions in batches of 16. The last step is used, as there.
+vectors, 20 epochs of 12,726 questions in batches of 16. The last step is used, as there. The rest
+is that of transformers' Trainer (main.py:217-232): AdamW, clipping at 1, a linear schedule without
+warm-up.
 """
 
 from ml_collections import ConfigDict
@@ -39,6 +41,10 @@ def get_config(mode: str = "rationale") -> ConfigDict:
     }
     config.format = "QCMG-A" if answers else "QCM-LE"
     config.captions = False
+    # `padded`, the authors' protocol: labels keep the pad's id (utils_data.py:222-230) and only
+    # -100 is ignored (model.py:458), so that the loss is the mean over all `targets` places.
+    # `masked`: the mean over the texts' tokens.
+    config.labels = "padded"
     config.batches = {
         "batch_size": _BATCH,
         "lengths": (128, 256, 512),
@@ -46,13 +52,15 @@ def get_config(mode: str = "rationale") -> ConfigDict:
         "threads": 2,
     }
     config.train = {
-        "steps": _EPOCHS * _QUESTIONS // _BATCH,
+        "steps": _EPOCHS * -(-_QUESTIONS // _BATCH),  # each epoch ends with a smaller batch there
         "optimizer": {
             "name": "adamw",
             "learning_rate": 5e-5,
             "schedule": "linear",
             "warmup": 0.0,
             "weight_decay": 0.01,
+            # Trainer decays no norm and nothing named bias, T5's relative_attention_bias included.
+            "no_decay": r"norm|bias|/relative/",
             "clip_norm": 1.0,
         },
         "log_every": 20,

@@ -1,4 +1,4 @@
-"""A T5 learns to answer: the kind of the tables' trained baselines (UnifiedQA, KAT, MM-CoT).
+"""A T5 learns to answer: the kind of the tables' trained baselines. The recipe is ours.
 
     mmqa train --config=configs/scienceqa/t5_finetune.py --config.data.dir=data/scienceqa \\
                --config.init=weights/flan-t5-base --workdir=runs/t5-finetune
@@ -17,8 +17,8 @@ MODES = ("rationale", "pod", "runlocal")
 def get_config(mode: str = "") -> ConfigDict:
     """The answer behind UnifiedQA's question and options.
 
-    `rationale`: rationale and answer behind ScienceQA's prompt, as MM-CoT's one-stage baseline on
-    text has it; five epochs there are 8 x 10^3 steps of 8.
+    `rationale`: rationale and answer behind ScienceQA's prompt, the texts of MM-CoT's one-stage
+    baseline; its loss counts the pads, too. Five epochs there are 8 x 10^3 steps of 8.
 
     `pod`: Flan-T5-XL on a v5e-64 or 16 H100s: 128 prompts an update, parameters and optimizer state
     split over all devices, products in bfloat16. The rate is ours.

@@ -7,7 +7,7 @@
 
 Without rankings a question's own gold sources are read, then its negatives. Any row with a reader
 takes the run as `--config.parts.reader.model=runs/fid`. The values are those of
-facebookresearch/FiD (README.md, "Train").
+facebookresearch/FiD (README.md:112-126), whose 64 GPUs have one question each.
 """
 
 from ml_collections import ConfigDict
@@ -43,6 +43,7 @@ def get_config(mode: str = "") -> ConfigDict:
             "schedule": "linear",
             "warmup": 1000 / 15000,
             "weight_decay": 0.01,
+            "no_decay": r"(?!)",  # torch's AdamW over model.parameters(): src/util.py:134
             "clip_norm": 1.0,
         },
         "log_every": 20,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mmqa_jax.core.typed import AtLeast  # noqa: F401  as Annotated
-from mmqa_jax.models.layers import torch_linear
+from mmqa_jax.models.layers import Linear, torch_linear, uniform_init
 from mmqa_jax.models.t5 import T5
 from mmqa_jax.models.t5_config import T5Config
 
@@ -31,9 +31,11 @@ class PictureFusion(nnx.Module):
     def __init__(self, config: MultimodalT5Config, *, rngs: nnx.Rngs):
         size = config.hidden
         self.picture = torch_linear(config.features, size, (None, "embed"), rngs=rngs)
-        # Queries of the text, keys and values of the picture, in this order.
-        self.attention = torch_linear(size, 3 * size, ("embed", None), rngs=rngs)
-        self.out = torch_linear(size, size, (None, "embed"), rngs=rngs)
+        # Queries of the text, keys and values of the picture, in this order. Both start as those of
+        # torch's MultiheadAttention, whose biases are 0.
+        xavier, uniform = jax.nn.initializers.xavier_uniform(), uniform_init(size**-0.5)
+        self.attention = Linear(size, 3 * size, ("embed", None), rngs=rngs, kernel_init=xavier)
+        self.out = Linear(size, size, (None, "embed"), rngs=rngs, kernel_init=uniform)
         self.gate = torch_linear(2 * size, size, (None, "embed"), rngs=rngs)
 
     def __call__(self, text: jax.Array, features: jax.Array) -> jax.Array:

@@ -61,7 +61,8 @@ class VLPModel:
         `vinvl`), or the patch features of a CLIP.
       changes: fields of BertConfig that differ.
       clip, vision, vision_layer: of the frontend clip: a name of CLIPS, fields of VisionConfig that
-        differ, and the layer whose features are taken (the last but one).
+        differ (unless given its dtype is the trunk's), and the layer whose features are taken (the
+        last but one).
       patch: of the frontend patches: their side in pixels.
       visual_hidden: sizes of further linears between regions and trunk.
     """
@@ -111,7 +112,8 @@ class VLPModel:
 
     def clip_vision(self) -> VisionConfig:
         """The vision tower of the frontend clip."""
-        return clip_vision(self.clip, self.vision)
+        dtype = self.changes.get("dtype", BertConfig.dtype)
+        return clip_vision(self.clip, {"dtype": dtype, **self.vision})
 
 
 def _text_changes(section: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -135,8 +137,8 @@ class DualEncoderModel:
       clip, siglip: a name of CLIPS or SIGLIPS, then that model itself; or both "":
       trunk: of a BERT text tower, a name of TRUNKS.
       changes: fields of the text tower's config that differ.
-      vision: fields of VisionConfig (of SigLIP its own) that differ; its embed_dim is a BERT
-        tower's hidden size unless given.
+      vision: fields of VisionConfig (of SigLIP its own) that differ; unless given its dtype is the
+        text tower's, and its embed_dim a BERT tower's hidden size.
     """
 
     fusion: str
@@ -173,18 +175,17 @@ class DualEncoderModel:
         fusion = {"fusion": self.fusion, "picture_gate": self.picture_gate}
         if self.siglip:
             named = _siglip(self.siglip)
-            towers = SiglipConfig(
-                _with(named.vision, self.vision),
-                _with(named.text, self.changes),
-            )
-            return siglip_dual_encoder(towers, **fusion)
-        if self.clip:
-            text: Any = _with(_clip(self.clip).text, self.changes)
-            vision = clip_vision(self.clip, self.vision)
+            text: Any = _with(named.text, self.changes)
+        elif self.clip:
+            text = _with(_clip(self.clip).text, self.changes)
         else:
             text = _trunk(self.trunk, self.changes, vocab_size, types=2)
-            vision = _with(VisionConfig(embed_dim=text.hidden), self.vision)
-        return DualEncoderConfig(text, vision, **fusion)
+        changes = {"dtype": text.dtype, **self.vision}
+        if self.siglip:
+            towers = SiglipConfig(_with(named.vision, changes), text)
+            return siglip_dual_encoder(towers, **fusion)
+        vision = _clip(self.clip).vision if self.clip else VisionConfig(embed_dim=text.hidden)
+        return DualEncoderConfig(text, _with(vision, changes), **fusion)
 
 
 @dataclasses.dataclass(frozen=True)

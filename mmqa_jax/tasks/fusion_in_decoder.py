@@ -162,7 +162,7 @@ class FusionInDecoder(TextModelTask):
         model_config(self, ANY_VOCABULARY)
 
     def objective(self, vocab_size: int, mesh: Mesh | None = None) -> Seq2SeqObjective:
-        return Seq2SeqObjective(model_config(self, vocab_size), Passages)
+        return Seq2SeqObjective(model_config(self, vocab_size), Passages, "questions")
 
     def batch(self) -> dict[str, Any]:
         rows, size = self.batches.batch_size, self.size

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from jax.sharding import Mesh
@@ -70,6 +70,8 @@ class MultimodalCoT(TextModelTask):
       format: of its texts, see prompting.mmcot_prompts: `QCM-LE` writes the rationale, `QCMG-A`
         answers with one.
       captions: whether the picture's caption is read.
+      labels: `padded`, the authors': the loss is the mean over all `batches.targets` places of
+        every text, the pads behind it among them. `masked`: over the texts' tokens alone.
     """
 
     name: ClassVar[str] = "multimodal_cot"
@@ -81,6 +83,7 @@ class MultimodalCoT(TextModelTask):
     pictures: VectorsSection
     format: Format
     captions: bool = False
+    labels: Literal["padded", "masked"] = "padded"
     batches: PairBatches
     inference: ServingSection
 
@@ -95,7 +98,8 @@ class MultimodalCoT(TextModelTask):
             )
 
     def objective(self, vocab_size: int, mesh: Mesh | None = None) -> MultimodalObjective:
-        return MultimodalObjective(model_config(self, vocab_size), PicturedTexts)
+        mean = "places" if self.labels == "padded" else "tokens"
+        return MultimodalObjective(model_config(self, vocab_size), PicturedTexts, mean)
 
     def batch(self) -> dict[str, Any]:
         rows, size = self.batches.batch_size, self.batches

@@ -10,7 +10,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -602,16 +602,21 @@ class VisionLanguageObjective(LanguageModelObjective):
 
 @dataclasses.dataclass(frozen=True)
 class Seq2SeqObjective(_OfLayers):
-    """Cross-entropy of an answer behind its prompt, the mean over the tokens of all answers of the
-    global batch.
+    """Cross-entropy of an answer behind its prompt, as a mean over the global batch.
 
     Attributes:
       config: the model's.
       inputs: of its encoder: Texts, Passages or PicturedTexts.
+      mean: what the mean is over. `tokens`: the tokens of all answers. `questions`: each question's
+        mean over the tokens of its answer; so it is where every GPU has one question and
+        DistributedDataParallel averages their gradients (FiD train_reader.py:52-62 and 194, KAT
+        train_KAT.py:50-60 and 213). `places`: the tokens of all answers and the padding behind
+        them, where labels hold the pad's id (mm-cot utils_data.py:222-230, model.py:458).
     """
 
     config: T5Config
     inputs: type[Texts] = Texts
+    mean: Literal["tokens", "questions", "places"] = "tokens"
 
     def init(self, key: jax.Array | None) -> nnx.Module:
         """A freshly initialized T5."""
@@ -626,11 +631,21 @@ class Seq2SeqObjective(_OfLayers):
         """
         batch = batch if "batch_targets" in batch else self.whole(batch)
         log_probs = answer_log_probs(model, batch, dropout_key, self.inputs)  # [B, T]
-        return _mean_over_targets(log_probs, _answered(batch), batch)
+        targets = self._targets(batch)
+        if self.mean != "questions":
+            return _mean_over_targets(log_probs, targets, batch)
+        of_rows = -log_probs.mean(axis=1, where=targets)  # [B]
+        return of_rows.mean(), {"targets": batch["batch_targets"].mean()}
 
     def whole(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The batch with what its parts have to know of all of it; see `_with_targets`."""
-        return _with_targets(batch, _answered(batch))
+        return _with_targets(batch, self._targets(batch))
+
+    def _targets(self, batch: dict[str, jax.Array]) -> jax.Array:
+        """Which places of `target_ids` are learned: bool [B, T]."""
+        places = jnp.arange(batch["target_ids"].shape[1])
+        learned = places < batch["target_lengths"][:, None]
+        return jnp.ones_like(learned) if self.mean == "places" else learned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -642,11 +657,6 @@ class MultimodalObjective(Seq2SeqObjective):
     def init(self, key: jax.Array | None) -> nnx.Module:
         """A freshly initialized MultimodalT5."""
         return MultimodalT5(self.config, rngs=nnx.Rngs(key))
-
-
-def _answered(batch: dict[str, jax.Array]) -> jax.Array:
-    """Which places of `target_ids` hold an answer's token: bool [B, T]."""
-    return jnp.arange(batch["target_ids"].shape[1]) < batch["target_lengths"][:, None]
 
 
 def answer_log_probs(

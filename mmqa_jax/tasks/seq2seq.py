@@ -1,4 +1,7 @@
-"""A T5 learns to answer: a question's text in, its answer out (as UnifiedQA, KAT and MM-CoT do).
+"""A T5 learns to answer: a question's text in, its answer out.
+
+UnifiedQA is of this kind; the loss here is transformers' T5's, the mean over the tokens of a
+batch's answers. KAT's and Multimodal-CoT's are other tasks'.
 
 Prompts are those of the templates in papers/templates: `seq2seq.question` is the question alone,
 `seq2seq.unifiedqa` UnifiedQA's, `rmr.rationale` ScienceQA's with the rationale in front of the

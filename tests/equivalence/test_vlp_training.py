@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import jax
@@ -13,6 +14,15 @@ from compare import LAYER, WHOLE, random_model, same_gradients, with_config
 from flax import nnx
 from jax.extend.core import jaxpr_as_fun
 from torch import nn
+from updates import (
+    EPS,
+    RATE,
+    at_one_rate,
+    optimizer_section,
+    our_updates,
+    same_updates,
+    their_updates,
+)
 from vlp_pair import CONFIGS, TRUNK, Pair, batch, make_pair, run_torch
 from vlp_torch import TorchVLP
 
@@ -130,6 +140,49 @@ def test_answer_loss_is_the_originals_in_its_micro_batches(x101, together):
     value, gradients = mean_over(task, x101, [data])
     np.testing.assert_allclose(value, wanted.item(), **LAYER)
     same_gradients(gradients, x101.theirs, zero=NO_GRADIENT)
+
+
+@pytest.mark.parametrize("config", ["vlp_select", "vlp_qa"])
+def test_updates_are_the_originals(x101, config):
+    """run_webqa.py:503, 571-645: torch's Adam without decay or clipping, of either loss."""
+    theirs, sizes = copy.deepcopy(x101.theirs), x101.config
+    rng, batches = np.random.default_rng(6), []
+    for regions in (5, 4):
+        data = {"inputs": batch(sizes, regions, rows=6)}
+        if config == "vlp_select":  # two questions of three choices
+            labels, weights = rng.integers(0, 2, 6), np.ones(6, np.float32)
+            data |= {"labels": labels, "weights": weights}
+        else:
+            real = np.arange(3) < np.array([3, 1, 0, 2, 3, 1])[:, None]
+            positions = np.resize([18, 12, 21], 6)[:, None] + np.arange(3)
+            data |= {"masked_positions": np.where(real, positions, 0),
+                     "masked_ids": np.where(real, rng.integers(0, TRUNK.vocab_size, (6, 3)), 0),
+                     "masked_weights": real.astype(np.float32)}  # fmt: skip
+        batches.append(data)
+
+    def loss_of(data):
+        hidden = run_torch(theirs, data["inputs"])[-1]
+        if config == "vlp_select":
+            relevant = torch.tensor(data["labels"]).view(2, 3)
+            logits = theirs.source(hidden).view(2, 3, 2)
+            labels = torch.stack([relevant, 1 - relevant], dim=-1)
+            return original_selection_loss(logits, labels, torch.ones(2, 3))
+        asked = theirs.words(hidden[np.arange(6)[:, None], data["masked_positions"]])
+        words = torch.tensor(data["masked_ids"])
+        losses = nn.functional.cross_entropy(asked.transpose(1, 2), words, reduction="none")
+        return original_answer_loss(losses, torch.tensor(data["masked_weights"]))
+
+    adam = torch.optim.Adam(theirs.parameters(), RATE, eps=1e-8 * EPS)
+    wanted = their_updates(theirs, adam, [[data] for data in batches], loss_of)
+    task = (RerankObjective if config == "vlp_select" else AnswerObjective)(sizes)
+    got = our_updates(
+        task,
+        x101.ours,
+        at_one_rate(optimizer_section(f"webqa/{config}.py")),
+        [{**data, "inputs": VLPInputs(**data["inputs"])} for data in batches],
+        lambda state: export(state, dataclasses.replace(vlp_key_map(sizes), tied=())),
+    )
+    same_updates(got, wanted, zero=NO_GRADIENT)
 
 
 # Dropout

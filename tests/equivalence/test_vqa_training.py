@@ -8,9 +8,11 @@ import json
 from pathlib import Path
 
 import jax
+import mcan_torch
 import numpy as np
 import optax
 import pytest
+import test_mcan_openvqa
 import torch
 from compare import deviation, randomize
 from flax import nnx
@@ -18,6 +20,15 @@ from shared_data import SHARED, require
 from test_mcan import CONFIG as FINETUNED
 from test_mcan import TorchMCAN
 from torch import nn
+from updates import (
+    EPS,
+    RATE,
+    at_one_rate,
+    optimizer_section,
+    our_updates,
+    same_updates,
+    their_updates,
+)
 
 from mmqa_jax.core.config import load_module
 from mmqa_jax.core.typed import read_typed
@@ -28,8 +39,9 @@ from mmqa_jax.evaluation.answer_text import prep_ans
 from mmqa_jax.models.mcan import MCAN
 from mmqa_jax.tasks.objectives import VQAObjective
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
+from mmqa_jax.weights.keymap import export
 from mmqa_jax.weights.layouts import Checkpoint
-from mmqa_jax.weights.models.mcan import mcan_key_map, publish_mcan
+from mmqa_jax.weights.models.mcan import mcan_key_map, mcan_openvqa_key_map, publish_mcan
 from mmqa_jax.weights.published import load_checkpoint
 from mmqa_jax.weights.sources import open_source
 
@@ -77,7 +89,7 @@ def groups(model: nn.Module, rate: float) -> list[dict]:
     ]
 
 
-def their_updates(model: nn.Module, arrays: dict, mode: str) -> list[tuple[float, dict, dict]]:
+def prophets_updates(model: nn.Module, arrays: dict, mode: str) -> list[tuple[float, dict, dict]]:
     """Loss, gradients and the parameters afterwards of each step, which is an epoch here."""
     betas = {"betas": (0.9, 0.98), "eps": 1e-9}
     if mode == "pretrain":
@@ -126,7 +138,7 @@ def test_steps_of_the_recipes_are_prophets(mode, tmp_path):
     ours = load_checkpoint(MCAN, Checkpoint(config, mcan_key_map, source, "prophet"), config)
     arrays = batch(config.answers + config.new_answers)
     start = {n: p.detach().clone() for n, p in theirs.named_parameters()}
-    wanted = their_updates(theirs, arrays, mode)
+    wanted = prophets_updates(theirs, arrays, mode)
 
     path = Path(__file__).parents[2] / "configs/okvqa/mcan.py"
     section = load_module(path).get_config(mode).train.optimizer.to_dict()
@@ -171,21 +183,64 @@ def test_steps_of_the_recipes_are_prophets(mode, tmp_path):
         before = after
 
 
-def test_schedules_of_both_originals():
-    """Prophet `schedule_step`, openvqa `WarmupOptimizer.rate` and `adjust_lr`, by epoch."""
-    path = Path(__file__).parents[2] / "configs/okvqa/mcan.py"
-    module = load_module(path)
-    for mode, highest in (("pretrain", 7e-5), ("openvqa", 1e-4)):
-        train = module.get_config(mode).train
-        _, schedule = make_optimizer(
-            read_typed(OptimizerOptions, train.optimizer.to_dict(), "train.optimizer"), train.steps
+def warmup_rate(step: int) -> float:
+    """openvqa utils/optim.py:37-51, `rate`, of the step that follows `step` ones."""
+    batches, epochs = 443_757 / 64, 4  # data_size / batch_size, warmup_epoch + 1
+    for quarter in (1, 2, 3):
+        if step + 1 <= int(batches * epochs * quarter * 0.25):
+            return quarter / epochs
+    return 1.0
+
+
+@pytest.mark.parametrize(("mode", "highest"), [("pretrain", 7e-5), ("openvqa", 1e-4)])
+def test_schedules_of_both_originals(mode, highest):
+    """Prophet `schedule_step`, by epoch; openvqa `rate`, by step, and `adjust_lr`, by epoch."""
+    train = load_module(Path(__file__).parents[2] / "configs/okvqa/mcan.py").get_config(mode).train
+    options = read_typed(OptimizerOptions, train.optimizer.to_dict(), "train.optimizer")
+    _, schedule = make_optimizer(options, train.steps)
+    assert train.steps == 13 * EPOCH
+    by_epoch = [0.25, 0.5, 0.75, *[1.0] * 7, 0.2, 0.2, 0.04]
+    at = np.unique(np.arange(13)[:, None] * EPOCH + np.array([*range(6), EPOCH - 1])).tolist()
+    factors = [by_epoch[step // EPOCH] for step in at]
+    if mode == "openvqa":
+        decays = [1.0] * 4 + by_epoch[4:]
+        factors = [warmup_rate(step) * decays[step // EPOCH] for step in at]
+    np.testing.assert_allclose(schedule(np.array(at)), highest * np.array(factors), rtol=1e-6)
+
+
+def test_updates_of_openvqa(tmp_path):
+    """utils/train_engine.py:36, 145-192: as Prophet's, without clipping, all at one rate."""
+    config = test_mcan_openvqa.CONFIG
+    torch.manual_seed(0)
+    theirs = randomize(mcan_torch.TorchMCAN(config), 1)
+    torch.save({"state_dict": theirs.state_dict()}, tmp_path / "epoch13.pkl")
+    ours = test_mcan_openvqa.loaded(tmp_path / "epoch13.pkl")
+    rng, batches = np.random.default_rng(2), []
+    ids, image = test_mcan_openvqa.batch()
+    for _ in range(2):
+        targets = rng.choice([0.0, 0.3, 0.6, 0.9, 1.0], (ROWS, config.answers)).astype("f4")
+        batches.append({"question_ids": ids, "image": image, "targets": targets})
+
+    def loss_of(batch):
+        logits = theirs(torch.tensor(batch["question_ids"]), torch.tensor(batch["image"]))
+        return nn.BCEWithLogitsLoss(reduction="sum")(logits, torch.tensor(batch["targets"]))
+
+    options = {"betas": (0.9, 0.98), "eps": 1e-7 * EPS * ROWS}
+    adam = torch.optim.Adam(theirs.parameters(), RATE, **options)
+    wanted = [
+        update._replace(
+            loss=update.loss / ROWS, gradient={k: v / ROWS for k, v in update.gradient.items()}
         )
-        factors = [0.25, 0.5, 0.75, *[1.0] * 7, 0.2, 0.2, 0.04]
-        assert train.steps == 13 * EPOCH
-        for epoch, factor in enumerate(factors):
-            for at in (0, EPOCH - 1):
-                rate = schedule(epoch * EPOCH + at)
-                np.testing.assert_allclose(rate, highest * factor, rtol=1e-6)
+        for update in their_updates(theirs, adam, [[batch] for batch in batches], loss_of)
+    ]
+    section = optimizer_section("okvqa/mcan.py", "openvqa")
+    # The sum over 64 questions, and the mean over them (see the config); and for both 100 times EPS.
+    section["eps"] *= 64 * 100
+    key_map = mcan_openvqa_key_map(config)
+    got = our_updates(
+        VQAObjective(config), ours, at_one_rate(section), batches, lambda x: export(x, key_map)
+    )
+    same_updates(got, wanted, zero=NO_GRADIENT)
 
 
 def soft_target(answers, ans_to_ix):

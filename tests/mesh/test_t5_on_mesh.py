@@ -6,6 +6,7 @@ import functools
 
 import jax
 import numpy as np
+import pytest
 from compare import LAYER, load_on_mesh
 from random_weights import publish
 from steps import MESHES, same_step, take_step
@@ -82,8 +83,9 @@ def make_batch():
     return pair_batch(examples, PairSize(24, 8))
 
 
-def test_a_step_is_that_of_one_device():
-    objective, batch = Seq2SeqObjective(CONFIG), make_batch()
+@pytest.mark.parametrize("mean", ["tokens", "questions"])
+def test_a_step_is_that_of_one_device(mean):
+    objective, batch = Seq2SeqObjective(CONFIG, mean=mean), make_batch()
     alone = take_step(objective, batch, {}, jax.devices()[:1])
     same_step(
         take_step(objective, batch, MESHES["all"], None, accumulate=2, start=alone.start), alone

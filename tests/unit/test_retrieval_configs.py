@@ -7,10 +7,12 @@ import contextlib
 import jax
 import pytest
 from cli_runs import ROOT, TINY, TINY_OF, done, question, rows_of, write_documents
+from flax import nnx
 
 from mmqa_jax.core.config import load_config
+from mmqa_jax.core.flops import inner_jaxprs
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.tasks.reading import check_config
+from mmqa_jax.tasks.reading import check_config, read_task
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -26,6 +28,38 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 )
 def test_configs_as_published_fit_together(name, changes):
     check_config(load_config(f"{ROOT}/configs/{name}", changes))
+
+
+def product_types(jaxpr):
+    """The type of the first factor of every product."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("dot_general", "conv_general_dilated"):
+            yield str(equation.invars[0].aval.dtype)
+        for inner in inner_jaxprs(equation.params):
+            yield from product_types(inner)
+
+
+@pytest.mark.parametrize(
+    ("name", "in_float32"),
+    [
+        # The projection of pictures, and the comparisons in both directions.
+        ("webqa/contrastive.py:runlocal", 3),
+        ("webqa/vlp_select.py:clip_patches_pod", 0),
+    ],
+)
+def test_a_models_dtype_reaches_its_vision_tower(name, in_float32):
+    config = load_config(f"{ROOT}/configs/{name}")
+    config.model.changes = {**config.model.changes, "dtype": "bfloat16"}
+    task = read_task(config)
+    objective = task.objective(400)
+    graphdef, params = nnx.split(nnx.eval_shape(objective.outline))
+
+    def loss(params, batch):
+        return objective.loss(nnx.merge(graphdef, params), batch, jax.random.key(0))[0]
+
+    types = list(product_types(jax.make_jaxpr(loss)(params, task.batch()).jaxpr))
+    assert len(types) > 20
+    assert types.count("float32") == in_float32
 
 
 @pytest.fixture(scope="module")
