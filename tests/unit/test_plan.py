@@ -384,10 +384,14 @@ def test_the_slowest_part_bounds(work, by, seconds):
 
 
 def test_hosts_are_joined_by_a_slower_network():
+    """Of eight GPUs four are a host: each sends half of its quarter to the other host."""
     near = compiled(4, sent=8 / 7 * 50e9)
-    far = dataclasses.replace(near, exchanges=(near.exchanges[0]._replace(hosts=True),))
-    seconds = [Planned.of(one, GPUS["h100"]).bound.interconnect for one in (near, far)]
-    assert seconds == pytest.approx([50 / 450, 1.0])
+    far = dataclasses.replace(near, exchanges=(near.exchanges[0]._replace(slices=2),))
+    bounds = [Planned.of(one, GPUS["h100"]).bound for one in (near, far)]
+    assert [one.network for one in bounds] == pytest.approx([0, 8 / 7 / 4 / 2])
+    assert [one.interconnect for one in bounds] == pytest.approx([50 / 450, 6 / 7 * 50 / 450])
+    assert [one.by for one in bounds] == ["interconnect", "network"]
+    assert bounds[1].seconds == bounds[1].network
 
 
 @pytest.mark.parametrize(
