@@ -270,7 +270,7 @@ def _lines(plan: Plan) -> list[str]:
             far = ""
             if exchange.slices > 1:
                 sent = bytes_text(exchange.network_bytes)
-                far = f", {sent} of them from each device to {exchange.slices - 1} other slices"
+                far = f", of which each device sends {sent} to other slices or hosts"
             lines.append(
                 f"{one.compiled.program.name}: {exchange.kind} over {exchange.axis}, "
                 f"{bytes_text(exchange.bytes)} in all at least{far}"
