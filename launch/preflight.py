@@ -3,7 +3,7 @@
 Every process collects its facts (versions, devices, speeds, clock); they are exchanged by JAX
 itself, so that what is checked is also the way in which the hosts will talk. Process 0 prints.
 
-    python -m launch.preflight --workdir=runs/x [--data=DIR] [--devices=N] [--json]
+    python -m launch.preflight --workdir=runs/x [--data=DIR] [--devices=N] [--slices=N] [--json]
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import secrets
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,6 +82,28 @@ def check_devices(hosts: Sequence[Facts], expected: int | None) -> Verdict:
     if expected is not None and total != expected:
         return Verdict("FAIL", "devices", f"{text}, {expected} were expected")
     return Verdict("ok", "devices", text)
+
+
+def check_slices(hosts: Sequence[Facts], expected: int | None) -> list[Verdict]:
+    """The slices have as many devices each, and are as many as expected; nothing of a single one.
+
+    A process that has devices of several slices counts for the first of them.
+    """
+    each: Counter[int] = Counter()
+    for host in hosts:
+        each[host["slice"]] += host["devices"]
+    if len(each) == 1 and expected in (None, 1):
+        return []
+    text = f"{len(each)} slice{'s' * (len(each) > 1)} of {max(each.values())} devices"
+    if expected is not None and len(each) != expected:
+        said = f"{text}, {expected} were expected; start the processes of all slices as one launch"
+        return [Verdict("FAIL", "slices", said)]
+    if len(set(each.values())) > 1:
+        few = min(each, key=lambda number: each[number])
+        names = ", ".join(host["host"] for host in hosts if host["slice"] == few)
+        said = f"slice {few} ({names}) has {each[few]} devices, another {max(each.values())}"
+        return [Verdict("FAIL", "slices", f"{said}; use slices of one size")]
+    return [Verdict("ok", "slices", text)]
 
 
 def check_memory(hosts: Sequence[Facts]) -> Verdict:
@@ -151,7 +174,9 @@ def check_clocks(hosts: Sequence[Facts], rounds: Sequence[Sequence[float]]) -> V
     )
 
 
-def run(workdir: str, data: str, expected: int | None) -> list[Verdict]:
+def run(
+    workdir: str, data: str, expected: int | None, expected_slices: int | None
+) -> list[Verdict]:
     """All checks; every process of the launch calls it, and gets the same verdicts."""
     from mmqa_jax.core import distributed
 
@@ -176,6 +201,7 @@ def run(workdir: str, data: str, expected: int | None) -> list[Verdict]:
         Verdict("ok", "joined", joined),
         check_alike(hosts),
         check_devices(hosts, expected),
+        *check_slices(hosts, expected_slices),
         check_sum(hosts),
         check_memory(hosts),
         *check_disk(hosts, workdir),
@@ -224,6 +250,8 @@ def _code_digest() -> str:
 def _device_facts() -> dict[str, Any]:
     import jax
 
+    from mmqa_jax.core.mesh import slice_of
+
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     memory = [
         [one["bytes_limit"] - one.get("bytes_in_use", 0), one["bytes_limit"]]
@@ -231,17 +259,23 @@ def _device_facts() -> dict[str, Any]:
         if one.get("bytes_limit")
     ]
     devices = jax.local_devices()
-    return {"kind": devices[0].device_kind, "devices": len(devices), "memory": memory}
+    return {
+        "kind": devices[0].device_kind,
+        "devices": len(devices),
+        "slice": slice_of(devices[0]),
+        "memory": memory,
+    }
 
 
 def _sum_speed() -> dict[str, Any]:
     """Sums an array over all devices: whether it is right, and GB/s that a device moves."""
     import jax
-    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
     devices = jax.devices()
     mib = _SUM_MIB_CPU if devices[0].platform == "cpu" else _SUM_MIB
-    mesh = jax.make_mesh((len(devices),), ("all",), axis_types=(AxisType.Auto,), devices=devices)
+    # In jax's own order: of several slices jax.make_mesh makes no mesh, and a sum has no order.
+    mesh = Mesh(np.array(devices), ("all",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec("all")
     shape = (len(devices), mib * 2**20 // 4)
     numbers = jax.make_array_from_callback(
@@ -321,10 +355,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workdir", default=".", help="folder that the run writes to (.)")
     parser.add_argument("--data", default="", help="folder that the run reads from")
     parser.add_argument("--devices", type=int, help="how many devices there must be in all")
+    parser.add_argument("--slices", type=int, help="over how many slices they must be")
     parser.add_argument("--json", action="store_true", help="last line: the verdicts as JSON")
     arguments = parser.parse_args(argv)
     try:
-        verdicts = run(arguments.workdir, arguments.data, arguments.devices)
+        verdicts = run(arguments.workdir, arguments.data, arguments.devices, arguments.slices)
     except (UserError, RunError) as error:
         print(f"preflight: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1

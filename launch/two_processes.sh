@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # The pod on one machine: runs a command as several JAX processes that join each other.
-#   launch/two_processes.sh [--processes=2] [--dry_run] COMMAND...
+#   launch/two_processes.sh [--processes=2] [--slices] [--dry_run] COMMAND...
 # Each process gets the variables that hosts get on a pod, and computes on the CPU unless
-# JAX_PLATFORMS says otherwise. Lines of output begin with the process's number. When one fails the
-# others get TERM, and its exit code is the script's. Tried without hardware: all of it.
+# JAX_PLATFORMS says otherwise; with --slices each is a slice by name. Lines of output begin with the
+# process's number. When one fails the others get TERM, and its exit code is the script's.
+# Tried without hardware: all of it.
 set -euo pipefail
 # shellcheck source=common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -12,6 +13,7 @@ processes=2 dry_run=0
 while [ $# -gt 0 ]; do
   case "$1" in
     --processes=*) processes="$(value_of "$1")" ;;
+    --slices) export MMQA_PROCESS_IS_SLICE=1 ;;
     --dry_run) dry_run=1 ;;
     --*) die "unknown flag '$1'; see the head of this file." ;;
     *) break ;;

@@ -32,7 +32,7 @@ done
 [ $# -gt 0 ] || die "no command; end with the one to run, such as 'mmqa train ...'."
 
 mapfile -t folders < <(preflight_flags "$@")
-checked="$(quoted bash launch/preflight.sh "${folders[@]}") && exec $(quoted "$@")"
+checked="$(quoted bash launch/preflight.sh --slices="$slices" "${folders[@]}") && exec $(quoted "$@")"
 run xpk workload create --cluster="$cluster" --zone="$zone" --project="$project" \
   --workload="$name" --tpu-type="$type" --num-slices="$slices" --docker-image="$image" \
   --max-restarts="$max_restarts" --command="$checked"

@@ -18,7 +18,7 @@ def get_config(mode: str = "") -> ConfigDict:
     config.task = "answer"
     config.seed = 0
     config.data = {"dir": "", "split": "train"}
-    config.mesh = {"data": -1, "fsdp": 1, "tensor": 1}
+    config.mesh = {"data": -1, "fsdp": 1, "tensor": 1, "dcn_data": -1, "dcn_fsdp": -1}
     config.tokenizer = "minilm:corpus"  # see contrastive.py
     config.init = "minilm"
     # Token types that MiniLM does not have: tokens that match the question, the second source.

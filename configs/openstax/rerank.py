@@ -17,7 +17,7 @@ def get_config(mode: str = "") -> ConfigDict:
     config.task = "rerank"
     config.seed = 0
     config.data = {"dir": "", "split": "train", "negatives": ()}
-    config.mesh = {"data": -1, "fsdp": 1, "tensor": 1}
+    config.mesh = {"data": -1, "fsdp": 1, "tensor": 1, "dcn_data": -1, "dcn_fsdp": -1}
     config.tokenizer = "minilm"
     config.init = "minilm"
     # Token types that MiniLM does not have: tokens that match the question, the second source.

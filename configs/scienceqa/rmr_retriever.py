@@ -48,7 +48,7 @@ def _training(mode: str) -> ConfigDict:
     config.task = "example_retrieval"
     config.seed = 0
     config.data = {"dir": "", "split": "train", "scores": "", "text": _TEXT}
-    config.mesh = {"data": -1, "fsdp": 1, "tensor": 1}
+    config.mesh = {"data": -1, "fsdp": 1, "tensor": 1, "dcn_data": -1, "dcn_fsdp": -1}
     config.tokenizer = "minilm"
     config.init = "minilm"
     # Read by the row that uses the run; the vision tower is not trained.

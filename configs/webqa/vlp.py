@@ -21,7 +21,7 @@ def base(frontend: str) -> ConfigDict:
     config.seed = 42
     # Facts and captions are read without their titles.
     config.data = {"dir": "", "split": "train", "titles": False, "modality": None}
-    config.mesh = {"data": -1, "fsdp": 1, "tensor": 1}
+    config.mesh = {"data": -1, "fsdp": 1, "tensor": 1, "dcn_data": -1, "dcn_fsdp": -1}
     config.tokenizer = "downloads/bert-base-cased/tokenizer.json"
     # VLP, pretrained on Conceptual Captions (cc_g8_lr1e-4_batch512_s0.75_b0.25).
     config.init = "downloads/vlp/model.30.bin"

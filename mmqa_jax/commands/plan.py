@@ -25,8 +25,8 @@ _BEST = 5  # settings of a search that are shown
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     parser.description += (
-        "\n\ntopologies: v5e:AxB, v6e:AxB, v4:AxBxC, v5p:AxBxC (needs the extra `plan`), a100:N,\n"
-        "  h100:N, h200:N, 2x h100:N (needs the extra `cuda12`), local\n"
+        "\n\ntopologies: v5e:AxB, v6e:AxB, v4:AxBxC, v5p:AxBxC, of two slices 2xv5e:AxB (need\n"
+        "  the extra `plan`), a100:N, h100:N, h200:N, 2x h100:N (needs the extra `cuda12`), local\n"
         "programs: those of train, and of what uses the trained model (embed, rerank, answer);\n"
         "  of configs/prompt/default.py decode and prefill, of a LLaVA its tower too, of a T5\n"
         "  generate (a batch; FLOPs and time are those with one new token); without a\n"
@@ -198,13 +198,24 @@ def _table(plan: Plan) -> Table:
     columns = ["a device", *(one.compiled.program.name for one in plan.planned)]
     cells = [_cells(one) for one in plan.planned]
     rows = [[name, *(own[name] for own in cells)] for name in cells[0]]
+    network = _network(plan.topology)
+    if not network:
+        rows = [row for row in rows if row[0] != _NETWORK]
     return Table(
         f"{devices} x {chip.name} ({plan.topology.name}), in one call",
         columns,
         rows,
         f"Bounds are by the data sheet ({chip.source}): products, bytes and exchanges that cannot "
-        "be avoided, each part at its peak beside the others.",
+        f"be avoided, each part at its peak beside the others{network}.",
     )
+
+
+def _network(topology: Topology) -> str:
+    """What the table says of the network between slices, if there are several."""
+    if len(set(topology.hosts)) == 1:
+        return ""
+    rate = 8 * topology.chip.network_rate / 1e9
+    return f"; between slices (or hosts of GPUs) a device has {rate:.4g} Gbit/s of network"
 
 
 def _cells(one: Planned) -> dict[str, str | None]:
@@ -222,6 +233,7 @@ def _cells(one: Planned) -> dict[str, str | None]:
         milliseconds(bound.compute),
         milliseconds(bound.hbm),
         milliseconds(bound.interconnect),
+        milliseconds(bound.network),
         f"{milliseconds(bound.seconds)} ({bound.by})",
         f"{100 * bound.mfu:.1f} %",
         f"{program.examples / bound.seconds:,.0f} {program.unit}/s, "
@@ -231,10 +243,11 @@ def _cells(one: Planned) -> dict[str, str | None]:
     return {**cells, **dict(zip(_LATER, values, strict=True))}
 
 
+_NETWORK = "bound: network"  # of several slices or hosts alone
 _LATER = (
     *("FLOPs", "of the model's", "HBM traffic at least"),
-    *("bound: compute", "bound: HBM", "bound: interconnect", "bound", "MFU at most"),
-    *("the host delivers", "compiled in"),
+    *("bound: compute", "bound: HBM", "bound: interconnect", _NETWORK, "bound"),
+    *("MFU at most", "the host delivers", "compiled in"),
 )
 
 
@@ -254,10 +267,13 @@ def _lines(plan: Plan) -> list[str]:
     lines = []
     for one in plan.planned:
         for exchange in one.compiled.exchanges:
-            far = " between hosts" if exchange.hosts else ""
+            far = ""
+            if exchange.slices > 1:
+                sent = bytes_text(exchange.network_bytes)
+                far = f", of which each device sends {sent} to other slices or hosts"
             lines.append(
-                f"{one.compiled.program.name}: {exchange.kind} over {exchange.axis}{far}, "
-                f"{bytes_text(exchange.bytes)} in all at least"
+                f"{one.compiled.program.name}: {exchange.kind} over {exchange.axis}, "
+                f"{bytes_text(exchange.bytes)} in all at least{far}"
             )
     cost = plan.to_json()["run"]
     if cost["steps"] is not None:

@@ -25,7 +25,8 @@ class Chip:
       hbm_rate: bytes/s between memory and chip.
       link_rate: bytes/s that one device sends to others of its slice (ICI) or host (NVLink), all
         links together.
-      network_rate: bytes/s that one device sends to devices of other hosts.
+      network_rate: bytes/s that one device sends to devices of other slices, or hosts of GPUs: its
+        share of what its host's network cards send.
       source: where the numbers are from.
       of_chip: how many such devices are one chip.
       links: of a TPU's chip to its neighbors, two for each dimension of the torus; 0: each device
@@ -64,23 +65,23 @@ def _tpu(
     hbm: float,
     ici: float,
     *,
+    dcn: float,
     links: int,
     wraps_from: int,
     ghz: float,
 ) -> Chip:
-    """hbm in GB/s, ici in GB/s sent (half of the data sheet's bidirectional bandwidth)."""
+    """hbm and ici in GB/s (ici as it is sent, half of the data sheet's), dcn in Gbit/s."""
     bf16 = teraflops * 1e12
     rates = {"bf16": bf16, "f16": bf16, "f32": bf16, "s8": int8 * 1e12, "u8": int8 * 1e12}
     rates["f32:highest"] = bf16 / 6  # six passes of bfloat16
     source = "cloud.google.com/tpu/docs, system architecture of each version"
-    # 25 Gbit/s of data-center network per chip is v5e's; several slices are not planned for.
     return Chip(
         f"TPU {name}",
         rates,
         gib * GIB,
         hbm * 1e9,
         ici * 1e9,
-        25e9 / 8,
+        dcn * 1e9 / 8,
         source,
         links=links,
         wraps_from=wraps_from,
@@ -122,15 +123,17 @@ def _gpu(name: str, bf16: float, tf32: float, fp32: float, int8: float, **rest: 
 # dimension of 16 alone; v4 and v5p are cut into cubes of 4 x 4 x 4, whose ends are linked, and a
 # slice below one cube has none ("All 4x4x4 and larger slices have full 3D torus connectivity", the
 # same documentation, v5p). Clocks: jax-ml.github.io/scaling-book, tables of TPUs.
+# Data-center network, same documentation: v5e "2 x 100 Gbps NIC" for a host of 8 chips, v6e "4 x
+# 200 Gbps NIC", v5p "per chip (Gbps) 50". v4's page gives none: v5e's is taken for its chips.
 _2D = {"links": 4, "wraps_from": 16}
 _3D = {"links": 6, "wraps_from": 4}
 TPUS = {
     "v4": dataclasses.replace(
-        _tpu("v4 core", 137.5, 137.5, 15.25, 614, 150, **_3D, ghz=1.05), of_chip=2
+        _tpu("v4 core", 137.5, 137.5, 15.25, 614, 150, dcn=12.5, **_3D, ghz=1.05), of_chip=2
     ),
-    "v5e": _tpu("v5e", 197, 393, 15.75, 819, 200, **_2D, ghz=1.5),
-    "v5p": _tpu("v5p", 459, 918, 95.74, 2765, 600, **_3D, ghz=1.75),
-    "v6e": _tpu("v6e", 918, 1836, 31.25, 1640, 400, **_2D, ghz=1.75),
+    "v5e": _tpu("v5e", 197, 393, 15.75, 819, 200, dcn=25, **_2D, ghz=1.5),
+    "v5p": _tpu("v5p", 459, 918, 95.74, 2765, 600, dcn=50, **_3D, ghz=1.75),
+    "v6e": _tpu("v6e", 918, 1836, 31.25, 1640, 400, dcn=100, **_2D, ghz=1.75),
 }
 GPUS = {
     "a100": _gpu("A100", 312, 156, 19.5, 624, memory=85094825984, hbm=2039, nvlink=300, network=25),

@@ -3,7 +3,8 @@
 Every parameter carries logical axis names ("embed", "heads", ...) as Flax metadata
 (`out_sharding`). The rules map logical axes to mesh axes; they are plain tuples, so a config can
 replace them. Mesh axes: `data` (batch), `fsdp` (batch and parameters), `tensor` (heads and hidden
-units of a layer).
+units of a layer). Between slices, which a data-center network joins, `data` and `fsdp` alone may
+cross: they exchange parameters and gradients once a step, `tensor` activations in every layer.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -24,6 +27,8 @@ from mmqa_jax.core.errors import UserError
 
 MESH_AXES = ("data", "fsdp", "tensor")
 _BATCH_AXES = ("data", "fsdp")
+DCN_AXES = ("dcn_data", "dcn_fsdp")  # how many slices `data` and `fsdp` cross
+_PROCESS_IS_SLICE = "MMQA_PROCESS_IS_SLICE"
 
 MeshAxes = str | tuple[str, ...] | None
 Rules = Sequence[tuple[str, MeshAxes]]
@@ -53,8 +58,10 @@ def make_mesh(
     """Makes the mesh (data, fsdp, tensor) over all devices.
 
     Args:
-      shape: size of each mesh axis; an axis left out is 1, at most one may be -1 and takes
-        the devices that remain. None means all devices on `data`.
+      shape: size of each mesh axis over all slices; an axis left out is 1, at most one may be -1
+        and takes the devices that remain. `dcn_data` and `dcn_fsdp` are the numbers of slices that
+        `data` and `fsdp` cross; one left out or -1 takes the slices that remain, of both `data`
+        as many as divide it. None means all devices on `data`.
       devices: the devices to use, all of them by default (`jax.devices()`).
 
     Returns:
@@ -62,15 +69,16 @@ def make_mesh(
       activations; jax.make_mesh's own default, Explicit, would put shardings into types).
 
     Raises:
-      UserError: an unknown axis, more than one -1, or sizes whose product is not the number
-        of devices.
+      UserError: an unknown axis, more than one -1, sizes whose product is not the number of
+        devices, slices of unequal size, or an axis that cannot cross them.
     """
     shape = {"data": -1} if shape is None else dict(shape)
     devices = jax.devices() if devices is None else list(devices)
-    unknown = sorted(set(shape) - set(MESH_AXES))
+    unknown = sorted(set(shape) - {*MESH_AXES, *DCN_AXES})
     if unknown:
         raise UserError(
-            f"mesh: unknown axis {unknown[0]!r}; the axes are {', '.join(MESH_AXES)}, rename it."
+            f"mesh: unknown axis {unknown[0]!r}; the axes are {', '.join(MESH_AXES)}, and over "
+            f"several slices {' and '.join(DCN_AXES)}, rename it."
         )
     sizes = [shape.get(axis, 1) for axis in MESH_AXES]
     given = ", ".join(f"{axis}={size}" for axis, size in zip(MESH_AXES, sizes, strict=True))
@@ -86,9 +94,75 @@ def make_mesh(
             f"mesh: {given} does not fit {len(devices)} devices: the product of the sizes must "
             "be the number of devices; set one axis to -1 and let the others divide it."
         )
+    crossed = _crossed(sizes, [shape.get(axis, -1) for axis in DCN_AXES], devices)
     # A slice's own axes may be split over two of the mesh (fsdp=8 on 4x4x4 chips).
-    placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    if crossed == [1, 1, 1]:
+        placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    else:
+        placed = mesh_utils.create_hybrid_device_mesh(
+            [size // slices for size, slices in zip(sizes, crossed, strict=True)],
+            crossed,
+            devices,
+            process_is_granule=_process_is_slice(devices[0]),
+            allow_split_physical_axes=True,
+        )
     return Mesh(placed, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def slice_of(device: jax.Device) -> int:
+    """The number of the slice, whose devices are linked without the data-center network.
+
+    Of GPUs it is the host, or the hosts that one NVLink network joins, as JAX finds them. With
+    MMQA_PROCESS_IS_SLICE=1 in the environment each process is a slice by name, but for TPUs.
+    """
+    if _process_is_slice(device):
+        return device.process_index
+    return getattr(device, "slice_index", 0)
+
+
+def _process_is_slice(device: jax.Device) -> bool:
+    return device.platform != "tpu" and os.environ.get(_PROCESS_IS_SLICE) == "1"
+
+
+def _crossed(sizes: Sequence[int], wanted: list[int], devices: Sequence[jax.Device]) -> list[int]:
+    """How many slices each axis of the mesh crosses; `tensor` stays in one.
+
+    GPUs of several hosts are one slice unless `wanted` names an axis: in their plain order `data`
+    and `fsdp` are the first to cross hosts, and an engine's `tensor` may span them.
+
+    Args:
+      wanted: of DCN_AXES; -1 takes what remains.
+    """
+    each = Counter(map(slice_of, devices))
+    slices, (data, fsdp) = len(each), wanted
+    if wanted == [-1, -1]:
+        if slices == 1 or (devices[0].platform == "gpu" and not _process_is_slice(devices[0])):
+            return [1, 1, 1]
+        data = math.gcd(sizes[0], slices)
+    elif data == -1:
+        data = slices // max(fsdp, 1)
+    fsdp = slices // max(data, 1) if fsdp == -1 else fsdp
+    counts = sorted(set(each.values()))
+    if len(counts) > 1:
+        raise UserError(
+            f"mesh: the {slices} slices have {' and '.join(map(str, counts))} devices; start the "
+            "run on slices of one size."
+        )
+    if min(data, fsdp) < 1 or data * fsdp != slices:
+        pairs = zip(DCN_AXES, wanted, strict=True)
+        named = ", ".join(f"{axis}={size}" for axis, size in pairs if size != -1)
+        raise UserError(
+            f"mesh: {named} does not fit {slices} slice{'s' * (slices > 1)}: the product must be "
+            "their number; leave these axes out, or one of them, which takes what remains."
+        )
+    for axis, size, parts in zip(MESH_AXES, sizes, (data, fsdp), strict=False):
+        if size % parts:
+            raise UserError(
+                f"mesh: {axis}={size} cannot be split over {parts} slices of {counts[0]} devices; "
+                f"only data and fsdp may cross slices: make mesh.{axis} a multiple of {parts}, and "
+                f"mesh.tensor at most {counts[0]}."
+            )
+    return [data, fsdp, 1]
 
 
 def platform() -> str:

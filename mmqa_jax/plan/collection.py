@@ -158,6 +158,7 @@ def _search(kind: str, sources: int, dim: int, topology: Topology) -> Program:
         name=f"search of {sources:,} by {kind}",
         trace=functools.cache(trace),
         mesh=dict(mesh.shape),
+        placed=tuple(mesh.devices.flat),
         model_flops=lambda: jaxpr_flops(trace().jaxpr.jaxpr),
         parameters=held,
         floor_bytes=held + 2 * scores,
@@ -169,4 +170,4 @@ def _search(kind: str, sources: int, dim: int, topology: Topology) -> Program:
 
 def _compiled(program: Program, topology: Topology) -> Planned:
     print(f"compiling {program.name} for {topology.name} ...", file=sys.stderr, flush=True)
-    return Planned.of(compile_program(program, topology.placement(program.mesh)), topology.chip)
+    return Planned.of(compile_program(program, topology.placement(program.placed)), topology.chip)

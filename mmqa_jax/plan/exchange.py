@@ -50,20 +50,30 @@ class Exchange(NamedTuple):
       axis: mesh axes, joined by "+".
       members: devices of a group.
       bytes: of the whole arrays that a group gathers or reduces, summed up.
-      hosts, links: see seconds_to_send.
+      slices: that a group reaches over, or hosts of GPUs.
+      links: see seconds_to_send.
     """
 
     kind: str
     axis: str
     members: int
     bytes: float
-    hosts: bool = False
+    slices: int = 1
     links: int | None = None
 
     def seconds(self, chip: Chip) -> float:
-        """The least time that it takes."""
-        sent = sent_bytes(self.kind, self.members, self.bytes)
-        return seconds_to_send(sent, chip, hosts=self.hosts, links=self.links)
+        """The least time that it takes within slices.
+
+        Members exchange the whole arrays within a slice, and each of them its part of these with
+        the other slices, as XLA compiles it.
+        """
+        sent = sent_bytes(self.kind, self.members / self.slices, self.bytes)
+        return seconds_to_send(sent, chip, hosts=False, links=self.links)
+
+    @property
+    def network_bytes(self) -> float:
+        """What a device sends to other slices at least, over the data-center network."""
+        return sent_bytes(self.kind, self.slices, self.bytes * self.slices / self.members)
 
 
 def least_exchanges(
@@ -330,7 +340,7 @@ class Placement(NamedTuple):
     """Where the devices of a mesh are, in its flat order.
 
     Attributes:
-      hosts: of every device; one number for all where they are linked as one (a slice).
+      hosts: as of plan.topology.Topology, of every device.
       links: of a group of positions, `fewest_links`; None: each device reaches all others of its
         host at its whole rate.
     """
@@ -338,18 +348,18 @@ class Placement(NamedTuple):
     hosts: tuple[int, ...]
     links: Callable[[Sequence[int]], int] | None = None
 
-    def reach(self, groups: Sequence[Sequence[int]]) -> tuple[bool, int | None]:
-        """Whether a group reaches over several hosts, and the links of the worst placed one."""
-        far = any(len({self.hosts[member] for member in group}) > 1 for group in groups)
+    def reach(self, groups: Sequence[Sequence[int]]) -> tuple[int, int | None]:
+        """How many slices or hosts a group reaches over, and the links of the worst placed one."""
+        far = max(len({self.hosts[member] for member in group}) for group in groups)
         return far, None if self.links is None else min(map(self.links, groups))
 
 
-def sent_bytes(kind: str, members: int, size: float) -> float:
+def sent_bytes(kind: str, members: float, size: float) -> float:
     """Bytes that a device has to send at least (ring algorithms reach it).
 
     Args:
       kind: of the collective, as XLA names it.
-      members: devices of a group.
+      members: devices of a group, or slices of which each sends as one.
       size: bytes of the whole array of a group: what is gathered, reduced or permuted.
     """
     if kind in ("collective-permute", "collective-broadcast"):

@@ -31,6 +31,7 @@ class Program:
       name: of the verb, or of the engine's part (`decode`, `prefill`).
       trace: traces it for the devices of `mesh`.
       mesh: axis -> size; {} is one device.
+      placed: the devices of the mesh in its flat order; () where nobody asks where they are.
       model_flops: of one call over all devices, without recomputation.
       parameters, optimizer, cache: bytes on one device.
       floor_bytes: bytes that one device must move to or from its memory at least; None: what goes
@@ -58,6 +59,7 @@ class Program:
     arguments: Any = ()
     weights: Any = ()
     trained: Any = ()
+    placed: tuple[jax.Device, ...] = ()
 
     @classmethod
     def of(
@@ -84,6 +86,7 @@ class Program:
             name=name,
             trace=trace,
             mesh=dict(mesh.shape),
+            placed=tuple(mesh.devices.flat),
             arguments=arguments,
             **{
                 "model_flops": lambda: jaxpr_flops(trace().jaxpr.jaxpr),

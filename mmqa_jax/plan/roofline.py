@@ -9,6 +9,8 @@ from typing import Any
 from mmqa_jax.core.chips import GIB, Chip
 from mmqa_jax.plan.program import Compiled
 
+_PARTS = ("compute", "hbm", "interconnect", "network")
+
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
@@ -16,24 +18,25 @@ class Bound:
 
     Attributes:
       compute: products; hbm: bytes that must go to or from the device's memory; interconnect: what
-        the devices must exchange.
+        the devices must exchange within slices, network: with other slices, or hosts of GPUs.
       mfu: the model's FLOPs (recomputation not counted) over what the chip computes in that time.
     """
 
     compute: float
     hbm: float
     interconnect: float
+    network: float = 0.0
     mfu: float = 0.0
 
     @property
     def seconds(self) -> float:
         """The longest of what can run side by side."""
-        return max(self.compute, self.hbm, self.interconnect)
+        return max(getattr(self, name) for name in _PARTS)
 
     @property
     def by(self) -> str:
         """The name of what takes longest."""
-        return max(("compute", "hbm", "interconnect"), key=lambda name: getattr(self, name))
+        return max(_PARTS, key=lambda name: getattr(self, name))
 
 
 def bound(compiled: Compiled, chip: Chip) -> Bound | None:
@@ -44,6 +47,7 @@ def bound(compiled: Compiled, chip: Chip) -> Bound | None:
         chip.seconds(compiled.flops),
         compiled.floor_bytes / chip.hbm_rate,
         sum(one.seconds(chip) for one in compiled.exchanges),
+        sum(one.network_bytes for one in compiled.exchanges) / chip.network_rate,
     )
     model = compiled.program.model_flops() / compiled.program.devices
     model = min(model, sum(compiled.flops.values()) or model)
@@ -92,8 +96,9 @@ class Planned:
             "bound_by": self.bound and self.bound.by,
             "mfu_bound": self.bound and self.bound.mfu,
             "collectives_ms": self.bound and 1e3 * self.bound.interconnect,
+            "network_ms": self.bound and 1e3 * self.bound.network,
             "collectives": [
-                {"kind": one.kind, "axis": one.axis, "bytes": one.bytes}
+                {"kind": one.kind, "axis": one.axis, "bytes": one.bytes, "slices": one.slices}
                 for one in compiled.exchanges
             ],
             "compile_seconds": round(compiled.seconds, 1),

@@ -9,25 +9,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.chips import GPUS, TPUS, Chip, chip_of_kind
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import MESH_AXES, make_mesh
+from mmqa_jax.core.mesh import slice_of
 from mmqa_jax.plan.exchange import Placement, fewest_links
 
 LOCAL = "local"
 KNOWN = (
     "local, v5e:AxB and v6e:AxB (such as v5e:16x16), v4:AxBxC and v5p:AxBxC (such as v5p:4x4x4), "
-    "a100:N, h100:N, h200:N, and several hosts of GPUs as 2x h100:8"
+    "2xv5e:4x4 (two slices), a100:N, h100:N, h200:N, and several hosts of GPUs as 2x h100:8"
 )
-_TPU = re.compile(r"(v4|v5e|v5p|v6e):(\d+(?:x\d+)+)")
+_TPU = re.compile(r"(?:(\d+)x ?)?(v4|v5e|v5p|v6e):(\d+(?:x\d+)+)")
 _GPU = re.compile(r"(?:(\d+)x ?)?(a100|h100|h200):(\d+)")
 _AXES = {"v4": 3, "v5p": 3, "v5e": 2, "v6e": 2}
 # A whole host's slice: Google's machine types that end in 8t, and in 4t.
@@ -40,7 +39,8 @@ class Topology:
     """Devices to compile for.
 
     Attributes:
-      hosts: the host of every device; one number for all where they are linked as one (a slice).
+      hosts: of every device its slice, of GPUs its host: those of one number are linked without
+        the data-center network.
       data_sheet: of the devices' kind; None where there is none.
     """
 
@@ -65,16 +65,16 @@ class Topology:
             own = [n for n, host in enumerate(self.hosts) if host == self.hosts[0]]
             devices = tuple(self.devices[n] for n in own)
             return dataclasses.replace(self, devices=devices, hosts=self.hosts[: len(own)])
-        alone = open_topology(f"{tpu[1]}:{_OF_HOST[tpu[1]]}")
-        return alone if len(alone.devices) < len(self.devices) else self
+        slices, version, shape = tpu.groups()
+        alone = open_topology(f"{version}:{_OF_HOST[version]}")
+        if len(alone.devices) * int(slices or 1) < len(self.devices):
+            return alone
+        return open_topology(f"{version}:{shape}") if slices else self
 
-    def placement(self, mesh: Mapping[str, int]) -> Placement:
-        """Where the devices of a mesh (axis -> size; {} is one device) lie."""
-        count = math.prod(mesh.values())
-        placed = list(self.devices[:count])
-        if set(mesh) <= set(MESH_AXES):  # which places devices by their links
-            placed = list(make_mesh(dict(mesh) or {"data": 1}, placed).devices.flat)
-        hosts = tuple(self.hosts[self.devices.index(device)] for device in placed)
+    def placement(self, placed: Sequence[Any]) -> Placement:
+        """Where the devices of a mesh, in its flat order, lie."""
+        number = {device: n for n, device in enumerate(self.devices)}
+        hosts = tuple(self.hosts[number[device]] for device in placed)
         if not self.chip.links:
             return Placement(hosts)
         dimensions = self.chip.links // 2  # a v5e has a third coordinate, always 0
@@ -83,7 +83,13 @@ class Topology:
         shape = [1 + max(numbers) for numbers in ends][:dimensions]
 
         def links(group: Sequence[int]) -> int:
-            return fewest_links([places[n] for n in group], shape, self.chip)
+            of_slice: dict[int, list[int]] = {}
+            for n in group:
+                of_slice.setdefault(hosts[n], []).append(n)
+            return min(
+                fewest_links([places[n] for n in own], shape, self.chip)
+                for own in of_slice.values()
+            )
 
         return Placement(hosts, links)
 
@@ -97,14 +103,14 @@ def open_topology(name: str) -> Topology:
     if name == LOCAL:
         return _local()
     tpu, gpu = _TPU.fullmatch(name), _GPU.fullmatch(name)
-    if tpu is not None and tpu[2].count("x") + 1 == _AXES[tpu[1]]:
-        return _tpu(name, tpu[1])
+    if tpu is not None and tpu[3].count("x") + 1 == _AXES[tpu[2]] and tpu[1] != "0":
+        return _tpu(name, int(tpu[1] or 1), tpu[2], tpu[3])
     if gpu is not None and int(gpu[3]) and gpu[1] != "0":
         return _gpu(name, gpu[2], int(gpu[1] or 1), int(gpu[3]))
     raise UserError(f"--topology={name}: unknown; use one of {KNOWN}.")
 
 
-def _tpu(name: str, version: str) -> Topology:
+def _tpu(name: str, slices: int, version: str, shape: str) -> Topology:
     _check_libtpu(name)
     # Only compiles: looks for no TPU in the cloud, and lets other processes load libtpu as well.
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
@@ -116,13 +122,15 @@ def _tpu(name: str, version: str) -> Topology:
     from jax.experimental import topologies
 
     try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+        devices = topologies.get_topology_desc(
+            platform="tpu", topology_name=f"{version}:{shape}", num_slices=slices
+        ).devices
     except Exception as error:
         raise UserError(
             f"--topology={name}: libtpu knows no such slice ({_first_line(error)}); use one that "
             "exists, such as v5e:2x4, v5e:16x16, v6e:8x8, v4:4x4x4 or v5p:4x4x4."
         ) from error
-    return Topology(name, tuple(devices), (0,) * len(devices), TPUS[version])
+    return Topology(name, tuple(devices), tuple(map(slice_of, devices)), TPUS[version])
 
 
 def _check_libtpu(name: str) -> None:
@@ -177,7 +185,7 @@ def _local() -> Topology:
     import jax
 
     devices = jax.devices()
-    hosts = tuple(device.process_index for device in devices)
+    hosts = tuple(map(slice_of, devices))
     return Topology(LOCAL, tuple(devices), hosts, chip_of_kind(devices[0].device_kind))
 
 

@@ -142,7 +142,7 @@ def place(name: str, config: ConfigDict, topology: Topology) -> Topology:
 def _planned(name: str, config: ConfigDict, topology: Topology, model: str | None) -> Planned:
     program = make_program(name, config, topology.devices, model)
     print(f"compiling {name} for {topology.name} ...", file=sys.stderr, flush=True)
-    return Planned.of(compile_program(program, topology.placement(program.mesh)), topology.chip)
+    return Planned.of(compile_program(program, topology.placement(program.placed)), topology.chip)
 
 
 def changed(config: ConfigDict, changes: Changes) -> ConfigDict:

@@ -20,6 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float32, Int32
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.retrieval.bm25 import check_top_k
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.exact import check_embeddings, check_queries, index_manifest, search_within
@@ -182,9 +183,8 @@ def abstract_search(
 
 
 def _row_mesh(devices: Sequence[jax.Device]) -> Mesh:
-    return jax.make_mesh(
-        (len(devices),), (_AXIS,), axis_types=(AxisType.Auto,), devices=list(devices)
-    )
+    placed = make_mesh(devices=devices).devices.reshape(-1)  # those of a slice side by side
+    return Mesh(placed, (_AXIS,), axis_types=(AxisType.Auto,))
 
 
 def _block_counts(rows: int, devices: int, block_rows: int) -> tuple[int, int]:

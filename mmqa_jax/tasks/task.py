@@ -22,7 +22,14 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import MESH_AXES, local_rows, make_mesh, on_shardings, state_shardings
+from mmqa_jax.core.mesh import (
+    DCN_AXES,
+    MESH_AXES,
+    local_rows,
+    make_mesh,
+    on_shardings,
+    state_shardings,
+)
 from mmqa_jax.core.serving import BatchSize, RowCost, loading_mesh
 from mmqa_jax.core.typed import at_least, check_section, mapping, optional, spec_of
 from mmqa_jax.data.answer_vocabulary import AnswerVocabulary
@@ -195,7 +202,7 @@ class Task(abc.ABC):
       seed: of initialization, sampling and dropout.
       tokenizer: see tasks.run_tokenizer.
       init: what the weights start from: `scratch`, `minilm`, or a folder or file of weights.
-      mesh: size of each mesh axis (core.mesh.make_mesh).
+      mesh: size of each mesh axis, and how it crosses slices (core.mesh.make_mesh).
       train: see training.options.LoopOptions.
     """
 
@@ -214,7 +221,7 @@ class Task(abc.ABC):
     model: Any
     batches: Any
     inference: Any
-    mesh: Mapping[str, int] = mapping(_AXES, required=True)
+    mesh: Mapping[str, int] = mapping(_AXES | dict.fromkeys(DCN_AXES, optional(int)), required=True)
     train: Mapping[str, Any] = mapping(dict, required=True)
 
     # --- What the config alone tells ---------------------------------------------------------

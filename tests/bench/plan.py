@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmqa_jax.commands.plan import bytes_text, memory_cells, milliseconds
 from mmqa_jax.commands.plan import config_of as plan_config
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.flops import jaxpr_flops
 from mmqa_jax.evaluation.tables import Table
 from mmqa_jax.evaluation.tables import show as show_table
@@ -39,6 +40,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     config = plan_config(arguments)
     names = planning.chosen(config, arguments.only, arguments.model)
     topology = open_topology(arguments.topology)
+    if topology.chip.links and len(set(topology.hosts)) > 1:
+        raise UserError(
+            f"--topology={topology.name}: what slices exchange is no collective of the compiled "
+            "program, and is not counted; name one slice, or use `mmqa plan`."
+        )
     counted = []
     for name in names:
         place = planning.place(name, config, topology)
@@ -99,7 +105,7 @@ class Counted(Planned):
             flops = jaxpr_flops(jaxpr, kernels_only=True) / program.devices
             counts.flops["bf16"] += flops
             counts.kernels = (counts.kernels[0] + flops, counts.kernels[1])
-        placement = topology.placement(program.mesh)
+        placement = topology.placement(program.placed)
         mesh = program.mesh or {"": 1}
         collectives = tuple(counts.on_mesh(mesh, placement.hosts, placement.links))
         least = least_bytes(program, executable)

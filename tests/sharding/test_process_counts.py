@@ -1,9 +1,11 @@
-"""Training is the same on one, two and four processes, wherever the rows of a batch lie."""
+"""Training is the same on one, two and four processes and on two slices, wherever its rows lie."""
 
 from __future__ import annotations
 
 import pytest
 from processes import FEW, TRAIN, curve, finish, outcomes, tiny, tiny_runs
+
+CROSSED_BY_FSDP = {"data": 2, "fsdp": 2, "dcn_fsdp": 2}
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +63,35 @@ def test_rows_that_spoil_a_step_are_named_by_the_process_that_has_them(pair):
     assert [code for code, _ in ended] == [1, 1], ended
     assert all("step 9: loss is nan on the batch with index" in out for _, out in ended)
     assert not list((folder / "spoiled" / "checkpoints").glob("[0-9]*"))
+
+
+@pytest.fixture
+def _processes_are_slices(monkeypatch):
+    monkeypatch.setenv("MMQA_PROCESS_IS_SLICE", "1")
+
+
+@pytest.mark.usefixtures("_processes_are_slices")
+def test_losses_do_not_depend_on_slices(alone, tmp_path):
+    """A process has rows of both halves of a batch where `fsdp` crosses, else of one half."""
+    runs = {tmp_path / "data": {"mesh": {"data": 4}}, tmp_path / "fsdp": {"mesh": CROSSED_BY_FSDP}}
+    finish(tiny_runs(2, runs, devices=2))
+    for workdir in runs:
+        assert_as_alone(workdir, alone)
+
+
+def test_a_run_goes_from_two_slices_to_one_and_back(alone, tmp_path, monkeypatch):
+    """One of the slices is killed, and the launch that follows it."""
+    monkeypatch.setenv("MMQA_HEARTBEAT_SECONDS", "8")
+    train = {**TRAIN, "checkpoint_every": 5}
+    ended = []
+    for slices, mesh, batch in (("1", CROSSED_BY_FSDP, 8), ("0", {"data": 4}, 8)):
+        monkeypatch.setenv("MMQA_PROCESS_IS_SLICE", slices)
+        happen = {"what": "SIGKILL", "process": 1, "batch": batch}
+        options = {"mesh": mesh, "happen": happen, "train": train}
+        ended.append(outcomes(tiny(2, tmp_path, devices=2, **options)))
+        assert [code for code, _ in ended[-1]] == [1, -9], ended
+    monkeypatch.setenv("MMQA_PROCESS_IS_SLICE", "1")
+    finish(tiny(2, tmp_path, devices=2, mesh=CROSSED_BY_FSDP, train=train))
+    assert "resumes from step 5" in ended[0][0][1], ended
+    assert "resumes from step 10" in ended[1][0][1], ended
+    assert_as_alone(tmp_path, alone)

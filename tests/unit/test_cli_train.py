@@ -155,6 +155,8 @@ def test_a_refused_config_leaves_what_was_there(data, refused, tmp_path):
         ),
         ("c.train.optimizer.multipliers = (('(', 2.0),)", r"'\(' is not a regular expression"),
         ("c.mesh.data = 3; c.batches.batch_size = 7", r"data=3.*does not fit 1 devices"),
+        ("c.mesh = {'data': 1, 'dcn_tensor': 1}", r"key mesh\.dcn_tensor: unknown; did you"),
+        ("c.mesh.dcn_fsdp = 2", r"mesh: dcn_fsdp=2 does not fit 1 slice: .*leave these axes out"),
         ("c.train.accumulate = 3", r"batch of 8: must be a multiple of 3"),
         ("raise RuntimeError('x')", r"own\.py, line 4: the config file fails \(RuntimeError: x\)"),
         ("return 3 +", r"own\.py, line 4: not valid python"),

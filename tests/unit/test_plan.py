@@ -165,7 +165,7 @@ def test_a_config_is_planned_without_its_data():
     (train,) = found["programs"]
     keys = (
         *("name", "fits", "memory_gib", "hbm_gib", "flops", "model_flops", "floor_bytes"),
-        *("bound_ms", "bound_by", "mfu_bound", "collectives_ms", "collectives"),
+        *("bound_ms", "bound_by", "mfu_bound", "collectives_ms", "network_ms", "collectives"),
         "compile_seconds",
     )
     assert set(train) == set(keys)
@@ -257,7 +257,7 @@ def test_a_program_is_compiled_for_a_tpu():
     row = Planned.of(compile_program(program), slice_.chip).row()
     assert row["fits"]
     assert row["flops"] == flops / 4
-    gradients = {"kind": "all-reduce", "axis": "data", "bytes": 6 * 128 * 128 * 2}
+    gradients = {"kind": "all-reduce", "axis": "data", "bytes": 6 * 128 * 128 * 2, "slices": 1}
     assert row["collectives"] == [gradients]
     assert 0 < row["mfu_bound"] <= 1
 
@@ -384,10 +384,14 @@ def test_the_slowest_part_bounds(work, by, seconds):
 
 
 def test_hosts_are_joined_by_a_slower_network():
+    """Of eight GPUs four are a host: each sends half of its quarter to the other host."""
     near = compiled(4, sent=8 / 7 * 50e9)
-    far = dataclasses.replace(near, exchanges=(near.exchanges[0]._replace(hosts=True),))
-    seconds = [Planned.of(one, GPUS["h100"]).bound.interconnect for one in (near, far)]
-    assert seconds == pytest.approx([50 / 450, 1.0])
+    far = dataclasses.replace(near, exchanges=(near.exchanges[0]._replace(slices=2),))
+    bounds = [Planned.of(one, GPUS["h100"]).bound for one in (near, far)]
+    assert [one.network for one in bounds] == pytest.approx([0, 8 / 7 / 4 / 2])
+    assert [one.interconnect for one in bounds] == pytest.approx([50 / 450, 6 / 7 * 50 / 450])
+    assert [one.by for one in bounds] == ["interconnect", "network"]
+    assert bounds[1].seconds == bounds[1].network
 
 
 @pytest.mark.parametrize(
@@ -427,6 +431,7 @@ PROMPT = f"--config={ROOT}/configs/prompt/default.py"
         ([SELECT, "--topology=v9:2x4"], r"--topology=v9:2x4: unknown; .*v5e:AxB.*h100:N"),
         ([SELECT, "--topology=v5e:2x4x2"], r"--topology=v5e:2x4x2: unknown; "),
         ([SELECT, "--topology=0x h100:8"], r"--topology=0x h100:8: unknown; "),
+        ([SELECT, "--topology=0xv5e:4x4"], r"--topology=0xv5e:4x4: unknown; .*2xv5e:4x4"),
         ([SELECT, "--config.mesh.fsdp=3"], r"mesh: .*fsdp=3.* does not fit \d+ devices"),
         ([SELECT, "--model=llama2_7b"], r"--model=llama2_7b: .*leave it out"),
         ([SELECT, "--only=decode"], r"--only=decode: the config has the programs train, rerank"),
@@ -491,6 +496,16 @@ def test_libtpu_of_another_jax(monkeypatch, refused):
 @needs_libtpu
 def test_a_slice_that_does_not_exist(refused):
     refused("plan", SELECT, "--topology=v5e:3x5", message=r"v5e:3x5: libtpu knows no such slice")
+
+
+@needs_libtpu
+def test_an_axis_that_cannot_cross_the_slices(refused):
+    flags = [SELECT, "--topology=2xv5e:2x2", "--config.mesh.data=1", "--config.mesh.tensor=8"]
+    refused(
+        "plan", *flags, message=r"mesh: fsdp=1 cannot be split over 2 slices of 4 devices; only"
+    )
+    flags = [*flags[:2], "--config.mesh.dcn_data=4"]
+    refused("plan", *flags, message=r"mesh: dcn_data=4 does not fit 2 slices: ")
 
 
 @needs_libtpu

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from mmqa_jax.core.chips import GPUS, TPUS
 from mmqa_jax.core.config import load_config
+from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.plan.exchange import (
     Exchange,
     Placement,
@@ -79,18 +80,54 @@ def test_groups_along_the_axes_of_a_mesh():
 
 def test_a_mesh_lies_on_the_links_that_it_has():
     slice_ = open_topology("v5e:2x4")
-    whole = slice_.placement({"data": 1, "fsdp": 1, "tensor": 8})
-    assert whole.links(range(8)) == 2
-    parts = slice_.placement({"data": 2, "fsdp": 1, "tensor": 4})
+
+    def placed(**mesh):
+        return list(make_mesh(mesh, slice_.devices).devices.flat)
+
+    assert slice_.placement(placed(tensor=8)).links(range(8)) == 2
+    parts = slice_.placement(placed(data=2, tensor=4))
     assert {parts.links(range(n, n + 4)) for n in (0, 4)} == {2}  # 2 x 2 chips
-    assert len({*slice_.placement({}).hosts}) == 1
+    assert {*slice_.placement(slice_.devices).hosts} == {0}
     measured = dataclasses.replace(slice_, data_sheet=GPUS["h100"])
-    assert measured.placement({"data": 8}).links is None
+    assert measured.placement(placed(data=8)).links is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "inside", "across"),
+    [
+        # 16 GB over 4 x 16 chips: rings of the 16, then each sends its 1 GB to three other slices.
+        ("all-reduce", 2 * 15, 2 * 3 / 4),
+        ("all-gather", 15, 3 / 4),
+        ("reduce-scatter", 15, 3 / 4),
+    ],
+)
+def test_slices_exchange_what_each_chip_has_a_part_of(kind, inside, across):
+    """By hand: Thakur et al., 2005, of a ring; what XLA makes of it is in test_slices_program.py."""
+    one = Exchange(kind, "data", 64, 16e9, slices=4, links=2)
+    assert one.seconds(V5E) == pytest.approx(inside * 1e9 / 100e9)
+    assert one.network_bytes == pytest.approx(across * 1e9)
+    alone = one._replace(members=4)  # one chip of each slice
+    assert (alone.seconds(V5E), alone.network_bytes) == (0, pytest.approx(16 * across * 1e9))
+
+
+@pytest.mark.parametrize(
+    ("shape", "crossed"),
+    [({"data": 2, "fsdp": 16}, {"data"}), ({"dcn_fsdp": 2, "data": 2, "fsdp": 16}, {"fsdp"})],
+)
+def test_which_exchanges_reach_over_slices(shape, crossed):
+    slices = open_topology("2xv5e:4x4")
+    mesh = make_mesh(shape, slices.devices)
+    placement = slices.placement(list(mesh.devices.flat))
+    reach = {axis: placement.reach(groups_along(mesh.shape, [axis]))[0] for axis in mesh.shape}
+    assert {axis for axis, count in reach.items() if count == 2} == crossed
+    assert sum(reach.values()) == 4
+    assert placement.reach([range(32)]) == (2, 2)  # corners of 4 x 4 chips in either slice
 
 
 @pytest.mark.parametrize(
     ("name", "host"),
-    [("v5e:4x4", "v5e:2x4"), ("v5e:2x2", "v5e:2x2"), ("v5p:2x2x2", "v5p:2x2x1"), ("v4:2x2x1", "v4:2x2x1")],
+    [("v5e:4x4", "v5e:2x4"), ("v5e:2x2", "v5e:2x2"), ("v5p:2x2x2", "v5p:2x2x1"), ("v4:2x2x1", "v4:2x2x1"),
+     ("2xv5e:4x4", "v5e:2x4"), ("2xv5e:2x2", "v5e:2x2")],
 )  # fmt: skip
 def test_the_devices_of_one_host_are_a_slice(name, host):
     """The TPU's compiler refuses a mesh of some devices of a larger one."""

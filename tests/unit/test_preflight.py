@@ -16,6 +16,7 @@ def host(name="a", **changes):
         "versions": {"python": "3.11.7", "jax": "0.10.2", "code": "c0de"},
         "kind": "TPU v5 lite",
         "devices": 4,
+        "slice": 0,
         "memory": [[15 * 2**30, 16 * 2**30]] * 4,
         "disk": {"error": "", "shared": True, "write_mb": 900.0, "read_mb": 2000.0},
         "sum": {"right": True, "gb": 90.0, "mib": 256},
@@ -76,6 +77,22 @@ def test_the_workdir_is_writable_and_the_same_everywhere(disk, state, text):
     (verdict,) = preflight.check_disk(other(disk=disk), "runs")
     assert verdict.state == state
     assert re.search(text, verdict.text), verdict.text
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected", "state", "text"),
+    [
+        (other(slice=1), None, "ok", "2 slices of 4 devices"),
+        ([*other(), *other(slice=1)], 2, "FAIL", r"slice 1 \(b\) has 4 devices, another 12"),
+        (other(slice=1), 4, "FAIL", "2 slices of 4 devices, 4 were expected; start"),
+        (other(), 2, "FAIL", "1 slice of 8 devices, 2 were expected"),
+    ],
+)
+def test_slices_are_of_one_size_and_as_many_as_expected(hosts, expected, state, text):
+    (verdict,) = preflight.check_slices(hosts, expected)
+    assert verdict.state == state
+    assert re.search(text, verdict.text), verdict.text
+    assert preflight.check_slices(other(), None) == preflight.check_slices(other(), 1) == []
 
 
 def test_data_that_is_absent_on_a_host():
