@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mmqa_jax.core.arguments import whole_number
 from mmqa_jax.core.errors import UserError, first_names
 
 DEFAULT_HEARTBEAT_SECONDS = 30
@@ -38,12 +39,12 @@ def heartbeat_seconds(environment: Mapping[str, str]) -> int:
     given = environment.get(_VARIABLE, "")
     if not given:
         return DEFAULT_HEARTBEAT_SECONDS
-    if not given.isdecimal() or int(given) < _LEAST_SECONDS:
+    if (seconds := whole_number(given)) is None or seconds < _LEAST_SECONDS:
         raise UserError(
             f"environment: {_VARIABLE}={given}: whole seconds were expected, at least "
             f"{_LEAST_SECONDS}."
         )
-    return int(given)
+    return seconds
 
 
 class Peers:

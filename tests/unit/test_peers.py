@@ -129,6 +129,6 @@ def test_full_memory_is_no_loss():
 def test_the_limit_comes_from_the_environment():
     assert heartbeat_seconds({}) == 30
     assert heartbeat_seconds({"MMQA_HEARTBEAT_SECONDS": "100"}) == 100
-    for bad in ("soon", "1", "2.5"):
+    for bad in ("soon", "1", "2.5", "9" * 5000):
         with pytest.raises(UserError, match="MMQA_HEARTBEAT_SECONDS"):
             heartbeat_seconds({"MMQA_HEARTBEAT_SECONDS": bad})
