@@ -20,7 +20,7 @@ def check_several(values: Any, where: str, what: str = "texts") -> None:
         )
 
 
-def whole_number(text: str) -> int | None:
+def decimal_number(text: str) -> int | None:
     """The number that a text of decimal digits is; None for any other text, and from 10^18 on.
 
     Python ends with a traceback at more than 4,300 digits.

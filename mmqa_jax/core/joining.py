@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mmqa_jax.core.arguments import whole_number
+from mmqa_jax.core.arguments import decimal_number
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.peers import Peers, callback, heartbeat_seconds, on_failed_callback
 from mmqa_jax.core.rendezvous import Meeting, join
@@ -96,7 +96,7 @@ def without_proxies() -> Iterator[None]:
 def join_seconds(environment: Mapping[str, str]) -> int:
     """How long the start waits for the other processes: MMQA_JOIN_SECONDS, or half an hour."""
     given = environment.get(_JOIN) or str(DEFAULT_JOIN_SECONDS)
-    if not (seconds := whole_number(given)):
+    if not (seconds := decimal_number(given)):
         raise UserError(f"environment: {_JOIN}={given}: whole seconds were expected, at least 1.")
     return seconds
 

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mmqa_jax.core.arguments import whole_number
+from mmqa_jax.core.arguments import decimal_number
 from mmqa_jax.core.errors import UserError, first_names
 
 DEFAULT_HEARTBEAT_SECONDS = 30
@@ -39,7 +39,7 @@ def heartbeat_seconds(environment: Mapping[str, str]) -> int:
     given = environment.get(_VARIABLE, "")
     if not given:
         return DEFAULT_HEARTBEAT_SECONDS
-    if (seconds := whole_number(given)) is None or seconds < _LEAST_SECONDS:
+    if (seconds := decimal_number(given)) is None or seconds < _LEAST_SECONDS:
         raise UserError(
             f"environment: {_VARIABLE}={given}: whole seconds were expected, at least "
             f"{_LEAST_SECONDS}."

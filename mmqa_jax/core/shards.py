@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from mmqa_jax.core.arguments import whole_number
+from mmqa_jax.core.arguments import decimal_number
 from mmqa_jax.core.errors import UserError
 
 # Slurm's of a job array, whose indices may begin above 0 and have a step.
@@ -60,7 +60,7 @@ def parse_shard(text: str, environment: Mapping[str, str]) -> Shard:
     if index == "auto":
         shard = _of_environment(text, count if slash else None, environment)
     else:
-        numbers = whole_number(index), whole_number(count)
+        numbers = decimal_number(index), decimal_number(count)
         shard = Shard(0, 0) if None in numbers else Shard(*numbers)
     if not shard.index < shard.count:
         found = "" if index != "auto" else f" (the environment says {shard})"
@@ -81,7 +81,7 @@ def launched_shard() -> Shard:
 def _of_environment(text: str, count: str | None, environment: Mapping[str, str]) -> Shard:
     def number(name: str, default: str | None = None) -> int:
         value = environment.get(name) or default
-        if value is None or (found := whole_number(value)) is None:
+        if value is None or (found := decimal_number(value)) is None:
             said = "is not set" if value is None else f"is {value!r}"
             raise UserError(
                 f"--shard={text}: the environment variable {name} {said}; start the command in a "
@@ -93,7 +93,7 @@ def _of_environment(text: str, count: str | None, environment: Mapping[str, str]
     def total(name: str) -> int:
         if count is None:
             return number(name)
-        return whole_number(count) or 0
+        return decimal_number(count) or 0
 
     if _KUBERNETES[0] in environment and _SLURM[0] not in environment:
         return Shard(number(_KUBERNETES[0]), total(_KUBERNETES[1]))

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from mmqa_jax.core.arguments import check_questions, whole_number
+from mmqa_jax.core.arguments import check_questions, decimal_number
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import (
@@ -106,7 +106,7 @@ class Citations(NamedTuple):
 def read_citations(text: str, sources: int) -> Citations:
     """Reads `[1]`, `[1][2]` and `[1, 2]` out of an answer to that many sources."""
     digits = [number for marker in _CITED.findall(text) for number in re.findall(r"\d+", marker)]
-    named = list(map(whole_number, digits))
+    named = list(map(decimal_number, digits))
     right = [number for number in named if number is not None and 1 <= number <= sources]
     wrong = len(named) - len(right)
     return Citations(_CITED.sub("", text).strip(), tuple(dict.fromkeys(right)), wrong)

@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from mmqa_jax.core.arguments import whole_number
+from mmqa_jax.core.arguments import decimal_number
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import MESH_AXES, local_rows, make_mesh, on_shardings, state_shardings
 from mmqa_jax.core.serving import BatchSize, RowCost, loading_mesh
@@ -278,7 +278,7 @@ class Task(abc.ABC):
     def vocabulary_size(self) -> int:
         """Tokens of the tokenizer, which need not be there: of a published one, if it is not."""
         size = self.tokenizer.removeprefix("corpus:")
-        if self.tokenizer.startswith("corpus:") and (rows := whole_number(size)) is not None:
+        if self.tokenizer.startswith("corpus:") and (rows := decimal_number(size)) is not None:
             return rows
         trunk = getattr(self.model, "trunk", None)
         if self.tokenizer.startswith("minilm") or trunk not in TRUNKS:
