@@ -25,6 +25,7 @@ from typing import Any
 
 from mmqa_jax.core.arguments import decimal_number
 from mmqa_jax.core.errors import UserError, first_names
+from mmqa_jax.core.terminal import escaped
 
 DEFAULT_HEARTBEAT_SECONDS = 30
 _VARIABLE = "MMQA_HEARTBEAT_SECONDS"
@@ -187,7 +188,7 @@ class Peers:
             # Before the line, which jaxlib's own would follow else. Others need its store to know
             # what it knows: they read that once a beat.
             time.sleep(1 if self.count == 2 else 1 + self._beat_seconds)
-        os.write(2, line.encode(errors="replace"))
+        os.write(2, escaped(line).encode(errors="replace"))
         self._end(1)
 
     def _remedy(self) -> str:
