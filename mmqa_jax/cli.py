@@ -26,6 +26,7 @@ from mmqa_jax.core.disk_errors import find_disk_failure, report_disk_once
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.host import skip_absent_tpu
 from mmqa_jax.core.paths import check_scheme, scheme_of
+from mmqa_jax.core.terminal import escape_streams
 
 VERBS = (
     *("demo", "ask", "serve", "prepare", "features", "caption", "convert", "train", "embed"),
@@ -149,14 +150,18 @@ def _say_last(sentence: str) -> None:
 
 
 def _print_anything() -> None:
-    """What the terminal's encoding lacks is printed as an escape (\\u2013) and ends no run.
+    """What the terminal's encoding lacks is printed as an escape (\\u2013) and ends no run; control
+    characters of texts are escaped, too (core/terminal.py).
 
     The encoding may be ASCII or Latin-1 (LC_ALL, PYTHONIOENCODING, a pipe), and a file's name may
     hold bytes that are no text, which Python keeps as lone surrogates.
     """
     for stream in (sys.stdout, sys.stderr):
+        stream = getattr(stream, "unescaped", stream)
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    os.environ.setdefault("PYTHON_COLORS", "0")  # Python's own sequences (3.13) would be escaped
+    escape_streams()
 
 
 def _check_text(argv: Sequence[str]) -> None:

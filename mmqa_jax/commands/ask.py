@@ -141,26 +141,27 @@ def _answered(
 
 def _show(question: str, answer: Any, sources: Sequence[Any], seconds: float) -> None:
     """Prints an answer on stderr, because stdout is reserved for the JSON."""
-    from rich.console import Console
-    from rich.markup import escape
+    from rich.text import Text
 
-    console = Console(stderr=True)
-    console.print(f"\n[bold]{escape(question)}[/bold]", highlight=False)
-    said = escape(answer.text or "(no answer)")
-    console.print(f"{said}  [dim]({seconds:.1f} s)[/dim]", highlight=False)
+    from mmqa_jax.core.progress import Screen
+    from mmqa_jax.core.terminal import escaped
+
+    console = Screen()
+    console.print(Text(f"\n{escaped(question)}", "bold"))
+    said = escaped(answer.text or "(no answer)")
+    console.print(Text.assemble(said, (f"  ({seconds:.1f} s)", "dim")))
     if not answer.found and sources:
         console.print("The nearest source:" if len(sources) == 1 else "What was read:")
     elif sources and sources[0].cited is None:
         console.print("The answer cites no source. What was read:")
     for source, score, cited in sources:
-        number = "-" if cited is None else escape(f"[{cited}]")
+        number = "-" if cited is None else f"[{cited}]"
         place = source.extra.get("file") or source.id
         if (page := source.extra.get("page")) is not None:
             place += f", page {page}"
         kind = "picture" if source.modality == "image" else "text"
-        title = f"[bold]{escape(source.title)}[/bold]: " if source.title else ""
+        named, title = (escaped(place), "cyan"), (escaped(source.title), "bold")
         console.print(
-            f"  {number} {kind} [cyan]{escape(place)}[/cyan] ({score:.2f}) "
-            f"{title}{escape(source.text)}",
-            highlight=False,
+            Text.assemble(f"  {number} {kind} ", named, f" ({score:.2f}) "),
+            Text.assemble(title, ": " if source.title else "", escaped(source.text)),
         )

@@ -1,4 +1,4 @@
-"""Calls from Python that would go wrong in silence: one text where several are expected."""
+"""What calls and texts give for arguments: one text in place of several, digits without end."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ def check_several(values: Any, where: str, what: str = "texts") -> None:
             f"{where}: one text was given, {values!r:.60}, and a sequence of {what} was expected; "
             "put it into a list."
         )
+
+
+def decimal_number(text: str) -> int | None:
+    """The number that a text of decimal digits is; None for any other text, and from 10^18 on.
+
+    Python ends with a traceback at more than 4,300 digits.
+    """
+    return int(text) if len(text) <= 18 and text.isdecimal() else None
 
 
 def check_questions(questions: Sequence[Any], where: str) -> None:

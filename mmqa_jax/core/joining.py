@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mmqa_jax.core.arguments import decimal_number
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.peers import Peers, callback, heartbeat_seconds, on_failed_callback
 from mmqa_jax.core.rendezvous import Meeting, join
@@ -94,10 +95,10 @@ def without_proxies() -> Iterator[None]:
 
 def join_seconds(environment: Mapping[str, str]) -> int:
     """How long the start waits for the other processes: MMQA_JOIN_SECONDS, or half an hour."""
-    given = environment.get(_JOIN, "")
-    if given and not (given.isdecimal() and int(given)):
+    given = environment.get(_JOIN) or str(DEFAULT_JOIN_SECONDS)
+    if not (seconds := decimal_number(given)):
         raise UserError(f"environment: {_JOIN}={given}: whole seconds were expected, at least 1.")
-    return int(given or DEFAULT_JOIN_SECONDS)
+    return seconds
 
 
 def bound(address: str, environment: Mapping[str, str]) -> str:

@@ -29,7 +29,7 @@ _ADVICE = {
     "gs": "`gcloud auth application-default login` or GOOGLE_APPLICATION_CREDENTIALS",
     "s3": "`aws configure` or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
 }
-_NETWORK = re.compile(r"^\w*(?:Connect|Timeout)\w*:|Service Unavailable")
+_NETWORK = re.compile(r"^(?=\w+:)\w*(?:Connect|Timeout)|Service Unavailable")
 _SERVERS = ("http", "https", "milvus")  # no places of files
 
 

@@ -6,7 +6,9 @@ would then end this process by abort(), with a stack trace and a core. A callbac
 instead exists, but what it is called with cannot be passed to Python (jaxlib 0.10), which ends in
 C++'s std::terminate: that is taken over here, for this one cause.
 
-Who is lost is known from beats in the key-value store, which also say what each was doing.
+Who is lost is known from beats in the key-value store, which also say what each was doing. A
+process that was itself stopped meanwhile (SIGSTOP, a suspended machine) has heard nothing of the
+others and is lost to them: it says so, and names nobody.
 """
 
 from __future__ import annotations
@@ -23,14 +25,19 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mmqa_jax.core.arguments import decimal_number
 from mmqa_jax.core.errors import UserError, first_names
+from mmqa_jax.core.terminal import escaped
 
 DEFAULT_HEARTBEAT_SECONDS = 30
 _VARIABLE = "MMQA_HEARTBEAT_SECONDS"
 _LEAST_SECONDS = 4
 _KEY = "mmqa/alive"
 _SILENT_BEATS = 2.5  # a process without so many beats is silent
+_TICK_SECONDS = 1.0
 _ENDED = "ended"
+# It runs while the machine is suspended, where there is such a clock.
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def heartbeat_seconds(environment: Mapping[str, str]) -> int:
@@ -38,12 +45,12 @@ def heartbeat_seconds(environment: Mapping[str, str]) -> int:
     given = environment.get(_VARIABLE, "")
     if not given:
         return DEFAULT_HEARTBEAT_SECONDS
-    if not given.isdecimal() or int(given) < _LEAST_SECONDS:
+    if (seconds := decimal_number(given)) is None or seconds < _LEAST_SECONDS:
         raise UserError(
             f"environment: {_VARIABLE}={given}: whole seconds were expected, at least "
             f"{_LEAST_SECONDS}."
         )
-    return int(given)
+    return seconds
 
 
 class Peers:
@@ -68,6 +75,9 @@ class Peers:
         self.me, self.count, self._address, self._end = me, count, address, end
         self._beat_seconds = min(5.0, heartbeat / 4)
         self.patience = heartbeat + 2 * self._beat_seconds
+        # JAX's heartbeats come twice in that time: a process that was away longer may be lost.
+        self._long_away = heartbeat / 2
+        self._ticked, self._woke, self._away = float("inf"), float("-inf"), 0.0
         self._fails: int | None = None
         self._step, self._doing = 0, "starting"
         self._resumes: Callable[[], int | None] | None = None
@@ -82,6 +92,8 @@ class Peers:
         """Starts the beats, over JAX's connected client."""
         self._heard = dict.fromkeys(range(self.count), time.monotonic())
         self._exchange(client)
+        self._was_away()
+        threading.Thread(target=self._tick_on, daemon=True).start()
         self._thread = threading.Thread(target=self._run, args=(client,), daemon=True)
         self._thread.start()
 
@@ -108,6 +120,11 @@ class Peers:
 
     def lost(self) -> str | None:
         """Who is lost and how that is known, as far as can be seen from here."""
+        if away := self._was_away():
+            return (
+                f"this process was itself away for {away:.0f} s (stopped, or its machine was), and "
+                "is lost to the others"
+            )
         now, silent_after = time.monotonic(), _SILENT_BEATS * self._beat_seconds
         if self.me and now - self._answered > silent_after:
             return f"{self._name(0)} is lost: it has not answered for {now - self._answered:.0f} s"
@@ -186,7 +203,7 @@ class Peers:
             # Before the line, which jaxlib's own would follow else. Others need its store to know
             # what it knows: they read that once a beat.
             time.sleep(1 if self.count == 2 else 1 + self._beat_seconds)
-        os.write(2, line.encode(errors="replace"))
+        os.write(2, escaped(line).encode(errors="replace"))
         self._end(1)
 
     def _remedy(self) -> str:
@@ -208,6 +225,19 @@ class Peers:
             return f"process {process}"
         host, _, step, doing = known
         return f"process {process} on {host} (last seen at step {step}, {doing})"
+
+    def _tick_on(self) -> None:
+        """In a thread of its own, which waits for nothing but the clock."""
+        while not self._stop.wait(_TICK_SECONDS):
+            self._was_away()
+
+    def _was_away(self) -> float:
+        """Seconds for which this process did not run, if that was long and has just ended; or 0."""
+        now = time.clock_gettime(_CLOCK)
+        gap, self._ticked = now - self._ticked, now
+        if gap > self._long_away:
+            self._woke, self._away = now, gap
+        return self._away if now - self._woke < self.patience else 0.0
 
     def _reached(self) -> bool:
         host, _, port = self._address.rpartition(":")

@@ -13,9 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
+from rich.segment import Segment
+from rich.text import Text
+
+from mmqa_jax.core.terminal import escape_streams, escaped
 
 _SECONDS_BETWEEN_LINES = 15.0
 
@@ -23,6 +27,48 @@ _SECONDS_BETWEEN_LINES = 15.0
 _whole: contextvars.ContextVar[Callable[[float | None], str] | None] = contextvars.ContextVar(
     "whole", default=None
 )
+
+
+class Screen(Console):
+    """Rich's console for texts from outside: they are shown as they are, control characters
+    escaped, and none is read as markup or as the name of an emoji.
+
+    Args:
+      stderr: not stdout.
+      options: further ones of rich.console.Console.
+    """
+
+    def __init__(self, *, stderr: bool = True, **options: Any):
+        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False, **options)
+
+    @Console.file.getter
+    def file(self) -> Any:
+        """What is written to: the stream below those that escape, since rich's own is escaped."""
+        file = Console.file.fget(self)
+        while (
+            below := getattr(file, "unescaped", getattr(file, "rich_proxied_file", file))
+        ) is not file:
+            file = below
+        return file
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Of rich: a text as it is laid out."""
+        return super().render_str(escaped(text), **options)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        """Of rich: the texts of what is printed; those with `control` are rich's own sequences."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(escaped(segment.text), segment.style)
+
+
+class _Bar(RichProgress):
+    """Rich's bar, whose stand-ins for stdout and stderr would read escape sequences of texts."""
+
+    def start(self) -> None:
+        super().start()
+        escape_streams()
 
 
 @contextlib.contextmanager
@@ -45,7 +91,7 @@ def within(whole: Callable[[float | None], str]) -> Iterator[None]:
 def announce(text: str) -> None:
     """Prints a line on stderr, where progress is shown."""
     if os.environ.get("MMQA_PROGRESS") != "off":
-        Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+        Screen().print(text, soft_wrap=True)
 
 
 class Progress:
@@ -81,23 +127,23 @@ class Progress:
     ):
         self._title, self._total, self._unit = title, total, unit
         self._quiet = os.environ.get("MMQA_PROGRESS") == "off" if quiet is None else quiet
-        self._console = console or Console(stderr=True)
+        self._console = console or Screen()
         self._clock = clock
         self._done = self._start = start
         self._values: dict[str, Any] = {}
         self._began = self._last_line = clock()
         self._idle = 0.0  # seconds paused
         self._first: tuple[int, float] | None = None  # (units, active seconds) at the first advance
-        self._bar: RichProgress | None = None
+        self._bar: _Bar | None = None
         self._task: Any = None
 
     def __enter__(self) -> Self:
         self._began = self._last_line = self._clock()
         if not self._quiet and self._console.is_terminal:
-            self._bar = RichProgress(
-                TextColumn("{task.description}"),
+            self._bar = _Bar(
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=24),
-                TextColumn("{task.fields[text]}"),
+                TextColumn("{task.fields[text]}", markup=False),
                 console=self._console,
                 refresh_per_second=4,
             )
@@ -203,7 +249,7 @@ class Progress:
 
     def _line(self, text: str) -> None:
         self._last_line = self._clock()
-        self._console.print(f"{self._title}: {text}", markup=False, highlight=False, soft_wrap=True)
+        self._console.print(f"{self._title}: {text}", soft_wrap=True)
 
 
 def duration(seconds: float) -> str:

@@ -28,6 +28,7 @@ from mmqa_jax.core.errors import RunError, UserError, first_names
 EVERY_SECONDS = 10.0  # between two lines
 _LONGEST_LINE = 4096  # bytes; who sends more is none of ours
 _BETWEEN_TRIES = 0.5  # seconds
+_LONGEST_TURN = 10.0  # seconds, of which one may be waited for somebody to come
 _PORT_SECONDS = 20.0  # until the port is free
 
 
@@ -81,11 +82,14 @@ class Meeting:
         Raises:
           RunError: some have not come within the limit; they are named.
         """
-        began = time.monotonic()
+        began = last = time.monotonic()
         due = began + self._every
         try:
             while absent := self._absent():
                 now = time.monotonic()
+                if now - last > _LONGEST_TURN:  # this process was itself stopped: it did not wait
+                    began += now - last
+                last = now
                 if now > began + self._limit:
                     raise RunError(
                         f"{self._waited(absent, now - began)}: gave up; start every process of the "

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
+from mmqa_jax.core.arguments import decimal_number
 from mmqa_jax.core.chips import chip_of_kind
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import MESH_AXES, RowPlacement, batch_blocks, make_mesh, placement_of
@@ -179,8 +180,8 @@ def read_batch_size(text: str) -> BatchSize:
     """`--batch_size`: UserError for what is neither a positive number nor `auto`."""
     if text == AUTO:
         return AUTO
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
+    if size := decimal_number(text):
+        return size
     raise UserError(f"--batch_size={text}: at least 1 was expected, or auto; correct it.")
 
 
@@ -189,7 +190,7 @@ def read_mesh(text: str) -> dict[str, int]:
     shape = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
-        if axis not in MESH_AXES or not size.removeprefix("-").isdecimal():
+        if axis not in MESH_AXES or decimal_number(size.removeprefix("-")) is None:
             raise UserError(
                 f"--mesh={text}: AXIS=SIZE,... was expected, with the axes {', '.join(MESH_AXES)}, "
                 "such as fsdp=4,tensor=2; correct it."

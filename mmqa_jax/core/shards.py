@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from mmqa_jax.core.arguments import decimal_number
 from mmqa_jax.core.errors import UserError
 
 # Slurm's of a job array, whose indices may begin above 0 and have a step.
@@ -58,10 +59,9 @@ def parse_shard(text: str, environment: Mapping[str, str]) -> Shard:
     index, slash, count = text.partition("/")
     if index == "auto":
         shard = _of_environment(text, count if slash else None, environment)
-    elif slash and index.isdecimal() and count.isdecimal():
-        shard = Shard(int(index), int(count))
     else:
-        shard = Shard(0, 0)
+        numbers = decimal_number(index), decimal_number(count)
+        shard = Shard(0, 0) if None in numbers else Shard(*numbers)
     if not shard.index < shard.count:
         found = "" if index != "auto" else f" (the environment says {shard})"
         raise UserError(
@@ -81,19 +81,19 @@ def launched_shard() -> Shard:
 def _of_environment(text: str, count: str | None, environment: Mapping[str, str]) -> Shard:
     def number(name: str, default: str | None = None) -> int:
         value = environment.get(name) or default
-        if value is None or not value.isdecimal():
+        if value is None or (found := decimal_number(value)) is None:
             said = "is not set" if value is None else f"is {value!r}"
             raise UserError(
                 f"--shard={text}: the environment variable {name} {said}; start the command in a "
                 "Slurm job array or a Kubernetes Indexed Job (with JOB_COMPLETIONS set to its "
                 "completions), or give --shard=I/N."
             )
-        return int(value)
+        return found
 
     def total(name: str) -> int:
         if count is None:
             return number(name)
-        return int(count) if count.isdecimal() else 0
+        return decimal_number(count) or 0
 
     if _KUBERNETES[0] in environment and _SLURM[0] not in environment:
         return Shard(number(_KUBERNETES[0]), total(_KUBERNETES[1]))

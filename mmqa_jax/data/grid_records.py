@@ -121,7 +121,7 @@ def write_grids(
 #
 # One picture is read at a time; nothing is cached.
 
-_ID = re.compile(r"(\d+)(\.jpg)?\.npz$")
+_ID = re.compile(r"(?<!\d)(\d{1,19})(\.jpg)?\.npz$")
 
 
 class NpzFiles:

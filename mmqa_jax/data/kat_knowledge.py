@@ -21,7 +21,7 @@ from mmqa_jax.data.passages import answer_passage, entity_passage
 from mmqa_jax.data.schema import Question
 
 Pairs = Sequence[tuple[str, str]]
-_LAST_NUMBER = re.compile(r"(\d+)(?:\.\w+)?$")  # of COCO_val2014_000000297147.jpg, too
+_LAST_NUMBER = re.compile(r"(?<!\d)(\d{1,19})(?:\.\w+)?$")  # of COCO_val2014_000000297147.jpg, too
 
 
 class KATKnowledge:

@@ -44,7 +44,7 @@ from mmqa_jax.data.regions import ID_RANGE
 
 Advance = Callable[[int], None]
 
-_NUMBER = re.compile(r"\d+$")
+_NUMBER = re.compile(r"(?<!\d)\d{1,19}$")
 # Of VinVL's attributes: sgg_configs/vgattr/vinvl_x152c4.yaml, config/sg_defaults.py.
 _LEAST_ATTRIBUTE, _MOST_ATTRIBUTES = 0.05, 16
 _VLP = "vlp_x101"

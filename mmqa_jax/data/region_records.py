@@ -44,7 +44,7 @@ Layout = Literal["x101", "vinvl"]
 
 _CLASSES = {"x101": 1601, "vinvl": 1595}
 _LARGE = ("features", "logits", "attributes")
-_NUMBER = re.compile(r"(\d+)$")
+_NUMBER = re.compile(r"(?<!\d)(\d{1,19})$")
 
 
 @dataclasses.dataclass(frozen=True)

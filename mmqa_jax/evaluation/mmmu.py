@@ -44,8 +44,8 @@ _BEFORE_ANSWERS = (
 _TRIVIAL = (":", ",", ".", "!", "?", ";", "'")
 _NUMBERS = (
     re.compile(r"-?\b\d{1,3}(?:,\d{3})+\b"),
-    re.compile(r"-?\d+(?:\.\d+)?[eE][+-]?\d+"),
-    re.compile(r"-?(?:\d+\.\d+|\.\d+|\d+\b)(?![eE][+-]?\d+)(?![,\d])"),
+    re.compile(r"-?(?<!\d)\d+(?:\.\d+)?[eE][+-]?\d+"),
+    re.compile(r"-?(?:(?<!\d)\d+\.\d+|\.\d+|(?<!\d)\d+\b)(?![eE][+-]?\d+)(?![,\d])"),
 )
 
 

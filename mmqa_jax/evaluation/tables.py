@@ -9,9 +9,10 @@ import dataclasses
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.terminal import escaped
 from mmqa_jax.evaluation.score_names import for_people, identifiers_in
 from mmqa_jax.evaluation.scores import Scores
 from mmqa_jax.evaluation.significance import Interval, bootstrap_interval
@@ -104,22 +105,23 @@ def show(table: Table, *, markdown: bool = False) -> None:
     if markdown:
         _print(to_markdown(table))
         return
-    from rich.console import Console
+    from mmqa_jax.core.progress import Screen
 
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = Screen(stderr=False, width=None if sys.stdout.isatty() else 120)
     with console.capture() as rendered:
         console.print(to_rich(table))
-    _print(rendered.get().removesuffix("\n"))
+    _print(rendered.get().removesuffix("\n"), console.file)
 
 
 def to_rich(table: Table) -> rich.table.Table:
-    """The table for rich.print."""
-    import rich.markup
+    """The table for `Screen.print`."""
     import rich.table
+    from rich.text import Text
 
+    note = escaped(table.printed_note())
     shown = rich.table.Table(
-        title=rich.markup.escape(for_people(table.title)),
-        caption=rich.markup.escape(table.printed_note()) or None,
+        title=Text(escaped(for_people(table.title)), "table.title"),
+        caption=Text(note, "table.caption") if note else None,
         title_justify="left",
         caption_justify="left",
     )
@@ -127,10 +129,9 @@ def to_rich(table: Table) -> rich.table.Table:
         right = table.numeric(index)
         justify = "right" if right else "left"
         # Cells are wrapped, never cut: names are to be copied.
-        name = rich.markup.escape(for_people(column))
-        shown.add_column(name, justify=justify, overflow="fold")
+        shown.add_column(Text(escaped(for_people(column))), justify=justify, overflow="fold")
     for row in table.rows:
-        shown.add_row(*(rich.markup.escape(format_cell(cell)) for cell in row))
+        shown.add_row(*(Text(escaped(format_cell(cell))) for cell in row))
     return shown
 
 
@@ -203,9 +204,10 @@ def _values(scores: Scores, scorer: str, category: str | None):
     return per_question if category is None else scores.of_category(scorer, category)
 
 
-def _print(text: str) -> None:
-    """Prints the text; nothing more is printed once the reader, such as `head`, has gone."""
+def _print(text: str, file: IO[str] | None = None) -> None:
+    """Prints the text, by default on stdout; nothing more once the reader, such as `head`, has
+    gone."""
     try:
-        print(text, flush=True)
+        print(text, file=file, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -22,6 +22,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from mmqa_jax.core.arguments import decimal_number
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import Count
 from mmqa_jax.data.schema import Prediction, Question
@@ -313,7 +314,8 @@ def parse_plan(role: Role, text: str, reading: PlanReading = "strict") -> Plan:
             first_line = text.strip().partition("\n")[0]
             numbers = _NUMBERS.fullmatch(text) or _NUMBERS.fullmatch(first_line)
             spelled = [numbers[1]] if numbers else []
-        found += [str(int(number)) for listed in spelled for number in re.findall(r"\d+", listed)]
+        digits = (number for listed in spelled for number in re.findall(r"\d+", listed))
+        found += [d if (number := decimal_number(d)) is None else str(number) for d in digits]
     names = list(dict.fromkeys(found))
     allowed = {str(action) for action in ROLES[role]}
     actions = sorted(int(name) for name in names if name in allowed)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from mmqa_jax.core.arguments import check_questions
+from mmqa_jax.core.arguments import check_questions, decimal_number
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import (
@@ -49,7 +49,7 @@ from mmqa_jax.prompting.stream import Answers, answer_all
 from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.prompting.thinking import answer_of
 
-_CITED = re.compile(r"\s*\[(\d+(?:\s*[,;]\s*\d+)*)\]")
+_CITED = re.compile(r"(?<!\s)\s*\[(\d+(?:\s*[,;]\s*\d+)*)\]")
 READER = "reader"  # key of this reader's traces: how many sources each question came with
 _LEAST_WORDS = 16  # that a source is cut to, at least
 
@@ -105,10 +105,11 @@ class Citations(NamedTuple):
 
 def read_citations(text: str, sources: int) -> Citations:
     """Reads `[1]`, `[1][2]` and `[1, 2]` out of an answer to that many sources."""
-    named = [int(n) for marker in _CITED.findall(text) for n in re.findall(r"\d+", marker)]
-    right = dict.fromkeys(n for n in named if 1 <= n <= sources)
-    wrong = sum(not 1 <= n <= sources for n in named)
-    return Citations(_CITED.sub("", text).strip(), tuple(right), wrong)
+    digits = [number for marker in _CITED.findall(text) for number in re.findall(r"\d+", marker)]
+    named = list(map(decimal_number, digits))
+    right = [number for number in named if number is not None and 1 <= number <= sources]
+    wrong = len(named) - len(right)
+    return Citations(_CITED.sub("", text).strip(), tuple(dict.fromkeys(right)), wrong)
 
 
 class _Prompt(NamedTuple):

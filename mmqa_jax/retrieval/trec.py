@@ -25,7 +25,7 @@ UNIIR_RUN, UNIIR_QRELS = "_run.txt", "_qrels.txt"  # UniIR's (M-BEIR), where a t
 TAG = "mmqa_jax"  # the last column of our runs
 _RUN_COLUMNS = ("question", "Q0", "source", "rank", "score", "tag")
 _QRELS_COLUMNS = ("question", "0", "source", "relevance")
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _WHOLE = re.compile(r"-?\d{1,9}")
 
 

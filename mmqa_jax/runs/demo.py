@@ -14,13 +14,12 @@ from typing import Any, Literal
 
 import jax
 from ml_collections import ConfigDict
-from rich.console import Console
 
 from mmqa_jax.core.config import find_config, load_module
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.mesh import platform
-from mmqa_jax.core.progress import announce, within
+from mmqa_jax.core.progress import Screen, announce, within
 from mmqa_jax.core.speed import best_precision, matmul_rates
 from mmqa_jax.core.typed import Key, check_section
 from mmqa_jax.core.workdir import Workdir, claim_workdir, read_config
@@ -67,9 +66,7 @@ def run_demo(config: ConfigDict, folder: Path) -> dict[str, Any]:
     _check(config)
     with claim_workdir(folder, config, work=("stages/[!.]*.json",)) as (workdir, resumed):
         if resumed:
-            Console(stderr=True).print(
-                f"{folder}: continuing where the last run stopped.", soft_wrap=True
-            )
+            Screen().print(f"{folder}: continuing where the last run stopped.", soft_wrap=True)
         with workdir.stage("prepare") as todo:
             if todo:
                 # An earlier run may have been killed between the last file and its record.
@@ -102,7 +99,7 @@ def write_demo_report(folder: Path, workdir: Workdir | None = None) -> dict[str,
     records = (workdir or Workdir(folder)).stages()
     show_tables(results, scores, records)
     write_html(folder / "report.html", results, scores, records)
-    Console(stderr=True).print(f"Report: {folder / 'report.html'}", soft_wrap=True)
+    Screen().print(f"Report: {folder / 'report.html'}", soft_wrap=True)
     return scores
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl
+from mmqa_jax.core.progress import Screen
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.evaluation.cards import (
@@ -187,7 +187,7 @@ def show_tables(
     results: Results, scores: Mapping[str, Any], stages: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """Prints the tables on stderr, because stdout is reserved for the JSON."""
-    console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
+    console = Screen(width=None if sys.stderr.isatty() else 120)
     console.print(f"\n{NOTICE}", soft_wrap=True)
     for table in [*result_tables(results, scores), stage_table(stages)]:
         console.print(to_rich(table))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.progress import Screen
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.evaluation.plots import Points
 from mmqa_jax.evaluation.report import ReportData, read_curves, write_report
@@ -65,7 +64,7 @@ def write_training_report(folder: Path) -> dict[str, Any]:
         facts=facts,
     )
     write_report(folder / "report.html", data)
-    Console(stderr=True).print(f"Report: {folder / 'report.html'}", soft_wrap=True)
+    Screen().print(f"Report: {folder / 'report.html'}", soft_wrap=True)
     return {"task": config.task, "report": str(folder / "report.html"), "best": best}
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from mmqa_jax.core.arguments import decimal_number
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import (
     DCN_AXES,
@@ -284,8 +285,8 @@ class Task(abc.ABC):
     def vocabulary_size(self) -> int:
         """Tokens of the tokenizer, which need not be there: of a published one, if it is not."""
         size = self.tokenizer.removeprefix("corpus:")
-        if self.tokenizer.startswith("corpus:") and size.isdecimal():
-            return int(size)
+        if self.tokenizer.startswith("corpus:") and (rows := decimal_number(size)) is not None:
+            return rows
         trunk = getattr(self.model, "trunk", None)
         if self.tokenizer.startswith("minilm") or trunk not in TRUNKS:
             return ANY_VOCABULARY

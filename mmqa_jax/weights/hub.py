@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmqa_jax.core.errors import RunError, UserError, first_names
+from mmqa_jax.core.terminal import libraries_bars
 from mmqa_jax.weights.formats.safetensors import SAFETENSORS, files_in
 from mmqa_jax.weights.layouts import OPEN_CLIP_CONFIG, OPEN_CLIP_WEIGHTS
 from mmqa_jax.weights.output_folder import COMPANIONS
@@ -122,7 +123,8 @@ def download_model(name: str, flag: str = "--model") -> None:
     try:
         listed = hub.list_repo_files(repository, revision=revision)
         wanted = _wanted(listed, f"{flag}={name}")
-        hub.snapshot_download(repository, revision=revision, allow_patterns=wanted)
+        with libraries_bars():
+            hub.snapshot_download(repository, revision=revision, allow_patterns=wanted)
     except errors.GatedRepoError as error:
         raise UserError(
             f"{flag}={name}: access to it has to be granted; accept its terms on its page, and "

@@ -84,7 +84,7 @@ class Rule:
     @functools.cached_property
     def regex(self) -> re.Pattern:
         """The template as a regular expression with a group `layer`."""
-        return re.compile(re.escape(self.key).replace(r"\{layer\}", r"(?P<layer>\d+)") + r"\Z")
+        return re.compile(re.escape(self.key).replace(r"\{layer\}", r"(?P<layer>\d{1,4})") + r"\Z")
 
     @functools.cached_property
     def path_regex(self) -> re.Pattern:

@@ -101,7 +101,10 @@ def test_a_host_that_hangs_is_named_and_the_others_end(tmp_path, monkeypatch):
     ],
 )
 def test_a_lost_host_is_named_by_all_others(tmp_path, monkeypatch, count, lost, how, batch):
-    """In their last line, with exit code 1, and with the step that the same command resumes."""
+    """In their last line, with exit code 1, and with the step that the same command resumes.
+
+    One that was only stopped says of itself that it was away, once it goes on.
+    """
     monkeypatch.setenv("MMQA_HEARTBEAT_SECONDS", "8")
     happen = {"what": how, "process": lost, "batch": batch}
     train = {**TRAIN, "steps": 400, "checkpoint_every": 5, "evaluate_every": 0}
@@ -111,6 +114,17 @@ def test_a_lost_host_is_named_by_all_others(tmp_path, monkeypatch, count, lost, 
     try:
         for process in others:
             printed.append(process.communicate(timeout=200)[0])
+        steps = saved(tmp_path) if (tmp_path / "checkpoints").exists() else []
+        if how == "SIGSTOP":
+            processes[lost].send_signal(signal.SIGCONT)
+            its_own = processes[lost].communicate(timeout=100)[0]
+            assert processes[lost].returncode == 1, its_own
+            assert re.match(
+                r"mmqa: this process was itself away for \d+ s \(stopped, or its machine was\), and "
+                rf"is lost to the others; this process {lost} was at step \d+, ",
+                its_own.splitlines()[-1],
+            )
+            assert " is lost: " not in its_own
     finally:
         for process in processes:
             process.kill()
@@ -124,7 +138,6 @@ def test_a_lost_host_is_named_by_all_others(tmp_path, monkeypatch, count, lost, 
             rf"mmqa: process {lost} on \S+ \(last seen at step \d+, .+\) is lost: ", last
         )
         assert re.search(r"this process \d was at step \d+, ", last)
-        steps = saved(tmp_path) if (tmp_path / "checkpoints").exists() else []
         resumes = f"it resumes from step {steps[-1]}." if steps else "start the launch again"
         assert resumes in last
 

@@ -91,6 +91,24 @@ def test_markdown():
     assert [(f.caption, f.link) for f in document.figures] == [("A red pump", "img/p.png")]
 
 
+@pytest.mark.parametrize(
+    ("line", "text", "links"),
+    [
+        ("## A # b ##  ", "A # b", []),
+        ('[P](http://x.org/P_(b)) ![q](q_(1).png "Q")', "P", ["q_(1).png"]),
+        ("![" * 20_000, "![" * 20_000, []),
+        ("[a](b" * 20_000, "[a](b" * 20_000, []),
+        ("![](" + "a" * 50_000, "![](" + "a" * 50_000, []),
+        ("# " + "#" * 50_000 + "x", "#" * 50_000 + "x", []),
+        ("#" + " " * 50_000 + "# x", "# x", []),
+    ],
+)
+def test_lines_of_markdown_in_linear_time(line, text, links):
+    document = read_markdown(f"{line}\n\nEnd.".encode())
+    assert text in {document.paragraphs[0].heading, document.paragraphs[0].text}
+    assert [figure.link for figure in document.figures] == links
+
+
 # HTML
 
 

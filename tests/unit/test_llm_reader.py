@@ -51,6 +51,9 @@ def read(said: str, ranking: Ranking = FOUND, question: Question = ASKED, **opti
         ("[sic] Pelot [a].", "[sic] Pelot [a].", (), 0),
         ("[3]", "", (3,), 0),
         ("", "", (), 0),
+        ("Pelot [" + "1" * 5000 + ", 2]", "Pelot", (2,), 1),
+        ("Pelot" + " " * 80_000 + ".", "Pelot" + " " * 80_000 + ".", (), 0),
+        ("[1" * 50_000, "[1" * 50_000, (), 0),
     ],
 )
 def test_markers(said, text, numbers, wrong):

@@ -199,6 +199,8 @@ def test_answers_without_a_hint_are_refused_before_models_load(setting):
         ("[1]", "list", False, None),
         ('The answer is "7 m".', "integer", True, "7 m"),
         ('The answer is "7 m".', "integer", False, None),
+        ('The answer is "7"\nThe answer is "a". "b". c', "text", True, 'a". "b'),
+        ('The answer is "' * 20_000, "text", True, None),
     ],
 )
 def test_extraction_by_rule(text, kind, quick, found):

@@ -82,6 +82,25 @@ def test_process_0_that_does_not_answer_is_named_and_not_those_it_tells_of(clock
     assert "has not answered for 14 s" in found.lost()
 
 
+def test_a_process_that_was_itself_away_names_nobody(clock, server, monkeypatch, capfd):
+    """Until the others have had the time to be heard again."""
+    own = [50.0]
+    monkeypatch.setattr(peers.time, "clock_gettime", lambda _: own[0])
+    found, codes = watching(Store(), server)
+    clock[0] += 40
+    own[0] += 40
+    found.report()
+    assert codes == [1]
+    assert capfd.readouterr().err.startswith(
+        "mmqa: this process was itself away for 40 s (stopped, or its machine was), and is lost to "
+        "the others; this process 1 was at step 13, computing; start the launch again"
+    )
+    for _ in range(5):
+        own[0] += 9  # a slow host, and no more
+        found._was_away()
+    assert found.lost().startswith("process 0 on host0")
+
+
 def test_process_0_whose_port_is_closed_is_named_at_once(clock):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -129,6 +148,6 @@ def test_full_memory_is_no_loss():
 def test_the_limit_comes_from_the_environment():
     assert heartbeat_seconds({}) == 30
     assert heartbeat_seconds({"MMQA_HEARTBEAT_SECONDS": "100"}) == 100
-    for bad in ("soon", "1", "2.5"):
+    for bad in ("soon", "1", "2.5", "9" * 5000):
         with pytest.raises(UserError, match="MMQA_HEARTBEAT_SECONDS"):
             heartbeat_seconds({"MMQA_HEARTBEAT_SECONDS": bad})

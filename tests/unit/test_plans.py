@@ -44,6 +44,7 @@ def test_lower_levels_are_told_of_their_own_actions():
         ("manager", "I can answer directly.", (), ()),
         ("manager", "", (), ()),
         ("manager", "action_1 Action 2", (), ()),  # not the asked spelling
+        ("manager", "Action_1 Action_" + "1" * 5000, (1,), ("1" * 5000,)),
     ],
 )
 def test_parsing(role, text, actions, refused):
@@ -80,6 +81,8 @@ def test_parsing(role, text, actions, refused):
         ("1.5", ()),
         ("An action is needed", ()),
         ("transaction 1", ()),
+        ("actions 1, " + "3" * 5000, (1,)),
+        ("action " + "1 " * 50_000 + "x", (1,)),
     ],
 )
 def test_lenient_reading(text, actions):

@@ -66,6 +66,22 @@ def test_who_does_not_come_is_named(address):
             meeting.wait()
 
 
+def test_process_0_that_was_itself_stopped_gives_nobody_up(address, monkeypatch):
+    clock, stopped = time.monotonic, []
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: clock() + sum(stopped))
+    meeting = Meeting(address, 2, 30)
+    host = in_thread(meeting.wait)
+    time.sleep(0.2)
+    stopped.append(3600)
+    time.sleep(1.2)  # a turn and more
+    late = in_thread(lambda: join(address, 1, 2, 30))
+    host[0].join(30)
+    assert host[1] == [None]
+    meeting.release()
+    late[0].join(30)
+    assert late[1] == [None]
+
+
 @pytest.mark.parametrize(
     ("place", "why"),
     [(None, "connection refused"), ("no.host.invalid:1234", "its name is not known here")],
@@ -127,6 +143,6 @@ def test_where_process_0_listens_comes_from_the_environment():
 def test_how_long_is_waited_comes_from_the_environment():
     assert join_seconds({}) == 1800
     assert join_seconds({"MMQA_JOIN_SECONDS": "60"}) == 60
-    for bad in ("soon", "0", "-1"):
+    for bad in ("soon", "0", "-1", "1" * 5000):
         with pytest.raises(UserError, match="MMQA_JOIN_SECONDS"):
             join_seconds({"MMQA_JOIN_SECONDS": bad})

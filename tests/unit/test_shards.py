@@ -341,6 +341,9 @@ def test_which_shard(text, environment, shard):
         ("auto/2", {"JOB_COMPLETION_INDEX": "2"}, r"the environment says 2/2"),
         ("auto/a", {"JOB_COMPLETION_INDEX": "2"}, r"I/N with I from 0"),
         ("automatic", {}, r"I/N with I from 0"),
+        ("x/8", {}, r"I/N with I from 0"),
+        ("0/" + "8" * 5000, {}, r"I/N with I from 0"),
+        ("auto/2", {"JOB_COMPLETION_INDEX": "1" * 5000}, r"INDEX is '1"),
     ],
 )
 def test_shards_that_there_are_not(text, environment, message):

@@ -1,4 +1,7 @@
-"""Terminals and pipes of ASCII or Latin-1: every verb prints what it has, and none ends for it."""
+"""Terminals and pipes of ASCII or Latin-1: every verb prints what it has, and none ends for it.
+
+And no control character of a text from outside reaches a terminal.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,23 @@ import functools
 import io
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
+import termios
+import threading
 
 import pytest
 from cli_runs import ROOT, write_rows
+from openai_stub import Stub, error, said
 from test_cli_compare import write_run
+from word_encoder import install
 
 from mmqa_jax.cli import main
+from mmqa_jax.core.progress import Progress, Screen, announce
+from mmqa_jax.core.terminal import escape_streams, escaped
+from mmqa_jax.evaluation.tables import Table, show
 
 pytestmark = pytest.mark.slow
 
@@ -165,3 +176,174 @@ def test_verbs_print_names_texts_tables_and_help(encoding, tmp_path):
     refused = [line for line in said.splitlines() if line.startswith(b"mmqa: ")]
     assert len(refused) == 2
     assert said.splitlines()[-2:] == refused
+
+
+# Control characters.
+
+# Takes the terminal's title, erases the screen, colors, links; C1; turns the direction; and what
+# rich would read as markup and as an emoji.
+HOSTILE = (
+    "\x1b]0;T\x07\x1b[2J\x1b[31m\x1b]8;;x:y\x1b\\\x08\x0b\x9b1m\x7f\u202e\u2066[bold]b[red]:smile:"
+)
+# What rich and the bar write: styles other than HOSTILE's, erased lines, a hidden cursor.
+RICHS = re.compile(r"\x1b\[(?!31m|2J)[\d;]*[mKA]|\x1b\[\?25[lh]|\r")
+NOT_SHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+@contextlib.contextmanager
+def terminal(monkeypatch, **variables):
+    """A pseudoterminal as stdout and stderr of the block; yields what reaches it, by `read()`."""
+    reading, writing = os.openpty()
+    attributes = termios.tcgetattr(writing)
+    attributes[1] &= ~termios.OPOST  # a newline stays one character
+    termios.tcsetattr(writing, termios.TCSANOW, attributes)
+    received = bytearray()
+
+    def receive():
+        with contextlib.suppress(OSError):  # the other side is closed
+            while data := os.read(reading, 65536):
+                received.extend(data)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    with monkeypatch.context() as patch:
+        for name, value in {"TERM": "xterm-256color", "COLUMNS": "300", **variables}.items():
+            patch.setenv(name, value)
+        for name in ("stdout", "stderr"):
+            patch.setattr(sys, name, os.fdopen(os.dup(writing), "w", encoding="utf-8"))
+        shown = io.StringIO()
+        yield shown
+        for stream in (sys.stdout, sys.stderr):
+            stream.close()
+    os.close(writing)
+    thread.join()
+    os.close(reading)
+    shown.write(received.decode())
+
+
+def check_shown(shown: str, *, times: int):
+    """HOSTILE is there escaped, that often at least, and its characters are not."""
+    assert not NOT_SHOWN.findall(RICHS.sub("", shown)), shown
+    # Rich drops some itself, and may wrap.
+    assert shown.count("\\x1b[31m") >= times, shown
+    assert shown.count("[bold]b[red]:smile:") >= times, shown
+
+
+def test_escapes_are_jsons_where_json_may_hold_the_character():
+    text = "".join(map(chr, (*range(0x100), *range(0x2000, 0x2100))))
+    assert json.loads(escaped(json.dumps(text, ensure_ascii=False))) == text
+    assert not NOT_SHOWN.search(escaped(text))
+    assert escaped("\x1b[31m\tä\n\x9b\u202e\r") == "\\x1b[31m\tä\n\\u009b\\u202e\\x0d"
+
+
+def test_bars_tables_and_lines(monkeypatch):
+    with terminal(monkeypatch, MMQA_PROGRESS="on") as shown:
+        escape_streams()
+        announce(f"announced {HOSTILE}")
+        with Progress(f"Title {HOSTILE}", total=2) as progress:
+            for _ in range(2):
+                print(f"under the bar {HOSTILE}", file=sys.stderr)
+                progress.advance(loss=HOSTILE)
+                with progress.paused():
+                    print(f"in a pause {HOSTILE}")
+        print(f"behind the bar {HOSTILE}")
+        show(Table(f"Table {HOSTILE}", [f"a {HOSTILE}"], [[HOSTILE]], HOSTILE))
+        Screen().print(f"screen {HOSTILE}")
+    check_shown(shown.getvalue(), times=10)
+    assert "\x1b[1m" in shown.getvalue()  # the table's own style
+    for line in ("announced", "under the bar", "in a pause", "behind the bar", "screen"):
+        assert f"{line} \\x1b]0;T" in shown.getvalue()
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """A folder whose name is hostile, as are those of its files and their texts."""
+    folder = tmp_path / HOSTILE
+    folder.mkdir()
+    return folder
+
+
+def reaching(monkeypatch, *verbs: tuple[str, ...], code: int = 0) -> str:
+    with terminal(monkeypatch) as shown:
+        codes = [ended(verb) for verb in verbs]
+    assert codes == [code] * len(verbs), shown.getvalue()
+    return shown.getvalue()
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_an_answer_its_question_and_its_sources(monkeypatch, tmp_path, hostile, flags):
+    install(monkeypatch, tmp_path / "cache")
+    (hostile / "[bold]a.txt").write_text(f"Lima is the capital. {HOSTILE}\n")
+    (hostile / f"{hostile.name}.xyz").write_text("not taken")
+    (hostile / f"{hostile.name}.pdf").write_text("no PDF")
+    model = ("--backend=openai", "--model=m", "--least_similarity=-1")
+    with Stub(lambda _: said(f"Lima {HOSTILE} [1]")).serving():
+        verb = ("ask", f"--data={hostile}", *model, f"Is Lima {HOSTILE} a capital?", *flags)
+        shown = reaching(monkeypatch, verb)
+    check_shown(shown, times=3)
+    assert "[bold]a.txt" in shown
+    if flags:
+        row = json.loads(shown.rstrip().rpartition("\n")[2])
+        assert row["answer"].startswith("Lima \x1b]0;T\x07")
+
+
+def test_what_a_server_refuses_with(monkeypatch, tmp_path, hostile):
+    install(monkeypatch, tmp_path / "cache")
+    (hostile / "a.txt").write_text("Lima is the capital.\n")
+    model = ("--backend=openai", "--model=m", "--least_similarity=-1")
+    with Stub(lambda _: error(400, f"no {HOSTILE}")).serving():
+        shown = reaching(monkeypatch, ("ask", f"--data={hostile}", *model, "Is Lima a capital?"))
+    assert "(400: no ]0;T" in shown  # as http_client.py quotes it
+    assert "[bold]b[red]:smile:" in shown
+    assert not NOT_SHOWN.findall(RICHS.sub("", shown))
+
+
+def test_stages_and_scores(monkeypatch, tmp_path, hostile):
+    raw = hostile / "raw"
+    raw.mkdir()
+    write_rows(raw / "sources.jsonl", [{**row, "title": HOSTILE} for row in SOURCES])
+    write_rows(raw / "questions.jsonl", [{**QUESTIONS[0], "category": HOSTILE}])
+    data, hits = hostile / "data", hostile / "hits.jsonl"
+    rows = [{"question_id": "q–1", "answer": HOSTILE, "sources": ["β"]}]
+    answers = write_rows(hostile / "answers.jsonl", rows)
+    scored = ("evaluate", "corpus", f"--references={data}", f"--predictions={answers}")
+    shown = reaching(
+        monkeypatch,
+        ("prepare", "corpus", "--raw", str(raw), "--out", str(data)),
+        ("search", "--method=bm25", f"--data={data}", "--split=val", f"--out={hits}"),
+        (*scored, "--split=val"),
+        (*scored, "--split=val", "--markdown"),
+    )
+    check_shown(shown, times=4)
+    shown = reaching(monkeypatch, (*scored, "--split=val", "--json"))
+    assert list(json.loads(shown.splitlines()[-1])["by_category"]) == [HOSTILE]
+    assert not NOT_SHOWN.findall(RICHS.sub("", shown))
+
+
+def test_status_report_and_errors(monkeypatch, hostile):
+    run = write_run(hostile / "run", {"s": [1.0, 0.0]}, row=HOSTILE, dataset=HOSTILE)
+    other = write_run(hostile / "other", {"s": [1.0, 1.0]}, dataset=HOSTILE)
+    check_shown(reaching(monkeypatch, ("compare", str(run), str(other))), times=1)
+    check_shown(reaching(monkeypatch, ("report", f"--workdir={hostile}")), times=1)
+    check_shown(reaching(monkeypatch, ("status", str(hostile))), times=1)
+    training = hostile / "training"
+    training.mkdir()
+    (training / "attempts.jsonl").write_text("")
+    config = {"config": {"task": HOSTILE, "train": {"steps": 4}}}
+    (training / "config.json").write_text(json.dumps(config))
+    check_shown(reaching(monkeypatch, ("status", str(training))), times=1)
+    for verb in (
+        ("search", "--method=bm25", f"--data={hostile}/none", f"--out={hostile}/hits.jsonl"),
+        ("report", f"--workdir={hostile}/none"),
+        ("status", f"{hostile}/none"),
+        ("train", f"--config={hostile}/none.py", f"--workdir={hostile}/new"),
+        ("ask", f"--{HOSTILE}=1", "Why?"),
+    ):
+        check_shown(reaching(monkeypatch, verb, code=2), times=1)
+
+
+def test_all_that_rich_prints_goes_through_screen():
+    """Another console would print what texts spell."""
+    others = re.compile(r"rich(\.console)? import .*\b(Console|print)\b|rich\.(print|console)\b")
+    files = (ROOT / "mmqa_jax").rglob("*.py")
+    assert [path.name for path in files if others.search(path.read_text())] == ["progress.py"]

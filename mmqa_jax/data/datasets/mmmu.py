@@ -50,7 +50,7 @@ MATERIALS = (
 )
 
 _SPLITS = {"dev": "train", "validation": "val", "test": "test"}
-_ID = re.compile(r"(dev|validation|test)_(\w+)_(\d+)")
+_ID = re.compile(r"(dev|validation|test)_(\w+)_(\d{1,9})")
 _NEEDED = ("id", "question", "options", "answer", KIND)
 _MORE = ("explanation", "subfield", DIFFICULTY, "img_type")
 _PICTURES = tuple(f"image_{number}" for number in range(1, 8))

@@ -7,6 +7,7 @@ import zipfile
 from collections.abc import Iterator
 from typing import Any
 
+from mmqa_jax.core.arguments import decimal_number
 from mmqa_jax.data.documents.document import (
     Document,
     DocumentError,
@@ -99,7 +100,7 @@ def _level(style: str) -> int | None:
     if style == "Title":
         return 0
     name, _, number = style.partition(" ")
-    return int(number) if name == "Heading" and number.isdecimal() else None
+    return decimal_number(number) if name == "Heading" else None
 
 
 def _rows(table: Any) -> Iterator[str]:

@@ -30,7 +30,7 @@ _INLINE = frozenset({
     "strike", "strong", "sub", "sup", "time", "tt", "u", "var", "wbr", "td", "th",
 })  # fmt: skip
 _HEADINGS = {f"h{level}": level for level in range(1, 7)}
-_CHARSET = re.compile(rb"<meta[^>]+charset\s*=\s*[\"']?\s*([\w.:-]+)", re.IGNORECASE)
+_CHARSET = re.compile(rb"<meta[^<>]+charset\s*=\s*+[\"']?\s*([\w.:-]+)", re.IGNORECASE)
 _DATA_URI = re.compile(r"\s*data:image/[\w.+-]+;base64,", re.IGNORECASE)
 _CELL = " | "
 

@@ -16,12 +16,12 @@ from mmqa_jax.data.documents.document import (
     one_line,
 )
 
-_HEADING = re.compile(r" {0,3}(#{1,6})\s+(.*?)\s*#*\s*$")
+_HEADING = re.compile(r" {0,3}(#{1,6})\s+(.*)")
 _UNDERLINE = re.compile(r" {0,3}(=+|-+)\s*$")
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 _ITEM = re.compile(r"\s*(?:[-*+]|\d{1,9}[.)])\s+")
-_PICTURE = re.compile(r"!\[([^\]]*)\]\(\s*<?([^)\s>]+)>?[^)]*\)")
-_LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")
+_PICTURE = re.compile(r"!\[([^\][]*)\]\(\s*<?((?:[^()\s>]++|\([^()\s>]*\))++)>?[^()]*\)")
+_LINK = re.compile(r"\[([^\][]+)\]\((?:[^()]++|\([^()]*\))*+\)")
 
 
 def read_plain(data: bytes) -> Document:
@@ -65,7 +65,7 @@ def _blocks(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
             block, fence = [], "" if fence else opened[1]
         elif heading := _HEADING.match(line):
             yield 0, "\n".join(block)
-            yield len(heading[1]), heading[2]
+            yield len(heading[1]), heading[2].rstrip().rstrip("#").rstrip()
             block = []
         elif len(block) == 1 and (underline := _UNDERLINE.match(line)):
             yield 1 if "=" in underline[1] else 2, block[0]

@@ -239,7 +239,7 @@ def unknown_heads(hidden: int, field: str) -> dict[str, int]:
 def bert_sizes(shapes: Shapes, prefix: str) -> BertConfig:
     """A BERT's sizes; of heads of 64 units, see `unknown_heads`."""
     word, position, types, inner = (shapes[key] for key in bert_size_keys(prefix))
-    layer = rf"{re.escape(prefix)}encoder\.layer\.(\d+)\.output\.dense\.weight"
+    layer = rf"{re.escape(prefix)}encoder\.layer\.(\d{{1,4}})\.output\.dense\.weight"
     return BertConfig(
         vocab_size=word[0],
         hidden=word[1],

@@ -177,5 +177,5 @@ def _block_rules(block: str, path: str) -> list[Rule]:
 
 
 def _count_blocks(keys: Iterable[str], tower: str) -> int:
-    pattern = re.compile(rf"{re.escape(tower + _BLOCK)}(\d+)\.")
+    pattern = re.compile(rf"{re.escape(tower + _BLOCK)}(\d{{1,4}})\.")
     return 1 + max(int(match[1]) for key in keys if (match := pattern.match(key)))

@@ -281,7 +281,7 @@ def _block(layout: _Layout, pyramid: int, stage: int) -> str:
 
 def _count(shapes: Shapes, layout: _Layout, stage: int, preset: DetectorConfig) -> int:
     """How many bottlenecks of a stage a file has."""
-    prefix = re.escape(_block(layout, preset.pyramid, stage)).replace(r"\{block\}", r"(\d+)")
+    prefix = re.escape(_block(layout, preset.pyramid, stage)).replace(r"\{block\}", r"(\d{1,4})")
     found = [re.match(prefix, key) for key in shapes]
     return max((int(match[1]) + 1 for match in found if match), default=0)
 

@@ -19,7 +19,7 @@ import numpy as np
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
 
-_ONE = re.compile(r"(.*\.experts\.)(\d+)\.((?:gate|up|down)_proj\.weight)")
+_ONE = re.compile(r"(.*\.experts\.)(\d{1,4})\.((?:gate|up|down)_proj\.weight)")
 _STACKED = re.compile(r"(.*\.experts\.)((?:gate|up|down)_proj\.weight)")
 _BOTH, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 

@@ -157,7 +157,7 @@ def open_mcan(path: Path) -> Checkpoint:
         *bert_size_keys("bert."),
     )
     require_keys(shapes, own, source, "Prophet's MCAN")
-    halves = len(numbered_keys(shapes, r"backbone\.enc_list\.(\d+)\..*norm1\.weight"))
+    halves = len(numbered_keys(shapes, r"^backbone\.enc_list\.(\d{1,4})\..*norm1\.weight"))
     grid = shapes.get(_ROTATION, (base.grid**2,))[0]
     stated = read_own_config(MCANConfig, path)
     config = stated or MCANConfig(
@@ -183,7 +183,7 @@ def open_mcan_openvqa(path: Path) -> Checkpoint:
     inner, region = "backbone.enc_list.0.ffn.mlp.fc.linear.weight", "adapter.frcn_linear.weight"
     own = ("embedding.weight", "lstm.weight_ih_l0", region, inner, "proj.weight", *_FLAT_KEYS)
     require_keys(shapes, own, source, "openvqa's MCAN")
-    layers = len(numbered_keys(shapes, r"backbone\.enc_list\.(\d+)\.norm1\.a_2"))
+    layers = len(numbered_keys(shapes, r"backbone\.enc_list\.(\d{1,4})\.norm1\.a_2"))
     stated = read_own_config(MCANOpenVQAConfig, path)
     config = stated or MCANOpenVQAConfig(
         vocab_size=shapes["embedding.weight"][0],

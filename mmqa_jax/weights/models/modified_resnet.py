@@ -79,7 +79,7 @@ def modified_resnet_config(source: TensorSource) -> ModifiedResNetConfig:
                 f"{source.name}: has no {key!r}, so it is no CLIP with a ResNet; give OpenAI's "
                 "RN50, RN101, RN50x4, RN50x16 or RN50x64, with the attention pool."
             )
-    numbers = [re.match(r"visual\.layer(\d)\.(\d+)\.", key) for key in shapes]
+    numbers = [re.match(r"visual\.layer([1-4])\.(\d{1,4})\.", key) for key in shapes]
     blocks = [0, 0, 0, 0]
     for match in filter(None, numbers):
         stage = int(match[1]) - 1

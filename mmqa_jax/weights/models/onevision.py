@@ -122,7 +122,7 @@ def _resolutions(value: Any, where: str) -> tuple[tuple[int, int], ...]:
 
 
 def _most_tiles(value: str, where: str) -> int:
-    found = re.fullmatch(rf"{_ANYRES}(\d+)", value)
+    found = re.fullmatch(rf"{_ANYRES}(\d{{1,4}})", value)
     if found is None:
         raise UserError(
             f"{where}: vision_aspect_ratio is {value!r}, expected {_ANYRES}NUMBER; use a "

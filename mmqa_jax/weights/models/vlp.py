@@ -99,7 +99,7 @@ def open_vlp(path: Path) -> Checkpoint:
     require_keys(
         shapes, (content, "vis_pe_embed.0.weight", *bert_size_keys("bert.")), source, "VLP"
     )
-    linears = [shapes[key] for key in numbered_keys(shapes, r"vis_embed\.(\d+)\.weight")]
+    linears = [shapes[key] for key in numbered_keys(shapes, r"vis_embed\.(\d{1,4})\.weight")]
     types = shapes["bert.embeddings.token_type_embeddings.weight"][0]
     unknown = {} if config else unknown_heads(shapes[_WORDS][1], "bert.heads")
     config = config or VLPConfig(
