@@ -45,9 +45,9 @@ def drawn_start(
     model: Any, optimizer: Any, seed: int, abstract: TrainState, stddev: float | None = None
 ) -> TrainState:
     """In the place of `training.state.initial_state`: weights as `drawn`, moments of zeros."""
-    params = _values(abstract.params, seed, stddev)
+    params, frozen = (_values(x, seed, stddev) for x in (abstract.params, abstract.frozen))
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
-    start = dataclasses.replace(zeros, params=params)
+    start = dataclasses.replace(zeros, params=params, frozen=frozen)
     return jax.device_put(start, jax.tree.map(lambda leaf: leaf.sharding, abstract))
 
 

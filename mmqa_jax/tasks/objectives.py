@@ -25,7 +25,7 @@ from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
 from mmqa_jax.models.layers import split_key
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.lora import ADDED, LoraConfig, add_lora, freeze_base, merge_lora
+from mmqa_jax.models.lora import ADDED, LoraConfig, add_lora, merge_lora
 from mmqa_jax.models.mcan import MCAN, MCANConfig
 from mmqa_jax.models.mcan_openvqa import MCANOpenVQA, MCANOpenVQAConfig
 from mmqa_jax.models.multimodal_t5 import MultimodalT5, MultimodalT5Config
@@ -469,8 +469,6 @@ class LanguageModelObjective(_OfLayers):
         Of a part of a batch (see `whole`): its share of the batch's mean loss times the number of
         parts, so that the mean over the parts is the batch's.
         """
-        if self.trained is not None:
-            model = freeze_base(model, self.trained)
         batch = batch if "batch_targets" in batch else self.whole(batch)
         log_probs = self.log_probs(model, batch, dropout_key)  # [B, T]
         return _mean_over_targets(log_probs, batch["target_segments"] > 0, batch)

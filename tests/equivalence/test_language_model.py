@@ -112,7 +112,7 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole_batch(pair):
             mesh=mesh,
         )  # fmt: skip
         params = jax.tree.map(copied, nnx.state(model, nnx.Param))
-        state = TrainState(jnp.zeros((), jnp.int32), params, init(params))
+        state = TrainState(jnp.zeros((), jnp.int32), params, init(params), split.frozen)
         with jax.default_matmul_precision("highest"):
             state, metrics = step(state, batch)
         moments = {k: np.asarray(x) for k, x in flatten_named(state.optimizer).items()}
@@ -185,10 +185,6 @@ def test_lora_is_the_plain_restatement(pair, tmp_path):
         for x, want in (("a", a), ("b", b)):
             got = gradient[f"layers/{name}/lora_{x}"][number]
             np.testing.assert_allclose(got, want.grad.numpy(), atol=2e-6)
-    frozen = [name for name in gradient if "lora_" not in name]
-    assert frozen
-    assert all(not gradient[name].any() for name in frozen)
-
     merged = merge_lora(model)
     np.testing.assert_allclose(our_loss(merged, PACKED)[0], loss.item(), atol=2e-6)
     write_published(tmp_path / "merged", publish_llama(merged.config, nnx.state(merged)))
