@@ -187,7 +187,9 @@ def adapter_of(task: Any) -> Adapter | None:
     lora = getattr(task.model, "lora", None)
     if lora is None or task.init == SCRATCH:
         return None
-    return Adapter(task.init, base_fingerprint(task), lora.rank, lora.alpha, lora.targets)
+    config = model_config(task, 0)
+    targets = lora.targets or getattr(config, "llama", config).linears
+    return Adapter(task.init, base_fingerprint(task), lora.rank, lora.alpha, targets)
 
 
 def base_fingerprint(task: Any) -> str:

@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
@@ -27,7 +25,7 @@ from mmqa_jax.models.qwen_vl import QwenVL
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.formats.safetensors import SafetensorsSource, TensorSource, write_safetensors
 from mmqa_jax.weights.hub import find_model, is_hub_name
-from mmqa_jax.weights.keymap import KeyMap, Rule, Transform, model_source
+from mmqa_jax.weights.keymap import TRANSPOSE, KeyMap, Rule, model_source
 from mmqa_jax.weights.models.llama import llama_rules
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -238,13 +236,10 @@ def peft_map(config: LlamaConfig, targets: tuple[str, ...]) -> KeyMap:
         if _linear(rule) in targets:
             key, path = rule.key.removesuffix(".weight"), rule.path.removesuffix("/kernel")
             # B's rows are the projection's, and are in the order of its.
-            for part, transform in (("A", _TRANSPOSED), ("B", rule.transform)):
+            for part, transform in (("A", TRANSPOSE), ("B", rule.transform)):
                 name = f"{_PEFT_PREFIX}{key}.lora_{part}.weight"
                 rules.append(Rule(name, f"{path}/lora_{part.lower()}", transform))
     return KeyMap(rules)
-
-
-_TRANSPOSED = Transform(lambda x: x.T, lambda x: x.T)
 
 
 def _kernels(config: LlamaConfig) -> list[Rule]:
@@ -261,12 +256,6 @@ def _linear(rule: Rule) -> str:
     return rule.path.split("/")[1]
 
 
-def additions_of(model: nnx.Module) -> nnx.State:
-    """The additions of a model, by their paths in its LLaMA."""
-    state = nnx.to_flat_state(nnx.state(language_model(model), nnx.Param))
-    return nnx.from_flat_state([(path, x) for path, x in state if path[-1] in ("lora_a", "lora_b")])
-
-
-def parameters_in(tree: Any) -> int:
-    """The number of values in a pytree of arrays."""
-    return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(tree))
+def is_added(path: tuple[Any, ...]) -> bool:
+    """Whether a parameter's path is that of an addition."""
+    return path[-1] in ("lora_a", "lora_b")
