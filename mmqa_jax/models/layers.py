@@ -31,7 +31,7 @@ from jax.nn.initializers import Initializer
 from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import platform, split_rows
+from mmqa_jax.core.mesh import gather_features, platform, split_rows
 from mmqa_jax.models import flash
 from mmqa_jax.models.config_checks import check_known
 from mmqa_jax.models.masked import MASKED, capped
@@ -216,7 +216,7 @@ class Embedding(nnx.Module):
         self.table = param(rngs, init, (count, features), names)
 
     def __call__(self, ids: jax.Array) -> jax.Array:  # int [...] -> [..., features]
-        return self.table[...][ids]
+        return gather_features(self.table[...])[ids]
 
     def attend(self, x: jax.Array, first: int | None = None) -> jax.Array:
         # [..., features] -> [..., first], all by default
