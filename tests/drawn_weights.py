@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.mesh import state_shardings
+from mmqa_jax.core.trees import flatten_named, unflatten_named
 
 if TYPE_CHECKING:
     from mmqa_jax.training.state import TrainState
@@ -45,9 +46,13 @@ def drawn_start(
     model: Any, optimizer: Any, seed: int, abstract: TrainState, stddev: float | None = None
 ) -> TrainState:
     """In the place of `training.state.initial_state`: weights as `drawn`, moments of zeros."""
-    params = _values(abstract.params, seed, stddev)
+    every = flatten_named(_values(nnx.merge_state(abstract.params, abstract.frozen), seed, stddev))
+    params, frozen = (
+        unflatten_named(part, {name: every[name] for name in flatten_named(part)})
+        for part in (abstract.params, abstract.frozen)
+    )
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
-    start = dataclasses.replace(zeros, params=params)
+    start = dataclasses.replace(zeros, params=params, frozen=frozen)
     return jax.device_put(start, jax.tree.map(lambda leaf: leaf.sharding, abstract))
 
 

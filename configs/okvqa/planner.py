@@ -60,7 +60,6 @@ def get_config(mode: str = "") -> ConfigDict:
             "warmup": 0.05,
             "weight_decay": 0.0,
             "clip_norm": 1.0,
-            "trainable": r"/lora_[ab]$",
         },
         "log_every": 5,
         "checkpoint_every": 50,
@@ -100,5 +99,5 @@ def get_config(mode: str = "") -> ConfigDict:
         if by_reward:
             config.grpo.group = 2
         else:
-            config.model.lora = config.train.optimizer.trainable = None
+            config.model.lora = None
     return config

@@ -43,6 +43,7 @@ def get_config(mode: str = "") -> ConfigDict:
             "rank": 16,
             "alpha": 32.0,
             "targets": (),  # every projection of a layer, without those inside experts
+            "base": "compute",  # the frozen matrices, in model.changes.dtype; int8, int4, float32
         },
     }
     config.examples = {
@@ -73,7 +74,6 @@ def get_config(mode: str = "") -> ConfigDict:
             "warmup": 0.05,
             "weight_decay": 0.0,
             "clip_norm": 1.0,
-            "trainable": r"/lora_[ab]$",
         },
         "log_every": 5,
         "checkpoint_every": 100,
@@ -92,14 +92,14 @@ def get_config(mode: str = "") -> ConfigDict:
 
     if mode == "full":
         config.model.lora = None
-        config.train.optimizer.update({"trainable": None, "learning_rate": 2e-5})
+        config.train.optimizer.learning_rate = 2e-5
     elif mode == "pod":
         config.init = "weights/llama2-7b"
         config.mesh.update({"data": 1, "fsdp": -1})
         config.model.changes.dtype = "bfloat16"
         config.model.lora = None
         config.batches.update({"batch_size": 256, "threads": 16})
-        config.train.optimizer.update({"trainable": None, "learning_rate": 2e-5})
+        config.train.optimizer.learning_rate = 2e-5
         config.inference.batch_size = 256
     elif mode == "cpu":
         config.examples.update({"templates": ("rmr.text",), "with_shots": 0.25})

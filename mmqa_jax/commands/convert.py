@@ -53,8 +53,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--export",
-        choices=("hf",),
-        help="write safetensors and config.json instead, from a converted folder or any source",
+        choices=("hf", "peft"),
+        help="write safetensors and config.json instead, from a converted folder or any source; "
+        "peft: what a LoRA run added to its base, as PEFT reads it (its folders are sources, too)",
     )
     parser.add_argument(
         "--set",

@@ -283,6 +283,20 @@ def split_rows(x: jax.Array) -> jax.Array:
     return x if axes is None else jax.lax.with_sharding_constraint(x, PartitionSpec(axes))
 
 
+def gather_features(table: jax.Array) -> jax.Array:
+    """A table [vocabulary, features] whose features every device of `fsdp` has; traced.
+
+    Where a mesh splits a table over `tensor` and `fsdp`, XLA cannot bring what is looked up in it
+    to the devices of its rows, and copies it whole to all of them. So the features are gathered
+    first, as the weights of a layer are. On other meshes the table is returned as it is.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    is_split = all(mesh.shape.get(axis, 1) > 1 for axis in ("fsdp", "tensor"))
+    if mesh.manual_axes or not is_split or len(table) % mesh.shape["tensor"]:
+        return table
+    return jax.lax.with_sharding_constraint(table, PartitionSpec("tensor", None))
+
+
 def batch_axes(mesh: jax.sharding.AbstractMesh, rows: int) -> tuple[str, ...] | None:
     """The mesh axes that split a batch of so many rows; None where they do not divide them."""
     parts = math.prod(mesh.shape.get(axis, 1) for axis in _BATCH_AXES)

@@ -28,7 +28,6 @@ from mmqa_jax.decoding.image_patches import PatchIds, marked
 from mmqa_jax.decoding.key_heads import repeat_key_heads
 from mmqa_jax.decoding.kv_cache import KVCache
 from mmqa_jax.decoding.prefix_cache import PrefixCache, bucket_of
-from mmqa_jax.decoding.quantize import quantize_weights
 from mmqa_jax.decoding.requests import (
     Likeliest,
     Request,
@@ -53,6 +52,7 @@ from mmqa_jax.decoding.scheduler import (
 from mmqa_jax.decoding.slot_runner import EngineConfig, SlotRunner, scans
 from mmqa_jax.models.llama import Llama, for_length, unstack_layers
 from mmqa_jax.models.llava import Llava
+from mmqa_jax.models.quantize import quantize_weights
 from mmqa_jax.models.qwen_vl import QwenVL
 
 if TYPE_CHECKING:

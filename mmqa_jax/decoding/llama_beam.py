@@ -19,16 +19,8 @@ from mmqa_jax.decoding.beam import BeamResult
 from mmqa_jax.decoding.kv_cache import KVCache
 from mmqa_jax.models.ancestry import Ancestry
 from mmqa_jax.models.layer_traits import layer_traits
-from mmqa_jax.models.layers import prefix_attention
-from mmqa_jax.models.llama import (
-    Llama,
-    for_length,
-    group_queries,
-    inverse_frequencies,
-    last_token,
-    rotation,
-    ungroup_queries,
-)
+from mmqa_jax.models.layers import group_queries, prefix_attention, ungroup_queries
+from mmqa_jax.models.llama import Llama, for_length, inverse_frequencies, last_token, rotation
 from mmqa_jax.models.llama_config import LlamaConfig
 
 

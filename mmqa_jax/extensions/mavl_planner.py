@@ -48,7 +48,7 @@ from mmqa_jax.papers.mavl import (
 )
 from mmqa_jax.prompting.backends import Message
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
-from mmqa_jax.tasks.base_llm import base_loader, check_rows, check_trainable, model_config
+from mmqa_jax.tasks.base_llm import base_loader, check_rows, model_config
 from mmqa_jax.tasks.language_model import LanguageModelSection, RowBatches
 from mmqa_jax.tasks.objectives import LanguageModelObjective
 from mmqa_jax.tasks.task import ANY_VOCABULARY, Recipe
@@ -263,7 +263,8 @@ class PlannerTask(TextModelTask):
     validate: ValidatePlans | None = None
 
     def _check(self, files: bool) -> None:
-        check_trainable(self, self.objective(ANY_VOCABULARY).trained)
+        self.check_trained()
+        self.config(ANY_VOCABULARY)
         for key, fold in (("data", self.data.fold), ("validate", self._judging_fold())):
             if fold >= self.data.folds:
                 raise UserError(
@@ -428,6 +429,6 @@ class RightPlans(PlannerTask):
             objective,
             batches,
             base_loader(self),
-            finish=objective.finish,
+            finish=self.kept(objective),
             metadata=self.metadata(tokenizer),
         )

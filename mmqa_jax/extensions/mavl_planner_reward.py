@@ -35,7 +35,6 @@ from mmqa_jax.extensions.mavl_planner import (
 )
 from mmqa_jax.extensions.mavl_plans import PlanTable, read_plan_table
 from mmqa_jax.models.llama import Llama
-from mmqa_jax.models.lora import freeze_base
 from mmqa_jax.papers.mavl import Actions, PlanReading, every_plan, parse_plan
 from mmqa_jax.tasks.base_llm import base_loader, check_rows
 from mmqa_jax.tasks.language_model import RowBatches
@@ -79,8 +78,7 @@ class GrpoObjective(LanguageModelObjective):
         Args:
           batch: of `PlanGroups`. Without `old_log_probs` the plans were drawn from this very model.
         """
-        policy = freeze_base(model, self.trained) if self.trained else model
-        log_probs = target_log_probs(policy, batch, dropout_key, self.temperature)  # [B, T]
+        log_probs = target_log_probs(model, batch, dropout_key, self.temperature)  # [B, T]
         is_token = batch["target_segments"] > 0
         old = batch.get("old_log_probs", jax.lax.stop_gradient(log_probs))
         ratio = jnp.exp(jnp.where(is_token, log_probs - old, 0.0))
@@ -365,6 +363,6 @@ class RewardedPlans(PlannerTask):
             objective,
             batches,
             base_loader(self),
-            finish=objective.finish,
+            finish=self.kept(objective),
             metadata=self.metadata(tokenizer),
         )

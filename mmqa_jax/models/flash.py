@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from mmqa_jax.core.mesh import platform
 from mmqa_jax.models.masked import MASKED, capped
 
+_LONG = 2048  # keys from which on scores are not made whole
 _OLDEST_CUDNN_GPU = 8.0  # compute capability (Ampere) from which cuDNN has flash attention
 
 
@@ -26,21 +27,48 @@ def implementation_for(device: jax.Device) -> str:
     return "blocks"
 
 
-def encoder_implementation(
-    q: jax.Array, k: jax.Array, mask: jax.Array | None, *, is_causal: bool, drops: bool
+def auto_implementation(
+    q: jax.Array,
+    k: jax.Array,
+    mask: jax.Array | None,
+    *,
+    segmented: bool = False,
+    is_causal: bool,
+    drops: bool,
+    capped: bool = False,
 ) -> str:
     """What `layers.attention` means by "auto" for q [B, Lq, heads, D] and k where it is traced.
 
-    `drops`: attention weights are dropped, which cuDNN's kernel does not do by JAX's interface. A
-    mask has to be the same for all heads, and lengths even: odd ones have no gradient.
+    On a TPU that is one kernel for all scores of a head where these fit its memory, and splash for
+    decoders (`is_causal`); on a GPU cuDNN's flash attention. Elsewhere XLA's products, and from
+    _LONG keys on blocks.
+
+    Args:
+      segmented: rows hold several texts (`segments` of `layers.attention`).
+      drops: attention weights are dropped, which only "fused" and "xla" do.
+      capped: scores are bent, which "fused" and "cudnn" do not do.
+
+    A mask has to be the same for all heads, and for cuDNN lengths even: odd ones have no gradient.
     """
-    if platform() == "tpu" and q.dtype == jnp.bfloat16:
+    length, columns = q.shape[1], k.shape[1]
+    half_on_tpu = platform() == "tpu" and q.dtype == jnp.bfloat16
+    if half_on_tpu and not capped and not segmented:
         from mmqa_jax.models.fused import fused_fits  # Pallas takes half a second to import
 
-        return "fused" if fused_fits(q, k, mask, is_causal) else "xla"
+        if fused_fits(q, k, mask, is_causal):
+            return "fused"
     plain = mask is None or (mask.ndim == 4 and mask.shape[1] == 1)
-    even = q.shape[1] % 2 == 0 and k.shape[1] % 2 == 0
-    return "cudnn" if not drops and plain and even and cudnn_fits(q, k, mask) else "xla"
+    if drops or not plain:
+        return "xla"
+    even = length % 2 == 0 and columns % 2 == 0
+    if even and not capped and cudnn_fits(q, k, mask):
+        return "cudnn"
+    if is_causal and half_on_tpu and (mask is None or mask.shape[2] == 1):
+        from mmqa_jax.models.splash import splash_fits
+
+        if splash_fits(length, columns):
+            return "splash"
+    return "blocks" if columns >= _LONG else "xla"
 
 
 def block_attention(
@@ -49,6 +77,7 @@ def block_attention(
     v: jax.Array,
     *,
     mask: jax.Array | None,
+    segments: jax.Array | None = None,
     is_causal: bool,
     block: int = 512,
     cap: float | None = None,
@@ -56,7 +85,8 @@ def block_attention(
     """Attention over blocks of keys with a running maximum (Milakov and Gimelshein 2018).
 
     q [B, Lq, heads, D]; k, v [B, Lk, kv_heads, D]; mask bool, broadcastable to [B, 1, Lq, Lk].
-    cap: of `layers.attention`. No array is larger than Lq times a block. Returns [B, Lq, heads, D].
+    cap, segments: of `layers.attention`. No array is larger than Lq times a block; the backward
+    pass computes the scores of a block again. Returns [B, Lq, heads, D].
     """
     batch, length, heads, size = q.shape
     columns, kv_heads = k.shape[1:3]
@@ -70,6 +100,8 @@ def block_attention(
     if mask is not None and mask.shape[-1] > 1:
         mask = jnp.pad(mask, ((0, 0),) * 3 + ((0, padding),))
     last = jnp.arange(length) + columns - length  # the last key that a causal query sees
+    if segments is not None:
+        key_segments = jnp.pad(segments, ((0, 0), (0, padding)))
 
     def one(carry, first):
         top, total, out = carry  # float32 [B, kv, G, Lq, 1] twice and [B, kv, G, Lq, D]
@@ -85,6 +117,9 @@ def block_attention(
             if mask.shape[-1] > 1:
                 part = jax.lax.dynamic_slice_in_dim(mask, first, block, 3)
             visible &= part[:, :, None]
+        if segments is not None:
+            part = jax.lax.dynamic_slice_in_dim(key_segments, first, block, 1)  # [B, block]
+            visible &= (segments[:, :, None] == part[:, None])[:, None, None]
         scores = jnp.where(visible, capped(scores, cap), MASKED)
         new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
         weights, decay = jnp.exp(scores - new_top), jnp.exp(top - new_top)
@@ -96,7 +131,8 @@ def block_attention(
 
     shape = (batch, kv_heads, groups, length)
     start = (jnp.full((*shape, 1), MASKED), jnp.zeros((*shape, 1)), jnp.zeros((*shape, size)))
-    (_, total, out), _ = jax.lax.scan(one, start, jnp.arange(0, columns + padding, block))
+    blocks = jnp.arange(0, columns + padding, block)
+    (_, total, out), _ = jax.lax.scan(jax.checkpoint(one, prevent_cse=False), start, blocks)
     out = (out / total).astype(q.dtype)  # [B, kv, G, Lq, D]
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size)
 

@@ -31,7 +31,7 @@ from jax.nn.initializers import Initializer
 from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import platform, split_rows
+from mmqa_jax.core.mesh import gather_features, platform, split_rows
 from mmqa_jax.models import flash
 from mmqa_jax.models.config_checks import check_known
 from mmqa_jax.models.masked import MASKED, capped
@@ -216,7 +216,7 @@ class Embedding(nnx.Module):
         self.table = param(rngs, init, (count, features), names)
 
     def __call__(self, ids: jax.Array) -> jax.Array:  # int [...] -> [..., features]
-        return self.table[...][ids]
+        return gather_features(self.table[...])[ids]
 
     def attend(self, x: jax.Array, first: int | None = None) -> jax.Array:
         # [..., features] -> [..., first], all by default
@@ -247,6 +247,7 @@ def attention(
     v: jax.Array,
     *,
     mask: jax.Array | None = None,
+    segments: jax.Array | None = None,
     is_causal: bool = False,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
@@ -256,28 +257,36 @@ def attention(
 ) -> jax.Array:
     """Multi-head scaled dot-product attention, the one of the project.
 
-    q [B, Lq, heads, head_dim]; k, v [B, Lk, heads, head_dim]; mask bool, broadcastable to
-    [B, heads, Lq, Lk], True = attend. Scores are divided by sqrt(head_dim), and bent to stay within
-    `cap` (`masked.capped`); softmax in float32.
+    q [B, Lq, heads, head_dim]; k, v [B, Lk, kv_heads, head_dim]; query heads
+    n * heads / kv_heads onwards read key head n, and none is repeated in memory. mask bool,
+    broadcastable to [B, heads, Lq, Lk], True = attend; one mask for all heads where kv_heads are
+    fewer. `segments` int [B, L], of rows that attend to themselves: a token sees those of its own
+    segment alone (several texts in a row). Scores are divided by sqrt(head_dim), and bent to stay
+    within `cap` (`masked.capped`); softmax in float32.
     A row without a visible column gives the mean of the values, never NaN.
 
-    `implementation`: "auto", for encoders (`flash.encoder_implementation`: in 16 bits one kernel on
-    TPUs, cuDNN's on GPUs); "xla", whose memory is quadratic in the lengths, or a linear one:
-    "blocks" (on every device), "cudnn" (flash attention on NVIDIA GPUs) or "splash" (a Pallas
-    kernel for TPU). The linear ones take fewer key heads than query heads and masks without heads
-    ([B or 1, 1, Lq or 1, Lk]), and align a causal mask with the last key, so that what precedes the
-    queries is seen whole; with "cudnn" and "splash" every query must see a key. "splash" takes
-    masks of keys alone (Lq 1); `mesh` is where its heads lie. What these two do not take (types,
-    sizes, masks, another platform: `flash.cudnn_fits`, `splash.splash_fits`; for cuDNN a cap) goes
-    to "blocks".
+    `implementation`: "auto", by device and shape (`flash.auto_implementation`); "xla", whose memory
+    is quadratic in the lengths, or a linear one: "blocks" (on every device), "cudnn" (flash
+    attention on NVIDIA GPUs, whose segments are a mask of [B, 1, L, L]) or "splash" (a Pallas
+    kernel for TPU). The linear ones take masks without heads ([B or 1, 1, Lq or 1, Lk]), and align
+    a causal mask with the last key, so that what precedes the queries is seen whole; with "cudnn"
+    and "splash" every query must see a key. "splash" takes segments, or masks of keys alone (Lq 1);
+    `mesh` is where its heads lie. What these two do not take (types, sizes, masks, another
+    platform: `flash.cudnn_fits`, `splash.splash_fits`; for cuDNN a cap) goes to "blocks".
     Dropout acts on the attention weights (BERT), for which only "auto" and "xla" serve.
     Returns [B, Lq, heads, head_dim] in q's dtype.
     """
     drops = dropout_key is not None and dropout_rate > 0.0
-    if implementation == "auto" and cap is not None:
-        implementation = "xla"
     if implementation == "auto":
-        implementation = flash.encoder_implementation(q, k, mask, is_causal=is_causal, drops=drops)
+        implementation = flash.auto_implementation(
+            q,
+            k,
+            mask,
+            segmented=segments is not None,
+            is_causal=is_causal,
+            drops=drops,
+            capped=cap is not None,
+        )
         if implementation == "fused":
             from mmqa_jax.models.fused import fused_attention  # imports Pallas: half a second
 
@@ -294,22 +303,30 @@ def attention(
             k,
             v,
             mask=mask,
+            segments=segments,
             is_causal=is_causal,
             implementation=implementation,
             mesh=mesh,
             cap=cap,
         )
+    mask = _with_segments(mask, segments)
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if is_causal:
+        causal = jnp.tril(jnp.ones((q.shape[1], k.shape[1]), bool))
+        mask = causal if mask is None else mask & causal
+    if kv_heads < heads:
+        if mask is not None and mask.shape[-2] > 1:
+            mask = jnp.concatenate([mask] * (heads // kv_heads), axis=-2)
+        q = group_queries(q, kv_heads)
     # Head-major matrices: plain batched products, 1.1x in the backward pass on CPU.
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))  # [B, heads, L, head_dim]
     scores = jnp.matmul(q, k.swapaxes(2, 3), preferred_element_type=jnp.float32)
     scores = capped(scores * q.shape[-1] ** -0.5, cap)  # [B, heads, Lq, Lk]
-    if is_causal:
-        causal = jnp.tril(jnp.ones(scores.shape[2:], bool))
-        mask = causal if mask is None else mask & causal
     if mask is not None:
         scores = jnp.where(mask, scores, MASKED)
     weights = dropout(jax.nn.softmax(scores, axis=-1), dropout_rate, dropout_key)
-    return jnp.matmul(weights.astype(v.dtype), v).swapaxes(1, 2)
+    out = jnp.matmul(weights.astype(v.dtype), v).swapaxes(1, 2)
+    return ungroup_queries(out, heads) if kv_heads < heads else out
 
 
 def _linear_attention(
@@ -318,6 +335,7 @@ def _linear_attention(
     v: jax.Array,
     *,
     mask: jax.Array | None,
+    segments: jax.Array | None,
     is_causal: bool,
     implementation: str,
     mesh: Mesh | None,
@@ -326,17 +344,43 @@ def _linear_attention(
     """`attention` by "blocks", "cudnn" or "splash"."""
     check_known("attention implementation", implementation, _IMPLEMENTATIONS)
     if implementation == "cudnn" and cap is None and flash.cudnn_fits(q, k, mask):
+        mask = _with_segments(mask, segments)
         return flash.cudnn_attention(q, k, v, mask=mask, is_causal=is_causal)
     of_keys = mask is None or (mask.ndim == 4 and mask.shape[1:3] == (1, 1))
-    if implementation == "splash" and of_keys:
+    if implementation == "splash" and of_keys and (mask is None or segments is None):
         from mmqa_jax.models import splash  # it imports Pallas, which takes half a second
 
         if splash.splash_fits(q.shape[1], k.shape[1]):
             keys = None if mask is None else jnp.broadcast_to(mask[:, 0, 0], k.shape[:2])
             return splash.splash_attention(
-                q, k, v, key_mask=keys, is_causal=is_causal, mesh=mesh, cap=cap
+                q, k, v, key_mask=keys, segments=segments, is_causal=is_causal, mesh=mesh, cap=cap
             )
-    return flash.block_attention(q, k, v, mask=mask, is_causal=is_causal, cap=cap)
+    return flash.block_attention(
+        q, k, v, mask=mask, segments=segments, is_causal=is_causal, cap=cap
+    )
+
+
+def group_queries(q: jax.Array, kv_heads: int) -> jax.Array:
+    """The query heads of a key head as further rows of it: [B, L, heads, D] ->
+    [B, groups * L, kv_heads, D]."""
+    batch, _, heads, size = q.shape
+    apart = q.reshape(batch, -1, kv_heads, heads // kv_heads, size).transpose(0, 3, 1, 2, 4)
+    return apart.reshape(batch, -1, kv_heads, size)
+
+
+def ungroup_queries(x: jax.Array, heads: int) -> jax.Array:
+    """The reverse of `group_queries`: [B, groups * L, kv_heads, D] -> [B, L, heads, D]."""
+    batch, _, kv_heads, size = x.shape
+    apart = x.reshape(batch, heads // kv_heads, -1, kv_heads, size).transpose(0, 2, 3, 1, 4)
+    return apart.reshape(batch, -1, heads, size)
+
+
+def _with_segments(mask: jax.Array | None, segments: jax.Array | None) -> jax.Array | None:
+    """The mask and that of segments [B, L] as one, broadcastable to [B, heads, L, L]."""
+    if segments is None:
+        return mask
+    same = segments[:, None, :, None] == segments[:, None, None, :]
+    return same if mask is None else mask & same
 
 
 def prefix_attention(

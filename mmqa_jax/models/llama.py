@@ -138,53 +138,6 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return (x32 * cos + jnp.roll(x32, x.shape[-1] // 2, axis=-1) * sin).astype(x.dtype)
 
 
-def grouped_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    mask: jax.Array | None = None,
-    is_causal: bool = False,
-    implementation: str = "xla",
-    **options,
-) -> jax.Array:
-    """`layers.attention` with fewer key/value heads than query heads; none is repeated in memory.
-
-    q [B, Lq, heads, D]; k, v [B, Lk, kv_heads, D]; query heads n * heads / kv_heads onwards read
-    key head n. mask bool [B or 1, 1, Lq or 1, Lk]; options: further ones of `attention`. Returns
-    [B, Lq, heads, D].
-    """
-    length, heads = q.shape[1:3]
-    groups = heads // k.shape[2]
-    if groups == 1 or implementation != "xla":  # cuDNN groups by itself
-        return attention(
-            q, k, v, mask=mask, is_causal=is_causal, implementation=implementation, **options
-        )
-    q = group_queries(q, k.shape[2])
-    if is_causal:
-        causal = jnp.tril(jnp.ones((length, k.shape[1]), bool))
-        mask = causal if mask is None else mask & causal
-    if mask is not None and mask.shape[-2] > 1:
-        mask = jnp.concatenate([mask] * groups, axis=-2)
-    out = attention(q, k, v, mask=mask, implementation=implementation, **options)
-    return ungroup_queries(out, heads)
-
-
-def group_queries(q: jax.Array, kv_heads: int) -> jax.Array:
-    """The query heads of a key head as further rows of it: [B, L, heads, D] ->
-    [B, groups * L, kv_heads, D]."""
-    batch, _, heads, size = q.shape
-    apart = q.reshape(batch, -1, kv_heads, heads // kv_heads, size).transpose(0, 3, 1, 2, 4)
-    return apart.reshape(batch, -1, kv_heads, size)
-
-
-def ungroup_queries(x: jax.Array, heads: int) -> jax.Array:
-    """The reverse of `group_queries`: [B, groups * L, kv_heads, D] -> [B, L, heads, D]."""
-    batch, _, kv_heads, size = x.shape
-    apart = x.reshape(batch, heads // kv_heads, -1, kv_heads, size).transpose(0, 2, 3, 1, 4)
-    return apart.reshape(batch, -1, heads, size)
-
-
 class RMSNorm(nnx.Module):
     """x / root mean square * scale over the last axis; float32 inside, returned in x's dtype.
 
@@ -306,18 +259,21 @@ class LlamaLayer(nnx.Module):
         mask: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
         traits: LayerTraits = NO_TRAITS,
+        segments: jax.Array | None = None,
     ) -> jax.Array:
-        """x [B, L, H], mask bool [B, 1, 1 or L, L], false where unseen -> [B, L, H].
+        """x [B, L, H], mask bool [B, 1, 1, L], false at keys that are not seen -> [B, L, H].
 
-        Causal, unless the config is bidirectional. traits: this layer's.
+        Causal, unless the config is bidirectional. traits: this layer's. segments int [B, L]: a
+        token sees its own segment alone.
         """
         both = self.config.bidirectional
         q, k, v = self.project(x, *traits.turned(cos, sin))
-        attended = grouped_attention(
+        attended = attention(
             q,
             k,
             v,
             mask=traits.near(mask, x.shape[1], bidirectional=both),
+            segments=segments,
             is_causal=not both,
             implementation=self.config.attention,
             dropout_rate=self.config.attention_dropout,
@@ -384,6 +340,7 @@ class Llama(nnx.Module):
         attention_mask: jax.Array | None = None,
         positions: jax.Array | None = None,
         *,
+        segments: jax.Array | None = None,
         deepstack: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
@@ -392,10 +349,11 @@ class Llama(nnx.Module):
         Args:
           embedded: [B, L, H].
           attention_mask: [B, L], true at real tokens; not needed where padding is on the right
-            and no token sees what follows it. Or [B, L, L], true where a token (axis 1) may
-            see another (axis 2): several sequences in a row do not see each other.
+            and no token sees what follows it.
           positions: int [B, L] of rotary positions; None is 0..L-1 in every row, also behind
             padding on the left (only distances matter). Or [B, L, 3], see `LlamaConfig.mrope`.
+          segments: int [B, L], the number of a token's text in its row: several texts in a row do
+            not see each other.
           deepstack: [n, B, L, H], added to what the first n layers give (Qwen3-VL); None: nothing.
           dropout_key: drops attention weights at `config.attention_dropout`.
 
@@ -404,7 +362,7 @@ class Llama(nnx.Module):
         """
 
         def body(layer: LlamaLayer, x, traits, key):
-            x = layer(x, *angles, mask, key, traits)
+            x = layer(x, *angles, mask, key, traits, segments)
             return added(x, deepstack, traits.number), None
 
         angles, mask = self._prepare(embedded, attention_mask, positions)
@@ -438,15 +396,14 @@ class Llama(nnx.Module):
             yield nnx.merge(graphdef, jax.tree.map(lambda p, n=number: p[n], params))
 
     def _prepare(self, embedded, attention_mask, positions):
-        """((cos, sin) [B or 1, L, 1, D / 2] float32, mask [B, 1, 1 or L, L] or None)."""
+        """((cos, sin) [B or 1, L, 1, D / 2] float32, mask [B, 1, 1, L] or None)."""
         length = embedded.shape[1]
         if positions is None:
             check_length(length, self.config.positions)
             positions = jnp.arange(length)[None]
         angles = rotary_angles(self.config, positions, turned_by(self.config, positions))
         if attention_mask is not None:
-            length = attention_mask.shape[-1]
-            attention_mask = attention_mask.astype(bool).reshape(len(embedded), 1, -1, length)
+            attention_mask = attention_mask.astype(bool)[:, None, None]
         return rotation(self.config, jnp.cos(angles), jnp.sin(angles)), attention_mask
 
     def _scan(

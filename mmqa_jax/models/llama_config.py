@@ -68,7 +68,7 @@ class LlamaConfig:
     attention_dropout: float = 0.0
     init_stddev: float = 0.02
     dtype: str = "float32"
-    attention: str = "xla"
+    attention: str = "auto"
     remat: str = "none"
     unroll: int | bool | None = None
     family: str = "llama"

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mmqa_jax.models import flash
 from mmqa_jax.models.activations import ACTIVATIONS
 from mmqa_jax.models.layers import (
     LayerNorm,
@@ -36,7 +35,6 @@ from mmqa_jax.models.qwen_vl_layout import PatchBatch
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 
 _EPS = 1e-6  # of all norms; no key of a config.json says it
-_LONG = 2048  # patches from which attention takes linear memory everywhere
 
 
 def _norm(config: QwenVisionConfig, size: int, rngs: nnx.Rngs) -> RMSNorm | LayerNorm:
@@ -79,11 +77,8 @@ class QwenVisionLayer(nnx.Module):
         return x + self.down(activation(self.up(y)))
 
     def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, real: jax.Array) -> jax.Array:
-        mask, implementation = real[:, None, None], self.config.attention
-        if implementation == "auto" and q.shape[1] >= _LONG:
-            found = flash.encoder_implementation(q, k, mask, is_causal=False, drops=False)
-            implementation = "blocks" if found == "xla" else found
-        return attention(q, k, v, mask=mask, implementation=implementation)
+        mask = real[:, None, None]
+        return attention(q, k, v, mask=mask, implementation=self.config.attention)
 
     def _attend_in_windows(
         self, q: jax.Array, k: jax.Array, v: jax.Array, real: jax.Array

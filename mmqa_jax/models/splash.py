@@ -29,6 +29,7 @@ def splash_attention(
     v: jax.Array,
     *,
     key_mask: jax.Array | None,
+    segments: jax.Array | None = None,
     is_causal: bool,
     mesh: Mesh | None,
     interpret: bool = False,
@@ -37,7 +38,8 @@ def splash_attention(
     """JAX's Pallas kernel for TPU (flash attention that skips blocks of a sparse mask).
 
     q [B, Lq, heads, D]; k, v [B, Lk, kv_heads, D]; key_mask bool [B, Lk] of keys that are seen; a
-    row must see at least one. On a mesh (None: that of `jax.set_mesh`) rows are split as a batch
+    row must see at least one. segments int [B, L] (Lq == Lk), in place of key_mask: a token sees
+    those of its own segment. On a mesh (None: that of `jax.set_mesh`) rows are split as a batch
     is, and heads as the model's, where these divide.
     `interpret` runs the kernel without a TPU, slowly, for tests; `cap` is that of
     `layers.attention`. Returns [B, Lq, heads, D].
@@ -45,7 +47,8 @@ def splash_attention(
     length, size = q.shape[1], q.shape[3]
     columns, kv_heads = k.shape[1:3]
 
-    def one(q, k, v, seen):  # of one sequence: [heads, Lq, D], [kv_heads, Lk, D], bool [Lk]
+    def one(q, k, v, of_queries, of_keys):
+        # Of one sequence: [heads, Lq, D], [kv_heads, Lk, D] twice, int32 [Lq], [Lk].
         if is_causal:
             mask = masks.CausalMask((length, columns), offset=columns - length)
         else:
@@ -58,11 +61,10 @@ def splash_attention(
             interpret=interpret,
             attn_logits_soft_cap=cap,
         )
-        ids = splash.SegmentIds(jnp.ones(length, jnp.int32), seen.astype(jnp.int32))
-        return kernel(q, k, v, ids)
+        return kernel(q, k, v, splash.SegmentIds(of_queries, of_keys))
 
-    def attend(q, k, v, seen):
-        return jax.vmap(one)(q, k, v, seen)
+    def attend(q, k, v, of_queries, of_keys):
+        return jax.vmap(one)(q, k, v, of_queries, of_keys)
 
     mesh = mesh or jax.sharding.get_abstract_mesh()
     if mesh.shape and not mesh.manual_axes:  # XLA does not split a kernel by itself
@@ -70,14 +72,17 @@ def splash_attention(
         attend = jax.shard_map(
             attend,
             mesh=mesh,
-            in_specs=(spec, spec, spec, PartitionSpec(spec[0])),
+            in_specs=(spec, spec, spec, *(PartitionSpec(spec[0]),) * 2),
             out_specs=spec,
             check_vma=False,
         )
-    if key_mask is None:
-        key_mask = jnp.ones((len(q), columns), bool)
+    if segments is not None:
+        ids = (segments.astype(jnp.int32),) * 2
+    else:
+        seen = jnp.ones((len(q), columns), bool) if key_mask is None else key_mask
+        ids = jnp.ones((len(q), length), jnp.int32), seen.astype(jnp.int32)
     heads_first = ((q * size**-0.5).astype(q.dtype), k, v)
-    out = attend(*(x.swapaxes(1, 2) for x in heads_first), key_mask)
+    out = attend(*(x.swapaxes(1, 2) for x in heads_first), *ids)
     return out.swapaxes(1, 2)
 
 

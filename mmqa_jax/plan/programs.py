@@ -267,9 +267,9 @@ def _train(config: ConfigDict, devices: Sequence[jax.Device], model: str | None)
         step.abstract_arguments(batch),
         mesh,
         model_flops=functools.cache(lambda: _gradient_flops(_with_preset(config, model))),
-        weights=abstract.params,
+        weights=(abstract.params, abstract.frozen),
         trained=_trained(abstract),
-        parameters=shard_bytes(abstract.params),
+        parameters=shard_bytes((abstract.params, abstract.frozen)),
         optimizer=shard_bytes(abstract.optimizer),
         examples=task.batches.batch_size,
         unit=task.unit,
@@ -371,13 +371,14 @@ def _gradient_flops(config: ConfigDict) -> float:
     split = split_model(objective, task.seed)
     batch = task.batch()
 
-    def loss(params: Any, constants: Any, batch: Any) -> jax.Array:
-        module = nnx.merge(split.graphdef, params, constants)
+    def loss(params: Any, frozen: Any, constants: Any, batch: Any) -> jax.Array:
+        module = nnx.merge(split.graphdef, params, frozen, constants)
         return objective.loss(module, batch, jax.random.key(0))[0]
 
     # For a CPU layers are unrolled, and nothing is recomputed (layers.scan_layers).
     with jax.set_mesh(make_mesh({"data": 1}, jax.devices("cpu")[:1])):
-        return traced_flops(jax.value_and_grad(loss), split.params, split.constants, batch)
+        fixed = split.frozen, split.constants
+        return traced_flops(jax.value_and_grad(loss), split.params, *fixed, batch)
 
 
 def remat_keys(config: ConfigDict) -> list[str]:

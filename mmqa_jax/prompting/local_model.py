@@ -20,7 +20,6 @@ from mmqa_jax.core import distributed
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.core.mesh import platform
-from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.serving import AUTO, free_bytes
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.sizes import (
@@ -45,17 +44,16 @@ from mmqa_jax.prompting.local_t5 import open_t5_backend
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.config_json import replace_fields
-from mmqa_jax.weights.folder import MIB, in_mebibytes, load_converted, read_record
+from mmqa_jax.weights.folder import load_converted, read_record, weights_hash
 from mmqa_jax.weights.formats.gguf import GGUFSource
 from mmqa_jax.weights.hub import find_model, is_hub_name
 from mmqa_jax.weights.models.t5_gguf import ARCHITECTURES as GGUF_T5
 from mmqa_jax.weights.published import load_published
-from mmqa_jax.weights.record import RECORD, WEIGHTS, is_converted, is_weights_folder
+from mmqa_jax.weights.record import is_weights_folder
 from mmqa_jax.weights.registry import architecture
 from mmqa_jax.weights.sources import gguf_file
 
 _KINDS = ("llama", "llava", "onevision", "qwen_vl", "t5")
-_CHUNK = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,38 +259,6 @@ def _find(model: str | os.PathLike, flag: str) -> Path:
             "the path."
         )
     return Path(model)
-
-
-def weights_hash(path: Path) -> str:
-    """Of what a model's answers depend on: a run's folder holds much else."""
-    if is_weights_folder(path) and not is_converted(path):
-        return content_hash(path / WEIGHTS) + content_hash(path / RECORD)
-    return content_hash(path)
-
-
-def content_hash(path: str | os.PathLike) -> str:
-    """SHA-256 over names and bytes of a file, or of all files of a folder (hidden ones aside)."""
-    path = Path(path)
-    files = [path]
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file() and _shown(file, path))
-    total = sum(file.stat().st_size for file in files)
-    digest = hashlib.sha256()
-    with Progress(f"Reading {path.name}", total // MIB, "MiB") as progress:
-        on_bytes = in_mebibytes(progress)
-        for file in files:
-            # A single file is the same weights under any name.
-            name = str(file.relative_to(path)) if file != path else ""
-            digest.update(f"{name}\0{file.stat().st_size}\0".encode())
-            with open(file, "rb") as opened:
-                while chunk := opened.read(_CHUNK):
-                    digest.update(chunk)
-                    on_bytes(len(chunk))
-    return digest.hexdigest()
-
-
-def _shown(file: Path, folder: Path) -> bool:
-    return not any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def model_kind(path: Path) -> str:

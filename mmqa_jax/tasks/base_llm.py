@@ -16,15 +16,17 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.lora import hold_base
 from mmqa_jax.models.multimodal_t5 import MultimodalT5Config
 from mmqa_jax.models.qwen_vl import QwenVLConfig
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 from mmqa_jax.models.t5_config import T5Config
-from mmqa_jax.prompting.local_model import model_kind, weights_hash
+from mmqa_jax.prompting.local_model import model_kind
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer, open_tokenizer
+from mmqa_jax.weights.adapters import Adapter, language_model
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.config_json import replace_fields
-from mmqa_jax.weights.folder import load_converted, read_record
+from mmqa_jax.weights.folder import load_converted, read_record, weights_hash
 from mmqa_jax.weights.hub import find_model, is_hub_name
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.record import is_weights_folder
@@ -180,22 +182,14 @@ def model_config(task: Any, vocab_size: int) -> Any:
     )
 
 
-def check_trainable(task: Any, wanted: str | None) -> None:
-    """Refuses an optimizer that does not train what the section `model` says.
-
-    Args:
-      wanted: of the objective, `trained`.
-
-    Raises:
-      UserError: LoRA whose base is trained, or a filter without LoRA.
-    """
-    given = task.loop.optimizer.trainable
-    if given != wanted:
-        lora = "none" if task.model.lora is None else "..."
-        raise UserError(
-            f"config key train.optimizer.trainable={given}: with model.lora={lora} {wanted!r} was "
-            "expected, the parameters that are trained; set it so."
-        )
+def adapter_of(task: Any) -> Adapter | None:
+    """What a run's weights add to a published base; None: they are a whole model."""
+    lora = getattr(task.model, "lora", None)
+    if lora is None or task.init == SCRATCH:
+        return None
+    config = model_config(task, 0)
+    targets = lora.targets or getattr(config, "llama", config).linears
+    return Adapter(task.init, base_fingerprint(task), lora.rank, lora.alpha, targets)
 
 
 def base_fingerprint(task: Any) -> str:
@@ -212,14 +206,18 @@ def base_loader(task: Any) -> Callable[[nnx.Module], None] | None:
 
     def load(model: nnx.Module) -> None:
         kind, mesh = task.architecture, make_mesh(task.mesh)
-        path = base_path(task.init, kind)
-        options = {"mesh": mesh, "param_dtype": "float32"}
+        path, lora = base_path(task.init, kind), getattr(task.model, "lora", None)
+        is_held = lora is not None and lora.base != "float32"
+        dtype = task.model.changes.get("dtype", "float32") if is_held else "float32"
+        options = {"mesh": mesh, "param_dtype": dtype}
         if is_weights_folder(path):
             base = load_converted(path, **options)
         else:
             unknown = architecture(kind).open(path).unknown
             given = {name: task.model.changes[name] for name in unknown}
             base = load_published(kind, path, **options, **given)
+        if lora is not None:
+            hold_base(language_model(base), lora)
         nnx.update(model, nnx.state(base, nnx.Param))
 
     return load

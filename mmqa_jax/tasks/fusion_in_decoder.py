@@ -155,7 +155,7 @@ class FusionInDecoder(TextModelTask):
 
     def _check(self, files: bool) -> None:
         self.check_targets(self.batches.targets)
-        self.check_all_trained()
+        self.check_trained()
         self.passages.knowledge.check("passages.knowledge")
         if self.validate is not None:
             self.validate.knowledge.check("validate.knowledge")

@@ -29,7 +29,7 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.lora import LoraConfig
 from mmqa_jax.prompting.training_examples import encode_text
-from mmqa_jax.tasks.base_llm import base_loader, check_rows, check_trainable, model_config
+from mmqa_jax.tasks.base_llm import base_loader, check_rows, model_config
 from mmqa_jax.tasks.objectives import LanguageModelObjective, target_log_probs
 from mmqa_jax.tasks.solved_questions import (
     OptionLikelihood,
@@ -96,7 +96,8 @@ class LanguageModel(SolvedQuestions):
         return question.answer_index is not None
 
     def _check(self, files: bool) -> None:
-        check_trainable(self, self.objective(ANY_VOCABULARY).trained)
+        self.check_trained()
+        model_config(self, ANY_VOCABULARY)
         self.check_examples()
         self.check_learned()
 
@@ -123,7 +124,7 @@ class LanguageModel(SolvedQuestions):
             objective,
             batches,
             base_loader(self),
-            finish=objective.finish,
+            finish=self.kept(objective),
             metadata=self.metadata(tokenizer),
         )
 

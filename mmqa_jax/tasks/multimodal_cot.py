@@ -89,7 +89,7 @@ class MultimodalCoT(TextModelTask):
 
     def _check(self, files: bool) -> None:
         self.check_targets(self.batches.targets)
-        self.check_all_trained()
+        self.check_trained()
         self.check_lengths(self.batches.lengths)
         if (found := model_config(self, ANY_VOCABULARY).features) != self.pictures.features:
             raise UserError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -18,13 +19,13 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from mmqa_jax.core.mesh import batch_sharding
+from mmqa_jax.core.mesh import batch_sharding, split_rows
 from mmqa_jax.models.caption_mcan import CaptionMCAN, CaptionMCANConfig
 from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
 from mmqa_jax.models.layers import split_key
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.lora import ADDED, LoraConfig, add_lora, freeze_base, merge_lora
+from mmqa_jax.models.lora import ADDED, LoraConfig, add_lora, merge_lora
 from mmqa_jax.models.mcan import MCAN, MCANConfig
 from mmqa_jax.models.mcan_openvqa import MCANOpenVQA, MCANOpenVQAConfig
 from mmqa_jax.models.multimodal_t5 import MultimodalT5, MultimodalT5Config
@@ -51,6 +52,8 @@ class _OfLayers(abc.ABC):
         """The model of zeros; no initializer is traced."""
         return self.init(None)
 
+
+_LOGITS_BYTES = 2**28  # of a device, from which on logits are made in parts
 
 VQAConfig = MCANConfig | MCANOpenVQAConfig | CaptionMCANConfig | PatchMCANConfig
 
@@ -466,8 +469,6 @@ class LanguageModelObjective(_OfLayers):
         Of a part of a batch (see `whole`): its share of the batch's mean loss times the number of
         parts, so that the mean over the parts is the batch's.
         """
-        if self.trained is not None:
-            model = freeze_base(model, self.trained)
         batch = batch if "batch_targets" in batch else self.whole(batch)
         log_probs = self.log_probs(model, batch, dropout_key)  # [B, T]
         return _mean_over_targets(log_probs, batch["target_segments"] > 0, batch)
@@ -521,10 +522,11 @@ def target_log_probs(
     A token sees those before it in its own example; the output head runs on the targets alone.
     With a temperature other than 1 it is that of softmax(logits / temperature).
     """
-    segments = batch["segments"]
-    same = segments[:, :, None] == segments[:, None, :]  # [B, L, L]
     hidden = model.encode(
-        model.embed(batch["input_ids"]), same, batch["positions"], dropout_key=dropout_key
+        model.embed(batch["input_ids"]),
+        positions=batch["positions"],
+        segments=batch["segments"],
+        dropout_key=dropout_key,
     )  # [B, L, H]
     return _of_targets(model, hidden, batch, temperature)
 
@@ -532,11 +534,34 @@ def target_log_probs(
 def _of_targets(
     model: Llama, hidden: jax.Array, batch: dict[str, jax.Array], temperature: float = 1.0
 ) -> jax.Array:
-    """Log-probability of every target, float32 [B, T], of the last states [B, L, H]."""
+    """Log-probability of every target, float32 [B, T], of the last states [B, L, H].
+
+    Where a device's share of the logits exceeds _LOGITS_BYTES, they are made for some targets of
+    each row after another, and again in the backward pass: never for all at once.
+    """
     before = jnp.take_along_axis(hidden, batch["target_positions"][:, :, None], axis=1)  # [B, T, H]
-    logits = model.logits(before)
-    logits = logits if temperature == 1 else logits / temperature
-    return -optax.softmax_cross_entropy_with_integer_labels(logits, batch["target_ids"])
+    ids = batch["target_ids"]
+
+    def log_probs(states: jax.Array, ids: jax.Array) -> jax.Array:
+        logits = model.logits(states)
+        logits = logits if temperature == 1 else logits / temperature
+        return -optax.softmax_cross_entropy_with_integer_labels(logits, ids)
+
+    rows, targets = ids.shape
+    mesh = jax.sharding.get_abstract_mesh()
+    share = 4 * rows * targets * model.config.vocab_size // max(math.prod(mesh.shape.values()), 1)
+    parts = min(-(-share // _LOGITS_BYTES), targets)
+    if parts <= 1:
+        return log_probs(before, ids)
+    padding = -targets % parts
+
+    def apart(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [parts, B, T / parts, ...]
+        x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
+        return x.reshape(rows, parts, -1, *x.shape[2:]).swapaxes(0, 1)
+
+    part = jax.checkpoint(lambda pair: log_probs(split_rows(pair[0]), pair[1]))
+    made = jax.lax.map(part, (apart(before), apart(ids)))  # [parts, B, T / parts]
+    return made.swapaxes(0, 1).reshape(rows, -1)[:, :targets]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -88,7 +88,7 @@ class Seq2Seq(SolvedQuestions):
     def _check(self, files: bool) -> None:
         self.check_lengths(self.batches.lengths)
         self.check_targets(self.batches.targets)
-        self.check_all_trained()
+        self.check_trained()
         model_config(self, ANY_VOCABULARY)
         self.check_examples()
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
+
+from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.prompting import text_tokenizer
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
-from mmqa_jax.tasks.base_llm import base_fingerprint, make_text_tokenizer
+from mmqa_jax.tasks.base_llm import adapter_of, base_fingerprint, make_text_tokenizer
 from mmqa_jax.tasks.task import Task
 
 
@@ -34,12 +37,12 @@ class TextModelTask(Task):
     def open_tokenizer(self, folder: Path) -> TextTokenizer:
         return text_tokenizer.open_tokenizer(folder)
 
-    def check_all_trained(self) -> None:
-        """Refuses a filter of the trained parameters: all of a T5 is trained."""
+    def check_trained(self) -> None:
+        """Refuses a filter of the trained parameters: the section `model` says what is trained."""
         if self.loop.optimizer.trainable is not None:
             raise UserError(
-                f"config key train.optimizer.trainable={self.loop.optimizer.trainable}: all of a "
-                "T5 is trained; set it to None."
+                f"config key train.optimizer.trainable={self.loop.optimizer.trainable}: the "
+                "section model says what is trained (model.lora: its additions); set it to None."
             )
 
     def check_targets(self, targets: int) -> None:
@@ -60,4 +63,9 @@ class TextModelTask(Task):
         return {
             "base": base_fingerprint(self),
             "token_ids": {"eos_token_id": list(tokenizer.end_ids)},
+            **({"adapter": dataclasses.asdict(adapter)} if (adapter := adapter_of(self)) else {}),
         }
+
+    def kept(self, objective: Any) -> Callable[[nnx.Module], nnx.Module] | None:
+        """`finish` of the recipe: a whole model, or the additions to a published base alone."""
+        return None if adapter_of(self) else objective.finish

@@ -28,7 +28,7 @@ from mmqa_jax.models.qwen_vl import QwenVLConfig
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 from mmqa_jax.prompting.picture_format import QwenFormat
 from mmqa_jax.prompting.training_examples import encode_conversation
-from mmqa_jax.tasks.base_llm import base_loader, check_rows, check_trainable, model_config
+from mmqa_jax.tasks.base_llm import base_loader, check_rows, model_config
 from mmqa_jax.tasks.objectives import VisionLanguageObjective
 from mmqa_jax.tasks.pictured_examples import (
     PicturedRows,
@@ -111,7 +111,8 @@ class VisionLanguage(SolvedQuestions):
         return "model.changes.remat", "model.vision.remat"
 
     def _check(self, files: bool) -> None:
-        check_trainable(self, self.objective(ANY_VOCABULARY).trained)
+        self.check_trained()
+        model_config(self, ANY_VOCABULARY)
         self.check_examples()
         self.check_learned()
 
@@ -157,7 +158,7 @@ class VisionLanguage(SolvedQuestions):
             batches,
             base_loader(self),
             reader=pictures,
-            finish=objective.finish,
+            finish=self.kept(objective),
             metadata=self.metadata(tokenizer),
         )
 

@@ -55,20 +55,21 @@ class BestWeights:
         known = (self._checkpoints.best(), self._kept)
         return all(best is None or score > best.score for best in known)
 
-    def write(self, params: Any) -> None:
+    def write(self, params: Any, frozen: Any) -> None:
         """Writes the parameters of the step that was saved last, which is the best."""
         self._checkpoints.wait()
         best = self._checkpoints.best()
         assert best is not None
-        self._write(params, best)
+        self._write(params, frozen, best)
 
-    def repair(self, params: Any) -> None:
+    def repair(self, params: Any, frozen: Any) -> None:
         """On resuming: writes the folder if a kill came between checkpoint and folder.
 
         Or if its files are damaged since.
 
         Args:
           params: abstract, with the shardings that the parameters shall have.
+          frozen: the run's parameters that are not trained.
         """
         best = self._checkpoints.best()
         written = (self._folder / RECORD).exists()
@@ -78,7 +79,7 @@ class BestWeights:
         distributed.barrier("the best step is read")
         self._kept = self._better(found, best)
         if best is not None and self._kept is None and found.get("step") != best.step:
-            self._write(self._checkpoints.restore_params(best.step, params), best)
+            self._write(self._checkpoints.restore_params(best.step, params), frozen, best)
 
     def _better(self, found: Mapping[str, Any], best: Best | None) -> Best | None:
         """The step of the folder's record, if this run has taken it and it beats `best`."""
@@ -90,11 +91,11 @@ class BestWeights:
         held = Best(step, value)
         return held if best is None or (value, -step) > (best.score, -best.step) else None
 
-    def _write(self, params: Any, best: Best) -> None:
+    def _write(self, params: Any, frozen: Any, best: Best) -> None:
         kept = [self._workdir / name for name in _KEPT]
         replace_trained(
             self._folder,
-            *finished(self._model, params, self._finish),
+            *finished(self._model, params, frozen, self._finish),
             {**self._metadata, "step": best.step, "metric": self._metric, "value": best.score},
             [file for file in kept if file.exists()],
         )

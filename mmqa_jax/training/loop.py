@@ -126,7 +126,8 @@ def train(
       validation: judges the parameters every `evaluate_every` steps and at the end; the values
         are logged as `eval/NAME`. All processes call it.
       load_pretrained: puts pretrained weights into the model, in place, before the first step of
-        a run (not when it resumes); see training.state.pretrained_state.
+        a run, and when it resumes if the model has frozen parameters, which no checkpoint holds;
+        see training.state.pretrained_state.
       finish: the trained module -> the one whose weights are kept for other verbs; None: itself.
       title: shown in front of the progress.
       metadata: JSON values for model.json, which describe the model.
@@ -188,7 +189,7 @@ def train(
         if validation is not None and validation.metric is not None:
             described = {**(metadata or {}), "seed": seed}
             best = BestWeights(folder, checkpoints, model, described, validation.metric, finish)
-            best.repair(abstract.params)
+            best.repair(abstract.params, state.frozen)
         with (
             MetricsWriter(folder, restored_step=first, wandb=observed.wandb) as metrics,
             Progress(title, steps, "steps", start=first, quiet=_quiet()) as progress,
@@ -204,7 +205,7 @@ def train(
             run = _Run(options, outputs, step_fn, batches, meta["window"], seed)
             for step in range(first + 1, steps + 1):
                 if isinstance(batches, ModelBatches):
-                    batches.use(model.merge(state.params))
+                    batches.use(model.merge(state.params, state.frozen))
                 with profile.step(step, run.wait):
                     batch = run.read(step, state)
                     with jax.transfer_guard("disallow"):  # only the batch is transferred, above
@@ -215,7 +216,8 @@ def train(
                 score = None
                 every = options.evaluate_every
                 if validation is not None and every and _due(step, every, options.steps):
-                    score = run.evaluate(step, model.merge(state.params), validation)
+                    module = model.merge(state.params, state.frozen)
+                    score = run.evaluate(step, module, validation)
                 is_best = best is not None and best.beats(score)
                 stopped = stop.received(checkpoints, step)
                 if stopped or is_best or _due(step, options.checkpoint_every, options.steps):
@@ -228,7 +230,7 @@ def train(
             run.finish("end", steps)
         there.check()
         metadata = {**(metadata or {}), "step": steps, "seed": seed}
-        save_trained(folder, *finished(model, state.params, finish), metadata)
+        save_trained(folder, *finished(model, state.params, state.frozen, finish), metadata)
     return state.params
 
 
@@ -367,7 +369,7 @@ class _Run:
     def save_best(self, step: int, best: BestWeights, state: TrainState) -> None:
         """Writes the weights of a step that is the best so far; its checkpoint is saved first."""
         self._watchdog.beat(step, "saving the best weights")
-        best.write(state.params)
+        best.write(state.params, state.frozen)
         self._split.lap("checkpoint")
 
     def finish(self, event: str, step: int) -> None:
@@ -401,14 +403,17 @@ def _restore_or_start(
         train={"step": abstract.step, "optimizer": abstract.optimizer},
         iterator=batches,
     )
-    if restored is None:
+    frozen = abstract.frozen
+    if restored is None or jax.tree.leaves(frozen):
         state = (
             initial_state(model, optimizer, seed, abstract)
             if load_pretrained is None
             else pretrained_state(model, optimizer, seed, abstract, load_pretrained)
         )
-        return state, 0, {"window": {"sums": {}, "count": 0}}
-    state = TrainState(restored.train["step"], restored.params, restored.train["optimizer"])
+        if restored is None:
+            return state, 0, {"window": {"sums": {}, "count": 0}}
+        frozen = state.frozen
+    state = TrainState(restored.train["step"], restored.params, restored.train["optimizer"], frozen)
     return state, restored.step, restored.meta
 
 

@@ -11,7 +11,12 @@ from flax import nnx
 
 
 class Objective(Protocol):
-    """What is trained: a model and its loss; each of tasks/ has one."""
+    """What is trained: a model and its loss; each of tasks/ has one.
+
+    One that trains a part of its model has `trained`, a regular expression over the names of the
+    parameters that are (None: all). The others get no gradient and stand in no checkpoint: they are
+    loaded, or drawn, at each start of the run.
+    """
 
     def init(self, key: jax.Array) -> nnx.Module:
         """Makes the model with its initial weights (traced)."""

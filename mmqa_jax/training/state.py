@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -28,13 +29,15 @@ class TrainState:
 
     Attributes:
       step: int32 scalar, updates done.
-      params: nnx.State of the parameters.
+      params: nnx.State of the parameters that are trained.
       optimizer: Optax state.
+      frozen: nnx.State of the other parameters, which no step changes and no checkpoint holds.
     """
 
     step: jax.Array
     params: Any
     optimizer: Any
+    frozen: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,39 +46,45 @@ class Model:
 
     Attributes:
       graphdef: static; merged with arrays it gives a module.
-      params: nnx.State of jax.ShapeDtypeStructs.
+      params, frozen: nnx.State of jax.ShapeDtypeStructs: the parameters that are trained, and the
+        others (`Objective.trained`).
       constants: nnx.State of the variables that are not parameters; not trained, not saved.
-      draw: jitted, (key) -> parameters and constants.
+      draw: jitted, (key) -> parameters, frozen ones and constants.
     """
 
     graphdef: Any
     params: Any
+    frozen: Any
     constants: Any
-    draw: Callable[[jax.Array], tuple[Any, Any]]
+    draw: Callable[[jax.Array], tuple[Any, Any, Any]]
 
-    def merge(self, params: Any) -> nnx.Module:
+    def merge(self, params: Any, frozen: Any) -> nnx.Module:
         """The module with these parameters."""
-        return nnx.merge(self.graphdef, params, self.constants)
+        return nnx.merge(self.graphdef, params, frozen, self.constants)
 
 
 def split_model(objective: Objective, seed: int) -> Model:
     """The task's model without values for its parameters."""
     traced: list[Any] = []
+    pattern = re.compile(getattr(objective, "trained", None) or "")
 
-    def split(module: nnx.Module) -> tuple[Any, Any]:
-        graphdef, *arrays = nnx.split(module, nnx.Param, ...)
+    def is_trained(path: tuple[Any, ...], value: Any) -> bool:
+        return isinstance(value, nnx.Param) and bool(pattern.search("/".join(map(str, path))))
+
+    def split(module: nnx.Module) -> tuple[Any, Any, Any]:
+        graphdef, *arrays = nnx.split(module, is_trained, nnx.Param, ...)
         traced.append(graphdef)
         assert graphdef == traced[0], "what is drawn has another structure than the outline"
         return tuple(arrays)
 
     @jax.jit
-    def draw(key: jax.Array) -> tuple[Any, Any]:
+    def draw(key: jax.Array) -> tuple[Any, Any, Any]:
         return split(objective.init(key))
 
-    params, constants = jax.eval_shape(lambda: split(outline(objective)))
+    params, frozen, constants = jax.eval_shape(lambda: split(outline(objective)))
     if jax.tree.leaves(constants):
-        constants = jax.jit(lambda: draw(jax.random.key(seed))[1])()
-    return Model(traced[0], params, constants, draw)
+        constants = jax.jit(lambda: draw(jax.random.key(seed))[2])()
+    return Model(traced[0], params, frozen, constants, draw)
 
 
 def outline(objective: Objective) -> nnx.Module:
@@ -89,7 +98,7 @@ def abstract_state(
     model: Model, optimizer: optax.GradientTransformation, mesh: Mesh, rules: Any
 ) -> TrainState:
     """Shapes and shardings of the state: optimizer moments are sharded like their parameters."""
-    shapes = jax.eval_shape(lambda params: _fresh(params, optimizer), model.params)
+    shapes = jax.eval_shape(lambda *arrays: _fresh(*arrays, optimizer), model.params, model.frozen)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
@@ -104,7 +113,8 @@ def initial_state(
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
     def make() -> TrainState:
-        return _fresh(model.draw(jax.random.key(seed))[0], optimizer)
+        params, frozen, _ = model.draw(jax.random.key(seed))
+        return _fresh(params, frozen, optimizer)
 
     return jax.jit(make, out_shardings=shardings)()
 
@@ -126,10 +136,10 @@ def pretrained_state(
         shardings, in place; on every process, the same ones.
     """
     # Of a copy: the module shares its variables with what it is merged of.
-    module = model.merge(jax.tree.map(lambda leaf: leaf, abstract.params))
+    module = model.merge(*jax.tree.map(lambda leaf: leaf, (abstract.params, abstract.frozen)))
     load_pretrained(module)
     found = flatten_named(nnx.state(module, nnx.Param))
-    wanted = flatten_named(abstract.params)
+    wanted = flatten_named(abstract.params) | flatten_named(abstract.frozen)
     given = {
         name: _placed(value, wanted[name].sharding)
         for name, value in found.items()
@@ -139,17 +149,26 @@ def pretrained_state(
     def make(given: dict[str, jax.Array]) -> TrainState:
         drawn = {}
         if given.keys() != wanted.keys():
-            own = flatten_named(model.draw(jax.random.key(seed))[0])
-            drawn = {name: leaf for name, leaf in own.items() if name not in given}
-        fresh = _fresh(unflatten_named(abstract.params, given | drawn), optimizer)
-        return dataclasses.replace(fresh, params=drawn)
+            params, frozen, _ = model.draw(jax.random.key(seed))
+            every = flatten_named(params) | flatten_named(frozen)
+            drawn = {name: leaf for name, leaf in every.items() if name not in given}
+        parts = _unflattened(abstract, given | drawn)
+        return dataclasses.replace(_fresh(*parts, optimizer), params=drawn, frozen=None)
 
     missing = {name: leaf.sharding for name, leaf in wanted.items() if name not in given}
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    shardings = dataclasses.replace(shardings, params=missing)
+    shardings = dataclasses.replace(shardings, params=missing, frozen=None)
     state = jax.jit(make, out_shardings=shardings)(given)
-    params = unflatten_named(abstract.params, given | state.params)
-    return dataclasses.replace(state, params=params)
+    params, frozen = _unflattened(abstract, given | state.params)
+    return dataclasses.replace(state, params=params, frozen=frozen)
+
+
+def _unflattened(abstract: TrainState, named: dict[str, Any]) -> tuple[Any, Any]:
+    """Named arrays as the trained and the frozen parameters of a state."""
+    return tuple(
+        unflatten_named(part, {name: named[name] for name in flatten_named(part)})
+        for part in (abstract.params, abstract.frozen)
+    )
 
 
 def _placed(value: jax.Array | np.ndarray, sharding: Any) -> jax.Array:
@@ -162,18 +181,18 @@ def _placed(value: jax.Array | np.ndarray, sharding: Any) -> jax.Array:
 
 
 def finished(
-    model: Model, params: Any, finish: Callable[[nnx.Module], nnx.Module] | None
+    model: Model, params: Any, frozen: Any, finish: Callable[[nnx.Module], nnx.Module] | None
 ) -> tuple[nnx.Module, Any]:
-    """The module whose weights are kept, and its parameters; `finish` None: the trained one."""
-    module = model.merge(params)
+    """The module whose weights are kept, and those; `finish` None: the trained parameters."""
+    module = model.merge(params, frozen)
     if finish is None:
         return module, params
     module = finish(module)
     return module, nnx.state(module, nnx.Param)
 
 
-def _fresh(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+def _fresh(params: Any, frozen: Any, optimizer: optax.GradientTransformation) -> TrainState:
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), frozen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,21 +269,21 @@ def make_step(
     Metrics: those of the task, `loss`, `grad_norm` (global, before clipping), `learning_rate`.
     """
 
-    def loss_fn(params: Any, constants: Any, batch: Any, key: jax.Array) -> Any:
-        module = nnx.merge(model.graphdef, params, constants)
+    def loss_fn(params: Any, fixed: tuple[Any, Any], batch: Any, key: jax.Array) -> Any:
+        module = nnx.merge(model.graphdef, params, *fixed)
         loss, metrics = objective.loss(module, batch, key)
         return loss, {**metrics, "loss": loss}
 
     gradient = jax.value_and_grad(loss_fn, has_aux=True)
 
-    def accumulated(params: Any, constants: Any, batch: Any, key: jax.Array) -> Any:
+    def accumulated(params: Any, fixed: tuple[Any, Any], batch: Any, key: jax.Array) -> Any:
         batch = objective.whole(batch) if hasattr(objective, "whole") else batch
         # [B, ...] -> [B / k, k, ...]: part i is column i, so each device keeps its own rows.
         columns = jax.tree.map(lambda x: x.reshape(-1, accumulate, *x.shape[1:]), batch)
 
         def part(i: Any) -> Any:
             rows = jax.tree.map(lambda x: x[:, i], columns)
-            (_, metrics), grads = gradient(params, constants, rows, jax.random.fold_in(key, i))
+            (_, metrics), grads = gradient(params, fixed, rows, jax.random.fold_in(key, i))
             return metrics, grads
 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(part, 0))
@@ -274,11 +293,11 @@ def make_step(
         return jax.tree.map(lambda x: x / accumulate, total)
 
     def step(state: TrainState, constants: Any, batch: Any) -> tuple[TrainState, Any]:
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        key, fixed = jax.random.fold_in(jax.random.key(seed), state.step), (state.frozen, constants)
         if accumulate == 1:
-            (_, metrics), grads = gradient(state.params, constants, batch, key)
+            (_, metrics), grads = gradient(state.params, fixed, batch, key)
         else:
-            metrics, grads = accumulated(state.params, constants, batch, key)
+            metrics, grads = accumulated(state.params, fixed, batch, key)
         metrics["grad_norm"] = optax.tree.norm(grads)
         metrics["learning_rate"] = schedule(state.step)
         updates, moments = optimizer.update(grads, state.optimizer, state.params)
@@ -290,7 +309,7 @@ def make_step(
                 (params, moments),
                 (state.params, state.optimizer),
             )
-        return TrainState(state.step + 1, params, moments), metrics
+        return TrainState(state.step + 1, params, moments, state.frozen), metrics
 
     # The old parameters make room for the new ones: one copy in memory, not two.
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)

@@ -6,6 +6,7 @@ the model into memory once and writes one tensor at a time.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import math
@@ -25,6 +26,15 @@ from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.host import peak_rss_mib
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.weights import keymap
+from mmqa_jax.weights.adapters import (
+    Adapter,
+    is_added,
+    is_peft,
+    open_peft,
+    peft_map,
+    with_additions,
+    write_peft,
+)
 from mmqa_jax.weights.config_json import with_changes
 from mmqa_jax.weights.finite import all_zero
 from mmqa_jax.weights.folder import (
@@ -33,10 +43,11 @@ from mmqa_jax.weights.folder import (
     in_mebibytes,
     load_converted,
     read_record,
+    weights_hash,
     write_converted_sums,
 )
 from mmqa_jax.weights.formats.orbax import StreamedArray, write_weights
-from mmqa_jax.weights.formats.orbax_reader import stored_specs
+from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
 from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.keymap import KeyMap, abstract_of, load_into
 from mmqa_jax.weights.layouts import require_given
@@ -52,7 +63,7 @@ from mmqa_jax.weights.record import RECORD, WEIGHTS, is_weights_folder
 from mmqa_jax.weights.registry import Architecture, architecture
 
 DTYPES = ("bfloat16", "float32")
-EXPORTS = ("hf",)
+EXPORTS = ("hf", "peft")
 PREPROCESSING = ("openai", "transformers")
 _PACKAGES = ("mmqa-jax", "jax", "flax", "orbax-checkpoint", "safetensors", "numpy")
 
@@ -74,12 +85,13 @@ def convert(
 
     Args:
       model: name of a registry entry.
-      source: a published checkpoint, or (for an export) a folder that this function or a
-        finished training run wrote.
+      source: a published checkpoint, an adapter of PEFT, or (for an export) a folder that this
+        function or a finished training run wrote.
       out: folder to write; it appears when it is complete.
       dtype: of the parameters; None keeps a converted folder's own, keeps bfloat16 where all of
         the source is bfloat16, and is float32 otherwise.
-      export: None writes Orbax weights, `hf` safetensors as transformers has them.
+      export: None writes Orbax weights, `hf` safetensors as transformers has them, `peft` the
+        additions of a LoRA run as PEFT has them.
       overwrite: replace what an earlier conversion wrote to `out`.
       changes: `FIELD=VALUE` of the config, where the checkpoint does not decide.
       clip: folder of the CLIP that a LLaVA was trained with, where it has no vision tower.
@@ -116,6 +128,8 @@ def convert(
         check_paths(source, out, overwrite)
         if is_weights_folder(source):
             made = _export_converted(entry, source, out, dtype, export, changes)
+        elif is_peft(source):
+            made = _convert_adapter(entry, source, out, export)
         else:
             made = _convert_published(
                 entry, source, out, dtype, export, changes, clip, preprocessing, write_more
@@ -198,6 +212,61 @@ def _convert_published(
     return {**facts, "files": copied, "zero_tensors": source.zeros}
 
 
+def _convert_adapter(
+    entry: Architecture, path: Path, out: Path, export: str | None
+) -> dict[str, Any]:
+    """PEFT's folder as a weights folder of additions."""
+    if entry.name != "llama" or export is not None:
+        raise UserError(
+            f"--source={path}: is an adapter of PEFT; convert it with --model=llama and without "
+            "--export (--export=hf of what that writes merges it with its base)."
+        )
+    adapter, source = open_peft(path)
+    base = adapter.base_path(path)
+    adapter = dataclasses.replace(adapter, fingerprint=weights_hash(base))
+    if is_weights_folder(base):
+        config = read_record(base).config
+    else:
+        config = entry.open(base).config
+
+    def build(config: Any, rngs: nnx.Rngs) -> nnx.Module:
+        return with_additions(entry.build(config, rngs=rngs), adapter.lora)
+
+    _, state = abstract_of(build, config)
+    leaves = [(path, leaf) for path, leaf in nnx.to_flat_state(state) if is_added(path)]
+    key_map = peft_map(config, adapter.targets)
+    arrays = _streamed(nnx.from_flat_state(leaves), key_map, source)
+    facts = {"layout": "peft", "dtype": "float32", "bytes": sum(a.nbytes for a in arrays.values())}
+    with whole_folder(out, facts["bytes"]) as folder:
+        copied = copy_companions(base if base.is_dir() else base.parent, folder)
+        copied += copy_companions(path, folder)
+        write_weights(folder / WEIGHTS, arrays)
+        more = {"adapter": dataclasses.asdict(adapter), **facts, WRITTEN_BY: _writer()}
+        write_json(folder / RECORD, {**describe_model(entry, config, "float32"), **more})
+        write_converted_sums(folder)
+    return {**facts, "base": str(base), "files": sorted(set(copied))}
+
+
+def _export_adapter(path: Path, out: Path) -> dict[str, Any]:
+    """The additions of a LoRA run as PEFT's folder."""
+    found = read_record(path)
+    adapter = Adapter.of(found.record, path / RECORD)
+    if adapter is None or found.architecture.name != "llama":
+        raise UserError(
+            f"--export=peft: {path} holds no additions to a LLaMA; --export=hf writes whole models."
+        )
+    specs = {name: x for name, x in stored_specs(path / WEIGHTS).items() if "/lora_" in name}
+    size = sum(_bytes(spec) for spec in specs.values())
+    arrays = read_weights(path / WEIGHTS, specs)
+    state = nnx.from_flat_state(
+        [(tuple(name.split("/")), nnx.Param(array)) for name, array in arrays.items()]
+    )
+    with whole_folder(out, size) as folder:
+        copied = copy_companions(path, folder)
+        copied += write_peft(folder, found.config, adapter, state)
+    return {"layout": "orbax", "dtype": "float32", "bytes": size, "files": copied}
+
+
 def _export_converted(
     entry: Architecture,
     path: Path,
@@ -216,9 +285,12 @@ def _export_converted(
         name, layouts = found.architecture.name, found.architecture.layouts
         remedy = "name that" if layouts else "that has no published layout"
         raise UserError(f"--model={entry.name}: {path} holds a {name}; {remedy}.")
+    if export == "peft":
+        return _export_adapter(path, out)
     config = with_changes(found.config, changes)
     dtype = dtype or found.dtype
-    parameters = sum(math.prod(spec.shape) for spec in stored_specs(path / WEIGHTS).values())
+    _, whole = abstract_of(found.architecture.build, found.config)
+    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(whole))
     size = parameters * np.dtype(dtype).itemsize
     with whole_folder(out, size) as folder:
         copied = copy_companions(path, folder)

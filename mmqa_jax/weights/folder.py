@@ -8,6 +8,7 @@ SHA256SUMS beside the arrays and beside model.json are checked before either is 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -23,24 +24,29 @@ from mmqa_jax.core.checksums import check_sums, files_below, write_sums
 from mmqa_jax.core.distributed import barrier
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write
+from mmqa_jax.core.mesh import state_shardings
 from mmqa_jax.core.paths import absolute, copy_file, in_store
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.trees import flatten_named, unflatten_named
+from mmqa_jax.weights.adapters import Adapter, merged
 from mmqa_jax.weights.config_json import config_to_json
 from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
-from mmqa_jax.weights.keymap import abstract_of
+from mmqa_jax.weights.keymap import abstract_of, traced_model
 from mmqa_jax.weights.record import (
     DAMAGED,
     FORMAT,
     RECORD,
     RUN_FILES,
     WEIGHTS,
+    is_converted,
+    is_weights_folder,
     read_metadata,
     record_file,
 )
 from mmqa_jax.weights.registry import Architecture, architecture, architecture_of
 
 MIB = 1 << 20
+_CHUNK = 1 << 22  # bytes that are hashed at once
 _SHOWN = 5  # offenders listed of each kind
 
 
@@ -118,12 +124,52 @@ def load_converted(
     """
     found = read_record(folder)
     config = found.config if config is None else config
+    adapter = Adapter.of(found.record, record_file(Path(folder)))
+    if adapter is not None:
+        return _load_adapted(Path(folder), found, adapter, mesh, param_dtype, config)
     dtype = param_dtype or found.dtype
     graphdef, state = abstract_of(found.architecture.build, config, mesh, dtype)
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in flatten_named(state).values())
     with Progress(f"Loading {Path(folder).name}", total // MIB, "MiB") as progress:
         state = load_weights(folder, state, on_bytes=in_mebibytes(progress))
     return nnx.merge(graphdef, state)
+
+
+def _load_adapted(
+    folder: Path,
+    found: Description,
+    adapter: Adapter,
+    mesh: Mesh | None,
+    param_dtype: str | None,
+    config: Any,
+) -> nnx.Module:
+    """The base of a LoRA run with what was trained in its kernels."""
+    path = adapter.base_path(folder)
+    options = {"mesh": mesh, "param_dtype": param_dtype or found.dtype}
+    if is_weights_folder(path):
+        base = load_converted(path, config=config, **options)
+    else:
+        from mmqa_jax.weights.published import load_published  # which needs all key maps
+
+        base = load_published(found.architecture.name, path, **options)
+        base = nnx.merge(traced_model(found.architecture.build, config)[0], nnx.state(base))
+
+    def read(state: nnx.State) -> nnx.State:
+        stored = stored_specs(folder / WEIGHTS)
+        leaves = [
+            (path, leaf)
+            for path, leaf in nnx.to_flat_state(state)
+            if "/".join(map(str, path)) in stored
+        ]
+        wanted = nnx.from_flat_state(leaves)
+        shardings = () if mesh is None else (state_shardings(wanted, mesh),)
+
+        def abstract(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        return load_weights(folder, jax.tree.map(abstract, wanted, *shardings))
+
+    return merged(base, adapter, read)
 
 
 def load_weights(
@@ -238,6 +284,46 @@ def replace_trained(
         new.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
     barrier("weights in their folder")
+
+
+def weights_hash(path: Path) -> str:
+    """Of what a model's answers depend on: a run's folder holds much else.
+
+    Raises:
+      UserError: an adapter whose base is not there, or is another model's.
+    """
+    if not is_weights_folder(path):
+        return content_hash(path)
+    digest = content_hash(path / WEIGHTS) + content_hash(path / RECORD)
+    adapter = Adapter.of(read_metadata(path), record_file(path))
+    if adapter is not None:
+        return digest + weights_hash(adapter.base_path(path))
+    return content_hash(path) if is_converted(path) else digest
+
+
+def content_hash(path: str | os.PathLike) -> str:
+    """SHA-256 over names and bytes of a file, or of all files of a folder (hidden ones aside)."""
+    path = Path(path)
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file() and _shown(file, path))
+    total = sum(file.stat().st_size for file in files)
+    digest = hashlib.sha256()
+    with Progress(f"Reading {path.name}", total // MIB, "MiB") as progress:
+        on_bytes = in_mebibytes(progress)
+        for file in files:
+            # A single file is the same weights under any name.
+            name = str(file.relative_to(path)) if file != path else ""
+            digest.update(f"{name}\0{file.stat().st_size}\0".encode())
+            with open(file, "rb") as opened:
+                while chunk := opened.read(_CHUNK):
+                    digest.update(chunk)
+                    on_bytes(len(chunk))
+    return digest.hexdigest()
+
+
+def _shown(file: Path, folder: Path) -> bool:
+    return not any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def in_mebibytes(progress: Progress) -> Callable[[int], None]:

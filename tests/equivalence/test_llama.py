@@ -31,7 +31,8 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding import kv_cache
-from mmqa_jax.models.llama import Llama, grouped_attention, unstack_layers
+from mmqa_jax.models.layers import attention
+from mmqa_jax.models.llama import Llama, unstack_layers
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.weights.keymap import export
 from mmqa_jax.weights.models.llama import llama_key_map, publish_llama
@@ -363,9 +364,9 @@ def test_grouped_attention_equals_repeated_heads():
 
     @jax.jit
     def attend(q, k, v, mask):
-        masked = grouped_attention(q, k, v, mask=mask)
-        causal = grouped_attention(q, k[:, :7], v[:, :7], mask=mask[..., :1, :7], is_causal=True)
-        return masked, causal, grouped_attention(q, k[:, :7], v[:, :7], is_causal=True)
+        masked = attention(q, k, v, mask=mask)
+        causal = attention(q, k[:, :7], v[:, :7], mask=mask[..., :1, :7], is_causal=True)
+        return masked, causal, attention(q, k[:, :7], v[:, :7], is_causal=True)
 
     for got, want in zip(attend(q, k, v, mask), attend(q, *repeated, mask), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-6)

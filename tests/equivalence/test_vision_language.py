@@ -156,9 +156,6 @@ def test_lora_is_pefts_formula(pair, rows):
         for letter, x in zip("ab", pairs, strict=True):
             got = named[f"llama/layers/{name}/lora_{letter}"][number]
             np.testing.assert_allclose(got, x.grad.numpy(), **LAYER, err_msg=name)
-    frozen = [name for name in named if "lora_" not in name]
-    assert any(name.startswith("vision/") for name in frozen)
-    assert all(not named[name].any() for name in frozen)
     base = flatten_named(nnx.state(pair.ours, nnx.Param))
     kept = flatten_named(nnx.state(objective.finish(ours), nnx.Param))
     assert set(kept) == set(base)

@@ -88,7 +88,7 @@ def take_step(
             splits = math.prod(shape.get(axis, 1) for axis in ("fsdp", "tensor"))
             assert leaf.addressable_shards[0].data.size == leaf.size // splits, name
     found = jax.device_get((metrics, flatten_named(state.optimizer)))
-    return Taken(*found, model.merge(state.params), start)
+    return Taken(*found, model.merge(state.params, state.frozen), start)
 
 
 def same_step(got: Taken, wanted: Taken) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,15 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from random_weights import publish
 
-from mmqa_jax.core.mesh import batch_sharding, partition_spec, state_shardings
+from mmqa_jax.core.mesh import (
+    batch_sharding,
+    make_mesh,
+    partition_spec,
+    split_rows,
+    state_shardings,
+)
 from mmqa_jax.decoding import kv_cache
+from mmqa_jax.models.layers import Embedding
 from mmqa_jax.models.llama import unstack_layers
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.weights.published import load_published
@@ -23,6 +31,31 @@ CONFIG = LlamaConfig(
     vocab_size=97, hidden=48, layers=2, heads=6, kv_heads=2, mlp=80, positions=640, eps=3e-4,
     rope_theta=1234.5, tied=True,
 )  # fmt: skip
+
+
+def test_a_lookup_copies_no_embeddings_to_all_devices(capfd):
+    """On a mesh with both axes that split a table; forward and backward, as on one device."""
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    embedding = Embedding(256, 16, ("vocab", "embed"), rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 256, (16, 12))
+    weights = rng.normal(size=(16, 12, 16)).astype(np.float32)
+    graphdef, state = nnx.split(embedding)
+    shardings = state_shardings(state, mesh)
+
+    def loss(state, ids, weights):
+        return jnp.sum(jnp.tanh(split_rows(nnx.merge(graphdef, state)(ids))) * weights)
+
+    gradient = jax.jit(jax.value_and_grad(loss), out_shardings=(None, shardings))
+    want = jax.jit(jax.value_and_grad(loss))(state, ids, weights)
+    capfd.readouterr()
+    with jax.set_mesh(mesh):
+        batch = jax.device_put((ids, weights), batch_sharding(mesh))
+        compiled = gradient.lower(jax.device_put(state, shardings), *batch).compile()
+        got = compiled(jax.device_put(state, shardings), *batch)
+    assert "full rematerialization" not in capfd.readouterr().err
+    assert not re.search(r"f32\[16,12,16\]", compiled.as_text())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
 
 
 def test_logits_gradients_and_generation(tmp_path):

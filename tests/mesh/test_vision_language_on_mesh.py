@@ -55,7 +55,7 @@ def make_batch() -> dict[str, np.ndarray]:
 
 def test_a_step_is_that_of_one_device_and_so_are_the_answers():
     task, batch = VisionLanguageObjective(CONFIG, LoraConfig(rank=4), tower=True), make_batch()
-    options = {"trainable": task.trained, "learning_rate": 0.02}
+    options = {"learning_rate": 0.02}
     alone = take_step(task, batch, {}, jax.devices()[:1], stddev=0.3, **options)
     on_mesh = take_step(task, batch, MESHES["all"], None, start=alone.start, **options)
     same_step(on_mesh, alone)

@@ -160,6 +160,6 @@ def test_refused(inputs, tmp_path, changes, message):
 
 def test_the_reference_needs_additions():
     config = load_config(f"{ROOT}/configs/okvqa/planner.py:reward_runlocal")
-    config.model.lora = config.train.optimizer.trainable = None
+    config.model.lora = None
     with pytest.raises(UserError, match=r"model\.lora=none: the reference is the model without"):
         check_config(config)

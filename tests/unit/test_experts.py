@@ -15,13 +15,13 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.flops import traced_flops
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.decoding.engine import Engine
-from mmqa_jax.decoding.quantize import QuantizedGroupedLinear, quantize_weights
 from mmqa_jax.decoding.requests import Request
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.experts import Experts, reached
 from mmqa_jax.models.llama import Llama, unstack_layers
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.lora import LoraConfig, add_lora, merge_lora
+from mmqa_jax.models.quantize import QuantizedGroupedLinear, quantize_weights
 from mmqa_jax.weights.formats.safetensors import ArraySource
 from mmqa_jax.weights.models.expert_tensors import experts_apart, experts_together
 from mmqa_jax.weights.text_encoders import FAMILIES

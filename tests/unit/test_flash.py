@@ -62,6 +62,42 @@ def test_splash_in_interpret_mode(columns):
     np.testing.assert_allclose(got, plain(q, k, v, seen[:, None, None]), rtol=0, atol=1e-5)
 
 
+def row_segments(length):
+    """Two rows of three texts each; the second ends in padding, segment 0."""
+    ends = np.array([[length // 3, length // 2, length], [length // 4, length // 2, length // 2]])
+    numbers = 1 + (np.arange(length)[None, :, None] >= ends[:, None]).sum(-1)
+    return np.where(numbers > 3, 0, numbers).astype(np.int32)
+
+
+@pytest.mark.parametrize("name", ["xla", "blocks", "splash"])
+def test_texts_in_a_row_do_not_see_each_other(name):
+    """Values and gradients of several texts in a row, beside a dense mask over repeated heads."""
+    q, k, v = inputs(128, 128, size=32)
+    segments = row_segments(128)
+    same = (segments[:, :, None] == segments[:, None])[:, None]
+    weights = RNG.normal(size=q.shape).astype(np.float32)
+
+    def attend(q, k, v):
+        if name == "splash":
+            options = {"is_causal": True, "mesh": None, "interpret": True}
+            return splash.splash_attention(q, k, v, key_mask=None, segments=segments, **options)
+        return attention(q, k, v, segments=segments, is_causal=True, implementation=name)
+
+    def wanted(q, k, v):
+        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+        return attention(q, k, v, mask=same & np.tri(128, dtype=bool))
+
+    got, want = (
+        jax.jit(jax.value_and_grad(lambda *x, f=f: (f(*x) * weights).sum(), argnums=(0, 1, 2)))(
+            q, k, v
+        )
+        for f in (attend, wanted)
+    )
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    for ours, theirs in zip(got[1], want[1], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+
+
 def traced_for_gpu(implementation, mask, *, kind=jnp.bfloat16, length=8, **sizes):
     """Causal attention, traced on a mesh of one GPU, which need not be there."""
     shapes = [jax.ShapeDtypeStruct(x.shape, kind) for x in inputs(length, 32, **sizes)]
@@ -138,6 +174,52 @@ def test_no_array_has_the_size_of_all_scores():
         return memory.temp_size_in_bytes
 
     assert temporaries(16384) < 20 * temporaries(1024)
+
+
+BFLOAT = jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("platform", "length", "case", "wanted"),
+    [
+        ("tpu", 4096, {}, "splash"),
+        ("tpu", 4096, {"segmented": True}, "splash"),
+        ("tpu", 4096, {"segmented": True, "capped": True}, "splash"),
+        ("tpu", 4100, {}, "blocks"),  # no multiple of 128
+        ("tpu", 4096, {"drops": True}, "xla"),
+        ("tpu", 4096, {"mask": (2, 1, 4096, 4096)}, "blocks"),  # a window
+        ("tpu", 4096, {"dtype": jnp.float32}, "blocks"),
+        ("tpu", 200, {"is_causal": False}, "fused"),
+        ("gpu", 4096, {}, "cudnn"),
+        ("gpu", 4096, {"segmented": True}, "cudnn"),
+        ("gpu", 4096, {"capped": True}, "blocks"),
+        ("gpu", 77, {}, "xla"),
+        ("cpu", 1024, {}, "xla"),
+        ("cpu", 4096, {"segmented": True}, "blocks"),
+        ("cpu", 4096, {"mask": (2, 32, 4096, 4096)}, "xla"),  # a mask of each head
+    ],
+)
+def test_auto_goes_by_device_and_shape(platform, length, case, wanted):
+    case = {"is_causal": True, "drops": False, "mask": None, "dtype": BFLOAT, **case}
+    dtype, mask = case.pop("dtype"), case.pop("mask")
+    mask = mask and jax.ShapeDtypeStruct(mask, bool)
+    q = k = jax.ShapeDtypeStruct((2, length, 32, 128), dtype)
+    mesh = AbstractMesh((1,), ("data",), abstract_device=AbstractDevice("any", None, platform))
+    with use_abstract_mesh(mesh):
+        assert flash.auto_implementation(q, k, mask, **case) == wanted
+
+
+@pytest.mark.parametrize("name", ["blocks", "auto"])
+def test_the_backward_pass_makes_no_array_of_all_scores(name):
+    q = jax.ShapeDtypeStruct((1, 4096, 2, 16), jnp.float32)
+    segments = jax.ShapeDtypeStruct((1, 4096), jnp.int32)
+
+    def loss(q, k, v, segments):
+        return attention(q, k, v, segments=segments, is_causal=True, implementation=name).sum()
+
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    memory = gradient.lower(q, q, q, segments).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * 2 * 4096 * 4096  # the scores of all heads, float32
 
 
 def test_an_unknown_implementation_is_named():

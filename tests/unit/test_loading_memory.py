@@ -201,7 +201,10 @@ def test_a_run_starts_from_a_base_without_a_second_model(converted, tmp_path, mo
     objective, sgd = LanguageModelObjective(config), optax.identity()
     model = split_model(objective, 0)
     abstract = abstract_state(model, sgd, make_mesh(devices=jax.devices()[:1]), DEFAULT_RULES)
-    load = base_loader(types.SimpleNamespace(init=str(folder), architecture="llama", mesh={}))
+    section = types.SimpleNamespace(lora=None)
+    load = base_loader(
+        types.SimpleNamespace(init=str(folder), architecture="llama", mesh={}, model=section)
+    )
 
     def noting(shape, dtype):
         seen.append(_alive())
@@ -211,5 +214,5 @@ def test_a_run_starts_from_a_base_without_a_second_model(converted, tmp_path, mo
         monkeypatch.setattr(f"mmqa_jax.weights.{module}.aligned_empty", noting)
     state = pretrained_state(model, sgd, 0, abstract, load)
     assert seen
-    assert max(seen) - before < _sizes(model.merge(state.params))[0]
+    assert max(seen) - before < _sizes(model.merge(state.params, state.frozen))[0]
     np.testing.assert_array_equal(state.params["norm"]["scale"][...], arrays["model.norm.weight"])

@@ -50,7 +50,6 @@ def language_model(**lora):
         {
             "model.changes": TINY_LLM,
             "model.lora": None,
-            "train.optimizer.trainable": None,
             "batches.length": 64,
             "batches.targets": 16,
             "tokenizer": "corpus:300",

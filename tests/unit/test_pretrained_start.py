@@ -47,7 +47,15 @@ def from_weights(objective, start, lacking):
 def test_weights_from_scratch_are_the_models_own(objective, start):
     """As its initializers draw them with the run's seed."""
     wanted = jax.jit(lambda: nnx.state(objective.init(jax.random.key(3)), nnx.Param))()
-    jax.tree.map(np.testing.assert_array_equal, start[2].params, wanted)
+    for name, leaf in every(start[2]).items():
+        np.testing.assert_array_equal(leaf, flatten_named(wanted)[name])
+
+
+def every(state):
+    """The trained and the frozen parameters by name."""
+    assert all("lora_" in name for name in flatten_named(state.params))
+    assert not any("lora_" in name for name in flatten_named(state.frozen))
+    return flatten_named(state.params) | flatten_named(state.frozen)
 
 
 def test_what_given_weights_lack_is_as_from_scratch(objective, start):
@@ -55,7 +63,7 @@ def test_what_given_weights_lack_is_as_from_scratch(objective, start):
     state = from_weights(objective, start, {"lora_a", "lora_b", "scale"})
     for got, wanted in ((state.step, scratch.step), (state.optimizer, scratch.optimizer)):
         jax.tree.map(np.testing.assert_array_equal, got, wanted)
-    drawn, found = flatten_named(scratch.params), flatten_named(state.params)
+    drawn, found = every(scratch), every(state)
     assert list(found) == list(drawn)
     for name, leaf in found.items():
         own = name.rpartition("/")[2] in {"lora_a", "lora_b", "scale"}
@@ -70,7 +78,9 @@ def test_nothing_is_drawn_where_all_is_given(objective, start, monkeypatch):
 
     monkeypatch.setattr(LanguageModelObjective, "init", refuse)
     state = from_weights(objective, start, ())
-    assert all((np.asarray(leaf) == 0.5).all() for leaf in jax.tree.leaves(state.params))
+    assert all(
+        (np.asarray(leaf) == 0.5).all() for leaf in jax.tree.leaves([state.params, state.frozen])
+    )
     jax.tree.map(np.testing.assert_array_equal, state.optimizer, start[2].optimizer)
     # The shapes are still shapes: another run starts from them.
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(start[1]))

@@ -82,7 +82,7 @@ def judge(data, tmp_path_factory):
             if isinstance(weights, int):
                 return drawn(objective.outline, weights)
             split, given = split_model(objective, 0), jax.device_put(weights_of(weights))
-            return split.merge(unflatten_named(split.params, given))
+            return split.merge(unflatten_named(split.params, given), split.frozen)
 
         return described.validation(corpus, tokenizer, abstract), model
 
