@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from starlette.responses import JSONResponse
 
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.decoding.online import Closed, QueueFull
+from mmqa_jax.decoding.requests import TooLong
+from mmqa_jax.prompting.openai_fields import WrongField
+
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -46,4 +51,31 @@ class ApiError(Exception):
 
 def busy(message: str) -> ApiError:
     """The refusal of what exceeds the queue; clients try again."""
-    return ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
+    sentence = f"{message}; try again in a moment."
+    return ApiError(429, sentence, code="queue_full", headers={"Retry-After": "1"})
+
+
+def refusal(error: Exception) -> ApiError:
+    """What an exception means to a client; raises one that is no refusal."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFull):
+        return busy(str(error))
+    if isinstance(error, TooLong):
+        return too_long(_without_id(error))
+    if isinstance(error, UserError):
+        param = error.param if isinstance(error, WrongField) else None
+        return ApiError(400, _without_id(error), param=param)
+    if isinstance(error, Closed):
+        return ApiError(503, str(error))
+    raise error
+
+
+def too_long(message: str) -> ApiError:
+    """The refusal of a prompt that exceeds the model's context."""
+    return ApiError(400, message, code="context_length_exceeded")
+
+
+def _without_id(error: UserError) -> str:
+    """The sentence without the id that requests have here, which no client gave."""
+    return str(error).removeprefix("request 0: ")

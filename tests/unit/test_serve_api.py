@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import concurrent.futures
-import threading
 import time
 
 import httpx
@@ -20,7 +19,7 @@ from mmqa_jax.prompting.openai_fields import data_url, read_picture
 from mmqa_jax.prompting.served import ServedModel
 from mmqa_jax.runs.asked import AskedCorpus
 from mmqa_jax.serve.app import make_app
-from mmqa_jax.serve.limits import Limits
+from mmqa_jax.serve.options import ServeOptions
 from mmqa_jax.serve.parts import Parts
 from mmqa_jax.serve.systems import Threads
 
@@ -56,16 +55,16 @@ def parts(engine, wanted):
     """A tiny language model, served. It answered what is wanted before."""
     model = ServedModel(tiny_backend(engine), 64)
     yield Open(
-        "tiny", model, "tiny", Vectors(), "vectors", threading.Lock(), {},
+        "tiny", model, "tiny", Vectors(), "vectors", {},
         AskedCorpus(Corpus([])), Threads(4),
     )  # fmt: skip
     model.close()
 
 
-def served(parts, seconds=60.0, **limits):
+def served(parts, **options):
     """The address of a server of them, in a `with` block."""
-    bounds = Limits(**{"body_bytes": 2**20, "hosts": ("127.0.0.1",), **limits})
-    return serving(make_app(parts, bounds, seconds))
+    given = ServeOptions(**{"body": 1.0, "timeout": 60.0, **options})
+    return serving(make_app(parts, given), given)
 
 
 @pytest.fixture(scope="module")
@@ -290,16 +289,16 @@ def test_twenty_at_once(client, wanted):
     assert found == [wanted[word].text for word in words]
 
 
-def test_beyond_the_queue_requests_are_refused_and_none_is_lost(parts, server, wanted, monkeypatch):
-    monkeypatch.setattr(parts.llm.online, "_most", 6)
+def test_beyond_the_queue_requests_are_refused_and_none_is_lost(parts, wanted):
     body = {"model": "tiny", "prompt": "two", "temperature": 0, "max_tokens": 12}
-
     with (
+        served(parts, queue=6) as server,
         httpx.Client(timeout=60, limits=httpx.Limits(max_connections=None)) as http,
         concurrent.futures.ThreadPoolExecutor(25) as users,
     ):
         asked = users.map(lambda _: http.post(f"{server}/v1/completions", json=body), range(50))
         replies = list(asked)
+        counted = WEB.get(f"{server}/metrics").text
     statuses = [reply.status_code for reply in replies]
     assert set(statuses) == {200, 429}
     for reply in replies:
@@ -308,13 +307,28 @@ def test_beyond_the_queue_requests_are_refused_and_none_is_lost(parts, server, w
         else:
             assert reply.headers["Retry-After"] == "1"
             assert "6 requests are being served or wait" in reply.json()["error"]["message"]
-    counted = WEB.get(f"{server}/metrics").text
     assert f'status="429"}} {float(statuses.count(429))}' in counted
     assert parts.unfinished == 0
 
 
+def test_an_idle_server_answers_all_prompts_that_its_queue_holds(parts, wanted):
+    """More are refused for good, and not until a moment that never comes."""
+    body = {"model": "tiny", "temperature": 0, "max_tokens": 12}
+    with served(parts, queue=12) as server:
+        url = f"{server}/v1/completions"
+        reply = WEB.post(url, json={**body, "prompt": WORDS * 2}, timeout=60).json()
+        texts = [one["text"] for one in reply["choices"]]
+        assert texts == [wanted[word].text for word in WORDS] * 2
+        for more in ({"prompt": ["two"] * 13}, {"prompt": ["two"] * 7, "echo": True}):
+            refused = WEB.post(url, json={**body, **more})
+            assert refused.status_code == 400
+            assert "holds 12 (--queue); send fewer" in refused.json()["error"]["message"]
+            assert "Retry-After" not in refused.headers
+    assert parts.unfinished == 0
+
+
 def test_an_answer_takes_so_long_at_most(parts):
-    with served(parts, seconds=0.01) as address:
+    with served(parts, timeout=0.01) as address:
         body = {"model": "tiny", "prompt": "two", "max_tokens": 150, "n": 8}
         reply = WEB.post(f"{address}/v1/completions", json=body, timeout=60)
         assert reply.status_code == 504
@@ -356,7 +370,7 @@ def test_pictures_for_a_model_that_sees():
     assert wanted["red"] != wanted["blue"]
     model = ServedModel(backend, 64)
     parts = Open(
-        "tiny", model, "llava", Vectors(), "vectors", threading.Lock(), {},
+        "tiny", model, "llava", Vectors(), "vectors", {},
         AskedCorpus(Corpus([])), Threads(4),
     )  # fmt: skip
     with served(parts) as address:

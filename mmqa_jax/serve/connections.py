@@ -1,0 +1,109 @@
+"""Connections of one server: how many there are, and how long the header of a request may take."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import resource
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from mmqa_jax.serve.options import ServeOptions
+
+_GRACE = 10  # seconds beyond an answer's own limit that the end waits for answers
+_MOST_FILES = 2**16
+_MOST = 4096  # connections
+_BACKLOG = 2048
+
+
+class BoundedProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1, which has no deadline for a header and no bound on idle connections.
+
+    A connection that has sent no whole header in time is closed. Where there are too many, those
+    that have waited longest for their header are.
+
+    Args:
+      waiting: connections without a whole header, the oldest first; one for all.
+      most: connections.
+      seconds: in which a header has to arrive.
+    """
+
+    def __init__(
+        self, waiting: dict[BoundedProtocol, None], most: int, seconds: float, **options: Any
+    ):
+        super().__init__(**options)
+        self._waiting, self._most, self._seconds = waiting, most, seconds
+        self._end: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """See asyncio.Protocol."""
+        super().connection_made(transport)
+        self._look()
+        if len(self.connections) > self._most:
+            next(iter(self._waiting)).abort()
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        """See H11Protocol."""
+        super().on_response_complete()
+        self._look()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        super().connection_lost(error)
+        self._wait_no_more()
+
+    def abort(self) -> None:
+        """Closes the connection at once, whatever is still to be sent."""
+        self._wait_no_more()
+        self.connections.discard(self)
+        self.transport.abort()
+
+    def _look(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._wait_no_more()
+        elif self not in self._waiting:
+            self._waiting[self] = None
+            self._end = self.loop.call_later(self._seconds, self.abort)
+
+    def _wait_no_more(self) -> None:
+        self._waiting.pop(self, None)
+        if self._end is not None:
+            self._end.cancel()
+
+
+def make_server(app: Any, options: ServeOptions) -> uvicorn.Server:
+    """A server of an ASGI application, not yet running."""
+    files = _open_files()
+    most, waiting = min(files // 2, _MOST), dict[BoundedProtocol, None]()
+    protocol = functools.partial(BoundedProtocol, waiting, most, options.header)
+    config = uvicorn.Config(
+        app,
+        http=protocol,  # type: ignore[arg-type]  # what makes one is enough
+        ws="none",
+        # Of other loops accept does not end before connections are closed.
+        loop="asyncio",
+        log_level="warning",
+        access_log=False,
+        # As many are accepted at once, a few times before the first of them is closed.
+        backlog=min(files // 16, _BACKLOG),
+        timeout_graceful_shutdown=int(options.timeout) + _GRACE,
+        server_header=False,
+    )
+    return uvicorn.Server(config)
+
+
+def _open_files() -> int:
+    """How many files this process may have open, raised as far as that is allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        return most
+    return most if soft == resource.RLIM_INFINITY else soft

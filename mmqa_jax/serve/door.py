@@ -1,0 +1,339 @@
+"""The door to all routes: who may ask, how much is sent and waits, until when, and who has left.
+
+Each request passes it in this order: the name that it was sent to, the page that sent it, its key,
+the type and the size of its body, a place in the queue, the body itself, its answer. A request that
+is refused costs nothing of what comes after it. Work ends with its request: after an answer, at the
+deadline, and when the client leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import hmac
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match, Route
+
+from mmqa_jax.serve.errors import ApiError, busy
+from mmqa_jax.serve.metrics import Metrics
+from mmqa_jax.serve.options import LOOPBACK, ServeOptions
+
+_CLIENT_LEFT = 499  # nginx's status; nobody reads it but the metrics
+_LEAST_RATE = 2**16  # bytes of a body that buy it another second
+_SMALL = 2**16  # bytes of a body that need no room: the queue bounds how many there are
+_BODIES = 8  # of the largest size, for which there is room at once
+_PATIENCE = 1.0  # seconds in which an upload is not closed to make room for another request
+_LINGER = 1.0  # seconds in which a refused client may end its upload and read why
+_LINGERED = 2**20  # bytes that are thrown away meanwhile
+_LAST_WORDS = 1.0  # seconds in which a stream says that its time is over
+_OWN_PAGE = ("", "same-origin", "none")  # Sec-Fetch-Site of programs, the page, and typed addresses
+_HEADERS = {
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class Cost(enum.Enum):
+    """What a request costs the server."""
+
+    AT_ONCE = "at once"  # it has no body, and is answered from memory or a file
+    QUEUED = "queued"  # it has a JSON body and takes a place in the queue
+
+
+class Entrance(Route):
+    """A route of the application, and what the door has to know of it.
+
+    Args:
+      is_open: it needs no key.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        endpoint: Callable[[Request], Awaitable[Response]],
+        cost: Cost,
+        *,
+        is_open: bool = False,
+    ):
+        super().__init__(path, endpoint, methods=["POST" if cost is Cost.QUEUED else "GET"])
+        self.cost, self.is_open = cost, is_open
+
+
+class _Left(Exception):
+    """The client has left."""
+
+
+class Visit:
+    """One request inside the door.
+
+    Args:
+      send: ASGI's.
+      seconds: that its answer may take.
+
+    Attributes:
+      body: what was sent.
+      is_sent: the whole of it has arrived, or there is none.
+      deadline: of the answer, on the loop's clock.
+      has_begun, has_ended: whether the reply has.
+      is_over: its work is to end, since nobody waits for it.
+    """
+
+    def __init__(self, send: Any, seconds: float, door: Door):
+        self._send, self._seconds, self._door = send, seconds, door
+        self.began = time.perf_counter()
+        self.deadline = asyncio.get_running_loop().time() + seconds
+        self.body, self.is_sent, self.status = b"", True, 500
+        self.places = self.bytes = 0  # that it has taken of the door's
+        self.has_begun = self.has_ended = self.is_over = False
+        self.upload: asyncio.Timeout | None = None
+        self._works: list[Any] = []
+
+    async def send(self, message: Any) -> None:
+        """Sends a part of the reply."""
+        if message["type"] == "http.response.start":
+            self.has_begun, self.status = True, message["status"]
+            MutableHeaders(scope=message).update(_HEADERS)
+        elif not message.get("more_body"):
+            self.has_ended = True
+        await self._send(message)
+
+    def take(self, count: int) -> None:
+        """Takes as many places in the queue as the request has pieces of work.
+
+        Raises:
+          ApiError: there are not so many, or not now.
+        """
+        self._door.take(self, count)
+
+    def works(self, work: Any) -> Any:
+        """Lets `work.cancel` be called when the request ends; returns the work, from any thread."""
+        self._works.append(work)
+        if self.is_over:
+            work.cancel()
+        return work
+
+    def end(self) -> None:
+        """Ends all work."""
+        self.is_over = True
+        for work in self._works:
+            work.cancel()  # what is finished is not touched
+
+    def late(self) -> ApiError:
+        """The refusal of what takes too long."""
+        return ApiError(504, f"no answer within {self._seconds:g} s (--timeout); ask for less.")
+
+
+def visit_of(request: Request) -> Visit:
+    """The request as the door sees it."""
+    return request.scope["visit"]
+
+
+class Door:
+    """An ASGI application in front of another.
+
+    Args:
+      app: what answers; it reads bodies from the `Visit`.
+      entrances: the routes of `app`; other paths are its to refuse.
+    """
+
+    def __init__(
+        self, app: Any, entrances: Sequence[Entrance], options: ServeOptions, metrics: Metrics
+    ):
+        self._app, self._entrances, self._options = app, entrances, options
+        self._metrics = metrics
+        self._hosts = LOOPBACK if options.host in LOOPBACK else ()
+        self._most_bytes = int(options.body * 2**20)
+        self._places, self._bytes = 0, 0  # that are taken
+        self._uploads: dict[Visit, None] = {}  # unfinished ones, the oldest first
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answers a request, or refuses it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        visit = scope["visit"] = Visit(send, self._options.timeout, self)
+        visit.is_sent = scope["method"] != "POST"
+        entrance = self._entrance(scope)
+        try:
+            self._check(Headers(scope=scope), scope["path"], entrance)
+            if entrance is not None and entrance.cost is Cost.QUEUED:
+                self.take(visit, 1)
+                visit.body = await self._read(receive, visit)
+            await self._answer(scope, receive, visit)
+        except _Left:
+            visit.status = _CLIENT_LEFT
+        except ApiError as error:
+            await _refuse(error, receive, visit)
+        finally:
+            visit.end()
+            self._places -= visit.places
+            self._bytes -= visit.bytes
+            route = "other" if entrance is None else entrance.path.partition("/{")[0]
+            self._metrics.answered(route, visit.status, time.perf_counter() - visit.began)
+
+    def take(self, visit: Visit, count: int) -> None:
+        """See Visit."""
+        queue, more = self._options.queue, count - visit.places
+        if count > queue:
+            raise ApiError(
+                400,
+                f"the request is {count} pieces of work (a prompt that is scored or continued is "
+                f"one), and this server's queue holds {queue} (--queue); send fewer prompts.",
+            )
+        while self._places + more > queue:
+            if not self._close_oldest_upload():
+                raise busy(f"{queue} requests are being served or wait")
+        visit.places += more
+        self._places += more
+
+    def _close_oldest_upload(self) -> bool:
+        """Makes room; False where no client has had the time to send its body."""
+        oldest = next(iter(self._uploads), None)
+        if oldest is None or time.perf_counter() - oldest.began < _PATIENCE:
+            return False
+        assert oldest.upload is not None
+        del self._uploads[oldest]
+        if not oldest.upload.expired():
+            oldest.upload.reschedule(0.0)
+        self._places -= oldest.places
+        self._bytes -= oldest.bytes
+        oldest.places = oldest.bytes = 0
+        return True
+
+    def _entrance(self, scope: Any) -> Entrance | None:
+        full = (one for one in self._entrances if one.matches(scope)[0] is Match.FULL)
+        return next(full, None)
+
+    def _check(self, headers: Headers, path: str, entrance: Entrance | None) -> None:
+        """Refuses by the header alone."""
+        host = headers.get("host", "")
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        # A page of another site whose name leads here (DNS rebinding) has that name.
+        if self._hosts and name.strip("[]").casefold().removesuffix(".") not in self._hosts:
+            raise ApiError(
+                421, f"this server does not answer to the name {name!r:.80}; give --host."
+            )
+        # Links of other sites may lead to the page, which then asks for the rest itself.
+        if path != "/" and headers.get("sec-fetch-site", "") not in _OWN_PAGE:
+            raise ApiError(403, "pages of other sites may not ask this server; ask on its page.")
+        sent = headers.get("authorization", "").removeprefix("Bearer ")
+        needs_key = self._options.key and not (entrance is not None and entrance.is_open)
+        if needs_key and not hmac.compare_digest(sent.encode(), self._options.key.encode()):
+            raise ApiError(
+                401,
+                "the key is missing or wrong; send it as Authorization: Bearer KEY.",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        if entrance is None or entrance.cost is not Cost.QUEUED:
+            return
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # what a foreign page may send without asking first
+            raise ApiError(415, "the Content-Type is not application/json; send the body as JSON.")
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or len(length) > 18 or int(length) > self._most_bytes:
+            raise self._too_large()
+
+    async def _read(self, receive: Any, visit: Visit) -> bytes:
+        """The body, which has a deadline and an end."""
+        body, loop = bytearray(), asyncio.get_running_loop()
+        deadline = loop.time() + self._options.upload
+        self._uploads[visit] = None
+        try:
+            async with asyncio.timeout_at(min(deadline, visit.deadline)) as visit.upload:
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _Left
+                    body += message.get("body", b"")
+                    visit.is_sent = not message.get("more_body")
+                    self._make_room(visit, len(body))
+                    if visit.is_sent:
+                        return bytes(body)
+                    more = len(body) / _LEAST_RATE
+                    visit.upload.reschedule(min(deadline + more, visit.deadline))
+        except TimeoutError:
+            raise ApiError(
+                408, "the body did not arrive in time, or others needed its room; send it faster."
+            ) from None
+        finally:
+            self._uploads.pop(visit, None)
+
+    def _make_room(self, visit: Visit, length: int) -> None:
+        """Counts the bytes of large bodies, which wait in memory until they are answered."""
+        if length > self._most_bytes:
+            raise self._too_large()
+        more = max(length - _SMALL, 0) - visit.bytes
+        while more > 0 and self._bytes + more > _BODIES * self._most_bytes:
+            if not self._close_oldest_upload():
+                raise busy("other large requests wait")
+            if visit not in self._uploads:  # it was the oldest itself
+                raise TimeoutError
+        visit.bytes += more
+        self._bytes += more
+
+    def _too_large(self) -> ApiError:
+        most = self._options.body
+        return ApiError(413, f"the request is longer than {most:g} MiB (--body); send less.")
+
+    async def _answer(self, scope: Any, receive: Any, visit: Visit) -> None:
+        """Lets the application answer until the deadline, or until the client leaves."""
+        answering = asyncio.create_task(self._app(scope, _never, visit.send))
+        leaving = asyncio.create_task(_until_left(receive))
+        loop = asyncio.get_running_loop()
+        both = (answering, leaving)
+        try:
+            first = asyncio.FIRST_COMPLETED
+            await asyncio.wait(both, timeout=visit.deadline - loop.time(), return_when=first)
+            if visit.has_begun and not visit.has_ended and not leaving.done():
+                await asyncio.wait(both, timeout=_LAST_WORDS, return_when=first)
+            if visit.has_ended:  # what is left to do is short
+                await asyncio.wait((answering,), timeout=_LAST_WORDS)
+            if answering.done():
+                answering.result()
+            elif leaving.done():
+                raise _Left
+            elif not visit.has_begun:
+                raise visit.late()
+        finally:
+            visit.end()
+            for task in both:
+                task.cancel()
+            await asyncio.wait(both)
+            if not answering.cancelled():
+                answering.exception()  # of one that was ended nobody asks
+
+
+async def _until_left(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _never() -> Any:
+    """The application receives nothing: the door has read the body, and watches the client."""
+    await asyncio.Future()
+
+
+async def _refuse(error: ApiError, receive: Any, visit: Visit) -> None:
+    """Sends a refusal, and reads on for a while: closed at once, clients would not see it."""
+    response, thrown = error.response(), 0
+    if not visit.is_sent:
+        response.headers["Connection"] = "close"
+    start = {"status": error.status, "headers": response.raw_headers}
+    await visit.send({"type": "http.response.start", **start})
+    await visit.send({"type": "http.response.body", "body": response.body, "more_body": True})
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER):
+            while not visit.is_sent and thrown < _LINGERED:
+                message = await receive()
+                thrown += len(message.get("body", b""))
+                visit.is_sent = not message.get("more_body")  # or has left
+    await visit.send({"type": "http.response.body", "body": b"", "more_body": False})
