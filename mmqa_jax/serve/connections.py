@@ -95,6 +95,7 @@ def make_server(app: Any, options: ServeOptions) -> uvicorn.Server:
         backlog=min(files // 16, _BACKLOG),
         timeout_graceful_shutdown=int(options.timeout) + _GRACE,
         server_header=False,
+        proxy_headers=False,
     )
     return uvicorn.Server(config)
 

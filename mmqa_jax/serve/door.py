@@ -103,6 +103,7 @@ class Visit:
             MutableHeaders(scope=message).update(_HEADERS)
         elif not message.get("more_body"):
             self.has_ended = True
+            self.end()  # before the client hears of it, and asks again
         await self._send(message)
 
     def take(self, count: int) -> None:
@@ -121,10 +122,11 @@ class Visit:
         return work
 
     def end(self) -> None:
-        """Ends all work."""
+        """Ends all work, and gives back what was taken of the door's."""
         self.is_over = True
         for work in self._works:
             work.cancel()  # what is finished is not touched
+        self._door.release(self)
 
     def late(self) -> ApiError:
         """The refusal of what takes too long."""
@@ -174,8 +176,6 @@ class Door:
             await _refuse(error, receive, visit)
         finally:
             visit.end()
-            self._places -= visit.places
-            self._bytes -= visit.bytes
             route = "other" if entrance is None else entrance.path.partition("/{")[0]
             self._metrics.answered(route, visit.status, time.perf_counter() - visit.began)
 
@@ -194,6 +194,12 @@ class Door:
         visit.places += more
         self._places += more
 
+    def release(self, visit: Visit) -> None:
+        """Gives back what a request has taken."""
+        self._places -= visit.places
+        self._bytes -= visit.bytes
+        visit.places = visit.bytes = 0
+
     def _close_oldest_upload(self) -> bool:
         """Makes room; False where no client has had the time to send its body."""
         oldest = next(iter(self._uploads), None)
@@ -203,9 +209,7 @@ class Door:
         del self._uploads[oldest]
         if not oldest.upload.expired():
             oldest.upload.reschedule(0.0)
-        self._places -= oldest.places
-        self._bytes -= oldest.bytes
-        oldest.places = oldest.bytes = 0
+        self.release(oldest)
         return True
 
     def _entrance(self, scope: Any) -> Entrance | None:
