@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.online import Closed, QueueFull
-from mmqa_jax.serve.door import Cost, Door, Entrance
+from mmqa_jax.serve.door import Door, Entrance
 from mmqa_jax.serve.errors import ApiError, refusal
 from mmqa_jax.serve.metrics import Metrics
 from mmqa_jax.serve.openai_api import OpenAIApi
@@ -45,19 +45,19 @@ def make_app(parts: Parts, options: ServeOptions) -> Door:
 
     page, api = PageApi(parts), OpenAIApi(parts, metrics)
     entrances = [
-        Entrance("/", page.page, Cost.AT_ONCE, is_open=True),
-        Entrance("/page/{name}", page.file, Cost.AT_ONCE, is_open=True),
-        Entrance("/healthz", health, Cost.AT_ONCE, is_open=True),
-        Entrance("/metrics", measured, Cost.AT_ONCE),
-        Entrance("/api/about", page.about, Cost.AT_ONCE),
-        Entrance("/api/source/{name:path}", page.source, Cost.AT_ONCE),
-        Entrance("/api/picture/{name:path}", page.picture, Cost.AT_ONCE),
-        Entrance("/api/ask", page.ask, Cost.QUEUED),
-        Entrance("/v1/models", api.models, Cost.AT_ONCE),
-        Entrance("/v1/models/{name:path}", api.model, Cost.AT_ONCE),
-        Entrance("/v1/completions", api.completions, Cost.QUEUED),
-        Entrance("/v1/chat/completions", api.chat, Cost.QUEUED),
-        Entrance("/v1/embeddings", api.embeddings, Cost.QUEUED),
+        Entrance("/", page.page, is_open=True),
+        Entrance("/page/{name}", page.file, is_open=True),
+        Entrance("/healthz", health, is_open=True),
+        Entrance("/metrics", measured),
+        Entrance("/api/about", page.about),
+        Entrance("/api/source/{name:path}", page.source),
+        Entrance("/api/picture/{name:path}", page.picture),
+        Entrance("/api/ask", page.ask, is_queued=True),
+        Entrance("/v1/models", api.models),
+        Entrance("/v1/models/{name:path}", api.model),
+        Entrance("/v1/completions", api.completions, is_queued=True),
+        Entrance("/v1/chat/completions", api.chat, is_queued=True),
+        Entrance("/v1/embeddings", api.embeddings, is_queued=True),
     ]
     refused = (ApiError, UserError, QueueFull, Closed)
     app = Starlette(

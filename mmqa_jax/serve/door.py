@@ -1,19 +1,17 @@
 """The door to all routes: who may ask, how much is sent and waits, until when, and who has left.
 
-Each request passes it in this order: the name that it was sent to, the page that sent it, its key,
-the type and the size of its body, a place in the queue, the body itself, its answer. A request that
-is refused costs nothing of what comes after it. Work ends with its request: after an answer, at the
-deadline, and when the client leaves.
+A request passes it in this order: the name that it was sent to, the page that sent it, its key, the
+type and the size of its body, a place in the queue, the body itself, the answer. A refused request
+costs nothing of what comes behind. The work for a request ends with the reply, at the deadline, and
+when the client leaves.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import hmac
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -21,13 +19,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from mmqa_jax.serve.errors import ApiError, busy
+from mmqa_jax.core.json_text import parse_json
+from mmqa_jax.prompting.openai_fields import Fields
+from mmqa_jax.serve.errors import ApiError, busy, refusal
 from mmqa_jax.serve.metrics import Metrics
 from mmqa_jax.serve.options import LOOPBACK, ServeOptions
 
 _CLIENT_LEFT = 499  # nginx's status; nobody reads it but the metrics
 _LEAST_RATE = 2**16  # bytes of a body that buy it another second
-_SMALL = 2**16  # bytes of a body that need no room: the queue bounds how many there are
+_SMALL = 2**16  # bytes of a body that needs no room: the queue bounds how many there are
 _BODIES = 8  # of the largest size, for which there is room at once
 _PATIENCE = 1.0  # seconds in which an upload is not closed to make room for another request
 _LINGER = 1.0  # seconds in which a refused client may end its upload and read why
@@ -41,17 +41,12 @@ _HEADERS = {
 }
 
 
-class Cost(enum.Enum):
-    """What a request costs the server."""
-
-    AT_ONCE = "at once"  # it has no body, and is answered from memory or a file
-    QUEUED = "queued"  # it has a JSON body and takes a place in the queue
-
-
 class Entrance(Route):
     """A route of the application, and what the door has to know of it.
 
     Args:
+      is_queued: it is a POST with a JSON body and takes a place in the queue; others are answered
+        at once, from memory or a file.
       is_open: it needs no key.
     """
 
@@ -59,12 +54,12 @@ class Entrance(Route):
         self,
         path: str,
         endpoint: Callable[[Request], Awaitable[Response]],
-        cost: Cost,
         *,
+        is_queued: bool = False,
         is_open: bool = False,
     ):
-        super().__init__(path, endpoint, methods=["POST" if cost is Cost.QUEUED else "GET"])
-        self.cost, self.is_open = cost, is_open
+        super().__init__(path, endpoint, methods=["POST" if is_queued else "GET"])
+        self.is_queued, self.is_open = is_queued, is_open
 
 
 class _Left(Exception):
@@ -79,18 +74,16 @@ class Visit:
       seconds: that its answer may take.
 
     Attributes:
-      body: what was sent.
-      is_sent: the whole of it has arrived, or there is none.
-      deadline: of the answer, on the loop's clock.
+      body: what was sent; `is_sent`: the whole of it, or there is none.
       has_begun, has_ended: whether the reply has.
       is_over: its work is to end, since nobody waits for it.
     """
 
-    def __init__(self, send: Any, seconds: float, door: Door):
+    def __init__(self, send: Any, seconds: float, door: Door, *, is_sent: bool):
         self._send, self._seconds, self._door = send, seconds, door
-        self.began = time.perf_counter()
-        self.deadline = asyncio.get_running_loop().time() + seconds
-        self.body, self.is_sent, self.status = b"", True, 500
+        self.began = asyncio.get_running_loop().time()
+        self.deadline = self.began + seconds
+        self.body, self.is_sent, self.status = b"", is_sent, 500
         self.places = self.bytes = 0  # that it has taken of the door's
         self.has_begun = self.has_ended = self.is_over = False
         self.upload: asyncio.Timeout | None = None
@@ -106,13 +99,17 @@ class Visit:
             self.end()  # before the client hears of it, and asks again
         await self._send(message)
 
-    def take(self, count: int) -> None:
-        """Takes as many places in the queue as the request has pieces of work.
+    async def fields(self) -> Fields:
+        """The JSON object that was sent; ApiError if it is none."""
+        text, self.body = self.body, b""
+        body = await in_thread(lambda: parse_json(text, "the body", remedy="send JSON"))
+        if not isinstance(body, dict):
+            raise ApiError(400, "the body is no JSON object; send {...}.")
+        return Fields(body)
 
-        Raises:
-          ApiError: there are not so many, or not now.
-        """
-        self._door.take(self, count)
+    def take(self, places: int) -> None:
+        """Takes as many places in the queue as the request has pieces of work, or an ApiError."""
+        self._door.take(self, places)
 
     def works(self, work: Any) -> Any:
         """Lets `work.cancel` be called when the request ends; returns the work, from any thread."""
@@ -142,7 +139,7 @@ class Door:
     """An ASGI application in front of another.
 
     Args:
-      app: what answers; it reads bodies from the `Visit`.
+      app: what answers; it finds bodies in the `Visit`.
       entrances: the routes of `app`; other paths are its to refuse.
     """
 
@@ -161,14 +158,16 @@ class Door:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        visit = scope["visit"] = Visit(send, self._options.timeout, self)
-        visit.is_sent = scope["method"] != "POST"
-        entrance = self._entrance(scope)
+        is_sent = scope["method"] != "POST"
+        visit = scope["visit"] = Visit(send, self._options.timeout, self, is_sent=is_sent)
+        matched = (one for one in self._entrances if one.matches(scope)[0] is Match.FULL)
+        entrance = next(matched, None)
         try:
-            self._check(Headers(scope=scope), scope["path"], entrance)
-            if entrance is not None and entrance.cost is Cost.QUEUED:
-                self.take(visit, 1)
-                visit.body = await self._read(receive, visit)
+            self._check(Headers(scope=scope), scope["path"], entrance is None or entrance.is_open)
+            if entrance is not None and entrance.is_queued:
+                length = self._length(Headers(scope=scope))
+                self.take(visit, 1, length if length > _SMALL else 0)
+                visit.body = await self._read(receive, visit, length)
             await self._answer(scope, receive, visit)
         except _Left:
             visit.status = _CLIENT_LEFT
@@ -177,22 +176,29 @@ class Door:
         finally:
             visit.end()
             route = "other" if entrance is None else entrance.path.partition("/{")[0]
-            self._metrics.answered(route, visit.status, time.perf_counter() - visit.began)
+            seconds = asyncio.get_running_loop().time() - visit.began
+            self._metrics.answered(route, visit.status, seconds)
 
-    def take(self, visit: Visit, count: int) -> None:
-        """See Visit."""
-        queue, more = self._options.queue, count - visit.places
-        if count > queue:
+    def take(self, visit: Visit, places: int, size: int = 0) -> None:
+        """Takes places in the queue, and room for a body, which lies there until it is answered."""
+        queue, room, more = self._options.queue, _BODIES * self._most_bytes, places - visit.places
+        if places > queue:
             raise ApiError(
                 400,
-                f"the request is {count} pieces of work (a prompt that is scored or continued is "
+                f"the request is {places} pieces of work (a prompt that is scored or continued is "
                 f"one), and this server's queue holds {queue} (--queue); send fewer prompts.",
             )
-        while self._places + more > queue:
-            if not self._close_oldest_upload():
-                raise busy(f"{queue} requests are being served or wait")
-        visit.places += more
-        self._places += more
+        while self._places + more > queue or self._bytes + size > room:
+            # The oldest upload makes room; a client has a while to send its body before.
+            oldest = next(iter(self._uploads), visit)
+            if asyncio.get_running_loop().time() - oldest.began < _PATIENCE or oldest is visit:
+                raise busy(f"{queue} requests, or large ones, are being served or wait")
+            del self._uploads[oldest]
+            self.release(oldest)
+            if oldest.upload is not None and not oldest.upload.expired():
+                oldest.upload.reschedule(0.0)
+        visit.places, visit.bytes = places, visit.bytes + size
+        self._places, self._bytes = self._places + more, self._bytes + size
 
     def release(self, visit: Visit) -> None:
         """Gives back what a request has taken."""
@@ -200,27 +206,10 @@ class Door:
         self._bytes -= visit.bytes
         visit.places = visit.bytes = 0
 
-    def _close_oldest_upload(self) -> bool:
-        """Makes room; False where no client has had the time to send its body."""
-        oldest = next(iter(self._uploads), None)
-        if oldest is None or time.perf_counter() - oldest.began < _PATIENCE:
-            return False
-        assert oldest.upload is not None
-        del self._uploads[oldest]
-        if not oldest.upload.expired():
-            oldest.upload.reschedule(0.0)
-        self.release(oldest)
-        return True
-
-    def _entrance(self, scope: Any) -> Entrance | None:
-        full = (one for one in self._entrances if one.matches(scope)[0] is Match.FULL)
-        return next(full, None)
-
-    def _check(self, headers: Headers, path: str, entrance: Entrance | None) -> None:
-        """Refuses by the header alone."""
+    def _check(self, headers: Headers, path: str, is_open: bool) -> None:
         host = headers.get("host", "")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-        # A page of another site whose name leads here (DNS rebinding) has that name.
+        # A page of another site whose name leads here (DNS rebinding) sends that name.
         if self._hosts and name.strip("[]").casefold().removesuffix(".") not in self._hosts:
             raise ApiError(
                 421, f"this server does not answer to the name {name!r:.80}; give --host."
@@ -228,61 +217,49 @@ class Door:
         # Links of other sites may lead to the page, which then asks for the rest itself.
         if path != "/" and headers.get("sec-fetch-site", "") not in _OWN_PAGE:
             raise ApiError(403, "pages of other sites may not ask this server; ask on its page.")
-        sent = headers.get("authorization", "").removeprefix("Bearer ")
-        needs_key = self._options.key and not (entrance is not None and entrance.is_open)
-        if needs_key and not hmac.compare_digest(sent.encode(), self._options.key.encode()):
+        sent = headers.get("authorization", "").removeprefix("Bearer ").encode()
+        needs_key = self._options.key and not is_open
+        if needs_key and not hmac.compare_digest(sent, self._options.key.encode()):
             raise ApiError(
                 401,
                 "the key is missing or wrong; send it as Authorization: Bearer KEY.",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        if entrance is None or entrance.cost is not Cost.QUEUED:
-            return
+
+    def _length(self, headers: Headers) -> int:
+        """Bytes of a JSON body that is to come, at most."""
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # what a foreign page may send without asking first
             raise ApiError(415, "the Content-Type is not application/json; send the body as JSON.")
-        length = headers.get("content-length", "0")
-        if not length.isdecimal() or len(length) > 18 or int(length) > self._most_bytes:
+        length = headers.get("content-length", "")
+        if len(length) > 18 or (length.isdecimal() and int(length) > self._most_bytes):
             raise self._too_large()
+        return int(length) if length.isdecimal() else self._most_bytes
 
-    async def _read(self, receive: Any, visit: Visit) -> bytes:
+    async def _read(self, receive: Any, visit: Visit, length: int) -> bytes:
         """The body, which has a deadline and an end."""
-        body, loop = bytearray(), asyncio.get_running_loop()
-        deadline = loop.time() + self._options.upload
+        body, seconds = bytearray(), self._options.upload
         self._uploads[visit] = None
         try:
-            async with asyncio.timeout_at(min(deadline, visit.deadline)) as visit.upload:
-                while True:
+            async with asyncio.timeout_at(visit.began + seconds) as visit.upload:
+                while not visit.is_sent:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise _Left
                     body += message.get("body", b"")
                     visit.is_sent = not message.get("more_body")
-                    self._make_room(visit, len(body))
-                    if visit.is_sent:
-                        return bytes(body)
-                    more = len(body) / _LEAST_RATE
-                    visit.upload.reschedule(min(deadline + more, visit.deadline))
+                    if len(body) > length:
+                        raise self._too_large()
+                    last = visit.began + seconds + len(body) / _LEAST_RATE
+                    visit.upload.reschedule(min(last, visit.deadline))
         except TimeoutError:
             raise ApiError(
-                408, "the body did not arrive in time, or others needed its room; send it faster."
+                408, "the body did not arrive in time, or others needed its place; send it faster."
             ) from None
         finally:
             self._uploads.pop(visit, None)
-
-    def _make_room(self, visit: Visit, length: int) -> None:
-        """Counts the bytes of large bodies, which wait in memory until they are answered."""
-        if length > self._most_bytes:
-            raise self._too_large()
-        more = max(length - _SMALL, 0) - visit.bytes
-        while more > 0 and self._bytes + more > _BODIES * self._most_bytes:
-            if not self._close_oldest_upload():
-                raise busy("other large requests wait")
-            if visit not in self._uploads:  # it was the oldest itself
-                raise TimeoutError
-        visit.bytes += more
-        self._bytes += more
+        return bytes(body)
 
     def _too_large(self) -> ApiError:
         most = self._options.body
@@ -292,15 +269,14 @@ class Door:
         """Lets the application answer until the deadline, or until the client leaves."""
         answering = asyncio.create_task(self._app(scope, _never, visit.send))
         leaving = asyncio.create_task(_until_left(receive))
-        loop = asyncio.get_running_loop()
-        both = (answering, leaving)
+        both, first = (answering, leaving), asyncio.FIRST_COMPLETED
+        seconds = visit.deadline - asyncio.get_running_loop().time()
         try:
-            first = asyncio.FIRST_COMPLETED
-            await asyncio.wait(both, timeout=visit.deadline - loop.time(), return_when=first)
-            if visit.has_begun and not visit.has_ended and not leaving.done():
-                await asyncio.wait(both, timeout=_LAST_WORDS, return_when=first)
+            await asyncio.wait(both, timeout=seconds, return_when=first)
             if visit.has_ended:  # what is left to do is short
                 await asyncio.wait((answering,), timeout=_LAST_WORDS)
+            elif visit.has_begun and not leaving.done():
+                await asyncio.wait(both, timeout=_LAST_WORDS, return_when=first)
             if answering.done():
                 answering.result()
             elif leaving.done():
@@ -341,3 +317,50 @@ async def _refuse(error: ApiError, receive: Any, visit: Visit) -> None:
                 thrown += len(message.get("body", b""))
                 visit.is_sent = not message.get("more_body")  # or has left
     await visit.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+# What an answer waits for while other threads compute.
+
+
+async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls what computes in a thread; its refusals as ApiErrors."""
+    try:
+        return await asyncio.to_thread(function, *arguments)
+    except Exception as error:
+        raise refusal(error) from error
+
+
+async def finished(work: Any) -> Any:
+    """The result of `online.Pending` or `systems.Asking`; ApiError if the model failed."""
+    try:
+        return await asyncio.wrap_future(work.future)
+    except Exception as error:
+        raise refusal(error) from error
+
+
+class Pieces:
+    """What other threads tell of an answer, in order, for the loop in which this is made."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+
+    def put(self, piece: Any) -> None:
+        """Adds a piece, from any thread."""
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, piece)
+
+    async def of(self, work: Any, visit: Visit) -> AsyncIterator[Any]:
+        """The pieces until `work` is done; ApiError at the request's deadline."""
+        work.future.add_done_callback(lambda _: self.put(_END))
+        while True:
+            try:
+                async with asyncio.timeout_at(visit.deadline):
+                    piece = await self._queue.get()
+            except TimeoutError as error:
+                raise visit.late() from error
+            if piece is _END:
+                return
+            yield piece
+
+
+_END: Any = object()

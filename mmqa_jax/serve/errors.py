@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from starlette.responses import JSONResponse
 
 from mmqa_jax.core.errors import UserError
@@ -12,10 +14,11 @@ from mmqa_jax.prompting.openai_fields import WrongField
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
+@dataclasses.dataclass(eq=False)
 class ApiError(Exception):
     """A request that is refused.
 
-    Args:
+    Attributes:
       status: of HTTP.
       message: one sentence that says what was expected.
       param: the key of the body that it is about.
@@ -23,18 +26,12 @@ class ApiError(Exception):
       headers: of the reply.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ):
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = headers
+    status: int
+    message: str
+    _: dataclasses.KW_ONLY
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] | None = None
 
     def to_json(self) -> dict[str, object]:
         """`{"error": {message, type, param, code}}`."""

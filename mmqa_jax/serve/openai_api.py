@@ -15,7 +15,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from mmqa_jax.decoding.online import OnToken, Pending
+from mmqa_jax.decoding.online import Pending
 from mmqa_jax.decoding.requests import Candidate, Scores, Scoring
 from mmqa_jax.decoding.requests import Request as EngineRequest
 from mmqa_jax.decoding.scheduler import GeneratedSequence
@@ -31,7 +31,7 @@ from mmqa_jax.prompting.openai_requests import (
     read_embedding,
 )
 from mmqa_jax.prompting.served import ServedModel
-from mmqa_jax.serve.door import Visit, visit_of
+from mmqa_jax.serve.door import Pieces, Visit, finished, in_thread, visit_of
 from mmqa_jax.serve.errors import ApiError, refusal, too_long
 from mmqa_jax.serve.metrics import Metrics
 from mmqa_jax.serve.openai_answers import (
@@ -46,7 +46,6 @@ from mmqa_jax.serve.openai_answers import (
 )
 from mmqa_jax.serve.parts import Parts
 from mmqa_jax.serve.systems import Asking
-from mmqa_jax.serve.waiting import Pieces, finished, in_thread, read_body
 
 
 class OpenAIApi:
@@ -73,7 +72,8 @@ class OpenAIApi:
 
     async def completions(self, request: Request) -> Response:
         """Continues texts, or scores them (echo)."""
-        asked, visit = read_completion(await read_body(request)), visit_of(request)
+        visit = visit_of(request)
+        asked = read_completion(await visit.fields())
         model = self._llm(asked.model)
         _check_form(model, asked.form)
         _check_length(model, (text for text in asked.prompts if isinstance(text, str)))
@@ -115,7 +115,8 @@ class OpenAIApi:
 
     async def chat(self, request: Request) -> Response:
         """The next message of a conversation, by a language model or a system."""
-        fields = await read_body(request)
+        visit = visit_of(request)
+        fields = await visit.fields()
         named = fields.names()
         asked = read_chat(fields)
         if asked.model in self._parts.systems:
@@ -123,8 +124,7 @@ class OpenAIApi:
                 raise ApiError(
                     400, f"{asked.model} decodes as it is set up; leave {key} out.", param=key
                 )
-            return await self._chat_with_system(request, asked)
-        visit = visit_of(request)
+            return await self._chat_with_system(visit, asked)
         model = self._llm(asked.model)
         _check_form(model, asked.form)
         _check_length(model, ["".join(message.text for message in asked.messages)])
@@ -133,7 +133,7 @@ class OpenAIApi:
             return await self._streamed(
                 query, model, query.decoding, asked.form, asked.model, visit
             )
-        result = await finished(await in_thread(_submit, model, query, visit))
+        result = await finished(await in_thread(lambda: visit.works(model.submit(query))))
         choices = []
         for draw, candidate in enumerate(result.candidates):
             logprobs = None
@@ -148,7 +148,8 @@ class OpenAIApi:
 
     async def embeddings(self, request: Request) -> Response:
         """The vectors of texts."""
-        asked = read_embedding(await read_body(request))
+        visit = visit_of(request)
+        asked = read_embedding(await visit.fields())
         self._check_name(asked.model, [self._parts.embedder_name])
         for number, text in enumerate(asked.texts):
             if len(text) > _LONGEST_TEXT:
@@ -158,8 +159,7 @@ class OpenAIApi:
                     "embedded; cut it into passages.",
                     param="input",
                 )
-        embedding_all = visit_of(request).works(self._parts.embed(asked.texts))
-        vectors, tokens = await finished(embedding_all)
+        vectors, tokens = await finished(visit.works(self._parts.embed(asked.texts)))
         self._metrics.tokens(tokens, 0)
         rows = [
             embedding(vector, number, as_base64=asked.as_base64)
@@ -168,7 +168,7 @@ class OpenAIApi:
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return JSONResponse({"object": "list", "data": rows, "model": asked.model, "usage": usage})
 
-    async def _chat_with_system(self, request: Request, asked: ChatRequest) -> Response:
+    async def _chat_with_system(self, visit: Visit, asked: ChatRequest) -> Response:
         """The last message is the question; earlier ones are no part of it."""
         system = self._parts.systems[asked.model]
         last = asked.messages[-1]
@@ -182,9 +182,9 @@ class OpenAIApi:
         if pictures and not system.takes_pictures:
             raise ApiError(400, f"{system.label} takes no pictures; remove it.", param="messages")
         picture = pictures[0].data if pictures else None
-        pieces, visit = Pieces(), visit_of(request)
+        pieces = Pieces()
         asking = system.ask(last.text, picture, lambda kind, value: pieces.put((kind, value)))
-        pieces.end_with(visit.works(asking).future)
+        visit.works(asking)
         envelope = Envelope("chat.completion", asked.model)
         if asked.form.stream:
             parts = _system_pieces(asking, pieces, envelope, visit)
@@ -205,8 +205,7 @@ class OpenAIApi:
         """An answer in pieces."""
         pieces = Pieces()
         listener = _listener(model, decoding, pieces)
-        pending = await in_thread(_submit, model, query, visit, listener)
-        pieces.end_with(pending.future)
+        pending = await in_thread(lambda: visit.works(model.submit(query, listener)))
         is_chat = isinstance(query, Chat)
         envelope = Envelope("chat.completion" if is_chat else "text_completion", name)
         choice = _delta if is_chat else _text_choice
@@ -215,7 +214,7 @@ class OpenAIApi:
         async def events() -> AsyncIterator[str]:
             begun: set[int] = set()
             try:
-                async for draw, text, token, finish in pieces.of(visit):
+                async for draw, text, token, finish in pieces.of(pending, visit):
                     logprobs = None
                     if form.logprobs and is_chat:
                         logprobs = chat_logprobs([token], tokenizer)
@@ -275,7 +274,7 @@ async def _system_pieces(
 ) -> AsyncIterator[str]:
     sent = False
     try:
-        async for kind, value in pieces.of(visit):
+        async for kind, value in pieces.of(asking, visit):
             if kind == "text" and value:
                 sent = True
                 yield _event(envelope.piece([_delta(0, value)]))
@@ -327,15 +326,6 @@ def _sized(model: ServedModel, asked: ChatRequest) -> Chat:
     return dataclasses.replace(query, decoding=decoding)
 
 
-def _submit(
-    model: ServedModel,
-    query: Query | EngineRequest | Scoring,
-    visit: Visit,
-    listener: OnToken | None = None,
-) -> Pending:
-    return visit.works(model.submit(query, listener))
-
-
 def _submit_all(model: ServedModel, asked: CompletionRequest, visit: Visit) -> list[Pending]:
     """For each prompt its scores, if it is echoed, and its continuations."""
     pending: list[Pending] = []
@@ -343,9 +333,10 @@ def _submit_all(model: ServedModel, asked: CompletionRequest, visit: Visit) -> l
         if visit.is_over:
             break  # nobody reads the answers
         if asked.form.echo:
-            pending.append(_submit(model, _prompt_scoring(model, prompt), visit))
+            pending.append(visit.works(model.submit(_prompt_scoring(model, prompt))))
         if not asked.is_only_scored:
-            pending.append(_submit(model, _continuation(prompt, asked.decoding), visit))
+            query = _continuation(prompt, asked.decoding)
+            pending.append(visit.works(model.submit(query)))
     return pending
 
 

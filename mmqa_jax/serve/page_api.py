@@ -13,10 +13,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from mmqa_jax.data.schema import Source
 from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.openai_fields import read_picture
-from mmqa_jax.serve.door import visit_of
+from mmqa_jax.serve.door import Pieces, finished, in_thread, visit_of
 from mmqa_jax.serve.errors import ApiError, refusal
 from mmqa_jax.serve.parts import Parts
-from mmqa_jax.serve.waiting import Pieces, finished, in_thread, read_body
 
 _FILES = {
     "page.css": "text/css",
@@ -70,7 +69,8 @@ class PageApi:
 
     async def ask(self, request: Request) -> Response:
         """An answer as server-sent events: those of `systems.py`, then `answer` or `error`."""
-        fields = await read_body(request)
+        pieces, visit = Pieces(), visit_of(request)
+        fields = await visit.fields()
         question, name = fields.take("question", str), fields.take("system", str)
         url = fields.take("image", str, "")
         fields.end()
@@ -81,16 +81,12 @@ class PageApi:
         picture = (await in_thread(read_picture, url, "image")).data if url else None
         if picture is not None and not system.takes_pictures:
             raise ApiError(400, f"{system.label} takes no pictures; remove it.", param="image")
-        pieces, visit = Pieces(), visit_of(request)
-        try:
-            asking = system.ask(question, picture, lambda kind, value: pieces.put((kind, value)))
-        except Exception as error:
-            raise refusal(error) from error
-        pieces.end_with(visit.works(asking).future)
+        asking = system.ask(question, picture, lambda kind, value: pieces.put((kind, value)))
+        visit.works(asking)
 
         async def events() -> AsyncIterator[str]:
             try:
-                async for kind, value in pieces.of(visit):
+                async for kind, value in pieces.of(asking, visit):
                     yield _event(kind, value)
                 yield _event("answer", await finished(asking))
             except Exception as error:

@@ -76,10 +76,8 @@ class System(Protocol):
         """Begins to answer; UserError for a question that cannot be asked."""
 
 
-class Turn(Protocol):
-    """`with turn():` computes when those before it have; CancelledError if nobody asks any more."""
-
-    def __call__(self) -> contextlib.AbstractContextManager[None]: ...
+# `with turn():` computes when those before it have; CancelledError if nobody asks any more.
+Turn = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class Threads:
@@ -133,10 +131,11 @@ class Threads:
         self._pool.shutdown()
 
 
+@dataclasses.dataclass(frozen=True)
 class ReadPassages:
     """Passages of a corpus, found by encoder and BM25 and read by a language model.
 
-    Args:
+    Attributes:
       backend_of: the language model for one user, who is told of the pieces of its text.
     """
 
@@ -147,31 +146,26 @@ class ReadPassages:
     takes_pictures = True
     examples = ()
 
-    def __init__(
-        self,
-        answerer: FolderAnswerer,
-        backend_of: Callable[[Callable[[str], None]], Any],
-        options: LLMReaderOptions,
-        threads: Threads,
-    ):
-        self._answerer, self._backend_of, self._options = answerer, backend_of, options
-        self._threads = threads
+    answerer: FolderAnswerer
+    backend_of: Callable[[Callable[[str], None]], Any]
+    options: LLMReaderOptions
+    threads: Threads
 
     def ask(self, question: str, picture: bytes | None, tell: Tell) -> Asking:
         """See System."""
         check_question(question)
-        backend = self._backend_of(lambda piece: tell("text", piece))
+        backend = self.backend_of(lambda piece: tell("text", piece))
 
         def answer(turn: Turn) -> Row:
-            began, corpus = time.perf_counter(), self._answerer.corpus
+            began, corpus = time.perf_counter(), self.answerer.corpus
             with corpus.asked(question, picture) as asked:
                 tell("queries", [question])
                 with turn():
-                    to_read = self._answerer.find(asked)
+                    to_read = self.answerer.find(asked)
                 rows = source_rows(corpus, to_read.passages)
                 tell("sources", rows)
-                reader = LLMReader(corpus, backend, self._options)
-                answered = self._answerer.read(to_read, reader)
+                reader = LLMReader(corpus, backend, self.options)
+                answered = self.answerer.read(to_read, reader)
             outputs = answered.prediction.trace.get("outputs")
             cited = set(answered.prediction.sources)
             return {
@@ -188,9 +182,10 @@ class ReadPassages:
                 "seconds": round(time.perf_counter() - began, 2),
             }
 
-        return self._threads.start(answer, cancel_of(backend))
+        return self.threads.start(answer, cancel_of(backend))
 
 
+@dataclasses.dataclass(frozen=True)
 class FindPassages:
     """The passages alone, without a language model."""
 
@@ -199,8 +194,8 @@ class FindPassages:
     takes_pictures = False
     examples = ()
 
-    def __init__(self, answerer: FolderAnswerer, threads: Threads):
-        self._answerer, self._threads = answerer, threads
+    answerer: FolderAnswerer
+    threads: Threads
 
     def ask(self, question: str, picture: bytes | None, tell: Tell) -> Asking:
         """See System."""
@@ -208,17 +203,18 @@ class FindPassages:
 
         def answer(turn: Turn) -> Row:
             began = time.perf_counter()
-            with self._answerer.corpus.asked(question) as asked, turn():
-                to_read = self._answerer.find(asked)
-            rows = source_rows(self._answerer.corpus, to_read.passages)
+            with self.answerer.corpus.asked(question) as asked, turn():
+                to_read = self.answerer.find(asked)
+            rows = source_rows(self.answerer.corpus, to_read.passages)
             tell("sources", rows)
             said = NOT_FOUND if to_read.is_refused else "The nearest passages:"
             seconds = time.perf_counter() - began
             return answer_row(question, said, not to_read.is_refused, rows, seconds)
 
-        return self._threads.start(answer)
+        return self.threads.start(answer)
 
 
+@dataclasses.dataclass(frozen=True)
 class FromMemory:
     """The language model alone: what it knows without sources."""
 
@@ -226,37 +222,33 @@ class FromMemory:
     about = "The language model answers from what it learned: nothing is looked up or cited."
     examples = ()
 
-    def __init__(
-        self,
-        corpus: AskedCorpus,
-        backend_of: Callable[[Callable[[str], None]], Any],
-        options: LLMReaderOptions,
-        threads: Threads,
-    ):
-        self._corpus, self._backend_of, self._options = corpus, backend_of, options
-        self._threads = threads
+    corpus: AskedCorpus
+    backend_of: Callable[[Callable[[str], None]], Any]
+    options: LLMReaderOptions
+    threads: Threads
 
     @property
     def takes_pictures(self) -> bool:
         """Whether the model sees."""
-        return self._backend_of(lambda piece: None).takes_pictures is True
+        return self.backend_of(lambda piece: None).takes_pictures is True
 
     def ask(self, question: str, picture: bytes | None, tell: Tell) -> Asking:
         """See System."""
         check_question(question)
-        backend = self._backend_of(lambda piece: tell("text", piece))
+        backend = self.backend_of(lambda piece: tell("text", piece))
 
         def answer(turn: Turn) -> Row:
             began = time.perf_counter()
-            with self._corpus.asked(question, picture) as asked:
-                reader = LLMReader(self._corpus, backend, self._options)
+            with self.corpus.asked(question, picture) as asked:
+                reader = LLMReader(self.corpus, backend, self.options)
                 (said,) = reader.answer([asked], [Ranking(asked.id, (), ())])
             seconds = time.perf_counter() - began
             return answer_row(question, said.answer, bool(said.answer), [], seconds)
 
-        return self._threads.start(answer, cancel_of(backend))
+        return self.threads.start(answer, cancel_of(backend))
 
 
+@dataclasses.dataclass(frozen=True)
 class DemoChain:
     """A demo's own models: two hops of retrieval, VLP's selection, VLP's answer."""
 
@@ -264,19 +256,23 @@ class DemoChain:
     about = "A trained encoder finds sources in up to two hops, VLP selects among them and answers."
     takes_pictures = True
 
-    def __init__(self, answerer: Answerer, threads: Threads):
-        self._answerer, self._threads = answerer, threads
+    answerer: Answerer
+    threads: Threads
+
+    @property
+    def examples(self) -> list[str]:
+        """Questions of its data."""
         tested = answerer.corpus.questions("test")
-        self.examples = [question.question for question in tested[:_EXAMPLES]]
+        return [question.question for question in tested[:_EXAMPLES]]
 
     def ask(self, question: str, picture: bytes | None, tell: Tell) -> Asking:
         """See System."""
         check_question(question)
 
         def answer(turn: Turn) -> Row:
-            began, corpus = time.perf_counter(), self._answerer.corpus
+            began, corpus = time.perf_counter(), self.answerer.corpus
             with turn():  # its programs hold one question
-                answered = self._answerer.answer(question, picture)
+                answered = self.answerer.answer(question, picture)
             tell("queries", list(answered.queries))
             prediction = answered.prediction
             candidates = answered.candidates or Ranking(
@@ -290,7 +286,7 @@ class DemoChain:
             whole = answer_row(question, answered.text, answered.found, rows, seconds)
             return {**whole, "marked": answered.text + marks}
 
-        return self._threads.start(answer)
+        return self.threads.start(answer)
 
 
 def check_question(question: str) -> None:

@@ -213,10 +213,17 @@ CHAT, COMPLETION = "chat/completions", "completions"
         (COMPLETION, {"prompt": ["a"] * 257}, 400, "prompt has 257 prompts, up to 256 at once"),
         (COMPLETION, {"prompt": [10**6]}, 400, "token 1000000, expected 0 to"),
         (COMPLETION, {"prompt": "a" * 200}, 400, "more than engine.length"),
+        # Its longest token has twelve characters: this one is not cut into tokens.
+        (COMPLETION, {"prompt": "a" * (160 * 12 + 1)}, 400, "1,921 characters, more than the model"),
+        (COMPLETION, {"prompt": ["b", "a" * 1921], "echo": True}, 400, "of 160 tokens can hold (1,9"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 1921}]}, 400, "has 1,921 characters"),
+        (COMPLETION, {"prompt": "a" * 1920}, 400, "its prompt of 1920 tokens"),
         (COMPLETION, {"prompt": "a", "max_tokens": 0}, 400, "without echo at least 1"),
         (COMPLETION, {"prompt": "a", "echo": True}, 400, "one token, which nothing precedes"),
         (COMPLETION, {"prompt": "ab", "echo": True, "stream": True}, 400, "without echo"),
         ("embeddings", {"input": []}, 400, "input is"),
+        ("embeddings", {"input": ["a", "b" * 100_001], "model": "vectors"}, 400,
+         "input[1] has 100,001 characters, up to 100,000 are embedded"),
         ("embeddings", {"input": ["a"] * 257}, 400, "input has 257 texts, up to 256 at once"),
         ("embeddings", {"input": "a", "encoding_format": "int8"}, 400,
          'encoding_format is "int8", expected float or base64'),
@@ -306,7 +313,10 @@ def test_beyond_the_queue_requests_are_refused_and_none_is_lost(parts, wanted):
             assert reply.json()["choices"][0]["text"] == wanted["two"].text
         else:
             assert reply.headers["Retry-After"] == "1"
-            assert "6 requests are being served or wait" in reply.json()["error"]["message"]
+            assert (
+                "6 requests, or large ones, are being served or wait"
+                in reply.json()["error"]["message"]
+            )
     assert f'status="429"}} {float(statuses.count(429))}' in counted
     assert parts.unfinished == 0
 

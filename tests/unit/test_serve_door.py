@@ -24,7 +24,6 @@ from mmqa_jax.decoding.requests import Candidate, Result
 from mmqa_jax.runs.asked import AskedCorpus
 from mmqa_jax.serve import connections
 from mmqa_jax.serve.app import make_app
-from mmqa_jax.serve.door import Cost
 from mmqa_jax.serve.options import ServeOptions
 from mmqa_jax.serve.parts import Parts
 from mmqa_jax.serve.systems import Threads, answer_row
@@ -216,11 +215,9 @@ def queued(request, client):
 
 
 def test_the_table_has_every_route(client):
-    entrances = {one.path: one.cost for one in client.app._entrances}
-    assert {path for path, cost in entrances.items() if cost is Cost.AT_ONCE} == set(AT_ONCE)
-    assert {path for path, cost in entrances.items() if cost is Cost.QUEUED} == {
-        path for path, _ in QUEUED.values()
-    }
+    is_queued = {one.path: one.is_queued for one in client.app._entrances}
+    queued = dict.fromkeys((path for path, _ in QUEUED.values()), True)
+    assert is_queued == dict.fromkeys(AT_ONCE, False) | queued
 
 
 # What is refused by its header, on any route.
@@ -349,7 +346,7 @@ def test_a_full_queue(client, queued):
     assert soon(lambda: client.app._places == OPTIONS.queue)
     assert soon(lambda: not client.app._uploads)
     status, text = client.ask(path, b"", length=100)
-    assert (status, "2 requests are being served or wait" in text) == (429, True)
+    assert (status, "2 requests, or large ones, are being" in text) == (429, True)
     assert client.ask("/healthz")[0] == 200
     client.slow.gate.set()
     assert [reply_of(one)[0] for one in taken] == [200] * OPTIONS.queue
@@ -394,7 +391,7 @@ def test_large_bodies_that_wait_have_an_end(monkeypatch):
         first = client.send(path, large)
         assert soon(lambda: client.slow.begun == 1)
         status, text = client.ask(path, large)
-        assert (status, "other large requests wait" in text) == (429, True)
+        assert (status, "or large ones, are being served" in text) == (429, True)
         small = client.send(path, body_of(1))
         client.slow.gate.set()
         assert [reply_of(one)[0] for one in (first, small)] == [200, 200]
