@@ -21,20 +21,24 @@ _BACKLOG = 2048
 class BoundedProtocol(H11Protocol):
     """uvicorn's HTTP/1.1, which has no deadline for a header and no bound on idle connections.
 
-    A connection that has sent no whole header in time is closed. Where there are too many, those
-    that have waited longest for their header are.
+    A connection that has sent no whole header in time is closed. Where there are too many, the one
+    that has waited longest for its header is.
 
     Args:
       waiting: connections without a whole header, the oldest first; one for all.
       most: connections.
-      seconds: in which a header has to arrive.
     """
 
     def __init__(
-        self, waiting: dict[BoundedProtocol, None], most: int, seconds: float, **options: Any
+        self,
+        waiting: dict[BoundedProtocol, None],
+        most: int,
+        options: ServeOptions,
+        **given: Any,
     ):
-        super().__init__(**options)
-        self._waiting, self._most, self._seconds = waiting, most, seconds
+        super().__init__(**given)
+        self._waiting, self._most, self._options = waiting, most, options
+        self._served: Any = None  # the request that was being served at the last look
         self._end: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -42,7 +46,7 @@ class BoundedProtocol(H11Protocol):
         super().connection_made(transport)
         self._look()
         if len(self.connections) > self._most:
-            next(iter(self._waiting)).abort()
+            next(iter(self._waiting))._abort()
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
@@ -57,32 +61,38 @@ class BoundedProtocol(H11Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         """See asyncio.Protocol."""
         super().connection_lost(error)
-        self._wait_no_more()
-
-    def abort(self) -> None:
-        """Closes the connection at once, whatever is still to be sent."""
-        self._wait_no_more()
-        self.connections.discard(self)
-        self.transport.abort()
+        self._forget()
 
     def _look(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._wait_no_more()
-        elif self not in self._waiting:
+        """Starts the clock of what the connection waits for."""
+        is_served = self.cycle is not None and not self.cycle.response_complete
+        served = self.cycle if is_served else None
+        if served is self._served and self._end is not None:
+            return
+        self._forget()
+        self._served = served
+        if is_served:  # the door ends requests, but not replies that nobody reads
+            self._end = self.loop.call_later(self._options.timeout + _GRACE, self._abort)
+        else:  # a reply may still be on its way: it is sent to its end
             self._waiting[self] = None
-            self._end = self.loop.call_later(self._seconds, self.abort)
+            self._end = self.loop.call_later(self._options.header, self.transport.close)
 
-    def _wait_no_more(self) -> None:
+    def _forget(self) -> None:
         self._waiting.pop(self, None)
         if self._end is not None:
             self._end.cancel()
+
+    def _abort(self) -> None:
+        self._forget()
+        self.connections.discard(self)
+        self.transport.abort()
 
 
 def make_server(app: Any, options: ServeOptions) -> uvicorn.Server:
     """A server of an ASGI application, not yet running."""
     files = _open_files()
     most, waiting = min(files // 2, _MOST), dict[BoundedProtocol, None]()
-    protocol = functools.partial(BoundedProtocol, waiting, most, options.header)
+    protocol = functools.partial(BoundedProtocol, waiting, most, options)
     config = uvicorn.Config(
         app,
         http=protocol,  # type: ignore[arg-type]  # what makes one is enough

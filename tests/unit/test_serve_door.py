@@ -112,14 +112,16 @@ class Slow:
 
 
 def app_of(slow, options):
-    corpus = Corpus([Source("a", "image", "", image="a.png")], read_picture=lambda name: PIXEL)
+    pictures = {"a.png": PNG, "large.png": PNG.ljust(2**25)}
+    sources = [Source(name[:-4], "image", "", image=name) for name in pictures]
+    corpus = Corpus(sources, read_picture=pictures.__getitem__)
     return make_app(
         Parts("x", slow, "tiny", slow, "vectors", {"search": slow}, AskedCorpus(corpus), slow.threads),
         options,
     )  # fmt: skip
 
 
-PIXEL = b"\x89PNG\r\n\x1a\n"
+PNG = b"\x89PNG\r\n\x1a\n"
 
 
 class Client:
@@ -314,6 +316,16 @@ def test_a_slow_header(client, path):
         while part := kept.recv(2**16):
             data += part
     assert data.count(b"HTTP/1.1 ") == 1
+
+
+def test_a_reply_that_is_read_slowly_is_sent_to_its_end(client):
+    """Longer than a header may take."""
+    with client.send("/api/picture/large") as connection:
+        time.sleep(3 * OPTIONS.header)
+        length = 0
+        while part := connection.recv(2**20):
+            length += len(part)
+    assert length > 2**25
 
 
 def test_a_client_that_leaves_while_its_request_waits(client, queued):
