@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 from collections.abc import AsyncIterator
 
@@ -20,6 +21,8 @@ from mmqa_jax.serve.openai_api import OpenAIApi
 from mmqa_jax.serve.options import ServeOptions
 from mmqa_jax.serve.page_api import PageApi
 from mmqa_jax.serve.parts import Parts
+
+_THREADS = 64  # that read requests, hand them to the model, and read pictures
 
 
 def make_app(parts: Parts, options: ServeOptions) -> Door:
@@ -40,6 +43,8 @@ def make_app(parts: Parts, options: ServeOptions) -> Door:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "request")
+        asyncio.get_running_loop().set_default_executor(threads)
         yield
         await asyncio.to_thread(parts.close)
 
