@@ -360,6 +360,15 @@ def test_a_client_that_leaves_ends_the_work(parts, server):
     assert waited(lambda: parts.unfinished == 0)
 
 
+def test_for_a_user_who_has_left_the_model_is_not_asked(parts):
+    """Though he left before his question came to the model, while passages were looked for."""
+    session = parts.llm.session()
+    session.cancel()
+    with pytest.raises(concurrent.futures.CancelledError):
+        list(session.answer([Completion(0, "two", Decoding(150))]))
+    assert waited(lambda: parts.unfinished == 0)
+
+
 def waited(holds) -> bool:
     """Whether something holds soon."""
     deadline = time.monotonic() + 20
