@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import resource
+import socket
 from typing import Any
 
 import uvicorn
@@ -15,7 +16,7 @@ from mmqa_jax.serve.options import ServeOptions
 _GRACE = 10  # seconds beyond an answer's own limit that the end waits for answers
 _MOST_FILES = 2**16
 _MOST = 4096  # connections
-_BACKLOG = 2048
+BACKLOG = 2048  # connections that wait to be accepted
 
 
 class BoundedProtocol(H11Protocol):
@@ -88,6 +89,15 @@ class BoundedProtocol(H11Protocol):
         self.transport.abort()
 
 
+class _Server(uvicorn.Server):
+    """More connections may wait than are accepted at once: else clients try again after seconds."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(BACKLOG)
+
+
 def make_server(app: Any, options: ServeOptions) -> uvicorn.Server:
     """A server of an ASGI application, not yet running."""
     files = _open_files()
@@ -101,20 +111,19 @@ def make_server(app: Any, options: ServeOptions) -> uvicorn.Server:
         loop="asyncio",
         log_level="warning",
         access_log=False,
-        # As many are accepted at once, a few times before the first of them is closed.
-        backlog=min(files // 16, _BACKLOG),
+        # As many are accepted at once, a few times before the first of them can be closed.
+        backlog=min(files // 16, BACKLOG),
         timeout_graceful_shutdown=int(options.timeout) + _GRACE,
         server_header=False,
         proxy_headers=False,
     )
-    return uvicorn.Server(config)
+    return _Server(config)
 
 
 def _open_files() -> int:
     """How many files this process may have open, raised as far as that is allowed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1: any number
+    most = min(hard, _MOST_FILES) if hard >= 0 else _MOST_FILES
+    if 0 <= soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        return most
-    return most if soft == resource.RLIM_INFINITY else soft
+    return max(soft, most)

@@ -21,7 +21,7 @@ from starlette.routing import Match, Route
 
 from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.prompting.openai_fields import Fields
-from mmqa_jax.serve.errors import ApiError, busy, refusal
+from mmqa_jax.serve.errors import ApiError, busy
 from mmqa_jax.serve.metrics import Metrics
 from mmqa_jax.serve.options import LOOPBACK, ServeOptions
 
@@ -100,9 +100,9 @@ class Visit:
         await self._send(message)
 
     async def fields(self) -> Fields:
-        """The JSON object that was sent; ApiError if it is none."""
+        """The JSON object that was sent; an ApiError or UserError if it is none."""
         text, self.body = self.body, b""
-        body = await in_thread(lambda: parse_json(text, "the body", remedy="send JSON"))
+        body = await asyncio.to_thread(parse_json, text, "the body", remedy="send JSON")
         if not isinstance(body, dict):
             raise ApiError(400, "the body is no JSON object; send {...}.")
         return Fields(body)
@@ -317,25 +317,6 @@ async def _refuse(error: ApiError, receive: Any, visit: Visit) -> None:
                 thrown += len(message.get("body", b""))
                 visit.is_sent = not message.get("more_body")  # or has left
     await visit.send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-# What an answer waits for while other threads compute.
-
-
-async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls what computes in a thread; its refusals as ApiErrors."""
-    try:
-        return await asyncio.to_thread(function, *arguments)
-    except Exception as error:
-        raise refusal(error) from error
-
-
-async def finished(work: Any) -> Any:
-    """The result of `online.Pending` or `systems.Asking`; ApiError if the model failed."""
-    try:
-        return await asyncio.wrap_future(work.future)
-    except Exception as error:
-        raise refusal(error) from error
 
 
 class Pieces:

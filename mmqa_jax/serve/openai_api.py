@@ -6,6 +6,7 @@ well, with the last message as the question.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import time
@@ -31,7 +32,7 @@ from mmqa_jax.prompting.openai_requests import (
     read_embedding,
 )
 from mmqa_jax.prompting.served import ServedModel
-from mmqa_jax.serve.door import Pieces, Visit, finished, in_thread, visit_of
+from mmqa_jax.serve.door import Pieces, Visit, visit_of
 from mmqa_jax.serve.errors import ApiError, refusal, too_long
 from mmqa_jax.serve.metrics import Metrics
 from mmqa_jax.serve.openai_answers import (
@@ -83,8 +84,8 @@ class OpenAIApi:
                 query, model, asked.decoding, asked.form, asked.model, visit
             )
         visit.take(len(asked.prompts) * (asked.form.echo + (not asked.is_only_scored)))
-        pending = await in_thread(_submit_all, model, asked, visit)
-        results = [await finished(work) for work in pending]
+        pending = await asyncio.to_thread(_submit_all, model, asked, visit)
+        results = [await asyncio.wrap_future(work.future) for work in pending]
         tokenizer = model.backend.tokenizer
         choices, prompt_tokens, new_tokens = [], 0, 0
         for number, prompt in enumerate(asked.prompts):
@@ -101,14 +102,9 @@ class OpenAIApi:
                 if asked.form.logprobs:
                     tokens = [*echoed, *tokens_of(candidate, top=asked.form.top)]
                     logprobs = completion_logprobs(tokens, tokenizer, top=asked.form.top)
-                choices.append(
-                    {
-                        "text": begin + (candidate.text or ""),
-                        "index": number * len(candidates) + draw,
-                        "logprobs": logprobs,
-                        "finish_reason": finish_of(candidate.finish),
-                    }
-                )
+                index, answer = number * len(candidates) + draw, begin + (candidate.text or "")
+                finish = finish_of(candidate.finish)
+                choices.append(_text_choice(index, answer, finish, logprobs=logprobs))
         self._metrics.tokens(prompt_tokens, new_tokens)
         envelope = Envelope("text_completion", asked.model)
         return JSONResponse(envelope.whole(choices, usage_of(prompt_tokens, new_tokens)))
@@ -128,12 +124,13 @@ class OpenAIApi:
         model = self._llm(asked.model)
         _check_form(model, asked.form)
         _check_length(model, ["".join(message.text for message in asked.messages)])
-        query = await in_thread(_sized, model, asked)
+        query = await asyncio.to_thread(_sized, model, asked)
         if asked.form.stream:
             return await self._streamed(
                 query, model, query.decoding, asked.form, asked.model, visit
             )
-        result = await finished(await in_thread(lambda: visit.works(model.submit(query))))
+        pending = await asyncio.to_thread(lambda: visit.works(model.submit(query)))
+        result = await asyncio.wrap_future(pending.future)
         choices = []
         for draw, candidate in enumerate(result.candidates):
             logprobs = None
@@ -159,7 +156,8 @@ class OpenAIApi:
                     "embedded; cut it into passages.",
                     param="input",
                 )
-        vectors, tokens = await finished(visit.works(self._parts.embed(asked.texts)))
+        embedded = visit.works(self._parts.embed(asked.texts))
+        vectors, tokens = await asyncio.wrap_future(embedded.future)
         self._metrics.tokens(tokens, 0)
         rows = [
             embedding(vector, number, as_base64=asked.as_base64)
@@ -189,7 +187,7 @@ class OpenAIApi:
         if asked.form.stream:
             parts = _system_pieces(asking, pieces, envelope, visit)
             return StreamingResponse(parts, media_type="text/event-stream")
-        row = await finished(asking)
+        row = await asyncio.wrap_future(asking.future)
         choice = _chat_choice(0, row["answer"], "end", None)
         return JSONResponse(envelope.whole([choice], None, sources=row["sources"]))
 
@@ -205,7 +203,7 @@ class OpenAIApi:
         """An answer in pieces."""
         pieces = Pieces()
         listener = _listener(model, decoding, pieces)
-        pending = await in_thread(lambda: visit.works(model.submit(query, listener)))
+        pending = await asyncio.to_thread(lambda: visit.works(model.submit(query, listener)))
         is_chat = isinstance(query, Chat)
         envelope = Envelope("chat.completion" if is_chat else "text_completion", name)
         choice = _delta if is_chat else _text_choice
@@ -228,7 +226,7 @@ class OpenAIApi:
                     if finish:
                         last = choice(draw, None if is_chat else "", finish_of(finish))
                         yield _event(envelope.piece([last]))
-                result = await finished(pending)
+                result = await asyncio.wrap_future(pending.future)
                 new_tokens = sum(len(candidate.tokens) for candidate in result.candidates)
                 self._metrics.tokens(result.prompt_tokens, new_tokens)
                 if form.usage:
@@ -278,7 +276,7 @@ async def _system_pieces(
             if kind == "text" and value:
                 sent = True
                 yield _event(envelope.piece([_delta(0, value)]))
-        row = await finished(asking)
+        row = await asyncio.wrap_future(asking.future)
         if not sent:  # nothing was decoded: the question was refused
             yield _event(envelope.piece([_delta(0, row["answer"])]))
         end = envelope.piece([_delta(0, None, "stop")], sources=row["sources"])

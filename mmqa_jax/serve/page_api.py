@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from importlib import resources
@@ -13,7 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from mmqa_jax.data.schema import Source
 from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.openai_fields import read_picture
-from mmqa_jax.serve.door import Pieces, finished, in_thread, visit_of
+from mmqa_jax.serve.door import Pieces, visit_of
 from mmqa_jax.serve.errors import ApiError, refusal
 from mmqa_jax.serve.parts import Parts
 
@@ -78,7 +79,7 @@ class PageApi:
             known = ", ".join(self._parts.systems)
             raise ApiError(404, f"no system {name!r:.80}; there are: {known}.", param="system")
         system = self._parts.systems[name]
-        picture = (await in_thread(read_picture, url, "image")).data if url else None
+        picture = (await asyncio.to_thread(read_picture, url, "image")).data if url else None
         if picture is not None and not system.takes_pictures:
             raise ApiError(400, f"{system.label} takes no pictures; remove it.", param="image")
         asking = system.ask(question, picture, lambda kind, value: pieces.put((kind, value)))
@@ -88,7 +89,7 @@ class PageApi:
             try:
                 async for kind, value in pieces.of(asking, visit):
                     yield _event(kind, value)
-                yield _event("answer", await finished(asking))
+                yield _event("answer", await asyncio.wrap_future(asking.future))
             except Exception as error:
                 yield _event("error", refusal(error).to_json()["error"])
 
@@ -118,7 +119,7 @@ class PageApi:
         """A source's picture, as it is encoded."""
         row = self._row(request.path_params["name"])
         assert self._parts.corpus is not None
-        data = await in_thread(self._parts.corpus.picture, row)
+        data = await asyncio.to_thread(self._parts.corpus.picture, row)
         if data is None:
             raise ApiError(404, "this source has no picture.")
         try:

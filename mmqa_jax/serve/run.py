@@ -25,7 +25,7 @@ from mmqa_jax.runs.prepare import folder_notes
 from mmqa_jax.runs.row import recorded_row
 from mmqa_jax.runs.workdirs import finished_rows, kind_of
 from mmqa_jax.serve.app import make_app
-from mmqa_jax.serve.connections import make_server
+from mmqa_jax.serve.connections import BACKLOG, make_server
 from mmqa_jax.serve.options import LOOPBACK, ServeOptions
 from mmqa_jax.serve.parts import Parts
 from mmqa_jax.serve.row_system import RowSystem
@@ -131,7 +131,7 @@ def serve(parts: Parts, listening: socket.socket, options: ServeOptions) -> None
     """Answers until SIGINT or SIGTERM; then what has begun is answered, and nothing new taken."""
     host, port = listening.getsockname()[:2]
     server = make_server(make_app(parts, options), options)
-    listening.listen(server.config.backlog)  # who reads the address below may connect at once
+    listening.listen(BACKLOG)  # who reads the address below may connect at once
     address = f"[{host}]" if ":" in host else host
     names = ", ".join(parts.model_names)
     print(f"mmqa serve: http://{address}:{port}/ (API: /v1, models: {names})", file=sys.stderr)
