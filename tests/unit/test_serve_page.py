@@ -181,6 +181,7 @@ def test_clicks_in_a_browser(address):
         page.click(".candidates summary")
         assert page.locator(".candidates .source").count() == 3
         assert page.locator(".candidates img").count() == 1
+        page.wait_for_function("document.querySelector('.candidates img').naturalWidth > 0")
         page.select_option("#system", "memory")
         page.fill("#question", "filter?")
         page.click("#send")
