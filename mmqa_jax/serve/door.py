@@ -163,9 +163,10 @@ class Door:
         matched = (one for one in self._entrances if one.matches(scope)[0] is Match.FULL)
         entrance = next(matched, None)
         try:
-            self._check(Headers(scope=scope), scope["path"], entrance is None or entrance.is_open)
+            headers, is_open = Headers(scope=scope), entrance is not None and entrance.is_open
+            self._check(headers, scope["path"], is_open)
             if entrance is not None and entrance.is_queued:
-                length = self._length(Headers(scope=scope))
+                length = self._length(headers)
                 self.take(visit, 1, length if length > _SMALL else 0)
                 visit.body = await self._read(receive, visit, length)
             await self._answer(scope, receive, visit)

@@ -276,6 +276,7 @@ def test_a_key(parts):
     with served(parts, key="secret") as address:
         assert WEB.get(f"{address}/healthz").status_code == 200
         assert WEB.get(f"{address}/").status_code == 200
+        assert WEB.get(f"{address}/no/such/path").status_code == 401
         for path in ("/v1/models", "/metrics", "/api/about"):
             for key, status in [("none", 401), ("secre", 401), ("secret", 200)]:
                 sent = {"Authorization": f"Bearer {key}"}
