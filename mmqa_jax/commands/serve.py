@@ -47,7 +47,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=default.queue,
         metavar="N",
-        help=f"requests that wait or are answered at once; beyond them 429 ({default.queue})",
+        help="requests that wait or are answered at once, each prompt of a completion counted; "
+        f"beyond them 429 ({default.queue})",
     )
     parser.add_argument(
         "--timeout",

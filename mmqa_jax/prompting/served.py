@@ -60,6 +60,7 @@ class ServedBackend:
         self._model, self._on_text = model, on_text
         self.usage, self.failures = Usage(), list[Failure]()
         self._pending: list[Pending] = []
+        self._is_cancelled = False
 
     @property
     def takes_pictures(self) -> bool:
@@ -90,6 +91,8 @@ class ServedBackend:
         except BaseException:
             self.cancel()  # those that were taken, of which nobody hears any more
             raise
+        if self._is_cancelled:  # while they were submitted, or before
+            self.cancel()
         for query, pending in zip(asked, self._pending, strict=True):
             answer = pending.future.result()
             self.usage.requests += 1
@@ -100,7 +103,8 @@ class ServedBackend:
             yield dataclasses.replace(answer, id=query.id)
 
     def cancel(self) -> None:
-        """Ends the work on what is unanswered; `answer` then raises CancelledError."""
+        """Ends the work on all that is unanswered; `answer` raises CancelledError from now on."""
+        self._is_cancelled = True
         for pending in self._pending:
             pending.cancel()
 

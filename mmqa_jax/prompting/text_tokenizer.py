@@ -6,6 +6,7 @@ goes through published_tokenizer.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -91,6 +92,11 @@ class TextTokenizer:
     def vocab_size(self) -> int:
         """Number of tokens, special ones included."""
         return self._tokenizer.get_vocab_size()
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: a text of n times as many has n tokens or more."""
+        return max(map(len, self._tokenizer.get_vocab()))
 
     def save(self, folder: Path) -> None:
         """Writes the files from which `open_tokenizer` makes an equal one."""

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
 from mmqa_jax.decoding.online import Pending
 from mmqa_jax.decoding.requests import Candidate, Scores, Scoring
@@ -34,8 +32,8 @@ from mmqa_jax.prompting.openai_requests import (
     read_embedding,
 )
 from mmqa_jax.prompting.served import ServedModel
-from mmqa_jax.serve.bodies import read_body
-from mmqa_jax.serve.errors import ApiError
+from mmqa_jax.serve.door import Pieces, Visit, visit_of
+from mmqa_jax.serve.errors import ApiError, refusal, too_long
 from mmqa_jax.serve.metrics import Metrics
 from mmqa_jax.serve.openai_answers import (
     Envelope,
@@ -48,31 +46,19 @@ from mmqa_jax.serve.openai_answers import (
     usage_of,
 )
 from mmqa_jax.serve.parts import Parts
-from mmqa_jax.serve.systems import System
-from mmqa_jax.serve.waiting import Pieces, finished, in_thread, refusal
+from mmqa_jax.serve.systems import Asking
 
 
 class OpenAIApi:
-    """The routes under /v1.
+    """What the routes under /v1 answer.
 
     Args:
       parts: what there is to answer with.
-      seconds: that an answer may take.
     """
 
-    def __init__(self, parts: Parts, metrics: Metrics, seconds: float):
-        self._parts, self._metrics, self._seconds = parts, metrics, seconds
+    def __init__(self, parts: Parts, metrics: Metrics):
+        self._parts, self._metrics = parts, metrics
         self._started = int(time.time())
-
-    def routes(self) -> list[Route]:
-        """Of the application."""
-        return [
-            Route("/v1/models", self.models),
-            Route("/v1/models/{name:path}", self.model),
-            Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
-        ]
 
     async def models(self, request: Request) -> Response:
         """The names that requests may give as `model`."""
@@ -87,15 +73,19 @@ class OpenAIApi:
 
     async def completions(self, request: Request) -> Response:
         """Continues texts, or scores them (echo)."""
-        asked = read_completion(await read_body(request))
+        visit = visit_of(request)
+        asked = read_completion(await visit.fields())
         model = self._llm(asked.model)
         _check_form(model, asked.form)
+        _check_length(model, (text for text in asked.prompts if isinstance(text, str)))
         if asked.form.stream:
             query = _continuation(asked.prompts[0], asked.decoding)
-            return await self._streamed(query, model, asked.decoding, asked.form, asked.model)
-        submit = functools.partial(_submit_all, model, asked)
-        pending = await in_thread(submit)
-        results = await finished(request, pending, self._seconds)
+            return await self._streamed(
+                query, model, asked.decoding, asked.form, asked.model, visit
+            )
+        visit.take(len(asked.prompts) * (asked.form.echo + (not asked.is_only_scored)))
+        pending = await asyncio.to_thread(_submit_all, model, asked, visit)
+        results = [await asyncio.wrap_future(work.future) for work in pending]
         tokenizer = model.backend.tokenizer
         choices, prompt_tokens, new_tokens = [], 0, 0
         for number, prompt in enumerate(asked.prompts):
@@ -112,21 +102,17 @@ class OpenAIApi:
                 if asked.form.logprobs:
                     tokens = [*echoed, *tokens_of(candidate, top=asked.form.top)]
                     logprobs = completion_logprobs(tokens, tokenizer, top=asked.form.top)
-                choices.append(
-                    {
-                        "text": begin + (candidate.text or ""),
-                        "index": number * len(candidates) + draw,
-                        "logprobs": logprobs,
-                        "finish_reason": finish_of(candidate.finish),
-                    }
-                )
+                index, answer = number * len(candidates) + draw, begin + (candidate.text or "")
+                finish = finish_of(candidate.finish)
+                choices.append(_text_choice(index, answer, finish, logprobs=logprobs))
         self._metrics.tokens(prompt_tokens, new_tokens)
         envelope = Envelope("text_completion", asked.model)
         return JSONResponse(envelope.whole(choices, usage_of(prompt_tokens, new_tokens)))
 
     async def chat(self, request: Request) -> Response:
         """The next message of a conversation, by a language model or a system."""
-        fields = await read_body(request)
+        visit = visit_of(request)
+        fields = await visit.fields()
         named = fields.names()
         asked = read_chat(fields)
         if asked.model in self._parts.systems:
@@ -134,14 +120,17 @@ class OpenAIApi:
                 raise ApiError(
                     400, f"{asked.model} decodes as it is set up; leave {key} out.", param=key
                 )
-            return await self._chat_with_system(request, asked)
+            return await self._chat_with_system(visit, asked)
         model = self._llm(asked.model)
         _check_form(model, asked.form)
-        query = await in_thread(_sized, model, asked)
+        _check_length(model, ["".join(message.text for message in asked.messages)])
+        query = await asyncio.to_thread(_sized, model, asked)
         if asked.form.stream:
-            return await self._streamed(query, model, query.decoding, asked.form, asked.model)
-        pending = await in_thread(model.submit, query)
-        (result,) = await finished(request, [pending], self._seconds)
+            return await self._streamed(
+                query, model, query.decoding, asked.form, asked.model, visit
+            )
+        pending = await asyncio.to_thread(lambda: visit.works(model.submit(query)))
+        result = await asyncio.wrap_future(pending.future)
         choices = []
         for draw, candidate in enumerate(result.candidates):
             logprobs = None
@@ -156,9 +145,19 @@ class OpenAIApi:
 
     async def embeddings(self, request: Request) -> Response:
         """The vectors of texts."""
-        asked = read_embedding(await read_body(request))
+        visit = visit_of(request)
+        asked = read_embedding(await visit.fields())
         self._check_name(asked.model, [self._parts.embedder_name])
-        vectors, tokens = await in_thread(self._parts.embed, asked.texts)
+        for number, text in enumerate(asked.texts):
+            if len(text) > _LONGEST_TEXT:
+                raise ApiError(
+                    400,
+                    f"input[{number}] has {len(text):,} characters, up to {_LONGEST_TEXT:,} are "
+                    "embedded; cut it into passages.",
+                    param="input",
+                )
+        embedded = visit.works(self._parts.embed(asked.texts))
+        vectors, tokens = await asyncio.wrap_future(embedded.future)
         self._metrics.tokens(tokens, 0)
         rows = [
             embedding(vector, number, as_base64=asked.as_base64)
@@ -167,7 +166,7 @@ class OpenAIApi:
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return JSONResponse({"object": "list", "data": rows, "model": asked.model, "usage": usage})
 
-    async def _chat_with_system(self, request: Request, asked: ChatRequest) -> Response:
+    async def _chat_with_system(self, visit: Visit, asked: ChatRequest) -> Response:
         """The last message is the question; earlier ones are no part of it."""
         system = self._parts.systems[asked.model]
         last = asked.messages[-1]
@@ -183,33 +182,14 @@ class OpenAIApi:
         picture = pictures[0].data if pictures else None
         pieces = Pieces()
         asking = system.ask(last.text, picture, lambda kind, value: pieces.put((kind, value)))
-        pieces.end_with(asking.future)
+        visit.works(asking)
         envelope = Envelope("chat.completion", asked.model)
         if asked.form.stream:
-            parts = self._system_pieces(system, asking, pieces, envelope)
+            parts = _system_pieces(asking, pieces, envelope, visit)
             return StreamingResponse(parts, media_type="text/event-stream")
-        (row,) = await finished(request, [asking], self._seconds)
+        row = await asyncio.wrap_future(asking.future)
         choice = _chat_choice(0, row["answer"], "end", None)
         return JSONResponse(envelope.whole([choice], None, sources=row["sources"]))
-
-    async def _system_pieces(
-        self, system: System, asking: Pending, pieces: Pieces, envelope: Envelope
-    ) -> AsyncIterator[str]:
-        sent = False
-        try:
-            async for kind, value in pieces.until(self._seconds):
-                if kind == "text" and value:
-                    sent = True
-                    yield _event(envelope.piece([_delta(0, value)]))
-            row = await asyncio.wrap_future(asking.future)
-            if not sent:  # nothing was decoded: the question was refused
-                yield _event(envelope.piece([_delta(0, row["answer"])]))
-            end = envelope.piece([_delta(0, None, "stop")], sources=row["sources"])
-            yield _event(end) + _DONE
-        except Exception as error:
-            yield _event(refusal(error).to_json())
-        finally:
-            asking.cancel()
 
     async def _streamed(
         self,
@@ -218,12 +198,12 @@ class OpenAIApi:
         decoding: Decoding,
         form: Form,
         name: str,
+        visit: Visit,
     ) -> StreamingResponse:
         """An answer in pieces."""
         pieces = Pieces()
-        submit = functools.partial(model.submit, query, _listener(model, decoding, pieces))
-        pending = await in_thread(submit)
-        pieces.end_with(pending.future)
+        listener = _listener(model, decoding, pieces)
+        pending = await asyncio.to_thread(lambda: visit.works(model.submit(query, listener)))
         is_chat = isinstance(query, Chat)
         envelope = Envelope("chat.completion" if is_chat else "text_completion", name)
         choice = _delta if is_chat else _text_choice
@@ -232,7 +212,7 @@ class OpenAIApi:
         async def events() -> AsyncIterator[str]:
             begun: set[int] = set()
             try:
-                async for draw, text, token, finish in pieces.until(self._seconds):
+                async for draw, text, token, finish in pieces.of(pending, visit):
                     logprobs = None
                     if form.logprobs and is_chat:
                         logprobs = chat_logprobs([token], tokenizer)
@@ -254,8 +234,6 @@ class OpenAIApi:
                 yield _DONE
             except Exception as error:
                 yield _event(refusal(error).to_json())
-            finally:
-                pending.cancel()  # the client may have left
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
@@ -280,12 +258,31 @@ class OpenAIApi:
 
 
 _NOTHING = Candidate("", (), 0.0, (), "length")  # what is generated where a prompt is only scored
+_LONGEST_TEXT = 100_000  # characters of a text that is embedded
 _DONE = "data: [DONE]\n\n"
 # Keys of a chat that say how a language model decodes.
 _DECODING = {
     *("temperature", "top_p", "top_k", "n", "stop", "seed"),
     *("max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "stream_options"),
 }
+
+
+async def _system_pieces(
+    asking: Asking, pieces: Pieces, envelope: Envelope, visit: Visit
+) -> AsyncIterator[str]:
+    sent = False
+    try:
+        async for kind, value in pieces.of(asking, visit):
+            if kind == "text" and value:
+                sent = True
+                yield _event(envelope.piece([_delta(0, value)]))
+        row = await asyncio.wrap_future(asking.future)
+        if not sent:  # nothing was decoded: the question was refused
+            yield _event(envelope.piece([_delta(0, row["answer"])]))
+        end = envelope.piece([_delta(0, None, "stop")], sources=row["sources"])
+        yield _event(end) + _DONE
+    except Exception as error:
+        yield _event(refusal(error).to_json())
 
 
 def _event(value: Any) -> str:
@@ -297,6 +294,18 @@ def _check_form(model: ServedModel, form: Form) -> None:
     for key, reason in model.backend.cannot.items():
         if getattr(form, key):
             raise ApiError(400, f"{key}: {reason}.", param=key)
+
+
+def _check_length(model: ServedModel, texts: Iterable[str]) -> None:
+    """ApiError for a text that has too many tokens however it is cut, before it is."""
+    backend = model.backend
+    most = backend.length * backend.tokenizer.longest_token
+    for text in texts:
+        if len(text) > most:
+            raise too_long(
+                f"the prompt has {len(text):,} characters, more than the model's context of "
+                f"{backend.length:,} tokens can hold ({most:,}); shorten it."
+            )
 
 
 def _continuation(prompt: Prompt, decoding: Decoding) -> Query | EngineRequest:
@@ -315,19 +324,17 @@ def _sized(model: ServedModel, asked: ChatRequest) -> Chat:
     return dataclasses.replace(query, decoding=decoding)
 
 
-def _submit_all(model: ServedModel, asked: CompletionRequest) -> list[Pending]:
+def _submit_all(model: ServedModel, asked: CompletionRequest, visit: Visit) -> list[Pending]:
     """For each prompt its scores, if it is echoed, and its continuations."""
     pending: list[Pending] = []
-    try:
-        for prompt in asked.prompts:
-            if asked.form.echo:
-                pending.append(model.submit(_prompt_scoring(model, prompt)))
-            if not asked.is_only_scored:
-                pending.append(model.submit(_continuation(prompt, asked.decoding)))
-    except BaseException:
-        for one in pending:
-            one.cancel()
-        raise
+    for prompt in asked.prompts:
+        if visit.is_over:
+            break  # nobody reads the answers
+        if asked.form.echo:
+            pending.append(visit.works(model.submit(_prompt_scoring(model, prompt))))
+        if not asked.is_only_scored:
+            query = _continuation(prompt, asked.decoding)
+            pending.append(visit.works(model.submit(query)))
     return pending
 
 

@@ -10,15 +10,13 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
 from mmqa_jax.data.schema import Source
 from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.openai_fields import read_picture
-from mmqa_jax.serve.bodies import read_body
-from mmqa_jax.serve.errors import ApiError
+from mmqa_jax.serve.door import Pieces, visit_of
+from mmqa_jax.serve.errors import ApiError, refusal
 from mmqa_jax.serve.parts import Parts
-from mmqa_jax.serve.waiting import Pieces, in_thread, refusal
 
 _FILES = {
     "page.css": "text/css",
@@ -28,37 +26,20 @@ _FILES = {
 _AROUND = 3  # passages of the same document that are shown before and after one
 # The page's own files alone: no script of a document or an answer is ever run.
 _POLICY = "default-src 'self'; img-src 'self' blob: data:; frame-ancestors 'none'; base-uri 'none'"
-_HEADERS = {
-    "Content-Security-Policy": _POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
+_HEADERS = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"}
 
 
 class PageApi:
-    """The routes of the page.
+    """What the routes of the page answer.
 
     Args:
       parts: what there is to answer with.
-      seconds: that an answer may take.
     """
 
-    def __init__(self, parts: Parts, seconds: float):
-        self._parts, self._seconds = parts, seconds
+    def __init__(self, parts: Parts):
+        self._parts = parts
         folder = resources.files("mmqa_jax.serve") / "page"
         self._files = {name: (folder / name).read_bytes() for name in ("index.html", *_FILES)}
-
-    def routes(self) -> list[Route]:
-        """Of the application."""
-        return [
-            Route("/", self.page),
-            Route("/page/{name}", self.file),
-            Route("/api/about", self.about),
-            Route("/api/ask", self.ask, methods=["POST"]),
-            Route("/api/source/{name:path}", self.source),
-            Route("/api/picture/{name:path}", self.picture),
-        ]
 
     async def page(self, request: Request) -> Response:
         """The page itself."""
@@ -96,7 +77,8 @@ class PageApi:
 
     async def ask(self, request: Request) -> Response:
         """An answer as server-sent events: those of `systems.py`, then `answer` or `error`."""
-        fields = await read_body(request)
+        pieces, visit = Pieces(), visit_of(request)
+        fields = await visit.fields()
         question, name = fields.take("question", str), fields.take("system", str)
         url = fields.take("image", str, "")
         fields.end()
@@ -104,25 +86,19 @@ class PageApi:
             known = ", ".join(self._parts.systems)
             raise ApiError(404, f"no system {name!r:.80}; there are: {known}.", param="system")
         system = self._parts.systems[name]
-        picture = (await in_thread(read_picture, url, "image")).data if url else None
+        picture = (await asyncio.to_thread(read_picture, url, "image")).data if url else None
         if picture is not None and not system.takes_pictures:
             raise ApiError(400, f"{system.label} takes no pictures; remove it.", param="image")
-        pieces = Pieces()
-        try:
-            asking = system.ask(question, picture, lambda kind, value: pieces.put((kind, value)))
-        except Exception as error:
-            raise refusal(error) from error
-        pieces.end_with(asking.future)
+        asking = system.ask(question, picture, lambda kind, value: pieces.put((kind, value)))
+        visit.works(asking)
 
         async def events() -> AsyncIterator[str]:
             try:
-                async for kind, value in pieces.until(self._seconds):
+                async for kind, value in pieces.of(asking, visit):
                     yield _event(kind, value)
                 yield _event("answer", await asyncio.wrap_future(asking.future))
             except Exception as error:
                 yield _event("error", refusal(error).to_json()["error"])
-            finally:
-                asking.cancel()  # the reader may have left
 
         return StreamingResponse(events(), media_type="text/event-stream", headers=_HEADERS)
 
@@ -150,7 +126,7 @@ class PageApi:
         """A source's picture, as it is encoded."""
         row = self._row(request.path_params["name"])
         assert self._parts.corpus is not None
-        data = await in_thread(self._parts.corpus.picture, row)
+        data = await asyncio.to_thread(self._parts.corpus.picture, row)
         if data is None:
             raise ApiError(404, "this source has no picture.")
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,9 @@ import numpy as np
 
 from mmqa_jax.prompting.served import ServedModel
 from mmqa_jax.runs.asked import AskedCorpus
-from mmqa_jax.serve.systems import System, Threads
+from mmqa_jax.serve.systems import Asking, System, Threads, Turn
+
+_AT_ONCE = 8  # texts that are embedded before others have their turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +24,6 @@ class Parts:
       llm: the language model of this process; None: there is none, or a server's is asked.
       llm_name: its name in the API.
       embedder: of texts, and its name.
-      computing: held while something other than the language model computes.
       systems: by their names.
       corpus: whose sources the page shows; None: there are none.
       threads: in which the systems answer.
@@ -34,7 +34,6 @@ class Parts:
     llm_name: str
     embedder: Any
     embedder_name: str
-    computing: threading.Lock
     systems: Mapping[str, System]
     corpus: AskedCorpus | None
     threads: Threads
@@ -45,12 +44,19 @@ class Parts:
         llm = [] if self.llm is None else [self.llm_name]
         return [*llm, *self.systems, self.embedder_name]
 
-    def embed(self, texts: Sequence[str]) -> tuple[np.ndarray, int]:
+    def embed(self, texts: Sequence[str]) -> Asking:
         """Unit vectors float32 [n, D] of texts, without the encoder's prompts, and their tokens."""
-        with self.computing:
-            vectors = self.embedder.embed_texts(list(texts))
-        tokens = sum(map(len, self.embedder.tokenizer.encode_batch(list(texts))))
-        return vectors, tokens
+
+        def answer(turn: Turn) -> tuple[np.ndarray, int]:
+            vectors, tokens = [], 0
+            for begin in range(0, len(texts), _AT_ONCE):
+                some = list(texts[begin : begin + _AT_ONCE])
+                with turn():  # others come in between, and who has left computes no further
+                    vectors.append(self.embedder.embed_texts(some))
+                    tokens += sum(map(len, self.embedder.tokenizer.encode_batch(some)))
+            return np.concatenate(vectors), tokens
+
+        return self.threads.start(answer)
 
     @property
     def unfinished(self) -> int:

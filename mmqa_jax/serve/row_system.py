@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,10 +20,10 @@ from mmqa_jax.serve.systems import (
     Asking,
     Tell,
     Threads,
+    Turn,
     answer_row,
     check_question,
     cited_first,
-    nothing,
 )
 
 _EXAMPLES = 3
@@ -49,11 +48,10 @@ class RowSystem:
         corpus: AskedCorpus,
         opened: OpenedParts,
         threads: Threads,
-        computing: threading.Lock,
     ):
         self.name, self.label = row.row, f"{row.row} ({row.system})"
         self._row, self._corpus, self._opened = row, corpus, opened
-        self._threads, self._computing = threads, computing
+        self._threads = threads
         self._questions = row.questions(corpus)
         self._known = {_key(question.question): question for question in self._questions}
         self._stage = row.stage({}, self._questions, opened)
@@ -79,16 +77,16 @@ class RowSystem:
                 f"or gold sources it reads; ask one of them, such as {self.examples[0]!r:.200}."
             )
 
-        def answer() -> dict[str, Any]:
+        def answer(turn: Turn) -> dict[str, Any]:
             began = time.perf_counter()
-            with self._corpus.asked(question, picture) as asked, self._computing:
+            with self._corpus.asked(question, picture) as asked, turn():
                 meant = known if picture is None and known else asked
                 prediction, rankings = self._answer(meant)
             row = self._told(question, prediction, rankings, tell, began)
             own_picture = self._corpus.question_picture(meant) if meant is known else None
             return row if own_picture is None else {**row, "picture": data_url(own_picture)}
 
-        return self._threads.start(answer, nothing)
+        return self._threads.start(answer)
 
     def _answer(self, question: Question) -> tuple[Prediction, Mapping[str, Any]]:
         if self._parts is None:

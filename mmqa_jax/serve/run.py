@@ -6,12 +6,9 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-import uvicorn
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus, open_corpus
@@ -28,8 +25,8 @@ from mmqa_jax.runs.prepare import folder_notes
 from mmqa_jax.runs.row import recorded_row
 from mmqa_jax.runs.workdirs import finished_rows, kind_of
 from mmqa_jax.serve.app import make_app
-from mmqa_jax.serve.limits import Limits
-from mmqa_jax.serve.options import ServeOptions
+from mmqa_jax.serve.connections import BACKLOG, make_server
+from mmqa_jax.serve.options import LOOPBACK, ServeOptions
 from mmqa_jax.serve.parts import Parts
 from mmqa_jax.serve.row_system import RowSystem
 from mmqa_jax.serve.systems import (
@@ -42,9 +39,6 @@ from mmqa_jax.serve.systems import (
 )
 from mmqa_jax.tasks.library import open_text_embedder
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_GRACE = 10  # seconds beyond an answer's own limit that the end waits for answers
-_BACKLOG = 2048
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -93,7 +87,7 @@ def open_parts(
     Raises:
       UserError: as `mmqa ask`.
     """
-    threads, computing = Threads(options.queue), threading.Lock()
+    threads = Threads(options.queue)
     asking, reading = asking or AskOptions(), reading or LLMReaderOptions()
     corpus: AskedCorpus | None = None
     embedder: Any = None
@@ -108,10 +102,10 @@ def open_parts(
         embedder = answerer.embedder
         with corpus.asked("What is this?") as question:
             answerer.find(question)
-        systems.append(FindPassages(answerer, threads, computing))
+        systems.append(FindPassages(answerer, threads))
     elif workdir is not None:
         title = workdir.resolve().name
-        corpus, demo, systems = _of_workdir(workdir, threads, computing)
+        corpus, demo, systems = _of_workdir(workdir, threads)
         if demo is not None:
             embedder, embedder_name = demo.embedder, "contrastive"
     if embedder is None:
@@ -119,16 +113,16 @@ def open_parts(
     llm: ServedModel | None = None
     if open_model is not None:
         backend = open_model()
-        llm = _served(backend, options.queue)
+        llm = _served(backend, 2 * options.queue)  # those of clients that left end in a moment
         session: Callable[[Callable[[str], None]], Any] = (
             (lambda on_text: backend) if llm is None else llm.session
         )
         if answerer is not None:
-            systems.insert(0, ReadPassages(answerer, session, reading, threads, computing))
+            systems.insert(0, ReadPassages(answerer, session, reading, threads))
         memory = corpus if corpus is not None else AskedCorpus(Corpus([]))
         systems.append(FromMemory(memory, session, reading, threads))
     return Parts(
-        title, llm, model_name, embedder, embedder_name, computing,
+        title, llm, model_name, embedder, embedder_name,
         {system.name: system for system in systems}, corpus, threads,
     )  # fmt: skip
 
@@ -136,22 +130,12 @@ def open_parts(
 def serve(parts: Parts, listening: socket.socket, options: ServeOptions) -> None:
     """Answers until SIGINT or SIGTERM; then what has begun is answered, and nothing new taken."""
     host, port = listening.getsockname()[:2]
-    hosts = _LOOPBACK if options.host in _LOOPBACK else ()
-    limits = Limits(int(options.body * 2**20), options.key, hosts)
-    app = make_app(parts, limits, options.timeout)
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        backlog=_BACKLOG,
-        timeout_graceful_shutdown=int(options.timeout) + _GRACE,
-        server_header=False,
-    )
-    listening.listen(_BACKLOG)  # who reads the address below may connect at once
+    server = make_server(make_app(parts, options), options)
+    listening.listen(BACKLOG)  # who reads the address below may connect at once
     address = f"[{host}]" if ":" in host else host
     names = ", ".join(parts.model_names)
     print(f"mmqa serve: http://{address}:{port}/ (API: /v1, models: {names})", file=sys.stderr)
-    if options.host not in _LOOPBACK and not options.key:
+    if options.host not in LOOPBACK and not options.key:
         print(
             "mmqa serve: whoever reaches this machine may ask without a key; --key_env=NAME "
             "requires one.",
@@ -161,7 +145,7 @@ def serve(parts: Parts, listening: socket.socket, options: ServeOptions) -> None
     # uvicorn raises the signal that ended it again, once all answers are given.
     before = {number: signal.signal(number, _ignored) for number in _ENDING}
     try:
-        uvicorn.Server(config).run(sockets=[listening])
+        server.run(sockets=[listening])
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -204,7 +188,7 @@ def _served(backend: Any, most: int) -> ServedModel | None:
 
 
 def _of_workdir(
-    workdir: Path, threads: Threads, computing: threading.Lock
+    workdir: Path, threads: Threads
 ) -> tuple[AskedCorpus, Answerer | None, list[System]]:
     """The systems of a finished demo and its rows, or of one row; the demo's own is ready.
 
@@ -221,18 +205,18 @@ def _of_workdir(
         corpus = AskedCorpus(row.open_corpus())
         corpus.materials = row.materials(corpus)
         opened = OpenedParts(corpus)
-        return corpus, None, [RowSystem(row, corpus, opened, threads, computing)]
+        return corpus, None, [RowSystem(row, corpus, opened, threads)]
     data = workdir / "data"
     corpus_of_demo = AskedCorpus(open_corpus(data)) if data.is_dir() else None
     demo = Answerer(workdir, corpus_of_demo)
     demo.answer("What is this?")
-    systems: list[System] = [DemoChain(demo, threads, computing)]
+    systems: list[System] = [DemoChain(demo, threads)]
     opened = OpenedParts(demo.corpus)
     for name in finished_rows(workdir):
         row = recorded_row(workdir / name)
         same = Path(row.data.dir).resolve() == data.resolve()
         same = same and not (row.data.context or row.data.sources)
         if same and row.answers and not row.answering.needs_all and not row.missing_inputs():
-            systems.append(RowSystem(row, demo.corpus, opened, threads, computing))
+            systems.append(RowSystem(row, demo.corpus, opened, threads))
             demo.corpus.materials = row.materials(demo.corpus)
     return demo.corpus, demo, systems

@@ -14,16 +14,17 @@ data: URL.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Ranking
-from mmqa_jax.decoding.online import QueueFull
 from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
 from mmqa_jax.prompting.served import ServedBackend
 from mmqa_jax.prompting.thinking import answer_of
@@ -42,10 +43,10 @@ class Asking:
     """A question that is being answered.
 
     Attributes:
-      future: the answer, a row.
+      future: the answer: a row, or vectors.
     """
 
-    future: concurrent.futures.Future[Row]
+    future: concurrent.futures.Future[Any]
     _cancel: Callable[[], None]
 
     def cancel(self) -> None:
@@ -72,52 +73,69 @@ class System(Protocol):
     examples: Sequence[str]
 
     def ask(self, question: str, picture: bytes | None, tell: Tell) -> Asking:
-        """Begins to answer.
+        """Begins to answer; UserError for a question that cannot be asked."""
 
-        Raises:
-          UserError: a question that cannot be asked.
-          QueueFull: too many are being answered.
-        """
+
+# `with turn():` computes when those before it have; CancelledError if nobody asks any more.
+Turn = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class Threads:
-    """Threads in which systems answer.
+    """Threads in which questions are answered; what is no language model computes one at a time.
 
     Args:
-      most: questions that are being answered or wait, at most.
+      most: questions that are being answered at once; others wait.
     """
 
     def __init__(self, most: int):
-        self._most, self._count, self._lock = most, 0, threading.Lock()
         self._pool = concurrent.futures.ThreadPoolExecutor(most, "asked")
+        self._line: collections.deque[object] = collections.deque()
+        self._moved = threading.Condition()  # of _line and of what is left
 
-    def start(self, answer: Callable[[], Row], cancel: Callable[[], None]) -> Asking:
+    def start(
+        self, answer: Callable[[Turn], Any], cancel: Callable[[], None] | None = None
+    ) -> Asking:
         """Answers in a thread.
 
-        Raises:
-          QueueFull: too many are being answered.
+        Args:
+          cancel: ends what `answer` waits for.
         """
-        with self._lock:
-            if self._count >= self._most:
-                raise QueueFull(f"{self._most} questions are being answered or wait")
-            self._count += 1
-        future = self._pool.submit(answer)
-        future.add_done_callback(self._ended)
-        return Asking(future, cancel)
+        left = threading.Event()
+
+        @contextlib.contextmanager
+        def turn() -> Iterator[None]:
+            mine = object()
+            with self._moved:
+                self._line.append(mine)
+                self._moved.wait_for(lambda: left.is_set() or self._line[0] is mine)
+            try:
+                if left.is_set():
+                    raise concurrent.futures.CancelledError
+                yield
+            finally:
+                with self._moved:
+                    self._line.remove(mine)
+                    self._moved.notify_all()
+
+        def leave() -> None:
+            with self._moved:
+                left.set()
+                self._moved.notify_all()
+            if cancel is not None:
+                cancel()
+
+        return Asking(self._pool.submit(answer, turn), leave)
 
     def close(self) -> None:
         """Ends when all questions are answered."""
         self._pool.shutdown()
 
-    def _ended(self, _: object) -> None:
-        with self._lock:
-            self._count -= 1
 
-
+@dataclasses.dataclass(frozen=True)
 class ReadPassages:
     """Passages of a corpus, found by encoder and BM25 and read by a language model.
 
-    Args:
+    Attributes:
       backend_of: the language model for one user, who is told of the pieces of its text.
     """
 
@@ -128,32 +146,26 @@ class ReadPassages:
     takes_pictures = True
     examples = ()
 
-    def __init__(
-        self,
-        answerer: FolderAnswerer,
-        backend_of: Callable[[Callable[[str], None]], Any],
-        options: LLMReaderOptions,
-        threads: Threads,
-        finding: threading.Lock,
-    ):
-        self._answerer, self._backend_of, self._options = answerer, backend_of, options
-        self._threads, self._finding = threads, finding
+    answerer: FolderAnswerer
+    backend_of: Callable[[Callable[[str], None]], Any]
+    options: LLMReaderOptions
+    threads: Threads
 
     def ask(self, question: str, picture: bytes | None, tell: Tell) -> Asking:
         """See System."""
         check_question(question)
-        backend = self._backend_of(lambda piece: tell("text", piece))
+        backend = self.backend_of(lambda piece: tell("text", piece))
 
-        def answer() -> Row:
-            began, corpus = time.perf_counter(), self._answerer.corpus
+        def answer(turn: Turn) -> Row:
+            began, corpus = time.perf_counter(), self.answerer.corpus
             with corpus.asked(question, picture) as asked:
                 tell("queries", [question])
-                with self._finding:
-                    to_read = self._answerer.find(asked)
+                with turn():
+                    to_read = self.answerer.find(asked)
                 rows = source_rows(corpus, to_read.passages)
                 tell("sources", rows)
-                reader = LLMReader(corpus, backend, self._options)
-                answered = self._answerer.read(to_read, reader)
+                reader = LLMReader(corpus, backend, self.options)
+                answered = self.answerer.read(to_read, reader)
             outputs = answered.prediction.trace.get("outputs")
             cited = set(answered.prediction.sources)
             return {
@@ -170,9 +182,10 @@ class ReadPassages:
                 "seconds": round(time.perf_counter() - began, 2),
             }
 
-        return self._threads.start(answer, cancel_of(backend))
+        return self.threads.start(answer, cancel_of(backend))
 
 
+@dataclasses.dataclass(frozen=True)
 class FindPassages:
     """The passages alone, without a language model."""
 
@@ -181,26 +194,27 @@ class FindPassages:
     takes_pictures = False
     examples = ()
 
-    def __init__(self, answerer: FolderAnswerer, threads: Threads, finding: threading.Lock):
-        self._answerer, self._threads, self._finding = answerer, threads, finding
+    answerer: FolderAnswerer
+    threads: Threads
 
     def ask(self, question: str, picture: bytes | None, tell: Tell) -> Asking:
         """See System."""
         check_question(question)
 
-        def answer() -> Row:
+        def answer(turn: Turn) -> Row:
             began = time.perf_counter()
-            with self._answerer.corpus.asked(question) as asked, self._finding:
-                to_read = self._answerer.find(asked)
-            rows = source_rows(self._answerer.corpus, to_read.passages)
+            with self.answerer.corpus.asked(question) as asked, turn():
+                to_read = self.answerer.find(asked)
+            rows = source_rows(self.answerer.corpus, to_read.passages)
             tell("sources", rows)
             said = NOT_FOUND if to_read.is_refused else "The nearest passages:"
             seconds = time.perf_counter() - began
             return answer_row(question, said, not to_read.is_refused, rows, seconds)
 
-        return self._threads.start(answer, nothing)
+        return self.threads.start(answer)
 
 
+@dataclasses.dataclass(frozen=True)
 class FromMemory:
     """The language model alone: what it knows without sources."""
 
@@ -208,37 +222,33 @@ class FromMemory:
     about = "The language model answers from what it learned: nothing is looked up or cited."
     examples = ()
 
-    def __init__(
-        self,
-        corpus: AskedCorpus,
-        backend_of: Callable[[Callable[[str], None]], Any],
-        options: LLMReaderOptions,
-        threads: Threads,
-    ):
-        self._corpus, self._backend_of, self._options = corpus, backend_of, options
-        self._threads = threads
+    corpus: AskedCorpus
+    backend_of: Callable[[Callable[[str], None]], Any]
+    options: LLMReaderOptions
+    threads: Threads
 
     @property
     def takes_pictures(self) -> bool:
         """Whether the model sees."""
-        return self._backend_of(lambda piece: None).takes_pictures is True
+        return self.backend_of(lambda piece: None).takes_pictures is True
 
     def ask(self, question: str, picture: bytes | None, tell: Tell) -> Asking:
         """See System."""
         check_question(question)
-        backend = self._backend_of(lambda piece: tell("text", piece))
+        backend = self.backend_of(lambda piece: tell("text", piece))
 
-        def answer() -> Row:
+        def answer(turn: Turn) -> Row:
             began = time.perf_counter()
-            with self._corpus.asked(question, picture) as asked:
-                reader = LLMReader(self._corpus, backend, self._options)
+            with self.corpus.asked(question, picture) as asked:
+                reader = LLMReader(self.corpus, backend, self.options)
                 (said,) = reader.answer([asked], [Ranking(asked.id, (), ())])
             seconds = time.perf_counter() - began
             return answer_row(question, said.answer, bool(said.answer), [], seconds)
 
-        return self._threads.start(answer, cancel_of(backend))
+        return self.threads.start(answer, cancel_of(backend))
 
 
+@dataclasses.dataclass(frozen=True)
 class DemoChain:
     """A demo's own models: two hops of retrieval, VLP's selection, VLP's answer."""
 
@@ -246,19 +256,23 @@ class DemoChain:
     about = "A trained encoder finds sources in up to two hops, VLP selects among them and answers."
     takes_pictures = True
 
-    def __init__(self, answerer: Answerer, threads: Threads, computing: threading.Lock):
-        self._answerer, self._threads, self._computing = answerer, threads, computing
+    answerer: Answerer
+    threads: Threads
+
+    @property
+    def examples(self) -> list[str]:
+        """Questions of its data."""
         tested = answerer.corpus.questions("test")
-        self.examples = [question.question for question in tested[:_EXAMPLES]]
+        return [question.question for question in tested[:_EXAMPLES]]
 
     def ask(self, question: str, picture: bytes | None, tell: Tell) -> Asking:
         """See System."""
         check_question(question)
 
-        def answer() -> Row:
-            began, corpus = time.perf_counter(), self._answerer.corpus
-            with self._computing:  # its programs hold one question
-                answered = self._answerer.answer(question, picture)
+        def answer(turn: Turn) -> Row:
+            began, corpus = time.perf_counter(), self.answerer.corpus
+            with turn():  # its programs hold one question
+                answered = self.answerer.answer(question, picture)
             tell("queries", list(answered.queries))
             prediction = answered.prediction
             candidates = answered.candidates or Ranking(
@@ -272,7 +286,7 @@ class DemoChain:
             whole = answer_row(question, answered.text, answered.found, rows, seconds)
             return {**whole, "marked": answered.text + marks}
 
-        return self._threads.start(answer, nothing)
+        return self.threads.start(answer)
 
 
 def check_question(question: str) -> None:
@@ -317,9 +331,9 @@ def cited_first(corpus: AskedCorpus, ranking: Ranking, prediction: Prediction) -
     return rows
 
 
-def cancel_of(backend: Any) -> Callable[[], None]:
+def cancel_of(backend: Any) -> Callable[[], None] | None:
     """What ends the work of a served model for one user; a server's own is not ended."""
-    return backend.cancel if isinstance(backend, ServedBackend) else nothing
+    return backend.cancel if isinstance(backend, ServedBackend) else None
 
 
 def answer_row(question: str, answer: str, found: bool, rows: Sequence[Row], seconds: float) -> Row:
@@ -333,7 +347,3 @@ def answer_row(question: str, answer: str, found: bool, rows: Sequence[Row], sec
         "notes": [],
         "seconds": round(seconds, 2),
     }
-
-
-def nothing() -> None:
-    """Ends nothing."""

@@ -9,18 +9,20 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import uvicorn
+from mmqa_jax.serve.connections import make_server
+from mmqa_jax.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     import openai
 
+OPTIONS = ServeOptions(timeout=10.0)
+
 
 @contextlib.contextmanager
-def serving(app: Any) -> Iterator[str]:
+def serving(app: Any, options: ServeOptions = OPTIONS) -> Iterator[str]:
     """The address of a server that answers inside the `with` block."""
     listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=20)
-    server = uvicorn.Server(config)
+    server = make_server(app, options)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     deadline = time.monotonic() + 30

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import concurrent.futures
-import threading
 import time
 
 import httpx
@@ -20,7 +19,7 @@ from mmqa_jax.prompting.openai_fields import data_url, read_picture
 from mmqa_jax.prompting.served import ServedModel
 from mmqa_jax.runs.asked import AskedCorpus
 from mmqa_jax.serve.app import make_app
-from mmqa_jax.serve.limits import Limits
+from mmqa_jax.serve.options import ServeOptions
 from mmqa_jax.serve.parts import Parts
 from mmqa_jax.serve.systems import Threads
 
@@ -56,16 +55,16 @@ def parts(engine, wanted):
     """A tiny language model, served. It answered what is wanted before."""
     model = ServedModel(tiny_backend(engine), 64)
     yield Open(
-        "tiny", model, "tiny", Vectors(), "vectors", threading.Lock(), {},
+        "tiny", model, "tiny", Vectors(), "vectors", {},
         AskedCorpus(Corpus([])), Threads(4),
     )  # fmt: skip
     model.close()
 
 
-def served(parts, seconds=60.0, **limits):
+def served(parts, **options):
     """The address of a server of them, in a `with` block."""
-    bounds = Limits(**{"body_bytes": 2**20, "hosts": ("127.0.0.1",), **limits})
-    return serving(make_app(parts, bounds, seconds))
+    given = ServeOptions(**{"body": 1.0, "timeout": 60.0, **options})
+    return serving(make_app(parts, given), given)
 
 
 @pytest.fixture(scope="module")
@@ -214,10 +213,17 @@ CHAT, COMPLETION = "chat/completions", "completions"
         (COMPLETION, {"prompt": ["a"] * 257}, 400, "prompt has 257 prompts, up to 256 at once"),
         (COMPLETION, {"prompt": [10**6]}, 400, "token 1000000, expected 0 to"),
         (COMPLETION, {"prompt": "a" * 200}, 400, "more than engine.length"),
+        # Its longest token has twelve characters: this one is not cut into tokens.
+        (COMPLETION, {"prompt": "a" * (160 * 12 + 1)}, 400, "1,921 characters, more than the model"),
+        (COMPLETION, {"prompt": ["b", "a" * 1921], "echo": True}, 400, "of 160 tokens can hold (1,9"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 1921}]}, 400, "has 1,921 characters"),
+        (COMPLETION, {"prompt": "a" * 1920}, 400, "its prompt of 1920 tokens"),
         (COMPLETION, {"prompt": "a", "max_tokens": 0}, 400, "without echo at least 1"),
         (COMPLETION, {"prompt": "a", "echo": True}, 400, "one token, which nothing precedes"),
         (COMPLETION, {"prompt": "ab", "echo": True, "stream": True}, 400, "without echo"),
         ("embeddings", {"input": []}, 400, "input is"),
+        ("embeddings", {"input": ["a", "b" * 100_001], "model": "vectors"}, 400,
+         "input[1] has 100,001 characters, up to 100,000 are embedded"),
         ("embeddings", {"input": ["a"] * 257}, 400, "input has 257 texts, up to 256 at once"),
         ("embeddings", {"input": "a", "encoding_format": "int8"}, 400,
          'encoding_format is "int8", expected float or base64'),
@@ -270,6 +276,7 @@ def test_a_key(parts):
     with served(parts, key="secret") as address:
         assert WEB.get(f"{address}/healthz").status_code == 200
         assert WEB.get(f"{address}/").status_code == 200
+        assert WEB.get(f"{address}/no/such/path").status_code == 401
         for path in ("/v1/models", "/metrics", "/api/about"):
             for key, status in [("none", 401), ("secre", 401), ("secret", 200)]:
                 sent = {"Authorization": f"Bearer {key}"}
@@ -290,16 +297,16 @@ def test_twenty_at_once(client, wanted):
     assert found == [wanted[word].text for word in words]
 
 
-def test_beyond_the_queue_requests_are_refused_and_none_is_lost(parts, server, wanted, monkeypatch):
-    monkeypatch.setattr(parts.llm.online, "_most", 6)
+def test_beyond_the_queue_requests_are_refused_and_none_is_lost(parts, wanted):
     body = {"model": "tiny", "prompt": "two", "temperature": 0, "max_tokens": 12}
-
     with (
+        served(parts, queue=6) as server,
         httpx.Client(timeout=60, limits=httpx.Limits(max_connections=None)) as http,
         concurrent.futures.ThreadPoolExecutor(25) as users,
     ):
         asked = users.map(lambda _: http.post(f"{server}/v1/completions", json=body), range(50))
         replies = list(asked)
+        counted = WEB.get(f"{server}/metrics").text
     statuses = [reply.status_code for reply in replies]
     assert set(statuses) == {200, 429}
     for reply in replies:
@@ -307,14 +314,32 @@ def test_beyond_the_queue_requests_are_refused_and_none_is_lost(parts, server, w
             assert reply.json()["choices"][0]["text"] == wanted["two"].text
         else:
             assert reply.headers["Retry-After"] == "1"
-            assert "6 requests are being served or wait" in reply.json()["error"]["message"]
-    counted = WEB.get(f"{server}/metrics").text
+            assert (
+                "6 requests, or large ones, are being served or wait"
+                in reply.json()["error"]["message"]
+            )
     assert f'status="429"}} {float(statuses.count(429))}' in counted
     assert parts.unfinished == 0
 
 
+def test_an_idle_server_answers_all_prompts_that_its_queue_holds(parts, wanted):
+    """More are refused for good, and not until a moment that never comes."""
+    body = {"model": "tiny", "temperature": 0, "max_tokens": 12}
+    with served(parts, queue=12) as server:
+        url = f"{server}/v1/completions"
+        reply = WEB.post(url, json={**body, "prompt": WORDS * 2}, timeout=60).json()
+        texts = [one["text"] for one in reply["choices"]]
+        assert texts == [wanted[word].text for word in WORDS] * 2
+        for more in ({"prompt": ["two"] * 13}, {"prompt": ["two"] * 7, "echo": True}):
+            refused = WEB.post(url, json={**body, **more})
+            assert refused.status_code == 400
+            assert "holds 12 (--queue); send fewer" in refused.json()["error"]["message"]
+            assert "Retry-After" not in refused.headers
+    assert parts.unfinished == 0
+
+
 def test_an_answer_takes_so_long_at_most(parts):
-    with served(parts, seconds=0.01) as address:
+    with served(parts, timeout=0.01) as address:
         body = {"model": "tiny", "prompt": "two", "max_tokens": 150, "n": 8}
         reply = WEB.post(f"{address}/v1/completions", json=body, timeout=60)
         assert reply.status_code == 504
@@ -325,14 +350,23 @@ def test_an_answer_takes_so_long_at_most(parts):
 
 
 def test_a_client_that_leaves_ends_the_work(parts, server):
-    body = {"model": "tiny", "prompt": "two", "max_tokens": 150, "n": 40, "seed": 1}
+    body = {"model": "tiny", "prompt": "two", "max_tokens": 150, "n": 64, "seed": 1}
     streamed = {"json": {**body, "stream": True}, "timeout": 60}
     with WEB.stream("POST", f"{server}/v1/completions", **streamed) as reply:
-        next(reply.iter_lines())
+        assert '"choices"' in next(reply.iter_lines())
         assert parts.unfinished == 1
     assert waited(lambda: parts.unfinished == 0)
     with pytest.raises(httpx.TimeoutException):
         WEB.post(f"{server}/v1/completions", json=body, timeout=0.05)
+    assert waited(lambda: parts.unfinished == 0)
+
+
+def test_for_a_user_who_has_left_the_model_is_not_asked(parts):
+    """Though he left before his question came to the model, while passages were looked for."""
+    session = parts.llm.session()
+    session.cancel()
+    with pytest.raises(concurrent.futures.CancelledError):
+        list(session.answer([Completion(0, "two", Decoding(150))]))
     assert waited(lambda: parts.unfinished == 0)
 
 
@@ -356,7 +390,7 @@ def test_pictures_for_a_model_that_sees():
     assert wanted["red"] != wanted["blue"]
     model = ServedModel(backend, 64)
     parts = Open(
-        "tiny", model, "llava", Vectors(), "vectors", threading.Lock(), {},
+        "tiny", model, "llava", Vectors(), "vectors", {},
         AskedCorpus(Corpus([])), Threads(4),
     )  # fmt: skip
     with served(parts) as address:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import threading
 
 import httpx
 import pytest
@@ -21,7 +20,7 @@ from mmqa_jax.prompting.llm_reader import LLMReaderOptions
 from mmqa_jax.prompting.served import ServedModel
 from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, open_folder
 from mmqa_jax.serve.app import make_app
-from mmqa_jax.serve.limits import Limits
+from mmqa_jax.serve.options import ServeOptions
 from mmqa_jax.serve.parts import Parts
 from mmqa_jax.serve.systems import FindPassages, FromMemory, ReadPassages, Threads
 
@@ -59,22 +58,22 @@ def address(folder, tmp_path_factory):
         install(patch, tmp_path_factory.mktemp("cache"))
         corpus = open_folder(folder)
         answerer = FolderAnswerer(corpus, None, AskOptions(top_k=3, least_similarity=0.1))
-        with serving(make_app(parts_of(answerer, lambda on_text: FakeLLM(said)), LIMITS, 60)) as at:
+        with serving(make_app(parts_of(answerer, lambda on_text: FakeLLM(said)), OPTIONS)) as at:
             yield at
 
 
-LIMITS = Limits(2**22, hosts=("127.0.0.1",))
+OPTIONS = ServeOptions(body=4.0, timeout=60.0)
 
 
 def parts_of(answerer, backend_of, llm=None) -> Parts:
-    threads, computing, reading = Threads(4), threading.Lock(), LLMReaderOptions()
+    threads, reading = Threads(4), LLMReaderOptions()
     systems = [
-        ReadPassages(answerer, backend_of, reading, threads, computing),
-        FindPassages(answerer, threads, computing),
+        ReadPassages(answerer, backend_of, reading, threads),
+        FindPassages(answerer, threads),
         FromMemory(answerer.corpus, backend_of, reading, threads),
     ]
     return Parts(
-        "manuals", llm, "tiny", answerer.embedder, "words", computing,
+        "manuals", llm, "tiny", answerer.embedder, "words",
         {system.name: system for system in systems}, answerer.corpus, threads,
     )  # fmt: skip
 
@@ -151,7 +150,7 @@ def test_pieces_of_a_served_model(engine, folder, tmp_path, monkeypatch):
     answerer = FolderAnswerer(open_folder(folder), None, AskOptions(top_k=1))
     model = ServedModel(tiny_backend(engine), 64)
     parts = parts_of(answerer, model.session, model)
-    with serving(make_app(parts, LIMITS, 60)) as at:
+    with serving(make_app(parts, OPTIONS)) as at:
         reply = HTTP.post(f"{at}/api/ask", json={"question": "a", "system": "memory"}).text
     pieces = [json.loads(data) for data in re.findall(r"event: text\ndata: (.*)\n", reply)]
     row = json.loads(re.search(r"event: answer\ndata: (.*)\n", reply)[1])
@@ -182,6 +181,7 @@ def test_clicks_in_a_browser(address):
         page.click(".candidates summary")
         assert page.locator(".candidates .source").count() == 3
         assert page.locator(".candidates img").count() == 1
+        page.wait_for_function("document.querySelector('.candidates img').naturalWidth > 0")
         page.select_option("#system", "memory")
         page.fill("#question", "filter?")
         page.click("#send")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import threading
 
 import pytest
 from starlette.testclient import TestClient
@@ -16,9 +15,9 @@ from mmqa_jax.decoding.online import Closed, QueueFull
 from mmqa_jax.prompting.openai_fields import data_url
 from mmqa_jax.runs.asked import AskedCorpus
 from mmqa_jax.serve.app import make_app
-from mmqa_jax.serve.limits import Limits
+from mmqa_jax.serve.options import ServeOptions
 from mmqa_jax.serve.parts import Parts
-from mmqa_jax.serve.systems import Asking, Threads, nothing
+from mmqa_jax.serve.systems import Asking, Threads
 
 RED = data_url(flag().data)
 BUSY = QueueFull("4 questions are being answered or wait")
@@ -38,7 +37,7 @@ def ended(error):
     """An answer that ends with it."""
     future = concurrent.futures.Future()
     future.set_exception(error)
-    return lambda: Asking(future, nothing)
+    return lambda: Asking(future, lambda: None)
 
 
 class Blind:
@@ -67,12 +66,14 @@ def client(begin=NEVER) -> TestClient:
         [Source("bitmap", "image", "", image="a.bmp")], read_picture=lambda name: b"BM0000"
     )
     parts = Parts(
-        "x", None, "", None, "", threading.Lock(),
+        "x", None, "", None, "",
         {system.name: system for system in (Blind(begin), Seeing(begin))},
         AskedCorpus(corpus), Threads(1),
     )  # fmt: skip
     return TestClient(
-        make_app(parts, Limits(2**20), 0.05), "http://127.0.0.1", raise_server_exceptions=False
+        make_app(parts, ServeOptions(body=1.0, timeout=0.05)),
+        "http://127.0.0.1",
+        raise_server_exceptions=False,
     )
 
 
@@ -136,19 +137,9 @@ def test_what_a_system_refuses(request_, error, status, message):
 
 def test_an_answer_that_does_not_come():
     url, body = chat("blind", TEXT)
-    reply = client(lambda: Asking(concurrent.futures.Future(), nothing)).post(url, json=body)
+    reply = client(lambda: Asking(concurrent.futures.Future(), lambda: None)).post(url, json=body)
     assert reply.status_code == 504
     assert reply.json()["error"]["message"].startswith("no answer within 0.05 s (--timeout); ask")
-
-
-def test_more_questions_than_there_are_threads():
-    threads, go = Threads(1), threading.Event()
-    first = threads.start(go.wait, go.set)
-    with pytest.raises(QueueFull, match=r"^1 questions are being answered or wait$"):
-        threads.start(go.wait, go.set)
-    go.set()
-    assert first.future.result(10)
-    threads.close()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import threading
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.prompting.local_model import open_backend
 from mmqa_jax.runs.asked import AskedCorpus
 from mmqa_jax.serve.app import make_app
-from mmqa_jax.serve.limits import Limits
+from mmqa_jax.serve.options import ServeOptions
 from mmqa_jax.serve.parts import Parts
 from mmqa_jax.serve.run import _served
 from mmqa_jax.serve.systems import Threads
@@ -40,11 +39,11 @@ def backend(folder):
 def client(backend):
     model = _served(backend, 8)
     parts = Parts(
-        "tiny", model, "tiny", None, "vectors", threading.Lock(), {}, AskedCorpus(Corpus([])),
+        "tiny", model, "tiny", None, "vectors", {}, AskedCorpus(Corpus([])),
         Threads(4),
     )  # fmt: skip
-    limits = Limits(body_bytes=2**20, hosts=("127.0.0.1",))
-    with serving(make_app(parts, limits, 300.0)) as address:
+    options = ServeOptions(timeout=300.0)
+    with serving(make_app(parts, options), options) as address:
         yield openai_client(address, 300)
 
 
