@@ -143,6 +143,7 @@ def serve(parts: Parts, listening: socket.socket, options: ServeOptions) -> None
         app,
         log_level="warning",
         access_log=False,
+        use_colors=False,  # would be shown escaped (core/terminal.py)
         backlog=_BACKLOG,
         timeout_graceful_shutdown=int(options.timeout) + _GRACE,
         server_header=False,
