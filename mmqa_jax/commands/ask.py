@@ -162,6 +162,6 @@ def _show(question: str, answer: Any, sources: Sequence[Any], seconds: float) ->
         kind = "picture" if source.modality == "image" else "text"
         named, title = (escaped(place), "cyan"), (escaped(source.title), "bold")
         console.print(
-            Text.assemble(f"  {number} {kind} ", named, f" ({score:.2f}) "),
+            Text.assemble(f"  {number} {kind} ", named, f" ({score:.2f})"),
             Text.assemble(title, ": " if source.title else "", escaped(source.text)),
         )

@@ -35,7 +35,7 @@ _TEXTS = {
     "disk I/O error": errno.EIO,  # SQLite
 }
 _NUMPY = re.compile(r"^\d+ requested and \d+ written$")  # ndarray.tofile, np.save
-_TENSORSTORE = re.compile(r"os_error_code='(\d+)'")
+_TENSORSTORE = re.compile(r"os_error_code='(\d{1,9})'")
 _PATH = re.compile(r"[\"'](/[^\"'\n]+)[\"']")
 # See core.files.unfinished; a folder's may lack host and process.
 _UNFINISHED = re.compile(r"\.(.+?)(?:\.[\w-]+\.\d+)?\.tmp")

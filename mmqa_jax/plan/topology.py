@@ -26,8 +26,8 @@ KNOWN = (
     "local, v5e:AxB and v6e:AxB (such as v5e:16x16), v4:AxBxC and v5p:AxBxC (such as v5p:4x4x4), "
     "2xv5e:4x4 (two slices), a100:N, h100:N, h200:N, and several hosts of GPUs as 2x h100:8"
 )
-_TPU = re.compile(r"(?:(\d+)x ?)?(v4|v5e|v5p|v6e):(\d+(?:x\d+)+)")
-_GPU = re.compile(r"(?:(\d+)x ?)?(a100|h100|h200):(\d+)")
+_TPU = re.compile(r"(?:(\d{1,6})x ?)?(v4|v5e|v5p|v6e):(\d{1,4}(?:x\d{1,4})+)")
+_GPU = re.compile(r"(?:(\d{1,6})x ?)?(a100|h100|h200):(\d{1,6})")
 _AXES = {"v4": 3, "v5p": 3, "v5e": 2, "v6e": 2}
 # A whole host's slice: Google's machine types that end in 8t, and in 4t.
 _OF_HOST = {"v4": "2x2x1", "v5p": "2x2x1", "v5e": "2x4", "v6e": "2x4"}

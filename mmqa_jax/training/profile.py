@@ -28,7 +28,7 @@ class Steps(NamedTuple):
 
 def parse_steps(text: str, steps: int) -> Steps:
     """START:END of a run of so many steps; UserError if it is none."""
-    match = re.fullmatch(r"(\d+):(\d+)", text)
+    match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text)
     if match is None:
         raise UserError(
             f"--profile={text}: START:END was expected, the first and the last step to trace, such "

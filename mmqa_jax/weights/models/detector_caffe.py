@@ -18,7 +18,7 @@ from mmqa_jax.weights.formats.safetensors import ArraySource, TensorSource
 
 CAFFEMODEL = ".caffemodel"
 # A norm is two layers, bn2a_branch1 and scale2a_branch1; blocks are a, b, c or a, b1, b2, ...
-_BLOCK = re.compile(r"(res|bn|scale)([2-5])([a-z])(\d*)_branch(1|2[abc])")
+_BLOCK = re.compile(r"(res|bn|scale)([2-5])([a-z])(\d{0,4})_branch(1|2[abc])")
 _PARTS = {"1": "shortcut", "2a": "conv1", "2b": "conv2", "2c": "conv3"}
 _STEM = {"conv1": "res", "bn_conv1": "bn", "scale_conv1": "scale"}
 _OTHERS = {
