@@ -309,6 +309,12 @@ class Task(abc.ABC):
         with the most columns; of a vocabulary that is not at hand the published one.
         """
 
+    def part(self) -> Self:
+        """The task whose batch is one of the parts of an update (`train.accumulate`)."""
+        size = self.batches.batch_size // self.loop.accumulate
+        batches = dataclasses.replace(self.batches, batch_size=size)
+        return dataclasses.replace(self, batches=batches)
+
     def in_use(self) -> InUse:
         """The program that uses what is trained; of tasks with `program`."""
         raise NotImplementedError
@@ -376,7 +382,7 @@ class Task(abc.ABC):
 
     def feed(self, inputs: Callable[..., Any] | None = None) -> FeedConfig:
         """The section `batches` with seed, augmentation and this process's rows."""
-        section: BatchesSection = self.batches
+        section: BatchesSection = self.part().batches
         return FeedConfig(
             batch_size=section.batch_size,
             seed=self.seed,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -50,6 +51,7 @@ from mmqa_jax.training.state import (
     finished,
     initial_state,
     make_step,
+    of_update,
     pretrained_state,
     split_model,
 )
@@ -115,7 +117,8 @@ def train(
       config: the section `train` of a config; see LoopOptions.
       objective: model and loss.
       batches: Grain iterator (`get_state`, `set_state`) of pytrees of numpy arrays, first axis the
-        rows that this process feeds (core.mesh.local_rows). A step is compiled once per shape.
+        rows that this process feeds (core.mesh.local_rows), `train.accumulate` of them for each
+        update. A step is compiled once per shape.
         One that makes them with the model itself is a `ModelBatches`.
         Entries `ids` or `index` of a dict batch stay on the host and name the examples if the
         loss is not finite.
@@ -158,6 +161,7 @@ def train(
         accumulate=options.accumulate,
         abstract=abstract,
         mesh=mesh,
+        trainable=options.optimizer.trainable,
         skip_nonfinite=options.on_nan == "skip",
     )
     folder = as_path(workdir)
@@ -202,14 +206,17 @@ def train(
                 attempts.start(first)
             outputs = _Outputs(checkpoints, metrics, attempts, progress, watchdog, there)
             run = _Run(options, outputs, step_fn, batches, meta["window"], seed)
+            state = step_fn.begin(state)
             for step in range(first + 1, steps + 1):
-                if isinstance(batches, ModelBatches):
-                    batches.use(model.merge(state.params))
                 with profile.step(step, run.wait):
-                    batch = run.read(step, state)
-                    with jax.transfer_guard("disallow"):  # only the batch is transferred, above
-                        state, values = step_fn(state, batch)
-                    run.dispatched(step, values)
+                    for _ in range(options.accumulate):
+                        if isinstance(batches, ModelBatches):
+                            batches.use(model.merge(state.params))
+                        batch = run.read(step, state)
+                        with jax.transfer_guard("disallow"):  # only the batch is transferred, above
+                            state, values = step_fn(state, batch)
+                        run.dispatched(step, values)
+                progress.advance()
                 if step % options.log_every == 0 or step == options.steps:
                     run.log(step)
                 score = None
@@ -274,7 +281,7 @@ class _Run:
         """The next batch, on the mesh."""
         self._watchdog.beat(step, "reading the batch")
         self._split.lap("compute")
-        rows, self._ids = _next_rows(self._batches, step, self._mesh, self._options.accumulate)
+        rows, self._ids = _next_rows(self._batches, step, self._mesh)
         batch = put_batch(self._mesh, rows)
         # While the devices still compute an earlier step, nothing waits for the batch.
         self._split.lap("input" if self._idle() else "compute")
@@ -283,12 +290,12 @@ class _Run:
         return batch
 
     def dispatched(self, step: int, values: dict[str, jax.Array]) -> None:
-        """Records a dispatched step, and waits for an older one if too many are in flight."""
+        """Records a dispatched part of a step, and waits for an older one if too many are in
+        flight."""
         self._split.lap("compile" if self._compiles else "compute")
         self._flying.append((step, self._ids, values))
         if len(self._flying) > self._most_in_flight:
             self._flying[-1 - self._most_in_flight][2]["loss"].block_until_ready()
-        self._progress.advance()
 
     def wait(self) -> None:
         """Returns when all dispatched steps are computed."""
@@ -301,7 +308,10 @@ class _Run:
     def check_finite(self) -> None:
         """Fetches the metrics of all steps so far; see FiniteCheck.counts."""
         fetched = jax.device_get([values for _, _, values in self._flying])
-        for (step, ids, _), values in zip(self._flying, fetched, strict=True):
+        flown = zip(self._flying, fetched, strict=True)
+        for step, parts in itertools.groupby(flown, lambda part: part[0][0]):
+            of_parts, of_their_values = zip(*parts, strict=True)
+            ids, values = [part[1] for part in of_parts], of_update(of_their_values)
             if not self._finite.counts(step, ids, values, self._checkpoints.latest_step() or 0):
                 continue
             for name, value in values.items():
@@ -412,7 +422,7 @@ def _restore_or_start(
     return state, restored.step, restored.meta
 
 
-def _next_rows(batches: Iterator[Any], step: int, mesh: Mesh, accumulate: int) -> tuple[Any, Any]:
+def _next_rows(batches: Iterator[Any], step: int, mesh: Mesh) -> tuple[Any, Any]:
     """This process's rows of the next batch, and the ids, which stay on the host."""
     try:
         batch = next(batches)
@@ -429,7 +439,7 @@ def _next_rows(batches: Iterator[Any], step: int, mesh: Mesh, accumulate: int) -
     for leaf in jax.tree.leaves(batch):
         rows = np.shape(leaf)[0] if np.ndim(leaf) else 0
         size, rest = divmod(rows * batch_blocks(mesh), share)
-        check_batch_size(0 if rest else size, mesh, accumulate)
+        check_batch_size(0 if rest else size, mesh, 1)
     return batch, ids
 
 

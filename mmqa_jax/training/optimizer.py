@@ -20,7 +20,6 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.trees import flatten_named, name_of
-from mmqa_jax.core.typed import at_least
 from mmqa_jax.training.adafactor import scale_by_adafactor
 
 Schedule = Callable[[Any], jax.Array]
@@ -38,7 +37,8 @@ class OptimizerOptions:
       learning_rate: the highest rate of the schedule; of adafactor a share of each parameter's root
         mean square (T5: 1e-3).
       schedule: constant | linear | cosine, after the warm-up; stairs: see `levels`.
-      warmup: warm-up from 0, a number of steps, or below 1 a fraction of all steps.
+      warmup: warm-up from 0, a number of steps (updates, as in `train.steps`), or below 1 a
+        fraction of all steps.
       final_fraction: where linear and cosine end, as a fraction of `learning_rate`.
       levels: of stairs: ((first step, factor on the rate), ...), the first from step 0 on. They say
         all, so that `warmup` and `final_fraction` do not count.
@@ -56,9 +56,6 @@ class OptimizerOptions:
         first that matches counts.
       trainable: regular expression over parameter names: the others stay as they are, and have no
         optimizer state; None: all are trained.
-      every: batches to an update, which takes the mean of their gradients; `train.steps` counts
-        batches. Unlike `train.accumulate`, which takes a batch in parts, it lets batches of
-        different shapes share an update, and only one batch is in memory.
     """
 
     name: Literal["adam", "adamw", "bert_adam", "adafactor"] = "adamw"
@@ -77,7 +74,6 @@ class OptimizerOptions:
     clip_parameter_norm: float = 1.0
     multipliers: tuple[tuple[str, float], ...] = ()
     trainable: str | None = None
-    every: int = at_least(1, 1)
 
     def __post_init__(self):
         if self.name == "adam" and self.weight_decay:
@@ -170,7 +166,7 @@ def rates(options: OptimizerOptions, steps: int, taken: int) -> np.ndarray:
 def make_optimizer(
     options: OptimizerOptions, steps: int
 ) -> tuple[optax.GradientTransformation, Schedule]:
-    """The optimizer for `steps` batches, and its schedule by batch (for the logs).
+    """The optimizer for `steps` updates, and its schedule (for the logs).
 
     The transformation's trees keep the parameters' Flax metadata, so optimizer state is sharded
     like the parameters.
@@ -178,7 +174,7 @@ def make_optimizer(
     Raises:
       UserError: on `init`, a multiplier that matches no parameter.
     """
-    schedule = make_schedule(options, -(-steps // options.every))
+    schedule = make_schedule(options, steps)
     decay = options.weight_decay
     if decay is None:
         decay = 0.0 if options.name in ("adam", "adafactor") else 0.01
@@ -211,11 +207,9 @@ def make_optimizer(
         parts.append(scale_by_name(options.multipliers))
     parts.append(optax.scale_by_learning_rate(schedule))
     optimizer = optax.chain(*parts)
-    if options.every > 1:
-        optimizer = optax.MultiSteps(optimizer, options.every).gradient_transformation()
     if options.trainable is not None:
         optimizer = only(options.trainable, optimizer)
-    return optimizer, lambda step: schedule(step // options.every)
+    return optimizer, schedule
 
 
 def only(pattern: str, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

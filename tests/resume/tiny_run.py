@@ -64,7 +64,7 @@ def example(index):
     return {"index": np.int32(index), "x": x, "y": np.float32(np.sin(x).sum())}
 
 
-def pipeline(shapes=2):
+def pipeline(shapes=2, rows=BATCH):
     """Shuffled, repeated batches that alternate between two static shapes (buckets).
 
     With one shape a run has one program less; its numbers are the same.
@@ -75,7 +75,7 @@ def pipeline(shapes=2):
         .shuffle()
         .repeat()
         .map(example)
-        .batch(BATCH)
+        .batch(rows)
         .map_with_index(
             lambda i, batch: {**batch, "x": np.pad(batch["x"], ((0, 0), (0, 3 * (i % shapes))))}
         )
