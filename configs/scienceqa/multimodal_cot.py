@@ -53,6 +53,8 @@ def get_config(mode: str = "rationale") -> ConfigDict:
             "schedule": "linear",
             "warmup": 0.0,
             "weight_decay": 0.01,
+            # The Trainer exempts norms and what has "bias" in its name: the relative biases too.
+            "no_decay": r"(^|/)(bias|scale)$|norm|relative/",
             "clip_norm": 1.0,
         },
         "log_every": 20,

@@ -43,6 +43,7 @@ def get_config(mode: str = "") -> ConfigDict:
             "schedule": "linear",
             "warmup": 1000 / 15000,
             "weight_decay": 0.01,
+            "no_decay": r"(?!)",  # FiD src/util.py: AdamW decays all
             "clip_norm": 1.0,
         },
         "log_every": 20,

@@ -25,16 +25,17 @@ from mmqa_jax.core.checkpoint import Checkpoints
 from mmqa_jax.core.config import config_fingerprint
 from mmqa_jax.core.disk_errors import report_full_disk
 from mmqa_jax.core.errors import RunError
+from mmqa_jax.core.files import write_json
 from mmqa_jax.core.mesh import batch_blocks, local_blocks, put_batch
 from mmqa_jax.core.metrics import MetricsWriter
 from mmqa_jax.core.paths import as_path
-from mmqa_jax.core.progress import Progress
+from mmqa_jax.core.progress import Progress, announce
 from mmqa_jax.core.watchdog import Watchdog, hang_limit
 from mmqa_jax.training.attempts import Attempts, TimeSplit
 from mmqa_jax.training.best_weights import BestWeights
 from mmqa_jax.training.nonfinite import FiniteCheck
 from mmqa_jax.training.objective import ModelBatches, Objective, Validation
-from mmqa_jax.training.optimizer import make_optimizer
+from mmqa_jax.training.optimizer import decay_line, make_optimizer, parameter_table
 from mmqa_jax.training.options import (
     LoopOptions,
     check_batch_size,
@@ -59,6 +60,8 @@ from mmqa_jax.training.stop_signals import StillThere, StopSignals
 from mmqa_jax.training.throughput import Throughput
 from mmqa_jax.weights.folder import save_trained
 
+# In the workdir: every parameter, and whether it is trained and decayed.
+PARAMETERS = "parameters.json"
 # Entries of a batch that stay on the host, to name the examples of a bad step.
 _ID_KEYS = ("ids", "index")
 _SHOWN_INPUT_SHARE = 0.05  # of the time, from which on the progress shows the wait for input
@@ -124,7 +127,7 @@ def train(
         loss is not finite.
       mesh: of core.mesh.make_mesh.
       workdir: folder of this training run: checkpoints/, metrics.jsonl, attempts.jsonl, events,
-        weights/, model.json, and best/ if `validation` has a metric.
+        parameters.json, weights/, model.json, and best/ if `validation` has a metric.
       seed: of the initial weights and of dropout.
       validation: judges the parameters every `evaluate_every` steps and at the end; the values
         are logged as `eval/NAME`. All processes call it.
@@ -206,6 +209,10 @@ def train(
                 attempts.start(first)
             outputs = _Outputs(checkpoints, metrics, attempts, progress, watchdog, there)
             run = _Run(options, outputs, step_fn, batches, meta["window"], seed)
+            if first == 0 and not only_start and jax.process_index() == 0:
+                table = parameter_table(options.optimizer, abstract.params)
+                write_json(folder / PARAMETERS, table)
+                announce(f"{decay_line(table)} ({folder / PARAMETERS}).")
             state = step_fn.begin(state)
             for step in range(first + 1, steps + 1):
                 with profile.step(step, run.wait):

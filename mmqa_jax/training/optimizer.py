@@ -7,9 +7,11 @@ keeps almost no state (training.adafactor).
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -24,8 +26,8 @@ from mmqa_jax.training.adafactor import scale_by_adafactor
 
 Schedule = Callable[[Any], jax.Array]
 
-# Biases, norm gains and CLIP's temperature are not decayed.
-_NO_DECAY = r"(^|/)(bias|scale|logit_scale|picture_gate)$|norm"
+# Biases, norm gains, and the factor and bias of CLIP's and SigLIP's logits are not decayed.
+_NO_DECAY = r"(^|/)(bias|scale|logit_scale|logit_bias|picture_gate)$|norm"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,21 +177,14 @@ def make_optimizer(
       UserError: on `init`, a multiplier that matches no parameter.
     """
     schedule = make_schedule(options, steps)
-    decay = options.weight_decay
-    if decay is None:
-        decay = 0.0 if options.name in ("adam", "adafactor") else 0.01
+    decay, decays = _weight_decay(options)
     parts = []
     if options.clip_norm is not None:
         clip = optax.clip_by_global_norm(options.clip_norm)
         parts.append(_apart(clip, options.multipliers) if options.clip_apart else clip)
     if options.name == "bert_adam":
         parts.append(clip_each_parameter(options.clip_parameter_norm))
-        exempt = re.compile(options.no_decay, re.IGNORECASE)
-        parts.append(
-            scale_by_bert_adam(
-                options.b1, options.b2, options.eps or 1e-6, decay, lambda n: not exempt.search(n)
-            )
-        )
+        parts.append(scale_by_bert_adam(options.b1, options.b2, options.eps or 1e-6, decay, decays))
         # Where the others decay: the state's names number the parts.
         parts += [optax.identity()] if decay else []
     elif options.name == "adafactor":
@@ -197,12 +192,7 @@ def make_optimizer(
     else:
         parts.append(optax.scale_by_adam(options.b1, options.b2, options.eps or 1e-8))
     if decay and options.name != "bert_adam":
-        exempt = re.compile(options.no_decay, re.IGNORECASE)
-        parts.append(
-            optax.add_decayed_weights(
-                decay, mask=lambda params: _by_name(params, lambda name: not exempt.search(name))
-            )
-        )
+        parts.append(optax.add_decayed_weights(decay, lambda params: _by_name(params, decays)))
     if options.multipliers:
         parts.append(scale_by_name(options.multipliers))
     parts.append(optax.scale_by_learning_rate(schedule))
@@ -210,6 +200,41 @@ def make_optimizer(
     if options.trainable is not None:
         optimizer = only(options.trainable, optimizer)
     return optimizer, schedule
+
+
+def _weight_decay(options: OptimizerOptions) -> tuple[float, Callable[[str], bool]]:
+    """The weight decay, and whether a trained parameter's name has it."""
+    decay = options.weight_decay
+    if decay is None:
+        decay = 0.0 if options.name in ("adam", "adafactor") else 0.01
+    exempt = re.compile(options.no_decay, re.IGNORECASE)
+    return decay, lambda name: not exempt.search(name)
+
+
+def parameter_table(options: OptimizerOptions, params: Any) -> dict[str, dict[str, Any]]:
+    """Shape and weight decay of every parameter by its name; a decay of None: it is not trained."""
+    decay, decays = _weight_decay(options)
+    trains = re.compile(options.trainable or "")
+    return {
+        name: {
+            "shape": list(leaf.shape),
+            "weight_decay": decay * decays(name) if trains.search(name) else None,
+        }
+        for name, leaf in flatten_named(params).items()
+    }
+
+
+def decay_line(table: Mapping[str, Mapping[str, Any]]) -> str:
+    """What a `parameter_table` says, in one sentence."""
+    decayed = {name for name, facts in table.items() if facts["weight_decay"]}
+    trained = [name for name, facts in table.items() if facts["weight_decay"] is not None]
+    others = collections.Counter(name.split("/")[-1] for name in trained if name not in decayed)
+    named = ", ".join(f"{count} {kind}" for kind, count in sorted(others.items()))
+    sizes = [math.prod(table[name]["shape"]) for name in trained]
+    return (
+        f"{len(trained)} parameters ({sum(sizes):,} numbers) are trained; weight decay acts on "
+        f"{len(decayed)} of them, not on {named or 'any other'}"
+    )
 
 
 def only(pattern: str, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
