@@ -135,7 +135,6 @@ class Answer(AtlasVLPTask):
             "masked_ids": ints(rows, most),
             "masked_positions": ints(rows, most),
             "masked_weights": floats(rows, most),
-            "truncated": ints(rows),
         }
 
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:

@@ -189,6 +189,7 @@ class Task(abc.ABC):
       product: what is trained, in words.
       unit: of a batch's examples.
       program: the program that uses what is trained (`mmqa plan`), if one does.
+      limits: the config keys by which tokens of its examples are cut.
       augment: `factory` and its arguments (tasks.augmentation), of tasks that have such a section.
       validate: the section `validate`, of tasks that validate.
       task: its `name`.
@@ -203,6 +204,7 @@ class Task(abc.ABC):
     product: ClassVar[str]
     unit: ClassVar[str] = "questions"
     program: ClassVar[str | None] = None
+    limits: ClassVar[tuple[str, ...]] = ()
     augment: ClassVar[Mapping[str, Any]] = {}
     validate: ClassVar[Any] = None
 

@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -62,8 +62,9 @@ from mmqa_jax.weights.folder import save_trained
 
 # In the workdir: every parameter, and whether it is trained and decayed.
 PARAMETERS = "parameters.json"
-# Entries of a batch that stay on the host, to name the examples of a bad step.
+# Entries of a batch that stay on the host: to name the examples of a bad step, and tokens lost.
 _ID_KEYS = ("ids", "index")
+_TRUNCATED = "truncated"
 _SHOWN_INPUT_SHARE = 0.05  # of the time, from which on the progress shows the wait for input
 
 
@@ -109,6 +110,7 @@ def train(
     load_pretrained: Callable[[nnx.Module], None] | None = None,
     finish: Callable[[nnx.Module], nnx.Module] | None = None,
     title: str = "Training",
+    limits: Sequence[str] = (),
     metadata: Mapping[str, Any] | None = None,
     only_start: bool = False,
     observed: Observed = Observed(),
@@ -124,7 +126,8 @@ def train(
         update. A step is compiled once per shape.
         One that makes them with the model itself is a `ModelBatches`.
         Entries `ids` or `index` of a dict batch stay on the host and name the examples if the
-        loss is not finite.
+        loss is not finite; so does `truncated`, the tokens that each example has lost, which a
+        metric of that name counts for every step.
       mesh: of core.mesh.make_mesh.
       workdir: folder of this training run: checkpoints/, metrics.jsonl, attempts.jsonl, events,
         parameters.json, weights/, model.json, and best/ if `validation` has a metric.
@@ -135,6 +138,7 @@ def train(
         a run (not when it resumes); see training.state.pretrained_state.
       finish: the trained module -> the one whose weights are kept for other verbs; None: itself.
       title: shown in front of the progress.
+      limits: the config keys by which tokens are cut, to be named where some are.
       metadata: JSON values for model.json, which describe the model.
       only_start: takes no step: the weights that are saved are the initial ones.
       observed: see Observed.
@@ -208,7 +212,7 @@ def train(
             if not only_start:
                 attempts.start(first)
             outputs = _Outputs(checkpoints, metrics, attempts, progress, watchdog, there)
-            run = _Run(options, outputs, step_fn, batches, meta["window"], seed)
+            run = _Run(options, outputs, step_fn, batches, meta["window"], seed, limits)
             if first == 0 and not only_start and jax.process_index() == 0:
                 table = parameter_table(options.optimizer, abstract.params)
                 write_json(folder / PARAMETERS, table)
@@ -269,6 +273,7 @@ class _Run:
         batches: Any,
         window: dict[str, Any],
         seed: int,
+        limits: Sequence[str],
     ):
         self._options, self._outputs = options, outputs
         self._checkpoints, self._metrics = outputs.checkpoints, outputs.metrics
@@ -280,6 +285,8 @@ class _Run:
         self._sums, self._count = dict(window["sums"]), window["count"]
         self._split, self._throughput = TimeSplit(), Throughput(self._mesh, step_fn)
         self._ids, self._compiles = None, False  # of the batch that was read last
+        self._truncated: dict[str, float] = {}  # as the others: its metric, if it counts tokens
+        self._limits, self._is_told = limits, False
         # The CPU runs a step on the cores that also make batches: running ahead costs memory only.
         on_cpu = self._mesh.devices.flat[0].platform == "cpu"
         self._most_in_flight = 2 if on_cpu else 8
@@ -289,6 +296,7 @@ class _Run:
         self._watchdog.beat(step, "reading the batch")
         self._split.lap("compute")
         rows, self._ids = _next_rows(self._batches, step, self._mesh)
+        self._truncated = self._count_truncated(rows, step)
         batch = put_batch(self._mesh, rows)
         # While the devices still compute an earlier step, nothing waits for the batch.
         self._split.lap("input" if self._idle() else "compute")
@@ -300,9 +308,24 @@ class _Run:
         """Records a dispatched part of a step, and waits for an older one if too many are in
         flight."""
         self._split.lap("compile" if self._compiles else "compute")
-        self._flying.append((step, self._ids, values))
+        self._flying.append((step, self._ids, values | self._truncated))
         if len(self._flying) > self._most_in_flight:
             self._flying[-1 - self._most_in_flight][2]["loss"].block_until_ready()
+
+    def _count_truncated(self, rows: Any, step: int) -> dict[str, float]:
+        """Takes what a batch tells of lost tokens from it, and says so the first time."""
+        if not isinstance(rows, dict) or _TRUNCATED not in rows:
+            return {}
+        lost = rows.pop(_TRUNCATED)
+        if lost.any() and not self._is_told and jax.process_index() == 0:
+            self._is_told = True
+            announce(
+                f"step {step}: {np.count_nonzero(lost)} of {len(lost)} examples lose "
+                f"{lost.sum()} tokens that do not fit; raise {' or '.join(self._limits)}, or let "
+                f"it be: metrics.jsonl counts them in the column {_TRUNCATED}."
+            )
+        # This process has seen its own rows alone; of several hosts the whole is estimated.
+        return {_TRUNCATED: lost.sum() * batch_blocks(self._mesh) / len(local_blocks(self._mesh))}
 
     def wait(self) -> None:
         """Returns when all dispatched steps are computed."""

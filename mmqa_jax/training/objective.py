@@ -11,7 +11,7 @@ from flax import nnx
 
 # Metrics: what a part of an update counts by, and those that are summed up over its parts.
 WEIGHT = "weight"
-COUNTS = frozenset({"targets"})
+COUNTS = frozenset({"targets", "truncated"})
 
 
 class Objective(Protocol):

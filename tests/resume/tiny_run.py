@@ -160,7 +160,7 @@ def raise_signal(number):
 
 def run(
     workdir, batches, task=None, metadata=None, mesh=None, load_pretrained=None,
-    validation=None, observed=None, resuming=None, **changes,
+    validation=None, observed=None, resuming=None, limits=(), **changes,
 ):  # fmt: skip
     """One attempt at the tiny run, on one device unless a mesh is given."""
     return train(
@@ -172,6 +172,7 @@ def run(
         seed=7,
         validation=validation or Validation(evaluate),
         metadata=metadata,
+        limits=limits,
         load_pretrained=load_pretrained,
         observed=observed or Observed(),
         resuming=resuming or Resuming(),
