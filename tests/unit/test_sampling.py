@@ -88,6 +88,16 @@ def test_three_long_examples_of_a_thousand_are_shown_once_an_epoch():
         assert max(shown.values()) <= 2  # those that the first epoch left
 
 
+def test_examples_that_fill_no_batch_are_told():
+    """They wait for as many epochs as fill one, which shows them as often as others in the long run."""
+    buckets = np.array([0] * 20 + [2] * 3)
+    assert plan(buckets, 8).too_few() == {1: 3}
+    shown = Counter(
+        int(i) for p in itertools.chain(*epochs_of(plan(buckets, 8), 8)) for i in p.table["example"]
+    )
+    assert [shown[i] for i in (20, 21, 22)] == [8, 8, 8]
+
+
 def test_order_changes_with_seed_and_epoch():
     def order(seed, epoch):
         return [p.table["example"].tolist() for p in epochs_of(plan(seed=seed), 2)[epoch]]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.progress import announce
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.reading import Batches, batch_iterator
 from mmqa_jax.data.batches.sampling import BatchPlan, PlannedBatch, Table
@@ -84,6 +85,14 @@ def feed_batches(
       broken: what `make` counts; with `feed.workers` the counts of the workers are added to it.
     """
     plan = BatchPlan(sample, shapes, feed.batch_size, feed.seed, rows=feed.rows)
+    if feed.rows is None or 0 in feed.rows:
+        for pictures, count in plan.too_few().items():
+            announce(
+                f"{count} training examples with {pictures} pictures are fewer than the "
+                f"{feed.batch_size} of a batch, so that each is shown in one of "
+                f"{-(-feed.batch_size // count)} epochs; for more, lower batches.batch_size or "
+                "raise train.accumulate."
+            )
     return batch_iterator(
         plan,
         lambda planned: make(planned, planned.table),

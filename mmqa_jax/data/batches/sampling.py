@@ -99,6 +99,14 @@ class BatchPlan:
         self.__dict__.update(state)
         self._lock = threading.Lock()
 
+    def too_few(self) -> dict[int, int]:
+        """How many examples the first epoch has of each number of pictures, where these do not fill
+        a batch: several epochs fill one."""
+        table = self._order(0)[0]
+        pictures = np.array([shape.pictures for shape in self._shapes])[table["bucket"]]
+        kinds = zip(*np.unique(pictures, return_counts=True), strict=True)
+        return {int(kind): int(count) for kind, count in kinds if count < self.batch_size}
+
     def _order(self, epoch: int) -> tuple[Table, np.ndarray, np.ndarray]:
         """The epoch's examples, and the bucket [n] and examples [n, batch_size] of its batches."""
         if epoch in self._epochs:
