@@ -104,6 +104,8 @@ def get_config(mode: str = "") -> ConfigDict:
             "picture_gate": 1.0,
         }
         config.tower_parts = 8
+        # Kernels alone decay (big_vision optim/__init__.py, wd_mults).
+        config.train.optimizer.no_decay = r"(?<!/kernel)$"
         # SigLIP reads texts padded to 64 tokens.
         config.batches.update({"query_length": 64, "source_lengths": (64,)})
         config.inference.buckets = (64,)

@@ -91,29 +91,26 @@ def detection() -> dict:
     }
 
 
-def train(questions: int, epochs: int, rate: float, *, batch: int, every: int) -> dict:
+def train(questions: int, epochs: int, rate: float, *, parts: int) -> dict:
     """The section `train`: plain Adam at one rate, an update for every 128 questions.
 
     The original's warm-up and weight decay are only set with --fp16 (run_webqa.py l.503-509).
 
     Args:
-      batch: questions that a batch is worth; `batch * every` is 128.
+      parts: of an update, each with pictures or without.
     """
-    if batch * every != 128:
-        raise ValueError("an update takes 128 questions")
     return {
-        "steps": -(-questions * epochs // 128) * every,  # batches
+        "steps": -(-questions * epochs // 128),
         "optimizer": {
             "name": "adam",
             "learning_rate": rate,
             "schedule": "constant",
             "warmup": 0.0,
-            "every": every,
         },
-        "log_every": 10 * every,
-        "checkpoint_every": 250 * every,
-        "evaluate_every": 250 * every,
-        "accumulate": 1,
+        "log_every": 10,
+        "checkpoint_every": 250,
+        "evaluate_every": 250,
+        "accumulate": parts,
         "keep": 2,
     }
 
@@ -123,6 +120,7 @@ def make_pod(config: ConfigDict) -> None:
 
     Of 256 chips or 64 GPUs each holds few pairs, so that no activation has to be computed again.
     """
+    config.train.accumulate = 1
     config.model.changes.dtype = "bfloat16"
     config.batches.threads = 16
 
@@ -130,5 +128,5 @@ def make_pod(config: ConfigDict) -> None:
 def make_local(config: ConfigDict) -> None:
     """Turns a config into a run of seconds: a small model from scratch (CLIP stays as it is)."""
     config_beside(__file__, "../small.py").make_small(config)
-    config.train.optimizer.every = 2
+    config.train.accumulate = 2
     config.inference.batch_size = 8

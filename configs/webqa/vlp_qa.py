@@ -8,7 +8,7 @@
   vlp_qa.py:clip_patches     ours: CLIP's patch features instead of a detector's
 
 Each with `_pod` behind it (VLP itself: `:pod`) is for a v5p-64 or 8 to 64 H100s: the paper's update
-of 128 questions in one batch instead of 4, the rate as it is; products in bfloat16, where the
+of 128 questions in one part instead of 4, the rate as it is; products in bfloat16, where the
 original's are float32. A v5e-256 has more chips than that: `--config.mesh.tensor=2`, or `_pod1024`,
 which is not the paper's: 1,024 questions an update, the rate times the root of 8 (the rule for Adam
 of Malladi et al. 2022) after a warm-up over a tenth of the steps, for as many epochs.
@@ -45,7 +45,7 @@ def get_config(mode: str = "") -> ConfigDict:
     config.packing.picture_content = row != "q_only"  # --no_img_content
     config.masking = {"mask_prob": 0.5, "max_pred": 50}
     config.batches = {
-        "batch_size": 32,
+        "batch_size": 128,
         "max_sources": 16,  # all gold facts; of the pictures the first two with their captions
         "shuffle_sources": False,
         "no_source_prob": 1.0 if row == "q_only" else 0.0,
@@ -55,7 +55,7 @@ def get_config(mode: str = "") -> ConfigDict:
     # The original's micro-batch: --train_batch_size 128 in 64 gradient_accumulation_steps.
     config.questions_per_mean = 2
     # The epoch whose checkpoint the authors took, of 16.
-    config.train = vlp.train(vlp.QUESTIONS[modality], epochs, 1e-4, batch=32, every=4)
+    config.train = vlp.train(vlp.QUESTIONS[modality], epochs, 1e-4, parts=4)
     config.validate = {
         "split": "val",
         "questions": 500,
@@ -82,8 +82,6 @@ def get_config(mode: str = "") -> ConfigDict:
         vlp.make_local(config)
         config.inference.max_new_tokens = 8
     elif "pod" in mode:
-        config.batches.batch_size = 128
-        config.train = vlp.train(vlp.QUESTIONS[modality], epochs, 1e-4, batch=128, every=1)
         vlp.make_pod(config)
     if mode.endswith("pod1024"):
         config.batches.batch_size = 1024

@@ -8,7 +8,7 @@
                                  names rankings whose sources are further negatives
 
 Each with `_pod` behind it (VLP itself: `:pod`) is for a v5e-256, a v5p-64 or 8 to 64 H100s: the
-paper's update of 128 questions, 4,096 pairs, in one batch instead of 128 (8 H100s:
+paper's update of 128 questions, 4,096 pairs, in one part instead of 128 (8 H100s:
 `--config.train.accumulate=2`), the rate as it is; products in bfloat16, where the original's are
 float32. Each with `_runlocal` is a run of seconds, for tests.
 """
@@ -33,13 +33,13 @@ def get_config(mode: str = "") -> ConfigDict:
     # A question has 32 choices, 16 of either modality, of which the gold sources are some; the
     # pairs of all questions are mixed. So 32 pairs are worth one question.
     config.batches = {
-        "batch_size": 32,
+        "batch_size": 128 * 32,
         "choices_per_question": 32,
         "alike_share": 0.5,
         "threads": 4,
     }
     # Epoch 3 of the original's 6.
-    config.train = vlp.train(vlp.QUESTIONS[None], 3, 3e-5, batch=1, every=128)
+    config.train = vlp.train(vlp.QUESTIONS[None], 3, 3e-5, parts=128)
     config.validate = {
         "split": "val",
         "questions": 500,
@@ -54,7 +54,5 @@ def get_config(mode: str = "") -> ConfigDict:
     if mode.endswith("runlocal"):
         vlp.make_local(config)
     elif mode.endswith("pod"):
-        config.batches.batch_size = 128 * 32
-        config.train = vlp.train(vlp.QUESTIONS[None], 3, 3e-5, batch=128, every=1)
         vlp.make_pod(config)
     return config

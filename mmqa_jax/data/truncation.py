@@ -34,6 +34,11 @@ def cut(tokens: Tokens, budget: int, rng: np.random.Generator | None) -> Tokens:
     return tokens[head : head + budget]
 
 
+def cut_before_end(tokens: Tokens, budget: int) -> Tokens:
+    """`tokens` cut to `budget`, of which the last one stays: the end token is learned and read."""
+    return tokens if len(tokens) <= budget else [*tokens[: budget - 1], tokens[-1]]
+
+
 def cut_pair(
     question: Tokens, answer: Tokens, budget: int, rng: np.random.Generator | None
 ) -> tuple[Tokens, Tokens]:

@@ -315,10 +315,18 @@ class RewardedPlans(PlannerTask):
                 "config key model.lora=none: the reference is the model without its additions, "
                 f"which task={self.task} needs; give it a rank."
             )
-        if self.batches.batch_size % self.grpo.group:
+        accumulate, group = self.loop.accumulate, self.grpo.group
+        if self.batches.batch_size % (accumulate * group):
             raise UserError(
                 f"config key batches.batch_size={self.batches.batch_size}: a multiple of "
-                f"grpo.group={self.grpo.group}, the plans of one prompt, was expected."
+                f"train.accumulate={accumulate} times grpo.group={group}, the plans of one prompt, "
+                "was expected; change it."
+            )
+        if accumulate > 1 and self.grpo.updates > 1:
+            raise UserError(
+                f"config key train.accumulate={accumulate}: the parts of an update are drawn anew, "
+                f"and grpo.updates={self.grpo.updates} learns from each again; set one of them to "
+                "1."
             )
 
     def objective(self, vocab_size: int, mesh: Mesh | None = None) -> GrpoObjective:
@@ -353,7 +361,7 @@ class RewardedPlans(PlannerTask):
             table,
             self.sampler(tokenizer),
             make_log_probs(objective, make_mesh(self.mesh), old=self.grpo.updates > 1),
-            per_batch=self.batches.batch_size // self.grpo.group,
+            per_batch=self.part().batches.batch_size // self.grpo.group,
             size=RowSize(self.batches.length, self.inference.new_tokens),
             options=self.grpo,
             reading=self.data.reading,

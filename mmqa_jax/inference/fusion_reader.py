@@ -114,7 +114,7 @@ class FusionReader:
             for start in range(0, len(questions), size):
                 numbers = range(start, min(start + size, len(questions)))
                 texts = [
-                    self._task.encoded(self.tokenizer, questions[n].question, passages[n])
+                    self._task.encoded(self.tokenizer, questions[n].question, passages[n])[0]
                     for n in numbers
                 ]
                 arrays = passage_arrays(texts, self._task.size, size)

@@ -244,7 +244,7 @@ def settled(
 
 def _train(config: ConfigDict, devices: Sequence[jax.Device], model: str | None) -> Program:
     """The jitted step of training, over all devices."""
-    task = check_config(_with_preset(config, model), devices, files=False)
+    task = check_config(_with_preset(config, model), devices, files=False).part()
     options, mesh = task.loop, make_mesh(task.mesh, devices)
     objective = task.objective(task.vocabulary_size(), mesh)
     optimizer, schedule = make_optimizer(options.optimizer, options.steps)
@@ -259,6 +259,7 @@ def _train(config: ConfigDict, devices: Sequence[jax.Device], model: str | None)
         accumulate=options.accumulate,
         abstract=abstract,
         mesh=mesh,
+        trainable=options.optimizer.trainable,
     )
     batch = task.batch()
     return Program.of(
@@ -274,7 +275,7 @@ def _train(config: ConfigDict, devices: Sequence[jax.Device], model: str | None)
         examples=task.batches.batch_size,
         unit=task.unit,
         input_bytes=tree_bytes(batch),
-        steps=options.steps,
+        steps=options.steps * options.accumulate,
     )
 
 
@@ -366,7 +367,7 @@ def _gradient_flops(config: ConfigDict) -> float:
             set_key(plain, path, "none")
     if "tower_parts" in plain:
         plain.tower_parts = 1
-    task = read_task(plain)
+    task = read_task(plain).part()
     objective = task.objective(task.vocabulary_size())
     split = split_model(objective, task.seed)
     batch = task.batch()

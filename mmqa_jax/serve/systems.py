@@ -262,7 +262,7 @@ class DemoChain:
     @property
     def examples(self) -> list[str]:
         """Questions of its data."""
-        tested = answerer.corpus.questions("test")
+        tested = self.answerer.corpus.questions("test")
         return [question.question for question in tested[:_EXAMPLES]]
 
     def ask(self, question: str, picture: bytes | None, tell: Tell) -> Asking:

@@ -121,13 +121,6 @@ class Answer(AtlasVLPTask):
             )
         super()._check(files)
         accumulate, together = self.loop.accumulate, self.questions_per_mean
-        if accumulate > 1 and not together:
-            raise UserError(
-                f"config key train.accumulate={accumulate}: the reader's loss is the mean over the "
-                "masked tokens of a batch, which the mean of its parts' means is not; leave it "
-                "out, or set config.questions_per_mean in the file, as configs/webqa/vlp_qa.py "
-                "does."
-            )
         if together and self.batches.batch_size % (accumulate * together):
             raise UserError(
                 f"config key questions_per_mean={together}: batches.batch_size="
@@ -142,7 +135,6 @@ class Answer(AtlasVLPTask):
             "masked_ids": ints(rows, most),
             "masked_positions": ints(rows, most),
             "masked_weights": floats(rows, most),
-            "truncated": ints(rows),
         }
 
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:

@@ -83,6 +83,7 @@ class Contrastive(DualEncoderTask):
     name: ClassVar[str] = "contrastive"
     product: ClassVar[str] = "retriever"
     program: ClassVar[str] = "embed"
+    limits: ClassVar[tuple[str, ...]] = ("batches.query_length", "batches.source_lengths")
 
     data: DataSection
     batches: ContrastiveBatches
@@ -139,7 +140,6 @@ class Contrastive(DualEncoderTask):
             "source_rows": ints(sources),
             "positive": ints(rows),
             "gold_rows": ints(rows, GOLD_SOURCES),
-            "truncated": ints(rows),
         }
 
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:

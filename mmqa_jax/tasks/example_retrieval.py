@@ -79,6 +79,7 @@ class ExampleRetrieval(DualEncoderTask):
     name: ClassVar[str] = "example_retrieval"
     product: ClassVar[str] = "retriever of examples"
     program: ClassVar[str] = "embed"
+    limits: ClassVar[tuple[str, ...]] = ("batches.length",)
 
     data: JudgedData
     batches: JudgedBatches

@@ -26,6 +26,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.kat_knowledge import KATKnowledge
 from mmqa_jax.data.passages import question_texts, source_passage
 from mmqa_jax.data.schema import Question, Source
+from mmqa_jax.data.truncation import cut_before_end
 from mmqa_jax.decoding.t5_generate import beam_search
 from mmqa_jax.evaluation.squad import squad_exact_match
 from mmqa_jax.inference.fusion_reader import FusionReader
@@ -139,6 +140,7 @@ class FusionInDecoder(TextModelTask):
     name: ClassVar[str] = "fusion_in_decoder"
     product: ClassVar[str] = "reader"
     program: ClassVar[str] = "answer"
+    limits: ClassVar[tuple[str, ...]] = ("passages.length", "batches.targets")
     architecture: ClassVar[str] = "t5"
 
     data: DataSection
@@ -177,15 +179,20 @@ class FusionInDecoder(TextModelTask):
         """A source as a passage; without its title where the section `data` leaves titles out."""
         return source_passage(source if self.data.titles else dataclasses.replace(source, title=""))
 
-    def encoded(self, tokenizer: Any, question: str, passages: Sequence[str]) -> list[list[int]]:
-        """The tokens of a question with each of its passages, cut to `passages.length`."""
+    def encoded(
+        self, tokenizer: Any, question: str, passages: Sequence[str]
+    ) -> tuple[list[Sequence[int]], int]:
+        """The tokens of a question with each of its passages, cut to `passages.length`; and how
+        many were cut."""
         section = self.passages
-        end = list(tokenizer.end_ids[:1]) if section.end_token else []
-        encode = tokenizer.encode_plain
-        return [
-            [*encode(tokenizer.shield(text))[: section.length - len(end)], *end]
-            for text in question_texts(question, passages[: section.count])
-        ]
+        texts = question_texts(question, passages[: section.count])
+        whole = [tokenizer.encode_plain(tokenizer.shield(text)) for text in texts]
+        if section.end_token:
+            whole = [[*tokens, tokenizer.end_ids[0]] for tokens in whole]
+            shown = [cut_before_end(tokens, section.length) for tokens in whole]
+        else:
+            shown = [tokens[: section.length] for tokens in whole]
+        return shown, sum(map(len, whole)) - sum(map(len, shown))
 
     def passages_of(
         self, corpus: Corpus, questions: Sequence[Question], files: KnowledgeFiles
@@ -226,7 +233,7 @@ class FusionInDecoder(TextModelTask):
         encode = tokenizer.encode_plain
         answers = [[[*encode(tokenizer.shield(a)), *end] for a in q.answers] for q in chosen]
 
-        def passages(number: int) -> list[list[int]]:
+        def passages(number: int) -> tuple[list[Sequence[int]], int]:
             question = chosen[number]
             return self.encoded(tokenizer, question.question, texts_of(question))
 

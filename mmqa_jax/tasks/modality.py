@@ -50,6 +50,7 @@ class QuestionModality(Task):
     name: ClassVar[str] = "modality"
     product: ClassVar[str] = "modality classifier"
     program: ClassVar[str] = "modality"
+    limits: ClassVar[tuple[str, ...]] = ("batches.length",)
 
     data: DataSection
     model: TextClassifierModel
@@ -83,7 +84,6 @@ class QuestionModality(Task):
             "input_ids": ints(rows, length),
             "mask": bools(rows, length),
             "label": ints(rows),
-            "truncated": ints(rows),
         }
 
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:

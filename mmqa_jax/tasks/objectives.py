@@ -39,6 +39,7 @@ from mmqa_jax.models.text_classifier import TextClassifier, TextClassifierConfig
 from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
 from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
 from mmqa_jax.tasks.sigmoid_loss import Links, sigmoid_loss
+from mmqa_jax.training.objective import WEIGHT
 
 
 class _OfLayers(abc.ABC):
@@ -320,7 +321,10 @@ class AnswerObjective(_OfLayers):
 
         loss = -(sums(log_probs * weights) / (sums(weights) + 1e-5)).mean()
         correct = (log_probs > jnp.log(0.5)).astype(jnp.float32)
-        return loss, {"accuracy": (correct * weights).sum() / (weights.sum() + 1e-5)}
+        metrics = {"accuracy": (correct * weights).sum() / (weights.sum() + 1e-5)}
+        if self.questions_per_mean is None:
+            metrics[WEIGHT] = weights.sum()
+        return loss, metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -464,14 +468,9 @@ class LanguageModelObjective(_OfLayers):
     def loss(
         self, model: Llama, batch: dict[str, jax.Array], dropout_key: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Mean loss of a batch of `data.batches.language_model`, and its number of targets.
-
-        Of a part of a batch (see `whole`): its share of the batch's mean loss times the number of
-        parts, so that the mean over the parts is the batch's.
-        """
-        batch = batch if "batch_targets" in batch else self.whole(batch)
+        """Mean loss of a batch of `data.batches.language_model`, and its number of targets."""
         log_probs = self.log_probs(model, batch, dropout_key)  # [B, T]
-        return _mean_over_targets(log_probs, batch["target_segments"] > 0, batch)
+        return _mean_over_targets(log_probs, batch["target_segments"] > 0)
 
     @property
     def trained(self) -> str | None:
@@ -484,31 +483,19 @@ class LanguageModelObjective(_OfLayers):
         """Log-probability of every target, float32 [B, T]."""
         return target_log_probs(model, batch, dropout_key)
 
-    def whole(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The batch with what its parts have to know of all of it; see `_with_targets`."""
-        return _with_targets(batch, batch["target_segments"] > 0)
-
     def finish(self, model: Llama) -> Llama:
         """What is kept of the trained model: a plain LLaMA."""
         return model if self.lora is None else merge_lora(model)
 
 
-def _with_targets(batch: dict[str, jax.Array], is_target: jax.Array) -> dict[str, jax.Array]:
-    """The batch with two further arrays, float32 [B], the same in all rows: batch_targets, its
-    number of targets (is_target bool [B, T]), and batch_rows, that of its rows.
-    """
-    ones = jnp.ones(len(is_target), jnp.float32)
-    count = is_target.sum().astype(jnp.float32)
-    return {**batch, "batch_targets": ones * count, "batch_rows": ones * len(is_target)}
-
-
 def _mean_over_targets(
-    log_probs: jax.Array, is_target: jax.Array, batch: dict[str, jax.Array]
+    log_probs: jax.Array, is_target: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Loss and metrics of log-probabilities [B, T]; `batch` as `_with_targets` leaves it."""
-    of_rows = -jnp.where(is_target, log_probs, 0.0).sum(axis=1)  # [B]
-    loss = (of_rows * batch["batch_rows"] / batch["batch_targets"]).mean()
-    return loss, {"targets": batch["batch_targets"].mean()}
+    """Loss and metrics of log-probabilities [B, T]; the loss of no target (all pictures of a batch
+    are broken) is 0."""
+    count = is_target.sum().astype(jnp.float32)
+    loss = -jnp.where(is_target, log_probs, 0.0).sum() / jnp.maximum(count, 1)
+    return loss, {"targets": count, WEIGHT: count}
 
 
 def target_log_probs(
@@ -613,11 +600,6 @@ class VisionLanguageObjective(LanguageModelObjective):
         )
         return _of_targets(model.llama, hidden, batch)
 
-    def whole(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """See LanguageModelObjective; the loss of a batch whose pictures are all broken is 0."""
-        batch = super().whole(batch)
-        return {**batch, "batch_targets": jnp.maximum(batch["batch_targets"], 1)}
-
     def finish(self, model: QwenVL) -> QwenVL:
         """What is kept of the trained model: a plain Qwen-VL."""
         if self.lora is not None:
@@ -650,21 +632,14 @@ class Seq2SeqObjective(_OfLayers):
     def loss(
         self, model: T5, batch: dict[str, jax.Array], dropout_key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Mean loss of a batch of `data.batches.seq2seq`, and its number of targets.
-
-        Of a part of a batch: as of LanguageModelObjective.
-        """
-        batch = batch if "batch_targets" in batch else self.whole(batch)
+        """Mean loss of a batch of `data.batches.seq2seq`, and its number of targets."""
         log_probs = answer_log_probs(model, batch, dropout_key, self.inputs)  # [B, T]
         targets = self._targets(batch)
+        loss, metrics = _mean_over_targets(log_probs, targets)
         if self.mean != "questions":
-            return _mean_over_targets(log_probs, targets, batch)
-        of_rows = -log_probs.mean(axis=1, where=targets)  # [B]
-        return of_rows.mean(), {"targets": batch["batch_targets"].mean()}
-
-    def whole(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The batch with what its parts have to know of all of it; see `_with_targets`."""
-        return _with_targets(batch, self._targets(batch))
+            return loss, metrics
+        loss = -log_probs.mean(axis=1, where=targets).mean()  # over the rows: a part counts by them
+        return loss, {"targets": metrics["targets"]}
 
     def _targets(self, batch: dict[str, jax.Array]) -> jax.Array:
         """Which places of `target_ids` are learned: bool [B, T]."""

@@ -116,7 +116,6 @@ class Rerank(AtlasVLPTask):
             "inputs": self.vlp_inputs(rows),
             "labels": ints(rows),
             "weights": floats(rows),
-            "truncated": ints(rows),
         }
 
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:

@@ -155,6 +155,7 @@ def _run_training(
                     load_pretrained=recipe.load_pretrained,
                     finish=recipe.finish,
                     title=task.title,
+                    limits=task.limits,
                     metadata={"task": task.name, "corpus": corpus.fingerprint, **recipe.metadata},
                     only_start=only_start,
                     observed=observed,

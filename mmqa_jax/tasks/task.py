@@ -197,6 +197,7 @@ class Task(abc.ABC):
       product: what is trained, in words.
       unit: of a batch's examples.
       program: the program that uses what is trained (`mmqa plan`), if one does.
+      limits: the config keys by which tokens of its examples are cut.
       augment: `factory` and its arguments (tasks.augmentation), of tasks that have such a section.
       validate: the section `validate`, of tasks that validate.
       task: its `name`.
@@ -211,6 +212,7 @@ class Task(abc.ABC):
     product: ClassVar[str]
     unit: ClassVar[str] = "questions"
     program: ClassVar[str | None] = None
+    limits: ClassVar[tuple[str, ...]] = ()
     augment: ClassVar[Mapping[str, Any]] = {}
     validate: ClassVar[Any] = None
 
@@ -317,6 +319,12 @@ class Task(abc.ABC):
         with the most columns; of a vocabulary that is not at hand the published one.
         """
 
+    def part(self) -> Self:
+        """The task whose batch is one of the parts of an update (`train.accumulate`)."""
+        size = self.batches.batch_size // self.loop.accumulate
+        batches = dataclasses.replace(self.batches, batch_size=size)
+        return dataclasses.replace(self, batches=batches)
+
     def in_use(self) -> InUse:
         """The program that uses what is trained; of tasks with `program`."""
         raise NotImplementedError
@@ -384,7 +392,7 @@ class Task(abc.ABC):
 
     def feed(self, inputs: Callable[..., Any] | None = None) -> FeedConfig:
         """The section `batches` with seed, augmentation and this process's rows."""
-        section: BatchesSection = self.batches
+        section: BatchesSection = self.part().batches
         return FeedConfig(
             batch_size=section.batch_size,
             seed=self.seed,

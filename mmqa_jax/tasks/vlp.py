@@ -174,6 +174,11 @@ class VLPTask(Task):
       augment: `factory` and its arguments (tasks.augmentation).
     """
 
+    limits: ClassVar[tuple[str, ...]] = (
+        *("packing.buckets", "packing.max_source_tokens", "packing.max_question_tokens"),
+        "packing.max_answer_tokens",
+    )
+
     packing_class: ClassVar[type[PackingConfig]] = PackingConfig
     packer_class: ClassVar[type[Packer]] = Packer
 

@@ -140,6 +140,7 @@ class VQA(Task):
     name: ClassVar[str] = "vqa"
     product: ClassVar[str] = "VQA model"
     program: ClassVar[str] = "candidates"
+    limits: ClassVar[tuple[str, ...]] = ("batches.lengths",)
 
     data: FoldedData
     model: VQAModelSection = chosen_by(vqa_model)
@@ -231,7 +232,6 @@ class VQA(Task):
             "question_ids": question_ids,
             "image": image,
             "targets": floats(rows, PLANNED_ANSWERS),
-            "truncated": ints(rows),
         }
 
     def open_pictures(self, corpus: Corpus | None) -> PictureFeatures | QuestionPictures | None:

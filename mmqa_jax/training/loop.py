@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,16 +25,17 @@ from mmqa_jax.core.checkpoint import Checkpoints
 from mmqa_jax.core.config import config_fingerprint
 from mmqa_jax.core.disk_errors import report_full_disk
 from mmqa_jax.core.errors import RunError
+from mmqa_jax.core.files import write_json
 from mmqa_jax.core.mesh import batch_blocks, local_blocks, put_batch
 from mmqa_jax.core.metrics import MetricsWriter
 from mmqa_jax.core.paths import as_path
-from mmqa_jax.core.progress import Progress
+from mmqa_jax.core.progress import Progress, announce
 from mmqa_jax.core.watchdog import Watchdog, hang_limit
 from mmqa_jax.training.attempts import Attempts, TimeSplit
 from mmqa_jax.training.best_weights import BestWeights
 from mmqa_jax.training.nonfinite import FiniteCheck
 from mmqa_jax.training.objective import ModelBatches, Objective, Validation
-from mmqa_jax.training.optimizer import make_optimizer
+from mmqa_jax.training.optimizer import decay_line, make_optimizer, parameter_table
 from mmqa_jax.training.options import (
     LoopOptions,
     check_batch_size,
@@ -50,6 +52,7 @@ from mmqa_jax.training.state import (
     finished,
     initial_state,
     make_step,
+    of_update,
     pretrained_state,
     split_model,
 )
@@ -57,8 +60,11 @@ from mmqa_jax.training.stop_signals import StillThere, StopSignals
 from mmqa_jax.training.throughput import Throughput
 from mmqa_jax.weights.folder import save_trained
 
-# Entries of a batch that stay on the host, to name the examples of a bad step.
+# In the workdir: every parameter, and whether it is trained and decayed.
+PARAMETERS = "parameters.json"
+# Entries of a batch that stay on the host: to name the examples of a bad step, and tokens lost.
 _ID_KEYS = ("ids", "index")
+_TRUNCATED = "truncated"
 _SHOWN_INPUT_SHARE = 0.05  # of the time, from which on the progress shows the wait for input
 
 
@@ -104,6 +110,7 @@ def train(
     load_pretrained: Callable[[nnx.Module], None] | None = None,
     finish: Callable[[nnx.Module], nnx.Module] | None = None,
     title: str = "Training",
+    limits: Sequence[str] = (),
     metadata: Mapping[str, Any] | None = None,
     only_start: bool = False,
     observed: Observed = Observed(),
@@ -115,13 +122,15 @@ def train(
       config: the section `train` of a config; see LoopOptions.
       objective: model and loss.
       batches: Grain iterator (`get_state`, `set_state`) of pytrees of numpy arrays, first axis the
-        rows that this process feeds (core.mesh.local_rows). A step is compiled once per shape.
+        rows that this process feeds (core.mesh.local_rows), `train.accumulate` of them for each
+        update. A step is compiled once per shape.
         One that makes them with the model itself is a `ModelBatches`.
         Entries `ids` or `index` of a dict batch stay on the host and name the examples if the
-        loss is not finite.
+        loss is not finite; so does `truncated`, the tokens that each example has lost, which a
+        metric of that name counts for every step.
       mesh: of core.mesh.make_mesh.
       workdir: folder of this training run: checkpoints/, metrics.jsonl, attempts.jsonl, events,
-        weights/, model.json, and best/ if `validation` has a metric.
+        parameters.json, weights/, model.json, and best/ if `validation` has a metric.
       seed: of the initial weights and of dropout.
       validation: judges the parameters every `evaluate_every` steps and at the end; the values
         are logged as `eval/NAME`. All processes call it.
@@ -130,6 +139,7 @@ def train(
         see training.state.pretrained_state.
       finish: the trained module -> the one whose weights are kept for other verbs; None: itself.
       title: shown in front of the progress.
+      limits: the config keys by which tokens are cut, to be named where some are.
       metadata: JSON values for model.json, which describe the model.
       only_start: takes no step: the weights that are saved are the initial ones.
       observed: see Observed.
@@ -159,6 +169,7 @@ def train(
         accumulate=options.accumulate,
         abstract=abstract,
         mesh=mesh,
+        trainable=options.optimizer.trainable,
         skip_nonfinite=options.on_nan == "skip",
     )
     folder = as_path(workdir)
@@ -202,15 +213,22 @@ def train(
             if not only_start:
                 attempts.start(first)
             outputs = _Outputs(checkpoints, metrics, attempts, progress, watchdog, there)
-            run = _Run(options, outputs, step_fn, batches, meta["window"], seed)
+            run = _Run(options, outputs, step_fn, batches, meta["window"], seed, limits)
+            if first == 0 and not only_start and jax.process_index() == 0:
+                table = parameter_table(options.optimizer, abstract.params)
+                write_json(folder / PARAMETERS, table)
+                announce(f"{decay_line(table)} ({folder / PARAMETERS}).")
+            state = step_fn.begin(state)
             for step in range(first + 1, steps + 1):
-                if isinstance(batches, ModelBatches):
-                    batches.use(model.merge(state.params, state.frozen))
                 with profile.step(step, run.wait):
-                    batch = run.read(step, state)
-                    with jax.transfer_guard("disallow"):  # only the batch is transferred, above
-                        state, values = step_fn(state, batch)
-                    run.dispatched(step, values)
+                    for _ in range(options.accumulate):
+                        if isinstance(batches, ModelBatches):
+                            batches.use(model.merge(state.params, state.frozen))
+                        batch = run.read(step, state)
+                        with jax.transfer_guard("disallow"):  # only the batch is transferred, above
+                            state, values = step_fn(state, batch)
+                        run.dispatched(step, values)
+                progress.advance()
                 if step % options.log_every == 0 or step == options.steps:
                     run.log(step)
                 score = None
@@ -257,6 +275,7 @@ class _Run:
         batches: Any,
         window: dict[str, Any],
         seed: int,
+        limits: Sequence[str],
     ):
         self._options, self._outputs = options, outputs
         self._checkpoints, self._metrics = outputs.checkpoints, outputs.metrics
@@ -268,6 +287,8 @@ class _Run:
         self._sums, self._count = dict(window["sums"]), window["count"]
         self._split, self._throughput = TimeSplit(), Throughput(self._mesh, step_fn)
         self._ids, self._compiles = None, False  # of the batch that was read last
+        self._truncated: dict[str, float] = {}  # as the others: its metric, if it counts tokens
+        self._limits, self._is_told = limits, False
         # The CPU runs a step on the cores that also make batches: running ahead costs memory only.
         on_cpu = self._mesh.devices.flat[0].platform == "cpu"
         self._most_in_flight = 2 if on_cpu else 8
@@ -276,7 +297,8 @@ class _Run:
         """The next batch, on the mesh."""
         self._watchdog.beat(step, "reading the batch")
         self._split.lap("compute")
-        rows, self._ids = _next_rows(self._batches, step, self._mesh, self._options.accumulate)
+        rows, self._ids = _next_rows(self._batches, step, self._mesh)
+        self._truncated = self._count_truncated(rows, step)
         batch = put_batch(self._mesh, rows)
         # While the devices still compute an earlier step, nothing waits for the batch.
         self._split.lap("input" if self._idle() else "compute")
@@ -285,12 +307,27 @@ class _Run:
         return batch
 
     def dispatched(self, step: int, values: dict[str, jax.Array]) -> None:
-        """Records a dispatched step, and waits for an older one if too many are in flight."""
+        """Records a dispatched part of a step, and waits for an older one if too many are in
+        flight."""
         self._split.lap("compile" if self._compiles else "compute")
-        self._flying.append((step, self._ids, values))
+        self._flying.append((step, self._ids, values | self._truncated))
         if len(self._flying) > self._most_in_flight:
             self._flying[-1 - self._most_in_flight][2]["loss"].block_until_ready()
-        self._progress.advance()
+
+    def _count_truncated(self, rows: Any, step: int) -> dict[str, float]:
+        """Takes what a batch tells of lost tokens from it, and says so the first time."""
+        if not isinstance(rows, dict) or _TRUNCATED not in rows:
+            return {}
+        lost = rows.pop(_TRUNCATED)
+        if lost.any() and not self._is_told and jax.process_index() == 0:
+            self._is_told = True
+            announce(
+                f"step {step}: {np.count_nonzero(lost)} of {len(lost)} examples lose "
+                f"{lost.sum()} tokens that do not fit; raise {' or '.join(self._limits)}, or let "
+                f"it be: metrics.jsonl counts them in the column {_TRUNCATED}."
+            )
+        # This process has seen its own rows alone; of several hosts the whole is estimated.
+        return {_TRUNCATED: lost.sum() * batch_blocks(self._mesh) / len(local_blocks(self._mesh))}
 
     def wait(self) -> None:
         """Returns when all dispatched steps are computed."""
@@ -303,7 +340,10 @@ class _Run:
     def check_finite(self) -> None:
         """Fetches the metrics of all steps so far; see FiniteCheck.counts."""
         fetched = jax.device_get([values for _, _, values in self._flying])
-        for (step, ids, _), values in zip(self._flying, fetched, strict=True):
+        flown = zip(self._flying, fetched, strict=True)
+        for step, parts in itertools.groupby(flown, lambda part: part[0][0]):
+            of_parts, of_their_values = zip(*parts, strict=True)
+            ids, values = [part[1] for part in of_parts], of_update(of_their_values)
             if not self._finite.counts(step, ids, values, self._checkpoints.latest_step() or 0):
                 continue
             for name, value in values.items():
@@ -417,7 +457,7 @@ def _restore_or_start(
     return state, restored.step, restored.meta
 
 
-def _next_rows(batches: Iterator[Any], step: int, mesh: Mesh, accumulate: int) -> tuple[Any, Any]:
+def _next_rows(batches: Iterator[Any], step: int, mesh: Mesh) -> tuple[Any, Any]:
     """This process's rows of the next batch, and the ids, which stay on the host."""
     try:
         batch = next(batches)
@@ -434,7 +474,7 @@ def _next_rows(batches: Iterator[Any], step: int, mesh: Mesh, accumulate: int) -
     for leaf in jax.tree.leaves(batch):
         rows = np.shape(leaf)[0] if np.ndim(leaf) else 0
         size, rest = divmod(rows * batch_blocks(mesh), share)
-        check_batch_size(0 if rest else size, mesh, accumulate)
+        check_batch_size(0 if rest else size, mesh, 1)
     return batch, ids
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -27,11 +27,11 @@ class FiniteCheck:
     def __init__(self, on_nan: OnNan, limit: int, skipped: int = 0):
         self._on_nan, self._limit, self.skipped = on_nan, limit, skipped
 
-    def counts(self, step: int, ids: Any, values: Mapping[str, Any], saved: int) -> bool:
+    def counts(self, step: int, ids: Sequence[Any], values: Mapping[str, Any], saved: int) -> bool:
         """Whether the values are finite; False: the step was skipped.
 
         Args:
-          ids: names of this process's examples of the step, by kind.
+          ids: names of this process's examples of each part of the step, by kind.
           saved: step of the last good checkpoint.
 
         Raises:
@@ -54,12 +54,12 @@ class FiniteCheck:
         return False
 
 
-def _named(ids: Any) -> str:
-    if not ids:
+def _named(ids: Sequence[Any]) -> str:
+    if not all(ids):
         return ""
     shown = []
-    for name, values in ids.items():
-        listed = np.asarray(values).reshape(-1).tolist()
+    for name in ids[0]:
+        listed = [x for part in ids for x in np.asarray(part[name]).reshape(-1).tolist()]
         more = f", ... ({len(listed)} in all)" if len(listed) > _SHOWN else ""
         shown.append(f"{name} {', '.join(map(str, listed[:_SHOWN]))}{more}")
     return f" on the batch with {'; '.join(shown)}"

@@ -9,6 +9,10 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from flax import nnx
 
+# Metrics: what a part of an update counts by, and those that are summed up over its parts.
+WEIGHT = "weight"
+COUNTS = frozenset({"targets", "truncated"})
+
 
 class Objective(Protocol):
     """What is trained: a model and its loss; each of tasks/ has one.
@@ -26,8 +30,8 @@ class Objective(Protocol):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Scalar loss and scalar metrics of one batch; pure and traced.
 
-        An objective whose mean is not over the rows also has `whole(batch)`: the batch with further
-        entries [B, ...], which the loss of a part of it needs to know of all of it.
+        A loss that is not a mean over the rows has a metric WEIGHT, what it is divided by: by that
+        the parts of an update count (`train.accumulate`). It is not logged.
         """
 
 

@@ -7,9 +7,11 @@ keeps almost no state (training.adafactor).
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,13 +22,12 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.trees import flatten_named, name_of
-from mmqa_jax.core.typed import at_least
 from mmqa_jax.training.adafactor import scale_by_adafactor
 
 Schedule = Callable[[Any], jax.Array]
 
-# Biases, norm gains and CLIP's temperature are not decayed.
-_NO_DECAY = r"(^|/)(bias|scale|logit_scale|picture_gate)$|norm"
+# Biases, norm gains, and the factor and bias of CLIP's and SigLIP's logits are not decayed.
+_NO_DECAY = r"(^|/)(bias|scale|logit_scale|logit_bias|picture_gate)$|norm"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,8 @@ class OptimizerOptions:
       learning_rate: the highest rate of the schedule; of adafactor a share of each parameter's root
         mean square (T5: 1e-3).
       schedule: constant | linear | cosine, after the warm-up; stairs: see `levels`.
-      warmup: warm-up from 0, a number of steps, or below 1 a fraction of all steps.
+      warmup: warm-up from 0, a number of steps (updates, as in `train.steps`), or below 1 a
+        fraction of all steps.
       final_fraction: where linear and cosine end, as a fraction of `learning_rate`.
       levels: of stairs: ((first step, factor on the rate), ...), the first from step 0 on. They say
         all, so that `warmup` and `final_fraction` do not count.
@@ -56,9 +58,6 @@ class OptimizerOptions:
         first that matches counts.
       trainable: regular expression over parameter names: the others stay as they are, and have no
         optimizer state; None: all are trained.
-      every: batches to an update, which takes the mean of their gradients; `train.steps` counts
-        batches. Unlike `train.accumulate`, which takes a batch in parts, it lets batches of
-        different shapes share an update, and only one batch is in memory.
     """
 
     name: Literal["adam", "adamw", "bert_adam", "adafactor"] = "adamw"
@@ -77,7 +76,6 @@ class OptimizerOptions:
     clip_parameter_norm: float = 1.0
     multipliers: tuple[tuple[str, float], ...] = ()
     trainable: str | None = None
-    every: int = at_least(1, 1)
 
     def __post_init__(self):
         if self.name == "adam" and self.weight_decay:
@@ -170,7 +168,7 @@ def rates(options: OptimizerOptions, steps: int, taken: int) -> np.ndarray:
 def make_optimizer(
     options: OptimizerOptions, steps: int
 ) -> tuple[optax.GradientTransformation, Schedule]:
-    """The optimizer for `steps` batches, and its schedule by batch (for the logs).
+    """The optimizer for `steps` updates, and its schedule (for the logs).
 
     The transformation's trees keep the parameters' Flax metadata, so optimizer state is sharded
     like the parameters.
@@ -178,22 +176,15 @@ def make_optimizer(
     Raises:
       UserError: on `init`, a multiplier that matches no parameter.
     """
-    schedule = make_schedule(options, -(-steps // options.every))
-    decay = options.weight_decay
-    if decay is None:
-        decay = 0.0 if options.name in ("adam", "adafactor") else 0.01
+    schedule = make_schedule(options, steps)
+    decay, decays = _weight_decay(options)
     parts = []
     if options.clip_norm is not None:
         clip = optax.clip_by_global_norm(options.clip_norm)
         parts.append(_apart(clip, options.multipliers) if options.clip_apart else clip)
     if options.name == "bert_adam":
         parts.append(clip_each_parameter(options.clip_parameter_norm))
-        exempt = re.compile(options.no_decay, re.IGNORECASE)
-        parts.append(
-            scale_by_bert_adam(
-                options.b1, options.b2, options.eps or 1e-6, decay, lambda n: not exempt.search(n)
-            )
-        )
+        parts.append(scale_by_bert_adam(options.b1, options.b2, options.eps or 1e-6, decay, decays))
         # Where the others decay: the state's names number the parts.
         parts += [optax.identity()] if decay else []
     elif options.name == "adafactor":
@@ -201,21 +192,49 @@ def make_optimizer(
     else:
         parts.append(optax.scale_by_adam(options.b1, options.b2, options.eps or 1e-8))
     if decay and options.name != "bert_adam":
-        exempt = re.compile(options.no_decay, re.IGNORECASE)
-        parts.append(
-            optax.add_decayed_weights(
-                decay, mask=lambda params: _by_name(params, lambda name: not exempt.search(name))
-            )
-        )
+        parts.append(optax.add_decayed_weights(decay, lambda params: _by_name(params, decays)))
     if options.multipliers:
         parts.append(scale_by_name(options.multipliers))
     parts.append(optax.scale_by_learning_rate(schedule))
     optimizer = optax.chain(*parts)
-    if options.every > 1:
-        optimizer = optax.MultiSteps(optimizer, options.every).gradient_transformation()
     if options.trainable is not None:
         optimizer = only(options.trainable, optimizer)
-    return optimizer, lambda step: schedule(step // options.every)
+    return optimizer, schedule
+
+
+def _weight_decay(options: OptimizerOptions) -> tuple[float, Callable[[str], bool]]:
+    """The weight decay, and whether a trained parameter's name has it."""
+    decay = options.weight_decay
+    if decay is None:
+        decay = 0.0 if options.name in ("adam", "adafactor") else 0.01
+    exempt = re.compile(options.no_decay, re.IGNORECASE)
+    return decay, lambda name: not exempt.search(name)
+
+
+def parameter_table(options: OptimizerOptions, params: Any) -> dict[str, dict[str, Any]]:
+    """Shape and weight decay of every parameter by its name; a decay of None: it is not trained."""
+    decay, decays = _weight_decay(options)
+    trains = re.compile(options.trainable or "")
+    return {
+        name: {
+            "shape": list(leaf.shape),
+            "weight_decay": decay * decays(name) if trains.search(name) else None,
+        }
+        for name, leaf in flatten_named(params).items()
+    }
+
+
+def decay_line(table: Mapping[str, Mapping[str, Any]]) -> str:
+    """What a `parameter_table` says, in one sentence."""
+    decayed = {name for name, facts in table.items() if facts["weight_decay"]}
+    trained = [name for name, facts in table.items() if facts["weight_decay"] is not None]
+    others = collections.Counter(name.split("/")[-1] for name in trained if name not in decayed)
+    named = ", ".join(f"{count} {kind}" for kind, count in sorted(others.items()))
+    sizes = [math.prod(table[name]["shape"]) for name in trained]
+    return (
+        f"{len(trained)} parameters ({sum(sizes):,} numbers) are trained; weight decay acts on "
+        f"{len(decayed)} of them, not on {named or 'any other'}"
+    )
 
 
 def only(pattern: str, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -21,12 +21,13 @@ class LoopOptions:
     """The section `train` of a config.
 
     Attributes:
-      steps: of the whole run.
+      steps: updates of the whole run. Each takes `batches.batch_size` examples.
       optimizer: see OptimizerOptions.
       rules: logical axis -> mesh axes.
       log_every, checkpoint_every, evaluate_every: in steps, and at the end; with 0 checkpoints
         are only saved at the end, and nothing is evaluated.
-      accumulate: parts of a batch, one after another (see make_step).
+      accumulate: parts of an update, one after another: each has `batches.batch_size` / accumulate
+        examples and a shape of its own, and only one is in memory (see make_step).
       keep: how many of the latest checkpoints; the best one is kept besides.
       on_nan: a loss or gradient that is not finite ends the run (`stop`), or that step changes
         nothing (`skip`).
@@ -47,6 +48,12 @@ class LoopOptions:
 
 def read_section(config: Mapping[str, Any]) -> LoopOptions:
     """Reads the section `train`; UserError for an unknown or missing key or a bad value."""
+    if "every" in (config.get("optimizer") or {}):
+        raise UserError(
+            "config key train.optimizer.every: was replaced by train.accumulate=N, with which "
+            "batches.batch_size counts the examples of an update, N times as many, and train.steps "
+            "and train.optimizer.warmup count updates; set these instead."
+        )
     return read_typed(LoopOptions, config, "train")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +18,31 @@ from mmqa_jax.core.compiler_options import training_options
 from mmqa_jax.core.flops import jaxpr_flops
 from mmqa_jax.core.mesh import batch_sharding, replicated, state_shardings
 from mmqa_jax.core.trees import flatten_named, unflatten_named
-from mmqa_jax.training.objective import Objective, Outlined
+from mmqa_jax.training.objective import COUNTS, WEIGHT, Objective, Outlined
 from mmqa_jax.training.optimizer import Schedule
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """What the parts of an update have summed up so far.
+
+    Attributes:
+      parts: int32 scalar, how many.
+      weight: float32 scalar, the sum of their weights.
+      loss: float32 scalar, the sum of their weighted losses.
+      gradient: float32, the same of the gradients of the trained parameters.
+    """
+
+    parts: jax.Array
+    weight: jax.Array
+    loss: jax.Array
+    gradient: list[jax.Array]
+
+    def plus(self, weight: jax.Array, loss: jax.Array, gradient: list[jax.Array]) -> Sums:
+        """With one part more."""
+        total = [old + weight * new for old, new in zip(self.gradient, gradient, strict=True)]
+        return Sums(self.parts + 1, self.weight + weight, self.loss + weight * loss, total)
 
 
 @jax.tree_util.register_dataclass
@@ -32,12 +55,14 @@ class TrainState:
       params: nnx.State of the parameters that are trained.
       optimizer: Optax state.
       frozen: nnx.State of the other parameters, which no step changes and no checkpoint holds.
+      sums: of the update that is not complete (`Step.begin`); None: a batch is an update.
     """
 
     step: jax.Array
     params: Any
     optimizer: Any
     frozen: Any
+    sums: Sums | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,12 +222,12 @@ def _fresh(params: Any, frozen: Any, optimizer: optax.GradientTransformation) ->
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The jitted update of a run: (state, batch) -> (state, metrics); the old state is donated.
+    """The jitted update of a run, or a part of one; see `make_step`.
 
     Attributes:
       jitted: (state, constants, batch) -> (state, metrics).
       constants: of the model.
-      abstract: shapes and shardings of the state.
+      abstract: shapes and shardings of the state, the sums over an update's parts included.
       mesh: for which the step is traced and compiled.
     """
 
@@ -212,12 +237,21 @@ class Step:
     mesh: Mesh
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One update; the batch lies on the mesh as `batch_sharding` has it."""
+        """One update, or a part; the batch lies on the mesh as `batch_sharding` has it."""
         with jax.set_mesh(self.mesh):
             return self.jitted(state, self.constants, batch)
 
+    def begin(self, state: TrainState) -> TrainState:
+        """The state with empty sums, if an update has several parts."""
+        shapes = self.abstract.sums
+        if shapes is None:
+            return state
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+        empty = jax.jit(lambda: _zeros(shapes), out_shardings=shardings)()
+        return dataclasses.replace(state, sums=empty)
+
     def model_flops(self, state: TrainState, batch: Any) -> float:
-        """FLOPs of the products of one update over all devices, recomputed ones left out.
+        """FLOPs of the products of one call over all devices, recomputed ones left out.
 
         They are counted in the jaxpr, which the call with the same arguments uses too.
         """
@@ -257,59 +291,82 @@ def make_step(
     accumulate: int,
     abstract: TrainState,
     mesh: Mesh,
+    trainable: str | None = None,
     skip_nonfinite: bool = False,
 ) -> Step:
     """The jitted update: (state, batch) -> (state, metrics); the old state is donated.
 
-    Dropout keys depend on seed and step alone, so a resumed run draws the same. With
-    `accumulate` k, the batch is taken in k interleaved parts whose gradients are averaged
-    (a loss with in-batch negatives sees only those of its part).
+    With `accumulate` k the batch is one of k parts of an update, each of a shape of its own: only
+    the k-th updates the parameters, by the mean gradient of all parts. A part counts by its
+    `weight` (Objective.loss), so that the update is that of one batch with the examples of all.
+    Dropout keys depend on seed, step and part alone, so a resumed run draws the same.
     With `skip_nonfinite` a step whose loss or gradient is not finite changes nothing but the number
     of the step.
-    Metrics: those of the task, `loss`, `grad_norm` (global, before clipping), `learning_rate`.
+    Metrics: those of the task and `loss`, of the batch; `grad_norm` (of the trained parameters,
+    before clipping) and `learning_rate`, of the update that it completes.
+
+    Args:
+      trainable: regular expression over the names of the parameters that are trained, as the
+        optimizer's; None: all.
     """
+    leaves, structure = jax.tree_util.tree_flatten(abstract.params)
+    trains = re.compile(trainable or "")
+    is_trained = [bool(trains.search(name)) for name in flatten_named(abstract.params)]
+    if accumulate > 1:
+        abstract = dataclasses.replace(abstract, sums=_abstract_sums(leaves, is_trained, mesh))
 
     def loss_fn(params: Any, fixed: tuple[Any, Any], batch: Any, key: jax.Array) -> Any:
         module = nnx.merge(model.graphdef, params, *fixed)
         loss, metrics = objective.loss(module, batch, key)
         return loss, {**metrics, "loss": loss}
 
-    gradient = jax.value_and_grad(loss_fn, has_aux=True)
+    def gradient(params: Any, fixed: tuple[Any, Any], batch: Any, key: jax.Array) -> Any:
+        grads, metrics = jax.grad(loss_fn, has_aux=True)(params, fixed, batch, key)
+        own = zip(jax.tree.leaves(grads), is_trained, strict=True)
+        return metrics, [leaf for leaf, trained in own if trained]
 
-    def accumulated(params: Any, fixed: tuple[Any, Any], batch: Any, key: jax.Array) -> Any:
-        batch = objective.whole(batch) if hasattr(objective, "whole") else batch
-        # [B, ...] -> [B / k, k, ...]: part i is column i, so each device keeps its own rows.
-        columns = jax.tree.map(lambda x: x.reshape(-1, accumulate, *x.shape[1:]), batch)
-
-        def part(i: Any) -> Any:
-            rows = jax.tree.map(lambda x: x[:, i], columns)
-            (_, metrics), grads = gradient(params, fixed, rows, jax.random.fold_in(key, i))
-            return metrics, grads
-
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(part, 0))
-        total = jax.lax.fori_loop(
-            0, accumulate, lambda i, sums: jax.tree.map(jnp.add, sums, part(i)), zeros
-        )
-        return jax.tree.map(lambda x: x / accumulate, total)
-
-    def step(state: TrainState, constants: Any, batch: Any) -> tuple[TrainState, Any]:
-        key, fixed = jax.random.fold_in(jax.random.key(seed), state.step), (state.frozen, constants)
-        if accumulate == 1:
-            (_, metrics), grads = gradient(state.params, fixed, batch, key)
-        else:
-            metrics, grads = accumulated(state.params, fixed, batch, key)
-        metrics["grad_norm"] = optax.tree.norm(grads)
-        metrics["learning_rate"] = schedule(state.step)
+    def update(state: TrainState, loss: jax.Array, gradient: list[jax.Array]) -> Any:
+        given = iter(gradient)
+        own = zip(jax.tree.leaves(state.params), is_trained, strict=True)
+        whole = [next(given) if trained else jnp.zeros_like(leaf) for leaf, trained in own]
+        grads = jax.tree.unflatten(structure, whole)
+        values = {"grad_norm": optax.tree.norm(grads), "learning_rate": schedule(state.step)}
         updates, moments = optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         if skip_nonfinite:
-            finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+            finite = jnp.isfinite(loss) & jnp.isfinite(values["grad_norm"])
             params, moments = jax.tree.map(
                 lambda new, old: jnp.where(finite, new, old),
                 (params, moments),
                 (state.params, state.optimizer),
             )
-        return TrainState(state.step + 1, params, moments, state.frozen), metrics
+        return dataclasses.replace(
+            state, step=state.step + 1, params=params, optimizer=moments
+        ), values
+
+    def complete(state: TrainState) -> Any:
+        sums = state.sums
+        weight = jnp.where(sums.weight == 0, 1.0, sums.weight)
+        trained = (leaf.dtype for leaf, own in zip(leaves, is_trained, strict=True) if own)
+        means = [(x / weight).astype(kind) for x, kind in zip(sums.gradient, trained, strict=True)]
+        return update(dataclasses.replace(state, sums=_zeros(sums)), sums.loss / weight, means)
+
+    def wait(state: TrainState) -> Any:
+        return state, {"grad_norm": jnp.zeros(()), "learning_rate": schedule(state.step)}
+
+    def step(state: TrainState, constants: Any, batch: Any) -> tuple[TrainState, Any]:
+        key, fixed = jax.random.fold_in(jax.random.key(seed), state.step), (state.frozen, constants)
+        if accumulate == 1:
+            metrics, grads = gradient(state.params, fixed, batch, key)
+            state, values = update(state, metrics["loss"], grads)
+        else:
+            key = jax.random.fold_in(key, state.sums.parts)
+            metrics, grads = gradient(state.params, fixed, batch, key)
+            weight = metrics.get(WEIGHT, jnp.ones(()))
+            sums = state.sums.plus(weight, metrics["loss"], grads)
+            state = dataclasses.replace(state, sums=sums)
+            state, values = jax.lax.cond(sums.parts == accumulate, complete, wait, state)
+        return state, metrics | values
 
     # The old parameters make room for the new ones: one copy in memory, not two.
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
@@ -320,3 +377,37 @@ def make_step(
         compiler_options=training_options(mesh),
     )
     return Step(jitted, model.constants, abstract, mesh)
+
+
+def _abstract_sums(leaves: list[Any], is_trained: list[bool], mesh: Mesh) -> Sums:
+    """Shapes and shardings of the sums over the parts of an update: gradients as parameters."""
+
+    def struct(shape: tuple[int, ...], sharding: Any, dtype: Any = jnp.float32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    whole = replicated(mesh)
+    own = [leaf for leaf, trained in zip(leaves, is_trained, strict=True) if trained]
+    gradient = [struct(leaf.shape, leaf.sharding) for leaf in own]
+    return Sums(struct((), whole, jnp.int32), struct((), whole), struct((), whole), gradient)
+
+
+def _zeros(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
+
+
+def of_update(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The metrics of an update of those of its parts.
+
+    They are means over the parts by their weights, but for counts, which are summed up, and what
+    only the last part has.
+    """
+    weights = np.array([part.get(WEIGHT, 1.0) for part in parts], np.float64)
+    weights = weights / weights.sum() if weights.sum() else np.full(len(parts), 1 / len(parts))
+    means = {
+        name: float(np.dot(weights, [part[name] for part in parts]))
+        for name in parts[0]
+        if name != WEIGHT
+    }
+    totals = {name: float(sum(part[name] for part in parts)) for name in COUNTS & means.keys()}
+    last = {name: float(parts[-1][name]) for name in ("grad_norm", "learning_rate")}
+    return means | totals | last

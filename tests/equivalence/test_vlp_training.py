@@ -45,7 +45,7 @@ def x101(tmp_path_factory) -> Pair:
 
 
 def mean_over(task: Objective, pair: Pair, batches: list[dict]) -> tuple[float, dict]:
-    """Loss and gradient of an update: the means over its batches (optimizer's `every`)."""
+    """Loss and gradient of an update: the means over its parts (`train.accumulate`)."""
     graphdef = nnx.graphdef(nnx.eval_shape(task.outline))
 
     @jax.jit

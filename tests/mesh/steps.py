@@ -18,6 +18,7 @@ from mmqa_jax.training.state import (
     abstract_state,
     initial_state,
     make_step,
+    of_update,
     split_model,
 )
 from tests.drawn_weights import drawn_start
@@ -60,6 +61,7 @@ def take_step(
 
     Args:
       task: the objective.
+      accumulate: parts that it takes the batch in.
       shape, devices: of the mesh; None: all devices.
       start: another mesh's; None: the mesh has its own.
       initialize: its own is as a run's, a program more to compile; else NumPy draws it.
@@ -72,7 +74,7 @@ def take_step(
     abstract = abstract_state(model, optimizer, mesh, DEFAULT_RULES)
     step = make_step(
         task, model, optimizer, schedule, seed=0, accumulate=accumulate, abstract=abstract,
-        mesh=mesh,
+        mesh=mesh, trainable=options.get("trainable"),
     )  # fmt: skip
     if start is None:
         if initialize:
@@ -82,7 +84,12 @@ def take_step(
         start = jax.device_get(state)
     else:
         state = jax.device_put(start, jax.tree.map(lambda leaf: leaf.sharding, abstract))
-    state, metrics = step(state, jax.device_put(batch, batch_sharding(mesh)))
+    state, parts = step.begin(state), []
+    for number in range(accumulate):
+        part = jax.tree.map(lambda x, n=number: x[n::accumulate], batch)
+        state, values = step(state, jax.device_put(part, batch_sharding(mesh)))
+        parts.append(jax.device_get(values))
+    metrics = of_update(parts)
     for name, leaf in flatten_named(state.optimizer).items():
         if leaf.ndim > 2 and "lora_" not in name:  # the stacked kernels' moments
             splits = math.prod(shape.get(axis, 1) for axis in ("fsdp", "tensor"))

@@ -40,7 +40,7 @@ def alone():
     return take_step(TASK, make_batch(), {}, jax.devices()[:1], initialize=True)
 
 
-@pytest.mark.parametrize(("name", "accumulate"), [("fsdp", 2), ("all", 1)])
+@pytest.mark.parametrize(("name", "accumulate"), [("fsdp", 2), ("all", 4)])
 def test_a_step_is_that_of_one_device(alone, name, accumulate):
     # On one of the meshes from weights that it draws itself.
     start = alone.start if name == "fsdp" else None

@@ -15,6 +15,7 @@ from flax import nnx
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.metrics import read_metrics
 from mmqa_jax.core.trees import flatten_named
+from mmqa_jax.training import loop
 from mmqa_jax.training.throughput import CLOCK_COLUMNS
 from mmqa_jax.weights.folder import load_weights, save_trained
 from mmqa_jax.weights.record import read_metadata
@@ -211,12 +212,43 @@ def test_accumulation_takes_the_same_step_as_the_whole_batch(tmp_path):
             error = model(batch["x"]) - batch["y"]
             return (error**2).mean(), {}
 
-    whole = run(tmp_path / "whole", tiny_run.pipeline(1), task=NoDropout(), steps=5)
-    parts = run(tmp_path / "parts", tiny_run.pipeline(1), task=NoDropout(), steps=5, accumulate=4)
-    for name, leaf in flatten_named(parts).items():
-        np.testing.assert_allclose(leaf, flatten_named(whole)[name], atol=1e-6, err_msg=name)
-    with pytest.raises(UserError, match=r"batch of 8: must be a multiple of 3"):
-        run(tmp_path / "uneven", steps=5, accumulate=3)
+    rows = []
+    for name, batches, accumulate in (
+        ("whole", tiny_run.pipeline(1), 1),
+        ("parts", tiny_run.pipeline(1, tiny_run.BATCH // 4), 4),
+    ):
+        params = run(
+            tmp_path / name, batches, task=NoDropout(), steps=5, accumulate=accumulate,
+            log_every=1, evaluate_every=0, checkpoint_every=0,
+        )  # fmt: skip
+        rows.append((flatten_named(params), read_metrics(tmp_path / name)))
+    (whole, of_whole), (parts, of_parts) = rows
+    for name, leaf in parts.items():
+        np.testing.assert_allclose(leaf, whole[name], atol=1e-6, err_msg=name)
+    assert [row["step"] for row in of_parts] == [1, 2, 3, 4, 5]
+    for one, other in zip(of_whole, of_parts, strict=True):
+        for name in ("loss", "grad_norm", "learning_rate"):
+            np.testing.assert_allclose(other[name], one[name], rtol=1e-5, err_msg=name)
+
+
+def test_lost_tokens_are_said_once_and_counted_in_every_step(tmp_path, monkeypatch):
+    """Two parts of two rows each an update; the first part of every second update loses tokens."""
+    said = []
+    monkeypatch.setattr(loop, "announce", said.append)
+    lost = [[0, 0], [0, 0], [5, 0], [2, 1], [0, 0], [0, 0], [7, 0], [0, 0]]
+
+    def with_lost(i, batch):
+        return {**batch, "truncated": np.array(lost[i % len(lost)], np.int32)}
+
+    source = grain.MapDataset.range(16).map(tiny_run.example).batch(2).map_with_index(with_lost)
+    batches = iter(source.to_iter_dataset())
+    run(
+        tmp_path, batches, steps=4, accumulate=2, log_every=1, evaluate_every=0,
+        limits=("batches.length",),
+    )  # fmt: skip
+    assert [row["truncated"] for row in read_metrics(tmp_path)] == [0, 8, 0, 7]
+    (line,) = [one for one in said if "lose" in one]
+    assert line.startswith("step 2: 1 of 2 examples lose 5 tokens that do not fit; raise batches.l")
 
 
 def test_data_that_ends_and_bad_values_are_named(tmp_path):

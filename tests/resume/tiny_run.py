@@ -64,7 +64,7 @@ def example(index):
     return {"index": np.int32(index), "x": x, "y": np.float32(np.sin(x).sum())}
 
 
-def pipeline(shapes=2):
+def pipeline(shapes=2, rows=BATCH):
     """Shuffled, repeated batches that alternate between two static shapes (buckets).
 
     With one shape a run has one program less; its numbers are the same.
@@ -75,7 +75,7 @@ def pipeline(shapes=2):
         .shuffle()
         .repeat()
         .map(example)
-        .batch(BATCH)
+        .batch(rows)
         .map_with_index(
             lambda i, batch: {**batch, "x": np.pad(batch["x"], ((0, 0), (0, 3 * (i % shapes))))}
         )
@@ -160,7 +160,7 @@ def raise_signal(number):
 
 def run(
     workdir, batches, task=None, metadata=None, mesh=None, load_pretrained=None,
-    validation=None, observed=None, resuming=None, **changes,
+    validation=None, observed=None, resuming=None, limits=(), **changes,
 ):  # fmt: skip
     """One attempt at the tiny run, on one device unless a mesh is given."""
     return train(
@@ -172,6 +172,7 @@ def run(
         seed=7,
         validation=validation or Validation(evaluate),
         metadata=metadata,
+        limits=limits,
         load_pretrained=load_pretrained,
         observed=observed or Observed(),
         resuming=resuming or Resuming(),

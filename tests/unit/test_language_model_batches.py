@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from tiny_llm import END, text_tokenizer
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.batches import language_model
 from mmqa_jax.data.batches.feed import FeedConfig
 from mmqa_jax.data.batches.language_model import (
     RowSize,
@@ -50,6 +53,45 @@ def test_every_example_is_in_one_row_and_every_row_is_within_its_size(pairs):
         for earlier in rows[:number]:
             before = [i for i in earlier if i < row[0]]
             assert (sizes[[*before, row[0]]].sum(axis=0) > SIZE).any()
+
+
+def test_rows_are_those_of_a_search_through_all_rows():
+    """On as many examples as the plain search takes in a moment, of which it is quadratic."""
+    rng, size = np.random.default_rng(0), RowSize(2048, 512)
+    lengths = rng.integers(100, 1200, 2000)
+    sizes = np.stack([lengths, np.minimum(lengths // 3, 300)], axis=1)
+    room, rows = np.tile(np.array(size), (len(sizes), 1)), []
+    for number, needed in enumerate(sizes):
+        row = int((room >= needed).all(axis=1).argmax())
+        rows += [[]] * (row == len(rows))
+        rows[row] = [*rows[row], number]
+        room[row] -= needed
+    assert pack_rows(sizes, size) == rows
+
+
+def test_rows_of_many_examples_are_found_in_nearly_linear_steps():
+    """The plain search would compare 2 * 10^9 rows; the time is a CPU's, whatever else it does."""
+    lengths = np.random.default_rng(0).integers(100, 1200, 60_000)
+    start = time.process_time()
+    rows = pack_rows(np.stack([lengths, lengths // 3], axis=1), RowSize(2048, 1024))
+    assert time.process_time() - start < 10
+    assert sum(map(len, rows)) == 60_000
+
+
+def test_an_example_in_one_version_is_packed_once(monkeypatch):
+    packed = []
+
+    def count(sizes, size):
+        packed.append(len(sizes))
+        return pack_rows(sizes, size)
+
+    monkeypatch.setattr(language_model, "pack_rows", count)
+    for share, once in ((0.0, True), (0.5, False)):
+        packed.clear()
+        iterator = batches(6, share)
+        for _ in range(12):  # several epochs
+            next(iterator)
+        assert (len(packed) == 1) is once
 
 
 def test_the_arrays_of_a_row():

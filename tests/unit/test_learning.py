@@ -13,7 +13,7 @@ from mmqa_jax.data.prepare import prepare_atlas
 
 pytestmark = pytest.mark.slow
 
-STEPS = {"contrastive": 20, "rerank": 30, "answer": 20}
+STEPS = {"contrastive": 20, "rerank": 60, "answer": 20}
 # Of the last ten steps: loss at most, accuracy at least. Beside them the loss where the labels of
 # every batch are shuffled.
 BOUNDS = {

@@ -86,7 +86,7 @@ def test_a_wait_behind_a_step_is_no_wait_for_input(monkeypatch):
     )
     outputs = loop._Outputs(None, None, None, quiet, quiet, quiet)
     options = loop.LoopOptions(steps=9, optimizer=OptimizerOptions("adam", 0.1))
-    run = loop._Run(options, outputs, Step(), Batches(), {"sums": {}, "count": 0}, 0)
+    run = loop._Run(options, outputs, Step(), Batches(), {"sums": {}, "count": 0}, 0, ())
     found = []
     for step, ready in enumerate((False, False, True, False), start=1):
         batch = run.read(step, None)

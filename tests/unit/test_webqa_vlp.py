@@ -62,7 +62,7 @@ SMALL = {
     "packing.max_question_tokens": 20,
     "packing.max_answer_tokens": 20,
     "packing.max_pair_tokens": 30,
-    "batches.batch_size": 4,
+    "batches.batch_size": 8,  # in parts of 4
     "batches.threads": 0,
     "train.steps": 4,
 }

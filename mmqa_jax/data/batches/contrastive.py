@@ -90,7 +90,7 @@ def contrastive_batches(
 
     def make(planned: PlannedBatch, table: Table) -> Packed:
         size = reader.pictures.size if reader.pictures else 0
-        count = len(planned.examples)
+        count = len(planned.rows)
         pixels = np.zeros((count * group, size, size, 3), np.uint8)
         has_image = np.zeros(count * group, bool)
         gold_rows = np.full((count, most_golds), -1, np.int32)

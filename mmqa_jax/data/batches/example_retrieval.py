@@ -30,7 +30,7 @@ def example_retrieval_batches(
 
     A batch of B questions with m candidates each: query_ids int32 and query_mask bool
     [B, length], candidate_ids and candidate_mask [B, m, length], scores float32[B, m]; index
-    int32[B]: of `rows`.
+    int32[B]: of `rows`; truncated int32[B]: tokens lost.
 
     Args:
       questions: by id, those of `rows` and their candidates.
@@ -63,16 +63,15 @@ def example_retrieval_batches(
             "bucket": np.zeros(len(kept), np.int64),
         }
 
-    def inputs(names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        ids, mask, _ = text_inputs([tokens[place[name]] for name in names], length, tokenizer)
-        return ids, mask
+    def inputs(names: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return text_inputs([tokens[place[name]] for name in names], length, tokenizer)
 
     def make(planned: PlannedBatch, table: Table) -> Packed:
         found = [rows[row] for row in table["row"]]
         drawn = [(row, i) for row, own in zip(found, table["drawn"], strict=True) for i in own]
         scores = np.array([row.scores[i] for row, i in drawn], np.float32)
-        query_ids, query_mask = inputs([row.question_id for row in found])
-        candidate_ids, candidate_mask = inputs([row.candidates[i] for row, i in drawn])
+        query_ids, query_mask, query_lost = inputs([row.question_id for row in found])
+        candidate_ids, candidate_mask, lost = inputs([row.candidates[i] for row, i in drawn])
         return {
             "query_ids": query_ids,
             "query_mask": query_mask,
@@ -80,6 +79,7 @@ def example_retrieval_batches(
             "candidate_mask": candidate_mask.reshape(len(found), candidates, length),
             "scores": scores.reshape(-1, candidates),
             "index": table["row"].astype(np.int32),
+            "truncated": query_lost + lost.reshape(-1, candidates).sum(axis=1, dtype=np.int32),
         }
 
     return feed_batches(sample, [Bucket(0, length)], make, feed)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.progress import announce
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.reading import Batches, batch_iterator
-from mmqa_jax.data.batches.sampling import BatchPlan, PlannedBatch, merge_rare
+from mmqa_jax.data.batches.sampling import BatchPlan, PlannedBatch, Table
 from mmqa_jax.data.examples import Augment, RawExample
 from mmqa_jax.data.images import BrokenPictures
 from mmqa_jax.data.packing import Bucket, Packed
-
-# The examples of one epoch by column, one row each; `bucket` is one of the columns.
-Table = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,35 +69,6 @@ class FeedConfig(BatchesSection):
             raise UserError(f"seed={self.seed} is negative; give 0 or more.")
 
 
-class Epochs:
-    """The examples of each epoch: sampled at first use, the last two epochs cached."""
-
-    def __init__(self, sample: Callable[[int], Table], shapes: Sequence[Bucket], minimum: int):
-        self._sample, self._lock = sample, threading.Lock()
-        self._tables: dict[int, Table] = {}
-        self._merged = np.arange(len(shapes))
-        counts = np.bincount(self(0)["bucket"], minlength=len(shapes))
-        self._merged = merge_rare(counts, shapes, minimum)
-
-    def __call__(self, epoch: int) -> Table:
-        with self._lock:
-            if epoch not in self._tables:
-                self._tables = {e: t for e, t in self._tables.items() if e >= epoch - 1}
-                self._tables[epoch] = self._sample(epoch)
-            return self._tables[epoch]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._lock = threading.Lock()
-
-    def buckets(self, epoch: int) -> np.ndarray:
-        """Bucket of every example of the epoch, rare buckets merged."""
-        return self._merged[self(epoch)["bucket"]]
-
-
 def feed_batches(
     sample: Callable[[int], Table],
     shapes: Sequence[Bucket],
@@ -116,15 +84,21 @@ def feed_batches(
       make: a batch from its entry in the plan and the rows of its examples; a pure function.
       broken: what `make` counts; with `feed.workers` the counts of the workers are added to it.
     """
-    epochs = Epochs(sample, shapes, feed.batch_size)
-    plan = BatchPlan(epochs.buckets, feed.batch_size, feed.seed, rows=feed.rows)
-
-    def make_planned(planned: PlannedBatch) -> Packed:
-        table = epochs(planned.epoch)
-        return make(planned, {name: table[name][planned.examples] for name in table})
-
+    plan = BatchPlan(sample, shapes, feed.batch_size, feed.seed, rows=feed.rows)
+    if feed.rows is None or 0 in feed.rows:
+        for pictures, count in plan.too_few().items():
+            announce(
+                f"{count} training examples with {pictures} pictures are fewer than the "
+                f"{feed.batch_size} of a batch, so that each is shown in one of "
+                f"{-(-feed.batch_size // count)} epochs; for more, lower batches.batch_size or "
+                "raise train.accumulate."
+            )
     return batch_iterator(
-        plan, make_planned, threads=feed.threads, workers=feed.workers, broken=broken
+        plan,
+        lambda planned: make(planned, planned.table),
+        threads=feed.threads,
+        workers=feed.workers,
+        broken=broken,
     )
 
 
@@ -144,7 +118,8 @@ def example_rng(
 
     `use`: 0 augmentation, 1 packing.
     """
-    return np.random.default_rng((20 + use, feed.seed, planned.index, int(planned.rows[index])))
+    place = planned.index * feed.batch_size + int(planned.rows[index])  # among all of the run
+    return np.random.default_rng((20 + use, feed.seed, place))
 
 
 def augmented(raw: RawExample, feed: FeedConfig, planned: PlannedBatch, index: int) -> RawExample:

@@ -64,23 +64,32 @@ def language_model_batches(
     size, count = RowSize(length, targets), len(probabilities)
     flat = [example for own in versions for example in own]
     sizes = np.array([(len(example.tokens), example.targets) for example in flat])
+    known: list[Table] = []  # of all epochs, if each example has one version for certain
 
     def sample(epoch: int) -> Table:
+        if known:
+            return known[0]
         rng = np.random.default_rng((14, feed.seed, epoch))
         chosen = np.arange(len(versions)) * count + rng.choice(
             count, len(versions), p=probabilities
         )
-        rows = pack_rows(sizes[chosen := rng.permutation(chosen)], size)
-        members = np.full((len(rows), max(map(len, rows))), -1)
-        for row, own in enumerate(rows):
-            members[row, : len(own)] = chosen[own]
-        return {"members": members, "bucket": np.zeros(len(rows), np.int64)}
+        chosen = rng.permutation(chosen)
+        packed = [chosen[row] for row in pack_rows(sizes[chosen], size)]
+        members = np.empty(len(packed), object)
+        members[:] = packed
+        table = {"members": members, "bucket": np.zeros(len(packed), np.int64)}
+        if max(probabilities) == 1:
+            known.append(table)
+        return table
 
     def make(planned: PlannedBatch, table: Table) -> Packed:
         members = table["members"]
-        rows = [[flat[i] for i in own if i >= 0] for own in members]
-        named = np.where(members < 0, members[:, :1], members) // count
-        return {**packed_batch(rows, size), "index": named.astype(np.int32)}
+        most = max(map(len, members))
+        named = [np.pad(row, (0, most - len(row)), constant_values=row[0]) for row in members]
+        return {
+            **packed_batch([[flat[i] for i in row] for row in members], size),
+            "index": (np.stack(named) // count).astype(np.int32),
+        }
 
     return feed_batches(sample, [Bucket(0, length)], make, feed)
 
@@ -88,17 +97,35 @@ def language_model_batches(
 def pack_rows(sizes: np.ndarray, size: RowSize) -> list[list[int]]:
     """Rows of example indices: each example goes to the first row with room for it.
 
+    A tree over the rows holds the most room of each branch (node n has 2n and 2n + 1), so that a
+    row is found in about as many steps as the tree is high.
+
     Args:
       sizes: int[N, 2], tokens and targets of every example; each fits an empty row.
     """
-    room = np.tile(np.array(size), (len(sizes), 1))  # as many rows as there can be
+    leaves = 1 << max(len(sizes) - 1, 0).bit_length()  # as many rows as there can be
+    tokens, targets = [size.length] * 2 * leaves, [size.targets] * 2 * leaves
     rows: list[list[int]] = []
-    for example, needed in enumerate(sizes):
-        row = int((room[: len(rows) + 1] >= needed).all(axis=1).argmax())
-        if row == len(rows):
+    for example, (length, learned) in enumerate(sizes.tolist()):
+        node = 1
+        while node < leaves:
+            node *= 2
+            # A branch may hold both maxima in different rows: then the search goes on behind it.
+            while tokens[node] < length or targets[node] < learned:
+                while node & 1:
+                    node >>= 1
+                node += 1
+        if node - leaves == len(rows):
             rows.append([])
-        rows[row].append(example)
-        room[row] -= needed
+        rows[node - leaves].append(example)
+        tokens[node] -= length
+        targets[node] -= learned
+        while node := node >> 1:
+            most = max(tokens[2 * node], tokens[2 * node + 1])
+            most_learned = max(targets[2 * node], targets[2 * node + 1])
+            if most == tokens[node] and most_learned == targets[node]:
+                break
+            tokens[node], targets[node] = most, most_learned
     return rows
 
 

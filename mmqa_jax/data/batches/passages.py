@@ -12,6 +12,7 @@ from mmqa_jax.data.batches.reading import Batches
 from mmqa_jax.data.batches.sampling import PlannedBatch
 from mmqa_jax.data.batches.seq2seq import target_arrays
 from mmqa_jax.data.packing import Bucket, Packed
+from mmqa_jax.data.truncation import cut_before_end
 
 Tokens = Sequence[int]
 
@@ -25,18 +26,20 @@ class PassagesSize(NamedTuple):
 
 
 def passage_batches(
-    passages: Callable[[int], Sequence[Tokens]],
+    passages: Callable[[int], tuple[Sequence[Tokens], int]],
     answers: Sequence[Sequence[Tokens]],
     feed: FeedConfig,
     size: PassagesSize,
 ) -> Batches:
     """Passages and answers; an epoch shows every question once, with one of its answers by chance.
 
-    A batch: the arrays of `passage_arrays` and `target_arrays`, and index int32[B]: the questions.
+    A batch: the arrays of `passage_arrays` and `target_arrays`, index int32[B]: the questions, and
+    truncated int32[B]: tokens lost.
 
     Args:
-      passages: of a question, by its number, each as tokens.
-      answers: of every question; tokens beyond `size.targets` are cut.
+      passages: of a question, by its number, each as tokens; and how many tokens they have lost.
+      answers: of every question, each with its end token, which stays where tokens beyond
+        `size.targets` are cut.
     """
     counts = np.array([len(own) for own in answers])
 
@@ -51,13 +54,15 @@ def passage_batches(
 
     def make(planned: PlannedBatch, table: Table) -> Packed:
         questions = table["question"]
-        chosen = [
-            answers[q][a][: size.targets] for q, a in zip(questions, table["answer"], strict=True)
-        ]
+        whole = [answers[q][a] for q, a in zip(questions, table["answer"], strict=True)]
+        chosen = [cut_before_end(answer, size.targets) for answer in whole]
+        shown, lost = zip(*map(passages, questions), strict=True)
+        lost_targets = [len(a) - len(b) for a, b in zip(whole, chosen, strict=True)]
         return {
-            **passage_arrays([passages(q) for q in questions], size),
+            **passage_arrays(shown, size),
             **target_arrays(chosen, size.targets),
             "index": questions.astype(np.int32),
+            "truncated": np.add(lost, lost_targets).astype(np.int32),
         }
 
     return feed_batches(sample, [Bucket(0, size.count * size.length)], make, feed)

@@ -14,6 +14,9 @@ from mmqa_jax.data.packing import Bucket
 
 _ENDLESS = 2**40
 
+# The examples of one epoch by column, one row each; `bucket` is one of the columns.
+Table = dict[str, np.ndarray]
+
 
 class PlannedBatch(NamedTuple):
     """This process's rows of one batch of the plan.
@@ -21,28 +24,34 @@ class PlannedBatch(NamedTuple):
     Attributes:
       index: position of the batch in the plan.
       epoch: pass over the examples.
-      bucket: the bucket all its examples are in.
-      examples: int64[b], example indices of this process's rows.
-      rows: int64[b], the places of these examples in the whole batch, ascending.
+      bucket: the shape of the batch, which all its examples fit.
+      rows: int64[b], the places of this process's rows in the whole batch, ascending.
+      table: the examples of these rows, b of each column.
     """
 
     index: int
     epoch: int
     bucket: int
-    examples: Int[np.ndarray, " b"]
     rows: Int[np.ndarray, " b"]
+    table: Table
 
 
 class BatchPlan:
-    """Random-access sequence of batches, each from a single bucket.
+    """Random-access sequence of batches, each of a single shape.
 
-    Per epoch the examples are shuffled within their buckets and chunked (the last chunk is
-    filled up from the bucket's beginning), and the order of the batches is shuffled. Batch i
-    depends on (seed, i) alone, so a data iterator's whole state is its position, any number
-    of threads may read ahead, and every process can take its rows of each batch.
+    An epoch shows every example once. Its examples are shuffled and divided by their buckets; what
+    a bucket lacks of a full last batch comes from the next shorter buckets, whose examples fit its
+    shape too. So less than one batch is left of all buckets with equally many pictures, and it is
+    shown first in the next epoch. The order of the buckets is shuffled. Batch i depends on
+    (seed, i) alone, so a data iterator's whole state is its position, any number of threads may
+    read ahead, and every process can take its rows of each batch.
+
+    With a single bucket the examples follow each other in an order that does not depend on
+    `batch_size`: k batches of b examples are one batch of k * b.
 
     Args:
-      buckets: epoch -> bucket of every example, int[N], -1 = not in this epoch.
+      sample: epoch -> its examples; a pure function.
+      shapes: the buckets, sorted by pictures, then length; rare ones are merged (`merge_rare`).
       batch_size: examples of a batch over all processes.
       seed: not negative.
       rows: which rows of every batch to take (core.mesh.local_rows); None: all.
@@ -50,7 +59,8 @@ class BatchPlan:
 
     def __init__(
         self,
-        buckets: Callable[[int], Int[np.ndarray, " N"]],
+        sample: Callable[[int], Table],
+        shapes: Sequence[Bucket],
         batch_size: int,
         seed: int,
         *,
@@ -58,11 +68,15 @@ class BatchPlan:
     ):
         if batch_size < 1:
             raise UserError(f"batch_size={batch_size}: give 1 or more.")
-        self._buckets, self.batch_size, self.seed = buckets, batch_size, seed
+        self._sample, self._shapes = sample, shapes
+        self.batch_size, self.seed = batch_size, seed
         self._rows = np.arange(batch_size) if rows is None else np.array(rows, np.int64)
         self._lock = threading.Lock()
         self._first = [0]  # index of the first batch of each epoch planned so far
-        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._left: list[Table] = [{}]  # what each of these epochs takes over from the one before
+        self._epochs: dict[int, tuple[Table, np.ndarray, np.ndarray]] = {}
+        self._merged: np.ndarray | None = None
+        self._order(0)  # an epoch without examples is refused at once
 
     def __len__(self) -> int:
         return _ENDLESS  # Grain needs a length
@@ -70,13 +84,13 @@ class BatchPlan:
     def __getitem__(self, index: int) -> PlannedBatch:
         with self._lock:
             while self._first[-1] <= index:
-                batches = len(self._order(len(self._first) - 1)[0])
-                self._first.append(self._first[-1] + batches)
+                self._order(len(self._first) - 1)
             epoch = int(np.searchsorted(self._first, index, side="right")) - 1
-            buckets, examples = self._order(epoch)
-        row = index - self._first[epoch]
-        part = examples[row, self._rows]
-        return PlannedBatch(index, epoch, int(buckets[row]), part, self._rows)
+            table, buckets, examples = self._order(epoch)
+        batch = index - self._first[epoch]
+        chosen = examples[batch, self._rows]
+        own = {name: column[chosen] for name, column in table.items()}
+        return PlannedBatch(index, epoch, int(buckets[batch]), self._rows, own)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k != "_lock"}
@@ -85,38 +99,72 @@ class BatchPlan:
         self.__dict__.update(state)
         self._lock = threading.Lock()
 
-    def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Buckets [n] and examples [n, batch_size] of one epoch's batches, in order."""
+    def too_few(self) -> dict[int, int]:
+        """How many examples the first epoch has of each number of pictures, where these do not fill
+        a batch: several epochs fill one."""
+        table = self._order(0)[0]
+        pictures = np.array([shape.pictures for shape in self._shapes])[table["bucket"]]
+        kinds = zip(*np.unique(pictures, return_counts=True), strict=True)
+        return {int(kind): int(count) for kind, count in kinds if count < self.batch_size}
+
+    def _order(self, epoch: int) -> tuple[Table, np.ndarray, np.ndarray]:
+        """The epoch's examples, and the bucket [n] and examples [n, batch_size] of its batches."""
         if epoch in self._epochs:
             return self._epochs[epoch]
-        buckets = np.asarray(self._buckets(epoch))
-        rng = np.random.default_rng((10, self.seed, epoch))
-        shuffled = rng.permutation(len(buckets))
-        bucket_of, chunks = [np.zeros(0, np.int64)], [np.zeros((0, self.batch_size), np.int64)]
-        for bucket in np.unique(buckets[buckets >= 0]):
-            members = shuffled[buckets[shuffled] == bucket]
-            count = -(-len(members) // self.batch_size)
-            filled = np.resize(members, (count, self.batch_size))  # wraps within the bucket
-            chunks.append(filled)
-            bucket_of.append(np.full(count, bucket))
-        if len(chunks) == 1:
+        table, left = self._sample(epoch), self._left[epoch]
+        if not len(table["bucket"]):
             raise UserError("No example to train on: the questions of this split are empty.")
-        order = rng.permutation(sum(map(len, bucket_of)))
-        planned = np.concatenate(bucket_of)[order], np.concatenate(chunks)[order]
+        if self._merged is None:
+            counts = np.bincount(table["bucket"], minlength=len(self._shapes))
+            self._merged = merge_rare(counts, self._shapes, self.batch_size)
+        rng = np.random.default_rng((10, self.seed, epoch))
+        waiting = rng.permutation(len(table["bucket"]))
+        if left:  # these come first
+            waiting = np.concatenate(
+                [np.arange(len(left["bucket"])), waiting + len(left["bucket"])]
+            )
+            table = {name: np.concatenate([left[name], column]) for name, column in table.items()}
+        buckets = self._merged[table["bucket"]]
+        members = [waiting[buckets[waiting] == bucket] for bucket in range(len(self._shapes))]
+        rest = self._fill_up(members)
+        counts = [len(own) // self.batch_size for own in members]
+        order = rng.permutation(np.repeat(np.arange(len(members)), counts))
+        examples = np.empty((len(order), self.batch_size), np.int64)
+        for bucket, own in enumerate(members):
+            examples[order == bucket] = own.reshape(-1, self.batch_size)
+        if epoch + 1 == len(self._first):
+            self._first.append(self._first[-1] + len(order))
+            self._left.append({name: column[rest] for name, column in table.items()})
         # Threads prefetch a few batches: at most this epoch and the one before are in use.
-        self._epochs = {e: v for e, v in self._epochs.items() if e >= epoch - 1}
-        self._epochs[epoch] = planned
-        return planned
+        self._epochs = {e: planned for e, planned in self._epochs.items() if e >= epoch - 1}
+        self._epochs[epoch] = table, order, examples
+        return self._epochs[epoch]
+
+    def _fill_up(self, members: list[np.ndarray]) -> np.ndarray:
+        """Makes whole batches of the examples of each bucket, in place; returns what is left."""
+        left = []
+        for bucket in reversed(range(len(members))):
+            own, shorter = members[bucket], bucket - 1
+            while (missing := -len(own) % self.batch_size) and (
+                shorter >= 0 and self._shapes[shorter].pictures == self._shapes[bucket].pictures
+            ):
+                own = np.concatenate([own, members[shorter][:missing]])
+                members[shorter] = members[shorter][missing:]
+                shorter -= 1
+            whole = len(own) - len(own) % self.batch_size
+            members[bucket] = own[:whole]
+            left.append(own[whole:])
+        return np.concatenate(left)
 
 
 def merge_rare(
-    counts: Sequence[int], shapes: Sequence[Bucket], minimum: int
+    counts: Sequence[int] | np.ndarray, shapes: Sequence[Bucket], minimum: int
 ) -> Int[np.ndarray, " buckets"]:
     """The bucket to use for every bucket: rare ones join the next larger shape.
 
-    A bucket with fewer than `minimum` examples would repeat them to fill its batches, and
-    cost a compilation of its own. It joins the next longer bucket with as many pictures;
-    the longest stays. `shapes` is sorted by pictures, then length.
+    A bucket with fewer than `minimum` examples would cost a compilation of its own. It joins the
+    next longer bucket with as many pictures; the longest stays. `shapes` is sorted by pictures,
+    then length.
     """
     counts, target = np.array(counts), np.arange(len(shapes))
     for index in range(len(shapes) - 1):
