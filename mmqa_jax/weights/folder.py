@@ -144,7 +144,7 @@ def _load_adapted(
     config: Any,
 ) -> nnx.Module:
     """The base of a LoRA run with what was trained in its kernels."""
-    path = adapter.base_path(folder)
+    path = _base_of(adapter, folder)
     options = {"mesh": mesh, "param_dtype": param_dtype or found.dtype}
     if is_weights_folder(path):
         base = load_converted(path, config=config, **options)
@@ -297,8 +297,23 @@ def weights_hash(path: Path) -> str:
     digest = content_hash(path / WEIGHTS) + content_hash(path / RECORD)
     adapter = Adapter.of(read_metadata(path), record_file(path))
     if adapter is not None:
-        return digest + weights_hash(adapter.base_path(path))
+        return digest + weights_hash(_base_of(adapter, path))
     return content_hash(path) if is_converted(path) else digest
+
+
+def _base_of(adapter: Adapter, folder: Path) -> Path:
+    """Where an adapter's base lies.
+
+    Raises:
+      UserError: it is not there, or is no longer the model that the adapter was trained on.
+    """
+    path = adapter.base_path(folder)
+    if adapter.fingerprint and weights_hash(path) != adapter.fingerprint:
+        raise UserError(
+            f"{folder}: is an adapter of another model than {path} holds (its files have "
+            "changed since); put the base of the training there."
+        )
+    return path
 
 
 def content_hash(path: str | os.PathLike) -> str:
