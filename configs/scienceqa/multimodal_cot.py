@@ -10,8 +10,8 @@
 
 Values are those of amazon-science/mm-cot (README.md of February 2023): UnifiedQA of t5-base, DETR's
 vectors, 20 epochs of 12,726 questions in batches of 16. The last step is used, as there. The rest
-is that of transformers' Trainer (main.py:217-232): AdamW, clipping at 1, a linear schedule without
-warm-up.
+is that of transformers' Trainer (main.py:217-232): its AdamW, clipping at 1, a linear schedule
+without warm-up.
 """
 
 from ml_collections import ConfigDict
@@ -54,7 +54,8 @@ def get_config(mode: str = "rationale") -> ConfigDict:
     config.train = {
         "steps": _EPOCHS * -(-_QUESTIONS // _BATCH),  # each epoch ends with a smaller batch there
         "optimizer": {
-            "name": "adamw",
+            "name": "transformers_adamw",
+            "eps": 1e-8,
             "learning_rate": 5e-5,
             "schedule": "linear",
             "warmup": 0.0,

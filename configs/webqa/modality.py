@@ -40,7 +40,7 @@ def get_config(mode: str = "") -> ConfigDict:
     config.train = {
         "steps": 72,  # one epoch of 36,766 questions
         "optimizer": {
-            "name": "adamw",
+            "name": "transformers_adamw",
             "learning_rate": 2e-5,
             "schedule": "constant",
             "warmup": 0.0,

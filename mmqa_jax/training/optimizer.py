@@ -1,8 +1,9 @@
 """Optimizers and learning-rate schedules from config.
 
 `adam` is the WebQA code's optimizer (plain torch Adam, constant rate), `adamw` the usual choice,
-`bert_adam` VLP's: no bias correction, every parameter's gradient clipped separately; `adafactor`
-keeps almost no state (training.adafactor).
+`bert_adam` VLP's: no bias correction, every parameter's gradient clipped separately;
+`transformers_adamw` that of transformers and its Trainer until 2023; `adafactor` keeps almost no
+state (training.adafactor).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class OptimizerOptions:
     """The section `train.optimizer` of a config.
 
     Attributes:
-      name: adam | adamw | bert_adam | adafactor.
+      name: adam | adamw | bert_adam | transformers_adamw | adafactor.
       learning_rate: the highest rate of the schedule; of adafactor a share of each parameter's root
         mean square (T5: 1e-3).
       schedule: constant | linear | cosine, after the warm-up; stairs: see `levels`.
@@ -46,7 +47,8 @@ class OptimizerOptions:
         all, so that `warmup` and `final_fraction` do not count.
       b1, b2: decay of the first and second moment; adafactor has no first, and a schedule of its
         own for the second.
-      eps: added to the root of the second moment; None is 1e-8, for bert_adam 1e-6. Of adafactor
+      eps: added to the root of the second moment; None is 1e-8, for bert_adam and
+        transformers_adamw, which add it before the moment's bias is corrected, 1e-6. Of adafactor
         added to squared gradients, 1e-30.
       weight_decay: decoupled; None is 0.01, for adam and adafactor none.
       no_decay: regular expression over parameter names that are not decayed.
@@ -60,7 +62,7 @@ class OptimizerOptions:
         optimizer state; None: all are trained.
     """
 
-    name: Literal["adam", "adamw", "bert_adam", "adafactor"] = "adamw"
+    name: Literal["adam", "adamw", "bert_adam", "transformers_adamw", "adafactor"] = "adamw"
     learning_rate: float = 1e-4
     schedule: Literal["constant", "linear", "cosine", "stairs"] = "linear"
     warmup: float = 0.1
@@ -187,6 +189,9 @@ def make_optimizer(
         parts.append(scale_by_bert_adam(options.b1, options.b2, options.eps or 1e-6, decay, decays))
         # Where the others decay: the state's names number the parts.
         parts += [optax.identity()] if decay else []
+    elif options.name == "transformers_adamw":
+        parts.append(scale_by_bert_adam(options.b1, options.b2, options.eps or 1e-6))
+        parts.append(optax.scale_by_schedule(lambda step: _correction(options, step + 1)))
     elif options.name == "adafactor":
         parts.append(scale_by_adafactor(options.eps or 1e-30))
     else:
@@ -235,6 +240,11 @@ def decay_line(table: Mapping[str, Mapping[str, Any]]) -> str:
         f"{len(trained)} parameters ({sum(sizes):,} numbers) are trained; weight decay acts on "
         f"{len(decayed)} of them, not on {named or 'any other'}"
     )
+
+
+def _correction(options: OptimizerOptions, step: jax.Array) -> jax.Array:
+    """Corrects the bias of Adam's moments at a step from 1 on."""
+    return jnp.sqrt(1 - options.b2**step) / (1 - options.b1**step)
 
 
 def only(pattern: str, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

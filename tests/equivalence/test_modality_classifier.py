@@ -11,17 +11,27 @@ import optax
 import pytest
 import torch
 import transformers
-from compare import abstract, random_model, randomize
+from compare import abstract, compiled, forward, random_model, randomize
 from flax import nnx
+from updates import (
+    EPS,
+    RATE,
+    TransformersAdamW,
+    at_one_rate,
+    optimizer_section,
+    our_updates,
+    same_updates,
+    their_updates,
+)
 
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.text_classifier import TextClassifier, TextClassifierConfig
 from mmqa_jax.tasks.objectives import ModalityObjective
-from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
+from mmqa_jax.weights.keymap import export
+from mmqa_jax.weights.models.bert import bert_key_map
 from mmqa_jax.weights.pretrained import fill_bert
 
 SIZES = BertConfig(vocab_size=50, hidden=32, layers=2, heads=4, mlp=48, positions=20)
-RATE = 2e-5
 
 
 class Published(torch.nn.Module):
@@ -45,7 +55,7 @@ def pair(request, tmp_path):
         intermediate_size=48, max_position_embeddings=20, attn_implementation="eager",
     )  # fmt: skip
     torch.manual_seed(0)
-    bert = randomize(transformers.BertModel(config), 0, 0.2)
+    bert = randomize(transformers.BertModel(config, request.param == "pooler"), 0, 0.2)
     bert.save_pretrained(tmp_path / "bert")
     published = Published(bert, request.param).eval()
     ours = abstract(TextClassifier, TextClassifierConfig(SIZES, 2, request.param))
@@ -60,48 +70,35 @@ def batch():
     rng = np.random.default_rng(0)
     mask = np.arange(12) < np.array([12, 3, 7, 9, 5])[:, None]
     ids = np.where(mask, rng.integers(5, 50, mask.shape), 0).astype(np.int32)
-    return {"input_ids": ids, "mask": mask, "label": np.array([0, 1, 1, 0, 1], np.int32)}
+    return {"input_ids": ids, "mask": mask, "label": np.array([0, 1, 1, 1, 1], np.int32)}
 
 
-def test_log_probabilities_loss_and_one_step_of_adamw(pair, batch):
-    """bert_classifier.py:113-130, 283-290: NLL, the gradient clipped to 1, AdamW at 2e-5."""
+def test_log_probabilities_and_updates(pair, batch):
+    """bert_classifier.py:113-130, 283-290: NLL, the gradient clipped to 1, transformers' AdamW."""
     published, ours = pair
+    labels = torch.tensor(batch["label"]).long()
     ids, mask = (torch.tensor(batch[name].astype(np.int64)) for name in ("input_ids", "mask"))
     wanted = published(ids, mask)
-    optimizer = torch.optim.AdamW(published.parameters(), lr=RATE, eps=1e-6, weight_decay=0.0)
-    loss = torch.nn.functional.nll_loss(wanted, torch.tensor(batch["label"]).long())
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(published.parameters(), 1.0)
-    optimizer.step()
-
-    task = ModalityObjective(dataclasses.replace(ours.config, bert=without_dropout(SIZES)))
-    options = OptimizerOptions(
-        "adamw", RATE, "constant", 0.0, eps=1e-6, weight_decay=0.0, clip_norm=1.0
-    )
-    update, _ = make_optimizer(options, 1)
-    graphdef, params = nnx.split(ours)
-
-    def loss_of(params):
-        return task.loss(nnx.merge(graphdef, params), batch, None)[0]
-
-    @jax.jit
-    def step(params):
-        found = jax.nn.log_softmax(nnx.merge(graphdef, params)(batch["input_ids"], batch["mask"]))
-        value, grads = jax.value_and_grad(loss_of)(params)
-        changes, _ = update.update(grads, update.init(params), params)
-        return found, value, optax.tree.norm(grads), changes, optax.apply_updates(params, changes)
-
-    found, value, length, changes, params = step(params)
+    found = jax.nn.log_softmax(compiled(ours, forward)(batch["input_ids"], batch["mask"]))
     np.testing.assert_allclose(found, wanted.detach(), rtol=0, atol=1e-5)
-    assert float(value) == pytest.approx(loss.item(), abs=1e-5)
-    assert float(length) == pytest.approx(norm.item(), rel=1e-4)
-    trained = nnx.merge(graphdef, params)
-    for mine, theirs in (
-        (trained.head.kernel[...].T, published.fc.weight),
-        (trained.bert.embeddings.token_type.table[0], bert_types(published)[0]),
-    ):
-        np.testing.assert_allclose(mine, theirs.detach(), rtol=0, atol=RATE / 20)
-    assert np.abs(np.asarray(changes["head"]["kernel"][...])).max() == pytest.approx(RATE, rel=1e-2)
+
+    def loss_of(_):
+        return torch.nn.functional.nll_loss(published(ids, mask), labels)
+
+    section = optimizer_section("webqa/modality.py")
+    adamw = TransformersAdamW(published, RATE, 1e-6 * EPS, 0.0)
+    theirs = their_updates(published, adamw, [[batch]] * 2, loss_of, clip_norm=1.0)
+    task = ModalityObjective(dataclasses.replace(ours.config, bert=without_dropout(SIZES)))
+
+    def publish(state):
+        trained = nnx.merge(nnx.graphdef(ours), state)
+        yield "fc.weight", np.asarray(trained.head.kernel[...]).T
+        yield "fc.bias", np.asarray(trained.head.bias[...])
+        for name, array in export(nnx.state(trained.bert), bert_key_map(trained.bert.config)):
+            yield f"bert.{name}", array
+
+    got = our_updates(task, ours, at_one_rate(section), [batch] * 2, publish)
+    same_updates(got, theirs, zero=r"key\.bias")
 
 
 def test_a_frozen_bert_has_no_gradient(batch):
@@ -129,7 +126,3 @@ def test_a_frozen_bert_has_no_gradient(batch):
 
 def without_dropout(config):
     return dataclasses.replace(config, dropout=0.0, attention_dropout=0.0)
-
-
-def bert_types(published):
-    return published.bert.embeddings.token_type_embeddings.weight

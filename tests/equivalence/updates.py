@@ -32,6 +32,34 @@ class Update(NamedTuple):
     parameters: Arrays
 
 
+class TransformersAdamW:
+    """transformers 4.21 optimization.py, AdamW; Trainer's, where nothing else is said.
+
+    eps is added before the second moment's bias is corrected, and the decay comes last.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, rate: float, eps: float, decay: float, exempt: str = "(?!)"
+    ):
+        self.model, self.rate, self.eps, self.decay, self.exempt = model, rate, eps, decay, exempt
+        self.moments = {p: [torch.zeros_like(p), torch.zeros_like(p)] for p in model.parameters()}
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        correction = (1 - 0.999**self.steps) ** 0.5 / (1 - 0.9**self.steps)
+        for name, p in self.model.named_parameters():
+            if p.grad is None:
+                continue
+            first, second = self.moments[p]
+            first.mul_(0.9).add_(0.1 * p.grad)
+            second.mul_(0.999).add_(0.001 * p.grad**2)
+            p -= self.rate * correction * first / (second.sqrt() + self.eps)
+            if not re.search(self.exempt, name):
+                p -= self.rate * self.decay * p
+
+
 def optimizer_section(file: str, mode: str = "") -> dict[str, Any]:
     """`train.optimizer` of a config file in configs/."""
     path = Path(__file__).parents[2] / "configs" / file
