@@ -319,7 +319,7 @@ class RewardedPlans(PlannerTask):
         if self.batches.batch_size % (accumulate * group):
             raise UserError(
                 f"config key batches.batch_size={self.batches.batch_size}: a multiple of "
-                f"train.accumulate={accumulate} times grpo.group={group}, the plans of one prompt, "
+                f"grpo.group={group}, the plans of one prompt, times train.accumulate={accumulate} "
                 "was expected; change it."
             )
         if accumulate > 1 and self.grpo.updates > 1:

@@ -234,7 +234,7 @@ def decay_line(table: Mapping[str, Mapping[str, Any]]) -> str:
     decayed = {name for name, facts in table.items() if facts["weight_decay"]}
     trained = [name for name, facts in table.items() if facts["weight_decay"] is not None]
     others = collections.Counter(name.split("/")[-1] for name in trained if name not in decayed)
-    named = ", ".join(f"{count} {kind}" for kind, count in sorted(others.items()))
+    named = ", ".join(f"{kind} ({count})" for kind, count in sorted(others.items()))
     sizes = [math.prod(table[name]["shape"]) for name in trained]
     return (
         f"{len(trained)} parameters ({sum(sizes):,} numbers) are trained; weight decay acts on "

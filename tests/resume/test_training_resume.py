@@ -231,6 +231,21 @@ def test_accumulation_takes_the_same_step_as_the_whole_batch(tmp_path):
             np.testing.assert_allclose(other[name], one[name], rtol=1e-5, err_msg=name)
 
 
+def test_a_run_of_updates_in_parts_resumes_where_it_stopped(tmp_path):
+    """The signal comes while the first part of the fourth update is read; that update is ended."""
+    options = {"steps": 6, "accumulate": 2, "checkpoint_every": 5, "evaluate_every": 0}
+    rows = tiny_run.BATCH // 2
+    whole = run(tmp_path / "whole", tiny_run.pipeline(1, rows), **options)
+    stopped = tiny_run.Watched(tiny_run.pipeline(1, rows), 7, tiny_run.raise_signal(15))
+    with pytest.raises(SystemExit):
+        run(tmp_path / "parts", stopped, **options)
+    assert stopped.count == 8
+    parts = run(tmp_path / "parts", tiny_run.pipeline(1, rows), **options)
+    for name, leaf in flatten_named(whole).items():
+        np.testing.assert_array_equal(flatten_named(parts)[name], leaf, err_msg=name)
+    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+
+
 def test_lost_tokens_are_said_once_and_counted_in_every_step(tmp_path, monkeypatch):
     """Two parts of two rows each an update; the first part of every second update loses tokens."""
     said = []

@@ -93,5 +93,5 @@ def test_the_line_counts_what_decays():
         "c/kernel": {"shape": [9], "weight_decay": None},
     }
     assert decay_line(table) == (
-        "3 parameters (13 numbers) are trained; weight decay acts on 1 of them, not on 2 bias"
+        "3 parameters (13 numbers) are trained; weight decay acts on 1 of them, not on bias (2)"
     )
