@@ -265,11 +265,19 @@ def best_settings(
     refused: UserError | None = None
     topology = place(name, config, topology)
     config = settled(name, config, topology.devices, model)
-    for mesh, batches in _space(name, config, len(topology.devices)):
+    space, remats = list(_space(name, config, len(topology.devices))), _all_remat(name, config)
+    most, tried = sum(len(batches) for _, batches in space) * len(remats), 0
+    for mesh, batches in space:
         fitted = 0  # of the batches, with the recomputation so far
-        for remat in _all_remat(name, config):
+        for remat in remats:
             for batch in batches[fitted:]:
                 changes = {**mesh, **remat, **batch}
+                tried += 1
+                print(
+                    f"setting {tried} of {most} at most: {described(changes)}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 try:
                     planned = _planned(name, changed(config, changes), topology, model)
                 except UserError as error:  # a batch or heads that the mesh does not divide

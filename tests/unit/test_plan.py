@@ -351,8 +351,12 @@ def test_remedies_are_compiled_until_each_kind_fits(compiled_by_rule):
     assert fitting.verdict.startswith("fits: 7.4 of 15.8 GiB; train is bound by ")
 
 
-def test_a_search_doubles_the_batch_until_it_does_not_fit(compiled_by_rule):
+def test_a_search_doubles_the_batch_until_it_does_not_fit(compiled_by_rule, capsys):
     found = planning.best_settings(a_rerank_config(64), SLICE)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) >= len(compiled_by_rule)
+    assert said[1].startswith("setting 2 of 27 at most: mesh.data=8 mesh.fsdp=1 mesh.tensor=1 ")
+    assert said[1].endswith("=none batches.batch_size=128")
     rates = [one.rate for one in found]
     assert rates == sorted(rates, reverse=True)
     assert all(one.rate == 0 for one in found if not one.planned.fits)
