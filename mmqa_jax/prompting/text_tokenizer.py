@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_json, read_text, write_json
 from mmqa_jax.core.paths import as_path
-from mmqa_jax.data.chat_template import rendered, template_source
+from mmqa_jax.data.chat_template import TemplateOverBudget, rendered, template_source
 from mmqa_jax.data.tokenizers import add_published_tokens, apply_settings, split_as_sentencepiece
 from mmqa_jax.prompting import llava_prompt
 from mmqa_jax.prompting.backends import Message, Picture
@@ -228,7 +228,7 @@ class ChatFormat(Protocol):
 
 
 class ChatTemplate:
-    """A model's own Jinja template, rendered by transformers in its sandbox.
+    """A model's own Jinja template, rendered by transformers in its sandbox and our box.
 
     Args:
       source: the template.
@@ -254,6 +254,11 @@ class ChatTemplate:
             return rendered(self.source, plain, self.tokens, answer=True)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"{self._name}: not a Jinja template ({error}); correct it.") from error
+        except TemplateOverBudget as error:
+            raise UserError(
+                f"{self._name}: a prompt cannot be made ({error}); use the template of the "
+                "checkpoint as it was published."
+            ) from error
         except jinja2.TemplateError as error:
             raise UserError(
                 f"request {request_id!r}: the model's chat template rejects its messages "
