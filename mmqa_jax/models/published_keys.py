@@ -105,6 +105,13 @@ _SWITCHED_OFF: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+# Sizes are at most as large as an index of an array may be. There are few layers and experts, whom
+# readers go through one by one.
+LARGEST = 2**31 - 1
+_FEW = 10_000
+_NAMES_OF_FEW = ("layers", "depth", "experts", "patch_size", "merge_size", "interval")
+
+
 def check_keys(
     published: Mapping[str, Any],
     where: str,
@@ -159,7 +166,12 @@ def _check_kinds(published: Mapping[str, Any], where: str, kinds: Mapping[str, s
         if key not in published:
             continue
         value, (fits, meaning) = published[key], KINDS[kind.removesuffix("?")]
-        if not fits(value) and not (value is None and kind.endswith("?")):
+        if value is None and kind.endswith("?"):
+            continue
+        if kind.startswith("size") and fits(value):
+            most = _FEW if any(part in key for part in _NAMES_OF_FEW) else LARGEST
+            fits, meaning = most.__ge__, f"a whole number of at most {most:,}"
+        if not fits(value):
             raise UserError(
                 f"{where}: {key} is {_shown(value)}, expected {meaning}; repair the file or fetch "
                 "it again."

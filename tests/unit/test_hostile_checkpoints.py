@@ -1,0 +1,137 @@
+"""What a checkpoint's files claim, and how its tokenizer treats texts: refused by name, fast."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import gguf
+import numpy as np
+import pytest
+from tiny_checkpoints import CONFIGS, make_source
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.weights.formats.gguf import GGUFSource
+from mmqa_jax.weights.models.llama_gguf import gguf_config
+from mmqa_jax.weights.models.t5_gguf import t5_gguf_config
+from mmqa_jax.weights.published import load_published
+
+pytestmark = pytest.mark.slow
+
+SECONDS = 10.0  # generous to a busy machine; below one elsewhere
+FEW = r"expected a whole number of at most 10,000; repair the file"
+HUGE = r"expected a whole number of at most 2,147,483,647; repair"
+STAGES = r"give four numbers from 1 to 200, one a stage"
+
+
+def changed(value, path, new):
+    """JSON with one value replaced."""
+    copy = list(value) if isinstance(value, list) else dict(value)
+    copy[path[0]] = changed(value[path[0]], path[1:], new) if path[1:] else new
+    return copy
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Opens the tiny checkpoint of a family with one value of its config.json replaced."""
+    root, made = tmp_path_factory.mktemp("checkpoints"), {}
+
+    def opened(family, path, value):
+        if family not in made:
+            source = make_source(family, root / family)
+            made[family] = source, json.loads((source.path / "config.json").read_text())
+        source, config = made[family]
+        path = path.split("/")
+        path = [int(part) if part.isdigit() else part for part in path]
+        (source.path / "config.json").write_text(json.dumps(changed(config, path, value)))
+        began = time.monotonic()
+        try:
+            return load_published(family, source.path)
+        finally:
+            assert time.monotonic() - began < SECONDS
+
+    return opened
+
+
+@pytest.mark.parametrize(
+    ("family", "path", "value", "message"),
+    [
+        *(
+            (family, path, 10**9, rf"{path.rpartition('/')[2]} is 1000000000, {FEW}")
+            for family, path in (
+                ("clip", "vision_config/num_hidden_layers"),
+                ("clip", "text_config/num_hidden_layers"),
+                ("siglip", "vision_config/num_hidden_layers"),
+                ("bert", "num_hidden_layers"),
+                ("oscar", "num_hidden_layers"),
+                ("bart", "encoder_layers"),
+                ("bart", "decoder_layers"),
+                ("t5", "num_layers"),
+                ("t5", "num_decoder_layers"),
+                ("multimodal_t5", "num_layers"),
+                ("llama", "num_hidden_layers"),
+                ("llava", "text_config/num_hidden_layers"),
+                ("onevision", "vision_config/num_hidden_layers"),
+                ("qwen_vl", "vision_config/depth"),
+                ("qwen_vl", "vision_config/spatial_merge_size"),
+            )
+        ),
+        *(
+            (family, path, 2**40, rf"{path.rpartition('/')[2]} is 1099511627776, {HUGE}")
+            for family, path in (
+                ("bert", "hidden_size"),
+                ("clip", "text_config/vocab_size"),
+                ("t5", "d_ff"),
+                ("llama", "head_dim"),
+                ("llama", "max_position_embeddings"),
+            )
+        ),
+        ("detector", "mmqa_jax/config/backbone/blocks/1", 9999, STAGES),
+        ("detector", "mmqa_jax/config/classes", 2**40, "expected int"),
+        # What the tensors do not have, beside what they have.
+        ("llama", "num_hidden_layers", 9999, r"layers \[3, 4, .*, 12 and 9,986 more\]"),
+        ("llama", "hidden_size", 10**9, r"shapes that differ: .*1000000000"),
+        ("llama", "rope_scaling/factor", float("nan"), "factor"),
+        ("llama", "rope_scaling/factor", float("inf"), "factor"),
+        ("llama", "rms_norm_eps", float("nan"), "rms_norm_eps is nan, expected a number from 0 on"),
+        ("llama", "quantization_config", {"bits": 4}, "quantization_config is"),
+    ],
+)  # fmt: skip
+def test_sizes_that_the_weights_do_not_have(checkpoints, family, path, value, message):
+    assert family in CONFIGS
+    with pytest.raises(UserError, match=message):
+        checkpoints(family, path, value)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        ("llama", {"block_count": 10**9}, r"llama\.block_count is 1,000,000,000, expected 1 to 2,"),
+        ("llama", {"block_count": 0}, r"llama\.block_count is 0, expected 1 to 2,"),
+        ("llama", {"block_count": 2**40}, r"'llama\.block_count' is 1099.*, expected one number bel"),
+        ("llama", {"embedding_length": 2**40}, r"embedding_length' is 1099.*, expected one number"),
+        ("llama", {"attention.layer_norm_rms_epsilon": float("nan")}, r"epsilon' is nan, expected a"),
+        ("gemma3", {"block_count": 10**9}, r"gemma3\.block_count is 1,000,000,000, expected 1 to"),
+        ("t5", {"block_count": 10**9}, r"t5\.block_count is 1,000,000,000, expected 1 to 2, the num"),
+        ("t5", {"decoder_block_count": 10**9}, r"t5\.decoder_block_count is 1,000,000,000, expect"),
+    ],
+)  # fmt: skip
+def test_sizes_that_a_gguf_files_tensors_do_not_have(tmp_path, architecture, changes, message):
+    sizes = {
+        "block_count": 1, "embedding_length": 8, "feed_forward_length": 8, "context_length": 8,
+        "attention.head_count": 2, "attention.layer_norm_rms_epsilon": 1e-5,
+        "attention.key_length": 4, "attention.value_length": 4,
+    } | ({"attention.relative_buckets_count": 4} if architecture == "t5" else {}) | changes  # fmt: skip
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", architecture)
+    for key, value in sizes.items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint64
+        add(f"{architecture}.{key}", value)
+    for name in ("token_embd.weight", "output_norm.weight"):
+        writer.add_tensor(name, np.zeros((4, 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    read = t5_gguf_config if architecture == "t5" else gguf_config
+    with pytest.raises(UserError, match=message):
+        read(GGUFSource(tmp_path / "m.gguf"))
