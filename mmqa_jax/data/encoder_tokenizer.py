@@ -15,7 +15,13 @@ from tokenizers import Tokenizer, normalizers
 from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.data.tokenizers import SETTINGS, check_any_text, prefix_of, read_tokenizer
+from mmqa_jax.data.tokenizers import (
+    SETTINGS,
+    check_any_text,
+    panics_refused,
+    prefix_of,
+    read_tokenizer,
+)
 
 FILE = "tokenizer.json"
 _PADDING = ("[PAD]", "<pad>")
@@ -32,7 +38,7 @@ class TextsTokenizer:
       pad_id: of padding.
       max_tokens: the longest input, special tokens included, by tokenizer_config.json; None: not
         said.
-      vocab_size: number of tokens.
+      vocab_size: the number of tokens, or one more than the highest id where ids have gaps.
       fingerprint: 16 hex digits that change with anything of it.
     """
 
@@ -47,7 +53,7 @@ class TextsTokenizer:
             steps += [] if tokenizer.normalizer is None else [tokenizer.normalizer]
             tokenizer.normalizer = normalizers.Sequence(steps)
         self._tokenizer = tokenizer
-        self.vocab_size = tokenizer.get_vocab_size()
+        self.vocab_size = 1 + max(tokenizer.get_vocab().values(), default=-1)
         self.before, self.after = _around(tokenizer, where)
         self.pad_id = self._padding(settings, where)
         if settings.get("truncation_side", "right") != "right":
@@ -63,12 +69,14 @@ class TextsTokenizer:
         digest = hashlib.sha256(json.dumps([*parts, self._ends()]).encode())
         self.fingerprint = digest.hexdigest()[:16]
 
+    @panics_refused()
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of texts, without special tokens."""
         check_several(texts, f"{type(self).__name__}.encode_batch")
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
+    @panics_refused()
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a text of a model's own, in which special tokens are recognized."""
         self._tokenizer.encode_special_tokens = False

@@ -20,7 +20,13 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_json, read_text, write_json
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.data.chat_template import TemplateOverBudget, rendered, template_source
-from mmqa_jax.data.tokenizers import add_published_tokens, apply_settings, split_as_sentencepiece
+from mmqa_jax.data.tokenizers import (
+    add_published_tokens,
+    apply_settings,
+    panics_refused,
+    split_as_sentencepiece,
+    tokenizer_of,
+)
 from mmqa_jax.prompting import llava_prompt
 from mmqa_jax.prompting.backends import Message, Picture
 
@@ -60,14 +66,17 @@ class TextTokenizer:
         parts = [tokenizer.to_str(), template.source if template else "", repr(self.end_ids)]
         self.fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
+    @panics_refused()
     def encode(self, text: str) -> list[int]:
         """Token ids, with the special tokens that a prompt begins or ends with."""
         return self._tokenizer.encode(text).ids
 
+    @panics_refused()
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of a piece of a prompt; special tokens spelled out in it are recognized."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    @panics_refused()
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens spelled out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -106,7 +115,7 @@ def open_tokenizer(path: str | os.PathLike) -> TextTokenizer:
     file = path if path.suffix == ".json" else folder / "tokenizer.json"
     settings = _optional(folder / "tokenizer_config.json")
     if file.is_file():
-        tokenizer = _read_tokenizer(file)
+        tokenizer = tokenizer_of(read_text(file), str(file))
         apply_settings(tokenizer, folder)
         add_published_tokens(tokenizer, folder)
         special = {
@@ -120,17 +129,6 @@ def open_tokenizer(path: str | os.PathLike) -> TextTokenizer:
     return TextTokenizer(
         tokenizer, template, _end_ids(folder, tokenizer, special.get("eos_token", ""))
     )
-
-
-def _read_tokenizer(file: Path) -> Tokenizer:
-    try:
-        return Tokenizer.from_str(read_text(file))
-    except UserError:
-        raise
-    except Exception as error:  # the library raises plain Exception for every mistake
-        raise UserError(
-            f"{file}: not a tokenizer ({error}); download it again, in Hugging Face's format."
-        ) from error
 
 
 def _end_ids(folder: Path, tokenizer: Tokenizer, eos: str) -> tuple[int, ...]:

@@ -9,8 +9,12 @@ import gguf
 import numpy as np
 import pytest
 from tiny_checkpoints import CONFIGS, make_source
+from tokenizers import Tokenizer
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.encoder_tokenizer import load_encoder_tokenizer
+from mmqa_jax.data.tokenizers import tokenizer_of
+from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 from mmqa_jax.weights.formats.gguf import GGUFSource
 from mmqa_jax.weights.models.llama_gguf import gguf_config
 from mmqa_jax.weights.models.t5_gguf import t5_gguf_config
@@ -135,3 +139,113 @@ def test_sizes_that_a_gguf_files_tensors_do_not_have(tmp_path, architecture, cha
     read = t5_gguf_config if architecture == "t5" else gguf_config
     with pytest.raises(UserError, match=message):
         read(GGUFSource(tmp_path / "m.gguf"))
+
+
+# Tokenizers.
+
+GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+EXPLODES = r"^T: cannot split some short texts \((Onig: .*retry-limit|it takes over 3 seconds)"
+GROWS = r"^T: cannot split some short texts \(it makes [\d,]+ characters or tokens of \d+\)"
+TAKES_MUCH = r"^T: cannot split some short texts \(it takes over 3 seconds.* or a replacement grows"
+
+
+def written(model=None, **parts):
+    model = model or {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    return json.dumps({"version": "1.0", "added_tokens": [], "model": model} | parts)
+
+
+def split(pattern):
+    shape = {"type": "Split", "behavior": "Isolated", "invert": False}
+    return {"pre_tokenizer": shape | {"pattern": {"Regex": pattern}}}
+
+
+def replace(place, pattern, content):
+    return {place: {"type": "Replace", "pattern": pattern, "content": content}}
+
+
+def in_turn(steps):
+    return {"normalizer": {"type": "Sequence", "normalizers": steps}}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        split(GPT_2),
+        split(LLAMA_3),
+        in_turn([
+            {"type": "Prepend", "prepend": "▁"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        ]),
+        replace("normalizer", {"Regex": " {2,}"}, "▁"),
+        replace("decoder", {"String": "▁"}, " "),
+    ],
+)  # fmt: skip
+def test_published_patterns_and_replacements_are_opened(parts):
+    text = written(**parts)
+    assert tokenizer_of(text, "T").to_str() == Tokenizer.from_str(text).to_str()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *(
+            (written(**split(pattern)), EXPLODES)
+            for pattern in (
+                "(a+)+$", "(x|x)*y", r"(\w+\s?)*\.$", "(?=(q+)+$)", "(foo|f|o|oo)+bar$",
+                "a*a*a*$", "(?:ab|a|b)*c$",
+            )
+        ),
+        (written(**replace("normalizer", {"Regex": "(a+)+$"}, "b")), EXPLODES),
+        (written(**replace("decoder", {"Regex": "(a+)+$"}, "b")), EXPLODES),
+        (written(**in_turn([{"type": "Sequence", "normalizers": [
+            replace("x", {"Regex": "(a+)+$"}, "b")["x"]]}])), EXPLODES),
+        (written(**replace("normalizer", {"String": ""}, "x" * 1_000_000)), TAKES_MUCH),
+        (written(**in_turn([replace("x", {"String": "a"}, "aa")["x"]] * 40)), TAKES_MUCH),
+        (written(**replace("decoder", {"String": ""}, "x" * 100_000)), GROWS),
+        (written(normalizer={"type": "Prepend", "prepend": "x" * 1_000_000}),
+         GROWS),
+        (written(normalizer={"type": "Prepend", "prepend": "x" * 10_000_000}),
+         r"^T: its normalizer has 10,000,034 characters; give"),
+        (written(post_processor={"type": "TemplateProcessing", "pair": [], "special_tokens": {},
+                                 "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 10_000}),
+         r"^T: its post_processor has \d+,\d+ characters; give"),
+        (written(**split("(" * 100_000 + ")" * 100_000)), r"^T: not a tokenizer \(Oniguruma error"),
+        (written({"type": "WordLevel", "vocab": {"a": 2**40}}), "^T: has a token of the number 1,09"),
+        (written({"type": "BPE", "vocab": {"a": 2**24}}), "^T: has a token of the number 16,777,216;"),
+        (written(added_tokens=[{"id": 2**31, "content": "<a>"}]), "^T: has a token of the number 2,1"),
+        (written({"type": "BPE", "vocab": {"a": 0}, "merges": [["x", "y"]]}),
+         r"^T: not a tokenizer \(Token `x` out of vocabulary"),
+        ('{"normalizer":' + '{"type":"Sequence","normalizers":[' * 5000, "^T: lists or objects nes"),
+        ("[]", r"^T: not a tokenizer \("),
+    ],
+    ids=len,  # the texts are too long
+)  # fmt: skip
+def test_tokenizers_that_explode_or_grow(text, message):
+    began = time.monotonic()
+    with pytest.raises(UserError, match=message):
+        tokenizer_of(text, "T")
+    assert time.monotonic() - began < 5 * SECONDS
+
+
+def test_a_tokenizer_that_gives_up_later_is_a_users_mistake():
+    tokenizer = Tokenizer.from_str(written(**split("(a+)+$")))
+    text = TextTokenizer(tokenizer)
+    assert text.encode("aaa") == [0]
+    for call in (text.encode, text.encode_plain):
+        with pytest.raises(
+            UserError, match=r"^a tokenizer cannot split a text \(Onig: .*; use the"
+        ):
+            call("a" * 40 + "!")
+
+
+def test_a_token_number_beyond_the_models_table(tmp_path):
+    parts = {"single": [{"Sequence": {"id": "A", "type_id": 0}}], "special_tokens": {}}
+    processor = {"type": "TemplateProcessing", "pair": parts["single"] * 2} | parts
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 4_000_000}, "unk_token": "a"}
+    (tmp_path / "tokenizer.json").write_text(written(model, post_processor=processor))
+    with pytest.raises(UserError, match=r"tokenizer\.json: has 4,000,001 tokens, the model 9;"):
+        load_encoder_tokenizer(tmp_path, 9, pairs=False)
