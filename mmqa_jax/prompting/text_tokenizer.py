@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mmqa_jax.weights.formats.gguf import GGUFSource
 
 Content = str | list[dict[str, str]]  # of a message, as templates take it
+_MOST_ENDS = 1000
 _CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's token types
 
 
@@ -139,10 +140,10 @@ def _end_ids(folder: Path, tokenizer: Tokenizer, eos: str) -> tuple[int, ...]:
         found = content.get("eos_token_id")
         if found is not None:
             ids = found if isinstance(found, list) else [found]
-            if not all(type(token) is int and token >= 0 for token in ids):
+            if len(ids) > _MOST_ENDS or not all(type(t) is int and t >= 0 for t in ids):
                 raise UserError(
                     f"{folder / name}: eos_token_id is {json.dumps(found)[:80]}, a token's number "
-                    "or a list of them was expected; fetch the file again."
+                    f"or a list of at most {_MOST_ENDS} was expected; fetch the file again."
                 )
             return tuple(ids)
     known = tokenizer.token_to_id(eos) if eos else None
