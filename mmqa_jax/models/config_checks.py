@@ -11,6 +11,7 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError
 
+MOST_LAYERS = 10_000
 _MOST_BLOCKS = 200
 
 
@@ -21,6 +22,21 @@ def check_divides(name: str, count: int, whole_name: str, whole: int) -> None:
             f"{name} is {count}: expected a divisor of {whole_name} = {whole}; change one of the "
             "two."
         )
+
+
+def check_layers(config: Any, name: str, *fields: str) -> None:
+    """Checks that a config has no more layers than a program can be made of.
+
+    Args:
+      name: of the config, such as `model`.
+      fields: with numbers of layers.
+    """
+    for field in fields:
+        if getattr(config, field) > MOST_LAYERS:
+            raise UserError(
+                f"{name}.{field} is {getattr(config, field)}: expected at most {MOST_LAYERS:,}; "
+                "correct it."
+            )
 
 
 def check_stages(name: str, blocks: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 
@@ -139,6 +140,23 @@ def test_sizes_that_a_gguf_files_tensors_do_not_have(tmp_path, architecture, cha
     read = t5_gguf_config if architecture == "t5" else gguf_config
     with pytest.raises(UserError, match=message):
         read(GGUFSource(tmp_path / "m.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (lambda: dataclasses.replace(CONFIGS["bert"], layers=10**9), "model.layers is 1000000000: exp"),
+        (lambda: dataclasses.replace(CONFIGS["llama"], layers=10_001), "model.layers is 10001: expec"),
+        (lambda: dataclasses.replace(CONFIGS["t5"], encoder_layers=10**9), "model.encoder_layers is "),
+        (lambda: dataclasses.replace(CONFIGS["bart"], decoder_layers=10**9), "model.decoder_layers is"),
+        (lambda: dataclasses.replace(CONFIGS["clip"].vision, layers=10**9), "vision.layers is"),
+        (lambda: dataclasses.replace(CONFIGS["siglip"].text, layers=10**9), "text.layers is"),
+        (lambda: dataclasses.replace(CONFIGS["mcan"].fusion, layers=10**9), "mcan.fusion.layers is"),
+    ],
+)  # fmt: skip
+def test_a_config_without_weights_has_no_more_layers_than_a_program(config, message):
+    with pytest.raises(UserError, match=message):
+        config()
 
 
 # Tokenizers.
