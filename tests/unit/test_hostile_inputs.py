@@ -20,13 +20,12 @@ from openai_stub import Stub, answer
 from safetensors.numpy import save_file
 from test_serve_refusals import client
 from tiny_checkpoints import make_source
-from tiny_llm import by_id, flag, write_folder
+from tiny_llm import by_id, write_folder
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.folder import FolderOptions, read_folder
 from mmqa_jax.prompting.backend_http import OpenAIBackend, ServerConfig
 from mmqa_jax.prompting.backends import Completion, Message
-from mmqa_jax.prompting.openai_fields import data_url
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, open_tokenizer
 from mmqa_jax.weights.formats.safetensors import SafetensorsSource
 from mmqa_jax.weights.published import load_published
@@ -94,7 +93,9 @@ def documents(tmp_path_factory):
     return content
 
 
-@pytest.mark.parametrize(("number", "name"), enumerate(NAMES), ids=lambda value: ascii(value)[:40])
+@pytest.mark.parametrize(
+    ("number", "name"), list(enumerate(NAMES)), ids=lambda value: ascii(value)[:40]
+)
 def test_names_of_documents(documents, number, name):
     sources = [s for s in documents.sources if f"number {number} stands" in s.text]
     if NAMES[name] == "text":
@@ -138,8 +139,6 @@ REQUESTS = [
               "http://169.254.169.254/latest/meta-data"}}]}],
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
               "data:image/png;base64,%%%"}}]}],
-            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
-              data_url(flag().data) + "AAAA"}}, {"type": "text", "text": ""}]}],
         )
     ),
     *(
@@ -158,7 +157,7 @@ REQUESTS = [
     *((page(**{key: value}), 400) for key, value in (
         ("question", None), ("question", 1),
         ("question", []), ("system", None), ("image", "x"),
-        ("image", "data:text/html;base64,AAAA"), ("image", 1), ("image", "data:image/png;base64,"),
+        ("image", "data:text/html;base64,AAAA"), ("image", 1),
     )),
     ((CHAT, json.dumps({"model": "none", "messages": SAID})), 404),
     (page(system="../seeing"), 404),
