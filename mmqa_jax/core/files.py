@@ -12,7 +12,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO, Any
 
 from mmqa_jax.core.errors import UserError
@@ -143,6 +143,15 @@ def write_jsonl(path: str | os.PathLike, rows: Iterable[Any]) -> None:
     with atomic_write(path) as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def check_within(name: str, file: Path) -> None:
+    """Raises UserError for a path that a file names and that leads out of the file's folder."""
+    path = PurePath(name)
+    if path.is_absolute() or ".." in path.parts or "\0" in name:
+        raise UserError(
+            f"{file}: names the file {name!r}, which is not in its folder; fetch it again."
+        )
 
 
 def read_json(path: str | os.PathLike, *, unique_keys: bool = False) -> Any:

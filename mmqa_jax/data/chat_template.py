@@ -6,6 +6,8 @@ into the frame as plain characters: a special token that is spelled out in one i
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 import jinja2
 
+from mmqa_jax.core.box import Box, Failed, OverBudget
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, read_text
 from mmqa_jax.data.encoder_tokenizer import TextsTokenizer
@@ -51,6 +54,10 @@ def template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
     return source if isinstance(source, str) and source else None
 
 
+class TemplateOverBudget(jinja2.TemplateError):
+    """A template takes more time or memory than it may, or writes too much."""
+
+
 def rendered(
     source: str, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], answer: bool
 ) -> str:
@@ -61,21 +68,35 @@ def rendered(
       answer: whether the prompt ends where an answer begins.
 
     Raises:
+      TemplateOverBudget: the template takes more time or memory than it may, or writes too much.
       jinja2.TemplateError: the template does not take it.
     """
-    # What `apply_chat_template` of a tokenizer calls; its import needs no PyTorch.
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     special = {name: text for name, text in settings.items() if name.endswith("_token")}
+    size = len(source) + sum(len(str(message)) for message in messages)
     try:
-        (text,), _ = render_jinja_template(
-            [list(messages)], chat_template=source, add_generation_prompt=answer, **special
+        return _renderer(os.getpid()).call(
+            "render",
+            source=source,
+            messages=list(messages),
+            answer=answer,
+            special=special,
+            size=size,
         )
-    except jinja2.TemplateError:
-        raise
-    except Exception as error:  # a template is a program: it can raise nearly any
-        raise jinja2.TemplateError(str(error)) from error
-    return text
+    except OverBudget as error:
+        raise TemplateOverBudget(str(error)) from error
+    except Failed as error:  # a template is a program: it can raise nearly any
+        if error.kind == "TemplateSyntaxError":
+            syntax = jinja2.TemplateSyntaxError(str(error), error.line)
+            syntax.translated = True  # as Jinja raises it: its text is the message alone
+            raise syntax from error
+        kind = TemplateOverBudget if error.kind == "TooLong" else jinja2.TemplateError
+        raise kind(str(error)) from error
+
+
+@functools.cache
+def _renderer(process: int) -> Box:
+    """The box of templates; a fork has one of its own, since two cannot share a child."""
+    return Box(Path(__file__).with_name("boxed_template.py"))
 
 
 class PictureChat:

@@ -38,7 +38,7 @@ class TextsTokenizer:
       pad_id: of padding.
       max_tokens: the longest input, special tokens included, by tokenizer_config.json; None: not
         said.
-      vocab_size: number of tokens.
+      vocab_size: the number of tokens, or one more than the highest id where ids have gaps.
       fingerprint: 16 hex digits that change with anything of it.
     """
 
@@ -53,7 +53,7 @@ class TextsTokenizer:
             tokenizer.normalizer = normalizers.Sequence(steps)
         self._tokenizer, self._prompts = tokenizer, MarkedTokenizer(tokenizer)
         self.shield = self._prompts.shield
-        self.vocab_size = tokenizer.get_vocab_size()
+        self.vocab_size = 1 + max(tokenizer.get_vocab().values(), default=-1)
         self.before, self.after = _around(tokenizer, where)
         self.pad_id = self._padding(settings, where)
         if settings.get("truncation_side", "right") != "right":

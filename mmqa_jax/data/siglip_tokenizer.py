@@ -21,7 +21,13 @@ from tokenizers import Tokenizer, normalizers
 from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_json
-from mmqa_jax.data.tokenizers import SETTINGS, MarkedTokenizer, check_any_text, read_tokenizer
+from mmqa_jax.data.tokenizers import (
+    SETTINGS,
+    MarkedTokenizer,
+    check_any_text,
+    read_tokenizer,
+    tokenizer_of,
+)
 
 PIECES = "spiece.model"
 _FILE = "tokenizer.json"
@@ -141,7 +147,10 @@ def is_saved(text: str) -> bool:
 
 def read_saved(path: str | os.PathLike) -> SiglipTokenizer:
     """The tokenizer that `SiglipTokenizer.save` wrote."""
-    return SiglipTokenizer(read_json(path)[_KEY])
+    saved = read_json(path)[_KEY]
+    if "tokenizer" in saved:
+        tokenizer_of(saved["tokenizer"], str(path))
+    return SiglipTokenizer(saved)
 
 
 def _pieces(model: bytes) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -25,14 +27,39 @@ from tokenizers import (
 )
 
 from mmqa_jax.core.arguments import check_several
+from mmqa_jax.core.box import Box, Failed, OverBudget
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_json, read_text
+from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.data.truncation import Tokens, cut
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _TOKENIZE_ROWS = 4096
 _RARE = "\U0002b820"  # a character that no vocabulary needs to have
+
+
+@contextlib.contextmanager
+def panics_refused() -> Iterator[None]:
+    """Around calls of the tokenizers library, whose Rust gives up with what is no Exception.
+
+    Oniguruma does so where a regular expression backtracks too long, on a text that `tokenizer_of`
+    did not try.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise UserError(
+            f"a tokenizer cannot split a text ({error}): a regular expression of its "
+            "tokenizer.json explodes; use the checkpoint as it was published."
+        ) from error
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether it is of a library in Rust; its class has no name that it could be caught by."""
+    return type(error).__name__ == "PanicException"
 
 
 class WordPiece:
@@ -67,10 +94,12 @@ class WordPiece:
         # A Tokenizer that is sent to another process forgets `encode_special_tokens`.
         return WordPiece, (self._tokenizer,)
 
+    @panics_refused()
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without special tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    @panics_refused()
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of many texts, without special tokens; much faster than one by one."""
         check_several(texts, "WordPiece.encode_batch")
@@ -221,22 +250,105 @@ def read_tokenizer(path: str | os.PathLike) -> Tokenizer:
     Raises:
       UserError: no such file, not a tokenizer, or as `apply_settings` and `add_published_tokens`.
     """
-    text = read_text(path)
-    try:
-        tokenizer = Tokenizer.from_str(text)
-    except Exception as error:  # the library raises plain Exception for every mistake
-        raise UserError(
-            f"{path}: not a tokenizer ({error}); give a tokenizer.json in Hugging Face's format."
-        ) from error
+    tokenizer = tokenizer_of(read_text(path), str(path))
     apply_settings(tokenizer, as_path(path).parent)
     add_published_tokens(tokenizer, as_path(path).parent)
     return tokenizer
 
 
+# Parts of a tokenizer.json that no value of theirs makes slow, or long texts of short ones.
+_HARMLESS = frozenset(
+    [
+        *("Sequence", "BertNormalizer", "Strip", "StripAccents", "Lowercase", "NFC", "NFD", "NFKC"),
+        *("NFKD", "Nmt", "ByteLevel", "BertPreTokenizer", "Whitespace", "WhitespaceSplit"),
+        *("Metaspace", "Digits", "Punctuation", "UnicodeScripts", "ByteFallback", "Fuse"),
+        *("TemplateProcessing", "BertProcessing", "RobertaProcessing", "WordPiece", "BPEDecoder"),
+    ]
+)
+_MOST_TOKENS = 1 << 24
+_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+# The largest published files have 35 MB, 10 kB of processors, 370 kB of normalizers (mT5's).
+_LARGEST_FILE, _LARGEST_PROCESSOR, _LARGEST_PARTS = 256 << 20, 256 << 10, 4 << 20
+
+
+def tokenizer_of(text: str, place: str) -> Tokenizer:
+    """The tokenizer of a tokenizer.json's text: the one place where one of others is opened.
+
+    Its regular expressions and replacements are tried out in a box first.
+
+    Args:
+      place: the file, for messages.
+
+    Raises:
+      UserError: not a tokenizer, or one that takes too long for a text or makes far more of it.
+    """
+    remedy = "give a tokenizer.json in Hugging Face's format, as it was published"
+    if len(text) > _LARGEST_FILE:
+        raise UserError(f"{place}: has {len(text):,} characters, which no tokenizer has; {remedy}.")
+    content = parse_json(text, place, remedy=remedy)
+    content = content if isinstance(content, dict) else {}
+    parts = {name: content[name] for name in _PARTS if content.get(name) is not None}
+    sizes = {name: len(json.dumps(part)) for name, part in parts.items()}
+    if sizes.get("post_processor", 0) > _LARGEST_PROCESSOR or sum(sizes.values()) > _LARGEST_PARTS:
+        name = max(sizes, key=sizes.__getitem__)
+        raise UserError(f"{place}: its {name} has {sizes[name]:,} characters; {remedy}.")
+    highest = max(_numbers(content), default=0)
+    if highest >= _MOST_TOKENS:  # the library goes through all numbers up to it
+        raise UserError(f"{place}: has a token of the number {highest:,}; {remedy}.")
+    if not _kinds(parts) <= _HARMLESS or sum(sizes.values()) > _LARGEST_PROCESSOR:
+        _try_out(json.dumps(parts), place, remedy)
+    try:
+        return Tokenizer.from_str(text)
+    except BaseException as error:  # plain Exception for every mistake; one in Rust is none
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        raise UserError(f"{place}: not a tokenizer ({error}); {remedy}.") from error
+
+
+def _numbers(content: Mapping[str, Any]) -> Iterator[int]:
+    """Numbers of tokens in a tokenizer.json, of which nothing has been checked."""
+    model = content.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    added = content.get("added_tokens")
+    numbers = [*vocabulary.values()] if isinstance(vocabulary, dict) else []
+    if isinstance(added, list):
+        numbers += [token.get("id") for token in added if isinstance(token, dict)]
+    return (number for number in numbers if isinstance(number, int))
+
+
+def _kinds(part: Any) -> set[str]:
+    """The types of a part and of those within it."""
+    inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    kinds = set().union(*map(_kinds, inner))
+    if isinstance(part, dict) and "type" in part:
+        kinds.add(str(part["type"]))
+    return kinds
+
+
+@functools.lru_cache(maxsize=64)  # the same parts are opened once
+def _try_out(parts: str, place: str, remedy: str) -> None:
+    box = Box(Path(__file__).with_name("boxed_tokenizer.py"))
+    try:
+        box.call("try_out", parts=json.loads(parts))
+    except OverBudget as error:
+        raise UserError(
+            f"{place}: cannot split some short texts ({error}), since a regular expression "
+            f"explodes or a replacement grows; {remedy}."
+        ) from error
+    except Failed as error:
+        what = "not a tokenizer"
+        if error.kind in ("PanicException", "Grows"):
+            what = "cannot split some short texts"
+        raise UserError(f"{place}: {what} ({error}); {remedy}.") from error
+
+
 def check_any_text(tokenizer: Tokenizer, where: str | os.PathLike) -> None:
     """UserError for a tokenizer that fails at characters that its vocabulary lacks."""
     try:
-        tokenizer.encode(_RARE)
+        with panics_refused():
+            tokenizer.encode(_RARE)
+    except UserError:
+        raise
     except Exception as error:  # see read_tokenizer
         raise UserError(
             f"{where}: cannot split every text ({error}); put the checkpoint's own tokenizer there."
@@ -592,6 +704,7 @@ class MarkedTokenizer:
         """Token ids of a prompt; around: with the tokens that the file's template puts there."""
         return self.encode_batch([prompt], around=around)[0]
 
+    @panics_refused()
     def encode_batch(self, prompts: Sequence[str], *, around: bool = False) -> list[list[int]]:
         """The same of many prompts."""
         encodings = self._tokenizer.encode_batch_fast(list(prompts), add_special_tokens=around)

@@ -27,6 +27,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_text
 from mmqa_jax.core.mesh import platform
 from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.data.tokenizers import tokenizer_of
 from mmqa_jax.evaluation.scores import (
     Scores,
     predictions_by_question,
@@ -225,7 +226,7 @@ def load_bart_tokenizer(folder: Path) -> Tokenizer:
     combined, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
     try:
         if combined.exists():
-            tokenizer = Tokenizer.from_str(read_text(combined))
+            tokenizer = tokenizer_of(read_text(combined), str(combined))
         elif vocab.exists() and merges.exists():
             tokenizer = _byte_level(vocab, merges)
         else:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.activations import ACTIVATIONS
-from mmqa_jax.models.config_checks import check_divides, check_known, check_rate
+from mmqa_jax.models.config_checks import check_divides, check_known, check_layers, check_rate
 from mmqa_jax.models.published_keys import check_keys, kinds
 
 _READ = kinds(
@@ -74,6 +74,7 @@ class BartConfig:
     unroll: int | bool | None = None
 
     def __post_init__(self):
+        check_layers(self, "model", "encoder_layers", "decoder_layers")
         for name in ("encoder_heads", "decoder_heads"):
             check_divides(f"model.{name}", getattr(self, name), "model.hidden", self.hidden)
         for name in ("dropout", "attention_dropout", "activation_dropout"):

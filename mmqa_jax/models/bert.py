@@ -15,7 +15,13 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.activations import ACTIVATIONS
-from mmqa_jax.models.config_checks import check_divides, check_known, check_length, check_rate
+from mmqa_jax.models.config_checks import (
+    check_divides,
+    check_known,
+    check_layers,
+    check_length,
+    check_rate,
+)
 from mmqa_jax.models.layers import (
     Embedding,
     LayerNorm,
@@ -65,6 +71,7 @@ class BertConfig:
     unroll: int | bool | None = None
 
     def __post_init__(self):
+        check_layers(self, "model", "layers")
         check_divides("model.heads", self.heads, "model.hidden", self.hidden)
         for name in ("dropout", "attention_dropout"):
             check_rate(f"model.{name}", getattr(self, name))

@@ -18,7 +18,7 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models import layers
 from mmqa_jax.models.activations import ACTIVATIONS, by_platform
-from mmqa_jax.models.config_checks import check_divides, check_known
+from mmqa_jax.models.config_checks import check_divides, check_known, check_layers
 from mmqa_jax.models.row_layout import as_rows, pad_length
 
 # Mean and standard deviation of CLIP's training pictures, RGB (clip/clip.py).
@@ -51,6 +51,7 @@ class BlockConfig(Protocol):
 
 def check_transformer(name: str, config: BlockConfig) -> None:
     """Checks a tower's config; `name` is of the tower in messages."""
+    check_layers(config, name, "layers")
     check_divides(f"{name}.heads", config.heads, f"{name}.width", config.width)
     check_known(f"{name}.activation", config.activation, BLOCK_ACTIVATIONS)
 

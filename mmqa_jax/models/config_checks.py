@@ -6,10 +6,13 @@ two.`
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
+
+MOST_LAYERS = 10_000
+_MOST_BLOCKS = 200
 
 
 def check_divides(name: str, count: int, whole_name: str, whole: int) -> None:
@@ -18,6 +21,29 @@ def check_divides(name: str, count: int, whole_name: str, whole: int) -> None:
         raise UserError(
             f"{name} is {count}: expected a divisor of {whole_name} = {whole}; change one of the "
             "two."
+        )
+
+
+def check_layers(config: Any, name: str, *fields: str) -> None:
+    """Checks that a config has no more layers than a program can be made of.
+
+    Args:
+      name: of the config, such as `model`.
+      fields: with numbers of layers.
+    """
+    for field in fields:
+        if getattr(config, field) > MOST_LAYERS:
+            raise UserError(
+                f"{name}.{field} is {getattr(config, field)}: expected at most {MOST_LAYERS:,}; "
+                "correct it."
+            )
+
+
+def check_stages(name: str, blocks: Sequence[int]) -> None:
+    """Checks how many blocks the four stages of a ResNet have: readers go through them all."""
+    if len(blocks) != 4 or not all(1 <= count <= _MOST_BLOCKS for count in blocks):
+        raise UserError(
+            f"{name}: blocks {blocks}; give four numbers from 1 to {_MOST_BLOCKS}, one a stage."
         )
 
 

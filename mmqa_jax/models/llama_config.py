@@ -9,7 +9,7 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models import decoder_families
 from mmqa_jax.models.activations import ACTIVATIONS
-from mmqa_jax.models.config_checks import check_divides, check_known, check_rate
+from mmqa_jax.models.config_checks import check_divides, check_known, check_layers, check_rate
 from mmqa_jax.models.rope import RopeScaling
 
 QK_NORMS = ("none", "head", "whole")
@@ -95,6 +95,7 @@ class LlamaConfig:
     normed_experts: bool = False
 
     def __post_init__(self):
+        check_layers(self, "model", "layers")
         if self.head_dim is None:
             check_divides("model.heads", self.heads, "model.hidden", self.hidden)
         check_divides("model.kv_heads", self.kv_heads, "model.heads", self.heads)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mmqa_jax.models.config_checks import check_divides, check_known, check_rate
+from mmqa_jax.models.config_checks import check_divides, check_known, check_layers, check_rate
 from mmqa_jax.models.layers import (
     Attention,
     LayerNorm,
@@ -79,6 +79,7 @@ class FusionConfig:
     unroll: int | bool | None = None
 
     def __post_init__(self):
+        check_layers(self, "mcan.fusion", "layers")
         check_divides("mcan.fusion.heads", self.heads, "mcan.fusion.hidden", self.hidden)
         check_known("mcan.fusion.norm", self.norm, NORMS)
         check_rate("mcan.fusion.dropout", self.dropout)

@@ -19,6 +19,7 @@ from flax import nnx
 from jax.nn.initializers import Initializer
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.config_checks import check_stages
 from mmqa_jax.models.layers import (
     Linear,
     Names,
@@ -75,10 +76,7 @@ class ModifiedResNetConfig:
                 f"clip resnet: width {self.width} is odd; the stem starts with half of it, choose "
                 "an even width."
             )
-        if len(self.blocks) != 4 or min(self.blocks) < 1:
-            raise UserError(
-                f"clip resnet: blocks {self.blocks}; give four numbers of at least 1, one a stage."
-            )
+        check_stages("clip resnet", self.blocks)
         if self.image_size % STRIDE:
             raise UserError(
                 f"clip resnet: image_size {self.image_size} is not a multiple of {STRIDE}; choose "

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.config_checks import MOST_LAYERS
 
 # Harmless in every model: what transformers 2 to 5 keep in each config.json beside the model.
 HARMLESS = frozenset(
@@ -105,6 +106,12 @@ _SWITCHED_OFF: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+# Sizes are at most as large as an index of an array may be. There are few layers and experts, since
+# readers go through them one by one.
+LARGEST = 2**31 - 1
+_NAMES_OF_FEW = ("layers", "depth", "experts", "patch_size", "merge_size", "interval")
+
+
 def check_keys(
     published: Mapping[str, Any],
     where: str,
@@ -159,7 +166,12 @@ def _check_kinds(published: Mapping[str, Any], where: str, kinds: Mapping[str, s
         if key not in published:
             continue
         value, (fits, meaning) = published[key], KINDS[kind.removesuffix("?")]
-        if not fits(value) and not (value is None and kind.endswith("?")):
+        if value is None and kind.endswith("?"):
+            continue
+        if kind.startswith("size") and fits(value):
+            most = MOST_LAYERS if any(part in key for part in _NAMES_OF_FEW) else LARGEST
+            fits, meaning = most.__ge__, f"a whole number of at most {most:,}"
+        if not fits(value):
             raise UserError(
                 f"{where}: {key} is {_shown(value)}, expected {meaning}; repair the file or fetch "
                 "it again."

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import AtLeast
 from mmqa_jax.models.activations import ACTIVATIONS
-from mmqa_jax.models.config_checks import check_known, check_rate
+from mmqa_jax.models.config_checks import check_known, check_layers, check_rate
 from mmqa_jax.models.published_keys import check_keys, kinds
 
 FAMILIES = {"t5": "T5ForConditionalGeneration", "mt5": "MT5ForConditionalGeneration"}
@@ -71,6 +71,7 @@ class T5Config:
     unroll: int | bool | None = None
 
     def __post_init__(self):
+        check_layers(self, "model", "encoder_layers", "decoder_layers")
         check_known("model.family", self.family, FAMILIES)
         check_known("model.activation", self.activation, ACTIVATIONS)
         check_rate("model.dropout", self.dropout)

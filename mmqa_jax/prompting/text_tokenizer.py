@@ -21,12 +21,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_json, read_text, write_json
 from mmqa_jax.core.paths import as_path
-from mmqa_jax.data.chat_template import rendered, template_source
+from mmqa_jax.data.chat_template import TemplateOverBudget, rendered, template_source
 from mmqa_jax.data.tokenizers import (
     MarkedTokenizer,
     add_published_tokens,
     apply_settings,
+    panics_refused,
     split_as_sentencepiece,
+    tokenizer_of,
 )
 from mmqa_jax.prompting import llava_prompt
 from mmqa_jax.prompting.backends import Message, Picture
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from mmqa_jax.weights.formats.gguf import GGUFSource
 
 Fields = dict[str, Any]  # of a message, as templates take it
+_MOST_ENDS = 1000
 _CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's token types
 _THOUGHTS = "reasoning_content"  # a template's field: an assistant's, apart from its answer
 _CUTS_THOUGHTS = re.compile(r"split\(\s*['\"]</think>")  # off an assistant's answer
@@ -84,6 +87,7 @@ class TextTokenizer:
         """Token ids of a piece of a prompt, nothing added."""
         return self._prompts.encode(piece)
 
+    @panics_refused()
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens spelled out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -127,7 +131,7 @@ def open_tokenizer(path: str | os.PathLike) -> TextTokenizer:
     file = path if path.suffix == ".json" else folder / "tokenizer.json"
     settings = _optional(folder / "tokenizer_config.json")
     if file.is_file():
-        tokenizer = _read_tokenizer(file)
+        tokenizer = tokenizer_of(read_text(file), str(file))
         apply_settings(tokenizer, folder)
         add_published_tokens(tokenizer, folder)
         special = {
@@ -143,17 +147,6 @@ def open_tokenizer(path: str | os.PathLike) -> TextTokenizer:
     )
 
 
-def _read_tokenizer(file: Path) -> Tokenizer:
-    try:
-        return Tokenizer.from_str(read_text(file))
-    except UserError:
-        raise
-    except Exception as error:  # the library raises plain Exception for every mistake
-        raise UserError(
-            f"{file}: not a tokenizer ({error}); download it again, in Hugging Face's format."
-        ) from error
-
-
 def _end_ids(folder: Path, tokenizer: Tokenizer, eos: str) -> tuple[int, ...]:
     """The end tokens of generation_config.json, else config.json, else the tokenizer."""
     for name in ("generation_config.json", "config.json", "model.json"):
@@ -162,10 +155,10 @@ def _end_ids(folder: Path, tokenizer: Tokenizer, eos: str) -> tuple[int, ...]:
         found = content.get("eos_token_id")
         if found is not None:
             ids = found if isinstance(found, list) else [found]
-            if not all(type(token) is int and token >= 0 for token in ids):
+            if len(ids) > _MOST_ENDS or not all(type(t) is int and t >= 0 for t in ids):
                 raise UserError(
                     f"{folder / name}: eos_token_id is {json.dumps(found)[:80]}, a token's number "
-                    "or a list of them was expected; fetch the file again."
+                    f"or a list of at most {_MOST_ENDS} was expected; fetch the file again."
                 )
             return tuple(ids)
     known = tokenizer.token_to_id(eos) if eos else None
@@ -249,7 +242,7 @@ class ChatFormat(Protocol):
 
 
 class ChatTemplate:
-    """A model's own Jinja template, rendered by transformers in its sandbox.
+    """A model's own Jinja template, rendered by transformers in its sandbox and our box.
 
     Args:
       source: the template.
@@ -284,6 +277,11 @@ class ChatTemplate:
             return rendered(self.source, list(messages), self.tokens, answer=True)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"{self._name}: not a Jinja template ({error}); correct it.") from error
+        except TemplateOverBudget as error:
+            raise UserError(
+                f"{self._name}: a prompt cannot be made ({error}); use the template of the "
+                "checkpoint as it was published."
+            ) from error
         except jinja2.TemplateError as error:
             raise UserError(
                 f"request {request_id!r}: the model's chat template rejects its messages "

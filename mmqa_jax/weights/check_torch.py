@@ -37,7 +37,11 @@ def outputs(
     """
     kind_of_model = getattr(transformers, kind)
     model = kind_of_model.from_pretrained(
-        folder, dtype=getattr(torch, dtype), attn_implementation="eager", local_files_only=True
+        folder,
+        dtype=getattr(torch, dtype),
+        attn_implementation="eager",
+        local_files_only=True,
+        trust_remote_code=False,
     ).eval()
     found: dict[str, list[np.ndarray]] = {name: [] for name in stacks}
     for name, path in stacks.items():

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.json_text import parse_json
+from mmqa_jax.models.published_keys import LARGEST
 
 C = TypeVar("C")
 
@@ -116,7 +117,7 @@ def _fits(kind: Any, value: Any) -> bool:
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST
     return isinstance(value, kind)
 
 

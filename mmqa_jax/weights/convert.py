@@ -168,7 +168,7 @@ def _convert_published(
 
     _, state = abstract_of(entry.build, config, param_dtype=dtype)
     key_map = checkpoint.key_map(config)
-    state = with_fresh(state, build, key_map)
+    state = with_fresh(state, build, key_map, checkpoint.source)
     total = sum(_bytes(spec) for spec in specs.values())
     source = _ObservedSource(checkpoint.source)
     arrays = _streamed(state, key_map, source)  # strict: raises before a byte is written

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -208,6 +209,11 @@ def load_into(state: nnx.State, key_map: KeyMap, source: TensorSource) -> nnx.St
     return _filled(state, plan_loading(_named(state), key_map, source), source)
 
 
+def check_fits(state: nnx.State, key_map: KeyMap, source: TensorSource) -> None:
+    """Raises UserError where a checkpoint does not fit shapes; see `load_into`."""
+    plan_loading(_named(state), key_map, source, shapes_stay=True)
+
+
 def load_model(model: nnx.Module, key_map: KeyMap, source: TensorSource) -> None:
     """Fills a module's parameters in place from a checkpoint; see `load_into`.
 
@@ -394,8 +400,11 @@ def plan_loading(
             elif not shapes_stay and isinstance(leaf.get_value(), jax.ShapeDtypeStruct):
                 offend("fresh parameters that were never initialized", path)
         elif () not in slots and len(slots) < shape[0]:
-            absent = [n for n in range(shape[0]) if (n,) not in slots]
-            offend("parameters without a tensor", f"{path}, layers {absent}")
+            absent = (n for n in range(shape[0]) if (n,) not in slots)
+            shown = ", ".join(map(str, itertools.islice(absent, _SHOWN)))
+            more = shape[0] - len(slots) - _SHOWN
+            shown += f" and {more:,} more" if more > 0 else ""
+            offend("parameters without a tensor", f"{path}, layers [{shown}]")
     if offenders:
         raise UserError(_sentence(source.name, offenders))
     return {path: [slots[slot] for slot in sorted(slots)] for path, slots in plan.items()}

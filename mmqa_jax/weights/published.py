@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -17,8 +18,8 @@ from mmqa_jax.core.files import write_json
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.models.llama import unstacked_llama
 from mmqa_jax.weights.config_json import replace_fields
-from mmqa_jax.weights.formats.safetensors import SHARD_BYTES, write_sharded
-from mmqa_jax.weights.keymap import KeyMap, abstract_of, load_into
+from mmqa_jax.weights.formats.safetensors import SHARD_BYTES, TensorSource, write_sharded
+from mmqa_jax.weights.keymap import KeyMap, abstract_of, check_fits, load_into
 from mmqa_jax.weights.layouts import Checkpoint, Published, require_given
 from mmqa_jax.weights.models.llama import with_layers_apart
 from mmqa_jax.weights.registry import architecture
@@ -79,12 +80,19 @@ def load_checkpoint(
         checkpoint.check(checkpoint.source, config)
     graphdef, state = abstract_of(model, config, mesh, param_dtype)
     key_map = checkpoint.key_map(config)
-    state = with_fresh(state, lambda: model(config, rngs=nnx.Rngs(0)), key_map)
+    build = functools.partial(model, config, rngs=nnx.Rngs(0))
+    state = with_fresh(state, build, key_map, checkpoint.source)
     return nnx.merge(graphdef, load_into(state, key_map, checkpoint.source))
 
 
-def with_fresh(state: nnx.State, build: Callable[[], nnx.Module], key_map: KeyMap) -> nnx.State:
-    """The abstract state with its fresh parameters, and only those, initialized."""
+def with_fresh(
+    state: nnx.State, build: Callable[[], nnx.Module], key_map: KeyMap, source: TensorSource
+) -> nnx.State:
+    """The abstract state with its fresh parameters, and only those, initialized.
+
+    Raises:
+      UserError: the source does not fit, see `load_into`: nothing of a wrong size is initialized.
+    """
     names = [
         name
         for name in flatten_named(state)
@@ -92,6 +100,7 @@ def with_fresh(state: nnx.State, build: Callable[[], nnx.Module], key_map: KeyMa
     ]
     if not names:
         return state
+    check_fits(state, key_map, source)
 
     def initial():  # XLA drops what is not returned
         made = flatten_named(nnx.state(build()))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json
+from mmqa_jax.core.files import check_within, read_json
 from mmqa_jax.models.published_keys import check_keys, kinds
 from mmqa_jax.models.sentence_encoder import DENSE_ACTIVATIONS, POOLINGS
 
@@ -356,7 +356,9 @@ def read_modules(folder: Path) -> Iterator[tuple[str, str]]:
         package, _, kind = name.rpartition(".")
         if package.partition(".")[0] != "sentence_transformers":
             kind = name  # of code in the folder, which is not run
-        yield kind, str(module.get("path", ""))
+        place = str(module.get("path", ""))
+        check_within(place, file)
+        yield kind, place
 
 
 def _object(file: Path) -> Mapping[str, Any]:

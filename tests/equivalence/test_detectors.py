@@ -322,5 +322,5 @@ def test_mistakes_are_named(case):
         dataclasses.replace(config, pyramid=32, head=0)
     with pytest.raises(UserError, match="as many sizes as strides"):
         dataclasses.replace(config.rpn, strides=(2, 4, 8))
-    with pytest.raises(UserError, match="four numbers of at least 1"):
+    with pytest.raises(UserError, match="four numbers from 1 to 200"):
         dataclasses.replace(config.backbone, blocks=(1, 2, 3))

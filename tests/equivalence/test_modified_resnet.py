@@ -337,7 +337,7 @@ def test_mistakes_are_named(pair, tmp_path):
         ours.grid_features(pictures(80, 96))
     with pytest.raises(UserError, match="image_size 100 is not a multiple of 32"):
         dataclasses.replace(CONFIG, image_size=100)
-    with pytest.raises(UserError, match="four numbers of at least 1"):
+    with pytest.raises(UserError, match="four numbers from 1 to 200"):
         dataclasses.replace(CONFIG, blocks=(1, 2, 3))
     with pytest.raises(UserError, match="width 7 is odd"):
         dataclasses.replace(CONFIG, width=7)

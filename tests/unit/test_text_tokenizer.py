@@ -144,7 +144,7 @@ LETTER = Tokenizer(models.BPE({"a": 0}, [])).to_str()
     [
         (
             {"tokenizer.json": "{}"},
-            r"tokenizer\.json: not a tokenizer \(.*\); download it again, in Hugging Face's",
+            r"tokenizer\.json: not a tokenizer \(.*\); give a tokenizer\.json in Hugging",
         ),
         *(
             (

@@ -179,7 +179,7 @@ def test_bad_tokenizer_files(tmp_path):
         load_tokenizer(tmp_path / "missing.json")
     path = tmp_path / "tokenizer.json"
     path.write_text("{")
-    with pytest.raises(UserError, match="not a tokenizer"):
+    with pytest.raises(UserError, match=r"tokenizer\.json: not valid JSON .*; give a tokenizer"):
         load_tokenizer(path)
     path.write_bytes('{"version": "São"}'.encode("latin-1"))
     with pytest.raises(UserError, match=r"tokenizer\.json: not UTF-8 text \(byte 14\); save"):

@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.config_checks import check_divides, check_known
+from mmqa_jax.models.config_checks import check_divides, check_known, check_stages
 from mmqa_jax.models.detection.convolution import Conv, strided, within
 from mmqa_jax.models.layers import ones_init, param, scan_layers, stack_layers, zeros_init
 from mmqa_jax.models.modified_resnet import BatchNorm
@@ -62,10 +61,7 @@ class ResNeXtConfig:
     def __post_init__(self):
         check_known("resnext.norm", self.norm, _NORMS)
         check_known("resnext.stem_pool", self.stem_pool, _POOLS)
-        if len(self.blocks) != 4 or min(self.blocks) < 1:
-            raise UserError(
-                f"resnext: blocks {self.blocks}; give four numbers of at least 1, one a stage."
-            )
+        check_stages("resnext", self.blocks)
 
     def channels(self, stage: int) -> int:
         """Channels after a stage, 0 being res2."""

@@ -77,13 +77,13 @@ class GGUFSource:
         """An integer of the metadata.
 
         Raises:
-          UserError: it is absent without a default, or one number per layer.
+          UserError: it is absent without a default, too large for a size, or one number per layer.
         """
         value = self.metadata(key, default)
-        if not isinstance(value, int):
+        if not isinstance(value, int) or abs(value) >= 2**31:
             raise UserError(
-                f"{self.name}: metadata {key!r} is {value!r}, expected one number; use a model "
-                "whose layers are alike."
+                f"{self.name}: metadata {key!r} is {value!r}, expected one number below 2^31; use "
+                "a model whose layers are alike, or fetch the file again."
             )
         return value
 
@@ -91,10 +91,10 @@ class GGUFSource:
         """A float32 of the metadata as the decimal that was meant: 1e-05, not 9.99999975e-06.
 
         Raises:
-          UserError: it is absent without a default, or no number.
+          UserError: it is absent without a default, or no finite number.
         """
         value = self.metadata(key, default)
-        if not isinstance(value, int | float):
+        if not isinstance(value, int | float) or not math.isfinite(value):
             raise UserError(
                 f"{self.name}: metadata {key!r} is {value!r}, expected a number; convert the model "
                 "again."

@@ -20,7 +20,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import atomic_write, read_json, write_json
+from mmqa_jax.core.files import atomic_write, check_within, read_json, write_json
 
 _DTYPES = {
     "BOOL": "bool",
@@ -267,7 +267,10 @@ def indexed_files(index: Path) -> list[Path]:
         raise UserError(
             f"{index}: has no `weight_map` of tensors to files; fetch the index file again."
         )
-    return [index.parent / name for name in sorted(set(names))]
+    files = sorted(set(names))
+    for name in files:
+        check_within(name, index)
+    return [index.parent / name for name in files]
 
 
 def _files_of(path: Path) -> list[Path]:

@@ -42,6 +42,21 @@ def vocabulary_of(source: GGUFSource) -> int:
     return specs["token_embd.weight"].shape[0]
 
 
+def layers_of(source: GGUFSource, key: str, default: int | None = None) -> int:
+    """A number of layers.
+
+    Raises:
+      UserError: less than one, or more than the file has tensors.
+    """
+    layers, most = source.integer(key, default), len(source.specs())
+    if not 1 <= layers <= most:
+        raise UserError(
+            f"{source.name}: {key} is {layers:,}, expected 1 to {most:,}, the number of the file's "
+            "tensors; fetch the file again."
+        )
+    return layers
+
+
 def heads_of(source: GGUFSource, of: str) -> int:
     """Heads of a layer.
 

@@ -21,6 +21,7 @@ from mmqa_jax.weights.models.gguf_metadata import (
     check_metadata,
     head_size_of,
     heads_of,
+    layers_of,
     vocabulary_of,
 )
 
@@ -109,7 +110,7 @@ def gguf_config(source: GGUFSource) -> LlamaConfig:
         family=name,
         vocab_size=vocabulary_of(source),
         hidden=hidden,
-        layers=source.integer(f"{of}block_count"),
+        layers=layers_of(source, f"{of}block_count"),
         heads=heads,
         kv_heads=source.integer(f"{of}attention.head_count_kv", heads),
         head_dim=None if head_size * heads == hidden else head_size,

@@ -15,6 +15,7 @@ from mmqa_jax.weights.models.clip_processor import close
 _FILES = ("preprocessor_config.json", "processor_config.json")  # before transformers 5, and since
 # Of transformers' Qwen2VLImageProcessor, where a file does not say otherwise.
 _LEAST, _MOST = 56 * 56, 28 * 28 * 1280
+_LARGEST = 1 << 28  # pixels; smaller pictures are drawn up to the least
 _FIXED: Mapping[str, tuple[Any, ...]] = {
     "resample": (3, "bicubic", "BICUBIC"),
     "do_resize": (True,),
@@ -60,10 +61,10 @@ def with_processor(config: QwenVisionConfig, folder: Path) -> QwenVisionConfig:
         ("min_pixels or shortest_edge", least),
         ("max_pixels or longest_edge", most),
     ):
-        if type(value) is not int or value < 1:
+        if type(value) is not int or not 1 <= value <= _LARGEST:
             raise UserError(
-                f"{where}: {keys} is {value!r}, expected a whole number of at least 1; fetch the "
-                "file again."
+                f"{where}: {keys} is {value!r}, expected a whole number from 1 to {_LARGEST:,}; "
+                "fetch the file again."
             )
     changes: dict[str, Any] = {"min_pixels": least, "max_pixels": most}
     for key, field in (("image_mean", "pixel_mean"), ("image_std", "pixel_std")):

@@ -21,6 +21,7 @@ from mmqa_jax.weights.models.gguf_metadata import (
     check_metadata,
     head_size_of,
     heads_of,
+    layers_of,
     vocabulary_of,
 )
 
@@ -98,7 +99,7 @@ def t5_gguf_config(source: GGUFSource) -> tuple[T5Config, dict[str, Any]]:
     gated = any(_GATE.fullmatch(key) for key in specs)
     tied = not gated or _HEAD not in specs
     hidden = source.integer(f"{_OF}embedding_length")
-    layers = source.integer(f"{_OF}block_count")
+    layers = layers_of(source, f"{_OF}block_count")
     config = T5Config(
         vocab_size=vocabulary_of(source),
         hidden=hidden,
@@ -106,7 +107,7 @@ def t5_gguf_config(source: GGUFSource) -> tuple[T5Config, dict[str, Any]]:
         heads=heads,
         mlp=source.integer(f"{_OF}feed_forward_length"),
         encoder_layers=layers,
-        decoder_layers=source.integer(f"{_OF}decoder_block_count", layers),
+        decoder_layers=layers_of(source, f"{_OF}decoder_block_count", layers),
         buckets=source.integer(f"{_OF}attention.relative_buckets_count"),
         farthest=128,
         eps=source.number(eps),

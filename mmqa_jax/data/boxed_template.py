@@ -1,0 +1,28 @@
+"""What `core.box` runs of chat templates: this file imports nothing of mmqa_jax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# What `apply_chat_template` of a tokenizer calls; its import needs no PyTorch.
+from transformers.utils.chat_template_utils import render_jinja_template
+
+_ALWAYS = 1 << 20  # characters that a prompt may have whatever its messages are
+_OF_INPUT = 4  # and so many for each of template and messages
+
+
+class TooLong(Exception):
+    """A template writes far more than it and its messages are."""
+
+
+def render(
+    source: str, messages: list[dict[str, Any]], answer: bool, special: dict[str, Any], size: int
+) -> str:
+    """The prompt; `size` characters are those of template and messages together."""
+    (text,), _ = render_jinja_template(
+        [messages], chat_template=source, add_generation_prompt=answer, **special
+    )
+    most = _ALWAYS + _OF_INPUT * size
+    if len(text) > most:
+        raise TooLong(f"it makes {len(text):,} characters of {size:,}, at most {most:,} are taken")
+    return text
