@@ -47,8 +47,8 @@ MADE_LATER = {
     "data/chat_template": 1,  # the marks of pictures
     "data/encoder_tokenizer": 1,  # special tokens
     "extensions/second_hop": 1,  # a title
-    "models/lora": 1,  # the user's own, of parameters' names
-    "training/optimizer": 6,  # the user's own
+    "training/optimizer": 6,  # the user's own, of parameters' names
+    "training/state": 2,
     "weights/hub": 1,  # names of files
     "weights/keymap": 5,
     "weights/layouts": 2,
