@@ -49,7 +49,7 @@ def lines_plot(
     """Lines over the same few values of x, a dot each, as an `<svg>` element.
 
     Args:
-      lines: name -> points (x, y), in order of x; none without points.
+      lines: name -> points (x, y), in order of x; one without points keeps its color.
       log: the axis of x is logarithmic; all x are above 0.
       steps: x are the steps of trainings, and the lines are drawn as in `curves_plot`.
     """
@@ -68,9 +68,9 @@ def lines_plot(
     drawn = []
     for number, (name, points) in enumerate(lines.items()):
         place = f"line-{slug}-{number}"
-        if steps:
+        if steps and points:
             drawn += _curve(axes, points, place, name, number)
-        else:
+        elif points:
             drawn.append(axes.line(points, place, name, number, dots=True))
     return axes.svg(title, drawn)
 

@@ -66,7 +66,7 @@ class ReportData:
       filters: the buttons above the cards.
       card_note: how to read the cards, e.g. what counts as right.
       bars: score -> the systems' bars.
-      line_plots: of a sweep or a corpus, above the tables.
+      line_plots: of a sweep or a corpus, above the tables; those over steps below them.
       tables: result tables, in order.
       recall: retriever -> k -> recall@k.
       curves: task -> metric -> [(step, value)].

@@ -36,13 +36,10 @@ def overlaid_curves(folders: Mapping[str, Path]) -> list[LinePlot]:
     Args:
       folders: name of a run -> its workdir, which need not be there yet.
     """
-    lines: dict[str, dict[str, Points]] = {}
-    for run, folder in folders.items():
-        for name, points in run_curves(folder).items():
-            lines.setdefault(name, {})[run] = points
-    return [
-        LinePlot(curve_name(name), "step", of_runs, steps=True) for name, of_runs in lines.items()
-    ]
+    curves = {run: run_curves(folder) for run, folder in folders.items()}
+    names = dict.fromkeys(name for of_run in curves.values() for name in of_run)
+    lines = {name: {run: curves[run].get(name, ()) for run in folders} for name in names}
+    return [LinePlot(curve_name(name), "step", lines[name], steps=True) for name in names]
 
 
 def write_training_report(folder: Path) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from mmqa_jax.tasks.reading import check_config
 from mmqa_jax.tasks.run import run_training
 from mmqa_jax.training.best_weights import read_best
 from mmqa_jax.training.nonfinite import NotFinite
+from mmqa_jax.weights.record import is_trained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,7 @@ def run_trainings(runs: Sequence[SweptRun], folder: Path) -> list[dict[str, Any]
     A run whose loss is not finite ends, and the next one begins; its record says so.
 
     Raises:
-      UserError: a run that cannot be trained (a sweep that has none yet leaves no trace), or a
+      UserError: a run that cannot be trained (a sweep that has begun none leaves no trace), or a
         folder that holds something else.
       SystemExit: as of `training.loop.train`.
     """
@@ -69,12 +70,15 @@ def run_trainings(runs: Sequence[SweptRun], folder: Path) -> list[dict[str, Any]
             f"--workdir={folder}: holds another kind of run ({kind}), and a sweep over trainings "
             "needs a folder of its own; name another --workdir."
         )
+    files = [folder / name for name in (SWEEP, "sweep.md", "report.html")]
+    before = {file: file.read_bytes() for file in files if file.is_file()}
     failed: dict[str, str] = {}
     with no_empty_folders(folder):
         _write(folder, runs, failed)
         try:
             for number, run in enumerate(runs):
                 announce(f"Run {number + 1} of {len(runs)}: {run.folder}")
+                finished = is_trained(folder / run.folder, run.config.train.steps)
                 try:
                     run_training(run.config, folder / run.folder)
                 except NotFinite as error:
@@ -83,11 +87,12 @@ def run_trainings(runs: Sequence[SweptRun], folder: Path) -> list[dict[str, Any]
                     failed[run.folder] = str(error)
                     announce(f"{run.folder}: {error}")
                 finally:
-                    _write(folder, runs, failed, ended=run)
+                    _write(folder, runs, failed, ended=None if finished else run)
         except UserError:
-            if not any((folder / run.folder).exists() for run in runs):
-                for name in (SWEEP, "sweep.md", "report.html"):
-                    (folder / name).unlink(missing_ok=True)
+            begun = any((folder / run.folder).exists() for run in runs)
+            if not begun and jax.process_index() == 0:
+                for file in files:
+                    file.write_bytes(before[file]) if file in before else file.unlink()
             raise
     return read_records(folder)
 
