@@ -228,8 +228,8 @@ def test_flags_of_rows(data, tmp_path, refused, flag):
     )
 
 
-def test_a_folder_of_a_training(data, models, refused):
-    refused(*flags(data, models / "rerank"), message=r"holds another kind of run \(training\)")
+def test_a_folder_of_a_training(whole, data, refused):
+    refused(*flags(data, whole[0] / NAMES[0]), message=r"holds another kind of run \(training\)")
 
 
 def test_a_damaged_sweep(tmp_path, refused):
