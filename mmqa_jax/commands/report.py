@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         from mmqa_jax.runs.training_report import write_training_report
 
         return write_training_report(folder)
-    if kind not in ("row", "rows", "sweep"):
+    if kind not in ("row", "rows", "sweep", "trainings"):
         from mmqa_jax.runs.demo import write_demo_report
 
         return write_demo_report(folder)
@@ -38,8 +38,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.runs.row_report import report_row
     from mmqa_jax.runs.rows_report import report_rows
     from mmqa_jax.runs.sweep import report_sweep
+    from mmqa_jax.runs.training_sweep import report_trainings
 
-    if kind == "sweep":
+    if kind == "trainings":
+        path, *tables = report_trainings(folder)
+    elif kind == "sweep":
         path, *tables = report_sweep(folder)
     else:
         path, tables = report_row(folder) if kind == "row" else report_rows(folder)

@@ -16,7 +16,8 @@ STORE_OUTPUTS = ("path",)
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     parser.add_argument(
-        "path", help="the --workdir of `mmqa train`, `run` or `demo`, or the --out of a job"
+        "path",
+        help="the --workdir of `mmqa train`, `run`, `sweep` or `demo`, or the --out of a job",
     )
 
 
@@ -69,6 +70,12 @@ def _of_workdir(path: Path) -> dict[str, Any] | None:
     from mmqa_jax.runs.workdirs import kind_of
 
     kind = kind_of(path)
+    if kind == "trainings":
+        from mmqa_jax.runs.training_status import sweep_lines, sweep_status
+
+        sweep = sweep_status(path)
+        print("\n".join(sweep_lines(sweep)))
+        return sweep
     if kind not in ("demo", "row", "rows", "sweep"):
         return None
     from mmqa_jax.runs import status as found

@@ -1,14 +1,19 @@
-"""`mmqa sweep`: one row at several values of its config's keys."""
+"""`mmqa sweep`: one row, or one training, at several values of its config's keys."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmqa_jax.commands import flags
+from mmqa_jax.core.errors import RunError, UserError
 
-SUMMARY = "run one row at several values of its config's keys; a table and a plot of all cells."
+if TYPE_CHECKING:
+    from mmqa_jax.runs.sweep import Axis
+
+SUMMARY = "run one row, or train one model, at several values of its config's keys; table and plot."
 EXAMPLE = (
     "mmqa sweep --config=configs/okvqa/tables.py:smollm2_mavl --over options.shots=0,1,4,8 "
     "--over options.candidates=0,1,3,5 --workdir=runs/sweep"
@@ -26,7 +31,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "together: what they ask at each step goes to it as one stream, and they end at about\n"
         "the same time. Started again it continues, and finished cells and answers are kept.\n"
         "Written besides: sweep.json, sweep.md (the table) and report.html (table and plot),\n"
-        "anew after every cell."
+        "anew after every cell.\n\n"
+        "With the config of a training (it has a key `task`) every combination is a run of\n"
+        "`mmqa train` in WORKDIR/KEY=VALUE_..., one after the other: started again the sweep\n"
+        "resumes the run that was stopped and leaves finished ones alone. The table has each\n"
+        "run's best validation, loss, step and goodput, and report.html the curves of all runs."
     )
     flags.add_config(parser)
     parser.add_argument(
@@ -62,12 +71,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Runs all cells and prints their table."""
     from mmqa_jax.core import distributed
+    from mmqa_jax.core.config import load_config
 
-    distributed.start(join=False)
+    is_training = "task" in load_config(arguments.config, arguments.overrides)
+    distributed.start(join=is_training)
     from mmqa_jax.evaluation.tables import show
     from mmqa_jax.runs.sweep import parse_axes, read_cells, run_sweep, sweep_table
 
     axes = parse_axes(arguments.over)
+    if is_training:
+        return _sweep_trainings(arguments, axes)
     cells = read_cells(arguments.config, arguments.overrides, axes, arguments.split)
     folder = Path(arguments.workdir)
     finished = run_sweep(
@@ -80,3 +93,27 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     show(sweep_table(f"{cells[0].row.dataset}, {cells[0].row.row}", finished))
     print(f"Report: {folder / 'report.html'}")
     return {"cells": finished}
+
+
+def _sweep_trainings(arguments: argparse.Namespace, axes: Sequence[Axis]) -> dict[str, Any]:
+    """Trains all combinations and prints their table."""
+    from mmqa_jax.evaluation.tables import show
+    from mmqa_jax.runs.training_sweep import read_trainings, run_trainings, trainings_table
+
+    of_rows = {"split": None, "limit": None, "chunk": _CHUNK, "together": _TOGETHER}
+    for flag, default in of_rows.items():
+        if getattr(arguments, flag) != default:
+            raise UserError(
+                f"--{flag}: is of a sweep over rows, and {arguments.config} describes a training; "
+                "leave it out."
+            )
+    folder = Path(arguments.workdir)
+    records = run_trainings(read_trainings(arguments.config, arguments.overrides, axes), folder)
+    show(trainings_table("Sweep", records))
+    print(f"Report: {folder / 'report.html'}")
+    if failed := [record for record in records if "failed" in record]:
+        raise RunError(
+            f"{len(failed)} of {len(records)} runs ended early, the first of them "
+            f"{failed[0]['workdir']}: {failed[0]['failed']}"
+        )
+    return {"cells": records}

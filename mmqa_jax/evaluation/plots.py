@@ -18,7 +18,7 @@ from mmqa_jax.evaluation.score_names import for_people
 
 Points = Sequence[tuple[float, float]]
 
-COLORS = 8  # the page's style sheet has so many (--line-0 ...)
+COLORS, DASHES = 8, 3  # the page's style sheet has so many (--line-0 ..., d1 ...)
 _MOST_POINTS = 400  # of a drawn curve; a screen shows no more
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 34  # margins
 
@@ -43,12 +43,15 @@ def recall_plot(recall: Mapping[str, Mapping[int, float]]) -> str:
     return axes.svg("recall@k against k", drawn)
 
 
-def lines_plot(title: str, x_label: str, lines: Mapping[str, Points], *, log: bool = False) -> str:
+def lines_plot(
+    title: str, x_label: str, lines: Mapping[str, Points], *, log: bool = False, steps: bool = False
+) -> str:
     """Lines over the same few values of x, a dot each, as an `<svg>` element.
 
     Args:
-      lines: name -> points (x, y), in order of x; none without points.
+      lines: name -> points (x, y), in order of x; one without points keeps its color.
       log: the axis of x is logarithmic; all x are above 0.
+      steps: x are the steps of trainings, and the lines are drawn as in `curves_plot`.
     """
     xs = sorted({x for points in lines.values() for x, _ in points})
     ys = [y for points in lines.values() for _, y in points]
@@ -57,15 +60,18 @@ def lines_plot(title: str, x_label: str, lines: Mapping[str, Points], *, log: bo
         x=_span(list(map(math.log, xs)) if log else xs),
         y=_span(ys, margin=0.06),
         of_x=math.log if log else float,
-        x_ticks=xs,
+        x_ticks=_ticks(*_span(xs), whole=True) if steps else xs,
         y_ticks=_ticks(*_span(ys, margin=0.06)),
         x_label=x_label,
     )
     slug = re.sub(r"\W+", "-", title)
-    drawn = [
-        axes.line(points, f"line-{slug}-{number}", name, number, dots=True)
-        for number, (name, points) in enumerate(lines.items())
-    ]
+    drawn = []
+    for number, (name, points) in enumerate(lines.items()):
+        place = f"line-{slug}-{number}"
+        if steps and points:
+            drawn += _curve(axes, points, place, name, number)
+        elif points:
+            drawn.append(axes.line(points, place, name, number, dots=True))
     return axes.svg(title, drawn)
 
 
@@ -91,18 +97,28 @@ def _panel(name: str, points: Points, slug: str, number: int, best_step: float |
         y_ticks=_ticks(*_span(y, margin=0.06)),
         x_label="step",
     )
-    shown = _thinned(points)
-    long = len(points) >= 80
-    lines = [
-        axes.line(shown, f"curve-{slug}-{number}", name, number, thin=long, dots=len(points) < 10)
-    ]
-    if long:
-        mean = list(zip(x, _running_mean(y).tolist(), strict=True))
-        lines.append(axes.trend(_thinned(mean), number))
+    lines = _curve(axes, points, f"curve-{slug}-{number}", name, number)
     if best_step is not None:
         lines.append(axes.mark(best_step, f"best-{slug}-{number}"))
     title = escape(curve_name(name))
     return f"<figure><figcaption>{title}</figcaption>{axes.svg(curve_name(name), lines)}</figure>"
+
+
+def _curve(axes: _Axes, points: Points, name: str, label: str, number: int) -> list[str]:
+    """A training curve: a long one thin, with its running mean on top."""
+    long = len(points) >= 80
+    lines = [axes.line(_thinned(points), name, label, number, thin=long, dots=len(points) < 10)]
+    if long:
+        x, y = zip(*points, strict=True)
+        mean = list(zip(x, _running_mean(y).tolist(), strict=True))
+        lines.append(axes.trend(_thinned(mean), number))
+    return lines
+
+
+def line_style(number: int) -> str:
+    """The style sheet's classes of a line: its color, and its dashes where colors recur."""
+    dashes = number // COLORS % DASHES
+    return f"c{number % COLORS}{f' d{dashes}' if dashes else ''}"
 
 
 def curve_name(name: str) -> str:
@@ -157,7 +173,7 @@ class _Axes:
         data = [[x, y, *place] for (x, y), place in zip(points, places, strict=True)]
         marks = "".join(f'<circle cx="{x}" cy="{y}" r="3"/>' for x, y in places) if dots else ""
         return (
-            f'<g id="{escape(name)}" class="line c{color % COLORS}{" thin" if thin else ""}" '
+            f'<g id="{escape(name)}" class="line {line_style(color)}{" thin" if thin else ""}" '
             f'data-label="{escape(curve_name(label))}" data-points="{escape(json.dumps(data))}">'
             f'<path d="{_path(places)}"/>{marks}</g>'
         )
@@ -165,7 +181,7 @@ class _Axes:
     def trend(self, points: Points, color: int) -> str:
         """A line that cannot be read, above one that can."""
         places = [self.place(*point) for point in points]
-        return f'<g class="line c{color % COLORS}"><path d="{_path(places)}"/></g>'
+        return f'<g class="line {line_style(color)}"><path d="{_path(places)}"/></g>'
 
     def mark(self, x: float, name: str) -> str:
         """An upright dashed line at `x`."""

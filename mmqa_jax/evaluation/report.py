@@ -22,7 +22,7 @@ from mmqa_jax.core.paths import as_path
 from mmqa_jax.data.schema import Material
 from mmqa_jax.data.table_files import real_number
 from mmqa_jax.evaluation.cards import VERDICTS, Card, CardFilter, cards_json
-from mmqa_jax.evaluation.plots import Points, curves_plot, lines_plot, recall_plot
+from mmqa_jax.evaluation.plots import Points, curves_plot, line_style, lines_plot, recall_plot
 from mmqa_jax.evaluation.score_names import for_people
 from mmqa_jax.evaluation.significance import Interval
 from mmqa_jax.evaluation.tables import Cell, Table, format_bounds, format_cell
@@ -44,12 +44,13 @@ class Bar:
 
 @dataclasses.dataclass(frozen=True)
 class LinePlot:
-    """Lines over the values of one setting: name -> points (x, y); `log`: of x."""
+    """Lines over the values of one setting: name -> points (x, y); see plots.lines_plot."""
 
     title: str
     x_label: str
     lines: Mapping[str, Points]
     log: bool = False
+    steps: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +66,7 @@ class ReportData:
       filters: the buttons above the cards.
       card_note: how to read the cards, e.g. what counts as right.
       bars: score -> the systems' bars.
-      line_plots: of a sweep or a corpus, above the tables.
+      line_plots: of a sweep or a corpus, above the tables; those over steps below them.
       tables: result tables, in order.
       recall: retriever -> k -> recall@k.
       curves: task -> metric -> [(step, value)].
@@ -123,7 +124,7 @@ def render_report(data: ReportData) -> str:
         recall_plot=recall_plot(recall) if recall else "",
         recall_names=list(recall),
         line_plots=[
-            (plot, lines_plot(plot.title, plot.x_label, plot.lines, log=plot.log))
+            (plot, lines_plot(plot.title, plot.x_label, plot.lines, log=plot.log, steps=plot.steps))
             for plot in data.line_plots
         ],
         longest_stage=max((seconds for _, seconds in data.stages), default=0.0),
@@ -147,6 +148,7 @@ def _environment() -> jinja2.Environment:
     environment.filters.update(
         bounds=format_bounds,
         cell=format_cell,
+        line_style=line_style,
         minutes=_minutes,
         people=for_people,
         percent=lambda share: f"{100 * _plain(share):.2f}",

@@ -32,6 +32,7 @@ from mmqa_jax.retrieval.rankings import rescored
 from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
 from mmqa_jax.weights.sentence_pooling import read_pair_length
 from mmqa_jax.weights.text_encoders import (
+    check_padding,
     is_classifier,
     load_cross_encoder,
     load_yes_no,
@@ -151,8 +152,8 @@ def open_cross_encoder(
       mesh: see core.serving.serving_mesh.
 
     Raises:
-      UserError: as `load_cross_encoder`, `read_yes_no`, `load_encoder_tokenizer` and
-        `open_vlm_reranker`.
+      UserError: as `load_cross_encoder`, `read_yes_no`, `load_encoder_tokenizer`,
+        `check_padding` and `open_vlm_reranker`.
     """
     kind = model_type_of(folder)
     if kind == VLM:
@@ -167,5 +168,6 @@ def open_cross_encoder(
     else:
         model = load_cross_encoder(folder, loading_mesh(mesh))
         pairs = load_encoder_tokenizer(folder, model.config.vocab_size)
+        check_padding(folder, pairs.pad_id)
         longest = read_pair_length(folder) or pairs.max_tokens
     return CrossEncoderReranker(corpus, model, pairs, longest=longest, batch_size=batch_size)

@@ -21,7 +21,12 @@ from mmqa_jax.models.decoder_families import FAMILIES as DECODERS
 from mmqa_jax.models.sentence_encoder import SentenceEncoder
 from mmqa_jax.retrieval.embedder import FULL_LENGTH, Embedder, TextEncoderConfig, text_cost
 from mmqa_jax.weights.sentence_pooling import has_recipe, read_recipe
-from mmqa_jax.weights.text_encoders import load_dense, load_text_encoder, model_type_of
+from mmqa_jax.weights.text_encoders import (
+    check_padding,
+    load_dense,
+    load_text_encoder,
+    model_type_of,
+)
 
 _ON_CPU = 8  # texts of a call: more do not fit a CPU's caches (runs/ask_folder.py)
 _BUCKETS = (16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -40,7 +45,8 @@ def load_text_embedder(
       mesh: see core.serving.serving_mesh.
 
     Raises:
-      UserError: as `read_recipe`, `load_text_encoder` and `load_encoder_tokenizer`.
+      UserError: as `read_recipe`, `load_text_encoder`, `load_encoder_tokenizer` and
+        `check_padding`.
     """
     decoder = model_type_of(folder) in DECODERS
     if decoder and not has_recipe(folder):
@@ -68,6 +74,7 @@ def load_text_embedder(
     tokenizer = load_encoder_tokenizer(
         folder, config.vocab_size, lowercase=recipe.lowercase, pairs=not decoder
     )
+    check_padding(folder, tokenizer.pad_id)
     buckets = length_buckets(recipe.max_tokens or tokenizer.max_tokens, config.positions)
     dense = [load_dense(layer) for layer in recipe.dense]
     whole = SentenceEncoder(encoder, recipe.pooling, recipe.truncate_dim, dense)

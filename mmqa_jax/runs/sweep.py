@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from mmqa_jax.core.config import find_config, flatten, load_config
+from ml_collections import ConfigDict
+
+from mmqa_jax.core.config import config_fingerprint, find_config, flatten, load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_json, write_json
 from mmqa_jax.core.progress import announce
@@ -32,8 +34,8 @@ from mmqa_jax.runs.opened_parts import OpenedParts
 from mmqa_jax.runs.parts import LLMS
 from mmqa_jax.runs.row import Row, read_row
 from mmqa_jax.runs.run import CHUNK, run_row
+from mmqa_jax.runs.workdirs import SWEEP
 
-SWEEP = "sweep.json"
 TOGETHER = 16  # cells
 Value = str | int | float | bool | None
 
@@ -88,14 +90,23 @@ def parse_axes(given: Sequence[str]) -> list[Axis]:
 def read_cells(
     config: str, overrides: Sequence[str], axes: Sequence[Axis], split: str | None = None
 ) -> list[SweepCell]:
-    """The rows of all cells, the first axis slowest, checked before any runs.
+    """The rows of all cells, checked before any runs; see `read_grid`."""
+    grid = read_grid(config, overrides, axes, partial(read_row, split=split))
+    return [SweepCell(*cell) for cell in grid]
+
+
+def read_grid(
+    config: str, overrides: Sequence[str], axes: Sequence[Axis], read: Callable[[ConfigDict], Any]
+) -> list[tuple[dict[str, Value], str, Any]]:
+    """Of every cell, the first axis slowest: its values, its folder's name, and what `read` makes.
 
     Args:
-      config: as of `load_config`, a row's.
+      config: as of `load_config`.
+      read: of a cell's config.
 
     Raises:
-      UserError: a key that the config has not, or that holds a list; a value that does not fit; a
-        cell whose row contradicts itself.
+      UserError: a key that the config has not, or that holds a list; a value that does not fit, or
+        whose config `read` refuses; two cells of one config.
     """
     plain = load_config(config, overrides)
     known = flatten(plain.to_dict())
@@ -111,24 +122,31 @@ def read_cells(
                 "with one value, or set this one with --config."
             )
     names = _names(axes)
-    cells: dict[str, SweepCell] = {}
+    cells: dict[str, tuple[dict[str, Value], str, Any]] = {}
+    configs: dict[str, str] = {}  # fingerprint -> folder
     for values in itertools.product(*(axis.values for axis in axes)):
         chosen = {axis.key: value for axis, value in zip(axes, values, strict=True)}
         given = [*overrides, *(f"{key}={value}" for key, value in chosen.items())]
         try:
             own = load_config(config, given)
-            row = read_row(own, split=split)
+            made = read(own)
         except UserError as error:
             listed = " ".join(f"{key}={value}" for key, value in chosen.items())
             raise UserError(f"--over, cell {listed}: {error}") from error
-        read = flatten(own.to_dict())
+        known = flatten(own.to_dict())
         folder = "_".join(f"{names[key]}={value}" for key, value in chosen.items())
         folder = re.sub(r"[^\w.=+-]+", "-", folder)
         if folder in cells:
             raise UserError(
                 f"--over: two cells would share the folder {folder}; leave one to another sweep."
             )
-        cells[folder] = SweepCell({names[key]: read[key] for key in chosen}, folder, row)
+        same = configs.setdefault(config_fingerprint(own), folder)
+        if same != folder:
+            raise UserError(
+                f"--over: {same} and {folder} are the same run, for their values are equal; name "
+                "one of them."
+            )
+        cells[folder] = {names[key]: known[key] for key in chosen}, folder, made
     return list(cells.values())
 
 

@@ -1,15 +1,16 @@
-"""`mmqa report` and `mmqa status` of a training run: its curves, validation and progress."""
+"""`mmqa report` of a training run, and of the runs of a sweep: curves, validation and progress."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.progress import Screen
 from mmqa_jax.core.workdir import read_config
-from mmqa_jax.evaluation.plots import Points
-from mmqa_jax.evaluation.report import ReportData, read_curves, write_report
+from mmqa_jax.evaluation.plots import Points, curve_name
+from mmqa_jax.evaluation.report import LinePlot, ReportData, read_curves, write_report
 from mmqa_jax.evaluation.tables import Table, show
 from mmqa_jax.runs.row_report import run_facts
 from mmqa_jax.tasks.reading import known_tasks
@@ -29,11 +30,38 @@ def run_curves(folder: Path) -> dict[str, Points]:
     }
 
 
+def overlaid_curves(folders: Mapping[str, Path]) -> list[LinePlot]:
+    """A plot for each metric of `run_curves`, with a line for each run.
+
+    Args:
+      folders: name of a run -> its workdir, which need not be there yet.
+    """
+    curves = {run: run_curves(folder) for run, folder in folders.items()}
+    names = dict.fromkeys(name for of_run in curves.values() for name in of_run)
+    lines = {name: {run: curves[run].get(name, ()) for run in folders} for name in names}
+    return [LinePlot(curve_name(name), "step", lines[name], steps=True) for name in names]
+
+
 def write_training_report(folder: Path) -> dict[str, Any]:
     """Prints the validation of a finished or running training run and writes its report.html.
 
     Raises:
       UserError: `folder` has no config.json of a training run.
+    """
+    data = training_report(folder)
+    for table in (*data.tables, *data.run_tables):
+        show(table)
+    write_report(folder / "report.html", data)
+    Screen().print(f"Report: {folder / 'report.html'}", soft_wrap=True)
+    task, best = read_config(folder).task, read_best(folder)
+    return {"task": task, "report": str(folder / "report.html"), "best": best}
+
+
+def training_report(folder: Path) -> ReportData:
+    """What report.html of a training run shows.
+
+    Raises:
+      UserError: as `write_training_report`.
     """
     config = read_config(folder)
     if "task" not in config:
@@ -50,10 +78,8 @@ def write_training_report(folder: Path) -> dict[str, Any]:
     facts = run_facts(folder)
     if best is not None:
         facts = {"best step": f"{best['step']} (weights: {best['weights']})", **facts}
-    for table in (*tables, *times):
-        show(table)
     where = f" of {config.data.dir}" if config.data.dir else ""
-    data = ReportData(
+    return ReportData(
         title=title,
         description=f"{config.train.steps:,} steps on split {config.data.split}{where}.",
         headline=headline,
@@ -63,9 +89,6 @@ def write_training_report(folder: Path) -> dict[str, Any]:
         run_tables=times,
         facts=facts,
     )
-    write_report(folder / "report.html", data)
-    Screen().print(f"Report: {folder / 'report.html'}", soft_wrap=True)
-    return {"task": config.task, "report": str(folder / "report.html"), "best": best}
 
 
 def _product(task: str) -> str:

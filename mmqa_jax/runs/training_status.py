@@ -1,4 +1,4 @@
-"""`mmqa status` of a training run: how far it is, and what its wall time went into.
+"""`mmqa status` of a training run: how far it is, what its wall time went into; and of a sweep.
 
 Neither this nor what it imports imports JAX: `status` answers at once.
 """
@@ -12,10 +12,12 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json
 from mmqa_jax.core.metrics import read_metrics
 from mmqa_jax.core.progress import duration
 from mmqa_jax.core.workdir import read_config, steps_in
 from mmqa_jax.data.table_files import real_number, whole_number
+from mmqa_jax.runs.workdirs import SWEEP
 from mmqa_jax.training.attempts import FILE, goodput, read_attempts
 from mmqa_jax.weights.record import is_trained
 
@@ -91,4 +93,58 @@ def status_lines(status: dict[str, Any]) -> list[str]:
         lines = [f"{name}: {', '.join(parts)}; last checkpoint: {saved}."]
     if status["goodput_text"]:
         lines.append(f"goodput: {status['goodput_text']}.")
+    return lines
+
+
+def read_swept(folder: Path) -> tuple[str, list[dict[str, Any]]]:
+    """The task of a sweep over trainings, and of each run what sweep.json has of it.
+
+    That is `values` (by key of the config), `workdir` (below `folder`), and of a run that ended
+    since its loss was not finite `failed`, the sentence about it.
+
+    Raises:
+      UserError: its sweep.json is damaged.
+    """
+    content = read_json(folder / SWEEP)
+    runs = content.get("cells")
+    sound = isinstance(content["task"], str) and isinstance(runs, list) and bool(runs)
+    for run in runs if sound else ():
+        sound = sound and isinstance(run, dict) and isinstance(run.get("values"), dict)
+        sound = sound and isinstance(run.get("workdir"), str)
+    if not sound:
+        raise UserError(
+            f"{folder / SWEEP}: is damaged; start `mmqa sweep` again, which keeps finished runs."
+        )
+    return content["task"], runs
+
+
+def sweep_status(folder: Path) -> dict[str, Any]:
+    """How far a sweep over trainings is: `training_status` of each run, None of one not begun."""
+    task, runs = read_swept(folder)
+    known = []
+    for run in runs:
+        place = folder / run["workdir"]
+        known.append({**run, "status": training_status(place) if is_training(place) else None})
+    done = sum(bool(run["status"] and run["status"]["complete"]) for run in known)
+    return {
+        "folder": str(folder),
+        "task": task,
+        "complete": done == len(known),
+        "runs_complete": done,
+        "cells": known,
+    }
+
+
+def sweep_lines(status: dict[str, Any]) -> list[str]:
+    """What is printed of a sweep's status: a line for all runs, and those of runs under way."""
+    done, count = status["runs_complete"], len(status["cells"])
+    rest = "" if status["complete"] else "; `mmqa sweep` goes on where it stopped"
+    lines = [
+        f"{status['folder']}: sweep of {status['task']}: {done} of {count} runs are complete{rest}."
+    ]
+    for run in status["cells"]:
+        if run["status"] is not None and not run["status"]["complete"]:
+            lines += status_lines(run["status"])
+        if "failed" in run:
+            lines.append(f"{run['workdir']}: {run['failed']}")
     return lines

@@ -11,15 +11,19 @@ from mmqa_jax.core.metrics import METRICS
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.training.attempts import FILE
 
-Kind = Literal["training", "row", "demo", "sweep", "rows", ""]
+Kind = Literal["training", "row", "demo", "sweep", "trainings", "rows", ""]
+SWEEP = "sweep.json"  # of `mmqa sweep`, in its workdir
 _DEPTH = 3  # how deep rows lie in a folder of several: DATASET/ROW, or a demo's rows/ROW
 
 
 def kind_of(folder: Path) -> Kind:
-    """What the workdir is of; `rows`: a folder with finished rows below it, "": nothing known.
+    """What the workdir is of; "": nothing known.
+
+    `sweep` is one over rows, `trainings` one over trainings, and `rows` a folder with finished rows
+    below it.
 
     Raises:
-      UserError: its config.json is damaged.
+      UserError: its config.json or sweep.json is damaged.
     """
     if (folder / FILE).is_file() or (folder / METRICS).is_file():
         return "training"
@@ -28,8 +32,9 @@ def kind_of(folder: Path) -> Kind:
         if "row" in config:
             return "row"
         return "demo" if "contrastive" in config and "evaluate" in config else ""
-    if (folder / "sweep.json").is_file():
-        return "sweep"
+    if (folder / SWEEP).is_file():
+        content = read_json(folder / SWEEP)
+        return "trainings" if isinstance(content, Mapping) and "task" in content else "sweep"
     return "rows" if finished_rows(folder) else ""
 
 

@@ -15,6 +15,10 @@ OnNan = Literal["stop", "skip"]
 _SHOWN = 16
 
 
+class NotFinite(RunError):
+    """A run ended since a loss or gradient was not finite."""
+
+
 class FiniteCheck:
     """Looks at the metrics of every step, some steps after it was dispatched.
 
@@ -35,7 +39,7 @@ class FiniteCheck:
           saved: step of the last good checkpoint.
 
         Raises:
-          RunError: they are not, and the run stops; with step and examples.
+          NotFinite: they are not, and the run stops; with step and examples.
         """
         bad = [name for name in ("loss", "grad_norm") if not math.isfinite(values[name])]
         if not bad:
@@ -43,10 +47,10 @@ class FiniteCheck:
         found = f"step {step}: {bad[0]} is {float(values[bad[0]])}{_named(ids)}"
         remedy = "lower the learning rate, clip the gradient, or look at those examples."
         if self._on_nan == "stop":
-            raise RunError(f"{found}; the last good checkpoint is step {saved}; {remedy}")
+            raise NotFinite(f"{found}; the last good checkpoint is step {saved}; {remedy}")
         self.skipped += 1
         if self.skipped > self._limit:
-            raise RunError(
+            raise NotFinite(
                 f"{found}: {self.skipped} steps were skipped, train.skip_at_most is {self._limit}; "
                 f"the last good checkpoint is step {saved}; {remedy}"
             )

@@ -25,6 +25,7 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.models.bart import BartStack
 from mmqa_jax.models.decoder_families import FAMILIES as DECODERS
 from mmqa_jax.models.layers import scan_layers
+from mmqa_jax.models.llama import added
 from mmqa_jax.models.llava import expand_images
 from mmqa_jax.models.modernbert import ModernBert
 from mmqa_jax.models.mpnet import MPNet
@@ -524,14 +525,18 @@ def _looked_at(model: Any, inputs: Mapping[str, Any]) -> Outputs:
     """Qwen-VL: the patches that are no padding, window by window as in transformers."""
     pictures, llama = inputs["pictures"], model.llama
     embedded, deepstack = model.embed(inputs["ids"], model.encode_images(pictures), inputs["rows"])
-    layers = llama.layer_outputs(embedded, positions=inputs["positions"], deepstack=deepstack)
+    # transformers adds to a layer's output after it, which is seen as the next layer's input.
+    last = llama.config.layers - 1
+    seen = deepstack[:last] if deepstack is not None and last else None
+    layers = llama.layer_outputs(embedded, positions=inputs["positions"], deepstack=seen)
+    hidden = added(layers[-1], deepstack, last)
     patches = model.vision.embed(pictures)[None]
     patches = jnp.concatenate([patches, model.vision.layer_outputs(pictures)])
     stacks = {
         "picture": patches[:, 0, inputs["real"]],
         "": jnp.concatenate([embedded[None], layers]),
     }
-    return Outputs(stacks, {"logits": llama.logits(llama.norm(layers[-1]))})
+    return Outputs(stacks, {"logits": llama.logits(llama.norm(hidden))})
 
 
 # transformers' model types that are neither decoders nor encoders of texts -> key in _KINDS.

@@ -40,11 +40,12 @@ from mmqa_jax.weights.models.modernbert import (
     modernbert_fused,
     modernbert_key_map,
 )
-from mmqa_jax.weights.models.mpnet import mpnet_config, mpnet_key_map
+from mmqa_jax.weights.models.mpnet import MPNET_PADDING, mpnet_config, mpnet_key_map
 from mmqa_jax.weights.models.roberta import (
     roberta_classifier_key_map,
     roberta_config,
     roberta_key_map,
+    roberta_padding,
 )
 from mmqa_jax.weights.published import load_checkpoint
 from mmqa_jax.weights.record import is_weights_folder
@@ -66,6 +67,8 @@ class Family:
       classifier: key map of its classifier of sequences and `cross_encoder`; None: there is none.
       cross_encoder: the module of a cross-encoder.
       fused: what its checkpoints keep as rows of one tensor.
+      unplaced: config.json -> the token that transformers gives no position of its own, wherever it
+        stands; None: every token has one.
     """
 
     config: Callable[[Mapping[str, Any], str], Any]
@@ -74,6 +77,7 @@ class Family:
     classifier: Callable[[Any], KeyMap] | None = None
     cross_encoder: type[nnx.Module] = CrossEncoder
     fused: Callable[[Any], Fused] = lambda config: {}
+    unplaced: Callable[[Mapping[str, Any]], int | None] = lambda published: None
 
 
 def for_reading(config: LlamaConfig, device: str) -> LlamaConfig:
@@ -121,6 +125,7 @@ _ROBERTA = Family(
     Bert,
     roberta_key_map,
     roberta_classifier_key_map,
+    unplaced=roberta_padding,
 )
 _DECODER = Family(_decoder_config, TextDecoder, _headless_key_map, fused=_decoder_rows)
 FAMILIES: Mapping[str, Family] = {
@@ -132,7 +137,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "xlm-roberta": _ROBERTA,
     "roberta": _ROBERTA,
-    "mpnet": Family(mpnet_config, MPNet, mpnet_key_map),
+    "mpnet": Family(mpnet_config, MPNet, mpnet_key_map, unplaced=lambda published: MPNET_PADDING),
     "modernbert": Family(
         functools.partial(modernbert_config, harmless=_SCORED),
         ModernBert,
@@ -185,6 +190,24 @@ def model_type_of(folder: Path) -> str:
 def read_decoder_config(folder: Path) -> LlamaConfig:
     """Our config of the decoder in a published folder; UserError as `LlamaConfig.from_hf`."""
     return _decoder_config(read_json(folder / CONFIG), str(folder / CONFIG))
+
+
+def check_padding(folder: Path, pad_id: int) -> None:
+    """Checks that the token without a position is the tokenizer's padding, which no text holds.
+
+    Here every token of a text has a position.
+
+    Raises:
+      UserError: it is another token.
+    """
+    family, published, where = _family(folder)
+    unplaced = family.unplaced(published)
+    if unplaced not in (None, pad_id):
+        raise UserError(
+            f"{where}: token {unplaced} gets no position in this model, but the tokenizer pads "
+            f"with token {pad_id}, so that texts may hold token {unplaced}; correct pad_token in "
+            "tokenizer_config.json, or pad_token_id here."
+        )
 
 
 def load_text_encoder(folder: Path, mesh: Mesh | None = None) -> Any:

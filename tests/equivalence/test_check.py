@@ -69,6 +69,18 @@ def test_a_damaged_tensor_is_found_and_its_layer_named(case, tmp_path):
     assert next(row.name for row in rows if not row.passed) == layer
 
 
+@pytest.mark.parametrize("taken", [[0, 2], [0, 1, 2]])
+def test_deepstack_up_to_the_last_layer(taken, tmp_path, monkeypatch):
+    """Of as many layers of the tower as the language model has: also to what the last one gives."""
+    name, vision, text, both = qwen_vl_pair.CASES["qwen3_vl"]
+    vision = vision | {"deepstack_visual_indexes": taken}
+    case = name, vision, text | {"num_hidden_layers": len(taken)}, both
+    monkeypatch.setitem(qwen_vl_pair.CASES, "qwen3_vl", case)
+    qwen_vl_pair.make_pair("qwen3_vl", tmp_path)
+    rows = check(None, tmp_path)
+    assert all(row.passed for row in rows), rows
+
+
 def test_inputs_are_long_and_have_a_picture(tmp_path):
     """Of a Qwen-VL: as many tokens as the others', the picture's among them."""
     ours = qwen_vl_pair.make_pair("qwen2_5_vl", tmp_path).ours

@@ -24,6 +24,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.models.decoder_families import FAMILIES
 from mmqa_jax.models.llava import ORIGINAL_IMAGE_TOKEN, Llava, expand_images
 from mmqa_jax.prompting.backends import Chat, Decoding, Message, Picture
 from mmqa_jax.prompting.local_model import open_backend
@@ -114,6 +115,12 @@ CASES = {
     ),
 }
 TOKENS = (26, 25, 16, 16, 15, 16)  # of a picture
+# The other families: a CLIP, and the sizes that this vocabulary and width need.
+MORE: dict[str, dict[str, Any]] = {
+    family: {} for family in FAMILIES if family not in {case.decoder for case in CASES.values()}
+}
+MORE["ministral"] = {"head_dim": 8}
+MORE["qwen3_moe"] = {"moe_intermediate_size": 20, "num_experts": 5, "num_experts_per_tok": 2}
 
 
 class Pair(NamedTuple):
@@ -142,7 +149,7 @@ def letters(bos: bool) -> Tokenizer:
 
 @functools.cache
 def make_pair(name: str, folder: Path) -> Pair:
-    case = CASES[name]
+    case = CASES.get(name) or Case("clip", {}, name, MORE[name], {})
     torch.manual_seed(0)
     text = transformers.AutoConfig.for_model(case.decoder, **TEXT | case.text)
     config = transformers.LlavaConfig(
@@ -179,10 +186,13 @@ def make_pair(name: str, folder: Path) -> Pair:
     return Pair(theirs, load_published("llava", folder, unroll=1), processor, folder)
 
 
+def folder_of(name: str, tmp_path_factory) -> Path:
+    return tmp_path_factory.getbasetemp() / f"llava_family_{[*CASES, *MORE].index(name)}"
+
+
 @pytest.fixture(scope="module", params=CASES)
 def pair(request, tmp_path_factory) -> Pair:
-    number = list(CASES).index(request.param)
-    return make_pair(request.param, tmp_path_factory.getbasetemp() / f"llava_family_{number}")
+    return make_pair(request.param, folder_of(request.param, tmp_path_factory))
 
 
 def test_logits_equal(pair):
@@ -204,6 +214,13 @@ def test_logits_equal(pair):
     got = np.asarray(compiled(ours, forward)(made.input_ids, pixels))
     np.testing.assert_allclose(got[made.mask], want[made.mask], **WHOLE)
     assert np.abs(want).max() > 1
+
+
+@pytest.mark.parametrize("pair", MORE, indirect=True, scope="module")
+def test_every_other_family(pair, tmp_path):
+    """One picture amid words; the checkpoint goes there and back."""
+    test_logits_equal(pair)
+    test_checkpoints_go_both_ways(pair, tmp_path)
 
 
 def picture(width: int, height: int) -> Image.Image:
@@ -272,8 +289,7 @@ def test_checkpoints_go_both_ways(pair, tmp_path):
 def test_the_check_compares_all_layers(tmp_path_factory):
     """`mmqa convert --check` of a SigLIP and a decoder that scales what comes of pictures."""
     name = "SigLIP without its first patch, Granite"
-    number = list(CASES).index(name)
-    folder = make_pair(name, tmp_path_factory.getbasetemp() / f"llava_family_{number}").folder
+    folder = make_pair(name, folder_of(name, tmp_path_factory)).folder
     rows = check(None, folder)
     assert all(row.passed for row in rows), rows
     assert {"picture layer 3", "layer 2", "logits"} <= {row.name for row in rows}

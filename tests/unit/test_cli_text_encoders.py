@@ -16,6 +16,7 @@ import mmqa_jax
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.encoder_tokenizer import load_encoder_tokenizer
+from mmqa_jax.data.lists import corpus_of_lists
 from mmqa_jax.inference.cross_encoder import open_cross_encoder
 from mmqa_jax.retrieval.minilm import load_minilm_embedder
 from mmqa_jax.retrieval.text_encoder import load_text_embedder
@@ -200,6 +201,26 @@ def test_other_models_are_refused_by_name(published, tmp_path):
     write(short, config_sentence_transformers={"truncate_dim": 99})
     with pytest.raises(UserError, match="truncate_dim keeps 99 values of vectors of 36"):
         load_text_embedder(short)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "tokenizer", "message"),
+    [
+        ("reranker", {"pad_token_id": 0}, {}, "token 0 gets no position.* pads with token 1"),
+        ("mpnet", {}, {"pad_token": "<unk>"}, "token 1 gets no position.* pads with token 3"),
+    ],
+)
+def test_a_text_may_not_hold_the_token_without_a_position(
+    published, tmp_path, name, config, tokenizer, message
+):
+    """transformers counts positions without this token, ours count all tokens of a text."""
+    folder = changed(published / name, tmp_path / name, **config)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    write(folder, tokenizer_config=settings | tokenizer)
+    corpus = corpus_of_lists(TEXTS, None, None, None)
+    opened = {"reranker": lambda: open_cross_encoder(folder, corpus)}
+    with pytest.raises(UserError, match=message):
+        opened.get(name, lambda: load_text_embedder(folder))()
 
 
 def test_tokenizers_that_do_not_fit_are_refused(published, tmp_path):

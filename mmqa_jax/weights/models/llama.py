@@ -239,21 +239,32 @@ def open_llama(path: Path) -> Checkpoint:
     if published["model_type"] in WITH_TOWER:
         published, source = language_model(published, source, where)
     config = LlamaConfig.from_hf(published, where)
+    return Checkpoint(config, llama_key_map, to_rule_tensors(source, config), "transformers")
+
+
+def to_rule_tensors(source: TensorSource, config: LlamaConfig) -> TensorSource:
+    """The tensors of a transformers checkpoint as `llama_rules` names them.
+
+    Fused tensors (Phi-3's) are apart, and those of all experts of a layer are one.
+    """
     if FAMILIES[config.family].fused:
         source = apart(source, phi3_rows(config))
-    if config.experts:
-        source = experts_together(source, config.experts)
-    return Checkpoint(config, llama_key_map, source, "transformers")
+    return experts_together(source, config.experts) if config.experts else source
+
+
+def to_published_tensors(
+    source: TensorSource, config: LlamaConfig, prefix: str = ""
+) -> TensorSource:
+    """The reverse of `to_rule_tensors`; `prefix` is in front of the decoder's keys."""
+    if FAMILIES[config.family].fused:
+        source = together(source, phi3_rows(config), prefix)
+    return experts_apart(source) if config.experts else source
 
 
 def publish_llama(config: LlamaConfig, state: nnx.State) -> Published:
     """LlamaForCausalLM, or the class of the config's family."""
     source = untied_source(state, llama_key_map(config))
-    if FAMILIES[config.family].fused:
-        source = together(source, phi3_rows(config))
-    if config.experts:
-        source = experts_apart(source)
-    return Published(source, config.to_hf())
+    return Published(to_published_tensors(source, config), config.to_hf())
 
 
 def _check_angles(source: TensorSource, config: LlamaConfig) -> None:

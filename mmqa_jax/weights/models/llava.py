@@ -40,8 +40,7 @@ from mmqa_jax.weights.layouts import (
 )
 from mmqa_jax.weights.models.clip import clip_config, clip_key_map, vision_to_hf
 from mmqa_jax.weights.models.clip_processor import check_processor
-from mmqa_jax.weights.models.fused_rows import apart, phi3_rows, together
-from mmqa_jax.weights.models.llama import llama_rules
+from mmqa_jax.weights.models.llama import llama_rules, to_published_tensors, to_rule_tensors
 from mmqa_jax.weights.models.siglip import (
     FIXED,
     siglip_vision_config,
@@ -51,20 +50,21 @@ from mmqa_jax.weights.models.siglip import (
 from mmqa_jax.weights.models.siglip_processor import read_preparation
 from mmqa_jax.weights.sources import open_source
 
-_LLAMA, _TOWER, _PROJECTOR = "language_model.", "vision_tower.", "multi_modal_projector."
-_TABLE, _HEAD = f"{_LLAMA}model.embed_tokens.weight", f"{_LLAMA}lm_head.weight"
+LLAMA_PREFIX = "language_model."
+_TOWER, _PROJECTOR = "vision_tower.", "multi_modal_projector."
+_TABLE, _HEAD = f"{LLAMA_PREFIX}model.embed_tokens.weight", f"{LLAMA_PREFIX}lm_head.weight"
 
 _RENAME = (
     # transformers 4.52 and later
-    (r"^model\.language_model\.", f"{_LLAMA}model."),
+    (r"^model\.language_model\.", f"{LLAMA_PREFIX}model."),
     (r"^model\.(vision_tower|multi_modal_projector)\.", r"\1."),
     # haotian-liu/LLaVA
     (r"^vision_tower\.vision_tower\.", _TOWER),
     (r"^model\.mm_projector\.0\.", f"{_PROJECTOR}linear_1."),
     (r"^model\.mm_projector\.2\.", f"{_PROJECTOR}linear_2."),
-    (r"^model\.(embed_tokens|layers|norm)\.", rf"{_LLAMA}model.\1."),
+    (r"^model\.(embed_tokens|layers|norm)\.", rf"{LLAMA_PREFIX}model.\1."),
     # both
-    (r"^lm_head\.", f"{_LLAMA}lm_head."),
+    (r"^lm_head\.", f"{LLAMA_PREFIX}lm_head."),
     # transformers 5: the vision model without its prefix
     (
         r"^vision_tower\.(embeddings|pre_layrnorm|encoder|post_layernorm|head)\.",
@@ -139,7 +139,7 @@ def llava_key_map(config: LlavaConfig, ignore: Sequence[str] = _BUFFERS) -> KeyM
         *_tower_rules(config.vision),
         *linear_rules(f"{_PROJECTOR}linear_1", "projector/linear_1", config.projector_bias),
         *linear_rules(f"{_PROJECTOR}linear_2", "projector/linear_2", config.projector_bias),
-        *llama_rules(config.llama, prefix=_LLAMA, path="llama/"),
+        *llama_rules(config.llama, prefix=LLAMA_PREFIX, path="llama/"),
     ]
     tied = ((_HEAD, _TABLE),) if config.llama.tied else ()
     return KeyMap(rules, rename=_RENAME, ignore=ignore, tied=tied)
@@ -196,7 +196,7 @@ def open_llava(folder: Path, clip: Path | None = None) -> Checkpoint:
         tower = with_prefixes(open_source(clip), {_TOWER: ""})
         source = joined(f"{source.name} with {tower.name}", source, tower)
         ignore = (*_BUFFERS, _REST_OF_CLIP)
-    source = unfused(source, config)
+    source = to_rule_tensors(source, config.llama)
     if config.image_token < 0 and isinstance(config.vision, SiglipVisionConfig):
         tower = r"^vision_tower\.vision_model\."
         ignore += (rf"{tower}encoder\.layers\.{config.vision.layers}\.", rf"{tower}head\.")
@@ -213,7 +213,8 @@ def publish_llava(config: LlavaConfig, state: nnx.State) -> Published:
     conversion: the first is `<image>`, the second `<pad>`; the tokenizer that goes with it needs
     both as well.
     """
-    source = fused(untied_source(state, llava_key_map(config)), config)
+    source = untied_source(state, llava_key_map(config))
+    source = to_published_tensors(source, config.llama, LLAMA_PREFIX)
     tokens = config.llama.vocab_size
     if 0 <= config.image_token < tokens:
         return Published(source, llava_to_hf(config))
@@ -222,18 +223,6 @@ def publish_llava(config: LlavaConfig, state: nnx.State) -> Published:
     config = dataclasses.replace(config, llama=llama, image_token=tokens)
     entries = llava_to_hf(config) | {"pad_token_id": tokens + 1}
     return Published(widen_vocabulary(source, wider), entries)
-
-
-def unfused(source: TensorSource, config: LlavaConfig) -> TensorSource:
-    """A checkpoint's tensors with the decoder's fused ones (Phi-3's) apart."""
-    is_fused = FAMILIES[config.llama.family].fused
-    return apart(source, phi3_rows(config.llama)) if is_fused else source
-
-
-def fused(source: TensorSource, config: LlavaConfig) -> TensorSource:
-    """The reverse of `unfused`."""
-    is_fused = FAMILIES[config.llama.family].fused
-    return together(source, phi3_rows(config.llama), _LLAMA) if is_fused else source
 
 
 def llava_config(published: Mapping[str, Any], where: str = "config.json") -> LlavaConfig:

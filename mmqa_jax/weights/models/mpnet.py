@@ -20,7 +20,7 @@ _LINEARS = {
     "output.dense": "down",
 }
 _NORMS = {"attention.LayerNorm": "attention_norm", "output.LayerNorm": "mlp_norm"}
-_PADDING = 1  # transformers' MPNet counts positions from it, whatever its config says
+MPNET_PADDING = 1  # transformers' MPNet counts positions from it, whatever its config says
 
 
 def mpnet_config(published: Mapping[str, Any], where: str = "config.json") -> BertConfig:
@@ -32,7 +32,7 @@ def mpnet_config(published: Mapping[str, Any], where: str = "config.json") -> Be
     fixed = {"relative_attention_num_buckets": (BUCKETS,)}
     filled = {"vocab_size": 30527, **published, "type_vocab_size": 1}
     config = bert_config(filled, where, fixed=fixed)
-    return without_first_positions(config, _PADDING, where)
+    return without_first_positions(config, MPNET_PADDING, where)
 
 
 def mpnet_key_map(config: BertConfig) -> KeyMap:

@@ -27,14 +27,14 @@ from mmqa_jax.weights.layouts import (
     config_file,
     read_hf_config,
 )
+from mmqa_jax.weights.models.llama import to_published_tensors, to_rule_tensors
 from mmqa_jax.weights.models.llava import (
     HF_HARMLESS,
     HF_READ,
+    LLAMA_PREFIX,
     fields_from_hf,
-    fused,
     llava_key_map,
     llava_to_hf,
-    unfused,
 )
 from mmqa_jax.weights.models.siglip_processor import read_preparation
 from mmqa_jax.weights.sources import open_source
@@ -71,12 +71,14 @@ def open_onevision(path: Path) -> Checkpoint:
     file = config_file(path)
     config = onevision_config(read_hf_config(path, "llava_onevision"), str(file))
     _check_processor(file.parent, config)
-    return Checkpoint(config, onevision_key_map, unfused(open_source(path), config), "transformers")
+    source = to_rule_tensors(open_source(path), config.llama)
+    return Checkpoint(config, onevision_key_map, source, "transformers")
 
 
 def publish_onevision(config: OnevisionConfig, state: nnx.State) -> Published:
     """LlavaOnevisionForConditionalGeneration."""
-    source = fused(untied_source(state, onevision_key_map(config)), config)
+    source = untied_source(state, onevision_key_map(config))
+    source = to_published_tensors(source, config.llama, LLAMA_PREFIX)
     return Published(source, onevision_to_hf(config))
 
 

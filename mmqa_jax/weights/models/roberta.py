@@ -30,8 +30,12 @@ def roberta_config(
       UserError: as `bert_config`, or no positions are left for texts.
     """
     config = bert_config(published, where, harmless=harmless)
-    padding = published.get("pad_token_id", 1)
-    return without_first_positions(config, padding, where)
+    return without_first_positions(config, roberta_padding(published), where)
+
+
+def roberta_padding(published: Mapping[str, Any]) -> Any:
+    """The token that has no position of its own, after whose number positions are counted."""
+    return published.get("pad_token_id", 1)
 
 
 def without_first_positions(config: BertConfig, padding: Any, where: str) -> BertConfig:
