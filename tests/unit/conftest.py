@@ -23,7 +23,7 @@ from cli_runs import (
 
 # In its first test Hypothesis reads the constants of the whole package, which a busy machine makes "too slow".
 hypothesis.settings.register_profile(
-    "mmqa_jax", suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "mmqa_jax", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("mmqa_jax")
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 
 import pytest
 from cli_runs import ROOT, done, mmqa, write_rows
-from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from mmqa_jax.core.config import load_config
@@ -23,7 +21,8 @@ from mmqa_jax.data.schema import Material, Question, Source, united
 from mmqa_jax.evaluation.benchmarks import BENCHMARKS, read_corpus
 from mmqa_jax.runs.asked import AskedCorpus
 from mmqa_jax.runs.row import Row, read_row
-from mmqa_jax.serve.page_api import PageApi
+from mmqa_jax.serve.app import make_app
+from mmqa_jax.serve.options import ServeOptions
 from mmqa_jax.serve.parts import Parts
 from mmqa_jax.serve.run import _of_workdir
 from mmqa_jax.serve.systems import Threads
@@ -226,15 +225,15 @@ def test_every_page_of_a_row_credits_questions_and_sources(tmp_path, monkeypatch
     assert credits_of(tmp_path / "rows" / "two" / "report.html") == expected
     of_parts = (Material("A"), Material("of its parts"))
     monkeypatch.setattr(Row, "materials", lambda row, corpus: of_parts)
-    corpus, _, _ = _of_workdir(tmp_path / "rows" / "one", Threads(1), threading.Lock())
+    corpus, _, _ = _of_workdir(tmp_path / "rows" / "one", Threads(1))
     assert corpus.materials == of_parts  # which the page's /api/about tells
 
 
 def test_the_served_page_tells_the_credits():
     corpus = Corpus([], materials=[Material("A", "Somebody", "CC0"), Material("B")])
     for own, credits in ((AskedCorpus(corpus), ["A (Somebody), CC0.", "B"]), (None, [])):
-        parts = Parts("t", None, "", None, "", threading.Lock(), {}, own, Threads(1))
-        client = TestClient(Starlette(routes=PageApi(parts, 1.0).routes()))
+        parts = Parts("t", None, "", None, "", {}, own, Threads(1))
+        client = TestClient(make_app(parts, ServeOptions()), base_url="http://127.0.0.1")
         assert client.get("/api/about").json()["credits"] == credits
     page = client.get("/").text
     assert 'id="credits"' in page

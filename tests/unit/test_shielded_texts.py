@@ -344,7 +344,7 @@ def of_t5(query):
 
 def fusion():
     sizes = SimpleNamespace(passages=SimpleNamespace(count=2, length=900, end_token=False))
-    first, second = FusionInDecoder.encoded(sizes, BASE, HOSTILE, [HOSTILE, HOSTILE])
+    (first, second), _ = FusionInDecoder.encoded(sizes, BASE, HOSTILE, [HOSTILE, HOSTILE])
     return first + second
 
 

@@ -24,6 +24,7 @@ class Digits:
     """A tokenizer of the digits 2 to 8."""
 
     end_ids = (0, 1)
+    shield = staticmethod(str)
 
     def encode(self, text):
         return [*self.encode_plain(text), 1]

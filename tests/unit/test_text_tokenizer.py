@@ -156,7 +156,7 @@ LETTER = Tokenizer(models.BPE({"a": 0}, [])).to_str()
         *(
             (
                 {"tokenizer.json": LETTER, name: json.dumps({"eos_token_id": end})},
-                rf"{name}: eos_token_id is .*, a token's number or a list of them .*; fetch the fi",
+                rf"{name}: eos_token_id is .*, a token's number or a list of at most .*; fetch the fi",
             )
             for name in ("generation_config.json", "config.json")
             for end in ("x", -1, 1.5, True, [[1]])
