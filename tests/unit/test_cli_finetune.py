@@ -98,7 +98,7 @@ def test_a_run_holds_its_additions_alone_and_opens_as_a_plain_llama(inputs):
     assert changed == {f"layers/{name}/kernel" for name in model.config.linears}
 
 
-@pytest.mark.parametrize(("base", "within"), [("float32", 0), ("int8", 0.01), ("int4", 0.1)])
+@pytest.mark.parametrize(("base", "within"), [("float32", 0), ("int8", 0.02), ("int4", 0.1)])
 def test_a_base_that_is_held_otherwise(inputs, tmp_path, base, within):
     """The losses of the first steps but for the rounding, whose effect grows with the steps; the
     run answers by the base as it was published."""
