@@ -53,6 +53,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "similarity": "bimodal",
         "order": "most_similar_first",
         "learn": "completion",
+        "turns": "all",  # of conversations (mmqa prepare chat); last: the last answer alone
     }
     config.library = {
         "data": "",

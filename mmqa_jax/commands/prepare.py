@@ -22,6 +22,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "  pictures are sources with their captions, and `file`, `page` and `heading` of each are\n"
         "  kept; --pages=pictures takes a PDF's pages as pictures, for an encoder that sees;\n"
         "  --overwrite reads only the files that have changed; see mmqa_jax/data/README.md\n"
+        "chat: conversations in OpenAI's format (`messages` as JSON lines, pictures and tools)\n"
+        "  of a file, or of train.jsonl, val.jsonl, test.jsonl in a folder; for training\n"
         "wikipedia, kilt, dpr, infoseek_wiki: passages of a dump (pages-articles.xml.bz2), of\n"
         "  KILT's and DPR's files, or of InfoSeek's and Encyclopedic-VQA's articles with their\n"
         "  pictures; read as a stream, kept on disk, continued after a kill; knowledge for the\n"
@@ -29,12 +31,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "dataset",
-        choices=("atlas", "webqa", *READERS, *flags.KNOWLEDGE, "corpus", "folder"),
-        help="atlas is built from installed packages; corpus and folder read your own documents",
+        choices=("atlas", "webqa", *READERS, *flags.KNOWLEDGE, "corpus", "folder", "chat"),
+        help="atlas is built from installed packages; corpus, folder and chat read files of yours",
     )
     parser.add_argument(
         "--raw",
-        help="folder with the official files, or with your documents; of Wikipedia also the file",
+        help="folder with the official files, or with your documents; of Wikipedia and chat also "
+        "the file",
     )
     parser.add_argument("--out", required=True, help="folder to write")
     parser.add_argument(

@@ -20,6 +20,7 @@ from mmqa_jax.data.tokenizers import SETTINGS
 
 TEMPLATE = "chat_template.jinja"
 _OF_PROCESSOR = "chat_template.json"  # before transformers 5
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MARKS = ("\ue000", "\ue001")  # private characters, in place of a prompt's texts
 
 
@@ -52,30 +53,53 @@ def template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def rendered(
-    source: str, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], answer: bool
+    source: str,
+    messages: Sequence[Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    answer: bool,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """A template's prompt of a conversation.
 
     Args:
       settings: tokenizer_config.json, whose special tokens a template may write.
       answer: whether the prompt ends where an answer begins.
+      tools: that the assistant may call.
 
     Raises:
       jinja2.TemplateError: the template does not take it.
     """
+    return rendered_marked(source, messages, settings, answer, tools)[0]
+
+
+def rendered_marked(
+    source: str,
+    messages: Sequence[Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    answer: bool,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> tuple[str, list[tuple[int, int]] | None]:
+    """The same, and the assistant's characters by the template's `{% generation %}`; None: it has
+    no such mark."""
     # What `apply_chat_template` of a tokenizer calls; its import needs no PyTorch.
     from transformers.utils.chat_template_utils import render_jinja_template
 
     special = {name: text for name, text in settings.items() if name.endswith("_token")}
+    is_marked = _GENERATION.search(source) is not None
     try:
-        (text,), _ = render_jinja_template(
-            [list(messages)], chat_template=source, add_generation_prompt=answer, **special
+        (text,), spans = render_jinja_template(
+            [list(messages)],
+            tools=list(tools) or None,
+            chat_template=source,
+            return_assistant_tokens_mask=is_marked,
+            add_generation_prompt=answer,
+            **special,
         )
     except jinja2.TemplateError:
         raise
     except Exception as error:  # a template is a program: it can raise nearly any
         raise jinja2.TemplateError(str(error)) from error
-    return text
+    return text, [tuple(span) for span in spans[0]] if is_marked else None
 
 
 class PictureChat:

@@ -14,6 +14,7 @@ from mmqa_jax.core.files import check_out, no_empty_folders
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data import records
 from mmqa_jax.data.atlas.unanswerable import with_unanswerable
+from mmqa_jax.data.chats import ChatFiles
 from mmqa_jax.data.datasets import webqa
 from mmqa_jax.data.datasets.readers import READERS
 from mmqa_jax.data.datasets.vidore import Pages, read_vidore
@@ -58,9 +59,9 @@ def prepare(
 
     Args:
       dataset: `webqa`, `atlas`, `corpus` for an interchange folder, `folder` for one of documents
-        and pictures, a benchmark of READERS, or knowledge of STREAMS.
-      raw: folder with the files; of M-BEIR also the file of one pool, of STREAMS the file itself;
-        None for Atlas.
+        and pictures, `chat` for chat files, a benchmark of READERS, or knowledge of STREAMS.
+      raw: folder with the files; of M-BEIR also the file of one pool, of STREAMS and `chat` the
+        file itself; None for Atlas.
       overwrite: replace the corpus that is in `out`.
       max_broken_pictures: how many may be broken; see data.images.BrokenPictures.
       folder: of `folder`, how documents become sources, of `vidore` its `pages` alone; None: the
@@ -78,7 +79,8 @@ def prepare(
         raise UserError("--raw: Atlas is made from installed packages; leave --raw out.")
     if dataset != "atlas" and raw is None:
         raise UserError(f"--raw: name the folder with the files of {dataset}.")
-    takes_file = dataset in STREAMS or (dataset in READERS and READERS[dataset].takes_file)
+    takes_file = dataset == "chat" or dataset in STREAMS
+    takes_file = takes_file or (dataset in READERS and READERS[dataset].takes_file)
     if raw is not None and not (raw.is_dir() or (takes_file and raw.is_file())):
         if raw.is_file():
             raise UserError(f"{flag}={raw}: is a file; give the folder that it is in.")
@@ -122,6 +124,8 @@ def prepare(
             options["progress"] = progress.reach
             if dataset == "corpus":
                 return prepare_interchange(raw, out, **options)
+            if dataset == "chat":
+                return prepare_chats(raw, out, **options)
             if has_pages:
                 options["pages"] = folder.pages
             if dataset in READERS:
@@ -266,6 +270,25 @@ def prepare_interchange(folder: Path, out: Path, **options: Any) -> dict[str, An
         name=folder.resolve().name,
         materials=found.materials,
         origin={"folder": str(folder)},
+        **options,
+    )
+
+
+def prepare_chats(raw: Path, out: Path, **options: Any) -> dict[str, Any]:
+    """Chat files (chats.py) to ArrayRecord in `out`; the manifest's `origin` counts ignored keys.
+
+    Args:
+      options: of records.write_records.
+    """
+    found = ChatFiles(raw)
+    return records.write_records(
+        out,
+        (),
+        found.questions,
+        found.read_picture,
+        name=raw.resolve().stem,
+        origin={"files": list(map(str, found.files)), "ignored_keys": dict(found.ignored)},
+        sourceless=True,
         **options,
     )
 

@@ -592,6 +592,11 @@ class MarkedTokenizer:
         """Token ids of a prompt; around: with the tokens that the file's template puts there."""
         return self.encode_batch([prompt], around=around)[0]
 
+    def encode_located(self, prompt: str) -> tuple[list[int], Int[np.ndarray, "n 2"]]:
+        """Token ids, and the first character of each token with the one behind its last."""
+        encoding = self._tokenizer.encode(prompt, add_special_tokens=False)
+        return self._as_published(encoding.ids), np.array(encoding.offsets).reshape(-1, 2)
+
     def encode_batch(self, prompts: Sequence[str], *, around: bool = False) -> list[list[int]]:
         """The same of many prompts."""
         encodings = self._tokenizer.encode_batch_fast(list(prompts), add_special_tokens=around)

@@ -19,6 +19,7 @@ from mmqa_jax.core.mesh import fetch, placement_of
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample
 from mmqa_jax.data.batches.seq2seq import PairSize
+from mmqa_jax.data.chats import is_chat
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.packing import Packed
 from mmqa_jax.data.schema import Question
@@ -42,6 +43,7 @@ from mmqa_jax.tasks.text_model import TextModelTask
 Score = Callable[[Any], np.ndarray]
 Readable = Callable[[Sequence[Question]], list[Question]]
 MakeScore = Callable[[Sequence[TokenExample]], Score]
+EncodeChat = Callable[[Question], TokenExample]
 Rows = Sequence[Sequence[int]]  # examples of each row, by number
 
 
@@ -145,12 +147,14 @@ class SolvedQuestions(TextModelTask):
         questions: list[Question],
         encode: Encode,
         readable: Readable | None = None,
+        encode_chat: EncodeChat | None = None,
     ) -> TrainingExamples:
         """What a run is trained on; says how many questions were dropped.
 
         Args:
           questions: those without a known answer are left out.
           encode: makes the examples.
+          encode_chat: makes those of conversations, of a task that learns them.
           readable: those of some questions that can be shown; None: all.
 
         Raises:
@@ -164,9 +168,18 @@ class SolvedQuestions(TextModelTask):
             )
         shown = solved if readable is None else readable(solved)
         size = self.size
-        examples = training_examples(
-            shown, self.open_library(corpus), fields, self.examples, encode, size
-        )
+        asked = [question for question in shown if not is_chat(question)]
+        examples = TrainingExamples([], [1.0], 0, 0)
+        if asked:
+            examples = training_examples(
+                asked, self.open_library(corpus), fields, self.examples, encode, size
+            )
+        if encode_chat is not None and len(asked) < len(shown):
+            chats = [encode_chat(question) for question in shown if is_chat(question)]
+            fitting = [one for one in chats if size.holds(one)]
+            versions = [*examples.versions, *([one] * len(examples.shares) for one in fitting)]
+            dropped = examples.dropped + len(chats) - len(fitting)
+            examples = examples._replace(versions=versions, dropped=dropped)
         if not examples.versions:
             raise UserError(
                 f"config key {self.length_key}={size.length}: no training example fits a row, even "
@@ -211,7 +224,15 @@ def row_scores(
         for start in range(0, len(rows), size):
             taken = rows[start : start + size]
             batch, numbers = pack([*taken, *[[]] * (size - len(taken))])
-            arrays = placement.put({name: array[own] for name, array in batch.items()})
+            # An array may have several entries a row: pictures.
+            arrays = placement.put(
+                {
+                    name: np.reshape(array, (size, -1, *array.shape[1:]))[own].reshape(
+                        -1, *array.shape[1:]
+                    )
+                    for name, array in batch.items()
+                }
+            )
             found = fetch(compiled(state, arrays)).astype(np.float64)
             for row, values, of_examples in zip(taken, found, numbers, strict=False):
                 totals[list(row)] = np.bincount(of_examples, values, minlength=len(row) + 1)[1:]
@@ -232,6 +253,7 @@ class OptionLikelihood:
       encode: makes the examples.
       score: makes of all examples what gives their totals: see `Score`.
       readable: those of some questions that can be shown; None: all.
+      encode_chat: makes the examples of conversations, whose answers' likelihood counts.
     """
 
     def __init__(
@@ -241,10 +263,11 @@ class OptionLikelihood:
         encode: Encode,
         score: MakeScore,
         readable: Readable | None = None,
+        encode_chat: EncodeChat | None = None,
     ):
         section = task.validate
         assert section is not None
-        self._section, self._encode = section, encode
+        self._section, self._encode, self._encode_chat = section, encode, encode_chat
         self._size, self._length_key = task.size, task.length_key
         questions = evenly(
             [q for q in corpus.questions(section.split) if task.is_solved(q)], section.questions
@@ -267,9 +290,13 @@ class OptionLikelihood:
         self._examples: list[TokenExample] = []
         # Rows of self._examples by (number of shots, question, option).
         self._rows: list[list[list[int]]] = []
-        library, options = task.open_library(corpus), task.examples
+        options, library = task.examples, None
+        if not all(map(is_chat, questions)):
+            library = task.open_library(corpus)
         for count in section.shots:
-            chosen = library.select(questions, count, options.similarity)
+            chosen: Sequence[Any] = [()] * len(questions)
+            if library is not None:
+                chosen = library.select(questions, count, options.similarity)
             self._rows.append(
                 [self._add(q, s, options) for q, s in zip(questions, chosen, strict=True)]
             )
@@ -277,6 +304,12 @@ class OptionLikelihood:
 
     def _add(self, question: Question, shots: Any, options: ExampleOptions) -> list[int]:
         """Adds a question with each of its options; their indices among the examples."""
+        first = len(self._examples)
+        if self._encode_chat is not None and is_chat(question):
+            self._examples.append(self._encode_chat(question))
+            if not self._size.holds(self._examples[-1]):
+                raise self._too_long(question)
+            return [first]
         template = load_template(self._section.template)
 
         def make(prompt: str) -> list[TokenExample]:
@@ -293,13 +326,15 @@ class OptionLikelihood:
 
         found = few_shot(template, question, shots, fields, make, check, options.order)
         if found.query is None:
-            raise UserError(
-                f"config section validate: question {question.id} does not fit a row of "
-                f"{self._length_key}={self._size.length} tokens; raise it."
-            )
-        first = len(self._examples)
+            raise self._too_long(question)
         self._examples += found.query
         return list(range(first, len(self._examples)))
+
+    def _too_long(self, question: Question) -> UserError:
+        return UserError(
+            f"config section validate: question {question.id} does not fit a row of "
+            f"{self._length_key}={self._size.length} tokens; raise it."
+        )
 
     def __call__(self, model: nnx.Module) -> dict[str, float]:
         totals = self._score(nnx.state(model))

@@ -15,22 +15,29 @@ from mmqa_jax.data.packing import Bucket, Packed
 
 
 class TokenExample(NamedTuple):
-    """A prompt with its completion.
+    """A prompt with its completion, or a conversation.
 
     Attributes:
-      tokens: of both, special tokens included.
-      start: index of the first token that is learned; all after it are too.
-      picture: name of the picture that one token of the prompt stands for; None: there is none.
+      tokens: of all of it, special tokens included.
+      start: index of the first token that is learned.
+      pictures: names of the pictures that a token each of the prompt stands for.
+      learned: indices of the tokens that are learned, ascending; None: all from `start` on.
     """
 
     tokens: Int32[np.ndarray, " n"]
     start: int
-    picture: str | None = None
+    pictures: tuple[str, ...] = ()
+    learned: Int32[np.ndarray, " t"] | None = None
+
+    @property
+    def places(self) -> np.ndarray:
+        """Indices of the tokens that are learned."""
+        return np.arange(self.start, len(self.tokens)) if self.learned is None else self.learned
 
     @property
     def targets(self) -> int:
         """Tokens that are learned."""
-        return len(self.tokens) - self.start
+        return len(self.tokens) - self.start if self.learned is None else len(self.learned)
 
 
 class RowSize(NamedTuple):
@@ -149,8 +156,8 @@ def packed_batch(rows: Sequence[Sequence[TokenExample]], size: RowSize) -> Packe
             wide["input_ids"][row, at:end] = example.tokens
             wide["segments"][row, at:end] = number
             wide["positions"][row, at:end] = np.arange(end - at)
-            few["target_positions"][row, learned:last] = np.arange(at + example.start, end) - 1
-            few["target_ids"][row, learned:last] = example.tokens[example.start :]
+            few["target_positions"][row, learned:last] = at + example.places - 1
+            few["target_ids"][row, learned:last] = example.tokens[example.places]
             few["target_segments"][row, learned:last] = number
             at, learned = end, last
     return {**wide, **few}
