@@ -80,12 +80,14 @@ class TrainingExamples(NamedTuple):
       shares: probability of each version.
       dropped: how many questions fit no row even without shots.
       dropped_shots: how many shots were left out so that an example fits.
+      questions: that the examples are of.
     """
 
     versions: Sequence[Sequence[TokenExample]]
     shares: Sequence[float]
     dropped: int
     dropped_shots: int
+    questions: Sequence[Question]
 
 
 def training_examples(
@@ -118,7 +120,7 @@ def training_examples(
             )
     chosen = library.select(questions, options.shots, options.similarity)
     with_shots = options.with_shots if options.shots else 0.0
-    kept, dropped, dropped_shots = [], 0, 0
+    kept, learned, dropped, dropped_shots = [], [], 0, 0
     for question, shots in zip(questions, chosen, strict=True):
         versions: list[TokenExample] = []
         for template in templates:
@@ -131,8 +133,9 @@ def training_examples(
             dropped += 1
             continue
         kept.append(versions)
+        learned.append(question)
     shares = [x / len(templates) for _ in templates for x in (1 - with_shots, with_shots)]
-    return TrainingExamples(kept, shares, dropped, dropped_shots)
+    return TrainingExamples(kept, shares, dropped, dropped_shots, learned)
 
 
 def _example(

@@ -128,6 +128,7 @@ class LanguageModel(SolvedQuestions):
             self.feed(),
             length=self.batches.length,
             targets=self.batches.targets,
+            members=self.data.members(examples.questions),
         )
         return Recipe(
             objective,

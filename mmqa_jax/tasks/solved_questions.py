@@ -36,7 +36,7 @@ from mmqa_jax.prompting.training_examples import (
     training_examples,
 )
 from mmqa_jax.tasks.library import LibrarySpec, check_similarity, open_library
-from mmqa_jax.tasks.task import DataSection
+from mmqa_jax.tasks.task import MixedData
 from mmqa_jax.tasks.text_model import TextModelTask
 
 # A model's parameters -> the summed log-probability of every example's targets, float64 [N].
@@ -98,7 +98,7 @@ class SolvedQuestions(TextModelTask):
     length_key: ClassVar[str]
     unsolved: ClassVar[str]
 
-    data: DataSection
+    data: MixedData
     examples: ExampleOptions
     library: LibrarySpec
     inference: ValidationRows
@@ -163,23 +163,30 @@ class SolvedQuestions(TextModelTask):
         solved = [question for question in questions if self.is_solved(question)]
         if not solved:
             raise UserError(
-                f"config key data.split={self.data.split}: {self.data.dir} holds no such questions "
-                f"with {self.unsolved}; choose another split."
+                f"config key data.split={self.data.split}: {self.data.place} holds no such "
+                f"questions with {self.unsolved}; choose another split."
             )
         shown = solved if readable is None else readable(solved)
         size = self.size
         asked = [question for question in shown if not is_chat(question)]
-        examples = TrainingExamples([], [1.0], 0, 0)
+        examples = TrainingExamples([], [1.0], 0, 0, [])
         if asked:
             examples = training_examples(
                 asked, self.open_library(corpus), fields, self.examples, encode, size
             )
         if encode_chat is not None and len(asked) < len(shown):
             chats = [encode_chat(question) for question in shown if is_chat(question)]
-            fitting = [one for one in chats if size.holds(one)]
-            versions = [*examples.versions, *([one] * len(examples.shares) for one in fitting)]
-            dropped = examples.dropped + len(chats) - len(fitting)
-            examples = examples._replace(versions=versions, dropped=dropped)
+            fitting = [
+                (question, one)
+                for question, one in zip(filter(is_chat, shown), chats, strict=True)
+                if size.holds(one)
+            ]
+            versions = [[one] * len(examples.shares) for _, one in fitting]
+            examples = examples._replace(
+                versions=[*examples.versions, *versions],
+                dropped=examples.dropped + len(chats) - len(fitting),
+                questions=[*examples.questions, *(question for question, _ in fitting)],
+            )
         if not examples.versions:
             raise UserError(
                 f"config key {self.length_key}={size.length}: no training example fits a row, even "
@@ -276,7 +283,7 @@ class OptionLikelihood:
             questions = readable(questions)
         if not questions:
             raise UserError(
-                f"config key validate.split={section.split}: {task.data.dir} holds no such "
+                f"config key validate.split={section.split}: {task.data.place} holds no such "
                 f"questions with {task.unsolved}; choose another split, or set "
                 "train.evaluate_every to 0."
             )

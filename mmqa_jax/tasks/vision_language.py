@@ -186,6 +186,7 @@ class VisionLanguage(SolvedQuestions):
             bucket_of=lambda one: shapes.index(pictures.bucket(one)),
             make=PicturedRows(self.size, config, pictures).batch,
             broken=[pictures.broken],
+            members=self.data.members(examples.questions),
         )
         return Recipe(
             objective,

@@ -10,7 +10,7 @@ from jaxtyping import Int32
 
 from mmqa_jax.data.batches.feed import FeedConfig, Table, feed_batches
 from mmqa_jax.data.batches.reading import Batches
-from mmqa_jax.data.batches.sampling import PlannedBatch
+from mmqa_jax.data.batches.sampling import PlannedBatch, interleaved, mixture_epoch
 from mmqa_jax.data.packing import Bucket, Packed
 
 
@@ -58,6 +58,7 @@ def language_model_batches(
     *,
     length: int,
     targets: int,
+    members: Sequence[int] = (),
 ) -> Batches:
     """Examples packed into rows; an epoch shows every example once, in one of its versions.
 
@@ -67,25 +68,31 @@ def language_model_batches(
       versions: of every example, as many as `probabilities`, each of which fits a row.
       probabilities: of each version in an epoch; they sum up to 1.
       length, targets: see RowSize.
+      members: of a mixture (`feed.mixture`), the corpus of every example.
     """
     size, count = RowSize(length, targets), len(probabilities)
     flat = [example for own in versions for example in own]
     sizes = np.array([(len(example.tokens), example.targets) for example in flat])
+    corpora = np.asarray(members)
     known: list[Table] = []  # of all epochs, if each example has one version for certain
 
     def sample(epoch: int) -> Table:
         if known:
             return known[0]
         rng = np.random.default_rng((14, feed.seed, epoch))
-        chosen = np.arange(len(versions)) * count + rng.choice(
-            count, len(versions), p=probabilities
-        )
+        shown = np.arange(len(versions))
+        if feed.mixture:
+            parts = mixture_epoch(corpora, feed.mixture, feed.seed, epoch)
+            shown = np.concatenate([part for _, part in parts])
+        chosen = shown * count + rng.choice(count, len(shown), p=probabilities)
         chosen = rng.permutation(chosen)
+        if feed.mixture:
+            chosen = chosen[interleaved(corpora[chosen // count])]
         packed = [chosen[row] for row in pack_rows(sizes[chosen], size)]
         members = np.empty(len(packed), object)
         members[:] = packed
         table = {"members": members, "bucket": np.zeros(len(packed), np.int64)}
-        if max(probabilities) == 1:
+        if max(probabilities) == 1 and not feed.mixture:
             known.append(table)
         return table
 
