@@ -163,7 +163,7 @@ class SolvedQuestions(TextModelTask):
         solved = [question for question in questions if self.is_solved(question)]
         if not solved:
             raise UserError(
-                f"config key data.split={self.data.split}: {self.data.place} holds no such "
+                f"config key data.split={self.data.split}: {self.place} holds no such "
                 f"questions with {self.unsolved}; choose another split."
             )
         shown = solved if readable is None else readable(solved)
@@ -283,7 +283,7 @@ class OptionLikelihood:
             questions = readable(questions)
         if not questions:
             raise UserError(
-                f"config key validate.split={section.split}: {task.data.place} holds no such "
+                f"config key validate.split={section.split}: {task.place} holds no such "
                 f"questions with {task.unsolved}; choose another split, or set "
                 "train.evaluate_every to 0."
             )

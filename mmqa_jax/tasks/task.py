@@ -84,11 +84,6 @@ class DataSection:
     titles: bool = True
     modality: Modality | None = None
 
-    @property
-    def place(self) -> str:
-        """Where the questions come from, for messages."""
-        return self.dir
-
     def text_of(self, source: Source) -> str:
         """The text of a source as the model takes it."""
         return source_text(source) if self.titles else source.text
@@ -134,11 +129,6 @@ class MixedData(DataSection):
     def weights(self) -> tuple[float, ...]:
         """Of the mixture's corpora."""
         return tuple(weight for _, weight in self.mixture)
-
-    @property
-    def place(self) -> str:
-        """See DataSection."""
-        return ", ".join(place for place, _ in self.mixture) or self.dir
 
     def members(self, questions: Sequence[Question]) -> list[int]:
         """The number of each question's corpus in the mixture; [] without one."""
@@ -388,10 +378,19 @@ class Task(abc.ABC):
 
     # --- On data -----------------------------------------------------------------------------
 
+    @property
+    def place(self) -> str:
+        """Where its questions come from, for messages."""
+        return ", ".join(self._mixed) or self.data.dir
+
+    @property
+    def _mixed(self) -> list[str]:
+        return [place for place, _ in getattr(self.data, "mixture", ())]
+
     def open_corpus(self) -> Corpus:
         """What the section `data` names."""
-        if isinstance(self.data, MixedData) and self.data.mixture:
-            return open_mixture([place for place, _ in self.data.mixture])
+        if self._mixed:
+            return open_mixture(self._mixed)
         if not self.data.dir:
             raise UserError("config key data.dir is empty: name the folder of `mmqa prepare`.")
         return open_corpus(self.data.dir)
@@ -423,7 +422,7 @@ class Task(abc.ABC):
         questions = corpus.questions(self.data.split)
         if not questions:
             raise UserError(
-                f"config key data.split={self.data.split}: {self.data.place} holds no such "
+                f"config key data.split={self.data.split}: {self.place} holds no such "
                 "questions; choose a split that `mmqa prepare` wrote."
             )
         return self._recipe(corpus, questions, tokenizer)
@@ -498,7 +497,7 @@ def scored_questions(
     questions = [question for question in corpus.questions(section.split) if counts(question)]
     if not questions:
         raise UserError(
-            f"config key validate.split={section.split}: {task.data.dir} holds no such questions "
+            f"config key validate.split={section.split}: {task.place} holds no such questions "
             f"with {needed}; choose another split, or set train.evaluate_every to 0."
         )
     questions = of_modality(questions, corpus, getattr(task.data, "modality", None))
