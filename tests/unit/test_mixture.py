@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_corpus import PACKING, QUESTIONS, make_reader
 from tiny_llm import flag
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.batches.contrastive import ContrastSampling, contrastive_batches
 from mmqa_jax.data.batches.feed import FeedConfig
 from mmqa_jax.data.batches.language_model import TokenExample, language_model_batches
 from mmqa_jax.data.batches.one_a_row import example_batches
+from mmqa_jax.data.batches.rerank import PairSampling, rerank_batches
 from mmqa_jax.data.batches.sampling import (
     BatchPlan,
     interleaved,
@@ -21,7 +24,7 @@ from mmqa_jax.data.batches.sampling import (
     mixture_epoch,
 )
 from mmqa_jax.data.mixture import member_of, open_mixture
-from mmqa_jax.data.packing import Bucket
+from mmqa_jax.data.packing import Bucket, Packer
 from mmqa_jax.data.records import write_records
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.tasks.task import MixedData
@@ -170,3 +173,21 @@ def test_corpora_with_the_same_ids_become_one(tmp_path):
         assert both.question_picture(question) == flag(colors[number]).data
     other = open_mixture([tmp_path / "1", tmp_path / "0"])
     assert other.fingerprint != both.fingerprint
+
+
+def test_sources_are_learned_in_the_shares():
+    """Of 30 questions the first 24 are of one corpus, the others of another of thrice the weight."""
+    reader = make_reader()
+    packer = Packer(reader.tokenizer, PACKING)
+    members = [0] * 24 + [1] * 6
+    config = FeedConfig(batch_size=5, threads=0, mixture=(1.0, 3.0))
+    contrast = ContrastSampling(query_length=16, source_lengths=(64,))
+    iterator = contrastive_batches(reader, QUESTIONS, config, contrast, members)
+    shown = Counter(i for batch in taken(iterator, 6 * 4) for i in batch)  # four epochs
+    assert sum(shown[i] for i in range(24)) == 4 * 8  # 7.5 and 22.5 an epoch
+    assert {shown[i] for i in range(24)} == {1, 2}
+    assert {shown[i] for i in range(24, 30)} == {14, 15}
+    table = rerank_batches(reader, QUESTIONS, packer, config, PairSampling(choices_per_question=4), members)
+    pairs = Counter(i for batch in taken(table, 100) for i in batch)
+    of_second = sum(pairs[i] for i in range(24, 30)) / 500
+    assert abs(of_second - 0.75) < 0.03
