@@ -78,6 +78,22 @@ class Conversation:
         for message in self.messages:
             yield from (call["function"] for call in message.get("tool_calls", ()))
 
+    def as_question(self, name: str, split: str) -> Question:
+        """As a corpus keeps it, the first user's words as its text."""
+        asked = next(one["content"] for one in self.messages if one["role"] == "user")
+        if isinstance(asked, list):
+            asked = "".join(part.get("text", "") for part in asked)
+        names = tuple(dict.fromkeys(self.pictures))
+        tools = {TOOLS: list(self.tools)} if self.tools else {}
+        return Question(
+            id=name,
+            split=split,
+            question=asked,
+            image=names[0] if names else None,
+            more_images=names[1:],
+            extra={MESSAGES: list(self.messages), **tools},
+        )
+
 
 def is_chat(question: Question) -> bool:
     """Whether a question of a corpus is a conversation."""
@@ -280,19 +296,7 @@ class ChatFiles:
                 ]  # fmt: skip
             messages.append({**one, "content": content})
         found = dataclasses.replace(found, messages=tuple(messages))
-        asked = next(one["content"] for one in messages if one["role"] == "user")
-        if isinstance(asked, list):
-            asked = "".join(part.get("text", "") for part in asked)
-        names = tuple(dict.fromkeys(found.pictures))
-        tools = {TOOLS: list(found.tools)} if found.tools else {}
-        return Question(
-            id=str(name),
-            split=split,
-            question=asked,
-            image=names[0] if names else None,
-            more_images=names[1:],
-            extra={MESSAGES: messages, **tools},
-        )
+        return found.as_question(str(name), split)
 
     def _named(self, picture: str, where: str, place: tuple[Path, int], number: int) -> str:
         """The name of a picture in the corpus."""

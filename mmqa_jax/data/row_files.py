@@ -153,13 +153,7 @@ def _read(row: Row, columns: Mapping[str, str]) -> tuple[Question | None, Source
         source = Source(name, modality, values["text"], image=image)
     if MESSAGES in columns:
         found = conversation(_with_pictures(values, names, row.where), row.where)
-        extra = {
-            MESSAGES: list(found.messages),
-            **({TOOLS: list(found.tools)} if found.tools else {}),
-        }
-        asked = next(m["content"] for m in found.messages if m["role"] == "user")
-        asked = asked if isinstance(asked, str) else "".join(p.get("text", "") for p in asked)
-        question = Question(name, row.split, asked, image, more_images=names[1:], extra=extra)
+        question = found.as_question(name, row.split)
     elif "question" in columns:
         asked = values["question"]
         if not isinstance(asked, str) or not asked.strip():

@@ -187,7 +187,9 @@ def test_sources_are_learned_in_the_shares():
     assert sum(shown[i] for i in range(24)) == 4 * 8  # 7.5 and 22.5 an epoch
     assert {shown[i] for i in range(24)} == {1, 2}
     assert {shown[i] for i in range(24, 30)} == {14, 15}
-    table = rerank_batches(reader, QUESTIONS, packer, config, PairSampling(choices_per_question=4), members)
+    table = rerank_batches(
+        reader, QUESTIONS, packer, config, PairSampling(choices_per_question=4), members
+    )
     pairs = Counter(i for batch in taken(table, 100) for i in batch)
     of_second = sum(pairs[i] for i in range(24, 30)) / 500
     assert abs(of_second - 0.75) < 0.03
