@@ -11,6 +11,11 @@ rationales and no choices):
     mmqa train --config=configs/aokvqa/vlm_finetune.py --config.data.dir=data/okvqa \\
                --config.examples.templates="('rmr.text',)" --config.validate.split=test \\
                --config.validate.metric=log_likelihood --workdir=runs/vlm-okvqa
+
+Conversations of `mmqa prepare chat`, with several pictures each:
+
+    mmqa train --config=configs/aokvqa/vlm_finetune.py --config.data.dir=data/chats \\
+               --config.pictures.most=4 --config.validate.metric=log_likelihood --workdir=runs/chat
 """
 
 from ml_collections import ConfigDict
@@ -32,7 +37,7 @@ def get_config(mode: str = "") -> ConfigDict:
     config.model.tower = "trained" if mode == "full" else "frozen"
     # COCO's pictures as they are: up to 576 tokens of 28 x 28 pixels each.
     config.model.vision = {"dtype": "float32", "remat": "none", "max_pixels": 576 * 28 * 28}
-    config.pictures = {"max_broken": None}
+    config.pictures = {"max_broken": None, "most": 1}  # of a conversation
     # As the rows of RMR ask, the answer behind its rationale; and alone, as it is validated.
     templates = ("rmr.direct", "rmr.text")
     config.examples.update({"templates": templates, "shots": 0, "similarity": "random"})

@@ -12,7 +12,7 @@ def get_config(mode: str = "") -> ConfigDict:
     config = ConfigDict()
     config.task = "contrastive"
     config.seed = 0
-    config.data = {"dir": "", "split": "train"}
+    config.data = {"dir": "", "split": "train", "mixture": ()}
     config.mesh = {"data": -1, "fsdp": 1, "tensor": 1, "dcn_data": -1, "dcn_fsdp": -1}
     # minilm; minilm:corpus, restricted to the tokens of the corpus; corpus:N, a WordPiece of N
     # tokens trained on the corpus; or a tokenizer.json.

@@ -33,7 +33,7 @@ def get_config(mode: str = "") -> ConfigDict:
     config = ConfigDict()
     config.task = "language_model"
     config.seed = 0
-    config.data = {"dir": "", "split": "train"}
+    config.data = {"dir": "", "split": "train", "mixture": ()}
     config.mesh = {"data": -1, "fsdp": 1, "tensor": 1, "dcn_data": -1, "dcn_fsdp": -1}
     config.init = "smollm2"  # or a path, or scratch (then model.changes are its sizes)
     config.tokenizer = ""  # the model's own
@@ -53,6 +53,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "similarity": "bimodal",
         "order": "most_similar_first",
         "learn": "completion",
+        "turns": "all",  # of conversations (mmqa prepare chat); last: the last answer alone
     }
     config.library = {
         "data": "",

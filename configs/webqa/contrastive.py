@@ -39,7 +39,7 @@ def get_config(mode: str = "") -> ConfigDict:
     config = ConfigDict()
     config.task = "contrastive"
     config.seed = 0
-    config.data = {"dir": "", "split": "train", "negatives": ()}
+    config.data = {"dir": "", "split": "train", "negatives": (), "mixture": ()}
     config.mesh = {"data": -1, "fsdp": 1, "tensor": 1, "dcn_data": -1, "dcn_fsdp": -1}
     config.init = "weights/clip"  # a folder of `mmqa convert --model=clip`, with its tokenizer
     config.pictures = {"size": 224, "resize": "crop", "alpha": "dropped"}

@@ -48,6 +48,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "select": "above",
     }
     config.inference = {"batch_size": auto(), "always_truncate_tail": False}
+    config.data.mixture = ()
     if row == "cached":
         config.data.negatives = ()
         config.model.joint_layers = 1

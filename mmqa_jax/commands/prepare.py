@@ -9,6 +9,7 @@ from typing import Any
 from mmqa_jax.commands import flags
 from mmqa_jax.data.datasets.readers import READERS
 
+_OF_FILES = ("corpus", "folder", "chat", "hf", "webdataset")  # of any content
 SUMMARY = "turn a benchmark's official files, or a folder of documents, into ArrayRecord."
 EXAMPLE = "mmqa prepare atlas --out=data/atlas"
 
@@ -22,6 +23,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "  pictures are sources with their captions, and `file`, `page` and `heading` of each are\n"
         "  kept; --pages=pictures takes a PDF's pages as pictures, for an encoder that sees;\n"
         "  --overwrite reads only the files that have changed; see mmqa_jax/data/README.md\n"
+        "chat: conversations in OpenAI's format (`messages` as JSON lines, pictures and tools)\n"
+        "  of a file, or of train.jsonl, val.jsonl, test.jsonl in a folder; for training\n"
+        "hf, webdataset: Parquet files or a saved data set of Hugging Face, tar shards; --columns\n"
+        "  says what their columns are\n"
         "wikipedia, kilt, dpr, infoseek_wiki: passages of a dump (pages-articles.xml.bz2), of\n"
         "  KILT's and DPR's files, or of InfoSeek's and Encyclopedic-VQA's articles with their\n"
         "  pictures; read as a stream, kept on disk, continued after a kill; knowledge for the\n"
@@ -29,12 +34,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "dataset",
-        choices=("atlas", "webqa", *READERS, *flags.KNOWLEDGE, "corpus", "folder"),
-        help="atlas is built from installed packages; corpus and folder read your own documents",
+        choices=("atlas", "webqa", *READERS, *flags.KNOWLEDGE, *_OF_FILES),
+        help="atlas is built from installed packages; the last five read files of yours",
     )
     parser.add_argument(
         "--raw",
-        help="folder with the official files, or with your documents; of Wikipedia also the file",
+        help="folder with the official files, or with your documents; of Wikipedia and chat also "
+        "the file",
     )
     parser.add_argument("--out", required=True, help="folder to write")
     parser.add_argument(
@@ -68,6 +74,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="wikipedia, kilt, infoseek_wiki: words of a passage, at most (100)",
+    )
+    parser.add_argument(
+        "--columns",
+        metavar="ROLE=COLUMN,...",
+        help="hf, webdataset: question, answers, choices, answer_index, rationale, image, "
+        "messages, tools, text (of a source), id; of webdataset a column is a key of .json or an "
+        "ending",
     )
     flags.add_pages(parser, "folder, vidore (pictures): ")
 
@@ -104,6 +117,7 @@ def _prepare(arguments: argparse.Namespace) -> dict[str, Any]:
         folder=_folder_options(arguments),
         unanswerable=arguments.unanswerable,
         passage_words=arguments.passage_words,
+        columns=arguments.columns,
     )
 
 

@@ -16,13 +16,27 @@ class TooLong(Exception):
 
 
 def render(
-    source: str, messages: list[dict[str, Any]], answer: bool, special: dict[str, Any], size: int
-) -> str:
-    """The prompt; `size` characters are those of template and messages together."""
-    (text,), _ = render_jinja_template(
-        [messages], chat_template=source, add_generation_prompt=answer, **special
+    source: str,
+    messages: list[dict[str, Any]],
+    answer: bool,
+    tools: list[dict[str, Any]],
+    is_marked: bool,
+    special: dict[str, Any],
+    size: int,
+) -> tuple[str, list[tuple[int, int]]]:
+    """The prompt, and the assistant's characters of a template that marks them.
+
+    `size` characters are those of template, messages and tools together.
+    """
+    (text,), spans = render_jinja_template(
+        [messages],
+        tools=tools or None,
+        chat_template=source,
+        return_assistant_tokens_mask=is_marked,
+        add_generation_prompt=answer,
+        **special,
     )
     most = _ALWAYS + _OF_INPUT * size
     if len(text) > most:
         raise TooLong(f"it makes {len(text):,} characters of {size:,}, at most {most:,} are taken")
-    return text
+    return text, spans[0] if is_marked else []

@@ -23,6 +23,7 @@ from mmqa_jax.data.tokenizers import SETTINGS
 
 TEMPLATE = "chat_template.jinja"
 _OF_PROCESSOR = "chat_template.json"  # before transformers 5
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MARKS = ("\ue000", "\ue001")  # private characters, in place of a prompt's texts
 
 
@@ -59,26 +60,46 @@ class TemplateOverBudget(jinja2.TemplateError):
 
 
 def rendered(
-    source: str, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], answer: bool
+    source: str,
+    messages: Sequence[Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    answer: bool,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """A template's prompt of a conversation.
 
     Args:
       settings: tokenizer_config.json, whose special tokens a template may write.
       answer: whether the prompt ends where an answer begins.
+      tools: that the assistant may call.
 
     Raises:
       TemplateOverBudget: the template takes more time or memory than it may, or writes too much.
       jinja2.TemplateError: the template does not take it.
     """
+    return rendered_marked(source, messages, settings, answer, tools)[0]
+
+
+def rendered_marked(
+    source: str,
+    messages: Sequence[Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    answer: bool,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> tuple[str, list[tuple[int, int]] | None]:
+    """The same, and the assistant's characters by the template's `{% generation %}`; None: it has
+    no such mark."""
     special = {name: text for name, text in settings.items() if name.endswith("_token")}
-    size = len(source) + sum(len(str(message)) for message in messages)
+    is_marked = _GENERATION.search(source) is not None
+    size = len(source) + sum(len(str(part)) for part in (*messages, *tools))
     try:
-        return _renderer(os.getpid()).call(
+        text, spans = _renderer(os.getpid()).call(
             "render",
             source=source,
             messages=list(messages),
             answer=answer,
+            tools=list(tools),
+            is_marked=is_marked,
             special=special,
             size=size,
         )
@@ -91,6 +112,7 @@ def rendered(
             raise syntax from error
         kind = TemplateOverBudget if error.kind == "TooLong" else jinja2.TemplateError
         raise kind(str(error)) from error
+    return text, [tuple(span) for span in spans] if is_marked else None
 
 
 @functools.cache

@@ -60,7 +60,7 @@ def read_interchange(folder: str | os.PathLike) -> Interchange:
     for name in ("sources.jsonl", "questions.jsonl", TAR, NOTICE):
         if problem := _link_problem(folder, name):
             raise UserError(f"{folder / name} {problem}.")
-    pictures = _Pictures(folder)
+    pictures = InterchangePictures(folder)
     path = folder / "sources.jsonl"
     sources = _unique(
         (_Row(path, line, value) for line, value in read_jsonl(path)), pictures, _source
@@ -111,13 +111,13 @@ class _Row:
             raise self.fail(f"`{key}` is {value!r}; expected {' or '.join(allowed)}.")
         return value
 
-    def picture(self, pictures: _Pictures) -> str | None:
+    def picture(self, pictures: InterchangePictures) -> str | None:
         name = self.string("image") or None
         if name is not None and (problem := pictures.problem(name)):
             raise self.fail(f"`image` {name!r} {problem}.")
         return name
 
-    def pictures(self, pictures: _Pictures) -> tuple[str, ...]:
+    def pictures(self, pictures: InterchangePictures) -> tuple[str, ...]:
         names = self.strings("more_images")
         for name in names:
             if problem := pictures.problem(name):
@@ -125,7 +125,7 @@ class _Row:
         return names
 
 
-def _source(row: _Row, pictures: _Pictures) -> Source:
+def _source(row: _Row, pictures: InterchangePictures) -> Source:
     modality = row.choice("modality", ("text", "image"))
     if modality == "image" and "image" not in row.rest:
         raise row.fail("`image` is missing; a source of modality image needs a picture's path.")
@@ -141,7 +141,7 @@ def _source(row: _Row, pictures: _Pictures) -> Source:
     )
 
 
-def _question(row: _Row, pictures: _Pictures, sources: Mapping[str, Source]) -> Question:
+def _question(row: _Row, pictures: InterchangePictures, sources: Mapping[str, Source]) -> Question:
     positives = tuple(dict.fromkeys(row.strings("positives")))
     negatives = tuple(dict.fromkeys(row.strings("negatives")))
     for name in (*positives, *negatives):
@@ -182,7 +182,9 @@ def _question(row: _Row, pictures: _Pictures, sources: Mapping[str, Source]) -> 
     )
 
 
-def _unique(rows: Iterable[_Row], pictures: _Pictures, parse: Callable, *arguments: Any) -> dict:
+def _unique(
+    rows: Iterable[_Row], pictures: InterchangePictures, parse: Callable, *arguments: Any
+) -> dict:
     """id -> parsed row; a repeated id is an error that names both lines."""
     parsed: dict[str, Any] = {}
     lines: dict[str, str] = {}
@@ -205,7 +207,7 @@ def _link_problem(folder: Path, name: str) -> str | None:
     return None
 
 
-class _Pictures:
+class InterchangePictures:
     """Pictures of a folder by relative path: a file, or a member of its images.tar."""
 
     def __init__(self, folder: Path):

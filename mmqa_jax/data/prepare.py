@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from mmqa_jax.core.files import check_out, no_empty_folders
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data import records
 from mmqa_jax.data.atlas.unanswerable import with_unanswerable
+from mmqa_jax.data.chats import ChatFiles
 from mmqa_jax.data.datasets import webqa
 from mmqa_jax.data.datasets.readers import READERS
 from mmqa_jax.data.datasets.vidore import Pages, read_vidore
 from mmqa_jax.data.documents.chunks import ChunkOptions
 from mmqa_jax.data.folder import FolderOptions, read_folder
 from mmqa_jax.data.interchange import read_interchange
+from mmqa_jax.data.row_files import parse_columns, read_rows
 from mmqa_jax.data.streamed_records import write_streamed
 from mmqa_jax.data.wikipedia.articles import (
     WIKIPEDIA,
@@ -52,21 +55,24 @@ def prepare(
     folder: FolderOptions | None = None,
     unanswerable: bool = False,
     passage_words: int | None = None,
+    columns: str | None = None,
     flag: str = "--raw",
 ) -> dict[str, Any]:
     """Official files -> ArrayRecord in `out`; Atlas makes its official files in `out`/raw.
 
     Args:
       dataset: `webqa`, `atlas`, `corpus` for an interchange folder, `folder` for one of documents
-        and pictures, a benchmark of READERS, or knowledge of STREAMS.
-      raw: folder with the files; of M-BEIR also the file of one pool, of STREAMS the file itself;
-        None for Atlas.
+        and pictures, `chat` for chat files, `hf` or `webdataset` (row_files.py), a benchmark of
+        READERS, or knowledge of STREAMS.
+      raw: folder with the files; of M-BEIR also the file of one pool, of STREAMS and `chat` the
+        file itself; None for Atlas.
       overwrite: replace the corpus that is in `out`.
       max_broken_pictures: how many may be broken; see data.images.BrokenPictures.
       folder: of `folder`, how documents become sources, of `vidore` its `pages` alone; None: the
         defaults.
       unanswerable: of `atlas`, whether some questions of test have no answer in the collection.
       passage_words: of STREAMS but `dpr`, words of a passage, at most; None: 100.
+      columns: of `hf` and `webdataset`, what their columns are; see row_files.parse_columns.
       flag: that named `raw`, for messages.
     """
     if max_broken_pictures is not None and max_broken_pictures < 0:
@@ -78,7 +84,8 @@ def prepare(
         raise UserError("--raw: Atlas is made from installed packages; leave --raw out.")
     if dataset != "atlas" and raw is None:
         raise UserError(f"--raw: name the folder with the files of {dataset}.")
-    takes_file = dataset in STREAMS or (dataset in READERS and READERS[dataset].takes_file)
+    takes_file = dataset == "chat" or dataset in STREAMS
+    takes_file = takes_file or (dataset in READERS and READERS[dataset].takes_file)
     if raw is not None and not (raw.is_dir() or (takes_file and raw.is_file())):
         if raw.is_file():
             raise UserError(f"{flag}={raw}: is a file; give the folder that it is in.")
@@ -101,6 +108,14 @@ def prepare(
         raise UserError(
             f"--max_broken_pictures: pictures of {dataset} are not opened here; leave it out."
         )
+    has_rows = dataset in ("hf", "webdataset")
+    if has_rows != (columns is not None):
+        raise UserError(
+            "--columns: says what the columns of hf and webdataset are, such as "
+            "question=question,answers=answer,image=image; "
+            + ("give it." if has_rows else "leave it out.")
+        )
+    roles = parse_columns(columns) if columns is not None else {}
     check_out(out, folder=True)
     if not overwrite:
         records.refuse_corpus(out)
@@ -122,6 +137,10 @@ def prepare(
             options["progress"] = progress.reach
             if dataset == "corpus":
                 return prepare_interchange(raw, out, **options)
+            if has_rows:
+                return prepare_rows(dataset, raw, out, roles, **options)
+            if dataset == "chat":
+                return prepare_chats(raw, out, **options)
             if has_pages:
                 options["pages"] = folder.pages
             if dataset in READERS:
@@ -266,6 +285,53 @@ def prepare_interchange(folder: Path, out: Path, **options: Any) -> dict[str, An
         name=folder.resolve().name,
         materials=found.materials,
         origin={"folder": str(folder)},
+        **options,
+    )
+
+
+def prepare_chats(raw: Path, out: Path, **options: Any) -> dict[str, Any]:
+    """Chat files (chats.py) to ArrayRecord in `out`; the manifest's `origin` counts ignored keys.
+
+    Args:
+      options: of records.write_records.
+    """
+    found = ChatFiles(raw)
+    return records.write_records(
+        out,
+        (),
+        found.questions,
+        found.read_picture,
+        name=raw.resolve().stem,
+        origin={"files": list(map(str, found.files)), "ignored_keys": dict(found.ignored)},
+        sourceless=True,
+        **options,
+    )
+
+
+def prepare_rows(
+    kind: str, raw: Path, out: Path, columns: Mapping[str, str], **options: Any
+) -> dict[str, Any]:
+    """Rows of others' data sets (row_files.py) to ArrayRecord in `out`; the manifest's `origin`
+    counts the rows that were left out.
+
+    Args:
+      kind, columns: of row_files.read_rows.
+      options: of records.write_records.
+    """
+    found = read_rows(kind, raw, columns)
+    return records.write_records(
+        out,
+        found.sources,
+        found.questions,
+        found.read_picture,
+        name=raw.resolve().name,
+        origin={
+            "folder": str(raw),
+            "columns": dict(columns),
+            "left_out_rows": found.left_out,
+            "reasons": found.reasons,
+        },
+        sourceless=True,
         **options,
     )
 

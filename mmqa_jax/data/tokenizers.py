@@ -705,6 +705,12 @@ class MarkedTokenizer:
         return self.encode_batch([prompt], around=around)[0]
 
     @panics_refused()
+    def encode_located(self, prompt: str) -> tuple[list[int], Int[np.ndarray, "n 2"]]:
+        """Token ids, and the first character of each token with the one behind its last."""
+        encoding = self._tokenizer.encode(prompt, add_special_tokens=False)
+        return self._as_published(encoding.ids), np.array(encoding.offsets).reshape(-1, 2)
+
+    @panics_refused()
     def encode_batch(self, prompts: Sequence[str], *, around: bool = False) -> list[list[int]]:
         """The same of many prompts."""
         encodings = self._tokenizer.encode_batch_fast(list(prompts), add_special_tokens=around)

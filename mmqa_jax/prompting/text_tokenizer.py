@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jinja2
+import numpy as np
+from jaxtyping import Int
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_json, read_text, write_json
 from mmqa_jax.core.paths import as_path
-from mmqa_jax.data.chat_template import TemplateOverBudget, rendered, template_source
+from mmqa_jax.data.chat_template import TemplateOverBudget, rendered_marked, template_source
 from mmqa_jax.data.tokenizers import (
     MarkedTokenizer,
     add_published_tokens,
@@ -34,6 +36,7 @@ from mmqa_jax.prompting import llava_prompt
 from mmqa_jax.prompting.backends import Message, Picture
 
 if TYPE_CHECKING:
+    from mmqa_jax.data.chats import Conversation
     from mmqa_jax.weights.formats.gguf import GGUFSource
 
 Fields = dict[str, Any]  # of a message, as templates take it
@@ -86,6 +89,10 @@ class TextTokenizer:
     def encode_plain(self, piece: str) -> list[int]:
         """Token ids of a piece of a prompt, nothing added."""
         return self._prompts.encode(piece)
+
+    def encode_located(self, prompt: str) -> tuple[list[int], Int[np.ndarray, "n 2"]]:
+        """As encode_plain, and the first character of each token with the one behind its last."""
+        return self._prompts.encode_located(prompt)
 
     @panics_refused()
     def decode(self, ids: Sequence[int]) -> str:
@@ -273,8 +280,19 @@ class ChatTemplate:
 
     def written(self, request_id: Hashable, messages: Iterable[Fields]) -> str:
         """The prompt of messages as the template takes them, which `fields` gives."""
+        return self._written(request_id, list(messages), answer=True)[0]
+
+    def _written(
+        self,
+        request_id: Hashable,
+        messages: Sequence[Fields],
+        *,
+        answer: bool,
+        tools: Sequence[Fields] = (),
+    ) -> tuple[str, list[tuple[int, int]] | None]:
+        """A conversation's text, and the characters that the template marks as the assistant's."""
         try:
-            return rendered(self.source, list(messages), self.tokens, answer=True)
+            return rendered_marked(self.source, messages, self.tokens, answer, tools)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"{self._name}: not a Jinja template ({error}); correct it.") from error
         except TemplateOverBudget as error:
@@ -287,6 +305,70 @@ class ChatTemplate:
                 f"request {request_id!r}: the model's chat template rejects its messages "
                 f"({error}); change their roles."
             ) from error
+
+    def turns(self, name: str, chat: Conversation) -> tuple[str, list[tuple[int, int | None]]]:
+        """A whole conversation with shielded texts.
+
+        Returns:
+          Its text, and of each assistant's message the first character and the one behind its last.
+          A template without `{% generation %}` does not mark the latter (None): the message then
+          begins where the prompt of all messages before it ends.
+
+        Raises:
+          UserError: the template leaves a tool out, or its prompt does not begin what it writes.
+        """
+        messages, tools = list(map(self._chat_fields, chat.messages)), self._shielded(chat.tools)
+        text, marked = self._written(name, messages, answer=False, tools=tools)
+        for function in (*(tool["function"] for tool in chat.tools), *chat.calls):
+            if self.shield(function["name"]) not in text:
+                raise UserError(
+                    f"{name}: {self._name} does not write the tool {function['name']!r:.60}; use "
+                    "a model whose template takes tools, or leave them out."
+                )
+        places = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        if marked is None:
+            spans: list[tuple[int, int | None]] = []
+            for place in places:
+                prompt, _ = self._written(name, messages[:place], answer=True, tools=tools)
+                if not text.startswith(prompt):
+                    raise UserError(
+                        f"{name}: {self._name} writes the messages before message {place + 1} "
+                        "otherwise than its prompt for that, so that what is learned would not be "
+                        "asked for; use a template that marks answers by {% generation %}."
+                    )
+                spans.append((len(prompt), None))
+            return text, spans
+        if len(marked) != len(places):
+            raise UserError(
+                f"{name}: {self._name} marks {len(marked)} answers by {{% generation %}} where "
+                f"{len(places)} were expected; mark each assistant's message once."
+            )
+        return text, list(marked)
+
+    def _chat_fields(self, message: Fields) -> Fields:
+        """A message of a chat file as the template takes it, with shielded texts."""
+        made = {
+            key: value if key in ("role", "weight") else self._shielded(value)
+            for key, value in message.items()
+        }
+        if isinstance(message["content"], list):
+            made["content"] = [
+                {"type": "image"} if part["type"] == "image" else part for part in made["content"]
+            ]
+        elif message["role"] == "assistant" and _THOUGHTS not in message:
+            made |= self.fields(Message("assistant", (message["content"],)))
+        return made
+
+    def _shielded(self, value: Any) -> Any:
+        """A JSON value with shielded texts; names that templates look up stay as they are."""
+        if isinstance(value, str):
+            return self.shield(value)
+        if isinstance(value, Mapping):
+            return {
+                key if key.isidentifier() else self.shield(key): self._shielded(one)
+                for key, one in value.items()
+            }
+        return list(map(self._shielded, value)) if isinstance(value, list | tuple) else value
 
     def fields(self, message: Message) -> Fields:
         """A message with shielded texts, as a list of parts only where there is a picture.

@@ -12,6 +12,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample
 from mmqa_jax.data.batches.seq2seq import PairSize
+from mmqa_jax.data.chats import conversation
 from mmqa_jax.data.schema import Question
 from mmqa_jax.decoding.requests import TooLong
 from mmqa_jax.prompting.backends import Message, Picture
@@ -34,6 +35,7 @@ class ExampleOptions:
       with_shots: the share of examples that have them; the others have none.
       similarity, order: as of RMR (papers/rmr.py).
       learn: the whole completion, or only the answer behind the rationale.
+      turns: of a conversation (data/chats.py), which of the assistant's messages are learned.
     """
 
     templates: tuple[str, ...] = ("rmr.rationale",)
@@ -42,6 +44,7 @@ class ExampleOptions:
     similarity: Similarity = "bimodal"
     order: Order = "most_similar_first"
     learn: Literal["completion", "answer"] = "completion"
+    turns: Literal["all", "last"] = "all"
 
     def __post_init__(self):
         if not self.templates:
@@ -77,12 +80,14 @@ class TrainingExamples(NamedTuple):
       shares: probability of each version.
       dropped: how many questions fit no row even without shots.
       dropped_shots: how many shots were left out so that an example fits.
+      questions: that the examples are of.
     """
 
     versions: Sequence[Sequence[TokenExample]]
     shares: Sequence[float]
     dropped: int
     dropped_shots: int
+    questions: Sequence[Question]
 
 
 def training_examples(
@@ -115,7 +120,7 @@ def training_examples(
             )
     chosen = library.select(questions, options.shots, options.similarity)
     with_shots = options.with_shots if options.shots else 0.0
-    kept, dropped, dropped_shots = [], 0, 0
+    kept, learned, dropped, dropped_shots = [], [], 0, 0
     for question, shots in zip(questions, chosen, strict=True):
         versions: list[TokenExample] = []
         for template in templates:
@@ -128,8 +133,9 @@ def training_examples(
             dropped += 1
             continue
         kept.append(versions)
+        learned.append(question)
     shares = [x / len(templates) for _ in templates for x in (1 - with_shots, with_shots)]
-    return TrainingExamples(kept, shares, dropped, dropped_shots)
+    return TrainingExamples(kept, shares, dropped, dropped_shots, learned)
 
 
 def _example(
@@ -194,9 +200,73 @@ def encode_conversation(tokenizer: TextTokenizer, pictures: PictureFormat) -> En
         before = asked + tokenizer.shield(given)
         answer = tokenizer.shield(completion if given else completion.lstrip())
         example = _joined(pictures.encode, pictures.encode, before, before + answer)
-        return _ended(tokenizer, example, ended)._replace(picture=question.image)
+        names = () if question.image is None else (question.image,)
+        return _ended(tokenizer, example, ended)._replace(pictures=names)
 
     return encode
+
+
+def chat_example(
+    tokenizer: TextTokenizer,
+    question: Question,
+    turns: Literal["all", "last"],
+    image_token: int | None = None,
+) -> TokenExample:
+    """A conversation by the model's chat template, of which the assistant's messages are learned
+    with the end tokens behind them.
+
+    Args:
+      turns: see ExampleOptions; a message of weight 0 is never learned.
+      image_token: what stands for a picture; None: the model sees none.
+
+    Raises:
+      UserError: names the conversation that the model or its template cannot take.
+    """
+    where = f"question {question.id}"
+    chat, template = conversation(question.extra, where), tokenizer.template
+    if template is None:
+        raise UserError(
+            "config key tokenizer: it has no chat template, by which conversations are written; "
+            "name one that has (chat_template.jinja), or the model's own."
+        )
+    if chat.pictures and image_token is None:
+        raise UserError(
+            f"{where}: shows pictures, which the model does not see; use a vision-language model "
+            "(task vision_language), or leave them out."
+        )
+    text, spans = template.turns(where, chat)
+    ids, characters = tokenizer.encode_located(text)
+    tokens, learned = np.array(ids, np.int32), np.zeros(len(ids), bool)
+    answers = [message for message in chat.messages if message["role"] == "assistant"]
+    ends = np.flatnonzero(np.isin(tokens, tokenizer.end_ids))
+    for number, (message, (first, behind)) in enumerate(zip(answers, spans, strict=True)):
+        start = int((characters[:, 1] <= first).sum())
+        if behind is not None:
+            stop = int((characters[:, 0] < behind).sum())
+        else:
+            later = ends[ends >= start]
+            stop = int(later[0]) + 1 if len(later) else len(tokens) + 1
+            following = spans[number + 1][0] if number + 1 < len(spans) else len(text)
+            if stop > len(tokens) or characters[stop - 1, 1] > following:
+                raise UserError(
+                    f"{where}: the chat template writes none of the model's end tokens behind an "
+                    "answer; name it in eos_token_id of the tokenizer's generation_config.json."
+                )
+        if message.get("weight", 1) and (turns == "all" or message is answers[-1]):
+            learned[start:stop] = True
+    if not learned.any():
+        raise UserError(
+            f"{where}: its last answer has weight 0, so that nothing is learned; set "
+            "examples.turns to all, or leave the conversation out."
+        )
+    shown = int((tokens == image_token).sum())
+    if shown != len(chat.pictures):
+        raise UserError(
+            f"{where}: shows {len(chat.pictures)} pictures, of which its prompt by the model's "
+            f"chat template has {shown}; use the model's own tokenizer."
+        )
+    places = np.flatnonzero(learned).astype(np.int32)
+    return TokenExample(tokens, int(places[0]), chat.pictures, places)
 
 
 def token_example(

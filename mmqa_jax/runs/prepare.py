@@ -21,7 +21,7 @@ from mmqa_jax.evaluation.report import ReportData, write_report
 from mmqa_jax.evaluation.tables import Table, show
 
 _NAMED = 5  # files that a line names
-_OWN = ("corpus", "folder")  # whose corpora are named by their folders
+_OWN = ("corpus", "folder", "chat", "hf", "webdataset")  # whose corpora are named by their folders
 # Of a folder's report, what `--json` prints.
 FILES_KEPT = (
     *("documents", "pictures", "pages", "opened", "bad", "same_content", "scanned_pages"),
@@ -90,6 +90,12 @@ def corpus_summary(manifest: dict[str, Any], out: Path) -> dict[str, Any]:
         warnings.append(
             f"{reused} snippet ids are used for two facts; a number is appended to the later id"
         )
+    if ignored := origin.get("ignored_keys"):
+        keys = first_names(f"{key} ({count})" for key, count in ignored.items())
+        warnings.append(f"keys of conversations that are not read: {keys}")
+    if left_out := origin.get("left_out_rows"):
+        reasons = " ".join(origin["reasons"][:_NAMED])
+        warnings.append(f"{left_out} rows or members are left out: {reasons}")
     warnings += folder_notes(origin)
     warnings += stream_notes(origin)
     warnings += [f"{file}: not found; {lack}" for file, lack in missing_files.items()]

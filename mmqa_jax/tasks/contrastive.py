@@ -30,8 +30,8 @@ from mmqa_jax.tasks.dual_encoder import DualEncoderTask
 from mmqa_jax.tasks.objectives import ContrastiveObjective, SigmoidObjective
 from mmqa_jax.tasks.pretrained import dual_encoder_loader
 from mmqa_jax.tasks.task import (
-    DataSection,
     InUse,
+    MixedData,
     Recipe,
     Struct,
     bools,
@@ -85,7 +85,7 @@ class Contrastive(DualEncoderTask):
     program: ClassVar[str] = "embed"
     limits: ClassVar[tuple[str, ...]] = ("batches.query_length", "batches.source_lengths")
 
-    data: DataSection
+    data: MixedData
     batches: ContrastiveBatches
     loss: Literal["softmax", "sigmoid"] = "softmax"
     tower_parts: int = at_least(1, 1)
@@ -146,7 +146,8 @@ class Contrastive(DualEncoderTask):
         pictures, text_of = self.pictures.open(corpus), self.data.text_of
         reader = SourceReader(corpus, tokenizer, pictures, None, text_of)
         questions = self.data.chosen(questions, corpus)
-        batches = contrastive_batches(reader, questions, self.feed(), self.batches)
+        members = self.data.members(questions)
+        batches = contrastive_batches(reader, questions, self.feed(), self.batches, members)
         objective = self.objective(tokenizer.vocab_size, make_mesh(self.mesh))
         return Recipe(objective, batches, dual_encoder_loader(self, tokenizer), reader)
 

@@ -1,7 +1,8 @@
 """Trainable RMR (ours): the limit that the paper names is that nothing of it is trained.
 
 The language model learns rationale and answer behind the prompts that RMR gives it, with and
-without retrieved triplets, by the same templates and from the same library.
+without retrieved triplets, by the same templates and from the same library. Of conversations
+(data/chats.py) it learns the assistant's messages.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ from mmqa_jax.data.batches.language_model import (
     pack_rows,
     packed_batch,
 )
+from mmqa_jax.data.chats import is_chat
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.packing import Packed
 from mmqa_jax.data.schema import Question
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.lora import LoraConfig
-from mmqa_jax.prompting.training_examples import encode_text
+from mmqa_jax.prompting.training_examples import chat_example, encode_text
 from mmqa_jax.tasks.base_llm import base_loader, check_rows, model_config
 from mmqa_jax.tasks.objectives import LanguageModelObjective, target_log_probs
 from mmqa_jax.tasks.solved_questions import (
+    EncodeChat,
     OptionLikelihood,
     Rows,
     Score,
@@ -82,7 +85,7 @@ class LanguageModel(SolvedQuestions):
     name: ClassVar[str] = "language_model"
     architecture: ClassVar[str] = "llama"
     length_key: ClassVar[str] = "batches.length"
-    unsolved: ClassVar[str] = "choices and a known answer"
+    unsolved: ClassVar[str] = "choices and a known answer, or a conversation"
 
     model: LanguageModelSection
     batches: RowBatches
@@ -93,7 +96,7 @@ class LanguageModel(SolvedQuestions):
 
     @staticmethod
     def is_solved(question: Question) -> bool:
-        return question.answer_index is not None
+        return question.answer_index is not None or is_chat(question)
 
     def _check(self, files: bool) -> None:
         self.check_trained()
@@ -107,11 +110,17 @@ class LanguageModel(SolvedQuestions):
     def batch(self) -> dict[str, Any]:
         return self.batches.arrays
 
+    def _encode_chat(self, tokenizer: Any) -> EncodeChat:
+        return lambda question: chat_example(tokenizer, question, self.examples.turns)
+
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
         objective = self.objective(tokenizer.vocab_size)
         check_rows(self, objective.config, tokenizer)
         examples = self.make_examples(
-            corpus, self.data.chosen(questions, corpus), encode_text(tokenizer)
+            corpus,
+            self.data.chosen(questions, corpus),
+            encode_text(tokenizer),
+            encode_chat=self._encode_chat(tokenizer),
         )
         batches = language_model_batches(
             examples.versions,
@@ -119,6 +128,7 @@ class LanguageModel(SolvedQuestions):
             self.feed(),
             length=self.batches.length,
             targets=self.batches.targets,
+            members=self.data.members(examples.questions),
         )
         return Recipe(
             objective,
@@ -141,4 +151,10 @@ class LanguageModel(SolvedQuestions):
             rows = pack_rows(sizes, self.size)
             return row_scores(model, rows, self.inference.batch_size, pack, target_log_probs)
 
-        return OptionLikelihood(self, corpus, encode_text(tokenizer), make_score)
+        return OptionLikelihood(
+            self,
+            corpus,
+            encode_text(tokenizer),
+            make_score,
+            encode_chat=self._encode_chat(tokenizer),
+        )

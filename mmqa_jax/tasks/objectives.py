@@ -553,7 +553,7 @@ def _of_targets(
 
 @dataclasses.dataclass(frozen=True)
 class VisionLanguageObjective(LanguageModelObjective):
-    """As LanguageModelObjective, of a Qwen-VL: one example in a row, with one picture or none.
+    """As LanguageModelObjective, of a Qwen-VL: one example in a row, with its pictures.
 
     A batch is that of `tasks.pictured_examples`; one without pictures lacks their arrays.
 
@@ -591,8 +591,9 @@ class VisionLanguageObjective(LanguageModelObjective):
         embedded, deepstack = model.llama.embed(jnp.where(picture, 0, ids)), None
         if "patches" in batch:
             shown = (batch[field.name] for field in dataclasses.fields(PatchBatch))
-            features = model.encode_images(PatchBatch(*shown))  # [B, U, features]
-            rows = jnp.maximum(batch["rows"], 0)[..., None]  # of a row's own picture
+            features = model.encode_images(PatchBatch(*shown))  # [B * M, U, features]
+            features = features.reshape(len(ids), -1, features.shape[-1])
+            rows = jnp.maximum(batch["rows"], 0)[..., None]  # of a row's own pictures
             own = jnp.take_along_axis(features, rows, axis=1)  # [B, L, features]
             embedded, deepstack = spread(embedded, own, picture)
         hidden = model.llama.encode(

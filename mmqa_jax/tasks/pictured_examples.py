@@ -16,6 +16,7 @@ from mmqa_jax.core.errors import first_names
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data import images
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample
+from mmqa_jax.data.chats import shown_pictures
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.packing import Bucket, Packed
 from mmqa_jax.data.schema import Question
@@ -70,13 +71,15 @@ class TrainingPictures:
         Raises:
           RunError: more broken pictures than are allowed.
         """
-        names = dict.fromkeys(question.image for question in questions if question.image)
+        shown = [shown_pictures(question) for question in questions]
+        names = dict.fromkeys(itertools.chain.from_iterable(shown))
         self.broken = self._counter(len(names))
         with Progress("Reading pictures", len(names), "pictures") as progress:
             for name in names:
                 self._look_at(name, decode)
                 progress.advance(1)
-        kept = [q for q in questions if q.image is None or q.image in self._shapes]
+        readable = self._shapes.keys()
+        kept = [q for q, own in zip(questions, shown, strict=True) if readable >= set(own)]
         if len(kept) < len(questions) and jax.process_index() == 0:
             print(
                 f"{len(questions) - len(kept)} questions are left out, whose pictures cannot be "
@@ -124,17 +127,17 @@ class TrainingPictures:
             self.broken.add(name, str(error))
             return None
 
-    def units(self, example: TokenExample) -> int:
-        """Units of an example's picture with its windows' padding; 0: it has none."""
-        if example.picture is None:
-            return 0
-        return bucket_of(grid_of(self.shape(example.picture), self._vision), self._vision)
+    def bucket(self, example: TokenExample) -> Bucket:
+        """The smallest shape that holds an example: `pictures`, as many as its own or the next
+        power of two, and `text`, the units of each in the tower with the windows' padding."""
+        grids = (grid_of(self.shape(name), self._vision) for name in example.pictures)
+        units = max((bucket_of(grid, self._vision) for grid in grids), default=0)
+        count = len(example.pictures)
+        return Bucket(1 << (count - 1).bit_length() if count else 0, units)
 
     def buckets(self, examples: Sequence[TokenExample]) -> list[Bucket]:
-        """The shapes of the examples' pictures: `pictures` of a row, 0 or 1, and `text`, its units
-        in the tower."""
-        found = sorted(set(map(self.units, examples)))
-        return [Bucket(int(units > 0), units) for units in found]
+        """The shapes of the examples' pictures, ascending."""
+        return sorted(set(map(self.bucket, examples)))
 
 
 class PicturedRows(NamedTuple):
@@ -149,7 +152,7 @@ class PicturedRows(NamedTuple):
     pictures: TrainingPictures
 
     def batch(self, examples: Sequence[TokenExample | None], bucket: Bucket) -> Packed:
-        """Rows of U = bucket.text units and L = size.length + U tokens.
+        """Rows of M = bucket.pictures pictures of U units each and L = size.length + M * U tokens.
 
         Args:
           examples: of pictures that fit the bucket; None: an empty row. One whose picture proves to
@@ -158,22 +161,27 @@ class PicturedRows(NamedTuple):
         Returns:
           The arrays of `pictured_shapes`.
         """
-        shown: list[np.ndarray | None] = [
-            None if example is None or example.picture is None
-            else self.pictures.pixels(example.picture)
+        units = bucket.text
+        shown = [
+            [] if example is None else [self.pictures.pixels(name) for name in example.pictures]
             for example in examples
-        ]  # fmt: skip
-        rows = [
-            None if example is None or (example.picture is not None and pixels is None) else example
-            for example, pixels in zip(examples, shown, strict=True)
         ]
-        own = [[] if pixels is None else [pixels.shape] for pixels in shown]
+        rows = [
+            None if any(pixels is None for pixels in own) else example
+            for example, own in zip(examples, shown, strict=True)
+        ]
+        pixels = [
+            [] if row is None else [one for one in own if one is not None]
+            for row, own in zip(rows, shown, strict=True)
+        ]
+        shapes = [[one.shape for one in own] for own in pixels]
         expanded = expand_pictures(
             [[] if row is None else row.tokens for row in rows],
-            own,
+            shapes,
             self.config,
-            first_rows=itertools.repeat(0),  # a row has its own features
-            length=self.size.length + bucket.text,
+            # A row has its own features, each picture `units` of them.
+            first_rows=(number * units for own in shapes for number in range(len(own))),
+            length=self.size.length + bucket.pictures * units,
         )
         targets = {
             name: np.zeros((len(rows), self.size.targets), np.int32)
@@ -181,45 +189,52 @@ class PicturedRows(NamedTuple):
         }
         for number, row in enumerate(rows):
             if row is not None:
-                end, learned = int(expanded.mask[number].sum()), row.targets
-                targets["target_positions"][number, :learned] = np.arange(end - learned, end) - 1
-                targets["target_ids"][number, :learned] = row.tokens[row.start :]
+                counts = np.ones(len(row.tokens), np.int64)
+                is_picture = row.tokens == self.config.image_token
+                counts[is_picture] = [self.config.picture_tokens(one) for one in shapes[number]]
+                learned = row.targets
+                targets["target_positions"][number, :learned] = counts.cumsum()[row.places] - 2
+                targets["target_ids"][number, :learned] = row.tokens[row.places]
                 targets["target_segments"][number, :learned] = 1
         made = {"input_ids": expanded.input_ids, "positions": expanded.positions, **targets}
-        if bucket.text:
+        if units:
             vision = self.config.vision
             blank = np.zeros((vision.unit, vision.unit, 3), np.uint8)
-            laid = lay_out(
-                [blank if pixels is None else pixels for pixels in shown], vision, bucket.text
-            )
-            made |= {"rows": expanded.rows, **vars(laid)}
+            slots = [own[n] if n < len(own) else blank
+                     for own in pixels for n in range(bucket.pictures)]  # fmt: skip
+            made |= {"rows": expanded.rows, **vars(lay_out(slots, vision, units))}
         return made
 
 
-def largest_bucket(vision: QwenVisionConfig) -> Bucket:
-    """That of the largest square picture."""
+def largest_bucket(vision: QwenVisionConfig, pictures: int = 1) -> Bucket:
+    """That of so many of the largest square pictures."""
     side = math.isqrt(vision.most_units)
-    return Bucket(1, bucket_of(Grid(side, side), vision))
+    return Bucket(pictures, bucket_of(Grid(side, side), vision))
 
 
 def pictured_shapes(
     rows: int, size: RowSize, bucket: Bucket, vision: QwenVisionConfig
 ) -> Mapping[str, jax.ShapeDtypeStruct]:
-    """Shapes of a batch of pictures.
+    """Shapes of a batch of pictures, M = bucket.pictures in a row.
 
     Returns:
       input_ids int32[B, L], each picture's token repeated once for each unit; positions
       int32[B, L, 3]; rows int32[B, L], which of its row's features a token takes, -1: none; the
-      targets as of `data.batches.language_model.packed_batch`; the fields of PatchBatch.
+      targets as of `data.batches.language_model.packed_batch`; the fields of PatchBatch of B * M
+      pictures, those of a row one behind the other.
     """
-    length, units = size.length + bucket.text, bucket.text
-    patches = units * vision.merge**2
+    length = size.length + bucket.pictures * bucket.text
+    patches = bucket.text * vision.merge**2
 
-    def of(*shape: int, dtype: type = np.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, *shape), dtype)
+    def of(*shape: int, count: int = rows, dtype: type = np.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((count, *shape), dtype)
 
+    count = rows * bucket.pictures
     laid = PatchBatch(
-        of(patches, vision.patch**2 * 3, dtype=np.uint8), of(patches, 2), of(2), of(units)
+        of(patches, vision.patch**2 * 3, count=count, dtype=np.uint8),
+        of(patches, 2, count=count),
+        of(2, count=count),
+        of(bucket.text, count=count),
     )
     return {
         "input_ids": of(length),

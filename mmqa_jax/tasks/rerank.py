@@ -37,6 +37,7 @@ from mmqa_jax.tasks.objectives import RerankObjective
 from mmqa_jax.tasks.opening import Options, read_run
 from mmqa_jax.tasks.task import (
     InUse,
+    MixedData,
     Recipe,
     floats,
     ints,
@@ -93,6 +94,7 @@ class Rerank(AtlasVLPTask):
     unit: ClassVar[str] = "pairs"
     program: ClassVar[str] = "rerank"
 
+    data: MixedData
     model: SelectorModel
     batches: RerankBatches
     validate: ValidateSelection | None = None
@@ -120,12 +122,14 @@ class Rerank(AtlasVLPTask):
 
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
         reader = self.source_reader(corpus, tokenizer)
+        questions = self.data.chosen(questions, corpus)
         batches = rerank_batches(
             reader,
-            self.data.chosen(questions, corpus),
+            questions,
             self.packer(tokenizer),
             self.feed(VLPInputs),
             self.batches,
+            self.data.members(questions),
         )
         objective = self.objective(tokenizer.vocab_size)
         facts = self.regions_facts()

@@ -19,7 +19,7 @@ from mmqa_jax.core.local_copies import with_local_copies
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.metrics import check_wandb
 from mmqa_jax.core.workdir import claim_workdir, read_config
-from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.tasks.pretrained_vqa import keep_vocabulary
 from mmqa_jax.tasks.reading import check_config, read_task
 from mmqa_jax.training.attempts import goodput, read_attempts
@@ -55,7 +55,7 @@ def run_training(
     """Trains what the config describes, or resumes it.
 
     Args:
-      config: an experiment (see configs/); `config.data.dir` is a prepared corpus.
+      config: an experiment (see configs/); `config.data` names a prepared corpus.
       folder: the run's workdir.
       corpus: the opened corpus, if the caller has it.
       only_start: saves the initial weights, without training: published weights, or those of
@@ -101,11 +101,9 @@ def _run_training(
     observed: Observed,
     resuming: Resuming,
 ) -> dict[str, Any]:
-    if corpus is None and not config.data.dir:
-        raise UserError("config key data.dir is empty: name the folder of `mmqa prepare`.")
     given, config = config, with_local_copies(config)
     task = read_task(config).in_folder(folder)
-    corpus = corpus or open_corpus(config.data.dir)
+    corpus = corpus or task.open_corpus()
     steps = 0 if only_start else config.train.steps
     further = {
         "--workdir": str(folder),

@@ -116,6 +116,7 @@ class Seq2Seq(SolvedQuestions):
             self.feed(),
             lengths=self.batches.lengths,
             targets=self.batches.targets,
+            members=self.data.members(examples.questions),
         )
         return Recipe(objective, batches, base_loader(self), metadata=self.metadata(tokenizer))
 

@@ -19,6 +19,7 @@ from mmqa_jax.core.mesh import fetch, placement_of
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample
 from mmqa_jax.data.batches.seq2seq import PairSize
+from mmqa_jax.data.chats import is_chat
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.packing import Packed
 from mmqa_jax.data.schema import Question
@@ -35,13 +36,14 @@ from mmqa_jax.prompting.training_examples import (
     training_examples,
 )
 from mmqa_jax.tasks.library import LibrarySpec, check_similarity, open_library
-from mmqa_jax.tasks.task import DataSection
+from mmqa_jax.tasks.task import MixedData
 from mmqa_jax.tasks.text_model import TextModelTask
 
 # A model's parameters -> the summed log-probability of every example's targets, float64 [N].
 Score = Callable[[Any], np.ndarray]
 Readable = Callable[[Sequence[Question]], list[Question]]
 MakeScore = Callable[[Sequence[TokenExample]], Score]
+EncodeChat = Callable[[Question], TokenExample]
 Rows = Sequence[Sequence[int]]  # examples of each row, by number
 
 
@@ -96,7 +98,7 @@ class SolvedQuestions(TextModelTask):
     length_key: ClassVar[str]
     unsolved: ClassVar[str]
 
-    data: DataSection
+    data: MixedData
     examples: ExampleOptions
     library: LibrarySpec
     inference: ValidationRows
@@ -145,12 +147,14 @@ class SolvedQuestions(TextModelTask):
         questions: list[Question],
         encode: Encode,
         readable: Readable | None = None,
+        encode_chat: EncodeChat | None = None,
     ) -> TrainingExamples:
         """What a run is trained on; says how many questions were dropped.
 
         Args:
           questions: those without a known answer are left out.
           encode: makes the examples.
+          encode_chat: makes those of conversations, of a task that learns them.
           readable: those of some questions that can be shown; None: all.
 
         Raises:
@@ -159,14 +163,30 @@ class SolvedQuestions(TextModelTask):
         solved = [question for question in questions if self.is_solved(question)]
         if not solved:
             raise UserError(
-                f"config key data.split={self.data.split}: {self.data.dir} holds no such questions "
-                f"with {self.unsolved}; choose another split."
+                f"config key data.split={self.data.split}: {self.place} holds no such "
+                f"questions with {self.unsolved}; choose another split."
             )
         shown = solved if readable is None else readable(solved)
         size = self.size
-        examples = training_examples(
-            shown, self.open_library(corpus), fields, self.examples, encode, size
-        )
+        asked = [question for question in shown if not is_chat(question)]
+        examples = TrainingExamples([], [1.0], 0, 0, [])
+        if asked:
+            examples = training_examples(
+                asked, self.open_library(corpus), fields, self.examples, encode, size
+            )
+        if encode_chat is not None and len(asked) < len(shown):
+            chats = [encode_chat(question) for question in shown if is_chat(question)]
+            fitting = [
+                (question, one)
+                for question, one in zip(filter(is_chat, shown), chats, strict=True)
+                if size.holds(one)
+            ]
+            versions = [[one] * len(examples.shares) for _, one in fitting]
+            examples = examples._replace(
+                versions=[*examples.versions, *versions],
+                dropped=examples.dropped + len(chats) - len(fitting),
+                questions=[*examples.questions, *(question for question, _ in fitting)],
+            )
         if not examples.versions:
             raise UserError(
                 f"config key {self.length_key}={size.length}: no training example fits a row, even "
@@ -211,7 +231,15 @@ def row_scores(
         for start in range(0, len(rows), size):
             taken = rows[start : start + size]
             batch, numbers = pack([*taken, *[[]] * (size - len(taken))])
-            arrays = placement.put({name: array[own] for name, array in batch.items()})
+            # An array may have several entries a row: pictures.
+            arrays = placement.put(
+                {
+                    name: np.reshape(array, (size, -1, *array.shape[1:]))[own].reshape(
+                        -1, *array.shape[1:]
+                    )
+                    for name, array in batch.items()
+                }
+            )
             found = fetch(compiled(state, arrays)).astype(np.float64)
             for row, values, of_examples in zip(taken, found, numbers, strict=False):
                 totals[list(row)] = np.bincount(of_examples, values, minlength=len(row) + 1)[1:]
@@ -232,6 +260,7 @@ class OptionLikelihood:
       encode: makes the examples.
       score: makes of all examples what gives their totals: see `Score`.
       readable: those of some questions that can be shown; None: all.
+      encode_chat: makes the examples of conversations, whose answers' likelihood counts.
     """
 
     def __init__(
@@ -241,10 +270,11 @@ class OptionLikelihood:
         encode: Encode,
         score: MakeScore,
         readable: Readable | None = None,
+        encode_chat: EncodeChat | None = None,
     ):
         section = task.validate
         assert section is not None
-        self._section, self._encode = section, encode
+        self._section, self._encode, self._encode_chat = section, encode, encode_chat
         self._size, self._length_key = task.size, task.length_key
         questions = evenly(
             [q for q in corpus.questions(section.split) if task.is_solved(q)], section.questions
@@ -253,7 +283,7 @@ class OptionLikelihood:
             questions = readable(questions)
         if not questions:
             raise UserError(
-                f"config key validate.split={section.split}: {task.data.dir} holds no such "
+                f"config key validate.split={section.split}: {task.place} holds no such "
                 f"questions with {task.unsolved}; choose another split, or set "
                 "train.evaluate_every to 0."
             )
@@ -267,9 +297,13 @@ class OptionLikelihood:
         self._examples: list[TokenExample] = []
         # Rows of self._examples by (number of shots, question, option).
         self._rows: list[list[list[int]]] = []
-        library, options = task.open_library(corpus), task.examples
+        options, library = task.examples, None
+        if not all(map(is_chat, questions)):
+            library = task.open_library(corpus)
         for count in section.shots:
-            chosen = library.select(questions, count, options.similarity)
+            chosen: Sequence[Any] = [()] * len(questions)
+            if library is not None:
+                chosen = library.select(questions, count, options.similarity)
             self._rows.append(
                 [self._add(q, s, options) for q, s in zip(questions, chosen, strict=True)]
             )
@@ -277,6 +311,12 @@ class OptionLikelihood:
 
     def _add(self, question: Question, shots: Any, options: ExampleOptions) -> list[int]:
         """Adds a question with each of its options; their indices among the examples."""
+        first = len(self._examples)
+        if self._encode_chat is not None and is_chat(question):
+            self._examples.append(self._encode_chat(question))
+            if not self._size.holds(self._examples[-1]):
+                raise self._too_long(question)
+            return [first]
         template = load_template(self._section.template)
 
         def make(prompt: str) -> list[TokenExample]:
@@ -293,13 +333,15 @@ class OptionLikelihood:
 
         found = few_shot(template, question, shots, fields, make, check, options.order)
         if found.query is None:
-            raise UserError(
-                f"config section validate: question {question.id} does not fit a row of "
-                f"{self._length_key}={self._size.length} tokens; raise it."
-            )
-        first = len(self._examples)
+            raise self._too_long(question)
         self._examples += found.query
         return list(range(first, len(self._examples)))
+
+    def _too_long(self, question: Question) -> UserError:
+        return UserError(
+            f"config section validate: question {question.id} does not fit a row of "
+            f"{self._length_key}={self._size.length} tokens; raise it."
+        )
 
     def __call__(self, model: nnx.Module) -> dict[str, float]:
         totals = self._score(nnx.state(model))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -37,8 +38,9 @@ from mmqa_jax.data.answer_vocabulary import AnswerVocabulary
 from mmqa_jax.data.batches.feed import BatchesSection, FeedConfig
 from mmqa_jax.data.batches.reading import Batches
 from mmqa_jax.data.clip_tokenizer import ClipTokenizer, open_tokenizer
-from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.images import Alpha, Resize
+from mmqa_jax.data.mixture import member_of, open_mixture
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.question_words import QuestionWords
 from mmqa_jax.data.schema import Modality, Question, Source, source_text
@@ -90,6 +92,47 @@ class DataSection:
         """Those of its modality, with the negatives that it names."""
         questions = with_mined_negatives(questions, self.negatives, corpus.row)
         return of_modality(questions, corpus, self.modality)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixedData(DataSection):
+    """The same of tasks that are trained on several corpora at once.
+
+    Attributes:
+      mixture: folders of `mmqa prepare` with their weights, in place of `dir`; an epoch shows each
+        one's examples in proportion to its weight.
+    """
+
+    mixture: tuple[tuple[str, float], ...] = ()
+
+    def __post_init__(self):
+        places, weights = [place for place, _ in self.mixture], self.weights
+        twice = len(set(places)) < len(places)
+        if self.mixture and self.dir:
+            raise UserError(
+                f"config keys data.dir={self.dir} and data.mixture: give one of them; set the "
+                "other to '' or ()."
+            )
+        if twice or any(not math.isfinite(one) or one < 0 for one in weights):
+            what = "each folder once" if twice else "weights from 0"
+            raise UserError(
+                f"config key data.mixture={self.mixture}: {what} was expected, such as "
+                "(('data/a', 2), ('data/b', 1)); change it."
+            )
+        if self.mixture and not sum(weights):
+            raise UserError(
+                f"config key data.mixture={self.mixture}: the weights sum to 0, so that nothing is "
+                "trained on; give a larger one."
+            )
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Of the mixture's corpora."""
+        return tuple(weight for _, weight in self.mixture)
+
+    def members(self, questions: Sequence[Question]) -> list[int]:
+        """The number of each question's corpus in the mixture; [] without one."""
+        return list(map(member_of, questions)) if self.mixture else []
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -335,6 +378,23 @@ class Task(abc.ABC):
 
     # --- On data -----------------------------------------------------------------------------
 
+    @property
+    def place(self) -> str:
+        """Where its questions come from, for messages."""
+        return ", ".join(self._mixed) or self.data.dir
+
+    @property
+    def _mixed(self) -> list[str]:
+        return [place for place, _ in getattr(self.data, "mixture", ())]
+
+    def open_corpus(self) -> Corpus:
+        """What the section `data` names."""
+        if self._mixed:
+            return open_mixture(self._mixed)
+        if not self.data.dir:
+            raise UserError("config key data.dir is empty: name the folder of `mmqa prepare`.")
+        return open_corpus(self.data.dir)
+
     def make_tokenizer(self, corpus: Corpus, folder: Path) -> Tokenizer:
         """The run's tokenizer, saved in its folder; one that is already there is used."""
         return make_tokenizer(self.tokenizer, corpus, folder)
@@ -362,7 +422,7 @@ class Task(abc.ABC):
         questions = corpus.questions(self.data.split)
         if not questions:
             raise UserError(
-                f"config key data.split={self.data.split}: {self.data.dir} holds no such "
+                f"config key data.split={self.data.split}: {self.place} holds no such "
                 "questions; choose a split that `mmqa prepare` wrote."
             )
         return self._recipe(corpus, questions, tokenizer)
@@ -402,6 +462,7 @@ class Task(abc.ABC):
             rows=local_rows(make_mesh(self.mesh), section.batch_size),
             threads=section.threads,
             workers=section.workers,
+            mixture=self.data.weights if isinstance(self.data, MixedData) else (),
         )
 
     # --- What was trained --------------------------------------------------------------------
@@ -436,7 +497,7 @@ def scored_questions(
     questions = [question for question in corpus.questions(section.split) if counts(question)]
     if not questions:
         raise UserError(
-            f"config key validate.split={section.split}: {task.data.dir} holds no such questions "
+            f"config key validate.split={section.split}: {task.place} holds no such questions "
             f"with {needed}; choose another split, or set train.evaluate_every to 0."
         )
     questions = of_modality(questions, corpus, getattr(task.data, "modality", None))

@@ -1,24 +1,28 @@
 """A Qwen2.5-VL or Qwen3-VL learns to answer questions on their pictures (ours).
 
 It is asked as the rows of RMR with `options.chat` and `options.pictures` ask it: the picture and
-the prompt of a template are a user's message, and what completes the prompt is the model's.
+the prompt of a template are a user's message, and what completes the prompt is the model's. Of
+conversations (data/chats.py) it learns the assistant's messages.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from mmqa_jax.core.typed import changes_of, mapping, spec_of
+from mmqa_jax.core.typed import at_least, changes_of, mapping, spec_of
 from mmqa_jax.data.batches.feed import BatchesSection
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample
 from mmqa_jax.data.batches.one_a_row import example_batches
+from mmqa_jax.data.chats import is_chat, shown_pictures
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.packing import Bucket, Packed
 from mmqa_jax.data.schema import Question
@@ -27,7 +31,7 @@ from mmqa_jax.models.lora import LoraConfig
 from mmqa_jax.models.qwen_vl import QwenVLConfig
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 from mmqa_jax.prompting.picture_format import QwenFormat
-from mmqa_jax.prompting.training_examples import encode_conversation
+from mmqa_jax.prompting.training_examples import chat_example, encode_conversation
 from mmqa_jax.tasks.base_llm import base_loader, check_rows, model_config
 from mmqa_jax.tasks.objectives import VisionLanguageObjective
 from mmqa_jax.tasks.pictured_examples import (
@@ -37,6 +41,7 @@ from mmqa_jax.tasks.pictured_examples import (
     pictured_shapes,
 )
 from mmqa_jax.tasks.solved_questions import (
+    EncodeChat,
     OptionLikelihood,
     Rows,
     Score,
@@ -66,15 +71,21 @@ class VisionLanguageSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShownPictures:
-    """The section `pictures`; `max_broken`: how many pictures of a split may be broken, whose
-    questions are left out; None: see BrokenPictures."""
+    """The section `pictures`.
+
+    Attributes:
+      max_broken: how many pictures of a split may be broken, whose questions are left out; None:
+        see BrokenPictures.
+      most: pictures of a conversation; those with more are left out.
+    """
 
     max_broken: int | None = None
+    most: int = at_least(1, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PicturedBatches(BatchesSection):
-    """The section `batches`: an example's tokens beside its picture's are at most `length`,
+    """The section `batches`: an example's tokens beside its pictures' are at most `length`,
     `targets` of them learned. A batch has pictures of one bucket of sizes, or none."""
 
     length: int
@@ -105,7 +116,7 @@ class VisionLanguage(SolvedQuestions):
 
     @staticmethod
     def is_solved(question: Question) -> bool:
-        return question.answer_index is not None or bool(question.answers)
+        return question.answer_index is not None or bool(question.answers) or is_chat(question)
 
     def remat_keys(self) -> tuple[str, ...]:
         return "model.changes.remat", "model.vision.remat"
@@ -122,8 +133,30 @@ class VisionLanguage(SolvedQuestions):
 
     def batch(self) -> dict[str, Any]:
         vision = self.objective(ANY_VOCABULARY).config.vision
-        shapes = pictured_shapes(self.batches.batch_size, self.size, largest_bucket(vision), vision)
-        return dict(shapes)
+        bucket = largest_bucket(vision, self._slots)
+        return dict(pictured_shapes(self.batches.batch_size, self.size, bucket, vision))
+
+    @property
+    def _slots(self) -> int:
+        """Pictures of the largest batch's rows."""
+        return 1 << (self.pictures.most - 1).bit_length()
+
+    def _readable(
+        self, pictures: TrainingPictures, questions: Sequence[Question], *, decode: bool = False
+    ) -> list[Question]:
+        """Those whose pictures can be read and are few enough."""
+        few = [q for q in questions if len(shown_pictures(q)) <= self.pictures.most]
+        if len(few) < len(questions) and jax.process_index() == 0:
+            print(
+                f"{len(questions) - len(few)} conversations are left out, which show more than "
+                f"{self.pictures.most} pictures (config key pictures.most).",
+                file=sys.stderr,
+            )
+        return pictures.readable(few, decode=decode)
+
+    def _encode_chat(self, tokenizer: Any, config: QwenVLConfig) -> EncodeChat:
+        turns, token = self.examples.turns, config.image_token
+        return lambda question: chat_example(tokenizer, question, turns, token)
 
     def _pictures(
         self, corpus: Corpus, tokenizer: Any, config: QwenVLConfig
@@ -134,13 +167,14 @@ class VisionLanguage(SolvedQuestions):
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
         objective = self.objective(tokenizer.vocab_size)
         config = objective.config
-        check_rows(self, config.llama, tokenizer, largest_bucket(config.vision).text)
+        check_rows(self, config.llama, tokenizer, self._slots * largest_bucket(config.vision).text)
         shown, pictures = self._pictures(corpus, tokenizer, config)
         examples = self.make_examples(
             corpus,
             self.data.chosen(questions, corpus),
             encode_conversation(tokenizer, shown),
-            pictures.readable,
+            functools.partial(self._readable, pictures),
+            self._encode_chat(tokenizer, config),
         )
         flat = [example for versions in examples.versions for example in versions]
         shapes = pictures.buckets(flat)
@@ -149,9 +183,10 @@ class VisionLanguage(SolvedQuestions):
             examples.shares,
             self.feed(),
             shapes=shapes,
-            bucket_of=lambda one: [shape.text for shape in shapes].index(pictures.units(one)),
+            bucket_of=lambda one: shapes.index(pictures.bucket(one)),
             make=PicturedRows(self.size, config, pictures).batch,
             broken=[pictures.broken],
+            members=self.data.members(examples.questions),
         )
         return Recipe(
             objective,
@@ -170,10 +205,10 @@ class VisionLanguage(SolvedQuestions):
         made = PicturedRows(self.size, objective.config, pictures)
 
         def make_score(examples: Sequence[TokenExample]) -> Score:
-            units = np.array([pictures.units(example) for example in examples])
+            buckets = list(map(pictures.bucket, examples))
             of_buckets = []
             for bucket in pictures.buckets(examples):
-                members = np.flatnonzero(units == bucket.text)
+                members = np.flatnonzero([one == bucket for one in buckets])
 
                 def pack(
                     rows: Rows, members: np.ndarray = members, bucket: Bucket = bucket
@@ -197,5 +232,6 @@ class VisionLanguage(SolvedQuestions):
             return score
 
         encode = encode_conversation(tokenizer, shown)
-        readable = functools.partial(pictures.readable, decode=True)
-        return OptionLikelihood(self, corpus, encode, make_score, readable)
+        readable = functools.partial(self._readable, pictures, decode=True)
+        encode_chat = self._encode_chat(tokenizer, objective.config)
+        return OptionLikelihood(self, corpus, encode, make_score, readable, encode_chat)

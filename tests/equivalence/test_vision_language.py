@@ -52,27 +52,44 @@ def examples() -> list[tuple[TokenExample, tuple[int, ...]]]:
     for number, (length, place, start) in enumerate(((115, 70, 80), (60, 0, 44), (40, 9, 38))):
         tokens = words[:length].copy()
         tokens[place] = IMAGE
-        made.append((TokenExample(tokens, start, f"{number}.png"), (number,)))
+        made.append((TokenExample(tokens, start, (f"{number}.png",)), (number,)))
     return made
 
 
-def batch_of(rows: PicturedRows) -> dict[str, jax.Array]:
+def conversations() -> list[tuple[TokenExample, tuple[int, ...]]]:
+    """Of several pictures each, with answers between them that are learned."""
+    words = np.random.default_rng(5).integers(3, IMAGE, 90).astype(np.int32)
+    made = []
+    for places, shown in (((0, 2, 40), (2, 0, 1)), ((9, 50), (0, 0))):
+        tokens = words.copy()
+        tokens[list(places)] = IMAGE
+        learned = np.array([*range(20, 30), *range(70, 88)], np.int32)
+        names = tuple(f"{number}.png" for number in shown)
+        made.append((TokenExample(tokens, 20, names, learned), shown))
+    return made
+
+
+def batch_of(rows: PicturedRows, made=examples) -> dict[str, jax.Array]:
     """All in the largest one's bucket, and an empty row."""
-    own = [example for example, _ in examples()]
+    own = [example for example, _ in made()]
     batch = rows.batch([*own, None], rows.pictures.buckets(own)[-1])
     return jax.device_put(batch)
 
 
-def their_loss(pair: Pair, model: torch.nn.Module) -> torch.Tensor:
+def their_loss(pair: Pair, model: torch.nn.Module, made=examples) -> torch.Tensor:
     """The mean over all targets, example by example."""
     total, count = torch.zeros(()), 0
     given = pair.processor(images=small_pictures(), return_tensors="pt")
-    for example, used in examples():
+    for example, used in made():
         inputs = torch_inputs(given, example.tokens.tolist(), used)
         model.model.rope_deltas = None  # of the prompt before
         logs = model(**inputs).logits[0].log_softmax(-1)
         ids = inputs["input_ids"][0]
-        at = torch.arange(len(ids) - example.targets, len(ids))
+        if example.learned is None:
+            at = torch.arange(len(ids) - example.targets, len(ids))
+        else:  # the words' places behind their pictures' tokens
+            order = np.cumsum(example.tokens != IMAGE) - 1
+            at = torch.nonzero(ids != IMAGE)[order[example.learned], 0]
         total = total - logs[at - 1, ids[at]].sum()
         count += example.targets
     return total / count
@@ -116,6 +133,24 @@ def test_loss_and_every_gradient_are_torchs(pair, rows):
     for name, parameter in renamed.items():
         np.testing.assert_allclose(got.read(name), parameter.grad, **WHOLE, err_msg=name)
     assert min(float(x.grad.abs().max()) for x in renamed.values()) > 0
+
+
+@pytest.mark.parametrize("pair", ["qwen3_vl"], indirect=True)  # its pictures enter three layers
+def test_conversations_with_several_pictures_have_torchs_loss_and_gradient(pair, rows):
+    theirs, batch = copy_of(pair), batch_of(rows, conversations)
+    config = pair.ours.config
+    step, state = gradient_of(VisionLanguageObjective(config, tower=True), pair.ours)
+    loss, gradient = step(state, batch)
+    want = their_loss(pair, theirs, conversations)
+    want.backward()
+    np.testing.assert_allclose(loss, want.item(), **LAYER)
+    name = "visual.patch_embed.proj.weight"  # all pictures' way into the model
+    got = publish_qwen_vl(config, gradient).source
+    (theirs_name,) = [n for n, _ in theirs.named_parameters() if n.endswith(name)]
+    (ours_name,) = [n for n in got.specs() if n.endswith(name)]
+    wanted = theirs.get_parameter(theirs_name).grad
+    assert float(wanted.abs().max()) > 0
+    np.testing.assert_allclose(got.read(ours_name), wanted, **WHOLE)
 
 
 _LINEARS = {"q": "self_attn.q_proj", "v": "self_attn.v_proj", "down": "mlp.down_proj"}

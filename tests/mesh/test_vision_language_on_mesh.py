@@ -49,7 +49,7 @@ def make_batch() -> dict[str, np.ndarray]:
     for n in range(14):
         tokens = RNG.integers(0, 60, 6 + n % 5).astype(np.int32)
         tokens[n % 3] = CONFIG.image_token
-        examples.append(TokenExample(tokens, 4 + n % 2, "ab"[n % 2]))
+        examples.append(TokenExample(tokens, 4 + n % 2, ("ab"[n % 2],)))
     return PicturedRows(RowSize(12, 6), CONFIG, Shown()).batch(examples, Bucket(1, 64))
 
 

@@ -41,7 +41,7 @@ def scored(monkeypatch):
             size=RowSize(128, 16),
             length_key="batches.length",
             unsolved="a known answer",
-            data=SimpleNamespace(dir="data"),
+            place="data",
             examples=ExampleOptions(similarity="random"),
             is_solved=lambda question: True,
             open_library=lambda corpus: ExampleLibrary(questions),

@@ -59,7 +59,7 @@ def test_a_conversation_is_that_of_the_chat_template():
         prompt = f"<|im_start|>user\n{picture}\nWhat?<|im_end|>\n<|im_start|>assistant\n"
         assert text(one.tokens[: one.start]) == prompt
         assert text(one.tokens[one.start :]) == "A sun.<|im_end|>"
-    assert (with_picture.picture, without.picture) == ("small", None)
+    assert (with_picture.pictures, without.pictures) == (("small",), ())
     given = example(asked(None)[0], " The sun.", " It is big.")
     assert text(given.tokens[: given.start]).endswith("assistant\nIt is big.")
     assert text(given.tokens[given.start :]) == " The sun.<|im_end|>"

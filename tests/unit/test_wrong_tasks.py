@@ -235,8 +235,8 @@ LETTERS = text_tokenizer()
             "llm",
             {},
             [BARE],
-            r"key data\.split=train: tiny holds no such questions with choices and a known answer; "
-            r"choose another split",
+            r"key data\.split=train: tiny holds no such questions with choices and a known answer, or a "
+            r"conversation; choose another split",
         ),
         (
             "t5",

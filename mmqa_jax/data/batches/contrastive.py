@@ -9,7 +9,7 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import at_least
-from mmqa_jax.data.batches.feed import FeedConfig, Table, augmented, feed_batches
+from mmqa_jax.data.batches.feed import FeedConfig, Table, augmented, feed_batches, mixed
 from mmqa_jax.data.batches.reading import Batches
 from mmqa_jax.data.batches.sampling import PlannedBatch
 from mmqa_jax.data.examples import RawExample
@@ -45,10 +45,12 @@ def contrastive_batches(
     questions: Sequence[Question],
     feed: FeedConfig,
     sampling: ContrastSampling,
+    members: Sequence[int] = (),
 ) -> Batches:
     """Questions against one gold source each and `num_negatives` hard negatives.
 
-    Snippets keep the question's order, pictures are shuffled.
+    Snippets keep the question's order, pictures are shuffled. `members`: of a mixture
+    (`feed.mixture`), the corpus of every question.
 
     A batch of B questions has S = B * (1 + num_negatives) sources, each question's target
     followed by its negatives:
@@ -132,7 +134,7 @@ def contrastive_batches(
             "truncated": query_lost + source_lost.reshape(count, group).sum(axis=1, dtype=np.int32),
         }
 
-    return feed_batches(sample, shapes, make, feed, reader.broken)
+    return feed_batches(mixed(sample, members, feed), shapes, make, feed, reader.broken)
 
 
 def _second_hop_query(question: Tokens, title: Tokens, length: int) -> np.ndarray:

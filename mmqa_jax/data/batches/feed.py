@@ -12,7 +12,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.progress import announce
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.reading import Batches, batch_iterator
-from mmqa_jax.data.batches.sampling import BatchPlan, PlannedBatch, Table
+from mmqa_jax.data.batches.sampling import BatchPlan, PlannedBatch, Table, mixture_epoch
 from mmqa_jax.data.examples import Augment, RawExample
 from mmqa_jax.data.images import BrokenPictures
 from mmqa_jax.data.packing import Bucket, Packed
@@ -56,6 +56,7 @@ class FeedConfig(BatchesSection):
       inputs: the dataclass that holds a batch's VLP arrays, under the key `inputs`:
         models.vlp.VLPInputs; None leaves them flat under their names.
       rows: this process's rows of every batch (core.mesh.local_rows); None: all.
+      mixture: weights of the corpora that the examples are of; empty: each is shown once an epoch.
     """
 
     _: dataclasses.KW_ONLY
@@ -63,6 +64,7 @@ class FeedConfig(BatchesSection):
     augment: Augment | None = None
     inputs: type | None = None
     rows: tuple[int, ...] | None = None
+    mixture: tuple[float, ...] = ()
 
     def __post_init__(self):
         if self.seed < 0:
@@ -100,6 +102,33 @@ def feed_batches(
         workers=feed.workers,
         broken=broken,
     )
+
+
+def mixed(
+    sample: Callable[[int], Table], members: Sequence[int], feed: FeedConfig
+) -> Callable[[int], Table]:
+    """The examples of an epoch by the weights of their corpora: see sampling.mixture_epoch.
+
+    Args:
+      sample: pass -> the examples; the column `question` has their numbers, and an example may have
+        several rows.
+      members: the corpus of every example, by its number.
+    """
+    if not feed.mixture:
+        return sample
+    asked = np.unique(sample(0)["question"])
+    of_asked = np.asarray(members)[asked]
+
+    def sample_mixed(epoch: int) -> Table:
+        tables = []
+        for number, chosen in mixture_epoch(of_asked, feed.mixture, feed.seed, epoch):
+            table = sample(number)
+            rows = np.flatnonzero(np.isin(table["question"], asked[chosen]))
+            tables.append({name: column[rows] for name, column in table.items()})
+        table = {name: np.concatenate([one[name] for one in tables]) for name in tables[0]}
+        return {**table, "member": np.asarray(members)[table["question"]]}
+
+    return sample_mixed
 
 
 def nest_inputs(arrays: Packed, feed: FeedConfig) -> dict[str, Any]:

@@ -10,27 +10,34 @@ from jaxtyping import Int32
 
 from mmqa_jax.data.batches.feed import FeedConfig, Table, feed_batches
 from mmqa_jax.data.batches.reading import Batches
-from mmqa_jax.data.batches.sampling import PlannedBatch
+from mmqa_jax.data.batches.sampling import PlannedBatch, interleaved, mixture_epoch
 from mmqa_jax.data.packing import Bucket, Packed
 
 
 class TokenExample(NamedTuple):
-    """A prompt with its completion.
+    """A prompt with its completion, or a conversation.
 
     Attributes:
-      tokens: of both, special tokens included.
-      start: index of the first token that is learned; all after it are too.
-      picture: name of the picture that one token of the prompt stands for; None: there is none.
+      tokens: of all of it, special tokens included.
+      start: index of the first token that is learned.
+      pictures: names of the pictures that a token each of the prompt stands for.
+      learned: indices of the tokens that are learned, ascending; None: all from `start` on.
     """
 
     tokens: Int32[np.ndarray, " n"]
     start: int
-    picture: str | None = None
+    pictures: tuple[str, ...] = ()
+    learned: Int32[np.ndarray, " t"] | None = None
+
+    @property
+    def places(self) -> np.ndarray:
+        """Indices of the tokens that are learned."""
+        return np.arange(self.start, len(self.tokens)) if self.learned is None else self.learned
 
     @property
     def targets(self) -> int:
         """Tokens that are learned."""
-        return len(self.tokens) - self.start
+        return len(self.tokens) - self.start if self.learned is None else len(self.learned)
 
 
 class RowSize(NamedTuple):
@@ -51,6 +58,7 @@ def language_model_batches(
     *,
     length: int,
     targets: int,
+    members: Sequence[int] = (),
 ) -> Batches:
     """Examples packed into rows; an epoch shows every example once, in one of its versions.
 
@@ -60,25 +68,31 @@ def language_model_batches(
       versions: of every example, as many as `probabilities`, each of which fits a row.
       probabilities: of each version in an epoch; they sum up to 1.
       length, targets: see RowSize.
+      members: of a mixture (`feed.mixture`), the corpus of every example.
     """
     size, count = RowSize(length, targets), len(probabilities)
     flat = [example for own in versions for example in own]
     sizes = np.array([(len(example.tokens), example.targets) for example in flat])
+    corpora = np.asarray(members)
     known: list[Table] = []  # of all epochs, if each example has one version for certain
 
     def sample(epoch: int) -> Table:
         if known:
             return known[0]
         rng = np.random.default_rng((14, feed.seed, epoch))
-        chosen = np.arange(len(versions)) * count + rng.choice(
-            count, len(versions), p=probabilities
-        )
+        shown = np.arange(len(versions))
+        if feed.mixture:
+            parts = mixture_epoch(corpora, feed.mixture, feed.seed, epoch)
+            shown = np.concatenate([part for _, part in parts])
+        chosen = shown * count + rng.choice(count, len(shown), p=probabilities)
         chosen = rng.permutation(chosen)
+        if feed.mixture:
+            chosen = chosen[interleaved(corpora[chosen // count])]
         packed = [chosen[row] for row in pack_rows(sizes[chosen], size)]
         members = np.empty(len(packed), object)
         members[:] = packed
         table = {"members": members, "bucket": np.zeros(len(packed), np.int64)}
-        if max(probabilities) == 1:
+        if max(probabilities) == 1 and not feed.mixture:
             known.append(table)
         return table
 
@@ -149,8 +163,8 @@ def packed_batch(rows: Sequence[Sequence[TokenExample]], size: RowSize) -> Packe
             wide["input_ids"][row, at:end] = example.tokens
             wide["segments"][row, at:end] = number
             wide["positions"][row, at:end] = np.arange(end - at)
-            few["target_positions"][row, learned:last] = np.arange(at + example.start, end) - 1
-            few["target_ids"][row, learned:last] = example.tokens[example.start :]
+            few["target_positions"][row, learned:last] = at + example.places - 1
+            few["target_ids"][row, learned:last] = example.tokens[example.places]
             few["target_segments"][row, learned:last] = number
             at, learned = end, last
     return {**wide, **few}

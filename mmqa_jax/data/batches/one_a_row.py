@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mmqa_jax.data.batches.feed import FeedConfig, Table, feed_batches
+from mmqa_jax.data.batches.feed import FeedConfig, Table, feed_batches, mixed
 from mmqa_jax.data.batches.language_model import TokenExample
 from mmqa_jax.data.batches.reading import Batches
 from mmqa_jax.data.batches.sampling import PlannedBatch
@@ -24,6 +24,7 @@ def example_batches(
     make: Callable[[Sequence[TokenExample], Bucket], Packed],
     more: Callable[[Sequence[int]], Packed] | None = None,
     broken: Sequence[BrokenPictures] = (),
+    members: Sequence[int] = (),
 ) -> Batches:
     """An epoch shows every example once, in one of its versions; a batch has one shape.
 
@@ -37,6 +38,7 @@ def example_batches(
       make: a batch's arrays; a pure function.
       more: further ones, of the numbers of its examples.
       broken: what `make` counts.
+      members: of a mixture (`feed.mixture`), the corpus of every example.
     """
     count, flat = len(probabilities), [example for own in versions for example in own]
     buckets = np.array([bucket_of(example) for example in flat])
@@ -46,13 +48,13 @@ def example_batches(
         chosen = np.arange(len(versions)) * count + rng.choice(
             count, len(versions), p=probabilities
         )
-        return {"example": chosen, "bucket": buckets[chosen]}
+        return {"example": chosen, "question": chosen // count, "bucket": buckets[chosen]}
 
     def make_planned(planned: PlannedBatch, table: Table) -> Packed:
         examples = table["example"]
         arrays = make([flat[i] for i in examples], shapes[planned.bucket])
-        named = (examples // count).astype(np.int32)
+        named = table["question"].astype(np.int32)
         added = {} if more is None else more(named.tolist())
         return {**arrays, "index": named, **added}
 
-    return feed_batches(sample, shapes, make_planned, feed, broken)
+    return feed_batches(mixed(sample, members, feed), shapes, make_planned, feed, broken)

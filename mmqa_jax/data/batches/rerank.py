@@ -17,6 +17,7 @@ from mmqa_jax.data.batches.feed import (
     check_shares,
     example_rng,
     feed_batches,
+    mixed,
     nest_inputs,
 )
 from mmqa_jax.data.batches.reading import Batches
@@ -54,11 +55,13 @@ def rerank_batches(
     packer: Packer,
     feed: FeedConfig,
     sampling: PairSampling = PairSampling(),
+    members: Sequence[int] = (),
 ) -> Batches:
     """(question, candidate) pairs for the source head, pictures and snippets apart.
 
     Every epoch shows all gold sources of a question and a new draw of its hard negatives. Batches
-    mix the pairs of all questions.
+    mix the pairs of all questions. `members`: of a mixture (`feed.mixture`), the corpus of every
+    question.
 
     A batch has the arrays of packing.INPUT_FIELDS (see FeedConfig.inputs) and, each [B]:
     labels int32 (1 = relevant), weights float32 (proportional to 1 / choices of the question, 1
@@ -125,4 +128,6 @@ def rerank_batches(
         arrays["index"] = table["question"].astype(np.int32)
         return nest_inputs(arrays, feed)
 
-    return feed_batches(sample, packer.config.buckets, make, feed, reader.broken)
+    return feed_batches(
+        mixed(sample, members, feed), packer.config.buckets, make, feed, reader.broken
+    )

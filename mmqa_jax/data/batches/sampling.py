@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -119,6 +120,8 @@ class BatchPlan:
             self._merged = merge_rare(counts, self._shapes, self.batch_size)
         rng = np.random.default_rng((10, self.seed, epoch))
         waiting = rng.permutation(len(table["bucket"]))
+        if "member" in table:
+            waiting = waiting[interleaved(table["member"][waiting])]
         if left:  # these come first
             waiting = np.concatenate(
                 [np.arange(len(left["bucket"])), waiting + len(left["bucket"])]
@@ -173,3 +176,60 @@ def merge_rare(
             counts[index + 1] += counts[index]
             target[target == index] = index + 1
     return target
+
+
+# Mixtures of corpora: an epoch shows so many examples of each as its weight asks for, those of a
+# small corpus several times before another's second pass.
+
+
+def mixture_counts(total: int, weights: Sequence[float]) -> Int[np.ndarray, " members"]:
+    """`total` examples divided by weights, the rest by the largest remainders; weights of 0 get
+    none."""
+    shares = total * np.asarray(weights, np.float64) / math.fsum(weights)
+    counts = np.floor(shares).astype(np.int64)
+    order = np.argsort(counts - shares, kind="stable")
+    counts[order[: total - counts.sum()]] += 1
+    return counts
+
+
+def mixture_epoch(
+    members: Int[np.ndarray, " examples"], weights: Sequence[float], seed: int, epoch: int
+) -> list[tuple[int, Int[np.ndarray, " chosen"]]]:
+    """Which examples an epoch of a mixture shows: as many as there are.
+
+    Every corpus's examples are shown in passes, each in an order of its own; an epoch goes on where
+    the one before it ended. It depends on the arguments alone.
+
+    Args:
+      members: number of each example's corpus, in order of `weights`.
+
+    Returns:
+      (pass, the examples that are shown in it), each example at most once in a pass of its corpus.
+    """
+    chosen: dict[int, list[np.ndarray]] = {}
+    for member, count in enumerate(mixture_counts(len(members), weights).tolist()):
+        own = np.flatnonzero(members == member)
+        if not count:
+            continue
+        if not len(own):
+            raise UserError(
+                f"config key data.mixture: corpus {member + 1} has no example to train on in this "
+                "split; leave it out, or choose another split."
+            )
+        first, behind = epoch * count, (epoch + 1) * count
+        for number in range(first // len(own), -(-behind // len(own))):
+            order = np.random.default_rng((16, seed, member, number)).permutation(own)
+            start = number * len(own)
+            part = order[max(first - start, 0) : behind - start]
+            chosen.setdefault(number, []).append(part)
+    return [(number, np.concatenate(parts)) for number, parts in sorted(chosen.items())]
+
+
+def interleaved(members: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+    """An order in which every beginning has each corpus's share, as nearly as whole numbers can;
+    the examples of one corpus keep their order."""
+    places = np.empty(len(members))
+    for member in np.unique(members):
+        own = np.flatnonzero(members == member)
+        places[own] = (np.arange(len(own)) + 0.5) / len(own)
+    return np.argsort(places, kind="stable")

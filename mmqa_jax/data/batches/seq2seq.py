@@ -33,6 +33,7 @@ def seq2seq_batches(
     lengths: Sequence[int],
     targets: int,
     more: Callable[[Sequence[int]], Packed] | None = None,
+    members: Sequence[int] = (),
 ) -> Batches:
     """Prompts and answers; an epoch shows every example once, in one of its versions.
 
@@ -45,6 +46,7 @@ def seq2seq_batches(
         prompts of one.
       targets: tokens of an answer.
       more: of the numbers of a batch's examples: further arrays of it.
+      members: of a mixture (`feed.mixture`), the corpus of every example.
     """
 
     def make(examples: Sequence[TokenExample], bucket: Bucket) -> Packed:
@@ -58,6 +60,7 @@ def seq2seq_batches(
         bucket_of=lambda example: int(np.searchsorted(np.array(lengths), example.start)),
         make=make,
         more=more,
+        members=members,
     )
 
 

@@ -1,0 +1,89 @@
+"""Several prepared corpora as one, whose shares in training are given by weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.chats import MESSAGES
+from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.data.schema import Question, united
+
+_ENDS = ":"  # of the number of its corpus, with which an id or a picture's name begins
+
+
+def open_mixture(places: Sequence[str | os.PathLike]) -> Corpus:
+    """Opens prepared corpora as one. The ids of sources and questions, and the names of pictures,
+    begin with the number of their corpus.
+
+    Raises:
+      UserError: one that cannot be opened, or whose sources stay on disk.
+    """
+    corpora = [open_corpus(place) for place in places]
+    for place, corpus in zip(places, corpora, strict=True):
+        if corpus.on_disk:
+            raise UserError(
+                f"config key data.mixture: the sources of {place} stay on disk, and have no "
+                "questions; leave it out."
+            )
+    sources, questions = [], []
+    for number, corpus in enumerate(corpora):
+        own = f"{number}{_ENDS}"
+        for source in corpus.sources:
+            image = None if source.image is None else own + source.image
+            sources.append(dataclasses.replace(source, id=own + source.id, image=image))
+        questions += [_renamed(question, own) for question in corpus.questions()]
+
+    names = json.dumps([corpus.fingerprint for corpus in corpora])
+    return Corpus(
+        sources,
+        questions,
+        _Pictures(corpora),
+        hashlib.sha256(names.encode()).hexdigest(),
+        materials=united(*(corpus.materials for corpus in corpora)),
+    )
+
+
+def member_of(question: Question) -> int:
+    """The number of the corpus in the mixture that a question is of."""
+    return int(question.id.partition(_ENDS)[0])
+
+
+class _Pictures:
+    """Encoded pictures of all corpora by name."""
+
+    def __init__(self, corpora: Sequence[Corpus]):
+        self._corpora = corpora
+
+    def __call__(self, name: str) -> bytes | None:
+        number, _, own = name.partition(_ENDS)
+        return self._corpora[int(number)].read_picture(own)
+
+
+def _renamed(question: Question, own: str) -> Question:
+    extra = dict(question.extra)
+    if MESSAGES in extra:
+        extra[MESSAGES] = [_renamed_message(message, own) for message in extra[MESSAGES]]
+    return dataclasses.replace(
+        question,
+        id=own + question.id,
+        image=None if question.image is None else own + question.image,
+        more_images=tuple(own + name for name in question.more_images),
+        positives=tuple(own + name for name in question.positives),
+        negatives=tuple(own + name for name in question.negatives),
+        extra=extra,
+    )
+
+
+def _renamed_message(message: dict, own: str) -> dict:
+    if not isinstance(message["content"], list):
+        return message
+    parts = [
+        {**part, "image": own + part["image"]} if part["type"] == "image" else part
+        for part in message["content"]
+    ]
+    return {**message, "content": parts}
