@@ -9,14 +9,14 @@
 # pod, where something else restarts. TERM and Ctrl-C reach the command as TERM, and nothing is
 # started again. Else the exit code is the last attempt's. --members is a shell command that prints
 # the slices or hosts that are there, one a line: each attempt has as many of them as --counts allows
-# (all without it), in MMQA_MEMBERS (with commas) and MMQA_MEMBER_COUNT. Every --every seconds it is
-# asked again; when more can take part, the attempt gets TERM, saves, and starts again with them. Every verb of mmqa continues where it
+# (all without it), in MMQA_MEMBERS (with commas) and MMQA_MEMBER_COUNT. Every --every seconds (or
+# MMQA_MEMBERS_EVERY) it is asked again; when more can take part, the attempt gets TERM, saves, and starts again with them. Every verb of mmqa continues where it
 # stopped, so the command is always the same. Tried without hardware: all of it.
 set -euo pipefail
 # shellcheck source=common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-max_restarts=20 backoff="${MMQA_BACKOFF:-10}" state="" dry_run=0 members="" counts="" every=30
+max_restarts=20 backoff="${MMQA_BACKOFF:-10}" state="" dry_run=0 members="" counts="" every="${MMQA_MEMBERS_EVERY:-30}"
 longest=600 # seconds: the longest wait, and how long an attempt lasts that counts as a good start
 while [ $# -gt 0 ]; do
   case "$1" in

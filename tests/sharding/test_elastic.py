@@ -22,14 +22,18 @@ STEPS = 24
 TRAIN = {"steps": STEPS, "log_every": 1, "checkpoint_every": 10, "evaluate_every": 0}
 
 
-def attempt(workdir, folder, slices, name, happen=None, local_every=2):
-    """One launch: a process of two devices for each of the slices, each with its own disk."""
+def attempt(workdir, folder, slices, name, happen=None, within="fsdp"):
+    """One launch: a process of two devices for each of the slices, each with its own disk.
+
+    Args:
+      within: the axis of the mesh that a slice's devices are on.
+    """
     return tiny(
         len(slices),
         workdir,
         devices=2,
-        mesh={"data": -1, "fsdp": 2},
-        train={**TRAIN, "checkpoint_local_every": local_every},
+        mesh={"data": -1, within: 2},
+        train={**TRAIN, "checkpoint_local_every": 2},
         local=str(folder / "disks"),
         slices=slices,
         ids=str(folder / name),
@@ -72,7 +76,7 @@ def test_a_slice_dies_and_comes_back(tmp_path, monkeypatch):
     assert " is lost: " in left[1].splitlines()[-1]
 
     killed = {"what": "SIGKILL", "process": 0, "batch": 5}
-    (alone,) = outcomes(attempt(run, tmp_path, [1], "alone", killed), timeout=200)
+    (alone,) = outcomes(attempt(run, tmp_path, [1], "alone", killed, "tensor"), timeout=200)
     assert alone[0] == -signal.SIGKILL, alone
 
     shutil.rmtree(tmp_path / "disks" / "0")  # the slice that comes back is another machine

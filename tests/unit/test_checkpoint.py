@@ -10,8 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from mmqa_jax.core.checkpoint import Checkpoints
-from mmqa_jax.core.checksums import SUMS
+from mmqa_jax.core import distributed
+from mmqa_jax.core.checkpoint import Checkpoints, _open_local
+from mmqa_jax.core.checksums import SUMS, write_sums
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.local_checkpoints import local_folder
 
@@ -164,6 +165,14 @@ def flip(file):
     file.write_bytes(content)
 
 
+def drop_a_block(copy):
+    """Of an array, as if another host had it."""
+    index = json.loads((copy / "index.json").read_text())
+    index["arrays"]["params/kernel"][2].pop()
+    (copy / "index.json").write_text(json.dumps(index))
+    write_sums(copy)
+
+
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
@@ -175,6 +184,7 @@ def flip(file):
         (lambda copy: (copy / "index.json").unlink(), "index.json is missing"),
         (lambda copy: copy.rename(copy.with_name(f"{copy.name}.unfinished")), None),  # kill -9
         (lambda copy: shutil.rmtree(copy), None),  # a host that was replaced
+        (drop_a_block, None),
     ],
 )
 def test_a_local_checkpoint_that_is_not_whole_is_left_out(folder, local, capsys, damage, named):
@@ -202,6 +212,12 @@ def test_local_checkpoints_of_a_run_that_begins_anew_are_not_taken(folder, local
 def test_a_local_checkpoint_of_another_config_is_refused(folder, local):
     with pytest.raises(UserError, match=rf"{local}.* is a checkpoint of another config"):
         resumed(folder, local, 24, fingerprint="other")
+
+
+def test_a_local_folder_that_one_process_lacks(folder, local, monkeypatch):
+    monkeypatch.setattr(distributed, "gather", lambda name, value: [value, not value])
+    with pytest.raises(UserError, match="process 1 has no MMQA_LOCAL_CHECKPOINTS and others have"):
+        _open_local(folder, local)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ IMAGE = "IMAGE=registry/mmqa:tpu"
 _TPU = ("--name=mmqa", "--zone=us-west4-a", "--project=lab", "--dry_run")
 DRY_RUNS = {
     "slurm": ("slurm.sbatch", "--dry_run", *TRAIN),
+    "slurm_elastic": ("slurm.sbatch", "--dry_run", "--elastic=4,2,1", *TRAIN),
     "slurm_array": ("slurm_array.sbatch", "--dry_run", *EMBED),
     "babysit": ("babysit.sh", "--dry_run", "--max_restarts=5", *TRAIN),
     "two_processes": ("two_processes.sh", "--dry_run", *TRAIN),
