@@ -134,10 +134,10 @@ class Checkpoints:
     def committed_step(self) -> int | None:
         """The newest step that is complete now, whatever is being saved.
 
-        On several processes a local one does not count: some may be lost with it.
+        A local one counts if this process has all of it: a part may be lost with another host.
         """
         steps = set(self._ocp.utils.checkpoint_steps(self._manager.directory))
-        if self._local is not None and jax.process_count() == 1:
+        if self._local is not None:
             steps.add(self._local.committed_step() or 0)
         return max(steps, default=0) or None
 

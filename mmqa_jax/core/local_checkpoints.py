@@ -116,13 +116,17 @@ class LocalCheckpoints:
         self._writer = ThreadPoolExecutor(max_workers=1)
         self._writing: Future[None] | None = None
         self._committed: int | None = None
+        self._is_whole = False  # this process has all blocks of what it saved
         for leftover in self.folder.glob(f"*{_UNFINISHED}"):
             shutil.rmtree(leftover, ignore_errors=True)
         distributed.barrier("local leftovers are gone")
 
     def committed_step(self) -> int | None:
-        """The step that this process saved last in this attempt; None if there is none."""
-        return self._committed
+        """The step that a restart of this process alone can take; None if there is none.
+
+        That is the last one of this attempt, if the process has all blocks of all arrays.
+        """
+        return self._committed if self._is_whole else None
 
     def save(self, step: int, arrays: Mapping[str, jax.Array], record: Mapping[str, Any]) -> None:
         """Starts to save; returns once all is copied, so that the arrays may be donated.
@@ -143,6 +147,9 @@ class LocalCheckpoints:
         for blocks in held.values():
             for data in blocks.values():
                 data.copy_to_host_async()
+        self._is_whole = all(
+            sum(map(_size, blocks)) == arrays[name].size for name, blocks in held.items()
+        )
         described, copies, offset = {}, [], 0
         for name, blocks in held.items():
             placed = []
@@ -164,6 +171,7 @@ class LocalCheckpoints:
     def remove(self) -> None:
         """Removes all local checkpoints of the run on this host."""
         self.wait()
+        distributed.barrier("local checkpoints are written")  # by others of this host
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self) -> None:
@@ -210,17 +218,12 @@ class LocalCheckpoints:
                 wanting = {
                     p for p, wanted in needed.items() if any(_meet(block, w) for w in wanted)
                 }
-                if wanting.issubset(holders):
-                    data = (
-                        self._read(found, name, block, target) if self._process in wanting else None
-                    )
-                else:
-                    own = (
-                        self._read(found, name, block, target)
-                        if self._process == holders[0]
-                        else None
-                    )
-                    data = _broadcast(own, _size(block) * target.dtype.itemsize, holders[0])
+                is_sent = not wanting.issubset(holders)
+                readers = holders[:1] if is_sent else wanting
+                reads = self._process in readers
+                data = self._read(found, name, block, target) if reads else None
+                if is_sent:
+                    data = _broadcast(data, _size(block) * target.dtype.itemsize, holders[0])
                     sent += data.nbytes
                 if self._process in wanting:
                     shape = [stop - start for start, stop in block]

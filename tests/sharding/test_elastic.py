@@ -74,6 +74,7 @@ def test_a_slice_dies_and_comes_back(tmp_path, monkeypatch):
     dead, left = outcomes(attempt(run, tmp_path, [0, 1], "both", killed), timeout=200)
     assert (dead[0], left[0]) == (-signal.SIGKILL, 1), (dead, left)
     assert " is lost: " in left[1].splitlines()[-1]
+    assert left[1].splitlines()[-1].endswith("it resumes from step 12.")  # it has all of it
 
     killed = {"what": "SIGKILL", "process": 0, "batch": 5}
     (alone,) = outcomes(attempt(run, tmp_path, [1], "alone", killed, "tensor"), timeout=200)
