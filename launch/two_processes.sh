@@ -3,13 +3,14 @@
 #   launch/two_processes.sh [--processes=2] [--slices] [--dry_run] COMMAND...
 # Each process gets the variables that hosts get on a pod, and computes on the CPU unless
 # JAX_PLATFORMS says otherwise; with --slices each is a slice by name. Lines of output begin with the
-# process's number. When one fails the others get TERM, and its exit code is the script's.
+# process's number. When one fails the others get TERM, and its exit code is the script's. Under
+# `babysit.sh --members` there are as many processes as members.
 # Tried without hardware: all of it.
 set -euo pipefail
 # shellcheck source=common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-processes=2 dry_run=0
+processes="${MMQA_MEMBER_COUNT:-2}" dry_run=0
 while [ $# -gt 0 ]; do
   case "$1" in
     --processes=*) processes="$(value_of "$1")" ;;

@@ -63,6 +63,7 @@ def get_config(mode: str = "") -> ConfigDict:
         },
         "log_every": 10,
         "checkpoint_every": 40,
+        "checkpoint_local_every": 0,
         "evaluate_every": 0,
         "accumulate": 1,
         "keep": 1,

@@ -89,6 +89,7 @@ def get_config(mode: str = "finetune") -> ConfigDict:
         },
         "log_every": 100,
         "checkpoint_every": 2000,
+        "checkpoint_local_every": 0,
         "evaluate_every": 0,
         "accumulate": 1,
         "keep": 1,

@@ -63,6 +63,7 @@ def get_config(mode: str = "") -> ConfigDict:
         },
         "log_every": 5,
         "checkpoint_every": 50,
+        "checkpoint_local_every": 0,
         "evaluate_every": 0,
         "accumulate": 1,
         "keep": 1,

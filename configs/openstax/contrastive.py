@@ -62,6 +62,7 @@ def get_config(mode: str = "") -> ConfigDict:
         },
         "log_every": 5,
         "checkpoint_every": 25,
+        "checkpoint_local_every": 0,
         "evaluate_every": 0,
         "accumulate": 1,
         "keep": 1,

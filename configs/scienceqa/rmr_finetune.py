@@ -78,6 +78,7 @@ def get_config(mode: str = "") -> ConfigDict:
         },
         "log_every": 5,
         "checkpoint_every": 100,
+        "checkpoint_local_every": 0,
         "evaluate_every": 50,
         "accumulate": 1,
         "keep": 1,

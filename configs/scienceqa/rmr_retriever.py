@@ -81,6 +81,7 @@ def _training(mode: str) -> ConfigDict:
         },
         "log_every": 5,
         "checkpoint_every": 100,
+        "checkpoint_local_every": 0,
         "evaluate_every": 20,
         "accumulate": 1,
         "keep": 1,

@@ -64,6 +64,7 @@ def get_config(mode: str = "") -> ConfigDict:
         },
         "log_every": 20,
         "checkpoint_every": 1000,
+        "checkpoint_local_every": 0,
         "evaluate_every": 1000,
         "accumulate": 1,
         "keep": 1,

@@ -73,6 +73,7 @@ def get_config(mode: str = "") -> ConfigDict:
         },
         "log_every": 10,
         "checkpoint_every": 100,
+        "checkpoint_local_every": 0,
         "evaluate_every": 50,
         "accumulate": 1,
         "keep": 2,

@@ -48,6 +48,7 @@ def get_config(mode: str = "") -> ConfigDict:
         },
         "log_every": 20,
         "checkpoint_every": 500,
+        "checkpoint_local_every": 0,
         "evaluate_every": 500,
         "accumulate": 1,
         "keep": 1,

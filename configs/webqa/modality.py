@@ -50,6 +50,7 @@ def get_config(mode: str = "") -> ConfigDict:
         },
         "log_every": 1,
         "checkpoint_every": 36,
+        "checkpoint_local_every": 0,
         "evaluate_every": 0,
         "accumulate": 1,
         "keep": 1,

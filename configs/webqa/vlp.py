@@ -109,6 +109,7 @@ def train(questions: int, epochs: int, rate: float, *, parts: int) -> dict:
         },
         "log_every": 10,
         "checkpoint_every": 250,
+        "checkpoint_local_every": 0,
         "evaluate_every": 250,
         "accumulate": parts,
         "keep": 2,

@@ -4,7 +4,8 @@ A checkpoint holds four items that are committed together or not at all: `params
 (step and optimizer state), `iterator` (the data iterator's state, per process) and `meta`
 (config fingerprint, seed, what else the loop needs). Arrays are stored under plain names
 (`encoder/layers/query/kernel`). The score of a checkpoint that was evaluated is Orbax's `metrics`
-of it. SHA256SUMS tells whether the files are those that were saved.
+of it. SHA256SUMS tells whether the files are those that were saved. Between them there may be
+checkpoints on the hosts' own disks, with the same content; see core.local_checkpoints.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import copy
 import json
 import math
 import os
+import secrets
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +29,8 @@ import numpy as np
 from mmqa_jax.core import distributed
 from mmqa_jax.core.checksums import files_below, find_damage, write_sums
 from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.local_checkpoints import LocalCheckpoints
 from mmqa_jax.core.orbax_s3 import teach_orbax_s3
 from mmqa_jax.core.paths import (
     absolute,
@@ -42,6 +46,7 @@ from mmqa_jax.core.trees import flatten_named, nest, unflatten_named, unnest
 from mmqa_jax.core.workdir import steps_in
 
 _DELETED = "deleted"  # folder beside the steps
+_RUN = "run.json"  # beside the steps: the name of the run's folder on the hosts' own disks
 
 
 class Restored(NamedTuple):
@@ -69,9 +74,10 @@ class Checkpoints:
       former: further fingerprints of the same experiment, as older checkpoints have them.
       keep: how many of the latest ones to keep. The best one is kept besides.
       skip_damaged: whether damaged ones are set aside; see `check_steps`.
+      local: folder on this host's own disk for `save_local`; None: there is none.
 
     Raises:
-      UserError: a damaged checkpoint.
+      UserError: a damaged checkpoint; a local folder that some processes do not have.
     """
 
     def __init__(
@@ -82,6 +88,7 @@ class Checkpoints:
         former: Collection[str] = (),
         keep: int = 2,
         skip_damaged: bool = False,
+        local: Path | None = None,
     ):
         import orbax.checkpoint as ocp
 
@@ -93,6 +100,7 @@ class Checkpoints:
         self._saving = 0  # the step that was saved last
         _remove_uncommitted(self.folder)
         self._remove_deleted()
+        self._local = _open_local(self.folder, local)
         check_steps(self.folder, skip_damaged=skip_damaged)
         self._manager = ocp.CheckpointManager(
             self.folder,
@@ -124,8 +132,14 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def committed_step(self) -> int | None:
-        """The newest step that is complete in the folder now, whatever is being saved."""
-        return max(self._ocp.utils.checkpoint_steps(self._manager.directory), default=None)
+        """The newest step that is complete now, whatever is being saved.
+
+        A local one counts if this process has all of it: a part may be lost with another host.
+        """
+        steps = set(self._ocp.utils.checkpoint_steps(self._manager.directory))
+        if self._local is not None:
+            steps.add(self._local.committed_step() or 0)
+        return max(steps, default=0) or None
 
     def best(self) -> Best | None:
         """The best checkpoint of those with a score, None if there is none.
@@ -162,8 +176,7 @@ class Checkpoints:
           score: of an evaluation at this step, the higher the better; None: not evaluated.
         """
         args = self._ocp.args
-        # A copy: Orbax writes it later, when the caller may have changed what is in it.
-        meta = copy.deepcopy({**meta, "fingerprint": self._fingerprint})
+        meta = self._described(meta)
         self.wait()  # the save before it still needs its number
         self._saving = step
         self._manager.save(
@@ -178,8 +191,20 @@ class Checkpoints:
             force=True,
         )
 
+    def save_local(
+        self, step: int, *, params: Any, train: Any, iterator: Any, meta: Mapping[str, Any]
+    ) -> None:
+        """Starts to save on the hosts' own disks; arguments as of `save`."""
+        assert self._local is not None, "there is no local folder"
+        record = {"iterator": _iterator_states(iterator), "meta": self._described(meta)}
+        self._local.save(step, _named_items(params, train), record)
+
+    def _described(self, meta: Mapping[str, Any]) -> dict[str, Any]:
+        # A copy: it is written later, when the caller may have changed what is in it.
+        return copy.deepcopy({**meta, "fingerprint": self._fingerprint})
+
     def restore_latest(self, *, params: Any, train: Any, iterator: Any) -> Restored | None:
-        """Restores the newest complete checkpoint, None if there is none.
+        """Restores the newest complete checkpoint, local or not; None if there is none.
 
         Args:
           params, train: the abstract pytrees: jax.ShapeDtypeStructs with the shardings that
@@ -190,6 +215,20 @@ class Checkpoints:
           UserError: a checkpoint of another config or model, with path and keys; a damaged one.
         """
         step = self.latest_step()
+        if self._local is not None:
+            named = _named_items(params, train)
+            found = self._local.newest(after=step or 0, wanted=named)
+            if found is not None:
+                meta = found.record["meta"]
+                self._check_fingerprint(meta["fingerprint"], self._local.folder)
+                arrays = self._local.restore(found, named)
+                _set_iterator_state(iterator, found.record["iterator"], self._local.folder)
+                return Restored(
+                    unflatten_named(params, _item(arrays, "params")),
+                    unflatten_named(train, _item(arrays, "train")),
+                    meta,
+                    found.step,
+                )
         if step is None:
             return None
         args = self._ocp.args
@@ -201,11 +240,7 @@ class Checkpoints:
             )
             meta, states = light["meta"], light["iterator"]
             fingerprint, _ = meta["fingerprint"], states["0"]  # there, or damaged
-        if fingerprint not in (self._fingerprint, *self._former):
-            raise UserError(
-                f"{folder}: is a checkpoint of another config (fingerprint {fingerprint}, "
-                f"this run has {self._fingerprint}); name a new --workdir or use that run's config."
-            )
+        self._check_fingerprint(fingerprint, folder)
         targets = {"params": flatten_named(params), "train": flatten_named(train)}
         restored = {item: args.StandardRestore(nest(target)) for item, target in targets.items()}
         with _report_damage(folder, remedy):
@@ -219,6 +254,13 @@ class Checkpoints:
             meta,
             step,
         )
+
+    def _check_fingerprint(self, fingerprint: str, folder: Path) -> None:
+        if fingerprint not in (self._fingerprint, *self._former):
+            raise UserError(
+                f"{folder}: is a checkpoint of another config (fingerprint {fingerprint}, "
+                f"this run has {self._fingerprint}); name a new --workdir or use that run's config."
+            )
 
     def restore_params(self, step: int, params: Any) -> Any:
         """The parameters of one checkpoint.
@@ -246,10 +288,17 @@ class Checkpoints:
         self._manager.wait_until_finished()
         self._remove_deleted()
 
+    def remove_local(self) -> None:
+        """Removes the local checkpoints of a run that has ended."""
+        if self._local is not None:
+            self._local.remove()
+
     def close(self) -> None:
         """Waits for the last save and frees the manager's threads."""
         try:
             self._manager.close()
+            if self._local is not None:
+                self._local.close()
         finally:
             self._remove_deleted()
 
@@ -276,6 +325,37 @@ class Checkpoints:
             with contextlib.suppress(OSError):  # not empty, as they are where nothing was deleted
                 Path(self.folder).rmdir()
                 Path(self.folder).parent.rmdir()
+
+
+def _open_local(folder: Path, local: Path | None) -> LocalCheckpoints | None:
+    """The local checkpoints of the run whose others are in `folder`; all processes call it.
+
+    The run's name is a random one in that folder: a run that begins anew finds no older copies.
+    """
+    has = distributed.gather("local folders", local is not None)
+    if not any(has):
+        return None
+    if not all(has):
+        raise UserError(
+            f"environment: process {has.index(False)} has no MMQA_LOCAL_CHECKPOINTS and others "
+            "have; set it on every host."
+        )
+    name, file = None, folder / _RUN
+    if jax.process_index() == 0:
+        if not file.exists():
+            write_json(file, {"run": secrets.token_hex(8)})
+        name = read_json(file)["run"]
+    return LocalCheckpoints(local, distributed.gather("run", name)[0])
+
+
+def _named_items(params: Any, train: Any) -> dict[str, Any]:
+    """The leaves of both, under `params/` and `train/`."""
+    return flatten_named({"params": params, "train": train})
+
+
+def _item(arrays: Mapping[str, Any], item: str) -> dict[str, Any]:
+    start = f"{item}/"
+    return {n.removeprefix(start): array for n, array in arrays.items() if n.startswith(start)}
 
 
 def _remove_uncommitted(folder: str | os.PathLike) -> None:

@@ -1,10 +1,13 @@
 """Goodput: the share of a run's wall time, restarts included, that went into steps that count.
 
 Process 0 keeps attempts.jsonl in the workdir, a row at the start of every attempt, at every
-checkpoint, at the end, and for the time since then at the last step that is known of:
+checkpoint (of the local ones the last two), at the end, and for the time since then at the last
+step that is known of:
 
-    {"event": "start" | "save" | "stop" | "end" | "step", "time": seconds since the epoch,
+    {"event": "start" | "save" | "local" | "stop" | "end" | "step", "time": seconds since the epoch,
      "step": n, "elapsed": seconds of this attempt, "seconds": {phase: seconds of this attempt}}
+
+A start also has "devices", their number, which another number of slices changes.
 
 Rows of earlier attempts stay, so that what a kill interrupted is in it as well. An attempt that
 starts from step n says which steps of the earlier ones count: those up to n.
@@ -55,10 +58,13 @@ class Attempts:
 
         if jax.process_index() == 0:
             self._rows = read_attempts(self._folder)
-            self._write("start", step, self._started, self._began, {})
+            devices = jax.device_count()
+            self._write("start", step, self._started, self._began, {}, devices=devices)
 
     def note(self, event: str, step: int, seconds: Mapping[str, float]) -> None:
         """A row; one of the event `step` at most every 30 seconds, in place of the last one.
+
+        One of the event `local` takes the place of the last but one: no restart goes back further.
 
         Args:
           seconds: of this attempt so far, by phase (TimeSplit.total).
@@ -68,6 +74,12 @@ class Attempts:
             return
         if self._rows[-1]["event"] == "step":
             del self._rows[-1]
+        if event == "local":
+            events = [row["event"] for row in self._rows]
+            first = max(place for place, event in enumerate(events) if event == "start")
+            local = [place for place in range(first, len(events)) if events[place] == "local"]
+            for place in local[-2:-1]:
+                del self._rows[place]
         self._write(event, step, self._now(), now, seconds)
 
     def goodput(self) -> Goodput | None:
@@ -75,7 +87,13 @@ class Attempts:
         return goodput(self._rows)
 
     def _write(
-        self, event: str, step: int, at: float, now: float, seconds: Mapping[str, float]
+        self,
+        event: str,
+        step: int,
+        at: float,
+        now: float,
+        seconds: Mapping[str, float],
+        **further: int,
     ) -> None:
         self._last = now
         self._rows.append(
@@ -85,6 +103,7 @@ class Attempts:
                 "step": step,
                 "elapsed": round(now - self._began, 3),
                 "seconds": {name: round(value, 3) for name, value in seconds.items()},
+                **further,
             }
         )
         try:  # whole: the folder may be in a store that cannot append
@@ -105,7 +124,8 @@ class Goodput:
       seconds: what the time went into; the values add up to `wall_seconds`. `counted`: computing
         steps that count; `lost`: those that do not; `input`, `compile`, `checkpoint`, `evaluate`;
         `start`: all else of an attempt, mostly before its first step; `between`: from an attempt's
-        last row to the next start.
+        last row to the next start, where the time is in which a lost host was not yet missed.
+      fewer_devices_seconds: of attempts on fewer devices than others of this run had.
     """
 
     share: float
@@ -113,6 +133,7 @@ class Goodput:
     attempts: int
     lost_steps: int
     seconds: Mapping[str, float]
+    fewer_devices_seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         """JSON values, seconds to three digits behind the point."""
@@ -122,6 +143,7 @@ class Goodput:
             "attempts": self.attempts,
             "lost_steps": self.lost_steps,
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+            "fewer_devices_seconds": round(self.fewer_devices_seconds, 3),
         }
 
     def text(self) -> str:
@@ -135,8 +157,10 @@ class Goodput:
         other = f" ({', '.join(shares)})" if shares else ""
         attempts = f", {self.attempts} attempts" if self.attempts > 1 else ""
         lost = f", {self.lost_steps} steps lost" if self.lost_steps else ""
-        whole = duration(self.wall_seconds)
-        return f"{100 * self.share:.0f} % of {whole} in steps that count{other}{attempts}{lost}"
+        fewer = self.fewer_devices_seconds
+        reduced = f", {duration(fewer)} on fewer devices" if fewer else ""
+        whole = f"{100 * self.share:.0f} % of {duration(self.wall_seconds)}"
+        return f"{whole} in steps that count{other}{attempts}{lost}{reduced}"
 
 
 def goodput(rows: Sequence[Mapping[str, Any]]) -> Goodput | None:
@@ -148,7 +172,8 @@ def goodput(rows: Sequence[Mapping[str, Any]]) -> Goodput | None:
         attempts[-1].append(row)
     seconds = dict.fromkeys(("counted", "lost", *PHASES, "start", "between"), 0.0)
     del seconds["compute"]
-    lost_steps = 0
+    lost_steps, fewer = 0, 0.0
+    most = max((attempt[0].get("devices", 0) for attempt in attempts), default=0)
     for number, attempt in enumerate(attempts):
         last = attempt[-1]
         spent = dict.fromkeys(PHASES, 0.0) | last["seconds"]
@@ -162,13 +187,15 @@ def goodput(rows: Sequence[Mapping[str, Any]]) -> Goodput | None:
         for phase in PHASES:
             if phase != "compute":
                 seconds[phase] += spent[phase]
+        if attempt[0].get("devices", most) < most:
+            fewer += last["elapsed"]
         seconds["start"] += max(0.0, last["elapsed"] - sum(spent.values()))
         if number + 1 < len(attempts):
             seconds["between"] += max(0.0, attempts[number + 1][0]["time"] - last["time"])
     wall = sum(seconds.values())
     if wall <= 0:
         return None
-    return Goodput(seconds["counted"] / wall, wall, len(attempts), lost_steps, seconds)
+    return Goodput(seconds["counted"] / wall, wall, len(attempts), lost_steps, seconds, fewer)
 
 
 def read_attempts(folder: Path) -> list[dict[str, Any]]:
@@ -212,6 +239,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
             isinstance(row["event"], str)
             and type(row["step"]) is int
             and 0 <= row["step"] < _MOST_STEPS
+            and type(row.get("devices", 0)) is int
             and all(map(_is_time, (row["time"], row["elapsed"], *row["seconds"].values())))
         )
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):

@@ -26,6 +26,7 @@ from mmqa_jax.core.config import config_fingerprint
 from mmqa_jax.core.disk_errors import report_full_disk
 from mmqa_jax.core.errors import RunError
 from mmqa_jax.core.files import write_json
+from mmqa_jax.core.local_checkpoints import local_folder
 from mmqa_jax.core.mesh import batch_blocks, local_blocks, put_batch
 from mmqa_jax.core.metrics import MetricsWriter
 from mmqa_jax.core.paths import as_path
@@ -184,6 +185,7 @@ def train(
             former=[config_fingerprint({"train": former, **further})],
             keep=options.keep,
             skip_damaged=resuming.skip_damaged,
+            local=local_folder(os.environ, options.checkpoint_local_every),
         ) as checkpoints,
     ):
         state, first, meta = _restore_or_start(
@@ -240,12 +242,15 @@ def train(
                 stopped = stop.received(checkpoints, step)
                 if stopped or is_best or _due(step, options.checkpoint_every, options.steps):
                     run.save(step, state, score)
+                elif options.checkpoint_local_every and not step % options.checkpoint_local_every:
+                    run.save_local(step, state)
                 if best is not None and is_best:
                     run.save_best(step, best, state)
                 if stopped:
                     run.finish("stop", step)
                     stop.leave(title, step, folder)
             run.finish("end", steps)
+            checkpoints.remove_local()
         there.check()
         metadata = {**(metadata or {}), "step": steps, "seed": seed}
         save_trained(folder, *finished(model, state.params, state.frozen, finish), metadata)
@@ -388,23 +393,32 @@ class _Run:
 
     def save(self, step: int, state: TrainState, score: float | None) -> None:
         """Starts a checkpoint, after checking that all values so far are finite."""
+        self._checkpoints.save(step, **self._state_to_save(step, state), score=score)
+        self._saved("save", step)
+
+    def save_local(self, step: int, state: TrainState) -> None:
+        """The same on the hosts' own disks."""
+        self._checkpoints.save_local(step, **self._state_to_save(step, state))
+        self._saved("local", step)
+
+    def _state_to_save(self, step: int, state: TrainState) -> dict[str, Any]:
         self._outputs.there.check()
         self.check_finite()
         self._split.lap("compute")
         self._watchdog.beat(step, "saving")
         self._metrics.flush()
         window = {"sums": self._sums, "count": self._count, "skipped": self._finite.skipped}
-        self._checkpoints.save(
-            step,
-            params=state.params,
-            train={"step": state.step, "optimizer": state.optimizer},
-            iterator=self._batches,
+        return {
+            "params": state.params,
+            "train": {"step": state.step, "optimizer": state.optimizer},
+            "iterator": self._batches,
             # A log window may span a checkpoint: keep its first part.
-            meta={"seed": self._seed, "window": window, "steps": self._options.steps},
-            score=score,
-        )
+            "meta": {"seed": self._seed, "window": window, "steps": self._options.steps},
+        }
+
+    def _saved(self, event: str, step: int) -> None:
         self._split.lap("checkpoint")
-        self._outputs.attempts.note("save", step, self._split.total)
+        self._outputs.attempts.note(event, step, self._split.total)
 
     def save_best(self, step: int, best: BestWeights, state: TrainState) -> None:
         """Writes the weights of a step that is the best so far; its checkpoint is saved first."""

@@ -26,6 +26,8 @@ class LoopOptions:
       rules: logical axis -> mesh axes.
       log_every, checkpoint_every, evaluate_every: in steps, and at the end; with 0 checkpoints
         are only saved at the end, and nothing is evaluated.
+      checkpoint_local_every: the same of checkpoints on the hosts' own disks, with 0 none; see
+        core.local_checkpoints.
       accumulate: parts of an update, one after another: each has `batches.batch_size` / accumulate
         examples and a shape of its own, and only one is in memory (see make_step).
       keep: how many of the latest checkpoints; the best one is kept besides.
@@ -39,6 +41,7 @@ class LoopOptions:
     rules: Rules = DEFAULT_RULES
     log_every: int = at_least(1, 10)
     checkpoint_every: int = at_least(0, 500)
+    checkpoint_local_every: int = at_least(0, 0)
     evaluate_every: int = at_least(0, 0)
     accumulate: int = at_least(1, 1)
     keep: int = at_least(1, 2)
@@ -72,8 +75,8 @@ def check_batch_size(size: int, mesh: Mesh, accumulate: int) -> None:
 # Keys of the section `train` that are no part of the experiment. `steps` decides the schedule: see
 # `check_steps`.
 FREE = (
-    *("rules", "log_every", "checkpoint_every", "evaluate_every"),
-    *("keep", "on_nan", "skip_at_most"),
+    *("rules", "log_every", "checkpoint_every", "checkpoint_local_every"),
+    *("evaluate_every", "keep", "on_nan", "skip_at_most"),
 )
 
 

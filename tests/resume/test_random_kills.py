@@ -10,16 +10,11 @@ import pytest
 import tiny_run
 from test_training_resume import assert_same_run
 
+from mmqa_jax.training.attempts import read_attempts
 from mmqa_jax.weights.record import read_metadata
 
-SETTINGS = {"log_every": 4, "checkpoint_every": 3, "evaluate_every": 15}
+SETTINGS = {"log_every": 4, "evaluate_every": 15}
 SEED = 20
-
-
-def newest(workdir):
-    """The latest complete checkpoint, 0 without one."""
-    names = [folder.name for folder in (workdir / "checkpoints").glob("*")]
-    return max([0, *(int(name) for name in names if name.isdigit())])
 
 
 def killed(attempt, workdir, kills, changes):
@@ -27,19 +22,17 @@ def killed(attempt, workdir, kills, changes):
     process, runs to the end.
 
     Returns:
-      For each attempt that died, the checkpoint that it resumed from.
+      For each attempt, the checkpoint that it resumed from; 0: none.
     """
-    chance, origins = random.Random(SEED), []
-    settings = json.dumps(changes)
-    while len(origins) < kills:
-        origin, moment = newest(workdir), (chance.randint(1, 12), chance.uniform(0, 0.25))
+    chance, settings = random.Random(SEED), json.dumps(changes)
+    for _ in range(kills):
+        moment = chance.randint(1, 12), chance.uniform(0, 0.25)
         ended = attempt(workdir, "random", *moment, settings)
         if ended.code == 0:
             break  # it was done before it could be killed
         assert ended.code == -signal.SIGKILL, ended.said
-        origins.append(origin)
     tiny_run.run(workdir, tiny_run.pipeline(), validation=tiny_run.KEEP_BEST, **changes)
-    return origins
+    return [row["step"] for row in read_attempts(workdir) if row["event"] == "start"]
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +40,16 @@ def kills(request):
     return request.config.getoption("--kills")
 
 
-def test_killed_at_random_moments(tmp_path, kills, attempt):
-    changes = {"steps": 8 * kills, **SETTINGS}
-    seldom = changes | {"checkpoint_every": 15}
+@pytest.mark.parametrize(
+    "every",
+    [{"checkpoint_every": 3}, {"checkpoint_every": 20, "checkpoint_local_every": 2}],
+    ids=["workdir", "own_disk"],
+)
+def test_killed_at_random_moments(tmp_path, kills, attempt, monkeypatch, every):
+    if "checkpoint_local_every" in every:
+        monkeypatch.setenv("MMQA_LOCAL_CHECKPOINTS", str(tmp_path / "disk"))
+    changes = {"steps": 8 * kills, **SETTINGS, **every}
+    seldom = {"steps": 8 * kills, **SETTINGS, "checkpoint_every": 15}
     tiny_run.run(
         tmp_path / "undisturbed", tiny_run.pipeline(), validation=tiny_run.KEEP_BEST, **seldom
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 
@@ -16,6 +17,7 @@ from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.metrics import read_metrics
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.training import loop
+from mmqa_jax.training.attempts import read_attempts
 from mmqa_jax.training.throughput import CLOCK_COLUMNS
 from mmqa_jax.weights.folder import load_weights, save_trained
 from mmqa_jax.weights.record import read_metadata
@@ -88,6 +90,21 @@ def test_killed_runs_end_equal_to_an_uninterrupted_one(tmp_path, uninterrupted, 
         weights(tmp_path)
     run(tmp_path)
     assert_same_run(tmp_path, uninterrupted)
+
+
+@pytest.mark.parametrize("batch", [19, 20])  # between two local ones, and while one is written
+def test_a_run_resumes_from_the_hosts_own_disk(
+    tmp_path, uninterrupted, killed_run, monkeypatch, batch
+):
+    """Equal to an uninterrupted one, from a step that the workdir does not have."""
+    monkeypatch.setenv("MMQA_LOCAL_CHECKPOINTS", str(tmp_path / "disk"))
+    every = {"checkpoint_every": 50, "checkpoint_local_every": 3}
+    killed_run(tmp_path / "run", "at_batch", batch, json.dumps(every))
+    assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
+    run(tmp_path / "run", **every)
+    starts = [row["step"] for row in read_attempts(tmp_path / "run") if row["event"] == "start"]
+    assert starts in ([0, 15], [0, 18])
+    assert_same_run(tmp_path / "run", uninterrupted)
 
 
 def test_a_run_goes_on_on_another_mesh(tmp_path, uninterrupted, attempt):

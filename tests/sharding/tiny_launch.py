@@ -5,6 +5,10 @@ One run after another. OPTIONS is JSON:
   order   of the devices on the mesh; jax.make_mesh orders the chips of some slices in rings
   train   changes to config.train
   start   the workdir of a run whose weights this one starts from
+  local   folder with a folder for each slice, which is its own disk; `slices` their numbers, by
+          process
+  ids     a file, to which each process (behind a dot its number) adds its rows' places in the
+          global batch and their examples, batch by batch
   happen  {"what", "process", "batch"}: at that batch of that process of this attempt it gets the
           signal of that name, or `nan` spoils its rows, or `bug` is an exception
 """
@@ -50,6 +54,21 @@ def batches(rows):
     return feed_batches(sample, [Bucket(0, 8)], make, feed)
 
 
+class Noted:
+    """The batches, whose rows are written down: their places in the global batch, and examples."""
+
+    def __init__(self, fed, file, rows):
+        self._fed, self._file = fed, file
+        self._places = list(range(tiny_run.BATCH)) if rows is None else list(rows)
+        self.get_state, self.set_state = fed.get_state, fed.set_state
+
+    def __next__(self):
+        batch = next(self._fed)
+        with self._file.open("a") as file:
+            file.write(json.dumps([self._places, batch["index"].tolist()]) + "\n")
+        return batch
+
+
 def happening(what):
     """Something to happen at a batch."""
     if what == "bug":
@@ -79,7 +98,13 @@ def run(workdir, options):
     devices = jax.devices()
     devices = [devices[place] for place in options.get("order", range(len(devices)))]
     mesh = make_mesh(options.get("mesh"), devices=devices)
-    fed = batches(local_rows(mesh, tiny_run.BATCH))
+    rows = local_rows(mesh, tiny_run.BATCH)
+    fed = batches(rows)
+    if "local" in options:
+        disk = Path(options["local"]) / str(options["slices"][jax.process_index()])
+        os.environ["MMQA_LOCAL_CHECKPOINTS"] = str(disk)
+    if "ids" in options:
+        fed = Noted(fed, Path(f"{options['ids']}.{jax.process_index()}"), rows)
     happen = options.get("happen")
     if happen and happen["process"] == jax.process_index():
         fed = tiny_run.Watched(fed, happen["batch"], happening(happen["what"]))

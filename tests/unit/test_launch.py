@@ -38,6 +38,7 @@ IMAGE = "IMAGE=registry/mmqa:tpu"
 _TPU = ("--name=mmqa", "--zone=us-west4-a", "--project=lab", "--dry_run")
 DRY_RUNS = {
     "slurm": ("slurm.sbatch", "--dry_run", *TRAIN),
+    "slurm_elastic": ("slurm.sbatch", "--dry_run", "--elastic=4,2,1", *TRAIN),
     "slurm_array": ("slurm_array.sbatch", "--dry_run", *EMBED),
     "babysit": ("babysit.sh", "--dry_run", "--max_restarts=5", *TRAIN),
     "two_processes": ("two_processes.sh", "--dry_run", *TRAIN),
@@ -234,6 +235,7 @@ def test_the_dockerfile_copies_what_is_there():
         (("babysit.sh",), "no command"),
         (("babysit.sh", "--backoff=soon", "true"), "'soon' is not a whole number"),
         (("babysit.sh", "--limit=3", "true"), "unknown flag '--limit=3'"),
+        (("babysit.sh", "--members=true", "--counts=2,one", "true"), "'one' is not a whole number"),
         (("two_processes.sh", "--processes=0", "true"), "give a positive number"),
         (("image.sh", "--tag=a", "--accelerator=rocm"), "give cpu, cuda12 or tpu"),
         (("tpu_vm.sh", "create"), "--name and --zone are needed"),
@@ -363,6 +365,42 @@ def test_babysit_passes_term_on_and_stops(tmp_path):
         process.send_signal(signal.SIGTERM)
         assert process.communicate(timeout=30)[0] == "saved\n"
     assert (process.returncode, attempts(tmp_path)) == (143, 1)
+
+
+@pytest.mark.parametrize(
+    ("counts", "members"),
+    [((), ["a,b,c", "a,c", "a,b,c"]), (("--counts=1,3",), ["a,b,c", "a", "a,b,c"])],
+)
+def test_babysit_goes_on_with_the_members_that_are_left(tmp_path, counts, members):
+    """`b` is lost in the first attempt and comes back in the second, which then saves."""
+    there, lines = tmp_path / "there", tmp_path / "lines"
+    there.write_text("a\nb\nc\n")
+    script = f"""
+        trap 'exit 143' TERM
+        echo $MMQA_MEMBERS $MMQA_MEMBER_COUNT >> {lines}
+        case $(wc -l < {lines}) in
+          1) printf 'a\\nc\\n' > {there}; exit 137 ;;
+          2) printf 'a\\nb\\nc\\n' > {there}; while :; do sleep 0.1; done ;;
+        esac
+    """
+    ended = launch(
+        *("babysit.sh", "--backoff=0", "--every=1", f"--members=cat {there}", *counts),
+        *("bash", "-c", script),
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert lines.read_text().splitlines() == [f"{m} {len(m.split(','))}" for m in members]
+    assert "a,b,c can take part: the run saves and starts again with them" in ended.stderr
+
+
+def test_babysit_awaits_members(tmp_path):
+    there = tmp_path / "there"
+    script = "[ $MMQA_MEMBERS = one,two ]"
+    ask = f"echo one; [ -e {there} ] && echo two; touch {there}"
+    ended = launch(
+        *("babysit.sh", "--counts=2", "--every=0", f"--members={ask}", "bash", "-c", script)
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "too few members are there" in ended.stderr
 
 
 def test_two_processes_are_told_who_they_are():

@@ -30,6 +30,9 @@ while words[0].startswith("--"):
 if os.environ.get("STUB_NO_PREFLIGHT") and "launch/preflight.sh" in words:
     sys.exit(0)
 count = int(os.environ["SLURM_NTASKS"])
+for word in sys.argv[1:-len(words)]:
+    if word.startswith("--ntasks="):
+        count = int(word.partition("=")[2])
 tasks = [
     subprocess.Popen(words, env=os.environ | {{
         "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_STEP_NUM_NODES": "1",
@@ -48,6 +51,8 @@ while any(task.poll() is None for task in tasks):
 codes = [task.returncode for task in tasks]
 sys.exit(max(128 - code if code < 0 else code for code in codes))
 """
+# The nodes that are up: lines of a file.
+SINFO = '#!/bin/sh\ncat "$STUB_NODES"\n'
 SCONTROL = '#!/bin/sh\necho "$@" > "$STUB_REQUEUED"\n'
 
 
@@ -56,7 +61,7 @@ def slurm(tmp_path):
     """Starts slurm.sbatch as Slurm does: a copy of it, in the folder of submission."""
     stubs = tmp_path / "stubs"
     stubs.mkdir()
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("sinfo", SINFO)):
         (stubs / name).write_text(text)
         (stubs / name).chmod(0o755)
     copy = tmp_path / "slurm_script"
@@ -121,6 +126,33 @@ def test_two_tasks_check_the_machine_and_join(slurm, cli_cache, tmp_path):
         assert f"ok    {name}" in output
     assert re.search(rf"(ok   |warn ) disk  .* {tmp_path}/run: writes \d+ MB/s", output)
     assert output.count("task [0, 1] 2") == 2
+
+
+def test_a_run_goes_on_with_the_nodes_that_are_left(slurm, tmp_path):
+    """One of two dies, and comes back while the run goes on without it."""
+    nodes, lines = tmp_path / "nodes", tmp_path / "lines"
+    nodes.write_text("n1\nn2\n")
+    script = f"""
+        trap 'exit 143' TERM
+        echo $MMQA_MEMBERS $SLURM_PROCID >> {lines}
+        case $(grep -c . {lines}) in
+          1) exec sleep 60 ;;
+          2) sleep 0.2; echo n2 > {nodes}; exit 1 ;;
+          3) sleep 0.2; printf 'n1\\nn2\\n' > {nodes}; while :; do sleep 0.1; done ;;
+        esac
+    """
+    stub = {"STUB_NO_PREFLIGHT": "1", "STUB_WAIT": "0.5", "MMQA_BACKOFF": "1"}
+    stub |= {"MMQA_MEMBERS_EVERY": "1"} | {
+        "STUB_NODES": str(nodes),
+        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+    }
+    process = slurm("--elastic=2,1", "bash", "-c", script, **stub)
+    output = process.communicate(timeout=100)[0]
+    assert process.returncode == 0, output
+    attempts = lines.read_text().split("\n")
+    assert sorted(attempts[:2]) == sorted(attempts[3:5]) == ["n1,n2 0", "n1,n2 1"]
+    assert attempts[2] == "n2 0"
 
 
 @pytest.mark.parametrize(

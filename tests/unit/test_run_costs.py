@@ -273,6 +273,41 @@ def test_an_attempt_that_was_set_back_before_its_start_counts_nothing():
     assert found.lost_steps == 13 + 5
 
 
+def test_a_slice_that_dies_and_comes_back_costs_what_it_took():
+    """Of 300 s: 40 until its loss was missed and all started again, twice, and the steps redone."""
+    both = attempt(
+        ("start", 0, 0, 0, 0, 0), ("local", 50, 12, 50, 40, 1), ("step", 60, 14, 60, 50, 1)
+    )
+    alone = attempt(
+        ("start", 100, 12, 0, 0, 0), ("local", 150, 20, 50, 40, 2), ("stop", 180, 25, 80, 65, 4)
+    )
+    again = attempt(("start", 220, 25, 0, 0, 0), ("end", 300, 50, 80, 70, 3))
+    for rows, devices in ((both, 8), (alone, 4), (again, 8)):
+        rows[0]["devices"] = devices
+    found = goodput(both + alone + again)
+    assert found.seconds["between"] == 40 + 40
+    assert found.seconds["lost"] == 10  # computing steps 13 and 14, which are done again
+    assert found.lost_steps == 2
+    assert found.seconds["counted"] == 40 + 65 + 70
+    assert found.fewer_devices_seconds == 80
+    assert found.as_json()["fewer_devices_seconds"] == 80
+    assert found.text().endswith("3 attempts, 2 steps lost, 1:20 on fewer devices")
+
+
+def test_of_local_checkpoints_the_last_two_rows_stay(tmp_path):
+    for start in (0, 6):
+        attempts = Attempts(tmp_path)
+        attempts.start(start)
+        for step in range(start + 2, start + 10, 2):
+            event = "save" if step == start + 4 else "local"
+            attempts.note(event, step, {"compute": float(step)})
+    rows = [(row["event"], row["step"]) for row in read_attempts(tmp_path)]
+    assert rows == [
+        ("start", 0), ("save", 4), ("local", 6), ("local", 8),
+        ("start", 6), ("save", 10), ("local", 12), ("local", 14),
+    ]  # fmt: skip
+
+
 def test_attempts_are_kept_through_a_kill(tmp_path):
     clock, now = Clock(), Clock()
     for number in range(2):
