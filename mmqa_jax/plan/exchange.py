@@ -179,9 +179,9 @@ class _Reader:
             for variable in summed.values():
                 sent.update(self._sum(variable))
                 partial.discard(id(variable))
-            if name == "shard_map":
-                sent.update(_along_sequence(equation.params["jaxpr"]))
             known = [weights.get(id(v)) for v in operands]
+            if name == "shard_map" or not any(known):
+                sent.update(_along_sequence(equation))
             if not any(known):
                 continue
             if name == "dot_general":
@@ -294,17 +294,19 @@ class _Reader:
         return outputs, Counter({what: size * times for what, size in sent.items()})
 
 
-def _along_sequence(jaxpr: Any) -> Sent:
-    """What the jaxpr of a shard_map exchanges over `sequence`."""
+def _along_sequence(equation: Any) -> Sent:
+    """What one equation exchanges over `sequence` as the model wrote it, with all that it calls."""
     sent: Sent = Counter()
-    for equation in jaxpr.eqns:
-        kind, gives_whole = _WRITTEN.get(equation.primitive.name, (None, False))
-        if kind is not None and SEQUENCE in equation.params["axis_name"]:
-            for variable in equation.outvars if gives_whole else equation.invars:
-                sent[kind, SEQUENCE] += variable.aval.size * variable.aval.dtype.itemsize
-        for inner in inner_jaxprs(equation.params):
+    kind, gives_whole = _WRITTEN.get(equation.primitive.name, (None, False))
+    if kind is not None and SEQUENCE in equation.params["axis_name"]:
+        for variable in equation.outvars if gives_whole else equation.invars:
+            sent[kind, SEQUENCE] += variable.aval.size * variable.aval.dtype.itemsize
+    # Every device runs a shard_map once.
+    times = 1 if equation.primitive.name == "shard_map" else times_run(equation)
+    for jaxpr in inner_jaxprs(equation.params):
+        for inner in jaxpr.eqns:
             for what, size in _along_sequence(inner).items():
-                sent[what] += size * times_run(equation)
+                sent[what] += size * times
     return sent
 
 

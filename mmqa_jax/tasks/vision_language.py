@@ -103,10 +103,6 @@ class VisionLanguage(SolvedQuestions):
     def size(self) -> RowSize:
         return RowSize(self.batches.length, self.batches.targets)
 
-    @property
-    def row_length(self) -> int:
-        return self.batches.length
-
     @staticmethod
     def is_solved(question: Question) -> bool:
         return question.answer_index is not None or bool(question.answers)

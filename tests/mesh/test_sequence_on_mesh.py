@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from steps import same_step, take_step
 
+from mmqa_jax.core.config import load_config
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.models import splash
 from mmqa_jax.models.layers import attention
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.lora import LoraConfig
+from mmqa_jax.plan.exchange import Placement, least_exchanges
 from mmqa_jax.tasks import objectives
 from mmqa_jax.tasks.objectives import LanguageModelObjective
+from mmqa_jax.tasks.reading import check_config
+from tests.hlo.counts import count
 
 ROWS, LENGTH, TARGETS = 4, 32, 16
 CONFIG = LlamaConfig(
@@ -104,3 +110,54 @@ def test_devices_see_equally_many_keys(shards):
     order = splash.balanced_order(48 * shards, shards)
     assert sorted(order) == list(range(len(order)))
     assert len(set((order + 1).reshape(shards, -1).sum(axis=1))) == 1
+
+
+def test_keys_and_values_are_gathered_and_nothing_else():
+    """Their gradients are scattered; as `mmqa plan` counts it."""
+    mesh = make_mesh({"sequence": 4, "tensor": 2})
+    shapes = ((2, 64, 8, 4), (2, 64, 2, 4), (2, 64, 2, 4))
+    split = jax.NamedSharding(mesh, jax.P(None, "sequence", "tensor"))
+    arrays = [jax.ShapeDtypeStruct(shape, np.float32, sharding=split) for shape in shapes]
+
+    def attend(q, k, v):
+        return attention(q, k, v, is_causal=True, implementation="blocks").sum()
+
+    with jax.set_mesh(mesh):
+        gradient = jax.value_and_grad(attend, argnums=(0, 1, 2))
+        traced = jax.jit(gradient, out_shardings=(None, split)).trace(*arrays)
+        text = traced.lower().compile().as_text()
+    least = least_exchanges(traced.jaxpr.jaxpr, arrays, [], [], mesh.shape, Placement((0,) * 8))
+    planned = {(one.kind, one.axis): one.bytes for one in least}
+    keys = 2 * 64 * 1 * 4 * 4  # of a device's head, in bytes
+    assert planned == {
+        ("all-gather", "sequence"): 2 * keys,
+        ("reduce-scatter", "sequence"): 2 * keys,
+    }
+    counted = count(text).on_mesh(dict(mesh.shape))
+    counted = {(one.kind, one.axis): one.bytes for one in counted if one.bytes > 8}  # no sum
+    assert counted == planned
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (
+            "scienceqa/rmr_finetune",
+            {"batches.length": 1026},
+            "mesh.sequence=4: does not divide a row of 1026 tokens; make batches.length a",
+        ),
+        (
+            "aokvqa/vlm_finetune",
+            {},
+            "mesh.sequence=4: the rows of task=vision_language cannot be split, as those of",
+        ),
+    ],
+)
+def test_rows_that_cannot_be_split(config, changes, message):
+    path = Path(__file__).parents[2] / "configs" / f"{config}.py"
+    loaded = load_config(f"{path}:runlocal")
+    with loaded.unlocked():
+        loaded.mesh = {"data": 2, "sequence": 4}
+        loaded.update_from_flattened_dict(changes)
+    with pytest.raises(UserError, match=message):
+        check_config(loaded, jax.devices(), files=False)
