@@ -309,17 +309,17 @@ def column_shards(length: int, mesh: Mesh | jax.sharding.AbstractMesh | None = N
 def gather_features(table: jax.Array) -> jax.Array:
     """A table [vocabulary, features] whose features every device has; traced.
 
-    Where a mesh splits a table over `tensor` and over `fsdp` or `sequence`, XLA cannot bring what
-    is looked up in it to the devices of its rows, and copies it whole to all of them. So the
+    Where a mesh splits a table over `tensor` and `fsdp`, or rows over `sequence`, XLA cannot bring
+    what is looked up in it to the devices of its rows, and copies it whole to all of them. So the
     features are gathered first, as the weights of a layer are. On other meshes the table is
     returned as it is.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    sizes = {axis: mesh.shape.get(axis, 1) for axis in ("fsdp", SEQUENCE, "tensor")}
-    is_split = sizes["tensor"] > 1 and max(sizes["fsdp"], sizes[SEQUENCE]) > 1
-    if mesh.manual_axes or not is_split or len(table) % mesh.shape["tensor"]:
+    fsdp, sequence, tensor = (mesh.shape.get(axis, 1) for axis in ("fsdp", SEQUENCE, "tensor"))
+    rows = "tensor" if tensor > 1 and len(table) % tensor == 0 else None
+    if mesh.manual_axes or not (sequence > 1 or (fsdp > 1 and rows)):
         return table
-    return jax.lax.with_sharding_constraint(table, PartitionSpec("tensor", None))
+    return jax.lax.with_sharding_constraint(table, PartitionSpec(rows, None))
 
 
 def batch_axes(mesh: jax.sharding.AbstractMesh, rows: int) -> tuple[str, ...] | None:
