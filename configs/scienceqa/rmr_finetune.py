@@ -34,7 +34,10 @@ def get_config(mode: str = "") -> ConfigDict:
     config.task = "language_model"
     config.seed = 0
     config.data = {"dir": "", "split": "train", "mixture": ()}
-    config.mesh = {"data": -1, "fsdp": 1, "tensor": 1, "dcn_data": -1, "dcn_fsdp": -1}
+    config.mesh = {
+        **{"data": -1, "fsdp": 1, "sequence": 1, "tensor": 1},
+        **{"dcn_data": -1, "dcn_fsdp": -1},
+    }
     config.init = "smollm2"  # or a path, or scratch (then model.changes are its sizes)
     config.tokenizer = ""  # the model's own
     config.model = {

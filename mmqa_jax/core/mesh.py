@@ -3,8 +3,9 @@
 Every parameter carries logical axis names ("embed", "heads", ...) as Flax metadata
 (`out_sharding`). The rules map logical axes to mesh axes; they are plain tuples, so a config can
 replace them. Mesh axes: `data` (batch), `fsdp` (batch and parameters), `tensor` (heads and hidden
-units of a layer). Between slices, which a data-center network joins, `data` and `fsdp` alone may
-cross: they exchange parameters and gradients once a step, `tensor` activations in every layer.
+units of a layer); where rows are long, `sequence` (columns of a batch, and parameters) before
+`tensor`. Between slices, which a data-center network joins, `data` and `fsdp` alone may cross: they
+exchange parameters and gradients once a step, the others activations in every layer.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from mmqa_jax.core.errors import UserError
 
 MESH_AXES = ("data", "fsdp", "tensor")
+SEQUENCE = "sequence"  # the axis that splits the columns of a batch; a mesh has it on request
 _BATCH_AXES = ("data", "fsdp")
 DCN_AXES = ("dcn_data", "dcn_fsdp")  # how many slices `data` and `fsdp` cross
 _PROCESS_IS_SLICE = "MMQA_PROCESS_IS_SLICE"
@@ -40,7 +42,7 @@ DEFAULT_RULES: Rules = (
     ("heads", "tensor"),
     ("mlp", "tensor"),
     ("experts", "tensor"),
-    ("embed", "fsdp"),
+    ("embed", ("fsdp", SEQUENCE)),
     ("layers", None),  # scanned over: splitting it would move every layer at every step
     ("head_dim", None),
     ("positions", None),
@@ -55,7 +57,7 @@ R = TypeVar("R")
 def make_mesh(
     shape: Mapping[str, int] | None = None, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """Makes the mesh (data, fsdp, tensor) over all devices.
+    """Makes the mesh (data, fsdp, tensor), or (data, fsdp, sequence, tensor), over all devices.
 
     Args:
       shape: size of each mesh axis over all slices; an axis left out is 1, at most one may be -1
@@ -65,8 +67,9 @@ def make_mesh(
       devices: the devices to use, all of them by default (`jax.devices()`).
 
     Returns:
-      A mesh with the three axes of MESH_AXES, all of type Auto (the compiler places
-      activations; jax.make_mesh's own default, Explicit, would put shardings into types).
+      A mesh with the three axes of MESH_AXES, and with SEQUENCE if its size is not 1, all of type
+      Auto (the compiler places activations; jax.make_mesh's own default, Explicit, would put
+      shardings into types).
 
     Raises:
       UserError: an unknown axis, more than one -1, sizes whose product is not the number of
@@ -74,14 +77,17 @@ def make_mesh(
     """
     shape = {"data": -1} if shape is None else dict(shape)
     devices = jax.devices() if devices is None else list(devices)
-    unknown = sorted(set(shape) - {*MESH_AXES, *DCN_AXES})
+    unknown = sorted(set(shape) - {*MESH_AXES, SEQUENCE, *DCN_AXES})
     if unknown:
         raise UserError(
-            f"mesh: unknown axis {unknown[0]!r}; the axes are {', '.join(MESH_AXES)}, and over "
-            f"several slices {' and '.join(DCN_AXES)}, rename it."
+            f"mesh: unknown axis {unknown[0]!r}; the axes are {', '.join(MESH_AXES)}, of long rows "
+            f"{SEQUENCE}, and over several slices {' and '.join(DCN_AXES)}, rename it."
         )
-    sizes = [shape.get(axis, 1) for axis in MESH_AXES]
-    given = ", ".join(f"{axis}={size}" for axis, size in zip(MESH_AXES, sizes, strict=True))
+    names = MESH_AXES
+    if shape.get(SEQUENCE, 1) != 1:
+        names = (*_BATCH_AXES, SEQUENCE, "tensor")
+    sizes = [shape.get(axis, 1) for axis in names]
+    given = ", ".join(f"{axis}={size}" for axis, size in zip(names, sizes, strict=True))
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise UserError(
             f"mesh: {given}: sizes must be positive, with at most one -1 (all remaining devices)."
@@ -96,7 +102,7 @@ def make_mesh(
         )
     crossed = _crossed(sizes, [shape.get(axis, -1) for axis in DCN_AXES], devices)
     # A slice's own axes may be split over two of the mesh (fsdp=8 on 4x4x4 chips).
-    if crossed == [1, 1, 1]:
+    if set(crossed) == {1}:
         placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     else:
         placed = mesh_utils.create_hybrid_device_mesh(
@@ -106,7 +112,7 @@ def make_mesh(
             process_is_granule=_process_is_slice(devices[0]),
             allow_split_physical_axes=True,
         )
-    return Mesh(placed, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return Mesh(placed, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def slice_of(device: jax.Device) -> int:
@@ -125,7 +131,7 @@ def _process_is_slice(device: jax.Device) -> bool:
 
 
 def _crossed(sizes: Sequence[int], wanted: list[int], devices: Sequence[jax.Device]) -> list[int]:
-    """How many slices each axis of the mesh crosses; `tensor` stays in one.
+    """How many slices each axis of the mesh crosses; those behind `fsdp` stay in one.
 
     GPUs of several hosts are one slice unless `wanted` names an axis: in their plain order `data`
     and `fsdp` are the first to cross hosts, and an engine's `tensor` may span them.
@@ -137,7 +143,7 @@ def _crossed(sizes: Sequence[int], wanted: list[int], devices: Sequence[jax.Devi
     slices, (data, fsdp) = len(each), wanted
     if wanted == [-1, -1]:
         if slices == 1 or (devices[0].platform == "gpu" and not _process_is_slice(devices[0])):
-            return [1, 1, 1]
+            return [1] * len(sizes)
         data = math.gcd(sizes[0], slices)
     elif data == -1:
         data = slices // max(fsdp, 1)
@@ -160,9 +166,9 @@ def _crossed(sizes: Sequence[int], wanted: list[int], devices: Sequence[jax.Devi
             raise UserError(
                 f"mesh: {axis}={size} cannot be split over {parts} slices of {counts[0]} devices; "
                 f"only data and fsdp may cross slices: make mesh.{axis} a multiple of {parts}, and "
-                f"mesh.tensor at most {counts[0]}."
+                f"{'mesh.sequence x ' * (len(sizes) > 3)}mesh.tensor at most {counts[0]}."
             )
-    return [data, fsdp, 1]
+    return [data, fsdp, *[1] * (len(sizes) - 2)]
 
 
 def platform() -> str:
@@ -213,13 +219,13 @@ def partition_spec(
         target = table[name] if name is not None else None
         axes = (target,) if isinstance(target, str) else tuple(target or ())
         for axis in axes:
-            if axis not in mesh.shape:
+            if axis not in mesh.shape and axis != SEQUENCE:
                 raise UserError(
                     f"sharding rules: {name!r} is mapped to {axis!r}, which is not a mesh axis; "
                     f"use one of {', '.join(mesh.axis_names)}."
                 )
         # Axes of size 1 split nothing; leaving them out keeps specs equal across meshes.
-        axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+        axes = tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
         splits = math.prod(mesh.shape[axis] for axis in axes)
         if splits == 1 or size % splits or used.intersection(axes):
             spec.append(None)
@@ -275,26 +281,45 @@ def split_rows(x: jax.Array) -> jax.Array:
     """Activations [B, ...] split as a batch is, over the mesh of `jax.set_mesh`; traced.
 
     Left to itself, XLA follows the parameters: where these are split over `fsdp`, it gathers the
-    batch on every device and splits what it computes instead. Without a mesh, or where the rows do
-    not divide, x as it is.
+    batch on every device and splits what it computes instead. The columns of activations [B, L, H]
+    are split over `sequence`. Without a mesh, or where rows and columns do not divide, x as it is.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    axes = None if x.ndim < 2 or mesh.manual_axes else batch_axes(mesh, x.shape[0])
-    return x if axes is None else jax.lax.with_sharding_constraint(x, PartitionSpec(axes))
+    if x.ndim < 2 or mesh.manual_axes:
+        return x
+    axes = batch_axes(mesh, x.shape[0])
+    columns = SEQUENCE if x.ndim > 2 and column_shards(x.shape[1]) > 1 else None
+    if axes is None and columns is None:
+        return x
+    spec = PartitionSpec(axes) if columns is None else PartitionSpec(axes, columns)
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def column_shards(length: int, mesh: Mesh | jax.sharding.AbstractMesh | None = None) -> int:
+    """Into how many parts `sequence` splits rows of so many columns; traced.
+
+    1 without that axis, inside jax.shard_map and where it does not divide the columns. `mesh` None
+    is that of `jax.set_mesh`.
+    """
+    mesh = mesh or jax.sharding.get_abstract_mesh()
+    shards = 1 if mesh.manual_axes else mesh.shape.get(SEQUENCE, 1)
+    return shards if length and length % shards == 0 else 1
 
 
 def gather_features(table: jax.Array) -> jax.Array:
-    """A table [vocabulary, features] whose features every device of `fsdp` has; traced.
+    """A table [vocabulary, features] whose features every device has; traced.
 
-    Where a mesh splits a table over `tensor` and `fsdp`, XLA cannot bring what is looked up in it
-    to the devices of its rows, and copies it whole to all of them. So the features are gathered
-    first, as the weights of a layer are. On other meshes the table is returned as it is.
+    Where a mesh splits a table over `tensor` and `fsdp`, or rows over `sequence`, XLA cannot bring
+    what is looked up in it to the devices of its rows, and copies it whole to all of them. So the
+    features are gathered first, as the weights of a layer are. On other meshes the table is
+    returned as it is.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    is_split = all(mesh.shape.get(axis, 1) > 1 for axis in ("fsdp", "tensor"))
-    if mesh.manual_axes or not is_split or len(table) % mesh.shape["tensor"]:
+    fsdp, sequence, tensor = (mesh.shape.get(axis, 1) for axis in ("fsdp", SEQUENCE, "tensor"))
+    rows = "tensor" if tensor > 1 and len(table) % tensor == 0 else None
+    if mesh.manual_axes or not (sequence > 1 or (fsdp > 1 and rows)):
         return table
-    return jax.lax.with_sharding_constraint(table, PartitionSpec("tensor", None))
+    return jax.lax.with_sharding_constraint(table, PartitionSpec(rows, None))
 
 
 def batch_axes(mesh: jax.sharding.AbstractMesh, rows: int) -> tuple[str, ...] | None:

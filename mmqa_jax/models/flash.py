@@ -6,10 +6,13 @@ as is the TPU's (see splash.py).
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from mmqa_jax.core.mesh import platform
+from mmqa_jax.core.mesh import SEQUENCE, column_shards, partition_spec, platform
 from mmqa_jax.models.masked import MASKED, capped
 
 _LONG = 2048  # keys from which on scores are not made whole
@@ -49,10 +52,12 @@ def auto_implementation(
       capped: scores are bent, which "fused" and "cudnn" do not do.
 
     A mask has to be the same for all heads, and for cuDNN lengths even: odd ones have no gradient.
+    What `sequence` splits goes to splash, XLA or blocks.
     """
     length, columns = q.shape[1], k.shape[1]
+    shards = column_shards(length) if length == columns else 1
     half_on_tpu = platform() == "tpu" and q.dtype == jnp.bfloat16
-    if half_on_tpu and not capped and not segmented:
+    if half_on_tpu and not capped and not segmented and shards == 1:
         from mmqa_jax.models.fused import fused_fits  # Pallas takes half a second to import
 
         if fused_fits(q, k, mask, is_causal):
@@ -66,7 +71,7 @@ def auto_implementation(
     if is_causal and half_on_tpu and (mask is None or mask.shape[2] == 1):
         from mmqa_jax.models.splash import splash_fits
 
-        if splash_fits(length, columns):
+        if splash_fits(length, columns, shards):
             return "splash"
     return "blocks" if columns >= _LONG else "xla"
 
@@ -86,8 +91,49 @@ def block_attention(
 
     q [B, Lq, heads, D]; k, v [B, Lk, kv_heads, D]; mask bool, broadcastable to [B, 1, Lq, Lk].
     cap, segments: of `layers.attention`. No array is larger than Lq times a block; the backward
-    pass computes the scores of a block again. Returns [B, Lq, heads, D].
+    pass computes the scores of a block again. Over the mesh axis `sequence` a device has some
+    columns of the queries (Lq == Lk) and gathers all keys and values. Returns [B, Lq, heads, D].
     """
+    length, columns, kv_heads = q.shape[1], *k.shape[1:3]
+    attend = functools.partial(_blocks, is_causal=is_causal, block=block, cap=cap)
+    if length != columns or column_shards(length) == 1:
+        return attend(q, k, v, mask, segments, segments, columns - length)
+
+    def attend_part(q, k, v, mask, of_queries, of_keys):
+        k, v = (jax.lax.all_gather(x, SEQUENCE, axis=1, tiled=True) for x in (k, v))
+        first = jax.lax.axis_index(SEQUENCE) * q.shape[1]
+        return attend(q, k, v, mask, of_queries, of_keys, first)
+
+    mesh = jax.sharding.get_abstract_mesh()
+    rows, heads = partition_spec(("batch", "heads"), (len(q), kv_heads), mesh)
+    spec, of_mask = PartitionSpec(rows, SEQUENCE, heads), PartitionSpec()
+    if mask is not None:
+        is_split = mask.shape[0] > 1, mask.shape[2] > 1
+        of_mask = PartitionSpec(
+            rows if is_split[0] else None, None, SEQUENCE if is_split[1] else None
+        )
+    return jax.shard_map(
+        attend_part,
+        in_specs=(spec, spec, spec, of_mask, PartitionSpec(rows, SEQUENCE), PartitionSpec(rows)),
+        out_specs=spec,
+        check_vma=False,
+    )(q, k, v, mask, segments, segments)
+
+
+def _blocks(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None,
+    segments: jax.Array | None,
+    key_segments: jax.Array | None,
+    first_query: jax.Array | int,
+    *,
+    is_causal: bool,
+    block: int,
+    cap: float | None,
+) -> jax.Array:
+    """`block_attention` on one device; first_query: the key column of the first query, int."""
     batch, length, heads, size = q.shape
     columns, kv_heads = k.shape[1:3]
     groups = heads // kv_heads
@@ -99,9 +145,9 @@ def block_attention(
     k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, 0))) for x in (k, v))
     if mask is not None and mask.shape[-1] > 1:
         mask = jnp.pad(mask, ((0, 0),) * 3 + ((0, padding),))
-    last = jnp.arange(length) + columns - length  # the last key that a causal query sees
-    if segments is not None:
-        key_segments = jnp.pad(segments, ((0, 0), (0, padding)))
+    last = jnp.arange(length) + first_query  # the last key that a causal query sees
+    if key_segments is not None:
+        key_segments = jnp.pad(key_segments, ((0, 0), (0, padding)))
 
     def one(carry, first):
         top, total, out = carry  # float32 [B, kv, G, Lq, 1] twice and [B, kv, G, Lq, D]

@@ -31,7 +31,7 @@ from jax.nn.initializers import Initializer
 from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import gather_features, platform, split_rows
+from mmqa_jax.core.mesh import column_shards, gather_features, platform, split_rows
 from mmqa_jax.models import flash
 from mmqa_jax.models.config_checks import check_known
 from mmqa_jax.models.masked import MASKED, capped
@@ -272,7 +272,8 @@ def attention(
     a causal mask with the last key, so that what precedes the queries is seen whole; with "cudnn"
     and "splash" every query must see a key. "splash" takes segments, or masks of keys alone (Lq 1);
     `mesh` is where its heads lie. What these two do not take (types, sizes, masks, another
-    platform: `flash.cudnn_fits`, `splash.splash_fits`; for cuDNN a cap) goes to "blocks".
+    platform: `flash.cudnn_fits`, `splash.splash_fits`; for cuDNN a cap, and columns that `sequence`
+    splits) goes to "blocks".
     Dropout acts on the attention weights (BERT), for which only "auto" and "xla" serve.
     Returns [B, Lq, heads, head_dim] in q's dtype.
     """
@@ -343,14 +344,16 @@ def _linear_attention(
 ) -> jax.Array:
     """`attention` by "blocks", "cudnn" or "splash"."""
     check_known("attention implementation", implementation, _IMPLEMENTATIONS)
-    if implementation == "cudnn" and cap is None and flash.cudnn_fits(q, k, mask):
+    length, columns = q.shape[1], k.shape[1]
+    shards = column_shards(length) if length == columns else 1
+    if implementation == "cudnn" and cap is None and shards == 1 and flash.cudnn_fits(q, k, mask):
         mask = _with_segments(mask, segments)
         return flash.cudnn_attention(q, k, v, mask=mask, is_causal=is_causal)
     of_keys = mask is None or (mask.ndim == 4 and mask.shape[1:3] == (1, 1))
     if implementation == "splash" and of_keys and (mask is None or segments is None):
         from mmqa_jax.models import splash  # it imports Pallas, which takes half a second
 
-        if splash.splash_fits(q.shape[1], k.shape[1]):
+        if splash.splash_fits(length, columns, shards):
             keys = None if mask is None else jnp.broadcast_to(mask[:, 0, 0], k.shape[:2])
             return splash.splash_attention(
                 q, k, v, key_mask=keys, segments=segments, is_causal=is_causal, mesh=mesh, cap=cap

@@ -9,18 +9,20 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmqa_jax.core.mesh import partition_spec
+from mmqa_jax.core.mesh import SEQUENCE, column_shards, partition_spec
 
 _LANES = 128  # queries and keys come in multiples of this
 
 
-def splash_fits(length: int, columns: int) -> bool:
-    """Whether `splash_attention` takes so many queries and keys."""
-    return length % _LANES == 0 and columns % _LANES == 0
+def splash_fits(length: int, columns: int, shards: int = 1) -> bool:
+    """Whether `splash_attention` takes so many queries, split over `shards` devices, and keys."""
+    least = _LANES if shards == 1 else 2 * _LANES * shards  # two blocks of queries a device
+    return length % least == 0 and columns % _LANES == 0
 
 
 def splash_attention(
@@ -40,39 +42,65 @@ def splash_attention(
     q [B, Lq, heads, D]; k, v [B, Lk, kv_heads, D]; key_mask bool [B, Lk] of keys that are seen; a
     row must see at least one. segments int [B, L] (Lq == Lk), in place of key_mask: a token sees
     those of its own segment. On a mesh (None: that of `jax.set_mesh`) rows are split as a batch
-    is, and heads as the model's, where these divide.
+    is, and heads as the model's, where these divide. Over `sequence` a device has some columns of
+    the queries (Lq == Lk) and gathers all keys and values.
     `interpret` runs the kernel without a TPU, slowly, for tests; `cap` is that of
     `layers.attention`. Returns [B, Lq, heads, D].
     """
     length, size = q.shape[1], q.shape[3]
     columns, kv_heads = k.shape[1:3]
 
-    def one(q, k, v, of_queries, of_keys):
-        # Of one sequence: [heads, Lq, D], [kv_heads, Lk, D] twice, int32 [Lq], [Lk].
+    mesh = mesh or jax.sharding.get_abstract_mesh()
+    shards = column_shards(length, mesh) if length == columns else 1
+
+    balanced = is_causal and shards > 1  # over `sequence`, where each part sees other keys
+
+    def make_kernel(heads, queries):
         if is_causal:
-            mask = masks.CausalMask((length, columns), offset=columns - length)
+            mask = masks.CausalMask((queries, columns), offset=columns - length)
         else:
-            mask = masks.FullMask((length, columns))
-        kernel = splash.make_splash_mha(
-            masks.MultiHeadMask([mask] * q.shape[0]),
-            block_sizes=_block_sizes(length, columns),
+            mask = masks.FullMask((queries, columns))
+        if balanced:
+            mask.q_sequence = balanced_order(length, shards)
+        return splash.make_splash_mha(
+            masks.MultiHeadMask([mask] * heads),
+            block_sizes=_block_sizes(length // (1 if shards == 1 else 2 * shards), columns),
             head_shards=1,
-            q_seq_shards=1,
+            q_seq_shards=shards if balanced else 1,
             interpret=interpret,
             attn_logits_soft_cap=cap,
         )
-        return kernel(q, k, v, splash.SegmentIds(of_queries, of_keys))
 
-    def attend(q, k, v, of_queries, of_keys):
+    def attend(q, k, v, of_queries, of_keys, kernel=None):
+        def one(q, k, v, of_queries, of_keys):
+            # Of one sequence: [heads, Lq, D], [kv_heads, Lk, D] twice, int32 [Lq], [Lk].
+            made = kernel or make_kernel(*q.shape[:2])
+            return made(q, k, v, splash.SegmentIds(of_queries, of_keys))
+
         return jax.vmap(one)(q, k, v, of_queries, of_keys)
 
-    mesh = mesh or jax.sharding.get_abstract_mesh()
+    def attend_part(q, k, v, of_queries, of_keys, kernel=None):
+        k, v = (jax.lax.all_gather(x, SEQUENCE, axis=2, tiled=True) for x in (k, v))
+        q = _balanced(q, shards) if balanced else q
+        out = attend(q, k, v, of_queries, of_keys, kernel)
+        return _balanced(out, shards) if balanced else out
+
+    kernels, run = (), attend
     if mesh.shape and not mesh.manual_axes:  # XLA does not split a kernel by itself
         spec = partition_spec(("batch", "heads"), (len(q), kv_heads), mesh)
-        attend = jax.shard_map(
-            attend,
+        rows = PartitionSpec(spec[0])
+        specs = (spec, spec, spec, rows, rows)
+        if shards > 1:
+            spec = PartitionSpec(*spec, SEQUENCE)
+            specs = (spec, spec, spec, PartitionSpec(spec[0], SEQUENCE), rows)
+        if balanced:  # the kernel is an argument, since it holds what each part sees
+            kernels = (make_kernel(q.shape[2] // (mesh.shape["tensor"] if spec[1] else 1), length),)
+            split = NamedSharding(mesh, PartitionSpec(None, SEQUENCE))
+            specs = (*specs, kernels[0].manual_sharding_spec(split))
+        run = jax.shard_map(
+            attend if shards == 1 else attend_part,
             mesh=mesh,
-            in_specs=(spec, spec, spec, *(PartitionSpec(spec[0]),) * 2),
+            in_specs=specs,
             out_specs=spec,
             check_vma=False,
         )
@@ -81,9 +109,28 @@ def splash_attention(
     else:
         seen = jnp.ones((len(q), columns), bool) if key_mask is None else key_mask
         ids = jnp.ones((len(q), length), jnp.int32), seen.astype(jnp.int32)
+    if balanced:
+        ids = ids[0][:, balanced_order(length, shards)], ids[1]
     heads_first = ((q * size**-0.5).astype(q.dtype), k, v)
-    out = attend(*(x.swapaxes(1, 2) for x in heads_first), *ids)
+    out = run(*(x.swapaxes(1, 2) for x in heads_first), *ids, *kernels)
     return out.swapaxes(1, 2)
+
+
+def balanced_order(length: int, shards: int) -> np.ndarray:
+    """The columns of the queries in the order of the devices that attend with them, int32 [Lq].
+
+    Under a causal mask later queries see more keys. So device i of n attends with the first half
+    of its own columns and the second half of those of device n - 1 - i: all see equally many.
+    """
+    halves = np.arange(length, dtype=np.int32).reshape(shards, 2, -1)
+    return np.stack([halves[:, 0], halves[::-1, 1]], axis=1).reshape(-1)
+
+
+def _balanced(x: jax.Array, shards: int) -> jax.Array:
+    """A device's part of [B, heads, L, D] in `balanced_order`, or from there back."""
+    first, second = jnp.split(x, 2, axis=2)
+    mirrored = [(n, shards - 1 - n) for n in range(shards)]
+    return jnp.concatenate([first, jax.lax.ppermute(second, SEQUENCE, mirrored)], axis=2)
 
 
 @functools.cache

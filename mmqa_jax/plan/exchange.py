@@ -1,10 +1,13 @@
 """What the devices of a mesh have to exchange at least, from a program's jaxpr and its shardings.
 
 Three things follow from how the weights are split:
-- what `data` or `fsdp` splits is gathered where a product uses it;
+- what `data`, `fsdp` or `sequence` splits is gathered where a product uses it;
 - a product that contracts a dimension which `tensor` splits gives partial sums, added up over it
   (sums of partial sums at once);
 - gradients are added up over the devices that share the batch.
+
+What the model itself exchanges over `sequence` stands in the jaxpr (`models/flash.py`, splash.py):
+keys and values are gathered in every layer, their gradients added up and scattered.
 
 Compilers exchange more, and run some of it beside other work: of a compiled program
 `python -m tests.bench plan` counts it.
@@ -22,10 +25,18 @@ import numpy as np
 
 from mmqa_jax.core.chips import Chip
 from mmqa_jax.core.flops import inner_jaxprs, times_run
+from mmqa_jax.core.mesh import SEQUENCE
 
 Split = tuple[tuple[str, ...], ...]  # mesh axes that split each dimension of an array
 Sent = Counter[tuple[str, str]]  # (kind, axes joined by "+") -> bytes of whole arrays
-_ROWS = ("data", "fsdp")  # axes that share the batch
+_ROWS = ("data", "fsdp", SEQUENCE)  # axes that share the batch
+# Collectives over `sequence` as the model writes them, which have the whole array of a group where
+# they send it: XLA's name, and whether it is what they give.
+_WRITTEN = {
+    "all_gather": ("all-gather", True),
+    "reduce_scatter": ("reduce-scatter", False),
+    "ppermute": ("collective-permute", False),
+}
 # What hands partial sums on as they are, if all its operands are partial sums.
 _LINEAR = {"add", "add_any", "sub", "neg", "convert_element_type", "reshape", "transpose"}
 
@@ -169,6 +180,8 @@ class _Reader:
                 sent.update(self._sum(variable))
                 partial.discard(id(variable))
             known = [weights.get(id(v)) for v in operands]
+            if name == "shard_map" or not any(known):
+                sent.update(_along_sequence(equation))
             if not any(known):
                 continue
             if name == "dot_general":
@@ -279,6 +292,22 @@ class _Reader:
             outputs, sent = self.read(called[0], known)
         times = times_run(equation)
         return outputs, Counter({what: size * times for what, size in sent.items()})
+
+
+def _along_sequence(equation: Any) -> Sent:
+    """What one equation exchanges over `sequence` as the model wrote it, with all that it calls."""
+    sent: Sent = Counter()
+    kind, gives_whole = _WRITTEN.get(equation.primitive.name, (None, False))
+    if kind is not None and SEQUENCE in equation.params["axis_name"]:
+        for variable in equation.outvars if gives_whole else equation.invars:
+            sent[kind, SEQUENCE] += variable.aval.size * variable.aval.dtype.itemsize
+    # Every device runs a shard_map once.
+    times = 1 if equation.primitive.name == "shard_map" else times_run(equation)
+    for jaxpr in inner_jaxprs(equation.params):
+        for inner in jaxpr.eqns:
+            for what, size in _along_sequence(inner).items():
+                sent[what] += size * times
+    return sent
 
 
 def _handed_on(equation: Any, operand: int, split: Split) -> Split | None:

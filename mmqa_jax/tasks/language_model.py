@@ -94,6 +94,10 @@ class LanguageModel(SolvedQuestions):
     def size(self) -> RowSize:
         return RowSize(self.batches.length, self.batches.targets)
 
+    @property
+    def row_length(self) -> int:
+        return self.batches.length
+
     @staticmethod
     def is_solved(question: Question) -> bool:
         return question.answer_index is not None or is_chat(question)

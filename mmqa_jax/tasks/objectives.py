@@ -19,7 +19,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from mmqa_jax.core.mesh import batch_sharding, split_rows
+from mmqa_jax.core.mesh import SEQUENCE, batch_axes, batch_sharding, column_shards, split_rows
 from mmqa_jax.models.caption_mcan import CaptionMCAN, CaptionMCANConfig
 from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
 from mmqa_jax.models.layers import split_key
@@ -526,7 +526,7 @@ def _of_targets(
     Where a device's share of the logits exceeds _LOGITS_BYTES, they are made for some targets of
     each row after another, and again in the backward pass: never for all at once.
     """
-    before = jnp.take_along_axis(hidden, batch["target_positions"][:, :, None], axis=1)  # [B, T, H]
+    before = states_at(hidden, batch["target_positions"])  # [B, T, H]
     ids = batch["target_ids"]
 
     def log_probs(states: jax.Array, ids: jax.Array) -> jax.Array:
@@ -540,15 +540,40 @@ def _of_targets(
     parts = min(-(-share // _LOGITS_BYTES), targets)
     if parts <= 1:
         return log_probs(before, ids)
-    padding = -targets % parts
+    padding = -targets % (parts * mesh.shape.get(SEQUENCE, 1))
 
+    # A part has every so manieth target, so that it has some of each device's.
     def apart(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [parts, B, T / parts, ...]
         x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
-        return x.reshape(rows, parts, -1, *x.shape[2:]).swapaxes(0, 1)
+        return jnp.moveaxis(x.reshape(rows, -1, parts, *x.shape[2:]), 2, 0)
 
     part = jax.checkpoint(lambda pair: log_probs(split_rows(pair[0]), pair[1]))
     made = jax.lax.map(part, (apart(before), apart(ids)))  # [parts, B, T / parts]
-    return made.swapaxes(0, 1).reshape(rows, -1)[:, :targets]
+    return jnp.moveaxis(made, 0, 2).reshape(rows, -1)[:, :targets]
+
+
+def states_at(hidden: jax.Array, positions: jax.Array) -> jax.Array:
+    """States [B, L, H] at some columns of each row, int [B, T]: [B, T, H].
+
+    Where `sequence` splits the columns, and divides T, a device sends the states that it has to
+    those that have these targets.
+    """
+    shards = column_shards(hidden.shape[1])
+    if shards == 1 or positions.shape[1] % shards:
+        return jnp.take_along_axis(hidden, positions[:, :, None], axis=1)
+
+    def of_device(hidden: jax.Array, positions: jax.Array) -> jax.Array:
+        columns = hidden.shape[1]
+        own = positions - jax.lax.axis_index(SEQUENCE) * columns
+        found = jnp.take_along_axis(hidden, jnp.clip(own, 0, columns - 1)[:, :, None], axis=1)
+        found = jnp.where(((own >= 0) & (own < columns))[:, :, None], found, 0)
+        return jax.lax.psum_scatter(found, SEQUENCE, scatter_dimension=1, tiled=True)
+
+    rows = batch_axes(jax.sharding.get_abstract_mesh(), len(hidden))
+    split = PartitionSpec(rows, SEQUENCE)
+    return jax.shard_map(
+        of_device, in_specs=(split, PartitionSpec(rows)), out_specs=split, check_vma=False
+    )(hidden, positions)
 
 
 @dataclasses.dataclass(frozen=True)

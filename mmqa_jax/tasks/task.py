@@ -27,6 +27,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import (
     DCN_AXES,
     MESH_AXES,
+    SEQUENCE,
     local_rows,
     make_mesh,
     on_shardings,
@@ -64,6 +65,7 @@ Struct = jax.ShapeDtypeStruct
 
 ANY_VOCABULARY = 30_522  # of the published BERTs: where it is not known, and no size depends on it
 _AXES = dict.fromkeys(MESH_AXES, optional(int))
+_TRAINING_AXES = dict.fromkeys((*MESH_AXES, SEQUENCE, *DCN_AXES), optional(int))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -267,7 +269,7 @@ class Task(abc.ABC):
     model: Any
     batches: Any
     inference: Any
-    mesh: Mapping[str, int] = mapping(_AXES | dict.fromkeys(DCN_AXES, optional(int)), required=True)
+    mesh: Mapping[str, int] = mapping(_TRAINING_AXES, required=True)
     train: Mapping[str, Any] = mapping(dict, required=True)
 
     # --- What the config alone tells ---------------------------------------------------------
@@ -298,8 +300,19 @@ class Task(abc.ABC):
           UserError: sizes that do not fit together or the devices.
         """
         self.check_sizes(files=files)
-        parts = self.loop.accumulate * self._parts()
-        check_batch_size(self.batches.batch_size, make_mesh(self.mesh, devices), parts)
+        parts, mesh = self.loop.accumulate * self._parts(), make_mesh(self.mesh, devices)
+        check_batch_size(self.batches.batch_size, mesh, parts)
+        shards, length = mesh.shape.get(SEQUENCE, 1), self.row_length
+        if shards > 1 and length is None:
+            raise UserError(
+                f"config key mesh.{SEQUENCE}={shards}: the rows of task={self.task} cannot be "
+                "split, as those of language_model can; set it to 1."
+            )
+        if shards > 1 and length % shards:
+            raise UserError(
+                f"config key mesh.{SEQUENCE}={shards}: does not divide a row of {length} tokens; "
+                "make batches.length a multiple of it."
+            )
 
     def check_sizes(self, *, files: bool = True) -> None:
         """As `check`, whatever the devices are."""
@@ -322,6 +335,11 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def _check(self, files: bool) -> None:
         """The task's own part of `check`."""
+
+    @property
+    def row_length(self) -> int | None:
+        """Tokens of a row, of tasks whose rows the mesh axis `sequence` can split."""
+        return None
 
     def _parts(self) -> int:
         """Parts into which the model splits a batch by itself."""

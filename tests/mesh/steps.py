@@ -92,7 +92,7 @@ def take_step(
     metrics = of_update(parts)
     for name, leaf in flatten_named(state.optimizer).items():
         if leaf.ndim > 2 and "lora_" not in name:  # the stacked kernels' moments
-            splits = math.prod(shape.get(axis, 1) for axis in ("fsdp", "tensor"))
+            splits = math.prod(shape.get(axis, 1) for axis in ("fsdp", "sequence", "tensor"))
             assert leaf.addressable_shards[0].data.size == leaf.size // splits, name
     found = jax.device_get((metrics, flatten_named(state.optimizer)))
     return Taken(*found, model.merge(state.params, state.frozen), start)

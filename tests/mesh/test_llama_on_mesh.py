@@ -8,6 +8,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from cached import decode, prefill
 from compare import LAYER, load_on_mesh
 from flax import nnx
@@ -33,9 +34,10 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 
 
-def test_a_lookup_copies_no_embeddings_to_all_devices(capfd):
-    """On a mesh with both axes that split a table; forward and backward, as on one device."""
-    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+@pytest.mark.parametrize("shape", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "sequence": 4}])
+def test_a_lookup_copies_no_embeddings_to_all_devices(shape, capfd):
+    """On a mesh with two axes that split a table; forward and backward, as on one device."""
+    mesh = make_mesh(shape)
     embedding = Embedding(256, 16, ("vocab", "embed"), rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 256, (16, 12))

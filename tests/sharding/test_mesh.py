@@ -34,6 +34,16 @@ def test_logical_names_become_mesh_axes(names, shape, want):
     assert partition_spec(names, shape, MESH) == PartitionSpec(*want)
 
 
+def test_a_mesh_has_the_axis_sequence_on_request():
+    """It splits parameters as `fsdp` does, and other meshes know nothing of it."""
+    devices = jax.devices()[:1] * 8
+    mesh = make_mesh({"fsdp": 2, "sequence": -1}, devices)
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 2, "sequence": 4, "tensor": 1}
+    want = PartitionSpec(None, ("fsdp", "sequence"))
+    assert partition_spec(("layers", "embed"), (2, 16), mesh) == want
+    assert "sequence" not in make_mesh({"data": -1, "sequence": 1}, devices).shape
+
+
 def test_axes_of_size_one_are_left_out():
     mesh = AbstractMesh((4, 1, 1), ("data", "fsdp", "tensor"))
     assert partition_spec(("batch", "embed"), (8, 8), mesh) == PartitionSpec("data", None)
@@ -114,6 +124,11 @@ def test_axes_cross_slices(shape, slices, crossed):
             {"tensor": -1},
             on_slices(8, 8),
             "fsdp=1 cannot be split over 2 slices .* mesh.tensor at most 8",
+        ),
+        (
+            {"data": 1, "sequence": 16},
+            on_slices(8, 8),
+            "fsdp=1 cannot be split over 2 slices .* mesh.sequence x mesh.tensor at most 8",
         ),
         ({"dcn_data": 2, "fsdp": -1}, on_slices(8, 8), "data=1 cannot be split over 2 slices"),
         ({"dcn_data": 2}, on_slices(1), "mesh: dcn_data=2 does not fit 1 slice: .*leave"),
