@@ -18,6 +18,7 @@ from mmqa_jax.core.compiler_options import training_options
 from mmqa_jax.core.flops import jaxpr_flops
 from mmqa_jax.core.mesh import batch_sharding, on_shardings, replicated, state_shardings
 from mmqa_jax.core.trees import flatten_named, unflatten_named
+from mmqa_jax.models.layers import with_rounded_products
 from mmqa_jax.training.objective import COUNTS, WEIGHT, Objective, Outlined
 from mmqa_jax.training.optimizer import Schedule
 from mmqa_jax.training.options import Precision
@@ -399,7 +400,11 @@ def make_step(
 
     def loss_fn(params: Any, fixed: tuple[Any, Any], batch: Any, key: jax.Array) -> Any:
         module = nnx.merge(model.graphdef, params, *fixed)
-        loss, metrics = objective.loss(module, batch, key)
+        call, kind = objective.loss, precision.products
+        if kind:
+            loss, metrics = with_rounded_products(module, call, kind, batch, key)
+        else:
+            loss, metrics = call(module, batch, key)
         return loss, {**metrics, "loss": loss}
 
     def gradient(params: Any, fixed: tuple[Any, Any], batch: Any, key: jax.Array) -> Any:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.flops import flops_by_type
 from mmqa_jax.core.mesh import DEFAULT_RULES, batch_sharding, make_mesh
 from mmqa_jax.core.trees import flatten_named
+from mmqa_jax.models.layers import Linear, with_rounded_products
+from mmqa_jax.models.llama import Llama
+from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
 from mmqa_jax.training.options import Precision, read_section
 from mmqa_jax.training.state import abstract_state, initial_state, make_step, split_model
@@ -168,3 +173,72 @@ def test_a_step_that_is_skipped_changes_nothing_held():
 def test_what_cannot_be(section, message):
     with pytest.raises(UserError, match=message):
         read_section({"steps": 1, "optimizer": {}} | section)
+
+
+class NextToken:
+    """A tiny LLaMA, whose linears are stacks."""
+
+    def init(self, key):
+        sizes = {"vocab_size": 32, "hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 24}
+        return Llama(LlamaConfig(**sizes, init_stddev=0.2), rngs=nnx.Rngs(0))
+
+    def loss(self, model, batch, dropout_key):
+        logits = model(batch["ids"])[:, :-1]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["ids"][:, 1:])
+        return losses.mean(), {}
+
+
+def texts(count):
+    rng = np.random.default_rng(2)
+    return [{"ids": (np.arange(16) * rng.integers(1, 4, (8, 1)) % 32)} for _ in range(count)]
+
+
+@pytest.mark.parametrize(("kind", "nearness"), [("int8", 0.03), ("fp8", 0.06)])
+def test_a_run_with_products_in_8_bits_learns_as_one_in_float32(kind, nearness):
+    _, wanted = trained(40, NextToken(), rows=texts(40))
+    states, losses = trained(40, NextToken(), rows=texts(40), precision=Precision(products=kind))
+    assert abs(losses - wanted).max() < nearness * wanted[0]
+    assert (losses != wanted).any()
+    assert wanted[-1] < 0.6 * wanted[0]
+    assert "layers/q/kernel" in flatten_named(states[-1].params)  # as without
+
+
+def test_products_in_8_bits_are_those_of_the_layers_matrices_forward_and_backward():
+    task = NextToken()
+    module, (batch,) = task.init(None), texts(1)
+    graphdef, params = nnx.split(module)
+
+    def loss(params):
+        merged = nnx.merge(graphdef, params)
+        return with_rounded_products(merged, task.loss, "int8", batch, None)[0]
+
+    # Of each of 2 x 7 linears one product forward and two backward, as parts of all.
+    by_type = flops_by_type(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
+    tokens, matrices = 8 * 16, 2 * 16 * (16 + 8 + 8 + 16 + 3 * 24)
+    assert by_type["s8"] == 3 * 2 * tokens * matrices
+    assert by_type["f32"] > 0  # attention and the head
+
+
+def test_a_product_in_int8_is_the_one_of_rounded_operands():
+    rng = np.random.default_rng(4)
+    x, w = rng.normal(size=(5, 12)).astype(np.float32), rng.normal(size=(1, 12, 7))
+    x[:, 0], w[:, 0] = 4, 4  # the largest, of 127.5 steps, and cut to 127
+    stack = Linear(12, 7, ("embed", "mlp"), rngs=nnx.Rngs(), use_bias=False)
+    stack.kernel = nnx.Param(w.astype(np.float32))
+
+    def call(module, x):
+        graphdef, state = nnx.split(module)
+        return nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[0], state))(x)
+
+    of_rows = abs(x).max(1, keepdims=True) / 127.5
+    of_columns = abs(w[0]).max(0, keepdims=True) / 127.5
+    rounded = [np.clip(np.round(y), -128, 127) for y in (x / of_rows, w[0] / of_columns)]
+    want = rounded[0] @ rounded[1] * of_rows * of_columns
+    got = jax.jit(lambda: with_rounded_products(stack, call, "int8", x))()
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+    assert abs(want - x @ w[0]).max() > 1e-3
+
+
+def test_products_in_8_bits_without_stacked_linears():
+    with pytest.raises(UserError, match=r"no linears in stacked layers .* leave products empty"):
+        trained(1, precision=Precision(products="int8"))
