@@ -53,7 +53,7 @@ class LoopOptions:
         examples and a shape of its own, and only one is in memory (see make_step).
       precision: see Precision.
       offload: `optimizer` keeps the optimizer's moments and `ema`'s average in the host's memory;
-        they are on the devices while parameters are updated.
+        while parameters are updated all of them are on the devices.
       ema: decay of the exponential moving average of the parameters, which begins as these; the
         average is what is validated and saved as weights. 0: there is none.
       keep: how many of the latest checkpoints; the best one is kept besides.

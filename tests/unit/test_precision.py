@@ -16,6 +16,7 @@ from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.models.layers import Linear, with_rounded_products
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.plan.program import shard_bytes
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
 from mmqa_jax.training.options import Precision, read_section
 from mmqa_jax.training.state import abstract_state, initial_state, make_step, split_model
@@ -148,6 +149,16 @@ def test_where_moments_lie_changes_no_number(accumulate):
     got, _ = trained(3, offload="optimizer", **held)
     for name, value in flatten_named(wanted[-1]).items():
         np.testing.assert_array_equal(flatten_named(got[-1])[name], value, err_msg=name)
+
+
+def test_what_lies_on_the_host_is_planned_apart():
+    model = split_model(Regression(), 0, ema=0.9, offload="optimizer")
+    optimizer, _ = make_optimizer(OptimizerOptions(), 1)
+    abstract = abstract_state(model, optimizer, make_mesh(devices=jax.devices()[:1]), DEFAULT_RULES)
+    held = (abstract.optimizer, abstract.average)
+    assert shard_bytes(held, on_host=True) == 3 * 4 * (6 * 32 + 32 * 4)
+    assert shard_bytes(held) == 2 * 4  # the counts
+    assert shard_bytes(abstract.params, on_host=True) == 0
 
 
 def test_a_step_that_is_skipped_changes_nothing_held():
