@@ -422,9 +422,7 @@ def make_step(
         values = {"grad_norm": optax.tree.norm(grads), "learning_rate": schedule(state.step)}
         moments, average = state.optimizer, state.average
         if model.offload:
-            # After the gradients: XLA else fetches all of them before the activations are gone.
-            grads, *away = jax.lax.optimization_barrier((grads, moments, average))
-            moments, average = _moved(away, jax.memory.Space.Device)
+            moments, average = _moved((moments, average), jax.memory.Space.Device)
         old = state.params, moments, average
         wide = _held(state.params, "float32")
         updates, moments = optimizer.update(grads, _held(moments, "float32"), wide)
