@@ -52,7 +52,8 @@ def drawn_start(
         for part in (abstract.params, abstract.frozen)
     )
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
-    start = dataclasses.replace(zeros, params=params, frozen=frozen)
+    average = None if abstract.average is None else params
+    start = dataclasses.replace(zeros, params=params, frozen=frozen, average=average)
     return jax.device_put(start, jax.tree.map(lambda leaf: leaf.sharding, abstract))
 
 

@@ -104,6 +104,14 @@ def get_config(mode: str = "") -> ConfigDict:
         config.model.changes.dtype = "bfloat16"
         config.model.lora = None
         config.batches.update({"batch_size": 256, "threads": 16})
+        # bfloat16 halves each of the first three; products in int8 or fp8; see training/README.md.
+        config.train.precision = {
+            "parameters": "float32",
+            "moments": "float32",
+            "gradients": "float32",
+            "products": "",
+        }
+        config.train.update({"ema": 0.0, "offload": ""})  # offload=optimizer: to the host
         config.train.optimizer.learning_rate = 2e-5
         config.inference.batch_size = 256
     elif mode == "cpu":

@@ -197,7 +197,7 @@ def _table(plan: Plan) -> Table:
     chip, devices = plan.topology.chip, len(plan.topology.devices)
     columns = ["a device", *(one.compiled.program.name for one in plan.planned)]
     cells = [_cells(one) for one in plan.planned]
-    rows = [[name, *(own[name] for own in cells)] for name in cells[0]]
+    rows = [[name, *(own.get(name) for own in cells)] for name in cells[0]]
     network = _network(plan.topology)
     if not network:
         rows = [row for row in rows if row[0] != _NETWORK]
@@ -258,6 +258,8 @@ def memory_cells(one: Planned) -> dict[str, str | None]:
     cells: dict[str, str | None] = {"mesh": split or "one device"}
     for name in ("parameters", "optimizer", "cache", "temporaries", "total"):
         cells[f"memory: {name}"] = bytes_text(getattr(memory, name))
+    if held := one.compiled.program.host:
+        cells["memory: on the host"] = bytes_text(held)
     fits = "fits" if one.fits else "DOES NOT FIT"
     return {**cells, "memory: of": f"{bytes_text(one.chip.hbm_bytes)} {fits}"}
 

@@ -20,6 +20,7 @@ one config would then have unequal graph definitions, and a jitted step would co
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -166,6 +167,64 @@ def _contract(a: jax.Array, a_axis: int, b: jax.Array, b_axis: int, dtype: jnp.d
     """Sum of products along one axis of each of two matrices."""
     numbers = (((a_axis,), (b_axis,)), ((), ()))
     return jax.lax.dot_general(a, b, numbers, preferred_element_type=dtype)
+
+
+# (operands, gradients) of products in 8 bits.
+_ROUNDED = {
+    "int8": (jnp.int8, jnp.int8),
+    "fp8": (jnp.float8_e4m3fn, jnp.float8_e5m2),  # Micikevicius et al. 2022
+}
+
+
+def with_rounded_products(
+    module: nnx.Module, call: Callable[..., Any], kind: str, *arguments: Any
+) -> Any:
+    """`call(module, *arguments)`, whose products with stacked linears round both operands; traced.
+
+    By qwix, with a scale for each row of the activations and each column of a matrix (the largest
+    absolute value); gradients pass the rounding, and are rounded where they are multiplied. The
+    module is one of this trace alone.
+
+    Args:
+      kind: int8 or fp8.
+
+    Raises:
+      UserError: the module has no stacked linears; qwix is not installed.
+    """
+    try:
+        import qwix
+    except ImportError as error:
+        raise UserError(
+            f"config key train.precision.products={kind}: the package qwix is not installed; "
+            'run `pip install "mmqa-jax[qwix]"`, or leave products empty.'
+        ) from error
+    paths = [
+        "/".join(map(str, ("module", *path)))
+        for path, inner in nnx.iter_modules(module)
+        if isinstance(inner, Linear) and inner.kernel.get_value().ndim == 3
+    ]
+    if not paths:
+        raise UserError(
+            f"config key train.precision.products={kind}: the model has no linears in stacked "
+            "layers whose matrices are plain (LoRA's are not); leave products empty."
+        )
+
+    class Called(nnx.Module):  # qwix replaces the products of a module's call
+        def __init__(self):
+            self.module = module
+
+        def __call__(self, *arguments: Any) -> Any:
+            return call(self.module, *arguments)
+
+    factors, gradients = _ROUNDED[kind]
+    rule = qwix.QtRule(
+        module_path="|".join(map(re.escape, paths)),
+        weight_qtype=factors,
+        act_qtype=factors,
+        bwd_qtype=gradients,
+    )
+    rounded = qwix.quantize_model(Called(), qwix.QtProvider([rule]), *arguments, skip_nnx_init=True)
+    return rounded(*arguments)
 
 
 class LayerNorm(nnx.Module):

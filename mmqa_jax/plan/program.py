@@ -33,7 +33,8 @@ class Program:
       mesh: axis -> size; {} is one device.
       placed: the devices of the mesh in its flat order; () where nobody asks where they are.
       model_flops: of one call over all devices, without recomputation.
-      parameters, optimizer, cache: bytes on one device.
+      parameters, optimizer, cache: bytes on one device; `optimizer` has the parameters' average.
+      host: bytes of its state in the host's memory, for one device.
       floor_bytes: bytes that one device must move to or from its memory at least; None: what goes
         in and comes out, once.
       examples: questions, pairs or tokens of one call, over all devices.
@@ -51,6 +52,7 @@ class Program:
     parameters: float
     optimizer: float = 0
     cache: float = 0
+    host: float = 0
     floor_bytes: float | None = None
     examples: int = 0
     unit: str = "examples"
@@ -235,11 +237,16 @@ def needed_bytes(message: str) -> float | None:
     return None if found is None else float(found[1]) * _UNIT[found[2]]
 
 
-def shard_bytes(tree: Any) -> float:
-    """Bytes of one device's shards of a tree of arrays or ShapeDtypeStructs with shardings."""
+def shard_bytes(tree: Any, *, on_host: bool = False) -> float:
+    """Bytes of one device's shards of a tree of arrays or ShapeDtypeStructs with shardings.
+
+    on_host: those in the host's memory, which else do not count.
+    """
     total = 0.0
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
+        if (getattr(sharding, "memory_kind", None) == "pinned_host") != on_host:
+            continue
         shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
         total += math.prod(shape) * leaf.dtype.itemsize
     return total

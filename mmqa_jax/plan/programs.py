@@ -248,7 +248,7 @@ def _train(config: ConfigDict, devices: Sequence[jax.Device], model: str | None)
     options, mesh = task.loop, make_mesh(task.mesh, devices)
     objective = task.objective(task.vocabulary_size(), mesh)
     optimizer, schedule = make_optimizer(options.optimizer, options.steps)
-    split = split_model(objective, task.seed)
+    split = split_model(objective, task.seed, options.precision, options.ema, options.offload)
     abstract = abstract_state(split, optimizer, mesh, options.rules)
     step = make_step(
         objective,
@@ -271,7 +271,8 @@ def _train(config: ConfigDict, devices: Sequence[jax.Device], model: str | None)
         weights=(abstract.params, abstract.frozen),
         trained=_trained(abstract),
         parameters=shard_bytes((abstract.params, abstract.frozen)),
-        optimizer=shard_bytes(abstract.optimizer),
+        optimizer=shard_bytes(moved := (abstract.optimizer, abstract.average)),
+        host=shard_bytes(moved, on_host=True),
         examples=task.batches.batch_size,
         unit=task.unit,
         input_bytes=tree_bytes(batch),

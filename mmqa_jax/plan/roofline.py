@@ -88,6 +88,7 @@ class Planned:
             "memory_gib": {
                 part.name: _gib(getattr(memory, part.name)) for part in dataclasses.fields(memory)
             },
+            "host_gib": _gib(program.host),
             "hbm_gib": _gib(self.chip.hbm_bytes),
             "floor_bytes": compiled.floor_bytes,
             "flops": None if flops is None else sum(flops.values()),

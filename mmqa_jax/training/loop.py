@@ -159,7 +159,7 @@ def train(
     options = read_section(config)
     steps = 0 if only_start else options.steps
     optimizer, schedule = make_optimizer(options.optimizer, options.steps)
-    model = split_model(objective, seed)
+    model = split_model(objective, seed, options.precision, options.ema, options.offload)
     abstract = abstract_state(model, optimizer, mesh, options.rules)
     step_fn = make_step(
         objective,
@@ -202,7 +202,7 @@ def train(
         if validation is not None and validation.metric is not None:
             described = {**(metadata or {}), "seed": seed}
             best = BestWeights(folder, checkpoints, model, described, validation.metric, finish)
-            best.repair(abstract.params, state.frozen)
+            best.repair(abstract.kept, state.frozen)
         with (
             MetricsWriter(folder, restored_step=first, wandb=observed.wandb) as metrics,
             Progress(title, steps, "steps", start=first, quiet=_quiet()) as progress,
@@ -236,7 +236,7 @@ def train(
                 score = None
                 every = options.evaluate_every
                 if validation is not None and every and _due(step, every, options.steps):
-                    module = model.merge(state.params, state.frozen)
+                    module = model.merge(step_fn.kept(state), state.frozen)
                     score = run.evaluate(step, module, validation)
                 is_best = best is not None and best.beats(score)
                 stopped = stop.received(checkpoints, step)
@@ -253,8 +253,9 @@ def train(
             checkpoints.remove_local()
         there.check()
         metadata = {**(metadata or {}), "step": steps, "seed": seed}
-        save_trained(folder, *finished(model, state.params, state.frozen, finish), metadata)
-    return state.params
+        kept = step_fn.kept(state)
+        save_trained(folder, *finished(model, kept, state.frozen, finish), metadata)
+    return kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -409,8 +410,7 @@ class _Run:
         self._metrics.flush()
         window = {"sums": self._sums, "count": self._count, "skipped": self._finite.skipped}
         return {
-            "params": state.params,
-            "train": {"step": state.step, "optimizer": state.optimizer},
+            **_items(state),
             "iterator": self._batches,
             # A log window may span a checkpoint: keep its first part.
             "meta": {"seed": self._seed, "window": window, "steps": self._options.steps},
@@ -423,7 +423,7 @@ class _Run:
     def save_best(self, step: int, best: BestWeights, state: TrainState) -> None:
         """Writes the weights of a step that is the best so far; its checkpoint is saved first."""
         self._watchdog.beat(step, "saving the best weights")
-        best.write(state.params, state.frozen)
+        best.write(state.kept, state.frozen)
         self._split.lap("checkpoint")
 
     def finish(self, event: str, step: int) -> None:
@@ -453,8 +453,7 @@ def _restore_or_start(
 ) -> tuple[TrainState, int, dict[str, Any]]:
     """The newest checkpoint, or else the weights that the task starts from; step and `meta`."""
     restored = checkpoints.restore_latest(
-        params=abstract.params,
-        train={"step": abstract.step, "optimizer": abstract.optimizer},
+        **_items(abstract),
         iterator=batches,
     )
     frozen = abstract.frozen
@@ -467,8 +466,19 @@ def _restore_or_start(
         if restored is None:
             return state, 0, {"window": {"sums": {}, "count": 0}}
         frozen = state.frozen
-    state = TrainState(restored.train["step"], restored.params, restored.train["optimizer"], frozen)
-    return state, restored.step, restored.meta
+    step, moments = restored.train["step"], restored.train["optimizer"]
+    params, average = restored.params, None
+    if abstract.average is not None:
+        params, average = restored.train["params"], restored.params
+    return TrainState(step, params, moments, frozen, average), restored.step, restored.meta
+
+
+def _items(state: TrainState) -> dict[str, Any]:
+    """What a checkpoint holds of a state: as its `params` what the run keeps as weights."""
+    train = {"step": state.step, "optimizer": state.optimizer}
+    if state.average is not None:
+        train["params"] = state.params
+    return {"params": state.kept, "train": train}
 
 
 def _next_rows(batches: Iterator[Any], step: int, mesh: Mesh) -> tuple[Any, Any]:

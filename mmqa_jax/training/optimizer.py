@@ -3,7 +3,8 @@
 `adam` is the WebQA code's optimizer (plain torch Adam, constant rate), `adamw` the usual choice,
 `bert_adam` VLP's: no bias correction, every parameter's gradient clipped separately;
 `transformers_adamw` that of transformers and its Trainer until 2023; `adafactor` keeps almost no
-state (training.adafactor).
+state (training.adafactor); `muon` moves the matrices of stacked layers along their orthogonalized
+momentum (Jordan et al. 2024, kellerjordan.github.io/posts/muon), and all others as `adamw` does.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from mmqa_jax.training.adafactor import scale_by_adafactor
 
 Schedule = Callable[[Any], jax.Array]
 
+# Names of the parameters that are matrices of a layer, where they are stacks.
+_MATRICES = re.compile(r"(^|/)(kernels?|lora_[ab])$")
 # Biases, norm gains, and the factor and bias of CLIP's and SigLIP's logits are not decayed.
 _NO_DECAY = r"(^|/)(bias|scale|logit_scale|logit_bias|picture_gate)$|norm"
 
@@ -36,13 +39,18 @@ class OptimizerOptions:
     """The section `train.optimizer` of a config.
 
     Attributes:
-      name: adam | adamw | bert_adam | transformers_adamw | adafactor.
+      name: adam | adamw | bert_adam | transformers_adamw | adafactor | muon.
       learning_rate: the highest rate of the schedule; of adafactor a share of each parameter's root
         mean square (T5: 1e-3).
-      schedule: constant | linear | cosine, after the warm-up; stairs: see `levels`.
+      schedule: after the warm-up constant | linear | cosine, inverse_sqrt (the rate falls with the
+        root of the step, as T5's) or wsd (it is constant until the last `decay` of the steps, and
+        then falls: MiniCPM, Hu et al. 2024); stairs: see `levels`.
       warmup: warm-up from 0, a number of steps (updates, as in `train.steps`), or below 1 a
         fraction of all steps.
-      final_fraction: where linear and cosine end, as a fraction of `learning_rate`.
+      final_fraction: where linear, cosine and wsd end, as a fraction of `learning_rate`.
+      decay: of wsd, the number of last steps in which the rate falls, or below 1 their fraction of
+        all steps.
+      decay_shape: of wsd, how it falls: linear | cosine | sqrt (1 - root, Hagele et al. 2024).
       levels: of stairs: ((first step, factor on the rate), ...), the first from step 0 on. They say
         all, so that `warmup` and `final_fraction` do not count.
       b1, b2: decay of the first and second moment; adafactor has no first, and a schedule of its
@@ -50,6 +58,10 @@ class OptimizerOptions:
       eps: added to the root of the second moment; None is 1e-8, for bert_adam and
         transformers_adamw, which add it before the moment's bias is corrected, 1e-6. Of adafactor
         added to squared gradients, 1e-30.
+      muon_momentum: of muon's matrices, whose momentum is Nesterov's; the others have b1, b2, eps.
+      muon_rms: the root mean square of muon's updates of a matrix before the rate is applied: 0.2
+        is what AdamW's have, so that one rate serves all (Liu et al. 2025, arXiv 2502.16982); None
+        scales a matrix [in, out] by max(1, out / in) ** 0.5, as Jordan's code does.
       weight_decay: decoupled; None is 0.01, for adam and adafactor none.
       no_decay: regular expression over parameter names that are not decayed.
       clip_norm: the gradient's global norm is clipped to this; None does not clip.
@@ -62,15 +74,19 @@ class OptimizerOptions:
         optimizer state; None: all are trained.
     """
 
-    name: Literal["adam", "adamw", "bert_adam", "transformers_adamw", "adafactor"] = "adamw"
+    name: Literal["adam", "adamw", "bert_adam", "transformers_adamw", "adafactor", "muon"] = "adamw"
     learning_rate: float = 1e-4
-    schedule: Literal["constant", "linear", "cosine", "stairs"] = "linear"
+    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd", "stairs"] = "linear"
     warmup: float = 0.1
     final_fraction: float = 0.0
+    decay: float = 0.1
+    decay_shape: Literal["linear", "cosine", "sqrt"] = "linear"
     levels: tuple[tuple[int, float], ...] = ()
     b1: float = 0.9
     b2: float = 0.999
     eps: float | None = None
+    muon_momentum: float = 0.95
+    muon_rms: float | None = 0.2
     weight_decay: float | None = None
     no_decay: str = _NO_DECAY
     clip_norm: float | None = None
@@ -96,8 +112,12 @@ class OptimizerOptions:
                 f"below 0; they are {self.learning_rate} and {self.warmup}."
             )
         for keys, wanted, is_right in (
-            (("b1", "b2"), "from 0 to less than 1", lambda value: 0 <= value < 1),
-            (("eps", "clip_norm", "clip_parameter_norm"), "above 0", lambda value: value > 0),
+            (("b1", "b2", "muon_momentum"), "from 0 to less than 1", lambda value: 0 <= value < 1),
+            (
+                ("eps", "clip_norm", "clip_parameter_norm", "muon_rms", "decay"),
+                "above 0",
+                lambda value: value > 0,
+            ),
             (("weight_decay",), "not below 0", lambda value: value >= 0),
         ):
             for key in keys:
@@ -106,6 +126,11 @@ class OptimizerOptions:
                         f"config key train.optimizer.{key}={value}: a number {wanted} was "
                         "expected; change it."
                     )
+        if self.schedule == "inverse_sqrt" and not self.warmup:
+            raise UserError(
+                "config key train.optimizer.warmup=0: the schedule inverse_sqrt falls from the "
+                "last step of the warm-up on; set warmup above 0."
+            )
         starts = [first for first, _ in self.levels]
         if (0 not in starts) if self.schedule == "stairs" else starts:
             raise UserError(
@@ -123,6 +148,14 @@ class OptimizerOptions:
                 ) from error
 
 
+# From 1 to 0 while the rest of the fall goes from 1 to 0.
+_FALLS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "linear": lambda rest: rest,
+    "cosine": lambda rest: 0.5 * (1 - jnp.cos(jnp.pi * rest)),
+    "sqrt": lambda rest: 1 - jnp.sqrt(1 - rest),
+}
+
+
 def make_schedule(options: OptimizerOptions, steps: int) -> Schedule:
     """Learning rate by step (the first step is 0): linear warm-up, then the schedule.
 
@@ -131,17 +164,26 @@ def make_schedule(options: OptimizerOptions, steps: int) -> Schedule:
     """
     if options.schedule == "stairs":
         return _stairs(options)
-    warm = options.warmup if options.warmup < 1 else min(options.warmup / steps, 1.0)
+    warm, fall_share = (
+        value if value < 1 else min(value / steps, 1.0) for value in (options.warmup, options.decay)
+    )
+    if options.schedule == "wsd" and warm + fall_share > 1:
+        raise UserError(
+            f"config section train.optimizer: warmup={options.warmup} and decay={options.decay} "
+            f"take more than the {steps} steps of the run; lower one of them."
+        )
 
     def schedule(step: Any) -> jax.Array:
         x = jnp.asarray(step, jnp.float32) / steps
-        rest = jnp.clip((1 - x) / max(1 - warm, 1e-9), 0.0, 1.0)
+        span = fall_share if options.schedule == "wsd" else 1 - warm
+        rest = jnp.clip((1 - x) / max(span, 1e-9), 0.0, 1.0)
         if options.schedule == "constant":
             level = jnp.ones_like(x)
-        elif options.schedule == "linear":
-            level = options.final_fraction + (1 - options.final_fraction) * rest
+        elif options.schedule == "inverse_sqrt":
+            level = jnp.sqrt(warm / jnp.maximum(x, warm))
         else:
-            fall = 0.5 * (1 - jnp.cos(jnp.pi * rest))
+            shape = options.decay_shape if options.schedule == "wsd" else options.schedule
+            fall = _FALLS[shape](rest)
             level = options.final_fraction + (1 - options.final_fraction) * fall
         if warm > 0:
             level = jnp.where(x < warm, x / warm, level)
@@ -195,7 +237,8 @@ def make_optimizer(
     elif options.name == "adafactor":
         parts.append(scale_by_adafactor(options.eps or 1e-30))
     else:
-        parts.append(optax.scale_by_adam(options.b1, options.b2, options.eps or 1e-8))
+        adam = optax.scale_by_adam(options.b1, options.b2, options.eps or 1e-8)
+        parts.append(scale_by_muon(options, adam) if options.name == "muon" else adam)
     if decay and options.name != "bert_adam":
         parts.append(optax.add_decayed_weights(decay, lambda params: _by_name(params, decays)))
     if options.multipliers:
@@ -319,6 +362,54 @@ def scale_by_bert_adam(
         return updates, BertAdamState(mu, nu)
 
     return optax.GradientTransformation(init, update)
+
+
+def scale_by_muon(
+    options: OptimizerOptions, others: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """optax' Muon for each matrix [in, out] of stacked layers and experts, `others` for the rest.
+
+    optax corrects the bias of both terms of Nesterov's momentum, which torch.optim.Muon does not:
+    they agree in the first step and about 1 / (1 - momentum) steps later.
+    """
+
+    def factor(update: jax.Array) -> jax.Array:
+        inputs, outputs = update.shape[-2:]
+        if options.muon_rms is None:
+            return update * max(1.0, outputs / inputs) ** 0.5
+        return update * (options.muon_rms * max(inputs, outputs) ** 0.5)
+
+    def labels(tree: Any) -> Any:
+        def label(path: Any, leaf: Any) -> Any:
+            kind = "muon" if _MATRICES.search(name_of(path)) and _is_matrix(leaf) else "others"
+            return jax.tree.map(lambda _: kind, leaf)
+
+        return jax.tree_util.tree_map_with_path(label, tree, is_leaf=_is_variable)
+
+    def init(params: Any) -> Any:
+        if "muon" not in jax.tree.leaves(labels(params)):
+            raise UserError(
+                "config key train.optimizer.name=muon: the parameters that are trained have no "
+                "matrices of stacked layers; set it to adamw."
+            )
+        return both.init(params)
+
+    axes = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+    matrices = optax.contrib.scale_by_muon(
+        beta=options.muon_momentum,
+        weight_dimension_numbers=lambda tree: jax.tree.map(lambda _: axes, tree),
+    )
+    scaled = optax.chain(matrices, optax.stateless_with_tree_map(lambda g, _: factor(g)))
+    both = optax.partition({"muon": scaled, "others": others}, labels)
+    return optax.GradientTransformation(init, both.update)
+
+
+def _is_matrix(leaf: Any) -> bool:
+    """Whether a parameter is a stack of matrices, of layers and perhaps experts."""
+    if not jax.tree.leaves(leaf) or not _is_variable(leaf):
+        return False
+    names = leaf.get_metadata().get("out_sharding") or ()
+    return "layers" in names and len(names) - 2 == sum(x in ("layers", "experts") for x in names)
 
 
 def clip_each_parameter(max_norm: float) -> optax.GradientTransformation:

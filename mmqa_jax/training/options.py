@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jax.sharding import Mesh
@@ -14,6 +14,29 @@ from mmqa_jax.core.mesh import DEFAULT_RULES, Rules
 from mmqa_jax.core.typed import at_least, read_typed
 from mmqa_jax.training.nonfinite import OnNan
 from mmqa_jax.training.optimizer import OptimizerOptions, rates
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """The section `train.precision` of a config.
+
+    What is held in bfloat16 is updated in float32 and rounded at random to one of its two
+    neighbours, in expectation to itself; there is no float32 copy, as with MaxText's weight_dtype,
+    which rounds to the nearest and so loses updates below 1/512 of a weight. Checkpoints keep it.
+
+    Attributes:
+      parameters: those that are trained; also the trained weights that the run leaves.
+      moments: the optimizer's.
+      gradients: in which they are computed, exchanged and summed over `accumulate`; bfloat16 also
+        rounds the parameters that the model computes with.
+      products: int8 or fp8 (E4M3, gradients E5M2) rounds both operands of the products with the
+        matrices of stacked layers, forward and backward; empty: they run in the model's dtype.
+    """
+
+    parameters: Literal["float32", "bfloat16"] = "float32"
+    moments: Literal["float32", "bfloat16"] = "float32"
+    gradients: Literal["float32", "bfloat16"] = "float32"
+    products: Literal["", "int8", "fp8"] = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +53,11 @@ class LoopOptions:
         core.local_checkpoints.
       accumulate: parts of an update, one after another: each has `batches.batch_size` / accumulate
         examples and a shape of its own, and only one is in memory (see make_step).
+      precision: see Precision.
+      offload: `optimizer` keeps the optimizer's moments and `ema`'s average in the host's memory;
+        while parameters are updated all of them are on the devices.
+      ema: decay of the exponential moving average of the parameters, which begins as these; the
+        average is what is validated and saved as weights. 0: there is none.
       keep: how many of the latest checkpoints; the best one is kept besides.
       on_nan: a loss or gradient that is not finite ends the run (`stop`), or that step changes
         nothing (`skip`).
@@ -44,9 +72,19 @@ class LoopOptions:
     checkpoint_local_every: int = at_least(0, 0)
     evaluate_every: int = at_least(0, 0)
     accumulate: int = at_least(1, 1)
+    precision: Precision = Precision()
+    offload: Literal["", "optimizer"] = ""
+    ema: float = at_least(0, 0.0)
     keep: int = at_least(1, 2)
     on_nan: OnNan = "stop"
     skip_at_most: int = at_least(1, 10)
+
+    def __post_init__(self):
+        if self.ema >= 1:
+            raise UserError(
+                f"config key train.ema={self.ema}: a decay from 0 to less than 1 was expected, "
+                "such as 0.9999; change it."
+            )
 
 
 def read_section(config: Mapping[str, Any]) -> LoopOptions:
@@ -76,7 +114,7 @@ def check_batch_size(size: int, mesh: Mesh, accumulate: int) -> None:
 # `check_steps`.
 FREE = (
     *("rules", "log_every", "checkpoint_every", "checkpoint_local_every"),
-    *("evaluate_every", "keep", "on_nan", "skip_at_most"),
+    *("evaluate_every", "keep", "on_nan", "skip_at_most", "offload"),
 )
 
 

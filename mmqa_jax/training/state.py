@@ -16,10 +16,15 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.compiler_options import training_options
 from mmqa_jax.core.flops import jaxpr_flops
-from mmqa_jax.core.mesh import batch_sharding, replicated, state_shardings
+from mmqa_jax.core.mesh import batch_sharding, on_shardings, replicated, state_shardings
 from mmqa_jax.core.trees import flatten_named, unflatten_named
+from mmqa_jax.models.layers import with_rounded_products
 from mmqa_jax.training.objective import COUNTS, WEIGHT, Objective, Outlined
 from mmqa_jax.training.optimizer import Schedule
+from mmqa_jax.training.options import Precision
+
+# What the keys of random rounding are folded with; dropout's have the number of a part.
+_ROUNDING = 2**32 - 1
 
 
 @jax.tree_util.register_dataclass
@@ -31,7 +36,7 @@ class Sums:
       parts: int32 scalar, how many.
       weight: float32 scalar, the sum of their weights.
       loss: float32 scalar, the sum of their weighted losses.
-      gradient: float32, the same of the gradients of the trained parameters.
+      gradient: the same of the gradients of the trained parameters, in `Precision.gradients`.
     """
 
     parts: jax.Array
@@ -41,7 +46,10 @@ class Sums:
 
     def plus(self, weight: jax.Array, loss: jax.Array, gradient: list[jax.Array]) -> Sums:
         """With one part more."""
-        total = [old + weight * new for old, new in zip(self.gradient, gradient, strict=True)]
+        total = [
+            (old + weight * new).astype(old.dtype)
+            for old, new in zip(self.gradient, gradient, strict=True)
+        ]
         return Sums(self.parts + 1, self.weight + weight, self.loss + weight * loss, total)
 
 
@@ -55,6 +63,7 @@ class TrainState:
       params: nnx.State of the parameters that are trained.
       optimizer: Optax state.
       frozen: nnx.State of the other parameters, which no step changes and no checkpoint holds.
+      average: nnx.State, float32: the moving average of `params`; None: the run has none.
       sums: of the update that is not complete (`Step.begin`); None: a batch is an update.
     """
 
@@ -62,7 +71,13 @@ class TrainState:
     params: Any
     optimizer: Any
     frozen: Any
+    average: Any = None
     sums: Sums | None = None
+
+    @property
+    def kept(self) -> Any:
+        """What is validated and saved as weights."""
+        return self.params if self.average is None else self.average
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +90,7 @@ class Model:
         others (`Objective.trained`).
       constants: nnx.State of the variables that are not parameters; not trained, not saved.
       draw: jitted, (key) -> parameters, frozen ones and constants.
+      precision, ema, offload: of LoopOptions.
     """
 
     graphdef: Any
@@ -82,14 +98,23 @@ class Model:
     frozen: Any
     constants: Any
     draw: Callable[[jax.Array], tuple[Any, Any, Any]]
+    precision: Precision = Precision()
+    ema: float = 0.0
+    offload: str = ""
 
     def merge(self, params: Any, frozen: Any) -> nnx.Module:
         """The module with these parameters."""
         return nnx.merge(self.graphdef, params, frozen, self.constants)
 
 
-def split_model(objective: Objective, seed: int) -> Model:
-    """The task's model without values for its parameters."""
+def split_model(
+    objective: Objective,
+    seed: int,
+    precision: Precision = Precision(),
+    ema: float = 0.0,
+    offload: str = "",
+) -> Model:
+    """The task's model without values for its parameters; the others are of LoopOptions."""
     traced: list[Any] = []
     pattern = re.compile(getattr(objective, "trained", None) or "")
 
@@ -97,10 +122,10 @@ def split_model(objective: Objective, seed: int) -> Model:
         return isinstance(value, nnx.Param) and bool(pattern.search("/".join(map(str, path))))
 
     def split(module: nnx.Module) -> tuple[Any, Any, Any]:
-        graphdef, *arrays = nnx.split(module, is_trained, nnx.Param, ...)
+        graphdef, params, *arrays = nnx.split(module, is_trained, nnx.Param, ...)
         traced.append(graphdef)
         assert graphdef == traced[0], "what is drawn has another structure than the outline"
-        return tuple(arrays)
+        return _held(params, precision.parameters), *arrays
 
     @jax.jit
     def draw(key: jax.Array) -> tuple[Any, Any, Any]:
@@ -109,7 +134,7 @@ def split_model(objective: Objective, seed: int) -> Model:
     params, frozen, constants = jax.eval_shape(lambda: split(outline(objective)))
     if jax.tree.leaves(constants):
         constants = jax.jit(lambda: draw(jax.random.key(seed))[2])()
-    return Model(traced[0], params, frozen, constants, draw)
+    return Model(traced[0], params, frozen, constants, draw, precision, ema, offload)
 
 
 def outline(objective: Objective) -> nnx.Module:
@@ -123,12 +148,18 @@ def abstract_state(
     model: Model, optimizer: optax.GradientTransformation, mesh: Mesh, rules: Any
 ) -> TrainState:
     """Shapes and shardings of the state: optimizer moments are sharded like their parameters."""
-    shapes = jax.eval_shape(lambda *arrays: _fresh(*arrays, optimizer), model.params, model.frozen)
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        state_shardings(shapes, mesh, rules),
-    )
+    fresh = lambda *arrays: _fresh(model, *arrays, optimizer)  # noqa: E731
+    shapes = jax.eval_shape(fresh, model.params, model.frozen)
+    state = on_shardings(shapes, state_shardings(shapes, mesh, rules))
+    if not model.offload:
+        return state
+
+    def on_host(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        kind = leaf.sharding.with_memory_kind("pinned_host")
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=kind) if leaf.ndim else leaf
+
+    optimizer, average = jax.tree.map(on_host, (state.optimizer, state.average))
+    return dataclasses.replace(state, optimizer=optimizer, average=average)
 
 
 def initial_state(
@@ -139,7 +170,7 @@ def initial_state(
 
     def make() -> TrainState:
         params, frozen, _ = model.draw(jax.random.key(seed))
-        return _fresh(params, frozen, optimizer)
+        return _fresh(model, params, frozen, optimizer)
 
     return jax.jit(make, out_shardings=shardings)()
 
@@ -166,7 +197,7 @@ def pretrained_state(
     found = flatten_named(nnx.state(module, nnx.Param))
     wanted = flatten_named(abstract.params) | flatten_named(abstract.frozen)
     given = {
-        name: _placed(value, wanted[name].sharding)
+        name: _placed(value.astype(wanted[name].dtype, copy=False), wanted[name].sharding)
         for name, value in found.items()
         if not isinstance(value, jax.ShapeDtypeStruct)
     }
@@ -178,7 +209,7 @@ def pretrained_state(
             every = flatten_named(params) | flatten_named(frozen)
             drawn = {name: leaf for name, leaf in every.items() if name not in given}
         parts = _unflattened(abstract, given | drawn)
-        return dataclasses.replace(_fresh(*parts, optimizer), params=drawn, frozen=None)
+        return dataclasses.replace(_fresh(model, *parts, optimizer), params=drawn, frozen=None)
 
     missing = {name: leaf.sharding for name, leaf in wanted.items() if name not in given}
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
@@ -216,8 +247,51 @@ def finished(
     return module, nnx.state(module, nnx.Param)
 
 
-def _fresh(params: Any, frozen: Any, optimizer: optax.GradientTransformation) -> TrainState:
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), frozen)
+def _fresh(
+    model: Model, params: Any, frozen: Any, optimizer: optax.GradientTransformation
+) -> TrainState:
+    wide = _held(params, "float32")
+    moments = _held(optimizer.init(wide), model.precision.moments)
+    average = wide if model.ema else None
+    return TrainState(jnp.zeros((), jnp.int32), params, moments, frozen, average)
+
+
+def _held(tree: Any, dtype: str) -> Any:
+    """The float32 and bfloat16 arrays of Variables in a dtype; what else an optimizer keeps, such
+    as its counts, stays as it is."""
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, nnx.Variable):
+            return leaf
+        return jax.tree.map(lambda x: x.astype(dtype) if x.dtype in _HELD else x, leaf)
+
+    return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+_HELD = (jnp.float32, jnp.bfloat16)
+
+
+def _rounded_like(tree: Any, old: Any, key: jax.Array) -> Any:
+    """The arrays in the dtypes of `old`: from float32 to bfloat16 they are rounded at random."""
+    leaves, structure = jax.tree.flatten(tree)
+
+    def one(number: int, x: jax.Array, dtype: Any) -> jax.Array:
+        if dtype == x.dtype:
+            return x
+        # A bfloat16 is the upper half of a float32.
+        noise = jax.random.bits(jax.random.fold_in(key, number), x.shape, jnp.uint16)
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
+        up = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
+        return jnp.where(jnp.isfinite(x), up, x).astype(dtype)
+
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(old)]
+    numbered = enumerate(zip(leaves, dtypes, strict=True))
+    return structure.unflatten([one(number, *pair) for number, pair in numbered])
+
+
+def _moved(tree: Any, place: jax.memory.Space) -> Any:
+    """The arrays, but for scalars, in the memory of devices or of the host; traced."""
+    return jax.tree.map(lambda x: jax.device_put(x, place) if x.ndim else x, tree)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,6 +323,14 @@ class Step:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
         empty = jax.jit(lambda: _zeros(shapes), out_shardings=shardings)()
         return dataclasses.replace(state, sums=empty)
+
+    def kept(self, state: TrainState) -> Any:
+        """As TrainState has it, on the devices."""
+        if state.average is None:
+            return state.params
+        return jax.device_put(
+            state.average, jax.tree.map(lambda leaf: leaf.sharding, self.abstract.params)
+        )
 
     def model_flops(self, state: TrainState, batch: Any) -> float:
         """FLOPs of the products of one call over all devices, recomputed ones left out.
@@ -310,17 +392,24 @@ def make_step(
         optimizer's; None: all.
     """
     leaves, structure = jax.tree_util.tree_flatten(abstract.params)
-    trains = re.compile(trainable or "")
+    trains, precision = re.compile(trainable or ""), model.precision
     is_trained = [bool(trains.search(name)) for name in flatten_named(abstract.params)]
     if accumulate > 1:
-        abstract = dataclasses.replace(abstract, sums=_abstract_sums(leaves, is_trained, mesh))
+        sums = _abstract_sums(leaves, is_trained, mesh, precision.gradients)
+        abstract = dataclasses.replace(abstract, sums=sums)
 
     def loss_fn(params: Any, fixed: tuple[Any, Any], batch: Any, key: jax.Array) -> Any:
         module = nnx.merge(model.graphdef, params, *fixed)
-        loss, metrics = objective.loss(module, batch, key)
+        call, kind = objective.loss, precision.products
+        if kind:
+            loss, metrics = with_rounded_products(module, call, kind, batch, key)
+        else:
+            loss, metrics = call(module, batch, key)
         return loss, {**metrics, "loss": loss}
 
     def gradient(params: Any, fixed: tuple[Any, Any], batch: Any, key: jax.Array) -> Any:
+        if precision.gradients != "float32":
+            params = _held(params, precision.gradients)
         grads, metrics = jax.grad(loss_fn, has_aux=True)(params, fixed, batch, key)
         own = zip(jax.tree.leaves(grads), is_trained, strict=True)
         return metrics, [leaf for leaf, trained in own if trained]
@@ -329,26 +418,39 @@ def make_step(
         given = iter(gradient)
         own = zip(jax.tree.leaves(state.params), is_trained, strict=True)
         whole = [next(given) if trained else jnp.zeros_like(leaf) for leaf, trained in own]
-        grads = jax.tree.unflatten(structure, whole)
+        grads = _held(jax.tree.unflatten(structure, whole), "float32")
         values = {"grad_norm": optax.tree.norm(grads), "learning_rate": schedule(state.step)}
-        updates, moments = optimizer.update(grads, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
+        moments, average = state.optimizer, state.average
+        if model.offload:
+            moments, average = _moved((moments, average), jax.memory.Space.Device)
+        old = state.params, moments, average
+        wide = _held(state.params, "float32")
+        updates, moments = optimizer.update(grads, _held(moments, "float32"), wide)
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        key = jax.random.fold_in(key, _ROUNDING)
+        new = (optax.apply_updates(wide, updates), moments)
+        params, moments = _rounded_like(new, old[:2], key)
+        if average is not None:
+            average = jax.tree.map(
+                lambda mean, x: mean + (1 - model.ema) * (x - mean),
+                average,
+                _held(params, "float32"),
+            )
+        new = params, moments, average
         if skip_nonfinite:
             finite = jnp.isfinite(loss) & jnp.isfinite(values["grad_norm"])
-            params, moments = jax.tree.map(
-                lambda new, old: jnp.where(finite, new, old),
-                (params, moments),
-                (state.params, state.optimizer),
-            )
+            new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+        params, moments, average = new
+        if model.offload:
+            moments, average = _moved((moments, average), jax.memory.Space.Host)
         return dataclasses.replace(
-            state, step=state.step + 1, params=params, optimizer=moments
+            state, step=state.step + 1, params=params, optimizer=moments, average=average
         ), values
 
     def complete(state: TrainState) -> Any:
         sums = state.sums
         weight = jnp.where(sums.weight == 0, 1.0, sums.weight)
-        trained = (leaf.dtype for leaf, own in zip(leaves, is_trained, strict=True) if own)
-        means = [(x / weight).astype(kind) for x, kind in zip(sums.gradient, trained, strict=True)]
+        means = [x.astype(jnp.float32) / weight for x in sums.gradient]
         return update(dataclasses.replace(state, sums=_zeros(sums)), sums.loss / weight, means)
 
     def wait(state: TrainState) -> Any:
@@ -379,7 +481,7 @@ def make_step(
     return Step(jitted, model.constants, abstract, mesh)
 
 
-def _abstract_sums(leaves: list[Any], is_trained: list[bool], mesh: Mesh) -> Sums:
+def _abstract_sums(leaves: list[Any], is_trained: list[bool], mesh: Mesh, gradients: str) -> Sums:
     """Shapes and shardings of the sums over the parts of an update: gradients as parameters."""
 
     def struct(shape: tuple[int, ...], sharding: Any, dtype: Any = jnp.float32) -> Any:
@@ -387,7 +489,7 @@ def _abstract_sums(leaves: list[Any], is_trained: list[bool], mesh: Mesh) -> Sum
 
     whole = replicated(mesh)
     own = [leaf for leaf, trained in zip(leaves, is_trained, strict=True) if trained]
-    gradient = [struct(leaf.shape, leaf.sharding) for leaf in own]
+    gradient = [struct(leaf.shape, leaf.sharding, gradients) for leaf in own]
     return Sums(struct((), whole, jnp.int32), struct((), whole), struct((), whole), gradient)
 
 

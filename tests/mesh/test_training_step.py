@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from steps import MESHES, same_step, take_step
 
+from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.models.layers import Linear, stack_layers
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.tasks.objectives import LanguageModelObjective
@@ -83,3 +84,19 @@ def test_adafactors_moments_are_those_of_one_device():
     for key, value in alone.moments.items():
         np.testing.assert_allclose(got[key], value, rtol=1e-4, atol=1e-7, err_msg=key)
     assert any(x.max() > 1e-5 for name, x in alone.moments.items() if "kernel" in name)
+
+
+def test_muons_updates_are_those_of_one_device():
+    """Whole matrices are orthogonalized, though `fsdp` and `tensor` split them."""
+    batch = {"x": np.random.default_rng(0).normal(size=(16, 128)).astype("f4")}
+    options = {"name": "muon", "learning_rate": 1.0, "weight_decay": 0.0, "schedule": "constant"}
+    options |= {"initialize": True}  # the state holds Muon's coefficients, which are not zeros
+    alone = take_step(WideObjective(), batch, {}, jax.devices()[:1], **options)
+    got = take_step(WideObjective(), batch, MESHES["all"], None, start=alone.start, **options)
+    start = flatten_named(alone.start.params)
+    want, found = (flatten_named(nnx.state(step.module)) for step in (alone, got))
+    for name, value in want.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-3, err_msg=name)
+        update = np.asarray(value) - start[name]
+        if "kernel" in name:
+            assert 0.05 < np.square(update).mean() ** 0.5 < 0.4, name

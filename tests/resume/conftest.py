@@ -53,13 +53,14 @@ def _made_once_a_file():
     make_step, start, steps, starts = loop.make_step, loop.initial_state, {}, {}
 
     def made_step(objective, model, optimizer, schedule, **options):
-        key = objective, optimizer, *(v for name, v in options.items() if name != "abstract")
+        held = model.precision, model.ema, model.offload
+        key = objective, optimizer, held, *(v for n, v in options.items() if n != "abstract")
         if key not in steps:
             steps[key] = make_step(objective, model, optimizer, schedule, **options)
         return steps[key]
 
     def made_start(model, optimizer, seed, abstract):
-        key = model.graphdef, optimizer, seed
+        key = model.graphdef, optimizer, seed, model.precision, model.ema
         if key not in starts:
             starts[key] = jax.device_get(start(model, optimizer, seed, abstract))
         return jax.device_put(starts[key], jax.tree.map(lambda leaf: leaf.sharding, abstract))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -12,9 +13,11 @@ from test_training_resume import curve
 
 from mmqa_jax.core.config import config_fingerprint
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.core.workdir import Workdir
 from mmqa_jax.training.loop import Resuming
 from mmqa_jax.training.optimizer import OptimizerOptions, make_schedule
+from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
 
 CONSTANT = {"name": "adamw", "learning_rate": 0.01, "schedule": "constant", "warmup": 0}
 
@@ -38,6 +41,42 @@ def test_what_changes_no_step_may_change(tmp_path):
     assert losses(tmp_path / "ours") == losses(tmp_path / "theirs")
     kept = {path.name for path in (tmp_path / "ours" / "checkpoints").iterdir()}
     assert kept == {"10", "11", "14", "20"}
+
+
+HELD = {
+    "precision": {"parameters": "bfloat16", "moments": "bfloat16", "gradients": "bfloat16"},
+    "ema": 0.9,
+    "offload": "optimizer",
+}
+
+
+def test_a_run_in_bfloat16_with_an_average_resumes_to_the_bit(tmp_path):
+    """The best step's weights are the average, also where a kill came before they were written."""
+    options = {"steps": 20, "log_every": 1, "validation": tiny_run.KEEP_BEST}
+    stop_at(tmp_path / "ours", 11, **options, **HELD)
+    shutil.rmtree(tmp_path / "ours" / "best", ignore_errors=True)
+    # Where moments lie is no part of the experiment.
+    ours = tiny_run.run(
+        tmp_path / "ours", tiny_run.pipeline(1), **options, **HELD | {"offload": ""}
+    )
+    theirs = tiny_run.run(tmp_path / "theirs", tiny_run.pipeline(1), **options, **HELD)
+    assert losses(tmp_path / "ours") == losses(tmp_path / "theirs")
+    for got, want in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert got.dtype == np.float32
+        np.testing.assert_array_equal(got, want)
+    for place in ("weights", "best/weights"):
+        stored = [stored_specs(tmp_path / run / place) for run in ("ours", "theirs")]
+        got, want = (read_weights(tmp_path / run / place, specs)
+                     for run, specs in zip(("ours", "theirs"), stored, strict=True))  # fmt: skip
+        for name, value in want.items():
+            np.testing.assert_array_equal(got[name], value, err_msg=f"{place} {name}")
+    for name, value in flatten_named(theirs).items():
+        np.testing.assert_array_equal(read_weights(
+            tmp_path / "theirs" / "weights", stored_specs(tmp_path / "theirs" / "weights"))[name],
+            value)  # fmt: skip
+    changed = HELD | {"precision": HELD["precision"] | {"moments": "float32"}}
+    with pytest.raises(UserError, match=r"checkpoints/20: is a checkpoint of another config"):
+        tiny_run.run(tmp_path / "ours", tiny_run.pipeline(1), **options, **changed)
 
 
 def test_more_steps_of_a_constant_schedule_are_those_of_a_longer_run(tmp_path):

@@ -325,6 +325,117 @@ def test_bert_adam_leaves_a_parameter_that_no_loss_has_reached():
         np.testing.assert_allclose(kernels[i], theirs[name], atol=2e-6, err_msg=name)
 
 
+def muon_grads(layers, rng):
+    """Gradients of a stack of `layers` tall matrices, wide experts in pairs, and two others."""
+    shapes = {
+        "tall/kernel": (layers, 12, 5), "experts/kernels": (layers, 2, 4, 9),
+        "layer/scale": (layers, 5), "tokens/table": (7, 5),
+    }  # fmt: skip
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+MUON_AXES = {
+    "tall/kernel": ("layers", "mlp", "embed"),
+    "experts/kernels": ("layers", "experts", "embed", "mlp"),
+    "layer/scale": ("layers", "embed"),
+    "tokens/table": ("vocab", "embed"),
+}
+
+
+@pytest.mark.parametrize(("rms", "adjusted"), [(0.2, "match_rms_adamw"), (None, "original")])
+def test_muon_is_torchs_own_for_every_matrix_of_a_stack(rms, adjusted, monkeypatch):
+    """Its Newton-Schulz steps in float32, where torch rounds to bfloat16; AdamW for the rest."""
+    import torch
+
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.clone())  # it divides in place
+    rng, layers, rate, decay = np.random.default_rng(5), 3, 0.05, 0.1
+    start, grads = muon_grads(layers, rng), muon_grads(layers, rng)
+
+    def matrices(named):
+        kernels = {f"tall/{n}": x for n, x in enumerate(named["tall/kernel"])}
+        return kernels | {
+            f"experts/{n}/{m}": x
+            for n, pair in enumerate(named["experts/kernels"])
+            for m, x in enumerate(pair)
+        }
+
+    def as_torch(named, turned):
+        return [torch.nn.Parameter(torch.tensor(x.T if turned else x)) for x in named.values()]
+
+    others = [{name: x[name] for name in ("layer/scale", "tokens/table")} for x in (start, grads)]
+    of_muon, of_adam = as_torch(matrices(start), True), as_torch(others[0], False)
+    rest = {"lr": rate, "weight_decay": decay}
+    optimizers = [
+        torch.optim.Muon(of_muon, adjust_lr_fn=adjusted, **rest),
+        torch.optim.AdamW([{"params": of_adam[:1], "weight_decay": 0.0},
+                           {"params": of_adam[1:]}], **rest),
+    ]  # fmt: skip
+    their_grads = as_torch(matrices(grads), True) + as_torch(others[1], False)
+    for parameter, gradient in zip(of_muon + of_adam, their_grads, strict=True):
+        parameter.grad = gradient.detach()
+    for optimizer in optimizers:
+        optimizer.step()
+
+    def params_of(named):
+        return nest({name: stacked(x, *MUON_AXES[name]) for name, x in named.items()})
+
+    section = {
+        "name": "muon", "learning_rate": rate, "schedule": "constant", "warmup": 0.0,
+        "weight_decay": decay, "muon_rms": rms,
+    }  # fmt: skip
+    with jax.default_matmul_precision("highest"):
+        params, state = after(optimizer_of(section), params_of(start), [params_of(grads)])
+    got = {name: np.asarray(x) for name, x in flatten_named(params).items()}
+    want = [x.detach().numpy().T for x in of_muon] + [x.detach().numpy() for x in of_adam]
+    ours = [*matrices(got).values(), got["layer/scale"], got["tokens/table"]]
+    for mine, theirs in zip(ours, want, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+    # One moment of a matrix, two of the rest.
+    sizes = {name: np.asarray(x).size for name, x in flatten_named(state).items()}
+    assert sum(size for name, size in sizes.items() if "tall" in name) == start["tall/kernel"].size
+    assert sum(size for name, size in sizes.items() if "table" in name) == 2 * 35
+
+
+def test_muon_without_matrices_of_layers():
+    with pytest.raises(UserError, match="no matrices of stacked layers; set it to adamw"):
+        updated({"name": "muon"}, *start_and_gradients())
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine", "sqrt"])
+def test_wsd_is_transformers_own(shape):
+    import torch
+    import transformers
+
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    kind = "1-sqrt" if shape == "sqrt" else shape
+    (level,) = transformers.get_wsd_schedule(sgd, 10, 30, 100, decay_type=kind).lr_lambdas
+    section = {
+        "learning_rate": 2.0, "schedule": "wsd", "warmup": 0.1, "decay_shape": shape,
+        "final_fraction": 0.0,
+    }  # fmt: skip
+    for decay in (0.3, 30):
+        got = rates(read_options(section | {"decay": decay}), 100, 101)
+        np.testing.assert_allclose(got, [2 * level(step) for step in range(101)], atol=2e-6)
+    ended = rates(read_options(section | {"decay": 0.3, "final_fraction": 0.25}), 100, 101)
+    np.testing.assert_allclose(ended[[70, 100]], [2, 0.5], atol=1e-6)
+    with pytest.raises(UserError, match=r"warmup=0.1 and decay=95 take more than the 100 steps"):
+        rates(read_options(section | {"decay": 95}), 100, 1)
+
+
+def test_inverse_sqrt_is_transformers_own_whatever_the_number_of_steps():
+    import torch
+    import transformers
+
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    (level,) = transformers.get_inverse_sqrt_schedule(sgd, 10).lr_lambdas
+    options = read_options({"learning_rate": 2.0, "schedule": "inverse_sqrt", "warmup": 10})
+    for steps in (100, 1000):
+        got = rates(options, steps, 101)
+        np.testing.assert_allclose(got, [2 * level(step) for step in range(101)], atol=2e-6)
+    with pytest.raises(UserError, match="inverse_sqrt falls from the last step of the warm-up"):
+        read_options({"schedule": "inverse_sqrt", "warmup": 0})
+
+
 def test_schedules_warm_up_and_end_where_they_should():
     def rates(**section):
         schedule = make_schedule(read_options({"learning_rate": 2.0, **section}), 100)

@@ -163,7 +163,16 @@ def test_a_config_is_planned_without_its_data():
     assert found["calibration"] is None
     (train,) = found["programs"]
     keys = (
-        *("name", "fits", "memory_gib", "hbm_gib", "flops", "model_flops", "floor_bytes"),
+        *(
+            "name",
+            "fits",
+            "memory_gib",
+            "host_gib",
+            "hbm_gib",
+            "flops",
+            "model_flops",
+            "floor_bytes",
+        ),
         *("bound_ms", "bound_by", "mfu_bound", "collectives_ms", "network_ms", "collectives"),
         "compile_seconds",
     )
