@@ -42,7 +42,7 @@ from mmqa_jax.core.paths import in_store
 from mmqa_jax.core.progress import announce
 
 _VARIABLE = "MMQA_LOCAL_CHECKPOINTS"
-_COPY = re.compile(r"(\d+)-([0-9a-f]{8})-(\d+)")
+_COPY = re.compile(r"(\d{1,12})-([0-9a-f]{8})-(\d{1,12})")
 _UNFINISHED = ".unfinished"
 _ARRAYS, _INDEX = "arrays", "index.json"
 _SENT_BYTES = 2**24  # at once

@@ -16,6 +16,8 @@ from mmqa_jax.core.mesh import SEQUENCE, column_shards, partition_spec, platform
 from mmqa_jax.models.masked import MASKED, capped
 
 _LONG = 2048  # keys from which on scores are not made whole
+# On a TPU, where gathers of weights run beside the products of shorter rows, but not of a kernel.
+_LONG_FOR_A_KERNEL = 1024
 _OLDEST_CUDNN_GPU = 8.0  # compute capability (Ampere) from which cuDNN has flash attention
 
 
@@ -43,8 +45,8 @@ def auto_implementation(
     """What `layers.attention` means by "auto" for q [B, Lq, heads, D] and k where it is traced.
 
     On a TPU that is one kernel for all scores of a head where these fit its memory, and splash for
-    decoders (`is_causal`); on a GPU cuDNN's flash attention. Elsewhere XLA's products, and from
-    _LONG keys on blocks.
+    long rows of decoders (`is_causal`); on a GPU cuDNN's flash attention. Elsewhere XLA's products,
+    and from _LONG keys on blocks.
 
     Args:
       segmented: rows hold several texts (`segments` of `layers.attention`).
@@ -68,7 +70,8 @@ def auto_implementation(
     even = length % 2 == 0 and columns % 2 == 0
     if even and not capped and cudnn_fits(q, k, mask):
         return "cudnn"
-    if is_causal and half_on_tpu and (mask is None or mask.shape[2] == 1):
+    is_long = columns >= _LONG_FOR_A_KERNEL
+    if is_causal and half_on_tpu and is_long and (mask is None or mask.shape[2] == 1):
         from mmqa_jax.models.splash import splash_fits
 
         if splash_fits(length, columns, shards):

@@ -375,11 +375,12 @@ class Llama(nnx.Module):
         attention_mask: jax.Array | None = None,
         positions: jax.Array | None = None,
         deepstack: jax.Array | None = None,
+        segments: jax.Array | None = None,
     ) -> jax.Array:
-        """Every layer's output before the last norm: [layers, B, L, H]."""
+        """Every layer's output before the last norm: [layers, B, L, H]; see `encode`."""
 
         def body(layer: LlamaLayer, x, traits, key):
-            x = layer(x, *angles, mask, traits=traits)
+            x = layer(x, *angles, mask, traits=traits, segments=segments)
             x = added(x, deepstack, traits.number)
             return x, x
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -80,8 +79,7 @@ def load_checkpoint(
         checkpoint.check(checkpoint.source, config)
     graphdef, state = abstract_of(model, config, mesh, param_dtype)
     key_map = checkpoint.key_map(config)
-    build = functools.partial(model, config, rngs=nnx.Rngs(0))
-    state = with_fresh(state, build, key_map, checkpoint.source)
+    state = with_fresh(state, lambda: model(config, rngs=nnx.Rngs(0)), key_map, checkpoint.source)
     return nnx.merge(graphdef, load_into(state, key_map, checkpoint.source))
 
 

@@ -139,7 +139,7 @@ def planned(name: str, topology: Topology) -> dict[str, Any]:
             program = make_program(program_name, config, on.devices, name)
         except UserError:  # it does not fit
             return {"mesh": _MORE}
-        one = Planned.of(trace_program(program, on.placement(program.mesh)), on.chip)
+        one = Planned.of(trace_program(program, on.placement(program.placed)), on.chip)
         if not one.fits:
             return {"mesh": _MORE}
         mesh = [f"{axis}={size}" for axis, size in program.mesh.items() if size > 1]

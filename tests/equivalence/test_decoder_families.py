@@ -252,10 +252,10 @@ def tokens(rows: int = 1, length: int = LENGTH) -> np.ndarray:
 
 
 def layers_and_logits(
-    model: Llama, ids: jax.Array, mask: jax.Array, positions: jax.Array
+    model: Llama, ids: jax.Array, segments: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """One program for whole and packed rows, compiled once a case."""
-    outputs = model.layer_outputs(model.embed(ids), mask, positions)
+    outputs = model.layer_outputs(model.embed(ids), None, positions, segments=segments)
     return outputs, model.logits(model.norm(outputs[-1]))
 
 
@@ -263,7 +263,7 @@ def whole_texts(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Arguments of `layers_and_logits` where each row is one text."""
     rows, length = ids.shape
     positions = np.broadcast_to(np.arange(length), (rows, length))
-    return ids, np.ones((rows, length, length), bool), positions
+    return ids, np.zeros((rows, length), np.int32), positions
 
 
 def test_every_layer_and_the_logits_equal(pair):
@@ -282,8 +282,7 @@ def test_packed_rows_are_texts_alone(pair):
     ids, split = tokens(), 200
     segment = np.arange(LENGTH) >= split
     positions = np.where(segment, np.arange(LENGTH) - split, np.arange(LENGTH))
-    mask = segment[:, None] == segment
-    both = (one[None] for one in (mask, positions))
+    both = (one[None] for one in (segment.astype(np.int32), positions))
     _, got = compiled(ours, layers_and_logits)(ids, *both)
     np.testing.assert_allclose(got[:, :split], run_torch(theirs, ids[:, :split]), **WHOLE)
     np.testing.assert_allclose(got[:, split:], run_torch(theirs, ids[:, split:]), **WHOLE)

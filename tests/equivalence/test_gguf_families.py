@@ -307,6 +307,8 @@ def test_the_largest_gemmas_divide_scores_by_another_size(architecture, layers, 
         writer.add_layer_norm_rms_eps(1e-6)
         writer.add_sliding_window(1024)
         writer.add_tensor("token_embd.weight", np.zeros((3, 4608), np.float32))
+        for layer in range(count):  # a file has tensors of each layer
+            writer.add_tensor(f"blk.{layer}.attn_norm.weight", np.zeros(1, np.float32))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

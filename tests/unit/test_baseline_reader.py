@@ -235,7 +235,7 @@ def test_the_official_predicted_sources_are_read_as_in_the_baseline(monkeypatch)
 def examples_of(monkeypatch, config, questions, epochs=1):
     """(question, packed) of every question, with the masked words put back."""
     small(monkeypatch)
-    config.batches.batch_size = 1
+    config.batches.batch_size = config.train.accumulate = 1
     corpus = Corpus(CORPUS.sources, questions)
     recipe = read_task(config).recipe(corpus, TOKENIZER)
     for _ in range(epochs * len(questions)):

@@ -46,7 +46,7 @@ def test_a_prompted_row(inputs, tmp_path):
     result = done(*run)
     assert (result["dataset"], result["row"], result["questions"]) == ("okvqa", "smollm2_random", 3)
     assert set(result["scores"]) == {
-        f"vqa_accuracy/{name}" for name in ("official", "paper", "prophet")
+        f"vqa_accuracy/{name}" for name in ("official", "paper", "prophet", "kat")
     }
     traces = rows_of(tmp_path / "run" / "trace.jsonl")
     predictions = rows_of(tmp_path / "run" / "predictions.jsonl")

@@ -96,7 +96,7 @@ def assigned(tree: ast.AST) -> dict[ast.expr, str]:
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 names[value] = name
             case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
-                pairs = zip(targets, values, strict=True)
+                pairs = zip(targets, values, strict=False)  # `a, *b = c, d, e` has more
                 names |= {value: t.id for t, value in pairs if isinstance(t, ast.Name)}
     return names
 
