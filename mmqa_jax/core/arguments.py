@@ -1,4 +1,4 @@
-"""What calls and texts give for arguments: one text in place of several, digits without end."""
+"""Checks of arguments: one text where several are expected, numbers with too many digits."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ class _Limit:
             self._memory = pages * resource.getpagesize() + MEMORY
 
     def begin(self, size: int) -> None:
-        """Of a request of so many bytes."""
+        """Sets the limits of a call whose request has `size` bytes."""
         if hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process
         else:

@@ -1,4 +1,4 @@
-"""What `core.box` runs of chat templates: this file imports nothing of mmqa_jax."""
+"""The child of `core.box` that renders chat templates; it imports nothing of mmqa_jax."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Conversation:
             yield from (call["function"] for call in message.get("tool_calls", ()))
 
     def as_question(self, name: str, split: str) -> Question:
-        """As a corpus keeps it, the first user's words as its text."""
+        """Returns the question that a corpus stores; its text is the first user's words."""
         asked = next(one["content"] for one in self.messages if one["role"] == "user")
         if isinstance(asked, list):
             asked = "".join(part.get("text", "") for part in asked)

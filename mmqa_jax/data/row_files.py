@@ -277,7 +277,7 @@ class _Tables:
 
 
 class _Saved:
-    """What `datasets.Dataset.save_to_disk` wrote, mapped into memory."""
+    """Opens what `datasets.Dataset.save_to_disk` wrote; its files are mapped into memory."""
 
     def __init__(self, raw: Path, columns: Mapping[str, str]):
         try:

@@ -83,7 +83,7 @@ class Exchange(NamedTuple):
 
     @property
     def network_bytes(self) -> float:
-        """What a device sends to other slices at least, over the data-center network."""
+        """The fewest bytes that a device sends to other slices over the data-center network."""
         return sent_bytes(self.kind, self.slices, self.bytes * self.slices / self.members)
 
 
@@ -295,7 +295,7 @@ class _Reader:
 
 
 def _along_sequence(equation: Any) -> Sent:
-    """What one equation exchanges over `sequence` as the model wrote it, with all that it calls."""
+    """Sums up the exchanges over `sequence` that an equation and its callees write."""
     sent: Sent = Counter()
     kind, gives_whole = _WRITTEN.get(equation.primitive.name, (None, False))
     if kind is not None and SEQUENCE in equation.params["axis_name"]:

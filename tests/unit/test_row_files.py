@@ -6,6 +6,7 @@ import io
 import json
 import tarfile
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -16,7 +17,6 @@ from mmqa_jax.data.chats import conversation
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.prepare import prepare
 
-datasets = pytest.importorskip("datasets")
 RED, GRAY = flag().data, flag((9, 9, 9)).data
 COLUMNS = "question=q,answers=a,choices=options,answer_index=label,image=img"
 ROWS = [
