@@ -107,7 +107,7 @@ class X101Features:
     """X101-FPN features as WebQA released them: one pickle per picture.
 
     `fc1_features` are read before their ReLU and `cls_features` as logits, as in the baseline
-    (reference.md 1.1).
+    (zdxdsw/WebQA_x101fpn).
 
     Args:
       root: folder with `{dev|test|train}/{id % 10,000,000 // 1000}/{id}.pkl`.

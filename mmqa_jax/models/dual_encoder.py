@@ -50,7 +50,7 @@ class DualEncoderConfig:
         which keeps MiniLM's own quality), a CLIP TextConfig, or SigLIP's.
       vision: CLIP's or SigLIP's vision tower; its embed_dim must be the text embedding's size.
       fusion: `mean` embeds a picture source as (caption + picture) / 2, renormalized (RMR's
-        bi-modal vector, reference.md 7); `image` by its picture alone (WebQA's CLIP retrieval);
+        bi-modal vector); `image` by its picture alone (WebQA's CLIP retrieval);
         `sum` as the towers' vectors of both, before they are scaled, added (UniIR's CLIP_SF), of
         a text without words the picture's alone.
       picture_gate: initial value of the learned factor on the picture's part in `mean`. 1 is

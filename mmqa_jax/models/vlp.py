@@ -1,6 +1,6 @@
 """VLP (Zhou et al. 2020) as WebQA uses it: one BERT trunk that selects sources and writes answers.
 
-Sequence (`reference.md` 2.2): [CLS], region slots 1..R, source text, [SEP], question, answer,
+Sequence (vlp/webqa_loader.py): [CLS], region slots 1..R, source text, [SEP], question, answer,
 [SEP]. Original: pytorch_pretrained_bert/modeling.py of WebQnA/WebQA_Baseline (BertForWebqa,
 BertForWebqaDecoder).
 

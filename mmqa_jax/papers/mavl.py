@@ -246,7 +246,7 @@ def _cut(text: str, words: int) -> str:
 
 
 # 4.1.2 Planner. The prompt is that of figure 6b, whose words for the senior and the junior follow
-# from the manager's (reference.md 6).
+# from the manager's.
 
 # Action -> what the planner is told of it.
 _MEANINGS = {

@@ -69,7 +69,7 @@ def answer_rmr(
         without options.
       rationale: of a triplet: its solution, or its lecture before it.
       chat: the prompt is a user's message to a chat model.
-      pictures: the model sees the query's picture; triplets are shown as text (reference.md 7).
+      pictures: the model sees the query's picture; triplets are shown as text.
       shot_pictures: it sees those of the triplets as well, each in front of its question (ours);
         for a model that takes several.
       read: what of an output is the answer: `choice` keeps the output, and the option that it

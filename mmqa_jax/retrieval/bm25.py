@@ -31,7 +31,7 @@ _BLOCK = 64  # scores per block when bounding the top k; any size is correct
 def words(text: str, stop_words: bool = True) -> list[str]:
     """Lowercase words of `text`; with `stop_words`, without the 33 most common English ones.
 
-    The paper's baseline splits at spaces, keeps case and drops nothing (reference.md 3).
+    The paper's baseline splits at spaces, keeps case and drops nothing (WebQnA/WebQA_Baseline).
     """
     removed = english_stop_words() if stop_words else ()
     return [word for word in WORD.findall(text.lower()) if word not in removed]

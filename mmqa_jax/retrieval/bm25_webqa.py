@@ -1,4 +1,4 @@
-"""BM25 as WebQA's baseline runs it, quirks included (`webqa_compat`; reference.md 3).
+"""BM25 as WebQA's baseline runs it, quirks included (`webqa_compat`; vlp/BM25_retrieval).
 
 The baseline passes gensim 3.8's `summarization.bm25.BM25` not lists of words but `doc2bow` lists,
 whose entries are (word id, count) pairs. BM25 takes each pair for a word: it occurs once in its

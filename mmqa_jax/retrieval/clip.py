@@ -1,7 +1,7 @@
 """CLIP as WebQA's dense retriever: a converted checkpoint and its byte-pair tokenizer.
 
 Pictures are embedded from their pixels alone and snippets from their text alone, truncated to
-CLIP's 77 tokens; questions are embedded as written (reference.md 3). UniIR's CLIP_SF embeds a text
+CLIP's 77 tokens; questions are embedded as written. UniIR's CLIP_SF embeds a text
 and a picture, of a question or a source, as the sum of both.
 """
 

@@ -340,7 +340,7 @@ def test_rotary_positions(grid, base):
     x = np.random.default_rng(0).normal(size=(2, grid**2, 3, 128)).astype("f4")
     want = theirs.turn(torch.tensor(x).transpose(1, 2)).transpose(1, 2)
     np.testing.assert_allclose(rotate_pairs(jnp.asarray(x), ours), want, rtol=0, atol=1e-5)
-    # reference.md 5.1: the first half turns with the column, 40^(-2i/64) per pair.
+    # Prophet's net.py: the first half turns with the column, 40^(-2i/64) per pair.
     cell = 3 * grid + 7
     np.testing.assert_allclose(ours.cos[cell, 10], np.cos(7 * base ** (-10 / 64)), atol=1e-6)
     np.testing.assert_allclose(ours.sin[cell, 74], -np.sin(3 * base ** (-10 / 64)), atol=1e-6)
@@ -416,7 +416,7 @@ def test_preset_has_the_published_sizes():
         theirs = TorchMCAN(config)
     wanted = {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items()}
     assert {key: spec.shape for key, spec in source.specs().items()} == wanted
-    for key, shape in {  # reference.md 5.1
+    for key, shape in {  # MILVLG/prophet stage1/model
         "bert.embeddings.word_embeddings.weight": (30522, 1024),
         "img_feat_linear.0.weight": (1024, 4096),
         "backbone.dec_list.15.rope.sin": (256, 128),

@@ -226,7 +226,7 @@ def test_presets_have_the_published_sizes(preset):
         theirs = TorchMCAN(config)
     wanted = {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items()}
     assert {key: spec.shape for key, spec in source.specs().items()} == wanted
-    large = preset is mcan_large  # reference.md 5.3, configs/vqa/mcan_{small,large}.yml
+    large = preset is mcan_large  # openvqa configs/vqa/mcan_{small,large}.yml
     hidden, inner, out = (1024, 4096, 2048) if large else (512, 2048, 1024)
     for key, shape in {
         "embedding.weight": (20572, 300),

@@ -142,7 +142,7 @@ def test_dual_encoder_keeps_minilm(batch, theirs):
     pooled = (theirs[2] * weights).sum(1) / weights.sum(1)
     unit = pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
     np.testing.assert_allclose(text, unit, **WHOLE)
-    # reference.md 7: h = (h_T + h_I) / 2, or the one there is; compared by cosine.
+    # RMR, section 3: h = (h_T + h_I) / 2, or the one there is; compared by cosine.
     both = (text + image) / 2
     both /= np.linalg.norm(both, axis=1, keepdims=True)
     np.testing.assert_allclose(source, np.where(has_image[:, None], both, text), atol=1e-5)
@@ -190,7 +190,7 @@ def test_vlp_starts_from_minilm(ours):
     np.testing.assert_array_equal(
         model.bert.embeddings.word.table[...], start["embeddings"]["word"]["table"][...]
     )
-    # reference.md 2.1: rows 2, 3, 4 <- row 0; row 5 <- row 1.
+    # WebQA_Baseline's token types: rows 2, 3, 4 <- row 0; row 5 <- row 1.
     types = np.asarray(start["embeddings"]["token_type"]["table"][...])
     np.testing.assert_array_equal(
         model.bert.embeddings.token_type.table[...], types[[0, 1, 0, 0, 0, 1]]

@@ -35,7 +35,7 @@ SIZES = BertConfig(vocab_size=50, hidden=32, layers=2, heads=4, mlp=48, position
 
 
 class Published(torch.nn.Module):
-    """bert_classifier.py:26-45, without dropout; `pooling` cls is reference.md's `[CLS]`."""
+    """bert_classifier.py:26-45, without dropout; `pooling` cls is the state of `[CLS]`."""
 
     def __init__(self, bert, pooling):
         super().__init__()

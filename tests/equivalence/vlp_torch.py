@@ -1,6 +1,6 @@
 """VLP in plain torch: the published layers of BertForWebqa, under the published keys.
 
-Read in WebQnA/WebQA_Baseline pytorch_pretrained_bert/modeling.py (reference.md 2.1 and 2.5).
+Read in WebQnA/WebQA_Baseline pytorch_pretrained_bert/modeling.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The sequences of the WebQA baseline, restated, which the configs for WebQA must reproduce.
 
-From reference.md 2.2 and 2.4 and WebQnA/WebQA_Baseline vlp/webqa_loader.py, classes Preprocess4webqa
+From WebQnA/WebQA_Baseline vlp/webqa_loader.py, classes Preprocess4webqa
 and Preprocess4webqaDecoder; line numbers are of that file. For what fits without truncation.
 """
 

@@ -101,7 +101,7 @@ def test_dollars_in_questions_are_text():
 
 
 def test_picas_prompt_verbatim():
-    """microsoft/PICa, gpt3_api_okvqa.py l.82-96 (reference.md 4)."""
+    """microsoft/PICa, gpt3_api_okvqa.py l.82-96."""
     shot = {"context": "a cat.", "question": "what is it?", "answer": "cat"}
     text = load_template("pica.okvqa").render(
         [shot, shot], {"context": "a dog.", "question": "who?"}

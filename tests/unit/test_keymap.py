@@ -348,7 +348,7 @@ def vlp(state):
 
 
 def test_vlp_keys_are_webqa_baselines(vlp_state):
-    """Names of reference.md 2.5, and their torch layouts."""
+    """Names of WebQA_Baseline's modeling.py, and their torch layouts."""
     got = {key: a.shape for key, a in export(vlp_state, vlp_key_map(TINY_VLP))}
     layer = {
         f"attention.{part}.{kind}": shape

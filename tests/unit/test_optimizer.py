@@ -221,7 +221,7 @@ def test_adam_and_adamw_equal_torch(name):
 
 
 def bert_adam(start, grads, rate, steps, warmup, decayed, max_norm=1.0):
-    """pytorch_pretrained_bert/optimization.py as reference.md 2.3 states it, in float64."""
+    """pytorch_pretrained_bert/optimization.py restated in float64."""
     params = {name: value.astype(np.float64) for name, value in start.items()}
     m = dict.fromkeys(start, 0.0)
     v = dict.fromkeys(start, 0.0)

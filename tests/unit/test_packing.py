@@ -1,4 +1,4 @@
-"""VLP packing against the facts of reference.md 2.2, restated in plain loops."""
+"""VLP packing against vlp/webqa_loader.py's sequences, restated in plain loops."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_minilm_equals_transformers_fast_tokenizer():
         expected = fast(text, add_special_tokens=False)["input_ids"]
         assert ours.encode(text) == expected
     specials = (ours.pad_id, ours.unk_id, ours.cls_id, ours.sep_id, ours.mask_id)
-    assert specials == (0, 100, 101, 102, 103)  # BERT's, as in reference.md 2.1
+    assert specials == (0, 100, 101, 102, 103)  # BERT's
 
 
 def test_long_texts_are_not_cut_or_padded():

@@ -12,7 +12,7 @@ from mmqa_jax.prompting.voting import vote
 
 @pytest.mark.parametrize("pattern", list(itertools.product("xyz", repeat=3)))
 def test_two_agreeing_agents_win_else_the_manager(pattern):
-    """With 2, 3 and 4 votes (reference.md 6, 11)."""
+    """With 2, 3 and 4 votes."""
     junior, senior, manager = pattern
     elected, sums = vote([(manager, 4), (senior, 3), (junior, 2)])
     assert elected == (junior if junior == senior else manager)

@@ -50,7 +50,7 @@ def test_official_accuracy_leaves_every_annotator_out_once(said, references):
     [(0, 0, 0), (1, 0.3, 1 / 3), (2, 0.6, 2 / 3), (3, 0.9, 1), (4, 1, 1), (9, 1, 1), (10, 1, 1)],
 )
 def test_accuracy_by_number_of_annotators(same, official, paper):
-    """Of ten annotators; reference.md 8."""
+    """Of ten annotators (GT-Vision-Lab/VQA)."""
     references = ["cat"] * same + [f"dog {n}" for n in range(10 - same)]
     assert vqa.official_accuracy("cat", references) == pytest.approx(official)
     assert vqa.paper_accuracy("cat", references) == pytest.approx(paper)

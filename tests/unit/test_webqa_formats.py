@@ -98,7 +98,7 @@ def test_the_baselines_end_to_end_json(tmp_path):
 
 
 def test_official_files():
-    # Counted in the official files: reference.md 1.2.
+    # Counted in the official files.
     require(GOLDEN)
     submission = read_prediction_json(GOLDEN / "WebQA_evalai_baseline_x101fpn_predictions.json")
     assert len(submission) == 7540

@@ -1,6 +1,6 @@
 """VLP and WebQA_Baseline checkpoints.
 
-Keys: reference.md 2.5 (WebQA_Baseline pytorch_pretrained_bert/modeling.py).
+Keys: WebQnA/WebQA_Baseline pytorch_pretrained_bert/modeling.py.
 """
 
 from __future__ import annotations
