@@ -1,7 +1,7 @@
 """Beam search with a masked language model: the loop, and VLP's search, entirely inside one jit.
 
 In every step a [MASK] is appended to each beam and the model predicts the token there; the token
-then replaces it (VLP's decode_webqa.py). Source and question are encoded once, their keys and values
+then replaces it (decode_webqa.py). Source and question are encoded once, their keys and values
 cached once per question; so are the few generated tokens of all its beams, which are never copied
 when beams are reordered: each beam sees its own (an ancestry mask).
 """

@@ -1,7 +1,7 @@
 """In-context examples: a library of solved questions, and how a question's shots are chosen.
 
 PICa adds the similarities of questions and pictures, on WebQA of questions and gold sources
-(WebQA, section 6.3); RMR takes the cosine of the mean of both embeddings or of whichever is there (RMR,
+(WebQA, 6.3); RMR takes the cosine of the mean of both embeddings or of whichever is there (RMR,
 equations 2 to 4).
 """
 
