@@ -59,11 +59,6 @@ class LoraConfig:
                 f"config key model.lora.rank={self.rank}: at least 1 was expected; set model.lora "
                 "to none to train all parameters."
             )
-        if self.base not in ("compute", "float32", "int8", "int4"):
-            raise UserError(
-                f"config key model.lora.base={self.base}: compute, float32, int8 or int4 was "
-                "expected; correct it."
-            )
 
 
 class LoraLinear(nnx.Module):

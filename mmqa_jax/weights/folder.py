@@ -137,7 +137,7 @@ def load_converted(
 
 def _load_adapted(
     folder: Path,
-    found: Description,
+    description: Description,
     adapter: Adapter,
     mesh: Mesh | None,
     param_dtype: str | None,
@@ -145,14 +145,14 @@ def _load_adapted(
 ) -> nnx.Module:
     """The base of a LoRA run with what was trained in its kernels."""
     path = _base_of(adapter, folder)
-    options = {"mesh": mesh, "param_dtype": param_dtype or found.dtype}
+    options = {"mesh": mesh, "param_dtype": param_dtype or description.dtype}
     if is_weights_folder(path):
         base = load_converted(path, config=config, **options)
     else:
         from mmqa_jax.weights.published import load_published  # which needs all key maps
 
-        base = load_published(found.architecture.name, path, **options)
-        base = nnx.merge(traced_model(found.architecture.build, config)[0], nnx.state(base))
+        base = load_published(description.architecture.name, path, **options)
+        base = nnx.merge(traced_model(description.architecture.build, config)[0], nnx.state(base))
 
     def read(state: nnx.State) -> nnx.State:
         stored = stored_specs(folder / WEIGHTS)
