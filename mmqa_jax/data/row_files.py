@@ -295,9 +295,12 @@ class _Saved:
                 f"{raw}: datasets cannot open it ({reason:.150}); save it again."
             ) from error
         parts = {"train": opened} if isinstance(opened, datasets.Dataset) else dict(opened)
-        self._parts = {name: part for name, part in parts.items() if name in _SPLITS}
-        if not self._parts:
-            raise UserError(f"{raw}: its splits are {', '.join(parts)}; rename one to train.")
+        if unknown := sorted(parts.keys() - _SPLITS.keys()):
+            raise UserError(
+                f"{raw}: its splits {', '.join(unknown)} are none of {', '.join(_SPLITS)}; rename "
+                "them, or save it without them."
+            )
+        self._parts = parts
         self._raw, self._texts, self._pictures = raw, {}, {}
         texts = [column for role, column in columns.items() if role != "image"]
         for name, part in self._parts.items():

@@ -50,6 +50,10 @@ def test_epochs_have_the_shares_and_passes_show_each_example_once(sizes, data, s
     weights = data.draw(st.lists(WEIGHTS, min_size=len(sizes), max_size=len(sizes)))
     members = np.repeat(np.arange(len(sizes)), sizes)
     counts, shown = mixture_counts(len(members), weights), Counter()
+    if not counts.all():
+        with pytest.raises(UserError, match=r"less than one of the \d+ examples .* never be shown"):
+            mixture_epoch(members, weights, seed, 0)
+        return
     for epoch in range(4):
         of_epoch = mixture_epoch(members, weights, seed, epoch)
         chosen = np.concatenate([part for _, part in of_epoch])

@@ -189,3 +189,11 @@ def test_wrong_flags_are_refused(tmp_path, kind, columns, message):
         prepare(kind, tmp_path / "raw", tmp_path / "out", columns=columns)
     assert message in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_split_of_another_name_is_refused(tmp_path):
+    rows = datasets.Dataset.from_list([{"q": "Which?"}])
+    datasets.DatasetDict({"train": rows, "holdout": rows}).save_to_disk(str(tmp_path / "raw"))
+    with pytest.raises(UserError, match=r"its splits holdout are none of train, .*; rename them"):
+        prepare("hf", tmp_path / "raw", tmp_path / "out", columns="question=q")
+    assert not (tmp_path / "out").exists()

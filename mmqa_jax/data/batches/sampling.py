@@ -205,10 +205,19 @@ def mixture_epoch(
 
     Returns:
       (pass, the examples that are shown in it), each example at most once in a pass of its corpus.
+
+    Raises:
+      UserError: a corpus with a weight that has no example, or no share of an epoch.
     """
     chosen: dict[int, list[np.ndarray]] = {}
     for member, count in enumerate(mixture_counts(len(members), weights).tolist()):
         own = np.flatnonzero(members == member)
+        if not count and weights[member]:
+            raise UserError(
+                f"config key data.mixture: corpus {member + 1} has less than one of the "
+                f"{len(members)} examples of an epoch by its weight {weights[member]:g}, so that "
+                "it would never be shown; raise its weight, or leave it out."
+            )
         if not count:
             continue
         if not len(own):
