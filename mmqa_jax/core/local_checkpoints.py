@@ -50,7 +50,7 @@ _SENT_BYTES = 2**24  # at once
 Block = tuple[tuple[int, int], ...]  # (start, stop) in each dimension of an array
 
 
-class Found(NamedTuple):
+class HeldStep(NamedTuple):
     """A step that the processes hold together.
 
     Attributes:
@@ -181,7 +181,7 @@ class LocalCheckpoints:
         finally:
             self._writer.shutdown()
 
-    def newest(self, after: int, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Found | None:
+    def newest(self, after: int, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> HeldStep | None:
         """The newest step above `after` of which the processes hold every block together.
 
         Args:
@@ -198,13 +198,13 @@ class LocalCheckpoints:
             if step <= after:
                 break
             prefix = f"{step}-{attempt}-"
-            found = self._together(step, [n for n in mine if n.startswith(prefix)], wanted)
-            if found is not None:
-                return found
+            held_step = self._together(step, [n for n in mine if n.startswith(prefix)], wanted)
+            if held_step is not None:
+                return held_step
         return None
 
     def restore(
-        self, found: Found, targets: Mapping[str, jax.ShapeDtypeStruct]
+        self, held_step: HeldStep, targets: Mapping[str, jax.ShapeDtypeStruct]
     ) -> dict[str, jax.Array]:
         """The arrays by name, with the shardings of `targets`, which may be of another mesh."""
         sent, arrays = 0, {}
@@ -214,14 +214,14 @@ class LocalCheckpoints:
             for device, index in indices.items():
                 needed.setdefault(device.process_index, set()).add(_block(index, target.shape))
             blocks = {}
-            for block, holders in sorted(found.holders[name].items()):
+            for block, holders in sorted(held_step.holders[name].items()):
                 wanting = {
                     p for p, wanted in needed.items() if any(_meet(block, w) for w in wanted)
                 }
                 is_sent = not wanting.issubset(holders)
                 readers = holders[:1] if is_sent else wanting
                 reads = self._process in readers
-                data = self._read(found, name, block, target) if reads else None
+                data = self._read(held_step, name, block, target) if reads else None
                 if is_sent:
                     data = _broadcast(data, _size(block) * target.dtype.itemsize, holders[0])
                     sent += data.nbytes
@@ -237,7 +237,7 @@ class LocalCheckpoints:
             )
         if self._process == 0:
             where = f", {sent / 2**20:.1f} MiB of it sent between hosts" if sent else ""
-            announce(f"step {found.step} is restored from the hosts' own disks{where}.")
+            announce(f"step {held_step.step} is restored from the hosts' own disks{where}.")
         return arrays
 
     def _names(self) -> list[str]:
@@ -267,7 +267,7 @@ class LocalCheckpoints:
 
     def _together(
         self, step: int, names: list[str], wanted: Mapping[str, jax.ShapeDtypeStruct]
-    ) -> Found | None:
+    ) -> HeldStep | None:
         """What the processes hold of one attempt's step; None if a block is missing."""
         places: dict[str, dict[Block, tuple[Path, int]]] = {name: {} for name in wanted}
         record = None
@@ -295,17 +295,17 @@ class LocalCheckpoints:
             return None
         records = distributed.gather("local record", record if self._tells(holders) else None)
         record = next(told for told in records if told is not None)
-        return Found(step, record, holders, places)
+        return HeldStep(step, record, holders, places)
 
     def _tells(self, holders: dict[str, dict[Block, list[int]]]) -> bool:
         """Whether this process is the first that holds anything, and so tells the record."""
         return self._process == min(min(p) for blocks in holders.values() for p in blocks.values())
 
     def _read(
-        self, found: Found, name: str, block: Block, target: jax.ShapeDtypeStruct
+        self, held_step: HeldStep, name: str, block: Block, target: jax.ShapeDtypeStruct
     ) -> np.ndarray:
         """The bytes of a block that this process has."""
-        file, offset = found.places[name][block]
+        file, offset = held_step.places[name][block]
         size = _size(block) * target.dtype.itemsize
         return np.fromfile(file, np.uint8, count=size, offset=offset)
 

@@ -118,10 +118,10 @@ def conversation(row: Mapping[str, Any], where: str) -> Conversation:
       UserError: a message or part of another form, roles that do not alternate, a last message
         that is not an assistant's, or none that is learned.
     """
-    given, tools = row.get(MESSAGES), row.get(TOOLS) or []
-    if not isinstance(given, list) or not given:
+    unchecked, tools = row.get(MESSAGES), row.get(TOOLS) or []
+    if not isinstance(unchecked, list) or not unchecked:
         raise UserError(
-            f"{where}: `{MESSAGES}` is {_shown(given)}; a list of messages was expected."
+            f"{where}: `{MESSAGES}` is {_shown(unchecked)}; a list of messages was expected."
         )
     if not isinstance(tools, list) or not all(isinstance(_function(one), dict) for one in tools):
         raise UserError(
@@ -129,7 +129,7 @@ def conversation(row: Mapping[str, Any], where: str) -> Conversation:
             "{...}} was expected."
         )
     before, calls, messages = "", set(), []
-    for number, message in enumerate(given, start=1):
+    for number, message in enumerate(unchecked, start=1):
         place = f"{where}, message {number}"
         made = _message(message, place)
         role = made["role"]
@@ -273,7 +273,7 @@ class ChatFiles:
     def _question(self, row: Any, where: str, split: str, place: tuple[Path, int]) -> Question:
         if not isinstance(row, dict):
             raise UserError(f"{where}: not a JSON object; write one object per line.")
-        found = conversation(row, where)
+        checked = conversation(row, where)
         self.ignored.update(key for key in row if key not in _ROW)
         for message in row[MESSAGES]:
             self.ignored.update(f"{MESSAGES}.{key}" for key in message if key not in _KNOWN)
@@ -286,7 +286,7 @@ class ChatFiles:
             raise UserError(f"{where}: `{wrong}` is {_shown(row[wrong])}; {expected} was expected.")
         messages = []
         counted = itertools.count()
-        for one in found.messages:
+        for one in checked.messages:
             content = one["content"]
             if isinstance(content, list):
                 content = [
@@ -295,8 +295,8 @@ class ChatFiles:
                     for part in content
                 ]  # fmt: skip
             messages.append({**one, "content": content})
-        found = dataclasses.replace(found, messages=tuple(messages))
-        return found.as_question(str(name), split)
+        checked = dataclasses.replace(checked, messages=tuple(messages))
+        return checked.as_question(str(name), split)
 
     def _named(self, picture: str, where: str, place: tuple[Path, int], number: int) -> str:
         """The name of a picture in the corpus."""

@@ -32,11 +32,11 @@ def open_mixture(places: Sequence[str | os.PathLike]) -> Corpus:
             )
     sources, questions = [], []
     for number, corpus in enumerate(corpora):
-        own = f"{number}{_ENDS}"
+        prefix = f"{number}{_ENDS}"
         for source in corpus.sources:
-            image = None if source.image is None else own + source.image
-            sources.append(dataclasses.replace(source, id=own + source.id, image=image))
-        questions += [_renamed(question, own) for question in corpus.questions()]
+            image = None if source.image is None else prefix + source.image
+            sources.append(dataclasses.replace(source, id=prefix + source.id, image=image))
+        questions += [_renamed(question, prefix) for question in corpus.questions()]
 
     names = json.dumps([corpus.fingerprint for corpus in corpora])
     return Corpus(
@@ -60,30 +60,30 @@ class _Pictures:
         self._corpora = corpora
 
     def __call__(self, name: str) -> bytes | None:
-        number, _, own = name.partition(_ENDS)
-        return self._corpora[int(number)].read_picture(own)
+        number, _, name_in_corpus = name.partition(_ENDS)
+        return self._corpora[int(number)].read_picture(name_in_corpus)
 
 
-def _renamed(question: Question, own: str) -> Question:
+def _renamed(question: Question, prefix: str) -> Question:
     extra = dict(question.extra)
     if MESSAGES in extra:
-        extra[MESSAGES] = [_renamed_message(message, own) for message in extra[MESSAGES]]
+        extra[MESSAGES] = [_renamed_message(message, prefix) for message in extra[MESSAGES]]
     return dataclasses.replace(
         question,
-        id=own + question.id,
-        image=None if question.image is None else own + question.image,
-        more_images=tuple(own + name for name in question.more_images),
-        positives=tuple(own + name for name in question.positives),
-        negatives=tuple(own + name for name in question.negatives),
+        id=prefix + question.id,
+        image=None if question.image is None else prefix + question.image,
+        more_images=tuple(prefix + name for name in question.more_images),
+        positives=tuple(prefix + name for name in question.positives),
+        negatives=tuple(prefix + name for name in question.negatives),
         extra=extra,
     )
 
 
-def _renamed_message(message: dict, own: str) -> dict:
+def _renamed_message(message: dict, prefix: str) -> dict:
     if not isinstance(message["content"], list):
         return message
     parts = [
-        {**part, "image": own + part["image"]} if part["type"] == "image" else part
+        {**part, "image": prefix + part["image"]} if part["type"] == "image" else part
         for part in message["content"]
     ]
     return {**message, "content": parts}

@@ -152,8 +152,8 @@ def _read(row: Row, columns: Mapping[str, str]) -> tuple[Question | None, Source
         modality = "image" if names else "text"
         source = Source(name, modality, values["text"], image=image)
     if MESSAGES in columns:
-        found = conversation(_with_pictures(values, names, row.where), row.where)
-        question = found.as_question(name, row.split)
+        chat = conversation(_with_pictures(values, names, row.where), row.where)
+        question = chat.as_question(name, row.split)
     elif "question" in columns:
         asked = values["question"]
         if not isinstance(asked, str) or not asked.strip():
@@ -215,8 +215,8 @@ def _index(value: Any, choices: Sequence[str], where: str) -> int | None:
     """A number from 0, a letter from A, or one of the choices."""
     if isinstance(value, str):
         letter = ord(value) - ord("A") if len(value) == 1 else -1
-        found = choices.index(value) if value in choices else letter
-        value = int(value) if value.isdecimal() and value not in choices else found
+        place = choices.index(value) if value in choices else letter
+        value = int(value) if value.isdecimal() and value not in choices else place
     if value is not None and not (type(value) is int and 0 <= value < len(choices)):
         raise UserError(f"{where}: `answer_index` is {_shown(value)} of {len(choices)} choices.")
     return value
@@ -235,15 +235,15 @@ def _split_of(path: Path, root: Path) -> str:
 
 def _files(raw: Path, ending: str, what: str) -> list[Path]:
     """The files of a folder, in order, whose names are unique."""
-    found = sorted(raw.rglob(f"*.{ending}"))
-    if not found:
+    paths = sorted(raw.rglob(f"*.{ending}"))
+    if not paths:
         raise UserError(f"{raw}: holds no {what} (*.{ending}); check the path.")
     names: dict[str, Path] = {}
-    for path in found:
+    for path in paths:
         other = names.setdefault(path.name, path)
         if other != path:
             raise UserError(f"{path}: {other} has the same name; name the folder of one of them.")
-    return found
+    return paths
 
 
 class _Tables:
@@ -385,8 +385,8 @@ def _values(tar: PictureTar, members: Mapping[str, str], where: str) -> dict[str
     values: dict[str, Any] = {}
     for ending, member in members.items():
         if ending.endswith("json"):
-            found = parse_json(decode_text(tar.read(member), where), where)
-            values |= found if isinstance(found, dict) else {ending: found}
+            content = parse_json(decode_text(tar.read(member), where), where)
+            values |= content if isinstance(content, dict) else {ending: content}
         elif ending in ("txt", "text", "cls", "caption"):
             values[ending] = decode_text(tar.read(member), where).strip()
     return values
