@@ -148,8 +148,9 @@ def abstract_state(
     model: Model, optimizer: optax.GradientTransformation, mesh: Mesh, rules: Any
 ) -> TrainState:
     """Shapes and shardings of the state: optimizer moments are sharded like their parameters."""
-    fresh = lambda *arrays: _fresh(model, *arrays, optimizer)  # noqa: E731
-    shapes = jax.eval_shape(fresh, model.params, model.frozen)
+    shapes = jax.eval_shape(
+        lambda params, frozen: _fresh(model, params, frozen, optimizer), model.params, model.frozen
+    )
     state = on_shardings(shapes, state_shardings(shapes, mesh, rules))
     if not model.offload:
         return state
