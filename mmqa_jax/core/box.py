@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import runpy
+import select
 import signal
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 3  # of processor time for a call
+_PATIENCE = 5 * SECONDS  # seconds of the clock, for a machine whose processor timer stands still
+_TO_START = 60  # seconds of the clock until the child has its imports, on a busy machine
 MEMORY = 256 << 20  # bytes that a call may take, and `_OF_REQUEST` times those of its request
 _OF_REQUEST = 16
 # What Python needs to start, and what the time of day depends on.
@@ -77,7 +80,7 @@ class Box:
         with self._lock:
             child = self._child or self._start()
             try:
-                reply = _exchange(child, line)
+                reply = _exchange(child, line, _PATIENCE)
             except BaseException:  # Ctrl-C: the reply would be taken for that of the next call
                 self._end(child)
                 raise
@@ -100,7 +103,7 @@ class Box:
             env=environment | {"OPENBLAS_NUM_THREADS": "1"},
         )
         weakref.finalize(self, _ended, child, os.getpid())
-        if _exchange(child, b"") != b"ready\n":
+        if _exchange(child, b"", _TO_START) != b"ready\n":
             _ended(child, os.getpid())
             raise RuntimeError(f"{self._code}: no process for it starts ({' '.join(command)})")
         self._child = child
@@ -111,11 +114,16 @@ class Box:
         _ended(child, os.getpid())
 
 
-def _exchange(child: subprocess.Popen[bytes], line: bytes) -> bytes:
-    """The child's next line after this one; cut short, or empty, where the child has ended."""
+def _exchange(child: subprocess.Popen[bytes], line: bytes, seconds: float) -> bytes:
+    """The child's next line after this one; cut short, or empty, where it has ended or is late."""
     with contextlib.suppress(BrokenPipeError):
         child.stdin.write(line)
         child.stdin.flush()
+    if hasattr(select, "poll"):  # Windows has none for pipes
+        poll = select.poll()
+        poll.register(child.stdout, select.POLLIN)
+        if not poll.poll(seconds * 1000):
+            return b""
     return child.stdout.readline()
 
 

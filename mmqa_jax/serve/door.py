@@ -77,6 +77,7 @@ class Visit:
       body: what was sent; `is_sent`: the whole of it, or there is none.
       has_begun, has_ended: whether the reply has.
       is_over: its work is to end, since nobody waits for it.
+      is_refused: the door answers in the application's place.
     """
 
     def __init__(self, send: Any, seconds: float, door: Door, *, is_sent: bool):
@@ -85,12 +86,17 @@ class Visit:
         self.deadline = self.began + seconds
         self.body, self.is_sent, self.status = b"", is_sent, 500
         self.places = self.bytes = 0  # that it has taken of the door's
-        self.has_begun = self.has_ended = self.is_over = False
+        self.has_begun = self.has_ended = self.is_over = self.is_refused = False
         self.upload: asyncio.Timeout | None = None
         self._works: list[Any] = []
 
+    async def reply(self, message: Any) -> None:
+        """Sends a part of the application's reply; drops it once the door has refused."""
+        if not self.is_refused:
+            await self.send(message)
+
     async def send(self, message: Any) -> None:
-        """Sends a part of the reply."""
+        """Sends a part of a reply."""
         if message["type"] == "http.response.start":
             self.has_begun, self.status = True, message["status"]
             MutableHeaders(scope=message).update(_HEADERS)
@@ -268,7 +274,7 @@ class Door:
 
     async def _answer(self, scope: Any, receive: Any, visit: Visit) -> None:
         """Lets the application answer until the deadline, or until the client leaves."""
-        answering = asyncio.create_task(self._app(scope, _never, visit.send))
+        answering = asyncio.create_task(self._app(scope, _never, visit.reply))
         leaving = asyncio.create_task(_until_left(receive))
         both, first = (answering, leaving), asyncio.FIRST_COMPLETED
         seconds = visit.deadline - asyncio.get_running_loop().time()
@@ -283,6 +289,7 @@ class Door:
             elif leaving.done():
                 raise _Left
             elif not visit.has_begun:
+                visit.is_refused = True  # a task that is cancelled may still begin its reply
                 raise visit.late()
         finally:
             visit.end()

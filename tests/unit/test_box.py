@@ -100,6 +100,14 @@ def test_what_takes_too_much_ends_and_the_next_call_works(boxed, function, reque
     assert boxed.call("echo", value=1) == 1
 
 
+def test_a_call_whose_processor_timer_stands_still_ends_too(boxed, monkeypatch):
+    boxed.call("echo", value=1)
+    monkeypatch.setattr(box, "_PATIENCE", 0.5)
+    with pytest.raises(OverBudget):
+        boxed.call("wait", seconds=60)
+    assert boxed.call("echo", value=2) == 2
+
+
 def test_a_large_request_may_take_more(boxed):
     text = "x" * (8 << 20)
     assert boxed.call("echo", value=text) == text

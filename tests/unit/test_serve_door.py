@@ -6,6 +6,7 @@ answered. What computes is a fake that waits at a gate, so that no cell hangs on
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
@@ -24,6 +25,8 @@ from mmqa_jax.decoding.requests import Candidate, Result
 from mmqa_jax.runs.asked import AskedCorpus
 from mmqa_jax.serve import connections
 from mmqa_jax.serve.app import make_app
+from mmqa_jax.serve.door import Door
+from mmqa_jax.serve.metrics import Metrics
 from mmqa_jax.serve.options import ServeOptions
 from mmqa_jax.serve.parts import Parts
 from mmqa_jax.serve.systems import Threads, answer_row
@@ -378,6 +381,28 @@ def test_a_deadline(name):
         client.slow.gate.set()
     client.slow.threads.close()
     assert client.slow.begun <= 1  # of five; on a busy machine none
+
+
+def test_a_reply_that_begins_after_its_deadline_is_dropped():
+    sent, left = [], asyncio.Event()
+
+    async def app(scope, receive, send):
+        try:
+            await asyncio.Future()
+        finally:  # when the door cancels it
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def receive():
+        await left.wait()
+
+    async def send(message):
+        sent.append(message)
+
+    door = Door(app, (), ServeOptions(timeout=0.01), Metrics(lambda: {}))
+    scope = {"type": "http", "method": "GET", "path": "/x", "headers": [(b"host", b"127.0.0.1")]}
+    asyncio.run(door(scope, receive, send))
+    assert [message.get("status") for message in sent if "status" in message] == [504]
+    assert b"--timeout" in b"".join(message.get("body", b"") for message in sent)
 
 
 def test_uploads_that_are_not_finished_make_room(monkeypatch):
