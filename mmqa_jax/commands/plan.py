@@ -140,7 +140,7 @@ def config_of(arguments: argparse.Namespace) -> ConfigDict:
     from mmqa_jax.core.errors import UserError
 
     if arguments.config is not None:
-        return load_config(arguments.config, arguments.overrides)
+        return load_config(arguments.config, arguments.overrides, adds=True)
     if arguments.overrides:
         raise UserError(f"--config.{arguments.overrides[0]}: of which --config? Name it, too.")
     return ConfigDict()

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.runs.run import run_row
     from mmqa_jax.weights.hub import download_model
 
-    config = load_config(arguments.config, arguments.overrides)
+    config = load_config(arguments.config, arguments.overrides, adds=True)
     row = read_row(config, split=arguments.split)
     if arguments.download:
         for name in row.on_hub() or [row.llm]:

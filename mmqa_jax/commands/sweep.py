@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.core import distributed
     from mmqa_jax.core.config import load_config
 
-    is_training = "task" in load_config(arguments.config, arguments.overrides)
+    is_training = "task" in load_config(arguments.config, arguments.overrides, adds=True)
     distributed.start(join=is_training)
     from mmqa_jax.evaluation.tables import show
     from mmqa_jax.runs.sweep import parse_axes, read_cells, run_sweep, sweep_table

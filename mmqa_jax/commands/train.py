@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.core.config import load_config
     from mmqa_jax.tasks.run import run_training
 
-    config = load_config(arguments.config, arguments.overrides)
+    config = load_config(arguments.config, arguments.overrides, adds=True)
     return run_training(
         config,
         as_path(arguments.workdir),

@@ -48,6 +48,8 @@ def auto() -> FieldReference:
 def load_config(
     path_with_argument: str | os.PathLike,
     overrides: Mapping[str, Any] | Iterable[str] = (),
+    *,
+    adds: bool = False,
 ) -> ConfigDict:
     """Loads a config file and applies overrides.
 
@@ -57,6 +59,8 @@ def load_config(
       overrides: `{"train.steps": "500"}`, or `["train.steps=500"]`. Text is parsed to the type
         of the value it replaces (`none` clears a value that is not text); other values must
         have that type.
+      adds: overrides may name keys that the file leaves out, for callers that read the whole
+        config as a dataclass (core.typed), which knows these keys and refuses others.
 
     Raises:
       UserError: no such file, a file without `get_config` or with a mistake in it, an unknown
@@ -71,7 +75,7 @@ def load_config(
     file, mode = find_config(match[1]), match[2] or ""
     config = _call_get_config(load_module(file), file, mode)
     for key, value in _pairs(overrides):
-        _override(config, key, value, file)
+        _override(config, key, value, file, adds)
     return config
 
 
@@ -200,10 +204,17 @@ def _pairs(overrides: Mapping[str, Any] | Iterable[str]) -> Iterable[tuple[str, 
         yield key, value
 
 
-def _override(config: ConfigDict, key: str, value: Any, file: Path) -> None:
+def _override(config: ConfigDict, key: str, value: Any, file: Path, adds: bool) -> None:
     section: Any = config
     *parents, last = key.split(".")
-    for part in [*parents, last]:
+    for number, part in enumerate([*parents, last]):
+        if adds and isinstance(section, ConfigDict) and part not in section:
+            added: Any = _literal(value)
+            for name in reversed([*parents, last][number + 1 :]):
+                added = {name: added}
+            with section.unlocked():
+                section[part] = ConfigDict(added) if isinstance(added, dict) else added
+            return
         if not isinstance(section, ConfigDict) or part not in section:
             known = flatten(config.to_dict())
             raise UserError(f"--config.{key}: {file} has no such key; {nearest(key, known)}")

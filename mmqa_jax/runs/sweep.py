@@ -20,11 +20,10 @@ from urllib.parse import quote
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.config import config_fingerprint, find_config, flatten, load_config
+from mmqa_jax.core.config import config_fingerprint, flatten, load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_json, write_json
 from mmqa_jax.core.progress import announce
-from mmqa_jax.core.typed import nearest
 from mmqa_jax.evaluation.report import LinePlot, ReportData, write_report
 from mmqa_jax.evaluation.score_names import for_people
 from mmqa_jax.evaluation.significance import Interval
@@ -108,15 +107,9 @@ def read_grid(
       UserError: a key that the config has not, or that holds a list; a value that does not fit, or
         whose config `read` refuses; two cells of one config.
     """
-    plain = load_config(config, overrides)
-    known = flatten(plain.to_dict())
+    known = flatten(load_config(config, overrides, adds=True).to_dict())
     for axis in axes:
-        if axis.key not in known:
-            raise UserError(
-                f"--over={axis.key}: {find_config(config.rpartition('.py')[0] + '.py')} has no "
-                f"such key; {nearest(axis.key, known)}"
-            )
-        if isinstance(known[axis.key], list | tuple):
+        if isinstance(known.get(axis.key), list | tuple):
             raise UserError(
                 f"--over={axis.key}: holds a list, whose items commas separate; sweep over a key "
                 "with one value, or set this one with --config."
@@ -128,7 +121,7 @@ def read_grid(
         chosen = {axis.key: value for axis, value in zip(axes, values, strict=True)}
         given = [*overrides, *(f"{key}={value}" for key, value in chosen.items())]
         try:
-            own = load_config(config, given)
+            own = load_config(config, given, adds=True)
             made = read(own)
         except UserError as error:
             listed = " ".join(f"{key}={value}" for key, value in chosen.items())

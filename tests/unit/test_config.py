@@ -73,6 +73,13 @@ def test_overrides_take_the_type_of_what_they_replace(file, key, text, value):
     assert type(changed) is type(value)
 
 
+def test_an_override_may_add_a_key(file):
+    config = load_config(file, ["train.ema=1e-3", "train.more.name=none", "trian=a"], adds=True)
+    assert (config.train.ema, config.train.more.name, config.trian) == (1e-3, None, "a")
+    with pytest.raises(UserError, match="has no such key"):
+        load_config(file, ["train.steps.more=5"], adds=True)
+
+
 def test_overrides_as_list_reach_fields_derived_from_them(file):
     config = load_config(file, ["train.steps=500", "name=a=b"])
     assert (config.train.steps, config.warmup, config.name) == (500, 50, "a=b")

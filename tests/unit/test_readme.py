@@ -13,6 +13,9 @@ import pytest
 
 from mmqa_jax.cli import VERBS, command, make_parser, split_config_overrides
 from mmqa_jax.core.config import load_config
+from mmqa_jax.prompting.open import check_prompt_config
+from mmqa_jax.runs.row import read_row
+from mmqa_jax.tasks.reading import read_task
 from tests.bench import __main__ as bench
 
 ROOT = Path(__file__).parents[2]
@@ -23,11 +26,12 @@ PAGES = [
     *(
         page
         for room in ("mmqa_jax", "configs", "launch")
-        for page in sorted((ROOT / room).rglob("README.md"))
+        for page in sorted((ROOT / room).rglob("*.md"))
     ),
 ]
 # They act as they are parsed: test_completion.py.
 _WITHOUT_VERB = ("--help", "--install-completion", "--print-completion")
+_ADDING = ("plan", "run", "sweep", "train")  # verbs that take keys which a config leaves out
 _OF_ALL = ("--help", "--json", "--traceback")  # flags of every verb
 _SEPARATOR = "\x1f"  # between the arguments of a command
 # In front of a block: `mmqa` and `python` print their arguments, nothing else can be started.
@@ -76,7 +80,11 @@ def test_every_command_parses(page, parser, tmp_path):
         kept, overrides = split_config_overrides(line)
         arguments = parser.parse_args(kept)
         if getattr(arguments, "config", None):
-            load_config(arguments.config, overrides)  # the file, its mode and the keys exist
+            # The file, its mode and the keys exist.
+            config = load_config(arguments.config, overrides, adds=line[0] in _ADDING)
+            if line[0] in _ADDING:
+                read = {"task": read_task, "row": read_row}
+                next((read[key] for key in read if key in config), check_prompt_config)(config)
         else:
             assert not overrides, line
 

@@ -219,7 +219,7 @@ def test_more_values_later(whole, inputs, monkeypatch):
     [
         (
             ["options.shot=0,1"],
-            r"--over=options\.shot: .*tables\.py has no such key.*options\.shots",
+            r"cell options\.shot=0: config key options\.shot: unknown; did you mean 'shots'",
         ),
         (["options.shots"], r"--over=options\.shots: KEY=VALUE,VALUE"),
         (["options.shots=0,"], r"--over=options\.shots=0,: KEY=VALUE,VALUE"),
