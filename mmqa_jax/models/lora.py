@@ -186,7 +186,7 @@ class Additions(NamedTuple):
 
 
 class AdaptedLinear(nnx.Module):
-    """A linear with the additions of several adapters: each row of a batch has one of them, or none.
+    """A linear with the additions of several adapters: each row of a batch has one, or none.
 
     The A of all adapters lie side by side, [in, sum of r], and so do their B, [sum of r, out]. Each
     row is multiplied by all A, and the results of adapters that are not its own become zero before
