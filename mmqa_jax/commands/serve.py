@@ -26,6 +26,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "  its last message from the sources, which stand in the reply's `sources`\n"
         "SIGTERM and Ctrl-C: what has begun is answered to its end, nothing new is taken"
     )
+    parser.add_argument(
+        "--adapter",
+        action="extend",
+        type=lambda given: given.split(","),
+        default=[],
+        metavar="NAME=FOLDER,...",
+        help="LoRA adapters over --model, each of which answers as the model NAME of the API: "
+        "folders of LoRA runs, or of PEFT; a batch mixes them",
+    )
     flags.add_reading(parser, "a finished demo's workdir, or that of a row of `mmqa run`")
     default = ServeOptions()
     parser.add_argument(
@@ -70,6 +79,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Serves until it is told to end."""
     _check_flags(arguments)
+    adapters = _adapters(arguments)
     try:
         import prometheus_client  # noqa: F401
         import starlette  # noqa: F401
@@ -102,7 +112,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         backend = arguments.backend or "engine"
         asking, reading = flags.reading_options(arguments)
         parts = open_parts(
-            (lambda: open_backend(backend, name, None, config)) if name else None,
+            (lambda: open_backend(backend, name, None, config, adapters=adapters))
+            if name
+            else None,
             name,
             options,
             data=flags.optional_path(arguments.data),
@@ -111,11 +123,31 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             folder=flags.folder_options(arguments),
             asking=asking,
             reading=reading,
+            adapters=tuple(adapters),
         )
         serve(parts, listening, options)
     finally:
         listening.close()
     return {"served": True}
+
+
+def _adapters(arguments: argparse.Namespace) -> dict[str, str]:
+    """The folders of adapters by name."""
+    folders: dict[str, str] = {}
+    for given in arguments.adapter:
+        name, _, folder = given.partition("=")
+        if not name or not folder or name in folders:
+            raise UserError(
+                f"--adapter={given}: NAME=FOLDER was expected, each name once; separate several by "
+                "commas."
+            )
+        folders[name] = folder
+    if folders and (arguments.backend == "openai" or arguments.workdir is not None):
+        raise UserError(
+            "--adapter: is for a language model in this process; name its base as --model, without "
+            "--backend=openai and --workdir."
+        )
+    return folders
 
 
 def _check_flags(arguments: argparse.Namespace) -> None:

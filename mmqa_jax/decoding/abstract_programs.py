@@ -82,11 +82,11 @@ def engine_programs(
     limit = sizes.read(columns)
     before = max(columns - bucket, 0)  # columns in front of the chunk
     shifts = array("int32", rows, bucket, 3) if config.mrope else None
-    chunk = (array("int32", rows, bucket), of_row, of_row, of_row, branches, None, shifts)
+    chunk = (array("int32", rows, bucket), of_row, of_row, of_row, branches, None, shifts, None)
     active = jax.ShapeDtypeStruct((sizes.slots,), bool, sharding=programs.whole)
     of_prompt = sizes.read(before if programs.scanned else columns)
     greedy = programs.sampled(np.zeros(sizes.slots))
-    step = (state, programs.cache, programs.slots, active, limit, greedy)
+    step = (state, programs.cache, programs.slots, active, None, limit, greedy)
     return {
         "decode": Program(programs.step, step),
         "prefill": Program(programs.encode, (state, programs.cache, *chunk, of_prompt)),

@@ -25,7 +25,15 @@ class BeamBatches:
     set of beam parameters.
     """
 
-    def __init__(self, model: Llama, config: EngineConfig, end_ids: frozenset[int]):
+    def __init__(
+        self,
+        model: Llama,
+        config: EngineConfig,
+        end_ids: frozenset[int],
+        *,
+        with_adapters: bool = False,
+    ):
+        self._with_adapters = with_adapters
         self._graphdef, self._state = nnx.split(model)
         self._placement = placement_of(self._state)
         self._config, self._end_ids = config, end_ids
@@ -72,9 +80,11 @@ class BeamBatches:
         length, beams, steps, penalty, only_best = shape
         (end_id,) = self._end_ids
         ids, lengths = np.zeros((size, length), np.int32), np.ones(size, np.int32)
+        adapters = np.zeros((size, 1), np.int32)
         for row, request in enumerate(requests):
             lengths[row] = len(request.prompt)
             ids[row, : lengths[row]] = request.prompt
+            adapters[row] = request.adapter
         placement = self._placement
         own = placement.rows(size)
         searched = placement.call(
@@ -82,6 +92,7 @@ class BeamBatches:
             self._graphdef,
             self._state,
             *placement.put((ids[own], lengths[own])),
+            placement.put(adapters[own]) if self._with_adapters else None,
             end_id=end_id,
             num_beams=beams,
             max_new_tokens=steps,

@@ -52,6 +52,7 @@ from mmqa_jax.decoding.scheduler import (
 from mmqa_jax.decoding.slot_runner import EngineConfig, SlotRunner, scans
 from mmqa_jax.models.llama import Llama, for_length, unstack_layers
 from mmqa_jax.models.llava import Llava
+from mmqa_jax.models.lora import Additions, add_adapters
 from mmqa_jax.models.quantize import quantize_weights
 from mmqa_jax.models.qwen_vl import QwenVL
 
@@ -83,6 +84,7 @@ class Engine:
       end_ids: tokens that end an answer.
       config: sizes, see EngineConfig.
       mesh: of a sharded model; slots are sharded over `data`, heads over `tensor`.
+      adapters: by the names that requests give; a batch may mix them.
 
     Raises:
       UserError: `engine.length` exceeds the model's positions, or an unknown end token.
@@ -96,6 +98,7 @@ class Engine:
         end_ids: Sequence[int] = (),
         config: EngineConfig | None = None,
         mesh: Mesh | None = None,
+        adapters: Mapping[str, Additions] | None = None,
     ):
         whole = None if isinstance(model, Llama) else model  # with a tower
         model = model if whole is None else whole.llama
@@ -117,6 +120,9 @@ class Engine:
                     f"end token {end}: expected 0 to {vocab_size - 1}; use the model's own."
                 )
         _serve_ready(model, config, mesh)
+        self._adapters = tuple(adapters or ())
+        if adapters:
+            add_adapters(model, list(adapters.values()), mesh)
         self.mesh, self.throughput = mesh, Throughput()
         self._model, self._whole = model, whole
         self._text, self._end_ids = tokenizer, frozenset(end_ids)
@@ -138,6 +144,7 @@ class Engine:
         """
         assert not self._running, "an engine cannot get other weights while it serves"
         assert self._whole is None, "only a model without a tower gets other weights"
+        assert not self._adapters, "only a model without adapters gets other weights"
         _serve_ready(model, self.config, self.mesh)
         self._model = model
         self._runner.use(for_length(model, self.config.length))
@@ -155,6 +162,7 @@ class Engine:
             config.length,
             config.buckets,
             whole and PatchIds(whole.config),
+            self._adapters,
         )
         self._prefixes = PrefixCache(config.slots, self._runner.shards)
         self._pictures = whole and PictureFeatures(
@@ -165,7 +173,7 @@ class Engine:
             self.throughput,
             self.mesh,
         )
-        self._beams = BeamBatches(model, config, self._end_ids)
+        self._beams = BeamBatches(model, config, self._end_ids, with_adapters=bool(self._adapters))
         self._encoding: list[AnySequence] = []  # in slots, their prompts not yet in the cache
         self._on_token: OnToken | None = None
         self._cancelling = self._taking_all = False
@@ -487,7 +495,9 @@ class Engine:
             shifts = np.zeros((count, bucket, 3), np.int32)
             for row, (one, chunk) in pairs:
                 shifts[row, : len(chunk.tokens)] = one.shifts(chunk.start, chunk.end)
-        hidden = self._runner.encode(tokens, starts, ends, rows, branches, patches, shifts)
+        adapters = self._numbers(count, {row: one for row, (one, _) in pairs})
+        inputs = tokens, starts, ends, rows, branches, patches, shifts, adapters
+        hidden = self._runner.encode(*inputs)
 
         outputs = []
         begun = {
@@ -556,7 +566,8 @@ class Engine:
         if rows:
             mask = np.isin(np.arange(self.config.slots), list(rows))
             columns = max(one.columns for one in rows.values())
-            self._unread = rows, self._runner.step(mask, columns)
+            adapters = self._numbers(self.config.slots, rows)
+            self._unread = rows, self._runner.step(mask, columns, adapters)
             for one in rows.values():
                 one.undecoded -= 1
             self.throughput.steps += 1
@@ -570,6 +581,15 @@ class Engine:
             active[one.slot] = None
         self.throughput.decode_seconds += time.perf_counter() - began
         return finished
+
+    def _numbers(self, count: int, rows: Mapping[int, AnySequence]) -> np.ndarray | None:
+        """The adapters of `count` rows, int32 [count, 1]; None: the engine has none."""
+        if not self._adapters:
+            return None
+        numbers = np.zeros((count, 1), np.int32)
+        for row, one in rows.items():
+            numbers[row] = one.chunks[0].adapter
+        return numbers
 
     def _append_tokens(
         self, rows: Mapping[int, GeneratedSequence], tokens: np.ndarray, logprobs: np.ndarray

@@ -34,6 +34,7 @@ from mmqa_jax.models.flash import implementation_for
 from mmqa_jax.models.layer_traits import LayerTraits, layer_traits
 from mmqa_jax.models.llama import Llama, added, rotary_angles, rotation, shifted
 from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.lora import with_chosen
 
 # Logical axes, for `core.mesh.partition_spec`.
 _KEY_NAMES = ("batch", "heads", "head_dim", "positions")
@@ -116,6 +117,7 @@ def forward(
     branches: Branches | None = None,
     shifts: jax.Array | None = None,
     deepstack: jax.Array | None = None,
+    adapters: jax.Array | None = None,
     limit: int | None = None,
     implementation: str = "blocks",
     mesh: Mesh | None = None,
@@ -136,6 +138,7 @@ def forward(
       shifts: int [R, L, 3], or [R, L] where the three are the same, by how much rotary positions
         are beyond that (M-RoPE); None: not at all.
       deepstack: [n, R, L, H], added to what the first n layers give; None: nothing.
+      adapters: int [R, 1], the rows' numbers of `lora.add_adapters`; None: the model has none.
       limit: segments from this column on are not read, where no row reaches them; None reads all.
       implementation: "blocks" reads the cache in place; "cudnn", for many tokens of few rows on a
         GPU, takes the rows out and hands them to `layers.attention`; "ragged", for one token of
@@ -156,6 +159,7 @@ def forward(
         rows=rows,
         branches=branches,
         shifts=shifts,
+        adapters=adapters,
     )
     options = {
         "deepstack": deepstack,
@@ -182,6 +186,7 @@ class Tokens:
     ends: jax.Array  # int [R]: nothing from this column on is read
     rows: jax.Array  # int [R]
     branches: Branches | None
+    adapters: jax.Array | None  # int [R, 1]
 
 
 def tokens_in(
@@ -193,13 +198,14 @@ def tokens_in(
     rows: jax.Array,
     branches: Branches | None,
     shifts: jax.Array | None = None,
+    adapters: jax.Array | None = None,
 ) -> Tokens:
     """What `run_layers` needs to know of the tokens; `length` is L, the rest as in `forward`."""
     columns = starts[:, None] + jnp.arange(length)  # [R, L]
     positions = columns if branches is None else branches.positions(columns)
     angles = rotary_angles(config, shifted(positions, shifts))
     cos, sin = rotation(config, jnp.cos(angles), jnp.sin(angles))
-    return Tokens(columns, cos, sin, starts, ends, rows, branches)
+    return Tokens(columns, cos, sin, starts, ends, rows, branches, adapters)
 
 
 def run_layers(
@@ -247,7 +253,7 @@ def _layer(
     implementation: str = "blocks",
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, LayerCache]:
-    layer = nnx.merge(graphdef, params)
+    layer = with_chosen(nnx.merge(graphdef, params), of_tokens.adapters)
     q, k, v = layer.project(x, *traits.turned(of_tokens.cos, of_tokens.sin))
     cap = layer.config.attention_cap
 

@@ -66,10 +66,13 @@ def encode_and_step(
         cache: KVCache,
         of_slots: Any,
         active: jax.Array,
+        adapters: jax.Array | None,
         limit: int,
         sampled: bool | None,
     ):
-        x, of_tokens = _enter_step(state.outer, of_slots, active, graphdef=graphdef, embed=embed)
+        x, of_tokens = _enter_step(
+            state.outer, of_slots, active, adapters, graphdef=graphdef, embed=embed
+        )
         whole = sum(segment.columns for segment in cache[0].segments)
         x, cache = run_layers(
             state.layers, x, cache, of_tokens, traits, block=whole, all_rows=True, limit=limit
@@ -91,6 +94,7 @@ def _enter(
     branches: Any,
     patches: jax.Array | None,
     shifts: jax.Array | None,
+    adapters: jax.Array | None,
     *,
     graphdef: nnx.GraphDef,
     embed: Callable,
@@ -105,23 +109,28 @@ def _enter(
         rows=rows,
         branches=branches,
         shifts=shifts,
+        adapters=adapters,
     )
     return *embed(model, tokens, patches), of_tokens
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "embed"))
 def _enter_step(
-    outer: nnx.State, of_slots: Any, active: jax.Array, *, graphdef: nnx.GraphDef, embed: Callable
+    outer: nnx.State,
+    of_slots: Any,
+    active: jax.Array,
+    adapters: jax.Array | None,
+    *,
+    graphdef: nnx.GraphDef,
+    embed: Callable,
 ) -> tuple[Any, ...]:
     """`_enter` of the last token of every slot; inactive ones are not written."""
     slots = active.shape[0]
     starts = jnp.where(active, of_slots.position, 0)
     rows = jnp.where(active, jnp.arange(slots), slots)
     shifts = None if of_slots.shift is None else of_slots.shift[:, None]
-    tokens = of_slots.token[:, None]
-    x, _, of_tokens = _enter(
-        outer, tokens, starts, starts + 1, rows, None, None, shifts, graphdef=graphdef, embed=embed
-    )
+    chunk = (of_slots.token[:, None], starts, starts + 1, rows, None, None, shifts, adapters)
+    x, _, of_tokens = _enter(outer, *chunk, graphdef=graphdef, embed=embed)
     return x, of_tokens
 
 

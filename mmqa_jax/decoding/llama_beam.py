@@ -22,6 +22,7 @@ from mmqa_jax.models.layer_traits import layer_traits
 from mmqa_jax.models.layers import group_queries, prefix_attention, ungroup_queries
 from mmqa_jax.models.llama import Llama, for_length, inverse_frequencies, last_token, rotation
 from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.lora import with_chosen
 
 
 @flax.struct.dataclass
@@ -68,6 +69,7 @@ def beam_search(
     state: nnx.State,
     input_ids: jax.Array,
     lengths: jax.Array,
+    adapters: jax.Array | None = None,
     *,
     end_id: int,
     num_beams: int = 4,
@@ -81,6 +83,7 @@ def beam_search(
     Args:
       input_ids: int [B, L], padded on the right.
       lengths: int [B], tokens of each prompt.
+      adapters: int [B, 1], numbers of `lora.add_adapters`; None: the model has none.
       end_id: ends an answer.
       length_penalty: added to a finished answer's score per token (end token included).
       only_best: stops once every prompt's best answer is certain; the order of the others is not.
@@ -111,8 +114,10 @@ def beam_search(
         rows=jnp.arange(prompts),
         block=length,
         all_rows=True,
+        adapters=adapters,
         mesh=mesh,
     )
+    of_beams = None if adapters is None else jnp.repeat(adapters, num_beams)[None]
     first = jax.nn.log_softmax(model.logits(last_token(hidden, lengths)))  # [B, V]
     mask = jnp.arange(length) < lengths[:, None]
 
@@ -120,7 +125,8 @@ def beam_search(
 
     def propose(beams, cache):
         tokens = beams.tokens[:, :, beams.step - 1]  # [B, K]
-        log_probs, cache = _decode(model, prefix, mask, lengths, cache, tokens, beams.step - 1)
+        step = beams.step - 1
+        log_probs, cache = _decode(model, prefix, mask, lengths, cache, tokens, step, of_beams)
         return log_probs, cache
 
     log_probs = jnp.broadcast_to(first[:, None], (prompts, num_beams, first.shape[-1]))
@@ -146,8 +152,12 @@ def _decode(
     cache: WrittenCache,
     tokens: jax.Array,
     step: jax.Array,
+    adapters: jax.Array | None,
 ) -> tuple[jax.Array, WrittenCache]:
-    """One token per beam, the `step`-th after its prompt: tokens [B, K] -> log-probs, cache."""
+    """One token per beam, the `step`-th after its prompt: tokens [B, K] -> log-probs, cache.
+
+    adapters: int [1, B * K], see `beam_search`.
+    """
     config, size = model.config, tokens.shape
     angles = jnp.repeat(lengths + step, size[1])[:, None, None] * inverse_frequencies(config)
     cos, sin = rotation(config, jnp.cos(angles)[None], jnp.sin(angles)[None])
@@ -159,6 +169,7 @@ def _decode(
     x, written = model.embed(tokens.reshape(1, -1)), []
     of_layers = zip(model.each_layer(), prefix, cache.layers, strict=True)
     for number, (layer, of_prompt, own) in enumerate(of_layers):
+        layer = with_chosen(layer, adapters)
         of_layer = traits.of(number)
         turned = of_layer.turned(cos, sin)
         # The beams of a prompt are rows of one product: [B, K, heads, D].

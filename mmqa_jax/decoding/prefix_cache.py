@@ -23,12 +23,14 @@ class Chunk(NamedTuple):
       tokens: ids; negative ones are patches of pictures.
       trunk: where the prompt ends whose continuations follow as branches; 0: one sequence.
       branches: of every token the column where its branch begins (0 in the trunk); () without.
+      adapter: its number, on which keys and values depend as they do on the tokens.
     """
 
     start: int
     tokens: tuple[int, ...]
     trunk: int = 0
     branches: tuple[int, ...] = ()
+    adapter: int = 0
 
     @property
     def end(self) -> int:
@@ -36,7 +38,9 @@ class Chunk(NamedTuple):
         return self.start + len(self.tokens)
 
 
-def split(tokens: Sequence[int], buckets: Buckets, start: int = 0) -> list[Chunk]:
+def split(
+    tokens: Sequence[int], buckets: Buckets, start: int = 0, *, adapter: int = 0
+) -> list[Chunk]:
     """Chunks of the tokens from `start` on, a multiple of the smallest bucket.
 
     A chunk of bucket b begins at a multiple of b, so that with its padding it fits into columns
@@ -48,7 +52,7 @@ def split(tokens: Sequence[int], buckets: Buckets, start: int = 0) -> list[Chunk
         while start % bucket:
             bucket = max(b for b in buckets if b < bucket)
         end = min(start + bucket, len(tokens))
-        chunks.append(Chunk(start, tuple(tokens[start:end])))
+        chunks.append(Chunk(start, tuple(tokens[start:end]), adapter=adapter))
         start = end
     return chunks
 

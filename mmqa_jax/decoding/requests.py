@@ -51,6 +51,7 @@ class Request:
     # length by which the score is divided, as in transformers
     images: Sequence[np.ndarray] = ()  # uint8 as the model takes them, one each; see
     # `PictureConfig.expected_pixels`
+    adapter: str = ""  # one of the engine's adapters; "": the model alone
 
     def __post_init__(self):
         if isinstance(self.stop, str):
@@ -123,6 +124,7 @@ class Scoring:
     prompt: str | Sequence[int]
     continuations: Sequence[str] | Sequence[Sequence[int]]  # texts or ids, as the prompt
     images: Sequence[np.ndarray] = ()  # of the prompt, as Request's
+    adapter: str = ""  # as Request's
 
     def __post_init__(self):
         texts = [isinstance(text, str) for text in (self.prompt, *self.continuations)]

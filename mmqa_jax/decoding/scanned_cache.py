@@ -37,6 +37,7 @@ from mmqa_jax.models.llama import (
     shifted,
 )
 from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.lora import with_chosen
 from mmqa_jax.models.masked import MASKED, capped
 
 # Rows of queries that make attention a matrix product on a TPU: with one alone (every head has keys
@@ -95,6 +96,7 @@ def decode(
     active: jax.Array,
     limit: int,
     shifts: jax.Array | None = None,
+    adapters: jax.Array | None = None,
     mesh: Mesh | None = None,
     ragged: bool = False,
 ) -> tuple[jax.Array, ScannedCache]:
@@ -108,6 +110,7 @@ def decode(
       active: bool [S], rows that are written; the others' results mean nothing.
       limit: columns read; no active row's position is beyond.
       shifts: int [S], by how much rotary positions differ from these; None: not at all.
+      adapters: int [S, 1], the rows' numbers of `lora.add_adapters`; None: the model has none.
       mesh: where the cache lies.
       ragged: attend by a kernel for TPU that reads each row's own columns, whatever `limit` is;
         see `ragged_fits`.
@@ -117,7 +120,9 @@ def decode(
     """
 
     if ragged:
-        return _decode_ragged(model, embedded, cache, positions, active, limit, shifts, mesh)
+        return _decode_ragged(
+            model, embedded, cache, positions, active, limit, shifts, adapters, mesh
+        )
 
     def attend(
         q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array, window: jax.Array | None
@@ -127,7 +132,7 @@ def decode(
 
     traits = layer_traits(model.config, cache.key.shape[3])
     turned = shifted(positions[:, None], None if shifts is None else shifts[:, None])
-    hidden, k, v = _run(model, embedded, turned, attend, traits)
+    hidden, k, v = _run(model, embedded, turned, attend, traits, adapters=adapters)
     return hidden, _write(cache, k, v, None, active, positions, mesh)
 
 
@@ -139,6 +144,7 @@ def _decode_ragged(
     active: jax.Array,
     limit: int,
     shifts: jax.Array | None,
+    adapters: jax.Array | None,
     mesh: Mesh | None,
 ) -> tuple[jax.Array, ScannedCache]:
     """`decode` by a kernel that rotates and writes the token, too: the scan carries a cache that it
@@ -163,7 +169,7 @@ def _decode_ragged(
 
     def body(carry, of_layer):
         (x, cache, number), (params, traits) = carry, of_layer
-        layer = nnx.merge(graphdef, params)
+        layer = with_chosen(nnx.merge(graphdef, params), adapters)
         q, k, v = layer.products(split_rows(x), apart=True)
         attended, cache = attend(q, k, v, cache, number, traits)
         return (layer.finish(x, attended), cache, number + 1), None
@@ -183,6 +189,7 @@ def prefill(
     branches: Branches | None = None,
     shifts: jax.Array | None = None,
     deepstack: jax.Array | None = None,
+    adapters: jax.Array | None = None,
     implementation: str = "blocks",
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, ScannedCache]:
@@ -197,7 +204,7 @@ def prefill(
       rows: int [R], their cache rows; a row index out of range is not written.
       limit: cached columns read, 0 if all start at 0; no start is beyond.
       branches: of the tokens; None: every row is one sequence.
-      shifts, deepstack: see `kv_cache.forward`.
+      shifts, deepstack, adapters: see `kv_cache.forward`.
       implementation: of `layers.attention`, "blocks" or "splash" (not for branches).
       mesh: where the cache lies. If its rows are split, the R rows are split alike and of the same
         device's cache rows.
@@ -254,7 +261,7 @@ def prefill(
     positions = columns if branches is None else branches.positions(columns)
     traits = layer_traits(model.config, cache.key.shape[3])
     turned = shifted(positions, shifts)
-    hidden, k, v = _run(model, embedded, turned, attend, traits, deepstack)
+    hidden, k, v = _run(model, embedded, turned, attend, traits, deepstack, adapters)
     return hidden, _write(cache, k, v, rows, None, starts, mesh)
 
 
@@ -325,6 +332,7 @@ def _run(
     attend: Callable[..., jax.Array],
     traits: LayerTraits,
     deepstack: jax.Array | None = None,
+    adapters: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The decoder on [R, L, H]; `attend(q, k, v, layer's number, window)` gives [R, L, heads, D].
 
@@ -335,6 +343,7 @@ def _run(
 
     def body(layer, x, of_layer, _):
         number, traits = of_layer
+        layer = with_chosen(layer, adapters)
         q, k, v = layer.project(x, *traits.turned(cos, sin), apart=True)
         x = layer.finish(x, attend(q, k, v, number, traits.window))
         return added(x, deepstack, number), (k, v)

@@ -118,10 +118,12 @@ class TokenizedRequest:
         end_ids: frozenset[int],
         buckets: Buckets,
         shifts: np.ndarray | None = None,
+        adapter: int = 0,
     ):
+        self.adapter = adapter
         self.original, self.prompt = original, tuple(prompt)
         self.tokenizer, self.end_ids = tokenizer, end_ids
-        chunks = split(prompt, buckets)
+        chunks = split(prompt, buckets, adapter=adapter)
         draws = 0 if original.beams else original.n  # beams take no slots, see BeamBatches
         self.sequences = [
             GeneratedSequence(self, draw, chunks, pictures, shifts) for draw in range(draws)
@@ -168,7 +170,7 @@ class ScoredSequence(SlotSequence):
       prompt: token ids.
       continuations: token ids of each, and where their scores go.
       buckets: chunk sizes.
-      pictures, shifts: of the prompt.
+      pictures, shifts, adapter: of the prompt.
     """
 
     def __init__(
@@ -179,6 +181,7 @@ class ScoredSequence(SlotSequence):
         buckets: Buckets,
         pictures: Pictures,
         shifts: np.ndarray | None = None,
+        adapter: int = 0,
     ):
         trunk = len(prompt)
         tokens, begins = list(prompt), [0] * trunk
@@ -196,7 +199,7 @@ class ScoredSequence(SlotSequence):
             chunk
             if chunk.end <= trunk
             else chunk._replace(trunk=trunk, branches=tuple(begins[chunk.start : chunk.end]))
-            for chunk in split(tokens, buckets)
+            for chunk in split(tokens, buckets, adapter=adapter)
         ]
         # The chunk of the prompt's last token is always encoded: its hidden state is needed.
         super().__init__(chunks, sum(chunk.end < trunk for chunk in chunks), pictures, shifts)
@@ -256,6 +259,7 @@ class TokenizedScoring:
         buckets: Buckets,
         length: int,
         shifts: np.ndarray | None = None,
+        adapter: int = 0,
     ):
         self.original, self._prompt_tokens = original, len(prompt)
         most = min(buckets[-1], length - len(prompt))  # tokens after the prompt
@@ -269,7 +273,7 @@ class TokenizedScoring:
             groups[-1].append(continuation)
             room -= encoded
         self.sequences = [
-            ScoredSequence(self, prompt, own, buckets, pictures, shifts) for own in groups
+            ScoredSequence(self, prompt, own, buckets, pictures, shifts, adapter) for own in groups
         ]
 
     def result(self) -> Scores | None:
@@ -288,6 +292,7 @@ class RequestTokenizer:
       end_ids: tokens that end an answer.
       vocab_size, length, buckets: of model and engine.
       patches: of a model with pictures, None of a text-only one.
+      adapters: names of adapters, from number 1 on.
     """
 
     def __init__(
@@ -298,7 +303,9 @@ class RequestTokenizer:
         length: int,
         buckets: Buckets,
         patches: PatchIds | None,
+        adapters: Sequence[str] = (),
     ):
+        self._adapters = {"": 0} | {name: n for n, name in enumerate(adapters, start=1)}
         self._tokenizer, self._end_ids, self._patches = tokenizer, end_ids, patches
         self._vocab_size, self._length, self._buckets = vocab_size, length, buckets
 
@@ -307,11 +314,18 @@ class RequestTokenizer:
 
         Raises:
           TooLong: prompt and new tokens exceed the engine's length.
-          UserError: an empty prompt, an unknown token, text without a tokenizer, or pictures that
-            do not fit.
+          UserError: an unknown adapter, an empty prompt, an unknown token, text without a
+            tokenizer, or pictures that do not fit.
         """
+        adapter = self._adapters.get(request.adapter)
+        if adapter is None:
+            names = ", ".join(filter(None, self._adapters)) or "none"
+            raise UserError(
+                f"request {request.id!r}: adapter is {request.adapter!r}, and the engine has "
+                f"{names}; name one of its own, or leave it out."
+            )
         if isinstance(request, Scoring):
-            return self._scoring(request)
+            return self._scoring(request, adapter)
         prompt = self._tokens(request.id, "prompt", request.prompt)
         prompt, pictures, shifts = self._expand(request, prompt)
         if len(prompt) + request.max_new_tokens > self._length:
@@ -320,11 +334,10 @@ class RequestTokenizer:
             raise UserError(
                 f"request {request.id!r}: stop strings need a tokenizer; give the engine one."
             )
-        return TokenizedRequest(
-            request, prompt, pictures, self._tokenizer, self._end_ids, self._buckets, shifts
-        )
+        sizes = self._tokenizer, self._end_ids, self._buckets
+        return TokenizedRequest(request, prompt, pictures, *sizes, shifts, adapter)
 
-    def _scoring(self, request: Scoring) -> TokenizedScoring:
+    def _scoring(self, request: Scoring, adapter: int) -> TokenizedScoring:
         if isinstance(request.prompt, str):
             prompt, continuations = self._encode_pairs(request)
         else:
@@ -336,9 +349,8 @@ class RequestTokenizer:
         longest = max(map(len, continuations))
         if len(prompt) + longest > self._length:
             raise TooLong(request.id, len(prompt), longest, self._length)
-        return TokenizedScoring(
-            request, prompt, continuations, pictures, self._buckets, self._length, shifts
-        )
+        sizes = self._buckets, self._length
+        return TokenizedScoring(request, prompt, continuations, pictures, *sizes, shifts, adapter)
 
     def _expand(
         self, request: Request | Scoring, prompt: list[int]

@@ -202,7 +202,9 @@ class Programs:
         self.told_of_sampling = device.platform == "gpu"
         implementation = implementation_for(device)
 
-        def encode(state, cache, tokens, starts, ends, rows, branches, patches, shifts, limit):
+        def encode(
+            state, cache, tokens, starts, ends, rows, branches, patches, shifts, adapters, limit
+        ):
             model = nnx.merge(graphdef, state)
             embedded, deepstack = embed(model, tokens, patches)
             embedded = by_rows(embedded)
@@ -217,6 +219,7 @@ class Programs:
                     branches=branches,
                     shifts=shifts,
                     deepstack=deepstack,
+                    adapters=adapters,
                     implementation=implementation,
                     mesh=mesh,
                 )
@@ -231,6 +234,7 @@ class Programs:
                 branches=branches,
                 shifts=shifts,
                 deepstack=deepstack,
+                adapters=adapters,
                 limit=limit,
                 implementation="ragged" if self.ragged else implementation,
                 mesh=mesh,
@@ -244,7 +248,7 @@ class Programs:
             slots = jax.tree.map(lambda x, new: x.at[rows].set(new, mode="drop"), slots, fresh)
             return slots, token, logprob
 
-        def step(state, cache, slots, active, limit, sampled):
+        def step(state, cache, slots, active, adapters, limit, sampled):
             model = nnx.merge(graphdef, state)
             position = jnp.where(active, slots.position, 0)
             embedded = by_rows(model.embed(slots.token[:, None]))
@@ -257,6 +261,7 @@ class Programs:
                     active=active,
                     limit=limit,
                     shifts=slots.shift,
+                    adapters=adapters,
                     mesh=mesh,
                     ragged=self.ragged,
                 )
@@ -271,6 +276,7 @@ class Programs:
                     block=columns,
                     shifts=None if slots.shift is None else slots.shift[:, None],
                     all_rows=True,
+                    adapters=adapters,
                     limit=limit,
                     implementation="ragged" if self.ragged else "blocks",
                     mesh=mesh,
@@ -294,14 +300,14 @@ class Programs:
         whole = self.whole
         of_cache = jax.tree.map(lambda x: x.sharding or whole, self.cache)
         self.encode = jax.jit(
-            encode, static_argnums=9, donate_argnums=1, out_shardings=(self.rows, of_cache)
+            encode, static_argnums=10, donate_argnums=1, out_shardings=(self.rows, of_cache)
         )
         self.begin = jax.jit(
             begin, static_argnums=8, donate_argnums=1, out_shardings=(whole, whole, whole)
         )
         self.step = jax.jit(
             step,
-            static_argnums=(4, 5),
+            static_argnums=(5, 6),
             donate_argnums=(1, 2),
             out_shardings=(of_cache, whole, whole, whole),
         )
@@ -420,12 +426,14 @@ class SlotRunner:
         branches: Branches,
         patches: jax.Array | None = None,
         shifts: np.ndarray | None = None,
+        adapters: np.ndarray | None = None,
     ) -> jax.Array:
         """Encodes chunks [R, L] into the cache; hidden states [R, L, H]. See `kv_cache.forward`.
 
         The n-th of `shards` equal parts of the R rows is of slots of the n-th part of all slots.
         patches: [R, L, features] on the device, as `rows` says, used where tokens are negative;
         None if there are none (a separate program). shifts: int32 [R, L, 3], with M-RoPE.
+        adapters: int32 [R, 1], numbers of `lora.add_adapters`; None: the model has none.
         """
         limit = self.config.read(ends.max())
         if self._programs.scanned:  # it reads what is in front of the chunks
@@ -433,7 +441,7 @@ class SlotRunner:
             branches = branches if branches.trunk.any() else None
         elif self._programs.ragged:
             limit = self.config.columns
-        inputs = self._put_rows((tokens, starts, ends, rows, branches, patches, shifts))
+        inputs = self._put_rows((tokens, starts, ends, rows, branches, patches, shifts, adapters))
         hidden, self.cache = self._run(
             self._programs.encode, self._state, self.cache, *inputs, limit
         )
@@ -470,14 +478,17 @@ class SlotRunner:
         )
         return token, logprob
 
-    def step(self, active: np.ndarray, columns: int) -> tuple[jax.Array, jax.Array]:
+    def step(
+        self, active: np.ndarray, columns: int, adapters: np.ndarray | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """The next token of every active slot (bool [S]) and its log-probability, [S] each.
 
         columns: what the longest active sequence takes with the token that this step caches. There
           is one program for every multiple of a segment, and one for all where decoding is ragged.
+        adapters: int32 [S, 1], of the slots, as in `encode`.
         """
         limit = self.config.columns if self._programs.ragged else self.config.read(columns)
-        inputs = self._state, self.cache, self._slots, self.put(active), limit
+        inputs = self._state, self.cache, self._slots, *self.put((active, adapters)), limit
         sampled = self._programs.sampled(self._temperatures[active])
         self.cache, self._slots, token, logprob = self._run(self._programs.step, *inputs, sampled)
         return token, logprob

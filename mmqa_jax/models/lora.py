@@ -12,15 +12,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.layers import Linear, param, product, uniform_init, zeros_init
-from mmqa_jax.models.llama import LINEARS, Llama
+from mmqa_jax.core.mesh import partition_spec
+from mmqa_jax.models.layers import (
+    Linear,
+    TransposedLinear,
+    param,
+    product,
+    uniform_init,
+    zeros_init,
+)
+from mmqa_jax.models.llama import LINEARS, Llama, LlamaLayer
 from mmqa_jax.models.quantize import QuantizedLinear, quantize_weights, rounded_product, unrounded
 
 # Regular expression over the names of the added parameters.
@@ -157,3 +168,113 @@ def merge_lora(model: Llama, *, consume: bool = False) -> Llama:
             kernel.get_value().delete()
     plain = nnx.eval_shape(lambda: Llama(model.config, rngs=nnx.Rngs()))
     return nnx.merge(nnx.graphdef(plain), nnx.from_flat_state(list(named.items())))
+
+
+# Several adapters over one base.
+
+
+class Additions(NamedTuple):
+    """What one adapter adds to a LLaMA.
+
+    Attributes:
+      factor: alpha / r.
+      matrices: of each projection that it changes A [layers, in, r] and B [layers, r, out].
+    """
+
+    factor: float
+    matrices: Mapping[str, tuple[np.ndarray, np.ndarray]]
+
+
+class AdaptedLinear(nnx.Module):
+    """A linear with the additions of several adapters: each row of a batch has one, or none.
+
+    The A of all adapters lie side by side, [in, sum of r], and so do their B, [sum of r, out]. Each
+    row is multiplied by all A, and the results of adapters that are not its own become zero before
+    the product with B. A step thus reads each adapter once, where a gather would copy A and B for
+    every row. Ranks may differ, and a row without an adapter gets what the linear alone gives.
+    """
+
+    def __init__(
+        self,
+        linear: nnx.Module,
+        lora_a: nnx.Param,
+        lora_b: nnx.Param,
+        owners: tuple[int, ...],
+    ):
+        self.linear, self.lora_a, self.lora_b = linear, lora_a, lora_b
+        self.owners = owners  # the adapter's number of each column of A
+        self.chosen = None  # see `with_chosen`
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # [R, L, in] -> [R, L, out]
+        low = product(x, self.lora_a[...].astype(x.dtype), 0)  # [R, L, sum of r]
+        low = jnp.where(self.chosen[..., None] == jnp.array(self.owners), low, 0)
+        return self.linear(x) + product(low, self.lora_b[...].astype(x.dtype), 0)
+
+
+def add_adapters(model: Llama, adapters: Sequence[Additions], mesh: Mesh | None = None) -> None:
+    """Adds adapters to a model, in place; the first has the number 1, and 0 stands for none.
+
+    Args:
+      model: as an engine serves it: its layers may be stacked, its matrices rounded, its key heads
+        repeated.
+      adapters: their shapes are those of the model.
+      mesh: of the model's parameters.
+    """
+    stacked = not isinstance(model.layers, nnx.List)
+    for number, layer in enumerate([model.layers] if stacked else model.layers):
+        for name in model.config.linears:
+            of_layer = slice(None) if stacked else number
+            changing = [
+                (owner, one.factor, *(x[of_layer] for x in one.matrices[name]))
+                for owner, one in enumerate(adapters, start=1)
+                if name in one.matrices
+            ]
+            if changing:
+                setattr(layer, name, _adapted(model, getattr(layer, name), changing, mesh))
+
+
+def _adapted(
+    model: Llama,
+    linear: nnx.Module,
+    changing: Sequence[tuple[int, float, np.ndarray, np.ndarray]],
+    mesh: Mesh | None,
+) -> AdaptedLinear:
+    """A linear with adapters: the number, factor, A and B of each."""
+    kernel_names = linear.kernel.get_metadata()["out_sharding"]
+    is_transposed = isinstance(linear, TransposedLinear) or getattr(linear, "inputs", 0)
+    *of_layers, of_inputs, of_outputs = kernel_names
+    outputs = linear.kernel.shape[-1]
+    if is_transposed:
+        of_inputs, of_outputs, outputs = of_outputs, of_inputs, linear.kernel.shape[-2]
+
+    def placed(x: np.ndarray, names: tuple[str | None, ...]) -> nnx.Param:
+        x = x.astype(jnp.dtype(model.config.dtype))
+        where = mesh and NamedSharding(mesh, partition_spec(names, x.shape, mesh))
+        return nnx.Param(jax.device_put(x, where), out_sharding=names, eager_sharding=False)
+
+    a = np.concatenate([a for _, _, a, _ in changing], axis=-1)
+    b = np.concatenate([factor * b for _, factor, _, b in changing], axis=-2)
+    if times := outputs // b.shape[-1] - 1:  # key heads that are repeated, see key_heads.py
+        heads = b.reshape(*b.shape[:-1], -1, model.config.head_size)
+        b = np.repeat(heads, times + 1, axis=-2).reshape(*b.shape[:-1], outputs)
+    owners = tuple(owner for owner, _, a, _ in changing for _ in range(a.shape[-1]))
+    return AdaptedLinear(
+        linear,
+        placed(a, (*of_layers, of_inputs, None)),
+        placed(b, (*of_layers, None, of_outputs)),
+        owners,
+    )
+
+
+def with_chosen(layer: LlamaLayer, adapters: jax.Array | None) -> LlamaLayer:
+    """A layer, not stacked, whose rows have these adapters.
+
+    adapters: numbers int [R, L] or [R, 1] of the tokens [R, L]; None: the model has no adapters.
+    """
+    if adapters is None:
+        return layer
+    layer = nnx.merge(*nnx.split(layer))  # one of this trace, which may hold its arrays
+    for name in layer.config.linears:
+        if isinstance(linear := getattr(layer, name), AdaptedLinear):
+            linear.chosen = adapters
+    return layer

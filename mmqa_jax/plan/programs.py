@@ -116,6 +116,8 @@ _LANGUAGE_MODELS = PRESETS | WITH_PICTURES | T5S
 # Those that a task of an architecture trains (tasks.solved_questions).
 _TRAINED = {"llama": PRESETS, "t5": T5S, "qwen_vl": QWEN_VLS}
 TOWER = "tower"
+UPDATE = "update"  # of a training whose moments lie on the host: `train` has the gradients alone
+TRAINING = ("train", UPDATE)
 # Programs without a size of their own in a config.
 FIXED = (TOWER, FLUENCY, GENERATE, TEXTS, PAGES, REGIONS)
 
@@ -168,7 +170,9 @@ def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ..
         )
     if "task" in config:
         kind = known_tasks().get(config.task)
-        return ("train",) if kind is None or kind.program is None else ("train", kind.program)
+        used = () if kind is None or kind.program is None else (kind.program,)
+        apart = (UPDATE,) if config.get("train", {}).get("offload") else ()
+        return ("train", *apart, *used)
     if "engine" in config:
         if model in T5S:
             return (GENERATE,)
@@ -205,8 +209,8 @@ def make_program(
         return detector_program(model, devices)
     if name == TEXTS and model is not None:
         return encoder_program(model, devices)
-    if name == "train":
-        return _train(config, devices, model)
+    if name in TRAINING:
+        return _train(config, devices, model)[name]
     task = read_task(config)
     task.check_sizes(files=False)
     return program_in_use(name, task, devices)
@@ -219,14 +223,14 @@ def on_one_host(name: str, config: ConfigDict, devices: int) -> bool:
     """
     if name in (*ENGINE, TOWER, GENERATE):
         return not sizes_of_engine.takes_all(config.model.mesh.to_dict(), devices)
-    return name != "train"
+    return name not in TRAINING
 
 
 def settled(
     name: str, config: ConfigDict, devices: Sequence[jax.Device], model: str | None = None
 ) -> ConfigDict:
     """The config with the numbers that `auto` stands for in a program's mesh and sizes."""
-    if name in ("train", *FIXED):
+    if name in (*TRAINING, *FIXED):
         return config
     if name not in ENGINE and config.inference.batch_size != AUTO:
         return config
@@ -242,8 +246,10 @@ def settled(
     return copy
 
 
-def _train(config: ConfigDict, devices: Sequence[jax.Device], model: str | None) -> Program:
-    """The jitted step of training, over all devices."""
+def _train(
+    config: ConfigDict, devices: Sequence[jax.Device], model: str | None
+) -> dict[str, Program]:
+    """The jitted step of training, over all devices, and its update where that is apart."""
     task = check_config(_with_preset(config, model), devices, files=False).part()
     options, mesh = task.loop, make_mesh(task.mesh, devices)
     objective = task.objective(task.vocabulary_size(), mesh)
@@ -262,22 +268,31 @@ def _train(config: ConfigDict, devices: Sequence[jax.Device], model: str | None)
         trainable=options.optimizer.trainable,
     )
     batch = task.batch()
-    return Program.of(
-        "train",
-        step.jitted,
-        step.abstract_arguments(batch),
-        mesh,
-        model_flops=functools.cache(lambda: _gradient_flops(_with_preset(config, model))),
-        weights=(abstract.params, abstract.frozen),
-        trained=_trained(abstract),
-        parameters=shard_bytes((abstract.params, abstract.frozen)),
-        optimizer=shard_bytes(moved := (abstract.optimizer, abstract.average)),
-        host=shard_bytes(moved, on_host=True),
-        examples=task.batches.batch_size,
-        unit=task.unit,
-        input_bytes=tree_bytes(batch),
-        steps=options.steps * options.accumulate,
-    )
+    moments = (abstract.optimizer, abstract.average)
+    held = {
+        "weights": (abstract.params, abstract.frozen),
+        "parameters": shard_bytes((abstract.params, abstract.frozen)),
+        "optimizer": shard_bytes(moments),
+        "host": shard_bytes(moments, on_host=True),
+        "examples": task.batches.batch_size,
+        "unit": task.unit,
+    }
+    programs = {
+        "train": Program.of(
+            "train",
+            step.jitted,
+            step.abstract_arguments(batch),
+            mesh,
+            model_flops=functools.cache(lambda: _gradient_flops(_with_preset(config, model))),
+            trained=_trained(abstract),
+            input_bytes=tree_bytes(batch),
+            steps=options.steps * options.accumulate,
+            **held,
+        )
+    }
+    if step.update is not None:
+        programs[UPDATE] = Program.of(UPDATE, step.update, step.abstract_update(), mesh, **held)
+    return programs
 
 
 def _trained(state: TrainState) -> list[Any]:

@@ -44,7 +44,7 @@ from mmqa_jax.prompting.local_t5 import open_t5_backend
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.config_json import replace_fields
-from mmqa_jax.weights.folder import load_converted, read_record, weights_hash
+from mmqa_jax.weights.folder import load_additions, load_converted, read_record, weights_hash
 from mmqa_jax.weights.formats.gguf import GGUFSource
 from mmqa_jax.weights.hub import find_model, is_hub_name
 from mmqa_jax.weights.models.t5_gguf import ARCHITECTURES as GGUF_T5
@@ -54,6 +54,7 @@ from mmqa_jax.weights.registry import architecture
 from mmqa_jax.weights.sources import gguf_file
 
 _KINDS = ("llama", "llava", "onevision", "qwen_vl", "t5")
+_ADAPTED = ("llama", "qwen_vl")  # those that LoRA trains
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +79,7 @@ def open_backend(
     tokenizer: str | os.PathLike | None = None,
     config: ModelConfig | None = None,
     engine: EngineConfig | Mapping[str, Any] | None = None,
+    adapters: Mapping[str, str | os.PathLike] | None = None,
     flag: str = "--model",
 ) -> EngineBackend | T5Backend:
     """Opens a LLaMA, LLaVA, OneVision, Qwen-VL or T5 as a backend; its weights are loaded on first
@@ -91,11 +93,13 @@ def open_backend(
       config: see ModelConfig.
       engine: an EngineConfig, or values of one of which some may be "auto", as are those left out;
         what is chosen is printed when the engine is made (see decoding/sizes.py).
+      adapters: folders of adapters over this base (`weights.folder.load_additions`), by the names
+        that requests to the engine give.
       flag: that named the model, for messages.
 
     Raises:
       UserError: no such model, another architecture, no tokenizer, an engine longer than the
-        model, or weights that do not fit the devices.
+        model, an adapter of another model, or weights that do not fit the devices.
     """
     config = config or ModelConfig()
     path = _find(model, flag)
@@ -109,6 +113,11 @@ def open_backend(
     if isinstance(engine, EngineConfig):
         engine = dataclasses.asdict(engine)
     engine = {**dict.fromkeys(SIZES, AUTO), **(engine or {})}
+    if adapters and kind not in _ADAPTED:
+        raise UserError(
+            f"--adapter: {path} holds a {kind}, and a LLaMA or a Qwen-VL takes adapters; leave it "
+            "out."
+        )
     if kind == "t5":
         text = open_tokenizer(path if tokenizer is None else tokenizer)
         dtype = _dtype(config)
@@ -127,18 +136,25 @@ def open_backend(
     pictures = None if isinstance(shape, LlamaConfig) else shape
     llama = shape if pictures is None else pictures.llama
     dtype = _dtype(config)
+    digest = weights_hash(path)
+    additions = {
+        name: load_additions(Path(folder), path, digest, kind, shape)
+        for name, folder in (adapters or {}).items()
+    }
+    values = sum(x.size for one in additions.values() for ab in one.matrices.values() for x in ab)
     sizing = Sizing(
         dataclasses.replace(llama, dtype=dtype),
         engine,
         config.mesh,
         None if pictures is None else pictures.vision,
         f"{flag}={model}",
+        beside=values * (4 if dtype == "float32" else 2),
     )
     sizing.choose()  # sizes that do not fit are refused before any weights are read
     text = open_tokenizer(path if tokenizer is None else tokenizer)
     # Engine sizes change answers at most in their last bits; rounding changes more.
     numerics = [dtype, sizing.given("cache_dtype"), sizing.given("weights"), platform()]
-    parts = [kind, weights_hash(path), text.fingerprint, [*numerics, __version__]]
+    parts = [kind, digest, text.fingerprint, [*numerics, __version__]]
 
     def make_engine(demand: Demand) -> Engine:
         sizes = sizing.choose(demand)
@@ -146,7 +162,8 @@ def open_backend(
         mesh = sizes.mesh() if len(sizes.devices) > 1 else None
         apart = kind == "llama" and not scans(sizes.engine, mesh)
         model = _load(kind, path, dtype, mesh, apart)
-        return Engine(model, text, end_ids=text.end_ids, config=sizes.engine, mesh=mesh)
+        options = {"end_ids": text.end_ids, "config": sizes.engine, "mesh": mesh}
+        return Engine(model, text, **options, adapters=additions)
 
     def resize(engine: Engine, demand: Demand) -> None:
         sizes = sizing.choose(demand)
@@ -178,6 +195,7 @@ class Sizing:
       settings, mesh: see `decoding.sizes.choose_sizes`.
       vision: of a model with a tower.
       named: what named the model, for messages.
+      beside: bytes of adapters, which each device holds.
     """
 
     def __init__(
@@ -187,10 +205,12 @@ class Sizing:
         mesh: Mapping[str, Any],
         vision: VisionConfig | SiglipVisionConfig | QwenVisionConfig | None,
         named: str,
+        *,
+        beside: float = 0,
     ):
         self._named = named
         self._llama, self._settings, self._mesh = llama, settings, mesh
-        self._beside = tower_bytes(llama, vision)
+        self._beside = tower_bytes(llama, vision) + beside
         self._free: float | None = None
 
     def given(self, name: str) -> Any:

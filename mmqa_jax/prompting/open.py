@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ml_collections import ConfigDict
 
 from mmqa_jax.core.errors import UserError
@@ -37,6 +39,7 @@ def open_backend(
     tokenizer: str | None,
     config: ConfigDict,
     flag: str = "--model",
+    adapters: Mapping[str, str] | None = None,
 ) -> Backend:
     """A language model as a backend.
 
@@ -46,6 +49,7 @@ def open_backend(
       tokenizer: for the engine, if the model's folder has none.
       config: as configs/prompt/default.py.
       flag: that named the model, or the config key, for messages.
+      adapters: for the engine, see local_model.
 
     Raises:
       UserError: no such model, or a config value out of range.
@@ -67,5 +71,6 @@ def open_backend(
         tokenizer=tokenizer,
         config=local_model.ModelConfig(config.model.dtype, config.model.mesh.to_dict()),
         engine=config.engine.to_dict(),
+        adapters=adapters,
         flag=flag,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -28,6 +29,13 @@ class ServedModel:
     def __init__(self, backend: EngineBackend | T5Backend, most: int):
         self.backend = backend
         self.online = OnlineEngine(backend.fixed(), most)
+        self._adapter = ""
+
+    def with_adapter(self, name: str) -> ServedModel:
+        """The same model, which answers with an adapter of its engine."""
+        adapted = copy.copy(self)
+        adapted._adapter = name
+        return adapted
 
     def submit(self, query: Query | Request | Scoring, on_token: OnToken | None = None) -> Pending:
         """Hands a query, or a request of tokens, to the engine; see `OnlineEngine.submit`.
@@ -38,6 +46,8 @@ class ServedModel:
         if not isinstance(query, Request | Scoring):
             self.backend.check(query)
             query = self.backend.engine_request(query)
+        if self._adapter:
+            query = dataclasses.replace(query, adapter=self._adapter)
         return self.online.submit(query, on_token)
 
     def session(self, on_text: OnText | None = None) -> ServedBackend:

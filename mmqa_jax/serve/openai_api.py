@@ -238,10 +238,10 @@ class OpenAIApi:
         return StreamingResponse(events(), media_type="text/event-stream")
 
     def _llm(self, name: str) -> ServedModel:
+        self._check_name(name, self._parts.llm_names)
         llm = self._parts.llm
-        self._check_name(name, [] if llm is None else [self._parts.llm_name])
         assert llm is not None
-        return llm
+        return llm if name == self._parts.llm_name else llm.with_adapter(name)
 
     def _check_name(self, name: str, known: Sequence[str]) -> None:
         if name not in known:
@@ -254,7 +254,10 @@ class OpenAIApi:
             )
 
     def _described(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": self._started, "owned_by": "mmqa_jax"}
+        row = {"id": name, "object": "model", "created": self._started, "owned_by": "mmqa_jax"}
+        if name in self._parts.adapters:  # as vLLM's list says it
+            row["parent"] = self._parts.llm_name
+        return row
 
 
 _NOTHING = Candidate("", (), 0.0, (), "length")  # what is generated where a prompt is only scored

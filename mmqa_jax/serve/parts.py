@@ -27,6 +27,7 @@ class Parts:
       systems: by their names.
       corpus: whose sources the page shows; None: there are none.
       threads: in which the systems answer.
+      adapters: of the language model, which answer under their names.
     """
 
     title: str
@@ -37,12 +38,17 @@ class Parts:
     systems: Mapping[str, System]
     corpus: AskedCorpus | None
     threads: Threads
+    adapters: Sequence[str] = ()
+
+    @property
+    def llm_names(self) -> list[str]:
+        """The names under which the language model answers."""
+        return [] if self.llm is None else [self.llm_name, *self.adapters]
 
     @property
     def model_names(self) -> list[str]:
         """What requests of OpenAI's API may name."""
-        llm = [] if self.llm is None else [self.llm_name]
-        return [*llm, *self.systems, self.embedder_name]
+        return [*self.llm_names, *self.systems, self.embedder_name]
 
     def embed(self, texts: Sequence[str]) -> Asking:
         """Unit vectors float32 [n, D] of texts, without the encoder's prompts, and their tokens."""

@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from mmqa_jax.serve.systems import (
 from mmqa_jax.tasks.library import open_text_embedder
 
 _ENDING = (signal.SIGINT, signal.SIGTERM)
+_SYSTEMS = (ReadPassages.name, FromMemory.name)  # which a language model adds
 
 
 def bind(options: ServeOptions) -> socket.socket:
@@ -73,6 +74,7 @@ def open_parts(
     folder: FolderOptions | None = None,
     asking: AskOptions | None = None,
     reading: LLMReaderOptions | None = None,
+    adapters: Sequence[str] = (),
 ) -> Parts:
     """Loads what there is to answer with, and lets its programs compile.
 
@@ -83,6 +85,7 @@ def open_parts(
       workdir: a finished demo, or a row of `mmqa run`.
       cache: where what was read of the documents is kept.
       folder: how documents become sources; None: the defaults.
+      adapters: names of those that the model was opened with.
 
     Raises:
       UserError: as `mmqa ask`.
@@ -110,6 +113,11 @@ def open_parts(
             embedder, embedder_name = demo.embedder, "contrastive"
     if embedder is None:
         embedder, _ = open_text_embedder(asking.encoder, Corpus([]))
+    taken = {model_name, embedder_name, *(system.name for system in systems), *_SYSTEMS}
+    if same := sorted(taken.intersection(adapters)):
+        raise UserError(
+            f"--adapter={same[0]}=...: another model has this name already; choose another one."
+        )
     llm: ServedModel | None = None
     if open_model is not None:
         backend = open_model()
@@ -123,7 +131,7 @@ def open_parts(
         systems.append(FromMemory(memory, session, reading, threads))
     return Parts(
         title, llm, model_name, embedder, embedder_name,
-        {system.name: system for system in systems}, corpus, threads,
+        {system.name: system for system in systems}, corpus, threads, tuple(adapters),
     )  # fmt: skip
 
 

@@ -299,22 +299,44 @@ def _moved(tree: Any, place: jax.memory.Space) -> Any:
 class Step:
     """The jitted update of a run, or a part of one; see `make_step`.
 
+    Moments that lie in the host's memory need a program of their own: in one program XLA for TPU
+    brings them to the devices while the activations are there, and nothing is gained.
+
     Attributes:
-      jitted: (state, constants, batch) -> (state, metrics).
+      jitted: (state, constants, batch) -> (state, metrics). With `update`: (state without moments
+        and average, sums, constants, batch) -> (metrics, gradients or sums).
       constants: of the model.
       abstract: shapes and shardings of the state, the sums over an update's parts included.
       mesh: for which the step is traced and compiled.
+      update: (state, loss, gradients or sums) -> (state, metrics of an update); None: `jitted` does
+        all.
+      gradients: shapes and shardings of what `jitted` gives `update`.
     """
 
     jitted: Any
     constants: Any
     abstract: TrainState
     mesh: Mesh
+    update: Any = None
+    gradients: Any = None
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One update, or a part; the batch lies on the mesh as `batch_sharding` has it."""
         with jax.set_mesh(self.mesh):
-            return self.jitted(state, self.constants, batch)
+            result = self.jitted(*self._arguments(state, self.constants, batch))
+            if self.update is None:
+                return result
+            metrics, gradients = result
+            rest = dataclasses.replace(state, sums=None)
+            state, values = self.update(rest, metrics["loss"], gradients)
+            return state, metrics | values
+
+    def _arguments(self, state: TrainState, constants: Any, batch: Any) -> tuple[Any, ...]:
+        """What `jitted` takes."""
+        if self.update is None:
+            return state, constants, batch
+        light = dataclasses.replace(state, optimizer=None, average=None, sums=None)
+        return light, state.sums, constants, batch
 
     def begin(self, state: TrainState) -> TrainState:
         """The state with empty sums, if an update has several parts."""
@@ -339,10 +361,10 @@ class Step:
         They are counted in the jaxpr, which the call with the same arguments uses too.
         """
         with jax.set_mesh(self.mesh):
-            traced = self.jitted.trace(state, self.constants, batch)
+            traced = self.jitted.trace(*self._arguments(state, self.constants, batch))
         return jaxpr_flops(traced.jaxpr.jaxpr, recomputed=False)
 
-    def abstract_arguments(self, batch: Any) -> tuple[Any, Any, Any]:
+    def abstract_arguments(self, batch: Any) -> tuple[Any, ...]:
         """What `jitted` takes, as shapes with shardings.
 
         Args:
@@ -356,7 +378,12 @@ class Step:
 
         batch = jax.tree.map(lambda leaf: struct(leaf, split), batch)
         constants = jax.tree.map(lambda leaf: struct(leaf, whole), self.constants)
-        return self.abstract, constants, batch
+        return self._arguments(self.abstract, constants, batch)
+
+    def abstract_update(self) -> tuple[Any, ...]:
+        """What `update` takes, as shapes with shardings."""
+        loss = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated(self.mesh))
+        return dataclasses.replace(self.abstract, sums=None), loss, self.gradients
 
     def lower(self, batch: Any) -> jax.stages.Lowered:
         """The program of such a batch; nothing is run, the devices need not be there."""
@@ -457,29 +484,50 @@ def make_step(
     def wait(state: TrainState) -> Any:
         return state, {"grad_norm": jnp.zeros(()), "learning_rate": schedule(state.step)}
 
-    def step(state: TrainState, constants: Any, batch: Any) -> tuple[TrainState, Any]:
+    def gradients(state: TrainState, sums: Sums | None, constants: Any, batch: Any) -> Any:
         key, fixed = jax.random.fold_in(jax.random.key(seed), state.step), (state.frozen, constants)
         if accumulate == 1:
-            metrics, grads = gradient(state.params, fixed, batch, key)
-            state, values = update(state, metrics["loss"], grads)
-        else:
-            key = jax.random.fold_in(key, state.sums.parts)
-            metrics, grads = gradient(state.params, fixed, batch, key)
-            weight = metrics.get(WEIGHT, jnp.ones(()))
-            sums = state.sums.plus(weight, metrics["loss"], grads)
-            state = dataclasses.replace(state, sums=sums)
-            state, values = jax.lax.cond(sums.parts == accumulate, complete, wait, state)
+            return gradient(state.params, fixed, batch, key)
+        key = jax.random.fold_in(key, sums.parts)
+        metrics, grads = gradient(state.params, fixed, batch, key)
+        return metrics, sums.plus(metrics.get(WEIGHT, jnp.ones(())), metrics["loss"], grads)
+
+    def updated(state: TrainState, loss: jax.Array, grads: Any) -> tuple[TrainState, Any]:
+        if accumulate == 1:
+            return update(state, loss, grads)
+        state = dataclasses.replace(state, sums=grads)
+        return jax.lax.cond(grads.parts == accumulate, complete, wait, state)
+
+    def step(state: TrainState, constants: Any, batch: Any) -> tuple[TrainState, Any]:
+        metrics, grads = gradients(state, state.sums, constants, batch)
+        state, values = updated(state, metrics["loss"], grads)
         return state, metrics | values
 
     # The old parameters make room for the new ones: one copy in memory, not two.
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    jitted = jax.jit(
-        step,
-        donate_argnums=0,
-        out_shardings=(shardings, replicated(mesh)),
-        compiler_options=training_options(mesh),
-    )
-    return Step(jitted, model.constants, abstract, mesh)
+    whole, options = replicated(mesh), {"compiler_options": training_options(mesh)}
+    if not model.offload:
+        out = (shardings, whole)
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=out, **options)
+        return Step(jitted, model.constants, abstract, mesh)
+    given = abstract.sums or _abstract_gradients(leaves, is_trained, precision.gradients)
+    out = (whole, jax.tree.map(lambda leaf: leaf.sharding, given))
+    jitted = jax.jit(gradients, donate_argnums=1, out_shardings=out, **options)
+    donated = 0 if accumulate == 1 else (0, 2)  # the sums are part of the new state
+    out = (shardings, whole)
+    apart = jax.jit(updated, donate_argnums=donated, out_shardings=out, **options)
+    return Step(jitted, model.constants, abstract, mesh, apart, given)
+
+
+def _abstract_gradients(leaves: list[Any], is_trained: list[bool], gradients: str) -> list[Any]:
+    """Shapes and shardings of the gradients of the trained parameters."""
+    return [
+        jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype if gradients == "float32" else gradients, sharding=leaf.sharding
+        )
+        for leaf, trained in zip(leaves, is_trained, strict=True)
+        if trained
+    ]
 
 
 def _abstract_sums(leaves: list[Any], is_trained: list[bool], mesh: Mesh, gradients: str) -> Sums:

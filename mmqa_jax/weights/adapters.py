@@ -25,7 +25,7 @@ from mmqa_jax.models.qwen_vl import QwenVL
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.formats.safetensors import SafetensorsSource, TensorSource, write_safetensors
 from mmqa_jax.weights.hub import find_model, is_hub_name
-from mmqa_jax.weights.keymap import TRANSPOSE, KeyMap, Rule, model_source
+from mmqa_jax.weights.keymap import TRANSPOSE, KeyMap, Rule, abstract_of, model_source
 from mmqa_jax.weights.models.llama import llama_rules
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -113,6 +113,19 @@ def with_additions(base: nnx.Module, lora: LoraConfig) -> nnx.Module:
     """A model whose language model has additions, which are zero; in place."""
     add_lora(language_model(base), lora, rngs=nnx.Rngs())
     return base
+
+
+def abstract_additions(
+    build: Callable[..., nnx.Module], config: Any, lora: LoraConfig
+) -> nnx.State:
+    """Shapes of what is added to the model that `build(config, rngs=...)` makes."""
+
+    def adapted(config: Any, rngs: nnx.Rngs) -> nnx.Module:
+        return with_additions(build(config, rngs=rngs), lora)
+
+    _, state = abstract_of(adapted, config)
+    leaves = [(path, leaf) for path, leaf in nnx.to_flat_state(state) if is_added(path)]
+    return nnx.from_flat_state(leaves)
 
 
 def language_model(model: nnx.Module) -> Llama:

@@ -28,11 +28,10 @@ from mmqa_jax.core.progress import Progress
 from mmqa_jax.weights import keymap
 from mmqa_jax.weights.adapters import (
     Adapter,
-    is_added,
+    abstract_additions,
     is_peft,
     open_peft,
     peft_map,
-    with_additions,
     write_peft,
 )
 from mmqa_jax.weights.config_json import with_changes
@@ -229,13 +228,8 @@ def _convert_adapter(
     else:
         config = entry.open(base).config
 
-    def build(config: Any, rngs: nnx.Rngs) -> nnx.Module:
-        return with_additions(entry.build(config, rngs=rngs), adapter.lora)
-
-    _, state = abstract_of(build, config)
-    leaves = [(path, leaf) for path, leaf in nnx.to_flat_state(state) if is_added(path)]
-    key_map = peft_map(config, adapter.targets)
-    arrays = _streamed(nnx.from_flat_state(leaves), key_map, source)
+    additions = abstract_additions(entry.build, config, adapter.lora)
+    arrays = _streamed(additions, peft_map(config, adapter.targets), source)
     facts = {"layout": "peft", "dtype": "float32", "bytes": sum(a.nbytes for a in arrays.values())}
     with whole_folder(out, facts["bytes"]) as folder:
         copied = copy_companions(base if base.is_dir() else base.parent, folder)

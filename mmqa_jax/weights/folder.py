@@ -28,10 +28,18 @@ from mmqa_jax.core.mesh import state_shardings
 from mmqa_jax.core.paths import absolute, copy_file, in_store
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.trees import flatten_named, unflatten_named
-from mmqa_jax.weights.adapters import Adapter, merged
+from mmqa_jax.models.lora import Additions
+from mmqa_jax.weights.adapters import (
+    Adapter,
+    abstract_additions,
+    is_peft,
+    merged,
+    open_peft,
+    peft_map,
+)
 from mmqa_jax.weights.config_json import config_to_json
 from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
-from mmqa_jax.weights.keymap import abstract_of, traced_model
+from mmqa_jax.weights.keymap import abstract_of, load_into, traced_model
 from mmqa_jax.weights.record import (
     DAMAGED,
     FORMAT,
@@ -170,6 +178,67 @@ def _load_adapted(
         return load_weights(folder, jax.tree.map(abstract, wanted, *shardings))
 
     return merged(base, adapter, read)
+
+
+def load_additions(
+    folder: Path, base: Path, fingerprint: str, model: str, config: Any
+) -> Additions:
+    """Reads an adapter, to be served beside others over one base.
+
+    Args:
+      folder: the workdir of a LoRA run or its folder best, a converted adapter, or PEFT's folder.
+      base: where the base's weights lie, with the hash `fingerprint` (`weights_hash`).
+      model, config: the base's architecture and config.
+
+    Raises:
+      UserError: no adapter, another model's, or a damaged one.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; name that of a LoRA run, or of PEFT.")
+    source = None
+    if is_peft(folder):
+        adapter, source = open_peft(folder)
+        trained_on, architecture_name = _hash_at_hand(adapter, folder, base), "llama"
+    else:
+        record = read_record(folder)
+        adapter = Adapter.of(record.record, record_file(folder))
+        if adapter is None:
+            raise UserError(
+                f"{folder}: holds a whole model, and an adapter was expected; name it as --model, "
+                "or give the folder of a LoRA run, or of PEFT."
+            )
+        trained_on, architecture_name = adapter.fingerprint, record.architecture.name
+        more = [name for name in stored_specs(folder / WEIGHTS) if "/lora_" not in name]
+        if more:
+            raise UserError(
+                f"{folder}: changes more of its base than additions ({more[0]}), and cannot share "
+                "it with others; serve it by itself, as --model."
+            )
+    if architecture_name != model or trained_on not in ("", fingerprint):
+        raise UserError(
+            f"{folder}: is an adapter of another model ({adapter.base}) than {base} holds; serve "
+            "it over the base of its training."
+        )
+    wanted = abstract_additions(architecture(model).build, config, adapter.lora)
+    if source is not None:
+        state = load_into(wanted, peft_map(config, adapter.targets), source)
+    else:
+        state = load_weights(folder, wanted)
+    matrices: dict[str, dict[str, Any]] = {}
+    for path, matrix in nnx.to_flat_state(state):
+        matrices.setdefault(path[-2], {})[path[-1]] = jax.device_get(matrix.get_value())
+    both = {target: (found["lora_a"], found["lora_b"]) for target, found in matrices.items()}
+    return Additions(adapter.alpha / adapter.rank, both)
+
+
+def _hash_at_hand(adapter: Adapter, folder: Path, base: Path) -> str:
+    """`weights_hash` of what PEFT's folder names as its base; "" where that is `base` itself, or is
+    not on this machine, so that the shapes alone can tell."""
+    try:
+        named = adapter.base_path(folder)
+    except UserError:
+        return ""
+    return "" if named.resolve() == base.resolve() else weights_hash(named)
 
 
 def load_weights(

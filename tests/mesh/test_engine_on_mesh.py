@@ -21,6 +21,7 @@ from mmqa_jax.decoding.scanned_cache import ScannedCache, _specs
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama import Llama, unstack_layers
 from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.lora import Additions
 from tests.drawn_weights import drawn
 
 MODEL = LlamaConfig(
@@ -116,6 +117,46 @@ def test_answers_are_those_of_one_device(cache_dtype, config):
         for n, want in expected_scores.items():
             for one, other in zip(scores[n], want, strict=True):
                 np.testing.assert_allclose(one.logprobs, other.logprobs, **close)
+
+
+def test_adapters_on_a_mesh():
+    """Slots over `data`, A and B over `tensor`, and the B of key heads that are repeated."""
+    sizes = EngineConfig(slots=4, length=96, buckets=(32,), prefill_tokens=64, block=32)
+    rng = np.random.default_rng(0)
+
+    def adapter(rank: int, **widths: tuple[int, int]) -> Additions:
+        def draw(*shape: int) -> np.ndarray:
+            return rng.normal(0, 0.3, (MODEL.layers, *shape)).astype(np.float32)
+
+        return Additions(
+            2.0, {k: (draw(n, rank), draw(rank, out)) for k, (n, out) in widths.items()}
+        )
+
+    adapters = {
+        "a": adapter(3, q=(32, 32), k=(32, 16), v=(32, 16)),
+        "b": adapter(2, k=(32, 16), out=(32, 32), up=(32, 48), down=(48, 32)),
+    }
+    prompt = rng.integers(0, 60, 40)
+    requests = [
+        Request((name, n), prompt[: 5 + 9 * n], 6, beams=n % 2, adapter=name)
+        for name in ("", *adapters)
+        for n in range(3)
+    ]
+    found = []
+    for where, scan in (
+        (alone(), False),
+        (mesh_of(data=2, tensor=2), False),
+        (mesh_of(tensor=4), True),
+    ):
+        own = dataclasses.replace(sizes, scan_layers=scan)
+        engine = Engine(sharded(where), end_ids=[1], config=own, mesh=where, adapters=adapters)
+        found.append({result.id: result.candidates[0] for result in engine.generate(requests)})
+    expected, *others = found
+    assert len({expected[name, 2].tokens for name in ("", *adapters)}) == 3
+    for answers in others:
+        for key, want in expected.items():
+            assert answers[key].tokens == want.tokens
+            np.testing.assert_allclose(answers[key].total, want.total, rtol=0, atol=1e-4)
 
 
 def test_beams_of_a_batch_are_split(monkeypatch):

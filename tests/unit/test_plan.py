@@ -30,7 +30,7 @@ from mmqa_jax.plan.program import (
     needed_bytes,
     shard_bytes,
 )
-from mmqa_jax.plan.programs import PRESETS, make_program
+from mmqa_jax.plan.programs import PRESETS, make_program, program_names
 from mmqa_jax.plan.roofline import Planned
 from mmqa_jax.plan.topology import Topology, open_topology
 from mmqa_jax.plan.verdict import Plan, Remedy, changed
@@ -56,6 +56,14 @@ def language_model(**lora):
             **lora,
         },
     )
+
+
+def test_an_update_of_moments_on_the_host_is_planned_too():
+    config = changed(language_model(), {"train.offload": "optimizer"})
+    assert program_names(language_model())[:2] != program_names(config)[:2] == ("train", "update")
+    train, update = (make_program(name, config, jax.devices()[:1]) for name in ("train", "update"))
+    assert train.host == update.host > update.parameters > 0
+    assert update.optimizer == train.optimizer < 100  # the counts alone
 
 
 def test_flops_of_a_model_are_those_of_an_independent_count():

@@ -16,7 +16,7 @@ from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.models.layers import Linear, with_rounded_products
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.plan.program import shard_bytes
+from mmqa_jax.plan.program import shard_bytes, tree_bytes
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
 from mmqa_jax.training.options import Precision, read_section
 from mmqa_jax.training.state import abstract_state, initial_state, make_step, split_model
@@ -159,6 +159,25 @@ def test_what_lies_on_the_host_is_planned_apart():
     assert shard_bytes(held, on_host=True) == 3 * 4 * (6 * 32 + 32 * 4)
     assert shard_bytes(held) == 2 * 4  # the counts
     assert shard_bytes(abstract.params, on_host=True) == 0
+
+
+def test_gradients_are_computed_without_the_moments_of_the_host():
+    """Their program gets none, and the update gets what that gives."""
+    mesh = make_mesh(devices=jax.devices()[:1])
+    optimizer, schedule = make_optimizer(OptimizerOptions(), 1)
+    (batch,), taken = batches(1), {}
+    for offload in ("", "optimizer"):
+        model = split_model(Regression(), 0, offload=offload)
+        abstract = abstract_state(model, optimizer, mesh, DEFAULT_RULES)
+        options = {"seed": 3, "accumulate": 1, "abstract": abstract, "mesh": mesh}
+        step = make_step(Regression(), model, optimizer, schedule, **options)
+        taken[offload] = tree_bytes(step.abstract_arguments(batch))
+    parameters = 4 * (6 * 32 + 32 * 4)
+    counts = 2 * 4  # of the optimizer's updates
+    assert taken[""] - taken["optimizer"] == 2 * parameters + counts
+    state, _, gradients = step.abstract_update()
+    assert tree_bytes(gradients) == tree_bytes(state.params) == parameters
+    assert shard_bytes(state.optimizer, on_host=True) == 2 * parameters
 
 
 def test_a_step_that_is_skipped_changes_nothing_held():

@@ -63,6 +63,11 @@ def test_flags_that_are_refused(model, tmp_path, monkeypatch):
             ((f"--data={tmp_path}", f"--workdir={tmp_path}"), "leave one"),
             (("--backend=openai",), "reads the passages of --data"),
             (("--top_k=0",), "--top_k=0"),
+            (("--adapter=cook",), "--adapter=cook: NAME=FOLDER was expected"),
+            (("--adapter=a=x,a=y",), "--adapter=a=y: NAME=FOLDER was expected, each name once"),
+            ((f"--workdir={tmp_path}", "--adapter=a=b"), "is for a language model in this process"),
+            ((f"--model={model}", "--adapter=memory=b", "--port=0"), "has this name already"),
+            ((f"--model={model}", "--adapter=a=gone", "--port=0"), "gone: no such folder"),
             ((f"--workdir={tmp_path}", "--port=0"), "holds no finished demo"),
         ]
         for flags, words in cases:
