@@ -44,7 +44,7 @@ MIXTURE = dataclasses.replace(
 WINDOWED_TOWER = QwenVLConfig(  # of 16 units each, the second layer without windows
     QwenVisionConfig(
         width=16, layers=2, heads=2, mlp=24, out=32, patch=2, window=16, full_layers=(1,),
-        init_stddev=0.3,
+        init_stddev=0.3, unroll=1,
     ),
     dataclasses.replace(PICTURED.llama, family="qwen2", qk_norm="none", mrope_interleaved=False),
     image_token=60,
@@ -87,7 +87,11 @@ CASES = {
     ),
     "windows": (LanguageModelObjective(WINDOWED), {"data": 2, "sequence": 4}, 1),
     "experts": (LanguageModelObjective(MIXTURE), {"sequence": 4, "tensor": 2}, 1),
-    "deepstack": (VisionLanguageObjective(PICTURED, LORA, tower=True), {"sequence": 8}, 1),
+    "deepstack": (
+        VisionLanguageObjective(PICTURED, LORA, tower=True),
+        {"sequence": 4, "tensor": 2},
+        1,
+    ),
     "tower": (
         VisionLanguageObjective(WINDOWED_TOWER, None, tower=True),
         {"data": 2, "sequence": 2, "tensor": 2},
