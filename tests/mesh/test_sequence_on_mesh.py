@@ -21,6 +21,7 @@ from mmqa_jax.models import splash
 from mmqa_jax.models.layers import attention
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.lora import LoraConfig
+from mmqa_jax.models.masked import Window
 from mmqa_jax.models.qwen_vl import QwenVLConfig
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 from mmqa_jax.plan.exchange import Placement, least_exchanges
@@ -152,16 +153,21 @@ def test_devices_see_equally_many_keys(shards):
     assert len(set((order + 1).reshape(shards, -1).sum(axis=1))) == 1
 
 
-def test_keys_and_values_are_gathered_and_nothing_else():
-    """Their gradients are scattered; as `mmqa plan` counts it."""
+@pytest.mark.parametrize("windows", [1, 2])
+def test_keys_and_values_are_gathered_and_nothing_else(windows):
+    """Their gradients are scattered; as `mmqa plan` counts it, of layers with any window."""
     mesh = make_mesh({"sequence": 4, "tensor": 2})
     shapes = ((2, 64, 8, 4), (2, 64, 2, 4), (2, 64, 2, 4))
     split = jax.NamedSharding(mesh, jax.P(None, "sequence", "tensor"))
     arrays = [jax.ShapeDtypeStruct(shape, np.float32, sharding=split) for shape in shapes]
 
-    def attend(q, k, v):
-        return attention(q, k, v, is_causal=True, implementation="blocks").sum()
+    def attend(q, k, v, size):
+        def of_window(_):
+            return attention(q, k, v, is_causal=True, implementation="blocks")
 
+        return Window(size, tuple(range(1, windows + 1))).choose(of_window, 64).sum()
+
+    arrays.append(jax.ShapeDtypeStruct((), np.int32, sharding=jax.NamedSharding(mesh, jax.P())))
     with jax.set_mesh(mesh):
         gradient = jax.value_and_grad(attend, argnums=(0, 1, 2))
         traced = jax.jit(gradient, out_shardings=(None, split)).trace(*arrays)
