@@ -7,11 +7,12 @@ import re
 
 import jax
 import pytest
-from cli_runs import done, flags_with, rows_of
+from cli_runs import done, flags_with, png, rows_of
 from planner_runs import PLANS, prepare_questions, write_finished
 from science import prepare_science
-from tiny_llm import letters, llama_config, write_folder
+from tiny_llm import letters, llama_config, write_folder, write_qwen_vl
 from verbs_on_mesh import on_devices
+from vqa_files import aokvqa_row, write
 
 pytestmark = pytest.mark.slow
 
@@ -28,6 +29,13 @@ PLANNER = {
     **TINY, "tokenizer": "corpus:600", "data.split": "train", "data.agents": "('manager',)",
     "data.folds": 1, "validate.fold": 0, "validate.questions": 0, "batches.batch_size": 8,
     "batches.length": 152, "inference.new_tokens": 16, "model.changes.layers": 1,
+}  # fmt: skip
+
+
+PICTURED = {
+    **TINY, "examples.templates": "('rmr.text',)", "inference.batch_size": 4,
+    "batches.batch_size": 4, "batches.length": 128, "batches.targets": 24, "batches.threads": 0,
+    "model.vision.max_pixels": 400,
 }  # fmt: skip
 
 
@@ -81,5 +89,27 @@ def test_a_planner_by_reward(tmp_path):
             "data.outcomes": tmp_path / "row",
         }
         return flags_with("train", "okvqa/planner.py:reward_runlocal", workdir, values)
+
+    same_on_a_mesh(flags, tmp_path)
+
+
+def test_a_model_that_reads_pictures(tmp_path):
+    """Of questions with a picture each; its patches are split as the rows' tokens are."""
+    raw = tmp_path / "raw"
+    for split, count in (("train", 6), ("val", 2)):
+        (raw / f"{split}2017").mkdir(parents=True)
+        rows = [
+            aokvqa_row(f"{split}{n}", split, image_id=n, correct_choice_idx=n % 2)
+            for n in range(count)
+        ]
+        write(raw / f"aokvqa_v1p0_{split}.json", rows)
+        for n in range(count):
+            (raw / f"{split}2017" / f"{n:012d}.jpg").write_bytes(png((20 * n, 200 - 20 * n, 9)))
+    done("prepare", "aokvqa", f"--raw={raw}", f"--out={tmp_path / 'data'}")
+    write_qwen_vl(tmp_path / "llm")
+
+    def flags(workdir, mesh):
+        values = {**PICTURED, **mesh, "data.dir": tmp_path / "data", "init": tmp_path / "llm"}
+        return flags_with("train", "aokvqa/vlm_finetune.py", workdir, values)
 
     same_on_a_mesh(flags, tmp_path)
