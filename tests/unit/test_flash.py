@@ -177,6 +177,20 @@ def test_no_mask_of_all_pairs_is_made(platform, what, kernel):
     assert "2048,2048" not in jaxpr
 
 
+def test_splash_skips_what_is_outside_of_a_window():
+    """Of 8 blocks of 512 keys a query's window of 512 reaches into two, forward and backward."""
+    q, k, v = (jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in inputs(4096, 4096, size=128))
+    options = {"key_mask": None, "is_causal": True, "mesh": None}
+
+    def flops(window):
+        def loss(q, k, v):
+            return splash.splash_attention(q, k, v, window, **options).astype(jnp.float32).sum()
+
+        return jaxpr_flops(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v).jaxpr)
+
+    assert flops(512) == flops(None) / 4
+
+
 def traced_for_gpu(implementation, mask, *, kind=jnp.bfloat16, length=8, **sizes):
     """Causal attention, traced on a mesh of one GPU, which need not be there."""
     shapes = [jax.ShapeDtypeStruct(x.shape, kind) for x in inputs(length, 32, **sizes)]
