@@ -188,7 +188,7 @@ def test_splash_skips_what_is_outside_of_a_window():
 
         return jaxpr_flops(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v).jaxpr)
 
-    assert flops(512) == flops(None) / 4
+    assert flops(512) == pytest.approx(flops(None) / 4, rel=1e-3)
 
 
 def traced_for_gpu(implementation, mask, *, kind=jnp.bfloat16, length=8, **sizes):
