@@ -43,7 +43,10 @@ def get_config(mode: str = "") -> ConfigDict:
         "chat": True,  # as the rows with SmolLM2
         "reading": "strict",
     }
-    config.mesh = {"data": -1, "fsdp": 1, "tensor": 1, "dcn_data": -1, "dcn_fsdp": -1}
+    config.mesh = {
+        **{"data": -1, "fsdp": 1, "sequence": 1, "tensor": 1},
+        **{"dcn_data": -1, "dcn_fsdp": -1},
+    }
     config.init = "smollm2"
     config.tokenizer = ""
     config.model = {

@@ -11,8 +11,10 @@ from typing import Any
 
 import jax
 
-# cuDNN's attention: products as large as the scores, which are not computed again.
+# Attention of cuDNN, and JAX's kernel for GPUs, which states no cost and whose loops have no known
+# end: products as large as the scores, which are not computed again.
 _CUDNN = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 4}
+_TRITON = {"mha_forward": 2, "mha_backward": 4}
 _KINDS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int8": "s8", "uint8": "u8"}
 # How JAX names the scope of what jax.checkpoint computes a second time.
 _RECOMPUTED = "rematted_computation"
@@ -62,7 +64,9 @@ def _equation(equation: Any, kernels_only: bool, recomputed: bool) -> dict[str, 
         return {}
     if name == "pallas_call":
         stated = params.get("cost_estimate")
-        kind = _rate(equation.outvars[0].aval.dtype)
+        kind, products = _rate(equation.outvars[0].aval.dtype), _TRITON.get(params["name"])
+        if products is not None:
+            return {kind: _attention(equation, products)}
         if stated is not None:  # its body may multiply padding, too
             return {} if kernels_only else {kind: float(stated.flops)}
         inner = sum(map(jaxpr_flops, inner_jaxprs(params)))
@@ -93,9 +97,8 @@ def _equation(equation: Any, kernels_only: bool, recomputed: bool) -> dict[str, 
         features = kernel.shape[numbers.rhs_spec[0]]
         flops = 2.0 * equation.outvars[0].aval.size * kernel.size / features * share
         return {_rate(kernel.dtype, params.get("precision")): flops}
-    if name in _CUDNN:  # queries [B, Lq, heads, D], keys [B, Lk, kv_heads, D]
-        queries, keys = (variable.aval for variable in equation.invars[:2])
-        return {_rate(queries.dtype): 2.0 * _CUDNN[name] * queries.size * keys.shape[1]}
+    if name in _CUDNN:
+        return {_rate(equation.invars[0].aval.dtype): _attention(equation, _CUDNN[name])}
     count = functools.partial(flops_by_type, kernels_only=kernels_only, recomputed=recomputed)
     if name == "cond":
         branches = [count(branch.jaxpr) for branch in params["branches"]]
@@ -105,6 +108,12 @@ def _equation(equation: Any, kernels_only: bool, recomputed: bool) -> dict[str, 
     for jaxpr in inner_jaxprs(params):
         total.update({kind: flops * times for kind, flops in count(jaxpr).items()})
     return total
+
+
+def _attention(equation: Any, products: int) -> float:
+    """FLOPs of so many products of queries [B, Lq, heads, D] and keys [B, Lk, kv_heads, D]."""
+    queries, keys = (variable.aval for variable in equation.invars[:2])
+    return 2.0 * products * queries.size * keys.shape[1]
 
 
 def times_run(equation: Any) -> int:

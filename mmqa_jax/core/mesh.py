@@ -115,6 +115,18 @@ def make_mesh(
     return Mesh(placed, names, axis_types=(AxisType.Auto,) * len(names))
 
 
+def mesh_in_use(mesh: Mesh) -> Mesh:
+    """The mesh (data, fsdp, tensor) of a training run's devices, where what it trains is used.
+
+    Decoding has no long rows to split. `sequence` becomes a part of `fsdp`, so that parameters lie
+    where they are.
+    """
+    if SEQUENCE not in mesh.shape:
+        return mesh
+    shape = (mesh.shape["data"], mesh.shape["fsdp"] * mesh.shape[SEQUENCE], mesh.shape["tensor"])
+    return Mesh(mesh.devices.reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(shape))
+
+
 def slice_of(device: jax.Device) -> int:
     """The number of the slice, whose devices are linked without the data-center network.
 
@@ -304,6 +316,15 @@ def column_shards(length: int, mesh: Mesh | jax.sharding.AbstractMesh | None = N
     mesh = mesh or jax.sharding.get_abstract_mesh()
     shards = 1 if mesh.manual_axes else mesh.shape.get(SEQUENCE, 1)
     return shards if length and length % shards == 0 else 1
+
+
+def gather_columns(x: jax.Array) -> jax.Array:
+    """Activations [B, L, H] whose columns every device of a row has, though `sequence` split them;
+    traced. Where XLA reads columns in another order it else adds up what all devices have."""
+    if column_shards(x.shape[1]) == 1:
+        return x
+    axes = batch_axes(jax.sharding.get_abstract_mesh(), len(x))
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(axes))
 
 
 def gather_features(table: jax.Array) -> jax.Array:

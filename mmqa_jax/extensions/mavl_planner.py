@@ -23,7 +23,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.core.mesh import make_mesh, mesh_in_use, state_shardings
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample, language_model_batches
 from mmqa_jax.data.corpus import Corpus
@@ -145,13 +145,13 @@ class PlanSampler:
 
     def __init__(self, tokenizer: TextTokenizer, mesh: Mesh, *, length: int, slots: int):
         self._tokenizer = tokenizer
-        self._mesh = mesh if mesh.size > 1 else None
+        self._mesh = mesh_in_use(mesh) if mesh.size > 1 else None
         self._config = EngineConfig(slots=slots, length=length, buckets=(32,), block=0)
         self._engine: Engine | None = None
 
     def use(self, model: Llama) -> None:
         """Draws from this model from now on; its arrays are not kept."""
-        served = _served(model)
+        served = _served(model, self._mesh)
         if self._engine is None:
             ends = self._tokenizer.end_ids
             self._engine = Engine(
@@ -181,11 +181,14 @@ class PlanSampler:
         return sorted(self._engine.generate(requests), key=lambda result: result.id)
 
 
-def _served(model: Llama) -> Llama:
-    """A copy of a model for the engine, which frees what it is given."""
+def _served(model: Llama, mesh: Mesh | None) -> Llama:
+    """A copy of a model for the engine, which frees what it is given, on the engine's mesh."""
 
     plain = nnx.eval_shape(lambda: Llama(model.config, rngs=nnx.Rngs()))
-    return nnx.merge(nnx.graphdef(plain), _merged_copy(*nnx.split(model)))
+    copy = _merged_copy(*nnx.split(model))
+    if mesh is not None:
+        copy = jax.device_put(copy, state_shardings(copy, mesh))
+    return nnx.merge(nnx.graphdef(plain), copy)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # one program for all steps of a run
@@ -280,6 +283,10 @@ class PlannerTask(TextModelTask):
                 f"config key batches.length={self.batches.length}: holds no prompt beside a plan "
                 f"of inference.new_tokens={self.inference.new_tokens}; raise it."
             )
+
+    @property
+    def row_length(self) -> int:
+        return self.batches.length
 
     def _judging_fold(self) -> int:
         return 0 if self.validate is None else self.validate.fold

@@ -25,7 +25,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from mmqa_jax.core.flops import one_in
-from mmqa_jax.core.mesh import batch_axes, platform
+from mmqa_jax.core.mesh import SEQUENCE, batch_axes, column_shards, platform
 from mmqa_jax.models.activations import ACTIVATIONS
 from mmqa_jax.models.layers import normal_init, param
 from mmqa_jax.models.llama_config import LlamaConfig
@@ -96,7 +96,8 @@ class Experts(nnx.Module):
         parts = mesh.shape[_SPLIT]
         parts = 1 if self.config.experts % parts else parts  # else all are on every device
         experts = PartitionSpec(_SPLIT if parts > 1 else None)
-        rows = PartitionSpec(batch_axes(mesh, x.shape[0]))
+        columns = SEQUENCE if column_shards(x.shape[1]) > 1 else None
+        rows = PartitionSpec(batch_axes(mesh, x.shape[0]), columns)
         graphdef, router, kernels = nnx.split(self, lambda path, _: path[-1] == "router", ...)
 
         def local(router: nnx.State, kernels: nnx.State, x: jax.Array) -> jax.Array:

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from mmqa_jax.core.mesh import SEQUENCE, column_shards, partition_spec, platform
-from mmqa_jax.models.masked import MASKED, capped
+from mmqa_jax.models.masked import MASKED, Window, capped
 
 _LONG = 2048  # keys from which on scores are not made whole
 # On a TPU, where gathers of weights run beside the products of shorter rows, but not of a kernel.
 _LONG_FOR_A_KERNEL = 1024
+_TRITON_BLOCK = 128  # queries and keys of JAX's kernel for GPUs
 _OLDEST_CUDNN_GPU = 8.0  # compute capability (Ampere) from which cuDNN has flash attention
 
 
@@ -38,6 +39,7 @@ def auto_implementation(
     mask: jax.Array | None,
     *,
     segmented: bool = False,
+    windowed: bool = False,
     is_causal: bool,
     drops: bool,
     capped: bool = False,
@@ -49,7 +51,7 @@ def auto_implementation(
     and from _LONG keys on blocks.
 
     Args:
-      segmented: rows hold several texts (`segments` of `layers.attention`).
+      segmented, windowed: there are `segments`, a `window` of `layers.attention`.
       drops: attention weights are dropped, which only "fused" and "xla" do.
       capped: scores are bent, which "fused" and "cudnn" do not do.
 
@@ -62,13 +64,15 @@ def auto_implementation(
     if half_on_tpu and not capped and not segmented and shards == 1:
         from mmqa_jax.models.fused import fused_fits  # Pallas takes half a second to import
 
-        if fused_fits(q, k, mask, is_causal):
+        whole = jax.ShapeDtypeStruct((1, 1, length, columns), bool)
+        if fused_fits(q, k, whole if windowed and mask is None else mask, is_causal):
             return "fused"
     plain = mask is None or (mask.ndim == 4 and mask.shape[1] == 1)
     if drops or not plain:
         return "xla"
     even = length % 2 == 0 and columns % 2 == 0
-    if even and not capped and cudnn_fits(q, k, mask):
+    kind = {"segmented": segmented, "windowed": windowed, "is_causal": is_causal}
+    if even and not capped and shards == 1 and cudnn_fits(q, k, mask, **kind):
         return "cudnn"
     is_long = columns >= _LONG_FOR_A_KERNEL
     if is_causal and half_on_tpu and is_long and (mask is None or mask.shape[2] == 1):
@@ -86,6 +90,7 @@ def block_attention(
     *,
     mask: jax.Array | None,
     segments: jax.Array | None = None,
+    window: Window | None = None,
     is_causal: bool,
     block: int = 512,
     cap: float | None = None,
@@ -93,23 +98,24 @@ def block_attention(
     """Attention over blocks of keys with a running maximum (Milakov and Gimelshein 2018).
 
     q [B, Lq, heads, D]; k, v [B, Lk, kv_heads, D]; mask bool, broadcastable to [B, 1, Lq, Lk].
-    cap, segments: of `layers.attention`. No array is larger than Lq times a block; the backward
-    pass computes the scores of a block again. Over the mesh axis `sequence` a device has some
-    columns of the queries (Lq == Lk) and gathers all keys and values. Returns [B, Lq, heads, D].
+    cap, segments, window: of `layers.attention`. No array is larger than Lq times a block; the
+    backward pass computes the scores of a block again. Over the mesh axis `sequence` a device has
+    some columns of the queries (Lq == Lk) and gathers all keys and values.
+    Returns [B, Lq, heads, D].
     """
     length, columns, kv_heads = q.shape[1], *k.shape[1:3]
     attend = functools.partial(_blocks, is_causal=is_causal, block=block, cap=cap)
     if length != columns or column_shards(length) == 1:
-        return attend(q, k, v, mask, segments, segments, columns - length)
+        return attend(q, k, v, mask, segments, segments, window, columns - length)
 
-    def attend_part(q, k, v, mask, of_queries, of_keys):
+    def attend_part(q, k, v, mask, of_queries, of_keys, window):
         k, v = (jax.lax.all_gather(x, SEQUENCE, axis=1, tiled=True) for x in (k, v))
         first = jax.lax.axis_index(SEQUENCE) * q.shape[1]
-        return attend(q, k, v, mask, of_queries, of_keys, first)
+        return attend(q, k, v, mask, of_queries, of_keys, window, first)
 
     mesh = jax.sharding.get_abstract_mesh()
     rows, heads = partition_spec(("batch", "heads"), (len(q), kv_heads), mesh)
-    spec, of_mask = PartitionSpec(rows, SEQUENCE, heads), PartitionSpec()
+    spec, of_mask, whole = PartitionSpec(rows, SEQUENCE, heads), PartitionSpec(), PartitionSpec()
     if mask is not None:
         is_split = mask.shape[0] > 1, mask.shape[2] > 1
         of_mask = PartitionSpec(
@@ -117,10 +123,13 @@ def block_attention(
         )
     return jax.shard_map(
         attend_part,
-        in_specs=(spec, spec, spec, of_mask, PartitionSpec(rows, SEQUENCE), PartitionSpec(rows)),
+        in_specs=(
+            *(spec, spec, spec, of_mask),
+            *(PartitionSpec(rows, SEQUENCE), PartitionSpec(rows), whole),
+        ),
         out_specs=spec,
         check_vma=False,
-    )(q, k, v, mask, segments, segments)
+    )(q, k, v, mask, segments, segments, window)
 
 
 def _blocks(
@@ -130,6 +139,7 @@ def _blocks(
     mask: jax.Array | None,
     segments: jax.Array | None,
     key_segments: jax.Array | None,
+    window: Window | None,
     first_query: jax.Array | int,
     *,
     is_causal: bool,
@@ -148,7 +158,7 @@ def _blocks(
     k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, 0))) for x in (k, v))
     if mask is not None and mask.shape[-1] > 1:
         mask = jnp.pad(mask, ((0, 0),) * 3 + ((0, padding),))
-    last = jnp.arange(length) + first_query  # the last key that a causal query sees
+    last = jnp.arange(length) + first_query  # a query's own column, and the last that it sees
     if key_segments is not None:
         key_segments = jnp.pad(key_segments, ((0, 0), (0, padding)))
 
@@ -160,6 +170,8 @@ def _blocks(
         visible = column < columns
         if is_causal:
             visible &= column <= last[:, None]  # [Lq, block]
+        if window is not None:
+            visible &= window.sees(last[:, None], column, is_causal=is_causal)
         visible = jnp.broadcast_to(visible, (1, 1, 1, length, block))
         if mask is not None:
             part = mask
@@ -186,27 +198,49 @@ def _blocks(
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size)
 
 
-def cudnn_fits(q: jax.Array, k: jax.Array, mask: jax.Array | None) -> bool:
+def cudnn_fits(
+    q: jax.Array,
+    k: jax.Array,
+    mask: jax.Array | None,
+    *,
+    is_causal: bool,
+    segmented: bool = False,
+    windowed: bool = False,
+) -> bool:
     """Whether `cudnn_attention` takes these queries [B, Lq, heads, D] and keys, where it is traced.
 
     Heads of up to 128 are what all its GPUs take; with a mask odd lengths have no gradient.
+    Segments and windows are taken alone, windows under a causal mask.
     """
     half = q.dtype == k.dtype and q.dtype in (jnp.bfloat16, jnp.float16)
-    even = mask is None or (q.shape[1] % 2 == 0 and k.shape[1] % 2 == 0)
-    size = q.shape[3]
-    return platform() == "gpu" and half and even and size % 8 == 0 and size <= 128
+    length, columns, size = q.shape[1], k.shape[1], q.shape[3]
+    fits = platform() == "gpu" and half and size % 8 == 0 and size <= 128
+    if segmented:
+        return fits and mask is None and not windowed and length % _TRITON_BLOCK == 0
+    if windowed:
+        return fits and mask is None and is_causal and length == columns
+    return fits and (mask is None or (length % 2 == 0 and columns % 2 == 0))
 
 
 def cudnn_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, mask: jax.Array | None, is_causal: bool
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    window: int | None = None,
+    *,
+    mask: jax.Array | None,
+    segments: jax.Array | None = None,
+    is_causal: bool,
 ) -> jax.Array:
-    """cuDNN's flash attention, by `jax.nn.dot_product_attention`.
+    """cuDNN's flash attention, by `jax.nn.dot_product_attention`; of segments `triton_attention`.
 
     q [B, Lq, heads, D]; k, v [B, Lk, kv_heads, D]; mask bool, broadcastable to [B, 1, Lq, Lk]; a
-    query must see at least one key. On a mesh rows and heads are split as q's are; the mask, which
-    cuDNN adds to the scores as [B or 1, 1, Lq, Lk] of q's type, is not repeated for the heads.
-    Returns [B, Lq, heads, D].
+    query must see at least one key. window: tokens that a query sees, of `masked.Window` (Lq ==
+    Lk). On a mesh rows and heads are split as q's are; the mask, which cuDNN adds to the scores as
+    [B or 1, 1, Lq, Lk] of q's type, is not repeated for the heads. Returns [B, Lq, heads, D].
     """
+    if segments is not None:
+        return triton_attention(q, k, v, segments=segments, is_causal=is_causal)
     length, columns = q.shape[1], k.shape[1]
     if is_causal and length != columns:  # cuDNN aligns its own with the first key
         causal = jnp.tril(jnp.ones((length, columns), bool), columns - length)
@@ -214,5 +248,44 @@ def cudnn_attention(
     if mask is not None:
         mask = jnp.broadcast_to(mask, (*jnp.shape(mask)[:-2], length, columns))
     return jax.nn.dot_product_attention(
-        q, k, v, mask=mask, is_causal=is_causal, implementation="cudnn"
+        q,
+        k,
+        v,
+        mask=mask,
+        is_causal=is_causal,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn",
     )
+
+
+def triton_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    segments: jax.Array,
+    is_causal: bool,
+    interpret: bool = False,
+) -> jax.Array:
+    """JAX's Pallas kernel for GPUs (FlashAttention-2), for several texts in a row.
+
+    For these cuDNN would add a mask of [B, 1, L, L]. q [B, L, heads, D]; k, v [B, L, kv_heads, D];
+    segments int [B, L]; L a multiple of 128. The kernel has no grouped heads: those of k and v are
+    repeated. On a mesh rows and heads are split as q's are. `interpret` runs the kernel without a
+    GPU, slowly, for tests. Returns [B, L, heads, D].
+    """
+    from jax.experimental.pallas.ops.gpu import attention as pallas  # takes half a second
+
+    def attend(q, k, v, segments):
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        scale = q.shape[-1] ** -0.5
+        return pallas.mha(q, k, v, segments, scale, causal=is_causal, interpret=interpret)
+
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.shape and not mesh.manual_axes:  # XLA does not split a kernel by itself
+        rows, heads = partition_spec(("batch", "heads"), (len(q), k.shape[2]), mesh)
+        spec, of_rows = PartitionSpec(rows, None, heads), PartitionSpec(rows)
+        attend = jax.shard_map(
+            attend, in_specs=(spec, spec, spec, of_rows), out_specs=spec, check_vma=False
+        )
+    return attend(q, k, v, segments.astype(jnp.int32))

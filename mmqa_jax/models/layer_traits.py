@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.masked import Window
 
 _ALL = 2**30  # tokens, a window that nothing is outside of
 
@@ -20,6 +21,7 @@ class LayerTraits:
     rotated: jax.Array | np.ndarray | None = None  # bool: whether positions are
     local: jax.Array | np.ndarray | None = None  # bool: whether by `LlamaConfig.local_theta`
     number: jax.Array | np.ndarray | None = None  # int32: in the stack
+    sizes: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())  # of all windows
 
     def of(self, number: int) -> LayerTraits:
         """One layer's."""
@@ -37,20 +39,10 @@ class LayerTraits:
             return cos, sin
         return jnp.where(self.rotated, cos, 1), jnp.where(self.rotated, sin, 0)
 
-    def near(
-        self, mask: jax.Array | None, length: int, *, bidirectional: bool = False
-    ) -> jax.Array | None:
-        """The mask of one layer's whole forward, beside being causal.
-
-        mask: bool [B, 1, 1 or L, L], of all layers. What is masked sees itself: kernels need a
-        key for every query.
-        """
-        if self.window is None:
-            return mask
-        distance = jnp.arange(length)[:, None] - jnp.arange(length)
-        distance = jnp.abs(distance) if bidirectional else distance
-        near = (distance < self.window)[None, None]
-        return near if mask is None else (mask & near) | (distance == 0)
+    @property
+    def sight(self) -> Window | None:
+        """Of one layer: what its tokens see; None is all."""
+        return None if self.window is None else Window(self.window, self.sizes)
 
 
 NO_TRAITS = LayerTraits()
@@ -69,4 +61,5 @@ def layer_traits(config: LlamaConfig, columns: int, *, numbered: bool = False) -
     if config.local:
         local = np.array(config.local)
     number = np.arange(config.layers, dtype=np.int32) if numbered else None
-    return LayerTraits(window, rotated, local, number)
+    sizes = () if window is None else tuple(map(int, np.unique(window)))
+    return LayerTraits(window, rotated, local, number, sizes)

@@ -35,7 +35,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import column_shards, gather_features, platform, split_rows
 from mmqa_jax.models import flash
 from mmqa_jax.models.config_checks import check_known
-from mmqa_jax.models.masked import MASKED, capped
+from mmqa_jax.models.masked import MASKED, Window, capped
 
 Names = tuple[str | None, ...]
 
@@ -127,13 +127,16 @@ def product(
     """
     dtype = dtype or x.dtype
     on_cpu = platform() == "cpu"
-    rows = x.reshape(-1, x.shape[-1])  # two-dimensional: 1.1x in the backward pass on CPU
+    # Two-dimensional: 1.1x in the backward pass on CPU. Of columns that `sequence` splits XLA would
+    # gather all.
+    is_split = x.ndim == 3 and column_shards(x.shape[1]) > 1
+    rows = x if is_split and not on_cpu else x.reshape(-1, x.shape[-1])
     if on_cpu and dtype == jnp.float32 and jax.config.jax_default_matmul_precision == "bfloat16":
         y = _rounded_product(rows, matrix, axis)
     else:
         # XLA on CPU has fast bfloat16 products (AMX) only where the result is float32, and copies
         # a matrix that is transposed on the way.
-        y = _contract(rows, 1, matrix, axis, jnp.float32 if on_cpu else dtype)
+        y = _contract(rows, rows.ndim - 1, matrix, axis, jnp.float32 if on_cpu else dtype)
     return y.astype(dtype).reshape(*x.shape[:-1], -1)
 
 
@@ -307,6 +310,7 @@ def attention(
     *,
     mask: jax.Array | None = None,
     segments: jax.Array | None = None,
+    window: Window | None = None,
     is_causal: bool = False,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
@@ -320,19 +324,20 @@ def attention(
     n * heads / kv_heads onwards read key head n, and none is repeated in memory. mask bool,
     broadcastable to [B, heads, Lq, Lk], True = attend; one mask for all heads where kv_heads are
     fewer. `segments` int [B, L], of rows that attend to themselves: a token sees those of its own
-    segment alone (several texts in a row). Scores are divided by sqrt(head_dim), and bent to stay
-    within `cap` (`masked.capped`); softmax in float32.
+    segment alone (several texts in a row). `window`: of what else is visible a token sees the
+    nearest. Scores are divided by sqrt(head_dim), and bent to stay within `cap` (`masked.capped`);
+    softmax in float32.
     A row without a visible column gives the mean of the values, never NaN.
 
     `implementation`: "auto", by device and shape (`flash.auto_implementation`); "xla", whose memory
     is quadratic in the lengths, or a linear one: "blocks" (on every device), "cudnn" (flash
-    attention on NVIDIA GPUs, whose segments are a mask of [B, 1, L, L]) or "splash" (a Pallas
-    kernel for TPU). The linear ones take masks without heads ([B or 1, 1, Lq or 1, Lk]), and align
-    a causal mask with the last key, so that what precedes the queries is seen whole; with "cudnn"
-    and "splash" every query must see a key. "splash" takes segments, or masks of keys alone (Lq 1);
-    `mesh` is where its heads lie. What these two do not take (types, sizes, masks, another
-    platform: `flash.cudnn_fits`, `splash.splash_fits`; for cuDNN a cap, and columns that `sequence`
-    splits) goes to "blocks".
+    attention on NVIDIA GPUs; of segments by a Pallas kernel) or "splash" (a Pallas kernel for TPU).
+    The linear ones take masks without heads ([B or 1, 1, Lq or 1, Lk]), and align a causal mask
+    with the last key, so that what precedes the queries is seen whole; with "cudnn" and "splash"
+    every query must see a key. "splash" takes segments, or masks of keys alone (Lq 1); `mesh` is
+    where its heads lie. What these two do not take (types, sizes, masks, another platform:
+    `flash.cudnn_fits`, `splash.splash_fits`; for cuDNN a cap, columns that `sequence` splits, and
+    segments or a mask beside a window) goes to "blocks".
     Dropout acts on the attention weights (BERT), for which only "auto" and "xla" serve.
     Returns [B, Lq, heads, head_dim] in q's dtype.
     """
@@ -343,6 +348,7 @@ def attention(
             k,
             mask,
             segmented=segments is not None,
+            windowed=window is not None,
             is_causal=is_causal,
             drops=drops,
             capped=cap is not None,
@@ -350,6 +356,8 @@ def attention(
         if implementation == "fused":
             from mmqa_jax.models.fused import fused_attention  # imports Pallas: half a second
 
+            if window is not None:
+                mask = window.mask(mask, q.shape[1], k.shape[1], is_causal=is_causal)
             drop = {"dropout_rate": dropout_rate, "dropout_key": dropout_key} if drops else {}
             return fused_attention(q, k, v, mask=mask, is_causal=is_causal, mesh=mesh, **drop)
     if implementation != "xla":
@@ -364,12 +372,17 @@ def attention(
             v,
             mask=mask,
             segments=segments,
+            window=window,
             is_causal=is_causal,
             implementation=implementation,
             mesh=mesh,
             cap=cap,
         )
-    mask = _with_segments(mask, segments)
+    if window is not None:
+        mask = window.mask(mask, q.shape[1], k.shape[1], is_causal=is_causal)
+    if segments is not None:
+        same = segments[:, None, :, None] == segments[:, None, None, :]
+        mask = same if mask is None else mask & same
     heads, kv_heads = q.shape[2], k.shape[2]
     if is_causal:
         causal = jnp.tril(jnp.ones((q.shape[1], k.shape[1]), bool))
@@ -396,6 +409,7 @@ def _linear_attention(
     *,
     mask: jax.Array | None,
     segments: jax.Array | None,
+    window: Window | None,
     is_causal: bool,
     implementation: str,
     mesh: Mesh | None,
@@ -405,21 +419,26 @@ def _linear_attention(
     check_known("attention implementation", implementation, _IMPLEMENTATIONS)
     length, columns = q.shape[1], k.shape[1]
     shards = column_shards(length) if length == columns else 1
-    if implementation == "cudnn" and cap is None and shards == 1 and flash.cudnn_fits(q, k, mask):
-        mask = _with_segments(mask, segments)
-        return flash.cudnn_attention(q, k, v, mask=mask, is_causal=is_causal)
+    options = {"mask": mask, "segments": segments, "is_causal": is_causal}
+    if implementation == "cudnn" and cap is None and shards == 1:
+        kind = {"segmented": segments is not None, "windowed": window is not None}
+        if flash.cudnn_fits(q, k, mask, is_causal=is_causal, **kind):
+            kernel = functools.partial(flash.cudnn_attention, q, k, v, **options)
+            return kernel() if window is None else window.choose(kernel, columns)
     of_keys = mask is None or (mask.ndim == 4 and mask.shape[1:3] == (1, 1))
     if implementation == "splash" and of_keys and (mask is None or segments is None):
         from mmqa_jax.models import splash  # it imports Pallas, which takes half a second
 
         if splash.splash_fits(length, columns, shards):
             keys = None if mask is None else jnp.broadcast_to(mask[:, 0, 0], k.shape[:2])
-            return splash.splash_attention(
-                q, k, v, key_mask=keys, segments=segments, is_causal=is_causal, mesh=mesh, cap=cap
-            )
-    return flash.block_attention(
-        q, k, v, mask=mask, segments=segments, is_causal=is_causal, cap=cap
-    )
+            if window is not None and keys is not None:  # what is masked sees what is masked
+                keys, segments = None, keys
+            kernel = functools.partial(
+                splash.splash_attention, q, k, v,
+                key_mask=keys, segments=segments, is_causal=is_causal, mesh=mesh, cap=cap,
+            )  # fmt: skip
+            return kernel() if window is None else window.choose(kernel, columns)
+    return flash.block_attention(q, k, v, **options, window=window, cap=cap)
 
 
 def group_queries(q: jax.Array, kv_heads: int) -> jax.Array:
@@ -435,14 +454,6 @@ def ungroup_queries(x: jax.Array, heads: int) -> jax.Array:
     batch, _, kv_heads, size = x.shape
     apart = x.reshape(batch, heads // kv_heads, -1, kv_heads, size).transpose(0, 2, 3, 1, 4)
     return apart.reshape(batch, -1, heads, size)
-
-
-def _with_segments(mask: jax.Array | None, segments: jax.Array | None) -> jax.Array | None:
-    """The mask and that of segments [B, L] as one, broadcastable to [B, heads, L, L]."""
-    if segments is None:
-        return mask
-    same = segments[:, None, :, None] == segments[:, None, None, :]
-    return same if mask is None else mask & same
 
 
 def prefix_attention(

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mmqa_jax.core.mesh import gather_columns
 from mmqa_jax.models.activations import ACTIVATIONS
 from mmqa_jax.models.layers import (
     LayerNorm,
@@ -184,13 +185,13 @@ class QwenVision(nnx.Module):
         """
         config, x = self.config, self.embed(pictures)
         (cos, sin), real = self._angles(pictures.places), pictures.places[..., 0] >= 0
-        kept = jnp.zeros((len(x), len(config.deepstack), *x.shape[1:]), x.dtype)
+        kept = jnp.zeros((*x.shape[:2], len(config.deepstack), x.shape[2]), x.dtype)
 
         def body(layer: QwenVisionLayer, carry, of_layer, _):
             (x, kept), (whole, place) = carry, of_layer
             x = layer(x, cos, sin, real, whole)
             if config.deepstack:  # a place behind the last is not written
-                kept = kept.at[:, place].set(x, mode="drop")
+                kept = kept.at[:, :, place].set(x, mode="drop")
             return (x, kept), None
 
         options = {"remat": config.remat, "unroll": config.unroll}
@@ -200,8 +201,8 @@ class QwenVision(nnx.Module):
             graphdef, params = nnx.split(self.deepstack)
             for number in range(len(config.deepstack)):
                 own = jax.tree.map(lambda p, n=number: p[n], params)
-                merged.append(nnx.merge(graphdef, own)(kept[:, number]))
-        features = jnp.concatenate(merged, axis=-1)
+                merged.append(nnx.merge(graphdef, own)(kept[:, :, number]))
+        features = gather_columns(jnp.concatenate(merged, axis=-1))
         return jnp.take_along_axis(features, pictures.order[..., None], axis=1)
 
     def _of_layers(self) -> tuple[np.ndarray, np.ndarray]:

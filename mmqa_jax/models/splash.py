@@ -29,6 +29,7 @@ def splash_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    window: int | None = None,
     *,
     key_mask: jax.Array | None,
     segments: jax.Array | None = None,
@@ -41,7 +42,8 @@ def splash_attention(
 
     q [B, Lq, heads, D]; k, v [B, Lk, kv_heads, D]; key_mask bool [B, Lk] of keys that are seen; a
     row must see at least one. segments int [B, L] (Lq == Lk), in place of key_mask: a token sees
-    those of its own segment. On a mesh (None: that of `jax.set_mesh`) rows are split as a batch
+    those of its own segment. window: tokens that a query sees, of `masked.Window`; blocks of keys
+    outside of it are skipped. On a mesh (None: that of `jax.set_mesh`) rows are split as a batch
     is, and heads as the model's, where these divide. Over `sequence` a device has some columns of
     the queries (Lq == Lk) and gathers all keys and values.
     `interpret` runs the kernel without a TPU, slowly, for tests; `cap` is that of
@@ -56,8 +58,12 @@ def splash_attention(
     balanced = is_causal and shards > 1  # over `sequence`, where each part sees other keys
 
     def make_kernel(heads, queries):
-        if is_causal:
-            mask = masks.CausalMask((queries, columns), offset=columns - length)
+        offset = columns - length
+        if window is not None:
+            sides = window - 1, 0 if is_causal else window - 1
+            mask = masks.LocalMask((queries, columns), sides, offset=offset)
+        elif is_causal:
+            mask = masks.CausalMask((queries, columns), offset=offset)
         else:
             mask = masks.FullMask((queries, columns))
         if balanced:

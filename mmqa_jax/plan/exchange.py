@@ -295,7 +295,8 @@ class _Reader:
 
 
 def _along_sequence(equation: Any) -> Sent:
-    """Sums up the exchanges over `sequence` that an equation and its callees write."""
+    """Sums up the exchanges over `sequence` that an equation and its callees write; of several
+    branches the dearest."""
     sent: Sent = Counter()
     kind, gives_whole = _WRITTEN.get(equation.primitive.name, (None, False))
     if kind is not None and SEQUENCE in equation.params["axis_name"]:
@@ -303,10 +304,14 @@ def _along_sequence(equation: Any) -> Sent:
             sent[kind, SEQUENCE] += variable.aval.size * variable.aval.dtype.itemsize
     # Every device runs a shard_map once.
     times = 1 if equation.primitive.name == "shard_map" else times_run(equation)
-    for jaxpr in inner_jaxprs(equation.params):
-        for inner in jaxpr.eqns:
-            for what, size in _along_sequence(inner).items():
-                sent[what] += size * times
+    callees = [
+        sum((_along_sequence(inner) for inner in jaxpr.eqns), Counter())
+        for jaxpr in inner_jaxprs(equation.params)
+    ]
+    if equation.primitive.name == "cond":
+        callees = [max(callees, key=Counter.total)]
+    for callee in callees:
+        sent.update({what: size * times for what, size in callee.items()})
     return sent
 
 

@@ -619,7 +619,7 @@ class VisionLanguageObjective(LanguageModelObjective):
             features = model.encode_images(PatchBatch(*shown))  # [B * M, U, features]
             features = features.reshape(len(ids), -1, features.shape[-1])
             rows = jnp.maximum(batch["rows"], 0)[..., None]  # of a row's own pictures
-            own = jnp.take_along_axis(features, rows, axis=1)  # [B, L, features]
+            own = split_rows(jnp.take_along_axis(features, rows, axis=1))  # [B, L, features]
             embedded, deepstack = spread(embedded, own, picture)
         hidden = model.llama.encode(
             embedded, None, batch["positions"], deepstack=deepstack, dropout_key=dropout_key

@@ -305,8 +305,8 @@ class Task(abc.ABC):
         shards, length = mesh.shape.get(SEQUENCE, 1), self.row_length
         if shards > 1 and length is None:
             raise UserError(
-                f"config key mesh.{SEQUENCE}={shards}: the rows of task={self.task} cannot be "
-                "split, as those of language_model can; set it to 1."
+                f"config key mesh.{SEQUENCE}={shards}: task={self.task} has no rows of a decoder "
+                "that could be split; set it to 1."
             )
         if shards > 1 and length % shards:
             raise UserError(

@@ -114,6 +114,11 @@ class VisionLanguage(SolvedQuestions):
     def size(self) -> RowSize:
         return RowSize(self.batches.length, self.batches.targets)
 
+    @property
+    def row_length(self) -> int:
+        """Without its pictures, whose tokens come in multiples of 32."""
+        return self.batches.length
+
     @staticmethod
     def is_solved(question: Question) -> bool:
         return question.answer_index is not None or bool(question.answers) or is_chat(question)

@@ -91,7 +91,8 @@ def take_step(
         parts.append(jax.device_get(values))
     metrics = of_update(parts)
     for name, leaf in flatten_named(state.optimizer).items():
-        if leaf.ndim > 2 and "lora_" not in name:  # the stacked kernels' moments
+        # The stacked kernels' moments; `tensor` splits neither a router nor what LoRA adds.
+        if leaf.ndim > 2 and "lora_" not in name and "router" not in name:
             splits = math.prod(shape.get(axis, 1) for axis in ("fsdp", "sequence", "tensor"))
             assert leaf.addressable_shards[0].data.size == leaf.size // splits, name
     found = jax.device_get((metrics, flatten_named(state.optimizer)))

@@ -9,17 +9,25 @@ import jax
 import numpy as np
 import pytest
 from steps import same_step, take_step
+from test_vision_language_on_mesh import CONFIG as PICTURED
+from test_vision_language_on_mesh import Shown
 
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.data.batches.language_model import RowSize, TokenExample
+from mmqa_jax.data.packing import Bucket
 from mmqa_jax.models import splash
 from mmqa_jax.models.layers import attention
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.lora import LoraConfig
+from mmqa_jax.models.masked import Window
+from mmqa_jax.models.qwen_vl import QwenVLConfig
+from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 from mmqa_jax.plan.exchange import Placement, least_exchanges
 from mmqa_jax.tasks import objectives
-from mmqa_jax.tasks.objectives import LanguageModelObjective
+from mmqa_jax.tasks.objectives import LanguageModelObjective, VisionLanguageObjective
+from mmqa_jax.tasks.pictured_examples import PicturedRows
 from mmqa_jax.tasks.reading import check_config
 from tests.hlo.counts import count
 
@@ -31,6 +39,17 @@ CONFIG = LlamaConfig(
 # Layers that see all, or the last nine tokens.
 WINDOWED = dataclasses.replace(CONFIG, windows=(9, 0), remat="full")
 LORA = LoraConfig(rank=4, alpha=8.0, targets=(), base="float32")
+MIXTURE = dataclasses.replace(
+    CONFIG, family="qwen3_moe", qk_norm="head", experts=6, active_experts=2
+)
+WINDOWED_TOWER = QwenVLConfig(  # of 16 units each, the second layer without windows
+    QwenVisionConfig(
+        width=16, layers=2, heads=2, mlp=24, out=32, patch=2, window=16, full_layers=(1,),
+        init_stddev=0.3, unroll=1,
+    ),
+    dataclasses.replace(PICTURED.llama, family="qwen2", qk_norm="none", mrope_interleaved=False),
+    image_token=60,
+)  # fmt: skip
 
 
 def packed():
@@ -50,6 +69,16 @@ def packed():
     }
 
 
+def pictured(config):
+    """Rows of up to three pictures, whose targets are anywhere behind them."""
+    rng, examples = np.random.default_rng(0), []
+    for number in range(ROWS):
+        tokens = rng.integers(0, 60, 9 + number).astype(np.int32)
+        tokens[[1, 3, 6][:number]] = config.image_token
+        examples.append(TokenExample(tokens, 7, tuple("aba"[:number])))
+    return PicturedRows(RowSize(16, 8), config, Shown()).batch(examples, Bucket(4, 64))
+
+
 CASES = {
     "blocks": (LanguageModelObjective(CONFIG), {"sequence": 4, "tensor": 2}, 1),
     "lora": (
@@ -58,6 +87,17 @@ CASES = {
         3,
     ),
     "windows": (LanguageModelObjective(WINDOWED), {"data": 2, "sequence": 4}, 1),
+    "experts": (LanguageModelObjective(MIXTURE), {"sequence": 4, "tensor": 2}, 1),
+    "deepstack": (
+        VisionLanguageObjective(PICTURED, LORA, tower=True),
+        {"sequence": 4, "tensor": 2},
+        1,
+    ),
+    "tower": (
+        VisionLanguageObjective(WINDOWED_TOWER, None, tower=True),
+        {"data": 2, "sequence": 2, "tensor": 2},
+        1,
+    ),
 }
 
 
@@ -68,9 +108,10 @@ def test_a_step_is_that_of_one_device(name, monkeypatch, capfd):
     share = 4 * ROWS * TARGETS * CONFIG.vocab_size // 8
     monkeypatch.setattr(objectives, "_LOGITS_BYTES", -(-share // parts))
     options = {"trainable": task.trained} if task.trained else {}
-    alone = take_step(task, packed(), {}, jax.devices()[:1], **options)
+    batch = pictured(task.config) if isinstance(task, VisionLanguageObjective) else packed()
+    alone = take_step(task, batch, {}, jax.devices()[:1], **options)
     capfd.readouterr()
-    step = take_step(task, packed(), mesh, None, start=alone.start, **options)
+    step = take_step(task, batch, mesh, None, start=alone.start, **options)
     assert "full rematerialization" not in capfd.readouterr().err
     same_step(step, alone)
 
@@ -112,16 +153,21 @@ def test_devices_see_equally_many_keys(shards):
     assert len(set((order + 1).reshape(shards, -1).sum(axis=1))) == 1
 
 
-def test_keys_and_values_are_gathered_and_nothing_else():
-    """Their gradients are scattered; as `mmqa plan` counts it."""
+@pytest.mark.parametrize("windows", [1, 2])
+def test_keys_and_values_are_gathered_and_nothing_else(windows):
+    """Their gradients are scattered; as `mmqa plan` counts it, of layers with any window."""
     mesh = make_mesh({"sequence": 4, "tensor": 2})
     shapes = ((2, 64, 8, 4), (2, 64, 2, 4), (2, 64, 2, 4))
     split = jax.NamedSharding(mesh, jax.P(None, "sequence", "tensor"))
     arrays = [jax.ShapeDtypeStruct(shape, np.float32, sharding=split) for shape in shapes]
 
-    def attend(q, k, v):
-        return attention(q, k, v, is_causal=True, implementation="blocks").sum()
+    def attend(q, k, v, size):
+        def of_window(_):
+            return attention(q, k, v, is_causal=True, implementation="blocks")
 
+        return Window(size, tuple(range(1, windows + 1))).choose(of_window, 64).sum()
+
+    arrays.append(jax.ShapeDtypeStruct((), np.int32, sharding=jax.NamedSharding(mesh, jax.P())))
     with jax.set_mesh(mesh):
         gradient = jax.value_and_grad(attend, argnums=(0, 1, 2))
         traced = jax.jit(gradient, out_shardings=(None, split)).trace(*arrays)
@@ -148,8 +194,13 @@ def test_keys_and_values_are_gathered_and_nothing_else():
         ),
         (
             "aokvqa/vlm_finetune",
+            {"batches.length": 1026},
+            "mesh.sequence=4: does not divide a row of 1026 tokens; make batches.length a",
+        ),
+        (
+            "okvqa/mcan",
             {},
-            "mesh.sequence=4: the rows of task=vision_language cannot be split, as those of",
+            "mesh.sequence=4: task=vqa has no rows of a decoder that could be split; set it to 1",
         ),
     ],
 )

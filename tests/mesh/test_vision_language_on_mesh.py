@@ -23,7 +23,7 @@ from mmqa_jax.tasks.pictured_examples import PicturedRows
 CONFIG = QwenVLConfig(
     QwenVisionConfig(
         family="qwen3_vl", width=16, layers=2, heads=2, mlp=24, out=32, patch=2, window=0,
-        full_layers=(), positions=4, deepstack=(0, 1), activation="gelu_new", init_stddev=0.3,
+        full_layers=(), positions=4, deepstack=(0, 1), activation="gelu_new", init_stddev=0.3, unroll=1,
     ),
     LlamaConfig(
         vocab_size=64, hidden=32, layers=2, heads=4, kv_heads=2, mlp=64, positions=128, unroll=1,

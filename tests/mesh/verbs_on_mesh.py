@@ -79,7 +79,7 @@ def planned(
 
 
 @contextlib.contextmanager
-def _on(devices: Sequence[jax.Device]) -> Iterator[pytest.MonkeyPatch]:
+def on_devices(devices: Sequence[jax.Device]) -> Iterator[pytest.MonkeyPatch]:
     """As if the process had no others."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "local_devices", lambda: list(devices))
@@ -107,7 +107,7 @@ def run_verbs(
     """
     inputs, out = folder / "inputs", folder / name
     if not inputs.exists():
-        with _on(jax.devices()[:1]):
+        with on_devices(jax.devices()[:1]):
             write_inputs(inputs)
     out.mkdir()
     calls: list[Any] = []
@@ -123,7 +123,7 @@ def run_verbs(
         run = inputs / task
         calls.clear()
         where = f"--data={inputs / data}", "--model", run, f"--out={out / verb}"
-        with _on(devices) as patch:
+        with on_devices(devices) as patch:
             patch.setattr(RowPlacement, "call", recorded)
             said = done(verb, *where, *own, *flags)
         placed = {key: said[key] for key in ("devices", "mesh", "batch_size")}

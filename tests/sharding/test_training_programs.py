@@ -23,7 +23,10 @@ pytestmark = [
     ),
 ]
 
-NAMES = ("vlp_select", "vlp_answer", "contrastive", "language_model", "replicated_model")
+NAMES = (
+    *("vlp_select", "vlp_answer", "contrastive", "language_model", "replicated_model"),
+    "long_rows",
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +61,12 @@ def test_the_batch_comes_as_the_host_splits_it(programs, name):
     assert programs[name]["batch_shardings"] == ["P(('data', 'fsdp'),)"]
 
 
-@pytest.mark.parametrize("name", ["vlp_answer", "contrastive", "language_model"])
+@pytest.mark.parametrize("name", ["vlp_answer", "contrastive", "language_model", "long_rows"])
 def test_parameters_and_optimizer_state_are_split(programs, name):
-    """Over the axis fsdp, but for small ones that it does not divide, and regions' first linear."""
+    """Over the axes fsdp and sequence, but for small ones that they do not divide, and regions'
+    first linear."""
     found = programs[name]
-    parts = found["mesh"]["fsdp"]
+    parts = found["mesh"]["fsdp"] * found["mesh"].get("sequence", 1)
     assert found["shard"] <= 1.06 * found["parameters"] / parts
     assert found["optimizer_shard"] <= 2 * 1.06 * found["parameters"] / parts  # two moments
 
@@ -110,6 +114,31 @@ def test_split_parameters_are_gathered_for_each_pass_and_gradients_reduced_once(
     assert bytes_of(found, "reduce-scatter") + bytes_of(found, "all-reduce") <= 1.1 * weights
     assert bytes_of(found, "all-to-all") <= 0.05 * weights  # embedded tokens
     assert {one["axis"] for one in found["collectives"]} == {"fsdp"}
+
+
+def test_of_long_rows_keys_and_values_are_gathered_and_no_other_activation(programs):
+    """Forward, and again backward; their gradients are scattered. Windows add nothing."""
+    found = programs["long_rows"]
+    sent = {"all-gather": 0.0, "reduce-scatter": 0.0}
+    for one in found["collectives"]:
+        if one["axis"] == "sequence" and one["kind"] in sent:
+            sent[one["kind"]] += one["bytes"]
+    keys = 2 * found["keys"] / found["mesh"]["fsdp"]  # bytes in bfloat16, of a group's rows
+    of_targets = 2 * 2 * 512 * 1024  # their last states, of two rows
+    assert sent["all-gather"] == 2 * found["layers"] * keys + of_targets
+    assert sent["reduce-scatter"] == found["layers"] * keys + of_targets
+    # Weights in bfloat16: gathered twice, their gradients added up once, most of it step by step
+    # beside the products.
+    weights = 2 * found["parameters"]
+    both = [one for one in found["collectives"] if one["axis"] == "fsdp+sequence"]
+    assert sum(one["bytes"] for one in both) <= 3.3 * weights
+    assert found["kernels"] == [
+        "splash_mha_dkv_segmented_no_residuals",
+        "splash_mha_dq_segmented_no_residuals",
+        "splash_mha_fwd_segmented_residuals",
+    ]
+    # What all layers keep of a device's own 2 x 1,024 tokens, the MLP's [.., 2,816].
+    assert found["largest"] <= found["layers"] * 2 * 1024 * 2816
 
 
 def test_gathering_runs_beside_products(programs):

@@ -191,8 +191,38 @@ def replicated_model() -> dict[str, Any]:
     return language_model("v5p:2x2x2", "data", layers=2)
 
 
+def long_rows() -> dict[str, Any]:
+    """A decoder with grouped heads, on rows of 4,096 tokens that four chips share.
+
+    Every second layer sees the last 1,024 tokens.
+    """
+    rows, length, targets, hidden, mlp, vocabulary, layers = 8, 4096, 512, 1024, 2816, 2048, 4
+    heads, kv_heads, size = 8, 2, 128
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads,
+        mlp=mlp, positions=length, dtype="bfloat16", windows=(1024, 0) * (layers // 2),
+    )  # fmt: skip
+    batch = {name: ints(rows, length) for name in ("input_ids", "segments", "positions")} | {
+        name: ints(rows, targets) for name in ("target_positions", "target_ids", "target_segments")
+    }
+    width = 2 * hidden * hidden + 2 * hidden * kv_heads * size + 3 * hidden * mlp
+    return {
+        "topology": "v5e:4x4",
+        "mesh": {"fsdp": 4, "sequence": 4},
+        "layers": layers,
+        "task": LanguageModelObjective(config),
+        "batch": batch,
+        "flops": 2 * rows * (layers * length * width + targets * hidden * vocabulary),
+        "keys": 2 * rows * length * kv_heads * size,  # and values of a layer: elements
+    }
+
+
 PROGRAMS = {
-    f.__name__: f for f in (vlp_select, vlp_answer, contrastive, language_model, replicated_model)
+    f.__name__: f
+    for f in (
+        *(vlp_select, vlp_answer, contrastive, language_model, replicated_model),
+        long_rows,
+    )
 }
 
 
@@ -217,6 +247,7 @@ def facts(name: str) -> dict[str, Any]:
     return {
         "mesh": dict(mesh.shape),
         "layers": made.get("layers"),
+        "keys": made.get("keys"),
         # Backward, a product has two: by its factor and by its weights.
         "model_flops": 3 * made["flops"] / len(devices),
         "parameters": _elements(model.params),
@@ -242,7 +273,7 @@ def _of_compiled(name: str, mesh: dict[str, int], compiled: jax.stages.Compiled)
         "f32_flops": counts.flops["f32"],
         "largest": _largest(text),
         "scores": sorted(set(re.findall(rf"(?:f32|bf16)\[(?:\d+,)+{LENGTH},{LENGTH}\]", text))),
-        "kernels": sorted(set(re.findall(r"%(fused_attention\w*)[.\d]* = ", text))),
+        "kernels": sorted(set(re.findall(r"%((?:fused_attention|splash_mha)\w*)[.\d]* = ", text))),
         "temporaries": compiled.memory_analysis().temp_size_in_bytes,
         "batch_shardings": sorted(
             {str(x.spec) for x in jax.tree.leaves(compiled.input_shardings[0][2])}

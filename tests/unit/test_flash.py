@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from types import SimpleNamespace
 from unittest import mock
@@ -17,11 +18,22 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.flops import jaxpr_flops
 from mmqa_jax.models import flash, splash
 from mmqa_jax.models.layers import attention
+from mmqa_jax.models.masked import Window
 
 pytestmark = pytest.mark.slow
 
 RNG = np.random.default_rng(0)
 ATTENTION = jax.jit(attention, static_argnames=("is_causal", "implementation"))
+
+
+@contextlib.contextmanager
+def on_a(platform):
+    """Traces for a mesh of one device, which need not be there."""
+    device = AbstractDevice("any", None, platform)
+    mesh = AbstractMesh((1,) * 3, ("data", "fsdp", "tensor"), abstract_device=device)
+    cudnn = mock.patch.object(fused_attention_stablehlo, "check_cudnn_version", return_value=91000)
+    with use_abstract_mesh(mesh), cudnn:
+        yield
 
 
 def inputs(length, columns, heads=4, kv_heads=2, size=16):
@@ -69,23 +81,22 @@ def row_segments(length):
     return np.where(numbers > 3, 0, numbers).astype(np.int32)
 
 
-@pytest.mark.parametrize("name", ["xla", "blocks", "splash"])
-def test_texts_in_a_row_do_not_see_each_other(name):
-    """Values and gradients of several texts in a row, beside a dense mask over repeated heads."""
-    q, k, v = inputs(128, 128, size=32)
-    segments = row_segments(128)
-    same = (segments[:, :, None] == segments[:, None])[:, None]
-    weights = RNG.normal(size=q.shape).astype(np.float32)
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Kernels of TPUs and GPUs run here."""
+    for module, name in ((splash, "splash_attention"), (flash, "triton_attention")):
+        kernel = functools.partial(getattr(module, name), interpret=True)
+        monkeypatch.setattr(module, name, kernel)
+    return monkeypatch
 
-    def attend(q, k, v):
-        if name == "splash":
-            options = {"is_causal": True, "mesh": None, "interpret": True}
-            return splash.splash_attention(q, k, v, key_mask=None, segments=segments, **options)
-        return attention(q, k, v, segments=segments, is_causal=True, implementation=name)
+
+def same_values_and_gradients(q, k, v, attend, mask):
+    """Beside a dense mask, bool [B or 1, 1, L, L], over repeated heads."""
+    weights = RNG.normal(size=q.shape).astype(np.float32)
 
     def wanted(q, k, v):
         k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
-        return attention(q, k, v, mask=same & np.tri(128, dtype=bool))
+        return attention(q, k, v, mask=mask)
 
     got, want = (
         jax.jit(jax.value_and_grad(lambda *x, f=f: (f(*x) * weights).sum(), argnums=(0, 1, 2)))(
@@ -98,15 +109,93 @@ def test_texts_in_a_row_do_not_see_each_other(name):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["xla", "blocks", "splash", "cudnn"])
+def test_texts_in_a_row_do_not_see_each_other(name, interpreted):
+    """Values and gradients of several texts in a row; for "cudnn" of the kernel beside it."""
+    q, k, v = inputs(128, 128, size=32)
+    segments = row_segments(128)
+    same = (segments[:, :, None] == segments[:, None])[:, None]
+    interpreted.setattr(flash, "cudnn_fits", lambda *_, **__: True)
+
+    def attend(q, k, v):
+        return attention(q, k, v, segments=segments, is_causal=True, implementation=name)
+
+    same_values_and_gradients(q, k, v, attend, same & np.tri(128, dtype=bool))
+
+
+@pytest.mark.parametrize("name", ["xla", "blocks", "splash"])
+@pytest.mark.parametrize(
+    ("size", "is_causal", "beside"),
+    [(48, True, "segments"), (2**30, True, "segments"), (130, True, "mask"), (48, False, None)],
+)
+def test_a_token_sees_its_window(name, size, is_causal, beside, interpreted):
+    """Of layers that see 48 tokens, 130 or all; alone, in rows of texts, and with masked keys."""
+    length = 256
+    q, k, v = inputs(length, length, size=32)
+    segments = row_segments(length)
+    keys = np.arange(length) < np.array([[length], [200]])
+    window = Window(jnp.int32(size), (48, 130, 2**30))
+    distance = np.arange(length)[:, None] - np.arange(length)
+    mask = (distance < size if is_causal else abs(distance) < size)[None, None]
+    mask = mask & (distance >= 0) if is_causal else mask
+    options = {"window": window, "is_causal": is_causal, "implementation": name}
+    if beside == "segments":
+        mask = mask & (segments[:, :, None] == segments[:, None])[:, None]
+        options["segments"] = segments
+    elif beside == "mask":  # what is masked has no meaning
+        mask = mask & keys[:, None, None] | (distance == 0)
+        options["mask"] = keys[:, None, None]
+    shown = keys[:, :, None, None] if beside == "mask" else True
+
+    def attend(q, k, v):
+        return jnp.where(shown, attention(q, k, v, **options), attention(q, k, v, mask=mask))
+
+    same_values_and_gradients(q, k, v, attend, mask)
+
+
+@pytest.mark.parametrize(
+    ("platform", "what", "kernel"),
+    [
+        ("tpu", "window", "splash_mha"),
+        ("gpu", "window", "dot_product_attention_fwd"),
+        ("gpu", "segments", "mha_forward"),
+    ],
+)
+def test_no_mask_of_all_pairs_is_made(platform, what, kernel):
+    """In the programs of long rows; a window has a kernel for each of its sizes."""
+    q, k, v = (jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in inputs(2048, 2048, size=128))
+    value = jax.ShapeDtypeStruct((2, 2048), jnp.int32)
+    if what == "window":
+        value = Window(jax.ShapeDtypeStruct((), jnp.int32), (512, 2**30))
+
+    def attend(q, k, v, value):
+        return attention(q, k, v, is_causal=True, implementation="auto", **{what: value})
+
+    with on_a(platform):
+        jaxpr = str(jax.make_jaxpr(attend)(q, k, v, value))
+    assert jaxpr.count(kernel) >= (2 if what == "window" else 1)
+    assert "2048,2048" not in jaxpr
+
+
+def test_splash_skips_what_is_outside_of_a_window():
+    """Of 8 blocks of 512 keys a query's window of 512 reaches into two, forward and backward."""
+    q, k, v = (jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in inputs(4096, 4096, size=128))
+    options = {"key_mask": None, "is_causal": True, "mesh": None}
+
+    def flops(window):
+        def loss(q, k, v):
+            return splash.splash_attention(q, k, v, window, **options).astype(jnp.float32).sum()
+
+        return jaxpr_flops(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v).jaxpr)
+
+    assert flops(512) == pytest.approx(flops(None) / 4, rel=1e-3)
+
+
 def traced_for_gpu(implementation, mask, *, kind=jnp.bfloat16, length=8, **sizes):
     """Causal attention, traced on a mesh of one GPU, which need not be there."""
     shapes = [jax.ShapeDtypeStruct(x.shape, kind) for x in inputs(length, 32, **sizes)]
     attend = functools.partial(attention, is_causal=True, implementation=implementation)
-    mesh = AbstractMesh((1,), ("tensor",), abstract_device=AbstractDevice("H100", None, "gpu"))
-    installed = mock.patch.object(
-        fused_attention_stablehlo, "check_cudnn_version", return_value=91000
-    )
-    with use_abstract_mesh(mesh), installed:
+    with on_a("gpu"):
         return jax.jit(attend).trace(*shapes, mask=mask)
 
 
@@ -135,9 +224,23 @@ def test_a_mask_of_odd_lengths_has_no_gradient_with_cudnn():
     assert "__cudnn" not in lowered_for_gpu("cudnn", mask, length=7)
 
 
-def test_flops_of_cudnns_attention_are_those_of_its_products():
-    flops = [jaxpr_flops(traced_for_gpu(name, None).jaxpr.jaxpr) for name in ("cudnn", "blocks")]
-    assert flops[0] == flops[1] == 2 * 2 * (2 * 8 * 32 * 4 * 16)
+@pytest.mark.parametrize("segmented", [False, True])
+def test_flops_of_attention_on_a_gpu_are_those_of_its_products(segmented):
+    """Forward and backward; the products of blocks are counted one by one."""
+    q, k, v = (jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in inputs(256, 256, size=16))
+    segments = jax.ShapeDtypeStruct((2, 256), jnp.int32) if segmented else None
+    flops = []
+    for name in ("cudnn", "blocks"):
+
+        def loss(q, k, v, segments, name=name):
+            options = {"segments": segments, "is_causal": True, "implementation": name}
+            return attention(q, k, v, **options).astype(jnp.float32).sum()
+
+        with on_a("gpu"):
+            gradient = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))
+            jaxpr = gradient(q, k, v, segments).jaxpr
+        flops.append(jaxpr_flops(jaxpr, recomputed=False))
+    assert flops[0] == flops[1] == 3 * 2 * 2 * (2 * 256 * 256 * 4 * 16)
 
 
 def test_without_a_gpu_cudnn_is_blocks():
@@ -187,11 +290,16 @@ BFLOAT = jnp.bfloat16
         ("tpu", 4096, {"segmented": True, "capped": True}, "splash"),
         ("tpu", 4100, {}, "blocks"),  # no multiple of 128
         ("tpu", 4096, {"drops": True}, "xla"),
-        ("tpu", 4096, {"mask": (2, 1, 4096, 4096)}, "blocks"),  # a window
+        ("tpu", 4096, {"mask": (2, 1, 4096, 4096)}, "blocks"),
+        ("tpu", 4096, {"windowed": True, "segmented": True, "capped": True}, "splash"),
         ("tpu", 4096, {"dtype": jnp.float32}, "blocks"),
         ("tpu", 200, {"is_causal": False}, "fused"),
         ("gpu", 4096, {}, "cudnn"),
         ("gpu", 4096, {"segmented": True}, "cudnn"),
+        ("gpu", 4100, {"segmented": True}, "blocks"),  # no multiple of 128
+        ("gpu", 4096, {"windowed": True}, "cudnn"),
+        ("gpu", 4096, {"windowed": True, "is_causal": False}, "blocks"),
+        ("gpu", 4096, {"windowed": True, "segmented": True}, "blocks"),
         ("gpu", 4096, {"capped": True}, "blocks"),
         ("gpu", 77, {}, "xla"),
         ("cpu", 1024, {}, "xla"),
@@ -204,8 +312,7 @@ def test_auto_goes_by_device_and_shape(platform, length, case, wanted):
     dtype, mask = case.pop("dtype"), case.pop("mask")
     mask = mask and jax.ShapeDtypeStruct(mask, bool)
     q = k = jax.ShapeDtypeStruct((2, length, 32, 128), dtype)
-    mesh = AbstractMesh((1,), ("data",), abstract_device=AbstractDevice("any", None, platform))
-    with use_abstract_mesh(mesh):
+    with on_a(platform):
         assert flash.auto_implementation(q, k, mask, **case) == wanted
 
 
