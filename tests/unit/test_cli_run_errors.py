@@ -129,13 +129,16 @@ def test_a_config_file_that_is_not_there(refused, tmp_path):
     [
         (
             "options.treshold=0.3",
-            r"--config\.options\.treshold: .*did you mean 'options\.threshold",
+            r"config key options\.treshold: unknown; did you mean 'threshold'",
         ),
-        ("options.top_k=20", r"--config\.options\.top_k: .*no such key"),
+        ("options.top_k=20", r"config key options\.top_k: unknown; .* cap, select"),
         ("options.threshold=high", r"--config\.options\.threshold=high: .*a number"),
         ("options.select=bets", r"config key options\.select='bets': one of .*did you mean 'best'"),
         ("options.cap=wqa", r"config key options\.cap='wqa': .*did you mean 'webqa'"),
-        ("parts.retriever.method=bm25", r"--config\.parts\.retriever\.method: .*no such key"),
+        (
+            "parts.retriever.method=bm25",
+            r"config key parts\.retriever: unknown; .* reader, reranker",
+        ),
         (
             "setting=restrict",
             r"config key setting=restrict: use one of question_only, .*restricted",

@@ -24,7 +24,7 @@ def test_a_trained_run_is_not_trained_again(data, models):
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--config.train.stps=5", r"--config\.train\.stps: .*did you mean 'train\.steps'\?"),
+        ("--config.train.stps=5", r"config key train\.stps: unknown; did you mean 'steps'\?"),
         ("--config.train.steps=many", r"--config\.train\.steps=many: .*a whole number"),
         ("--config.train", r"write it as --config\.KEY=VALUE"),
         ("--config.train=5", r"--config\.train: is a section"),

@@ -202,7 +202,7 @@ def test_a_run_that_diverges_does_not_end_the_others(data, tmp_path):
 @pytest.mark.parametrize(
     ("over", "message"),
     [
-        (["train.stps=1,2"], r"--over=train\.stps: .*no such key.*train\.steps"),
+        (["train.stps=1,2"], r"cell train\.stps=1: config key train\.stps: unknown; .*'steps'"),
         (["seed="], r"--over=seed=: KEY=VALUE,VALUE"),
         ([f"{RATE}=1e-3,0.001"], r"--over: learning_rate=1e-3 and .*0\.001 are the same run"),
         (
