@@ -91,6 +91,7 @@ class Box:
         self._code = code
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
 
     def call(self, function: str, **request: Any) -> Any:
         """What a function of the file returns for these arguments.
@@ -107,6 +108,12 @@ class Box:
         """The same for a function that takes bytes first and returns (a value, a list of bytes)."""
         return self._called(budget, data, function, request)
 
+    def close(self) -> None:
+        """Ends the child, and a call of another thread with it."""
+        self._is_closed = True
+        if self._child is not None:
+            self._child.kill()
+
     def _called(
         self, budget: Budget, data: bytes | None, function: str, request: dict[str, Any]
     ) -> tuple[Any, list[bytes]]:
@@ -118,7 +125,7 @@ class Box:
                 answer, blobs = self._asked(line, data or b"", budget)
             except OverBudget as error:
                 # Calls before it may have left less memory than a new child has.
-                if is_new or error.is_late:
+                if is_new or error.is_late or self._is_closed:
                     raise
                 answer, blobs = self._asked(line, data or b"", budget)
         if "failed" in answer:
@@ -146,7 +153,7 @@ class Box:
         command = [sys.executable, "-I", "-B", __file__, os.fspath(self._code)]
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         child = subprocess.Popen(
-            [*command, *filter(None, sys.path)],
+            [*command, *filter(None, sys.path), os.fspath(Path(__file__).parents[2])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
