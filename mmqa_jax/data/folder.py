@@ -133,8 +133,10 @@ class FolderContent:
 
     Attributes:
       sources: their ids are FILE#3 (a chunk), FILE#figure2, FILE#page4 or FILE (a picture): the
-        same in every run. `extra` holds `file`, `page` (of a PDF, from 1), `heading`, WHOLE_PAGE of
-        a page that is a picture and, where other files have the same content, `same_as`.
+        same in every run. `extra` holds `file`, `page` (from 1; None without pages), `heading`,
+        WHOLE_PAGE of a page that is a picture and, where there are some, the document's `title`,
+        `places` ({start, end} of the text with `name` or `box`: documents/document.py, Place), and
+        `same_as`, the other files of the same content.
       read_picture: encoded bytes of a `Source.image`.
       report: of the files.
       digest: of everything above.
@@ -390,7 +392,7 @@ class _Reading:
                 figures[f"{name}#page{page}"] = key
                 heading = headings.get(page, "")
                 extra = {**self._extra(name, page, heading), WHOLE_PAGE: True}
-                yield Source(f"{name}#page{page}", "image", "", _title(name, heading),
+                yield Source(f"{name}#page{page}", "image", "", self._title(name, heading),
                              f"{name}#page{page}", extra)  # fmt: skip
 
     def _parts(
@@ -402,25 +404,32 @@ class _Reading:
     ) -> Iterator[Source]:
         for number, chunk in enumerate(chunks(paragraphs, self._options.chunk), start=1):
             extra = self._extra(name, chunk.page, chunk.heading)
-            yield Source(f"{name}#{number}", "text", chunk.text, _title(name, chunk.heading),
-                         extra=extra)  # fmt: skip
+            if chunk.places:
+                extra["places"] = [_shown_place(place) for place in chunk.places]
+            title = self._title(name, chunk.heading)
+            yield Source(f"{name}#{number}", "text", chunk.text, title, extra=extra)
         embedded = [figure for figure in found if figure[3]]
         for number, (caption, heading, page, key, _) in enumerate(embedded, start=1):
             figure = f"{name}#figure{number}"
             figures[figure] = key
             extra = self._extra(name, page, heading)
-            yield Source(figure, "image", caption, _title(name, heading), figure, extra)
+            yield Source(figure, "image", caption, self._title(name, heading), figure, extra)
 
     def _picture_sources(self) -> Iterator[Source]:
         """Pictures that are files, with the caption of the first document that shows them."""
         captions: dict[str, tuple[str, str]] = {}
         for name, (caption, heading, _, _, link) in self._shown:
             if caption:
-                captions.setdefault(_linked(name, link), (caption, _title(name, heading)))
+                captions.setdefault(_linked(name, link), (caption, self._title(name, heading)))
         for name in self._pictures:
             folders = _words(str(PurePosixPath(name).parent)) if "/" in name else ""
             caption, title = captions.get(name, (_words(PurePosixPath(name).stem), folders))
             yield Source(name, "image", caption, title, name, self._extra(name, None, ""))
+
+    def _title(self, name: str, heading: str) -> str:
+        """A source's title: the headings above it, or the document's, or the file's name."""
+        stated = self._documents.get(name, {}).get("title")
+        return heading or stated or _words(PurePosixPath(name).stem)
 
     def _extra(self, name: str, page: int | None, heading: str) -> dict[str, Any]:
         extra = {"file": name, "page": page, "heading": heading}
@@ -489,8 +498,10 @@ def _linked(document: str, link: str) -> str:
     return posixpath.normpath(posixpath.join(posixpath.dirname(document), path))
 
 
-def _title(name: str, heading: str) -> str:
-    return heading or _words(PurePosixPath(name).stem)
+def _shown_place(place: Place) -> dict[str, Any]:
+    """A place as `Source.extra` holds it."""
+    about = {"start": place.start, "end": place.end}
+    return about | ({"name": place.name} if place.box is None else {"box": list(place.box)})
 
 
 def _words(name: str) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import posixpath
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from mmqa_jax.core.box import Budget
@@ -69,4 +69,4 @@ def check_libraries(names: Iterable[str]) -> None:
 
 def ending_of(name: str) -> str:
     """The ending by which a file is read: `.pdf` of `Manual.PDF`."""
-    return PurePosixPath(name).suffix.lower()
+    return posixpath.splitext(name)[1].lower()
