@@ -8,6 +8,7 @@ from typing import Any
 
 from mmqa_jax.data.documents.document import BELOW, Document, DocumentError
 from mmqa_jax.data.documents.read import READERS
+from mmqa_jax.data.picture_bounds import PictureError
 
 _LONGEST, _DEEPEST = 300, 10  # characters of a heading; headings above a paragraph
 
@@ -18,14 +19,11 @@ Read = tuple[dict[str, Any], list[bytes]]
 def text(data: bytes, ending: str, least_pixels: int) -> Read:
     """What is kept of a document's text and figures; `bad`: why it cannot be read."""
     from mmqa_jax.data.images import verify
-    from mmqa_jax.data.picture_bounds import PictureError
 
     try:
         document = READERS[ending].read(data, least_pixels)
     except DocumentError as error:
-        if isinstance(error.__cause__, MemoryError):  # the parser's; the limit is ours to name
-            raise MemoryError from error
-        return {"bad": str(error).rstrip("."), "pictures": []}, []
+        return _bad(error)
     pictures: dict[str, bytes] = {}
     figures, broken = [], list(document.broken_figures)
     for number, figure in enumerate(document.figures, start=1):
@@ -34,7 +32,7 @@ def text(data: bytes, ending: str, least_pixels: int) -> Read:
             try:
                 verify(figure.picture, f"figure {number}")
             except PictureError as error:
-                broken.append(str(error).rstrip("."))
+                broken.append(_reason(error))
                 continue
             key = _add(pictures, figure.picture)
         heading = _shortened(figure.heading)
@@ -66,7 +64,7 @@ def pages(data: bytes) -> Read:
             else:
                 figures.append(["", "", page.number, _add(pictures, page.picture), ""])
     except DocumentError as error:
-        return {"bad": str(error).rstrip("."), "pictures": []}, []
+        return _bad(error)
     kept = {"figures": figures, "broken_figures": broken, "pictures": list(pictures)}
     return kept, list(pictures.values())
 
@@ -74,13 +72,23 @@ def pages(data: bytes) -> Read:
 def picture(data: bytes) -> Read:
     """What is kept of a picture: that it is one."""
     from mmqa_jax.data.images import verify
-    from mmqa_jax.data.picture_bounds import PictureError
 
     try:
         verify(data, "")
     except PictureError as error:
-        return {"bad": str(error).removeprefix(": ").rstrip("."), "pictures": []}, []
+        return _bad(error)
     return {"pictures": []}, []
+
+
+def _bad(error: DocumentError | PictureError) -> Read:
+    return {"bad": _reason(error), "pictures": []}, []
+
+
+def _reason(error: DocumentError | PictureError) -> str:
+    """Why a document or picture is left out; MemoryError where a library ran into the limit."""
+    if isinstance(error.__cause__, MemoryError):
+        raise MemoryError from error
+    return str(error).removeprefix(": ").rstrip(".")
 
 
 def _paragraphs(document: Document) -> dict[str, Any]:
