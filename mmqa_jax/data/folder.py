@@ -392,7 +392,7 @@ class _Reading:
                 figures[f"{name}#page{page}"] = key
                 heading = headings.get(page, "")
                 extra = {**self._extra(name, page, heading), WHOLE_PAGE: True}
-                yield Source(f"{name}#page{page}", "image", "", self._title(name, heading),
+                yield Source(f"{name}#page{page}", "image", "", _title(name, heading or self._stated(name)),
                              f"{name}#page{page}", extra)  # fmt: skip
 
     def _parts(
@@ -406,34 +406,37 @@ class _Reading:
             extra = self._extra(name, chunk.page, chunk.heading)
             if chunk.places:
                 extra["places"] = [_shown_place(place) for place in chunk.places]
-            title = self._title(name, chunk.heading)
+            title = _title(name, chunk.heading or self._stated(name))
             yield Source(f"{name}#{number}", "text", chunk.text, title, extra=extra)
         embedded = [figure for figure in found if figure[3]]
         for number, (caption, heading, page, key, _) in enumerate(embedded, start=1):
             figure = f"{name}#figure{number}"
             figures[figure] = key
             extra = self._extra(name, page, heading)
-            yield Source(figure, "image", caption, self._title(name, heading), figure, extra)
+            yield Source(
+                figure, "image", caption, _title(name, heading or self._stated(name)), figure, extra
+            )
 
     def _picture_sources(self) -> Iterator[Source]:
         """Pictures that are files, with the caption of the first document that shows them."""
         captions: dict[str, tuple[str, str]] = {}
         for name, (caption, heading, _, _, link) in self._shown:
             if caption:
-                captions.setdefault(_linked(name, link), (caption, self._title(name, heading)))
+                captions.setdefault(
+                    _linked(name, link), (caption, _title(name, heading or self._stated(name)))
+                )
         for name in self._pictures:
             folders = _words(str(PurePosixPath(name).parent)) if "/" in name else ""
             caption, title = captions.get(name, (_words(PurePosixPath(name).stem), folders))
             yield Source(name, "image", caption, title, name, self._extra(name, None, ""))
 
-    def _title(self, name: str, heading: str) -> str:
-        """A source's title: the headings above it, or the document's, or the file's name."""
-        stated = self._documents.get(name, {}).get("title")
-        return heading or stated or _words(PurePosixPath(name).stem)
+    def _stated(self, name: str) -> str:
+        """The title that a document states, or ""."""
+        return self._documents.get(name, {}).get("title", "")
 
     def _extra(self, name: str, page: int | None, heading: str) -> dict[str, Any]:
         extra = {"file": name, "page": page, "heading": heading}
-        if title := self._documents.get(name, {}).get("title"):
+        if title := self._stated(name):
             extra["title"] = title
         return {**extra, "same_as": self._same[name]} if name in self._same else extra
 
@@ -496,6 +499,10 @@ def _linked(document: str, link: str) -> str:
         return ""
     path = urllib.parse.unquote(link.partition("#")[0].partition("?")[0])
     return posixpath.normpath(posixpath.join(posixpath.dirname(document), path))
+
+
+def _title(name: str, heading: str) -> str:
+    return heading or _words(PurePosixPath(name).stem)
 
 
 def _shown_place(place: Place) -> dict[str, Any]:
