@@ -392,8 +392,9 @@ class _Reading:
                 figures[f"{name}#page{page}"] = key
                 heading = headings.get(page, "")
                 extra = {**self._extra(name, page, heading), WHOLE_PAGE: True}
-                yield Source(f"{name}#page{page}", "image", "", _title(name, heading or self._stated(name)),
-                             f"{name}#page{page}", extra)  # fmt: skip
+                title = _title(name, heading or self._stated(name))
+                source = f"{name}#page{page}"
+                yield Source(source, "image", "", title, source, extra)
 
     def _parts(
         self,
@@ -413,9 +414,8 @@ class _Reading:
             figure = f"{name}#figure{number}"
             figures[figure] = key
             extra = self._extra(name, page, heading)
-            yield Source(
-                figure, "image", caption, _title(name, heading or self._stated(name)), figure, extra
-            )
+            title = _title(name, heading or self._stated(name))
+            yield Source(figure, "image", caption, title, figure, extra)
 
     def _picture_sources(self) -> Iterator[Source]:
         """Pictures that are files, with the caption of the first document that shows them."""
