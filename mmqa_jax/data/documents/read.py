@@ -37,7 +37,7 @@ READERS: Mapping[str, Reader] = {
     ".html": _HTML,
     ".htm": _HTML,
     ".pdf": Reader(read_pdf, "pypdfium2", "pypdfium2"),
-    ".docx": Reader(lambda data, _: read_docx(data), "docx", "python-docx"),
+    ".docx": Reader(lambda data, _: read_docx(data), "lxml", "lxml"),
 }
 
 

@@ -1,0 +1,357 @@
+"""Office's documents: each piece of a file that a person sees is read, the others are counted."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+
+import pytest
+from document_files import picture
+
+from mmqa_jax.data.documents.document import DocumentError
+from mmqa_jax.data.documents.docx import read_docx
+
+OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
+DRAWING = "http://schemas.openxmlformats.org/drawingml/2006"
+NAMESPACES = {
+    "w": "http://schemas.openxmlformats.org/wordprocessingml/2006/main",
+    "m": "http://schemas.openxmlformats.org/officeDocument/2006/math",
+    "r": OFFICE,
+    "a": f"{DRAWING}/main",
+    "c": f"{DRAWING}/chart",
+    "dgm": f"{DRAWING}/diagram",
+    "pic": f"{DRAWING}/picture",
+    "wp": f"{DRAWING}/wordprocessingDrawing",
+    "wps": "http://schemas.microsoft.com/office/word/2010/wordprocessingShape",
+    "mc": "http://schemas.openxmlformats.org/markup-compatibility/2006",
+    "v": "urn:schemas-microsoft-com:vml",
+    "p": "http://schemas.openxmlformats.org/presentationml/2006/main",
+    "x": "http://schemas.openxmlformats.org/spreadsheetml/2006/main",
+    "xdr": f"{DRAWING}/spreadsheetDrawing",
+}
+DECLARED = " ".join(f'xmlns:{prefix}="{name}"' for prefix, name in NAMESPACES.items())
+
+
+def root(name: str, content: str, more: str = "") -> str:
+    """The XML of a part, its root element by name."""
+    return f"<{name} {DECLARED} {more}>{content}</{name}>"
+
+
+def related(*targets: tuple[str, str]) -> str:
+    """Relationships rId1, rId2, ... of (type, target)."""
+    lines = "".join(
+        f'<Relationship Id="rId{number}" Type="{OFFICE}/{kind}" Target="{target}"/>'
+        for number, (kind, target) in enumerate(targets, start=1)
+    )
+    name = "http://schemas.openxmlformats.org/package/2006/relationships"
+    return f'<Relationships xmlns="{name}">{lines}</Relationships>'
+
+
+def zipped(parts: dict[str, str | bytes]) -> bytes:
+    """A file of Office of these parts."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in parts.items():
+            archive.writestr(name, content)
+    return packed.getvalue()
+
+
+def texts(document):
+    return [paragraph.text for paragraph in document.paragraphs]
+
+
+def rows(document):
+    return [(p.header, p.text) for p in document.paragraphs if p.is_row]
+
+
+# Word
+
+STYLES = root(
+    "w:styles",
+    '<w:style w:styleId="berschrift1"><w:name w:val="heading 1"/></w:style>'
+    '<w:style w:styleId="Own"><w:name w:val="My own"/><w:basedOn w:val="berschrift1"/></w:style>'
+    '<w:style w:styleId="Part"><w:name w:val="Part"/><w:pPr><w:outlineLvl w:val="1"/></w:pPr></w:style>'
+    '<w:style w:styleId="Cap"><w:name w:val="caption"/></w:style>'
+    '<w:style w:styleId="Loop"><w:name w:val="Loop"/><w:basedOn w:val="Loop"/></w:style>',
+)
+CHART = root(
+    "c:chartSpace",
+    "<c:chart><c:title><a:p><a:r><a:t>Catches</a:t></a:r></a:p></c:title><c:ser><c:tx><c:strCache>"
+    '<c:pt idx="0"><c:v>Herring</c:v></c:pt></c:strCache></c:tx><c:cat><c:strCache><c:pt idx="0">'
+    '<c:v>May</c:v></c:pt><c:pt idx="1"><c:v>June</c:v></c:pt></c:strCache></c:cat><c:val><c:numCache>'
+    '<c:pt idx="0"><c:v>4.2999999999999998</c:v></c:pt><c:pt idx="1"><c:v>7</c:v></c:pt>'
+    "</c:numCache></c:val></c:ser></c:chart>",
+)
+DIAGRAM = root(
+    "dgm:dataModel",
+    "<dgm:ptLst><dgm:pt><dgm:t><a:p><a:r><a:t>Moor the boat</a:t></a:r></a:p></dgm:t></dgm:pt></dgm:ptLst>",
+)
+
+
+def word(body: str, **parts: str) -> bytes:
+    """A document of this body, with notes, headers and drawings as they are given."""
+    return zipped({
+        "_rels/.rels": related(("officeDocument", "word/document.xml")),
+        "word/document.xml": root("w:document", f"<w:body>{body}</w:body>"),
+        "word/_rels/document.xml.rels": related(
+            ("styles", "styles.xml"), ("image", "media/a.png"), ("chart", "charts/c.xml"),
+            ("diagramData", "diagrams/d.xml"), ("aFChunk", "page.html"),
+            *((kind, f"{kind}.xml") for kind in parts),
+        ),
+        "word/styles.xml": STYLES,
+        "word/media/a.png": picture(),
+        "word/charts/c.xml": CHART,
+        "word/diagrams/d.xml": DIAGRAM,
+        "word/page.html": "<p>From the old page.</p>",
+        **{f"word/{kind}.xml": content for kind, content in parts.items()},
+    })  # fmt: skip
+
+
+def t(text: str) -> str:
+    return f'<w:r><w:t xml:space="preserve">{text}</w:t></w:r>'
+
+
+def para(inner: str, style: str = "") -> str:
+    properties = f'<w:pPr><w:pStyle w:val="{style}"/></w:pPr>' if style else ""
+    return f"<w:p>{properties}{inner}</w:p>"
+
+
+def cell(inner: str, properties: str = "") -> str:
+    return (
+        f"<w:tc><w:tcPr>{properties}</w:tcPr>{inner if '<w:p>' in inner else para(t(inner))}</w:tc>"
+    )
+
+
+def table(*lines: str, properties: str = "") -> str:
+    return f"<w:tbl><w:tblPr>{properties}</w:tblPr>{''.join(f'<w:tr>{line}</w:tr>' for line in lines)}</w:tbl>"
+
+
+LOOK = '<w:tblLook w:firstRow="0"/>'
+BOX = f"<w:txbxContent>{para(t('Boxed'))}</w:txbxContent>"
+FIELD = '<w:r><w:fldChar w:fldCharType="%s"/></w:r>'
+ALT = '<wp:docPr id="1" name="P" descr="A red hull"/>'
+PIECES = {
+    "run": (para(t("Plain")), ["Plain"]),
+    "tab, break, hyphen": (
+        para("<w:r><w:t>a</w:t><w:tab/><w:t>b</w:t><w:br/><w:t>c</w:t><w:noBreakHyphen/><w:t>d</w:t></w:r>"),
+        ["a b c-d"],
+    ),
+    "tracked insertion": (para(t("a ") + f"<w:ins>{t('new')}</w:ins>"), ["a new"]),
+    "moved text": (para(f"<w:moveFrom>{t('M')}</w:moveFrom>") + para(f"<w:moveTo>{t('M')}</w:moveTo>"), ["M"]),
+    "inserted block": (f"<w:ins>{para(t('Block'))}</w:ins>", ["Block"]),
+    "deleted end of a paragraph": (
+        f"<w:p><w:pPr><w:rPr><w:del/></w:rPr></w:pPr>{t('One ')}</w:p>" + para(t("line")),
+        ["One line"],
+    ),
+    "content control of a run": (para(f"<w:sdt><w:sdtPr/><w:sdtContent>{t('Control')}</w:sdtContent></w:sdt>"), ["Control"]),
+    "content control of a block": (f"<w:sdt><w:sdtContent>{para(t('Block'))}</w:sdtContent></w:sdt>", ["Block"]),
+    "content control of a cell": (
+        table(f"{cell('x')}<w:sdt><w:sdtContent>{cell('y')}</w:sdtContent></w:sdt>", cell("z")),
+        ["x | y", "z"],
+    ),
+    "content control of a row": (
+        "<w:tbl><w:sdt><w:sdtContent><w:tr>" + cell("x") + cell("y") + "</w:tr></w:sdtContent></w:sdt></w:tbl>",
+        ["x | y"],
+    ),
+    "custom XML, smart tag": (para(f"<w:customXml><w:smartTag>{t('Tagged')}</w:smartTag></w:customXml>"), ["Tagged"]),
+    "hyperlink": (para(f"<w:hyperlink>{t('Linked')}</w:hyperlink>"), ["Linked"]),
+    "simple field": (para(f'<w:fldSimple w:instr="DATE">{t("5 May")}</w:fldSimple>'), ["5 May"]),
+    "complex field": (
+        para(FIELD % "begin" + "<w:r><w:instrText>REF x</w:instrText></w:r>" + t("code") + FIELD % "separate" + t("Result") + FIELD % "end"),
+        ["Result"],
+    ),
+    "damaged field": (para(FIELD % "begin" + FIELD % "begin") + para(t("goes on")), ["goes on"]),
+    "list of a form": (
+        para('<w:r><w:fldChar w:fldCharType="begin"><w:ffData><w:ddList><w:result w:val="1"/><w:listEntry w:val="Cod"/>'
+             '<w:listEntry w:val="Eel"/></w:ddList></w:ffData></w:fldChar></w:r>' + FIELD % "end"),
+        ["Eel"],
+    ),
+    "formula": (para(t("p is ") + "<m:oMath><m:r><m:t>ρgh</m:t></m:r></m:oMath>"), ["p is ρgh"]),
+    "display formula": (para("<m:oMathPara><m:oMath><m:f><m:num><m:r><m:t>a</m:t></m:r></m:num></m:f></m:oMath></m:oMathPara>"), ["a"]),
+    "ruby": (para("<w:r><w:ruby><w:rt>" + t("かん") + "</w:rt><w:rubyBase>" + t("漢") + "</w:rubyBase></w:ruby></w:r>"), ["(かん)漢"]),
+    "text box": (para(t("Anchor") + f"<w:r><w:drawing><wps:txbx>{BOX}</wps:txbx></w:drawing></w:r>"), ["Anchor", "Boxed"]),
+    "old text box": (para(f"<w:r><w:pict><v:shape><v:textbox>{BOX}</v:textbox></v:shape></w:pict></w:r>"), ["Boxed"]),
+    "letters as a drawing": (para('<w:r><w:pict><v:shape><v:textpath string="Draft"/></v:shape></w:pict></w:r>'), ["Draft"]),
+    "alternate content once": (
+        para(f"<mc:AlternateContent><mc:Choice><w:r><w:drawing><wps:txbx>{BOX}</wps:txbx></w:drawing></w:r></mc:Choice>"
+             f"<mc:Fallback><w:r><w:pict><v:textbox>{BOX}</v:textbox></w:pict></w:r></mc:Fallback></mc:AlternateContent>"),
+        ["Boxed"],
+    ),
+    "nested table": (
+        table(cell("Pump") + cell(para(t("Parts")) + table(cell("Seal") + cell("9"), cell("Rod") + cell("2"))), cell("Fan") + cell("None"),
+              properties=LOOK),
+        ["Pump | Parts", "Seal | 9", "Rod | 2", "Fan | None"],
+    ),
+    "table around text": (table(cell(para(t("Framed")) + para(t("text")))), ["Framed", "text"]),
+    "chart": (para('<w:r><w:drawing><c:chart r:id="rId3"/></w:drawing></w:r>'), ["Catches", "May | 4.3", "June | 7"]),
+    "SmartArt": (para('<w:r><w:drawing><dgm:relIds r:dm="rId4"/></w:drawing></w:r>'), ["Moor the boat"]),
+    "alternative text of what is no picture": (para(f"<w:r><w:drawing>{ALT}</w:drawing></w:r>"), ["A red hull"]),
+    "page that is taken in": ('<w:altChunk r:id="rId5"/>', ["From the old page."]),
+    "heading with nothing below it": (para(t("Alone"), "berschrift1") + para(t("Next"), "berschrift1") + para(t("x")), ["Alone", "x"]),
+    "deep content controls": ("<w:sdt><w:sdtContent>" * 100 + para(t("Deep")) + "</w:sdtContent></w:sdt>" * 100, ["Deep"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_pieces_of_a_word_file(piece):
+    body, expected = PIECES[piece]
+    document = read_docx(word(body + para(t("End."))))
+    read = [line for p in document.paragraphs for line in (p.header, p.text) if line]
+    assert [line for line in dict.fromkeys(read) if line != "| Herring"] == [*expected, "End."]
+    assert document.missing == 0
+
+
+def test_all_pieces_of_one_word_file():
+    document = read_docx(
+        word("".join(para(t(piece)) + body for piece, (body, _) in PIECES.items()))
+    )
+    read = {line for p in document.paragraphs for line in (p.header, p.text, p.heading)}
+    missing = [piece for piece, (_, lines) in PIECES.items() if not read.issuperset(lines)]
+    # The deleted end of a paragraph joins it to the next one, which is the same here.
+    assert missing == []
+    assert document.missing == 0
+
+
+NOTED = para(
+    t("Fees")
+    + '<w:r><w:footnoteReference w:id="2"/></w:r><w:r><w:endnoteReference w:id="3"/></w:r>'
+    + '<w:r><w:commentReference w:id="4"/></w:r>'
+    + t(" rise.")
+) + para(t("End."))
+
+
+def test_notes_headers_and_footers():
+    document = read_docx(
+        word(
+            NOTED,
+            footnotes=root(
+                "w:footnotes", f'<w:footnote w:id="2">{para(t("In 2024."))}</w:footnote>'
+            ),
+            endnotes=root("w:endnotes", f'<w:endnote w:id="3">{para(t("By law."))}</w:endnote>'),
+            comments=root(
+                "w:comments",
+                f'<w:comment w:id="4">{para(t("Check."))}</w:comment><w:comment w:id="5">{para(t("Lost."))}</w:comment>',
+            ),
+            header=root("w:hdr", para(t("Harbour office"))),
+            footer=root("w:ftr", para(t("7"))),
+        )
+    )
+    assert texts(document) == [
+        "Harbour office", "Fees rise.", "In 2024.", "By law.", "Check.", "End.", "Lost.",
+    ]  # fmt: skip
+    assert (document.left_out, document.missing) == ({"page numbers": 1}, 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "cause", "count"),
+    [
+        (para(f"<w:del><w:r><w:delText>gone</w:delText></w:r></w:del>{t('x')}"), "deleted text", 4),
+        (f"<w:moveFrom>{para(t('gone'))}</w:moveFrom>", "deleted text", 4),
+        (f"<w:tbl><w:tr><w:trPr><w:del/></w:trPr>{cell('gone')}</w:tr><w:tr>{cell('x')}</w:tr></w:tbl>", "deleted text", 4),
+        (para("<w:r><w:rPr><w:vanish/></w:rPr><w:t>gone</w:t></w:r>"), "hidden text", 4),
+        (para(FIELD % "begin" + t("gone") + FIELD % "separate" + t("x") + FIELD % "end"), "codes of fields", 4),
+    ],
+)  # fmt: skip
+def test_what_word_does_not_show_is_counted(body, cause, count):
+    document = read_docx(word(body + para(t("End."))))
+    assert "gone" not in " ".join(texts(document))
+    assert document.left_out == {cause: count}
+    assert document.missing == 0
+
+
+def test_headings_and_captions_of_word():
+    shown = f'<w:r><w:drawing>{ALT}<a:blip r:embed="rId2"/></w:drawing></w:r>'
+    document = read_docx(
+        word(
+            para(t("Boats"), "berschrift1") + para(t("a"), "Loop") + para(t("Sails"), "Part") + para(t("b"))
+            + para(t("Ropes"), "Own") + para(shown) + para(t("Red boat"), "Cap") + para(shown)
+            + "<w:p><w:pPr><w:outlineLvl w:val='0'/></w:pPr>" + t("Oars") + "</w:p>" + para(t("c"))
+        )
+    )  # fmt: skip
+    assert [(p.heading, p.text) for p in document.paragraphs] == [
+        ("Boats", "a"), ("Boats > Sails", "b"), ("Ropes", "Red boat"), ("Oars", "c"),
+    ]  # fmt: skip
+    assert [(f.caption, f.heading, f.picture) for f in document.figures] == [
+        ("Red boat", "Ropes", picture()), ("A red hull", "Ropes", picture()),
+    ]  # fmt: skip
+
+
+MERGED = '<w:vMerge w:val="restart"/>'
+HEADED = cell("Berth") + cell("Fee") + cell("Draught")
+
+
+@pytest.mark.parametrize(
+    ("lines", "properties", "expected"),
+    [
+        ([HEADED, cell("B7") + cell("12") + cell("4 m")], "", [("Berth | Fee | Draught", "B7 | 12 | 4 m")]),
+        # Merged downwards: in each row that it covers; without a cell above it, a cell of its own.
+        (
+            [HEADED, cell("North", MERGED) + cell("1") + cell("2"), cell("", "<w:vMerge/>") + cell("3") + cell("4")],
+            "",
+            [("Berth | Fee | Draught", "North | 1 | 2"), ("Berth | Fee | Draught", "North | 3 | 4")],
+        ),
+        ([cell("a", MERGED) + cell("b"), cell("", "<w:vMerge/>") + cell("c")], "", [("", "a | b"), ("", "a | c")]),
+        ([cell("a", "<w:vMerge/>") + cell("1"), cell("b") + cell("2")], "", [("", "a | 1"), ("", "b | 2")]),
+        # Merged to the right, beyond all bounds too, and a row that begins in the second column.
+        (
+            [cell("Wide", '<w:gridSpan w:val="2000000000"/>') + cell("x"), cell("a") + cell("1")],
+            LOOK,
+            [("", "Wide | | x"), ("", "a | 1")],
+        ),
+        # Empty cells keep their place; figures are no header, nor is what Word says is none.
+        ([HEADED, cell("B7") + cell("") + cell("4 m")], "", [("Berth | Fee | Draught", "B7 | | 4 m")]),
+        ([cell("1") + cell("2"), cell("3") + cell("4")], "", [("", "1 | 2"), ("", "3 | 4")]),
+        ([HEADED, HEADED], LOOK, [("", "Berth | Fee | Draught"), ("", "Berth | Fee | Draught")]),
+        (
+            ["<w:trPr><w:tblHeader/></w:trPr>" + cell("1") + cell("2")] * 2 + [cell("3") + cell("4")],
+            "",
+            [("1 | 2; 1 | 2", "3 | 4")],
+        ),
+    ],
+)  # fmt: skip
+def test_tables_of_word(lines, properties, expected):
+    assert rows(read_docx(word(table(*lines, properties=properties)))) == expected
+
+
+def test_merged_rows_are_read_in_linear_time():
+    merged = cell("Group", MERGED) + cell("p"), cell("", "<w:vMerge/>") + cell("p")
+    document = read_docx(word(table(merged[0], *[merged[1]] * 5_000)))
+    assert [text for _, text in rows(document)] == ["Group | p"] * 5_001
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (word("<w:p>"), r"no \.docx that can be read \(Opening and ending tag mismatch"),
+        (zipped({"_rels/.rels": related(("officeDocument", "a.xml"))}), "it names no document"),
+        (zipped({"_rels/.rels": related(("officeDocument", "a.xml")), "a.xml": "<a/>"}), "it has no body"),
+        (word("<w:txbxContent>" * 9_000 + "</w:txbxContent>" * 9_000), "too deeply|depth"),
+        (
+            zipped({
+                "_rels/.rels": related(("officeDocument", "a.xml")),
+                "a.xml": '<!DOCTYPE a [<!ENTITY b "bbbb"><!ENTITY c "&b;&b;">]><a>&c;</a>',
+            }),
+            "a.xml declares entities",
+        ),
+    ],
+)  # fmt: skip
+def test_damaged_word_files(data, reason):
+    with pytest.raises(DocumentError, match=reason):
+        read_docx(data)
+
+
+def test_xml_counts_whatever_its_name_ends_with():
+    spaces = root("w:document", "<w:body>" + " " * (3 * 2**23) + "</w:body>")
+    data = zipped({
+        "_rels/.rels": related(("officeDocument", "word/document.bin")),
+        "word/document.bin": spaces,
+    })  # fmt: skip
+    with pytest.raises(DocumentError, match=r"unpacks to 25,\d+,\d+ bytes of text"):
+        read_docx(data)
+
+
+def test_merged_cells_do_not_grow_without_bound(monkeypatch):
+    monkeypatch.setattr("mmqa_jax.data.documents.office.MOST_TEXT", 10_000)
+    long = table(cell("x" * 900, MERGED) + cell("1"), *[cell("", "<w:vMerge/>") + cell("2")] * 20)
+    with pytest.raises(DocumentError, match="says more than 10,000 characters; split it"):
+        read_docx(word(long))
