@@ -10,6 +10,8 @@ from document_files import picture
 
 from mmqa_jax.data.documents.document import DocumentError
 from mmqa_jax.data.documents.docx import read_docx
+from mmqa_jax.data.documents.pptx import read_pptx
+from mmqa_jax.data.documents.xlsx import read_xlsx, shown_by
 
 OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
 DRAWING = "http://schemas.openxmlformats.org/drawingml/2006"
@@ -355,3 +357,277 @@ def test_merged_cells_do_not_grow_without_bound(monkeypatch):
     long = table(cell("x" * 900, MERGED) + cell("1"), *[cell("", "<w:vMerge/>") + cell("2")] * 20)
     with pytest.raises(DocumentError, match="says more than 10,000 characters; split it"):
         read_docx(word(long))
+
+
+# PowerPoint
+
+
+def deck(*slides: str, more: tuple[tuple[str, str], ...] = (), **parts: str) -> bytes:
+    """A presentation of these slides, whose relationships are the chart, a picture and `more`."""
+    numbers = range(1, len(slides) + 1)
+    ids = "".join(
+        f'<p:sldId id="{250 + number}" r:id="rId{number}"/>' for number in reversed(numbers)
+    )
+    beside = related(
+        ("chart", "../charts/c.xml"),
+        ("image", "../media/a.png"),
+        ("diagramData", "../diagrams/d.xml"),
+        *more,
+    )
+    return zipped({
+        "_rels/.rels": related(("officeDocument", "ppt/presentation.xml")),
+        "ppt/presentation.xml": root("p:presentation", f"<p:sldIdLst>{ids}</p:sldIdLst>"),
+        "ppt/_rels/presentation.xml.rels": related(*(("slide", f"slides/s{number}.xml") for number in numbers)),
+        **{f"ppt/slides/s{number}.xml": slide for number, slide in enumerate(slides, start=1)},
+        **{f"ppt/slides/_rels/s{number}.xml.rels": beside for number in numbers},
+        "ppt/charts/c.xml": CHART,
+        "ppt/media/a.png": picture(),
+        "ppt/diagrams/d.xml": DIAGRAM,
+        **{f"ppt/{name}.xml": content for name, content in parts.items()},
+    })  # fmt: skip
+
+
+def slide(*shapes: str, more: str = "") -> str:
+    return root("p:sld", f"<p:cSld><p:spTree>{''.join(shapes)}</p:spTree></p:cSld>", more)
+
+
+def shape(inner: str, placeholder: str = "", about: str = "") -> str:
+    place = f'<p:ph type="{placeholder}"/>' if placeholder else ""
+    return (
+        f'<p:sp><p:nvSpPr><p:cNvPr id="1" name="s" {about}/><p:nvPr>{place}</p:nvPr></p:nvSpPr>'
+        f"<p:txBody><a:p>{inner}</a:p></p:txBody></p:sp>"
+    )
+
+
+def run(text: str) -> str:
+    return f"<a:r><a:t>{text}</a:t></a:r>"
+
+
+def drawn_row(*cells: str) -> str:
+    cells = (
+        c if c.startswith("<") else f"<a:tc><a:txBody><a:p>{run(c)}</a:p></a:txBody></a:tc>"
+        for c in cells
+    )
+    return f"<a:tr>{''.join(cells)}</a:tr>"
+
+
+NORTH = f'<a:tc rowSpan="2"><a:txBody><a:p>{run("North")}</a:p></a:txBody></a:tc>'
+COVERED = "<a:tc vMerge='1'><a:txBody><a:p/></a:txBody></a:tc>"
+SHAPES = {
+    "text box": (shape(run("Two") + "<a:br/>" + run("lines")), ["Two lines"]),
+    "field": (shape("<a:fld type='datetime'><a:t>5 May</a:t></a:fld>"), ["5 May"]),
+    "formula": (shape(f"<mc:AlternateContent><mc:Choice><m:oMath><m:r><m:t>ρgh</m:t></m:r></m:oMath></mc:Choice><mc:Fallback>{run('x')}</mc:Fallback></mc:AlternateContent>"), ["ρgh"]),
+    "alternate shape once": (f"<mc:AlternateContent><mc:Choice>{shape(run('Once'))}</mc:Choice><mc:Fallback>{shape(run('Once'))}</mc:Fallback></mc:AlternateContent>", ["Once"]),
+    "groups": (f"<p:grpSp><p:grpSp>{shape(run('Inner'))}</p:grpSp></p:grpSp>", ["Inner"]),
+    "shape of an alternative text alone": (shape("", about='descr="An arrow"'), ["An arrow"]),
+    "table": (
+        f"<p:graphicFrame><a:tbl>{drawn_row('Berth', 'Fee')}{drawn_row(NORTH, '1')}{drawn_row(COVERED, '3')}</a:tbl></p:graphicFrame>",
+        ["Berth | Fee", "North | 1", "North | 3"],
+    ),
+    "chart": ('<p:graphicFrame><c:chart r:id="rId1"/></p:graphicFrame>', ["Catches", "| Herring", "May | 4.3", "June | 7"]),
+    "SmartArt": ('<p:graphicFrame><dgm:relIds r:dm="rId3"/></p:graphicFrame>', ["Moor the boat"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("piece", SHAPES)
+def test_shapes_of_slides(piece):
+    drawn, expected = SHAPES[piece]
+    document = read_pptx(deck(slide(drawn, shape(run("End.")))))
+    read = dict.fromkeys(line for p in document.paragraphs for line in (p.header, p.text) if line)
+    assert list(read) == [*expected, "End."]
+    assert document.missing == 0
+
+
+def test_slides_of_a_presentation():
+    pic = '<p:pic><p:nvPicPr><p:cNvPr id="3" name="" descr="A red hull"/></p:nvPicPr><a:blip r:embed="rId2"/></p:pic>'
+    notes = root("p:notes", shape(run("Speak slowly."), "body") + shape(run("3"), "sldNum"))
+    comments = root("p:cmLst", "<p:cm><p:text>Check the fee.</p:text></p:cm>")
+    document = read_pptx(
+        deck(
+            slide(shape(run("No title here"))),
+            slide(
+                shape(run("Body")), shape(run("Fees"), "ctrTitle"), pic, shape(run("ACME"), "ftr")
+            ),
+            slide(shape(run("Secret")), more='show="0"'),
+            more=(("notesSlide", "../notes.xml"), ("comments", "../comments.xml")),
+            notes=notes,
+            comments=comments,
+        )
+    )
+    beside = ["Speak slowly.", "Check the fee."]
+    assert [(p.page, p.places[0].name, p.heading, p.text) for p in document.paragraphs] == [
+        (2, "slide 2", "Fees", "Body"),
+        *((2, "slide 2", "Fees", text) for text in beside),
+        (3, "slide 3", "", "No title here"),
+        *((3, "slide 3", "", text) for text in beside),
+    ]
+    assert [(f.caption, f.page, f.heading, f.picture) for f in document.figures] == [
+        ("A red hull", 2, "Fees", picture())
+    ]
+    assert document.left_out == {"hidden slides": 6, "footers and numbers of slides": 6}
+
+
+# Excel
+
+
+def book(
+    rows: str, *, sheets: str = "", more: str = "", styles: str = "", about: str = "", **parts: str
+) -> bytes:
+    """A workbook whose first sheet, `Fees 24`, has these rows; the second one is `sheets`."""
+    return zipped({
+        "_rels/.rels": related(("officeDocument", "xl/workbook.xml")),
+        "xl/workbook.xml": root(
+            "x:workbook",
+            f'{about}<x:sheets><x:sheet name="Fees 24" r:id="rId1"/>'
+            + ('<x:sheet name="Back" r:id="rId2" state="hidden"/>' if sheets else "") + "</x:sheets>",
+        ),
+        "xl/_rels/workbook.xml.rels": related(
+            ("worksheet", "a.xml"), ("worksheet", "b.xml"), ("sharedStrings", "strings.xml"), ("styles", "styles.xml")
+        ),
+        "xl/a.xml": root("x:worksheet", f"{more}<x:sheetData>{rows}</x:sheetData>{parts.pop('after', '')}"),
+        "xl/b.xml": root("x:worksheet", f"<x:sheetData>{sheets}</x:sheetData>"),
+        "xl/_rels/a.xml.rels": related(*((kind, f"{kind}.xml") for kind in parts)),
+        "xl/strings.xml": root("x:sst", "<x:si><x:t>Berth</x:t></x:si><x:si><x:r><x:t>Fe</x:t></x:r><x:r><x:t>e</x:t></x:r><x:rPh><x:t>no</x:t></x:rPh></x:si>"),
+        "xl/styles.xml": root("x:styleSheet", f"{styles}<x:cellXfs><x:xf numFmtId='0'/><x:xf numFmtId='9'/><x:xf numFmtId='164'/></x:cellXfs>"),
+        **{f"xl/{kind}.xml": content for kind, content in parts.items()},
+    })  # fmt: skip
+
+
+def line(number: int, *cells: tuple[str, str] | str, more: str = "") -> str:
+    """A row of shared strings (0, 1), texts, or (value, attributes) in columns A, B, ..."""
+    written = ""
+    for column, content in zip("ABCDEF", cells, strict=False):
+        if isinstance(content, str):
+            written += (
+                f'<x:c r="{column}{number}" t="inlineStr"><x:is><x:t>{content}</x:t></x:is></x:c>'
+            )
+        else:
+            written += f'<x:c r="{column}{number}" {content[1]}>{content[0]}</x:c>'
+    return f'<x:row r="{number}" {more}>{written}</x:row>'
+
+
+def v(value: str, more: str = "") -> tuple[str, str]:
+    return f"<x:v>{value}</x:v>", more
+
+
+def places(document):
+    return [(p.places[0].name, p.header, p.text) for p in document.paragraphs]
+
+
+def test_sheets_of_a_workbook():
+    document = read_xlsx(
+        book(
+            line(1, "Harbour fees")
+            + line(2, v("0", 't="s"'), v("1", 't="s"'), "Share", "Open")
+            + line(3, "North", v("12.5"), v("0.25", 's="1"'), v("1", 't="b"'))
+            + line(4, ("", ""), v("7"), v("#N/A", 't="e"'), ("<x:f>NOW()</x:f>", ""))
+            + line(5, "away", more='hidden="1"')
+            + line(9, "Alone", v("45356", 's="2"')),
+            sheets=line(1, "Secret"),
+            more='<x:cols><x:col min="6" max="16384" hidden="1"/></x:cols>',
+            after='<x:mergeCells><x:mergeCell ref="A3:A4"/><x:mergeCell ref="B9:B1048576"/></x:mergeCells>',
+            styles='<x:numFmts><x:numFmt numFmtId="164" formatCode="d. mmmm yyyy"/></x:numFmts>',
+            comments=root("x:comments", '<x:comment ref="B3"><x:text><x:t>Too low</x:t></x:text></x:comment>'
+                          '<x:comment ref="Z50"><x:text><x:t>[Threaded comment] old</x:t></x:text></x:comment>'),
+            threadedComment=root("x:ThreadedComments", '<x:threadedComment ref="Z50"><x:text>Far off</x:text></x:threadedComment>'),
+            drawing=root("xdr:wsDr", f"<xdr:oneCellAnchor><xdr:sp>{'<xdr:txBody><a:p>' + run('Boxed') + '</a:p></xdr:txBody>'}</xdr:sp></xdr:oneCellAnchor>"),
+        )
+    )  # fmt: skip
+    header = "Berth | Fee | Share | Open"
+    assert [
+        (p.places[0].name if p.places else "", p.header, p.text) for p in document.paragraphs
+    ] == [
+        ("'Fees 24'!A1", "", "Harbour fees"),
+        ("'Fees 24'!A3:D3", header, "North | 12.5 | 25% | TRUE"),
+        ("'Fees 24'!B3", "", "Too low"),
+        ("'Fees 24'!A4:C4", header, "North | 7 | #N/A"),
+        ("'Fees 24'!A9:B9", "", "Alone | 5. March 2024"),
+        ("'Fees 24'!Z50", "", "Far off"),
+        ("", "", "Boxed"),
+    ]
+    assert {p.heading for p in document.paragraphs} == {"Fees 24"}
+    assert document.left_out == {
+        "hidden rows": 4,
+        "hidden sheets": 6,
+        "formulas without a value": 3,
+    }
+    assert document.missing == 0
+
+
+def test_hidden_columns_and_cells_without_names():
+    nameless = "<x:row><x:c t='str'><x:v>a</x:v></x:c><x:c t='str'><x:v>gone</x:v></x:c><x:c><x:v>3</x:v></x:c></x:row>"
+    document = read_xlsx(
+        book(nameless, more='<x:cols><x:col min="2" max="2" hidden="1"/></x:cols>')
+    )
+    assert places(document) == [("'Fees 24'!A1:C1", "", "a | 3")]
+    assert document.left_out == {"hidden columns": 4}
+
+
+def test_cells_far_apart_cost_nothing():
+    far = line(1, "a") + '<x:row r="1048576"><x:c r="XFD1048576" t="str"><x:v>b</x:v></x:c></x:row>'
+    assert places(read_xlsx(book(far))) == [
+        ("'Fees 24'!A1", "", "a"),
+        ("'Fees 24'!XFD1048576", "", "b"),
+    ]
+
+
+def test_a_workbook_of_too_many_cells(monkeypatch):
+    monkeypatch.setattr("mmqa_jax.data.documents.xlsx.MOST_CELLS", 3)
+    with pytest.raises(DocumentError, match="more than 3 cells; split it"):
+        read_xlsx(book(line(1, "a", "b") + line(2, "c", "d")))
+
+
+def test_a_workbook_without_its_sheet():
+    with pytest.raises(DocumentError, match="sheet 'Fees 24' is not in the file"):
+        read_xlsx(book("").replace(b"xl/a.xml", b"xl/c.xml"))
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "shown"),
+    [
+        # What LibreOffice 7.4 writes of such cells as CSV (as shown), and Excel shows.
+        ("45356.573", "d-mmm-yy", "5-Mar-24"),
+        ("45356.573", "dddd, d mmmm yyyy", "Tuesday, 5 March 2024"),
+        ("45356.573", "yyyy-mm-dd hh:mm:ss", "2024-03-05 13:45:07"),
+        ("45356.573", "dd.mm.yyyy", "05.03.2024"),
+        ("45356.573", "h:mm AM/PM", "1:45 PM"),
+        ("45356.573", 'yyyy"年"m"月"d"日"', "2024年3月5日"),
+        ("12.5", "[h]:mm:ss", "300:00:00"),
+        ("0.573", "mm:ss", "45:07"),
+        ("0.25", "0.00%", "25.00%"),
+        ("1234.567", "#,##0", "1,235"),
+        ("-1234567.891", "#,##0.00;(#,##0.00)", "(1,234,567.89)"),
+        ("-1234567.891", '"$"#,##0.00', "-$1,234,567.89"),
+        ("1234.567", "#,##0.00 [$€-407]", "1,234.57 €"),
+        ("0", '0;-0;"zero";@', "zero"),
+        ("123456789012", '0.0,,"M"', "123456.8M"),
+        ("1234.567", "00000", "01235"),
+        ("12.5", "000-00-0000", "000-00-0013"),
+        ("-1", '[>=100]"big";[<0]"neg";0.0', "neg"),
+        ("12.5", '[>=100]"big";[<0]"neg";0.0', "12.5"),
+        ("1234.567", "0.00E+00", "1.23E+03"),
+        ("5", "#.##", "5"),
+        ("1234.567", "\\a0", "a1235"),
+        ("-0.2", "0", "0"),
+        ("0.30000000000000004", "General", "0.3"),
+        ("0.125", "0.00", "0.13"),
+        # Excel alone has a day before 1 January 1900 and takes that year for a leap year.
+        ("1", "yyyy-mm-dd", "1900-01-01"),
+        ("61", "yyyy-mm-dd", "1900-03-01"),
+        # What no format can show is shown as it is.
+        ("-1", "yyyy-mm-dd", "-1"),
+        ("1e308", "0%%%%", "1E+308"),
+        ("inf", "0.0", "INF"),
+        ("word", "0.0", "word"),
+        ("2.5", "0" * 300, "2.5"),
+        ("1234.5", "# ?/?", "1234.5"),
+    ],
+)
+def test_figures_are_shown_by_their_formats(value, code, shown):
+    assert " ".join(shown_by(value, code).split()) == shown
+
+
+def test_days_from_1904():
+    styles = '<x:numFmts><x:numFmt numFmtId="164" formatCode="yyyy-mm-dd"/></x:numFmts>'
+    data = book(line(1, v("0", 's="2"')), styles=styles, about='<x:workbookPr date1904="1"/>')
+    assert texts(read_xlsx(data)) == ["1904-01-01"]

@@ -23,6 +23,7 @@ from mmqa_jax.data.documents.office import (
     held_letters,
     is_on,
     local,
+    naming_damage,
     number,
     reference,
 )
@@ -45,18 +46,9 @@ def read_docx(data: bytes) -> Document:
     Raises:
       DocumentError: encrypted, damaged, not a .docx, or it unpacks to too much.
     """
-    from lxml import etree
-
     package = Package(data, ".docx")
-    try:
+    with naming_damage(".docx"):
         return _Word(package).read()
-    except DocumentError:
-        raise
-    except RecursionError as error:
-        raise DocumentError("its tables or text boxes stand in each other too deeply") from error
-    except (etree.LxmlError, ValueError) as error:
-        message = f"no .docx that can be read ({one_line(str(error))[:120]})"
-        raise DocumentError(message) from error
 
 
 @dataclasses.dataclass

@@ -7,12 +7,13 @@ local names alone, because strict and transitional files differ in their namespa
 
 from __future__ import annotations
 
+import contextlib
 import io
 import posixpath
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
 from mmqa_jax.data.documents.document import (
@@ -145,6 +146,20 @@ class Package:
         return next((one_line(e.text or "") for e in self.xml(_PROPERTIES).iter("{*}title")), "")
 
 
+@contextlib.contextmanager
+def naming_damage(ending: str) -> Iterator[None]:
+    """Turns the errors of damaged XML into DocumentErrors."""
+    from lxml import etree
+
+    try:
+        yield
+    except RecursionError as error:
+        raise DocumentError("its elements stand in each other too deeply; save it anew") from error
+    except (etree.LxmlError, ValueError) as error:
+        message = f"no {ending} that can be read ({one_line(str(error))[:120]})"
+        raise DocumentError(message) from error
+
+
 # Nothing is fetched or expanded; elements may be deep and long.
 PARSING: Mapping[str, bool] = {
     "resolve_entities": False, "no_network": True, "load_dtd": False, "huge_tree": True,
@@ -181,6 +196,12 @@ def child(element: Any, *path: str) -> Any:
             return None
         element = next((inner for inner in element if local(inner) == name), None)
     return element
+
+
+def children(element: Any, *path: str) -> list[Any]:
+    """The elements in another at the end of a path of local names."""
+    last = child(element, *path)
+    return [] if last is None else list(last)
 
 
 def is_on(element: Any) -> bool:
@@ -244,12 +265,13 @@ class Reading:
         self._uncaptioned = []
         self._empty = heading
 
-    def part(self, heading: str = "") -> None:
+    def part(self, heading: str, page: int | None = None, place: str = "") -> None:
         """Begins a sheet or a slide: no heading of the one before stands above it."""
         self._end_empty(self._outline.path)
         self._uncaptioned = []
         self._outline = Outline()
-        if heading:
+        self.page, self.place = page, place
+        if heading := one_line(heading):
             self.begin(0, heading)
 
     def add(self, text: str, *, is_row: bool = False, header: str = "", style: str = "") -> None:
@@ -301,15 +323,18 @@ class Reading:
             self._add_row(row, columns, header, is_row=True)
 
     def _add_row(self, row: Row, columns: Sequence[int], header: str, is_row: bool) -> None:
-        self.place = row.place
+        outer = self.place
+        self.place = row.place or outer
         self.add(_row_text(row.cells, columns), is_row=is_row, header=header)
+        self.place = outer
         self._add_after(row)
 
     def _add_after(self, row: Row) -> None:
+        outer = self.place
         for add in row.after:
-            self.place = row.place
+            self.place = row.place or outer
             add()
-        self.place = ""
+        self.place = outer
 
     def document(self, title: str = "") -> Document:
         """All that was collected."""
@@ -319,7 +344,7 @@ class Reading:
             tuple(self._figures),
             title=title,
             letters=self.held + letters(title),
-            left_out=dict(self.left_out),
+            left_out={cause: count for cause, count in self.left_out.items() if count},
         )
 
     def _end_empty(self, path: str) -> None:
@@ -408,6 +433,82 @@ def walk(element: Any) -> Iterator[Any]:
         open_elements += reversed(inner)
 
 
+def add_shapes(
+    reading: Reading,
+    package: Package,
+    related: Mapping[str, Related],
+    shapes: Any,
+    is_left_out: Callable[[Any], str] = lambda shape: "",
+) -> None:
+    """Adds the text, pictures, tables, charts and diagrams of shapes, in the order of the file.
+
+    Args:
+      related: the relationships of the part in which the shapes stand.
+      is_left_out: of a shape, why it is left out on purpose; "" where it is not.
+    """
+    for shape in shapes:
+        name = local(shape)
+        if name in ("sp", "cxnSp", "pic", "graphicFrame", "grpSp"):
+            about = next(shape.iter("{*}cNvPr"), None)
+            is_hidden = about is not None and about.get("hidden") in ("1", "true")
+            if cause := "hidden shapes" if is_hidden else is_left_out(shape):
+                reading.left_out[cause] += held_letters(shape, ["t"])
+                continue
+            alt = about.get("descr", "") if about is not None else ""
+        if name == "pic":
+            blip = next(shape.iter("{*}blip"), None)
+            target = related.get(reference(blip, "embed")) if blip is not None else None
+            part = target.part if target is not None else ""
+            reading.picture(package.read(part) if part else None, alt)
+        elif name in ("sp", "cxnSp"):
+            lines = [drawn_text(paragraph) for paragraph in shape.iter("{*}p")]
+            for line in lines:
+                reading.add(line)
+            if alt and not "".join(lines).strip():
+                reading.picture(None, alt)
+        elif name == "graphicFrame":
+            _add_frame(reading, package, related, shape)
+        elif name == "AlternateContent":
+            if (kept := chosen(shape)) is not None:
+                add_shapes(reading, package, related, kept, is_left_out)
+        elif not name.endswith("Pr"):  # groups, anchors
+            add_shapes(reading, package, related, shape, is_left_out)
+
+
+def _add_frame(
+    reading: Reading, package: Package, related: Mapping[str, Related], frame: Any
+) -> None:
+    """Adds what a frame holds: tables, charts, diagrams, and pictures of embedded files."""
+    for element in walk(frame):
+        name = local(element)
+        if name == "tbl":
+            reading.table(_drawn_table(element))
+        elif name in ("chart", "relIds"):
+            target = related.get(reference(element, "id") or reference(element, "dm"))
+            if target is not None and target.part:
+                add = add_chart if name == "chart" else add_diagram
+                add(reading, package, target.part)
+        elif name == "pic":
+            add_shapes(reading, package, related, [element])
+
+
+def _drawn_table(table: Any) -> Table:
+    """A table of DrawingML; merged cells in each row that they cover."""
+    above: dict[int, str] = {}
+    rows = []
+    for row in table.iter("{*}tr"):
+        texts: dict[int, str] = {}
+        for column, cell in enumerate(e for e in row if local(e) == "tc"):
+            text = one_line(" ".join(drawn_text(paragraph) for paragraph in cell.iter("{*}p")))
+            if attribute(cell, "vMerge") in ("1", "true"):
+                text = one_line(f"{above.get(column, '')} {text}")
+            elif number(attribute(cell, "rowSpan"), 1) > 1:
+                above[column] = text
+            texts[column] = text
+        rows.append(Row(texts))
+    return Table(rows)
+
+
 def add_diagram(reading: Reading, package: Package, part: str) -> None:
     """Adds the texts of SmartArt, a paragraph for each of its points."""
     root = package.xml(part)
@@ -456,6 +557,6 @@ def _points(values: Any) -> dict[int, str]:
 def shown_number(text: str) -> str:
     """A figure as a sheet shows it without a format: 4.2999999999999998 is 4.3."""
     try:
-        return f"{float(text):.15g}"
+        return f"{float(text):.15g}".upper()
     except ValueError:
         return text

@@ -13,6 +13,8 @@ from mmqa_jax.data.documents.docx import read_docx
 from mmqa_jax.data.documents.html import read_html
 from mmqa_jax.data.documents.pdf import read_pdf
 from mmqa_jax.data.documents.plain import read_markdown, read_plain
+from mmqa_jax.data.documents.pptx import read_pptx
+from mmqa_jax.data.documents.xlsx import read_xlsx
 
 VERSION = 1  # of what the readers make of a file; raised when that changes
 
@@ -38,6 +40,8 @@ READERS: Mapping[str, Reader] = {
     ".htm": _HTML,
     ".pdf": Reader(read_pdf, "pypdfium2", "pypdfium2"),
     ".docx": Reader(lambda data, _: read_docx(data), "lxml", "lxml"),
+    ".pptx": Reader(lambda data, _: read_pptx(data), "lxml", "lxml"),
+    ".xlsx": Reader(lambda data, _: read_xlsx(data), "lxml", "lxml"),
 }
 
 
