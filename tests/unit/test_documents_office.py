@@ -10,6 +10,7 @@ from document_files import picture
 
 from mmqa_jax.data.documents.document import DocumentError
 from mmqa_jax.data.documents.docx import read_docx
+from mmqa_jax.data.documents.odf import read_odf
 from mmqa_jax.data.documents.pptx import read_pptx
 from mmqa_jax.data.documents.xlsx import read_xlsx, shown_by
 
@@ -30,6 +31,20 @@ NAMESPACES = {
     "p": "http://schemas.openxmlformats.org/presentationml/2006/main",
     "x": "http://schemas.openxmlformats.org/spreadsheetml/2006/main",
     "xdr": f"{DRAWING}/spreadsheetDrawing",
+    **{
+        prefix: f"urn:oasis:names:tc:opendocument:xmlns:{name}:1.0"
+        for prefix, name in (
+            ("o", "office"),
+            ("text", "text"),
+            ("table", "table"),
+            ("draw", "drawing"),
+            ("svg", "svg-compatible"),
+            ("style", "style"),
+            ("presentation", "presentation"),
+        )
+    },
+    "dc": "http://purl.org/dc/elements/1.1/",
+    "xlink": "http://www.w3.org/1999/xlink",
 }
 DECLARED = " ".join(f'xmlns:{prefix}="{name}"' for prefix, name in NAMESPACES.items())
 
@@ -510,7 +525,7 @@ def v(value: str, more: str = "") -> tuple[str, str]:
     return f"<x:v>{value}</x:v>", more
 
 
-def places(document):
+def places_and_texts(document):
     return [(p.places[0].name, p.header, p.text) for p in document.paragraphs]
 
 
@@ -559,13 +574,13 @@ def test_hidden_columns_and_cells_without_names():
     document = read_xlsx(
         book(nameless, more='<x:cols><x:col min="2" max="2" hidden="1"/></x:cols>')
     )
-    assert places(document) == [("'Fees 24'!A1:C1", "", "a | 3")]
+    assert places_and_texts(document) == [("'Fees 24'!A1:C1", "", "a | 3")]
     assert document.left_out == {"hidden columns": 4}
 
 
 def test_cells_far_apart_cost_nothing():
     far = line(1, "a") + '<x:row r="1048576"><x:c r="XFD1048576" t="str"><x:v>b</x:v></x:c></x:row>'
-    assert places(read_xlsx(book(far))) == [
+    assert places_and_texts(read_xlsx(book(far))) == [
         ("'Fees 24'!A1", "", "a"),
         ("'Fees 24'!XFD1048576", "", "b"),
     ]
@@ -631,3 +646,158 @@ def test_days_from_1904():
     styles = '<x:numFmts><x:numFmt numFmtId="164" formatCode="yyyy-mm-dd"/></x:numFmts>'
     data = book(line(1, v("0", 's="2"')), styles=styles, about='<x:workbookPr date1904="1"/>')
     assert texts(read_xlsx(data)) == ["1904-01-01"]
+
+
+# OpenDocument
+
+FORMULA = '<math xmlns="http://www.w3.org/1998/Math/MathML"><semantics><mi>ρ</mi><mi>g</mi><annotation>%rho g</annotation></semantics></math>'
+HIDDEN = '<style:style style:name="Off"><style:p table:display="false" presentation:visibility="hidden"/></style:style>' \
+         '<style:style style:name="P1" style:parent-style-name="Title"/>'  # fmt: skip
+
+
+def opened(kind: str, content: str, **parts: str) -> bytes:
+    """A file of OpenDocument with this content of its body."""
+    written = f"<o:automatic-styles>{HIDDEN}</o:automatic-styles><o:body><o:{kind}>{content}</o:{kind}></o:body>"
+    return zipped({
+        "content.xml": root("o:document-content", written),
+        "Object 1/content.xml": FORMULA,
+        "Pictures/a.png": picture(),
+        **{f"{name}.xml": part for name, part in parts.items()},
+    })  # fmt: skip
+
+
+def tp(text: str) -> str:
+    return f"<text:p>{text}</text:p>"
+
+
+def tc(text: str, more: str = "") -> str:
+    return f"<table:table-cell {more}>{tp(text) if text else ''}</table:table-cell>"
+
+
+def tr(*cells: str, more: str = "") -> str:
+    return f"<table:table-row {more}>{''.join(cells)}</table:table-row>"
+
+
+OPEN_PIECES = {
+    "spaces": (tp("a<text:s text:c='2'/>b<text:tab/>c<text:line-break/>d"), ["a b c d"]),
+    "spans and links": (tp("a <text:span>b <text:a>c</text:a></text:span> d"), ["a b c d"]),
+    "list": (f"<text:list><text:list-item>{tp('one')}</text:list-item></text:list>", ["one"]),
+    "section": (f"<text:section>{tp('in')}</text:section>", ["in"]),
+    "note": (tp(f"Fees<text:note><text:note-citation>1</text:note-citation><text:note-body>{tp('In 2024.')}</text:note-body></text:note> rise"), ["Fees rise", "In 2024."]),
+    "comment": (tp(f"x<o:annotation><dc:creator>Me</dc:creator>{tp('Check')}</o:annotation>"), ["x", "Check"]),
+    "text box": (tp(f"x<draw:frame><draw:text-box>{tp('Boxed')}</draw:text-box></draw:frame>"), ["x", "Boxed"]),
+    "shape": (f"<draw:g><draw:custom-shape>{tp('Shaped')}</draw:custom-shape></draw:g>", ["Shaped"]),
+    "formula": (tp('p is<draw:frame><draw:object xlink:href="./Object 1"/><draw:image xlink:href="x"/></draw:frame>'), ["p is", "ρg"]),
+    "ruby": (tp("<text:ruby><text:ruby-base>漢</text:ruby-base><text:ruby-text>かん</text:ruby-text></text:ruby>"), ["漢(かん)"]),
+    "table": (
+        f"<table:table><table:table-header-rows>{tr(tc('1'), tc('2'))}</table:table-header-rows>"
+        + tr(tc("North", 'table:number-rows-spanned="2"'), tc("a")) + tr("<table:covered-table-cell/>", tc("b")) + "</table:table>",
+        ["1 | 2", "North | a", "North | b"],
+    ),
+    "nested table": (
+        f"<table:table>{tr(tc('1'), '<table:table-cell>' + tp('2') + '<table:table>' + tr(tc('3'), tc('4')) + '</table:table></table:table-cell>')}</table:table>",
+        ["1 | 2", "3 | 4"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("piece", OPEN_PIECES)
+def test_pieces_of_an_odt(piece):
+    content, expected = OPEN_PIECES[piece]
+    document = read_odf(opened("text", content + tp("End.")), ".odt")
+    read = dict.fromkeys(line for p in document.paragraphs for line in (p.header, p.text) if line)
+    assert list(read) == [*expected, "End."]
+    assert document.missing == 0
+
+
+def test_headings_edges_and_what_an_odt_does_not_show():
+    page = f"<o:master-styles><style:master-page><style:header>{tp('Office')}</style:header><style:footer>{tp('7')}</style:footer></style:master-page></o:master-styles>"
+    figure = "<draw:frame><draw:image xlink:href='Pictures/a.png'/><svg:desc>A red hull</svg:desc></draw:frame>"
+    document = read_odf(
+        opened(
+            "text",
+            f"<text:tracked-changes><text:deletion>{tp('gone')}</text:deletion></text:tracked-changes>"
+            '<text:p text:style-name="P1">Boats</text:p><text:h text:outline-level="2">Sails</text:h>'
+            + tp("a" + figure) + f'<text:section text:display="none">{tp("hidden")}</text:section>'
+            + tp('b<text:span text:style-name="Off">away</text:span>'),
+            styles=root("o:document-styles", page),
+            meta=root("o:document-meta", "<o:meta><dc:title>Boats of old</dc:title></o:meta>"),
+        ),
+        ".odt",
+    )  # fmt: skip
+    assert [(p.heading, p.text) for p in document.paragraphs] == [
+        ("", "Office"),
+        ("Boats > Sails", "a"),
+        ("Boats > Sails", "b"),
+    ]
+    assert [(f.caption, f.picture) for f in document.figures] == [("A red hull", picture())]
+    assert document.title == "Boats of old"
+    assert document.left_out == {
+        "deleted text": 4,
+        "hidden sections": 6,
+        "hidden text": 4,
+        "repeated headers and footers": 1,
+    }
+    assert document.missing == 0
+
+
+def test_sheets_of_an_ods():
+    empty = tr(
+        '<table:table-cell table:number-columns-repeated="16384"/>',
+        more='table:number-rows-repeated="1048000"',
+    )
+    fees = (
+        '<table:table-column table:number-columns-repeated="3"/><table:table-column table:visibility="collapse"/>'
+        + tr(tc("Berth"), tc("Fee"), tc("Open"))
+        + tr(
+            tc("North"),
+            tc("12,50 €"),
+            f"<table:table-cell>{tp('yes')}<o:annotation>{tp('Sure?')}</o:annotation></table:table-cell>",
+            tc("gone"),
+        )
+        + tr(tc("away"), more='table:visibility="filter"')
+        + empty
+        + tr(tc("far", 'table:number-columns-repeated="2000000000"'))
+    )
+    sheets = f'<table:table table:name="Fees">{fees}</table:table><table:table table:name="Back" table:style-name="Off">{tr(tc("secret"))}</table:table>'
+    document = read_odf(opened("spreadsheet", sheets), ".ods")
+    header = "Berth | Fee | Open"
+    assert places_and_texts(document)[:2] == [
+        ("Fees!A2:C2", header, "North | 12,50 € | yes"), ("Fees!C2", "", "Sure?"),
+    ]  # fmt: skip
+    last = document.paragraphs[-1]
+    assert last.places[0].name.startswith("Fees!A1048004:")
+    assert last.text.startswith("far | far")
+    assert len(last.text) < 3_000
+    assert document.left_out == {"hidden columns": 4, "hidden rows": 4, "hidden sheets": 6}
+
+
+def test_slides_of_an_odp():
+    title = f'<draw:frame presentation:class="title"><draw:text-box>{tp("Fees")}</draw:text-box></draw:frame>'
+    edge = f'<draw:frame presentation:class="footer"><draw:text-box>{tp("ACME")}</draw:text-box></draw:frame>'
+    shown = f"<draw:page>{tp('First')}</draw:page><draw:page>{tp('Body')}{title}{edge}<presentation:notes>{tp('Slowly')}</presentation:notes></draw:page>"
+    document = read_odf(
+        opened(
+            "presentation", shown + f'<draw:page draw:style-name="Off">{tp("secret")}</draw:page>'
+        ),
+        ".odp",
+    )
+    assert [(p.page, p.places[0].name, p.heading, p.text) for p in document.paragraphs] == [
+        (1, "slide 1", "", "First"), (2, "slide 2", "Fees", "Body"), (2, "slide 2", "Fees", "Slowly"),
+    ]  # fmt: skip
+    assert document.left_out == {"footers and numbers of slides": 4, "hidden slides": 6}
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (zipped({"a.xml": "<a/>"}), r"no \.odt: it holds no content.xml"),
+        (zipped({"content.xml": "<a/>"}), "it has no body"),
+        (zipped({"content.xml": "<a>"}), r"no \.odt that can be read"),
+        (zipped({"content.xml": "<a/>", "META-INF/manifest.xml": "<m:encryption-data/>"}), "encrypted"),
+        (opened("text", "<text:list>" * 3_000 + "</text:list>" * 3_000), "too deeply|depth"),
+    ],
+)  # fmt: skip
+def test_damaged_opendocument_files(data, reason):
+    with pytest.raises(DocumentError, match=reason):
+        read_odf(data, ".odt")

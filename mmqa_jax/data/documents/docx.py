@@ -23,6 +23,7 @@ from mmqa_jax.data.documents.office import (
     held_letters,
     is_on,
     local,
+    merged_text,
     naming_damage,
     number,
     reference,
@@ -320,7 +321,7 @@ class _Word:
                 if merge is not None:
                     if attribute(merge, "val") != "restart" and column in above:
                         merged[column] = above[column]
-                        text = one_line(f"{above[column]} {text}")
+                        text = merged_text(above[column], text)
                     else:
                         merged[column] = text
                 texts[column] = text

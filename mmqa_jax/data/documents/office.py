@@ -38,7 +38,6 @@ _OLE = b"\xd0\xcf\x11\xe0"  # what Office encrypts, and its old formats, are fil
 _YEAR = re.compile(r"\b(?:19|20)\d\d\b")
 _CELL = " | "
 _BELOW = " > "  # between a heading and the one below it
-_PROPERTIES = "docProps/core.xml"
 
 
 class Related(NamedTuple):
@@ -139,11 +138,11 @@ class Package:
                 return part
         raise DocumentError(f"no {self._ending} that can be read: it names no document")
 
-    def title(self) -> str:
+    def title(self, part: str = "docProps/core.xml") -> str:
         """The title that the file's properties state."""
-        if _PROPERTIES not in self:
+        if part not in self:
             return ""
-        return next((one_line(e.text or "") for e in self.xml(_PROPERTIES).iter("{*}title")), "")
+        return next((one_line(e.text or "") for e in self.xml(part).iter("{*}title")), "")
 
 
 @contextlib.contextmanager
@@ -379,6 +378,14 @@ class Table(NamedTuple):
     headers: int | None = None
 
 
+def merged_text(merged: str, inside: str) -> str:
+    """What a merged cell says in a row that it covers; `inside` is what the row itself has there.
+
+    Programs hide that; it is read all the same, without a copy of a long text in each row.
+    """
+    return f"{merged} {inside}" if inside and len(merged) <= _MOST_HEADER else inside or merged
+
+
 def _row_text(cells: Mapping[int, str], columns: Sequence[int]) -> str:
     """A line for a row; empty cells keep their place in tables that are not too wide."""
     if len(columns) <= _MOST_COLUMNS:
@@ -404,6 +411,70 @@ def _is_figure(text: str) -> bool:
     """Whether a cell holds a figure or a date. A year alone may well name a column."""
     rest = _YEAR.sub("", text)
     return 2 * sum(map(str.isdigit, rest)) > letters(rest)
+
+
+# Sheets
+
+# Row, from 1 -> column, from 0, and what adds that which stands in the cell beside its text.
+Beside = dict[int, list[tuple[int, Callable[[], None]]]]
+
+
+def add_sheet(
+    reading: Reading, name: str, rows: Mapping[int, Mapping[int, str]], beside: Beside
+) -> None:
+    """Adds the tables of a sheet, which empty rows divide, with the places of their cells.
+
+    Args:
+      name: of the sheet.
+      rows: row, from 1 -> column, from 0 -> text.
+    """
+    prefix = f"{name}!" if name.isidentifier() else "'" + name.replace("'", "''") + "'!"
+
+    def adding(row: int, column: int, add: Callable[[], None]) -> Callable[[], None]:
+        def add_in_place() -> None:
+            reading.place = f"{prefix}{column_name(column)}{row}"
+            add()
+
+        return add_in_place
+
+    after = {row: [adding(row, *item) for item in items] for row, items in beside.items()}
+    for block in _blocks(rows):
+        lines = []
+        for row in block:
+            columns = sorted(column for column, text in rows[row].items() if text)
+            first, last = (f"{column_name(column)}{row}" for column in (columns[0], columns[-1]))
+            place = prefix + (first if first == last else f"{first}:{last}")
+            lines.append(Row(rows[row], place, after.pop(row, ())))
+        reading.table(Table(lines))
+    for row in sorted(after):
+        for add in after[row]:
+            add()
+    reading.place = ""
+
+
+def _blocks(rows: Mapping[int, Any]) -> Iterator[list[int]]:
+    """The numbers of rows that follow each other."""
+    block: list[int] = []
+    for row in sorted(rows):
+        if block and row != block[-1] + 1:
+            yield block
+            block = []
+        block.append(row)
+    if block:
+        yield block
+
+
+def _quoted(name: str) -> str:
+    return "'" + name.replace("'", "''") + "'"
+
+
+def column_name(column: int) -> str:
+    """A column's letters by its number, from 0."""
+    name = ""
+    while column >= 0:
+        name = chr(ord("A") + column % 26) + name
+        column = column // 26 - 1
+    return name
 
 
 # Drawings: slides, the drawings of sheets, and what stands in Word's documents as such
@@ -501,7 +572,7 @@ def _drawn_table(table: Any) -> Table:
         for column, cell in enumerate(e for e in row if local(e) == "tc"):
             text = one_line(" ".join(drawn_text(paragraph) for paragraph in cell.iter("{*}p")))
             if attribute(cell, "vMerge") in ("1", "true"):
-                text = one_line(f"{above.get(column, '')} {text}")
+                text = merged_text(above.get(column, ""), text)
             elif number(attribute(cell, "rowSpan"), 1) > 1:
                 above[column] = text
             texts[column] = text

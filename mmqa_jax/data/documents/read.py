@@ -11,6 +11,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.documents.document import Document
 from mmqa_jax.data.documents.docx import read_docx
 from mmqa_jax.data.documents.html import read_html
+from mmqa_jax.data.documents.odf import read_odf
 from mmqa_jax.data.documents.pdf import read_pdf
 from mmqa_jax.data.documents.plain import read_markdown, read_plain
 from mmqa_jax.data.documents.pptx import read_pptx
@@ -42,6 +43,9 @@ READERS: Mapping[str, Reader] = {
     ".docx": Reader(lambda data, _: read_docx(data), "lxml", "lxml"),
     ".pptx": Reader(lambda data, _: read_pptx(data), "lxml", "lxml"),
     ".xlsx": Reader(lambda data, _: read_xlsx(data), "lxml", "lxml"),
+    ".odt": Reader(lambda data, _: read_odf(data, ".odt"), "lxml", "lxml"),
+    ".ods": Reader(lambda data, _: read_odf(data, ".ods"), "lxml", "lxml"),
+    ".odp": Reader(lambda data, _: read_odf(data, ".odp"), "lxml", "lxml"),
 }
 
 

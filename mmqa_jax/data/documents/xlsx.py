@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mmqa_jax.data.documents.document import Document, DocumentError, letters, one_line
 from mmqa_jax.data.documents.office import (
     PARSING,
+    Beside,
     Package,
     Reading,
-    Row,
-    Table,
     add_shapes,
+    add_sheet,
     attribute,
     child,
     children,
@@ -90,22 +91,8 @@ class _Workbook:
         for row in hidden & rows.keys():
             reading.left_out["hidden rows"] += sum(map(letters, rows.pop(row).values()))
         _merge(rows, merged)
-        prefix = f"{name if name.isidentifier() else _quoted(name)}!"
         comments, drawings = self._beside(part)
-        for block in _blocks(rows):
-            lines = []
-            for row in block:
-                cells = rows[row]
-                said = sorted(column for column, text in cells.items() if text)
-                first, last = (f"{column_name(end)}{row}" for end in (said[0], said[-1]))
-                place = prefix + (first if first == last else f"{first}:{last}")
-                after = [self._comment(prefix, *c) for c in comments.pop(row, ())]
-                lines.append(Row(cells, place, after))
-            reading.table(Table(lines))
-        for row in sorted(comments):
-            for comment in comments[row]:
-                self._comment(prefix, *comment)()
-        reading.place = ""
+        add_sheet(reading, name, rows, comments)
         for drawing in drawings:
             root = self._package.xml(drawing)
             reading.held += held_letters(root, ["t"])
@@ -180,9 +167,9 @@ class _Workbook:
         code = self._formats[style] if style < len(self._formats) else ""
         return one_line(shown_by(text, code, self._from_1904))
 
-    def _beside(self, part: str) -> tuple[dict[int, list[tuple[str, str]]], list[str]]:
-        """Comments by their rows, each with its cell, and the parts of drawings."""
-        comments: dict[int, list[tuple[str, str]]] = {}
+    def _beside(self, part: str) -> tuple[Beside, list[str]]:
+        """Comments by their rows, and the parts of drawings."""
+        comments: Beside = {}
         drawings = []
         for kind, target in self._package.related(part).values():
             if kind in ("comments", "threadedComment") and target:
@@ -191,17 +178,12 @@ class _Workbook:
                     text = _text(child(comment, "text"))
                     if place and not text.startswith(_COPY):
                         self._reading.held += letters(text)
-                        comments.setdefault(int(place[2]), []).append((place[0], text))
+                        add = functools.partial(self._reading.add, text)
+                        comment_place = (column_number(place[1]), add)
+                        comments.setdefault(int(place[2]), []).append(comment_place)
             elif kind == "drawing" and target:
                 drawings.append(target)
         return comments, drawings
-
-    def _comment(self, prefix: str, cell: str, text: str) -> Any:
-        def add() -> None:
-            self._reading.place = prefix + cell
-            self._reading.add(text)
-
-        return add
 
 
 def _text(item: Any) -> str:
@@ -229,37 +211,12 @@ def _merge(rows: dict[int, dict[int, str]], areas: Sequence[str]) -> None:
                     rows[row].setdefault(column, text)
 
 
-def _blocks(rows: Mapping[int, Any]) -> Iterator[list[int]]:
-    """The numbers of rows that follow each other."""
-    block: list[int] = []
-    for row in sorted(rows):
-        if block and row != block[-1] + 1:
-            yield block
-            block = []
-        block.append(row)
-    if block:
-        yield block
-
-
-def _quoted(name: str) -> str:
-    return "'" + name.replace("'", "''") + "'"
-
-
 def column_number(name: str) -> int:
     """A column's number, from 0, by its letters."""
     value = 0
     for letter in name:
         value = 26 * value + ord(letter) - ord("A") + 1
     return value - 1
-
-
-def column_name(column: int) -> str:
-    """A column's letters by its number, from 0."""
-    name = ""
-    while column >= 0:
-        name = chr(ord("A") + column % 26) + name
-        column = column // 26 - 1
-    return name
 
 
 # Formats of numbers (ECMA-376, part 1, 18.8.30 and 18.8.31)
