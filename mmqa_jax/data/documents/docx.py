@@ -23,7 +23,6 @@ from mmqa_jax.data.documents.office import (
     held_letters,
     is_on,
     local,
-    merged_text,
     naming_damage,
     number,
     reference,
@@ -287,9 +286,16 @@ class _Word:
             self._reading.held += len(content)
             return
         document = read_html(content)
-        self._reading.held += document.letters
+        self._reading.held += document.missing
+        heading = ""
         for paragraph in document.paragraphs:
-            self._reading.add(paragraph.text, is_row=paragraph.is_row, header=paragraph.header)
+            if paragraph.heading != heading:
+                heading = paragraph.heading
+                self._reading.held += letters(heading)
+                self._reading.begin(1, heading)
+            line = f"{paragraph.header}: {paragraph.text}" if paragraph.header else paragraph.text
+            self._reading.held += letters(line)
+            self._reading.add(line, is_row=paragraph.is_row)
 
     def _leave_out(self, cause: str, element: Any) -> None:
         self._reading.left_out[cause] += held_letters(element, _TEXT)
@@ -321,7 +327,7 @@ class _Word:
                 if merge is not None:
                     if attribute(merge, "val") != "restart" and column in above:
                         merged[column] = above[column]
-                        text = merged_text(above[column], text)
+                        text = self._reading.merged(above[column], text)
                     else:
                         merged[column] = text
                 texts[column] = text

@@ -17,7 +17,6 @@ from mmqa_jax.data.documents.office import (
     attribute,
     child,
     local,
-    merged_text,
     naming_damage,
     number,
 )
@@ -302,7 +301,7 @@ class _Content:
                     beside.setdefault(place, []).append((column, add))
                 merged, last = above.get(column, ("", 0))
                 if name == "covered-table-cell" and last >= place:
-                    text = merged_text(merged, text)
+                    text = self._reading.merged(merged, text)
                 elif (span := number(attribute(cell, "number-rows-spanned"), 1)) > 1:
                     above[column] = text, place + span - 1
                 if text:

@@ -237,7 +237,8 @@ class Reading:
     """Collects what a document says, in its order.
 
     Attributes:
-      held: letters that the file holds, which the reader counts apart.
+      held: letters that the file holds, which the reader counts apart; what is read again by
+        intent counts again.
       left_out: cause -> letters that are left out on purpose.
       page: of what is added next.
       place: where that stands, as a name; "" where the format has no places.
@@ -252,6 +253,8 @@ class Reading:
         self._figures: list[Figure] = []
         self._uncaptioned: list[int] = []  # figures that wait for a caption
         self._outline = Outline()
+        self._headings: list[str] = []
+        self._headers: list[str] = []  # of tables
         self._empty = ""  # a heading with nothing below it so far
         self._characters = 0
 
@@ -262,6 +265,7 @@ class Reading:
         if not self._outline.path.startswith(f"{before}{_BELOW}"):
             self._end_empty(before)
         self._uncaptioned = []
+        self._headings.append(heading)
         self._empty = heading
 
     def part(self, heading: str, page: int | None = None, place: str = "") -> None:
@@ -290,7 +294,9 @@ class Reading:
         self._paragraphs.append(Paragraph(text, path, self.page, is_row, header, places))
         if style == "caption" or is_caption(text):
             for figure in self._uncaptioned:
-                picture = self._figures[figure].picture
+                alt, picture = self._figures[figure].caption, self._figures[figure].picture
+                self.left_out["alternative texts"] += letters(alt)
+                self.held += letters(text)  # it is a paragraph, too
                 self._figures[figure] = Figure(text, path, self.page, picture)
         self._uncaptioned = []
 
@@ -316,6 +322,7 @@ class Reading:
         header = "; ".join(_row_text(row.cells, columns) for row in rows[:count])
         if count >= len(rows) or len(header) > _MOST_HEADER:
             count, header = 0, ""
+        self._headers.append(header)
         for row in rows[:count]:
             self._add_after(row)
         for row in rows[count:]:
@@ -335,9 +342,24 @@ class Reading:
             add()
         self.place = outer
 
+    def merged(self, merged: str, inside: str) -> str:
+        """What a merged cell says in a row that it covers; `inside` is what the row has there.
+
+        Programs hide that; it is read all the same, without a copy of a long text in each row.
+        """
+        if inside and len(merged) > _MOST_HEADER:
+            return inside
+        self.held += letters(merged)
+        return f"{merged} {inside}" if inside and merged else merged or inside
+
     def document(self, title: str = "") -> Document:
         """All that was collected."""
         self._end_empty(self._outline.path)
+        # `Document.missing` counts a heading or header once that stands above several parts.
+        parts = [part for heading in self._headings for part in heading.split(_BELOW)]
+        for texts in (parts, self._headers):
+            repeated = sum(map(letters, texts)) - sum(map(letters, dict.fromkeys(texts)))
+            self.left_out["headings that stand again"] += repeated
         return Document(
             tuple(self._paragraphs),
             tuple(self._figures),
@@ -349,6 +371,8 @@ class Reading:
     def _end_empty(self, path: str) -> None:
         """Adds a heading with nothing below it, which ends a path, as a paragraph."""
         heading, self._empty = self._empty, ""
+        if heading:
+            self._headings.remove(heading)
         self._add(heading, path.removesuffix(heading).removesuffix(_BELOW))
 
 
@@ -376,14 +400,6 @@ class Table(NamedTuple):
 
     rows: Sequence[Row]
     headers: int | None = None
-
-
-def merged_text(merged: str, inside: str) -> str:
-    """What a merged cell says in a row that it covers; `inside` is what the row itself has there.
-
-    Programs hide that; it is read all the same, without a copy of a long text in each row.
-    """
-    return f"{merged} {inside}" if inside and len(merged) <= _MOST_HEADER else inside or merged
 
 
 def _row_text(cells: Mapping[int, str], columns: Sequence[int]) -> str:
@@ -553,7 +569,7 @@ def _add_frame(
     for element in walk(frame):
         name = local(element)
         if name == "tbl":
-            reading.table(_drawn_table(element))
+            reading.table(_drawn_table(reading, element))
         elif name in ("chart", "relIds"):
             target = related.get(reference(element, "id") or reference(element, "dm"))
             if target is not None and target.part:
@@ -563,7 +579,7 @@ def _add_frame(
             add_shapes(reading, package, related, [element])
 
 
-def _drawn_table(table: Any) -> Table:
+def _drawn_table(reading: Reading, table: Any) -> Table:
     """A table of DrawingML; merged cells in each row that they cover."""
     above: dict[int, str] = {}
     rows = []
@@ -572,7 +588,7 @@ def _drawn_table(table: Any) -> Table:
         for column, cell in enumerate(e for e in row if local(e) == "tc"):
             text = one_line(" ".join(drawn_text(paragraph) for paragraph in cell.iter("{*}p")))
             if attribute(cell, "vMerge") in ("1", "true"):
-                text = merged_text(above.get(column, ""), text)
+                text = reading.merged(above.get(column, ""), text)
             elif number(attribute(cell, "rowSpan"), 1) > 1:
                 above[column] = text
             texts[column] = text

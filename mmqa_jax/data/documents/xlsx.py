@@ -90,7 +90,7 @@ class _Workbook:
         reading.held += letters(name)
         for row in hidden & rows.keys():
             reading.left_out["hidden rows"] += sum(map(letters, rows.pop(row).values()))
-        _merge(rows, merged)
+        self._merge(rows, merged)
         comments, drawings = self._beside(part)
         add_sheet(reading, name, rows, comments)
         for drawing in drawings:
@@ -167,6 +167,22 @@ class _Workbook:
         code = self._formats[style] if style < len(self._formats) else ""
         return one_line(shown_by(text, code, self._from_1904))
 
+    def _merge(self, rows: dict[int, dict[int, str]], areas: Sequence[str]) -> None:
+        """Repeats the text of merged cells in each row that they cover and that is not empty."""
+        for area in areas:
+            ends = [_REFERENCE.fullmatch(end) for end in area.split(":")]
+            if len(ends) != 2 or ends[0] is None or ends[1] is None:
+                continue
+            column, first, last = column_number(ends[0][1]), int(ends[0][2]), int(ends[1][2])
+            text = rows.get(first, {}).get(column, "")
+            if text and first < last:
+                covered = range(first + 1, last + 1)
+                for row in (
+                    covered if len(covered) < len(rows) else [r for r in rows if r in covered]
+                ):
+                    if row in rows:
+                        rows[row][column] = self._reading.merged(text, rows[row].get(column, ""))
+
     def _beside(self, part: str) -> tuple[Beside, list[str]]:
         """Comments by their rows, and the parts of drawings."""
         comments: Beside = {}
@@ -194,21 +210,6 @@ def _text(item: Any) -> str:
         return one_line(item.text or "")
     pieces = (e.text or "" for e in item.iter("{*}t") if local(e.getparent()) != "rPh")
     return one_line("".join(pieces))
-
-
-def _merge(rows: dict[int, dict[int, str]], areas: Sequence[str]) -> None:
-    """Repeats the text of merged cells in each row that they cover and that says anything else."""
-    for area in areas:
-        ends = [_REFERENCE.fullmatch(end) for end in area.split(":")]
-        if len(ends) != 2 or ends[0] is None or ends[1] is None:
-            continue
-        column, first, last = column_number(ends[0][1]), int(ends[0][2]), int(ends[1][2])
-        text = rows.get(first, {}).get(column, "")
-        if text and first < last:
-            covered = range(first + 1, last + 1)
-            for row in covered if len(covered) < len(rows) else [r for r in rows if r in covered]:
-                if row in rows:
-                    rows[row].setdefault(column, text)
 
 
 def column_number(name: str) -> int:
