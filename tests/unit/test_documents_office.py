@@ -9,6 +9,7 @@ import zipfile
 import pytest
 from document_files import picture
 
+from mmqa_jax.data.documents.delimited import read_delimited
 from mmqa_jax.data.documents.document import DocumentError
 from mmqa_jax.data.documents.docx import read_docx
 from mmqa_jax.data.documents.odf import read_odf
@@ -595,9 +596,12 @@ def test_cells_far_apart_cost_nothing():
 
 
 def test_a_workbook_of_too_many_cells(monkeypatch):
-    monkeypatch.setattr("mmqa_jax.data.documents.xlsx.MOST_CELLS", 3)
+    for module in ("xlsx", "delimited"):
+        monkeypatch.setattr(f"mmqa_jax.data.documents.{module}.MOST_CELLS", 3)
     with pytest.raises(DocumentError, match="more than 3 cells; split it"):
         read_xlsx(book(line(1, "a", "b") + line(2, "c", "d")))
+    with pytest.raises(DocumentError, match="more than 3 cells; split it"):
+        read_delimited(b"a,b\nc,d\n")
 
 
 def test_a_workbook_without_its_sheet():
@@ -809,3 +813,57 @@ def test_slides_of_an_odp():
 def test_damaged_opendocument_files(data, reason):
     with pytest.raises(DocumentError, match=reason):
         read_odf(data, ".odt")
+
+
+# Values divided by commas and others
+
+BERTHS = [
+    ("A2:C2", "Berth | Fee | Note", "North | 1,5 | x"),
+    ("A3:C3", "Berth | Fee | Note", "South | 2 | é"),
+]
+
+
+@pytest.mark.parametrize(
+    ("data", "delimiter", "expected"),
+    [
+        ("Berth;Fee;Note\nNorth;1,5;x\nSouth;2;é\n", "", BERTHS),
+        ('Berth,Fee,Note\r\nNorth,"1,5",x\r\nSouth,2,é', "", BERTHS),
+        ("Berth\tFee\tNote\nNorth\t1,5\tx\nSouth\t2\té\n", "", BERTHS),
+        ("Berth|Fee|Note\nNorth|1,5|x\nSouth|2|é\n", "\t", [("A1", "", "Berth|Fee|Note"), ("A2", "", "North|1,5|x"), ("A3", "", "South|2|é")]),
+        ("Berth|Fee|Note\nNorth|1,5|x\nSouth|2|é\n", "", BERTHS),
+        # Excel's own line names the delimiter; a title, an empty line and another table.
+        ("sep=,\nx;y,z\n", "", [("A2:B2", "", "x;y | z")]),
+        ("Fees\na,b\nc,d\n\n1,2\n", "", [("A1", "", "Fees"), ("A3:B3", "a | b", "c | d"), ("A5:B5", "", "1 | 2")]),
+        # A value of two lines.
+        ('a,b\n1,"x\ny"\n', "", [("A2:B2", "a | b", "1 | x y")]),
+    ],
+)  # fmt: skip
+def test_tables_as_text(data, delimiter, expected):
+    document = read_delimited(data.encode(), delimiter)
+    assert places_and_texts(document) == expected
+    assert is_balanced(document)
+
+
+def test_a_quotation_mark_without_its_pair_is_a_letter():
+    document = read_delimited(('a,b\n1,"x\n' + "y,z\n" * 40_000).encode())
+    assert len(document.paragraphs) == 40_001
+    assert places_and_texts(document)[0] == ("A2:B2", "a | b", '1 | "x')
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_encodings_of_tables(encoding):
+    data = "Berth;Fee;Note\nNorth;1,5;x\nSouth;2;é\n".encode(encoding)
+    assert places_and_texts(read_delimited(data)) == BERTHS
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ("Straße;Fee\n".encode("cp1252"), "not UTF-8 text .* save the file as UTF-8"),
+        (b"\xff\xfea", "its UTF-16 is damaged"),
+        (b"x" * 200_000, "no table of values that can be read .*field larger"),
+    ],
+)
+def test_damaged_tables(data, reason):
+    with pytest.raises(DocumentError, match=reason):
+        read_delimited(data)

@@ -323,8 +323,10 @@ class _Content:
 
 def _held(element: Any) -> int:
     """Letters of an element, without those that name a comment's writer or number a note."""
-    held = sum(map(letters, element.itertext()))
-    return held - sum(letters(e.text or "") for e in element.iter() if local(e) in _NOT_SHOWN)
+    held = sum(letters(one_line(text)) for text in element.itertext())
+    return held - sum(
+        letters(one_line(e.text or "")) for e in element.iter() if local(e) in _NOT_SHOWN
+    )
 
 
 def _rows(table: Any) -> Iterator[Any]:

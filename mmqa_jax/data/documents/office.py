@@ -32,6 +32,7 @@ from mmqa_jax.data.picture_bounds import MOST_BYTES
 # What XML may unpack to. Word's packs 10 to 30 times; its tree takes some ten times its bytes.
 _FREE_XML, _XML_PER_BYTE, _MOST_XML = 2**23, 100, 2**26
 MOST_TEXT = 2**26  # characters of a document: merged cells and shared strings repeat their text
+MOST_CELLS = 2**21  # of a workbook; one takes some 200 bytes
 _MOST_HEADER = 1000  # characters of a table's header, which every row repeats
 _MOST_COLUMNS = 100  # up to which empty cells keep their place in a row
 _OLE = b"\xd0\xcf\x11\xe0"  # what Office encrypts, and its old formats, are files of this kind
@@ -229,7 +230,7 @@ def held_letters(root: Any, names: Iterable[str]) -> int:
     skipped = {inner for other in alternatives for inner in other.iter()}
     for element in root.iter():
         if local(element) in wanted and element not in skipped:
-            held += letters(element.text or "")
+            held += letters(one_line(element.text or ""))
     return held
 
 
@@ -441,10 +442,11 @@ def add_sheet(
     """Adds the tables of a sheet, which empty rows divide, with the places of their cells.
 
     Args:
-      name: of the sheet.
+      name: of the sheet; "" where a file has one sheet without a name.
       rows: row, from 1 -> column, from 0 -> text.
     """
-    prefix = f"{name}!" if name.isidentifier() else "'" + name.replace("'", "''") + "'!"
+    quoted = name if name.isidentifier() else "'" + name.replace("'", "''") + "'"
+    prefix = f"{quoted}!" if name else ""
 
     def adding(row: int, column: int, add: Callable[[], None]) -> Callable[[], None]:
         def add_in_place() -> None:

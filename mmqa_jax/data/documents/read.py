@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.documents.delimited import read_delimited
 from mmqa_jax.data.documents.document import Document
 from mmqa_jax.data.documents.docx import read_docx
 from mmqa_jax.data.documents.html import read_html
@@ -43,6 +44,8 @@ READERS: Mapping[str, Reader] = {
     ".docx": Reader(lambda data, _: read_docx(data), "lxml", "lxml"),
     ".pptx": Reader(lambda data, _: read_pptx(data), "lxml", "lxml"),
     ".xlsx": Reader(lambda data, _: read_xlsx(data), "lxml", "lxml"),
+    ".csv": Reader(lambda data, _: read_delimited(data)),
+    ".tsv": Reader(lambda data, _: read_delimited(data, "\t")),
     ".odt": Reader(lambda data, _: read_odf(data, ".odt"), "lxml", "lxml"),
     ".ods": Reader(lambda data, _: read_odf(data, ".ods"), "lxml", "lxml"),
     ".odp": Reader(lambda data, _: read_odf(data, ".odp"), "lxml", "lxml"),

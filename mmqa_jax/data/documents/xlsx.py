@@ -14,6 +14,7 @@ from typing import Any
 
 from mmqa_jax.data.documents.document import Document, DocumentError, letters, one_line
 from mmqa_jax.data.documents.office import (
+    MOST_CELLS,
     PARSING,
     Beside,
     Package,
@@ -31,7 +32,6 @@ from mmqa_jax.data.documents.office import (
     shown_number,
 )
 
-MOST_CELLS = 2**21  # of a workbook; one takes some 200 bytes
 _REFERENCE = re.compile(r"([A-Z]{1,3})([0-9]{1,7})")
 _COPY = "[Threaded comment]"  # what old programs are shown in place of a comment with replies
 
