@@ -368,6 +368,7 @@ OPEN_PIECES = {
     "spaces": (tp("a<text:s text:c='2'/>b<text:tab/>c<text:line-break/>d"), ["a b c d"]),
     "spans and links": (tp("a <text:span>b <text:a>c</text:a></text:span> d"), ["a b c d"]),
     "list": (f"<text:list><text:list-item>{tp('one')}</text:list-item></text:list>", ["one"]),
+    "date": (tp("on <text:date>5 May</text:date>"), ["on 5 May"]),
     "section": (f"<text:section>{tp('in')}</text:section>", ["in"]),
     "note": (tp(f"Fees<text:note><text:note-citation>1</text:note-citation><text:note-body>{tp('In 2024.')}</text:note-body></text:note> rise"), ["Fees rise", "In 2024."]),
     "comment": (tp(f"x<o:annotation><dc:creator>Me</dc:creator>{tp('Check')}</o:annotation>"), ["x", "Check"]),

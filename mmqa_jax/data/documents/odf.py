@@ -22,7 +22,8 @@ from mmqa_jax.data.documents.office import (
 )
 
 _SPACES = ("s", "tab", "line-break")
-_NOT_SHOWN = ("creator", "date", "date-string", "creator-initials", "note-citation")
+_NOT_SHOWN = ("date-string", "creator-initials", "sender-initials", "note-citation")
+_ABOUT = "{http://purl.org/dc/elements/"  # the writer and the date of a comment
 _SHAPES = ("frame", "g", "custom-shape", "rect", "ellipse", "circle", "line", "polyline", "polygon",
            "path", "connector", "caption", "regular-polygon", "measure")  # fmt: skip
 _EDGES = ("page-number", "footer", "date-time", "header", "page")
@@ -133,7 +134,7 @@ class _Content:
             self._leave_out("deleted text", element)
         elif name == "section" and attribute(element, "display") in ("none", "condition"):
             self._leave_out("hidden sections", element)
-        elif name not in _NOT_SHOWN:
+        elif _is_shown(element):
             self.blocks(element)
 
     def _paragraph(self, paragraph: Any) -> None:
@@ -317,16 +318,18 @@ class _Content:
             elif name in ("table", "annotation", *_SHAPES):
                 add = self.blocks if name == "annotation" else self._block
                 after.append(functools.partial(add, element))
-            elif name not in _NOT_SHOWN:
+            elif _is_shown(element):
                 yield from self._cell_texts(element, after)
+
+
+def _is_shown(element: Any) -> bool:
+    return local(element) not in _NOT_SHOWN and not str(element.tag).startswith(_ABOUT)
 
 
 def _held(element: Any) -> int:
     """Letters of an element, without those that name a comment's writer or number a note."""
     held = sum(letters(one_line(text)) for text in element.itertext())
-    return held - sum(
-        letters(one_line(e.text or "")) for e in element.iter() if local(e) in _NOT_SHOWN
-    )
+    return held - sum(letters(one_line(e.text or "")) for e in element.iter() if not _is_shown(e))
 
 
 def _rows(table: Any) -> Iterator[Any]:
