@@ -249,9 +249,9 @@ def test_folders_that_give_nothing_are_refused(refused, tmp_path):
 def test_a_missing_library_is_named_with_the_remedy(refused, raw, monkeypatch):
     find = readers.importlib.util.find_spec
     monkeypatch.setattr(
-        readers.importlib.util, "find_spec", lambda name: None if name == "docx" else find(name)
+        readers.importlib.util, "find_spec", lambda name: None if name == "lxml" else find(name)
     )
-    message = r"\.docx: needs the package python-docx; install it with `pip install"
+    message = r"\.docx: needs the package lxml; install it with `pip install"
     refused("prepare", "folder", f"--raw={raw}", f"--out={raw.parent / 'out'}", message=message)
 
 

@@ -10,11 +10,15 @@ from typing import NamedTuple
 
 from mmqa_jax.core.box import Budget
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.documents.delimited import read_delimited
 from mmqa_jax.data.documents.document import Document
 from mmqa_jax.data.documents.docx import read_docx
 from mmqa_jax.data.documents.html import read_html
+from mmqa_jax.data.documents.odf import read_odf
 from mmqa_jax.data.documents.pdf import read_pdf
 from mmqa_jax.data.documents.plain import read_markdown, read_plain
+from mmqa_jax.data.documents.pptx import read_pptx
+from mmqa_jax.data.documents.xlsx import read_xlsx
 
 VERSION = 2  # of what the readers make of a file; raised when that changes
 _SECONDS, _MOST_SECONDS = 3, 1800  # of processor time for a file of no bytes, and for any file
@@ -45,7 +49,14 @@ READERS: Mapping[str, Reader] = {
     ".html": _HTML,
     ".htm": _HTML,
     ".pdf": Reader(read_pdf, "pypdfium2", "pypdfium2", 20_000),
-    ".docx": Reader(lambda data, _: read_docx(data), "docx", "python-docx", 50_000),
+    ".docx": Reader(lambda data, _: read_docx(data), "lxml", "lxml"),
+    ".pptx": Reader(lambda data, _: read_pptx(data), "lxml", "lxml"),
+    ".xlsx": Reader(lambda data, _: read_xlsx(data), "lxml", "lxml"),
+    ".csv": Reader(lambda data, _: read_delimited(data)),
+    ".tsv": Reader(lambda data, _: read_delimited(data, "\t")),
+    ".odt": Reader(lambda data, _: read_odf(data, ".odt"), "lxml", "lxml"),
+    ".ods": Reader(lambda data, _: read_odf(data, ".ods"), "lxml", "lxml"),
+    ".odp": Reader(lambda data, _: read_odf(data, ".odp"), "lxml", "lxml"),
 }
 
 
