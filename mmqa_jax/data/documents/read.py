@@ -12,9 +12,16 @@ from mmqa_jax.data.documents.document import Document
 from mmqa_jax.data.documents.docx import read_docx
 from mmqa_jax.data.documents.html import read_html
 from mmqa_jax.data.documents.pdf import read_pdf
-from mmqa_jax.data.documents.plain import read_markdown, read_plain
+from mmqa_jax.data.documents.plain import (
+    read_json,
+    read_json_lines,
+    read_markdown,
+    read_notebook,
+    read_plain,
+    read_rst,
+)
 
-VERSION = 1  # of what the readers make of a file; raised when that changes
+VERSION = 2  # of what the readers make of a file; raised when that changes
 
 
 class Reader(NamedTuple):
@@ -30,10 +37,14 @@ class Reader(NamedTuple):
     package: str = ""
 
 
-_HTML = Reader(lambda data, _: read_html(data), "lxml", "lxml")
+_HTML = Reader(lambda data, _: read_html(data), "turbohtml", "turbohtml")
 READERS: Mapping[str, Reader] = {
     ".txt": Reader(lambda data, _: read_plain(data)),
-    ".md": Reader(lambda data, _: read_markdown(data)),
+    ".md": Reader(lambda data, _: read_markdown(data), "pyromark", "pyromark"),
+    ".rst": Reader(lambda data, _: read_rst(data), "docutils", "docutils"),
+    ".json": Reader(lambda data, _: read_json(data)),
+    ".jsonl": Reader(lambda data, _: read_json_lines(data)),
+    ".ipynb": Reader(lambda data, _: read_notebook(data), "nbformat", "nbformat"),
     ".html": _HTML,
     ".htm": _HTML,
     ".pdf": Reader(read_pdf, "pypdfium2", "pypdfium2"),
