@@ -41,14 +41,14 @@ _HTML = Reader(lambda data, _: read_html(data), "turbohtml", "turbohtml")
 READERS: Mapping[str, Reader] = {
     ".txt": Reader(lambda data, _: read_plain(data)),
     ".md": Reader(lambda data, _: read_markdown(data), "pyromark", "pyromark"),
-    ".rst": Reader(lambda data, _: read_rst(data), "docutils", "docutils"),
-    ".json": Reader(lambda data, _: read_json(data)),
-    ".jsonl": Reader(lambda data, _: read_json_lines(data)),
-    ".ipynb": Reader(lambda data, _: read_notebook(data), "nbformat", "nbformat"),
     ".html": _HTML,
     ".htm": _HTML,
     ".pdf": Reader(read_pdf, "pypdfium2", "pypdfium2"),
     ".docx": Reader(lambda data, _: read_docx(data), "docx", "python-docx"),
+    ".rst": Reader(lambda data, _: read_rst(data), "docutils", "docutils"),
+    ".json": Reader(lambda data, _: read_json(data)),
+    ".jsonl": Reader(lambda data, _: read_json_lines(data)),
+    ".ipynb": Reader(lambda data, _: read_notebook(data), "nbformat", "nbformat"),
 }
 
 
