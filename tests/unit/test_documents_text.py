@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import random
+import struct
 import time
+import zipfile
+from email.message import EmailMessage
 
 import pytest
 from document_files import picture
 
 from mmqa_jax.data.documents.document import DocumentError, letters
+from mmqa_jax.data.documents.epub import read_epub
 from mmqa_jax.data.documents.html import read_html
+from mmqa_jax.data.documents.mail import read_eml, read_msg
 from mmqa_jax.data.documents.plain import (
     read_json,
     read_json_lines,
@@ -229,12 +235,6 @@ def test_html_without_content():
     assert read_html(b"<p><!-- x -->").paragraphs == ()
     with pytest.raises(DocumentError, match="no HTML that can be read"):
         read_html(picture())
-
-
-def test_a_page_that_is_too_large(monkeypatch):
-    monkeypatch.setattr("mmqa_jax.data.documents.html.MOST_BYTES", 9)
-    with pytest.raises(DocumentError, match="13 bytes, more than the 9 of a page; split it"):
-        read_html(b"<p>A pump.<p>")
 
 
 def test_entities_of_html_do_not_grow():
@@ -518,3 +518,182 @@ def test_a_caption_of_several_paragraphs():
     )
     assert texts(document) == []
     assert [f.caption for f in document.figures] == ["One. Two."]
+
+
+# Books
+
+
+def book(chapters: dict[str, bytes], metadata: str = "<dc:title>A &amp; B</dc:title>") -> bytes:
+    """An EPUB of these files; those that end in .xhtml are its chapters, in order."""
+    names = [name for name in chapters if name.endswith(".xhtml")]
+    items = "".join(
+        f'<item id="{name}" href="{name}" media-type="application/xhtml+xml"/>' for name in names
+    )
+    order = "".join(f'<itemref idref="{name}"/>' for name in names if "outside" not in name)
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("mimetype", "application/epub+zip")
+        archive.writestr(
+            "META-INF/container.xml",
+            '<container xmlns="c"><rootfiles><rootfile full-path="OPS/p.opf"/></rootfiles></container>',
+        )
+        archive.writestr(
+            "OPS/p.opf",
+            '<package xmlns="o" xmlns:dc="d"><metadata>' + metadata
+            + f"</metadata><manifest>{items}</manifest><spine>{order}</spine></package>",
+        )  # fmt: skip
+        for name, content in chapters.items():
+            archive.writestr(name.removeprefix("/") if "/" in name else f"OPS/{name}", content)
+    return packed.getvalue()
+
+
+def test_a_book():
+    xhtml = '<?xml version="1.0"?><html xmlns="http://www.w3.org/1999/xhtml">'
+    document = read_epub(
+        book({
+            "2.xhtml": f"{xhtml}<head><title/><script src='x'/></head><body><h1>Two<a id='t'/></h1>"
+            "<p>caf&eacute;&nbsp;x</p><img src='p%20p.png' alt='The pump'/></body></html>".encode(),
+            "1.xhtml": b"<html><head><title>One</title></head><body><p>not closed<br>here</html>",
+            "p p.png": picture(),
+            "outside.xhtml": f"{xhtml}<body><p>hidden</p></body></html>".encode(),
+        })
+    )  # fmt: skip
+    assert document.title == "A & B"
+    assert texts(document) == [("Two", "café x"), ("Two", "not closed here")]
+    assert [(f.caption, f.picture, f.link) for f in document.figures] == [
+        ("The pump", picture(), "")
+    ]
+    assert document.left_out == {"titles of parts": 3, "parts outside the reading order": 6}
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"PK\x03\x04", "no EPUB that can be read"),
+        (book({})[:-9], "no EPUB that can be read"),
+        (book({"/META-INF/rights.xml": b""}), "encrypted; save it without"),
+    ],
+)
+def test_books_that_cannot_be_read(data, reason):
+    with pytest.raises(DocumentError, match=reason):
+        read_epub(data)
+
+
+# Mails
+
+
+def test_a_mail():
+    mail = EmailMessage()
+    mail["Subject"], mail["From"], mail["To"] = "Fähre", "Ada <ada@x.org>", "bo@x.org"
+    mail["Date"] = "Fri, 03 May 2024 10:00:00 +0000"
+    mail.set_content("The ferry.\n\nAt eight.")
+    markup = "<p>The <b>ferry</b> leaves.</p><img src='cid:map' alt='The map'><p>At eight."
+    mail.add_alternative(markup, subtype="html")
+    mail.get_payload()[1].add_related(picture(), "image", "png", cid="<map>")
+    mail.add_attachment(b"%PDF", maintype="application", subtype="pdf", filename="plan.pdf")
+    mail.add_attachment(picture("blue"), maintype="image", subtype="png", filename="quay.png")
+    forwarded = EmailMessage()
+    forwarded["Subject"] = "Re: Fähre"
+    forwarded.set_content("Tide at nine.")
+    mail.add_attachment(forwarded)
+    document = read_eml(bytes(mail))
+    assert document.title == "Fähre"
+    assert texts(document) == [
+        ("Fähre", "From: Ada <ada@x.org>; To: bo@x.org; Date: Fri, 03 May 2024 10:00:00 +0000"),
+        ("Fähre", "The ferry leaves."),
+        ("Fähre", "At eight."),
+        ("Fähre", "Attachment: plan.pdf"),
+        ("Fähre > Re: Fähre", "Tide at nine."),
+    ]
+    assert [(f.caption, f.picture) for f in document.figures] == [
+        ("The map", picture()), ("quay.png", picture("blue")),
+    ]  # fmt: skip
+    assert document.left_out["the same text in another form"] == letters("The ferry. At eight.")
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "text"),
+    [
+        ("Content-Type: text/plain; charset=ks_c_5601-1987", "뷁".encode("cp949"), "뷁"),
+        ("Content-Type: text/plain; charset=gb2312", "镕".encode("gb18030"), "镕"),
+        ("Content-Type: text/html; charset=klingon", b"<p>caf\xe9", "café"),
+        ("Content-Type: text/plain; charset=klingon", "Öl <p>".encode(), "Öl <p>"),
+        ("Content-Type: text/plain\nContent-Transfer-Encoding: base64", b"VGlkZQ==", "Tide"),
+        ("Content-Type: multipart/mixed; boundary=none", b"Lost", "Lost"),
+    ],
+)
+def test_mails_in_other_encodings(head, body, text):
+    document = read_eml(f"Subject: S\n{head}\n\n".encode() + body)
+    assert texts(document) == [("S", text)]
+
+
+def test_what_is_no_mail():
+    with pytest.raises(DocumentError, match="no mail: it has no header of one"):
+        read_eml(b"Some text.")
+    with pytest.raises(DocumentError, match="no mail of Outlook's that can be read"):
+        read_msg(b"Some text.")
+    with pytest.raises(DocumentError, match="no mail of Outlook's that can be read"):
+        read_msg(outlook({}))
+
+
+def outlook(properties: dict[int, str | bytes]) -> bytes:
+    """A mail of Outlook's: a compound file with a stream for each property, in sectors of 512.
+
+    [MS-CFB] has the format; each stream is padded to 4,096 bytes, so that none needs small sectors.
+    """
+    kinds = {
+        number: 0x1F if isinstance(value, str) else 0x102 for number, value in properties.items()
+    }
+    table = bytes(32) + b"".join(
+        struct.pack("<HHIQ", kind, number, 6, 0) for number, kind in kinds.items()
+    )
+    streams = {"__properties_version1.0": table.ljust(4096, b"\0")}
+    for number, value in properties.items():
+        data = (
+            value.ljust(2048).encode("utf-16-le") if isinstance(value, str) else value.ljust(4096)
+        )
+        streams[f"__substg1.0_{number:04X}{kinds[number]:04X}"] = data
+    if not properties:
+        streams = {}
+    end, free, none = 0xFFFFFFFE, 0xFFFFFFFF, 0xFFFFFFFF
+    entries = -(
+        -(len(streams) + 1) // 4
+    )  # sectors of the directory, which follow the table of sectors
+    table_of_sectors = [0xFFFFFFFD, *range(2, entries + 1), end]
+    contents = b""
+    directory = _entry("Root Entry", 5, none, 1 if streams else none, end, 0)
+    for number, (name, data) in enumerate(streams.items(), start=1):
+        sectors = -(-len(data) // 512)
+        first = len(table_of_sectors)
+        after = number + 1 if number < len(streams) else none
+        directory += _entry(name, 2, after, none, first, len(data))
+        table_of_sectors += [*range(first + 1, first + sectors), end]
+        contents += data.ljust(512 * sectors, b"\0")
+    head = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(16)
+    head += struct.pack(
+        "<HHHHH6xIIIIIIIIII", 62, 3, 0xFFFE, 9, 6, 0, 1, 1, 0, 4096, end, 0, end, 0, 0
+    )
+    head += struct.pack("<108I", *[free] * 108)
+    packed_table = struct.pack("<128I", *table_of_sectors, *[free] * (128 - len(table_of_sectors)))
+    return head + packed_table + directory.ljust(512 * entries, b"\0") + contents
+
+
+def _entry(name: str, kind: int, right: int, child: int, first: int, size: int) -> bytes:
+    encoded = (name + "\0").encode("utf-16-le")
+    about = struct.pack("<HBBIII", len(encoded), kind, 1, 0xFFFFFFFF, right, child)
+    return encoded.ljust(64, b"\0") + about + bytes(36) + struct.pack("<IQ", first, size)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({0x1000: "The ferry.\r\n\r\nAt eight."}, ["The ferry.", "At eight."]),
+        ({0x1000: "The ferry", 0x1013: b"<p>The <b>ferry</b>"}, ["The ferry"]),
+        ({0x1013: "<p>The <b>ferry</b>"}, ["The ferry"]),
+    ],
+)
+def test_a_mail_of_outlook(body, text):
+    head = {0x001A: "IPM.Note", 0x0037: "Fähre", 0x0C1A: "Ada", 0x0E04: "Bo"}
+    document = read_msg(outlook({**head, **body}))
+    assert document.title == "Fähre"
+    assert texts(document) == [("Fähre", t) for t in ("From: Ada; To: Bo", *text)]

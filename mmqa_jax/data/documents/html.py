@@ -11,6 +11,7 @@ import dataclasses
 import re
 import unicodedata
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from mmqa_jax.core.arguments import decimal_number
@@ -23,8 +24,6 @@ from mmqa_jax.data.documents.document import (
     letters,
     one_line,
 )
-
-MOST_BYTES = 2**26  # of a page; its tree takes some ten times as much memory
 
 # What no person sees, and why.
 _LEFT_OUT = {
@@ -65,25 +64,10 @@ def read_html(data: bytes) -> Document:
     standard); a page that declares none is UTF-8, or what its bytes look like.
 
     Raises:
-      DocumentError: too large, or no text.
+      DocumentError: no text.
     """
-    import turbohtml
-
-    if len(data) > MOST_BYTES:
-        raise DocumentError(
-            f"{len(data):,} bytes, more than the {MOST_BYTES:,} of a page; split it"
-        )
-    tree = turbohtml.parse(data, detect_encoding=True, positions=False)
-    if tree.encoding_confidence != "certain":
-        if b"\0" in data[:1024]:
-            raise DocumentError("no HTML that can be read (it holds bytes of no text)")
-        text = data.decode("utf-8", "replace")
-        damaged = text.count("\ufffd")
-        if damaged < sum(character > "\x7f" for character in text) - damaged:
-            tree = turbohtml.parse(text, positions=False)  # UTF-8 but for a few bytes
     page = Page()
-    page.add(tree)
-    page.add_left_out("bytes that are no characters", tree.text.count("\ufffd"))
+    page.add_bytes(data)
     return page.document()
 
 
@@ -165,9 +149,14 @@ class _Table:
 
 
 class Page:
-    """Collects what a person sees of trees of HTML and of texts, one after another."""
+    """Collects what a person sees of trees of HTML and of texts, one after another.
+
+    Attributes:
+      open_link: the picture that a link names within the file; None where it is outside.
+    """
 
     def __init__(self) -> None:
+        self.open_link: Callable[[str], bytes | None] = lambda link: None
         self._title = ""
         self._paragraphs: list[Paragraph] = []
         self._figures: list[Figure] = []
@@ -195,6 +184,24 @@ class Page:
         if not self._title:
             self._title = one_line(title)
             self._letters += letters(self._title)
+
+    def add_bytes(self, data: bytes, encoding: str | None = None) -> None:
+        """Adds HTML in the encoding that is stated beside it, or else that it declares."""
+        import turbohtml
+
+        try:
+            tree = turbohtml.parse(data, encoding=encoding, detect_encoding=True, positions=False)
+        except LookupError:  # none that browsers know
+            tree = turbohtml.parse(data, detect_encoding=True, positions=False)
+        if tree.encoding_confidence != "certain":
+            if b"\0" in data[:1024]:
+                raise DocumentError("no HTML that can be read (it holds bytes of no text)")
+            text = data.decode("utf-8", "replace")
+            damaged = text.count("\ufffd")
+            if damaged < sum(character > "\x7f" for character in text) - damaged:
+                tree = turbohtml.parse(text, positions=False)  # UTF-8 but for a few bytes
+        self.add(tree)
+        self.add_left_out("bytes that are no characters", tree.text.count("\ufffd"))
 
     def add_markup(self, markup: str) -> None:
         """Adds HTML."""
@@ -236,21 +243,27 @@ class Page:
             self._add_paragraph(one_line(paragraph))
 
     def add_picture(self, caption: str, link: str) -> bool:
-        """Adds a picture; returns False where it is damaged."""
-        caption, heading = one_line(caption), self._outline.path
+        """Adds the picture that a link names; returns False where its base64 is damaged."""
         encoded = _DATA_URI.match(link)
-        picture = None
-        if encoded is not None:
-            try:
-                picture = base64.b64decode(link[encoded.end() :], validate=False)
-            except (binascii.Error, ValueError) as error:
-                self._broken.append(f"{caption[:60]!r}: its base64 is damaged ({error})")
-                return False
-        link = "" if encoded is not None else link
-        self._figures.append(Figure(caption, heading, picture=picture, link=link))
+        if encoded is None:
+            self.add_figure(caption, self.open_link(link), link)
+            return True
+        try:
+            picture = base64.b64decode(link[encoded.end() :], validate=False)
+        except (binascii.Error, ValueError) as error:
+            caption = one_line(caption)
+            self._broken.append(f"{caption[:60]!r}: its base64 is damaged ({error})")
+            return False
+        self.add_figure(caption, picture)
+        return True
+
+    def add_figure(self, caption: str, picture: bytes | None, link: str = "") -> None:
+        """Adds a picture, or the file of one, whose caption's letters are counted."""
+        caption = one_line(caption)
+        link = link if picture is None else ""
+        self._figures.append(Figure(caption, self._outline.path, picture=picture, link=link))
         self._letters += letters(caption)
         self._bare = None
-        return True
 
     def enter(self, level: int, text: str) -> None:
         """Begins a section; a heading that is too long for one is a paragraph."""

@@ -10,7 +10,9 @@ from typing import NamedTuple
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.documents.document import Document
 from mmqa_jax.data.documents.docx import read_docx
+from mmqa_jax.data.documents.epub import read_epub
 from mmqa_jax.data.documents.html import read_html
+from mmqa_jax.data.documents.mail import read_eml, read_msg
 from mmqa_jax.data.documents.pdf import read_pdf
 from mmqa_jax.data.documents.plain import (
     read_json,
@@ -49,6 +51,9 @@ READERS: Mapping[str, Reader] = {
     ".json": Reader(lambda data, _: read_json(data)),
     ".jsonl": Reader(lambda data, _: read_json_lines(data)),
     ".ipynb": Reader(lambda data, _: read_notebook(data), "nbformat", "nbformat"),
+    ".epub": Reader(lambda data, _: read_epub(data), "turbohtml", "turbohtml"),
+    ".eml": Reader(lambda data, _: read_eml(data), "turbohtml", "turbohtml"),
+    ".msg": Reader(lambda data, _: read_msg(data), "oxmsg", "python-oxmsg"),
 }
 
 
