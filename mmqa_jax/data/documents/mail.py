@@ -99,9 +99,8 @@ def _add_part(page: Page, part: EmailMessage, level: int) -> None:
                                                         "text/plain" in forms[n], n))  # fmt: skip
         _add_part(page, parts[richest], level)
         for form in (*parts[:richest], *parts[richest + 1 :]):
-            page.add_left_out(_OTHER_FORM, sum(
-                letters(one_line(_text(p))) for p in form.walk() if p.get_content_type() == "text/plain"
-            ))  # fmt: skip
+            texts = [_text(p) for p in form.walk() if p.get_content_type() == "text/plain"]
+            page.add_left_out(_OTHER_FORM, sum(letters(one_line(text)) for text in texts))
     elif kind == "message/rfc822":
         for mail in parts:
             _add_mail(page, mail, level + 1)
@@ -118,7 +117,7 @@ def _add_part(page: Page, part: EmailMessage, level: int) -> None:
 
 
 def _add_head(page: Page, level: int, subject: str, fields: dict[str, str]) -> None:
-    line = "; ".join(f"{name}: {value}" for name, value in fields.items() if value)
+    line = "; ".join(f"{name}: {one_line(value)}" for name, value in fields.items() if value)
     page.add_letters(letters(one_line(subject)) + letters(one_line(line)))
     page.enter(level, subject)
     page.add_text(line)
