@@ -26,6 +26,7 @@ from mmqa_jax.data.documents.plain import (
     read_plain,
     read_rst,
 )
+from mmqa_jax.data.documents.tex import read_tex
 
 
 def texts(document):
@@ -697,3 +698,79 @@ def test_a_mail_of_outlook(body, text):
     document = read_msg(outlook({**head, **body}))
     assert document.title == "Fähre"
     assert texts(document) == [("Fähre", t) for t in ("From: Ada; To: Bo", *text)]
+
+
+# LaTeX
+
+
+def tex(body: str):
+    return read_tex(
+        f"\\documentclass{{article}}\n\\begin{{document}}{body}\\end{{document}}".encode()
+    )
+
+
+def test_latex():
+    document = read_tex(
+        rb"""\documentclass{article} % a class
+\newcommand{\model}{Pump-X}\newcommand{\R}{\mathbb{R}}
+\title{On \model\ and\\ rivers} \author{Ada \and Bo}
+\begin{document}
+\maketitle
+\begin{abstract}We measure.\end{abstract}
+\section{Intro}\label{sec:intro}
+The \model{} is \textbf{big}, see~\cite{knuth}. A \foo{thing} \& caf\'e \foo{x}{y}.
+% hidden words
+It weighs 5\,kg\footnote{Dry weight.}. ``Quoted'' --- a < b.
+
+New: $x_i \in \R$, $\alpha^2 \leq \unknown$.
+\begin{figure}[h]\includegraphics[width=3cm]{img/p.png}\caption{The pump.}\end{figure}
+\subsection{Lists}
+\begin{enumerate}\item first \item second\end{enumerate}
+\begin{tabular}{|l|c|} \hline Part & Days \\ \hline
+\multirow{2}{*}{Filter} & 7 \\ & 9 \\ \multicolumn{2}{c}{both} \\ \hline \end{tabular}
+\begin{lstlisting}[language=C]
+int main() { return a<b; }
+\end{lstlisting}
+\begin{tikzpicture}\draw (0,0);\end{tikzpicture}
+\begin{theorem}[Big] All is well. \end{theorem}
+\href{http://x.y}{link} \input{/etc/passwd}
+\begin{thebibliography}{9}\bibitem{knuth} Knuth.\end{thebibliography}
+\end{document}"""
+    )
+    assert document.title == "On Pump-X and rivers"
+    title, intro = "On Pump-X and rivers", "On Pump-X and rivers > Intro"
+    assert texts(document) == [
+        (title, "Ada Bo"),
+        (title, "We measure."),
+        (intro, "The Pump-X is big, see [knuth]. A thing & café x y. It weighs 5 kg [Dry weight.]. “Quoted” — a < b."),
+        (intro, "New: x_i ∈ℝ, α^2 ≤unknown."),
+        (f"{intro} > Lists", "1. first"),
+        (f"{intro} > Lists", "2. second"),
+        (f"{intro} > Lists", "Filter | 7"),
+        (f"{intro} > Lists", "Filter | 9"),
+        (f"{intro} > Lists", "both"),
+        (f"{intro} > Lists", "int main() { return a<b; }"),
+        (f"{intro} > Lists", "Big All is well."),
+        (f"{intro} > Lists", "link"),
+        (f"{intro} > Lists", "[knuth] Knuth."),
+    ]  # fmt: skip
+    assert {header for header, _ in rows(document)} == {"Part | Days"}
+    assert [(f.caption, f.link) for f in document.figures] == [("The pump.", "img/p.png")]
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (r"\newcommand{\a}{\a\a x}\a", "x"),  # what grows without end in LaTeX
+        (r"\begin{itemize}\item no end", "no end"),
+        (r"$a & b", "a b"),
+        (r"50\% of \$5", "50% of $5"),
+    ],
+)
+def test_odd_latex(body, text):
+    assert [paragraph for _, paragraph in texts(tex(body))] == [text]
+
+
+def test_latex_that_is_nested_too_deep():
+    with pytest.raises(DocumentError, match="its groups are nested too deep"):
+        tex("{" * 20_000)

@@ -39,6 +39,12 @@ class Reader(NamedTuple):
     package: str = ""
 
 
+def _read_tex(data: bytes, _: int) -> Document:
+    from mmqa_jax.data.documents.tex import read_tex  # which is made of a library's classes
+
+    return read_tex(data)
+
+
 _HTML = Reader(lambda data, _: read_html(data), "turbohtml", "turbohtml")
 READERS: Mapping[str, Reader] = {
     ".txt": Reader(lambda data, _: read_plain(data)),
@@ -48,6 +54,7 @@ READERS: Mapping[str, Reader] = {
     ".pdf": Reader(read_pdf, "pypdfium2", "pypdfium2"),
     ".docx": Reader(lambda data, _: read_docx(data), "docx", "python-docx"),
     ".rst": Reader(lambda data, _: read_rst(data), "docutils", "docutils"),
+    ".tex": Reader(_read_tex, "pylatexenc", "pylatexenc"),
     ".json": Reader(lambda data, _: read_json(data)),
     ".jsonl": Reader(lambda data, _: read_json_lines(data)),
     ".ipynb": Reader(lambda data, _: read_notebook(data), "nbformat", "nbformat"),
