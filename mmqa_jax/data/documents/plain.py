@@ -71,7 +71,7 @@ def read_rst(data: bytes) -> Document:
         tree = docutils.core.publish_doctree(text, settings_overrides=settings)
         for message in list(tree.findall(nodes.system_message)):
             blocks = [block.deepcopy() for block in message.findall(nodes.literal_block)]
-            message.replace_self(blocks)
+            message.parent.replace(message, blocks)
         tree.transform_messages = []  # which name what stands in the text all the same
         tree.setdefault("title", " ")  # else the file's name, which is none here
         markup = docutils.core.publish_from_doctree(
