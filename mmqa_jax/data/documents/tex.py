@@ -223,10 +223,9 @@ def _texts(nodes: Iterable[Any]) -> Iterator[str]:
         if node is None or name in _UNSEEN or name in _DRAWINGS:
             continue
         yield getattr(node, "chars", "")
-        yield getattr(node.nodeargd, "verbatim_text", "") if hasattr(node, "nodeargd") else ""
         stack += getattr(node, "nodelist", None) or ()
-        is_seen = isinstance(node, latexwalker.LatexMacroNode) and name not in _PLACES
-        if (is_seen or name in _NAMED) and node.nodeargd:
+        is_command = isinstance(node, latexwalker.LatexMacroNode) and name not in _PLACES
+        if (is_command or name in _NAMED or name == "verbatim") and node.nodeargd:
             stack += node.nodeargd.argnlist or ()
 
 
