@@ -13,10 +13,19 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.documents.delimited import read_delimited
 from mmqa_jax.data.documents.document import Document
 from mmqa_jax.data.documents.docx import read_docx
+from mmqa_jax.data.documents.epub import read_epub
 from mmqa_jax.data.documents.html import read_html
+from mmqa_jax.data.documents.mail import read_eml, read_msg
 from mmqa_jax.data.documents.odf import read_odf
 from mmqa_jax.data.documents.pdf import read_pdf
-from mmqa_jax.data.documents.plain import read_markdown, read_plain
+from mmqa_jax.data.documents.plain import (
+    read_json,
+    read_json_lines,
+    read_markdown,
+    read_notebook,
+    read_plain,
+    read_rst,
+)
 from mmqa_jax.data.documents.pptx import read_pptx
 from mmqa_jax.data.documents.xlsx import read_xlsx
 
@@ -42,21 +51,35 @@ class Reader(NamedTuple):
     rate: int = _RATE
 
 
-_HTML = Reader(lambda data, _: read_html(data), "lxml", "lxml")
+def _read_tex(data: bytes, _: int) -> Document:
+    from mmqa_jax.data.documents.tex import read_tex  # which is made of a library's classes
+
+    return read_tex(data)
+
+
+_HTML = Reader(lambda data, _: read_html(data), "turbohtml", "turbohtml")
 READERS: Mapping[str, Reader] = {
     ".txt": Reader(lambda data, _: read_plain(data)),
-    ".md": Reader(lambda data, _: read_markdown(data)),
+    ".md": Reader(lambda data, _: read_markdown(data), "pyromark", "pyromark"),
     ".html": _HTML,
     ".htm": _HTML,
     ".pdf": Reader(read_pdf, "pypdfium2", "pypdfium2", 20_000),
-    ".docx": Reader(lambda data, _: read_docx(data), "lxml", "lxml"),
-    ".pptx": Reader(lambda data, _: read_pptx(data), "lxml", "lxml"),
-    ".xlsx": Reader(lambda data, _: read_xlsx(data), "lxml", "lxml"),
+    ".docx": Reader(lambda data, _: read_docx(data), "lxml", "lxml", rate=50_000),
+    ".pptx": Reader(lambda data, _: read_pptx(data), "lxml", "lxml", rate=50_000),
+    ".xlsx": Reader(lambda data, _: read_xlsx(data), "lxml", "lxml", rate=50_000),
     ".csv": Reader(lambda data, _: read_delimited(data)),
     ".tsv": Reader(lambda data, _: read_delimited(data, "\t")),
-    ".odt": Reader(lambda data, _: read_odf(data, ".odt"), "lxml", "lxml"),
-    ".ods": Reader(lambda data, _: read_odf(data, ".ods"), "lxml", "lxml"),
-    ".odp": Reader(lambda data, _: read_odf(data, ".odp"), "lxml", "lxml"),
+    ".odt": Reader(lambda data, _: read_odf(data, ".odt"), "lxml", "lxml", rate=50_000),
+    ".ods": Reader(lambda data, _: read_odf(data, ".ods"), "lxml", "lxml", rate=50_000),
+    ".odp": Reader(lambda data, _: read_odf(data, ".odp"), "lxml", "lxml", rate=50_000),
+    ".rst": Reader(lambda data, _: read_rst(data), "docutils", "docutils"),
+    ".tex": Reader(_read_tex, "pylatexenc", "pylatexenc"),
+    ".json": Reader(lambda data, _: read_json(data)),
+    ".jsonl": Reader(lambda data, _: read_json_lines(data)),
+    ".ipynb": Reader(lambda data, _: read_notebook(data), "nbformat", "nbformat"),
+    ".epub": Reader(lambda data, _: read_epub(data), "turbohtml", "turbohtml", rate=50_000),
+    ".eml": Reader(lambda data, _: read_eml(data), "turbohtml", "turbohtml"),
+    ".msg": Reader(lambda data, _: read_msg(data), "oxmsg", "python-oxmsg"),
 }
 
 
