@@ -101,6 +101,19 @@ def test_running_heads_are_left_out_and_counted():
     assert document.left_out == {"running heads": sum(map(letters, heads))}
 
 
+def test_watermarks_and_turned_pages():
+    """What stands across each page is no text; a turned page has its head at the turned edge."""
+    across = "q .7 .7 -.7 .7 200 200 cm " + write(0, 0, "DRAFT", 60) + "Q\n"
+    head = write(72, 760, "Rules of the harbour") + write(500, 760, "{}")
+    pages = [
+        f"{across}q 0 1 -1 0 792 0 cm {head.format(n)}{write(72, 600, text)}Q\n"
+        for n, text in ((7, "The first rule is short."), (8, "The second one is shorter."))
+    ]
+    document = reads(*pages)
+    assert texts(document) == ["The first rule is short.", "The second one is shorter."]
+    assert document.left_out == {"running heads": 2 * letters("DRAFT Rules of the harbour 7")}
+
+
 def test_lines_that_differ_by_more_than_the_pages_number_are_text():
     """A list of prices, one a page: nothing of it runs, though every page looks alike."""
     prices = ["Berth 1: 340 euros", "Berth 2: 340 euros", "Berth 3: 410 euros"]

@@ -17,6 +17,7 @@ import numpy as np
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 _Gap = tuple[float, float]  # left and right end
 
+SLANTED = 4
 GAP = 1.2  # times the size of the letters: a wider one parts cells and columns, not words
 _LEAST_GUTTER = 0.8  # times the size, between columns of prose
 _LEAST_SHARED = 0.3  # times the size, between cells of all rows of a table
@@ -36,7 +37,8 @@ class Segment:
       size: of its letters.
       box: on the page as it is shown.
       base: of its letters, from the top of the page as the text stands.
-      turn: clockwise quarter turns of the text on the page.
+      turn: clockwise quarter turns of the text on the page; SLANTED more where it is not turned by
+        about that.
       words: start, end and box of each, where they are known (OCR).
     """
 
@@ -81,7 +83,7 @@ def upright(box: Sequence[Any], turn: int) -> tuple[Any, Any, Any, Any]:
         (top, -right, bottom, -left),
         (-right, -bottom, -left, -top),
         (-bottom, left, -top, right),
-    )[turn]
+    )[turn % SLANTED]
 
 
 def lines_in_order(segments: Sequence[Segment]) -> Iterator[Line]:

@@ -44,6 +44,7 @@ _PAGE_NUMBER = re.compile(r"(?:page\s*)?[\divxlc]{1,6}(?:\s*(?:/|of)\s*\d+)?", r
 _EDGE = 0.15  # of the page's height, in which running heads and feet stand
 _MARGIN = 0.065  # of the page's height, in which small letters are no text of the page
 _MARGIN_WORDS = 12
+_SLANT = 0.1  # quarter turns, by which the words of a line may deviate
 _BOLD = 550  # of a font's weights, of which 400 is the usual one
 _CELL = " | "  # between cells of a row
 _ACROSS = 1000  # PDFium's device units a point: it rounds them to whole numbers
@@ -57,14 +58,14 @@ class _Page:
     """What a page holds.
 
     Attributes:
-      height: in points, as it is shown.
+      size: width and height in points, as it is shown.
       segments: its text, with values of fields and notes.
       pictures: encoded, each with its box.
       is_scan: it is a picture that was not read.
     """
 
     number: int
-    height: float
+    size: tuple[float, float]
     segments: list[Segment]
     pictures: list[tuple[bytes, Box]]
     is_scan: bool
@@ -141,7 +142,7 @@ class _Reading:
             self._broken.append(f"page {number}: {error}")
             return
         self._letters += sum(letters(_whole(segment.text)) for segment in segments)
-        self._pages.append(_Page(number, shown.height, segments, pictures, is_scan))
+        self._pages.append(_Page(number, shown.size, segments, pictures, is_scan))
 
     def document(self, title: str) -> Document:
         """What was read, with headings by the size of letters in the whole document."""
@@ -167,7 +168,8 @@ class _Reading:
                     boxes = [place.box for place in paragraph.places if place.box]
                     captions.append((_around(boxes), text))
                 is_large = size >= _HEADING_SIZE * usual and len(text.split()) <= _HEADING_WORDS
-                is_heading = is_large and not block[0].is_row and not is_caption(text)
+                is_slanted = block[0].first.turn >= layout.SLANTED  # DRAFT, across the page
+                is_heading = is_large and not (block[0].is_row or is_slanted or is_caption(text))
                 paragraphs.append((is_heading, paragraph))
                 if is_heading:
                     outline.enter(-round(size, 1), text)
@@ -252,9 +254,9 @@ class _Shown:
     def __init__(self, page: Any) -> None:
         import pypdfium2.raw as pdfium
 
-        self.width, self.height = page.get_size()
-        scale = _ACROSS if max(self.width, self.height) < 10**5 else 1
-        size = [max(1, round(min(side * scale, 2**30))) for side in (self.width, self.height)]
+        self.size = page.get_size()
+        scale = _ACROSS if max(self.size) < 10**5 else 1
+        size = [max(1, round(min(side * scale, 2**30))) for side in self.size]
         across, down = ctypes.c_int(), ctypes.c_int()
         corners = []
         for x, y in ((0, 0), (100, 0), (0, 100)):
@@ -272,9 +274,11 @@ class _Shown:
         return tuple(self.boxes(np.array([corners], float))[0].tolist())
 
     def turn(self, x: float, y: float) -> int:
-        """Clockwise quarter turns of text that runs into a direction of the page."""
+        """`Segment.turn` of text that runs into a direction of the page."""
         across, down = np.array([x, y]) @ self._matrix
-        return round(math.atan2(down, across) / (math.pi / 2)) % 4
+        turns = math.atan2(down, across) / (math.pi / 2)
+        slanted = abs(turns - round(turns)) > _SLANT
+        return round(turns) % 4 + (layout.SLANTED if slanted else 0)
 
 
 def _note_text(note: Any, forms: Any) -> str:
@@ -323,7 +327,7 @@ def _images(page: Any, shown: _Shown) -> list[tuple[Any, Box]]:
 def _is_scan(segments: Sequence[Segment], images: Sequence[tuple[Any, Box]], shown: _Shown) -> bool:
     """Whether a page is a picture, perhaps with a stamp or a page number on it."""
     count = sum(letters(segment.text) for segment in segments)
-    page: Box = (0.0, 0.0, shown.width, shown.height)
+    page: Box = (0.0, 0.0, *shown.size)
     area = sum(_area(_common(box, page)) for box in {box for _, box in images})
     covered = area >= _SCAN_AREA * _area(page)
     has_caption = any(is_caption(segment.text) for segment in segments)
@@ -449,14 +453,16 @@ class _Edge:
     Attributes:
       page: its index.
       rank: 0 of the outermost line.
-      base: from the page's top.
+      outside: points from the edge of the page to the base of its letters.
+      share: the same, of the page's height.
       gap: to the next line inwards, in sizes of its letters.
     """
 
     page: int
     is_top: bool
     rank: int
-    base: float
+    outside: float
+    share: float
     gap: float
     segments: list[Segment]
 
@@ -469,22 +475,35 @@ class _Edge:
         return self.segments[0].size
 
 
+def _main_turn(page: _Page) -> int:
+    turns: Counter[int] = Counter()
+    for segment in page.segments:
+        turns[segment.turn] += len(segment.text)
+    return turns.most_common(1)[0][0] if turns else 0
+
+
 def _edges(index: int, page: _Page) -> Iterator[_Edge]:
     """The two outermost lines above and below, where they are near the page's edge."""
-    page_rows = layout.rows([segment for segment in page.segments if segment.turn == 0])
-    for is_top, ordered in ((True, page_rows), (False, page_rows[::-1])):
+    turn = _main_turn(page)
+    _, top, _, foot = layout.upright((0.0, 0.0, *page.size), turn)
+    rows = layout.rows([segment for segment in page.segments if segment.turn == turn])
+    for is_top, ordered in ((True, rows), (False, rows[::-1])):
         for rank, row in enumerate(ordered[:2]):
             base = row[0].base
-            gap = abs(ordered[rank + 1][0].base - base) if rank + 1 < len(ordered) else page.height
-            if (base if is_top else page.height - base) < _EDGE * page.height:
-                yield _Edge(index, is_top, rank, base, gap / max(row[0].size, 1.0), row)
+            inwards = ordered[rank + 1][0].base if rank + 1 < len(ordered) else math.inf
+            gap = abs(inwards - base) / max(row[0].size, 1.0)
+            outside = base - top if is_top else foot - base
+            if outside < _EDGE * (foot - top):
+                share = outside / (foot - top)
+                yield _Edge(index, is_top, rank, outside, share, gap, row)
 
 
 def _running_heads(pages: Sequence[_Page]) -> list[list[Segment]]:
     """Of each page, the running heads and feet: lines of its edge that several pages have.
 
     They repeat a text at one height, but for the number of the page; or stand, of whatever text,
-    where at least half of the pages have such a line; or are small letters in the margin.
+    where at least half of the pages have such a line; or are small letters in the margin. So are
+    stamps and watermarks: text in another direction than that of the page, on several pages.
     """
     edges = [edge for index, page in enumerate(pages) for edge in _edges(index, page)]
     usual = _usual_size(pages)
@@ -497,35 +516,46 @@ def _running_heads(pages: Sequence[_Page]) -> list[list[Segment]]:
     for same in alike.values():
         heights: dict[int, set[int]] = defaultdict(set)  # pages by height, in steps of 6 points
         for edge in same:
-            heights[round(edge.base / 6)].add(edge.page)
+            heights[round(edge.outside / 6)].add(edge.page)
         for edge in same:
-            step = round(edge.base / 6)
+            step = round(edge.outside / 6)
             if len(heights[step]) > 1 or any(heights.get(step + by) for by in (-1, 1)):
                 heads[id(edge)] = edge
     places = Counter(
         (edge.is_top, place)
         for edge in heads.values()
-        for place in {math.floor(edge.base / 2), math.ceil(edge.base / 2)}
+        for place in {math.floor(edge.outside / 2), math.ceil(edge.outside / 2)}
     )
     for edge in edges:
-        text = edge.text
+        text, is_apart = edge.text, edge.gap > _PARAGRAPH_GAP
         is_small = 0 < edge.size < 0.9 * usual and len(text.split()) <= _MARGIN_WORDS
-        outside = min(edge.base, pages[edge.page].height - edge.base)
-        in_margin = outside < _MARGIN * pages[edge.page].height and edge.gap > _PARAGRAPH_GAP
-        usual_place = places[edge.is_top, round(edge.base / 2)] >= max(3, len(pages) / 2)
+        is_usual = edge.size < _HEADING_SIZE * usual and (
+            places[edge.is_top, round(edge.outside / 2)] >= max(3, len(pages) / 2)
+        )
         if edge.rank == 0 and (
             _PAGE_NUMBER.fullmatch(text)
-            or (is_small and in_margin)
-            or (usual_place and edge.gap > _PARAGRAPH_GAP and edge.size < _HEADING_SIZE * usual)
+            or (is_apart and is_usual)
+            or (is_apart and is_small and edge.share < _MARGIN)
         ):
             heads[id(edge)] = edge
     left: list[list[Segment]] = [[] for _ in pages]
     for edge in heads.values():
         left[edge.page] += edge.segments
+    turned = [
+        (index, segment)
+        for index, page in enumerate(pages)
+        for turn in [_main_turn(page)]
+        for segment in page.segments
+        if segment.turn != turn
+    ]
+    often = Counter(text for _, text in {(index, segment.text) for index, segment in turned})
+    for index, segment in turned:
+        if often[segment.text] > 1:
+            left[index].append(segment)
     # A page that holds nothing else is no page of running heads.
     return [
-        heads_of if len(heads_of) < len(page.segments) or _is_number(heads_of) else []
-        for page, heads_of in zip(pages, left, strict=True)
+        segments if len(segments) < len(page.segments) or _is_number(segments) else []
+        for page, segments in zip(pages, left, strict=True)
     ]
 
 
