@@ -76,6 +76,41 @@ def test_tables_are_read_row_by_row(by_row, turn):
     assert {p.header for p in document.paragraphs if p.is_row} == {"Pump | Flow | Power"}
 
 
+def test_a_header_or_heading_of_two_pages_is_counted_once():
+    """`Document.missing` counts one; the test's other pages have no head of this size."""
+    pages = [
+        write(72, y, "Pumps", 20) + f"1 0 0 1 0 {y - 720} cm\n" + table(True) for y in (600, 500)
+    ]
+    document = reads(*pages)
+    assert len({(p.heading, p.header) for p in document.paragraphs}) == 1
+    repeated = {"headings that repeat": 5, "table headers that repeat": 13}
+    assert document.left_out == repeated
+
+
+def test_cells_of_rows_of_several_widths():
+    """A merged cell of the header, and cells nearer to each other than those of other rows."""
+    rows = (("Region", 72), ("2023", 120), ("2024", 180)), (("Q1", 120), ("Q2", 145), ("Q1", 180))
+    rows += ((("North", 72), ("1", 120), ("2", 145), ("3", 180)),)
+    page = "".join(write(x, 700 - 18 * y, text) for y, row in enumerate(rows) for text, x in row)
+    assert texts(reads(page)) == ["Region | 2023 | 2024", "Q1 | Q2 | Q1", "North | 1 | 2 | 3"]
+
+
+def test_three_columns_whose_lines_stand_at_different_heights():
+    columns = [[*(f"This is line {n} of column {c}" for n in range(5)), "It ends."] for c in "ABC"]
+    page = "".join(
+        write(40 + 180 * x, 700 - 13 * y - 4 * x, text)
+        for x, lines in enumerate(columns)
+        for y, text in enumerate(lines)
+    )
+    assert texts(reads(page)) == [" ".join(lines) for lines in columns]
+
+
+def test_the_sign_of_an_item_is_no_heading():
+    page = write(40, 500, "*", 14) + write(60, 500, "An item whose sign is larger than it")
+    page += write(60, 487, "and that goes on.")
+    assert texts(reads(page)) == ["* An item whose sign is larger than it and that goes on."]
+
+
 def test_a_cell_of_two_lines_is_one_cell():
     page = "".join(write(72 + 120 * x, 700, cell) for x, cell in enumerate(("Lamp", "4 W")))
     page += write(72, 680, "Pump") + write(192, 680, "40 l/s in June") + write(192, 668, "and May")

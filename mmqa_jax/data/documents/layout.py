@@ -18,7 +18,7 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 _Gap = tuple[float, float]  # left and right end
 
 SLANTED = 4
-GAP = 1.2  # times the size of the letters: a wider one parts cells and columns, not words
+GAP = 0.9  # times the size of the letters: a wider one parts cells and columns, not words
 _LEAST_GUTTER = 0.8  # times the size, between columns of prose
 _LEAST_SHARED = 0.3  # times the size, between cells of all rows of a table
 _STRIP = 3.0  # times the size, from line to line, of white across the page
@@ -73,6 +73,11 @@ class Line:
     @property
     def first(self) -> Segment:
         return self.cells[0][0]
+
+    @property
+    def size(self) -> float:
+        """Of most of its letters: a bullet before them may be larger."""
+        return max((s for cell in self.cells for s in cell), key=lambda s: len(s.text)).size
 
 
 def upright(box: Sequence[Any], turn: int) -> tuple[Any, Any, Any, Any]:
@@ -186,14 +191,12 @@ def _is_columns(band: Sequence[Segment], gutter: float, em: float) -> bool:
 
 
 def _is_prose(side: Sequence[Segment]) -> bool:
-    side_rows = rows(side)
-    if len(side_rows) < _LINES:
-        return False
-    widths = [sum(s.upright[2] - s.upright[0] for s in row) for row in side_rows]
-    width = max(s.upright[2] for s in side) - min(s.upright[0] for s in side)
-    full = sum(one >= 0.6 * width for one in widths)
+    """Whether most of its lines are long and as wide as others; it may be several columns."""
+    widths = np.array([segment.upright[2] - segment.upright[0] for segment in side])
+    full = widths >= 0.6 * np.percentile(widths, 90)
     letters = sum(len(segment.text) for segment in side)
-    return 2 * full >= len(side_rows) and letters >= _LINE_LETTERS * len(side_rows)
+    is_long = letters >= _LINE_LETTERS * len(side)
+    return is_long and bool(full.mean() >= 0.5) and len(rows(side)) >= _LINES
 
 
 def _lines(region: Sequence[list[Segment]], em: float) -> Iterator[Line]:
@@ -237,10 +240,7 @@ def _table(region: Sequence[list[Segment]], start: int, em: float) -> tuple[list
         last = row[0].base
         end += 1
     ends = [*own[1:], end]
-    return [
-        _row([s for row in region[first:after] for s in row], gutters)
-        for first, after in zip(own, ends, strict=True)
-    ], end
+    return [_row(region[first:after]) for first, after in zip(own, ends, strict=True)], end
 
 
 def _gaps(row: Sequence[Segment], em: float) -> list[_Gap]:
@@ -261,12 +261,15 @@ def _fits(row: Sequence[Segment], gutters: Sequence[_Gap]) -> bool:
     )
 
 
-def _row(segments: Sequence[Segment], gutters: Sequence[_Gap]) -> Line:
-    cells: dict[int, list[Segment]] = {}
-    for segment in segments:
-        column = sum(segment.upright[0] >= gap[1] - 0.1 for gap in gutters)
-        cells.setdefault(column, []).append(segment)
-    return Line(tuple(tuple(cells[column]) for column in sorted(cells)), is_row=True)
+def _row(own: Sequence[Sequence[Segment]]) -> Line:
+    """A row of one or more lines: what stands below a cell of the first line belongs to it."""
+    cells = [[segment] for segment in own[0]]
+    for segment in itertools.chain.from_iterable(own[1:]):
+        left, _, right, _ = segment.upright
+        columns = [cell[0].upright for cell in cells]
+        apart = [max(column[0] - right, left - column[2]) for column in columns]
+        cells[apart.index(min(apart))].append(segment)
+    return Line(tuple(map(tuple, cells)), is_row=True)
 
 
 def _is_header(table: Sequence[Line]) -> bool:

@@ -157,11 +157,12 @@ class _Reading:
         outline = Outline()
         paragraphs: list[tuple[bool, Paragraph]] = []  # whether it is a heading
         figures: list[Figure] = []
+        headers: dict[str, Line] = {}
         for page in self._pages:
             captions: list[tuple[Box, str]] = []
             for block in _blocks(layout.lines_in_order(page.segments)):
                 paragraph = _paragraph(block, outline.path, page.number)
-                text, size = paragraph.text, block[0].first.size
+                text, size = paragraph.text, block[0].size
                 if not text:
                     continue
                 if is_caption(text):
@@ -171,6 +172,10 @@ class _Reading:
                 is_slanted = block[0].first.turn >= layout.SLANTED  # DRAFT, across the page
                 is_heading = is_large and not (block[0].is_row or is_slanted or is_caption(text))
                 paragraphs.append((is_heading, paragraph))
+                header = block[0].header
+                if header and headers.setdefault(paragraph.header, header) is not header:
+                    headers[paragraph.header] = header
+                    self._left_out["table headers that repeat"] += letters(paragraph.header)
                 if is_heading:
                     outline.enter(-round(size, 1), text)
             for picture, box in page.pictures:
@@ -413,7 +418,7 @@ def _cut(
     size = pdfium.FPDFText_GetFontSize(raw, int(visible[0])) * scale
     upright = layout.upright(boxes[visible].T, turn)
     gaps = upright[0][1:] - upright[2][:-1]
-    wide = (gaps > layout.GAP * size) | (gaps < -2 * layout.GAP * size)
+    wide = (gaps > layout.GAP * size) | (gaps < -2 * size)
     firsts = [0, *(np.flatnonzero(wide) + 1).tolist(), len(visible)]
     for first, after in itertools.pairwise(firsts):
         begin = int(visible[first])
@@ -509,8 +514,9 @@ def _running_heads(pages: Sequence[_Page]) -> list[list[Segment]]:
     usual = _usual_size(pages)
     alike: dict[tuple[str, bool], list[_Edge]] = defaultdict(list)
     for edge in edges:
-        is_large = edge.size >= _HEADING_SIZE * usual  # `Chapter 3`, perhaps on page 3
-        for key in {edge.text.casefold()} if is_large else _keys(edge.text, edge.page):
+        # `Chapter 3` in one piece is a heading, on page 3 too.
+        is_heading = edge.size >= _HEADING_SIZE * usual and len(edge.segments) == 1
+        for key in {edge.text.casefold()} if is_heading else _keys(edge.text, edge.page):
             alike[key, edge.is_top].append(edge)
     heads: dict[int, _Edge] = {}
     for same in alike.values():
@@ -589,8 +595,8 @@ def _goes_on(line: Line, following: Line) -> bool:
     last, first = line.cells[-1][-1], following.first
     if line.is_row or following.is_row or last.turn != first.turn or is_caption(first.text):
         return False
-    size = line.first.size
-    if abs(first.size - size) > 0.05 * size:
+    size = line.size
+    if abs(following.size - size) > 0.05 * size:
         return False
     fall = first.base - last.base
     if fall < 0:  # the next column, which begins within a sentence or not
