@@ -82,6 +82,45 @@ def pdf(
     return _with_table(objects, trailer)
 
 
+def pdf_of(
+    pages: Sequence[tuple[str, str]],
+    rotation: int = 0,
+    picture: bytes | None = None,
+    is_form: bool = False,
+) -> bytes:
+    """A PDF of letter size, of its operators.
+
+    Args:
+      pages: content, in which the font F is Helvetica and I the picture, and annotations by line.
+      rotation: clockwise, in degrees, of every page as it is shown.
+      picture: a JPEG.
+      is_form: the annotations are fields of a form.
+    """
+    objects = [b"", b"", b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>", b"null"]
+    if picture:
+        width, height = Image.open(io.BytesIO(picture)).size
+        about = f"/Type /XObject /Subtype /Image /Width {width} /Height {height}"
+        about += " /ColorSpace /DeviceRGB /BitsPerComponent 8 /Filter /DCTDecode"
+        objects[3] = _stream(about, picture)
+    kids, fields = [], []
+    for content, added in pages:
+        objects.append(_stream("", content.encode()))
+        about = f"/Contents {len(objects)} 0 R /Annots ["
+        for annotation in added.splitlines():
+            objects.append(annotation.encode())
+            fields.append(f"{len(objects)} 0 R")
+            about += f" {fields[-1]}"
+        objects.append(
+            f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Rotate {rotation} /Resources "
+            f"<< /Font << /F 3 0 R >> /XObject << /I 4 0 R >> >> {about}] >>".encode()
+        )
+        kids.append(b"%d 0 R" % len(objects))
+    form = f"/AcroForm << /Fields [{' '.join(fields)}] >>" if is_form else ""
+    objects[0] = f"<< /Type /Catalog /Pages 2 0 R {form} >>".encode()
+    objects[1] = b"<< /Type /Pages /Count %d /Kids [%s] >>" % (len(kids), b" ".join(kids))
+    return _with_table(objects, b"/Root 1 0 R")
+
+
 def _stream(about: str, data: bytes) -> bytes:
     return b"<< %s /Length %d >>\nstream\n%s\nendstream" % (about.encode(), len(data), data)
 
