@@ -35,6 +35,7 @@ from mmqa_jax.core.speed import threads
 from mmqa_jax.core.store import Store
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data import boxed_documents
+from mmqa_jax.data.documents import ocr
 from mmqa_jax.data.documents.chunks import ChunkOptions, chunks
 from mmqa_jax.data.documents.document import DocumentError, Paragraph, Place, one_line
 from mmqa_jax.data.documents.pages import VERSION as PAGES_VERSION
@@ -193,6 +194,7 @@ class _Reading:
             bad=dict(listing.bad), left_out=dict(listing.other_endings), hidden=listing.hidden
         )
         what = {"documents": VERSION, "least_pixels": options.least_pixels}
+        what["ocr"] = ocr.is_installed()
         self._store = Store(kept / _DOCUMENTS, what, damage="drop", sync=False)
         self._known, self._in_use = _known_files(kept / _FILES)
         if (
@@ -329,7 +331,8 @@ class _Reading:
             return ""
         if count := len(kept["scanned_pages"]):
             pages = "1 scanned page" if count == 1 else f"{count} scanned pages"
-            return f"no text: {pages}; recognize the text first, as with ocrmypdf"
+            remedy = "" if ocr.is_installed() else "; install 'mmqa-jax[ocr]', which reads them"
+            return f"no text: {pages}{remedy}"
         return "no text"
 
     def finish(self) -> FolderContent:
