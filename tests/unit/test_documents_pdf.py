@@ -267,6 +267,15 @@ def test_pages_that_are_pictures_are_counted(over, monkeypatch):
     assert document.figures == ()
 
 
+def test_a_page_of_outlines_is_counted(monkeypatch):
+    """Programs for drawing save letters as curves."""
+    monkeypatch.setattr(ocr, "is_installed", lambda: False)
+    frame = "10 10 592 772 re S\n"
+    letters_drawn = "".join(f"{72 + 9 * n} 700 m {76 + 9 * n} 710 l S\n" for n in range(60))
+    document = read_pdf(pdf_of([(frame, ""), (letters_drawn, "")]), 64)
+    assert document.scanned_pages == (2,)
+
+
 def test_a_figure_with_a_caption_is_no_scan():
     page = "q 612 0 0 700 0 92 cm /I Do Q\n" + write(72, 60, "Figure 3: The crane.")
     document = read_pdf(pdf_of([(page, "")], picture=scan("The crane")), 64)

@@ -37,6 +37,7 @@ _PARAGRAPH_GAP = 1.6  # times the size of the text, from a line's base to the ne
 _SMALLEST_SHOWN = 36.0  # points, half an inch
 _SCAN_AREA = 0.6  # of a page, that pictures cover where it is a scan
 _SCAN_LETTERS = 150  # that a scan's stamps and page numbers have at most
+_OUTLINES = 50  # lines and curves that a page without text has, where they may be letters
 _LINE_ENDS = (10, 13)
 _BROKEN_WORD = "\x02"  # PDFium's sign for the hyphen of a word that goes on in the next line
 _PAGE_NUMBER = re.compile(r"(?:page\s*)?[\divxlc]{1,6}(?:\s*(?:/|of)\s*\d+)?", re.IGNORECASE)
@@ -134,8 +135,9 @@ class _Reading:
             held = letters(_whole("".join(map(chr, codes))))  # whatever is made of it below
             added = list(self._added(page, document, shown))
             segments += added
-            images = _images(page, shown)
-            is_scan = bool(images) and _is_scan(segments, images, shown)
+            images, drawn = _images(page, shown)
+            is_picture = bool(images) or drawn >= _OUTLINES
+            is_scan = is_picture and _is_scan(segments, images, shown)
             pictures = [] if is_scan else list(self._pictures(images, number))
             if is_scan and ocr.is_installed():
                 seen = _outside(ocr.segments(page), segments)
@@ -319,16 +321,17 @@ def _string(read: Callable[..., int]) -> str:
     return bytes(buffer)[: max(size - 2, 0)].decode("utf-16-le", "replace")
 
 
-def _images(page: Any, shown: _Shown) -> list[tuple[Any, Box]]:
-    """The pictures of a page, each with its box."""
+def _images(page: Any, shown: _Shown) -> tuple[list[tuple[Any, Box]], int]:
+    """The pictures of a page, each with its box, and how many lines and curves it has beside."""
     import pypdfium2.raw as pdfium
 
     objects = range(pdfium.FPDFPage_CountObjects(page))
-    kinds = {pdfium.FPDFPageObj_GetType(pdfium.FPDFPage_GetObject(page, i)) for i in objects}
-    if not kinds & {pdfium.FPDF_PAGEOBJ_IMAGE, pdfium.FPDF_PAGEOBJ_FORM}:
-        return []  # thousands of lines need no Python object each
+    kinds = Counter(pdfium.FPDFPageObj_GetType(pdfium.FPDFPage_GetObject(page, i)) for i in objects)
+    drawn = kinds[pdfium.FPDF_PAGEOBJ_PATH]
+    if not kinds[pdfium.FPDF_PAGEOBJ_IMAGE] and not kinds[pdfium.FPDF_PAGEOBJ_FORM]:
+        return [], drawn  # thousands of lines need no Python object each
     images = page.get_objects(filter=(pdfium.FPDF_PAGEOBJ_IMAGE,))
-    return [(image, shown.box(*image.get_bounds())) for image in images]
+    return [(image, shown.box(*image.get_bounds())) for image in images], drawn
 
 
 def _is_scan(segments: Sequence[Segment], images: Sequence[tuple[Any, Box]], shown: _Shown) -> bool:
