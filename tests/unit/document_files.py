@@ -6,7 +6,7 @@ import io
 import struct
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from PIL import Image
 
@@ -87,6 +87,7 @@ def pdf_of(
     rotation: int = 0,
     picture: bytes | None = None,
     is_form: bool = False,
+    unicode: Mapping[str, str] | None = None,
 ) -> bytes:
     """A PDF of letter size, of its operators.
 
@@ -95,8 +96,14 @@ def pdf_of(
       rotation: clockwise, in degrees, of every page as it is shown.
       picture: a JPEG.
       is_form: the annotations are fields of a form.
+      unicode: letter of the font -> the character that it stands for, where that is another one.
     """
-    objects = [b"", b"", b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>", b"null"]
+    maps = "".join(f"<{ord(a):02x}> <{ord(b):04x}>\n" for a, b in (unicode or {}).items())
+    maps = f"begincmap\n1 begincodespacerange <00> <ff> endcodespacerange\n{len(unicode or ())} beginbfchar\n{maps}endbfchar\nendcmap"
+    font = "<< /Type /Font /Subtype /Type1 /BaseFont /Courier /FirstChar 32 /LastChar 126"
+    font += f" /Widths [{'600 ' * 95}] /ToUnicode 5 0 R >>"
+    plain = "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"
+    objects = [b"", b"", (font if unicode else plain).encode(), b"null", _stream("", maps.encode())]
     if picture:
         width, height = Image.open(io.BytesIO(picture)).size
         about = f"/Type /XObject /Subtype /Image /Width {width} /Height {height}"

@@ -173,6 +173,25 @@ def test_a_foot_between_two_halves_of_a_sentence():
     ]
 
 
+def test_hebrew_is_read_from_the_right():
+    """The font's letters a, b, ... are alef, bet, ...; the page shows each line's last letter left."""
+    words = ["abc", "de", "1907", "fgh"]
+    right_columns = (500, 340), (500, 340)
+    page = ""
+    for row, columns in enumerate(right_columns):
+        for column, edge in enumerate(columns):
+            x = edge
+            for word in [*words, "ijkl"[2 * row + column] * 3]:
+                x -= 6 * len(word) + 5
+                page += write(x, 700 - 16 * row, word if word.isdigit() else word[::-1], 10)
+    hebrew = {chr(97 + n): chr(0x5D0 + n) for n in range(26)}
+    document = read_pdf(pdf_of([(page, "")], unicode=hebrew), 64)
+    said = " ".join(words).translate(str.maketrans(hebrew))
+    ends = [3 * hebrew[letter] for letter in "ijkl"]
+    rows = [f"{said} {ends[0]} | {said} {ends[1]}", f"{said} {ends[2]} | {said} {ends[3]}"]
+    assert texts(document) == rows
+
+
 def widget(kind: str, box: Sequence[int], rest: str) -> str:
     return f"<< /Type /Annot /Subtype {kind} /Rect [{' '.join(map(str, box))}] {rest} >>"
 
@@ -246,6 +265,15 @@ def test_pages_that_are_pictures_are_counted(over, monkeypatch):
     document = read_pdf(data, 64)
     assert document.scanned_pages == (1,)
     assert document.figures == ()
+
+
+def test_a_page_of_outlines_is_counted(monkeypatch):
+    """Programs for drawing save letters as curves."""
+    monkeypatch.setattr(ocr, "is_installed", lambda: False)
+    frame = "10 10 592 772 re S\n"
+    letters_drawn = "".join(f"{72 + 9 * n} 700 m {76 + 9 * n} 710 l S\n" for n in range(60))
+    document = read_pdf(pdf_of([(frame, ""), (letters_drawn, "")]), 64)
+    assert document.scanned_pages == (2,)
 
 
 def test_a_figure_with_a_caption_is_no_scan():

@@ -1,7 +1,7 @@
 """Reading order of a page: columns, rows of tables and lines, from where its text stands.
 
-Coordinates are points. Text runs to the right and lines follow downwards: the caller turns pages
-whose text stands otherwise (`Segment.turn`).
+Coordinates are points. What follows takes text that runs to the right, and lines that follow
+downwards: `Segment.upright` turns and mirrors text that stands otherwise.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ class Segment:
       turn: clockwise quarter turns of the text on the page; SLANTED more where it is not turned by
         about that.
       words: start, end and box of each, where they are known (OCR).
+      is_mirrored: lines of its page run to the left, as those of Arabic and Hebrew do.
     """
 
     text: str
@@ -49,11 +51,13 @@ class Segment:
     bold: bool = False
     turn: int = 0
     words: tuple[tuple[int, int, Box], ...] = ()
+    is_mirrored: bool = False
 
     @property
     def upright(self) -> Box:
-        """Its box on the page turned so that the text stands upright."""
-        return upright(self.box, self.turn)
+        """Its box on the page turned, and mirrored, so that lines run to the right."""
+        left, top, right, bottom = upright(self.box, self.turn)
+        return (-right, top, -left, bottom) if self.is_mirrored else (left, top, right, bottom)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,6 +102,10 @@ def lines_in_order(segments: Sequence[Segment]) -> Iterator[Line]:
         turns.setdefault(segment.turn, []).append(segment)
     for turned in sorted(turns.values(), key=lambda turned: -sum(len(s.text) for s in turned)):
         em = float(np.median([segment.size for segment in turned])) or 1.0
+        text = "".join(segment.text for segment in turned)
+        directions = [unicodedata.bidirectional(character) for character in text]
+        if sum(d in ("R", "AL") for d in directions) > directions.count("L"):
+            turned = [dataclasses.replace(segment, is_mirrored=True) for segment in turned]
         for region in _regions(turned, em):
             yield from _lines(rows(region), em)
 

@@ -6,7 +6,6 @@ import ctypes
 import dataclasses
 import hashlib
 import io
-import itertools
 import math
 import re
 import unicodedata
@@ -38,6 +37,7 @@ _PARAGRAPH_GAP = 1.6  # times the size of the text, from a line's base to the ne
 _SMALLEST_SHOWN = 36.0  # points, half an inch
 _SCAN_AREA = 0.6  # of a page, that pictures cover where it is a scan
 _SCAN_LETTERS = 150  # that a scan's stamps and page numbers have at most
+_OUTLINES = 50  # lines and curves that a page without text has, where they may be letters
 _LINE_ENDS = (10, 13)
 _BROKEN_WORD = "\x02"  # PDFium's sign for the hyphen of a word that goes on in the next line
 _PAGE_NUMBER = re.compile(r"(?:page\s*)?[\divxlc]{1,6}(?:\s*(?:/|of)\s*\d+)?", re.IGNORECASE)
@@ -130,18 +130,22 @@ class _Reading:
         try:
             page = document[number - 1]
             shown = _Shown(page)
-            segments = list(_segments(page, number, shown))
-            segments += self._added(page, document, shown)
-            images = _images(page, shown)
-            is_scan = bool(images) and _is_scan(segments, images, shown)
+            text, codes = _characters(page, number)
+            segments = list(_segments(text, codes, shown))
+            held = letters(_whole("".join(map(chr, codes))))  # whatever is made of it below
+            added = list(self._added(page, document, shown))
+            segments += added
+            images, drawn = _images(page, shown)
+            is_picture = bool(images) or drawn >= _OUTLINES
+            is_scan = is_picture and _is_scan(segments, images, shown)
             pictures = [] if is_scan else list(self._pictures(images, number))
             if is_scan and ocr.is_installed():
                 seen = _outside(ocr.segments(page), segments)
-                segments, is_scan = segments + seen, not seen
+                segments, added, is_scan = segments + seen, added + seen, not seen
         except pypdfium2.PdfiumError as error:
             self._broken.append(f"page {number}: {error}")
             return
-        self._letters += sum(letters(_whole(segment.text)) for segment in segments)
+        self._letters += held + sum(letters(segment.text) for segment in added)
         self._pages.append(_Page(number, shown.size, segments, pictures, is_scan))
 
     def document(self, title: str) -> Document:
@@ -317,16 +321,17 @@ def _string(read: Callable[..., int]) -> str:
     return bytes(buffer)[: max(size - 2, 0)].decode("utf-16-le", "replace")
 
 
-def _images(page: Any, shown: _Shown) -> list[tuple[Any, Box]]:
-    """The pictures of a page, each with its box."""
+def _images(page: Any, shown: _Shown) -> tuple[list[tuple[Any, Box]], int]:
+    """The pictures of a page, each with its box, and how many lines and curves it has beside."""
     import pypdfium2.raw as pdfium
 
     objects = range(pdfium.FPDFPage_CountObjects(page))
-    kinds = {pdfium.FPDFPageObj_GetType(pdfium.FPDFPage_GetObject(page, i)) for i in objects}
-    if not kinds & {pdfium.FPDF_PAGEOBJ_IMAGE, pdfium.FPDF_PAGEOBJ_FORM}:
-        return []  # thousands of lines need no Python object each
+    kinds = Counter(pdfium.FPDFPageObj_GetType(pdfium.FPDFPage_GetObject(page, i)) for i in objects)
+    drawn = kinds[pdfium.FPDF_PAGEOBJ_PATH]
+    if not kinds[pdfium.FPDF_PAGEOBJ_IMAGE] and not kinds[pdfium.FPDF_PAGEOBJ_FORM]:
+        return [], drawn  # thousands of lines need no Python object each
     images = page.get_objects(filter=(pdfium.FPDF_PAGEOBJ_IMAGE,))
-    return [(image, shown.box(*image.get_bounds())) for image in images]
+    return [(image, shown.box(*image.get_bounds())) for image in images], drawn
 
 
 def _is_scan(segments: Sequence[Segment], images: Sequence[tuple[Any, Box]], shown: _Shown) -> bool:
@@ -382,8 +387,8 @@ def _encoded(image: Any, raw: bytes, place: str) -> bytes:
     return packed.getvalue()
 
 
-def _segments(page: Any, number: int, shown: _Shown) -> Iterator[Segment]:
-    """The lines of text of a page in the order of the file, cut at wide gaps."""
+def _characters(page: Any, number: int) -> tuple[Any, list[int]]:
+    """PDFium's text of a page, and its characters in UTF-16."""
     import pypdfium2.raw as pdfium
 
     text = page.get_textpage()
@@ -392,13 +397,19 @@ def _segments(page: Any, number: int, shown: _Shown) -> Iterator[Segment]:
         raise DocumentError(
             f"page {number} has {count:,} characters, more than {MOST_CHARACTERS:,}"
         )
-    raw, rectangles = text.raw, (pdfium.FS_RECTF * count)()
-    codes = [pdfium.FPDFText_GetUnicode(raw, index) for index in range(count)]
+    return text, [pdfium.FPDFText_GetUnicode(text.raw, index) for index in range(count)]
+
+
+def _segments(text: Any, codes: Sequence[int], shown: _Shown) -> Iterator[Segment]:
+    """The lines of text of a page in the order of the file, cut at wide gaps."""
+    import pypdfium2.raw as pdfium
+
+    raw, rectangles = text.raw, (pdfium.FS_RECTF * len(codes))()
     for index, rectangle in enumerate(rectangles):
         pdfium.FPDFText_GetLooseCharBox(raw, index, rectangle)
     boxes = shown.boxes(np.frombuffer(rectangles, np.float32).astype(float))
     start = 0
-    for end in [index for index, code in enumerate(codes) if code in _LINE_ENDS] + [count]:
+    for end in [index for index, code in enumerate(codes) if code in _LINE_ENDS] + [len(codes)]:
         visible = np.array([i for i in range(start, end) if codes[i] > 32 and codes[i] != 160], int)
         if len(visible):
             yield from _cut(raw, codes, boxes, visible, end, shown)
@@ -416,23 +427,26 @@ def _cut(
     turn = shown.turn(matrix.a, matrix.b) if has_matrix else 0
     scale = math.hypot(matrix.c, matrix.d) if has_matrix else 1.0
     size = pdfium.FPDFText_GetFontSize(raw, int(visible[0])) * scale
-    upright = layout.upright(boxes[visible].T, turn)
-    gaps = upright[0][1:] - upright[2][:-1]
-    wide = (gaps > layout.GAP * size) | (gaps < -2 * size)
-    firsts = [0, *(np.flatnonzero(wide) + 1).tolist(), len(visible)]
-    for first, after in itertools.pairwise(firsts):
-        begin = int(visible[first])
-        stop = int(visible[after]) if after < len(visible) else end
-        size = pdfium.FPDFText_GetFontSize(raw, begin) * scale
-        pdfium.FPDFText_GetCharOrigin(raw, begin, x, y)
+    left, _, right, _ = layout.upright(boxes[visible].T, turn)
+    order = np.argsort(left, kind="stable")  # a number in Hebrew runs against its line
+    gaps = left[order][1:] - np.maximum.accumulate(right[order])[:-1]
+    part = np.empty(len(order), int)
+    part[order] = np.concatenate([[0], np.cumsum(gaps > layout.GAP * size)])
+    texts: dict[int, list[str]] = {}
+    after = [*visible[1:].tolist(), end]
+    for index, following, number in zip(visible.tolist(), after, part.tolist(), strict=True):
+        texts.setdefault(number, []).extend(map(chr, codes[index:following]))
+    for number, characters in texts.items():
+        inked = visible[part == number]
+        first = int(inked[0])
+        pdfium.FPDFText_GetCharOrigin(raw, first, x, y)
         origin = shown.box(x.value, y.value, x.value, y.value)
-        inked = boxes[visible[first:after]]
         yield Segment(
-            "".join(map(chr, codes[begin:stop])).strip(),
-            size,
-            (*inked[:, :2].min(axis=0).tolist(), *inked[:, 2:].max(axis=0).tolist()),
+            "".join(characters).strip(),
+            pdfium.FPDFText_GetFontSize(raw, first) * scale,
+            (*boxes[inked, :2].min(axis=0).tolist(), *boxes[inked, 2:].max(axis=0).tolist()),
             layout.upright(origin, turn)[1],
-            pdfium.FPDFText_GetFontWeight(raw, begin) >= _BOLD,
+            pdfium.FPDFText_GetFontWeight(raw, first) >= _BOLD,
             turn,
         )
 
