@@ -1,7 +1,7 @@
 """What files of Office share, Microsoft's and OpenDocument's: a zip of XML parts, tables, drawings.
 
 The readers walk over the XML themselves: the libraries of the field that were tried leave out text
-boxes, tracked insertions, notes and formulas (tests/bench/RESULTS.md). Elements are known by their
+boxes, tracked insertions, notes and formulas (tests/bench/parsers). Elements are known by their
 local names alone, because strict and transitional files differ in their namespaces.
 """
 
