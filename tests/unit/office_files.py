@@ -133,10 +133,11 @@ def word(body: str, **parts: str) -> bytes:
         "word/_rels/document.xml.rels": related(
             ("styles", "styles.xml"), ("image", "media/a.png"), ("chart", "charts/c.xml"),
             ("diagramData", "diagrams/d.xml"), ("aFChunk", "page.html"),
-            *((kind, f"{kind}.xml") for kind in parts),
+            ("image", "media/b.png"), *((kind, f"{kind}.xml") for kind in parts),
         ),
         "word/styles.xml": STYLES,
         "word/media/a.png": picture(),
+        "word/media/b.png": picture("blue"),
         "word/charts/c.xml": CHART,
         "word/diagrams/d.xml": DIAGRAM,
         "word/page.html": "<h2>Old</h2><p>From the old page.</p>",
