@@ -133,10 +133,11 @@ def word(body: str, **parts: str) -> bytes:
         "word/_rels/document.xml.rels": related(
             ("styles", "styles.xml"), ("image", "media/a.png"), ("chart", "charts/c.xml"),
             ("diagramData", "diagrams/d.xml"), ("aFChunk", "page.html"),
-            *((kind, f"{kind}.xml") for kind in parts),
+            ("image", "media/b.png"), *((kind, f"{kind}.xml") for kind in parts),
         ),
         "word/styles.xml": STYLES,
         "word/media/a.png": picture(),
+        "word/media/b.png": picture("blue"),
         "word/charts/c.xml": CHART,
         "word/diagrams/d.xml": DIAGRAM,
         "word/page.html": "<h2>Old</h2><p>From the old page.</p>",
@@ -243,7 +244,7 @@ def deck(*slides: str, more: tuple[tuple[str, str], ...] = (), **parts: str) -> 
     )
     return zipped({
         "_rels/.rels": related(("officeDocument", "ppt/presentation.xml")),
-        "ppt/presentation.xml": root("p:presentation", f"<p:sldIdLst>{ids}</p:sldIdLst>"),
+        "ppt/presentation.xml": root("p:presentation", f"<p:sldIdLst>{ids}</p:sldIdLst><p:sldSz cx='9144000' cy='6858000'/>"),
         "ppt/_rels/presentation.xml.rels": related(*(("slide", f"slides/s{number}.xml") for number in numbers)),
         **{f"ppt/slides/s{number}.xml": slide for number, slide in enumerate(slides, start=1)},
         **{f"ppt/slides/_rels/s{number}.xml.rels": beside for number in numbers},
@@ -270,6 +271,14 @@ def run(text: str) -> str:
     return f"<a:r><a:t>{text}</a:t></a:r>"
 
 
+def frame(kind: str, inner: str) -> str:
+    place = '<p:xfrm><a:off x="0" y="0"/><a:ext cx="9" cy="9"/></p:xfrm>'
+    graphic = (
+        f'<a:graphic><a:graphicData uri="{DRAWING}/{kind}">{inner}</a:graphicData></a:graphic>'
+    )
+    return f"<p:graphicFrame>{place}{graphic}</p:graphicFrame>"
+
+
 def drawn_row(*cells: str) -> str:
     cells = (
         c if c.startswith("<") else f"<a:tc><a:txBody><a:p>{run(c)}</a:p></a:txBody></a:tc>"
@@ -288,11 +297,11 @@ SHAPES = {
     "groups": (f"<p:grpSp><p:grpSp>{shape(run('Inner'))}</p:grpSp></p:grpSp>", ["Inner"]),
     "shape of an alternative text alone": (shape("", about='descr="An arrow"'), ["An arrow"]),
     "table": (
-        f"<p:graphicFrame><a:tbl>{drawn_row('Berth', 'Fee')}{drawn_row(NORTH, '1')}{drawn_row(COVERED, '3')}</a:tbl></p:graphicFrame>",
+        frame("table", f"<a:tbl>{drawn_row('Berth', 'Fee')}{drawn_row(NORTH, '1')}{drawn_row(COVERED, '3')}</a:tbl>"),
         ["Berth | Fee", "North | 1", "North | 3"],
     ),
-    "chart": ('<p:graphicFrame><c:chart r:id="rId1"/></p:graphicFrame>', ["Catches", "| Herring", "May | 4.3", "June | 7"]),
-    "SmartArt": ('<p:graphicFrame><dgm:relIds r:dm="rId3"/></p:graphicFrame>', ["Moor the boat"]),
+    "chart": (frame("chart", '<c:chart r:id="rId1"/>'), ["Catches", "| Herring", "May | 4.3", "June | 7"]),
+    "SmartArt": (frame("diagram", '<dgm:relIds r:dm="rId3"/>'), ["Moor the boat"]),
 }  # fmt: skip
 
 
@@ -345,7 +354,8 @@ def opened(kind: str, content: str, **parts: str) -> bytes:
     """A file of OpenDocument with this content of its body."""
     written = f"<o:automatic-styles>{HIDDEN}</o:automatic-styles><o:body><o:{kind}>{content}</o:{kind}></o:body>"
     return zipped({
-        "content.xml": root("o:document-content", written),
+        "mimetype": f"application/vnd.oasis.opendocument.{kind}",
+            "content.xml": root("o:document-content", written),
         "Object 1/content.xml": FORMULA,
         "Pictures/a.png": picture(),
         **{f"{name}.xml": part for name, part in parts.items()},

@@ -76,6 +76,7 @@ class _Word:
         self._part, self._related = self._main, package.related(self._main)
         self._levels = _levels(self._root_of("styles"))
         self._notes = {kind: self._notes_of(kind) for kind in _NOTES.values()}
+        self._foreign_parts = {""}  # that were taken in
         self._line = _Line()  # carries a paragraph whose end is deleted into the next one
 
     def read(self) -> Document:
@@ -257,7 +258,7 @@ class _Word:
                 if target is not None and target.part and not shown:
                     shown = True
                     self._line.after.insert(
-                        0, lambda part=target.part: self._reading.picture(self._read(part), alt)
+                        0, lambda part=target.part: self._reading.picture(self._package, part, alt)
                     )
             elif name == "textpath" and attribute(element, "string"):  # letters as a drawing
                 text = attribute(element, "string")
@@ -271,15 +272,13 @@ class _Word:
                         lambda add=add, part=target.part: add(self._reading, self._package, part)
                     )
         if not shown and alt:
-            self._line.after.insert(0, lambda: self._reading.picture(None, alt))
-
-    def _read(self, part: str) -> bytes:
-        return self._package.read(part)
+            self._line.after.insert(0, lambda: self._reading.picture(self._package, "", alt))
 
     def _foreign(self, target: Related | None) -> None:
         """A page of HTML that the document takes in; of other formats, the bytes are counted."""
-        if target is None or not target.part:
+        if target is None or target.part in self._foreign_parts:
             return
+        self._foreign_parts.add(target.part)
         content = self._package.read(target.part)
         if not target.part.lower().endswith((".htm", ".html", ".xhtml")):
             self._reading.left_out[f"bytes of {target.part}"] += len(content)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mmqa_jax.data.documents.document import Document, DocumentError, letters, one_line
@@ -82,6 +83,7 @@ class _Content:
     def __init__(self, reading: Reading, package: Package, root: Any, folder: str = "") -> None:
         self._reading, self._package, self._root = reading, package, root
         self._folder = folder
+        self._pages = 0
         self._hidden: set[str] = set()  # styles
         self._parents: dict[str, str] = {}  # style -> the one that it is based on
         for style in root.iter("{*}style"):
@@ -189,9 +191,8 @@ class _Content:
                 return
             if name == "image":
                 part = attribute(element, "href").removeprefix("./")
-                is_whole = part in self._package and bool(part)
                 held = self._reading.held
-                self._reading.picture(self._package.read(part) if is_whole else None, alt)
+                self._reading.picture(self._package, part if part in self._package else "", alt)
                 self._reading.held = held  # it is in the text of the file
                 return
             if name in ("title", "desc"):
@@ -222,7 +223,7 @@ class _Content:
         return True
 
     def _slide(self, slide: Any) -> None:
-        page = 1 + sum(1 for before in slide.itersiblings(slide.tag, preceding=True))
+        self._pages += 1
         if self._is_hidden(slide):
             self._leave_out("hidden slides", slide)
             return
@@ -230,7 +231,7 @@ class _Content:
         text = "" if title is None else " ".join(
             "".join(self._inline(line, [])) for line in title.iter("{*}p")
         )  # fmt: skip
-        self._reading.part(text, page, f"slide {page}")
+        self._reading.part(text, self._pages, f"slide {self._pages}")
         for element in slide:
             if element is not title:
                 self._block(element)
@@ -265,7 +266,7 @@ class _Content:
         rows: dict[int, dict[int, str]] = {}
         beside: Beside = {}
         above: dict[int, tuple[str, int]] = {}  # column -> merged text, and its last row
-        hidden = list(_hidden_columns(table))
+        hidden = _hidden_columns(table)
         row, headers = 1, 0
         for element in _rows(table):
             if attribute(element, "visibility") in ("collapse", "filter"):
@@ -284,7 +285,7 @@ class _Content:
         row: Any,
         place: int,
         above: dict[int, tuple[str, int]],
-        hidden: list[range],
+        hidden: Sequence[int],
         beside: Beside,
     ) -> Iterator[tuple[int, str]]:
         column = 0
@@ -293,7 +294,7 @@ class _Content:
             if name not in ("table-cell", "covered-table-cell"):
                 continue
             count = max(1, number(attribute(cell, "number-columns-repeated"), 1))
-            if any(column in area for area in hidden):
+            if bisect.bisect(hidden, column) % 2:
                 self._leave_out("hidden columns", cell)
             elif len(cell) or column in above:
                 after: list[Callable[[], None]] = []
@@ -340,11 +341,13 @@ def _rows(table: Any) -> Iterator[Any]:
             yield from _rows(element)
 
 
-def _hidden_columns(table: Any) -> Iterator[range]:
-    column = 0
+def _hidden_columns(table: Any) -> list[int]:
+    """The columns at which those that are hidden begin and end, in turn."""
+    column, ends = 0, []
     for element in table:
         if local(element) == "table-column":
             count = max(1, number(attribute(element, "number-columns-repeated"), 1))
             if attribute(element, "visibility") in ("collapse", "filter"):
-                yield range(column, column + count)
+                ends += [column, column + count]
             column += count
+    return ends

@@ -1,7 +1,7 @@
 """What files of Office share, Microsoft's and OpenDocument's: a zip of XML parts, tables, drawings.
 
 The readers walk over the XML themselves: the libraries of the field that were tried leave out text
-boxes, tracked insertions, notes and formulas (tests/bench/RESULTS.md). Elements are known by their
+boxes, tracked insertions, notes and formulas (tests/bench/parsers). Elements are known by their
 local names alone, because strict and transitional files differ in their namespaces.
 """
 
@@ -252,6 +252,7 @@ class Reading:
         self.place = ""
         self._paragraphs: list[Paragraph] = []
         self._figures: list[Figure] = []
+        self._pictures: set[str] = set()  # parts that were added
         self._uncaptioned: list[int] = []  # figures that wait for a caption
         self._outline = Outline()
         self._headings: list[str] = []
@@ -301,13 +302,18 @@ class Reading:
                 self._figures[figure] = Figure(text, path, self.page, picture)
         self._uncaptioned = []
 
-    def picture(self, picture: bytes | None, alt: str) -> None:
-        """Adds a picture; one that the file does not hold leaves its alternative text."""
+    def picture(self, package: Package, part: str, alt: str) -> None:
+        """Adds a picture, once; one that the file does not hold leaves its alternative text."""
         alt = one_line(alt)
         self.held += letters(alt)
-        if picture is None:
+        if not part:
             self.add(alt)
             return
+        if part in self._pictures:
+            self.left_out["alternative texts"] += letters(alt)
+            return
+        self._pictures.add(part)
+        picture = package.read(part)
         self._empty = ""
         self._uncaptioned.append(len(self._figures))
         self._figures.append(Figure(alt, self._outline.path, self.page, picture))
@@ -548,13 +554,13 @@ def add_shapes(
             blip = next(shape.iter("{*}blip"), None)
             target = related.get(reference(blip, "embed")) if blip is not None else None
             part = target.part if target is not None else ""
-            reading.picture(package.read(part) if part else None, alt)
+            reading.picture(package, part, alt)
         elif name in ("sp", "cxnSp"):
             lines = [drawn_text(paragraph) for paragraph in shape.iter("{*}p")]
             for line in lines:
                 reading.add(line)
             if alt and not "".join(lines).strip():
-                reading.picture(None, alt)
+                reading.picture(package, "", alt)
         elif name == "graphicFrame":
             _add_frame(reading, package, related, shape)
         elif name == "AlternateContent":

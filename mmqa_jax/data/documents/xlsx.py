@@ -5,6 +5,7 @@ Figures and dates are shown by the formats of their cells, formulas by the value
 
 from __future__ import annotations
 
+import bisect
 import datetime
 import decimal
 import functools
@@ -33,6 +34,7 @@ from mmqa_jax.data.documents.office import (
 )
 
 _REFERENCE = re.compile(r"([A-Z]{1,3})([0-9]{1,7})")
+_COLUMNS = 2**14  # of a sheet
 _COPY = "[Threaded comment]"  # what old programs are shown in place of a comment with replies
 
 
@@ -105,7 +107,7 @@ class _Workbook:
         rows: dict[int, dict[int, str]] = {}
         merged: list[str] = []
         hidden: set[int] = set()
-        hidden_columns: list[range] = []
+        hidden_columns = bytearray(_COLUMNS)
         row = 0
         tags = ("{*}row", "{*}mergeCell", "{*}col")
         with self._package.open(part) as file:
@@ -115,12 +117,13 @@ class _Workbook:
                     merged.append(element.get("ref", ""))
                 elif kind == "col":
                     if element.get("hidden") in ("1", "true"):
-                        ends = number(element.get("min", "")), number(element.get("max", ""))
-                        hidden_columns.append(range(ends[0] - 1, ends[1]))
+                        first = max(0, number(element.get("min", "")) - 1)
+                        last = min(number(element.get("max", "")), _COLUMNS)
+                        hidden_columns[first:last] = bytes([1]) * (last - first)
                 else:
                     row = number(element.get("r", ""), row + 1)
                     cells = dict(self._shown(element))
-                    for column in [c for c in cells if any(c in area for area in hidden_columns)]:
+                    for column in [c for c in cells if c < _COLUMNS and hidden_columns[c]]:
                         count = letters(cells.pop(column))
                         self._reading.held += count
                         self._reading.left_out["hidden columns"] += count
@@ -140,10 +143,13 @@ class _Workbook:
             place = _REFERENCE.fullmatch(cell.get("r", ""))
             column = column_number(place[1]) if place else column + 1
             if text := self._cell(cell):
-                self._cells += 1
-                if self._cells > MOST_CELLS:
-                    raise DocumentError(f"more than {MOST_CELLS:,} cells; split it")
+                self._count(1)
                 yield column, text
+
+    def _count(self, cells: int) -> None:
+        self._cells += cells
+        if self._cells > MOST_CELLS:
+            raise DocumentError(f"more than {MOST_CELLS:,} cells; split it")
 
     def _cell(self, cell: Any) -> str:
         kind, value = cell.get("t", "n"), child(cell, "v")
@@ -169,19 +175,17 @@ class _Workbook:
 
     def _merge(self, rows: dict[int, dict[int, str]], areas: Sequence[str]) -> None:
         """Repeats the text of merged cells in each row that they cover and that is not empty."""
+        numbers = sorted(rows)
         for area in areas:
             ends = [_REFERENCE.fullmatch(end) for end in area.split(":")]
             if len(ends) != 2 or ends[0] is None or ends[1] is None:
                 continue
             column, first, last = column_number(ends[0][1]), int(ends[0][2]), int(ends[1][2])
             text = rows.get(first, {}).get(column, "")
-            if text and first < last:
-                covered = range(first + 1, last + 1)
-                for row in (
-                    covered if len(covered) < len(rows) else [r for r in rows if r in covered]
-                ):
-                    if row in rows:
-                        rows[row][column] = self._reading.merged(text, rows[row].get(column, ""))
+            covered = numbers[bisect.bisect(numbers, first) : bisect.bisect(numbers, last)]
+            self._count(len(covered))
+            for row in covered if text else ():
+                rows[row][column] = self._reading.merged(text, rows[row].get(column, ""))
 
     def _beside(self, part: str) -> tuple[Beside, list[str]]:
         """Comments by their rows, and the parts of drawings."""
