@@ -7,6 +7,7 @@ import hashlib
 from typing import Any
 
 from mmqa_jax.data.documents.document import BELOW, Document, DocumentError
+from mmqa_jax.data.documents.pdf import read_pdf
 from mmqa_jax.data.documents.read import READERS
 from mmqa_jax.data.picture_bounds import PictureError
 
@@ -16,12 +17,19 @@ _LONGEST, _DEEPEST = 300, 10  # characters of a heading; headings above a paragr
 Read = tuple[dict[str, Any], list[bytes]]
 
 
-def text(data: bytes, ending: str, least_pixels: int) -> Read:
-    """What is kept of a document's text and figures; `bad`: why it cannot be read."""
+def text(data: bytes, ending: str, least_pixels: int, scans: bool = False) -> Read:
+    """What is kept of a document's text and figures; `bad`: why it cannot be read.
+
+    Args:
+      scans: of a PDF, whether pages that are pictures are read (documents/ocr.py).
+    """
     from mmqa_jax.data.images import verify
 
     try:
-        document = READERS[ending].read(data, least_pixels)
+        read = (
+            functools.partial(read_pdf, scans=scans) if ending == ".pdf" else READERS[ending].read
+        )
+        document = read(data, least_pixels)
     except DocumentError as error:
         return _bad(error)
     pictures: dict[str, bytes] = {}

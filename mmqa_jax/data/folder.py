@@ -28,7 +28,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from mmqa_jax.core.box import Box, Failed, OverBudget
+from mmqa_jax.core.box import Box, Budget, Failed, OverBudget
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.speed import threads
@@ -43,6 +43,7 @@ from mmqa_jax.data.documents.read import (
     READERS,
     VERSION,
     budget_of,
+    budget_of_scans,
     check_libraries,
     ending_of,
 )
@@ -450,14 +451,28 @@ def _boxed(
     """What a function of boxed_documents makes of a file; `bad` where it takes too much."""
     box = free.get()
     try:
-        return box.call_on(data, budget_of(ending, len(data)), function, **request)
+        kept, pictures = _called(box, data, budget_of(ending, len(data)), function, request)
+        if kept.get("scanned_pages") and ocr.is_installed():
+            budget = budget_of_scans(len(kept["scanned_pages"]), len(data))
+            whole, more = _called(box, data, budget, function, request | {"scans": True})
+            if "bad" not in whole:
+                return whole, more
+            kept["broken_figures"].append(f"scanned pages: {whole['bad']}")
+        return kept, pictures
+    finally:
+        free.put(box)
+
+
+def _called(
+    box: Box, data: bytes, budget: Budget, function: str, request: dict[str, Any]
+) -> boxed_documents.Read:
+    try:
+        return box.call_on(data, budget, function, **request)
     except OverBudget as error:
         return {"bad": str(error), "pictures": []}, []
     except Failed as error:
         reason = f"its parser fails ({error.kind}: {one_line(str(error))[:120]})"
         return {"bad": reason, "pictures": []}, []
-    finally:
-        free.put(box)
 
 
 def _with_pages(kept: Mapping[str, Any], pages: Mapping[str, Any]) -> dict[str, Any]:

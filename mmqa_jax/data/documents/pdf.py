@@ -71,7 +71,7 @@ class _Page:
     is_scan: bool
 
 
-def read_pdf(data: bytes, least_pixels: int) -> Document:
+def read_pdf(data: bytes, least_pixels: int, scans: bool = True) -> Document:
     """A document's paragraphs with their places, and its embedded pictures with their captions.
 
     Text is read column by column and tables row by row. Values of form fields and notes stand
@@ -83,12 +83,13 @@ def read_pdf(data: bytes, least_pixels: int) -> Document:
     Args:
       least_pixels: pictures with a shorter side are left out, as are those that are shown smaller
         than half an inch, and repetitions of one.
+      scans: whether pages that are pictures are read, where that is installed.
 
     Raises:
       DocumentError: encrypted, damaged, or without a page.
     """
     with open_pdf(data) as document:
-        reading = _Reading(least_pixels)
+        reading = _Reading(least_pixels, scans and ocr.is_installed())
         for number in range(1, len(document) + 1):
             reading.add_page(number, document)
         title = one_line(document.get_metadata_value("Title"))
@@ -116,8 +117,8 @@ def open_pdf(data: bytes) -> Any:
 class _Reading:
     """A document's pages, one after another."""
 
-    def __init__(self, least_pixels: int) -> None:
-        self._least_pixels = least_pixels
+    def __init__(self, least_pixels: int, scans: bool) -> None:
+        self._least_pixels, self._scans = least_pixels, scans
         self._pages: list[_Page] = []
         self._broken: list[str] = []
         self._seen: set[bytes] = set()  # digests of pictures
@@ -139,7 +140,7 @@ class _Reading:
             is_picture = bool(images) or drawn >= _OUTLINES
             is_scan = is_picture and _is_scan(segments, images, shown)
             pictures = [] if is_scan else list(self._pictures(images, number))
-            if is_scan and ocr.is_installed():
+            if is_scan and self._scans:
                 seen = _outside(ocr.segments(page), segments)
                 segments, added, is_scan = segments + seen, added + seen, not seen
         except pypdfium2.PdfiumError as error:

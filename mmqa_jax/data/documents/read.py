@@ -34,6 +34,8 @@ _SECONDS, _MOST_SECONDS = 3, 1800  # of processor time for a file of no bytes, a
 _RATE = 200_000  # bytes that are worth a second, of formats that say nothing else
 _MEMORY = 768 << 20  # bytes of memory for a file of no bytes
 _OUTPUT, _OUTPUT_PER_BYTE = 128 << 20, 8  # bytes of text and figures
+# A page takes some 3 seconds, and its networks map more than they hold (850 MiB).
+_SECONDS_OF_SCAN, _RATE_OF_SCANS, _MEMORY_OF_SCANS = 15, 2_000, 2 << 30
 
 
 class Reader(NamedTuple):
@@ -88,6 +90,12 @@ def budget_of(ending: str, size: int) -> Budget:
     rate = READERS[ending].rate if ending in READERS else _RATE
     seconds = min(_SECONDS + math.ceil(size / rate), _MOST_SECONDS)
     return Budget(seconds, _MEMORY, _OUTPUT + _OUTPUT_PER_BYTE * size)
+
+
+def budget_of_scans(pages: int, size: int) -> Budget:
+    """What reading pages that are pictures may take beside it, of a file that was read without."""
+    seconds = math.ceil(min(_SECONDS_OF_SCAN * pages, size / _RATE_OF_SCANS))
+    return Budget(min(_SECONDS + seconds, _MOST_SECONDS), _MEMORY_OF_SCANS, _OUTPUT)
 
 
 def check_libraries(names: Iterable[str]) -> None:
