@@ -26,10 +26,10 @@ def text(data: bytes, ending: str, least_pixels: int, scans: bool = False) -> Re
     from mmqa_jax.data.images import verify
 
     try:
-        read = (
-            functools.partial(read_pdf, scans=scans) if ending == ".pdf" else READERS[ending].read
-        )
-        document = read(data, least_pixels)
+        if ending == ".pdf":
+            document = read_pdf(data, least_pixels, scans)
+        else:
+            document = READERS[ending].read(data, least_pixels)
     except DocumentError as error:
         return _bad(error)
     pictures: dict[str, bytes] = {}

@@ -143,7 +143,7 @@ BAD = {
     "locked.pdf": (pdf([[(10, 700, "Secret.")]], encrypted=True), "encrypted"),
     "nothing.pdf": (b"", "empty"),
     "broken.pdf": (MANUAL[:60], "no PDF that can be read"),
-    "scan.pdf": (pdf([[], []], {0: (9, picture(form="JPEG"))}), "no text: 1 scanned page;"),
+    "scan.pdf": (pdf([[], []], {0: (9, picture(form="JPEG"))}), "no text: 1 scanned page"),
     "blank.pdf": (pdf([[]]), "no text"),
     "latin.txt": (b"caf\xe9", "not UTF-8 text"),
     "no picture.webp": (b"text", "not a picture that can be decoded"),
@@ -348,10 +348,11 @@ def test_pages_are_drawn_once(raw, monkeypatch):
     assert drawn == [len(MANUAL)]
 
 
-def test_a_scanned_pdf_is_read_by_its_pages(raw):
+def test_a_scanned_pdf_is_read_by_its_pages(raw, monkeypatch):
+    monkeypatch.setattr(folder.ocr, "is_installed", lambda: False)
     scan = {0: (100, picture("blue", form="JPEG"))}
     (raw / "scan.pdf").write_bytes(pdf([[]], scan))
-    assert "ocrmypdf" in prepare(raw)["files"]["bad"]["scan.pdf"]
+    assert "install 'mmqa-jax[ocr]'" in prepare(raw)["files"]["bad"]["scan.pdf"]
     files = prepare(raw, "--overwrite", "--pages=both")["files"]
     assert (files["bad"], files["scanned_pages"], files["pages"]) == ({}, {}, 3)
     assert sources(raw)["scan.pdf#page1"].title == "scan"
