@@ -283,6 +283,17 @@ def test_a_figure_with_a_caption_is_no_scan():
     assert [figure.caption for figure in document.figures] == ["Figure 3: The crane."]
 
 
+def test_the_only_text_of_a_page_is_the_caption_of_its_picture():
+    picture = "q 300 0 0 200 72 300 cm /I Do Q\n"
+    pages = [
+        write(72, 600, "The crane in 1907") + picture,
+        write(72, 600, "Prose. " * 40) + picture,
+    ]
+    for page, caption in zip(pages, ("The crane in 1907", ""), strict=True):
+        document = read_pdf(pdf_of([(page, "")], picture=scan("The crane")), 64)
+        assert [figure.caption for figure in document.figures] == [caption]
+
+
 def test_a_picture_that_is_placed_often_is_decoded_once(monkeypatch):
     seen = []
     monkeypatch.setattr(

@@ -36,7 +36,7 @@ _HEADING_WORDS = 20
 _PARAGRAPH_GAP = 1.6  # times the size of the text, from a line's base to the next one's
 _SMALLEST_SHOWN = 36.0  # points, half an inch
 _SCAN_AREA = 0.6  # of a page, that pictures cover where it is a scan
-_SCAN_LETTERS = 150  # that a scan's stamps and page numbers have at most
+_SCAN_LETTERS = 150  # that stamps on a scan, or the text of a page of an album, have at most
 _OUTLINES = 50  # lines and curves that a page without text has, where they may be letters
 _LINE_ENDS = (10, 13)
 _BROKEN_WORD = "\x02"  # PDFium's sign for the hyphen of a word that goes on in the next line
@@ -78,7 +78,8 @@ def read_pdf(data: bytes, least_pixels: int, scans: bool = True) -> Document:
     where a person sees them. Running heads, feet and page numbers are left out. Pages that are
     pictures are read by OCR where its package is installed. Headings are lines in larger letters.
     A caption is the paragraph of the page that begins with `Figure N` and is nearest to the
-    picture. What is drawn by lines and curves is not a picture.
+    picture, or else all text of a page that has little. What is drawn by lines and curves is not
+    a picture.
 
     Args:
       least_pixels: pictures with a shorter side are left out, as are those that are shown smaller
@@ -142,7 +143,10 @@ class _Reading:
             pictures = [] if is_scan else list(self._pictures(images, number))
             if is_scan and self._scans:
                 seen = _outside(ocr.segments(page), segments)
-                segments, added, is_scan = segments + seen, added + seen, not seen
+                segments, added = segments + seen, added + seen
+                is_scan = not segments
+                if not seen and segments:  # a photograph that has a caption
+                    pictures = list(self._pictures(images, number))
         except pypdfium2.PdfiumError as error:
             self._broken.append(f"page {number}: {error}")
             return
@@ -165,6 +169,7 @@ class _Reading:
         headers: dict[str, Line] = {}
         for page in self._pages:
             captions: list[tuple[Box, str]] = []
+            first = len(paragraphs)
             for block in _blocks(layout.lines_in_order(page.segments)):
                 paragraph = _paragraph(block, outline.path, page.number)
                 text, size = paragraph.text, block[0].size
@@ -183,6 +188,9 @@ class _Reading:
                     self._left_out["table headers that repeat"] += letters(paragraph.header)
                 if is_heading:
                     outline.enter(-round(size, 1), text)
+            said = " ".join(paragraph.text for _, paragraph in paragraphs[first:])
+            if not captions and letters(said) <= _SCAN_LETTERS:  # of an album or of slides
+                captions.append(((0.0, 0.0, *page.size), said))
             for picture, box in page.pictures:
                 near = min(captions, key=lambda caption: _apart(caption[0], box), default=None)
                 caption = near[1] if near else ""
@@ -443,7 +451,7 @@ def _cut(
         pdfium.FPDFText_GetCharOrigin(raw, first, x, y)
         origin = shown.box(x.value, y.value, x.value, y.value)
         yield Segment(
-            "".join(characters).strip(),
+            _whole("".join(characters)).strip(),
             pdfium.FPDFText_GetFontSize(raw, first) * scale,
             (*boxes[inked, :2].min(axis=0).tolist(), *boxes[inked, 2:].max(axis=0).tolist()),
             layout.upright(origin, turn)[1],
@@ -634,7 +642,7 @@ def _joined(block: Sequence[Line]) -> tuple[str, list[Place]]:
             if column:
                 between = _CELL
             for segment in cell:
-                piece = one_line(_whole(segment.text))
+                piece = one_line(segment.text)
                 if not piece:
                     continue
                 if between == " " and _is_wide(text[-1:]) and _is_wide(piece[0]):
