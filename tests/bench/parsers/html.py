@@ -24,8 +24,8 @@ def debian_files(package: str, pattern: str, most: int) -> dict[str, bytes]:
 
 
 def SAMPLES() -> dict[str, bytes]:
-    """Forty pages, 15 MB."""
-    return debian_files("python3.11-doc", "usr/share/doc/python3.11/html/**/*.html", 40)
+    """Twelve pages."""
+    return debian_files("python3.11-doc", "usr/share/doc/python3.11/html/**/*.html", 12)
 
 
 def _lxml(data: bytes) -> str:
