@@ -100,13 +100,14 @@ def test_notes_headers_and_footers():
                 f'<w:comment w:id="4">{para(t("Check."))}</w:comment><w:comment w:id="5">{para(t("Lost."))}</w:comment>',
             ),
             header=root("w:hdr", para(t("Harbour office"))),
+            header2=root("w:hdr", para(t("Harbour office"))),
             footer=root("w:ftr", para(t("7"))),
         )
     )
     assert texts(document) == [
         "Harbour office", "Fees rise.", "In 2024.", "By law.", "Check.", "End.", "Lost.",
     ]  # fmt: skip
-    assert document.left_out == {"page numbers": 1}
+    assert document.left_out == {"page numbers": 1, "repeated headers and footers": 13}
     assert is_balanced(document)
 
 
