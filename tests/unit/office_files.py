@@ -133,7 +133,7 @@ def word(body: str, **parts: str) -> bytes:
         "word/_rels/document.xml.rels": related(
             ("styles", "styles.xml"), ("image", "media/a.png"), ("chart", "charts/c.xml"),
             ("diagramData", "diagrams/d.xml"), ("aFChunk", "page.html"),
-            ("image", "media/b.png"), *((kind, f"{kind}.xml") for kind in parts),
+            ("image", "media/b.png"), *((name.rstrip("2"), f"{name}.xml") for name in parts),
         ),
         "word/styles.xml": STYLES,
         "word/media/a.png": picture(),
@@ -388,8 +388,8 @@ OPEN_PIECES = {
     "ruby": (tp("<text:ruby><text:ruby-base>漢</text:ruby-base><text:ruby-text>かん</text:ruby-text></text:ruby>"), ["漢(かん)"]),
     "table": (
         f"<table:table><table:table-header-rows>{tr(tc('1'), tc('2'))}</table:table-header-rows>"
-        + tr(tc("North", 'table:number-rows-spanned="2"'), tc("a")) + tr("<table:covered-table-cell/>", tc("b")) + "</table:table>",
-        ["1 | 2", "North | a", "North | b"],
+        + tr(tc("North", 'table:number-rows-spanned="2"'), tc("a")) + tr("<table:covered-table-cell/>", tc("b")) + tr("<table:covered-table-cell/>", tc("c")) + "</table:table>",
+        ["1 | 2", "North | a", "North | b", "| c"],
     ),
     "nested table": (
         f"<table:table>{tr(tc('1'), '<table:table-cell>' + tp('2') + '<table:table>' + tr(tc('3'), tc('4')) + '</table:table></table:table-cell>')}</table:table>",

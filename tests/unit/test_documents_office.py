@@ -100,13 +100,14 @@ def test_notes_headers_and_footers():
                 f'<w:comment w:id="4">{para(t("Check."))}</w:comment><w:comment w:id="5">{para(t("Lost."))}</w:comment>',
             ),
             header=root("w:hdr", para(t("Harbour office"))),
+            header2=root("w:hdr", para(t("Harbour office"))),
             footer=root("w:ftr", para(t("7"))),
         )
     )
     assert texts(document) == [
         "Harbour office", "Fees rise.", "In 2024.", "By law.", "Check.", "End.", "Lost.",
     ]  # fmt: skip
-    assert document.left_out == {"page numbers": 1}
+    assert document.left_out == {"page numbers": 1, "repeated headers and footers": 13}
     assert is_balanced(document)
 
 
@@ -224,11 +225,20 @@ def test_xml_counts_whatever_its_name_ends_with():
         read_docx(data)
 
 
-def test_merged_cells_do_not_grow_without_bound(monkeypatch):
-    monkeypatch.setattr("mmqa_jax.data.documents.office.MOST_TEXT", 10_000)
+def test_repeated_texts_do_not_grow_without_bound(monkeypatch):
+    monkeypatch.setattr("mmqa_jax.data.documents.office.MOST_REPEATED", 10_000)
     long = table(cell("x" * 900, MERGED) + cell("1"), *[cell("", "<w:vMerge/>") + cell("2")] * 20)
-    with pytest.raises(DocumentError, match="says more than 10,000 characters; split it"):
+    with pytest.raises(
+        DocumentError, match="its merged cells repeat more than 10,000 characters; split it"
+    ):
         read_docx(word(long))
+    for module in ("office", "xlsx"):
+        monkeypatch.setattr(f"mmqa_jax.data.documents.{module}.MOST_TEXT", 10_000)
+    with pytest.raises(DocumentError, match="says more than 10,000 characters; split it"):
+        read_docx(word(para(t("x" * 900)) * 20))
+    shared = "".join(line(number, v("1", 't="s"')) for number in range(1, 5001))
+    with pytest.raises(DocumentError, match="says more than 10,000 characters; split it"):
+        read_xlsx(book(shared))
 
 
 # PowerPoint

@@ -31,7 +31,8 @@ from mmqa_jax.data.picture_bounds import MOST_BYTES
 
 # What XML may unpack to. Word's packs 10 to 30 times; its tree takes some ten times its bytes.
 _FREE_XML, _XML_PER_BYTE, _MOST_XML = 2**23, 100, 2**26
-MOST_TEXT = 2**26  # characters of a document: merged cells and shared strings repeat their text
+MOST_TEXT = 2**26  # characters of a document: cells that share a string repeat it
+MOST_REPEATED = 2**24  # characters that merged cells repeat
 MOST_CELLS = 2**21  # of a workbook; one takes some 200 bytes
 _MOST_HEADER = 1000  # characters of a table's header, which every row repeats
 _MOST_COLUMNS = 100  # up to which empty cells keep their place in a row
@@ -259,6 +260,7 @@ class Reading:
         self._headers: list[str] = []  # of tables
         self._empty = ""  # a heading with nothing below it so far
         self._characters = 0
+        self._repeated = 0  # characters that merged cells repeat
 
     def begin(self, level: float, heading: str) -> None:
         """Begins a section. A heading with nothing below it is a paragraph."""
@@ -356,6 +358,11 @@ class Reading:
         """
         if inside and len(merged) > _MOST_HEADER:
             return inside
+        self._repeated += len(merged)
+        if self._repeated > MOST_REPEATED:
+            raise DocumentError(
+                f"its merged cells repeat more than {MOST_REPEATED:,} characters; split it"
+            )
         self.held += letters(merged)
         return f"{merged} {inside}" if inside and merged else merged or inside
 

@@ -16,6 +16,7 @@ from typing import Any
 from mmqa_jax.data.documents.document import Document, DocumentError, letters, one_line
 from mmqa_jax.data.documents.office import (
     MOST_CELLS,
+    MOST_TEXT,
     PARSING,
     Beside,
     Package,
@@ -58,7 +59,7 @@ class _Workbook:
     def __init__(self, package: Package) -> None:
         self._package = package
         self._reading = Reading()
-        self._cells = 0
+        self._cells = self._characters = 0
         main = package.main()
         self._root, self._related = package.xml(main), package.related(main)
         parts = {target.kind: target.part for target in self._related.values() if target.part}
@@ -144,6 +145,9 @@ class _Workbook:
             column = column_number(place[1]) if place else column + 1
             if text := self._cell(cell):
                 self._count(1)
+                self._characters += len(text)
+                if self._characters > MOST_TEXT:
+                    raise DocumentError(f"says more than {MOST_TEXT:,} characters; split it")
                 yield column, text
 
     def _count(self, cells: int) -> None:
