@@ -20,9 +20,10 @@ _DEMO = "workdir-demo"
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     parser.description += (
-        "\n\n--data=FOLDER: documents (.txt .md .html .htm .pdf .docx) and pictures (.jpg .jpeg\n"
-        "  .png .webp), an interchange folder, or what `mmqa prepare` wrote; it is read and\n"
-        "  embedded once, later calls read what has changed; answers cite file, page and picture\n"
+        "\n\n--data=FOLDER: documents (.txt .md .html .htm .pdf .docx .pptx .xlsx .csv .tsv .odt\n"
+        "  .ods .odp) and pictures (.jpg .jpeg .png .webp), an interchange folder, or what\n"
+        "  `mmqa prepare` wrote; it is read and embedded once, later calls read what has changed;\n"
+        "  answers cite file, page and picture\n"
         "--workdir=DIR: a finished demo, with the models that it has trained\n"
         "backend openai: any server with OpenAI's API, at the address in the environment\n"
         "  variable OPENAI_BASE_URL, with the key in OPENAI_API_KEY if it requires one\n"

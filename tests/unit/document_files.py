@@ -6,7 +6,7 @@ import io
 import struct
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from PIL import Image
 
@@ -80,6 +80,52 @@ def pdf(
         )
         trailer += b" /Encrypt %d 0 R /ID [<%s> <%s>]" % (len(objects), b"00" * 16, b"00" * 16)
     return _with_table(objects, trailer)
+
+
+def pdf_of(
+    pages: Sequence[tuple[str, str]],
+    rotation: int = 0,
+    picture: bytes | None = None,
+    is_form: bool = False,
+    unicode: Mapping[str, str] | None = None,
+) -> bytes:
+    """A PDF of letter size, of its operators.
+
+    Args:
+      pages: content, in which the font F is Helvetica and I the picture, and annotations by line.
+      rotation: clockwise, in degrees, of every page as it is shown.
+      picture: a JPEG.
+      is_form: the annotations are fields of a form.
+      unicode: letter of the font -> the character that it stands for, where that is another one.
+    """
+    maps = "".join(f"<{ord(a):02x}> <{ord(b):04x}>\n" for a, b in (unicode or {}).items())
+    maps = f"begincmap\n1 begincodespacerange <00> <ff> endcodespacerange\n{len(unicode or ())} beginbfchar\n{maps}endbfchar\nendcmap"
+    font = "<< /Type /Font /Subtype /Type1 /BaseFont /Courier /FirstChar 32 /LastChar 126"
+    font += f" /Widths [{'600 ' * 95}] /ToUnicode 5 0 R >>"
+    plain = "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"
+    objects = [b"", b"", (font if unicode else plain).encode(), b"null", _stream("", maps.encode())]
+    if picture:
+        width, height = Image.open(io.BytesIO(picture)).size
+        about = f"/Type /XObject /Subtype /Image /Width {width} /Height {height}"
+        about += " /ColorSpace /DeviceRGB /BitsPerComponent 8 /Filter /DCTDecode"
+        objects[3] = _stream(about, picture)
+    kids, fields = [], []
+    for content, added in pages:
+        objects.append(_stream("", content.encode()))
+        about = f"/Contents {len(objects)} 0 R /Annots ["
+        for annotation in added.splitlines():
+            objects.append(annotation.encode())
+            fields.append(f"{len(objects)} 0 R")
+            about += f" {fields[-1]}"
+        objects.append(
+            f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Rotate {rotation} /Resources "
+            f"<< /Font << /F 3 0 R >> /XObject << /I 4 0 R >> >> {about}] >>".encode()
+        )
+        kids.append(b"%d 0 R" % len(objects))
+    form = f"/AcroForm << /Fields [{' '.join(fields)}] >>" if is_form else ""
+    objects[0] = f"<< /Type /Catalog /Pages 2 0 R {form} >>".encode()
+    objects[1] = b"<< /Type /Pages /Count %d /Kids [%s] >>" % (len(kids), b" ".join(kids))
+    return _with_table(objects, b"/Root 1 0 R")
 
 
 def _stream(about: str, data: bytes) -> bytes:

@@ -1,1 +1,1 @@
-"""Documents as people have them (.txt, .md, .html, .pdf, .docx): their paragraphs and figures."""
+"""Documents as people have them (read.READERS names their kinds): their paragraphs and figures."""

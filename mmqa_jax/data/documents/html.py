@@ -1,170 +1,525 @@
-"""HTML by lxml: what a page says. Nothing in it is executed, and nothing is fetched."""
+"""HTML by turbohtml, which builds the tree that browsers build: what a person sees of a page.
+
+Nothing in a page is executed, and nothing is fetched.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
+from mmqa_jax.core.arguments import decimal_number
 from mmqa_jax.data.documents.document import (
     Document,
     DocumentError,
     Figure,
     Outline,
     Paragraph,
+    letters,
     one_line,
 )
 
-MOST_BYTES = 2**26  # of a page; its tree takes some ten times as much memory
-
-# Elements whose text is none of the page's own.
-_LEFT_OUT = (
-    *("script", "style", "noscript", "template", "head", "nav", "svg", "math", "iframe", "object"),
-    *("embed", "canvas", "audio", "video", "select", "textarea", "button"),
-)
-# Elements that do not end a paragraph; cells of a table and captions are looked after on their own.
-_INLINE = frozenset({
-    "a", "abbr", "acronym", "b", "bdi", "bdo", "big", "br", "cite", "code", "data", "del", "dfn",
-    "em", "font", "i", "img", "ins", "kbd", "label", "mark", "q", "s", "samp", "small", "span",
-    "strike", "strong", "sub", "sup", "time", "tt", "u", "var", "wbr", "td", "th",
+# What no person sees, and why.
+_LEFT_OUT = {
+    **dict.fromkeys(("script", "style"), "scripts and styles"),
+    **dict.fromkeys(("template", "iframe", "audio", "video", "canvas"), "what browsers show if "
+                    "they cannot show another thing"),
+    "nav": "navigation",
+    "datalist": "options not chosen",
+    "annotation": "sources of formulas",
+    "annotation-xml": "sources of formulas",
+}  # fmt: skip
+# Elements that end a paragraph (HTML's standard, section 15.3); tables are looked after apart.
+_BLOCKS = frozenset({
+    "address", "article", "aside", "blockquote", "body", "center", "dd", "details", "dialog", "dir",
+    "div", "dl", "dt", "fieldset", "figcaption", "figure", "footer", "form", "h1", "h2", "h3", "h4",
+    "h5", "h6", "header", "hgroup", "hr", "legend", "li", "listing", "main", "menu", "ol", "p",
+    "plaintext", "pre", "search", "section", "summary", "svg", "ul", "xmp",
 })  # fmt: skip
+_SPACED = frozenset({"br", "textarea", "button", "text", "desc", "title"})  # words end at them
+_LINED = frozenset({"pre", "listing", "plaintext", "xmp"})  # a blank line ends a paragraph in them
 _HEADINGS = {f"h{level}": level for level in range(1, 7)}
-_CHARSET = re.compile(rb"<meta[^<>]+charset\s*=\s*+[\"']?\s*([\w.:-]+)", re.IGNORECASE)
+_NO_VALUE = frozenset({"hidden", "password", "file", "image", "color", "range"})  # types of <input>
+# A table with one of these is a layout of the page: its cells are no cells.
+_LAYOUT = "table, h1, h2, h3, h4, h5, h6, figure, pre, blockquote, form"
 _DATA_URI = re.compile(r"\s*data:image/[\w.+-]+;base64,", re.IGNORECASE)
 _CELL = " | "
+_MOST_HEADING = 400  # characters; every passage repeats its heading, so a longer one is a paragraph
+_MOST_HEADER_ROWS, _MOST_HEADER_CELLS = 4, 100
+_MOST_COLUMNS, _MOST_ROWS = 1000, 65534  # that a cell spans, by HTML's standard
+_MOST_COPIES = 2**20  # characters of merged cells that are written again in the rows they cover
 
 
 def read_html(data: bytes) -> Document:
     """A page's paragraphs, items of lists and rows of tables, and its pictures with their captions.
 
     A caption is the figcaption, or else the text that stands for the picture (alt). Pictures with
-    neither are decoration and left out. The encoding is the one that the page declares, or UTF-8.
+    neither are decoration and left out. The encoding is found as browsers find it (the WHATWG's
+    standard); a page that declares none is UTF-8, or what its bytes look like.
 
     Raises:
-      DocumentError: too large, in another encoding than it says, or no HTML.
+      DocumentError: no text.
     """
-    import lxml.etree
-    import lxml.html
-
-    if len(data) > MOST_BYTES:
-        raise DocumentError(
-            f"{len(data):,} bytes, more than the {MOST_BYTES:,} of a page; split it"
-        )
-    parser = lxml.html.HTMLParser(
-        encoding="utf-8", remove_comments=True, remove_pis=True, no_network=True
-    )
-    try:
-        root = lxml.html.document_fromstring(_in_utf8(data), parser=parser)
-    except (lxml.etree.LxmlError, ValueError) as error:
-        raise DocumentError(f"no HTML that can be read ({error})") from error
-    for element in list(root.iter(*_LEFT_OUT)):
-        if element.getparent() is not None:
-            element.drop_tree()
-    page = _Page()
-    for event, element in lxml.etree.iterwalk(root, events=("start", "end")):
-        if event == "start":
-            page.begin(element)
-        else:
-            page.end(element)
-    page.flush()
-    return Document(tuple(page.paragraphs), tuple(page.figures), (), tuple(page.broken))
+    page = Page()
+    page.add_bytes(data)
+    return page.document()
 
 
-def _in_utf8(data: bytes) -> bytes:
-    """The page in UTF-8, whatever encoding it declares."""
-    declared = _CHARSET.search(data[:4096])
-    encoding = declared[1].decode("ascii", "replace") if declared else "utf-8-sig"
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        encoding = "utf-16"
-    elif data.startswith(b"\xef\xbb\xbf") or encoding.lower() in ("utf-8", "utf8"):
-        encoding = "utf-8-sig"
-    try:
-        # As browsers do: what is called Latin-1 is Windows' encoding, which extends it.
-        latin = encoding.lower() in ("iso-8859-1", "latin-1", "latin1")
-        return data.decode("cp1252" if latin else encoding).encode()
-    except (UnicodeError, LookupError, ValueError) as error:
-        said = "declares no encoding and is not UTF-8" if not declared else f"is not {encoding}"
-        raise DocumentError(f"{said}, which it was read as; save it as UTF-8") from error
+@dataclasses.dataclass
+class _Cell:
+    """A cell: its columns, and how many more rows it covers."""
+
+    text: str
+    columns: int
+    rows: int
+    start: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + self.columns
 
 
-class _Page:
-    """Collects a page's content as its elements begin and end."""
+class _Table:
+    """The rows of a table that is open."""
+
+    def __init__(self, text_around: list[str]) -> None:
+        self.text_around = text_around  # of the cell that this table stands in
+        self.rows: list[list[_Cell]] = []
+        self.header_rows = 0
+        self.cells: list[_Cell] = []  # of the row that is open
+        self.headings_only = True  # the open row's cells are headings
+        self._covering: list[_Cell] = []  # cells from above that reach into the next row
+
+    def end_section(self) -> None:
+        """Ends the head, a body or the foot: no cell reaches beyond."""
+        self._covering = []
+
+    def end_row(self, in_head: bool, most_copies: int) -> int:
+        """Ends the row that is open; returns the characters that are copied from rows above."""
+        row: list[_Cell] = []
+        column = copied = 0
+        covering = iter(self._covering)
+        above = next(covering, None)
+        for cell in self.cells:
+            while above is not None and above.start <= column:
+                row.append(above)
+                column, above = max(column, above.end), next(covering, None)
+            cell.start = column
+            row.append(cell)
+            column = cell.end
+        while above is not None:
+            row.append(above)
+            above = next(covering, None)
+        copied = sum(len(cell.text) + 1 for cell in self._covering)
+        for cell in row:
+            cell.rows -= 1
+        is_whole = copied <= most_copies
+        self._covering = [cell for cell in row if cell.rows > 0] if is_whole else []
+        is_header = (in_head or self.headings_only) and len(row) <= _MOST_HEADER_CELLS
+        if is_header and self.header_rows == len(self.rows) < _MOST_HEADER_ROWS and self.cells:
+            self.header_rows += 1
+        if row:
+            self.rows.append(row)
+        self.cells, self.headings_only = [], True
+        return copied
+
+    def header(self) -> str:
+        """The texts above each column, joined; "" for a table without a header."""
+        if not 0 < self.header_rows < len(self.rows):
+            return ""
+        *above, last = self.rows[: self.header_rows]
+        columns = []
+        for cell in last:
+            over = [c.text for row in above for c in row if c.start <= cell.start < c.end]
+            columns.append(" ".join(filter(None, dict.fromkeys((*over, cell.text)))))
+        text = _CELL.join(columns)
+        return text if letters(text) and len(text) <= _MOST_HEADING else ""
+
+    def lines(self) -> tuple[str, list[str]]:
+        """The header, and a line for every other row."""
+        header = self.header()
+        rows = self.rows[self.header_rows if header else 0 :]
+        return header, [one_line(_CELL.join(cell.text for cell in row)) for row in rows]
+
+
+class Page:
+    """Collects what a person sees of trees of HTML and of texts, one after another.
+
+    Attributes:
+      open_link: the picture that a link names within the file; None where it is outside.
+    """
 
     def __init__(self) -> None:
-        self.paragraphs: list[Paragraph] = []
-        self.figures: list[Figure] = []
-        self.broken: list[str] = []
+        self.open_link: Callable[[str], bytes | None] = lambda link: None
+        self._title = ""
+        self._paragraphs: list[Paragraph] = []
+        self._figures: list[Figure] = []
+        self._broken: list[str] = []
+        self._letters = 0
+        self._left_out: Counter[str] = Counter()
         self._outline = Outline()
-        self._text: list[str] = []  # of the paragraph that is open
+        self._headings: list[str] = []  # all that were entered
+        self._headers: list[str] = []  # of all tables
+        self._bare: tuple[int, str, str] | None = None  # heading without content; the path above it
+        self._text: list[str] = []  # of the paragraph or the cell that is open
         self._heading = 0  # level of the heading that is open
-        self._figure: list[tuple[str, str]] | None = None  # pictures of the open <figure>
-        self._captions: list[str] = []  # of the open <figure>
+        self._marker = ""  # number of the item that begins
+        self._numbers: list[int | None] = []  # next number of each list that is open
+        self._lined = 0  # elements that are open and keep their lines
+        self._tables: list[_Table | None] = []  # that are open; None for a layout
+        self._data_tables = 0  # of them, that are no layouts
+        # Of each <figure> that is open: its pictures (alt, link), and its captions.
+        self._open_figures: list[tuple[list[tuple[str, str]], list[str]]] = []
+        self._in_caption = False
+        self._copies = _MOST_COPIES
 
-    def begin(self, element: Any) -> None:
-        tag = element.tag
-        if tag not in _INLINE:
-            self.flush()
-        if tag in _HEADINGS:
-            self._heading = _HEADINGS[tag]
-        elif tag == "figure":
-            self._figure, self._captions = [], []
-        elif tag == "img":
-            self._add_picture(element)
-        elif tag == "br":
-            self._text.append(" ")
-        self._text.append(element.text or "")
+    def set_title(self, title: str) -> None:
+        """The title that the file states beside its text; a later one counts no more."""
+        if not self._title:
+            self._title = one_line(title)
+            self._letters += letters(self._title)
 
-    def end(self, element: Any) -> None:
-        tag = element.tag
-        if tag == "figcaption" and self._figure is not None:
-            self._captions.append(one_line("".join(self._text)))
-            self._text = []
-        elif tag not in _INLINE:
-            self.flush()
-        if tag in _HEADINGS:
-            self._heading = 0
-        elif tag == "figure" and self._figure is not None:
-            self._end_figure()
-        elif tag in ("td", "th"):
-            self._text.append(_CELL)
-        self._text.append(element.tail or "")
+    def add_bytes(self, data: bytes, encoding: str | None = None) -> None:
+        """Adds HTML in the encoding that is stated beside it, or else that it declares."""
+        import turbohtml
 
-    def flush(self) -> None:
-        """Ends the paragraph or heading that is open."""
-        text = one_line("".join(self._text)).removesuffix(_CELL.rstrip()).rstrip()
-        self._text = []
-        if text and self._heading:
-            self._outline.enter(self._heading, text)
-        elif text:
-            self.paragraphs.append(Paragraph(text, self._outline.path))
+        try:
+            tree = turbohtml.parse(data, encoding=encoding, detect_encoding=True, positions=False)
+        except LookupError:  # none that browsers know
+            tree = turbohtml.parse(data, detect_encoding=True, positions=False)
+        if tree.encoding_confidence != "certain":
+            if b"\0" in data[:1024]:
+                raise DocumentError("no HTML that can be read (it holds bytes of no text)")
+            text = data.decode("utf-8", "replace")
+            damaged = text.count("\ufffd")
+            if damaged < sum(character > "\x7f" for character in text) - damaged:
+                tree = turbohtml.parse(text, positions=False)  # UTF-8 but for a few bytes
+        self.add(tree)
+        self.add_left_out("bytes that are no characters", tree.text.count("\ufffd"))
 
-    def _add_picture(self, element: Any) -> None:
-        alt, link = element.get("alt") or element.get("title") or "", element.get("src") or ""
-        if self._figure is not None:
-            self._figure.append((alt, link))
-        elif alt.strip():
-            self._keep(alt, link)
+    def add_markup(self, markup: str) -> None:
+        """Adds HTML."""
+        import turbohtml
 
-    def _end_figure(self) -> None:
-        assert self._figure is not None
-        caption = " ".join(self._captions)
-        for alt, link in self._figure:
-            if caption or alt.strip():
-                self._keep(caption or alt, link)
-        if caption and not self._figure:  # of a table, or of what is not read
-            self.paragraphs.append(Paragraph(caption, self._outline.path))
-        self._figure, self._captions = None, []
+        self.add(turbohtml.parse(markup, positions=False))
 
-    def _keep(self, caption: str, link: str) -> None:
-        caption, heading = one_line(caption), self._outline.path
+    def add(self, root: Any) -> None:
+        """Adds a tree of turbohtml's, whose text nodes are all counted."""
+        import turbohtml
+
+        self._letters += _letters(root)
+        if (title := root.select_one("head > title")) is not None:
+            if self._title:
+                self._left_out["titles of parts"] += _letters(title)
+            else:
+                self._title = one_line(title.text)
+            title.decompose()
+        stack: list[tuple[Any, bool]] = [(root, False)]
+        while stack:
+            node, is_end = stack.pop()
+            if is_end:
+                self._end(node)
+            elif isinstance(node, turbohtml.Element):
+                if cause := _cause(node):
+                    self._left_out[cause] += _letters(node)
+                elif self._begin(node):
+                    stack.append((node, True))
+                    stack += [(child, False) for child in reversed(node.children)]
+            elif isinstance(node, (turbohtml.Text, turbohtml.CData)):
+                self._text.append(node.data)
+            elif isinstance(node, turbohtml.Document):
+                stack += [(child, False) for child in reversed(node.children)]
+        self._flush()
+
+    def add_text(self, text: str) -> None:
+        """Adds paragraphs between blank lines, whose letters are yet to be counted."""
+        for paragraph in re.split(r"\n\s*\n", text):
+            self._add_paragraph(one_line(paragraph))
+
+    def add_picture(self, caption: str, link: str) -> bool:
+        """Adds the picture that a link names; returns False where its base64 is damaged."""
         encoded = _DATA_URI.match(link)
         if encoded is None:
-            self.figures.append(Figure(caption, heading, link=link))
-            return
+            self.add_figure(caption, self.open_link(link), link)
+            return True
         try:
             picture = base64.b64decode(link[encoded.end() :], validate=False)
         except (binascii.Error, ValueError) as error:
-            self.broken.append(f"{caption[:60]!r}: its base64 is damaged ({error})")
+            caption = one_line(caption)
+            self._broken.append(f"{caption[:60]!r}: its base64 is damaged ({error})")
+            return False
+        self.add_figure(caption, picture)
+        return True
+
+    def add_figure(self, caption: str, picture: bytes | None, link: str = "") -> None:
+        """Adds a picture, or the file of one, whose caption's letters are counted."""
+        caption = one_line(caption)
+        link = link if picture is None else ""
+        self._figures.append(Figure(caption, self._outline.path, picture=picture, link=link))
+        self._letters += letters(caption)
+        self._bare = None
+
+    def enter(self, level: int, text: str) -> None:
+        """Begins a section; a heading that is too long for one is a paragraph."""
+        text = one_line(text)
+        if len(text) > _MOST_HEADING:
+            self._add_paragraph(text)
+        elif text:
+            if self._bare is not None and self._bare[0] >= level:
+                self._end_bare()
+            self._outline.enter(level, text)
+            above = self._outline.path.removesuffix(text).removesuffix(" > ")
+            self._bare = (level, text, above)
+            self._headings.append(text)
+
+    def add_letters(self, count: int) -> None:
+        """Counts letters that the file holds."""
+        self._letters += count
+
+    def add_left_out(self, cause: str, count: int) -> None:
+        """Counts letters that the file holds and that its reader left out on purpose."""
+        self._letters += count
+        self._left_out[cause] += count
+
+    def document(self) -> Document:
+        """What was added, as a document."""
+        self._end_bare()
+        # `Document.missing` counts a heading or header once that stands above several parts.
+        parts = [part for heading in self._headings for part in heading.split(" > ")]
+        for texts in (parts, self._headers):
+            repeated = sum(map(letters, texts)) - sum(map(letters, dict.fromkeys(texts)))
+            self._left_out["headings that stand again"] += repeated
+        left_out = {cause: count for cause, count in self._left_out.items() if count}
+        return Document(
+            tuple(self._paragraphs),
+            tuple(self._figures),
+            broken_figures=tuple(self._broken),
+            title=self._title,
+            letters=self._letters,
+            left_out=left_out,
+        )
+
+    def _begin(self, element: Any) -> bool:
+        """Begins an element; returns whether what it holds is to be read."""
+        tag = element.tag
+        table = self._tables[-1] if self._tables else None
+        if tag in _BLOCKS or "-" in tag:
+            self._flush()
+        elif tag in _SPACED:
+            self._text.append(" ")
+        if tag in _HEADINGS and not self._data_tables:
+            self._heading = _HEADINGS[tag]
+        elif tag in _LINED:
+            self._lined += 1
+        elif tag == "figure":
+            self._open_figures.append(([], []))
+        elif tag == "figcaption" and self._open_figures and not self._data_tables:
+            self._in_caption = True
+        elif tag in ("ol", "ul", "menu", "dir"):
+            self._numbers.append(_number(element, "start", 1) if tag == "ol" else None)
+        elif tag == "li" and self._numbers and self._numbers[-1] is not None:
+            number = _number(element, "value", self._numbers[-1])
+            self._numbers[-1] = number + 1
+            self._marker = f"{number}. "
+        elif tag == "img":
+            self._add_picture(element)
+        elif tag == "br" and self._lined:
+            self._text.append("\n")
+        elif tag == "input":
+            self._add_input(element)
+        elif tag == "select":
+            self._add_chosen(element)
+            return False
+        elif tag == "math":
+            return self._add_formula(element)
+        elif tag == "sup" and element.has_class("footnote-definition-label"):
+            self._marker = f"{element.text} "  # pyromark's, before the footnote's paragraph
+            self._letters -= _letters(element)
+            return False
+        elif tag == "a" and self._heading:  # "¶", which links to the heading itself
+            return not (element.attr("href") or "").startswith("#") or letters(element.text) > 0
+        elif tag == "table":
+            self._begin_table(element)
+        elif tag in ("td", "th", "caption") and table is not None:
+            self._text = []
+        elif tag in ("td", "th", "tr", "caption", "thead", "tbody", "tfoot"):
+            self._flush()
+        return True
+
+    def _end(self, element: Any) -> None:
+        tag = element.tag
+        table = self._tables[-1] if self._tables else None
+        if tag == "figcaption" and self._in_caption and not self._data_tables:
+            self._in_caption = False
+            self._open_figures[-1][1].append(one_line("".join(self._text)))
+            self._text = []
+        elif tag in _BLOCKS or "-" in tag:
+            self._flush()
+        elif tag in _SPACED:
+            self._text.append(" ")
+        if tag in _HEADINGS:
+            self._heading = 0
+        elif tag in _LINED:
+            self._lined -= 1
+        elif tag in ("ol", "ul", "menu", "dir"):
+            self._numbers.pop()
+        elif tag == "figure":
+            self._end_figure()
+        elif tag == "table":
+            self._end_table()
+        elif table is None:
+            if tag in ("td", "th", "tr", "caption"):
+                self._flush()
+        elif tag == "caption":
+            self._add_paragraph(one_line("".join(self._text)))
+            self._text = []
+        elif tag in ("td", "th"):
+            columns = min(_number(element, "colspan", 1) or 1, _MOST_COLUMNS)
+            rows = min(_number(element, "rowspan", 1) or _MOST_ROWS, _MOST_ROWS)
+            table.cells.append(_Cell(one_line("".join(self._text)), columns, rows))
+            table.headings_only &= tag == "th"
+            self._text = []
+        elif tag == "tr":
+            in_head = element.parent is not None and element.parent.tag == "thead"
+            self._copies -= table.end_row(in_head, self._copies)
+        elif tag in ("thead", "tbody", "tfoot"):
+            table.end_section()
+
+    def _flush(self) -> None:
+        """Ends the paragraph or heading that is open; in a cell or a caption, a word."""
+        if self._data_tables or self._in_caption:
+            self._text.append(" ")
             return
-        self.figures.append(Figure(caption, heading, picture=picture))
+        whole = "".join(self._text)
+        self._text = []
+        blocks = re.split(r"\n\s*\n", whole) if self._lined else [whole]
+        for text in filter(None, map(one_line, blocks)):
+            if self._heading:
+                self.enter(self._heading, text)
+            else:
+                self._letters += letters(self._marker)
+                self._add_paragraph(self._marker + text)
+                self._marker = ""
+
+    def _end_bare(self) -> None:
+        """A heading with nothing below it is a paragraph, so that it is not lost."""
+        if self._bare is not None:
+            _, text, above = self._bare
+            self._headings.pop()
+            self._paragraphs.append(Paragraph(text, above))
+            self._bare = None
+
+    def _add_paragraph(self, text: str, is_row: bool = False, header: str = "") -> None:
+        if text:
+            row = Paragraph(text, self._outline.path, is_row=is_row, header=header)
+            self._paragraphs.append(row)
+            self._bare = None
+
+    def _begin_table(self, element: Any) -> None:
+        is_layout = element.attr("role") in ("presentation", "none") or (
+            element.select_one(_LAYOUT) is not None and element.select_one("th") is None
+        )
+        if is_layout:
+            self._flush()
+            self._tables.append(None)
+        else:
+            self._flush()
+            self._tables.append(_Table(self._text))
+            self._data_tables += 1
+            self._text = []
+
+    def _end_table(self) -> None:
+        table = self._tables.pop()
+        if table is None:
+            self._flush()
+            return
+        self._data_tables -= 1
+        header, lines = table.lines()
+        if header:
+            self._headers.append(header)
+        for text in lines:
+            if letters(text):
+                self._add_paragraph(text, is_row=True, header=header)
+        # Merged cells are read in each row that they cover, and the file holds them once.
+        cells = {id(cell): cell.text for row in table.rows for cell in row}
+        self._letters += sum(map(letters, (header, *lines))) - sum(map(letters, cells.values()))
+        self._text = table.text_around
+
+    def _add_formula(self, element: Any) -> bool:
+        """A formula: its alttext, or else its letters; returns whether those are to be read."""
+        text = element.attr("alttext") or ""
+        if not letters(text):
+            return True
+        self._text.append(f" {text} ")
+        self._letters += letters(text)
+        self._left_out["formulas read by their alttext"] += _letters(element)
+        return False
+
+    def _add_input(self, element: Any) -> None:
+        kind = (element.attr("type") or "text").lower()
+        if kind in ("checkbox", "radio"):
+            self._text.append("[x] " if element.attr("checked") is not None else "[ ] ")
+            self._letters += element.attr("checked") is not None
+        elif kind not in _NO_VALUE:
+            value = element.attr("value") or ""
+            self._text.append(f" {value} ")
+            self._letters += letters(one_line(value))
+
+    def _add_chosen(self, element: Any) -> None:
+        options = list(element.find_all("option"))
+        chosen = [option for option in options if option.attr("selected") is not None]
+        text = " ".join(option.text for option in chosen or options[:1])
+        self._text.append(f" {text} ")
+        rest = _letters(element) - letters(one_line(text))
+        self._left_out["options not chosen"] += rest
+
+    def _add_picture(self, element: Any) -> None:
+        alt = element.attr("alt") or element.attr("title") or ""
+        link = element.attr("src") or element.attr("data-src") or ""
+        if self._open_figures:
+            self._open_figures[-1][0].append((alt, link))
+        elif alt.strip():
+            self.add_picture(alt, link)
+
+    def _end_figure(self) -> None:
+        pictures, captions = self._open_figures.pop()
+        caption = " ".join(filter(None, captions))
+        shown = [
+            self.add_picture(caption or alt, link)
+            for alt, link in pictures
+            if caption or alt.strip()
+        ]
+        if caption and any(shown):
+            self._letters -= letters(caption)  # `add_picture` counts what it adds
+        elif caption:  # of a table, or of what is not read
+            self._add_paragraph(caption)
+
+
+def _cause(element: Any) -> str:
+    """Why no person sees an element; "" where one does."""
+    if (cause := _LEFT_OUT.get(element.tag)) is not None:
+        return cause
+    if element.attr("role") == "navigation":
+        return "navigation"
+    hides = "display:none" in (element.attr("style") or "").replace(" ", "").lower()
+    hidden = element.attr("hidden")
+    if element.tag not in ("html", "body") and (hides or hidden not in (None, "until-found")):
+        return "hidden"
+    return ""
+
+
+def _letters(node: Any) -> int:
+    """How many letters a part of a tree has."""
+    return letters(unicodedata.normalize("NFC", node.text))
+
+
+def _number(element: Any, name: str, default: int) -> int:
+    """A whole number that an attribute holds."""
+    number = decimal_number((element.attr(name) or "").strip())
+    return default if number is None else number

@@ -1,62 +1,100 @@
-"""PDF by PDFium: lines to paragraphs under headings, and the pictures that pages embed."""
+"""PDF by PDFium: text in reading order under headings, filled forms, notes, and pictures."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import hashlib
 import io
 import math
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
+from mmqa_jax.data.documents import layout, ocr
 from mmqa_jax.data.documents.document import (
     Document,
     DocumentError,
     Figure,
     Outline,
     Paragraph,
+    Place,
     is_caption,
+    letters,
     one_line,
 )
+from mmqa_jax.data.documents.layout import Box, Line, Segment
 from mmqa_jax.data.picture_bounds import PictureError, check_pixels
 
 MOST_CHARACTERS = 2**20  # of a page: a full one has some 5,000
 _HEADING_SIZE = 1.15  # times the size of the document's text
 _HEADING_WORDS = 20
-_PARAGRAPH_GAP = 1.6  # times the size of the text, from a line's foot to the next one's
+_PARAGRAPH_GAP = 1.6  # times the size of the text, from a line's base to the next one's
 _SMALLEST_SHOWN = 36.0  # points, half an inch
+_SCAN_AREA = 0.6  # of a page, that pictures cover where it is a scan
+_SCAN_LETTERS = 150  # that stamps on a scan, or the text of a page of an album, have at most
+_OUTLINES = 50  # lines and curves that a page without text has, where they may be letters
 _LINE_ENDS = (10, 13)
 _BROKEN_WORD = "\x02"  # PDFium's sign for the hyphen of a word that goes on in the next line
 _PAGE_NUMBER = re.compile(r"(?:page\s*)?[\divxlc]{1,6}(?:\s*(?:/|of)\s*\d+)?", re.IGNORECASE)
+_EDGE = 0.15  # of the page's height, in which running heads and feet stand
+_MARGIN = 0.065  # of the page's height, in which small letters are no text of the page
+_MARGIN_WORDS = 12
+_SLANT = 0.1  # quarter turns, by which the words of a line may deviate
+_BOLD = 550  # of a font's weights, of which 400 is the usual one
+_CELL = " | "  # between cells of a row
+_ACROSS = 1000  # PDFium's device units a point: it rounds them to whole numbers
+# What a person adds to a page; the text of links and of pop-up windows stands elsewhere.
+_NOTES = ("TEXT", "FREETEXT", "LINE", "SQUARE", "CIRCLE", "POLYGON", "POLYLINE", "HIGHLIGHT")
+_NOTES += ("UNDERLINE", "SQUIGGLY", "STRIKEOUT", "STAMP", "CARET", "INK", "FILEATTACHMENT")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Line:
-    text: str
-    size: float  # of its letters, in points
-    bottom: float  # from the page's foot, in points
-    left: float
+@dataclasses.dataclass
+class _Page:
+    """What a page holds.
+
+    Attributes:
+      size: width and height in points, as it is shown.
+      segments: its text, with values of fields and notes.
+      pictures: encoded, each with its box.
+      is_scan: it is a picture that was not read.
+    """
+
+    number: int
+    size: tuple[float, float]
+    segments: list[Segment]
+    pictures: list[tuple[bytes, Box]]
+    is_scan: bool
 
 
-def read_pdf(data: bytes, least_pixels: int) -> Document:
-    """A document's paragraphs with their pages, and its embedded pictures with their captions.
+def read_pdf(data: bytes, least_pixels: int, scans: bool = True) -> Document:
+    """A document's paragraphs with their places, and its embedded pictures with their captions.
 
-    Headings are lines in larger letters. A caption is the paragraph of the page that begins with
-    `Figure N` and is nearest to the picture. What is drawn by lines and curves is not a picture.
+    Text is read column by column and tables row by row. Values of form fields and notes stand
+    where a person sees them. Running heads, feet and page numbers are left out. Pages that are
+    pictures are read by OCR where its package is installed. Headings are lines in larger letters.
+    A caption is the paragraph of the page that begins with `Figure N` and is nearest to the
+    picture, or else all text of a page that has little. What is drawn by lines and curves is not
+    a picture.
 
     Args:
       least_pixels: pictures with a shorter side are left out, as are those that are shown smaller
         than half an inch, and repetitions of one.
+      scans: whether pages that are pictures are read, where that is installed.
 
     Raises:
       DocumentError: encrypted, damaged, or without a page.
     """
     with open_pdf(data) as document:
-        reading = _Reading(least_pixels)
-        for number in range(len(document)):
-            reading.add_page(number + 1, document)
-    return reading.document()
+        reading = _Reading(least_pixels, scans and ocr.is_installed())
+        for number in range(1, len(document) + 1):
+            reading.add_page(number, document)
+        title = one_line(document.get_metadata_value("Title"))
+    return reading.document(title)
 
 
 def open_pdf(data: bytes) -> Any:
@@ -65,6 +103,7 @@ def open_pdf(data: bytes) -> Any:
 
     try:
         document = pypdfium2.PdfDocument(data)
+        document.init_forms()
     except pypdfium2.PdfiumError as error:
         if "password" in str(error).lower():
             raise DocumentError("encrypted; save it without a password") from error
@@ -79,90 +118,286 @@ def open_pdf(data: bytes) -> Any:
 class _Reading:
     """A document's pages, one after another."""
 
-    def __init__(self, least_pixels: int) -> None:
-        self._least_pixels = least_pixels
-        self._pages: list[tuple[int, list[list[_Line]], list[tuple[bytes, float]]]] = []
-        self._scanned: list[int] = []
+    def __init__(self, least_pixels: int, scans: bool) -> None:
+        self._least_pixels, self._scans = least_pixels, scans
+        self._pages: list[_Page] = []
         self._broken: list[str] = []
-        self._seen: set[bytes] = set()  # pictures
+        self._seen: set[bytes] = set()  # digests of pictures
+        self._letters = 0
+        self._left_out: Counter[str] = Counter()
 
     def add_page(self, number: int, document: Any) -> None:
         import pypdfium2
 
         try:
             page = document[number - 1]
-            lines = list(_lines(page, number))
-            pictures = list(self._pictures(page, number, bool(lines)))
+            shown = _Shown(page)
+            text, codes = _characters(page, number)
+            segments = list(_segments(text, codes, shown))
+            held = letters(_whole("".join(map(chr, codes))))  # whatever is made of it below
+            added = list(self._added(page, document, shown))
+            segments += added
+            images, drawn = _images(page, shown)
+            is_picture = bool(images) or drawn >= _OUTLINES
+            is_scan = is_picture and _is_scan(segments, images, shown)
+            pictures = [] if is_scan else list(self._pictures(images, number))
+            if is_scan and self._scans:
+                seen = _outside(ocr.segments(page), segments)
+                segments, added = segments + seen, added + seen
+                is_scan = not segments
+                if not seen and segments:  # a photograph that has a caption
+                    pictures = list(self._pictures(images, number))
         except pypdfium2.PdfiumError as error:
             self._broken.append(f"page {number}: {error}")
             return
-        self._pages.append((number, list(_blocks(lines)), pictures))
+        self._letters += held + sum(letters(segment.text) for segment in added)
+        self._pages.append(_Page(number, shown.size, segments, pictures, is_scan))
 
-    def document(self) -> Document:
+    def document(self, title: str) -> Document:
         """What was read, with headings by the size of letters in the whole document."""
-        sizes: Counter[float] = Counter()
-        for _, blocks, _ in self._pages:
-            for line in (line for block in blocks for line in block):
-                sizes[round(line.size, 1)] += len(line.text)
-        usual = sizes.most_common(1)[0][0] if sizes else 0.0
+        opening = " ".join(segment.text for page in self._pages[:1] for segment in page.segments)
+        if title.casefold() not in one_line(opening).casefold():
+            title = ""  # programs write names of files and templates there
+        for page, heads in zip(self._pages, _running_heads(self._pages), strict=True):
+            self._left_out["running heads"] += sum(letters(segment.text) for segment in heads)
+            left = set(map(id, heads))
+            page.segments = [segment for segment in page.segments if id(segment) not in left]
+        usual = _usual_size(self._pages)
         outline = Outline()
-        paragraphs: list[Paragraph] = []
+        paragraphs: list[tuple[bool, Paragraph]] = []  # whether it is a heading
         figures: list[Figure] = []
-        for number, blocks, pictures in self._pages:
-            captions: list[tuple[float, str]] = []
-            for block in blocks:
-                text, size = _joined(block), block[0].size
-                if size >= _HEADING_SIZE * usual and len(text.split()) <= _HEADING_WORDS:
-                    outline.enter(-round(size, 1), text)
+        headers: dict[str, Line] = {}
+        for page in self._pages:
+            captions: list[tuple[Box, str]] = []
+            first = len(paragraphs)
+            for block in _blocks(layout.lines_in_order(page.segments)):
+                paragraph = _paragraph(block, outline.path, page.number)
+                text, size = paragraph.text, block[0].size
+                if not text:
                     continue
-                paragraphs.append(Paragraph(text, outline.path, number))
                 if is_caption(text):
-                    captions.append((block[0].bottom, text))
-            for picture, foot in pictures:
-                near = min(captions, key=lambda caption: abs(caption[0] - foot), default=(0.0, ""))
-                figures.append(Figure(near[1], outline.path, number, picture))
+                    boxes = [place.box for place in paragraph.places if place.box]
+                    captions.append((_around(boxes), text))
+                is_large = size >= _HEADING_SIZE * usual and len(text.split()) <= _HEADING_WORDS
+                is_slanted = block[0].first.turn >= layout.SLANTED  # DRAFT, across the page
+                is_heading = is_large and not (block[0].is_row or is_slanted or is_caption(text))
+                paragraphs.append((is_heading, paragraph))
+                header = block[0].header
+                if header and headers.setdefault(paragraph.header, header) is not header:
+                    headers[paragraph.header] = header
+                    self._left_out["table headers that repeat"] += letters(paragraph.header)
+                if is_heading:
+                    outline.enter(-round(size, 1), text)
+            said = " ".join(paragraph.text for _, paragraph in paragraphs[first:])
+            if not captions and letters(said) <= _SCAN_LETTERS:  # of an album or of slides
+                captions.append(((0.0, 0.0, *page.size), said))
+            for picture, box in page.pictures:
+                near = min(captions, key=lambda caption: _apart(caption[0], box), default=None)
+                caption = near[1] if near else ""
+                figures.append(Figure(caption, outline.path, page.number, picture))
         return Document(
-            tuple(paragraphs), tuple(figures), tuple(self._scanned), tuple(self._broken)
+            tuple(self._without_headings(paragraphs, figures)),
+            tuple(figures),
+            tuple(page.number for page in self._pages if page.is_scan),
+            tuple(self._broken),
+            title=title,
+            letters=self._letters + letters(title),
+            left_out={cause: count for cause, count in self._left_out.items() if count},
         )
 
-    def _pictures(self, page: Any, number: int, has_text: bool) -> Iterator[tuple[bytes, float]]:
-        """The encoded pictures of a page that are new, with the height of their feet."""
-        import pypdfium2.raw
+    def _without_headings(
+        self, paragraphs: Sequence[tuple[bool, Paragraph]], figures: Sequence[Figure]
+    ) -> Iterator[Paragraph]:
+        """The paragraphs, and the headings that stand above none of them."""
+        paths = {paragraph.heading for is_heading, paragraph in paragraphs if not is_heading}
+        paths |= {figure.heading for figure in figures}
+        above = {part for path in paths for part in path.split(" > ")}
+        seen: set[str] = set()
+        for is_heading, paragraph in paragraphs:
+            if not is_heading or paragraph.text not in above:
+                yield paragraph
+            elif paragraph.text in seen:
+                self._left_out["headings that repeat"] += letters(paragraph.text)
+            seen.add(paragraph.text)
 
-        found = page.get_objects(filter=(pypdfium2.raw.FPDF_PAGEOBJ_IMAGE,))
-        if not has_text:  # a picture of text, which only OCR could read; or a blank page
-            if next(iter(found), None) is not None:
-                self._scanned.append(number)
-            return
-        for image in found:
-            width, height = image.get_px_size()
-            left, bottom, right, top = image.get_bounds()
-            shown = min(right - left, top - bottom)
-            if min(width, height) < self._least_pixels or shown < _SMALLEST_SHOWN:
+    def _pictures(
+        self, images: Sequence[tuple[Any, Box]], number: int
+    ) -> Iterator[tuple[bytes, Box]]:
+        """The encoded pictures of a page that are new, each with its box."""
+        import pypdfium2
+
+        for image, box in images:
+            shown = min(box[2] - box[0], box[3] - box[1])
+            if min(image.get_px_size()) < self._least_pixels or shown < _SMALLEST_SHOWN:
                 continue
             try:
-                encoded = _encoded(image, f"page {number}")
+                raw = bytes(image.get_data(decode_simple=False))
+                digest = hashlib.sha256(raw).digest()
+                if digest not in self._seen:  # a picture that is placed often is decoded once
+                    self._seen.add(digest)
+                    yield _encoded(image, raw, f"page {number}"), box
             except (PictureError, pypdfium2.PdfiumError, ValueError, OSError) as error:
                 self._broken.append(f"a picture on page {number}: {one_line(str(error))}")
+
+    def _added(self, page: Any, document: Any, shown: _Shown) -> Iterator[Segment]:
+        """Values of a page's form fields, and the notes that were added to it."""
+        import pypdfium2.raw as pdfium
+
+        for index in range(pdfium.FPDFPage_GetAnnotCount(page)):
+            note = pdfium.FPDFPage_GetAnnot(page, index)
+            if not note:
                 continue
-            if encoded not in self._seen:
-                self._seen.add(encoded)
-                yield encoded, bottom
+            try:
+                text = one_line(_note_text(note, document.formenv))
+                flags = pdfium.FPDFAnnot_GetFlags(note)
+                if flags & (pdfium.FPDF_ANNOT_FLAG_HIDDEN | pdfium.FPDF_ANNOT_FLAG_NOVIEW):
+                    self._letters += letters(text)
+                    self._left_out["hidden notes"] += letters(text)
+                elif text:
+                    rectangle = pdfium.FS_RECTF()
+                    pdfium.FPDFAnnot_GetRect(note, rectangle)
+                    box = shown.box(
+                        rectangle.left, rectangle.bottom, rectangle.right, rectangle.top
+                    )
+                    # Text of some 10 points stands in the middle of a field, or at its top.
+                    base = box[1] + min((box[3] - box[1]) / 2, 10.0) + 3.5
+                    yield Segment(text, 0.0, box, base)
+            finally:
+                pdfium.FPDFPage_CloseAnnot(note)
 
 
-def _encoded(image: Any, place: str) -> bytes:
+class _Shown:
+    """From the coordinates of a page to points from the top left of the page as it is shown."""
+
+    def __init__(self, page: Any) -> None:
+        import pypdfium2.raw as pdfium
+
+        self.size = page.get_size()
+        scale = _ACROSS if max(self.size) < 10**5 else 1
+        size = [max(1, round(min(side * scale, 2**30))) for side in self.size]
+        across, down = ctypes.c_int(), ctypes.c_int()
+        corners = []
+        for x, y in ((0, 0), (100, 0), (0, 100)):
+            pdfium.FPDF_PageToDevice(page, 0, 0, *size, 0, x, y, across, down)
+            corners.append(np.array([across.value, down.value]) / scale)
+        self._origin = corners[0]
+        self._matrix = np.stack([(corners[1] - corners[0]), (corners[2] - corners[0])]) / 100
+
+    def boxes(self, corners: np.ndarray) -> np.ndarray:
+        """Left, top, right, bottom of rectangles [n, 4] of two corners (x, y, x, y) each."""
+        points = corners.reshape(-1, 2, 2) @ self._matrix + self._origin
+        return np.concatenate([points.min(axis=1), points.max(axis=1)], axis=1)
+
+    def box(self, *corners: float) -> Box:
+        return tuple(self.boxes(np.array([corners], float))[0].tolist())
+
+    def turn(self, x: float, y: float) -> int:
+        """`Segment.turn` of text that runs into a direction of the page."""
+        across, down = np.array([x, y]) @ self._matrix
+        turns = math.atan2(down, across) / (math.pi / 2)
+        slanted = abs(turns - round(turns)) > _SLANT
+        return round(turns) % 4 + (layout.SLANTED if slanted else 0)
+
+
+def _note_text(note: Any, forms: Any) -> str:
+    """What a note says, or the value of a form field."""
+    import pypdfium2.raw as pdfium
+
+    kind = pdfium.FPDFAnnot_GetSubtype(note)
+    if kind in {getattr(pdfium, f"FPDF_ANNOT_{name}") for name in _NOTES}:
+        return _string(lambda *to: pdfium.FPDFAnnot_GetStringValue(note, b"Contents", *to))
+    if kind != pdfium.FPDF_ANNOT_WIDGET or not forms:
+        return ""
+    field = pdfium.FPDFAnnot_GetFormFieldType(forms, note)
+    if field in (pdfium.FPDF_FORMFIELD_CHECKBOX, pdfium.FPDF_FORMFIELD_RADIOBUTTON):
+        return "☑ checked" if pdfium.FPDFAnnot_IsChecked(forms, note) else "☐"
+    if field in (
+        pdfium.FPDF_FORMFIELD_TEXTFIELD,
+        pdfium.FPDF_FORMFIELD_COMBOBOX,
+        pdfium.FPDF_FORMFIELD_LISTBOX,
+    ):
+        return _string(lambda *to: pdfium.FPDFAnnot_GetFormFieldValue(forms, note, *to))
+    return ""
+
+
+def _string(read: Callable[..., int]) -> str:
+    """A string of PDFium's, which a first call measures and a second one copies."""
+    import pypdfium2.raw as pdfium
+
+    size = read(None, 0)  # bytes
+    buffer = (pdfium.FPDF_WCHAR * (size // 2 + 1))()
+    read(buffer, size)
+    return bytes(buffer)[: max(size - 2, 0)].decode("utf-16-le", "replace")
+
+
+def _images(page: Any, shown: _Shown) -> tuple[list[tuple[Any, Box]], int]:
+    """The pictures of a page, each with its box, and how many lines and curves it has beside."""
+    import pypdfium2.raw as pdfium
+
+    objects = range(pdfium.FPDFPage_CountObjects(page))
+    kinds = Counter(pdfium.FPDFPageObj_GetType(pdfium.FPDFPage_GetObject(page, i)) for i in objects)
+    drawn = kinds[pdfium.FPDF_PAGEOBJ_PATH]
+    if not kinds[pdfium.FPDF_PAGEOBJ_IMAGE] and not kinds[pdfium.FPDF_PAGEOBJ_FORM]:
+        return [], drawn  # thousands of lines need no Python object each
+    images = page.get_objects(filter=(pdfium.FPDF_PAGEOBJ_IMAGE,))
+    return [(image, shown.box(*image.get_bounds())) for image in images], drawn
+
+
+def _is_scan(segments: Sequence[Segment], images: Sequence[tuple[Any, Box]], shown: _Shown) -> bool:
+    """Whether a page is a picture, perhaps with a stamp or a page number on it."""
+    count = sum(letters(segment.text) for segment in segments)
+    page: Box = (0.0, 0.0, *shown.size)
+    area = sum(_area(_common(box, page)) for box in {box for _, box in images})
+    covered = area >= _SCAN_AREA * _area(page)
+    has_caption = any(is_caption(segment.text) for segment in segments)
+    return not count or (count <= _SCAN_LETTERS and covered and not has_caption)
+
+
+def _common(box: Box, other: Box) -> Box:
+    return (
+        max(box[0], other[0]),
+        max(box[1], other[1]),
+        min(box[2], other[2]),
+        min(box[3], other[3]),
+    )
+
+
+def _area(box: Box) -> float:
+    return max(0.0, box[2] - box[0]) * max(0.0, box[3] - box[1])
+
+
+def _around(boxes: Sequence[Box]) -> Box:
+    left, top, right, bottom = zip(*boxes, strict=True)
+    return min(left), min(top), max(right), max(bottom)
+
+
+def _apart(box: Box, other: Box) -> float:
+    """Points between two boxes, across and down together."""
+    left, top, right, bottom = _common(box, other)
+    return max(0.0, left - right) + max(0.0, top - bottom)
+
+
+def _outside(seen: Sequence[Segment], segments: Sequence[Segment]) -> list[Segment]:
+    """The segments that OCR saw without those that the page has as text."""
+
+    def is_text(box: Box) -> bool:
+        return any(2 * _area(_common(box, text.box)) > _area(box) for text in segments)
+
+    return [segment for segment in seen if not is_text(segment.box)]
+
+
+def _encoded(image: Any, raw: bytes, place: str) -> bytes:
     """A picture as it is embedded where that is a JPEG, otherwise as PNG."""
-    raw = image.get_data(decode_simple=False)
     check_pixels(*image.get_px_size(), len(raw), place)
     if image.get_filters() == ["DCTDecode"]:
-        return bytes(raw)
+        return raw
     packed = io.BytesIO()
     image.get_bitmap().to_pil().convert("RGB").save(packed, "PNG")
     return packed.getvalue()
 
 
-def _lines(page: Any, number: int) -> Iterator[_Line]:
-    """The lines of text of a page, in the order in which the file has them."""
+def _characters(page: Any, number: int) -> tuple[Any, list[int]]:
+    """PDFium's text of a page, and its characters in UTF-16."""
     import pypdfium2.raw as pdfium
 
     text = page.get_textpage()
@@ -171,43 +406,205 @@ def _lines(page: Any, number: int) -> Iterator[_Line]:
         raise DocumentError(
             f"page {number} has {count:,} characters, more than {MOST_CHARACTERS:,}"
         )
-    codes = [pdfium.FPDFText_GetUnicode(text, index) for index in range(count)]
+    return text, [pdfium.FPDFText_GetUnicode(text.raw, index) for index in range(count)]
+
+
+def _segments(text: Any, codes: Sequence[int], shown: _Shown) -> Iterator[Segment]:
+    """The lines of text of a page in the order of the file, cut at wide gaps."""
+    import pypdfium2.raw as pdfium
+
+    raw, rectangles = text.raw, (pdfium.FS_RECTF * len(codes))()
+    for index, rectangle in enumerate(rectangles):
+        pdfium.FPDFText_GetLooseCharBox(raw, index, rectangle)
+    boxes = shown.boxes(np.frombuffer(rectangles, np.float32).astype(float))
     start = 0
-    for end in [index for index, code in enumerate(codes) if code in _LINE_ENDS] + [count]:
-        line = "".join(map(chr, codes[start:end]))
-        written = len(line) - len(line.lstrip())
-        if line.strip():
-            yield _Line(_whole(line), *_place(text, start + written))
+    for end in [index for index, code in enumerate(codes) if code in _LINE_ENDS] + [len(codes)]:
+        visible = np.array([i for i in range(start, end) if codes[i] > 32 and codes[i] != 160], int)
+        if len(visible):
+            yield from _cut(raw, codes, boxes, visible, end, shown)
         start = end + 1
 
 
-def _place(text: Any, index: int) -> tuple[float, float, float]:
-    """Size, height above the page's foot and distance from its left of a character, in points."""
-    import ctypes
-
+def _cut(
+    raw: Any, codes: Sequence[int], boxes: np.ndarray, visible: np.ndarray, end: int, shown: _Shown
+) -> Iterator[Segment]:
+    """A line's segments, of the numbers of its visible characters."""
     import pypdfium2.raw as pdfium
 
-    left, right, bottom, top = (ctypes.c_double() for _ in range(4))
-    pdfium.FPDFText_GetCharBox(text, index, left, right, bottom, top)
-    matrix = pdfium.FS_MATRIX()
-    scaled = pdfium.FPDFText_GetMatrix(text, index, matrix)
-    scale = math.hypot(matrix.c, matrix.d) if scaled else 1.0
-    size = pdfium.FPDFText_GetFontSize(text, index) * scale
-    return size, bottom.value, left.value
+    matrix, x, y = pdfium.FS_MATRIX(), ctypes.c_double(), ctypes.c_double()
+    has_matrix = pdfium.FPDFText_GetMatrix(raw, int(visible[0]), matrix)
+    turn = shown.turn(matrix.a, matrix.b) if has_matrix else 0
+    scale = math.hypot(matrix.c, matrix.d) if has_matrix else 1.0
+    size = pdfium.FPDFText_GetFontSize(raw, int(visible[0])) * scale
+    left, _, right, _ = layout.upright(boxes[visible].T, turn)
+    order = np.argsort(left, kind="stable")  # a number in Hebrew runs against its line
+    gaps = left[order][1:] - np.maximum.accumulate(right[order])[:-1]
+    part = np.empty(len(order), int)
+    part[order] = np.concatenate([[0], np.cumsum(gaps > layout.GAP * size)])
+    texts: dict[int, list[str]] = {}
+    after = [*visible[1:].tolist(), end]
+    for index, following, number in zip(visible.tolist(), after, part.tolist(), strict=True):
+        texts.setdefault(number, []).extend(map(chr, codes[index:following]))
+    for number, characters in texts.items():
+        inked = visible[part == number]
+        first = int(inked[0])
+        pdfium.FPDFText_GetCharOrigin(raw, first, x, y)
+        origin = shown.box(x.value, y.value, x.value, y.value)
+        yield Segment(
+            _whole("".join(characters)).strip(),
+            pdfium.FPDFText_GetFontSize(raw, first) * scale,
+            (*boxes[inked, :2].min(axis=0).tolist(), *boxes[inked, 2:].max(axis=0).tolist()),
+            layout.upright(origin, turn)[1],
+            pdfium.FPDFText_GetFontWeight(raw, first) >= _BOLD,
+            turn,
+        )
 
 
-def _whole(line: str) -> str:
-    """A line with the characters put together that PDFium gives as two halves (UTF-16)."""
-    return line.strip().encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+def _whole(text: str) -> str:
+    """Text with the characters put together that PDFium gives as two halves (UTF-16)."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-def _blocks(lines: Sequence[_Line]) -> Iterator[list[_Line]]:
-    """Lines that are a paragraph or a heading together; numbers of pages are left out."""
-    block: list[_Line] = []
-    for position, line in enumerate(lines):
-        at_edge = position in (0, len(lines) - 1)
-        if at_edge and _PAGE_NUMBER.fullmatch(line.text):
-            continue
+def _usual_size(pages: Iterable[_Page]) -> float:
+    """The size of most letters."""
+    sizes: Counter[float] = Counter()
+    for segment in (segment for page in pages for segment in page.segments):
+        if segment.size:
+            sizes[round(segment.size, 1)] += len(segment.text)
+    return sizes.most_common(1)[0][0] if sizes else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Edge:
+    """A line near the top or the foot of a page.
+
+    Attributes:
+      page: its index.
+      rank: 0 of the outermost line.
+      outside: points from the edge of the page to the base of its letters.
+      share: the same, of the page's height.
+      gap: to the next line inwards, in sizes of its letters.
+    """
+
+    page: int
+    is_top: bool
+    rank: int
+    outside: float
+    share: float
+    gap: float
+    segments: list[Segment]
+
+    @property
+    def text(self) -> str:
+        return one_line(" ".join(segment.text for segment in self.segments))
+
+    @property
+    def size(self) -> float:
+        return self.segments[0].size
+
+
+def _main_turn(page: _Page) -> int:
+    turns: Counter[int] = Counter()
+    for segment in page.segments:
+        turns[segment.turn] += len(segment.text)
+    return turns.most_common(1)[0][0] if turns else 0
+
+
+def _edges(index: int, page: _Page) -> Iterator[_Edge]:
+    """The two outermost lines above and below, where they are near the page's edge."""
+    turn = _main_turn(page)
+    _, top, _, foot = layout.upright((0.0, 0.0, *page.size), turn)
+    rows = layout.rows([segment for segment in page.segments if segment.turn == turn])
+    for is_top, ordered in ((True, rows), (False, rows[::-1])):
+        for rank, row in enumerate(ordered[:2]):
+            base = row[0].base
+            inwards = ordered[rank + 1][0].base if rank + 1 < len(ordered) else math.inf
+            gap = abs(inwards - base) / max(row[0].size, 1.0)
+            outside = base - top if is_top else foot - base
+            if outside < _EDGE * (foot - top):
+                share = outside / (foot - top)
+                yield _Edge(index, is_top, rank, outside, share, gap, row)
+
+
+def _running_heads(pages: Sequence[_Page]) -> list[list[Segment]]:
+    """Of each page, the running heads and feet: lines of its edge that several pages have.
+
+    They repeat a text at one height, but for the number of the page; or stand, of whatever text,
+    where at least half of the pages have such a line; or are small letters in the margin. So are
+    stamps and watermarks: text in another direction than that of the page, on several pages.
+    """
+    edges = [edge for index, page in enumerate(pages) for edge in _edges(index, page)]
+    usual = _usual_size(pages)
+    alike: dict[tuple[str, bool], list[_Edge]] = defaultdict(list)
+    for edge in edges:
+        # `Chapter 3` in one piece is a heading, on page 3 too.
+        is_heading = edge.size >= _HEADING_SIZE * usual and len(edge.segments) == 1
+        for key in {edge.text.casefold()} if is_heading else _keys(edge.text, edge.page):
+            alike[key, edge.is_top].append(edge)
+    heads: dict[int, _Edge] = {}
+    for same in alike.values():
+        heights: dict[int, set[int]] = defaultdict(set)  # pages by height, in steps of 6 points
+        for edge in same:
+            heights[round(edge.outside / 6)].add(edge.page)
+        for edge in same:
+            step = round(edge.outside / 6)
+            if len(heights[step]) > 1 or any(heights.get(step + by) for by in (-1, 1)):
+                heads[id(edge)] = edge
+    places = Counter(
+        (edge.is_top, place)
+        for edge in heads.values()
+        for place in {math.floor(edge.outside / 2), math.ceil(edge.outside / 2)}
+    )
+    for edge in edges:
+        text, is_apart = edge.text, edge.gap > _PARAGRAPH_GAP
+        is_small = 0 < edge.size < 0.9 * usual and len(text.split()) <= _MARGIN_WORDS
+        is_usual = edge.size < _HEADING_SIZE * usual and (
+            places[edge.is_top, round(edge.outside / 2)] >= max(3, len(pages) / 2)
+        )
+        if edge.rank == 0 and (
+            _PAGE_NUMBER.fullmatch(text)
+            or (is_apart and is_usual)
+            or (is_apart and is_small and edge.share < _MARGIN)
+        ):
+            heads[id(edge)] = edge
+    left: list[list[Segment]] = [[] for _ in pages]
+    for edge in heads.values():
+        left[edge.page] += edge.segments
+    turned = [
+        (index, segment)
+        for index, page in enumerate(pages)
+        for turn in [_main_turn(page)]
+        for segment in page.segments
+        if segment.turn != turn
+    ]
+    often = Counter(text for _, text in {(index, segment.text) for index, segment in turned})
+    for index, segment in turned:
+        if often[segment.text] > 1:
+            left[index].append(segment)
+    # A page that holds nothing else is no page of running heads.
+    return [
+        segments if len(segments) < len(page.segments) or _is_number(segments) else []
+        for page, segments in zip(pages, left, strict=True)
+    ]
+
+
+def _is_number(segments: Sequence[Segment]) -> bool:
+    return all(_PAGE_NUMBER.fullmatch(segment.text.strip()) for segment in segments)
+
+
+def _keys(text: str, page: int) -> set[str]:
+    """What running heads of several pages have alike: all but the page's number at an end."""
+    folded = text.casefold()
+    keys = {folded} if any(map(str.isalpha, folded)) else set()
+    for pattern in (r"\d{1,6}(?=\W*$)", r"(?<=^)\d{1,6}"):
+        keys.add(re.sub(pattern, lambda match: f"#{int(match[0]) - page:+}", folded))
+    return {key for key in keys if any(map(str.isalpha, key))}
+
+
+def _blocks(lines: Iterable[Line]) -> Iterator[list[Line]]:
+    """Lines that are a paragraph, a heading or a row together."""
+    block: list[Line] = []
+    for line in lines:
         if block and not _goes_on(block[-1], line):
             yield block
             block = []
@@ -216,17 +613,47 @@ def _blocks(lines: Sequence[_Line]) -> Iterator[list[_Line]]:
         yield block
 
 
-def _goes_on(line: _Line, following: _Line) -> bool:
+def _goes_on(line: Line, following: Line) -> bool:
     """Whether a line's paragraph goes on in the following line."""
-    if abs(following.size - line.size) > 0.05 * line.size or is_caption(following.text):
+    last, first = line.cells[-1][-1], following.first
+    if line.is_row or following.is_row or last.turn != first.turn or is_caption(first.text):
         return False
-    fall = line.bottom - following.bottom
+    size = line.size
+    if abs(following.size - size) > 0.05 * size:
+        return False
+    fall = first.base - last.base
     if fall < 0:  # the next column, which begins within a sentence or not
-        return not line.text.endswith((".", "!", "?", ":"))
-    return fall <= _PARAGRAPH_GAP * max(line.size, 1.0)
+        return not last.text.endswith((".", "!", "?", ":"))
+    return fall <= _PARAGRAPH_GAP * max(size, 1.0)
 
 
-def _joined(block: Sequence[_Line]) -> str:
-    """The block's text; words that were broken at a line's end are whole."""
-    text = " ".join(line.text for line in block)
-    return one_line(text.replace(f"{_BROKEN_WORD} ", ""))
+def _paragraph(block: Sequence[Line], heading: str, number: int) -> Paragraph:
+    """A block's text with its places; words that were broken at a line's end are whole."""
+    text, places = _joined(block)
+    header = _joined([block[0].header])[0] if block[0].header else ""
+    return Paragraph(text, heading, number, block[0].is_row, header, tuple(places))
+
+
+def _joined(block: Sequence[Line]) -> tuple[str, list[Place]]:
+    text, between = "", ""
+    places = []
+    for line in block:
+        for column, cell in enumerate(line.cells):
+            if column:
+                between = _CELL
+            for segment in cell:
+                piece = one_line(segment.text)
+                if not piece:
+                    continue
+                if between == " " and _is_wide(text[-1:]) and _is_wide(piece[0]):
+                    between = ""  # Chinese and Japanese have no spaces
+                text += between
+                for start, end, box in segment.words or ((0, len(piece), segment.box),):
+                    places.append(Place(len(text) + start, len(text) + end, box=box))
+                text += piece
+                between = "" if segment.text.endswith(_BROKEN_WORD) else " "
+    return text, places
+
+
+def _is_wide(character: str) -> bool:
+    return bool(character) and unicodedata.east_asian_width(character) in "WF"

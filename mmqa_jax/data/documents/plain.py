@@ -1,78 +1,294 @@
-"""Plain text and Markdown: paragraphs between blank lines, Markdown's headings and pictures."""
+"""Texts: plain, Markdown by pyromark, reStructuredText by docutils, JSON, and Jupyter's notebooks.
+
+Markdown and reStructuredText become HTML, of which a person's view is read (html.Page).
+"""
 
 from __future__ import annotations
 
+import html
+import json
 import re
-from collections.abc import Iterable, Iterator
+import tomllib
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import decode_text
-from mmqa_jax.data.documents.document import (
-    Document,
-    DocumentError,
-    Figure,
-    Outline,
-    Paragraph,
-    one_line,
-)
+from mmqa_jax.core.files import ONE_A_LINE, decode_text
+from mmqa_jax.core.json_text import parse_json
+from mmqa_jax.data.documents.document import Document, DocumentError, letters, one_line
+from mmqa_jax.data.documents.html import Page
 
-_HEADING = re.compile(r" {0,3}(#{1,6})\s+(.*)")
-_UNDERLINE = re.compile(r" {0,3}(=+|-+)\s*$")
-_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
-_ITEM = re.compile(r"\s*(?:[-*+]|\d{1,9}[.)])\s+")
-_PICTURE = re.compile(r"!\[([^\][]*)\]\(\s*<?((?:[^()\s>]++|\([^()\s>]*\))++)>?[^()]*\)")
-_LINK = re.compile(r"\[([^\][]+)\]\((?:[^()]++|\([^()]*\))*+\)")
+_DEEPEST_KEY = 8  # a key of JSON that is nested deeper stands in the text and is no heading
+_MOST_FRONT_MATTER = 2**16  # characters
+_TERMINAL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colors of a notebook's tracebacks
 
 
 def read_plain(data: bytes) -> Document:
     """A UTF-8 text."""
-    blocks = re.split(r"\n\s*\n", _decoded(data))
-    return Document(tuple(Paragraph(text) for text in filter(None, map(one_line, blocks))))
+    page, text = Page(), decoded(data)
+    page.add_letters(letters(one_line(text)))
+    page.add_text(text)
+    return page.document()
 
 
 def read_markdown(data: bytes) -> Document:
-    """A UTF-8 text in Markdown; HTML in it stays as it is written."""
-    outline = Outline()
-    paragraphs: list[Paragraph] = []
-    figures: list[Figure] = []
-    for level, text in _blocks(_decoded(data).split("\n")):
-        for caption, link in _PICTURE.findall(text):
-            figures.append(Figure(one_line(caption), outline.path, link=link))
-        text = one_line(_LINK.sub(r"\1", _PICTURE.sub("", text)))
-        if text and level:
-            outline.enter(level, text)
-        elif text:
-            paragraphs.append(Paragraph(text, outline.path))
-    return Document(tuple(paragraphs), tuple(figures))
+    """A UTF-8 text in CommonMark with GitHub's tables, footnotes, Obsidian's links and HTML.
+
+    The title is that of the front matter (YAML, or TOML between +++), of which nothing else is
+    read.
+    """
+    page = Page()
+    _add_markdown(page, decoded(data))
+    return page.document()
 
 
-def _decoded(data: bytes) -> str:
+def read_rst(data: bytes) -> Document:
+    """A UTF-8 text in reStructuredText; no file is included, and directives of Sphinx are read.
+
+    Raises:
+      DocumentError: docutils gives up.
+    """
+    import docutils.core
+    import docutils.utils
+    from docutils import nodes
+
+    text = decoded(data)
+    _admit_names(text)
+    settings = {
+        "_disable_config": True,
+        "file_insertion_enabled": False,
+        "raw_enabled": False,
+        "halt_level": 6,  # never
+        "report_level": 3,  # errors, which hold the text that is one
+        "warning_stream": False,
+        "embed_stylesheet": False,
+        "syntax_highlight": "none",
+        "math_output": "LaTeX",
+        "output_encoding": "unicode",
+    }
+    page = Page()
+    try:
+        tree = docutils.core.publish_doctree(text, settings_overrides=settings)
+        for message in list(tree.findall(nodes.system_message)):
+            blocks = [block.deepcopy() for block in message.findall(nodes.literal_block)]
+            message.parent.replace(message, blocks)
+        tree.transform_messages = []  # which name what stands in the text all the same
+        tree.setdefault("title", " ")  # else the file's name, which is none here
+        markup = docutils.core.publish_from_doctree(
+            tree, writer="html5", settings_overrides=settings
+        )
+    except (docutils.utils.SystemMessage, RecursionError, ValueError, LookupError) as error:
+        reason = one_line(str(error))[:120]
+        raise DocumentError(f"no reStructuredText that can be read ({reason})") from error
+    comments = sum(letters(one_line(node.astext())) for node in tree.findall(nodes.comment))
+    page.add_left_out("comments", comments)
+    page.add_markup(markup)
+    return page.document()
+
+
+def read_json(data: bytes) -> Document:
+    """A value of JSON: `key: value` of each object in a line, below the keys that lead to it."""
+    page = Page()
+    _add_json(page, _json(decoded(data)))
+    return page.document()
+
+
+def read_json_lines(data: bytes) -> Document:
+    """Values of JSON, one a line."""
+    page = Page()
+    for number, line in enumerate(decoded(data).split("\n"), start=1):
+        if line.strip():
+            _add_json(page, _json(line, f"line {number}", remedy=ONE_A_LINE))
+    return page.document()
+
+
+def read_notebook(data: bytes) -> Document:
+    """A notebook's Markdown, code, and what its code wrote and drew.
+
+    Raises:
+      DocumentError: no notebook.
+    """
+    import nbformat
+
+    try:
+        notebook = nbformat.reads(decoded(data), as_version=4)
+        page = Page()
+        page.set_title(str(notebook.metadata.get("title", "")))
+        for cell in notebook.cells:
+            _add_cell(page, cell)
+    except UserError:
+        raise
+    except Exception as error:  # nbformat raises errors of many kinds for damaged files
+        reason = one_line(f"{type(error).__name__}: {error}")[:120]
+        raise DocumentError(f"no notebook that can be read ({reason})") from error
+    return page.document()
+
+
+def decoded(data: bytes) -> str:
+    """The text of UTF-8 bytes; DocumentError for others."""
     try:
         return decode_text(data, "")
     except UserError as error:
         raise DocumentError(str(error).removeprefix(": ")) from error
 
 
-def _blocks(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
-    """The level of a heading, or 0, and the text of every block."""
-    block: list[str] = []
-    fence = ""
-    for line in lines:
-        if fence and not line.strip().startswith(fence):  # code: no heading begins with its #
-            block.append(line)
-        elif fence or (opened := _FENCE.match(line)):
-            yield 0, "\n".join(block)
-            block, fence = [], "" if fence else opened[1]
-        elif heading := _HEADING.match(line):
-            yield 0, "\n".join(block)
-            yield len(heading[1]), heading[2].rstrip().rstrip("#").rstrip()
-            block = []
-        elif len(block) == 1 and (underline := _UNDERLINE.match(line)):
-            yield 1 if "=" in underline[1] else 2, block[0]
-            block = []
-        elif not line.strip() or _ITEM.match(line):
-            yield 0, "\n".join(block)
-            block = [line] if line.strip() else []
+def _add_markdown(page: Page, text: str) -> None:
+    import pyromark
+
+    kinds = pyromark.Options
+    options = (
+        kinds.ENABLE_TABLES
+        | kinds.ENABLE_FOOTNOTES
+        | kinds.ENABLE_STRIKETHROUGH
+        | kinds.ENABLE_TASKLISTS
+        | kinds.ENABLE_DEFINITION_LIST
+        | kinds.ENABLE_HEADING_ATTRIBUTES
+        | kinds.ENABLE_MATH
+        | kinds.ENABLE_WIKILINKS
+        | kinds.ENABLE_YAML_STYLE_METADATA_BLOCKS
+        | kinds.ENABLE_PLUSES_DELIMITED_METADATA_BLOCKS
+    )
+    kind = ""
+    for event in pyromark.events(text, options=options) if text.startswith(("---", "+++")) else ():
+        if "Start" in event:
+            kind = event["Start"].get("MetadataBlock") if isinstance(event["Start"], dict) else None
+            if not kind:
+                break
+        elif "Text" in event:
+            title = _front_title(kind, event["Text"])
+            page.set_title(title)
+            page.add_left_out("front matter", letters(event["Text"]) - letters(title))
         else:
-            block.append(line)
-    yield 0, "\n".join(block)
+            break
+    page.add_markup(pyromark.html(text, options=options))
+
+
+def _front_title(kind: str, text: str) -> str:
+    """The title that front matter states; "" where it states none, or is damaged."""
+    import yaml
+
+    read = tomllib.loads if kind == "PlusesStyle" else yaml.safe_load
+    try:
+        fields = read(text) if len(text) <= _MOST_FRONT_MATTER else None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return ""
+    title = fields.get("title") if isinstance(fields, Mapping) else None
+    return one_line(title) if isinstance(title, str) else ""
+
+
+def _admit_names(text: str) -> None:
+    """Lets docutils read directives and roles that are not its own (Sphinx's) as their text.
+
+    Its parser knows no other way than its tables of names.
+    """
+    from docutils import nodes
+    from docutils.parsers.rst import Directive, directives, roles
+    from docutils.parsers.rst.languages import en
+
+    class AnyOption(dict):
+        def __bool__(self) -> bool:
+            return True
+
+        def __missing__(self, name: str):
+            return lambda argument: argument or ""
+
+    class AnyDirective(Directive):
+        """What its first line and its options say, and its content."""
+
+        optional_arguments, final_argument_whitespace, has_content = 1, True, True
+        option_spec = AnyOption()
+
+        def run(self) -> list[nodes.Node]:
+            container = nodes.container()
+            for words in filter(None, (*self.arguments, *self.options.values())):
+                container += nodes.paragraph("", "", nodes.Text(words))
+            self.state.nested_parse(self.content, self.content_offset, container)
+            return [container]
+
+    def any_role(name, rawtext, text, line, inliner, options=None, content=None):
+        return [nodes.inline(rawtext, nodes.unescape(text))], []
+
+    for name in re.findall(r"^\s*\.\. (?:\|[^|\n]*\| )?([\w:.+-]+)::", text, re.MULTILINE):
+        if name.lower() not in en.directives or name.lower() == "raw":
+            directives.register_directive(name.lower(), AnyDirective)
+    for names in re.findall(r":([\w:.+-]+):`|`:([\w:.+-]+):", text):
+        name = "".join(names).lower()
+        if name not in en.roles:
+            roles.register_local_role(name, any_role)
+
+
+def _json(text: str, place: str = "", remedy: str | None = None) -> Any:
+    try:
+        if remedy is not None:
+            return parse_json(text, place, remedy=remedy, unique_keys=True)
+        return parse_json(text, "the text", line=1, unique_keys=True)
+    except UserError as error:
+        raise DocumentError(str(error).rstrip(".")) from error
+
+
+def _add_json(page: Page, value: Any) -> None:
+    """Adds a value and all below it, in their order."""
+    page.add_letters(sum(map(letters, _strings(value))))
+    stack: list[tuple[int, str, Any]] = [(0, "", value)]
+    while stack:
+        depth, key, value = stack.pop()
+        if not isinstance(value, (dict, list)):
+            page.add_text(f"{key}: {_scalar(value)}" if key else _scalar(value))
+            continue
+        if key and depth <= _DEEPEST_KEY:
+            page.enter(depth, key)
+        elif key:
+            page.add_text(key)
+        items = value.items() if isinstance(value, dict) else (("", item) for item in value)
+        scalars, below = [], []
+        for name, item in items:
+            leaves = item if isinstance(item, list) else [item]
+            if any(isinstance(leaf, (dict, list)) for leaf in leaves):
+                below.append((depth + bool(name), name, item))
+            else:
+                text = ", ".join(map(_scalar, leaves))
+                scalars.append(f"{one_line(name)}: {text}" if name else text)
+        page.add_text("; ".join(scalars))
+        stack += reversed(below)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All keys and leaves of a value."""
+    stack = [value]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            yield from map(one_line, value)
+            stack += value.values()
+        elif isinstance(value, list):
+            stack += value
+        else:
+            yield one_line(_scalar(value))
+
+
+def _scalar(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _add_cell(page: Page, cell: Mapping[str, Any]) -> None:
+    if cell["cell_type"] == "markdown":
+        source = cell["source"]
+        for name, forms in cell.get("attachments", {}).items():
+            for kind, encoded in forms.items():
+                source = source.replace(f"(attachment:{name})", f"(data:{kind};base64,{encoded})")
+        _add_markdown(page, source)
+        return
+    page.add_markup(f"<pre>{html.escape(cell['source'])}</pre>")
+    for output in cell.get("outputs", ()):
+        shown = output.get("data", {})
+        text = output.get("text") or "\n".join(output.get("traceback", ()))
+        if markup := shown.get("text/html") or shown.get("image/svg+xml"):
+            page.add_markup(markup)
+        elif "text/markdown" in shown:
+            _add_markdown(page, shown["text/markdown"])
+        elif picture := next((kind for kind in shown if kind.startswith("image/")), ""):
+            page.add_picture("", f"data:{picture};base64,{shown[picture]}")
+        else:
+            text = text or shown.get("text/plain", "")
+        if text:
+            page.add_markup(f"<pre>{html.escape(_TERMINAL.sub('', text))}</pre>")

@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import posixpath
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from mmqa_jax.core.box import Budget
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.documents.delimited import read_delimited
 from mmqa_jax.data.documents.document import Document
 from mmqa_jax.data.documents.docx import read_docx
+from mmqa_jax.data.documents.epub import read_epub
 from mmqa_jax.data.documents.html import read_html
+from mmqa_jax.data.documents.mail import read_eml, read_msg
+from mmqa_jax.data.documents.odf import read_odf
 from mmqa_jax.data.documents.pdf import read_pdf
-from mmqa_jax.data.documents.plain import read_markdown, read_plain
+from mmqa_jax.data.documents.plain import (
+    read_json,
+    read_json_lines,
+    read_markdown,
+    read_notebook,
+    read_plain,
+    read_rst,
+)
+from mmqa_jax.data.documents.pptx import read_pptx
+from mmqa_jax.data.documents.xlsx import read_xlsx
 
-VERSION = 1  # of what the readers make of a file; raised when that changes
+VERSION = 2  # of what the readers make of a file; raised when that changes
+_SECONDS, _MOST_SECONDS = 3, 1800  # of processor time for a file of no bytes, and for any file
+_RATE = 200_000  # bytes that are worth a second, of formats that say nothing else
+_MEMORY = 768 << 20  # bytes of memory for a file of no bytes
+_OUTPUT, _OUTPUT_PER_BYTE = 128 << 20, 8  # bytes of text and figures
+# A page takes some 3 seconds, and its networks map more than they hold (850 MiB).
+_SECONDS_OF_SCAN, _RATE_OF_SCANS, _MEMORY_OF_SCANS = 15, 2_000, 2 << 30
 
 
 class Reader(NamedTuple):
@@ -23,22 +44,58 @@ class Reader(NamedTuple):
     Attributes:
       read: (the file's bytes, the shortest side of an embedded picture) -> the document.
       module, package: the library that it needs, and its name on PyPI; "": none.
+      rate: bytes of a file that are worth a second of processor time: fewer than are read.
     """
 
     read: Callable[[bytes, int], Document]
     module: str = ""
     package: str = ""
+    rate: int = _RATE
 
 
-_HTML = Reader(lambda data, _: read_html(data), "lxml", "lxml")
+def _read_tex(data: bytes, _: int) -> Document:
+    from mmqa_jax.data.documents.tex import read_tex  # which is made of a library's classes
+
+    return read_tex(data)
+
+
+_HTML = Reader(lambda data, _: read_html(data), "turbohtml", "turbohtml")
 READERS: Mapping[str, Reader] = {
     ".txt": Reader(lambda data, _: read_plain(data)),
-    ".md": Reader(lambda data, _: read_markdown(data)),
+    ".md": Reader(lambda data, _: read_markdown(data), "pyromark", "pyromark"),
     ".html": _HTML,
     ".htm": _HTML,
-    ".pdf": Reader(read_pdf, "pypdfium2", "pypdfium2"),
-    ".docx": Reader(lambda data, _: read_docx(data), "docx", "python-docx"),
+    ".pdf": Reader(read_pdf, "pypdfium2", "pypdfium2", 20_000),
+    ".docx": Reader(lambda data, _: read_docx(data), "lxml", "lxml", rate=50_000),
+    ".pptx": Reader(lambda data, _: read_pptx(data), "lxml", "lxml", rate=50_000),
+    ".xlsx": Reader(lambda data, _: read_xlsx(data), "lxml", "lxml", rate=50_000),
+    ".csv": Reader(lambda data, _: read_delimited(data)),
+    ".tsv": Reader(lambda data, _: read_delimited(data, "\t")),
+    ".odt": Reader(lambda data, _: read_odf(data, ".odt"), "lxml", "lxml", rate=50_000),
+    ".ods": Reader(lambda data, _: read_odf(data, ".ods"), "lxml", "lxml", rate=50_000),
+    ".odp": Reader(lambda data, _: read_odf(data, ".odp"), "lxml", "lxml", rate=50_000),
+    ".rst": Reader(lambda data, _: read_rst(data), "docutils", "docutils"),
+    ".tex": Reader(_read_tex, "pylatexenc", "pylatexenc"),
+    ".json": Reader(lambda data, _: read_json(data)),
+    ".jsonl": Reader(lambda data, _: read_json_lines(data)),
+    ".ipynb": Reader(lambda data, _: read_notebook(data), "nbformat", "nbformat"),
+    ".epub": Reader(lambda data, _: read_epub(data), "turbohtml", "turbohtml", rate=50_000),
+    ".eml": Reader(lambda data, _: read_eml(data), "turbohtml", "turbohtml"),
+    ".msg": Reader(lambda data, _: read_msg(data), "oxmsg", "python-oxmsg"),
 }
+
+
+def budget_of(ending: str, size: int) -> Budget:
+    """What a file of so many bytes may take in the box, by what it is worth."""
+    rate = READERS[ending].rate if ending in READERS else _RATE
+    seconds = min(_SECONDS + math.ceil(size / rate), _MOST_SECONDS)
+    return Budget(seconds, _MEMORY, _OUTPUT + _OUTPUT_PER_BYTE * size)
+
+
+def budget_of_scans(pages: int, size: int) -> Budget:
+    """What reading pages that are pictures may take beside it, of a file that was read without."""
+    seconds = math.ceil(min(_SECONDS_OF_SCAN * pages, size / _RATE_OF_SCANS))
+    return Budget(min(_SECONDS + seconds, _MOST_SECONDS), _MEMORY_OF_SCANS, _OUTPUT)
 
 
 def check_libraries(names: Iterable[str]) -> None:
@@ -54,4 +111,4 @@ def check_libraries(names: Iterable[str]) -> None:
 
 def ending_of(name: str) -> str:
     """The ending by which a file is read: `.pdf` of `Manual.PDF`."""
-    return PurePosixPath(name).suffix.lower()
+    return posixpath.splitext(name)[1].lower()

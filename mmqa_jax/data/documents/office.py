@@ -1,0 +1,664 @@
+"""What files of Office share, Microsoft's and OpenDocument's: a zip of XML parts, tables, drawings.
+
+The readers walk over the XML themselves: the libraries of the field that were tried leave out text
+boxes, tracked insertions, notes and formulas (tests/bench/parsers). Elements are known by their
+local names alone, because strict and transitional files differ in their namespaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import posixpath
+import re
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import IO, Any, NamedTuple
+
+from mmqa_jax.data.documents.document import (
+    Document,
+    DocumentError,
+    Figure,
+    Outline,
+    Paragraph,
+    Place,
+    is_caption,
+    letters,
+    one_line,
+)
+from mmqa_jax.data.picture_bounds import MOST_BYTES
+
+# What XML may unpack to. Word's packs 10 to 30 times; its tree takes some ten times its bytes.
+_FREE_XML, _XML_PER_BYTE, _MOST_XML = 2**23, 100, 2**26
+MOST_TEXT = 2**26  # characters of a document: cells that share a string repeat it
+MOST_REPEATED = 2**24  # characters that merged cells repeat
+MOST_CELLS = 2**21  # of a workbook; one takes some 200 bytes
+_MOST_HEADER = 1000  # characters of a table's header, which every row repeats
+_MOST_COLUMNS = 100  # up to which empty cells keep their place in a row
+_OLE = b"\xd0\xcf\x11\xe0"  # what Office encrypts, and its old formats, are files of this kind
+_YEAR = re.compile(r"\b(?:19|20)\d\d\b")
+_CELL = " | "
+_BELOW = " > "  # between a heading and the one below it
+
+
+class Related(NamedTuple):
+    """A relationship of a part: its type's last word, and the part's name ("" outside the file)."""
+
+    kind: str
+    part: str
+
+
+class Package:
+    """The parts of a file of Office; how much they may unpack to is bounded first.
+
+    Raises:
+      DocumentError: encrypted, an old format, damaged, or it unpacks to too much.
+    """
+
+    def __init__(self, data: bytes, ending: str) -> None:
+        self._ending = ending
+        if data.startswith(_OLE):
+            raise DocumentError(
+                f"encrypted, or Office's old format; save it as {ending} without a password"
+            )
+        try:
+            self._zip = zipfile.ZipFile(io.BytesIO(data))
+        except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
+            raise DocumentError(f"no {ending}: {one_line(str(error))}") from error
+        members = self._zip.infolist()
+        if any(member.flag_bits & 1 for member in members):
+            raise DocumentError("encrypted; save it without a password")
+        whole = sum(member.file_size for member in members)
+        if whole > MOST_BYTES:
+            raise DocumentError(f"unpacks to {whole:,} bytes, more than {MOST_BYTES:,}; split it")
+        self._members = {member.filename: member for member in members}
+        self._size = len(data)
+        self._xml = 0  # bytes that were parsed
+
+    def __contains__(self, part: str) -> bool:
+        return part in self._members
+
+    def parts(self, folder: str) -> Iterator[str]:
+        """The names of the parts in a folder."""
+        return (name for name in self._members if name.startswith(folder))
+
+    def read(self, part: str) -> bytes:
+        """A part's bytes. zipfile never unpacks more of a member than it claims."""
+        try:
+            return self._zip.read(self._members[part])
+        except KeyError as error:
+            raise DocumentError(f"no {self._ending}: it holds no {part}") from error
+        except Exception as error:  # zlib's errors, checksums, unknown compression
+            raise DocumentError(f"no {self._ending}: {part}: {one_line(str(error))}") from error
+
+    def open(self, part: str) -> IO[bytes]:
+        """A part as a file, for XML that is never in memory as a whole."""
+        self.check(part)
+        return self._zip.open(self._members[part])
+
+    def xml(self, part: str) -> Any:
+        """The root element of a part, whatever its name ends with."""
+        from lxml import etree
+
+        if part in self._members:
+            self.check(part)
+        root = etree.fromstring(self.read(part), etree.XMLParser(**PARSING))
+        dtd = root.getroottree().docinfo.internalDTD
+        if dtd is not None and any(True for _ in dtd.iterentities()):
+            raise DocumentError(f"{part} declares entities, which Office never does; save it anew")
+        return root
+
+    def check(self, part: str) -> None:
+        """DocumentError where the XML that was parsed, with this part, is worth a zip bomb."""
+        self._xml += self._members[part].file_size
+        most = min(_FREE_XML + _XML_PER_BYTE * self._size, _MOST_XML)
+        if self._xml > most:
+            raise DocumentError(
+                f"unpacks to {self._xml:,} bytes of text, more than the {most:,} that "
+                f"{self._size:,} bytes may hold"
+            )
+
+    def related(self, part: str) -> Mapping[str, Related]:
+        """The relationships of a part by their ids; of the whole file for the part ""."""
+        folder, name = posixpath.split(part)
+        file = posixpath.join(folder, "_rels", f"{name}.rels")
+        if file not in self._members:
+            return {}
+        related = {}
+        for element in self.xml(file):
+            kind = element.get("Type", "").rpartition("/")[2]
+            target = posixpath.normpath(posixpath.join("/", folder, element.get("Target", "")))[1:]
+            outside = element.get("TargetMode") == "External" or target not in self._members
+            related[element.get("Id", "")] = Related(kind, "" if outside else target)
+        return related
+
+    def main(self) -> str:
+        """The name of the part that is the document itself."""
+        for kind, part in self.related("").values():
+            if kind == "officeDocument" and part:
+                return part
+        raise DocumentError(f"no {self._ending} that can be read: it names no document")
+
+    def title(self, part: str = "docProps/core.xml") -> str:
+        """The title that the file's properties state."""
+        if part not in self:
+            return ""
+        return next((one_line(e.text or "") for e in self.xml(part).iter("{*}title")), "")
+
+
+@contextlib.contextmanager
+def naming_damage(ending: str) -> Iterator[None]:
+    """Turns the errors of damaged XML into DocumentErrors."""
+    from lxml import etree
+
+    try:
+        yield
+    except RecursionError as error:
+        raise DocumentError("its elements stand in each other too deeply; save it anew") from error
+    except (etree.LxmlError, ValueError) as error:
+        message = f"no {ending} that can be read ({one_line(str(error))[:120]})"
+        raise DocumentError(message) from error
+
+
+# Nothing is fetched or expanded; elements may be deep and long.
+PARSING: Mapping[str, bool] = {
+    "resolve_entities": False, "no_network": True, "load_dtd": False, "huge_tree": True,
+    "remove_comments": True, "remove_pis": True,
+}  # fmt: skip
+
+
+def local(element: Any) -> str:
+    """The name of an element without its namespace."""
+    tag = element.tag
+    return tag[tag.rfind("}") + 1 :] if isinstance(tag, str) else ""
+
+
+def attribute(element: Any, name: str, default: str = "") -> str:
+    """The attribute of an element by its name without a namespace."""
+    for key, value in element.attrib.items():
+        if key[key.rfind("}") + 1 :] == name:
+            return value
+    return default
+
+
+def reference(element: Any, name: str) -> str:
+    """The id of a relationship that an element's attribute holds; "" without one."""
+    for key, value in element.attrib.items():
+        if key.endswith(f"/relationships}}{name}"):
+            return value
+    return ""
+
+
+def child(element: Any, *path: str) -> Any:
+    """The first element below another on a path of local names; None without one."""
+    for name in path:
+        if element is None:
+            return None
+        element = next((inner for inner in element if local(inner) == name), None)
+    return element
+
+
+def children(element: Any, *path: str) -> list[Any]:
+    """The elements in another at the end of a path of local names."""
+    last = child(element, *path)
+    return [] if last is None else list(last)
+
+
+def is_on(element: Any) -> bool:
+    """Whether an element switches its property on: it is there, and not by the value "0"."""
+    return element is not None and attribute(element, "val", "1") not in ("0", "false", "off")
+
+
+def number(text: str, default: int = 0) -> int:
+    """A count that a file states, never negative; the default where it is none."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 12 else default
+
+
+def chosen(element: Any) -> Any:
+    """Of alternate content, the first choice; programs that do not know it show the fallback."""
+    choice = child(element, "Choice")
+    return choice if choice is not None else child(element, "Fallback")
+
+
+def held_letters(root: Any, names: Iterable[str]) -> int:
+    """Letters of all elements of these local names; of alternate content, of one alternative."""
+    wanted, alternatives = frozenset(names), set()
+    for alternate in root.iter("{*}AlternateContent"):
+        kept = chosen(alternate)
+        alternatives.update(other for other in alternate if other is not kept)
+    held = 0
+    skipped = {inner for other in alternatives for inner in other.iter()}
+    for element in root.iter():
+        if local(element) in wanted and element not in skipped:
+            held += letters(one_line(element.text or ""))
+    return held
+
+
+class Reading:
+    """Collects what a document says, in its order.
+
+    Attributes:
+      held: letters that the file holds, which the reader counts apart; what is read again by
+        intent counts again.
+      left_out: cause -> letters that are left out on purpose.
+      page: of what is added next.
+      place: where that stands, as a name; "" where the format has no places.
+    """
+
+    def __init__(self) -> None:
+        self.held = 0
+        self.left_out: Counter[str] = Counter()
+        self.page: int | None = None
+        self.place = ""
+        self._paragraphs: list[Paragraph] = []
+        self._figures: list[Figure] = []
+        self._pictures: set[str] = set()  # parts that were added
+        self._uncaptioned: list[int] = []  # figures that wait for a caption
+        self._outline = Outline()
+        self._headings: list[str] = []
+        self._headers: list[str] = []  # of tables
+        self._empty = ""  # a heading with nothing below it so far
+        self._characters = 0
+        self._repeated = 0  # characters that merged cells repeat
+
+    def begin(self, level: float, heading: str) -> None:
+        """Begins a section. A heading with nothing below it is a paragraph."""
+        before = self._outline.path
+        self._outline.enter(level, heading)
+        if not self._outline.path.startswith(f"{before}{_BELOW}"):
+            self._end_empty(before)
+        self._uncaptioned = []
+        self._headings.append(heading)
+        self._empty = heading
+
+    def part(self, heading: str, page: int | None = None, place: str = "") -> None:
+        """Begins a sheet or a slide: no heading of the one before stands above it."""
+        self._end_empty(self._outline.path)
+        self._uncaptioned = []
+        self._outline = Outline()
+        self.page, self.place = page, place
+        if heading := one_line(heading):
+            self.begin(0, heading)
+
+    def add(self, text: str, *, is_row: bool = False, header: str = "", style: str = "") -> None:
+        """Adds a paragraph, unless it is empty; a caption is that of the pictures before it."""
+        self._empty = "" if (text := one_line(text)) else self._empty
+        self._add(text, self._outline.path, is_row, header, style)
+
+    def _add(
+        self, text: str, path: str, is_row: bool = False, header: str = "", style: str = ""
+    ) -> None:
+        if not text:
+            return
+        self._characters += len(text)
+        if self._characters > MOST_TEXT:
+            raise DocumentError(f"says more than {MOST_TEXT:,} characters; split it")
+        places = (Place(0, len(text), self.place),) if self.place else ()
+        self._paragraphs.append(Paragraph(text, path, self.page, is_row, header, places))
+        if style == "caption" or is_caption(text):
+            for figure in self._uncaptioned:
+                alt, picture = self._figures[figure].caption, self._figures[figure].picture
+                self.left_out["alternative texts"] += letters(alt)
+                self.held += letters(text)  # it is a paragraph, too
+                self._figures[figure] = Figure(text, path, self.page, picture)
+        self._uncaptioned = []
+
+    def picture(self, package: Package, part: str, alt: str) -> None:
+        """Adds a picture, once; one that the file does not hold leaves its alternative text."""
+        alt = one_line(alt)
+        self.held += letters(alt)
+        if not part:
+            self.add(alt)
+            return
+        if part in self._pictures:
+            self.left_out["alternative texts"] += letters(alt)
+            return
+        self._pictures.add(part)
+        picture = package.read(part)
+        self._empty = ""
+        self._uncaptioned.append(len(self._figures))
+        self._figures.append(Figure(alt, self._outline.path, self.page, picture))
+
+    def table(self, table: Table) -> None:
+        """Adds the rows of a table, the header with each of them."""
+        columns = sorted({column for row in table.rows for column in row.cells})
+        rows = [row for row in table.rows if any(row.cells.values())]
+        # A line above the table that stands alone in its row is a title of it.
+        while len(columns) > 1 and table.headers is None and rows and rows[0].filled == 1:
+            self._add_row(rows.pop(0), columns, "", is_row=False)
+        count = _header_rows(rows, columns) if table.headers is None else table.headers
+        header = "; ".join(_row_text(row.cells, columns) for row in rows[:count])
+        if count >= len(rows) or len(header) > _MOST_HEADER:
+            count, header = 0, ""
+        self._headers.append(header)
+        for row in rows[:count]:
+            self._add_after(row)
+        for row in rows[count:]:
+            self._add_row(row, columns, header, is_row=True)
+
+    def _add_row(self, row: Row, columns: Sequence[int], header: str, is_row: bool) -> None:
+        outer = self.place
+        self.place = row.place or outer
+        self.add(_row_text(row.cells, columns), is_row=is_row, header=header)
+        self.place = outer
+        self._add_after(row)
+
+    def _add_after(self, row: Row) -> None:
+        outer = self.place
+        for add in row.after:
+            self.place = row.place or outer
+            add()
+        self.place = outer
+
+    def merged(self, merged: str, inside: str) -> str:
+        """What a merged cell says in a row that it covers; `inside` is what the row has there.
+
+        Programs hide that; it is read all the same, without a copy of a long text in each row.
+        """
+        if inside and len(merged) > _MOST_HEADER:
+            return inside
+        self._repeated += len(merged)
+        if self._repeated > MOST_REPEATED:
+            raise DocumentError(
+                f"its merged cells repeat more than {MOST_REPEATED:,} characters; split it"
+            )
+        self.held += letters(merged)
+        return f"{merged} {inside}" if inside and merged else merged or inside
+
+    def document(self, title: str = "") -> Document:
+        """All that was collected."""
+        self._end_empty(self._outline.path)
+        # `Document.missing` counts a heading or header once that stands above several parts.
+        parts = [part for heading in self._headings for part in heading.split(_BELOW)]
+        for texts in (parts, self._headers):
+            repeated = sum(map(letters, texts)) - sum(map(letters, dict.fromkeys(texts)))
+            self.left_out["headings that stand again"] += repeated
+        return Document(
+            tuple(self._paragraphs),
+            tuple(self._figures),
+            title=title,
+            letters=self.held + letters(title),
+            left_out={cause: count for cause, count in self.left_out.items() if count},
+        )
+
+    def _end_empty(self, path: str) -> None:
+        """Adds a heading with nothing below it, which ends a path, as a paragraph."""
+        heading, self._empty = self._empty, ""
+        if heading:
+            self._headings.remove(heading)
+        self._add(heading, path.removesuffix(heading).removesuffix(_BELOW))
+
+
+class Row(NamedTuple):
+    """A row of a table.
+
+    Attributes:
+      cells: column, from 0 -> its text; a merged cell stands in its first column.
+      place: where the row stands, as a name.
+      after: called to add what stands in the row beside its text: nested tables, notes, pictures.
+    """
+
+    cells: Mapping[int, str]
+    place: str = ""
+    after: Sequence[Any] = ()
+
+    @property
+    def filled(self) -> int:
+        """How many of its cells say something."""
+        return sum(map(bool, self.cells.values()))
+
+
+class Table(NamedTuple):
+    """Rows, and how many of them are headers; None: the first one, if it looks like one."""
+
+    rows: Sequence[Row]
+    headers: int | None = None
+
+
+def _row_text(cells: Mapping[int, str], columns: Sequence[int]) -> str:
+    """A line for a row; empty cells keep their place in tables that are not too wide."""
+    if len(columns) <= _MOST_COLUMNS:
+        return one_line(_CELL.join(cells.get(column, "") for column in columns)).rstrip("| ")
+    return _CELL.join(filter(None, (cells[column] for column in sorted(cells))))
+
+
+def _header_rows(rows: Sequence[Row], columns: Sequence[int]) -> int:
+    """1 where the first row names the columns: it has a word in each of them but one, all differ.
+
+    A first column of names mostly has no name itself. A cell that is merged with the one below it
+    names no column.
+    """
+    if len(rows) < 2 or len(columns) < 2:
+        return 0
+    names = {column: name for column, name in rows[0].cells.items() if name}
+    is_full = len(names) >= max(2, len(columns) - 1) and len(set(names.values())) == len(names)
+    goes_on = any(rows[1].cells.get(column) == name for column, name in names.items())
+    return int(is_full and not goes_on and not any(map(_is_figure, names.values())))
+
+
+def _is_figure(text: str) -> bool:
+    """Whether a cell holds a figure or a date. A year alone may well name a column."""
+    rest = _YEAR.sub("", text)
+    return 2 * sum(map(str.isdigit, rest)) > letters(rest)
+
+
+# Sheets
+
+# Row, from 1 -> column, from 0, and what adds that which stands in the cell beside its text.
+Beside = dict[int, list[tuple[int, Callable[[], None]]]]
+
+
+def add_sheet(
+    reading: Reading, name: str, rows: Mapping[int, Mapping[int, str]], beside: Beside
+) -> None:
+    """Adds the tables of a sheet, which empty rows divide, with the places of their cells.
+
+    Args:
+      name: of the sheet; "" where a file has one sheet without a name.
+      rows: row, from 1 -> column, from 0 -> text.
+    """
+    quoted = name if name.isidentifier() else "'" + name.replace("'", "''") + "'"
+    prefix = f"{quoted}!" if name else ""
+
+    def adding(row: int, column: int, add: Callable[[], None]) -> Callable[[], None]:
+        def add_in_place() -> None:
+            reading.place = f"{prefix}{column_name(column)}{row}"
+            add()
+
+        return add_in_place
+
+    after = {row: [adding(row, *item) for item in items] for row, items in beside.items()}
+    for block in _blocks(rows):
+        lines = []
+        for row in block:
+            columns = sorted(column for column, text in rows[row].items() if text)
+            first, last = (f"{column_name(column)}{row}" for column in (columns[0], columns[-1]))
+            place = prefix + (first if first == last else f"{first}:{last}")
+            lines.append(Row(rows[row], place, after.pop(row, ())))
+        reading.table(Table(lines))
+    for row in sorted(after):
+        for add in after[row]:
+            add()
+    reading.place = ""
+
+
+def _blocks(rows: Mapping[int, Any]) -> Iterator[list[int]]:
+    """The numbers of rows that follow each other."""
+    block: list[int] = []
+    for row in sorted(rows):
+        if block and row != block[-1] + 1:
+            yield block
+            block = []
+        block.append(row)
+    if block:
+        yield block
+
+
+def _quoted(name: str) -> str:
+    return "'" + name.replace("'", "''") + "'"
+
+
+def column_name(column: int) -> str:
+    """A column's letters by its number, from 0."""
+    name = ""
+    while column >= 0:
+        name = chr(ord("A") + column % 26) + name
+        column = column // 26 - 1
+    return name
+
+
+# Drawings: slides, the drawings of sheets, and what stands in Word's documents as such
+
+
+def drawn_text(paragraph: Any) -> str:
+    """The text of a paragraph of DrawingML; formulas by their letters."""
+    text = []
+    for element in walk(paragraph):
+        name = local(element)
+        if name == "t":
+            text.append(element.text or "")
+        elif name in ("br", "tab"):
+            text.append(" ")
+    return "".join(text)
+
+
+def walk(element: Any) -> Iterator[Any]:
+    """An element and all below it in order; of alternate content, one alternative."""
+    open_elements = [element]
+    while open_elements:
+        element = open_elements.pop()
+        yield element
+        inner = list(element)
+        if local(element) == "AlternateContent":
+            inner = [kept for kept in [chosen(element)] if kept is not None]
+        open_elements += reversed(inner)
+
+
+def add_shapes(
+    reading: Reading,
+    package: Package,
+    related: Mapping[str, Related],
+    shapes: Any,
+    is_left_out: Callable[[Any], str] = lambda shape: "",
+) -> None:
+    """Adds the text, pictures, tables, charts and diagrams of shapes, in the order of the file.
+
+    Args:
+      related: the relationships of the part in which the shapes stand.
+      is_left_out: of a shape, why it is left out on purpose; "" where it is not.
+    """
+    for shape in shapes:
+        name = local(shape)
+        if name in ("sp", "cxnSp", "pic", "graphicFrame", "grpSp"):
+            about = next(shape.iter("{*}cNvPr"), None)
+            is_hidden = about is not None and about.get("hidden") in ("1", "true")
+            if cause := "hidden shapes" if is_hidden else is_left_out(shape):
+                reading.left_out[cause] += held_letters(shape, ["t"])
+                continue
+            alt = about.get("descr", "") if about is not None else ""
+        if name == "pic":
+            blip = next(shape.iter("{*}blip"), None)
+            target = related.get(reference(blip, "embed")) if blip is not None else None
+            part = target.part if target is not None else ""
+            reading.picture(package, part, alt)
+        elif name in ("sp", "cxnSp"):
+            lines = [drawn_text(paragraph) for paragraph in shape.iter("{*}p")]
+            for line in lines:
+                reading.add(line)
+            if alt and not "".join(lines).strip():
+                reading.picture(package, "", alt)
+        elif name == "graphicFrame":
+            _add_frame(reading, package, related, shape)
+        elif name == "AlternateContent":
+            if (kept := chosen(shape)) is not None:
+                add_shapes(reading, package, related, kept, is_left_out)
+        elif not name.endswith("Pr"):  # groups, anchors
+            add_shapes(reading, package, related, shape, is_left_out)
+
+
+def _add_frame(
+    reading: Reading, package: Package, related: Mapping[str, Related], frame: Any
+) -> None:
+    """Adds what a frame holds: tables, charts, diagrams, and pictures of embedded files."""
+    for element in walk(frame):
+        name = local(element)
+        if name == "tbl":
+            reading.table(_drawn_table(reading, element))
+        elif name in ("chart", "relIds"):
+            target = related.get(reference(element, "id") or reference(element, "dm"))
+            if target is not None and target.part:
+                add = add_chart if name == "chart" else add_diagram
+                add(reading, package, target.part)
+        elif name == "pic":
+            add_shapes(reading, package, related, [element])
+
+
+def _drawn_table(reading: Reading, table: Any) -> Table:
+    """A table of DrawingML; merged cells in each row that they cover."""
+    above: dict[int, str] = {}
+    rows = []
+    for row in table.iter("{*}tr"):
+        texts: dict[int, str] = {}
+        for column, cell in enumerate(e for e in row if local(e) == "tc"):
+            text = one_line(" ".join(drawn_text(paragraph) for paragraph in cell.iter("{*}p")))
+            if attribute(cell, "vMerge") in ("1", "true"):
+                text = reading.merged(above.get(column, ""), text)
+            elif number(attribute(cell, "rowSpan"), 1) > 1:
+                above[column] = text
+            texts[column] = text
+        rows.append(Row(texts))
+    return Table(rows)
+
+
+def add_diagram(reading: Reading, package: Package, part: str) -> None:
+    """Adds the texts of SmartArt, a paragraph for each of its points."""
+    root = package.xml(part)
+    reading.held += held_letters(root, ["t"])
+    for point in root.iter("{*}pt"):
+        for paragraph in point.iter("{*}p"):
+            reading.add(drawn_text(paragraph))
+
+
+def add_chart(reading: Reading, package: Package, part: str) -> None:
+    """Adds a chart's titles, and its values as a table: a row for each category."""
+    root = package.xml(part)
+    for paragraph in root.iter("{*}p"):
+        text = drawn_text(paragraph)
+        reading.held += letters(text)
+        reading.add(text)
+    names: dict[int, str] = {}
+    rows: dict[int, dict[int, str]] = {}
+    for column, series in enumerate(root.iter("{*}ser"), start=1):
+        names[column] = " ".join(_points(child(series, "tx")).values())
+        for kind in ("cat", "xVal"):
+            for row, text in _points(child(series, kind)).items():
+                rows.setdefault(row, {}).setdefault(0, text)
+        for kind in ("val", "yVal"):
+            for row, text in _points(child(series, kind)).items():
+                rows.setdefault(row, {})[column] = text
+    header = [Row(names)] if any(names.values()) else []
+    lines = [*header, *(Row(cells) for _, cells in sorted(rows.items()))]
+    reading.held += sum(letters(text) for row in lines for text in row.cells.values())
+    reading.table(Table(lines, len(header)))
+
+
+def _points(values: Any) -> dict[int, str]:
+    """The cached values of a chart's series by their places; figures as a sheet shows them."""
+    if values is None:
+        return {}
+    points = {}
+    for count, point in enumerate(values.iter("{*}v")):
+        text, above = one_line(point.text or ""), point.getparent()
+        if above is not None and local(above) == "pt" and "numCache" in local(above.getparent()):
+            text = shown_number(text)
+        points[number(attribute(above, "idx"), count)] = text
+    return points
+
+
+def shown_number(text: str) -> str:
+    """A figure as a sheet shows it without a format: 4.2999999999999998 is 4.3."""
+    try:
+        return f"{float(text):.15g}".upper()
+    except ValueError:
+        return text

@@ -1,0 +1,398 @@
+"""Excel's workbooks (.xlsx): what the cells of their visible sheets show.
+
+Figures and dates are shown by the formats of their cells, formulas by the values that Excel kept.
+"""
+
+from __future__ import annotations
+
+import bisect
+import datetime
+import decimal
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mmqa_jax.data.documents.document import Document, DocumentError, letters, one_line
+from mmqa_jax.data.documents.office import (
+    MOST_CELLS,
+    MOST_TEXT,
+    PARSING,
+    Beside,
+    Package,
+    Reading,
+    add_shapes,
+    add_sheet,
+    attribute,
+    child,
+    children,
+    held_letters,
+    local,
+    naming_damage,
+    number,
+    reference,
+    shown_number,
+)
+
+_REFERENCE = re.compile(r"([A-Z]{1,3})([0-9]{1,7})")
+_COLUMNS = 2**14  # of a sheet
+_COPY = "[Threaded comment]"  # what old programs are shown in place of a comment with replies
+
+
+def read_xlsx(data: bytes) -> Document:
+    """The rows of a workbook's sheets, whose names are headings, with their places (`Fees!A2:C2`).
+
+    An empty row ends a table. Comments follow their rows; text boxes, charts and pictures their
+    sheet. Hidden sheets, rows and columns are left out and counted.
+
+    Raises:
+      DocumentError: encrypted, damaged, not an .xlsx, or it holds too much.
+    """
+    package = Package(data, ".xlsx")
+    with naming_damage(".xlsx"):
+        return _Workbook(package).read()
+
+
+class _Workbook:
+    """One reading of a workbook."""
+
+    def __init__(self, package: Package) -> None:
+        self._package = package
+        self._reading = Reading()
+        self._cells = self._characters = 0
+        main = package.main()
+        self._root, self._related = package.xml(main), package.related(main)
+        parts = {target.kind: target.part for target in self._related.values() if target.part}
+        self._strings = [_text(s) for s in package.xml(parts["sharedStrings"])] \
+            if "sharedStrings" in parts else []  # fmt: skip
+        self._formats = _formats(package.xml(parts["styles"])) if "styles" in parts else []
+        properties = child(self._root, "workbookPr")
+        self._from_1904 = properties is not None and attribute(properties, "date1904") in (
+            "1",
+            "true",
+        )
+
+    def read(self) -> Document:
+        for sheet in children(self._root, "sheets"):
+            target = self._related.get(reference(sheet, "id"))
+            if target is None or not target.part:
+                name = sheet.get("name")
+                raise DocumentError(f"no .xlsx that can be read: sheet {name!r} is not in the file")
+            self._sheet(sheet.get("name", ""), target.part, sheet.get("state", "visible"))
+        return self._reading.document(self._package.title())
+
+    def _sheet(self, name: str, part: str, state: str) -> None:
+        reading = self._reading
+        rows, merged, hidden = self._rows(part)
+        shown = sum(letters(text) for cells in rows.values() for text in cells.values())
+        reading.held += shown
+        if state != "visible":
+            reading.left_out["hidden sheets"] += shown
+            return
+        reading.part(name)
+        reading.held += letters(name)
+        for row in hidden & rows.keys():
+            reading.left_out["hidden rows"] += sum(map(letters, rows.pop(row).values()))
+        self._merge(rows, merged)
+        comments, drawings = self._beside(part)
+        add_sheet(reading, name, rows, comments)
+        for drawing in drawings:
+            root = self._package.xml(drawing)
+            reading.held += held_letters(root, ["t"])
+            add_shapes(reading, self._package, self._package.related(drawing), root)
+
+    def _rows(self, part: str) -> tuple[dict[int, dict[int, str]], list[str], set[int]]:
+        """Row, from 1 -> column, from 0 -> what the cell shows; merged areas; hidden rows."""
+        from lxml import etree
+
+        rows: dict[int, dict[int, str]] = {}
+        merged: list[str] = []
+        hidden: set[int] = set()
+        hidden_columns = bytearray(_COLUMNS)
+        row = 0
+        tags = ("{*}row", "{*}mergeCell", "{*}col")
+        with self._package.open(part) as file:
+            for _, element in etree.iterparse(file, tag=tags, **PARSING):
+                kind = local(element)
+                if kind == "mergeCell":
+                    merged.append(element.get("ref", ""))
+                elif kind == "col":
+                    if element.get("hidden") in ("1", "true"):
+                        first = max(0, number(element.get("min", "")) - 1)
+                        last = min(number(element.get("max", "")), _COLUMNS)
+                        hidden_columns[first:last] = bytes([1]) * (last - first)
+                else:
+                    row = number(element.get("r", ""), row + 1)
+                    cells = dict(self._shown(element))
+                    for column in [c for c in cells if c < _COLUMNS and hidden_columns[c]]:
+                        count = letters(cells.pop(column))
+                        self._reading.held += count
+                        self._reading.left_out["hidden columns"] += count
+                    if any(cells.values()):
+                        rows[row] = cells
+                    if element.get("hidden") in ("1", "true"):
+                        hidden.add(row)
+                element.clear()
+                while element.getprevious() is not None:
+                    del element.getparent()[0]
+        return rows, merged, hidden
+
+    def _shown(self, row: Any) -> Iterator[tuple[int, str]]:
+        """The columns of a row's cells, and what they show."""
+        column = -1
+        for cell in row:
+            place = _REFERENCE.fullmatch(cell.get("r", ""))
+            column = column_number(place[1]) if place else column + 1
+            if text := self._cell(cell):
+                self._count(1)
+                self._characters += len(text)
+                if self._characters > MOST_TEXT:
+                    raise DocumentError(f"says more than {MOST_TEXT:,} characters; split it")
+                yield column, text
+
+    def _count(self, cells: int) -> None:
+        self._cells += cells
+        if self._cells > MOST_CELLS:
+            raise DocumentError(f"more than {MOST_CELLS:,} cells; split it")
+
+    def _cell(self, cell: Any) -> str:
+        kind, value = cell.get("t", "n"), child(cell, "v")
+        text = (value.text or "") if value is not None else ""
+        if kind == "s":
+            place = number(text, len(self._strings))
+            return self._strings[place] if place < len(self._strings) else ""
+        if kind == "inlineStr":
+            return _text(child(cell, "is"))
+        if kind == "b":
+            return {"1": "TRUE", "0": "FALSE"}.get(text, text)
+        if not text:
+            formula = child(cell, "f")
+            count = letters((formula.text or "") if formula is not None else "")
+            self._reading.held += count
+            self._reading.left_out["formulas without a value"] += count
+            return ""
+        if kind != "n":  # text of a formula, an error, a date in words
+            return one_line(text)
+        style = number(cell.get("s", ""))
+        code = self._formats[style] if style < len(self._formats) else ""
+        return one_line(shown_by(text, code, self._from_1904))
+
+    def _merge(self, rows: dict[int, dict[int, str]], areas: Sequence[str]) -> None:
+        """Repeats the text of merged cells in each row that they cover and that is not empty."""
+        numbers = sorted(rows)
+        for area in areas:
+            ends = [_REFERENCE.fullmatch(end) for end in area.split(":")]
+            if len(ends) != 2 or ends[0] is None or ends[1] is None:
+                continue
+            column, first, last = column_number(ends[0][1]), int(ends[0][2]), int(ends[1][2])
+            text = rows.get(first, {}).get(column, "")
+            covered = numbers[bisect.bisect(numbers, first) : bisect.bisect(numbers, last)]
+            self._count(len(covered))
+            for row in covered if text else ():
+                rows[row][column] = self._reading.merged(text, rows[row].get(column, ""))
+
+    def _beside(self, part: str) -> tuple[Beside, list[str]]:
+        """Comments by their rows, and the parts of drawings."""
+        comments: Beside = {}
+        drawings = []
+        for kind, target in self._package.related(part).values():
+            if kind in ("comments", "threadedComment") and target:
+                for comment in self._package.xml(target).iter("{*}comment", "{*}threadedComment"):
+                    place = _REFERENCE.fullmatch(comment.get("ref", ""))
+                    text = _text(child(comment, "text"))
+                    if place and not text.startswith(_COPY):
+                        self._reading.held += letters(text)
+                        add = functools.partial(self._reading.add, text)
+                        comment_place = (column_number(place[1]), add)
+                        comments.setdefault(int(place[2]), []).append(comment_place)
+            elif kind == "drawing" and target:
+                drawings.append(target)
+        return comments, drawings
+
+
+def _text(item: Any) -> str:
+    """The text of a string, without the readings that stand above its characters."""
+    if item is None:
+        return ""
+    if local(item) == "text" and not len(item):
+        return one_line(item.text or "")
+    pieces = (e.text or "" for e in item.iter("{*}t") if local(e.getparent()) != "rPh")
+    return one_line("".join(pieces))
+
+
+def column_number(name: str) -> int:
+    """A column's number, from 0, by its letters."""
+    value = 0
+    for letter in name:
+        value = 26 * value + ord(letter) - ord("A") + 1
+    return value - 1
+
+
+# Formats of numbers (ECMA-376, part 1, 18.8.30 and 18.8.31)
+
+# Those that files name by number. Where Excel follows the user's country, dates are written as
+# ISO 8601 has them: no file says which country that is.
+_BUILT_IN = {
+    1: "0", 2: "0.00", 3: "#,##0", 4: "#,##0.00", 9: "0%", 10: "0.00%", 11: "0.00E+00",
+    14: "yyyy-mm-dd", 15: "d-mmm-yy", 16: "d-mmm", 17: "mmm-yy", 18: "h:mm AM/PM",
+    19: "h:mm:ss AM/PM", 20: "h:mm", 21: "h:mm:ss", 22: "yyyy-mm-dd h:mm", 37: "#,##0;(#,##0)",
+    38: "#,##0;(#,##0)", 39: "#,##0.00;(#,##0.00)", 40: "#,##0.00;(#,##0.00)", 45: "mm:ss",
+    46: "[h]:mm:ss", 47: "mm:ss.0", 48: "##0.0E+0",
+}  # fmt: skip
+_TOKEN = re.compile(
+    r'"(?P<quoted>[^"]*)"|\\(?P<escaped>.)|[_*].|\[\$(?P<currency>[^\]-]*)[^\]]*\]'
+    r"|\[(?P<elapsed>h+|m+|s+)\]|\[[^\]]*\]"
+    r"|(?P<date>AM/PM|A/P|y+|m+|d+|h+|s+(?:\.0+)?)"
+    r"|(?P<figure>general|[0#?,]*[0#?][0#?,]*(?:\.[0#?]*,*)?(?:E[+-]?[0#?]+)?|\.[0#?]+)|(?P<plain>.)",
+    re.IGNORECASE | re.DOTALL,
+)
+_SECTION = re.compile(r'(?:"[^"]*"|\\.|\[[^\]]*\]|[^;])*;?', re.DOTALL)
+_CONDITION = re.compile(r"\[(<=|>=|<>|<|>|=)(-?[0-9.]+)\]")
+_LONGEST_CODE = 255  # of a format, as Excel has it
+_DAYS_TO_1904 = 1462
+_DAYS = 2_958_466  # of dates: up to the year 9999
+_PRECISE = decimal.Context(prec=400, rounding=decimal.ROUND_HALF_UP)
+
+
+def _formats(styles: Any) -> list[str]:
+    """The formats of cells by the number of their style."""
+    codes = dict(_BUILT_IN)
+    for element in styles.iter("{*}numFmt"):
+        codes[number(element.get("numFmtId", ""))] = element.get("formatCode", "")
+    ids = [number(style.get("numFmtId", "")) for style in children(styles, "cellXfs")]
+    return [codes.get(identity, "") for identity in ids]
+
+
+def shown_by(text: str, code: str, from_1904: bool = False) -> str:
+    """What a cell shows of a figure by the code of its format; without one, the figure.
+
+    Args:
+      text: as the file holds it: 0.25, or 45356 for a date.
+      code: `0%`, `yyyy-mm-dd`, `#,##0.00;[Red]-#,##0.00`; fractions are shown as decimals.
+      from_1904: whether days are counted from 1904, as on old Macintoshes.
+    """
+    if not code or len(code) > _LONGEST_CODE:
+        return shown_number(text)
+    try:
+        return _shown_by(float(text), code, from_1904)
+    except (ValueError, ArithmeticError):  # no number, or one beyond all bounds
+        return shown_number(text)
+
+
+def _shown_by(value: float, code: str, from_1904: bool) -> str:
+    text = repr(value)
+    section, value = _section(code, value)
+    tokens = [
+        ("figure", "General") if token == "@" and kind == "plain" else (kind, token)
+        for kind, token in ((match.lastgroup, match[match.lastgroup])
+                            for match in _TOKEN.finditer(section) if match.lastgroup)
+    ]  # fmt: skip
+    kinds = [kind for kind, _ in tokens]
+    if "date" in kinds or "elapsed" in kinds:
+        days = value + (_DAYS_TO_1904 if from_1904 else 0)
+        return _date(days, tokens) if 0 <= days < _DAYS else shown_number(text)
+    figures = [token for kind, token in tokens if kind == "figure"]
+    if "/" in section and len(figures) > 1:  # a fraction
+        return shown_number(text)
+    percents = sum(token == "%" for _, token in tokens)
+    shown = iter(_figures(abs(value) * 100**percents, figures))
+    whole = "".join(next(shown) if kind == "figure" else token for kind, token in tokens)
+    return f"-{whole}" if value < 0 and any(digit in whole for digit in "123456789") else whole
+
+
+def _figures(value: float, patterns: Sequence[str]) -> list[str]:
+    """The digits for each pattern of a format; several share the digits of one number."""
+    if len(patterns) < 2:
+        return [_figure(value, pattern) for pattern in patterns]
+    digits = _figure(value, "0" * sum(map(len, patterns)))
+    shown: list[str] = []
+    for pattern in reversed(patterns[1:]):
+        shown.insert(0, digits[-len(pattern) :])
+        digits = digits[: -len(pattern)]
+    return [digits, *shown]
+
+
+def _section(code: str, value: float) -> tuple[str, float]:
+    """The part of a format that is for a value, and the value that it shows."""
+    sections = [match[0].removesuffix(";") for match in _SECTION.finditer(code) if match[0]][:3]
+    conditions = [_CONDITION.search(section) for section in sections]
+    for section, condition in zip(sections, conditions, strict=True):
+        if condition is not None:
+            sign, bound = condition[1], float(condition[2])
+            signs = "=" if value == bound else "<" if value < bound else ">"
+            if signs in sign:
+                return section, value
+    if any(conditions):
+        return next((s for s, c in zip(sections, conditions, strict=True) if not c), "0"), value
+    if len(sections) > 2 and value == 0:
+        return sections[2], value
+    if len(sections) > 1 and value < 0:
+        return sections[1], -value
+    return (sections or [""])[0], value
+
+
+def _figure(value: float, pattern: str) -> str:
+    """A figure by its pattern: `#,##0.00`, `0.0E+0`; commas at the end divide by a thousand."""
+    if pattern.lower() == "general":
+        return shown_number(repr(value))
+    pattern, _, exponent = pattern.upper().partition("E")
+    thousands = len(pattern) - len(pattern.rstrip(","))
+    whole, _, decimals = pattern.rstrip(",").partition(".")
+    least, most = decimals.count("0"), len(decimals)
+    if exponent:
+        mantissa, power = f"{value:.{most}E}".split("E")
+        sign = power[0] if power[0] == "-" or "+" in exponent else ""
+        return f"{mantissa}E{sign}{int(power[1:]):0{exponent.count('0')}d}"
+    exact = decimal.Decimal(repr(value)).scaleb(-3 * thousands, _PRECISE)
+    rounded = exact.quantize(decimal.Decimal(1).scaleb(-most), context=_PRECISE)
+    front, _, back = f"{rounded:{',' if ',' in whole else ''}.{most}f}".partition(".")
+    while len(back) > least and back.endswith("0"):
+        back = back[:-1]
+    front = front.rjust(whole.count("0"), "0") if "0" in whole else front.lstrip("0")
+    return f"{front}.{back}" if back else front
+
+
+def _date(days: float, tokens: Sequence[tuple[str, str]]) -> str:
+    """A date or time by its format; days are counted as Excel counts them, from 1900."""
+    parts = "".join(token.lower() for kind, token in tokens if kind in ("date", "elapsed"))
+    digits = next((len(t) - t.index(".") - 1 for k, t in tokens if k == "date" and "." in t), 0)
+    seconds = round(days * 86_400, min(digits, 3))
+    # Excel takes 1900 for a leap year: its days before March 1900 are one less than they should be.
+    start = datetime.datetime(1899, 12, 30) + datetime.timedelta(days=int(days < 60))
+    time = start + datetime.timedelta(seconds=seconds)
+    hour = (time.hour - 1) % 12 + 1 if "am/pm" in parts or "a/p" in parts else time.hour
+    shown = []
+    for place, (kind, token) in enumerate(tokens):
+        name = token.lower()
+        if kind == "elapsed":
+            unit = {"h": 3600, "m": 60, "s": 1}[name[0]]
+            shown.append(f"{int(seconds // unit):0{len(name)}d}")
+        elif kind != "date":
+            shown.append(token)
+        elif name in ("am/pm", "a/p"):
+            shown.append(token.split("/")[time.hour >= 12])
+        elif name[0] == "y":
+            shown.append(f"{time:%Y}" if len(name) > 2 else f"{time:%y}")
+        elif name[0] == "d":
+            shown.append(
+                [str(time.day), f"{time:%d}", f"{time:%a}", f"{time:%A}"][min(len(name), 4) - 1]
+            )
+        elif name[0] == "h":
+            shown.append(f"{hour:0{min(len(name), 2)}d}")
+        elif name[0] == "s":
+            shown.append(f"{time.second:0{min(name.count('s'), 2)}d}")
+            if digits:
+                shown.append(f".{time.microsecond:06d}"[: digits + 1])
+        elif _is_minute(place, tokens):
+            shown.append(f"{time.minute:0{min(len(name), 2)}d}")
+        else:
+            names = [str(time.month), f"{time:%m}", f"{time:%b}", f"{time:%B}", f"{time:%b}"[0]]
+            shown.append(names[min(len(name), 5) - 1])
+    return "".join(shown)
+
+
+def _is_minute(place: int, tokens: Sequence[tuple[str, str]]) -> bool:
+    """Whether an `m` means minutes: behind hours or before seconds."""
+    before = [token for kind, token in tokens[:place] if kind in ("date", "elapsed")]
+    behind = [token for kind, token in tokens[place + 1 :] if kind in ("date", "elapsed")]
+    return (bool(before) and before[-1][0] in "hH") or (bool(behind) and behind[0][0] in "sS")

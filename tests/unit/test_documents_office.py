@@ -1,0 +1,578 @@
+"""Office's documents: each piece of a file that a person sees is read, the others are counted."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from document_files import picture
+from office_files import (
+    ALT,
+    FIELD,
+    LOOK,
+    OPEN_PIECES,
+    PIECES,
+    SHAPES,
+    book,
+    cell,
+    deck,
+    line,
+    opened,
+    para,
+    related,
+    root,
+    run,
+    shape,
+    slide,
+    t,
+    table,
+    tc,
+    tp,
+    tr,
+    v,
+    word,
+    zipped,
+)
+
+from mmqa_jax.data.documents.delimited import read_delimited
+from mmqa_jax.data.documents.document import DocumentError
+from mmqa_jax.data.documents.docx import read_docx
+from mmqa_jax.data.documents.odf import read_odf
+from mmqa_jax.data.documents.pptx import read_pptx
+from mmqa_jax.data.documents.xlsx import read_xlsx, shown_by
+
+
+def is_balanced(document) -> bool:
+    """Whether the letters that the file holds are those that were read and left out, to the letter."""
+    more = dataclasses.replace(document, letters=document.letters + 1000)
+    return (document.missing, more.missing) == (0, 1000)
+
+
+def texts(document):
+    return [paragraph.text for paragraph in document.paragraphs]
+
+
+def rows(document):
+    return [(p.header, p.text) for p in document.paragraphs if p.is_row]
+
+
+# Word
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_pieces_of_a_word_file(piece):
+    body, expected = PIECES[piece]
+    document = read_docx(word(body + para(t("End."))))
+    read = [line for p in document.paragraphs for line in (p.header, p.text) if line]
+    assert [line for line in dict.fromkeys(read) if line != "| Herring"] == [*expected, "End."]
+    assert is_balanced(document)
+
+
+def test_all_pieces_of_one_word_file():
+    document = read_docx(
+        word("".join(para(t(piece)) + body for piece, (body, _) in PIECES.items()))
+    )
+    read = {line for p in document.paragraphs for line in (p.header, p.text, p.heading)}
+    missing = [piece for piece, (_, lines) in PIECES.items() if not read.issuperset(lines)]
+    # The deleted end of a paragraph joins it to the next one, which is the same here.
+    assert missing == []
+    assert is_balanced(document)
+
+
+NOTED = para(
+    t("Fees")
+    + '<w:r><w:footnoteReference w:id="2"/></w:r><w:r><w:endnoteReference w:id="3"/></w:r>'
+    + '<w:r><w:commentReference w:id="4"/></w:r>'
+    + t(" rise.")
+) + para(t("End."))
+
+
+def test_notes_headers_and_footers():
+    document = read_docx(
+        word(
+            NOTED,
+            footnotes=root(
+                "w:footnotes", f'<w:footnote w:id="2">{para(t("In 2024."))}</w:footnote>'
+            ),
+            endnotes=root("w:endnotes", f'<w:endnote w:id="3">{para(t("By law."))}</w:endnote>'),
+            comments=root(
+                "w:comments",
+                f'<w:comment w:id="4">{para(t("Check."))}</w:comment><w:comment w:id="5">{para(t("Lost."))}</w:comment>',
+            ),
+            header=root("w:hdr", para(t("Harbour office"))),
+            header2=root("w:hdr", para(t("Harbour office"))),
+            footer=root("w:ftr", para(t("7"))),
+        )
+    )
+    assert texts(document) == [
+        "Harbour office", "Fees rise.", "In 2024.", "By law.", "Check.", "End.", "Lost.",
+    ]  # fmt: skip
+    assert document.left_out == {"page numbers": 1, "repeated headers and footers": 13}
+    assert is_balanced(document)
+
+
+@pytest.mark.parametrize(
+    ("body", "cause", "count"),
+    [
+        (para(f"<w:del><w:r><w:delText>gone</w:delText></w:r></w:del>{t('x')}"), "deleted text", 4),
+        (f"<w:moveFrom>{para(t('gone'))}</w:moveFrom>", "deleted text", 4),
+        (f"<w:tbl><w:tr><w:trPr><w:del/></w:trPr>{cell('gone')}</w:tr><w:tr>{cell('x')}</w:tr></w:tbl>", "deleted text", 4),
+        (para("<w:r><w:rPr><w:vanish/></w:rPr><w:t>gone</w:t></w:r>"), "hidden text", 4),
+        (para(FIELD % "begin" + t("gone") + FIELD % "separate" + t("x") + FIELD % "end"), "codes of fields", 4),
+    ],
+)  # fmt: skip
+def test_what_word_does_not_show_is_counted(body, cause, count):
+    document = read_docx(word(body + para(t("End."))))
+    assert "gone" not in " ".join(texts(document))
+    assert document.left_out == {cause: count}
+    assert is_balanced(document)
+
+
+def test_headings_and_captions_of_word():
+    red, blue = (
+        f'<w:r><w:drawing>{ALT}<a:blip r:embed="{part}"/></w:drawing></w:r>'
+        for part in ("rId2", "rId6")
+    )
+    document = read_docx(
+        word(
+            para(t("Boats"), "berschrift1") + para(t("a"), "Loop") + para(t("Sails"), "Part") + para(t("b"))
+            + para(t("Ropes"), "Own") + para(red) + para(t("Red boat"), "Cap") + para(blue) + para(red)
+            + "<w:p><w:pPr><w:outlineLvl w:val='0'/></w:pPr>" + t("Oars") + "</w:p>" + para(t("c"))
+        )
+    )  # fmt: skip
+    assert [(p.heading, p.text) for p in document.paragraphs] == [
+        ("Boats", "a"), ("Boats > Sails", "b"), ("Ropes", "Red boat"), ("Oars", "c"),
+    ]  # fmt: skip
+    assert [(f.caption, f.heading, f.picture) for f in document.figures] == [
+        ("Red boat", "Ropes", picture()), ("A red hull", "Ropes", picture("blue")),
+    ]  # fmt: skip
+    # The same picture again is none; of the first one, the caption stands for the alternative text.
+    assert document.left_out == {"alternative texts": 16}
+    assert is_balanced(document)
+
+
+MERGED = '<w:vMerge w:val="restart"/>'
+HEADED = cell("Berth") + cell("Fee") + cell("Draught")
+
+
+@pytest.mark.parametrize(
+    ("lines", "properties", "expected"),
+    [
+        ([HEADED, cell("B7") + cell("12") + cell("4 m")], "", [("Berth | Fee | Draught", "B7 | 12 | 4 m")]),
+        # Merged downwards: in each row that it covers; without a cell above it, a cell of its own.
+        (
+            [HEADED, cell("North", MERGED) + cell("1") + cell("2"), cell("", "<w:vMerge/>") + cell("3") + cell("4")],
+            "",
+            [("Berth | Fee | Draught", "North | 1 | 2"), ("Berth | Fee | Draught", "North | 3 | 4")],
+        ),
+        ([cell("a", MERGED) + cell("b"), cell("", "<w:vMerge/>") + cell("c")], "", [("", "a | b"), ("", "a | c")]),
+        ([cell("a", "<w:vMerge/>") + cell("1"), cell("b") + cell("2")], "", [("", "a | 1"), ("", "b | 2")]),
+        # Merged to the right, beyond all bounds too, and a row that begins in the second column.
+        (
+            [cell("Wide", '<w:gridSpan w:val="2000000000"/>') + cell("x"), cell("a") + cell("1")],
+            LOOK,
+            [("", "Wide | | x"), ("", "a | 1")],
+        ),
+        # Empty cells keep their place; figures are no header, nor is what Word says is none.
+        ([HEADED, cell("B7") + cell("") + cell("4 m")], "", [("Berth | Fee | Draught", "B7 | | 4 m")]),
+        ([cell("1") + cell("2"), cell("3") + cell("4")], "", [("", "1 | 2"), ("", "3 | 4")]),
+        ([HEADED, HEADED], LOOK, [("", "Berth | Fee | Draught"), ("", "Berth | Fee | Draught")]),
+        (
+            ["<w:trPr><w:tblHeader/></w:trPr>" + cell("1") + cell("2")] * 2 + [cell("3") + cell("4")],
+            "",
+            [("1 | 2; 1 | 2", "3 | 4")],
+        ),
+    ],
+)  # fmt: skip
+def test_tables_of_word(lines, properties, expected):
+    assert rows(read_docx(word(table(*lines, properties=properties)))) == expected
+
+
+def test_merged_rows_are_read_in_linear_time():
+    merged = cell("Group", MERGED) + cell("p"), cell("", "<w:vMerge/>") + cell("p")
+    document = read_docx(word(table(merged[0], *[merged[1]] * 2_000)))
+    assert [text for _, text in rows(document)] == ["Group | p"] * 2_001
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (word("<w:p>"), r"no \.docx that can be read \(Opening and ending tag mismatch"),
+        (zipped({"_rels/.rels": related(("officeDocument", "a.xml"))}), "it names no document"),
+        (zipped({"_rels/.rels": related(("officeDocument", "a.xml")), "a.xml": "<a/>"}), "it has no body"),
+        (word("<w:txbxContent>" * 9_000 + "</w:txbxContent>" * 9_000), "too deeply|depth"),
+        (
+            zipped({
+                "_rels/.rels": related(("officeDocument", "a.xml")),
+                "a.xml": '<!DOCTYPE a [<!ENTITY b "bbbb"><!ENTITY c "&b;&b;">]><a>&c;</a>',
+            }),
+            "a.xml declares entities",
+        ),
+    ],
+)  # fmt: skip
+def test_damaged_word_files(data, reason):
+    with pytest.raises(DocumentError, match=reason):
+        read_docx(data)
+
+
+def test_xml_counts_whatever_its_name_ends_with():
+    spaces = root("w:document", "<w:body>" + " " * (3 * 2**23) + "</w:body>")
+    data = zipped({
+        "_rels/.rels": related(("officeDocument", "word/document.bin")),
+        "word/document.bin": spaces,
+    })  # fmt: skip
+    with pytest.raises(DocumentError, match=r"unpacks to 25,\d+,\d+ bytes of text"):
+        read_docx(data)
+
+
+def test_repeated_texts_do_not_grow_without_bound(monkeypatch):
+    monkeypatch.setattr("mmqa_jax.data.documents.office.MOST_REPEATED", 10_000)
+    long = table(cell("x" * 900, MERGED) + cell("1"), *[cell("", "<w:vMerge/>") + cell("2")] * 20)
+    with pytest.raises(
+        DocumentError, match="its merged cells repeat more than 10,000 characters; split it"
+    ):
+        read_docx(word(long))
+    for module in ("office", "xlsx"):
+        monkeypatch.setattr(f"mmqa_jax.data.documents.{module}.MOST_TEXT", 10_000)
+    with pytest.raises(DocumentError, match="says more than 10,000 characters; split it"):
+        read_docx(word(para(t("x" * 900)) * 20))
+    shared = "".join(line(number, v("1", 't="s"')) for number in range(1, 5001))
+    with pytest.raises(DocumentError, match="says more than 10,000 characters; split it"):
+        read_xlsx(book(shared))
+
+
+# PowerPoint
+
+
+@pytest.mark.parametrize("piece", SHAPES)
+def test_shapes_of_slides(piece):
+    drawn, expected = SHAPES[piece]
+    document = read_pptx(deck(slide(drawn, shape(run("End.")))))
+    read = dict.fromkeys(line for p in document.paragraphs for line in (p.header, p.text) if line)
+    assert list(read) == [*expected, "End."]
+    assert is_balanced(document)
+
+
+def test_slides_of_a_presentation():
+    pic = '<p:pic><p:nvPicPr><p:cNvPr id="3" name="" descr="A red hull"/></p:nvPicPr><a:blip r:embed="rId2"/></p:pic>'
+    notes = root("p:notes", shape(run("Speak slowly."), "body") + shape(run("3"), "sldNum"))
+    comments = root("p:cmLst", "<p:cm><p:text>Check the fee.</p:text></p:cm>")
+    document = read_pptx(
+        deck(
+            slide(shape(run("No title here"))),
+            slide(
+                shape(run("Body")), shape(run("Fees"), "ctrTitle"), pic, shape(run("ACME"), "ftr")
+            ),
+            slide(shape(run("Secret")), more='show="0"'),
+            more=(("notesSlide", "../notes.xml"), ("comments", "../comments.xml")),
+            notes=notes,
+            comments=comments,
+        )
+    )
+    beside = ["Speak slowly.", "Check the fee."]
+    assert [(p.page, p.places[0].name, p.heading, p.text) for p in document.paragraphs] == [
+        (2, "slide 2", "Fees", "Body"),
+        *((2, "slide 2", "Fees", text) for text in beside),
+        (3, "slide 3", "", "No title here"),
+        *((3, "slide 3", "", text) for text in beside),
+    ]
+    assert [(f.caption, f.page, f.heading, f.picture) for f in document.figures] == [
+        ("A red hull", 2, "Fees", picture())
+    ]
+    assert document.left_out == {"hidden slides": 6, "footers and numbers of slides": 6}
+
+
+# Excel
+
+
+def places_and_texts(document):
+    return [(p.places[0].name, p.header, p.text) for p in document.paragraphs]
+
+
+def test_sheets_of_a_workbook():
+    document = read_xlsx(
+        book(
+            line(1, "Harbour fees")
+            + line(2, v("0", 't="s"'), v("1", 't="s"'), "Share", "Open")
+            + line(3, "North", v("12.5"), v("0.25", 's="1"'), v("1", 't="b"'))
+            + line(4, ("", ""), v("7"), v("#N/A", 't="e"'), ("<x:f>NOW()</x:f>", ""))
+            + line(5, "away", more='hidden="1"')
+            + line(9, "Alone", v("45356", 's="2"')),
+            sheets=line(1, "Secret"),
+            more='<x:cols><x:col min="6" max="16384" hidden="1"/></x:cols>',
+            after='<x:mergeCells><x:mergeCell ref="A3:A4"/><x:mergeCell ref="B9:B1048576"/></x:mergeCells>',
+            styles='<x:numFmts><x:numFmt numFmtId="164" formatCode="d. mmmm yyyy"/></x:numFmts>',
+            comments=root("x:comments", '<x:comment ref="B3"><x:text><x:t>Too low</x:t></x:text></x:comment>'
+                          '<x:comment ref="Z50"><x:text><x:t>[Threaded comment] old</x:t></x:text></x:comment>'),
+            threadedComment=root("x:ThreadedComments", '<x:threadedComment ref="Z50"><x:text>Far off</x:text></x:threadedComment>'),
+            drawing=root("xdr:wsDr", f"<xdr:oneCellAnchor><xdr:sp>{'<xdr:txBody><a:p>' + run('Boxed') + '</a:p></xdr:txBody>'}</xdr:sp></xdr:oneCellAnchor>"),
+        )
+    )  # fmt: skip
+    header = "Berth | Fee | Share | Open"
+    assert [
+        (p.places[0].name if p.places else "", p.header, p.text) for p in document.paragraphs
+    ] == [
+        ("'Fees 24'!A1", "", "Harbour fees"),
+        ("'Fees 24'!A3:D3", header, "North | 12.5 | 25% | TRUE"),
+        ("'Fees 24'!B3", "", "Too low"),
+        ("'Fees 24'!A4:C4", header, "North | 7 | #N/A"),
+        ("'Fees 24'!A9:B9", "", "Alone | 5. March 2024"),
+        ("'Fees 24'!Z50", "", "Far off"),
+        ("", "", "Boxed"),
+    ]
+    assert {p.heading for p in document.paragraphs} == {"Fees 24"}
+    assert document.left_out == {
+        "hidden rows": 4,
+        "hidden sheets": 6,
+        "formulas without a value": 3,
+    }
+    assert is_balanced(document)
+
+
+def test_hidden_columns_and_cells_without_names():
+    nameless = "<x:row><x:c t='str'><x:v>a</x:v></x:c><x:c t='str'><x:v>gone</x:v></x:c><x:c><x:v>3</x:v></x:c></x:row>"
+    document = read_xlsx(
+        book(nameless, more='<x:cols><x:col min="2" max="2" hidden="1"/></x:cols>')
+    )
+    assert places_and_texts(document) == [("'Fees 24'!A1:C1", "", "a | 3")]
+    assert document.left_out == {"hidden columns": 4}
+
+
+def test_merged_areas_without_number_are_refused(monkeypatch):
+    monkeypatch.setattr("mmqa_jax.data.documents.xlsx.MOST_CELLS", 1_000)
+    areas = "<x:mergeCells>" + "<x:mergeCell ref='A1:A90'/>" * 30 + "</x:mergeCells>"
+    cells = "".join(line(number, v("1")) for number in range(1, 91))
+    with pytest.raises(DocumentError, match="more than 1,000 cells; split it"):
+        read_xlsx(book(cells, after=areas))
+
+
+def test_cells_far_apart_cost_nothing():
+    far = line(1, "a") + '<x:row r="1048576"><x:c r="XFD1048576" t="str"><x:v>b</x:v></x:c></x:row>'
+    assert places_and_texts(read_xlsx(book(far))) == [
+        ("'Fees 24'!A1", "", "a"),
+        ("'Fees 24'!XFD1048576", "", "b"),
+    ]
+
+
+def test_a_workbook_of_too_many_cells(monkeypatch):
+    for module in ("xlsx", "delimited"):
+        monkeypatch.setattr(f"mmqa_jax.data.documents.{module}.MOST_CELLS", 3)
+    with pytest.raises(DocumentError, match="more than 3 cells; split it"):
+        read_xlsx(book(line(1, "a", "b") + line(2, "c", "d")))
+    with pytest.raises(DocumentError, match="more than 3 cells; split it"):
+        read_delimited(b"a,b\nc,d\n")
+
+
+def test_a_workbook_without_its_sheet():
+    with pytest.raises(DocumentError, match="sheet 'Fees 24' is not in the file"):
+        read_xlsx(book("").replace(b"xl/a.xml", b"xl/c.xml"))
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "shown"),
+    [
+        # What LibreOffice 7.4 writes of such cells as CSV (as shown), and Excel shows.
+        ("45356.573", "d-mmm-yy", "5-Mar-24"),
+        ("45356.573", "dddd, d mmmm yyyy", "Tuesday, 5 March 2024"),
+        ("45356.573", "yyyy-mm-dd hh:mm:ss", "2024-03-05 13:45:07"),
+        ("45356.573", "dd.mm.yyyy", "05.03.2024"),
+        ("45356.573", "h:mm AM/PM", "1:45 PM"),
+        ("45356.573", 'yyyy"年"m"月"d"日"', "2024年3月5日"),
+        ("12.5", "[h]:mm:ss", "300:00:00"),
+        ("0.573", "mm:ss", "45:07"),
+        ("0.25", "0.00%", "25.00%"),
+        ("1234.567", "#,##0", "1,235"),
+        ("-1234567.891", "#,##0.00;(#,##0.00)", "(1,234,567.89)"),
+        ("-1234567.891", '"$"#,##0.00', "-$1,234,567.89"),
+        ("1234.567", "#,##0.00 [$€-407]", "1,234.57 €"),
+        ("0", '0;-0;"zero";@', "zero"),
+        ("123456789012", '0.0,,"M"', "123456.8M"),
+        ("1234.567", "00000", "01235"),
+        ("12.5", "000-00-0000", "000-00-0013"),
+        ("-1", '[>=100]"big";[<0]"neg";0.0', "neg"),
+        ("12.5", '[>=100]"big";[<0]"neg";0.0', "12.5"),
+        ("1234.567", "0.00E+00", "1.23E+03"),
+        ("5", "#.##", "5"),
+        ("1234.567", "\\a0", "a1235"),
+        ("-0.2", "0", "0"),
+        ("0.30000000000000004", "General", "0.3"),
+        ("0.125", "0.00", "0.13"),
+        # Excel alone has a day before 1 January 1900 and takes that year for a leap year.
+        ("1", "yyyy-mm-dd", "1900-01-01"),
+        ("61", "yyyy-mm-dd", "1900-03-01"),
+        # What no format can show is shown as it is.
+        ("-1", "yyyy-mm-dd", "-1"),
+        ("1e308", "0%%%%", "1E+308"),
+        ("inf", "0.0", "INF"),
+        ("word", "0.0", "word"),
+        ("2.5", "0" * 300, "2.5"),
+        ("1234.5", "# ?/?", "1234.5"),
+    ],
+)
+def test_figures_are_shown_by_their_formats(value, code, shown):
+    assert " ".join(shown_by(value, code).split()) == shown
+
+
+def test_days_from_1904():
+    styles = '<x:numFmts><x:numFmt numFmtId="164" formatCode="yyyy-mm-dd"/></x:numFmts>'
+    data = book(line(1, v("0", 's="2"')), styles=styles, about='<x:workbookPr date1904="1"/>')
+    assert texts(read_xlsx(data)) == ["1904-01-01"]
+
+
+# OpenDocument
+
+
+@pytest.mark.parametrize("piece", OPEN_PIECES)
+def test_pieces_of_an_odt(piece):
+    content, expected = OPEN_PIECES[piece]
+    document = read_odf(opened("text", content + tp("End.")), ".odt")
+    read = dict.fromkeys(line for p in document.paragraphs for line in (p.header, p.text) if line)
+    assert list(read) == [*expected, "End."]
+    assert is_balanced(document)
+
+
+def test_headings_edges_and_what_an_odt_does_not_show():
+    page = f"<o:master-styles><style:master-page><style:header>{tp('Office')}</style:header><style:footer>{tp('7')}</style:footer></style:master-page></o:master-styles>"
+    figure = "<draw:frame><draw:image xlink:href='Pictures/a.png'/><svg:desc>A red hull</svg:desc></draw:frame>"
+    document = read_odf(
+        opened(
+            "text",
+            f"<text:tracked-changes><text:deletion>{tp('gone')}</text:deletion></text:tracked-changes>"
+            '<text:p text:style-name="P1">Boats</text:p><text:h text:outline-level="2">Sails</text:h>'
+            + tp("a" + figure) + f'<text:section text:display="none">{tp("hidden")}</text:section>'
+            + tp('b<text:span text:style-name="Off">away</text:span>'),
+            styles=root("o:document-styles", page),
+            meta=root("o:document-meta", "<o:meta><dc:title>Boats of old</dc:title></o:meta>"),
+        ),
+        ".odt",
+    )  # fmt: skip
+    assert [(p.heading, p.text) for p in document.paragraphs] == [
+        ("", "Office"),
+        ("Boats > Sails", "a"),
+        ("Boats > Sails", "b"),
+    ]
+    assert [(f.caption, f.picture) for f in document.figures] == [("A red hull", picture())]
+    assert document.title == "Boats of old"
+    assert document.left_out == {
+        "deleted text": 4,
+        "hidden sections": 6,
+        "hidden text": 4,
+        "repeated headers and footers": 1,
+    }
+    assert is_balanced(document)
+
+
+def test_sheets_of_an_ods():
+    empty = tr(
+        '<table:table-cell table:number-columns-repeated="16384"/>',
+        more='table:number-rows-repeated="1048000"',
+    )
+    fees = (
+        '<table:table-column table:number-columns-repeated="3"/><table:table-column table:visibility="collapse"/>'
+        + tr(tc("Berth"), tc("Fee"), tc("Open"))
+        + tr(
+            tc("North"),
+            tc("12,50 €"),
+            f"<table:table-cell>{tp('yes')}<o:annotation>{tp('Sure?')}</o:annotation></table:table-cell>",
+            tc("gone"),
+        )
+        + tr(tc("away"), more='table:visibility="filter"')
+        + empty
+        + tr(tc("far", 'table:number-columns-repeated="2000000000"'))
+    )
+    sheets = f'<table:table table:name="Fees">{fees}</table:table><table:table table:name="Back" table:style-name="Off">{tr(tc("secret"))}</table:table>'
+    document = read_odf(opened("spreadsheet", sheets), ".ods")
+    header = "Berth | Fee | Open"
+    assert places_and_texts(document)[:2] == [
+        ("Fees!A2:C2", header, "North | 12,50 € | yes"), ("Fees!C2", "", "Sure?"),
+    ]  # fmt: skip
+    last = document.paragraphs[-1]
+    assert last.places[0].name.startswith("Fees!A1048004:")
+    assert last.text.startswith("far | far")
+    assert len(last.text) < 3_000
+    assert document.left_out == {"hidden columns": 4, "hidden rows": 4, "hidden sheets": 6}
+
+
+def test_slides_of_an_odp():
+    title = f'<draw:frame presentation:class="title"><draw:text-box>{tp("Fees")}</draw:text-box></draw:frame>'
+    edge = f'<draw:frame presentation:class="footer"><draw:text-box>{tp("ACME")}</draw:text-box></draw:frame>'
+    shown = f"<draw:page>{tp('First')}</draw:page><draw:page>{tp('Body')}{title}{edge}<presentation:notes>{tp('Slowly')}</presentation:notes></draw:page>"
+    document = read_odf(
+        opened(
+            "presentation", shown + f'<draw:page draw:style-name="Off">{tp("secret")}</draw:page>'
+        ),
+        ".odp",
+    )
+    assert [(p.page, p.places[0].name, p.heading, p.text) for p in document.paragraphs] == [
+        (1, "slide 1", "", "First"), (2, "slide 2", "Fees", "Body"), (2, "slide 2", "Fees", "Slowly"),
+    ]  # fmt: skip
+    assert document.left_out == {"footers and numbers of slides": 4, "hidden slides": 6}
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (zipped({"a.xml": "<a/>"}), r"no \.odt: it holds no content.xml"),
+        (zipped({"content.xml": "<a/>"}), "it has no body"),
+        (zipped({"content.xml": "<a>"}), r"no \.odt that can be read"),
+        (zipped({"content.xml": "<a/>", "META-INF/manifest.xml": "<m:encryption-data/>"}), "encrypted"),
+        (opened("text", "<text:list>" * 3_000 + "</text:list>" * 3_000), "too deeply|depth"),
+    ],
+)  # fmt: skip
+def test_damaged_opendocument_files(data, reason):
+    with pytest.raises(DocumentError, match=reason):
+        read_odf(data, ".odt")
+
+
+# Values divided by commas and others
+
+BERTHS = [
+    ("A2:C2", "Berth | Fee | Note", "North | 1,5 | x"),
+    ("A3:C3", "Berth | Fee | Note", "South | 2 | é"),
+]
+
+
+@pytest.mark.parametrize(
+    ("data", "delimiter", "expected"),
+    [
+        ("Berth;Fee;Note\nNorth;1,5;x\nSouth;2;é\n", "", BERTHS),
+        ('Berth,Fee,Note\r\nNorth,"1,5",x\r\nSouth,2,é', "", BERTHS),
+        ("Berth\tFee\tNote\nNorth\t1,5\tx\nSouth\t2\té\n", "", BERTHS),
+        ("Berth|Fee|Note\nNorth|1,5|x\nSouth|2|é\n", "\t", [("A1", "", "Berth|Fee|Note"), ("A2", "", "North|1,5|x"), ("A3", "", "South|2|é")]),
+        ("Berth|Fee|Note\nNorth|1,5|x\nSouth|2|é\n", "", BERTHS),
+        # Excel's own line names the delimiter; a title, an empty line and another table.
+        ("sep=,\nx;y,z\n", "", [("A2:B2", "", "x;y | z")]),
+        ("Fees\na,b\nc,d\n\n1,2\n", "", [("A1", "", "Fees"), ("A3:B3", "a | b", "c | d"), ("A5:B5", "", "1 | 2")]),
+        # A value of two lines.
+        ('a,b\n1,"x\ny"\n', "", [("A2:B2", "a | b", "1 | x y")]),
+    ],
+)  # fmt: skip
+def test_tables_as_text(data, delimiter, expected):
+    document = read_delimited(data.encode(), delimiter)
+    assert places_and_texts(document) == expected
+    assert is_balanced(document)
+
+
+def test_a_quotation_mark_without_its_pair_is_a_letter():
+    document = read_delimited(('a,b\n1,"x\n' + "y,zzzzzzzzzzzzzz\n" * 9_000).encode())
+    assert len(document.paragraphs) == 9_001
+    assert places_and_texts(document)[0] == ("A2:B2", "a | b", '1 | "x')
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_encodings_of_tables(encoding):
+    data = "Berth;Fee;Note\nNorth;1,5;x\nSouth;2;é\n".encode(encoding)
+    assert places_and_texts(read_delimited(data)) == BERTHS
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ("Straße;Fee\n".encode("cp1252"), "not UTF-8 text .* save the file as UTF-8"),
+        (b"\xff\xfea", "its UTF-16 is damaged"),
+        (b"x" * 200_000, "no table of values that can be read .*field larger"),
+    ],
+)
+def test_damaged_tables(data, reason):
+    with pytest.raises(DocumentError, match=reason):
+        read_delimited(data)
