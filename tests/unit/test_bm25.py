@@ -3,18 +3,21 @@
 import math
 import re
 
+import bm25s
 import numpy as np
 import pytest
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking, Source, source_text
+from mmqa_jax.data.text_analysis import Analyzer
 from mmqa_jax.evaluation.retrieval import score_rankings
 from mmqa_jax.extensions.second_hop import SecondHopRetriever
 from mmqa_jax.extensions.similarity import interpolate
 from mmqa_jax.retrieval.bm25 import BM25, BM25Retriever, words
 from mmqa_jax.retrieval.fusion import RankFusion
 
+PLAIN = Analyzer(stop_words=False)
 WORDS = [
     "flag",
     "star",
@@ -59,7 +62,7 @@ def plain_bm25(texts, query, k1, b):
 def test_search_equals_the_formula(k1, b):
     texts = random_texts(300)
     queries = ["red star", "Capital CAPITAL island?", "unknown river"]
-    rows, scores = BM25(texts, k1, b, stop_words=False).search(queries, 300)
+    rows, scores = BM25(texts, k1, b, analyzer=PLAIN).search(queries, 300)
     for query, found, values in zip(queries, rows, scores, strict=True):
         expected = plain_bm25(texts, query, k1, b)
         matched = np.count_nonzero(expected)
@@ -69,6 +72,17 @@ def test_search_equals_the_formula(k1, b):
         assert (np.diff(values) <= 0).all()
         assert (found[matched:] == -1).all()
         assert (values[matched:] == 0).all()
+
+
+@pytest.mark.parametrize(("k1", "b"), [(1.5, 0.75), (0.9, 0.4)])
+def test_scores_are_those_of_bm25s_to_the_bit(k1, b):
+    texts = [text.lower() for text in random_texts(400, seed=5)]
+    peer = bm25s.BM25(k1=k1, b=b, method="lucene", backend="numpy")
+    peer.index([text.split() for text in texts], show_progress=False)
+    index = BM25(texts, k1, b, analyzer=PLAIN)
+    for query in ("red star", "sea north old sea king", "capital"):
+        wanted = peer.get_scores(query.split())
+        np.testing.assert_array_equal(index.scores(query, range(len(texts))), wanted)
 
 
 def test_top_k_is_the_head_of_the_full_ranking_with_ties_in_row_order():
@@ -104,7 +118,7 @@ def test_allowed_rows():
 
 def test_restricted_search_is_a_corpus_of_its_own():
     texts = random_texts(100, seed=3)
-    index = BM25(texts, stop_words=False)
+    index = BM25(texts, analyzer=PLAIN)
     candidates = [70, 3, 41, 12, 99, 5]
     expected = plain_bm25([texts[row] for row in candidates], "red star sea", 1.5, 0.75)
     rows, scores = index.search_within("red star sea", candidates, 4)
@@ -120,7 +134,7 @@ def test_restricted_search_is_a_corpus_of_its_own():
 
 def test_words_and_source_text():
     assert words("The FLAG of Côte d'Ivoire, 1960") == ["flag", "côte", "d", "ivoire", "1960"]
-    assert words("The flag", stop_words=False) == ["the", "flag"]
+    assert PLAIN.words("The flag") == ["the", "flag"]
     assert source_text(Source("1", "image", "a red flag", title="Peru", image="1.png")) == (
         "Peru a red flag"
     )
