@@ -182,14 +182,14 @@ def stop_words(language: str, of_questions: bool = False) -> frozenset[str]:
       UserError: bm25s has no list of that language.
     """
     # Imported on first use: the import runs a JAX computation, so hosts must be joined first.
-    lists = vars(importlib.import_module("bm25s.stopwords"))
-    lists = {name.removeprefix("STOPWORDS_").lower(): words for name, words in lists.items()}
-    lists["english"] = lists["en_plus" if of_questions else "en"]
+    found = vars(importlib.import_module("bm25s.stopwords")).items()
+    lists = {name[10:].lower(): words for name, words in found if name.startswith("STOPWORDS_")}
+    english = lists.pop("en"), lists.pop("en_plus")
+    lists["english"] = english[of_questions]
     if language not in lists:
-        known = sorted(name for name in lists if len(name) > 3 and name.isalpha())
         raise UserError(
-            f"language={language}: there are no stop words of it; name one of {', '.join(known)}, "
-            "or leave out no stop words."
+            f"--language={language}: there are no stop words of it; name one of "
+            f"{', '.join(sorted(lists))}, or leave it out."
         )
     return frozenset(lists[language])
 
@@ -200,12 +200,12 @@ def _stemmer(language: str) -> Callable[[list[str]], list[str]]:
         import Stemmer
     except ImportError as error:
         raise UserError(
-            "stemming: needs the package PyStemmer; install it with `pip install "
+            "--stemming: needs the package PyStemmer; install it with `pip install "
             "'mmqa-jax[stemming]'`."
         ) from error
     if language not in Stemmer.algorithms():
         raise UserError(
-            f"language={language}: there is no stemmer of it; name one of "
-            f"{', '.join(Stemmer.algorithms())}, or leave out the stemming."
+            f"--language={language}: there is no stemmer of it; name one of "
+            f"{', '.join(Stemmer.algorithms())}, or leave --stemming out."
         )
     return Stemmer.Stemmer(language).stemWords

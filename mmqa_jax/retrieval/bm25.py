@@ -8,31 +8,76 @@ result: bm25s's own `retrieve` fills up its top k with such sources, whose score
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Float32, Int32, Int64
 
 from mmqa_jax.core.arguments import check_questions, check_several
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.paths import remove_tree
+from mmqa_jax.core.store import Store, digest_of
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking, source_text
 from mmqa_jax.data.text_analysis import Analyzer, Vocabulary
 from mmqa_jax.retrieval.rankings import by_score, to_rankings
 
 _BLOCK = 64  # scores per block when bounding the top k; any size is correct
+_KEPT = 16  # corpora whose words are kept
 _TEXTS = 4096  # whose words are numbered at a time
 _ANALYZER = Analyzer()
 words = _ANALYZER.words  # of texts and queries where nothing else is said
+
+
+class TextWords(NamedTuple):
+    """The words of several texts.
+
+    Attributes:
+      words: each once.
+      numbers: indices into `words` of the words of all texts, concatenated.
+      offsets: where each text's begin, and the end of all.
+    """
+
+    words: list[str]
+    numbers: Int32[np.ndarray, " total"]
+    offsets: Int64[np.ndarray, " texts+1"]
+
+
+def words_of(texts: Sequence[str], analyzer: Analyzer = _ANALYZER) -> TextWords:
+    """The words of texts, one text per row.
+
+    Raises:
+      UserError: no texts, or no words in them.
+      TypeError: one text in place of several.
+    """
+    check_several(texts, "BM25")
+    if not len(texts):
+        raise UserError("BM25: the corpus is empty, at least one source was expected.")
+    vocabulary = Vocabulary(analyzer)
+    numbers, lengths = [], []
+    for start in range(0, len(texts), _TEXTS):
+        block = texts[start : start + _TEXTS]
+        of_block, rows = vocabulary.numbered(block)
+        numbers.append(of_block.astype(np.int32))
+        lengths.append(np.bincount(rows, minlength=len(block)))
+    if not vocabulary.names:
+        raise UserError(
+            f"BM25: none of the {len(texts)} sources contains a word; check their text fields."
+        )
+    offsets = np.cumsum([0, *np.concatenate(lengths)])
+    return TextWords(vocabulary.names, np.concatenate(numbers), offsets)
 
 
 class BM25:
     """BM25 index over texts, which are identified by row.
 
     Args:
-      texts: one text per row (`source_text` of every source, in corpus order).
+      texts: one text per row (`source_text` of every source, in corpus order), or their words.
       k1: saturation of term counts.
       b: strength of length normalization, 0..1.
       analyzer: makes words of texts and of queries.
@@ -45,33 +90,18 @@ class BM25:
 
     def __init__(
         self,
-        texts: Sequence[str],
+        texts: Sequence[str] | TextWords,
         k1: float = 1.5,
         b: float = 0.75,
         *,
         analyzer: Analyzer = _ANALYZER,
         asks: bool = False,
     ):
-        check_several(texts, "BM25")
-        if not len(texts):
-            raise UserError("BM25: the corpus is empty, at least one source was expected.")
+        counted = texts if isinstance(texts, TextWords) else words_of(texts, analyzer)
         self._words_of = analyzer.question_words if asks else analyzer.words
         self._k1, self._b = k1, b
-        vocabulary = Vocabulary(analyzer)
-        numbers, lengths = [], []
-        for start in range(0, len(texts), _TEXTS):
-            block = texts[start : start + _TEXTS]
-            of_block, rows = vocabulary.numbered(block)
-            numbers.append(of_block.astype(np.int32))
-            lengths.append(np.bincount(rows, minlength=len(block)))
-        if not vocabulary.names:
-            raise UserError(
-                f"BM25: none of the {len(texts)} sources contains a word; check their text fields."
-            )
-        self._number = {word: number for number, word in enumerate(vocabulary.names)}
-        # Numbers of the words of all rows, concatenated, for the restricted setting.
-        self._numbers = np.concatenate(numbers)
-        self._offsets = np.cumsum([0, *np.concatenate(lengths)])
+        self._number = {word: number for number, word in enumerate(counted.words)}
+        self._numbers, self._offsets = counted.numbers, counted.offsets
         self._scored = _Scored(self._numbers, self._offsets, len(self._number), k1, b)
 
     def __len__(self) -> int:
@@ -180,6 +210,36 @@ class _Scored:
             span = slice(self._starts[number], self._starts[number + 1])
             total[self._rows[span]] += self._scores[span]
         return total
+
+
+def kept_words(folder: Path, corpus: Corpus, analyzer: Analyzer = _ANALYZER) -> TextWords:
+    """The words of a corpus's sources, counted unless an earlier run kept them.
+
+    Args:
+      folder: of the words of many corpora, of which those used last are kept.
+    """
+    texts = list(map(source_text, corpus.sources))
+    if not corpus.fingerprint:
+        return words_of(texts, analyzer)
+    what = {"corpus": corpus.fingerprint, "analyzer": analyzer.to_json()}
+    place = folder / digest_of(what)[:32]
+    with Store(place, what, damage="drop", sync=False) as store:
+        words, numbers, offsets = map(store.get, TextWords._fields)
+        if words is None or numbers is None or offsets is None:
+            counted = words_of(texts, analyzer)
+            store.add(counted._asdict())
+            _leave_newest(folder)
+            return counted
+    os.utime(place)
+    return TextWords(words, numbers, offsets)
+
+
+def _leave_newest(folder: Path) -> None:
+    """Removes what has not been used for longest, but for `_KEPT` corpora."""
+    by_age = sorted(folder.iterdir(), key=lambda place: place.stat().st_mtime)
+    for place in by_age[:-_KEPT]:
+        with contextlib.suppress(OSError):  # another process removes it too
+            remove_tree(place)
 
 
 class BM25Retriever:

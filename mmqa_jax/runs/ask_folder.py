@@ -26,8 +26,9 @@ from mmqa_jax.data.folder import WHOLE_PAGE, FolderOptions
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.prepare import prepare
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, Ranking
+from mmqa_jax.data.text_analysis import Analyzer
 from mmqa_jax.papers.webqa import Reader, top
-from mmqa_jax.retrieval.bm25 import BM25Retriever
+from mmqa_jax.retrieval.bm25 import BM25, BM25Retriever, kept_words
 from mmqa_jax.retrieval.cached_vectors import cached_vectors
 from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embeddings import Embeddings
@@ -41,6 +42,7 @@ from mmqa_jax.tasks.library import open_text_embedder
 MINILM = "minilm"
 _MOST_SOURCES = 1_000_000  # whose texts and vectors are held in memory
 _CPU_BATCH = 8  # passages
+_ANALYZER = Analyzer()
 # MiniLM's cosine of the nearest passage below which none answers a question, by the number of
 # passages: the more there are, the nearer is one by chance. Chosen on OpenStax's val questions by
 # `python -m tests.bench refusals` (tests/bench/README.md).
@@ -61,12 +63,14 @@ class AskOptions:
       weight: of the encoder's cosines beside BM25's scores, see retrieval/fusion.py.
       least_similarity: questions whose most similar passage has a lower cosine are refused; None:
         by the number of passages for MiniLM, and for other encoders none is.
+      words: how BM25 makes words of passages and questions.
     """
 
     encoder: str = MINILM
     top_k: int = at_least(1, 5)
     weight: float = DEFAULT_WEIGHT
     least_similarity: float | None = None
+    words: Analyzer = _ANALYZER
 
     def threshold(self, passages: int) -> float:
         """The least similarity in use with so many passages."""
@@ -169,7 +173,9 @@ class FolderAnswerer:
     ):
         self.corpus, self.options = corpus, options
         self._reader = reader
-        self._passages = passages or open_passages(corpus, options.encoder, options.weight)
+        self._passages = passages or open_passages(
+            corpus, options.encoder, options.weight, options.words
+        )
         self._threshold = options.threshold(len(corpus))
 
     def answer(self, text: str, picture: bytes | None = None) -> FolderAnswer:
@@ -247,14 +253,27 @@ def open_folder(
     return AskedCorpus(prepared)
 
 
-def open_passages(corpus: Corpus, encoder: str, weight: float = DEFAULT_WEIGHT) -> Passages:
+def open_passages(
+    corpus: Corpus,
+    encoder: str,
+    weight: float = DEFAULT_WEIGHT,
+    analyzer: Analyzer = _ANALYZER,
+) -> Passages:
     """All sources of a corpus behind an encoder (see `open_encoded`) and BM25.
 
     Args:
       weight: of the encoder's cosines beside BM25's scores, see retrieval/fusion.py.
+      analyzer: makes BM25's words.
     """
     dense = open_encoded(corpus, encoder)
-    return Passages(ScoreFusion(HybridSearch(dense, BM25Retriever(corpus)), weight), dense)
+    bm25 = open_words(corpus, analyzer)
+    return Passages(ScoreFusion(HybridSearch(dense, bm25), weight), dense)
+
+
+def open_words(corpus: Corpus, analyzer: Analyzer = _ANALYZER) -> BM25Retriever:
+    """All sources of a corpus by the words of questions, which are kept on disk."""
+    counted = kept_words(cache_dir() / "words", corpus, analyzer)
+    return BM25Retriever(corpus, BM25(counted, analyzer=analyzer, asks=True))
 
 
 def open_encoded(corpus: Corpus, encoder: str) -> DenseRetriever:

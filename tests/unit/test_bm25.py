@@ -14,10 +14,11 @@ from mmqa_jax.data.text_analysis import Analyzer
 from mmqa_jax.evaluation.retrieval import score_rankings
 from mmqa_jax.extensions.second_hop import SecondHopRetriever
 from mmqa_jax.extensions.similarity import interpolate
-from mmqa_jax.retrieval.bm25 import BM25, BM25Retriever, words
+from mmqa_jax.retrieval import bm25
+from mmqa_jax.retrieval.bm25 import BM25, BM25Retriever, kept_words, words, words_of
 from mmqa_jax.retrieval.fusion import RankFusion
 
-PLAIN = Analyzer(stop_words=False)
+ALL, PLAIN = Analyzer(), Analyzer(stop_words=False)
 WORDS = [
     "flag",
     "star",
@@ -142,6 +143,34 @@ def test_words_and_source_text():
     assert index.search(["peru"], 1)[0].tolist() == [[1]]
 
 
+def test_words_of_a_corpus_are_counted_once(tmp_path, monkeypatch):
+    corpora = [
+        Corpus([Source(f"s{i}", "text", text) for i, text in enumerate(texts)], fingerprint=name)
+        for name, texts in (("a", random_texts(50)), ("b", ["the sea", ""]), ("c", ["a king"]))
+    ]
+    counted = []
+    monkeypatch.setattr(bm25, "words_of", lambda *given: counted.append(1) or words_of(*given))
+
+    def times(corpus, analyzer=ALL):
+        before = len(counted)
+        found = kept_words(tmp_path / "words", corpus, analyzer)
+        wanted = words_of([source_text(source) for source in corpus.sources], analyzer)
+        assert found.words == wanted.words
+        for kept, new in zip(found[1:], wanted[1:], strict=True):
+            np.testing.assert_array_equal(kept, new)
+        return len(counted) - before
+
+    assert [times(corpus) for corpus in (*corpora, *corpora)] == [1, 1, 1, 0, 0, 0]
+    assert [times(corpora[1], PLAIN), times(corpora[1])] == [1, 0]
+    for file in (tmp_path / "words").rglob("*.jsonl"):
+        file.write_bytes(file.read_bytes()[:-3])
+    assert [times(corpora[1]), times(corpora[1])] == [1, 0]  # what is damaged is counted again
+    monkeypatch.setattr(bm25, "_KEPT", 2)
+    assert times(Corpus(corpora[0].sources, fingerprint="d")) == 1
+    assert len(list((tmp_path / "words").iterdir())) == 2
+    assert times(Corpus(corpora[0].sources)) == 1  # a corpus without a name is not kept
+
+
 def test_bad_input():
     with pytest.raises(UserError, match="corpus is empty"):
         BM25([])
@@ -177,8 +206,8 @@ def test_fused_and_second_hop_rankings_where_bm25_finds_little():
     texts = ["a red star", "the blue sea", "an old king", "red sea"]
     corpus = Corpus([Source(f"s{i}", "text", text, f"t{i}") for i, text in enumerate(texts)])
     asked = [Question("q0", "val", "red?"), Question("q1", "val", "unheard of?")]
-    bm25 = BM25Retriever(corpus)
-    second = SecondHopRetriever(bm25, corpus)
+    retriever = BM25Retriever(corpus)
+    second = SecondHopRetriever(retriever, corpus)
     assert [r.sources for r in second.search(asked, 4)] == [("s0", "s3"), ()]
     every = [Ranking(q.id, ("s0", "s1", "s2", "s3"), (0.0,) * 4) for q in asked]
     hops = second.hops(asked, every)
@@ -188,5 +217,5 @@ def test_fused_and_second_hop_rankings_where_bm25_finds_little():
     combined = interpolate(relevance, hops.first, 2.0)
     assert combined[0].sources == ("s0", "s3", "s1", "s2")
     assert combined[1].scores == pytest.approx((0.5,) * 4)
-    fused = RankFusion([bm25, bm25]).search(asked, 4)
+    fused = RankFusion([retriever, retriever]).search(asked, 4)
     assert [r.sources for r in fused] == [("s0", "s3"), ()]
