@@ -295,7 +295,9 @@ class _Reading:
         found: Sequence[list[Any]],
         figures: dict[str, str],
     ) -> Iterator[Source]:
-        for number, chunk in enumerate(chunks(paragraphs, self._options.chunk), start=1):
+        for number, chunk in enumerate(
+            chunks(paragraphs, self._options.chunk, _title(name, "")), start=1
+        ):
             extra = self._extra(name, chunk.page, chunk.heading)
             yield Source(f"{name}#{number}", "text", chunk.text, _title(name, chunk.heading),
                          extra=extra)  # fmt: skip

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +21,11 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.host import cache_dir
 from mmqa_jax.core.mesh import platform
 from mmqa_jax.core.speed import best_precision, matmul_rates
+from mmqa_jax.core.store import Store
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data import records
 from mmqa_jax.data.corpus import Corpus, open_sources
+from mmqa_jax.data.documents.chunks import TokenLimit
 from mmqa_jax.data.folder import WHOLE_PAGE, FolderOptions
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.prepare import prepare
@@ -34,7 +38,7 @@ from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.exact import ExactIndex
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, HybridSearch, ScoreFusion
-from mmqa_jax.retrieval.minilm import load_minilm_embedder
+from mmqa_jax.retrieval.minilm import load_minilm_embedder, minilm_token_limit
 from mmqa_jax.retrieval.rankings import Retriever
 from mmqa_jax.runs.asked import AskedCorpus, ShownSource, shown_sources
 from mmqa_jax.tasks.library import open_text_embedder
@@ -225,6 +229,7 @@ def open_folder(
     cache: Path | None = None,
     options: FolderOptions | None = None,
     flag: str = "--data",
+    encoder: str = MINILM,
 ) -> AskedCorpus:
     """A folder of documents as a corpus, of which only what has changed is read.
 
@@ -233,9 +238,11 @@ def open_folder(
       cache: where the corpus is kept; None: in the cache folder, by the path of `folder`.
       options: how documents become sources; None: the defaults.
       flag: that named the folder, for messages.
+      encoder: of AskOptions: passages are no longer than it reads.
 
     Raises:
-      UserError: no such folder, nothing in it can be read, or pages of one that was prepared.
+      UserError: no such folder or encoder, nothing in it can be read, or pages of one that was
+        prepared.
     """
     if (folder / records.MANIFEST).exists():
         if options is not None and options.pages != "text":
@@ -247,6 +254,10 @@ def open_folder(
     if cache is None:
         key = hashlib.sha256(str(folder.resolve()).encode("utf-8", "surrogateescape")).hexdigest()
         cache = cache_dir() / "folders" / key[:16]
+    options = options or FolderOptions()
+    if not (folder / "sources.jsonl").exists():
+        chunk = dataclasses.replace(options.chunk, tokens=_token_limit(encoder))
+        options = dataclasses.replace(options, chunk=chunk)
     manifest = prepare("folder", folder, cache, overwrite=True, folder=options, flag=flag)
     prepared = open_sources(cache)
     prepared.manifest.update(manifest)  # of this call: how many files were opened
@@ -319,8 +330,33 @@ def open_encoded(corpus: Corpus, encoder: str) -> DenseRetriever:
         unit="passages",
         groups=files if all(files) else None,
     )
+    if note := _not_read(corpus, embedder, texts):
+        print(f"--encoder={encoder}: {note}", file=sys.stderr)
     embeddings = Embeddings(vectors, embedder.fingerprint, corpus.fingerprint)
     return DenseRetriever(corpus, embedder, ExactIndex(embeddings), pictures)
+
+
+def _not_read(corpus: Corpus, embedder: Any, texts: Sequence[str]) -> str:
+    """What to tell of the passages' ends that the encoder cuts off; "" where it reads all.
+
+    It is counted once for a corpus.
+    """
+    limit = embedder.token_limit
+    what = {"encoder": embedder.fingerprint, "most": limit.most}
+    with Store(cache_dir() / "tokens", what, damage="drop", sync=False) as store:
+        cut = store.get(corpus.fingerprint) if corpus.fingerprint else None
+        if cut is None:
+            over = [max(0, tokens - limit.most) for tokens in limit.count(texts)]
+            cut = [sum(over), sum(map(bool, over))]
+            if corpus.fingerprint:
+                store.add({corpus.fingerprint: cut})
+    tokens, passages = cut
+    if not passages:
+        return ""
+    return (
+        f"{passages:,} of {len(texts):,} passages are longer than the {limit.most:,} tokens that "
+        f"it reads: {tokens:,} tokens at their ends are found by their words alone."
+    )
 
 
 def no_pictures(encoder: str) -> str:
@@ -339,7 +375,17 @@ def _open_encoder(encoder: str, corpus: Corpus) -> tuple[Any, PictureStore]:
     """
     if encoder == MINILM and platform() == "cpu":
         return load_minilm_embedder(_CPU_BATCH), PictureStore(corpus, size=1)
-    return open_text_embedder(encoder, corpus)
+    embedder, pictures = _loaded(encoder)
+    return embedder, pictures.over(corpus)
+
+
+@functools.lru_cache(maxsize=1)  # its tokenizer is needed before there is a corpus
+def _loaded(encoder: str) -> tuple[Any, PictureStore]:
+    return open_text_embedder(encoder, Corpus([]))
+
+
+def _token_limit(encoder: str) -> TokenLimit | None:
+    return minilm_token_limit() if encoder == MINILM else _loaded(encoder)[0].token_limit
 
 
 @functools.cache
