@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float32, Int32
 
 from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import fetch
+from mmqa_jax.core.mesh import fetch, platform
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.serving import BatchSize, RowCost, Serving, serve
 from mmqa_jax.core.trees import flatten_named
@@ -342,6 +342,8 @@ class Embedder:
             most = rows_of_length(self.serving, length)
             for indices in self._batches(members, most):
                 size = min(self._padded_size(len(indices)), most)
+                if len(texts) == 1 and platform() == "cpu":  # others compute a few rows as fast
+                    size = self.serving.placement.padded(1)
                 ids = np.full((size, length), self.tokenizer.pad_id, np.int32)
                 ids[:, : len(empty)] = empty  # padding rows too: no empty softmax
                 lengths = np.full(size, len(empty))

@@ -148,15 +148,18 @@ class Passages(NamedTuple):
     ranked: Retriever
     dense: DenseRetriever | None
 
-    def find(self, question: Question, top_k: int) -> Found:
-        """The best `top_k` sources of a question, and the nearest one."""
-        (best,) = self.ranked.search([question], top_k)
+    def find(self, questions: Sequence[Question], top_k: int) -> list[Found]:
+        """The best `top_k` sources of each question, and the nearest one."""
+        best = self.ranked.search(questions, top_k)
         if self.dense is None:
-            return Found(best, top(best, 1))
-        (nearest,), (scored,) = self.dense.search_and_score([question], 1, [best])
-        cosines = dict(zip(scored.sources, scored.scores, strict=True))
-        scores = tuple(cosines[name] for name in best.sources)
-        return Found(Ranking(question.id, best.sources, scores), nearest)
+            return [Found(ranking, top(ranking, 1)) for ranking in best]
+        found = []
+        nearest, scored = self.dense.search_and_score(questions, 1, best)
+        for ranking, closest, cosines in zip(best, nearest, scored, strict=True):
+            cosine_of = dict(zip(cosines.sources, cosines.scores, strict=True))
+            scores = tuple(cosine_of[name] for name in ranking.sources)
+            found.append(Found(Ranking(ranking.question_id, ranking.sources, scores), closest))
+        return found
 
 
 class FolderAnswerer:
@@ -190,7 +193,8 @@ class FolderAnswerer:
             and is refused by the model alone.
         """
         with self.corpus.asked(text, picture) as question:
-            return self.read(self.find(question))
+            (to_read,) = self.find([question])
+            return self.read(to_read)
 
     @property
     def embedder(self) -> Any:
@@ -198,11 +202,14 @@ class FolderAnswerer:
         dense = self._passages.dense
         return None if dense is None else dense.embedder
 
-    def find(self, question: Question) -> ToRead:
-        """The passages for a question of `corpus.asked`."""
-        best, nearest = self._passages.find(question, self.options.top_k)
-        is_refused = question.image is None and not self._is_near(nearest)
-        return ToRead(question, nearest if is_refused else best, is_refused)
+    def find(self, questions: Sequence[Question]) -> list[ToRead]:
+        """The passages for questions of `corpus.asked`."""
+        to_read = []
+        found = self._passages.find(questions, self.options.top_k)
+        for question, (best, nearest) in zip(questions, found, strict=True):
+            is_refused = question.image is None and not self._is_near(nearest)
+            to_read.append(ToRead(question, nearest if is_refused else best, is_refused))
+        return to_read
 
     def read(self, to_read: ToRead, reader: Reader | None = None) -> FolderAnswer:
         """Answers a question from what was found.

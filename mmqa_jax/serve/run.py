@@ -102,7 +102,7 @@ def open_parts(
         answerer = FolderAnswerer(corpus, None, asking)
         embedder = answerer.embedder
         with corpus.asked("What is this?") as question:
-            answerer.find(question)
+            answerer.find([question])
         systems.append(FindPassages(answerer, threads))
     elif workdir is not None:
         title = workdir.resolve().name
