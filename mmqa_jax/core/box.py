@@ -1,10 +1,11 @@
 """Runs functions on what nobody here wrote in a process of its own, with a budget.
 
-A chat template is a program, and a tokenizer's regular expression can be one that never ends.
-Python cannot stop either from within, so that a child process runs them: the system ends it at the
-end of its processor time, and gives it no more memory than a call may take. The child gets its
-requests as JSON lines, has no secrets in its environment, writes no files, and ends with the
-process that started it. It is started once and stays for the next call.
+A chat template is a program, a tokenizer's regular expression can be one that never ends, and a
+document's parser can be led in circles. Python cannot stop them from within, so that a child
+process runs them: the system ends it at the end of its processor time, and gives it no more memory
+than a call may take. The child gets its requests as JSON lines, each followed by the bytes that
+belong to it, has no secrets in its environment, writes no files, opens no sockets, starts no
+programs, and ends with the process that started it. It is started once and stays for the next call.
 
 This file is both sides: the child runs it as a script, and imports nothing of mmqa_jax.
 """
@@ -22,25 +23,48 @@ import sys
 import threading
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-SECONDS = 3  # of processor time for a call
-_PATIENCE = 5 * SECONDS  # seconds of the clock, for a machine whose processor timer stands still
+_PATIENCE = 5  # seconds of the clock for each of the processor's, which may stand still
 _TO_START = 60  # seconds of the clock until the child has its imports, on a busy machine
-MEMORY = 256 << 20  # bytes that a call may take, and `_OF_REQUEST` times those of its request
-_OF_REQUEST = 16
+_OF_REQUEST = 16  # bytes of memory that a call may take beyond its budget, for each of its request
+_NO_MEMORY, _NO_ROOM = 1, 3  # how a child ends itself
+# Python's audit events (PEP 578) of what no function in a box needs.
+_FORBIDDEN = ("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork")
 # What Python needs to start, and what the time of day depends on.
 _ENVIRONMENT = ("SYSTEMROOT", "PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "LANG")
 
 
-class OverBudget(Exception):
-    """A call took more time or memory than it may, or the child crashed on it."""
+class Budget(NamedTuple):
+    """What a call may take.
 
-    def __init__(self):
-        super().__init__(
-            f"it takes over {SECONDS} seconds of processor time, over {MEMORY >> 20} MiB of "
-            "memory, or crashes"
-        )
+    Attributes:
+      seconds: of processor time.
+      memory: bytes, and `_OF_REQUEST` times those of the request.
+      output: bytes of the reply.
+    """
+
+    seconds: int = 3
+    memory: int = 256 << 20
+    output: int = 256 << 20
+
+
+class OverBudget(Exception):
+    """A call took more than it may, or the child crashed on it.
+
+    Args:
+      status: with which the child ended; None: it was late, and had to be ended.
+    """
+
+    def __init__(self, budget: Budget, status: int | None):
+        seconds = f"it takes over {budget.seconds} seconds of processor time"
+        memory = f"it takes over {budget.memory >> 20} MiB of memory"
+        output = f"over {budget.output >> 20} MiB come out of it"
+        named = {None: seconds, _NO_MEMORY: memory, _NO_ROOM: output}
+        if hasattr(signal, "SIGPROF"):
+            named[-signal.SIGPROF] = seconds
+        super().__init__(named.get(status, f"it crashes, as it may where {memory}"))
+        self.is_late = named.get(status) == seconds
 
 
 class Failed(Exception):
@@ -60,14 +84,14 @@ class Box:
     """A child process that calls the functions of a file; it starts with the first call.
 
     Args:
-      code: a Python file that imports nothing of mmqa_jax, whose functions take and return values
-        that JSON has.
+      code: a Python file whose functions take and return values that JSON has.
     """
 
     def __init__(self, code: Path):
         self._code = code
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
 
     def call(self, function: str, **request: Any) -> Any:
         """What a function of the file returns for these arguments.
@@ -76,34 +100,67 @@ class Box:
           OverBudget: it took too much; the next call starts a new child.
           Failed: it raised an exception.
         """
-        line = json.dumps([function, request]).encode() + b"\n"
+        return self._called(Budget(), None, function, request)[0]
+
+    def call_on(
+        self, data: bytes, budget: Budget, function: str, **request: Any
+    ) -> tuple[Any, list[bytes]]:
+        """The same for a function that takes bytes first and returns (a value, a list of bytes)."""
+        return self._called(budget, data, function, request)
+
+    def close(self) -> None:
+        """Ends the child, and a call of another thread with it."""
+        self._is_closed = True
+        if self._child is not None:
+            self._child.kill()
+
+    def _called(
+        self, budget: Budget, data: bytes | None, function: str, request: dict[str, Any]
+    ) -> tuple[Any, list[bytes]]:
+        size = None if data is None else len(data)
+        line = json.dumps([function, request, size, budget]).encode() + b"\n"
         with self._lock:
-            child = self._child or self._start()
+            is_new = self._child is None
             try:
-                reply = _exchange(child, line, _PATIENCE)
-            except BaseException:  # Ctrl-C: the reply would be taken for that of the next call
-                self._end(child)
-                raise
-            if not reply.endswith(b"\n"):
-                self._end(child)
-                raise OverBudget
-        answer = json.loads(reply)
+                answer, blobs = self._asked(line, data or b"", budget)
+            except OverBudget as error:
+                # Calls before it may have left less memory than a new child has.
+                if is_new or error.is_late or self._is_closed:
+                    raise
+                answer, blobs = self._asked(line, data or b"", budget)
         if "failed" in answer:
             raise Failed(*answer["failed"])
-        return answer["value"]
+        return answer["value"], blobs
+
+    def _asked(self, line: bytes, data: bytes, budget: Budget) -> tuple[Any, list[bytes]]:
+        child = self._child or self._start()
+        try:
+            reply = _exchange(child, line, data, _PATIENCE * budget.seconds)
+            answer = json.loads(reply) if reply.endswith(b"\n") else {"sizes": []}
+            blobs = [child.stdout.read(size) for size in answer["sizes"]]
+        except BaseException:  # Ctrl-C: the reply would be taken for that of the next call
+            self._end(child)
+            raise
+        if "value" not in answer and "failed" not in answer:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(1)
+            status = child.returncode
+            self._end(child)
+            raise OverBudget(budget, status)
+        return answer, blobs
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-I", "-B", __file__, os.fspath(self._code)]
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         child = subprocess.Popen(
-            [*command, *filter(None, sys.path)],
+            [*command, *filter(None, sys.path), os.fspath(Path(__file__).parents[2])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment | {"OPENBLAS_NUM_THREADS": "1"},
         )
         weakref.finalize(self, _ended, child, os.getpid())
-        if _exchange(child, b"", _TO_START) != b"ready\n":
+        if _exchange(child, b"", b"", _TO_START) != b"ready\n":
             _ended(child, os.getpid())
             raise RuntimeError(f"{self._code}: no process for it starts ({' '.join(command)})")
         self._child = child
@@ -114,10 +171,11 @@ class Box:
         _ended(child, os.getpid())
 
 
-def _exchange(child: subprocess.Popen[bytes], line: bytes, seconds: float) -> bytes:
+def _exchange(child: subprocess.Popen[bytes], line: bytes, data: bytes, seconds: float) -> bytes:
     """The child's next line after this one; cut short, or empty, where it has ended or is late."""
     with contextlib.suppress(BrokenPipeError):
         child.stdin.write(line)
+        child.stdin.write(data)
         child.stdin.flush()
     if hasattr(select, "poll"):  # Windows has none for pipes
         poll = select.poll()
@@ -144,24 +202,43 @@ def _serve(code: str, paths: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, whose end ends this one
     sys.path.extend(path for path in paths if path not in sys.path)
     functions = runpy.run_path(code)
-    replies, sys.stdout = sys.stdout.buffer, sys.stderr
+    requests, replies, sys.stdout = sys.stdin.buffer, sys.stdout.buffer, sys.stderr
     limit = _Limit()
+    sys.addaudithook(_refuse)
     replies.write(b"ready\n")
     replies.flush()
-    for line in sys.stdin.buffer:
-        limit.begin(len(line))
+    for line in requests:
+        function, request, size, budget = json.loads(line)
+        budget = Budget(*budget)
+        limit.begin(budget, len(line) + (size or 0))
+        blobs: list[bytes] = []
         try:
-            function, request = json.loads(line)
-            answer = {"value": functions[function](**request)}
+            if size is None:
+                answer = {"value": functions[function](**request)}
+            else:
+                value, blobs = functions[function](requests.read(size), **request)
+                answer = {"value": value}
         except MemoryError:
-            os._exit(1)  # a new process begins with all of its memory
+            os._exit(_NO_MEMORY)  # a new process begins with all of its memory
         except BaseException as error:  # that of a library in Rust is no Exception
             text, row = str(error), getattr(error, "lineno", None)
             answer = {"failed": [type(error).__name__, text[:2000], row]}
-        reply = json.dumps(answer).encode() + b"\n"
+        try:
+            reply = json.dumps(answer | {"sizes": list(map(len, blobs))}).encode() + b"\n"
+        except MemoryError:
+            os._exit(_NO_MEMORY)
+        if len(reply) + sum(map(len, blobs)) > budget.output:
+            os._exit(_NO_ROOM)
         limit.end()
         replies.write(reply)
+        replies.writelines(blobs)
         replies.flush()
+
+
+def _refuse(event: str, _: Any) -> None:
+    """An audit hook, which nothing can remove."""
+    if event.startswith(_FORBIDDEN):
+        raise PermissionError(f"{event}: not in a box")
 
 
 class _Limit:
@@ -177,17 +254,17 @@ class _Limit:
             resource.setrlimit(kind, (0, 0))
         with contextlib.suppress(OSError):  # other systems than Linux do not say it
             pages = int(Path("/proc/self/statm").read_text().split()[0])
-            self._memory = pages * resource.getpagesize() + MEMORY
+            self._memory = pages * resource.getpagesize()
 
-    def begin(self, size: int) -> None:
+    def begin(self, budget: Budget, size: int) -> None:
         """Sets the limits of a call whose request has `size` bytes."""
         if hasattr(signal, "setitimer"):
-            signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process
+            signal.setitimer(signal.ITIMER_PROF, budget.seconds)  # its signal ends the process
         else:
             import faulthandler
 
-            faulthandler.dump_traceback_later(SECONDS, exit=True)
-        most = self._memory + _OF_REQUEST * size
+            faulthandler.dump_traceback_later(budget.seconds, exit=True)
+        most = self._memory + budget.memory + _OF_REQUEST * size
         if self._memory and most != self._most:
             import resource
 

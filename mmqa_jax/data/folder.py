@@ -17,26 +17,35 @@ import dataclasses
 import hashlib
 import json
 import posixpath
+import queue
 import re
 import urllib.parse
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, get_args
 
 import numpy as np
 
+from mmqa_jax.core.box import Box, Failed, OverBudget
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.speed import threads
 from mmqa_jax.core.store import Store
 from mmqa_jax.core.typed import at_least
+from mmqa_jax.data import boxed_documents
 from mmqa_jax.data.documents.chunks import ChunkOptions, chunks
-from mmqa_jax.data.documents.document import DocumentError, Paragraph
+from mmqa_jax.data.documents.document import DocumentError, Paragraph, Place, one_line
 from mmqa_jax.data.documents.pages import VERSION as PAGES_VERSION
-from mmqa_jax.data.documents.pages import page_pictures
-from mmqa_jax.data.documents.read import READERS, VERSION, check_libraries, ending_of
+from mmqa_jax.data.documents.read import (
+    READERS,
+    VERSION,
+    budget_of,
+    check_libraries,
+    ending_of,
+)
 from mmqa_jax.data.folder_files import FoundFile, Listing, list_folder, read_file
-from mmqa_jax.data.images import verify
-from mmqa_jax.data.picture_bounds import PictureError
 from mmqa_jax.data.schema import Source
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp")
@@ -44,6 +53,8 @@ WHOLE_PAGE = "whole_page"  # in `Source.extra` of a page that is a picture
 Pages = Literal["text", "pictures", "both"]
 _PDF = ".pdf"
 _FILES, _DOCUMENTS = "files.json", "documents"
+_MOST_WORKERS, _AHEAD = 8, 4  # boxes; files for each of them that are read or wait for it
+_AHEAD_BYTES = 2**27  # of such files together
 _SPARE = 100  # results that may be kept beyond twice those in use
 
 
@@ -69,6 +80,23 @@ class FolderOptions:
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+    """The letters of a document (documents/document.py).
+
+    Attributes:
+      read: that were read.
+      held: that the file holds; 0 of a format whose reader does not count them.
+      left_out: cause -> letters that are left out on purpose.
+      missing: letters of `held` that were neither read nor left out on purpose.
+    """
+
+    read: int
+    held: int
+    left_out: dict[str, int]
+    missing: int
+
+
 @dataclasses.dataclass
 class FolderReport:
     """What became of a folder's files.
@@ -81,6 +109,7 @@ class FolderReport:
       same_content: file -> the file of the same text or picture whose sources are kept.
       scanned_pages: file -> its pages that are pictures without text, from 1.
       broken_figures: file -> its figures that are no pictures.
+      ledger: document -> the letters that were read of it.
       left_out: ending -> files of no known ending.
       hidden: files and folders whose names begin with `.` or `~$`.
     """
@@ -93,6 +122,7 @@ class FolderReport:
     same_content: dict[str, str] = dataclasses.field(default_factory=dict)
     scanned_pages: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     broken_figures: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    ledger: dict[str, Ledger] = dataclasses.field(default_factory=dict)
     left_out: dict[str, int] = dataclasses.field(default_factory=dict)
     hidden: int = 0
 
@@ -103,8 +133,10 @@ class FolderContent:
 
     Attributes:
       sources: their ids are FILE#3 (a chunk), FILE#figure2, FILE#page4 or FILE (a picture): the
-        same in every run. `extra` holds `file`, `page` (of a PDF, from 1), `heading`, WHOLE_PAGE of
-        a page that is a picture and, where other files have the same content, `same_as`.
+        same in every run. `extra` holds `file`, `page` (from 1; None without pages), `heading`,
+        WHOLE_PAGE of a page that is a picture and, where there are some, the document's `title`,
+        `places` ({start, end} of the text with `name` or `box`: documents/document.py, Place), and
+        `same_as`, the other files of the same content.
       read_picture: encoded bytes of a `Source.image`.
       report: of the files.
       digest: of everything above.
@@ -139,10 +171,9 @@ def read_folder(
         raise UserError(f"{folder}: {_nothing(listing)}.")
     check_libraries(file.name for file in listing.files)
     reading = _Reading(folder, kept, options, listing)
-    for done, file in enumerate(listing.files):
-        progress(done, len(listing.files))
-        reading.add(file)
-    progress(len(listing.files), len(listing.files))
+    reading.read(listing.files, progress)
+    for file in listing.files:
+        reading.add(file.name)
     return reading.finish()
 
 
@@ -169,52 +200,142 @@ class _Reading:
         ):  # mostly of files that are gone or were changed
             self._store.remove()
         self._is_picture = {file.name: ending_of(file.name) in PICTURES for file in listing.files}
+        self._content: dict[
+            str, Mapping[str, Any]
+        ] = {}  # key of the store -> what is kept of files
         self._files: dict[str, list[Any]] = {}  # name -> size, time, checksum
         self._documents: dict[str, Mapping[str, Any]] = {}  # name -> what is kept of it
         self._pages: dict[str, Sequence[list[Any]]] = {}  # PDF -> its pages, figures of their own
         self._pictures: dict[str, str] = {}  # name -> checksum
         self._shown: list[tuple[str, list[Any]]] = []  # document, its figure that is a file
         self._first: dict[str, str] = {}  # digest of a content -> the first file that has it
+        self._same: defaultdict[str, list[str]] = defaultdict(list)  # file -> those of its content
         self._used: set[str] = set()  # keys of the store
         self._opened: set[str] = set()  # files
 
-    def add(self, file: FoundFile) -> None:
-        """Reads a file, unless what is kept of it is of the same bytes."""
+    def read(self, files: Sequence[FoundFile], progress: Callable[[int, int], None]) -> None:
+        """Reads the files of whose bytes nothing is kept, each in a box, several at a time."""
+        workers = max(1, min(threads(), _MOST_WORKERS, len(files)))
+        boxes = [Box(Path(boxed_documents.__file__)) for _ in range(workers)]
+        free: queue.SimpleQueue[Box] = queue.SimpleQueue()
+        for box in boxes:
+            free.put(box)
+        pool = ThreadPoolExecutor(workers)
+        waiting: dict[Future[boxed_documents.Read], tuple[str, int]] = {}  # key, bytes
+        try:
+            for done, file in enumerate(files):
+                progress(done, len(files))
+                for key, work in self._to_do(file).items():
+                    if all(key != another for another, _ in waiting.values()):
+                        waiting[pool.submit(_boxed, free, *work)] = key, len(work[0])
+                self._take(waiting, _AHEAD * workers)
+            self._take(waiting, 0)
+        finally:
+            for box in boxes:
+                box.close()
+            pool.shutdown(cancel_futures=True)
+        progress(len(files), len(files))
+
+    def _to_do(self, file: FoundFile) -> dict[str, tuple[bytes, str, str, dict[str, Any]]]:
+        """Key -> the arguments of `_boxed`, for what is not kept of a file."""
         try:
             data, checksum = self._identified(file)
-            is_picture = self._is_picture[file.name]
-            key, pages = f"{checksum}{ending_of(file.name)}", None
-            kept = self._read(file.name, data, key, self._content)
-            if self._options.pages != "text" and ending_of(file.name) == _PDF:
-                drawn = f"{key} pages {PAGES_VERSION}"
-                pages = kept if kept.get("bad") else self._read(file.name, data, drawn, _drawn)
-                kept = {**kept, **_with_pages(kept, pages)}
-            has_content = is_picture or (pages is not None and bool(pages.get("figures")))
-            if bad := kept.get("bad") or ("" if has_content else _without_content(kept)):
-                raise DocumentError(bad)
+            missing = {
+                key: work
+                for key, work in self._works(file.name, checksum).items()
+                if not self._is_kept(key)
+            }
+            if missing:
+                self._opened.add(file.name)
+                data = read_file(self._folder, file.name) if data is None else data
         except DocumentError as error:
             self._report.bad[file.name] = str(error)
+            return {}
+        return {key: (data, ending_of(file.name), *work) for key, work in missing.items()}
+
+    def _works(self, name: str, checksum: str) -> dict[str, tuple[str, dict[str, Any]]]:
+        """Key -> function in the box and its arguments, for all that is wanted of a file."""
+        ending = ending_of(name)
+        key = f"{checksum}{ending}"
+        if self._is_picture[name]:
+            return {key: ("picture", {})}
+        reading = {"ending": ending, "least_pixels": self._options.least_pixels}
+        works = {key: ("text", reading)}
+        if self._options.pages != "text" and ending == _PDF:
+            works[f"{key} pages {PAGES_VERSION}"] = ("pages", {})
+        return works
+
+    def _is_kept(self, key: str) -> bool:
+        if key not in self._content:
+            kept = self._store.get(key)
+            if kept is None or any(k not in self._store for k in _figure_keys(kept)):
+                return False
+            self._content[key] = kept
+        return True
+
+    def _take(
+        self, waiting: dict[Future[boxed_documents.Read], tuple[str, int]], most: int
+    ) -> None:
+        """Keeps what was read, until at most so many files are being read."""
+        while len(waiting) > most or sum(size for _, size in waiting.values()) > _AHEAD_BYTES:
+            for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+                key, _ = waiting.pop(future)
+                kept, pictures = future.result()
+                arrays = [np.frombuffer(picture, np.uint8) for picture in pictures]
+                self._store.add({**dict(zip(kept["pictures"], arrays, strict=True)), key: kept})
+                self._content[key] = kept
+
+    def add(self, name: str) -> None:
+        """Takes a file that was read for a source, in the order of their names."""
+        if name in self._report.bad:
+            return
+        is_picture = self._is_picture[name]
+        checksum = self._files[name][2]
+        keys = list(self._works(name, checksum))
+        self._used.update(*((key, *_figure_keys(self._content[key])) for key in keys))
+        kept, pages = self._content[keys[0]], None
+        if not kept.get("bad") and len(keys) > 1:
+            pages = self._content[keys[1]]
+            kept = {**kept, **_with_pages(kept, pages)}
+        has_content = is_picture or (pages is not None and bool(pages.get("figures")))
+        if bad := kept.get("bad") or ("" if has_content else self._without_content(name, kept)):
+            self._report.bad[name] = bad
             return
         if is_picture:
             content = checksum
         else:
-            self._shown += [(file.name, figure) for figure in kept["figures"] if figure[4]]
-            content = _digest(
-                [p[0] for p in kept["paragraphs"]], _figure_keys(kept), _figure_keys(pages or {})
-            )
-        first = self._first.setdefault(content, file.name)
-        if first != file.name:
-            self._report.same_content[file.name] = first
+            self._shown += [(name, figure) for figure in kept["figures"] if figure[4]]
+            texts = [p[0] for p in kept["paragraphs"]]
+            content = _digest(texts, _figure_keys(kept), _figure_keys(pages or {}))
+            if not texts and not has_content and not _figure_keys(kept):
+                content = name  # it only shows pictures, which no other file's content stands for
+        first = self._first.setdefault(content, name)
+        if first != name:
+            self._report.same_content[name] = first
+            self._same[first].append(name)
         elif is_picture:
-            self._pictures[file.name] = checksum
+            self._pictures[name] = checksum
         else:
-            self._documents[file.name] = kept
+            self._documents[name] = kept
             if pages is not None:
-                self._pages[file.name] = pages["figures"]
+                self._pages[name] = pages["figures"]
+
+    def _without_content(self, name: str, kept: Mapping[str, Any]) -> str:
+        """Why nothing of a document can be a source; "" where something can."""
+        if kept["paragraphs"] or any(
+            figure[3] or self._is_picture.get(_linked(name, figure[4]))
+            for figure in kept["figures"]
+        ):
+            return ""
+        if count := len(kept["scanned_pages"]):
+            pages = "1 scanned page" if count == 1 else f"{count} scanned pages"
+            return f"no text: {pages}; recognize the text first, as with ocrmypdf"
+        return "no text"
 
     def finish(self) -> FolderContent:
         """The sources of all files, and the report."""
         report = self._report
+        report.bad = dict(sorted(report.bad.items()))
         report.documents, report.pictures = len(self._documents), len(self._pictures)
         report.pages, report.opened = sum(map(len, self._pages.values())), len(self._opened)
         if not (self._documents or self._pictures):
@@ -224,6 +345,8 @@ class _Reading:
         if (self._files, len(self._used)) != (self._known, self._in_use):
             write_json(self._kept / _FILES, {"files": self._files, "in_use": len(self._used)})
         for name, kept in self._documents.items():
+            counted = (kept[name] for name in ("letters", "held", "left_out", "missing"))
+            report.ledger[name] = Ledger(*counted)
             if kept["scanned_pages"]:
                 report.scanned_pages[name] = kept["scanned_pages"]
             if kept["broken_figures"]:
@@ -258,26 +381,10 @@ class _Reading:
         self._files[file.name] = [*about, checksum]
         return data, checksum
 
-    def _content(self, name: str, data: bytes) -> Kept:
-        return _content(name, data, self._options.least_pixels)
-
-    def _read(
-        self, name: str, data: bytes | None, key: str, make: Callable[[str, bytes], Kept]
-    ) -> Mapping[str, Any]:
-        """What is kept of a file under a key, which is made now if nothing is."""
-        kept = self._store.get(key)
-        if kept is None or any(k not in self._store for k in _figure_keys(kept)):
-            self._opened.add(name)
-            data = read_file(self._folder, name) if data is None else data
-            kept, pictures = make(name, data)
-            self._store.add({**pictures, key: kept})
-        self._used.update((key, *_figure_keys(kept)))
-        return kept
-
     def _document_sources(self, figures: dict[str, str]) -> Iterator[Source]:
         """Chunks, figures, pages; a picture's file that a document shows is a source of its own."""
         for name, kept in self._documents.items():
-            paragraphs = [Paragraph(*fields) for fields in kept["paragraphs"]]
+            paragraphs = [_paragraph(kept["headings"], *row) for row in kept["paragraphs"]]
             if name not in self._pages or self._options.pages == "both":
                 yield from self._parts(name, paragraphs, kept["figures"], figures)
             headings = {one.page: one.heading for one in reversed(paragraphs)}  # the first ones
@@ -285,8 +392,9 @@ class _Reading:
                 figures[f"{name}#page{page}"] = key
                 heading = headings.get(page, "")
                 extra = {**self._extra(name, page, heading), WHOLE_PAGE: True}
-                yield Source(f"{name}#page{page}", "image", "", _title(name, heading),
-                             f"{name}#page{page}", extra)  # fmt: skip
+                title = _title(name, heading or self._stated(name))
+                source = f"{name}#page{page}"
+                yield Source(source, "image", "", title, source, extra)
 
     def _parts(
         self,
@@ -299,80 +407,56 @@ class _Reading:
             chunks(paragraphs, self._options.chunk, _title(name, "")), start=1
         ):
             extra = self._extra(name, chunk.page, chunk.heading)
-            yield Source(f"{name}#{number}", "text", chunk.text, _title(name, chunk.heading),
-                         extra=extra)  # fmt: skip
+            if chunk.places:
+                extra["places"] = [_shown_place(place) for place in chunk.places]
+            title = _title(name, chunk.heading or self._stated(name))
+            yield Source(f"{name}#{number}", "text", chunk.text, title, extra=extra)
         embedded = [figure for figure in found if figure[3]]
         for number, (caption, heading, page, key, _) in enumerate(embedded, start=1):
             figure = f"{name}#figure{number}"
             figures[figure] = key
             extra = self._extra(name, page, heading)
-            yield Source(figure, "image", caption, _title(name, heading), figure, extra)
+            title = _title(name, heading or self._stated(name))
+            yield Source(figure, "image", caption, title, figure, extra)
 
     def _picture_sources(self) -> Iterator[Source]:
         """Pictures that are files, with the caption of the first document that shows them."""
         captions: dict[str, tuple[str, str]] = {}
         for name, (caption, heading, _, _, link) in self._shown:
             if caption:
-                captions.setdefault(_linked(name, link), (caption, _title(name, heading)))
+                captions.setdefault(
+                    _linked(name, link), (caption, _title(name, heading or self._stated(name)))
+                )
         for name in self._pictures:
             folders = _words(str(PurePosixPath(name).parent)) if "/" in name else ""
             caption, title = captions.get(name, (_words(PurePosixPath(name).stem), folders))
             yield Source(name, "image", caption, title, name, self._extra(name, None, ""))
 
+    def _stated(self, name: str) -> str:
+        """The title that a document states, or ""."""
+        return self._documents.get(name, {}).get("title", "")
+
     def _extra(self, name: str, page: int | None, heading: str) -> dict[str, Any]:
-        same = [other for other, first in self._report.same_content.items() if first == name]
         extra = {"file": name, "page": page, "heading": heading}
-        return {**extra, "same_as": same} if same else extra
+        if title := self._stated(name):
+            extra["title"] = title
+        return {**extra, "same_as": self._same[name]} if name in self._same else extra
 
 
-# What is kept of a file, as JSON, and its figures' pictures by their keys.
-Kept = tuple[dict[str, Any], dict[str, np.ndarray]]
-
-
-def _content(name: str, data: bytes, least_pixels: int) -> Kept:
-    """What is kept of a file's text and figures."""
-    ending = ending_of(name)
-    pictures: dict[str, np.ndarray] = {}
+def _boxed(
+    free: queue.SimpleQueue[Box], data: bytes, ending: str, function: str, request: dict[str, Any]
+) -> boxed_documents.Read:
+    """What a function of boxed_documents makes of a file; `bad` where it takes too much."""
+    box = free.get()
     try:
-        if ending in PICTURES:
-            verify(data, name)
-            return {}, {}
-        document = READERS[ending].read(data, least_pixels)
-    except (DocumentError, PictureError) as error:
-        return {"bad": str(error).removeprefix(f"{name}: ").rstrip(".")}, {}
-    figures, broken = [], list(document.broken_figures)
-    for number, figure in enumerate(document.figures, start=1):
-        key = ""
-        if figure.picture is not None:
-            try:
-                verify(figure.picture, f"figure {number}")
-            except PictureError as error:
-                broken.append(str(error).rstrip("."))
-                continue
-            key = _add(pictures, figure.picture)
-        figures.append([figure.caption, figure.heading, figure.page, key, figure.link])
-    kept = {
-        "paragraphs": [[p.text, p.heading, p.page] for p in document.paragraphs],
-        "figures": figures,
-        "scanned_pages": list(document.scanned_pages),
-        "broken_figures": broken,
-    }
-    return kept, pictures
-
-
-def _drawn(name: str, data: bytes) -> Kept:
-    """What is kept of a PDF's pages, as of figures without a caption."""
-    pictures: dict[str, np.ndarray] = {}
-    pages, broken = [], []
-    try:
-        for page in page_pictures(data):
-            if page.picture is None:
-                broken.append(page.problem)
-            else:
-                pages.append(["", "", page.number, _add(pictures, page.picture), ""])
-    except DocumentError as error:
-        return {"bad": str(error).rstrip(".")}, {}
-    return {"figures": pages, "broken_figures": broken}, pictures
+        return box.call_on(data, budget_of(ending, len(data)), function, **request)
+    except OverBudget as error:
+        return {"bad": str(error), "pictures": []}, []
+    except Failed as error:
+        reason = f"its parser fails ({error.kind}: {one_line(str(error))[:120]})"
+        return {"bad": reason, "pictures": []}, []
+    finally:
+        free.put(box)
 
 
 def _with_pages(kept: Mapping[str, Any], pages: Mapping[str, Any]) -> dict[str, Any]:
@@ -385,21 +469,16 @@ def _with_pages(kept: Mapping[str, Any], pages: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def _add(pictures: dict[str, np.ndarray], picture: bytes) -> str:
-    """Adds an encoded picture under its key."""
-    key = f"picture {hashlib.sha256(picture).hexdigest()}"
-    pictures[key] = np.frombuffer(picture, np.uint8)
-    return key
-
-
-def _without_content(kept: Mapping[str, Any]) -> str:
-    """Why nothing of a document can be a source; "" where something can."""
-    if kept["paragraphs"] or any(figure[3] for figure in kept["figures"]):
-        return ""
-    if count := len(kept["scanned_pages"]):
-        pages = "1 scanned page" if count == 1 else f"{count} scanned pages"
-        return f"no text: {pages}; recognize the text first, as with ocrmypdf"
-    return "no text"
+def _paragraph(
+    headings: Sequence[str], text: str, heading: int, page: int | None, is_row: bool,
+    header: int, places: Sequence[Sequence[Any]],
+) -> Paragraph:  # fmt: skip
+    """A paragraph as boxed_documents keeps it."""
+    stretches = tuple(
+        Place(start, end, name, None if box is None else tuple(box))
+        for start, end, name, box in places
+    )
+    return Paragraph(text, headings[heading], page, is_row, headings[header], stretches)
 
 
 def _figure_keys(kept: Mapping[str, Any]) -> list[str]:
@@ -426,6 +505,12 @@ def _linked(document: str, link: str) -> str:
 
 def _title(name: str, heading: str) -> str:
     return heading or _words(PurePosixPath(name).stem)
+
+
+def _shown_place(place: Place) -> dict[str, Any]:
+    """A place as `Source.extra` holds it."""
+    about = {"start": place.start, "end": place.end}
+    return about | ({"name": place.name} if place.box is None else {"box": list(place.box)})
 
 
 def _words(name: str) -> str:

@@ -16,6 +16,8 @@ from pathlib import Path, PurePosixPath
 from mmqa_jax.data.documents.document import DocumentError
 from mmqa_jax.data.picture_bounds import MOST_BYTES
 
+_TRIES = 3  # readings of a file that another program writes to
+
 
 @dataclasses.dataclass(frozen=True)
 class FoundFile:
@@ -109,22 +111,30 @@ def _add(listing: Listing, entry: os.DirEntry, name: str, endings: Collection[st
 
 
 def read_file(folder: Path, name: str) -> bytes:
-    """The bytes of a file of the folder.
+    """The bytes of a file of the folder, all of one moment.
 
     Raises:
-      DocumentError: it is gone, has become a link, may not be read, is empty or too large.
+      DocumentError: it is gone, has become a link, may not be read, is empty or too large, or is
+        written to each time it is read.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         with open(os.open(folder / name, flags), "rb") as file:
-            about = os.fstat(file.fileno())
-            if not stat.S_ISREG(about.st_mode):
-                raise DocumentError("no longer a file")
-            if about.st_size > MOST_BYTES:
-                raise DocumentError(
-                    f"{about.st_size:,} bytes, more than the {MOST_BYTES:,} of a file; split it"
-                )
-            data = file.read(MOST_BYTES + 1)
+            for _ in range(_TRIES):
+                about = os.fstat(file.fileno())
+                if not stat.S_ISREG(about.st_mode):
+                    raise DocumentError("no longer a file")
+                if about.st_size > MOST_BYTES:
+                    raise DocumentError(
+                        f"{about.st_size:,} bytes, more than the {MOST_BYTES:,} of a file; split it"
+                    )
+                file.seek(0)
+                data = file.read(MOST_BYTES + 1)
+                after = os.fstat(file.fileno())
+                if (after.st_mtime_ns, len(data)) == (about.st_mtime_ns, about.st_size):
+                    break
+            else:
+                raise DocumentError("it changes while it is read; try again when it is written")
     except OSError as error:
         raise DocumentError(f"cannot be read ({error.strerror})") from error
     if not data:

@@ -16,8 +16,9 @@
 TIFF's "white is zero" is turned where Pillow leaves it. What has no agreed black and white is a
 broken picture, and no guess: signed samples of 8 and 16 bits, other ranges of I and F, NaN, and
 FITS of more than 8 bits. Of several frames or pages (GIF, WebP, APNG, TIFF, MPO) the first is read.
-A rotation in EXIF is not applied, as in the original systems, except for detectors, whose originals
-read with OpenCV (images.py:decode_upright); Pillow itself applies that of TIFF.
+A rotation in EXIF is not applied, as in the original systems, except where the original applies it:
+for detectors, which read with OpenCV, and for vision-language models whose pictures transformers
+loads (images.py:decode_upright). Pillow itself applies that of TIFF.
 """
 
 from __future__ import annotations

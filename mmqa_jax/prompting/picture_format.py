@@ -122,7 +122,10 @@ class LlavaFormat:
 
 
 class OnevisionFormat(LlavaFormat):
-    """LLaVA-OneVision's: as LLaVA's, with a picture in tiles where it is alone."""
+    """LLaVA-OneVision's: as LLaVA's, with a picture in tiles where it is alone.
+
+    Pictures are turned as EXIF says, as by transformers' load_image; LLaVA's original does not.
+    """
 
     def __init__(self, config: OnevisionConfig, tokenizer: TextTokenizer):
         super().__init__(config, tokenizer)
@@ -131,13 +134,13 @@ class OnevisionFormat(LlavaFormat):
 
     def tokens(self, one: Shown) -> int:
         """See PictureFormat."""
-        width, height = images.size_of(one.picture.data, one.picture.name)
+        width, height = images.upright_size_of(one.picture.data, one.picture.name)
         return self._config.picture_tokens((self._tiles((height, width), one), height, width, 3))
 
     def read(self, one: Shown) -> TiledPicture:
         """See PictureFormat."""
         name, side = one.picture.name, self._config.vision.image_size
-        image = images.decode(one.picture.data, name)
+        image = images.decode_upright(one.picture.data, name)
         size = image.height, image.width
         if one.alone:
             canvas = best_resolution(size, self._config.resolutions)
@@ -171,7 +174,8 @@ def _with_places(
 class QwenFormat:
     """Qwen-VL's: `<|vision_start|><|image_pad|><|vision_end|>` for each picture.
 
-    Its chat template writes that itself.
+    Its chat template writes that itself. Pictures are turned as EXIF says, as by transformers'
+    load_image.
     """
 
     def __init__(self, config: QwenVLConfig, tokenizer: TextTokenizer):
@@ -208,14 +212,14 @@ class QwenFormat:
 
     def shape(self, picture: Picture) -> tuple[int, int, int]:
         """[H, W, 3] of what `read` gives, by the picture's header; raises PictureError."""
-        size = images.size_of(picture.data, picture.name)
+        size = images.upright_size_of(picture.data, picture.name)
         width, height = qwen_size(*size, self._sizes, picture.name)
         return height, width, 3
 
     def read(self, one: Shown) -> np.ndarray:
         """See PictureFormat."""
         picture = one.picture
-        image = images.decode(picture.data, picture.name)
+        image = images.decode_upright(picture.data, picture.name)
         return qwen_pixels(image, self._sizes, picture.name)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ _OWN = ("corpus", "folder", "chat", "hf", "webdataset")  # whose corpora are nam
 # Of a folder's report, what `--json` prints.
 FILES_KEPT = (
     *("documents", "pictures", "pages", "opened", "bad", "same_content", "scanned_pages"),
-    *("broken_figures", "left_out", "hidden"),
+    *("broken_figures", "ledger", "left_out", "hidden"),
 )
 
 
@@ -157,9 +158,28 @@ def folder_notes(origin: Mapping[str, Any]) -> list[str]:
         notes.append(
             f"{len(figures)} broken in documents, left out: {first_names(figures, _NAMED)}"
         )
+    notes += _ledger_notes(origin.get("ledger", {}))
     if left_out := origin.get("left_out"):
         endings = first_names(f"{n} {ending or 'without ending'}" for ending, n in left_out.items())
         notes.append(f"{sum(left_out.values())} files of other kinds are not read: {endings}")
+    return notes
+
+
+def _ledger_notes(ledger: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What was not read of the documents' letters (data/folder.py, Ledger), a line each."""
+    notes = []
+    if missing := {file: row for file, row in ledger.items() if row["missing"]}:
+        files = first_names(
+            f"{file} ({row['missing']:,} of {row['held']:,})" for file, row in missing.items()
+        )
+        count = sum(row["missing"] for row in missing.values())
+        notes.append(f"{count:,} letters of documents were not read: {files}")
+    causes: Counter[str] = Counter()
+    for row in ledger.values():
+        causes.update(row["left_out"])
+    if causes:
+        named = first_names(f"{cause} ({count:,})" for cause, count in causes.most_common())
+        notes.append(f"{causes.total():,} letters of documents are left out on purpose: {named}")
     return notes
 
 

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from mmqa_jax.data.schema import Source
 from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.openai_fields import read_picture
+from mmqa_jax.runs.prepare import folder_notes
 from mmqa_jax.serve.door import Pieces, visit_of
 from mmqa_jax.serve.errors import ApiError, refusal
 from mmqa_jax.serve.parts import Parts
@@ -72,6 +73,7 @@ class PageApi:
                 "systems": systems,
                 "sources": 0 if corpus is None else len(corpus),
                 "credits": [] if corpus is None else list(map(str, corpus.materials)),
+                "unread": [] if corpus is None else folder_notes(corpus.manifest.get("origin", {})),
             }
         )
 

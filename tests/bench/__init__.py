@@ -36,6 +36,7 @@ BENCHES = {
     "rerank": "VLP on every pair of WebQA: each encoded in full, or sources and questions once",
     "wikipedia": "BM25 from disk at 0.1 to 21 million passages: time, memory, queries a second",
     "detector": "VLP's, VinVL's and bottom-up attention's detectors, feature maps and whole, against PyTorch",
+    "parsers": "what libraries read of documents, their time, memory and license, beside our readers",
     "serve": "20 users of `mmqa serve` at once against the same asked one by one",
 }
 SIZES = ("small", "full")

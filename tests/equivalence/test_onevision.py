@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -144,6 +145,20 @@ def test_pixels(pair, tiled, given):
         pixels = (ours.pixels / 255.0 - 0.5) / 0.5
         np.testing.assert_allclose(pixels, want.transpose(0, 2, 3, 1), rtol=0, atol=1e-6)
     assert sorted({len(one.pixels) for one in tiled}) == [1, 2, 5, 7, 10]
+
+
+def test_pictures_are_turned_as_exif_says(pair):
+    form = picture_format(pair.ours.config, open_tokenizer(pair.folder))
+    upright = pictures()[1]
+    exif, packed = Image.Exif(), io.BytesIO()
+    exif[0x0112] = 6  # lies on its left side
+    upright.transpose(Image.Transpose.ROTATE_90).save(packed, "PNG", exif=exif)
+    phone, plain = Picture(packed.getvalue(), "one"), Picture(encoded(upright), "one")
+    for alone in (True, False):
+        ours, want = form.read(Shown(phone, alone)), form.read(Shown(plain, alone))
+        np.testing.assert_array_equal(ours.pixels, want.pixels)
+        assert ours.size == want.size
+        assert form.tokens(Shown(phone, alone)) == form.tokens(Shown(plain, alone))
 
 
 def torch_features(pair: Pair, theirs: dict[str, torch.Tensor]) -> list[np.ndarray]:

@@ -468,3 +468,15 @@ def test_the_table_shows_all_values(monkeypatch, capsys):
         "0.691",
     ):
         assert shown in table, shown
+
+
+def test_parsers_are_measured_beside_ours():
+    """Both sides read all of a plain text: every letter, and the words that most have read."""
+    from tests.bench.parsers import license_of, run
+
+    rows = run(Options(rounds=1, only=("text",)))["rows"]
+    assert [row["name"] for row in rows] == ["text: ours", "text: decoded"]
+    assert {(row["of_held"], row["words"], row["failed"]) for row in rows} == {(1.0, 1.0, None)}
+    assert rows[0]["letters"] == rows[1]["letters"] > 1000
+    assert all(row["peak_mib"] > 5 for row in rows)
+    assert license_of("lxml") == "BSD-3-Clause"

@@ -15,7 +15,7 @@ import jinja2
 import pytest
 
 from mmqa_jax.core import box
-from mmqa_jax.core.box import Box, Failed, OverBudget
+from mmqa_jax.core.box import Box, Budget, Failed, OverBudget
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.chat_template import TemplateOverBudget, rendered
 from mmqa_jax.prompting.backends import Message
@@ -51,6 +51,31 @@ def write(path):
 
 def fail():
     raise LookupError("no such row")
+
+def refuse(data):
+    fail()
+
+def halves(data, name):
+    return name, [data[: len(data) // 2], b"", data[len(data) // 2 :]]
+
+def endless(data):
+    loop()
+
+KEPT = []
+
+def keep(size):
+    KEPT.append(b"x" * size)
+
+def connect():
+    import socket
+    socket.create_connection(("127.0.0.1", 9))
+
+def start():
+    import subprocess
+    subprocess.run(["true"])
+
+def fork():
+    os.fork()
 """
 
 
@@ -90,19 +115,53 @@ def test_values_pass_as_they_are_and_exceptions_by_name(boxed):
     assert boxed.call("grow", size=200 << 20) == 200 << 20  # within the budget
 
 
+SECONDS, MEMORY = "it takes over 3 seconds of processor time", "it takes over 256 MiB of memory"
+
+
 @pytest.mark.parametrize(
-    ("function", "request_"),
-    [("loop", {}), ("grow", {"size": 1 << 30}), ("crash", {})],
+    ("function", "request_", "limit"),
+    [
+        ("loop", {}, SECONDS),
+        ("grow", {"size": 1 << 30}, MEMORY),
+        ("crash", {}, f"it crashes, as it may where {MEMORY}"),
+    ],
 )
-def test_what_takes_too_much_ends_and_the_next_call_works(boxed, function, request_):
-    with pytest.raises(OverBudget, match="over 3 seconds of processor time, over 256 MiB"):
+def test_what_takes_too_much_is_named_by_its_limit_and_the_next_call_works(
+    boxed, function, request_, limit
+):
+    with pytest.raises(OverBudget, match=f"^{limit}$"):
         boxed.call(function, **request_)
     assert boxed.call("echo", value=1) == 1
 
 
+def test_bytes_go_in_and_come_out_within_the_budget(boxed):
+    data = bytes(range(256)) * 40_000
+    value, blobs = boxed.call_on(data, Budget(), "halves", name="é\n")
+    assert (value, blobs) == ("é\n", [data[: len(data) // 2], b"", data[len(data) // 2 :]])
+    with pytest.raises(OverBudget, match=r"^over 1 MiB come out of it$"):
+        boxed.call_on(data, Budget(output=1 << 20), "halves", name="")
+    with pytest.raises(OverBudget, match=r"^it takes over 1 seconds of processor time$"):
+        boxed.call_on(data, Budget(seconds=1), "endless")
+    with pytest.raises(Failed, match="no such row"):
+        boxed.call_on(data, Budget(), "refuse")
+    assert boxed.call_on(b"", Budget(), "halves", name="x") == ("x", [b"", b"", b""])
+
+
+def test_what_a_call_leaves_behind_takes_no_memory_from_the_next_ones(boxed):
+    boxed.call("keep", size=200 << 20)
+    assert boxed.call("grow", size=150 << 20) == 150 << 20
+
+
+@pytest.mark.parametrize("function", ["connect", "start", "fork"])
+def test_it_opens_no_socket_and_starts_no_program(boxed, function):
+    with pytest.raises(Failed, match="not in a box") as failed:
+        boxed.call(function)
+    assert failed.value.kind == "PermissionError"
+
+
 def test_a_call_whose_processor_timer_stands_still_ends_too(boxed, monkeypatch):
     boxed.call("echo", value=1)
-    monkeypatch.setattr(box, "_PATIENCE", 0.5)
+    monkeypatch.setattr(box, "_PATIENCE", 0.2)
     with pytest.raises(OverBudget):
         boxed.call("wait", seconds=60)
     assert boxed.call("echo", value=2) == 2
@@ -198,18 +257,17 @@ def test_no_child_outlives_its_parent(code, state, with_signal):
 # Chat templates.
 
 SAID = [{"role": "user", "content": "hi"}]
-OVER = "over 3 seconds of processor time, over 256 MiB of memory, or crashes"
 
 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", OVER),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", SECONDS),
         ("{% set ns = namespace(x='a') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}"
-         "{% endfor %}{{ ns.x|length }}", OVER),
-        ("{{ 'a' * 2000000000 }}", OVER),
-        ("{{ '%3000000000d' % 1 }}", OVER),
-        ("{{ messages|tojson(indent=1000000000) }}", OVER),
+         "{% endfor %}{{ ns.x|length }}", MEMORY),
+        ("{{ 'a' * 2000000000 }}", MEMORY),
+        ("{{ '%3000000000d' % 1 }}", MEMORY),
+        ("{{ messages|tojson(indent=1000000000) }}", MEMORY),
         ("{{ 'a' * 2000000 }}", r"makes 2,000,000 characters of \d+, at most 1,048,\d\d\d are"),
     ],
 )  # fmt: skip

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 
 import numpy as np
 import pytest
+from PIL import Image
 from tiny_llm import END, PICTURED, flag, pictured_letters, qwen_vl_config, text_tokenizer
+from transformers.image_utils import load_image
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.packing import Bucket
 from mmqa_jax.data.schema import Question
-from mmqa_jax.prompting.picture_format import QwenFormat
+from mmqa_jax.prompting.backends import Picture
+from mmqa_jax.prompting.picture_format import QwenFormat, Shown
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer
 from mmqa_jax.prompting.training_examples import encode_conversation
 from mmqa_jax.tasks.pictured_examples import PicturedRows, TrainingPictures, pictured_shapes
@@ -131,3 +135,19 @@ def test_a_picture_that_breaks_later_is_not_learned(capsys):
     assert not (batch["input_ids"][0] == CONFIG.image_token).any()
     pictures.warn_missing()
     assert "whose questions were not learned: 1 (small)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_pictures_are_turned_as_transformers_turns_them(orientation, tmp_path):
+    """As a phone stores a picture: lying, with its orientation in EXIF."""
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.fromarray(pixels).save(tmp_path / "phone.png", exif=exif)
+    packed = io.BytesIO()
+    load_image(str(tmp_path / "phone.png")).save(packed, "PNG")
+    phone, turned = (
+        Picture(data, "one") for data in ((tmp_path / "phone.png").read_bytes(), packed.getvalue())
+    )
+    assert FORMAT.shape(phone) == FORMAT.shape(turned)
+    np.testing.assert_array_equal(FORMAT.read(Shown(phone, True)), FORMAT.read(Shown(turned, True)))

@@ -12,7 +12,7 @@ from mmqa_jax.core.errors import UserError
 # No text, though files hold them: control characters, halves of a character (surrogates), soft
 # hyphens, and what is no character at all.
 _NO_TEXT = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\xad\ud800-\udfff\ufffe\uffff]")
-_BELOW = " > "  # between a heading and the one below it
+BELOW = " > "  # between a heading and the one below it
 _CAPTION = re.compile(r"(?:fig(?:ure|\.)?|plate|chart|diagram|scheme|photo)\s*\d", re.IGNORECASE)
 
 
@@ -97,14 +97,19 @@ class Document:
     left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
-    def missing(self) -> int:
-        """Letters that the file holds and that were neither read nor left out on purpose."""
+    def letters_read(self) -> int:
+        """Letters of all that was read; headings count once."""
         headings = dict.fromkeys(p.heading for p in (*self.paragraphs, *self.figures))
-        parts = dict.fromkeys(part for path in headings for part in path.split(_BELOW))
+        parts = dict.fromkeys(part for path in headings for part in path.split(BELOW))
         read = [self.title, *parts, *(p.text for p in self.paragraphs)]
         read += dict.fromkeys(p.header for p in self.paragraphs)
         read += [figure.caption for figure in self.figures]
-        return max(0, self.letters - sum(map(letters, read)) - sum(self.left_out.values()))
+        return sum(map(letters, read))
+
+    @property
+    def missing(self) -> int:
+        """Letters that the file holds and that were neither read nor left out on purpose."""
+        return max(0, self.letters - self.letters_read - sum(self.left_out.values()))
 
 
 class Outline:
@@ -122,7 +127,7 @@ class Outline:
         """Begins a section; it ends those of the same and of deeper levels (larger numbers)."""
         self._open = [heading for heading in self._open if heading[0] < level]
         self._open.append((level, text))
-        self.path = _BELOW.join(heading for _, heading in self._open)
+        self.path = BELOW.join(heading for _, heading in self._open)
 
 
 def letters(text: str) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import posixpath
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from mmqa_jax.core.box import Budget
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.documents.document import Document
 from mmqa_jax.data.documents.docx import read_docx
@@ -14,7 +16,11 @@ from mmqa_jax.data.documents.html import read_html
 from mmqa_jax.data.documents.pdf import read_pdf
 from mmqa_jax.data.documents.plain import read_markdown, read_plain
 
-VERSION = 1  # of what the readers make of a file; raised when that changes
+VERSION = 2  # of what the readers make of a file; raised when that changes
+_SECONDS, _MOST_SECONDS = 3, 1800  # of processor time for a file of no bytes, and for any file
+_RATE = 200_000  # bytes that are worth a second, of formats that say nothing else
+_MEMORY = 768 << 20  # bytes of memory for a file of no bytes
+_OUTPUT, _OUTPUT_PER_BYTE = 128 << 20, 8  # bytes of text and figures
 
 
 class Reader(NamedTuple):
@@ -23,11 +29,13 @@ class Reader(NamedTuple):
     Attributes:
       read: (the file's bytes, the shortest side of an embedded picture) -> the document.
       module, package: the library that it needs, and its name on PyPI; "": none.
+      rate: bytes of a file that are worth a second of processor time: fewer than are read.
     """
 
     read: Callable[[bytes, int], Document]
     module: str = ""
     package: str = ""
+    rate: int = _RATE
 
 
 _HTML = Reader(lambda data, _: read_html(data), "lxml", "lxml")
@@ -36,9 +44,16 @@ READERS: Mapping[str, Reader] = {
     ".md": Reader(lambda data, _: read_markdown(data)),
     ".html": _HTML,
     ".htm": _HTML,
-    ".pdf": Reader(read_pdf, "pypdfium2", "pypdfium2"),
-    ".docx": Reader(lambda data, _: read_docx(data), "docx", "python-docx"),
+    ".pdf": Reader(read_pdf, "pypdfium2", "pypdfium2", 20_000),
+    ".docx": Reader(lambda data, _: read_docx(data), "docx", "python-docx", 50_000),
 }
+
+
+def budget_of(ending: str, size: int) -> Budget:
+    """What a file of so many bytes may take in the box, by what it is worth."""
+    rate = READERS[ending].rate if ending in READERS else _RATE
+    seconds = min(_SECONDS + math.ceil(size / rate), _MOST_SECONDS)
+    return Budget(seconds, _MEMORY, _OUTPUT + _OUTPUT_PER_BYTE * size)
 
 
 def check_libraries(names: Iterable[str]) -> None:
@@ -54,4 +69,4 @@ def check_libraries(names: Iterable[str]) -> None:
 
 def ending_of(name: str) -> str:
     """The ending by which a file is read: `.pdf` of `Manual.PDF`."""
-    return PurePosixPath(name).suffix.lower()
+    return posixpath.splitext(name)[1].lower()

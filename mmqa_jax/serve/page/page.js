@@ -49,6 +49,8 @@ async function begin() {
     option.value = one.name;
     system.append(option);
   }
+  $("unread").hidden = !about.unread.length;
+  $("unread").querySelector("ul").replaceChildren(...about.unread.map((line) => make("li", "", line)));
   $("credits").replaceChildren(...about.credits.map((line) => make("p", "", line)));
   choose();
 }

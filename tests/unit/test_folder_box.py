@@ -1,0 +1,222 @@
+"""Files of a folder that take too much, crash their parser or change: each named, the rest read."""
+
+from __future__ import annotations
+
+import io
+import os
+import resource
+import threading
+import time
+
+import pytest
+from document_files import docx, pdf, picture
+from PIL import Image
+
+from mmqa_jax.core.box import Budget
+from mmqa_jax.data import boxed_documents, folder, folder_files
+from mmqa_jax.data.documents import document, read
+from mmqa_jax.data.documents.document import DocumentError, Paragraph, Place
+from mmqa_jax.data.folder import FolderOptions, read_folder
+
+pytestmark = pytest.mark.slow
+
+PLAIN = "The pump stands on the left."
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Reads a folder with these files and a plain text; its content."""
+
+    def read_files(**contents: bytes):
+        (tmp_path / "raw").mkdir(exist_ok=True)
+        for name, data in {"plain_txt": PLAIN.encode(), **contents}.items():
+            (tmp_path / "raw" / name.replace("_", ".")).write_bytes(data)
+        content = read_folder(tmp_path / "raw", tmp_path / "kept", FolderOptions())
+        assert PLAIN in [source.text for source in content.sources]
+        return content
+
+    return read_files
+
+
+def form_loop() -> bytes:
+    """A PDF with a form that draws itself twice."""
+    form = b"/Fm Do /Fm Do"
+    objects = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        b"<< /Type /Pages /Count 1 /Kids [3 0 R] >>",
+        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 99 99] /Contents 4 0 R "
+        b"/Resources << /XObject << /Fm 5 0 R >> >> >>",
+        b"<< /Length %d >>\nstream\n%s\nendstream" % (len(form), form),
+        b"<< /Type /XObject /Subtype /Form /BBox [0 0 99 99] /Length %d "
+        b"/Resources << /XObject << /Fm 5 0 R >> >> >>\nstream\n%s\nendstream" % (len(form), form),
+    ]
+    return (
+        b"%PDF-1.4\n"
+        + b"".join(b"%d 0 obj\n%s\nendobj\n" % (n, o) for n, o in enumerate(objects, start=1))
+        + b"trailer << /Root 1 0 R /Size 6 >>\n%%EOF\n"
+    )
+
+
+def wide_cell() -> bytes:
+    """A Word file with a cell that claims two billion columns."""
+
+    def fill(made):
+        cell = made.add_table(1, 1).cell(0, 0)
+        cell.text = "Wide."
+        cell._tc.get_or_add_tcPr().get_or_add_gridSpan().val = 2_000_000_000
+
+    return docx(fill)
+
+
+def deep_picture() -> bytes:
+    """A PNG of 31 million gray pixels of 16 bits, which are looked at to know what is white."""
+    packed = io.BytesIO()
+    Image.new("I;16", (5600, 5600)).save(packed, "PNG")
+    return packed.getvalue()
+
+
+# Documents that a parser without a budget does not come back from, or not on a small machine.
+HOSTILE = {
+    "form_pdf": form_loop(),
+    "wide_docx": wide_cell(),
+    "deep_html": b"<div>" * 200_000 + b"deep",
+    "long_html": b"<h1>" + b"Long heading. " * 9_000 + b"</h1>" + b"<h2>x</h2><p>y" * 15_000,
+    "path_md": b"".join(b"%s %s\n\ntext\n\n" % (b"#" * n, b"a " * 20_000) for n in range(1, 7)),
+    "spaces_md": b"# " + b" " * 300_000 + b"#x",
+    "cells_html": b"<table><tr><td colspan=2000000000 rowspan=2000000000>a" + b"<tr><td>b" * 9,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_ends_within_its_budget_and_the_others_are_read(files, monkeypatch, name):
+    monkeypatch.setattr(read, "_SECONDS", 1)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    content = files(**{name: HOSTILE[name]})
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 8  # seconds
+    assert after.ru_maxrss < 1 << 20  # KiB, of any child until here
+    assert sum(len(source.text) + len(source.title) for source in content.sources) < 1 << 27
+    for reason in content.report.bad.values():
+        assert reason.startswith(("it takes over", "it crashes", "over", "no ")), reason
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "budget", "reason"),
+    [
+        ("deep_png", deep_picture(), Budget(memory=96 << 20), "it takes over 96 MiB of memory"),
+        ("large_txt", b"Words. " * 9000, Budget(output=4096), "over 0 MiB come out of it"),
+    ],
+)
+def test_a_file_over_its_budget_is_named_with_the_limit_and_not_tried_again(
+    files, monkeypatch, name, data, budget, reason
+):
+    monkeypatch.setattr(
+        folder, "budget_of", lambda ending, size: budget if size > 100 else Budget()
+    )
+    report = files(**{name: data}).report
+    assert report.bad == {name.replace("_", "."): reason}
+    assert report.opened == 2
+    again = files(**{name: data}).report
+    assert (again.bad, again.opened) == (report.bad, 0)
+
+
+def test_budgets_grow_with_the_file_and_end():
+    small, large, huge = (read.budget_of(".pdf", size) for size in (0, 1 << 20, 1 << 40))
+    assert small < large < huge
+    assert small.seconds <= 3 < 1800 == huge.seconds
+    assert small.memory < 1 << 30
+    assert read.budget_of(".txt", 1 << 20).seconds < large.seconds  # a page of text has more bytes
+
+
+def test_a_parser_that_fails_is_named(files, monkeypatch):
+    monkeypatch.setattr(folder, "READERS", {**read.READERS, ".odd": read.READERS[".txt"]})
+    report = files(new_odd=b"Text.").report  # the child does not know the ending
+    assert report.bad == {"new.odd": "its parser fails (KeyError: '.odd')"}
+
+
+def test_documents_and_pictures_are_parsed_in_children_alone(files, monkeypatch):
+    def here(*_):
+        raise AssertionError("parsed in this process")
+
+    for ending, reader in read.READERS.items():
+        monkeypatch.setitem(read.READERS, ending, reader._replace(read=here))
+    monkeypatch.setattr("mmqa_jax.data.images.verify", here)
+    content = files(a_pdf=pdf([[(10, 700, "Typed.")]]), b_png=picture(), c_md=b"# H\n\nText.")
+    assert {source.id for source in content.sources} == {
+        "a.pdf#1",
+        "b.png",
+        "c.md#1",
+        "plain.txt#1",
+    }
+
+
+def test_an_interrupt_ends_the_boxes_at_once(files, monkeypatch):
+    monkeypatch.setattr(
+        folder, "budget_of", lambda ending, size: Budget(seconds=60, memory=8 << 30)
+    )
+    threading.Timer(1.5, os.kill, (os.getpid(), 2)).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        files(loop_pdf=form_loop())
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("changes", [1, 99])
+def test_a_file_that_changes_while_it_is_read(tmp_path, monkeypatch, changes):
+    """It is read again, so that what is kept was the file at one moment; one that always changes
+    is named."""
+    path, fstat = tmp_path / "log.txt", os.fstat
+    path.write_text("begin")
+    left = changes
+
+    def changing(number):
+        nonlocal left
+        about = fstat(number)
+        if left:
+            left -= 1
+            with path.open("a") as file:
+                file.write(" more")
+        return about
+
+    monkeypatch.setattr(folder_files.os, "fstat", changing)
+    if changes == 1:
+        assert folder_files.read_file(tmp_path, "log.txt") == b"begin more"
+    else:
+        with pytest.raises(DocumentError, match=r"^it changes while it is read; try again"):
+            folder_files.read_file(tmp_path, "log.txt")
+
+
+# What is kept of a document.
+
+
+def kept_of(monkeypatch, *paragraphs, **more):
+    made = document.Document(paragraphs, **more)
+    monkeypatch.setitem(read.READERS, ".txt", read.Reader(lambda data, _: made))
+    return boxed_documents.text(b"", ".txt", 64)
+
+
+def test_paragraphs_come_back_as_they_were_read(monkeypatch):
+    row = Paragraph(
+        "A | 5 W", "Pumps > Data", 2, True, "Model | Power",
+        (Place(0, 3, "Sheet1!A2"), Place(4, 7, box=(1.5, 2.0, 3.0, 4.0))),
+    )  # fmt: skip
+    paragraphs = (Paragraph("Before."), row, Paragraph("After.", "Pumps", 3))
+    kept, pictures = kept_of(monkeypatch, *paragraphs)
+    headings = kept["headings"]
+    assert tuple(folder._paragraph(headings, *row) for row in kept["paragraphs"]) == paragraphs
+    assert pictures == []
+
+
+def test_a_heading_that_is_too_long_to_be_repeated_is_a_paragraph(monkeypatch):
+    long = "Long " * 100 + "end"
+    below = [Paragraph(f"Text {n}.", f"Guide > {long} > Part") for n in range(3)]
+    kept, _ = kept_of(monkeypatch, *below)
+    read_back = [folder._paragraph(kept["headings"], *row) for row in kept["paragraphs"]]
+    assert [p.text for p in read_back] == [long, "Text 0.", "Text 1.", "Text 2."]
+    assert all(len(p.heading) < 330 for p in read_back)
+    assert read_back[1].heading.startswith("Guide > Long Long")
+    deep = [Paragraph("Text.", " > ".join(f"level {n}" for n in range(14)))]
+    kept, _ = kept_of(monkeypatch, *deep)
+    assert [row[0] for row in kept["paragraphs"]] == [f"level {n}" for n in range(10, 14)] + [
+        "Text."
+    ]
