@@ -48,6 +48,7 @@ from mmqa_jax.runs.ask_folder import (
     open_encoded,
     open_folder,
     open_passages,
+    open_words,
 )
 from mmqa_jax.runs.asked import AskedCorpus, ShownSource, answer_notes, shown_sources
 from mmqa_jax.runs.parts import LLMSpec, RetrieverSpec, open_bm25
@@ -194,14 +195,16 @@ def open_retriever(
     encoder = str(encoder)
     if method == "bm25":
         spec = RetrieverSpec("bm25", index=os.fspath(index))
-        passages = Passages(BM25Retriever(corpus, open_bm25(corpus, spec)), None)
+        on_disk = open_bm25(corpus, spec, asks=True)
+        words = open_words(corpus) if on_disk is None else BM25Retriever(corpus, on_disk)
+        passages = Passages(words, None)
     else:
         distributed.start(join=False)  # programs are kept between runs
         if method == "fused":
             passages = open_passages(corpus, encoder, weight)
         else:
             dense = open_encoded(corpus, encoder)
-            ranked = dense if method == "dense" else RankFusion([BM25Retriever(corpus), dense])
+            ranked = dense if method == "dense" else RankFusion([open_words(corpus), dense])
             passages = Passages(ranked, dense)
     if isinstance(reranker, str | os.PathLike):
         reranker = open_reranker(corpus, reranker)

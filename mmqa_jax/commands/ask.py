@@ -82,7 +82,10 @@ def _ask_folder(arguments: argparse.Namespace, picture: bytes | None) -> list[di
     flags.download(arguments, "model", "encoder")
     options, reading = flags.reading_options(arguments)
     corpus = open_folder(
-        Path(arguments.data), flags.optional_path(arguments.cache), flags.folder_options(arguments)
+        Path(arguments.data),
+        flags.optional_path(arguments.cache),
+        flags.folder_options(arguments),
+        encoder=options.encoder,
     )
     for line in folder_notes(corpus.manifest["origin"]):
         print(line, file=sys.stderr)

@@ -15,6 +15,7 @@ from mmqa_jax.core.shards import Shard, launched_shard, parse_shard
 if TYPE_CHECKING:
     from mmqa_jax.core.serving import Serving
     from mmqa_jax.data.folder import FolderOptions
+    from mmqa_jax.data.text_analysis import Analyzer
     from mmqa_jax.prompting.llm_reader import LLMReaderOptions
     from mmqa_jax.runs.ask_folder import AskOptions
 
@@ -276,6 +277,7 @@ def add_reading(parser: argparse.ArgumentParser, workdir: str) -> None:
         help="questions whose nearest passage is less similar are refused; -1: none is (chosen on "
         "val, mmqa_jax/data/README.md)",
     )
+    add_words(parser, "with --data, ")
     parser.add_argument(
         "--cache",
         metavar="FOLDER",
@@ -286,6 +288,7 @@ def add_reading(parser: argparse.ArgumentParser, workdir: str) -> None:
 # Flags of `add_reading` that are for a folder alone.
 READING = (
     *("model", "backend", "pictures", "encoder", "pages", "top_k", "least_similarity", "cache"),
+    *("language", "stemming"),
 )
 
 
@@ -311,6 +314,28 @@ def add_pages(parser: argparse.ArgumentParser, condition: str) -> None:
     )
 
 
+def add_words(parser: argparse.ArgumentParser, condition: str = "") -> None:
+    """`--language` and `--stemming` of BM25; `condition`: where they hold, for the help."""
+    parser.add_argument(
+        "--language",
+        help=f"{condition}whose most common words BM25 leaves out, such as german (english)",
+    )
+    parser.add_argument(
+        "--stemming",
+        action="store_true",
+        default=None,
+        help=f"{condition}BM25 compares the stems of words, by the rules of --language "
+        "(package PyStemmer)",
+    )
+
+
+def analyzer(arguments: argparse.Namespace) -> Analyzer:
+    """How BM25 makes words, as the flags of `add_words` say."""
+    from mmqa_jax.data.text_analysis import Analyzer
+
+    return Analyzer(arguments.language or "english", stemming=bool(arguments.stemming))
+
+
 def folder_options(arguments: argparse.Namespace) -> FolderOptions | None:
     """How documents become sources, as `--pages` says; None: as by default."""
     if arguments.pages is None:
@@ -329,7 +354,8 @@ def reading_options(arguments: argparse.Namespace) -> tuple[AskOptions, LLMReade
         values = {name: getattr(arguments, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
-    asking = AskOptions(**given("encoder", "top_k", "least_similarity"))
+    found_by = given("encoder", "top_k", "least_similarity")
+    asking = AskOptions(**found_by, words=analyzer(arguments))
     return asking, LLMReaderOptions(**given("pictures"))
 
 

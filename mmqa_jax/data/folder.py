@@ -407,7 +407,9 @@ class _Reading:
         found: Sequence[list[Any]],
         figures: dict[str, str],
     ) -> Iterator[Source]:
-        for number, chunk in enumerate(chunks(paragraphs, self._options.chunk), start=1):
+        for number, chunk in enumerate(
+            chunks(paragraphs, self._options.chunk, _title(name, "")), start=1
+        ):
             extra = self._extra(name, chunk.page, chunk.heading)
             if chunk.places:
                 extra["places"] = [_shown_place(place) for place in chunk.places]

@@ -1,68 +1,87 @@
-"""BM25 over snippets and captions, on bm25s.
+"""BM25 over snippets and captions.
 
-bm25s computes the scores (with the chosen method's formula; `lucene`, the default, is Robertson's
-BM25 with the idf ln(1 + (N - n + .5) / (n + .5)), which is positive even for very common words).
-Tokenization, the top k with ties in row order, and the restricted setting are ours. So is that a
-source without a word of the query is no result, as in Lucene: bm25s's own `retrieve` fills up its
-top k with such sources, whose scores are 0.
+Robertson's formula with Lucene's idf ln(1 + (N - n + .5) / (n + .5)), which is positive even for
+very common words: the scores are those of bm25s's `lucene`, to the bit (computed and added in its
+order), made for all sources at once. As in Lucene, a source without a word of the query is no
+result: bm25s's own `retrieve` fills up its top k with such sources, whose scores are 0.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
-import re
+import contextlib
+import math
+import os
 from collections.abc import Sequence
-from types import ModuleType
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float32, Int32, Int64
 
 from mmqa_jax.core.arguments import check_questions, check_several
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.paths import remove_tree
+from mmqa_jax.core.store import Store, digest_of
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking, source_text
+from mmqa_jax.data.text_analysis import Analyzer, Vocabulary
 from mmqa_jax.retrieval.rankings import by_score, to_rankings
 
-WORD = re.compile(r"\w+")
 _BLOCK = 64  # scores per block when bounding the top k; any size is correct
+_KEPT = 16  # corpora whose words are kept
+_TEXTS = 4096  # whose words are numbered at a time
+_ANALYZER = Analyzer()
+words = _ANALYZER.words  # of texts and queries where nothing else is said
 
 
-def words(text: str, stop_words: bool = True) -> list[str]:
-    """Lowercase words of `text`; with `stop_words`, without the 33 most common English ones.
+class TextWords(NamedTuple):
+    """The words of several texts.
 
-    The paper's baseline splits at spaces, keeps case and drops nothing (WebQnA/WebQA_Baseline).
+    Attributes:
+      words: each once.
+      numbers: indices into `words` of the words of all texts, concatenated.
+      offsets: where each text's begin, and the end of all.
     """
-    removed = english_stop_words() if stop_words else ()
-    return [word for word in WORD.findall(text.lower()) if word not in removed]
+
+    words: list[str]
+    numbers: Int32[np.ndarray, " total"]
+    offsets: Int64[np.ndarray, " texts+1"]
 
 
-@functools.cache
-def _bm25s() -> ModuleType:
-    # Imported on first use: the import runs a JAX computation, so hosts must be joined first.
-    import bm25s
-    import bm25s.stopwords
+def words_of(texts: Sequence[str], analyzer: Analyzer = _ANALYZER) -> TextWords:
+    """The words of texts, one text per row.
 
-    # It logs every small index that the restricted setting builds.
-    logging.getLogger("bm25s").setLevel(logging.WARNING)
-    return bm25s
-
-
-@functools.cache
-def english_stop_words() -> frozenset[str]:
-    """The 33 most common English words, as bm25s has them."""
-    return frozenset(_bm25s().stopwords.STOPWORDS_EN)
+    Raises:
+      UserError: no texts, or no words in them.
+      TypeError: one text in place of several.
+    """
+    check_several(texts, "BM25")
+    if not len(texts):
+        raise UserError("BM25: the corpus is empty, at least one source was expected.")
+    vocabulary = Vocabulary(analyzer)
+    numbers, lengths = [], []
+    for start in range(0, len(texts), _TEXTS):
+        block = texts[start : start + _TEXTS]
+        of_block, rows = vocabulary.numbered(block)
+        numbers.append(of_block.astype(np.int32))
+        lengths.append(np.bincount(rows, minlength=len(block)))
+    if not vocabulary.names:
+        raise UserError(
+            f"BM25: none of the {len(texts)} sources contains a word; check their text fields."
+        )
+    offsets = np.cumsum([0, *np.concatenate(lengths)])
+    return TextWords(vocabulary.names, np.concatenate(numbers), offsets)
 
 
 class BM25:
     """BM25 index over texts, which are identified by row.
 
     Args:
-      texts: one text per row (`source_text` of every source, in corpus order).
+      texts: one text per row (`source_text` of every source, in corpus order), or their words.
       k1: saturation of term counts.
       b: strength of length normalization, 0..1.
-      stop_words: leave out the most common English words.
-      method: bm25s's name of the variant (`lucene`, `robertson`, `atire`).
+      analyzer: makes words of texts and of queries.
+      asks: queries are questions, whose words that ask (`who`, `does`) are not searched for.
 
     Raises:
       UserError: no texts, or no words in them.
@@ -71,33 +90,19 @@ class BM25:
 
     def __init__(
         self,
-        texts: Sequence[str],
+        texts: Sequence[str] | TextWords,
         k1: float = 1.5,
         b: float = 0.75,
         *,
-        stop_words: bool = True,
-        method: str = "lucene",
+        analyzer: Analyzer = _ANALYZER,
+        asks: bool = False,
     ):
-        check_several(texts, "BM25")
-        if not len(texts):
-            raise UserError("BM25: the corpus is empty, at least one source was expected.")
-        vocabulary: dict[str, int] = {}
-        token_ids = [
-            [vocabulary.setdefault(word, len(vocabulary)) for word in words(text, stop_words)]
-            for text in texts
-        ]
-        if not vocabulary:
-            raise UserError(
-                f"BM25: none of the {len(texts)} sources contains a word; check their text fields."
-            )
-        self.stop_words = stop_words
-        self._settings = {"k1": k1, "b": b, "method": method}
-        self._index = _bm25s_index(token_ids, vocabulary, self._settings)
-        # Token ids of all rows, concatenated, for the restricted setting; 4 bytes per token.
-        self._offsets = np.cumsum([0, *map(len, token_ids)], dtype=np.int64)
-        self._token_ids = np.fromiter(
-            (token for row in token_ids for token in row), np.int32, self._offsets[-1]
-        )
+        counted = texts if isinstance(texts, TextWords) else words_of(texts, analyzer)
+        self._words_of = analyzer.question_words if asks else analyzer.words
+        self._k1, self._b = k1, b
+        self._number = {word: number for number, word in enumerate(counted.words)}
+        self._numbers, self._offsets = counted.numbers, counted.offsets
+        self._scored = _Scored(self._numbers, self._offsets, len(self._number), k1, b)
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -124,7 +129,7 @@ class BM25:
         rows = np.full((len(queries), top_k), -1, np.int32)
         scores = np.zeros((len(queries), top_k), np.float32)
         for number, query in enumerate(queries):
-            all_scores = self._scores(query)  # [rows]
+            all_scores = self._scored.sums(self._query(query))  # [rows]
             if allowed is not None:
                 all_scores = np.where(allowed, all_scores, np.float32(0))
             best = _top_rows(all_scores, top_k)
@@ -151,39 +156,90 @@ class BM25:
                 f"BM25: candidate rows must be in 0..{len(self) - 1}, got "
                 f"{candidates.min()}..{candidates.max()}; the index belongs to another corpus."
             )
-        local: dict[int, int] = {}
-        token_ids = [
-            [
-                local.setdefault(token, len(local))
-                for token in self._token_ids[self._offsets[row] : self._offsets[row + 1]].tolist()
-            ]
-            for row in candidates
-        ]
+        of_rows = [self._numbers[self._offsets[r] : self._offsets[r + 1]] for r in candidates]
+        local, numbers = np.unique(np.concatenate([*of_rows, []]), return_inverse=True)
+        place = {number: i for i, number in enumerate(local.tolist())}
+        asked = [place[number] for number in self._query(query) if number in place]
         scores = np.zeros(len(candidates), np.float32)
-        query_ids = [local[token] for token in self._query_ids(query) if token in local]
-        if query_ids:
-            index = _bm25s_index(
-                token_ids, {str(token): i for token, i in local.items()}, self._settings
-            )
-            scores = index.get_scores_from_ids(query_ids)
+        if asked:
+            offsets = np.cumsum([0, *map(len, of_rows)])
+            scores = _Scored(numbers, offsets, len(local), self._k1, self._b).sums(asked)
         order = np.argsort(-scores, kind="stable")[:top_k]
         order = order[scores[order] > 0]
         return candidates[order], scores[order]
 
     def scores(self, query: str, rows: Sequence[int]) -> np.ndarray:
         """The scores that `search` gives the rows, float32[rows]."""
-        return self._scores(query)[np.asarray(rows, np.int32)]
+        return self._scored.sums(self._query(query))[np.asarray(rows, np.int32)]
 
-    def _query_ids(self, query: str) -> list[int]:
-        vocabulary = self._index.vocab_dict
-        return [vocabulary[word] for word in words(query, self.stop_words) if word in vocabulary]
+    def _query(self, query: str) -> list[int]:
+        """The numbers of a query's words; a repeated word counts repeatedly."""
+        return [self._number[word] for word in self._words_of(query) if word in self._number]
 
-    def _scores(self, query: str) -> np.ndarray:
-        """Scores of all rows, float32[rows]; a repeated query word counts repeatedly."""
-        token_ids = self._query_ids(query)
-        if not token_ids:
-            return np.zeros(len(self), np.float32)
-        return self._index.get_scores_from_ids(token_ids)
+
+class _Scored:
+    """What each word of a collection gives each of its rows.
+
+    Args:
+      numbers: of the words of all rows, concatenated.
+      offsets: where each row's begin, and their end.
+      words: how many different ones there are.
+    """
+
+    def __init__(self, numbers: np.ndarray, offsets: np.ndarray, words: int, k1: float, b: float):
+        lengths = np.diff(offsets)
+        rows = len(lengths)
+        pairs = numbers.astype(np.int64) * rows + np.repeat(np.arange(rows), lengths)
+        pairs.sort()
+        first = np.flatnonzero(np.r_[True, pairs[1:] != pairs[:-1]])
+        counts = np.diff(np.append(first, len(pairs))).astype(np.float32)
+        of_word, self._rows = np.divmod(pairs[first], rows)
+        self._rows = self._rows.astype(np.int32)
+        frequencies = np.bincount(of_word, minlength=words)
+        self._starts = np.cumsum([0, *frequencies])
+        idfs = np.array([math.log(1 + (rows - n + 0.5) / (n + 0.5)) for n in frequencies.tolist()])
+        norms = k1 * ((1 - b) + b * lengths / lengths.mean())
+        impacts = counts / (norms[self._rows] + counts)
+        self._scores = (idfs.astype(np.float32)[of_word] * impacts).astype(np.float32)
+        self._size = rows
+
+    def sums(self, numbers: Sequence[int]) -> Float32[np.ndarray, " rows"]:
+        """The scores of all rows for the words of a query, added in their order."""
+        total = np.zeros(self._size, np.float32)
+        for number in numbers:
+            span = slice(self._starts[number], self._starts[number + 1])
+            total[self._rows[span]] += self._scores[span]
+        return total
+
+
+def kept_words(folder: Path, corpus: Corpus, analyzer: Analyzer = _ANALYZER) -> TextWords:
+    """The words of a corpus's sources, counted unless an earlier run kept them.
+
+    Args:
+      folder: of the words of many corpora, of which those used last are kept.
+    """
+    texts = list(map(source_text, corpus.sources))
+    if not corpus.fingerprint:
+        return words_of(texts, analyzer)
+    what = {"corpus": corpus.fingerprint, "analyzer": analyzer.to_json()}
+    place = folder / digest_of(what)[:32]
+    with Store(place, what, damage="drop", sync=False) as store:
+        words, numbers, offsets = map(store.get, TextWords._fields)
+        if words is None or numbers is None or offsets is None:
+            counted = words_of(texts, analyzer)
+            store.add(counted._asdict())
+            _leave_newest(folder)
+            return counted
+    os.utime(place)
+    return TextWords(words, numbers, offsets)
+
+
+def _leave_newest(folder: Path) -> None:
+    """Removes what has not been used for longest, but for `_KEPT` corpora."""
+    by_age = sorted(folder.iterdir(), key=lambda place: place.stat().st_mtime)
+    for place in by_age[:-_KEPT]:
+        with contextlib.suppress(OSError):  # another process removes it too
+            remove_tree(place)
 
 
 class BM25Retriever:
@@ -253,12 +309,6 @@ def check_top_k(top_k: int, rows: int, allowed: np.ndarray | None, what: str) ->
             f"{what}: top_k={top_k} is out of range, {available} sources are available; "
             f"choose 1 to {available}."
         )
-
-
-def _bm25s_index(token_ids: list[list[int]], vocabulary: dict, settings: dict) -> Any:
-    index = _bm25s().BM25(**settings, backend="numpy")
-    index.index((token_ids, vocabulary), create_empty_token=False, show_progress=False)
-    return index
 
 
 def _top_rows(scores: np.ndarray, top_k: int) -> np.ndarray:

@@ -35,13 +35,15 @@ from mmqa_jax.core.checksums import check_sums, find_damage, read_sealed, write_
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.locks import alone
 from mmqa_jax.core.paths import remove_tree
-from mmqa_jax.retrieval.bm25 import BM25, check_top_k, words
+from mmqa_jax.data.text_analysis import VERSION, Analyzer
+from mmqa_jax.retrieval.bm25 import BM25, check_top_k
 from mmqa_jax.retrieval.bm25_group import ShardGroup, Tiers
 from mmqa_jax.retrieval.bm25_shard import SHARD_WHAT, Norms, Shard, ShardBuilder, ShardLimits
 from mmqa_jax.retrieval.manifest import MANIFEST, check_manifest, read_manifest
 
 _WHAT = "a BM25 index"
 _VERB = "mmqa index --kind=bm25"
+_ANALYZER = Analyzer()
 _REMEDY = f"delete the folder and run `{_VERB}` again"
 _BLOCK_CHARACTERS = 1 << 22  # that are split into words at a time
 _SLACK = np.float32(1 - 1e-4)  # sums of float32 in another order are as far apart at most
@@ -58,7 +60,7 @@ def build_bm25(
     *,
     k1: float = 1.5,
     b: float = 0.75,
-    stop_words: bool = True,
+    analyzer: Analyzer = _ANALYZER,
     limits: ShardLimits | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> bool:
@@ -70,7 +72,7 @@ def build_bm25(
       folder: of the index; an index of another corpus in it is replaced when this one is whole.
       texts_from: the texts of all sources from a row on, one a source.
       rows: how many sources there are.
-      k1, b, stop_words: as BM25.
+      k1, b, analyzer: as BM25.
       on_progress: called with (rows done, rows).
 
     Returns:
@@ -88,14 +90,13 @@ def build_bm25(
         "corpus_fingerprint": corpus_fingerprint,
         "k1": k1,
         "b": b,
-        "stop_words": stop_words,
+        "analyzer": analyzer.to_json(),
     }
     with alone(folder / ".lock"):
         if _is_complete(folder, job):
             return False
-        shards = _build_shards(
-            _shards(folder, job), job, texts_from, limits or ShardLimits(), on_progress
-        )
+        place, limits = _shards(folder, job), limits or ShardLimits()
+        shards = _build_shards(place, job, texts_from, analyzer, limits, on_progress)
         if not sum(shard["words"] for shard in shards):
             raise UserError(
                 f"BM25: none of the {rows} sources contains a word; check their text fields."
@@ -112,6 +113,7 @@ def _build_shards(
     folder: Path,
     job: dict[str, Any],
     texts_from: Callable[[int], Iterable[str]],
+    analyzer: Analyzer,
     limits: ShardLimits,
     on_progress: Callable[[int, int], None] | None,
 ) -> list[dict[str, int]]:
@@ -121,7 +123,7 @@ def _build_shards(
     blocks = _blocks(itertools.islice(texts_from(done), rows - done), limits.block)
     with ThreadPoolExecutor(1) as writer:
         writing: Future | None = None
-        builder = ShardBuilder(job["stop_words"], limits)
+        builder = ShardBuilder(analyzer, limits)
         for block in blocks:
             builder.add(block)
             done += len(block)
@@ -133,7 +135,7 @@ def _build_shards(
                 place = folder / f"{len(shards):05d}"
                 writing = writer.submit(builder.write, place, about, (job["k1"], job["b"]))
                 shards.append(shard)
-                builder = ShardBuilder(job["stop_words"], limits)
+                builder = ShardBuilder(analyzer, limits)
             if on_progress is not None:
                 on_progress(done, rows)
         if writing is not None:
@@ -213,9 +215,11 @@ class DiskBM25:
       folder: of the index.
       corpus_fingerprint: of the corpus that is searched; None: not compared.
       text_of: the text of a row, which `search_within` reads.
+      analyzer: that the index must be of; None: whichever it states.
+      asks: as BM25.
 
     Raises:
-      UserError: no index, an unfinished or damaged one, or that of another corpus.
+      UserError: no index, an unfinished or damaged one, or that of another corpus or analyzer.
     """
 
     def __init__(
@@ -223,10 +227,20 @@ class DiskBM25:
         folder: Path,
         corpus_fingerprint: str | None = None,
         text_of: Callable[[int], str] | None = None,
+        *,
+        analyzer: Analyzer | None = None,
+        asks: bool = False,
     ):
         read_manifest(folder, _WHAT, _VERB)
         job = read_sealed(folder / MANIFEST, _REMEDY)
-        check_manifest(folder, job, {"corpus_fingerprint": corpus_fingerprint}, _VERB)
+        stated = job.get("analyzer", {})  # of older programs none
+        if stated.get("version") != VERSION:
+            raise UserError(f"{folder}: its words are those of another version; {_REMEDY}.")
+        wanted = None if analyzer is None else analyzer.to_json()
+        expected = {"corpus_fingerprint": corpus_fingerprint, "analyzer": wanted}
+        check_manifest(folder, job, expected, _VERB)
+        self._analyzer = Analyzer(**{k: v for k, v in stated.items() if k != "version"})
+        self._asks = asks
         sizes = job.pop("shards")
         places = [_shards(folder, job) / f"{number:05d}" for number in range(len(sizes))]
         for place in places:
@@ -238,7 +252,7 @@ class DiskBM25:
         ]
         if [(shard.job, shard.start, shard.rows) for shard in self._shards] != written:
             raise UserError(f"{folder}: its shards are not those that were written; {_REMEDY}.")
-        self._k1, self._b, self._stop_words = job["k1"], job["b"], job["stop_words"]
+        self._k1, self._b = job["k1"], job["b"]
         self._rows = sum(size["rows"] for size in sizes)
         self._norms = Norms(self._k1, self._b, sum(size["words"] for size in sizes) / self._rows)
         self._text_of = text_of
@@ -294,9 +308,9 @@ class DiskBM25:
                 f"{candidates.min()}..{candidates.max()}; the index belongs to another corpus."
             )
         texts = [self._text_of(int(row)) for row in candidates]
-        if not any(words(text, self._stop_words) for text in texts):
+        if not any(map(self._analyzer.words, texts)):
             return candidates[:0], np.zeros(0, np.float32)
-        own = BM25(texts, self._k1, self._b, stop_words=self._stop_words)
+        own = BM25(texts, self._k1, self._b, analyzer=self._analyzer, asks=self._asks)
         found, scores = own.search_within(query, range(len(texts)), top_k)
         return candidates[found], scores
 
@@ -322,7 +336,8 @@ class DiskBM25:
 
     def _read(self, queries: Sequence[str]) -> tuple[list[_Query], dict[str, list[int]]]:
         """The queries, and the number of each of their words in every shard (-1: not there)."""
-        split = [words(query, self._stop_words) for query in queries]
+        words_of = self._analyzer.question_words if self._asks else self._analyzer.words
+        split = list(map(words_of, queries))
         numbers, idfs = {}, {}
         for word in dict.fromkeys(itertools.chain.from_iterable(split)):
             own = [shard.number(word) for shard in self._shards]

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import itertools
 import mmap
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.retrieval.bm25 import WORD, english_stop_words
+from mmqa_jax.data.text_analysis import Analyzer, Vocabulary
 from mmqa_jax.retrieval.manifest import read_manifest, replace_folder
 
 SHARD_WHAT = "a shard of a BM25 index"
@@ -88,24 +86,22 @@ class ShardBuilder:
     """The postings of the sources that are added, in memory, until they are written.
 
     Args:
-      stop_words: leave out the most common English words.
+      analyzer: makes words of texts.
     """
 
-    def __init__(self, stop_words: bool, limits: ShardLimits):
+    def __init__(self, analyzer: Analyzer, limits: ShardLimits):
         self.limits = limits
         self.rows, self.words, self._postings = 0, 0, 0
         self._lengths: list[np.ndarray] = []
         self._blocks: list[np.ndarray] = []
-        # Numbers of words in the order in which they are first seen, stop words before all.
-        self._numbers: dict[str, int] = defaultdict(itertools.count().__next__)
-        self._stopped = len([self._numbers[word] for word in _stopped(stop_words)])
+        self._vocabulary = Vocabulary(analyzer)
 
     def is_full(self) -> bool:
         """Whether the shard is to be written before more is added."""
         return (
             self.rows >= self.limits.rows
             or self._postings >= self.limits.postings
-            or len(self._numbers) >= self.limits.words
+            or len(self._vocabulary) >= self.limits.words
         )
 
     def add(self, texts: Sequence[str]) -> None:
@@ -114,16 +110,7 @@ class ShardBuilder:
         Raises:
           UserError: a text repeats a word more than a million times.
         """
-        found: list[str] = []
-        lengths = []
-        for text in texts:
-            own = WORD.findall(text.lower())
-            lengths.append(len(own))
-            found += own
-        numbers = np.fromiter(map(self._numbers.__getitem__, found), np.int64, len(found))
-        rows = np.repeat(np.arange(len(texts)), lengths)
-        kept = numbers >= self._stopped
-        numbers, rows = numbers[kept] - self._stopped, rows[kept]
+        numbers, rows = self._vocabulary.numbered(texts)
         self._lengths.append(np.bincount(rows, minlength=len(texts)).astype(np.uint32))
         self._blocks.append(self._count(numbers, rows))
         self._postings += len(self._blocks[-1])
@@ -137,8 +124,7 @@ class ShardBuilder:
         first = np.flatnonzero(np.r_[True, pairs[1:] != pairs[:-1]][: len(pairs)])
         counts = np.diff(np.append(first, len(pairs)))
         if len(counts) and counts.max() >> _COUNT_BITS:
-            number = (int(pairs[first[counts.argmax()]]) >> _ROW_BITS) + self._stopped
-            word = next(word for word, own in self._numbers.items() if own == number)
+            word = self._vocabulary.names[int(pairs[first[counts.argmax()]]) >> _ROW_BITS]
             raise UserError(
                 f"BM25: a source repeats the word {word[:40]!r} {counts.max():,} times, more than "
                 f"{(1 << _COUNT_BITS) - 1:,}; split it into several."
@@ -156,11 +142,11 @@ class ShardBuilder:
         postings = np.concatenate(self._blocks)
         self._blocks.clear()
         postings.sort()
+        names = self._vocabulary.names
         # In the order of code points, which is that of their bytes in UTF-8.
-        words = sorted(self._numbers.keys() - set(_stopped(self._stopped > 0)))
-        numbers = np.fromiter(map(self._numbers.__getitem__, words), np.int64, len(words))
-        numbers -= self._stopped
-        self._numbers.clear()
+        order = sorted(range(len(names)), key=names.__getitem__)
+        words, numbers = [names[number] for number in order], np.array(order, np.int64)
+        self._vocabulary.clear()
         sizes = np.zeros(len(words), np.int64)
         for piece in _pieces(postings):
             sizes += np.bincount(_word(piece), minlength=len(words))
@@ -180,10 +166,6 @@ class ShardBuilder:
             rows, counts = map(_row, _pieces(postings)), map(_counts, _pieces(postings))
             _write_postings(filled, "", rows, counts, most)
             _write_tiers(filled, postings, starts, lengths, Norms(*norms, mean), self.limits.tiered)
-
-
-def _stopped(stop_words: bool) -> list[str]:
-    return sorted(english_stop_words()) if stop_words else []
 
 
 def _bytes_of(word: str) -> int:

@@ -19,11 +19,12 @@ from jaxtyping import Bool, Float32, Int32
 
 from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import fetch
+from mmqa_jax.core.mesh import fetch, platform
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.serving import BatchSize, RowCost, Serving, serve
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.documents.chunks import TokenLimit
 from mmqa_jax.data.encoder_tokenizer import TextsTokenizer
 from mmqa_jax.data.images import Alpha, NaFlex, PictureShape, cut_patches
 from mmqa_jax.data.picture_store import PictureStore
@@ -147,6 +148,14 @@ class Embedder:
         if self._fingerprint is None:
             self._fingerprint = self._hash()
         return self._fingerprint
+
+    @property
+    def token_limit(self) -> TokenLimit:
+        """What it reads of a source's text."""
+        around = sum(map(len, self._around))
+        prompt = self.prompts.source
+        before = len(self.tokenizer.encode_batch([prompt])[0]) if prompt else 0
+        return token_limit(self.tokenizer, self.buckets[-1] - around - before)
 
     def unscaled(self) -> Embedder:
         """The same dual encoder, whose vectors are as its towers give them, of any length.
@@ -333,6 +342,8 @@ class Embedder:
             most = rows_of_length(self.serving, length)
             for indices in self._batches(members, most):
                 size = min(self._padded_size(len(indices)), most)
+                if len(texts) == 1 and platform() == "cpu":  # others compute a few rows as fast
+                    size = self.serving.placement.padded(1)
                 ids = np.full((size, length), self.tokenizer.pad_id, np.int32)
                 ids[:, : len(empty)] = empty  # padding rows too: no empty softmax
                 lengths = np.full(size, len(empty))
@@ -430,6 +441,15 @@ class Embedder:
             digest.update(f"{name} {array.dtype} {array.shape}".encode())
             digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         return digest.hexdigest()
+
+
+def token_limit(tokenizer: WordPiece | TextsTokenizer, most: int) -> TokenLimit:
+    """Of an encoder that reads so many tokens of a text."""
+
+    def count(texts: Sequence[str]) -> list[int]:
+        return list(map(len, tokenizer.encode_batch(texts)))
+
+    return TokenLimit(most, tokenizer.fingerprint, count)
 
 
 def one_picture_each(

@@ -8,10 +8,13 @@ words, so that "powdery slope" is before "slope".
 from __future__ import annotations
 
 import collections
-import re
 from collections.abc import Sequence
 
-_WORD_OR_END = re.compile(r"\w+(?:['’-]\w+)*|[^\w\s]")
+import regex
+
+from mmqa_jax.data.text_analysis import folded
+
+_WORD_OR_END = regex.compile(r"\w+(?:['’-]\w+)*|[^\w\s]")
 # Words that name nothing: English function words, words of questions, and verbs without content.
 _NAMELESS = """
 a an the this that these those some any each every all both no not none such other another
@@ -37,7 +40,7 @@ def key_words_of(texts: Sequence[str], count: int) -> list[str]:
 
     Of equal ones the first. Fewer where the texts have fewer; none in texts of stop words alone.
     """
-    candidates = [run for text in texts for run in _runs(text.lower())]
+    candidates = [run for text in texts for run in _runs(folded(text))]
     frequency = collections.Counter(word for run in candidates for word in run)
     degree: collections.Counter[str] = collections.Counter()
     for run in candidates:

@@ -7,12 +7,14 @@ import functools
 import jax
 from flax import nnx
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import state_shardings
 from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
+from mmqa_jax.data.documents.chunks import TokenLimit
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.models.bert import Bert, minilm_l6
 from mmqa_jax.models.sentence_encoder import SentenceEncoder
-from mmqa_jax.retrieval.embedder import Embedder, text_cost
+from mmqa_jax.retrieval.embedder import Embedder, text_cost, token_limit
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.keymap import abstract_model
 from mmqa_jax.weights.pretrained import fill_bert
@@ -44,3 +46,12 @@ def load_minilm_embedder(batch_size: BatchSize = AUTO) -> Embedder:
         batch_size=batch_size,
         cost=text_cost(bert.config, _BUCKETS[-1]),
     )
+
+
+@functools.cache
+def minilm_token_limit() -> TokenLimit | None:
+    """`Embedder.token_limit` of MiniLM without its weights; None where it is not installed."""
+    try:
+        return token_limit(minilm_tokenizer(), _BUCKETS[-1] - 2)  # [CLS] and [SEP]
+    except UserError:
+        return None

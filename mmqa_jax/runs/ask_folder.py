@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,21 +21,24 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.host import cache_dir
 from mmqa_jax.core.mesh import platform
 from mmqa_jax.core.speed import best_precision, matmul_rates
+from mmqa_jax.core.store import Store
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data import records
 from mmqa_jax.data.corpus import Corpus, open_sources
+from mmqa_jax.data.documents.chunks import TokenLimit
 from mmqa_jax.data.folder import WHOLE_PAGE, FolderOptions
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.prepare import prepare
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, Ranking
+from mmqa_jax.data.text_analysis import Analyzer
 from mmqa_jax.papers.webqa import Reader, top
-from mmqa_jax.retrieval.bm25 import BM25Retriever
+from mmqa_jax.retrieval.bm25 import BM25, BM25Retriever, kept_words
 from mmqa_jax.retrieval.cached_vectors import cached_vectors
 from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.exact import ExactIndex
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, HybridSearch, ScoreFusion
-from mmqa_jax.retrieval.minilm import load_minilm_embedder
+from mmqa_jax.retrieval.minilm import load_minilm_embedder, minilm_token_limit
 from mmqa_jax.retrieval.rankings import Retriever
 from mmqa_jax.runs.asked import AskedCorpus, ShownSource, shown_sources
 from mmqa_jax.tasks.library import open_text_embedder
@@ -41,6 +46,7 @@ from mmqa_jax.tasks.library import open_text_embedder
 MINILM = "minilm"
 _MOST_SOURCES = 1_000_000  # whose texts and vectors are held in memory
 _CPU_BATCH = 8  # passages
+_ANALYZER = Analyzer()
 # MiniLM's cosine of the nearest passage below which none answers a question, by the number of
 # passages: the more there are, the nearer is one by chance. Chosen on OpenStax's val questions by
 # `python -m tests.bench refusals` (tests/bench/README.md).
@@ -61,12 +67,14 @@ class AskOptions:
       weight: of the encoder's cosines beside BM25's scores, see retrieval/fusion.py.
       least_similarity: questions whose most similar passage has a lower cosine are refused; None:
         by the number of passages for MiniLM, and for other encoders none is.
+      words: how BM25 makes words of passages and questions.
     """
 
     encoder: str = MINILM
     top_k: int = at_least(1, 5)
     weight: float = DEFAULT_WEIGHT
     least_similarity: float | None = None
+    words: Analyzer = _ANALYZER
 
     def threshold(self, passages: int) -> float:
         """The least similarity in use with so many passages."""
@@ -140,15 +148,18 @@ class Passages(NamedTuple):
     ranked: Retriever
     dense: DenseRetriever | None
 
-    def find(self, question: Question, top_k: int) -> Found:
-        """The best `top_k` sources of a question, and the nearest one."""
-        (best,) = self.ranked.search([question], top_k)
+    def find(self, questions: Sequence[Question], top_k: int) -> list[Found]:
+        """The best `top_k` sources of each question, and the nearest one."""
+        best = self.ranked.search(questions, top_k)
         if self.dense is None:
-            return Found(best, top(best, 1))
-        (nearest,), (scored,) = self.dense.search_and_score([question], 1, [best])
-        cosines = dict(zip(scored.sources, scored.scores, strict=True))
-        scores = tuple(cosines[name] for name in best.sources)
-        return Found(Ranking(question.id, best.sources, scores), nearest)
+            return [Found(ranking, top(ranking, 1)) for ranking in best]
+        found = []
+        nearest, scored = self.dense.search_and_score(questions, 1, best)
+        for ranking, closest, cosines in zip(best, nearest, scored, strict=True):
+            cosine_of = dict(zip(cosines.sources, cosines.scores, strict=True))
+            scores = tuple(cosine_of[name] for name in ranking.sources)
+            found.append(Found(Ranking(ranking.question_id, ranking.sources, scores), closest))
+        return found
 
 
 class FolderAnswerer:
@@ -169,7 +180,9 @@ class FolderAnswerer:
     ):
         self.corpus, self.options = corpus, options
         self._reader = reader
-        self._passages = passages or open_passages(corpus, options.encoder, options.weight)
+        self._passages = passages or open_passages(
+            corpus, options.encoder, options.weight, options.words
+        )
         self._threshold = options.threshold(len(corpus))
 
     def answer(self, text: str, picture: bytes | None = None) -> FolderAnswer:
@@ -180,7 +193,8 @@ class FolderAnswerer:
             and is refused by the model alone.
         """
         with self.corpus.asked(text, picture) as question:
-            return self.read(self.find(question))
+            (to_read,) = self.find([question])
+            return self.read(to_read)
 
     @property
     def embedder(self) -> Any:
@@ -188,11 +202,14 @@ class FolderAnswerer:
         dense = self._passages.dense
         return None if dense is None else dense.embedder
 
-    def find(self, question: Question) -> ToRead:
-        """The passages for a question of `corpus.asked`."""
-        best, nearest = self._passages.find(question, self.options.top_k)
-        is_refused = question.image is None and not self._is_near(nearest)
-        return ToRead(question, nearest if is_refused else best, is_refused)
+    def find(self, questions: Sequence[Question]) -> list[ToRead]:
+        """The passages for questions of `corpus.asked`."""
+        to_read = []
+        found = self._passages.find(questions, self.options.top_k)
+        for question, (best, nearest) in zip(questions, found, strict=True):
+            is_refused = question.image is None and not self._is_near(nearest)
+            to_read.append(ToRead(question, nearest if is_refused else best, is_refused))
+        return to_read
 
     def read(self, to_read: ToRead, reader: Reader | None = None) -> FolderAnswer:
         """Answers a question from what was found.
@@ -219,6 +236,7 @@ def open_folder(
     cache: Path | None = None,
     options: FolderOptions | None = None,
     flag: str = "--data",
+    encoder: str = MINILM,
 ) -> AskedCorpus:
     """A folder of documents as a corpus, of which only what has changed is read.
 
@@ -227,9 +245,11 @@ def open_folder(
       cache: where the corpus is kept; None: in the cache folder, by the path of `folder`.
       options: how documents become sources; None: the defaults.
       flag: that named the folder, for messages.
+      encoder: of AskOptions: passages are no longer than it reads.
 
     Raises:
-      UserError: no such folder, nothing in it can be read, or pages of one that was prepared.
+      UserError: no such folder or encoder, nothing in it can be read, or pages of one that was
+        prepared.
     """
     if (folder / records.MANIFEST).exists():
         if options is not None and options.pages != "text":
@@ -241,20 +261,37 @@ def open_folder(
     if cache is None:
         key = hashlib.sha256(str(folder.resolve()).encode("utf-8", "surrogateescape")).hexdigest()
         cache = cache_dir() / "folders" / key[:16]
+    options = options or FolderOptions()
+    if not (folder / "sources.jsonl").exists():
+        chunk = dataclasses.replace(options.chunk, tokens=_token_limit(encoder))
+        options = dataclasses.replace(options, chunk=chunk)
     manifest = prepare("folder", folder, cache, overwrite=True, folder=options, flag=flag)
     prepared = open_sources(cache)
     prepared.manifest.update(manifest)  # of this call: how many files were opened
     return AskedCorpus(prepared)
 
 
-def open_passages(corpus: Corpus, encoder: str, weight: float = DEFAULT_WEIGHT) -> Passages:
+def open_passages(
+    corpus: Corpus,
+    encoder: str,
+    weight: float = DEFAULT_WEIGHT,
+    analyzer: Analyzer = _ANALYZER,
+) -> Passages:
     """All sources of a corpus behind an encoder (see `open_encoded`) and BM25.
 
     Args:
       weight: of the encoder's cosines beside BM25's scores, see retrieval/fusion.py.
+      analyzer: makes BM25's words.
     """
     dense = open_encoded(corpus, encoder)
-    return Passages(ScoreFusion(HybridSearch(dense, BM25Retriever(corpus)), weight), dense)
+    bm25 = open_words(corpus, analyzer)
+    return Passages(ScoreFusion(HybridSearch(dense, bm25), weight), dense)
+
+
+def open_words(corpus: Corpus, analyzer: Analyzer = _ANALYZER) -> BM25Retriever:
+    """All sources of a corpus by the words of questions, which are kept on disk."""
+    counted = kept_words(cache_dir() / "words", corpus, analyzer)
+    return BM25Retriever(corpus, BM25(counted, analyzer=analyzer, asks=True))
 
 
 def open_encoded(corpus: Corpus, encoder: str) -> DenseRetriever:
@@ -300,8 +337,33 @@ def open_encoded(corpus: Corpus, encoder: str) -> DenseRetriever:
         unit="passages",
         groups=files if all(files) else None,
     )
+    if note := _not_read(corpus, embedder, texts):
+        print(f"--encoder={encoder}: {note}", file=sys.stderr)
     embeddings = Embeddings(vectors, embedder.fingerprint, corpus.fingerprint)
     return DenseRetriever(corpus, embedder, ExactIndex(embeddings), pictures)
+
+
+def _not_read(corpus: Corpus, embedder: Any, texts: Sequence[str]) -> str:
+    """What to tell of the passages' ends that the encoder cuts off; "" where it reads all.
+
+    It is counted once for a corpus.
+    """
+    limit = embedder.token_limit
+    what = {"encoder": embedder.fingerprint, "most": limit.most}
+    with Store(cache_dir() / "tokens", what, damage="drop", sync=False) as store:
+        cut = store.get(corpus.fingerprint) if corpus.fingerprint else None
+        if cut is None:
+            over = [max(0, tokens - limit.most) for tokens in limit.count(texts)]
+            cut = [sum(over), sum(map(bool, over))]
+            if corpus.fingerprint:
+                store.add({corpus.fingerprint: cut})
+    tokens, passages = cut
+    if not passages:
+        return ""
+    return (
+        f"{passages:,} of {len(texts):,} passages are longer than the {limit.most:,} tokens that "
+        f"it reads: {tokens:,} tokens at their ends are found by their words alone."
+    )
 
 
 def no_pictures(encoder: str) -> str:
@@ -320,7 +382,17 @@ def _open_encoder(encoder: str, corpus: Corpus) -> tuple[Any, PictureStore]:
     """
     if encoder == MINILM and platform() == "cpu":
         return load_minilm_embedder(_CPU_BATCH), PictureStore(corpus, size=1)
-    return open_text_embedder(encoder, corpus)
+    embedder, pictures = _loaded(encoder)
+    return embedder, pictures.over(corpus)
+
+
+@functools.lru_cache(maxsize=1)  # its tokenizer is needed before there is a corpus
+def _loaded(encoder: str) -> tuple[Any, PictureStore]:
+    return open_text_embedder(encoder, Corpus([]))
+
+
+def _token_limit(encoder: str) -> TokenLimit | None:
+    return minilm_token_limit() if encoder == MINILM else _loaded(encoder)[0].token_limit
 
 
 @functools.cache

@@ -357,8 +357,11 @@ def _open_index(index: str, model_fingerprint: str, corpus_fingerprint: str) -> 
     return in_shards or load_index(folder, embeddings, model_fingerprint)
 
 
-def open_bm25(corpus: Corpus, spec: RetrieverSpec) -> Any:
+def open_bm25(corpus: Corpus, spec: RetrieverSpec, *, asks: bool = False) -> Any:
     """The index of `mmqa index --kind=bm25` in the spec's folder.
+
+    Args:
+      asks: as of BM25.
 
     Returns:
       None if the spec names no folder, or one of a dense retriever alone: BM25 is made in memory.
@@ -379,7 +382,9 @@ def open_bm25(corpus: Corpus, spec: RetrieverSpec) -> Any:
                 "index --kind=bm25` over the corpus, and name its folder as the index."
             )
         return None
-    return DiskBM25(folder, corpus.fingerprint, lambda row: source_text(corpus.sources[row]))
+    return DiskBM25(
+        folder, corpus.fingerprint, lambda row: source_text(corpus.sources[row]), asks=asks
+    )
 
 
 def with_similarity(reranker: Any, retriever: Any, corpus: Corpus, weight: float) -> Any:

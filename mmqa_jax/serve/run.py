@@ -98,13 +98,14 @@ def open_parts(
     systems: list[System] = []
     answerer: FolderAnswerer | None = None
     if data is not None:
-        corpus, title = open_folder(data, cache, folder), data.resolve().name
+        corpus = open_folder(data, cache, folder, encoder=asking.encoder)
+        title = data.resolve().name
         for line in folder_notes(corpus.manifest["origin"]):
             print(line, file=sys.stderr)
         answerer = FolderAnswerer(corpus, None, asking)
         embedder = answerer.embedder
         with corpus.asked("What is this?") as question:
-            answerer.find(question)
+            answerer.find([question])
         systems.append(FindPassages(answerer, threads))
     elif workdir is not None:
         title = workdir.resolve().name

@@ -36,6 +36,7 @@ Tell = Callable[[str, Any], None]  # called in another thread
 Row = dict[str, Any]
 _LONGEST = 20_000  # characters of a question
 _EXAMPLES = 3
+_TOGETHER = 64  # questions whose passages are found in one call, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +81,14 @@ class System(Protocol):
 Turn = Callable[[], contextlib.AbstractContextManager[None]]
 
 
+@dataclasses.dataclass(eq=False)
+class _Wish:
+    """What a thread waits for: the result of an item; None: nobody has computed it yet."""
+
+    item: Any
+    result: concurrent.futures.Future[Any] | None = None
+
+
 class Threads:
     """Threads in which questions are answered; what is no language model computes one at a time.
 
@@ -91,6 +100,7 @@ class Threads:
         self._pool = concurrent.futures.ThreadPoolExecutor(most, "asked")
         self._line: collections.deque[object] = collections.deque()
         self._moved = threading.Condition()  # of _line and of what is left
+        self._wishes: collections.defaultdict[Any, list[_Wish]] = collections.defaultdict(list)
 
     def start(
         self, answer: Callable[[Turn], Any], cancel: Callable[[], None] | None = None
@@ -126,9 +136,46 @@ class Threads:
 
         return Asking(self._pool.submit(answer, turn), leave)
 
+    def together(self, compute: Callable[[list[Any]], Sequence[Any]], item: Any, turn: Turn) -> Any:
+        """The result of an item: whose turn it is has it computed for all that wait for their turn.
+
+        Args:
+          compute: results of several items, in their order.
+
+        Raises:
+          Exception: that `compute` raises for this item alone.
+        """
+        wish, wishes = _Wish(item), self._wishes[compute]
+        wishes.append(wish)
+        try:
+            with turn():
+                if wish.result is None:
+                    others = [one for one in list(wishes) if one is not wish and not one.result]
+                    _fulfil(compute, [wish, *others[: _TOGETHER - 1]])
+        finally:
+            wishes.remove(wish)
+        assert wish.result is not None
+        return wish.result.result()
+
     def close(self) -> None:
         """Ends when all questions are answered."""
         self._pool.shutdown()
+
+
+def _fulfil(compute: Callable[[list[Any]], Sequence[Any]], wishes: Sequence[_Wish]) -> None:
+    """Computes wishes at once; where that fails, each by itself, so that one spoils no other."""
+    try:
+        results = compute([wish.item for wish in wishes])
+    except Exception as error:
+        if len(wishes) == 1:
+            wishes[0].result = concurrent.futures.Future()
+            wishes[0].result.set_exception(error)
+        for wish in wishes if len(wishes) > 1 else ():
+            _fulfil(compute, [wish])
+        return
+    for wish, result in zip(wishes, results, strict=True):
+        wish.result = concurrent.futures.Future()
+        wish.result.set_result(result)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,8 +207,7 @@ class ReadPassages:
             began, corpus = time.perf_counter(), self.answerer.corpus
             with corpus.asked(question, picture) as asked:
                 tell("queries", [question])
-                with turn():
-                    to_read = self.answerer.find(asked)
+                to_read = self.threads.together(self.answerer.find, asked, turn)
                 rows = source_rows(corpus, to_read.passages)
                 tell("sources", rows)
                 reader = LLMReader(corpus, backend, self.options)
@@ -203,8 +249,8 @@ class FindPassages:
 
         def answer(turn: Turn) -> Row:
             began = time.perf_counter()
-            with self.answerer.corpus.asked(question) as asked, turn():
-                to_read = self.answerer.find(asked)
+            with self.answerer.corpus.asked(question) as asked:
+                to_read = self.threads.together(self.answerer.find, asked, turn)
             rows = source_rows(self.answerer.corpus, to_read.passages)
             tell("sources", rows)
             said = NOT_FOUND if to_read.is_refused else "The nearest passages:"

@@ -3,18 +3,22 @@
 import math
 import re
 
+import bm25s
 import numpy as np
 import pytest
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking, Source, source_text
+from mmqa_jax.data.text_analysis import Analyzer
 from mmqa_jax.evaluation.retrieval import score_rankings
 from mmqa_jax.extensions.second_hop import SecondHopRetriever
 from mmqa_jax.extensions.similarity import interpolate
-from mmqa_jax.retrieval.bm25 import BM25, BM25Retriever, words
+from mmqa_jax.retrieval import bm25
+from mmqa_jax.retrieval.bm25 import BM25, BM25Retriever, kept_words, words, words_of
 from mmqa_jax.retrieval.fusion import RankFusion
 
+ALL, PLAIN = Analyzer(), Analyzer(stop_words=False)
 WORDS = [
     "flag",
     "star",
@@ -59,7 +63,7 @@ def plain_bm25(texts, query, k1, b):
 def test_search_equals_the_formula(k1, b):
     texts = random_texts(300)
     queries = ["red star", "Capital CAPITAL island?", "unknown river"]
-    rows, scores = BM25(texts, k1, b, stop_words=False).search(queries, 300)
+    rows, scores = BM25(texts, k1, b, analyzer=PLAIN).search(queries, 300)
     for query, found, values in zip(queries, rows, scores, strict=True):
         expected = plain_bm25(texts, query, k1, b)
         matched = np.count_nonzero(expected)
@@ -69,6 +73,17 @@ def test_search_equals_the_formula(k1, b):
         assert (np.diff(values) <= 0).all()
         assert (found[matched:] == -1).all()
         assert (values[matched:] == 0).all()
+
+
+@pytest.mark.parametrize(("k1", "b"), [(1.5, 0.75), (0.9, 0.4)])
+def test_scores_are_those_of_bm25s_to_the_bit(k1, b):
+    texts = [text.lower() for text in random_texts(400, seed=5)]
+    peer = bm25s.BM25(k1=k1, b=b, method="lucene", backend="numpy")
+    peer.index([text.split() for text in texts], show_progress=False)
+    index = BM25(texts, k1, b, analyzer=PLAIN)
+    for query in ("red star", "sea north old sea king", "capital"):
+        wanted = peer.get_scores(query.split())
+        np.testing.assert_array_equal(index.scores(query, range(len(texts))), wanted)
 
 
 def test_top_k_is_the_head_of_the_full_ranking_with_ties_in_row_order():
@@ -104,7 +119,7 @@ def test_allowed_rows():
 
 def test_restricted_search_is_a_corpus_of_its_own():
     texts = random_texts(100, seed=3)
-    index = BM25(texts, stop_words=False)
+    index = BM25(texts, analyzer=PLAIN)
     candidates = [70, 3, 41, 12, 99, 5]
     expected = plain_bm25([texts[row] for row in candidates], "red star sea", 1.5, 0.75)
     rows, scores = index.search_within("red star sea", candidates, 4)
@@ -120,12 +135,40 @@ def test_restricted_search_is_a_corpus_of_its_own():
 
 def test_words_and_source_text():
     assert words("The FLAG of Côte d'Ivoire, 1960") == ["flag", "côte", "d", "ivoire", "1960"]
-    assert words("The flag", stop_words=False) == ["the", "flag"]
+    assert PLAIN.words("The flag") == ["the", "flag"]
     assert source_text(Source("1", "image", "a red flag", title="Peru", image="1.png")) == (
         "Peru a red flag"
     )
     index = BM25(["a caption", source_text(Source("1", "image", "a flag", title="Peru"))])
     assert index.search(["peru"], 1)[0].tolist() == [[1]]
+
+
+def test_words_of_a_corpus_are_counted_once(tmp_path, monkeypatch):
+    corpora = [
+        Corpus([Source(f"s{i}", "text", text) for i, text in enumerate(texts)], fingerprint=name)
+        for name, texts in (("a", random_texts(50)), ("b", ["the sea", ""]), ("c", ["a king"]))
+    ]
+    counted = []
+    monkeypatch.setattr(bm25, "words_of", lambda *given: counted.append(1) or words_of(*given))
+
+    def times(corpus, analyzer=ALL):
+        before = len(counted)
+        found = kept_words(tmp_path / "words", corpus, analyzer)
+        wanted = words_of([source_text(source) for source in corpus.sources], analyzer)
+        assert found.words == wanted.words
+        for kept, new in zip(found[1:], wanted[1:], strict=True):
+            np.testing.assert_array_equal(kept, new)
+        return len(counted) - before
+
+    assert [times(corpus) for corpus in (*corpora, *corpora)] == [1, 1, 1, 0, 0, 0]
+    assert [times(corpora[1], PLAIN), times(corpora[1])] == [1, 0]
+    for file in (tmp_path / "words").rglob("*.jsonl"):
+        file.write_bytes(file.read_bytes()[:-3])
+    assert [times(corpora[1]), times(corpora[1])] == [1, 0]  # what is damaged is counted again
+    monkeypatch.setattr(bm25, "_KEPT", 2)
+    assert times(Corpus(corpora[0].sources, fingerprint="d")) == 1
+    assert len(list((tmp_path / "words").iterdir())) == 2
+    assert times(Corpus(corpora[0].sources)) == 1  # a corpus without a name is not kept
 
 
 def test_bad_input():
@@ -163,8 +206,8 @@ def test_fused_and_second_hop_rankings_where_bm25_finds_little():
     texts = ["a red star", "the blue sea", "an old king", "red sea"]
     corpus = Corpus([Source(f"s{i}", "text", text, f"t{i}") for i, text in enumerate(texts)])
     asked = [Question("q0", "val", "red?"), Question("q1", "val", "unheard of?")]
-    bm25 = BM25Retriever(corpus)
-    second = SecondHopRetriever(bm25, corpus)
+    retriever = BM25Retriever(corpus)
+    second = SecondHopRetriever(retriever, corpus)
     assert [r.sources for r in second.search(asked, 4)] == [("s0", "s3"), ()]
     every = [Ranking(q.id, ("s0", "s1", "s2", "s3"), (0.0,) * 4) for q in asked]
     hops = second.hops(asked, every)
@@ -174,5 +217,5 @@ def test_fused_and_second_hop_rankings_where_bm25_finds_little():
     combined = interpolate(relevance, hops.first, 2.0)
     assert combined[0].sources == ("s0", "s3", "s1", "s2")
     assert combined[1].scores == pytest.approx((0.5,) * 4)
-    fused = RankFusion([bm25, bm25]).search(asked, 4)
+    fused = RankFusion([retriever, retriever]).search(asked, 4)
     assert [r.sources for r in fused] == [("s0", "s3"), ()]

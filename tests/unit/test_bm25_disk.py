@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 from mmqa_jax.cli import main
+from mmqa_jax.core.checksums import read_sealed, write_sealed
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.prepare import prepare
 from mmqa_jax.data.schema import Question, Ranking
+from mmqa_jax.data.text_analysis import Analyzer
 from mmqa_jax.retrieval import bm25_disk, bm25_shard
 from mmqa_jax.retrieval.bm25 import BM25, BM25Retriever
 from mmqa_jax.retrieval.bm25_disk import DiskBM25, build_bm25
@@ -25,6 +27,7 @@ from mmqa_jax.retrieval.bm25_shard import Norms, ShardBuilder, ShardLimits
 from mmqa_jax.runs.parts import RetrieverSpec, open_bm25
 from tests.bench import synthetic_passages
 
+PLAIN = Analyzer(stop_words=False)
 SMALL = ShardLimits(rows=700, tiered=8, block=100)
 
 
@@ -113,7 +116,7 @@ def test_masked_scored_and_restricted_as_in_memory(folder, texts, in_memory):
     [
         ({"k1": 0.9, "b": 0.4}, ShardLimits(postings=5_000, tiered=4, block=100)),
         (
-            {"k1": 2.0, "b": 0.0, "stop_words": False},
+            {"k1": 2.0, "b": 0.0, "analyzer": PLAIN},
             ShardLimits(words=1_000, tiered=300, block=100),
         ),
     ],
@@ -190,6 +193,21 @@ def test_up_to_date_is_left_and_another_corpus_replaced(texts, tmp_path):
     assert len(list(tmp_path.glob("shards-*"))) == 1
 
 
+def test_an_index_of_other_words_is_refused_and_made_anew(texts, tmp_path):
+    build(tmp_path, texts[:50], analyzer=PLAIN)
+    assert DiskBM25(tmp_path).search(["the"], 1)[0].item() >= 0  # words as the index states them
+    with pytest.raises(UserError, match="'stop_words': False"):
+        DiskBM25(tmp_path, analyzer=Analyzer())
+    path = tmp_path / "manifest.json"
+    job = read_sealed(path, "")
+    old = {key: value for key, value in job.items() if key != "analyzer"}
+    write_sealed(path, {**old, "stop_words": False})  # as the program before wrote it
+    with pytest.raises(UserError, match="its words are those of another version"):
+        DiskBM25(tmp_path)
+    assert build(tmp_path, texts[:50])
+    assert DiskBM25(tmp_path, analyzer=Analyzer()).search(["the"], 1)[0].item() == -1
+
+
 def test_nothing_to_find_is_refused(tmp_path):
     with pytest.raises(UserError, match="the corpus is empty"):
         build(tmp_path, [])
@@ -233,7 +251,7 @@ def test_another_shard_in_the_place_of_one_is_refused(folder, tmp_path, taken):
 
 def test_a_word_that_fills_a_source_is_refused(monkeypatch):
     monkeypatch.setattr(bm25_shard, "_COUNT_BITS", 5)
-    builder = ShardBuilder(True, SMALL)
+    builder = ShardBuilder(Analyzer(), SMALL)
     builder.add(["w1 " * 31])
     with pytest.raises(UserError, match="the word 'w1' 32 times, more than 31; split it"):
         builder.add(["w2", "w1 " * 32])
@@ -254,6 +272,7 @@ def test_bounds_hold_at_another_mean_length(other):
 KILLED = """
 import json, os, signal, sys
 from pathlib import Path
+from mmqa_jax.data.text_analysis import Analyzer
 from mmqa_jax.retrieval.bm25_disk import build_bm25
 from mmqa_jax.retrieval.bm25_shard import ShardLimits
 folder, (texts, limits) = Path(sys.argv[1]), map(json.loads, sys.stdin)
@@ -261,7 +280,7 @@ def die(done, rows):
     if done > 1_250:
         os.kill(os.getpid(), signal.SIGKILL)
 build_bm25(folder, lambda start: iter(texts[start:]), len(texts), "corpus",
-           limits=ShardLimits(**limits), on_progress=die, stop_words=False)
+           limits=ShardLimits(**limits), on_progress=die, analyzer=Analyzer(stop_words=False))
 """
 
 
@@ -279,9 +298,9 @@ def test_killed_it_goes_on_behind_the_last_whole_shard(tmp_path):
         return iter(texts[start:])
 
     # Without stop words, whose list is bm25s's: the import takes longer than such an index.
-    assert build_bm25(tmp_path, texts_from, 1_600, "corpus", limits=limits, stop_words=False)
+    assert build_bm25(tmp_path, texts_from, 1_600, "corpus", limits=limits, analyzer=PLAIN)
     assert begun[0] in (800, 1_200)
-    wanted = BM25(texts, stop_words=False).search(QUERIES, 30)
+    wanted = BM25(texts, analyzer=PLAIN).search(QUERIES, 30)
     same(DiskBM25(tmp_path).search(QUERIES, 30), wanted)
 
 

@@ -13,6 +13,7 @@ from fake_llm import FakeLLM
 from word_encoder import install
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.documents.chunks import TokenLimit
 from mmqa_jax.data.folder import FolderOptions
 from mmqa_jax.data.schema import NOT_FOUND, Prediction
 from mmqa_jax.decoding.requests import TooLong
@@ -280,3 +281,20 @@ def test_a_question_is_embedded_once(encoder, folder):
     asked.answer("When to wash the filter?")
     asked.answer("Where is the pump?")
     assert encoder.embedded == ["When to wash the filter?", "Where is the pump?"]
+
+
+def test_what_the_encoder_does_not_read_is_told(encoder, folder, tmp_path, capsys, monkeypatch):
+    asked = tmp_path / "asked"
+    asked.mkdir()
+    texts = ["The pump is on the left. " * 10, "The filter is red."]
+    rows = [{"id": f"s{i}", "modality": "text", "text": text} for i, text in enumerate(texts)]
+    (asked / "sources.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    told = "1 of 2 passages are longer than the 40 tokens that it reads: 20 tokens at their ends"
+    answerer(asked)
+    assert told in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(type(encoder), "token_limit", TokenLimit(40, "words", None))
+        answerer(asked)  # what was counted is kept
+    assert told in capsys.readouterr().err
+    answerer(folder)
+    assert "tokens" not in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 import zipfile
@@ -11,11 +12,13 @@ from document_files import docx, docx_bomb, pdf, picture
 from PIL import Image
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.documents.chunks import ChunkOptions, chunks
-from mmqa_jax.data.documents.document import DocumentError, Paragraph
+from mmqa_jax.data.documents.chunks import ChunkOptions, TokenLimit, chunks
+from mmqa_jax.data.documents.document import DocumentError, Paragraph, Place
 from mmqa_jax.data.documents.docx import read_docx
 from mmqa_jax.data.documents.pages import MOST_PIXELS, page_pictures
 from mmqa_jax.data.documents.pdf import read_pdf
+from mmqa_jax.data.tokenizers import minilm_tokenizer
+from mmqa_jax.retrieval.embedder import token_limit
 
 
 def texts(document):
@@ -36,13 +39,98 @@ def test_chunks_end_with_sentences_overlap_and_stay_below_their_heading():
     assert packed[-1] == Paragraph(sentences[10], "B", 2)
 
 
-def test_a_chunk_is_of_one_page_and_repeats_a_sentence_that_goes_on():
-    pages = ["One two three. Four.", "Five. The pump is", "on the left."]
-    paragraphs = [Paragraph(text, "", number) for number, text in enumerate(pages, start=1)]
-    packed = chunks(paragraphs, ChunkOptions(words=10, overlap=3))
-    assert [(chunk.page, chunk.text) for chunk in packed] == [
-        (1, "One two three. Four."), (2, "Five. The pump is"), (3, "The pump is on the left."),
-    ]  # fmt: skip
+def test_a_chunk_is_of_one_page():
+    """Of `cases/doc_17`: pages without a full stop are not repeated on the next one."""
+    prices = ["Berth 7: 340 euros per night", "Berth 9: 410 euros per night", "Berth 11: 95 euros"]
+    paragraphs = [Paragraph(text, "", number) for number, text in enumerate(prices, start=1)]
+    packed = chunks(paragraphs, ChunkOptions(words=10, overlap=6))
+    assert [(chunk.page, chunk.text) for chunk in packed] == list(enumerate(prices, start=1))
+
+
+# A sentence of each script, and the size of its chunks before tokens counted: up to 1,300 tokens.
+SENTENCES = {
+    "english": "The filter of the pump is cleaned every fourteen days with a soft brush. ",
+    "russian": "Фильтр насоса очищается каждые четырнадцать дней мягкой щёткой и чистой водой. ",
+    "greek": "Το φίλτρο της αντλίας καθαρίζεται κάθε δεκατέσσερις ημέρες με μαλακή βούρτσα. ",
+    "chinese": "水泵的过滤器每十四天用软刷和清水清洗一次。",
+    "japanese": "ポンプのフィルターは十四日ごとに柔らかいブラシと水で洗浄します。",
+    "korean": "펌프 필터는 십사 일마다 부드러운 솔과 깨끗한 물로 청소합니다. ",
+    "arabic": "يتم تنظيف مرشح المضخة كل أربعة عشر يوما بفرشاة ناعمة وماء نظيف. ",
+    "hindi": "पंप के फ़िल्टर को हर चौदह दिन में नरम ब्रश और साफ पानी से साफ किया जाता है। ",
+    "numbers": "P-307.14 9120.33 P-881.02 417.90 P-112.55 2044.18 ",
+    "codes": "6f3a9c01d2e4b857 90ffab12cd34ef56 77aa00bb11cc22dd ",
+    "one_word": "6f3a9c01d2e4b857-",
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+@pytest.mark.parametrize("overlap", [0, 89])
+def test_a_chunk_is_no_longer_than_the_encoder_reads(name, overlap):
+    tokenizer, title = minilm_tokenizer(), "Cleaning the pump's filter"
+    limit = token_limit(tokenizer, 254)
+    text = (SENTENCES[name] * 60).strip()
+    paragraphs = [Paragraph(text), Paragraph(text, "A heading")]
+    packed = list(chunks(paragraphs, ChunkOptions(90, overlap, limit), title))
+    read = limit.count([f"{chunk.heading or title} {chunk.text}" for chunk in packed])
+    assert max(read) <= 254
+    assert sum(n > 60 for n in read) > len(read) / 2  # and no shorter than need be
+    if not overlap:
+        whole = "".join(chunk.text for chunk in packed)
+        assert whole.replace(" ", "") == 2 * text.replace(" ", "")
+    if name not in ("numbers", "codes", "one_word") and not overlap:
+        (stop,) = {chunk.text[-1] for chunk in packed}
+        assert stop == text[-1]
+
+
+# Examples of Unicode's TR 29, section 5 (rules SB6 to SB11 and figure 3), `|` where it breaks.
+@pytest.mark.parametrize(
+    "text",
+    [
+        "c.d|", "3.4|", "U.S.|", "the resp. leaders are|", "He said, “Are you going?” |John shook his head.|",
+        "“Are you going?” |John asked.|", "etc.)’ ‘(the|", "Is it?! |Yes.|",
+        "यह है। |वह है।|", "一。|二！|「三。」|四|",
+    ],
+)  # fmt: skip
+def test_sentences_end_as_unicode_says(text):
+    sentences = [part for part in text.split("|") if part]
+    paragraph = Paragraph(text.replace("|", ""))
+    single = TokenLimit(20, "", lambda texts: [20 * bool(text) for text in texts])
+    packed = [chunk.text for chunk in chunks([paragraph], ChunkOptions(20, 0, single))]
+    assert packed == [sentence.strip() for sentence in sentences]
+
+
+def test_chunks_of_a_table_begin_with_its_header_and_cut_no_row():
+    rows = [
+        Paragraph(f"Berth {n} | {n} euros", "Prices", 1, True, "Place | Price") for n in range(9)
+    ]
+    rows[4] = dataclasses.replace(rows[4], text="Berth 4 | " + "free of charge, " * 9 + "free")
+    around = [Paragraph("All prices.", "Prices", 1), *rows, Paragraph("Without tax.", "Prices", 1)]
+    packed = [chunk.text for chunk in chunks(around, ChunkOptions(words=20, overlap=5))]
+    assert (packed[0], packed[-1]) == ("All prices.", "Without tax.")
+    lines = [chunk.split("\n") for chunk in packed[1:-1]]
+    assert {header for header, *_ in lines} == {"Place | Price"}
+    assert [row for _, *own in lines for row in own] == [row.text for row in rows]
+    assert len(lines) > 3
+
+
+def test_a_chunk_has_the_places_of_its_letters():
+    text = "One two three four. Five six seven eight. Nine ten eleven."
+    words = [Place(m.start(), m.end(), m[0]) for m in re.finditer(r"\S+", text)]
+    repeated = [
+        Paragraph("Same.", places=(Place(0, 5, "a"),)),
+        Paragraph("Same.", places=(Place(0, 5, "b"),)),
+    ]
+    row = Paragraph("Berth 7", header="Place", is_row=True, places=(Place(0, 7, "Sheet1!A2"),))
+    packed = list(
+        chunks([Paragraph(text, places=tuple(words)), *repeated, row], ChunkOptions(10, 4))
+    )
+    assert len(packed) == 3
+    for chunk in packed[:2]:
+        for place in chunk.places:
+            shown = chunk.text[place.start : place.end]
+            assert shown == (place.name if len(place.name) > 1 else "Same.")
+        assert len(chunk.places) == len(chunk.text.split())
+    assert packed[2].places == (Place(6, 13, "Sheet1!A2"),)
 
 
 @pytest.mark.parametrize("text", ["x" * 100_000, "字" * 20_000, "word " * 5_000])

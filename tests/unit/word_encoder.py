@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mmqa_jax.data.documents.chunks import TokenLimit
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import source_text
 from mmqa_jax.runs import ask_folder
@@ -18,6 +19,7 @@ class WordEncoder:
     """Vectors of the words that a text has: texts without a common word have cosine 0."""
 
     fingerprint, image_size, text_of = "words", 0, staticmethod(source_text)
+    token_limit = TokenLimit(40, "words", lambda texts: [len(text.split()) for text in texts])
 
     def __init__(self):
         self.embedded: list[str] = []

@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import regex
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import at_least
-from mmqa_jax.data.documents.document import Paragraph
+from mmqa_jax.data.documents.document import Paragraph, Place
 
-# A sentence ends at a full stop before a capital, a digit or a quotation; in Chinese and Japanese
-# at their own stops, which no space follows.
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[\"'“‘(\[]?[^\W_a-z])|(?<=[。！？])")
-_ENDS = (*".!?:;)\"'”’»。！？",)
-_LETTERS = 8  # of a word at most: texts without spaces are measured by their letters
+VERSION = 1  # of how paragraphs are packed; raised when that changes
+
+# The ends of sentences by Unicode's TR 29 (rules SB6 to SB11), in all scripts; but an opening
+# bracket behind a stop begins the next one.
+_AFTER = r"[\p{SB=Close}--\p{Ps}]*+ \p{SB=Sp}*+"
+_TERM, _LETTER = r"\p{SB=STerm}\p{SB=ATerm}", r"\p{SB=OLetter}\p{SB=Upper}\p{SB=Lower}"
+_STOP = rf"""
+    \p{{SB=ATerm}} (?! \p{{SB=Numeric}} | (?<=[\p{{SB=Upper}}\p{{SB=Lower}}].) \p{{SB=Upper}} )
+    {_AFTER} (?! [^{_LETTER}{_TERM}\p{{SB=Sep}}]*+ \p{{SB=Lower}} )
+"""
+_SENTENCE_END = regex.compile(
+    rf"(?: \p{{SB=STerm}} {_AFTER} | {_STOP} ) (?! [{_TERM}\p{{SB=SContinue}}] )",
+    regex.VERBOSE | regex.V1,
+)
+_WORD, _CHARACTER = regex.compile(r"\S+"), regex.compile(r"\X")
+# A word counts once, but codes and addresses by their letters, and scripts without spaces too.
+_LETTERS, _LONG_WORD = 8, regex.compile(r"\S{25,}")
+_UNSPACED_LETTERS = 2
+_UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLimit:
+    """What an encoder reads of a passage.
+
+    Attributes:
+      most: tokens of a title and a text.
+      name: of the tokenizer, which changes with anything of it.
+      count: the numbers of tokens of texts.
+    """
+
+    most: int
+    name: str
+    count: Callable[[Sequence[str]], list[int]] = dataclasses.field(compare=False, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,10 +58,13 @@ class ChunkOptions:
       words: of a chunk, at most; 90 with their headings mostly are no more than the 128 tokens
         that MiniLM was trained on.
       overlap: words of a chunk's end, at most, with which the next one begins.
+      tokens: what the encoder reads, beyond which no chunk goes but a single row of a table; None:
+        words alone count.
     """
 
     words: int = at_least(10, 90)
     overlap: int = at_least(0, 15)
+    tokens: TokenLimit | None = None
 
     def __post_init__(self) -> None:
         if self.words < 10:
@@ -41,71 +76,181 @@ class ChunkOptions:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sentence:
-    text: str
+class _Size(NamedTuple):
+    """A length; tokens are 0 where they do not count."""
+
     words: int
-    page: int | None
+    tokens: int
+
+    def __add__(self, other: _Size) -> _Size:  # type: ignore[override]
+        return _Size(self.words + other.words, self.tokens + other.tokens)
+
+    def fits(self, most: _Size) -> bool:
+        return self.words <= most.words and self.tokens <= most.tokens
 
 
-def chunks(paragraphs: Iterable[Paragraph], options: ChunkOptions) -> Iterator[Paragraph]:
-    """Packs paragraphs into chunks that end with a sentence; none goes beyond a heading or a page.
+class _Piece(NamedTuple):
+    """A stretch of a paragraph that no chunk cuts: a sentence, a row, or a part of a long sentence.
 
-    Of the page before, only the beginning of a sentence that goes on is repeated.
+    Attributes:
+      start, end: in characters of the paragraph's text, without the space around it.
     """
-    for heading, section in itertools.groupby(paragraphs, lambda paragraph: paragraph.heading):
-        sentences = [
-            sentence for paragraph in section for sentence in _sentences(paragraph, options.words)
-        ]
-        for packed in _packed(sentences, options):
-            text = " ".join(sentence.text for sentence in packed)
-            yield Paragraph(text, heading, packed[-1].page)
+
+    paragraph: Paragraph
+    start: int
+    end: int
+    size: _Size
 
 
-def _packed(sentences: list[_Sentence], options: ChunkOptions) -> Iterator[list[_Sentence]]:
-    chunk: list[_Sentence] = []
-    repeated = 0  # sentences at the chunk's begin that the one before ends with
-    for sentence in sentences:
-        is_full = _words(chunk) + sentence.words > options.words
-        turned = bool(chunk) and chunk[-1].page != sentence.page
-        if len(chunk) > repeated and (is_full or turned):
+def chunks(
+    paragraphs: Iterable[Paragraph], options: ChunkOptions, title: str = ""
+) -> Iterator[Paragraph]:
+    """Packs paragraphs into chunks that end with a sentence or a row.
+
+    None goes beyond a heading, a page or a table. Each chunk of a table begins with its header, and
+    has the places that its letters have in their paragraphs.
+
+    Args:
+      title: of chunks without a heading.
+    """
+    paragraphs = list(paragraphs)
+    sentences = [(one, *span) for one in paragraphs for span in _sentences(one)]
+    pieces = _measured(sentences, options.tokens)
+    titles = list(dict.fromkeys(each for one in paragraphs for each in (one.heading, one.header)))
+    sizes = dict(zip(titles, _sizes(titles, options.tokens), strict=True))
+    sizes[""], size_of_title = _Size(0, 0), _sizes([title], options.tokens)[0]
+    room = _Size(options.words, options.tokens.most if options.tokens else 0)
+    for (heading, page, header), section in itertools.groupby(
+        pieces, lambda one: (one.paragraph.heading, one.paragraph.page, one.paragraph.header)
+    ):
+        above = sizes[heading] if heading else size_of_title
+        # A title or header that leaves less than half is cut by the encoder in place of the text.
+        most = _Size(
+            max(room.words - sizes[header].words, room.words // 2),
+            max(room.tokens - above.tokens - sizes[header].tokens, room.tokens // 2),
+        )
+        parts = itertools.chain.from_iterable(
+            [piece] if piece.size.fits(most) or piece.paragraph.is_row else
+            _cut(piece, most, options.tokens) for piece in section
+        )  # fmt: skip
+        for packed in _packed(parts, most, options.overlap):
+            text, places = _joined(packed, header)
+            yield Paragraph(text, heading, page, places=places)
+
+
+def _sentences(paragraph: Paragraph) -> Iterator[tuple[int, int]]:
+    """Where the sentences of a paragraph begin and end; a row is one."""
+    text, start = paragraph.text, 0
+    ends = [] if paragraph.is_row else [match.end() for match in _SENTENCE_END.finditer(text)]
+    for end in (*ends, len(text)):
+        sentence = text[start:end]
+        if content := sentence.strip():
+            begin = start + sentence.index(content)
+            yield begin, begin + len(content)
+        start = end
+
+
+def _measured(
+    spans: Sequence[tuple[Paragraph, int, int]], tokens: TokenLimit | None
+) -> Iterator[_Piece]:
+    texts = [paragraph.text[start:end] for paragraph, start, end in spans]
+    return map(_Piece._make, ((*s, n) for s, n in zip(spans, _sizes(texts, tokens), strict=True)))
+
+
+def _sizes(texts: Sequence[str], tokens: TokenLimit | None) -> list[_Size]:
+    counts = [0] * len(texts) if tokens is None else tokens.count(texts)
+    return [_Size(_words(text), count) for text, count in zip(texts, counts, strict=True)]
+
+
+def _words(text: str) -> int:
+    """How many words a text counts for."""
+    if (text.isascii() or not _UNSPACED.search(text)) and not _LONG_WORD.search(text):
+        return text.count(" ") + 1
+    return sum(_words_of(word) for word in text.split())
+
+
+def _words_of(word: str) -> int:
+    if _UNSPACED.search(word):
+        return -(-len(word) // _UNSPACED_LETTERS)
+    return -(-len(word) // _LETTERS) if _LONG_WORD.match(word) else 1
+
+
+def _cut(piece: _Piece, most: _Size, tokens: TokenLimit | None) -> Iterator[_Piece]:
+    """A sentence that is longer than a chunk, as the longest parts that are not."""
+    spans = [
+        (piece.paragraph, match.start(), match.end())
+        for match in _WORD.finditer(piece.paragraph.text, piece.start, piece.end)
+    ]
+    part: _Piece | None = None
+    for word in _cut_words(spans, most, tokens):
+        if part is not None and (part.size + word.size).fits(most):
+            part = part._replace(end=word.end, size=part.size + word.size)
+        else:
+            if part is not None:
+                yield part
+            part = word
+    if part is not None:
+        yield part
+
+
+def _cut_words(
+    spans: Sequence[tuple[Paragraph, int, int]], most: _Size, tokens: TokenLimit | None
+) -> Iterator[_Piece]:
+    """Words, of which those that are longer than a chunk are halved until they are not."""
+    for word in _measured(spans, tokens):
+        characters = []
+        if not word.size.fits(most):
+            text = word.paragraph.text
+            characters = [m.start() for m in _CHARACTER.finditer(text, word.start, word.end)]
+        if len(characters) < 2:
+            yield word
+        else:
+            middle = characters[len(characters) // 2]
+            halves = [(word.start, middle), (middle, word.end)]
+            yield from _cut_words([(word.paragraph, *half) for half in halves], most, tokens)
+
+
+def _packed(pieces: Iterable[_Piece], most: _Size, overlap: int) -> Iterator[list[_Piece]]:
+    """The pieces in chunks, each of which begins with the end of the one before it."""
+    chunk: list[_Piece] = []
+    size, repeated = _Size(0, 0), 0
+    for piece in pieces:
+        if len(chunk) > repeated and not (size + piece.size).fits(most):
             yield chunk
-            if turned:
-                chunk = [] if chunk[-1].text.endswith(_ENDS) else chunk[-1:]
-            chunk = _tail(chunk, min(options.overlap, options.words - sentence.words))
+            room = _Size(
+                min(overlap, most.words - piece.size.words), most.tokens - piece.size.tokens
+            )
+            chunk, size = ([], _Size(0, 0)) if piece.paragraph.is_row else _tail(chunk, room)
             repeated = len(chunk)
-        chunk.append(sentence)
+        chunk.append(piece)
+        size += piece.size
     if chunk:
         yield chunk
 
 
-def _tail(chunk: list[_Sentence], most: int) -> list[_Sentence]:
-    """The last sentences of a chunk, of `most` words together."""
-    kept = 0
-    while kept < len(chunk) and _words(chunk[-kept - 1 :]) <= most:
-        kept += 1
-    return chunk[len(chunk) - kept :]
+def _tail(chunk: list[_Piece], most: _Size) -> tuple[list[_Piece], _Size]:
+    """The last pieces of a chunk that fit, and their size."""
+    size = _Size(0, 0)
+    for kept, piece in enumerate(reversed(chunk)):
+        if not (size + piece.size).fits(most):
+            return chunk[len(chunk) - kept :], size
+        size += piece.size
+    return list(chunk), size
 
 
-def _words(sentences: list[_Sentence]) -> int:
-    return sum(sentence.words for sentence in sentences)
-
-
-def _sentences(paragraph: Paragraph, most: int) -> Iterator[_Sentence]:
-    """A paragraph's sentences; longer ones than `most` words are cut."""
-    for sentence in _SENTENCE_END.split(paragraph.text):
-        words: list[str] = []
-        for word in sentence.split():
-            step = most * _LETTERS
-            words += [word[start : start + step] for start in range(0, len(word), step)]
-        piece: list[str] = []
-        length = 0
-        for word in words:
-            cost = -(-len(word) // _LETTERS) if len(word) > 3 * _LETTERS else 1
-            if piece and length + cost > most:
-                yield _Sentence(" ".join(piece), length, paragraph.page)
-                piece, length = [], 0
-            piece.append(word)
-            length += cost
-        if piece:
-            yield _Sentence(" ".join(piece), length, paragraph.page)
+def _joined(pieces: Sequence[_Piece], header: str) -> tuple[str, tuple[Place, ...]]:
+    """The text of a chunk and its places: a row on a line of its own, below the table's header."""
+    text, places = header, []
+    for _, stretch in itertools.groupby(pieces, lambda piece: id(piece.paragraph)):
+        of_paragraph = list(stretch)
+        paragraph, start, _, _ = of_paragraph[0]
+        end = of_paragraph[-1].end
+        text += ("\n" if paragraph.is_row else " ") if text else ""
+        moved = len(text) - start
+        text += paragraph.text[start:end]
+        first = bisect.bisect_right(paragraph.places, start, key=lambda place: place.end)
+        last = bisect.bisect_left(paragraph.places, end, key=lambda place: place.start)
+        for place in paragraph.places[first:last]:
+            begin, stop = max(place.start, start) + moved, min(place.end, end) + moved
+            places.append(dataclasses.replace(place, start=begin, end=stop))
+    return text, tuple(places)
