@@ -136,7 +136,7 @@ def open_backend(
     pictures = None if isinstance(shape, LlamaConfig) else shape
     llama = shape if pictures is None else pictures.llama
     dtype = _dtype(config)
-    digest = weights_hash(path)
+    digest = weights_hash(path) if adapters else ""  # which reads all weights
     additions = {
         name: load_additions(Path(folder), path, digest, kind, shape)
         for name, folder in (adapters or {}).items()
@@ -154,7 +154,7 @@ def open_backend(
     text = open_tokenizer(path if tokenizer is None else tokenizer)
     # Engine sizes change answers at most in their last bits; rounding changes more.
     numerics = [dtype, sizing.given("cache_dtype"), sizing.given("weights"), platform()]
-    parts = [kind, digest, text.fingerprint, [*numerics, __version__]]
+    parts = [kind, digest or weights_hash(path), text.fingerprint, [*numerics, __version__]]
 
     def make_engine(demand: Demand) -> Engine:
         sizes = sizing.choose(demand)

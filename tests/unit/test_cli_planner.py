@@ -119,7 +119,7 @@ def test_a_step_compiles_nothing_that_an_earlier_one_has():
     """Every step serves the engine with other weights: by the same programs."""
     task = check_config(load_config(f"{ROOT}/configs/okvqa/planner.py:reward_runlocal"))
     model = task.objective(100).init(jax.random.key(0))
-    unstack_layers(_served(model))
+    unstack_layers(_served(model, None))
     model.layers.q.lora_b[...] += 1
     compiled = []
 
@@ -129,7 +129,7 @@ def test_a_step_compiles_nothing_that_an_earlier_one_has():
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        unstack_layers(_served(model))
+        unstack_layers(_served(model, None))
         assert compiled == []
         jax.jit(lambda x: x * 3 + 1)(np.ones(7)).block_until_ready()
         assert compiled  # the listener does hear of compilations

@@ -71,7 +71,11 @@ def test_sources_of_a_folder(raw):
         "sub/blue-sky.jpg": ("image", "sub", "blue sky", None),
         "sub/red_1.png": ("image", "Notes", "A red square", None),
     }  # fmt: skip
-    assert found["manual.pdf#2"].extra == {"file": "manual.pdf", "page": 2, "heading": "Pumps"}
+    extra = found["manual.pdf#2"].extra
+    (place,) = extra.pop("places")
+    assert extra == {"file": "manual.pdf", "page": 2, "heading": "Pumps"}
+    assert (place["start"], place["end"]) == (0, len("The pump is on the left."))
+    assert place["box"][0] == pytest.approx(72)  # points from the left, an inch
     corpus = open_corpus(raw.parent / "out")
     assert corpus.picture(corpus.row["sub/red_1.png"]) == picture()
     assert corpus.picture(corpus.row["manual.pdf#figure1"]) == picture(form="JPEG")

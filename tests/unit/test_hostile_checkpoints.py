@@ -168,7 +168,9 @@ LLAMA_3 = (
 )
 EXPLODES = r"^T: cannot split some short texts \((Onig: .*retry-limit|it takes over 3 seconds)"
 GROWS = r"^T: cannot split some short texts \(it makes [\d,]+ characters or tokens of \d+\)"
-TAKES_MUCH = r"^T: cannot split some short texts \(it takes over 3 seconds.* or a replacement grows"
+TAKES_MUCH = (
+    r"^T: cannot split some short texts \(it (takes over|crashes, as).* or a replacement grows"
+)
 
 
 def written(model=None, **parts):

@@ -16,6 +16,7 @@ from mmqa_jax.data.documents.office import MOST_CELLS, Reading, add_sheet
 # Tabs and semicolons first: commas stand in figures and sentences, too.
 _DELIMITERS = "\t;|,"
 _SAMPLE = 2**16  # characters by which the delimiter is chosen
+_LONGEST_VALUE = 2**17  # characters, as the csv module bounds it
 _STATED = re.compile(r"sep=(.)\n")  # Excel's own first line
 
 
@@ -59,6 +60,7 @@ def _decoded(data: bytes) -> str:
 
 def _records(text: str, delimiter: str) -> list[list[str]]:
     """The values of each line; quotation marks are letters where they do not come in pairs."""
+    csv.field_size_limit(_LONGEST_VALUE)  # of the module, for all: others may have raised it
     for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_NONE):
         records, cells = [], 0
         try:

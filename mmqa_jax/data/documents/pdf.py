@@ -41,6 +41,7 @@ _OUTLINES = 50  # lines and curves that a page without text has, where they may 
 _LINE_ENDS = (10, 13)
 _BROKEN_WORD = "\x02"  # PDFium's sign for the hyphen of a word that goes on in the next line
 _PAGE_NUMBER = re.compile(r"(?:page\s*)?[\divxlc]{1,6}(?:\s*(?:/|of)\s*\d+)?", re.IGNORECASE)
+_FIRST_NUMBER, _LAST_NUMBER = re.compile(r"\A\d{1,6}"), re.compile(r"\d{1,6}(?=\W*+\Z)")
 _EDGE = 0.15  # of the page's height, in which running heads and feet stand
 _MARGIN = 0.065  # of the page's height, in which small letters are no text of the page
 _MARGIN_WORDS = 12
@@ -596,8 +597,8 @@ def _keys(text: str, page: int) -> set[str]:
     """What running heads of several pages have alike: all but the page's number at an end."""
     folded = text.casefold()
     keys = {folded} if any(map(str.isalpha, folded)) else set()
-    for pattern in (r"\d{1,6}(?=\W*$)", r"(?<=^)\d{1,6}"):
-        keys.add(re.sub(pattern, lambda match: f"#{int(match[0]) - page:+}", folded))
+    for number in (_LAST_NUMBER, _FIRST_NUMBER):
+        keys.add(number.sub(lambda match: f"#{int(match[0]) - page:+}", folded))
     return {key for key in keys if any(map(str.isalpha, key))}
 
 

@@ -20,6 +20,8 @@ from mmqa_jax.data.documents.html import Page
 
 _DEEPEST_KEY = 8  # a key of JSON that is nested deeper stands in the text and is no heading
 _MOST_FRONT_MATTER = 2**16  # characters
+_DIRECTIVE = re.compile(r"^[ \t]*+\.\. (?:\|[^|\n]*+\| )?([\w:.+-]{1,80})::", re.MULTILINE)
+_ROLE = re.compile(r":([\w:.+-]{1,80}):`|`:([\w:.+-]{1,80}):")
 _TERMINAL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colors of a notebook's tracebacks
 
 
@@ -208,10 +210,10 @@ def _admit_names(text: str) -> None:
     def any_role(name, rawtext, text, line, inliner, options=None, content=None):
         return [nodes.inline(rawtext, nodes.unescape(text))], []
 
-    for name in re.findall(r"^\s*\.\. (?:\|[^|\n]*\| )?([\w:.+-]+)::", text, re.MULTILINE):
+    for name in _DIRECTIVE.findall(text):
         if name.lower() not in en.directives or name.lower() == "raw":
             directives.register_directive(name.lower(), AnyDirective)
-    for names in re.findall(r":([\w:.+-]+):`|`:([\w:.+-]+):", text):
+    for names in _ROLE.findall(text):
         name = "".join(names).lower()
         if name not in en.roles:
             roles.register_local_role(name, any_role)

@@ -19,10 +19,10 @@ from mmqa_jax.data.documents.html import Page
 from mmqa_jax.data.documents.plain import decoded
 
 # Environments of code, which are read as LaTeX's own.
-_CODE = re.compile(r"\\(begin|end)\{(?:lstlisting|minted|Verbatim|alltt)\}(?:\[[^\]\n]*\])?")
+_CODE = re.compile(r"\\(begin|end)\{(?:lstlisting|minted|Verbatim|alltt)\}(?:\[[^\]\n]{0,400}+\])?")
 _BEGIN, _END = r"\begin{document}", r"\end{document}"
 _ROW, _CELL, _RULE = "\x01", "\x02", "\x03"  # the ends of a table's rows and cells, and its rules
-_SPAN = re.compile("\x04([0-9]+) ([0-9]+)\x04")  # the columns and rows that a cell covers
+_SPAN = re.compile("\x04([0-9]{1,6}) ([0-9]{1,6})\x04")  # the columns and rows that a cell covers
 
 # Arguments of commands and environments that pylatexenc knows otherwise or not at all.
 _COMMANDS = {

@@ -239,14 +239,17 @@ _BUILT_IN = {
     38: "#,##0;(#,##0)", 39: "#,##0.00;(#,##0.00)", 40: "#,##0.00;(#,##0.00)", 45: "mm:ss",
     46: "[h]:mm:ss", 47: "mm:ss.0", 48: "##0.0E+0",
 }  # fmt: skip
+# Repetitions end at the longest code, so that no code takes long.
 _TOKEN = re.compile(
-    r'"(?P<quoted>[^"]*)"|\\(?P<escaped>.)|[_*].|\[\$(?P<currency>[^\]-]*)[^\]]*\]'
-    r"|\[(?P<elapsed>h+|m+|s+)\]|\[[^\]]*\]"
+    r'"(?P<quoted>[^"]{0,255}+)"|\\(?P<escaped>.)|[_*].'
+    r"|\[\$(?P<currency>[^\]-]{0,255}+)[^\]]{0,255}+\]"
+    r"|\[(?P<elapsed>h+|m+|s+)\]|\[[^\]]{0,255}+\]"
     r"|(?P<date>AM/PM|A/P|y+|m+|d+|h+|s+(?:\.0+)?)"
-    r"|(?P<figure>general|[0#?,]*[0#?][0#?,]*(?:\.[0#?]*,*)?(?:E[+-]?[0#?]+)?|\.[0#?]+)|(?P<plain>.)",
+    r"|(?P<figure>general|,{0,99}+[0#?][0#?,]*+(?:\.[0#?]*+,*+)?(?:E[+-]?[0#?]++)?|\.[0#?]++)"
+    r"|(?P<plain>.)",
     re.IGNORECASE | re.DOTALL,
 )
-_SECTION = re.compile(r'(?:"[^"]*"|\\.|\[[^\]]*\]|[^;])*;?', re.DOTALL)
+_SECTION = re.compile(r'(?:"[^"]{0,255}+"|\\.|\[[^\]]{0,255}+\]|[^;])*;?', re.DOTALL)
 _CONDITION = re.compile(r"\[(<=|>=|<>|<|>|=)(-?[0-9.]+)\]")
 _LONGEST_CODE = 255  # of a format, as Excel has it
 _DAYS_TO_1904 = 1462
