@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import runpy
 import select
@@ -211,6 +212,8 @@ def _serve(code: str, paths: list[str]) -> None:
         function, request, size, budget = json.loads(line)
         budget = Budget(*budget)
         limit.begin(budget, len(line) + (size or 0))
+        if limit.left() < budget.memory // 2:  # calls before this one have taken it
+            os._exit(_NO_MEMORY)
         blobs: list[bytes] = []
         try:
             if size is None:
@@ -221,6 +224,8 @@ def _serve(code: str, paths: list[str]) -> None:
         except MemoryError:
             os._exit(_NO_MEMORY)  # a new process begins with all of its memory
         except BaseException as error:  # that of a library in Rust is no Exception
+            if limit.left() < budget.memory // 8:  # libraries raise errors of their own for it
+                os._exit(_NO_MEMORY)
             text, row = str(error), getattr(error, "lineno", None)
             answer = {"failed": [type(error).__name__, text[:2000], row]}
         try:
@@ -252,9 +257,18 @@ class _Limit:
             return
         for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
             resource.setrlimit(kind, (0, 0))
+        self._page = resource.getpagesize()
         with contextlib.suppress(OSError):  # other systems than Linux do not say it
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
-            self._memory = pages * resource.getpagesize()
+            self._memory = self._used()
+
+    def _used(self) -> int:
+        """Bytes of the address space that are in use."""
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[0]) * self._page
+
+    def left(self) -> float:
+        """Bytes of memory that the call may still take."""
+        return self._most - self._used() if self._most else math.inf
 
     def begin(self, budget: Budget, size: int) -> None:
         """Sets the limits of a call whose request has `size` bytes."""

@@ -36,6 +36,19 @@ def loop():
     while True:
         pass
 
+HELD = []
+
+def hold(size):
+    HELD.append(b"x" * size)
+    return os.getpid()
+
+def load(size):
+    return len(b"x" * size), os.getpid()
+
+def starve(size):
+    HELD.append(b"x" * size)
+    raise ImportError("failed to map segment")
+
 def grow(size):
     return len(b"x" * size)
 
@@ -165,6 +178,14 @@ def test_a_call_whose_processor_timer_stands_still_ends_too(boxed, monkeypatch):
     with pytest.raises(OverBudget):
         boxed.call("wait", seconds=60)
     assert boxed.call("echo", value=2) == 2
+
+
+def test_memory_that_earlier_calls_took_is_not_missing(boxed):
+    first = boxed.call("hold", size=200 << 20)
+    size, process = boxed.call("load", size=200 << 20)
+    assert (size, process != first) == (200 << 20, True)
+    with pytest.raises(OverBudget, match="over 256 MiB of memory"):
+        boxed.call("starve", size=240 << 20)  # a library's own error, for want of memory
 
 
 def test_a_large_request_may_take_more(boxed):
