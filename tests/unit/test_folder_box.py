@@ -126,6 +126,8 @@ def test_budgets_grow_with_the_file_and_end():
     assert small.seconds <= 3 < 1800 == huge.seconds
     assert small.memory < 1 << 30
     assert read.budget_of(".txt", 1 << 20).seconds < large.seconds  # a page of text has more bytes
+    few, many = (read.budget_of_scans(pages, 1 << 14).seconds for pages in (3, 10**6))
+    assert 45 <= few <= many <= 100  # some 3 seconds a page; a file that claims many has few
 
 
 def test_a_parser_that_fails_is_named(files, monkeypatch):

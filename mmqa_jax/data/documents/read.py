@@ -35,6 +35,7 @@ _RATE = 200_000  # bytes that are worth a second, of formats that say nothing el
 _MEMORY = 768 << 20  # bytes of memory for a file of no bytes
 _OUTPUT, _OUTPUT_PER_BYTE = 128 << 20, 8  # bytes of text and figures
 # A page takes some 3 seconds, and its networks map more than they hold (850 MiB).
+_FIRST_SCANS = 60  # seconds of them that any file may have
 _SECONDS_OF_SCAN, _RATE_OF_SCANS, _MEMORY_OF_SCANS = 15, 2_000, 2 << 30
 
 
