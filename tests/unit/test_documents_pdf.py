@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 
+import pypdfium2
 import pytest
 from document_files import pdf_of
 from PIL import Image, ImageDraw, ImageFont
@@ -12,8 +13,6 @@ from PIL import Image, ImageDraw, ImageFont
 from mmqa_jax.data.documents import ocr
 from mmqa_jax.data.documents.document import Document, letters
 from mmqa_jax.data.documents.pdf import read_pdf
-
-pypdfium2 = pytest.importorskip("pypdfium2")
 
 LEFT = (
     "The north pier was built in 1907",
@@ -304,7 +303,6 @@ def test_a_picture_that_is_placed_often_is_decoded_once(monkeypatch):
     assert len(seen) == 1
 
 
-@pytest.mark.skipif(not ocr.is_installed(), reason="the extra `ocr` is not installed")
 def test_scans_are_read_with_a_box_for_each_word():
     lines = ("The crane is repaired every 17 weeks.", "Ask the harbour master.")
     data = pdf_of([("q 612 0 0 792 0 0 cm /I Do Q\n" + STAMP, "")], picture=scan(*lines))
