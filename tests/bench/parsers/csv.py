@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 
-from mmqa_jax.data.documents.delimited import read_delimited
-from tests.bench.parsers.docx import by_docling, by_markitdown, text_of
+from tests.bench.parsers.docx import by_docling, by_markitdown
 
 
 def _standard_library(data: bytes) -> str:
@@ -18,7 +17,6 @@ def _standard_library(data: bytes) -> str:
 
 
 CANDIDATES: dict[str, Callable[[bytes], str]] = {
-    "mmqa_jax": lambda data: text_of(read_delimited(data)),
     "csv with its sniffer": _standard_library,
     "markitdown": by_markitdown(".csv"),
     "docling-slim": by_docling("csv_backend", "CsvDocumentBackend", "CSV"),

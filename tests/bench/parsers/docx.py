@@ -8,20 +8,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from mmqa_jax.data.documents.document import Document
-from mmqa_jax.data.documents.docx import read_docx
-
 # Tests' helpers import each other by their bare names.
 sys.path.insert(0, str(Path(__file__).parents[2] / "unit"))
 from office_files import PIECES, cell, para, t, table, word
-
-
-def text_of(document: Document) -> str:
-    """All that our reader took of a document, each heading and header once."""
-    headings = dict.fromkeys(part for p in document.paragraphs for part in p.heading.split(" > "))
-    headers = dict.fromkeys(p.header for p in document.paragraphs)
-    captions = [figure.caption for figure in document.figures]
-    return "\n".join([*headings, *headers, *(p.text for p in document.paragraphs), *captions])
 
 
 def by_markitdown(ending: str) -> Callable[[bytes], str]:
@@ -87,7 +76,6 @@ def _mammoth(data: bytes) -> str:
 
 
 CANDIDATES: dict[str, Callable[[bytes], str]] = {
-    "mmqa_jax": lambda data: text_of(read_docx(data)),
     "python-docx": _python_docx,
     "docx2python": _docx2python,
     "mammoth": _mammoth,

@@ -5,9 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 
-from mmqa_jax.data.documents.odf import read_odf
-from tests.bench.parsers.docx import text_of
-
 
 def _odfdo(data: bytes) -> str:
     import odfdo
@@ -27,7 +24,6 @@ def _odfpy(data: bytes) -> str:
 
 
 CANDIDATES: dict[str, Callable[[bytes], str]] = {
-    "mmqa_jax": lambda data: text_of(read_odf(data, ".odt")),
     "odfdo": _odfdo,
     "odfpy": _odfpy,
 }

@@ -12,9 +12,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from mmqa_jax.data.documents.document import Document
-from mmqa_jax.data.documents.pdf import read_pdf
-
 # Package -> its manual: a book, two columns of a newsletter, formulas, tables of an API.
 _MANUALS = {
     "bash-doc": "usr/share/doc/bash/bashref.pdf",
@@ -22,12 +19,6 @@ _MANUALS = {
     "texlive-latex-base-doc": "usr/share/doc/texlive-doc/latex/base/ltnews35.pdf",
     "gnuplot-doc": "usr/share/doc/gnuplot/gnuplot.pdf",
 }
-
-
-def _text(document: Document) -> str:
-    headings = dict.fromkeys(paragraph.heading for paragraph in document.paragraphs)
-    headers = dict.fromkeys(paragraph.header for paragraph in document.paragraphs)
-    return "\n".join([*headings, *headers, *(paragraph.text for paragraph in document.paragraphs)])
 
 
 def _pdfium(data: bytes) -> str:
@@ -79,7 +70,6 @@ def _pypdf(data: bytes) -> str:
 
 
 CANDIDATES: dict[str, Callable[[bytes], str]] = {
-    "mmqa_jax": lambda data: _text(read_pdf(data, 64)),
     "pypdfium2": _pdfium,
     "liteparse": _liteparse,
     "pdf_oxide": _pdf_oxide,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 
-from mmqa_jax.data.documents.pptx import read_pptx
-from tests.bench.parsers.docx import by_docling, by_markitdown, text_of
+from tests.bench.parsers.docx import by_docling, by_markitdown
 
 
 def _python_pptx(data: bytes) -> str:
@@ -23,7 +22,6 @@ def _python_pptx(data: bytes) -> str:
 
 
 CANDIDATES: dict[str, Callable[[bytes], str]] = {
-    "mmqa_jax": lambda data: text_of(read_pptx(data)),
     "python-pptx": _python_pptx,
     "markitdown": by_markitdown(".pptx"),
     "docling-slim": by_docling("mspowerpoint_backend", "MsPowerpointDocumentBackend", "PPTX"),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 
-from mmqa_jax.data.documents.xlsx import read_xlsx
-from tests.bench.parsers.docx import by_docling, by_markitdown, text_of
+from tests.bench.parsers.docx import by_docling, by_markitdown
 
 
 def _openpyxl(data: bytes) -> str:
@@ -26,7 +25,6 @@ def _calamine(data: bytes) -> str:
 
 
 CANDIDATES: dict[str, Callable[[bytes], str]] = {
-    "mmqa_jax": lambda data: text_of(read_xlsx(data)),
     "openpyxl": _openpyxl,
     "python-calamine": _calamine,
     "markitdown": by_markitdown(".xlsx"),
