@@ -37,7 +37,7 @@ _ENVIRONMENT = ("SYSTEMROOT", "PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "T
 
 
 class Budget(NamedTuple):
-    """What a call may take.
+    """The limits that a call must keep.
 
     Attributes:
       seconds: of processor time.
@@ -95,7 +95,7 @@ class Box:
         self._is_closed = False
 
     def call(self, function: str, **request: Any) -> Any:
-        """What a function of the file returns for these arguments.
+        """Returns what a function of the file returns for these arguments.
 
         Raises:
           OverBudget: it took too much; the next call starts a new child.

@@ -6,19 +6,17 @@ import dataclasses
 import hashlib
 from typing import Any
 
-from mmqa_jax.data.documents.document import BELOW, Document, DocumentError
+from mmqa_jax.data.documents.document import Document, DocumentError
 from mmqa_jax.data.documents.pdf import read_pdf
 from mmqa_jax.data.documents.read import READERS
 from mmqa_jax.data.picture_bounds import PictureError
-
-_LONGEST, _DEEPEST = 300, 10  # characters of a heading; headings above a paragraph
 
 # What is kept of a file, as JSON with the keys of its pictures in order, and these.
 Read = tuple[dict[str, Any], list[bytes]]
 
 
 def text(data: bytes, ending: str, least_pixels: int, scans: bool = False) -> Read:
-    """What is kept of a document's text and figures; `bad`: why it cannot be read.
+    """Returns what is kept of a document's text and figures; `bad`: why it cannot be read.
 
     Args:
       scans: of a PDF, whether pages that are pictures are read (documents/ocr.py).
@@ -43,8 +41,7 @@ def text(data: bytes, ending: str, least_pixels: int, scans: bool = False) -> Re
                 broken.append(_reason(error))
                 continue
             key = _add(pictures, figure.picture)
-        heading = _shortened(figure.heading)
-        figures.append([figure.caption, heading, figure.page, key, figure.link])
+        figures.append([figure.caption, figure.heading, figure.page, key, figure.link])
     kept = {
         **_paragraphs(document),
         "figures": figures,
@@ -60,7 +57,7 @@ def text(data: bytes, ending: str, least_pixels: int, scans: bool = False) -> Re
 
 
 def pages(data: bytes) -> Read:
-    """What is kept of a PDF's pages, as of figures without a caption."""
+    """Returns what is kept of a PDF's pages, as of figures without a caption."""
     from mmqa_jax.data.documents.pages import page_pictures
 
     pictures: dict[str, bytes] = {}
@@ -78,7 +75,7 @@ def pages(data: bytes) -> Read:
 
 
 def picture(data: bytes) -> Read:
-    """What is kept of a picture: that it is one."""
+    """Returns what is kept of a picture: that it is one."""
     from mmqa_jax.data.images import verify
 
     try:
@@ -100,33 +97,17 @@ def _reason(error: DocumentError | PictureError) -> str:
 
 
 def _paragraphs(document: Document) -> dict[str, Any]:
-    """The paragraphs; headings of sections and of tables are written once, and named by number.
-
-    A heading that is too long or too deep for each passage to repeat it is a paragraph.
-    """
+    """The paragraphs; headings of sections and of tables are written once, and named by number."""
     numbers: dict[str, int] = {"": 0}
-    short: dict[str, int] = {}  # path of headings -> number of what is kept of it
-    moved: set[str] = set()
     rows = []
     for paragraph in document.paragraphs:
-        path = paragraph.heading
-        if path not in short:
-            parts = path.split(BELOW)
-            kept = BELOW.join(_shortened(part) for part in parts[:_DEEPEST])
-            short[path] = numbers.setdefault(kept, len(numbers))
-            for part in parts[_DEEPEST:] + [p for p in parts[:_DEEPEST] if len(p) > _LONGEST]:
-                if part not in moved:
-                    moved.add(part)
-                    rows.append([part, short[path], paragraph.page, False, 0, []])
-        header = numbers.setdefault(paragraph.header, len(numbers))
+        heading, header = (
+            numbers.setdefault(text, len(numbers)) for text in (paragraph.heading, paragraph.header)
+        )
         places = [dataclasses.astuple(place) for place in paragraph.places]
-        about = [short[path], paragraph.page, paragraph.is_row, header]
+        about = [heading, paragraph.page, paragraph.is_row, header]
         rows.append([paragraph.text, *about, places])
     return {"paragraphs": rows, "headings": list(numbers)}
-
-
-def _shortened(heading: str) -> str:
-    return heading if len(heading) <= _LONGEST else f"{heading[: _LONGEST - 1]}…"
 
 
 def _add(pictures: dict[str, bytes], encoded: bytes) -> str:

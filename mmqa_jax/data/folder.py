@@ -324,7 +324,7 @@ class _Reading:
                 self._pages[name] = pages["figures"]
 
     def _without_content(self, name: str, kept: Mapping[str, Any]) -> str:
-        """Why nothing of a document can be a source; "" where something can."""
+        """Tells why nothing of a document can be a source; "" where something can."""
         if kept["paragraphs"] or any(
             figure[3] or self._is_picture.get(_linked(name, figure[4]))
             for figure in kept["figures"]
@@ -450,7 +450,7 @@ class _Reading:
 def _boxed(
     free: queue.SimpleQueue[Box], data: bytes, ending: str, function: str, request: dict[str, Any]
 ) -> boxed_documents.Read:
-    """What a function of boxed_documents makes of a file; `bad` where it takes too much."""
+    """Returns what a function of boxed_documents makes of a file; `bad` where it takes too much."""
     box = free.get()
     try:
         kept, pictures = _called(box, data, budget_of(ending, len(data)), function, request)

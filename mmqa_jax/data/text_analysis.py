@@ -91,7 +91,7 @@ class Analyzer:
         return self._stems(about) or self.words(text)
 
     def to_json(self) -> dict[str, Any]:
-        """What an index states of the words in it."""
+        """Returns what an index states of the words in it."""
         return {"version": VERSION, **dataclasses.asdict(self)}
 
     def _stems(self, words: list[str]) -> list[str]:

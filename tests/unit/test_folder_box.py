@@ -209,16 +209,25 @@ def test_paragraphs_come_back_as_they_were_read(monkeypatch):
     assert pictures == []
 
 
-def test_a_heading_that_is_too_long_to_be_repeated_is_a_paragraph(monkeypatch):
+def test_a_heading_that_is_too_long_or_deep_to_be_repeated_is_a_paragraph():
     long = "Long " * 100 + "end"
-    below = [Paragraph(f"Text {n}.", f"Guide > {long} > Part") for n in range(3)]
-    kept, _ = kept_of(monkeypatch, *below)
-    read_back = [folder._paragraph(kept["headings"], *row) for row in kept["paragraphs"]]
-    assert [p.text for p in read_back] == [long, "Text 0.", "Text 1.", "Text 2."]
-    assert all(len(p.heading) < 330 for p in read_back)
-    assert read_back[1].heading.startswith("Guide > Long Long")
-    deep = [Paragraph("Text.", " > ".join(f"level {n}" for n in range(14)))]
-    kept, _ = kept_of(monkeypatch, *deep)
-    assert [row[0] for row in kept["paragraphs"]] == [f"level {n}" for n in range(10, 14)] + [
-        "Text."
+    content = document.Content()
+    for level, heading in enumerate(("Guide", long, "Part")):
+        content.enter(level, heading)
+    content.add("Text.")
+    content.enter(0, "Levels")
+    for level in range(1, 14):
+        content.enter(level, f"level {level}")
+    content.add("Deep.")
+    made = content.document()
+    assert [(p.text, p.heading) for p in made.paragraphs[:2]] == [
+        (long, "Guide"), ("Text.", "Guide > Part")
+    ]  # fmt: skip
+    assert [p.text for p in made.paragraphs[2:]] == [
+        *(f"level {n}" for n in range(10, 14)),
+        "Deep.",
     ]
+    assert made.paragraphs[-1].heading.count(" > ") == 9
+    assert made.letters_read == sum(map(document.letters, (
+        "Guide", long, "Part", "Text.", "Levels", *(f"level {n}" for n in range(1, 14)), "Deep.",
+    )))  # fmt: skip

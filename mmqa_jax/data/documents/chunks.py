@@ -139,7 +139,7 @@ def chunks(
 
 
 def _sentences(paragraph: Paragraph) -> Iterator[tuple[int, int]]:
-    """Where the sentences of a paragraph begin and end; a row is one."""
+    """Tells where the sentences of a paragraph begin and end; a row is one."""
     text, start = paragraph.text, 0
     ends = [] if paragraph.is_row else [match.end() for match in _SENTENCE_END.finditer(text)]
     for end in (*ends, len(text)):
@@ -163,7 +163,7 @@ def _sizes(texts: Sequence[str], tokens: TokenLimit | None) -> list[_Size]:
 
 
 def _words(text: str) -> int:
-    """How many words a text counts for."""
+    """Counts how many words a text counts for."""
     if (text.isascii() or not _UNSPACED.search(text)) and not _LONG_WORD.search(text):
         return text.count(" ") + 1
     return sum(_words_of(word) for word in text.split())

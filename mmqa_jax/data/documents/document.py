@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from mmqa_jax.core.errors import UserError
 
@@ -13,6 +14,8 @@ from mmqa_jax.core.errors import UserError
 # hyphens, and what is no character at all.
 _NO_TEXT = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\xad\ud800-\udfff\ufffe\uffff]")
 BELOW = " > "  # between a heading and the one below it
+CELL = " | "  # between the cells of a row
+_LONGEST_HEADING, _MOST_HEADINGS = 300, 10  # characters; headings above a paragraph
 _CAPTION = re.compile(r"(?:fig(?:ure|\.)?|plate|chart|diagram|scheme|photo)\s*\d", re.IGNORECASE)
 
 
@@ -22,7 +25,7 @@ class DocumentError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a stretch of a paragraph stands in its file.
+    """A place says where a stretch of a paragraph stands in its file.
 
     Attributes:
       start, end: the stretch, in characters of the paragraph's text.
@@ -85,6 +88,7 @@ class Document:
       broken_figures: figures that are no pictures, and why.
       letters: that the file holds (`letters`), counted apart from the reading, by a walk over all
         text of the file that has no limits.
+      letters_read: that were read; a heading, and the header of a table, count where they begin.
       left_out: cause -> letters that are left out on purpose (running heads, deleted text, ...).
     """
 
@@ -94,17 +98,8 @@ class Document:
     broken_figures: tuple[str, ...] = ()
     title: str = ""
     letters: int = 0
+    letters_read: int = 0
     left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)
-
-    @property
-    def letters_read(self) -> int:
-        """Letters of all that was read; headings count once."""
-        headings = dict.fromkeys(p.heading for p in (*self.paragraphs, *self.figures))
-        parts = dict.fromkeys(part for path in headings for part in path.split(BELOW))
-        read = [self.title, *parts, *(p.text for p in self.paragraphs)]
-        read += dict.fromkeys(p.header for p in self.paragraphs)
-        read += [figure.caption for figure in self.figures]
-        return sum(map(letters, read))
 
     @property
     def missing(self) -> int:
@@ -112,26 +107,116 @@ class Document:
         return max(0, self.letters - self.letters_read - sum(self.left_out.values()))
 
 
-class Outline:
-    """The headings that stand above a place of a document.
+class Content:
+    """Collects what a document says in its order, and the ledger of its letters.
 
     Attributes:
-      path: the headings, outermost first; paragraphs below the same heading share it.
+      title: that the file states.
+      page: of what is added next; None where the format has no pages.
+      held: letters that the file holds, which a reader counts apart; what is read again by intent
+        counts again.
+      left_out: cause -> letters that are left out on purpose.
+      scanned_pages, broken_figures: as a Document's.
+      path: the headings that stand above what is added next, outermost first.
     """
 
     def __init__(self) -> None:
-        self._open: list[tuple[float, str]] = []
-        self.path = ""
+        self.title, self.page, self.held = "", None, 0
+        self.left_out: Counter[str] = Counter()
+        self.scanned_pages: list[int] = []
+        self.broken_figures: list[str] = []
+        self.path = ""  # which the paragraphs below a heading share
+        self._open: list[tuple[float, str]] = []  # levels and texts of these headings
+        self._read = 0
+        self._bare: tuple[float, Paragraph] | None = None  # a heading with nothing below it so far
+        self._paragraphs: list[Paragraph] = []
+        self._figures: list[Figure] = []
 
-    def enter(self, level: float, text: str) -> None:
-        """Begins a section; it ends those of the same and of deeper levels (larger numbers)."""
-        self._open = [heading for heading in self._open if heading[0] < level]
-        self._open.append((level, text))
-        self.path = BELOW.join(heading for _, heading in self._open)
+    def set_title(self, title: str) -> None:
+        """The title that the file states beside its text; a later one counts no more."""
+        if not self.title:
+            self.title = one_line(title)
+            self.held += letters(self.title)
+
+    def enter(self, level: float, text: str, places: Sequence[Place] = ()) -> None:
+        """Begins a section; it ends those of the same and of deeper levels (larger numbers).
+
+        A heading that is too long, or too deep, for each passage to repeat it is a paragraph; so is
+        one that ends with nothing below it.
+        """
+        if not text:
+            return
+        if self._bare is not None and level <= self._bare[0]:
+            self._end_heading()
+        above = [heading for heading in self._open if heading[0] < level]
+        if len(text) > _LONGEST_HEADING or len(above) >= _MOST_HEADINGS:
+            self.add(text, places=places)
+        else:
+            self._read += letters(text)
+            path = BELOW.join(heading for _, heading in above)
+            self._bare = level, Paragraph(text, path, self.page, places=tuple(places))
+            self._open = [*above, (level, text)]
+            self.path = f"{path}{BELOW}{text}" if path else text
+
+    def restart(self) -> None:
+        """Ends all sections."""
+        self._end_heading()
+        self._open, self.path = [], ""
+
+    def add(
+        self, text: str, *, is_row: bool = False, header: str = "", places: Sequence[Place] = ()
+    ) -> None:
+        """Adds a paragraph, on one line, unless it is empty."""
+        if text:
+            self._read += letters(text)
+            self._bare = None
+            row = Paragraph(text, self.path, self.page, is_row, header, tuple(places))
+            self._paragraphs.append(row)
+
+    def begin_table(self, header: str) -> None:
+        """Counts the header of the rows that are added next."""
+        self._read += letters(header)
+
+    def add_figure(
+        self, caption: str, picture: bytes | None = None, link: str = "", *, is_said: bool = False
+    ) -> int:
+        """Adds a picture and returns its number; `is_said`: its caption is a paragraph, too."""
+        self._read += 0 if is_said else letters(caption)
+        self._bare = None
+        self._figures.append(Figure(caption, self.path, self.page, picture, link))
+        return len(self._figures) - 1
+
+    def caption(self, number: int, text: str) -> None:
+        """Gives a picture a paragraph as its caption, in place of its alternative text."""
+        before = self._figures[number]
+        self._figures[number] = dataclasses.replace(
+            before, caption=text, heading=self.path, page=self.page
+        )
+        self._read -= letters(before.caption)
+        self.left_out["alternative texts"] += letters(before.caption)
+
+    def document(self) -> Document:
+        """All that was added."""
+        self._end_heading()
+        return Document(
+            tuple(self._paragraphs),
+            tuple(self._figures),
+            tuple(self.scanned_pages),
+            tuple(self.broken_figures),
+            title=self.title,
+            letters=self.held,
+            letters_read=self._read + letters(self.title),
+            left_out={cause: count for cause, count in self.left_out.items() if count},
+        )
+
+    def _end_heading(self) -> None:
+        if self._bare is not None:
+            self._paragraphs.append(self._bare[1])
+            self._bare = None
 
 
 def letters(text: str) -> int:
-    """How many letters and digits a text has: what the ledger of a file counts."""
+    """Counts how many letters and digits a text has: what the ledger of a file counts."""
     return sum(map(str.isalnum, text))
 
 
@@ -141,5 +226,5 @@ def one_line(text: str) -> str:
 
 
 def is_caption(text: str) -> bool:
-    """Whether a paragraph begins as captions do: `Figure 3`, `Fig. 3`."""
+    """Tells whether a paragraph begins as captions do: `Figure 3`, `Fig. 3`."""
     return bool(_CAPTION.match(text))

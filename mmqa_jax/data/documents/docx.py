@@ -96,7 +96,8 @@ class _Word:
             for part, note in list(notes.values()):  # to which nothing refers
                 self._in_part(part, note)
         self._edges(edges["footer"])
-        return self._reading.document(self._package.title())
+        self._reading.set_title(self._package.title())
+        return self._reading.document()
 
     def _root_of(self, kind: str) -> Any:
         part = next((r.part for r in self._related.values() if r.kind == kind and r.part), "")
@@ -182,7 +183,7 @@ class _Word:
         if text and level is not None:
             self._reading.begin(level, text)
         else:
-            self._reading.add(text, style=style)
+            self._reading.say(text, style=style)
         for add in after:
             add()
 
@@ -241,7 +242,7 @@ class _Word:
             self._line.after.append(lambda: self._in_part(*noted))
 
     def _drawing(self, drawing: Any) -> None:
-        """What a drawing shows: a picture, text boxes, a chart, a diagram."""
+        """Adds what a drawing shows: a picture, text boxes, a chart, a diagram."""
         related = self._related
         alt = ""
         for element in drawing.iter():
@@ -263,7 +264,7 @@ class _Word:
             elif name == "textpath" and attribute(element, "string"):  # letters as a drawing
                 text = attribute(element, "string")
                 self._reading.held += letters(text)
-                self._line.after.append(lambda text=text: self._reading.add(text))
+                self._line.after.append(lambda text=text: self._reading.say(text))
             elif name in ("chart", "relIds"):
                 target = related.get(reference(element, "id") or reference(element, "dm"))
                 if target is not None and target.part:
@@ -294,7 +295,7 @@ class _Word:
                 self._reading.begin(1, heading)
             line = f"{paragraph.header}: {paragraph.text}" if paragraph.header else paragraph.text
             self._reading.held += letters(line)
-            self._reading.add(line, is_row=paragraph.is_row)
+            self._reading.say(line, is_row=paragraph.is_row)
 
     def _leave_out(self, cause: str, element: Any) -> None:
         self._reading.left_out[cause] += held_letters(element, _TEXT)

@@ -63,7 +63,7 @@ def _add_chapter(page: Page, archive: zipfile.ZipFile, name: str) -> None:
             return None
 
     page.open_link = open_link
-    page.add(_xml(archive.read(name)))
+    page.add_tree(_xml(archive.read(name)))
 
 
 def _xml(data: bytes) -> Any:

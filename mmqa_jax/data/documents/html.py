@@ -10,17 +10,15 @@ import binascii
 import dataclasses
 import re
 import unicodedata
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from mmqa_jax.core.arguments import decimal_number
 from mmqa_jax.data.documents.document import (
+    CELL,
+    Content,
     Document,
     DocumentError,
-    Figure,
-    Outline,
-    Paragraph,
     letters,
     one_line,
 )
@@ -49,8 +47,7 @@ _NO_VALUE = frozenset({"hidden", "password", "file", "image", "color", "range"})
 # A table with one of these is a layout of the page: its cells are no cells.
 _LAYOUT = "table, h1, h2, h3, h4, h5, h6, figure, pre, blockquote, form"
 _DATA_URI = re.compile(r"\s*data:image/[\w.+-]+;base64,", re.IGNORECASE)
-_CELL = " | "
-_MOST_HEADING = 400  # characters; every passage repeats its heading, so a longer one is a paragraph
+_MOST_HEADER = 400  # characters of a table's header, which every passage of its rows repeats
 _MOST_HEADER_ROWS, _MOST_HEADER_CELLS = 4, 100
 _MOST_COLUMNS, _MOST_ROWS = 1000, 65534  # that a cell spans, by HTML's standard
 _MOST_COPIES = 2**20  # characters of merged cells that are written again in the rows they cover
@@ -138,35 +135,26 @@ class _Table:
         for cell in last:
             over = [c.text for row in above for c in row if c.start <= cell.start < c.end]
             columns.append(" ".join(filter(None, dict.fromkeys((*over, cell.text)))))
-        text = _CELL.join(columns)
-        return text if letters(text) and len(text) <= _MOST_HEADING else ""
+        text = CELL.join(columns)
+        return text if letters(text) and len(text) <= _MOST_HEADER else ""
 
     def lines(self) -> tuple[str, list[str]]:
         """The header, and a line for every other row."""
         header = self.header()
         rows = self.rows[self.header_rows if header else 0 :]
-        return header, [one_line(_CELL.join(cell.text for cell in row)) for row in rows]
+        return header, [one_line(CELL.join(cell.text for cell in row)) for row in rows]
 
 
-class Page:
-    """Collects what a person sees of trees of HTML and of texts, one after another.
+class Page(Content):
+    """What a person sees of trees of HTML and of texts, one after another.
 
     Attributes:
       open_link: the picture that a link names within the file; None where it is outside.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.open_link: Callable[[str], bytes | None] = lambda link: None
-        self._title = ""
-        self._paragraphs: list[Paragraph] = []
-        self._figures: list[Figure] = []
-        self._broken: list[str] = []
-        self._letters = 0
-        self._left_out: Counter[str] = Counter()
-        self._outline = Outline()
-        self._headings: list[str] = []  # all that were entered
-        self._headers: list[str] = []  # of all tables
-        self._bare: tuple[int, str, str] | None = None  # heading without content; the path above it
         self._text: list[str] = []  # of the paragraph or the cell that is open
         self._heading = 0  # level of the heading that is open
         self._marker = ""  # number of the item that begins
@@ -178,12 +166,6 @@ class Page:
         self._open_figures: list[tuple[list[tuple[str, str]], list[str]]] = []
         self._in_caption = False
         self._copies = _MOST_COPIES
-
-    def set_title(self, title: str) -> None:
-        """The title that the file states beside its text; a later one counts no more."""
-        if not self._title:
-            self._title = one_line(title)
-            self._letters += letters(self._title)
 
     def add_bytes(self, data: bytes, encoding: str | None = None) -> None:
         """Adds HTML in the encoding that is stated beside it, or else that it declares."""
@@ -200,25 +182,25 @@ class Page:
             damaged = text.count("\ufffd")
             if damaged < sum(character > "\x7f" for character in text) - damaged:
                 tree = turbohtml.parse(text, positions=False)  # UTF-8 but for a few bytes
-        self.add(tree)
+        self.add_tree(tree)
         self.add_left_out("bytes that are no characters", tree.text.count("\ufffd"))
 
     def add_markup(self, markup: str) -> None:
         """Adds HTML."""
         import turbohtml
 
-        self.add(turbohtml.parse(markup, positions=False))
+        self.add_tree(turbohtml.parse(markup, positions=False))
 
-    def add(self, root: Any) -> None:
+    def add_tree(self, root: Any) -> None:
         """Adds a tree of turbohtml's, whose text nodes are all counted."""
         import turbohtml
 
-        self._letters += _letters(root)
+        self.held += _letters(root)
         if (title := root.select_one("head > title")) is not None:
-            if self._title:
-                self._left_out["titles of parts"] += _letters(title)
+            if self.title:
+                self.left_out["titles of parts"] += _letters(title)
             else:
-                self._title = one_line(title.text)
+                self.title = one_line(title.text)
             title.decompose()
         stack: list[tuple[Any, bool]] = [(root, False)]
         while stack:
@@ -227,7 +209,7 @@ class Page:
                 self._end(node)
             elif isinstance(node, turbohtml.Element):
                 if cause := _cause(node):
-                    self._left_out[cause] += _letters(node)
+                    self.left_out[cause] += _letters(node)
                 elif self._begin(node):
                     stack.append((node, True))
                     stack += [(child, False) for child in reversed(node.children)]
@@ -240,70 +222,32 @@ class Page:
     def add_text(self, text: str) -> None:
         """Adds paragraphs between blank lines, whose letters are yet to be counted."""
         for paragraph in re.split(r"\n\s*\n", text):
-            self._add_paragraph(one_line(paragraph))
+            self.add(one_line(paragraph))
 
     def add_picture(self, caption: str, link: str) -> bool:
         """Adds the picture that a link names; returns False where its base64 is damaged."""
-        encoded = _DATA_URI.match(link)
+        encoded, caption = _DATA_URI.match(link), one_line(caption)
         if encoded is None:
-            self.add_figure(caption, self.open_link(link), link)
+            picture = self.open_link(link)
+            self.hold_figure(caption, picture, link if picture is None else "")
             return True
         try:
             picture = base64.b64decode(link[encoded.end() :], validate=False)
         except (binascii.Error, ValueError) as error:
-            caption = one_line(caption)
-            self._broken.append(f"{caption[:60]!r}: its base64 is damaged ({error})")
+            self.broken_figures.append(f"{caption[:60]!r}: its base64 is damaged ({error})")
             return False
-        self.add_figure(caption, picture)
+        self.hold_figure(caption, picture)
         return True
 
-    def add_figure(self, caption: str, picture: bytes | None, link: str = "") -> None:
-        """Adds a picture, or the file of one, whose caption's letters are counted."""
-        caption = one_line(caption)
-        link = link if picture is None else ""
-        self._figures.append(Figure(caption, self._outline.path, picture=picture, link=link))
-        self._letters += letters(caption)
-        self._bare = None
-
-    def enter(self, level: int, text: str) -> None:
-        """Begins a section; a heading that is too long for one is a paragraph."""
-        text = one_line(text)
-        if len(text) > _MOST_HEADING:
-            self._add_paragraph(text)
-        elif text:
-            if self._bare is not None and self._bare[0] >= level:
-                self._end_bare()
-            self._outline.enter(level, text)
-            above = self._outline.path.removesuffix(text).removesuffix(" > ")
-            self._bare = (level, text, above)
-            self._headings.append(text)
-
-    def add_letters(self, count: int) -> None:
-        """Counts letters that the file holds."""
-        self._letters += count
+    def hold_figure(self, caption: str, picture: bytes | None, link: str = "") -> None:
+        """Adds a picture whose caption the file holds beside the text that was counted."""
+        self.held += letters(caption)
+        self.add_figure(caption, picture, link)
 
     def add_left_out(self, cause: str, count: int) -> None:
         """Counts letters that the file holds and that its reader left out on purpose."""
-        self._letters += count
-        self._left_out[cause] += count
-
-    def document(self) -> Document:
-        """What was added, as a document."""
-        self._end_bare()
-        # `Document.missing` counts a heading or header once that stands above several parts.
-        parts = [part for heading in self._headings for part in heading.split(" > ")]
-        for texts in (parts, self._headers):
-            repeated = sum(map(letters, texts)) - sum(map(letters, dict.fromkeys(texts)))
-            self._left_out["headings that stand again"] += repeated
-        left_out = {cause: count for cause, count in self._left_out.items() if count}
-        return Document(
-            tuple(self._paragraphs),
-            tuple(self._figures),
-            broken_figures=tuple(self._broken),
-            title=self._title,
-            letters=self._letters,
-            left_out=left_out,
-        )
+        self.held += count
+        self.left_out[cause] += count
 
     def _begin(self, element: Any) -> bool:
         """Begins an element; returns whether what it holds is to be read."""
@@ -340,7 +284,7 @@ class Page:
             return self._add_formula(element)
         elif tag == "sup" and element.has_class("footnote-definition-label"):
             self._marker = f"{element.text} "  # pyromark's, before the footnote's paragraph
-            self._letters -= _letters(element)
+            self.held -= _letters(element)
             return False
         elif tag == "a" and self._heading:  # "¶", which links to the heading itself
             return not (element.attr("href") or "").startswith("#") or letters(element.text) > 0
@@ -377,7 +321,7 @@ class Page:
             if tag in ("td", "th", "tr", "caption"):
                 self._flush()
         elif tag == "caption":
-            self._add_paragraph(one_line("".join(self._text)))
+            self.add(one_line("".join(self._text)))
             self._text = []
         elif tag in ("td", "th"):
             columns = min(_number(element, "colspan", 1) or 1, _MOST_COLUMNS)
@@ -403,23 +347,9 @@ class Page:
             if self._heading:
                 self.enter(self._heading, text)
             else:
-                self._letters += letters(self._marker)
-                self._add_paragraph(self._marker + text)
+                self.held += letters(self._marker)
+                self.add(self._marker + text)
                 self._marker = ""
-
-    def _end_bare(self) -> None:
-        """A heading with nothing below it is a paragraph, so that it is not lost."""
-        if self._bare is not None:
-            _, text, above = self._bare
-            self._headings.pop()
-            self._paragraphs.append(Paragraph(text, above))
-            self._bare = None
-
-    def _add_paragraph(self, text: str, is_row: bool = False, header: str = "") -> None:
-        if text:
-            row = Paragraph(text, self._outline.path, is_row=is_row, header=header)
-            self._paragraphs.append(row)
-            self._bare = None
 
     def _begin_table(self, element: Any) -> None:
         is_layout = element.attr("role") in ("presentation", "none") or (
@@ -441,14 +371,16 @@ class Page:
             return
         self._data_tables -= 1
         header, lines = table.lines()
-        if header:
-            self._headers.append(header)
-        for text in lines:
-            if letters(text):
-                self._add_paragraph(text, is_row=True, header=header)
+        rows = list(filter(letters, lines))
+        if rows:
+            self.begin_table(header)
+        else:  # of a table without content
+            self.add(header, is_row=True)
+        for text in rows:
+            self.add(text, is_row=True, header=header)
         # Merged cells are read in each row that they cover, and the file holds them once.
         cells = {id(cell): cell.text for row in table.rows for cell in row}
-        self._letters += sum(map(letters, (header, *lines))) - sum(map(letters, cells.values()))
+        self.held += sum(map(letters, (header, *lines))) - sum(map(letters, cells.values()))
         self._text = table.text_around
 
     def _add_formula(self, element: Any) -> bool:
@@ -457,19 +389,19 @@ class Page:
         if not letters(text):
             return True
         self._text.append(f" {text} ")
-        self._letters += letters(text)
-        self._left_out["formulas read by their alttext"] += _letters(element)
+        self.held += letters(text)
+        self.left_out["formulas read by their alttext"] += _letters(element)
         return False
 
     def _add_input(self, element: Any) -> None:
         kind = (element.attr("type") or "text").lower()
         if kind in ("checkbox", "radio"):
             self._text.append("[x] " if element.attr("checked") is not None else "[ ] ")
-            self._letters += element.attr("checked") is not None
+            self.held += element.attr("checked") is not None
         elif kind not in _NO_VALUE:
             value = element.attr("value") or ""
             self._text.append(f" {value} ")
-            self._letters += letters(one_line(value))
+            self.held += letters(one_line(value))
 
     def _add_chosen(self, element: Any) -> None:
         options = list(element.find_all("option"))
@@ -477,7 +409,7 @@ class Page:
         text = " ".join(option.text for option in chosen or options[:1])
         self._text.append(f" {text} ")
         rest = _letters(element) - letters(one_line(text))
-        self._left_out["options not chosen"] += rest
+        self.left_out["options not chosen"] += rest
 
     def _add_picture(self, element: Any) -> None:
         alt = element.attr("alt") or element.attr("title") or ""
@@ -496,13 +428,13 @@ class Page:
             if caption or alt.strip()
         ]
         if caption and any(shown):
-            self._letters -= letters(caption)  # `add_picture` counts what it adds
+            self.held -= letters(caption)  # `add_picture` counts what it adds
         elif caption:  # of a table, or of what is not read
-            self._add_paragraph(caption)
+            self.add(caption)
 
 
 def _cause(element: Any) -> str:
-    """Why no person sees an element; "" where one does."""
+    """Tells why no person sees an element; "" where one does."""
     if (cause := _LEFT_OUT.get(element.tag)) is not None:
         return cause
     if element.attr("role") == "navigation":
@@ -515,7 +447,7 @@ def _cause(element: Any) -> str:
 
 
 def _letters(node: Any) -> int:
-    """How many letters a part of a tree has."""
+    """Counts how many letters a part of a tree has."""
     return letters(unicodedata.normalize("NFC", node.text))
 
 

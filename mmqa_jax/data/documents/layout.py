@@ -80,7 +80,7 @@ class Line:
 
     @property
     def size(self) -> float:
-        """Of most of its letters: a bullet before them may be larger."""
+        """The size that most letters have: a bullet before them may be larger."""
         return max((s for cell in self.cells for s in cell), key=lambda s: len(s.text)).size
 
 
@@ -199,7 +199,7 @@ def _is_columns(band: Sequence[Segment], gutter: float, em: float) -> bool:
 
 
 def _is_prose(side: Sequence[Segment]) -> bool:
-    """Whether most of its lines are long and as wide as others; it may be several columns."""
+    """Tells whether most of its lines are long and as wide as others; it may be several columns."""
     widths = np.array([segment.upright[2] - segment.upright[0] for segment in side])
     full = widths >= 0.6 * np.percentile(widths, 90)
     letters = sum(len(segment.text) for segment in side)
@@ -261,7 +261,7 @@ def _gaps(row: Sequence[Segment], em: float) -> list[_Gap]:
 
 
 def _fits(row: Sequence[Segment], gutters: Sequence[_Gap]) -> bool:
-    """Whether no segment of a row crosses a gutter."""
+    """Tells whether no segment of a row crosses a gutter."""
     return not any(
         segment.upright[0] < gap[0] + 0.1 and segment.upright[2] > gap[1] - 0.1
         for segment in row
@@ -281,7 +281,7 @@ def _row(own: Sequence[Sequence[Segment]]) -> Line:
 
 
 def _is_header(table: Sequence[Line]) -> bool:
-    """Whether a table's first row names its columns: in bold, or alone without a digit."""
+    """Tells whether a table's first row names its columns: in bold, or alone without a digit."""
     first, *others = table
     if len(others) < 2 or any(len(first.cells) < len(row.cells) for row in others):
         return False

@@ -118,19 +118,19 @@ def _add_part(page: Page, part: EmailMessage, level: int) -> None:
 
 def _add_head(page: Page, level: int, subject: str, fields: dict[str, str]) -> None:
     line = "; ".join(f"{name}: {one_line(value)}" for name, value in fields.items() if value)
-    page.add_letters(letters(one_line(subject)) + letters(one_line(line)))
-    page.enter(level, subject)
+    page.held += letters(one_line(subject)) + letters(one_line(line))
+    page.enter(level, one_line(subject))
     page.add_text(line)
 
 
 def _add_plain(page: Page, text: str) -> None:
-    page.add_letters(letters(one_line(text)))
+    page.held += letters(one_line(text))
     page.add_text(text)
 
 
 def _add_attachment(page: Page, name: str, picture: bytes | None) -> None:
     if picture is not None:
-        page.add_figure(name, picture)
+        page.hold_figure(one_line(name), picture)
     elif name:
         _add_plain(page, f"Attachment: {one_line(name)}")
 

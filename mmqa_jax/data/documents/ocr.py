@@ -22,7 +22,7 @@ _BELOW = 0.2  # of a line's height, below the base of its letters
 
 
 def is_installed() -> bool:
-    """Whether the packages of the extra `ocr` are there."""
+    """Tells whether the packages of the extra `ocr` are there."""
     return all(importlib.util.find_spec(name) for name in ("rapidocr", "onnxruntime"))
 
 

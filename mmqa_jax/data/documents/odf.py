@@ -57,7 +57,8 @@ def read_odf(data: bytes, ending: str) -> Document:
         _Content(reading, package, root).read()
         if ending == ".odt" and "styles.xml" in package:
             _edges(reading, package, "footer")
-        return reading.document(package.title("meta.xml"))
+        reading.set_title(package.title("meta.xml"))
+        return reading.document()
 
 
 def _edges(reading: Reading, package: Package, kind: str) -> None:
@@ -150,7 +151,7 @@ class _Content:
             self._reading.begin(0, text)
         else:
             is_caption = any(name in _CAPTIONS for name in styles)
-            self._reading.add(text, style="caption" if is_caption else "")
+            self._reading.say(text, style="caption" if is_caption else "")
         for add in after:
             add()
 
@@ -203,7 +204,7 @@ class _Content:
         if self._folder:  # the cells that a chart refers to
             self._reading.left_out["references of charts"] += letters(alt)
         elif alt and "text-box" not in kinds:
-            self._reading.add(alt)
+            self._reading.say(alt)
 
     def _object(self, element: Any) -> bool:
         """Adds a formula or a chart; False where it is of another program."""
@@ -217,7 +218,7 @@ class _Content:
                 e.text or "" for e in root.iter() if not local(e).startswith("annotation")
             )
             self._reading.held += letters(text)
-            self._reading.add(text)
+            self._reading.say(text)
         else:
             _Content(self._reading, self._package, root, folder).read()
         return True

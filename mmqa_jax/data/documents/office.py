@@ -1,4 +1,4 @@
-"""What files of Office share, Microsoft's and OpenDocument's: a zip of XML parts, tables, drawings.
+"""Reads what files of Office have in common: a zip of XML parts, tables, drawings.
 
 The readers walk over the XML themselves: the libraries of the field that were tried leave out text
 boxes, tracked insertions, notes and formulas (tests/bench/parsers). Elements are known by their
@@ -12,16 +12,13 @@ import io
 import posixpath
 import re
 import zipfile
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
 from mmqa_jax.data.documents.document import (
-    Document,
+    CELL,
+    Content,
     DocumentError,
-    Figure,
-    Outline,
-    Paragraph,
     Place,
     is_caption,
     letters,
@@ -38,8 +35,6 @@ _MOST_HEADER = 1000  # characters of a table's header, which every row repeats
 _MOST_COLUMNS = 100  # up to which empty cells keep their place in a row
 _OLE = b"\xd0\xcf\x11\xe0"  # what Office encrypts, and its old formats, are files of this kind
 _YEAR = re.compile(r"\b(?:19|20)\d\d\b")
-_CELL = " | "
-_BELOW = " > "  # between a heading and the one below it
 
 
 class Related(NamedTuple):
@@ -206,7 +201,7 @@ def children(element: Any, *path: str) -> list[Any]:
 
 
 def is_on(element: Any) -> bool:
-    """Whether an element switches its property on: it is there, and not by the value "0"."""
+    """Tells whether an element switches its property on: it is there, and not by the value "0"."""
     return element is not None and attribute(element, "val", "1") not in ("0", "false", "off")
 
 
@@ -216,7 +211,7 @@ def number(text: str, default: int = 0) -> int:
 
 
 def chosen(element: Any) -> Any:
-    """Of alternate content, the first choice; programs that do not know it show the fallback."""
+    """Returns the first choice of alternate content, or else what programs fall back on."""
     choice = child(element, "Choice")
     return choice if choice is not None else child(element, "Fallback")
 
@@ -235,73 +230,45 @@ def held_letters(root: Any, names: Iterable[str]) -> int:
     return held
 
 
-class Reading:
-    """Collects what a document says, in its order.
+class Reading(Content):
+    """What a document says, with its tables, its pictures and the places of programs.
 
     Attributes:
-      held: letters that the file holds, which the reader counts apart; what is read again by
-        intent counts again.
-      left_out: cause -> letters that are left out on purpose.
-      page: of what is added next.
-      place: where that stands, as a name; "" where the format has no places.
+      place: where stands what is added next, as a name; "" where the format has no places.
     """
 
     def __init__(self) -> None:
-        self.held = 0
-        self.left_out: Counter[str] = Counter()
-        self.page: int | None = None
+        super().__init__()
         self.place = ""
-        self._paragraphs: list[Paragraph] = []
-        self._figures: list[Figure] = []
         self._pictures: set[str] = set()  # parts that were added
         self._uncaptioned: list[int] = []  # figures that wait for a caption
-        self._outline = Outline()
-        self._headings: list[str] = []
-        self._headers: list[str] = []  # of tables
-        self._empty = ""  # a heading with nothing below it so far
         self._characters = 0
         self._repeated = 0  # characters that merged cells repeat
 
     def begin(self, level: float, heading: str) -> None:
-        """Begins a section. A heading with nothing below it is a paragraph."""
-        before = self._outline.path
-        self._outline.enter(level, heading)
-        if not self._outline.path.startswith(f"{before}{_BELOW}"):
-            self._end_empty(before)
+        """Begins a section; no caption for the pictures before it follows."""
         self._uncaptioned = []
-        self._headings.append(heading)
-        self._empty = heading
+        self.enter(level, heading)
 
     def part(self, heading: str, page: int | None = None, place: str = "") -> None:
         """Begins a sheet or a slide: no heading of the one before stands above it."""
-        self._end_empty(self._outline.path)
-        self._uncaptioned = []
-        self._outline = Outline()
+        self.restart()
         self.page, self.place = page, place
-        if heading := one_line(heading):
-            self.begin(0, heading)
+        self.begin(0, one_line(heading))
 
-    def add(self, text: str, *, is_row: bool = False, header: str = "", style: str = "") -> None:
+    def say(self, text: str, *, is_row: bool = False, header: str = "", style: str = "") -> None:
         """Adds a paragraph, unless it is empty; a caption is that of the pictures before it."""
-        self._empty = "" if (text := one_line(text)) else self._empty
-        self._add(text, self._outline.path, is_row, header, style)
-
-    def _add(
-        self, text: str, path: str, is_row: bool = False, header: str = "", style: str = ""
-    ) -> None:
+        text = one_line(text)
         if not text:
             return
         self._characters += len(text)
         if self._characters > MOST_TEXT:
             raise DocumentError(f"says more than {MOST_TEXT:,} characters; split it")
         places = (Place(0, len(text), self.place),) if self.place else ()
-        self._paragraphs.append(Paragraph(text, path, self.page, is_row, header, places))
+        self.add(text, is_row=is_row, header=header, places=places)
         if style == "caption" or is_caption(text):
             for figure in self._uncaptioned:
-                alt, picture = self._figures[figure].caption, self._figures[figure].picture
-                self.left_out["alternative texts"] += letters(alt)
-                self.held += letters(text)  # it is a paragraph, too
-                self._figures[figure] = Figure(text, path, self.page, picture)
+                self.caption(figure, text)
         self._uncaptioned = []
 
     def picture(self, package: Package, part: str, alt: str) -> None:
@@ -309,16 +276,12 @@ class Reading:
         alt = one_line(alt)
         self.held += letters(alt)
         if not part:
-            self.add(alt)
-            return
-        if part in self._pictures:
+            self.say(alt)
+        elif part in self._pictures:
             self.left_out["alternative texts"] += letters(alt)
-            return
-        self._pictures.add(part)
-        picture = package.read(part)
-        self._empty = ""
-        self._uncaptioned.append(len(self._figures))
-        self._figures.append(Figure(alt, self._outline.path, self.page, picture))
+        else:
+            self._pictures.add(part)
+            self._uncaptioned.append(self.add_figure(alt, package.read(part)))
 
     def table(self, table: Table) -> None:
         """Adds the rows of a table, the header with each of them."""
@@ -331,7 +294,7 @@ class Reading:
         header = "; ".join(_row_text(row.cells, columns) for row in rows[:count])
         if count >= len(rows) or len(header) > _MOST_HEADER:
             count, header = 0, ""
-        self._headers.append(header)
+        self.begin_table(header)
         for row in rows[:count]:
             self._add_after(row)
         for row in rows[count:]:
@@ -340,7 +303,7 @@ class Reading:
     def _add_row(self, row: Row, columns: Sequence[int], header: str, is_row: bool) -> None:
         outer = self.place
         self.place = row.place or outer
-        self.add(_row_text(row.cells, columns), is_row=is_row, header=header)
+        self.say(_row_text(row.cells, columns), is_row=is_row, header=header)
         self.place = outer
         self._add_after(row)
 
@@ -366,29 +329,6 @@ class Reading:
         self.held += letters(merged)
         return f"{merged} {inside}" if inside and merged else merged or inside
 
-    def document(self, title: str = "") -> Document:
-        """All that was collected."""
-        self._end_empty(self._outline.path)
-        # `Document.missing` counts a heading or header once that stands above several parts.
-        parts = [part for heading in self._headings for part in heading.split(_BELOW)]
-        for texts in (parts, self._headers):
-            repeated = sum(map(letters, texts)) - sum(map(letters, dict.fromkeys(texts)))
-            self.left_out["headings that stand again"] += repeated
-        return Document(
-            tuple(self._paragraphs),
-            tuple(self._figures),
-            title=title,
-            letters=self.held + letters(title),
-            left_out={cause: count for cause, count in self.left_out.items() if count},
-        )
-
-    def _end_empty(self, path: str) -> None:
-        """Adds a heading with nothing below it, which ends a path, as a paragraph."""
-        heading, self._empty = self._empty, ""
-        if heading:
-            self._headings.remove(heading)
-        self._add(heading, path.removesuffix(heading).removesuffix(_BELOW))
-
 
 class Row(NamedTuple):
     """A row of a table.
@@ -405,7 +345,7 @@ class Row(NamedTuple):
 
     @property
     def filled(self) -> int:
-        """How many of its cells say something."""
+        """Counts how many of its cells say something."""
         return sum(map(bool, self.cells.values()))
 
 
@@ -419,8 +359,8 @@ class Table(NamedTuple):
 def _row_text(cells: Mapping[int, str], columns: Sequence[int]) -> str:
     """A line for a row; empty cells keep their place in tables that are not too wide."""
     if len(columns) <= _MOST_COLUMNS:
-        return one_line(_CELL.join(cells.get(column, "") for column in columns)).rstrip("| ")
-    return _CELL.join(filter(None, (cells[column] for column in sorted(cells))))
+        return one_line(CELL.join(cells.get(column, "") for column in columns)).rstrip("| ")
+    return CELL.join(filter(None, (cells[column] for column in sorted(cells))))
 
 
 def _header_rows(rows: Sequence[Row], columns: Sequence[int]) -> int:
@@ -438,7 +378,7 @@ def _header_rows(rows: Sequence[Row], columns: Sequence[int]) -> int:
 
 
 def _is_figure(text: str) -> bool:
-    """Whether a cell holds a figure or a date. A year alone may well name a column."""
+    """Tells whether a cell holds a figure or a date. A year alone may well name a column."""
     rest = _YEAR.sub("", text)
     return 2 * sum(map(str.isdigit, rest)) > letters(rest)
 
@@ -565,7 +505,7 @@ def add_shapes(
         elif name in ("sp", "cxnSp"):
             lines = [drawn_text(paragraph) for paragraph in shape.iter("{*}p")]
             for line in lines:
-                reading.add(line)
+                reading.say(line)
             if alt and not "".join(lines).strip():
                 reading.picture(package, "", alt)
         elif name == "graphicFrame":
@@ -617,7 +557,7 @@ def add_diagram(reading: Reading, package: Package, part: str) -> None:
     reading.held += held_letters(root, ["t"])
     for point in root.iter("{*}pt"):
         for paragraph in point.iter("{*}p"):
-            reading.add(drawn_text(paragraph))
+            reading.say(drawn_text(paragraph))
 
 
 def add_chart(reading: Reading, package: Package, part: str) -> None:
@@ -626,7 +566,7 @@ def add_chart(reading: Reading, package: Package, part: str) -> None:
     for paragraph in root.iter("{*}p"):
         text = drawn_text(paragraph)
         reading.held += letters(text)
-        reading.add(text)
+        reading.say(text)
     names: dict[int, str] = {}
     rows: dict[int, dict[int, str]] = {}
     for column, series in enumerate(root.iter("{*}ser"), start=1):

@@ -17,11 +17,10 @@ import numpy as np
 
 from mmqa_jax.data.documents import layout, ocr
 from mmqa_jax.data.documents.document import (
+    CELL,
+    Content,
     Document,
     DocumentError,
-    Figure,
-    Outline,
-    Paragraph,
     Place,
     is_caption,
     letters,
@@ -47,7 +46,6 @@ _MARGIN = 0.065  # of the page's height, in which small letters are no text of t
 _MARGIN_WORDS = 12
 _SLANT = 0.1  # quarter turns, by which the words of a line may deviate
 _BOLD = 550  # of a font's weights, of which 400 is the usual one
-_CELL = " | "  # between cells of a row
 _ACROSS = 1000  # PDFium's device units a point: it rounds them to whole numbers
 # What a person adds to a page; the text of links and of pop-up windows stands elsewhere.
 _NOTES = ("TEXT", "FREETEXT", "LINE", "SQUARE", "CIRCLE", "POLYGON", "POLYLINE", "HIGHLIGHT")
@@ -56,7 +54,7 @@ _NOTES += ("UNDERLINE", "SQUIGGLY", "STRIKEOUT", "STAMP", "CARET", "INK", "FILEA
 
 @dataclasses.dataclass
 class _Page:
-    """What a page holds.
+    """A page holds text and pictures, or is one.
 
     Attributes:
       size: width and height in points, as it is shown.
@@ -122,10 +120,9 @@ class _Reading:
     def __init__(self, least_pixels: int, scans: bool) -> None:
         self._least_pixels, self._scans = least_pixels, scans
         self._pages: list[_Page] = []
-        self._broken: list[str] = []
+        self._content = Content()
+        self._header: Line | None = None  # of the table whose rows were added last
         self._seen: set[bytes] = set()  # digests of pictures
-        self._letters = 0
-        self._left_out: Counter[str] = Counter()
 
     def add_page(self, number: int, document: Any) -> None:
         import pypdfium2
@@ -149,77 +146,60 @@ class _Reading:
                 if not seen and segments:  # a photograph that has a caption
                     pictures = list(self._pictures(images, number))
         except pypdfium2.PdfiumError as error:
-            self._broken.append(f"page {number}: {error}")
+            self._content.broken_figures.append(f"page {number}: {error}")
             return
-        self._letters += held + sum(letters(segment.text) for segment in added)
+        self._content.held += held + sum(letters(segment.text) for segment in added)
         self._pages.append(_Page(number, shown.size, segments, pictures, is_scan))
 
     def document(self, title: str) -> Document:
-        """What was read, with headings by the size of letters in the whole document."""
+        """Returns what was read, with headings by the size of letters in the whole document."""
+        content = self._content
         opening = " ".join(segment.text for page in self._pages[:1] for segment in page.segments)
         if title.casefold() not in one_line(opening).casefold():
             title = ""  # programs write names of files and templates there
         for page, heads in zip(self._pages, _running_heads(self._pages), strict=True):
-            self._left_out["running heads"] += sum(letters(segment.text) for segment in heads)
+            self._content.left_out["running heads"] += sum(
+                letters(segment.text) for segment in heads
+            )
             left = set(map(id, heads))
             page.segments = [segment for segment in page.segments if id(segment) not in left]
         usual = _usual_size(self._pages)
-        outline = Outline()
-        paragraphs: list[tuple[bool, Paragraph]] = []  # whether it is a heading
-        figures: list[Figure] = []
-        headers: dict[str, Line] = {}
         for page in self._pages:
-            captions: list[tuple[Box, str]] = []
-            first = len(paragraphs)
-            for block in _blocks(layout.lines_in_order(page.segments)):
-                paragraph = _paragraph(block, outline.path, page.number)
-                text, size = paragraph.text, block[0].size
-                if not text:
-                    continue
-                if is_caption(text):
-                    boxes = [place.box for place in paragraph.places if place.box]
-                    captions.append((_around(boxes), text))
-                is_large = size >= _HEADING_SIZE * usual and len(text.split()) <= _HEADING_WORDS
-                is_slanted = block[0].first.turn >= layout.SLANTED  # DRAFT, across the page
-                is_heading = is_large and not (block[0].is_row or is_slanted or is_caption(text))
-                paragraphs.append((is_heading, paragraph))
-                header = block[0].header
-                if header and headers.setdefault(paragraph.header, header) is not header:
-                    headers[paragraph.header] = header
-                    self._left_out["table headers that repeat"] += letters(paragraph.header)
-                if is_heading:
-                    outline.enter(-round(size, 1), text)
-            said = " ".join(paragraph.text for _, paragraph in paragraphs[first:])
-            if not captions and letters(said) <= _SCAN_LETTERS:  # of an album or of slides
-                captions.append(((0.0, 0.0, *page.size), said))
-            for picture, box in page.pictures:
-                near = min(captions, key=lambda caption: _apart(caption[0], box), default=None)
-                caption = near[1] if near else ""
-                figures.append(Figure(caption, outline.path, page.number, picture))
-        return Document(
-            tuple(self._without_headings(paragraphs, figures)),
-            tuple(figures),
-            tuple(page.number for page in self._pages if page.is_scan),
-            tuple(self._broken),
-            title=title,
-            letters=self._letters + letters(title),
-            left_out={cause: count for cause, count in self._left_out.items() if count},
-        )
+            self._add(page, usual)
+        content.set_title(title)
+        return content.document()
 
-    def _without_headings(
-        self, paragraphs: Sequence[tuple[bool, Paragraph]], figures: Sequence[Figure]
-    ) -> Iterator[Paragraph]:
-        """The paragraphs, and the headings that stand above none of them."""
-        paths = {paragraph.heading for is_heading, paragraph in paragraphs if not is_heading}
-        paths |= {figure.heading for figure in figures}
-        above = {part for path in paths for part in path.split(" > ")}
-        seen: set[str] = set()
-        for is_heading, paragraph in paragraphs:
-            if not is_heading or paragraph.text not in above:
-                yield paragraph
-            elif paragraph.text in seen:
-                self._left_out["headings that repeat"] += letters(paragraph.text)
-            seen.add(paragraph.text)
+    def _add(self, page: _Page, usual: float) -> None:
+        """Adds the blocks of a page and its pictures, the text's usual size given."""
+        content = self._content
+        content.page = page.number
+        if page.is_scan:
+            content.scanned_pages.append(page.number)
+        captions: list[tuple[Box, str]] = []
+        said: list[str] = []
+        for block in _blocks(layout.lines_in_order(page.segments)):
+            (text, places), first = _joined(block), block[0]
+            if not text:
+                continue
+            said.append(text)
+            if is_caption(text):
+                boxes = [place.box for place in places if place.box]
+                captions.append((_around(boxes), text))
+            is_large = first.size >= _HEADING_SIZE * usual and len(text.split()) <= _HEADING_WORDS
+            is_slanted = first.first.turn >= layout.SLANTED  # DRAFT, across the page
+            if is_large and not (first.is_row or is_slanted or is_caption(text)):
+                content.enter(-round(first.size, 1), text, places)
+                continue
+            header = _joined([first.header])[0] if first.header else ""
+            if header and first.header is not self._header:
+                content.begin_table(header)
+            self._header = first.header
+            content.add(text, is_row=first.is_row, header=header, places=places)
+        if not captions and letters("".join(said)) <= _SCAN_LETTERS:  # of an album or of slides
+            captions.append(((0.0, 0.0, *page.size), " ".join(said)))
+        for picture, box in page.pictures:
+            near = min(captions, key=lambda caption: _apart(caption[0], box), default=None)
+            content.add_figure(near[1] if near else "", picture, is_said=True)
 
     def _pictures(
         self, images: Sequence[tuple[Any, Box]], number: int
@@ -238,7 +218,9 @@ class _Reading:
                     self._seen.add(digest)
                     yield _encoded(image, raw, f"page {number}"), box
             except (PictureError, pypdfium2.PdfiumError, ValueError, OSError) as error:
-                self._broken.append(f"a picture on page {number}: {one_line(str(error))}")
+                self._content.broken_figures.append(
+                    f"a picture on page {number}: {one_line(str(error))}"
+                )
 
     def _added(self, page: Any, document: Any, shown: _Shown) -> Iterator[Segment]:
         """Values of a page's form fields, and the notes that were added to it."""
@@ -252,8 +234,8 @@ class _Reading:
                 text = one_line(_note_text(note, document.formenv))
                 flags = pdfium.FPDFAnnot_GetFlags(note)
                 if flags & (pdfium.FPDF_ANNOT_FLAG_HIDDEN | pdfium.FPDF_ANNOT_FLAG_NOVIEW):
-                    self._letters += letters(text)
-                    self._left_out["hidden notes"] += letters(text)
+                    self._content.held += letters(text)
+                    self._content.left_out["hidden notes"] += letters(text)
                 elif text:
                     rectangle = pdfium.FS_RECTF()
                     pdfium.FPDFAnnot_GetRect(note, rectangle)
@@ -301,7 +283,7 @@ class _Shown:
 
 
 def _note_text(note: Any, forms: Any) -> str:
-    """What a note says, or the value of a form field."""
+    """Returns what a note says, or the value of a form field."""
     import pypdfium2.raw as pdfium
 
     kind = pdfium.FPDFAnnot_GetSubtype(note)
@@ -345,7 +327,7 @@ def _images(page: Any, shown: _Shown) -> tuple[list[tuple[Any, Box]], int]:
 
 
 def _is_scan(segments: Sequence[Segment], images: Sequence[tuple[Any, Box]], shown: _Shown) -> bool:
-    """Whether a page is a picture, perhaps with a stamp or a page number on it."""
+    """Tells whether a page is a picture, perhaps with a stamp or a page number on it."""
     count = sum(letters(segment.text) for segment in segments)
     page: Box = (0.0, 0.0, *shown.size)
     area = sum(_area(_common(box, page)) for box in {box for _, box in images})
@@ -615,7 +597,7 @@ def _blocks(lines: Iterable[Line]) -> Iterator[list[Line]]:
 
 
 def _goes_on(line: Line, following: Line) -> bool:
-    """Whether a line's paragraph goes on in the following line."""
+    """Tells whether a line's paragraph goes on in the following line."""
     last, first = line.cells[-1][-1], following.first
     if line.is_row or following.is_row or last.turn != first.turn or is_caption(first.text):
         return False
@@ -628,20 +610,13 @@ def _goes_on(line: Line, following: Line) -> bool:
     return fall <= _PARAGRAPH_GAP * max(size, 1.0)
 
 
-def _paragraph(block: Sequence[Line], heading: str, number: int) -> Paragraph:
-    """A block's text with its places; words that were broken at a line's end are whole."""
-    text, places = _joined(block)
-    header = _joined([block[0].header])[0] if block[0].header else ""
-    return Paragraph(text, heading, number, block[0].is_row, header, tuple(places))
-
-
 def _joined(block: Sequence[Line]) -> tuple[str, list[Place]]:
     text, between = "", ""
     places = []
     for line in block:
         for column, cell in enumerate(line.cells):
             if column:
-                between = _CELL
+                between = CELL
             for segment in cell:
                 piece = one_line(segment.text)
                 if not piece:

@@ -28,7 +28,7 @@ _TERMINAL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colors of a notebook's trac
 def read_plain(data: bytes) -> Document:
     """A UTF-8 text."""
     page, text = Page(), decoded(data)
-    page.add_letters(letters(one_line(text)))
+    page.held += letters(one_line(text))
     page.add_text(text)
     return page.document()
 
@@ -230,7 +230,7 @@ def _json(text: str, place: str = "", remedy: str | None = None) -> Any:
 
 def _add_json(page: Page, value: Any) -> None:
     """Adds a value and all below it, in their order."""
-    page.add_letters(sum(map(letters, _strings(value))))
+    page.held += sum(map(letters, _strings(value)))
     stack: list[tuple[int, str, Any]] = [(0, "", value)]
     while stack:
         depth, key, value = stack.pop()
@@ -238,7 +238,7 @@ def _add_json(page: Page, value: Any) -> None:
             page.add_text(f"{key}: {_scalar(value)}" if key else _scalar(value))
             continue
         if key and depth <= _DEEPEST_KEY:
-            page.enter(depth, key)
+            page.enter(depth, one_line(key))
         elif key:
             page.add_text(key)
         items = value.items() if isinstance(value, dict) else (("", item) for item in value)

@@ -46,7 +46,8 @@ def _read(package: Package) -> Document:
         if target is None or not target.part:
             raise DocumentError(f"no .pptx that can be read: slide {page} is not in the file")
         _slide(reading, package, target.part, page)
-    return reading.document(package.title())
+    reading.set_title(package.title())
+    return reading.document()
 
 
 def _slide(reading: Reading, package: Package, part: str, page: int) -> None:
@@ -69,11 +70,11 @@ def _slide(reading: Reading, package: Package, part: str, page: int) -> None:
             for comment in package.xml(target).iter("{*}text", "{*}p"):
                 text = comment.text if local(comment) == "text" else drawn_text(comment)
                 reading.held += letters(text or "")
-                reading.add(text or "")
+                reading.say(text or "")
 
 
 def _placeholder(shape: Any) -> str:
-    """What a shape is a placeholder of; "" where it is none."""
+    """Returns what a shape is a placeholder of; "" where it is none."""
     place = child(shape, "nvSpPr", "nvPr", "ph")
     return attribute(place, "type", "obj") if place is not None else ""
 

@@ -75,8 +75,8 @@ READERS: Mapping[str, Reader] = {
     ".odt": Reader(lambda data, _: read_odf(data, ".odt"), "lxml", "lxml", rate=50_000),
     ".ods": Reader(lambda data, _: read_odf(data, ".ods"), "lxml", "lxml", rate=50_000),
     ".odp": Reader(lambda data, _: read_odf(data, ".odp"), "lxml", "lxml", rate=50_000),
-    ".rst": Reader(lambda data, _: read_rst(data), "docutils", "docutils"),
-    ".tex": Reader(_read_tex, "pylatexenc", "pylatexenc"),
+    ".rst": Reader(lambda data, _: read_rst(data), "docutils", "docutils", 50_000),
+    ".tex": Reader(_read_tex, "pylatexenc", "pylatexenc", 20_000),
     ".json": Reader(lambda data, _: read_json(data)),
     ".jsonl": Reader(lambda data, _: read_json_lines(data)),
     ".ipynb": Reader(lambda data, _: read_notebook(data), "nbformat", "nbformat"),
@@ -87,7 +87,7 @@ READERS: Mapping[str, Reader] = {
 
 
 def budget_of(ending: str, size: int) -> Budget:
-    """What a file of so many bytes may take in the box, by what it is worth."""
+    """Returns what a file of so many bytes may take in the box, by what it is worth."""
     rate = READERS[ending].rate if ending in READERS else _RATE
     seconds = min(_SECONDS + math.ceil(size / rate), _MOST_SECONDS)
     return Budget(seconds, _MEMORY, _OUTPUT + _OUTPUT_PER_BYTE * size)

@@ -79,7 +79,8 @@ class _Workbook:
                 name = sheet.get("name")
                 raise DocumentError(f"no .xlsx that can be read: sheet {name!r} is not in the file")
             self._sheet(sheet.get("name", ""), target.part, sheet.get("state", "visible"))
-        return self._reading.document(self._package.title())
+        self._reading.set_title(self._package.title())
+        return self._reading.document()
 
     def _sheet(self, name: str, part: str, state: str) -> None:
         reading = self._reading
@@ -202,7 +203,7 @@ class _Workbook:
                     text = _text(child(comment, "text"))
                     if place and not text.startswith(_COPY):
                         self._reading.held += letters(text)
-                        add = functools.partial(self._reading.add, text)
+                        add = functools.partial(self._reading.say, text)
                         comment_place = (column_number(place[1]), add)
                         comments.setdefault(int(place[2]), []).append(comment_place)
             elif kind == "drawing" and target:
@@ -267,7 +268,7 @@ def _formats(styles: Any) -> list[str]:
 
 
 def shown_by(text: str, code: str, from_1904: bool = False) -> str:
-    """What a cell shows of a figure by the code of its format; without one, the figure.
+    """Returns what a cell shows of a figure by the code of its format; without one, the figure.
 
     Args:
       text: as the file holds it: 0.25, or 45356 for a date.
@@ -395,7 +396,7 @@ def _date(days: float, tokens: Sequence[tuple[str, str]]) -> str:
 
 
 def _is_minute(place: int, tokens: Sequence[tuple[str, str]]) -> bool:
-    """Whether an `m` means minutes: behind hours or before seconds."""
+    """Tells whether an `m` means minutes: behind hours or before seconds."""
     before = [token for kind, token in tokens[:place] if kind in ("date", "elapsed")]
     behind = [token for kind, token in tokens[place + 1 :] if kind in ("date", "elapsed")]
     return (bool(before) and before[-1][0] in "hH") or (bool(behind) and behind[0][0] in "sS")
