@@ -14,7 +14,7 @@ def get_config(mode: str = "") -> ConfigDict:
     # Countries to build Atlas from; 0 = all.
     config.countries = 0
     # Of products: float32, bfloat16, or auto (bfloat16 where the CPU has fast ones). Training with
-    # rounded numbers is faster and less accurate (README.md).
+    # rounded numbers is faster and less accurate (RESULTS.md).
     config.precision = "float32"
     for task in ("contrastive", "rerank", "answer"):
         config[task] = config_beside(__file__, f"{task}.py").get_config(mode)

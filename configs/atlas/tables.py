@@ -1,6 +1,6 @@
 """The rows of Atlas, our own benchmark, that the demo runs: `mmqa run --config=...:ROW`.
 
-The published figures are those of configs/atlas/README.md, which the demo measures on 300
+The published figures are those of configs/atlas/RESULTS.md, which the demo measures on 300
 questions of the test split, as every row here does; `--config.data.questions=0` takes all. Source
 selection is VLP's with the retriever's similarity and a second hop (ours); `restricted_vlp` and
 `full_vlp` count VLP's relevance alone.
@@ -143,7 +143,7 @@ _SECOND_HOP = {"retriever": _retriever("dense", second_hop=True)}
 _OWN = {"cap": "none", "select": "best"}
 _ACC, _F1 = "webqa_acc/no_lemma", "source_f1/official"
 
-# Row -> setting of papers/webqa.py and others, parts, options, figures of README.md.
+# Row -> setting of papers/webqa.py and others, parts, options, figures of RESULTS.md.
 ROWS = {
     "question_only": {"setting": "question_only", "parts": _READER, "published": {_ACC: 0.21}},
     "oracle": {"setting": "oracle", "parts": _READER, "published": {_ACC: 0.73}},

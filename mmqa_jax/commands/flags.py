@@ -275,7 +275,7 @@ def add_reading(parser: argparse.ArgumentParser, workdir: str) -> None:
         type=float,
         metavar="COSINE",
         help="questions whose nearest passage is less similar are refused; -1: none is (chosen on "
-        "val, mmqa_jax/data/README.md)",
+        "val, mmqa_jax/data/ANSWERS.md)",
     )
     add_words(parser, "with --data, ")
     parser.add_argument(

@@ -67,7 +67,7 @@ def start(compilation_cache_dir: str | os.PathLike | None = None, *, join: bool 
         if arguments or "coordinator_address should be defined" not in str(error):
             raise UserError(
                 f"environment: the variables of this launch cannot be read ({error}); see "
-                "mmqa_jax/training/README.md for those that are."
+                "mmqa_jax/training/HOSTS.md for those that are."
             ) from error
         if (count := _launched_with(os.environ)) is not None:  # such as by Open MPI 5
             raise UserError(

@@ -49,7 +49,7 @@ _CPU_BATCH = 8  # passages
 _ANALYZER = Analyzer()
 # MiniLM's cosine of the nearest passage below which none answers a question, by the number of
 # passages: the more there are, the nearer is one by chance. Chosen on OpenStax's val questions by
-# `python -m tests.bench refusals` (tests/bench/README.md).
+# `python -m tests.bench refusals` (tests/bench/RESULTS.md).
 _LEAST_SIMILARITY = {
     30: 0.287, 100: 0.302, 300: 0.344, 1_000: 0.374, 3_000: 0.432, 10_000: 0.484, 22_472: 0.489,
 }  # fmt: skip

@@ -107,7 +107,7 @@ def _time_table(measured: Goodput) -> Table:
         "Wall time",
         ["what", "seconds", "share"],
         rows,
-        note=f"Goodput: {measured.text()}. training/README.md says what the rows are.",
+        note=f"Goodput: {measured.text()}. training/COSTS.md says what the rows are.",
     )
 
 

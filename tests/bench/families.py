@@ -1,4 +1,4 @@
-"""`python -m tests.bench families`: the table of models by family, as weights/README.md has it.
+"""`python -m tests.bench families`: the table of models by family, as weights/RESULTS.md has it.
 
 A family's deviation is the largest between every layer's output and the logits (of towers the
 vectors) of ours and of transformers, where tests/equivalence compares tiny random checkpoints of it

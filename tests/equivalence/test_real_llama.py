@@ -4,7 +4,7 @@ transformers on real text.
 The largest logit is 42 and hidden states reach 24,000: float32 itself is good to about 2e-4
 here. Measured on 640 tokens, largest deviation from transformers in float64: ours 1.7e-4,
 transformers in float32 2.4e-4, its two attentions from each other 1.2e-4. So the reference is
-transformers in float64, and the bound 1e-5 of the largest logit, 4.2e-4 (mmqa_jax/weights/README.md
+transformers in float64, and the bound 1e-5 of the largest logit, 4.2e-4 (mmqa_jax/weights/EQUALITY.md
 says the same), of log-probabilities too: they are within the 1e-4 of all models on some processors,
 and at 1.2e-4 in one of 430 places on another (AMD EPYC, AVX2).
 """

@@ -1,5 +1,5 @@
 """Answers, questions, libraries and servers that are not as they should be: each has an outcome
-that is counted, and the run goes on. The table is in mmqa_jax/prompting/README.md."""
+that is counted, and the run goes on. The table is in mmqa_jax/prompting/FAULTS.md."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_rows_that_are_refused_before_anything_is_opened(key, value, message):
 
 
 def test_measured_rows_keep_their_knowledge():
-    """Their figures in configs/*/README.md are of these."""
+    """Their figures in configs/*/RESULTS.md are of these."""
     options = read_row(row("smollm2_mavl")).options
     assert {name: value for name, value in options.items() if name.startswith("knowledge")} == {
         "knowledge_words": 25,

@@ -21,8 +21,8 @@ from tests.bench import __main__ as bench
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *(ROOT / f"{name}.md" for name in ("README", "SECURITY", "CHANGELOG", "CONTRIBUTING")),
-    ROOT / "tests/README.md",
-    ROOT / "tests/bench/README.md",
+    *sorted((ROOT / "tests").glob("*.md")),
+    *sorted((ROOT / "tests/bench").glob("*.md")),
     *(
         page
         for room in ("mmqa_jax", "configs", "launch")

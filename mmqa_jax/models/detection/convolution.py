@@ -21,7 +21,7 @@ from mmqa_jax.models.layers import Names, param, product, zeros_init
 conv_init = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 # Channels that are multiplied at once where groups have few: a matrix unit's side on TPUs, what
-# XLA's CPU convolution is quickest with. cuDNN has kernels for groups (README.md says more).
+# XLA's CPU convolution is quickest with. cuDNN has kernels for groups (RESULTS.md says more).
 _TOGETHER = {"tpu": 128, "cpu": 32}
 
 

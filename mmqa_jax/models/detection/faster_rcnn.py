@@ -2,7 +2,7 @@
 
 VLP's is a ResNeXt-101-FPN of Detectron, VinVL's a ResNeXt-152-C4 of maskrcnn-benchmark, bottom-up
 attention's a ResNet-101-C4 of Caffe. One network serves all; what differs is in the configuration,
-and told in README.md with its sources.
+and told in ORIGINALS.md with its sources.
 
 A picture's regions depend on nothing but the picture: not on the padding of its batch, nor on the
 pictures beside it.
