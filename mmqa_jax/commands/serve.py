@@ -29,7 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter",
         action="extend",
-        type=lambda given: given.split(","),
+        type=lambda text: text.split(","),
         default=[],
         metavar="NAME=FOLDER,...",
         help="LoRA adapters over --model, each of which answers as the model NAME of the API: "
@@ -134,11 +134,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def _adapters(arguments: argparse.Namespace) -> dict[str, str]:
     """The folders of adapters by name."""
     folders: dict[str, str] = {}
-    for given in arguments.adapter:
-        name, _, folder = given.partition("=")
+    for pair in arguments.adapter:
+        name, _, folder = pair.partition("=")
         if not name or not folder or name in folders:
             raise UserError(
-                f"--adapter={given}: NAME=FOLDER was expected, each name once; separate several by "
+                f"--adapter={pair}: NAME=FOLDER was expected, each name once; separate several by "
                 "commas."
             )
         folders[name] = folder

@@ -129,13 +129,13 @@ class Vocabulary(dict[str, int]):
         self, texts: Sequence[str]
     ) -> tuple[Int64[np.ndarray, " words"], Int64[np.ndarray, " words"]]:
         """The numbers of all words of some texts, and of each the index of its text."""
-        found: list[str] = []
+        all_words: list[str] = []
         lengths = []
         for text in texts:
             words = split_words(text)
             lengths.append(len(words))
-            found += words
-        numbers = np.fromiter(map(self.__getitem__, found), np.int64, len(found))
+            all_words += words
+        numbers = np.fromiter(map(self.__getitem__, all_words), np.int64, len(all_words))
         rows = np.repeat(np.arange(len(texts)), lengths)
         kept = numbers >= 0
         return numbers[kept], rows[kept]
@@ -182,8 +182,8 @@ def stop_words(language: str, of_questions: bool = False) -> frozenset[str]:
       UserError: bm25s has no list of that language.
     """
     # Imported on first use: the import runs a JAX computation, so hosts must be joined first.
-    found = vars(importlib.import_module("bm25s.stopwords")).items()
-    lists = {name[10:].lower(): words for name, words in found if name.startswith("STOPWORDS_")}
+    constants = vars(importlib.import_module("bm25s.stopwords")).items()
+    lists = {name[10:].lower(): words for name, words in constants if name.startswith("STOPWORDS_")}
     english = lists.pop("en"), lists.pop("en_plus")
     lists["english"] = english[of_questions]
     if language not in lists:

@@ -153,13 +153,13 @@ class Passages(NamedTuple):
         best = self.ranked.search(questions, top_k)
         if self.dense is None:
             return [Found(ranking, top(ranking, 1)) for ranking in best]
-        found = []
+        results = []
         nearest, scored = self.dense.search_and_score(questions, 1, best)
         for ranking, closest, cosines in zip(best, nearest, scored, strict=True):
             cosine_of = dict(zip(cosines.sources, cosines.scores, strict=True))
             scores = tuple(cosine_of[name] for name in ranking.sources)
-            found.append(Found(Ranking(ranking.question_id, ranking.sources, scores), closest))
-        return found
+            results.append(Found(Ranking(ranking.question_id, ranking.sources, scores), closest))
+        return results
 
 
 class FolderAnswerer:
@@ -205,8 +205,8 @@ class FolderAnswerer:
     def find(self, questions: Sequence[Question]) -> list[ToRead]:
         """The passages for questions of `corpus.asked`."""
         to_read = []
-        found = self._passages.find(questions, self.options.top_k)
-        for question, (best, nearest) in zip(questions, found, strict=True):
+        ranked = self._passages.find(questions, self.options.top_k)
+        for question, (best, nearest) in zip(questions, ranked, strict=True):
             is_refused = question.image is None and not self._is_near(nearest)
             to_read.append(ToRead(question, nearest if is_refused else best, is_refused))
         return to_read

@@ -227,7 +227,7 @@ def load_additions(
     matrices: dict[str, dict[str, Any]] = {}
     for path, matrix in nnx.to_flat_state(state):
         matrices.setdefault(path[-2], {})[path[-1]] = jax.device_get(matrix.get_value())
-    both = {target: (found["lora_a"], found["lora_b"]) for target, found in matrices.items()}
+    both = {target: (pair["lora_a"], pair["lora_b"]) for target, pair in matrices.items()}
     return Additions(adapter.alpha / adapter.rank, both)
 
 

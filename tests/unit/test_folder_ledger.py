@@ -39,7 +39,7 @@ def markdown(take: Take) -> bytes:
         f"---\ntitle: {take()}\n---\n\n# {take()}\n\n{take()}\n{take()}\n\n- {take()}\n- {take()}\n\n"
         f"| {take()} | {take()} |\n|---|---|\n| {take()} | {take()} |\n\n```\n{take()}\n```\n\n"
         f"> {take()}\n\n![{take()}](a.png) [{take()}](b.md) **{take()}** `{take()}`\n\n"
-        f"<!-- a comment is no text -->\n\n<div>{take()}</div>\n\n## {take()}\n"
+        f"<!-- {take()} -->\n\n<div>{take()}</div>\n\n## {take()}\n"
     ).encode()
 
 
@@ -52,11 +52,11 @@ def page(take: Take) -> str:
         f"<nav>{text()}</nav><h1>{text()}</h1>{text()}<p>{text()}<b>{text()}</b><br>{text()}"
         f"<table><caption>{text()}</caption><tr><th>{text()}<th>{text()}<tr><td rowspan=2>{text()}"
         f"<td>{text()}<tr><td>{text()}</table><ul><li>{text()}<li>{text()}</ul>"
-        f"<img src=a.png alt='{text()}'><figure><img src=b.png><figcaption>{text()}</figcaption></figure>"
+        f"<img src=a.png alt='{text()}'><figure><img src=b.png alt='{text()}'><figcaption>{text()}</figcaption></figure>"
         f"<textarea>{text()}</textarea><select><option>{text()}</select><noscript>{text()}</noscript>"
         f"<details><summary>{text()}</summary>{text()}</details><p hidden>{text()}</p>"
         f"<math alttext='{text()}'><mi>{text()}</mi></math><footer>{text()}</footer>"
-        f"<template>{text()}</template><svg><text>{text()}</text></svg><h2>{text()}</h2>"
+        f"<!--{text()}--><template>{text()}</template><svg><text>{text()}</text></svg><h2>{text()}</h2>"
     )
 
 
@@ -123,7 +123,9 @@ def notebook(take: Take) -> bytes:
                      "data": {kind: [take()]}}
                     for kind in ("text/plain", "text/html", "text/markdown")
                 ),
-                {"output_type": "error", "ename": "E", "evalue": "", "traceback": [take()]},
+                {"output_type": "display_data", "metadata": {},
+                 "data": {"text/plain": take(), "text/html": take()}},
+                {"output_type": "error", "ename": take(), "evalue": take(), "traceback": [take()]},
             ],
         },
     ]  # fmt: skip
@@ -134,7 +136,7 @@ def restructured(take: Take) -> bytes:
     title = take()
     return (
         f"{title}\n{'=' * 4 * len(title)}\n\n{take()}\n\n- {take()}\n- {take()}\n\n.. note:: {take()}\n\n"
-        f".. {take()}\n\n::\n\n    {take()}\n\n.. image:: a.png\n   :alt: {take()}\n\n.. figure:: b.png\n\n   {take()}\n\n"
+        f".. {take()}\n\n::\n\n    {take()}\n\n.. image:: a.png\n   :alt: {take()}\n\n.. figure:: b.png\n   :alt: {take()}\n\n   {take()}\n\n"
         f".. [1] {take()}\n"
     ).encode()
 

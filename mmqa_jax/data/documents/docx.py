@@ -249,15 +249,15 @@ class _Word:
             name = local(element)
             if name in ("docPr", "cNvPr", "shape"):
                 alt = attribute(element, "descr") or attribute(element, "alt") or alt
-        shown = False
+        has_picture = False
         for element in _shown(drawing):
             name = local(element)
             if name == "txbxContent":
                 self._line.after.append(lambda element=element: self._apart(element))
             elif name in ("blip", "imagedata"):
                 target = related.get(reference(element, "embed") or reference(element, "id"))
-                if target is not None and target.part and not shown:
-                    shown = True
+                if target is not None and target.part and not has_picture:
+                    has_picture = True
                     self._line.after.insert(
                         0, lambda part=target.part: self._reading.picture(self._package, part, alt)
                     )
@@ -272,7 +272,7 @@ class _Word:
                     self._line.after.append(
                         lambda add=add, part=target.part: add(self._reading, self._package, part)
                     )
-        if not shown and alt:
+        if not has_picture and alt:
             self._line.after.insert(0, lambda: self._reading.picture(self._package, "", alt))
 
     def _foreign(self, target: Related | None) -> None:

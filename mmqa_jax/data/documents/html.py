@@ -215,6 +215,8 @@ class Page(Content):
                     stack += [(child, False) for child in reversed(node.children)]
             elif isinstance(node, (turbohtml.Text, turbohtml.CData)):
                 self._text.append(node.data)
+            elif isinstance(node, turbohtml.Comment):
+                self.add_left_out("comments", letters(node.data))
             elif isinstance(node, turbohtml.Document):
                 stack += [(child, False) for child in reversed(node.children)]
         self._flush()
@@ -422,15 +424,18 @@ class Page(Content):
     def _end_figure(self) -> None:
         pictures, captions = self._open_figures.pop()
         caption = " ".join(filter(None, captions))
-        shown = [
+        were_added = [
             self.add_picture(caption or alt, link)
             for alt, link in pictures
             if caption or alt.strip()
         ]
-        if caption and any(shown):
+        if caption and any(were_added):
             self.held -= letters(caption)  # `add_picture` counts what it adds
         elif caption:  # of a table, or of what is not read
             self.add(caption)
+        if caption:
+            alts = sum(letters(one_line(alt)) for alt, _ in pictures)
+            self.add_left_out("alternative texts beside captions", alts)
 
 
 def _cause(element: Any) -> str:

@@ -112,14 +112,14 @@ def lines_in_order(segments: Sequence[Segment]) -> Iterator[Line]:
 
 def rows(segments: Sequence[Segment]) -> list[list[Segment]]:
     """Segments that stand on one line, top row first, each row from left to right."""
-    found: list[list[Segment]] = []
+    rows: list[list[Segment]] = []
     for segment in sorted(segments, key=lambda segment: segment.base):
-        near = found[-1][0] if found else None
+        near = rows[-1][0] if rows else None
         if near and segment.base - near.base < 0.4 * max(near.size, segment.size, 1.0):
-            found[-1].append(segment)
+            rows[-1].append(segment)
         else:
-            found.append([segment])
-    return [sorted(row, key=lambda segment: segment.upright[0]) for row in found]
+            rows.append([segment])
+    return [sorted(row, key=lambda segment: segment.upright[0]) for row in rows]
 
 
 def _regions(segments: Sequence[Segment], em: float) -> list[list[Segment]]:
@@ -155,14 +155,14 @@ def _gutters(segments: Sequence[Segment], em: float) -> list[float]:
     places = np.arange(boxes[:, 0].min(), boxes[:, 2].max(), 0.4 * em)[:500]
     crossed = ((boxes[:, :1] < places) & (boxes[:, 2:3] > places)).sum(axis=0)
     ends = np.flatnonzero(np.diff(crossed)) + 1
-    found = []
+    gutters = []
     for run in np.split(np.arange(len(places)), ends):
         before, after = run[0] - 1, run[-1] + 1
         if before >= 0 and after < len(places):
             level = crossed[run[0]]
             if crossed[before] > level < crossed[after]:
-                found.append((int(level), float(places[run].mean())))
-    return [place for _, place in sorted(found)[:8]]
+                gutters.append((int(level), float(places[run].mean())))
+    return [place for _, place in sorted(gutters)[:8]]
 
 
 def _sides(band: Sequence[Segment], gutter: float) -> tuple[list[Segment], list[Segment]]:
@@ -227,7 +227,7 @@ def _table(region: Sequence[list[Segment]], start: int, em: float) -> tuple[list
     gutters = _gaps(region[start], em)
     end = start + 1
     last = region[start][0].base
-    own = [start]  # rows that begin a row of the table
+    begins = [start]  # rows that begin a row of the table
     while gutters and end < len(region):
         row = region[end]
         gaps = _gaps(row, em)
@@ -238,17 +238,17 @@ def _table(region: Sequence[list[Segment]], start: int, em: float) -> tuple[list
             if min(a[1], b[1]) - max(a[0], b[0]) >= _LEAST_SHARED * em
         ]
         near = row[0].base - last <= _CONTINUED * max(row[0].size, 1.0)
-        if near and len(own) > 1 and row[0].upright[0] >= gutters[0][1] and _fits(row, gutters):
+        if near and len(begins) > 1 and row[0].upright[0] >= gutters[0][1] and _fits(row, gutters):
             pass  # its first cell is empty: the cells above go on
         elif shared and len(row) > 1 and _fits(row, shared):
             gutters = shared
-            own.append(end)
+            begins.append(end)
         else:
             break
         last = row[0].base
         end += 1
-    ends = [*own[1:], end]
-    return [_row(region[first:after]) for first, after in zip(own, ends, strict=True)], end
+    ends = [*begins[1:], end]
+    return [_row(region[first:after]) for first, after in zip(begins, ends, strict=True)], end
 
 
 def _gaps(row: Sequence[Segment], em: float) -> list[_Gap]:
@@ -269,10 +269,10 @@ def _fits(row: Sequence[Segment], gutters: Sequence[_Gap]) -> bool:
     )
 
 
-def _row(own: Sequence[Sequence[Segment]]) -> Line:
+def _row(rows: Sequence[Sequence[Segment]]) -> Line:
     """A row of one or more lines: what stands below a cell of the first line belongs to it."""
-    cells = [[segment] for segment in own[0]]
-    for segment in itertools.chain.from_iterable(own[1:]):
+    cells = [[segment] for segment in rows[0]]
+    for segment in itertools.chain.from_iterable(rows[1:]):
         left, _, right, _ = segment.upright
         columns = [cell[0].upright for cell in cells]
         apart = [max(column[0] - right, left - column[2]) for column in columns]

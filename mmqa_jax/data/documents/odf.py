@@ -91,8 +91,8 @@ class _Content:
             name = attribute(style, "name")
             self._parents[name] = attribute(style, "parent-style-name")
             for properties in style:
-                shown = attribute(properties, "display"), attribute(properties, "visibility")
-                if shown[0] in ("none", "false") or shown[1] == "hidden":
+                states = attribute(properties, "display"), attribute(properties, "visibility")
+                if states[0] in ("none", "false") or states[1] == "hidden":
                     self._hidden.add(name)
 
     def read(self) -> None:

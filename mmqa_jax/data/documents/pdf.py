@@ -129,15 +129,15 @@ class _Reading:
 
         try:
             page = document[number - 1]
-            shown = _Shown(page)
+            frame = _Frame(page)
             text, codes = _characters(page, number)
-            segments = list(_segments(text, codes, shown))
+            segments = list(_segments(text, codes, frame))
             held = letters(_whole("".join(map(chr, codes))))  # whatever is made of it below
-            added = list(self._added(page, document, shown))
+            added = list(self._added(page, document, frame))
             segments += added
-            images, drawn = _images(page, shown)
+            images, drawn = _images(page, frame)
             is_picture = bool(images) or drawn >= _OUTLINES
-            is_scan = is_picture and _is_scan(segments, images, shown)
+            is_scan = is_picture and _is_scan(segments, images, frame)
             pictures = [] if is_scan else list(self._pictures(images, number))
             if is_scan and self._scans:
                 seen = _outside(ocr.segments(page), segments)
@@ -149,7 +149,7 @@ class _Reading:
             self._content.broken_figures.append(f"page {number}: {error}")
             return
         self._content.held += held + sum(letters(segment.text) for segment in added)
-        self._pages.append(_Page(number, shown.size, segments, pictures, is_scan))
+        self._pages.append(_Page(number, frame.size, segments, pictures, is_scan))
 
     def document(self, title: str) -> Document:
         """Returns what was read, with headings by the size of letters in the whole document."""
@@ -176,12 +176,12 @@ class _Reading:
         if page.is_scan:
             content.scanned_pages.append(page.number)
         captions: list[tuple[Box, str]] = []
-        said: list[str] = []
+        texts: list[str] = []
         for block in _blocks(layout.lines_in_order(page.segments)):
             (text, places), first = _joined(block), block[0]
             if not text:
                 continue
-            said.append(text)
+            texts.append(text)
             if is_caption(text):
                 boxes = [place.box for place in places if place.box]
                 captions.append((_around(boxes), text))
@@ -195,8 +195,8 @@ class _Reading:
                 content.begin_table(header)
             self._header = first.header
             content.add(text, is_row=first.is_row, header=header, places=places)
-        if not captions and letters("".join(said)) <= _SCAN_LETTERS:  # of an album or of slides
-            captions.append(((0.0, 0.0, *page.size), " ".join(said)))
+        if not captions and letters("".join(texts)) <= _SCAN_LETTERS:  # of an album or of slides
+            captions.append(((0.0, 0.0, *page.size), " ".join(texts)))
         for picture, box in page.pictures:
             near = min(captions, key=lambda caption: _apart(caption[0], box), default=None)
             content.add_figure(near[1] if near else "", picture, is_said=True)
@@ -208,8 +208,8 @@ class _Reading:
         import pypdfium2
 
         for image, box in images:
-            shown = min(box[2] - box[0], box[3] - box[1])
-            if min(image.get_px_size()) < self._least_pixels or shown < _SMALLEST_SHOWN:
+            shorter = min(box[2] - box[0], box[3] - box[1])
+            if min(image.get_px_size()) < self._least_pixels or shorter < _SMALLEST_SHOWN:
                 continue
             try:
                 raw = bytes(image.get_data(decode_simple=False))
@@ -222,7 +222,7 @@ class _Reading:
                     f"a picture on page {number}: {one_line(str(error))}"
                 )
 
-    def _added(self, page: Any, document: Any, shown: _Shown) -> Iterator[Segment]:
+    def _added(self, page: Any, document: Any, frame: _Frame) -> Iterator[Segment]:
         """Values of a page's form fields, and the notes that were added to it."""
         import pypdfium2.raw as pdfium
 
@@ -239,7 +239,7 @@ class _Reading:
                 elif text:
                     rectangle = pdfium.FS_RECTF()
                     pdfium.FPDFAnnot_GetRect(note, rectangle)
-                    box = shown.box(
+                    box = frame.box(
                         rectangle.left, rectangle.bottom, rectangle.right, rectangle.top
                     )
                     # Text of some 10 points stands in the middle of a field, or at its top.
@@ -249,8 +249,8 @@ class _Reading:
                 pdfium.FPDFPage_CloseAnnot(note)
 
 
-class _Shown:
-    """From the coordinates of a page to points from the top left of the page as it is shown."""
+class _Frame:
+    """Maps the coordinates of a page to points from the top left of the page as it is shown."""
 
     def __init__(self, page: Any) -> None:
         import pypdfium2.raw as pdfium
@@ -313,7 +313,7 @@ def _string(read: Callable[..., int]) -> str:
     return bytes(buffer)[: max(size - 2, 0)].decode("utf-16-le", "replace")
 
 
-def _images(page: Any, shown: _Shown) -> tuple[list[tuple[Any, Box]], int]:
+def _images(page: Any, frame: _Frame) -> tuple[list[tuple[Any, Box]], int]:
     """The pictures of a page, each with its box, and how many lines and curves it has beside."""
     import pypdfium2.raw as pdfium
 
@@ -323,13 +323,13 @@ def _images(page: Any, shown: _Shown) -> tuple[list[tuple[Any, Box]], int]:
     if not kinds[pdfium.FPDF_PAGEOBJ_IMAGE] and not kinds[pdfium.FPDF_PAGEOBJ_FORM]:
         return [], drawn  # thousands of lines need no Python object each
     images = page.get_objects(filter=(pdfium.FPDF_PAGEOBJ_IMAGE,))
-    return [(image, shown.box(*image.get_bounds())) for image in images], drawn
+    return [(image, frame.box(*image.get_bounds())) for image in images], drawn
 
 
-def _is_scan(segments: Sequence[Segment], images: Sequence[tuple[Any, Box]], shown: _Shown) -> bool:
+def _is_scan(segments: Sequence[Segment], images: Sequence[tuple[Any, Box]], frame: _Frame) -> bool:
     """Tells whether a page is a picture, perhaps with a stamp or a page number on it."""
     count = sum(letters(segment.text) for segment in segments)
-    page: Box = (0.0, 0.0, *shown.size)
+    page: Box = (0.0, 0.0, *frame.size)
     area = sum(_area(_common(box, page)) for box in {box for _, box in images})
     covered = area >= _SCAN_AREA * _area(page)
     has_caption = any(is_caption(segment.text) for segment in segments)
@@ -392,31 +392,31 @@ def _characters(page: Any, number: int) -> tuple[Any, list[int]]:
     return text, [pdfium.FPDFText_GetUnicode(text.raw, index) for index in range(count)]
 
 
-def _segments(text: Any, codes: Sequence[int], shown: _Shown) -> Iterator[Segment]:
+def _segments(text: Any, codes: Sequence[int], frame: _Frame) -> Iterator[Segment]:
     """The lines of text of a page in the order of the file, cut at wide gaps."""
     import pypdfium2.raw as pdfium
 
     raw, rectangles = text.raw, (pdfium.FS_RECTF * len(codes))()
     for index, rectangle in enumerate(rectangles):
         pdfium.FPDFText_GetLooseCharBox(raw, index, rectangle)
-    boxes = shown.boxes(np.frombuffer(rectangles, np.float32).astype(float))
+    boxes = frame.boxes(np.frombuffer(rectangles, np.float32).astype(float))
     start = 0
     for end in [index for index, code in enumerate(codes) if code in _LINE_ENDS] + [len(codes)]:
         visible = np.array([i for i in range(start, end) if codes[i] > 32 and codes[i] != 160], int)
         if len(visible):
-            yield from _cut(raw, codes, boxes, visible, end, shown)
+            yield from _cut(raw, codes, boxes, visible, end, frame)
         start = end + 1
 
 
 def _cut(
-    raw: Any, codes: Sequence[int], boxes: np.ndarray, visible: np.ndarray, end: int, shown: _Shown
+    raw: Any, codes: Sequence[int], boxes: np.ndarray, visible: np.ndarray, end: int, frame: _Frame
 ) -> Iterator[Segment]:
     """A line's segments, of the numbers of its visible characters."""
     import pypdfium2.raw as pdfium
 
     matrix, x, y = pdfium.FS_MATRIX(), ctypes.c_double(), ctypes.c_double()
     has_matrix = pdfium.FPDFText_GetMatrix(raw, int(visible[0]), matrix)
-    turn = shown.turn(matrix.a, matrix.b) if has_matrix else 0
+    turn = frame.turn(matrix.a, matrix.b) if has_matrix else 0
     scale = math.hypot(matrix.c, matrix.d) if has_matrix else 1.0
     size = pdfium.FPDFText_GetFontSize(raw, int(visible[0])) * scale
     left, _, right, _ = layout.upright(boxes[visible].T, turn)
@@ -432,7 +432,7 @@ def _cut(
         inked = visible[part == number]
         first = int(inked[0])
         pdfium.FPDFText_GetCharOrigin(raw, first, x, y)
-        origin = shown.box(x.value, y.value, x.value, y.value)
+        origin = frame.box(x.value, y.value, x.value, y.value)
         yield Segment(
             _whole("".join(characters)).strip(),
             pdfium.FPDFText_GetFontSize(raw, first) * scale,

@@ -82,8 +82,6 @@ def read_rst(data: bytes) -> Document:
     except (docutils.utils.SystemMessage, RecursionError, ValueError, LookupError) as error:
         reason = one_line(str(error))[:120]
         raise DocumentError(f"no reStructuredText that can be read ({reason})") from error
-    comments = sum(letters(one_line(node.astext())) for node in tree.findall(nodes.comment))
-    page.add_left_out("comments", comments)
     page.add_markup(markup)
     return page.document()
 
@@ -282,15 +280,20 @@ def _add_cell(page: Page, cell: Mapping[str, Any]) -> None:
         return
     page.add_markup(f"<pre>{html.escape(cell['source'])}</pre>")
     for output in cell.get("outputs", ()):
-        shown = output.get("data", {})
-        text = output.get("text") or "\n".join(output.get("traceback", ()))
-        if markup := shown.get("text/html") or shown.get("image/svg+xml"):
+        forms = output.get("data", {})
+        text = _TERMINAL.sub("", output.get("text") or "\n".join(output.get("traceback", ())))
+        error = f"{output.get('ename', '')}: {output.get('evalue', '')}".removesuffix(": ")
+        if output["output_type"] == "error" and error not in text:
+            text = f"{error}\n{text}"
+        plain = one_line(forms.get("text/plain", ""))
+        if markup := forms.get("text/html") or forms.get("image/svg+xml"):
             page.add_markup(markup)
-        elif "text/markdown" in shown:
-            _add_markdown(page, shown["text/markdown"])
-        elif picture := next((kind for kind in shown if kind.startswith("image/")), ""):
-            page.add_picture("", f"data:{picture};base64,{shown[picture]}")
+        elif "text/markdown" in forms:
+            _add_markdown(page, forms["text/markdown"])
+        elif picture := next((kind for kind in forms if kind.startswith("image/")), ""):
+            page.add_picture("", f"data:{picture};base64,{forms[picture]}")
         else:
-            text = text or shown.get("text/plain", "")
+            text, plain = text or plain, ""
+        page.add_left_out("outputs in another form", letters(plain))
         if text:
-            page.add_markup(f"<pre>{html.escape(_TERMINAL.sub('', text))}</pre>")
+            page.add_markup(f"<pre>{html.escape(text)}</pre>")

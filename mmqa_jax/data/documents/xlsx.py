@@ -85,10 +85,10 @@ class _Workbook:
     def _sheet(self, name: str, part: str, state: str) -> None:
         reading = self._reading
         rows, merged, hidden = self._rows(part)
-        shown = sum(letters(text) for cells in rows.values() for text in cells.values())
-        reading.held += shown
+        count = sum(letters(text) for cells in rows.values() for text in cells.values())
+        reading.held += count
         if state != "visible":
-            reading.left_out["hidden sheets"] += shown
+            reading.left_out["hidden sheets"] += count
             return
         reading.part(name)
         reading.held += letters(name)
@@ -299,8 +299,8 @@ def _shown_by(value: float, code: str, from_1904: bool) -> str:
     if "/" in section and len(figures) > 1:  # a fraction
         return shown_number(text)
     percents = sum(token == "%" for _, token in tokens)
-    shown = iter(_figures(abs(value) * 100**percents, figures))
-    whole = "".join(next(shown) if kind == "figure" else token for kind, token in tokens)
+    pieces = iter(_figures(abs(value) * 100**percents, figures))
+    whole = "".join(next(pieces) if kind == "figure" else token for kind, token in tokens)
     return f"-{whole}" if value < 0 and any(digit in whole for digit in "123456789") else whole
 
 
@@ -309,11 +309,11 @@ def _figures(value: float, patterns: Sequence[str]) -> list[str]:
     if len(patterns) < 2:
         return [_figure(value, pattern) for pattern in patterns]
     digits = _figure(value, "0" * sum(map(len, patterns)))
-    shown: list[str] = []
+    groups: list[str] = []
     for pattern in reversed(patterns[1:]):
-        shown.insert(0, digits[-len(pattern) :])
+        groups.insert(0, digits[-len(pattern) :])
         digits = digits[: -len(pattern)]
-    return [digits, *shown]
+    return [digits, *groups]
 
 
 def _section(code: str, value: float) -> tuple[str, float]:
@@ -365,34 +365,34 @@ def _date(days: float, tokens: Sequence[tuple[str, str]]) -> str:
     start = datetime.datetime(1899, 12, 30) + datetime.timedelta(days=int(days < 60))
     time = start + datetime.timedelta(seconds=seconds)
     hour = (time.hour - 1) % 12 + 1 if "am/pm" in parts or "a/p" in parts else time.hour
-    shown = []
+    pieces = []
     for place, (kind, token) in enumerate(tokens):
         name = token.lower()
         if kind == "elapsed":
             unit = {"h": 3600, "m": 60, "s": 1}[name[0]]
-            shown.append(f"{int(seconds // unit):0{len(name)}d}")
+            pieces.append(f"{int(seconds // unit):0{len(name)}d}")
         elif kind != "date":
-            shown.append(token)
+            pieces.append(token)
         elif name in ("am/pm", "a/p"):
-            shown.append(token.split("/")[time.hour >= 12])
+            pieces.append(token.split("/")[time.hour >= 12])
         elif name[0] == "y":
-            shown.append(f"{time:%Y}" if len(name) > 2 else f"{time:%y}")
+            pieces.append(f"{time:%Y}" if len(name) > 2 else f"{time:%y}")
         elif name[0] == "d":
-            shown.append(
+            pieces.append(
                 [str(time.day), f"{time:%d}", f"{time:%a}", f"{time:%A}"][min(len(name), 4) - 1]
             )
         elif name[0] == "h":
-            shown.append(f"{hour:0{min(len(name), 2)}d}")
+            pieces.append(f"{hour:0{min(len(name), 2)}d}")
         elif name[0] == "s":
-            shown.append(f"{time.second:0{min(name.count('s'), 2)}d}")
+            pieces.append(f"{time.second:0{min(name.count('s'), 2)}d}")
             if digits:
-                shown.append(f".{time.microsecond:06d}"[: digits + 1])
+                pieces.append(f".{time.microsecond:06d}"[: digits + 1])
         elif _is_minute(place, tokens):
-            shown.append(f"{time.minute:0{min(len(name), 2)}d}")
+            pieces.append(f"{time.minute:0{min(len(name), 2)}d}")
         else:
             names = [str(time.month), f"{time:%m}", f"{time:%b}", f"{time:%B}", f"{time:%b}"[0]]
-            shown.append(names[min(len(name), 5) - 1])
-    return "".join(shown)
+            pieces.append(names[min(len(name), 5) - 1])
+    return "".join(pieces)
 
 
 def _is_minute(place: int, tokens: Sequence[tuple[str, str]]) -> bool:
