@@ -136,6 +136,9 @@ def open_backend(
     pictures = None if isinstance(shape, LlamaConfig) else shape
     llama = shape if pictures is None else pictures.llama
     dtype = _dtype(config)
+    for folder in map(Path, (adapters or {}).values()):
+        if not folder.is_dir():
+            raise UserError(f"{folder}: no such folder; name that of a LoRA run, or of PEFT.")
     digest = weights_hash(path) if adapters else ""  # which reads all weights
     additions = {
         name: load_additions(Path(folder), path, digest, kind, shape)

@@ -193,8 +193,6 @@ def load_additions(
     Raises:
       UserError: no adapter, another model's, or a damaged one.
     """
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; name that of a LoRA run, or of PEFT.")
     source = None
     if is_peft(folder):
         adapter, source = open_peft(folder)
