@@ -6,6 +6,7 @@ import ast
 import builtins
 import contextlib
 import dataclasses
+import importlib
 import io
 import itertools
 import json
@@ -20,6 +21,7 @@ import pytest
 from test_import_graph import statements, targets
 
 from mmqa_jax.core.errors import RunError
+from mmqa_jax.data.documents.read import READERS, ending_of
 from tests.bench import BENCHES, Options, convert
 from tests.bench.__main__ import main
 from tests.bench.timing import Child, child_environment, interleave, run_child, speed_ratio
@@ -480,3 +482,13 @@ def test_parsers_are_measured_beside_ours():
     assert rows[0]["letters"] == rows[1]["letters"] > 1000
     assert all(row["peak_mib"] > 5 for row in rows)
     assert license_of("lxml") == "BSD-3-Clause"
+
+
+@pytest.mark.parametrize("form", ["csv", "docx", "odt", "pptx", "xlsx"])
+def test_samples_of_the_parsers_trial_are_read_by_ours(form):
+    """Those that the trial makes itself; the others come from packages of Debian's."""
+    module = importlib.import_module(f"tests.bench.parsers.{form}")
+    for name, data in module.SAMPLES().items():
+        document = READERS[ending_of(name)].read(data, 64)
+        assert document.letters_read > 20, name
+        assert document.missing == 0, name

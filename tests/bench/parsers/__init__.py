@@ -20,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import RunError
@@ -29,6 +30,8 @@ from mmqa_jax.data.documents.read import READERS, ending_of
 from tests.bench import Options
 from tests.bench.timing import run_child
 
+# Samples are made by tests' helpers, which import each other by their bare names.
+sys.path.insert(0, str(Path(__file__).parents[2] / "unit"))
 OURS = "ours"
 _ROUNDS = 3
 _WORD = re.compile(r"[^\W_]{2,}")

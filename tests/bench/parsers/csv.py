@@ -27,6 +27,6 @@ def SAMPLES() -> dict[str, bytes]:
     """Values divided by semicolons with commas in figures, and 100,000 values."""
     lines = (f"Person {n};Berlin;{n},50;note {n % 97} of the ledger;x" for n in range(20_000))
     return {
-        "semicolons": "Berth;Fee;Note\nNorth;1,5;x\nSouth;2,5;é\n".encode(),
-        "long": "\n".join(["Name;City;Amount;Note;Mark", *lines]).encode(),
+        "semicolons.csv": "Berth;Fee;Note\nNorth;1,5;x\nSouth;2,5;é\n".encode(),
+        "long.csv": "\n".join(["Name;City;Amount;Note;Mark", *lines]).encode(),
     }

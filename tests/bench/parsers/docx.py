@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import io
 import re
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
-# Tests' helpers import each other by their bare names.
-sys.path.insert(0, str(Path(__file__).parents[2] / "unit"))
 from office_files import PIECES, cell, para, t, table, word
 
 
@@ -93,6 +89,6 @@ def SAMPLES() -> dict[str, bytes]:
         for number in range(300)
     )
     return {
-        "pieces": word("".join(body for body, _ in PIECES.values())),
-        "long": word(section),
+        "pieces.docx": word("".join(body for body, _ in PIECES.values())),
+        "long.docx": word(section),
     }

@@ -46,4 +46,7 @@ def SAMPLES() -> dict[str, bytes]:
         '<manifest:file-entry manifest:full-path="/" manifest:media-type="application/vnd.oasis.opendocument.text"/>'
         '<manifest:file-entry manifest:full-path="content.xml" manifest:media-type="text/xml"/></manifest:manifest>',
     }
-    return {"pieces": opened("text", pieces, **about), "long": opened("text", section, **about)}
+    return {
+        "pieces.odt": opened("text", pieces, **about),
+        "long.odt": opened("text", section, **about),
+    }

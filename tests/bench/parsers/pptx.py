@@ -39,4 +39,7 @@ def SAMPLES() -> dict[str, bytes]:
         )
         for number in range(300)
     ]
-    return {"pieces": deck(*[slide(drawn) for drawn, _ in SHAPES.values()]), "long": deck(*plain)}
+    return {
+        "pieces.pptx": deck(*[slide(drawn) for drawn, _ in SHAPES.values()]),
+        "long.pptx": deck(*plain),
+    }

@@ -57,4 +57,4 @@ def SAMPLES() -> dict[str, bytes]:
         sheet.append([name, "Berlin", number * 1.5, number / 20_000, note])
     packed = io.BytesIO()
     workbook.save(packed)
-    return {"pieces": pieces.getvalue(), "long": packed.getvalue()}
+    return {"pieces.xlsx": pieces.getvalue(), "long.xlsx": packed.getvalue()}
