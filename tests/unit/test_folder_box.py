@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import os
-import resource
+import subprocess
+import sys
 import threading
 import time
 
@@ -87,16 +89,36 @@ HOSTILE = {
 }
 
 
+# Reads a folder in a process of its own: the peak memory of a child begins at that of the process
+# that starts it, and a test worker that has run models is larger than what is measured here.
+READ = """
+import json, resource, sys
+from mmqa_jax.data.documents import read
+from mmqa_jax.data.folder import FolderOptions, read_folder
+read._SECONDS = 1
+content = read_folder(sys.argv[1], sys.argv[2], FolderOptions())
+children = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(json.dumps({
+    "seconds": children.ru_utime + children.ru_stime,
+    "kib": children.ru_maxrss,
+    "texts": [[source.title, source.text] for source in content.sources],
+    "bad": content.report.bad,
+}))
+"""
+
+
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_file_ends_within_its_budget_and_the_others_are_read(files, monkeypatch, name):
-    monkeypatch.setattr(read, "_SECONDS", 1)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    content = files(**{name: HOSTILE[name]})
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 8  # seconds
-    assert after.ru_maxrss < max(1 << 20, before.ru_maxrss + 1)  # KiB, of any child until here
-    assert sum(len(source.text) + len(source.title) for source in content.sources) < 1 << 27
-    for reason in content.report.bad.values():
+def test_a_hostile_file_ends_within_its_budget_and_the_others_are_read(tmp_path, name):
+    (tmp_path / "raw").mkdir()
+    for each, data in (("plain.txt", PLAIN.encode()), (name.replace("_", "."), HOSTILE[name])):
+        (tmp_path / "raw" / each).write_bytes(data)
+    command = [sys.executable, "-c", READ, tmp_path / "raw", tmp_path / "kept"]
+    result = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    assert PLAIN in [text for _, text in result["texts"]]
+    assert result["seconds"] < 8
+    assert result["kib"] < 1 << 20
+    assert sum(len(title) + len(text) for title, text in result["texts"]) < 1 << 27
+    for reason in result["bad"].values():
         assert reason.startswith(("it takes over", "it crashes", "over", "no ")), reason
 
 
