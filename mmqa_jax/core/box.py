@@ -161,10 +161,12 @@ class Box:
             env=environment | {"OPENBLAS_NUM_THREADS": "1"},
         )
         weakref.finalize(self, _ended, child, os.getpid())
-        if _exchange(child, b"", b"", _TO_START) != b"ready\n":
-            _ended(child, os.getpid())
-            raise RuntimeError(f"{self._code}: no process for it starts ({' '.join(command)})")
         self._child = child
+        if self._is_closed:  # another thread has closed the box, and saw no child to end
+            child.kill()
+        if _exchange(child, b"", b"", _TO_START) != b"ready\n":
+            self._end(child)
+            raise RuntimeError(f"{self._code}: no process for it starts ({' '.join(command)})")
         return child
 
     def _end(self, child: subprocess.Popen[bytes]) -> None:

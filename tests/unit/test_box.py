@@ -211,6 +211,18 @@ def test_an_interrupted_call_is_not_taken_for_the_next_ones_answer(boxed):
     assert boxed.call("echo", value="second") == "second"
 
 
+def test_a_box_that_is_closed_while_its_process_starts_ends_at_once(tmp_path):
+    code = tmp_path / "slow.py"
+    code.write_text("import time\ntime.sleep(30)\n")
+    box = Box(code)
+    threading.Timer(0.3, box.close).start()
+    began = time.monotonic()
+    for _ in range(2):  # the second call comes after it was closed
+        with pytest.raises(RuntimeError, match="no process for it starts"):
+            box.call("echo", value=1)
+    assert time.monotonic() - began < 15
+
+
 def test_threads_share_it(boxed):
     boxed.call("echo", value=0)
     answers = {}

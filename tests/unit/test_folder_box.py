@@ -93,10 +93,11 @@ HOSTILE = {
 # that starts it, and a test worker that has run models is larger than what is measured here.
 READ = """
 import json, resource, sys
+from pathlib import Path
 from mmqa_jax.data.documents import read
 from mmqa_jax.data.folder import FolderOptions, read_folder
 read._SECONDS = 1
-content = read_folder(sys.argv[1], sys.argv[2], FolderOptions())
+content = read_folder(*map(Path, sys.argv[1:]), FolderOptions())
 children = resource.getrusage(resource.RUSAGE_CHILDREN)
 print(json.dumps({
     "seconds": children.ru_utime + children.ru_stime,
