@@ -82,7 +82,6 @@ def open_corpus(
       Its `sources` have id, text, title and image.
 
     Raises:
-      UserError: names the folder, or the place in the list.
       TypeError: a value of another type.
     """
     if not isinstance(texts, str | os.PathLike):
@@ -175,9 +174,6 @@ def open_retriever(
       reranker: of `open_reranker` (or the name of its model), or any with its method `score`, that
         ranks the best `candidates` again.
       index: folder of `mmqa index --kind=bm25`, from which bm25 is searched; "": made in memory.
-
-    Raises:
-      UserError: no such encoder or index, or no word in the corpus for BM25 to find.
     """
     _check_corpus(corpus, "open_retriever")
     if method not in get_args(Method):
@@ -227,9 +223,6 @@ def open_llm(
         Face cache, or a server's name for it.
       backend: `engine` is this process, `openai` a server, at OPENAI_BASE_URL with OPENAI_API_KEY.
       download: fetch ORG/NAME if it is not in the cache.
-
-    Raises:
-      UserError: no such model or server.
     """
     if backend not in ("engine", "openai"):
         raise UserError(f"open_llm: backend {backend!r} is not known; use engine or openai.")
@@ -300,9 +293,6 @@ def open_reader(
       model, backend: see `open_llm`, or what it returned.
       pictures: how the model is shown pictures, see LLMReaderOptions.
       max_new_tokens: of an answer.
-
-    Raises:
-      UserError: no such model or server.
     """
     _check_corpus(corpus, "open_reader")
     options = LLMReaderOptions(pictures=pictures, max_new_tokens=max_new_tokens)
@@ -323,7 +313,6 @@ def open_reranker(
       calibrated: of a language model, see LLMRerankerOptions.
 
     Raises:
-      UserError: no such cross-encoder, or one of another kind.
       TypeError: the name of a language model, which has to be opened.
     """
     _check_corpus(corpus, "open_reranker")

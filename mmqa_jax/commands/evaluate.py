@@ -232,9 +232,6 @@ def read_references(references: Path | None, predictions: Path, split: str) -> R
     Args:
       references: a folder of `mmqa prepare`, one of WebQA's own JSON files, or an output TSV, all
         lines of which are used. None: `predictions`, which must be an output TSV.
-
-    Raises:
-      UserError: there are none.
     """
     from mmqa_jax.data.corpus import Corpus, open_corpus
     from mmqa_jax.data.datasets.webqa import read_release

@@ -379,9 +379,6 @@ def download(arguments: argparse.Namespace, *names: str) -> None:
 
     Args:
       names: of the flags that may name a model, without dashes, the chief one first.
-
-    Raises:
-      UserError: none of them names one, or as `download_model`.
     """
     if not arguments.download:
         return

@@ -31,9 +31,6 @@ class RayEngine:
     Args:
       command: the arguments of the verb.
       workers: at most; None: as many as the cluster has GPUs, or 1.
-
-    Raises:
-      UserError: Ray is not installed.
     """
 
     is_worker = False
@@ -53,7 +50,6 @@ class RayEngine:
         """Has the chunks computed and committed; the workers open what they need themselves.
 
         Raises:
-          UserError: a worker refused the input.
           RunError: chunks failed, or their workers were lost too often: they are named.
         """
         import ray

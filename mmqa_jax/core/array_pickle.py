@@ -62,8 +62,6 @@ def load_arrays(path: str | os.PathLike, *, encoding: str = "ASCII") -> Any:
 
     Raises:
       ForeignObject: it names any other class or function.
-      UserError: no such file, not a complete pickle, or one whose arrays repeat what it holds to
-        more than `claims.SHARED` times its size.
     """
     path = Path(path)
     try:
@@ -273,7 +271,6 @@ def read_npz(path: Path, key: str) -> np.ndarray:
     """One array of a file as np.savez and np.savez_compressed write it.
 
     Raises:
-      UserError: the file claims to hold more than it can.
       Exception: of nearly any kind, for a broken archive or header, or one without the array.
     """
     with zipfile.ZipFile(path) as archive:

@@ -75,9 +75,6 @@ class Checkpoints:
       keep: how many of the latest ones to keep. The best one is kept besides.
       skip_damaged: whether damaged ones are set aside; see `check_steps`.
       local: folder on this host's own disk for `save_local`; None: there is none.
-
-    Raises:
-      UserError: a damaged checkpoint; a local folder that some processes do not have.
     """
 
     def __init__(
@@ -210,9 +207,6 @@ class Checkpoints:
           params, train: the abstract pytrees: jax.ShapeDtypeStructs with the shardings that
             the arrays shall have, which may be of another mesh than the saved ones.
           iterator: Grain iterator, which is set to the saved state.
-
-        Raises:
-          UserError: a checkpoint of another config or model, with path and keys; a damaged one.
         """
         step = self.latest_step()
         if self._local is not None:
@@ -268,9 +262,6 @@ class Checkpoints:
         Args:
           step: of a checkpoint that is there.
           params: the abstract pytree, as `restore_latest` takes it.
-
-        Raises:
-          UserError: a damaged checkpoint.
         """
         args, target = self._ocp.args, flatten_named(params)
         folder, remedy = self.folder / str(step), "delete that folder to continue without it"
@@ -479,9 +470,6 @@ def check_steps(folder: Path, *, skip_damaged: bool) -> None:
     Args:
       folder: of all checkpoints, without uncommitted ones.
       skip_damaged: sets damaged ones aside, as STEP.damaged, if an earlier one is whole.
-
-    Raises:
-      UserError: a damaged one, with its file and what to do.
     """
     while steps := distributed.gather("checkpoints", steps_in(folder))[0]:
         newest = steps[-1]

@@ -108,9 +108,6 @@ def check_sums(
     Args:
       names: as of `find_damage`.
       remedy: what to do then, which ends the sentence.
-
-    Raises:
-      UserError: with folder and file.
     """
     if (problem := find_damage(folder, names)) is not None:
         raise UserError(f"{folder}: {problem}; {remedy}.")
@@ -134,11 +131,7 @@ def write_sealed(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
-    """A JSON object, without the checksum.
-
-    Raises:
-      UserError: it is damaged, or not an object; `remedy` ends the sentence.
-    """
+    """A JSON object, without the checksum."""
     try:
         value = read_json(path)
     except UserError as error:

@@ -243,11 +243,7 @@ class Job:
         return missing_parts(self._opened(), self._record)
 
     def parts(self) -> list[Part] | None:
-        """The parts of all chunks in order; None while other shards have not finished theirs.
-
-        Raises:
-          UserError: a part of another job, or a damaged one.
-        """
+        """The parts of all chunks in order; None while other shards have not finished theirs."""
         if self.missing():
             return None
         store = self._opened()
@@ -338,11 +334,7 @@ class Job:
 
 
 def read_job(folder: Path) -> JobRecord:
-    """The job of a folder.
-
-    Raises:
-      UserError: job.json is damaged, or is not a job's.
-    """
+    """The job of a folder."""
     record = read_head(folder)
     job, shards = record.get("job"), record.get("shards", 1)
     code, complete = record.get("code"), record.get("complete", False)
@@ -369,11 +361,7 @@ def write_job(folder: Path, record: JobRecord) -> None:
 
 
 def open_parts(folder: Path, record: JobRecord) -> Store:
-    """The store of a job's parts, by the numbers of their chunks.
-
-    Raises:
-      UserError: a part is damaged, of another job or of an older version.
-    """
+    """The store of a job's parts, by the numbers of their chunks."""
     check_version(folder)
     return Store(folder, record.job, others="refuse", remedy=record.again)
 
@@ -384,11 +372,7 @@ def missing_parts(store: Store, record: JobRecord) -> list[int]:
 
 
 def read_parts(folder: Path, record: JobRecord) -> list[Part]:
-    """All parts of a job in order.
-
-    Raises:
-      UserError: as of `open_parts`; or parts are missing.
-    """
+    """All parts of a job in order."""
     with open_parts(folder, record) as store:
         if missing := missing_parts(store, record):
             raise UserError(
@@ -399,11 +383,7 @@ def read_parts(folder: Path, record: JobRecord) -> list[Part]:
 
 
 def part_notes(folder: Path, record: JobRecord) -> dict[int, dict[str, Any]]:
-    """What is said about each part that is there: `items`, `shard`, `host`, `began`, `ended` ...
-
-    Raises:
-      UserError: a part's first line is damaged, or of an older version.
-    """
+    """What is said about each part that is there: `items`, `shard`, `host`, `began`, `ended` ..."""
     check_version(folder)
     chunks = [one for file in chunk_files(folder) for one in chunks_of(file)]
     return {int(one.keys[0]): one.notes for one in chunks if _is_part(one, record)}

@@ -61,10 +61,6 @@ def load_config(
         have that type.
       adds: overrides may name keys that the file leaves out, for callers that read the whole
         config as a dataclass (core.typed), which knows these keys and refuses others.
-
-    Raises:
-      UserError: no such file, a file without `get_config` or with a mistake in it, an unknown
-        mode or key (with the nearest known one), or a value of another type.
     """
     match = re.fullmatch(r"(.+\.py)(?::(.*))?", str(path_with_argument))
     if match is None:
@@ -90,11 +86,7 @@ def find_config(path: str | os.PathLike) -> Path:
 
 
 def to_plain_dict(config: ConfigDict | Mapping[str, Any]) -> dict[str, Any]:
-    """The config as dicts, lists, text, numbers, booleans and None (JSON's types).
-
-    Raises:
-      UserError: a value of another type, with its key.
-    """
+    """The config as dicts, lists, text, numbers, booleans and None (JSON's types)."""
     return _plain(config, "")
 
 

@@ -44,8 +44,6 @@ def start(compilation_cache_dir: str | os.PathLike | None = None, *, join: bool 
         shard of a job.
 
     Raises:
-      UserError: an incomplete multi-host environment, a launcher that JAX does not know, or a given
-        cache folder that cannot be written.
       RunError: the cluster does not say where process 0 is, or others have not come in time.
     """
     import jax
@@ -96,9 +94,6 @@ def multi_host_arguments(
     Args:
       has_tpu: whether this host has TPU chips. A TPU VM of GCE learns of the other hosts from its
         metadata server alone, not from a variable.
-
-    Raises:
-      UserError: some but not all of the JAX_* variables, or one that is not a number.
     """
     values = {name: environment[name] for name in _NAMES if environment.get(name)}
     if values == {"JAX_NUM_PROCESSES": "1"}:

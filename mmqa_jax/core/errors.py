@@ -1,4 +1,8 @@
-"""The two ways a command fails: the user's input is wrong, or the run itself fails."""
+"""The two ways a command fails: the user's input is wrong, or the run itself fails.
+
+Every function that reads what a user wrote (a file, a flag, a key) may raise `UserError`; the
+docstrings name other exceptions alone.
+"""
 
 from collections.abc import Iterable
 

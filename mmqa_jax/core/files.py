@@ -179,11 +179,7 @@ def read_text(path: str | os.PathLike) -> str:
 
 
 def decode_text(data: bytes, place: str | os.PathLike) -> str:
-    """UTF-8 bytes as text, without a mark of byte order and with line ends of one character.
-
-    Raises:
-      UserError: begins with `place`; names the encoding where it is UTF-16 or UTF-32.
-    """
+    """UTF-8 bytes as text, without a mark of byte order and with line ends of one character."""
     for mark, name in _MARKS.items():
         if data.startswith(mark):
             raise UserError(f"{place}: is {name} text, UTF-8 was expected; save the file as UTF-8.")

@@ -50,8 +50,6 @@ def initialize(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> 
         the start and later; MMQA_COORDINATOR_BIND, the address that process 0 listens at.
 
     Raises:
-      UserError: a variable that cannot be read, an address that cannot be listened at, processes
-        with the same number.
       RunError: others have not come in time.
       What jax.distributed.initialize raises.
     """

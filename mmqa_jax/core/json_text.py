@@ -46,11 +46,6 @@ def parse_json(
         and column. None: `place` says enough.
       remedy: ends the sentence about text that is no JSON.
       unique_keys: refuse a key that appears twice in an object; else the last one counts.
-
-    Raises:
-      UserError: the text is not JSON or not UTF-8, has integers of more digits than Python reads
-        (4,300), is nested more than `DEEPEST` deep, or holds half of a surrogate pair, which
-        cannot be written as UTF-8 (an emoji cut in two leaves one).
     """
 
     def refused(what: str, position: int, end: str = remedy) -> UserError:

@@ -70,9 +70,6 @@ def local_folder(environment: Mapping[str, str], every: int) -> Path | None:
 
     Args:
       every: `train.checkpoint_local_every`, which needs the folder.
-
-    Raises:
-      UserError: it is missing, not a local one, or cannot be written.
     """
     place = environment.get(_VARIABLE, "")
     if not place:

@@ -70,10 +70,6 @@ def make_mesh(
       A mesh with the three axes of MESH_AXES, and with SEQUENCE if its size is not 1, all of type
       Auto (the compiler places activations; jax.make_mesh's own default, Explicit, would put
       shardings into types).
-
-    Raises:
-      UserError: an unknown axis, more than one -1, sizes whose product is not the number of
-        devices, slices of unequal size, or an axis that cannot cross them.
     """
     shape = {"data": -1} if shape is None else dict(shape)
     devices = jax.devices() if devices is None else list(devices)
@@ -212,9 +208,6 @@ def partition_spec(
       shape: the array's shape.
       mesh: the mesh of the result.
       rules: logical name -> mesh axis, tuple of mesh axes, or None.
-
-    Raises:
-      UserError: a logical name without a rule, or a rule that names an unknown mesh axis.
     """
     if not names:
         return PartitionSpec()

@@ -37,9 +37,6 @@ class MetricsWriter:
       folder: workdir of the run.
       restored_step: step of the checkpoint that the run resumes from, 0 for a new run.
       wandb: project in Weights & Biases, which gets the rows too; None: none does.
-
-    Raises:
-      UserError: Weights & Biases does not start.
     """
 
     def __init__(
@@ -189,9 +186,6 @@ class WandbLog:
       project: where the run is listed.
       folder: workdir of the run; wandb.json in it names the run.
       files: folder in the file system for wandb's own files.
-
-    Raises:
-      UserError: wandb refuses to start.
     """
 
     def __init__(self, project: str, folder: Path, files: Path):

@@ -29,11 +29,7 @@ _REPLACED = {
 
 @functools.cache
 def teach_orbax_s3() -> None:
-    """Lets Orbax write to and read from s3:// in this process, as it does with gs://.
-
-    Raises:
-      UserError: this version of Orbax is built otherwise.
-    """
+    """Lets Orbax write to and read from s3:// in this process, as it does with gs://."""
     from orbax.checkpoint import version
     from orbax.checkpoint._src.path import gcs_utils
     from orbax.checkpoint._src.serialization import tensorstore_utils

@@ -34,11 +34,7 @@ _SERVERS = ("http", "https", "milvus")  # no places of files
 
 
 def as_path(place: str | os.PathLike) -> Path:
-    """A pathlib.Path, or for gs:// and s3:// an epath.Path.
-
-    Raises:
-      UserError: another scheme, or the store's package is not installed.
-    """
+    """A pathlib.Path, or for gs:// and s3:// an epath.Path."""
     if isinstance(place, PurePath):  # of either kind
         return place  # type: ignore[return-value]
     place = os.fspath(place)

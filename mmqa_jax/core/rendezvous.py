@@ -54,9 +54,6 @@ class Meeting:
       limit: seconds until it gives up.
       every: seconds between two lines.
       say: prints a line.
-
-    Raises:
-      UserError: the address cannot be listened at.
     """
 
     def __init__(
@@ -210,7 +207,6 @@ def join(
       address: HOST:PORT of process 0.
 
     Raises:
-      UserError: process 0 refuses this one, by its number or the number of processes.
       RunError: process 0 was not reached, or others have not come, within the limit.
     """
     began, problem = time.monotonic(), "nothing was tried yet"

@@ -97,9 +97,6 @@ def serving_mesh(
       shape: size of each mesh axis, as of `make_mesh`; None: a copy on each device.
       devices: those of this process by default; of a launch of several, each has its own mesh and
         does its share of the job.
-
-    Raises:
-      UserError: axes or sizes that do not fit the devices.
     """
     return make_mesh(shape or None, jax.local_devices() if devices is None else devices)
 

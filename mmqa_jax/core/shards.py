@@ -52,9 +52,6 @@ def parse_shard(text: str, environment: Mapping[str, str]) -> Shard:
     Args:
       text: `I/N`; `auto`: from the variables of a Slurm array or of a Kubernetes Indexed Job;
         `auto/N`: only I from there.
-
-    Raises:
-      UserError: none of these, or the variables are missing.
     """
     index, slash, count = text.partition("/")
     if index == "auto":

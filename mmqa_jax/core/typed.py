@@ -84,10 +84,6 @@ def read_typed(kind: type[T], section: Any, name: str = "") -> T:
     Args:
       section: a ConfigDict or mapping.
       name: of the section, such as `inference`; empty for the whole config.
-
-    Raises:
-      UserError: not a section; a key that is unknown (with the nearest known one) or missing; a
-        value of another type or below its minimum; or what the dataclass refuses.
     """
     hints, every = _hints(kind), dataclasses.fields(kind)
     fields = [field for field in every if "given" not in field.metadata]
@@ -240,10 +236,6 @@ def check_section(section: Any, name: str, spec: Mapping[str, Any]) -> None:
       section: the section, or the whole config.
       name: of the section, such as `model.changes`; empty for the whole config.
       spec: its specification.
-
-    Raises:
-      UserError: not a section; a key that is unknown (with the nearest known one) or missing;
-        a value of another type, below its minimum, or a whole number of more than 32 bits.
     """
     if not fits(section, dict):
         raise UserError(f"config key {name}={section!r}: a section was expected; correct it.")

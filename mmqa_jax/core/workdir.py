@@ -77,10 +77,6 @@ class Workdir:
 
         Returns:
           True if the folder already belonged to this config: the run resumes.
-
-        Raises:
-          UserError: the folder belongs to another config (with the keys that differ), another
-            process writes into it, or it cannot be written.
         """
         if _process_index() > 0 and not shared:
             return False
@@ -144,11 +140,7 @@ class Workdir:
         return self._file(name).exists()
 
     def stages(self) -> dict[str, dict[str, Any]]:
-        """The completed stages in order of completion: name -> its record.
-
-        Raises:
-          UserError: a record is damaged.
-        """
+        """The completed stages in order of completion: name -> its record."""
         records = [_read_stage(file) for file in (self.path / "stages").glob("[!.]*.json")]
         return {record["stage"]: record for record in sorted(records, key=lambda r: r["finished"])}
 
@@ -365,11 +357,7 @@ def read_config(folder: Path) -> ConfigDict:
 
 
 def _read_record(file: Path) -> dict[str, Any]:
-    """The content of a run's config.json.
-
-    Raises:
-      UserError: it is none, or its values are not those of its fingerprint.
-    """
+    """The content of a run's config.json."""
     record, remedy = read_json(file), "copy the run again or start it in a new --workdir"
     if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
         raise UserError(f"{file}: is not a run's config.json; {remedy}.")

@@ -91,9 +91,6 @@ def make_vocabulary(
 
     Args:
       base: of the pretraining, whose classes keep their numbers.
-
-    Raises:
-      UserError: no answer is so frequent.
     """
     counts = Counter(
         answer for question in questions for answer in answer_scores(question) if answer
@@ -114,9 +111,6 @@ def read_vocabulary(path: str | os.PathLike) -> AnswerVocabulary:
 
     Args:
       path: of the file, or of the workdir of a training run.
-
-    Raises:
-      UserError: no such file, or another kind of content.
     """
     path = as_path(path)
     file = path / FILE if path.is_dir() else path

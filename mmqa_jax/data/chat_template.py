@@ -32,9 +32,6 @@ def template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
     Args:
       settings: its tokenizer_config.json.
-
-    Raises:
-      UserError: tokenizer_config.json has one that is no text.
     """
     if (folder / TEMPLATE).is_file():
         return read_text(folder / TEMPLATE)

@@ -113,10 +113,6 @@ def conversation(row: Mapping[str, Any], where: str) -> Conversation:
     Args:
       row: with MESSAGES and perhaps `tools`; other keys are ignored.
       where: its place, with which messages of errors begin.
-
-    Raises:
-      UserError: a message or part of another form, roles that do not alternate, a last message
-        that is not an assistant's, or none that is learned.
     """
     unchecked, tools = row.get(MESSAGES), row.get(TOOLS) or []
     if not isinstance(unchecked, list) or not unchecked:

@@ -132,9 +132,6 @@ def load_clip_tokenizer(
       folder: of the files, as published or as `mmqa convert` or training wrote it.
       preprocessing: None takes what the folder's checkpoint was published with; in a folder
         without model.json, what the tokenizer's files were.
-
-    Raises:
-      UserError: there are none, or they are not those of a CLIP tokenizer.
     """
     folder = Path(folder)
     preprocessing = preprocessing or published_preprocessing(folder)
@@ -170,9 +167,6 @@ def published_preprocessing(folder: str | os.PathLike) -> Preprocessing | None:
     """Whose code prepared the inputs of the CLIP in a folder of `mmqa convert`; None: not said.
 
     The record of a conversion names it, or (of older versions) the layout of the source.
-
-    Raises:
-      UserError: the record names another.
     """
     file = Path(folder) / _RECORD
     record = read_json(file) if file.is_file() else {}
@@ -223,12 +217,7 @@ def _byte_symbols() -> list[str]:
 def open_tokenizer(
     path: str | os.PathLike,
 ) -> WordPiece | ClipTokenizer | SiglipTokenizer | QuestionWords:
-    """Opens a tokenizer.json of any kind, or a folder with a tokenizer of CLIP or SigLIP.
-
-    Raises:
-      UserError: it is none; see `load_tokenizer`, `load_clip_tokenizer`, `load_siglip_tokenizer`
-        and `read_words`.
-    """
+    """Opens a tokenizer.json of any kind, or a folder with a tokenizer of CLIP or SigLIP."""
     path = as_path(path)
     if path.is_dir():
         return _of_folder(path)

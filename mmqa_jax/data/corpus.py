@@ -39,9 +39,6 @@ class Corpus:
 
     Attributes:
       asked_by: fingerprint of the corpus whose questions these are, if it is another.
-
-    Raises:
-      UserError: two sources with one id.
     """
 
     def __init__(
@@ -231,11 +228,7 @@ class _PicturesOfBoth:
 
 
 class FolderPictures:
-    """Encoded pictures that lie as files in a folder, by their names below it; None for none.
-
-    Raises:
-      UserError: the folder is not there any more.
-    """
+    """Encoded pictures that lie as files in a folder, by their names below it; None for none."""
 
     def __init__(self, folder: Path):
         self._folder = folder

@@ -83,10 +83,6 @@ class DiskSources(Sequence[Source]):
 
     Attributes:
       image_rows: uint32[pictures], ascending.
-
-    Raises:
-      UserError: pyarrow is not installed; the folder is unfinished, or a file is damaged, which is
-        named.
     """
 
     def __init__(self, folder: str | os.PathLike, rows: int):
@@ -371,9 +367,6 @@ def finish_sources(
 
     Returns:
       The fingerprint of the sources: of all ids, texts and names of pictures, in order.
-
-    Raises:
-      UserError: two sources have one id.
     """
     (folder / SUMS).unlink(missing_ok=True)
     whole = np.frombuffer(digests, np.uint8).reshape(-1, _DIGEST)

@@ -188,10 +188,6 @@ def load_encoder_tokenizer(
       vocab_size: of the model, which no id may exceed.
       lowercase: put texts in lower case first.
       pairs: False: of a decoder, a TextsTokenizer with any tokens around a text, or none.
-
-    Raises:
-      UserError: no tokenizer.json, one that puts other tokens around a text than one on each side,
-        or more tokens than the model has.
     """
     folder = Path(folder)
     file = folder / FILE

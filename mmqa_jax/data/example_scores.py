@@ -57,23 +57,14 @@ def write_example_scores(path: str | os.PathLike, rows: Iterable[ExampleScores])
 
 
 def read_example_scores(path: str | os.PathLike) -> list[ExampleScores]:
-    """Reads the file.
-
-    Raises:
-      UserError: no such file, or a line that is not as described above.
-    """
+    """Reads the file."""
     if Path(path).is_dir():
         path = Path(path) / FILE
     return [_row(value, f"{path}, line {number}") for number, value in read_jsonl(path)]
 
 
 def judged_questions(path: str | os.PathLike, corpus: Corpus, split: str) -> list[ExampleScores]:
-    """The rows of a split's questions.
-
-    Raises:
-      UserError: as `read_example_scores`; no such rows; or a question or candidate that the corpus
-        does not hold.
-    """
+    """The rows of a split's questions."""
     split_of = {question.id: question.split for question in corpus.questions()}
     found = read_example_scores(path)
     for row in found:

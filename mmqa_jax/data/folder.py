@@ -164,9 +164,6 @@ def read_folder(
       kept: the folder of what was read of the files.
       leave_out: a folder in `folder` that is none of its content.
       progress: called with (files done, files).
-
-    Raises:
-      UserError: no documents and no pictures, none that can be read, or a library is missing.
     """
     listing = list_folder(folder, (*READERS, *PICTURES), leave_out)
     if not listing.files and not listing.bad:

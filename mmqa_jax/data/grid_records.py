@@ -49,7 +49,6 @@ class GridRecords:
 
         Raises:
           FeatureError: the picture has none.
-          UserError: damaged files.
         """
         folder, number = self._files.folder, self._number.get(image_id)
         if number is None:
@@ -129,9 +128,6 @@ class NpzFiles:
 
     Args:
       root: the folder; files may lie in folders below it (train2014_feats/ and so on).
-
-    Raises:
-      UserError: no such files.
     """
 
     def __init__(self, root: str | os.PathLike):
@@ -247,9 +243,6 @@ def open_features(section: Any, model: Any) -> PictureFeatures:
     Args:
       section: tasks.vqa.PictureFeaturesSection.
       model: `image` (grid or regions) and the sizes of what the model takes.
-
-    Raises:
-      UserError: no features there.
     """
     root = section.root
     files: GridRecords | RegionRecords | NpzFiles

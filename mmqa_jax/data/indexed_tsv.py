@@ -23,9 +23,6 @@ class IndexedTsv:
     Args:
       path: the TSV.
       lineidx: default: beside it, with the suffix .lineidx.
-
-    Raises:
-      UserError: one of the two is missing, or the lineidx does not hold increasing offsets.
     """
 
     def __init__(self, path: str | os.PathLike, lineidx: str | os.PathLike | None = None):
@@ -59,7 +56,6 @@ class IndexedTsv:
 
         Raises:
           CutLine: the file ends in the middle of it.
-          UserError: there is no such row, or the lineidx does not point at a line.
         """
         where = f"{self.path}, row {row}"
         if not 0 <= row < len(self):

@@ -47,13 +47,7 @@ class Interchange:
 
 
 def read_interchange(folder: str | os.PathLike) -> Interchange:
-    """Reads and validates an interchange folder.
-
-    Raises:
-      UserError: names file and line of bad JSON, a missing or mistyped key, a repeated id, an
-        unknown source id, a missing picture file, or an answer_index out of range; or the
-        corpus is empty.
-    """
+    """Reads and validates an interchange folder."""
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; it must hold sources.jsonl.")

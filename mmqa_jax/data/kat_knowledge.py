@@ -30,9 +30,6 @@ class KATKnowledge:
     Args:
       entities: file of explicit knowledge; "": none.
       answers: file of implicit knowledge; "": none.
-
-    Raises:
-      UserError: neither is given, or a file that is missing or malformed.
     """
 
     def __init__(self, entities: str = "", answers: str = ""):
@@ -51,9 +48,6 @@ class KATKnowledge:
         Args:
           entities: how many; fewer are repeated from the first, as KAT does, so that all questions
             have as many.
-
-        Raises:
-          UserError: a file lacks the question, or its picture.
         """
         found: list[str] = []
         if self._entities is not None:

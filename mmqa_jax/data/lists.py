@@ -33,8 +33,6 @@ def corpus_of_lists(
       ids: by source; None: "0", "1" and so on, their places in `texts`.
 
     Raises:
-      UserError: names the place in the list: lists of different lengths, an empty text, an id that
-        is there twice, or a picture that cannot be read.
       TypeError: one text in place of a list, or a value of another type.
     """
     texts = _list(texts, "texts")

@@ -19,9 +19,6 @@ _ENDS = ":"  # of the number of its corpus, with which an id or a picture's name
 def open_mixture(places: Sequence[str | os.PathLike]) -> Corpus:
     """Opens prepared corpora as one. The ids of sources and questions, and the names of pictures,
     begin with the number of their corpus.
-
-    Raises:
-      UserError: one that cannot be opened, or whose sources stay on disk.
     """
     corpora = [open_corpus(place) for place in places]
     for place, corpus in zip(places, corpora, strict=True):

@@ -17,9 +17,6 @@ class PictureTar:
 
     Attributes:
       others: paths of links and sparse files, which hold no picture.
-
-    Raises:
-      UserError: it is compressed, damaged, or claims what it does not hold.
     """
 
     def __init__(self, path: Path):

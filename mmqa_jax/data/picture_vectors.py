@@ -29,9 +29,6 @@ class PictureVectors:
 
     Attributes:
       shape: (vectors of a picture, values of each).
-
-    Raises:
-      UserError: a missing or malformed file.
     """
 
     def __init__(self, file: str, names: str = ""):

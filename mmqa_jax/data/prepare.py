@@ -350,9 +350,6 @@ def prepare_folder(
 
     Args:
       more: of records.write_records.
-
-    Raises:
-      UserError: no file of the folder can be read.
     """
     if (folder / "sources.jsonl").exists():
         if options.pages != "text":

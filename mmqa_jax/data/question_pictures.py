@@ -73,9 +73,6 @@ def with_gold_sources(corpus: Corpus, context: GoldContext) -> Corpus:
 
     Args:
       context: the caption is that of the gold `pictures`, or the text of all gold `sources`.
-
-    Raises:
-      UserError: no question names a gold source.
     """
     if not any(question.positives for question in corpus.questions()):
         raise UserError(

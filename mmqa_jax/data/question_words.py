@@ -59,11 +59,7 @@ def make_words(questions: Iterable[str]) -> QuestionWords:
 
 
 def read_words(path: str | os.PathLike) -> QuestionWords:
-    """Reads what `save` wrote, or openvqa's token_dict.json ({word: number} or in a list).
-
-    Raises:
-      UserError: another kind of content.
-    """
+    """Reads what `save` wrote, or openvqa's token_dict.json ({word: number} or in a list)."""
     data = read_json(path)
     if isinstance(data, list) and data and isinstance(data[0], dict):
         data = data[0]
@@ -84,11 +80,7 @@ def read_words(path: str | os.PathLike) -> QuestionWords:
 
 
 def read_glove(path: str | os.PathLike, words: QuestionWords) -> Float32[np.ndarray, "words D"]:
-    """The words' vectors in a GloVe text file (`word value value ...` a line); zeros for others.
-
-    Raises:
-      UserError: no such file, or a line with another number of values.
-    """
+    """The words' vectors in a GloVe text file (`word value value ...` a line); zeros for others."""
     wanted = {word: number for number, word in enumerate(words.words)}
     found: dict[int, np.ndarray] = {}
     size = None

@@ -70,9 +70,6 @@ def export_regions(
       folder: made if missing.
       least: see `region_words`, for `vinvl` and `tags`.
       advance: called with the number of pictures written.
-
-    Raises:
-      UserError: what the format cannot hold, or a package that is missing.
     """
     check_exports([kind])
     check_held([kind], records.facts, records.pictures, least)

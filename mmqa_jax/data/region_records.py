@@ -112,11 +112,7 @@ class RegionFacts:
 
 
 def pack_regions(found: DetectedRegions, precision: Precision) -> bytes:
-    """A picture's record; see the module.
-
-    Raises:
-      UserError: values that float16 cannot hold, or that are not finite.
-    """
+    """A picture's record; see the module."""
     peaks = found.logits.max(axis=1, initial=-np.inf).astype("<f4")
     arrays = {
         "size": np.array(found.size, "<i4"),
@@ -226,7 +222,6 @@ class RegionRecords:
 
         Raises:
           RegionError: no picture of that id, or several that end in the number.
-          UserError: damaged files.
         """
         return self.record(self._find(image_id))
 
@@ -243,7 +238,6 @@ class RegionRecords:
 
         Raises:
           FeatureError: the picture has none.
-          UserError: damaged files.
         """
         try:
             return self.read(image_id).features.T, str(self.folder)
@@ -292,9 +286,6 @@ class RecordDetections:
       records: of the detector that the frontend's files come from.
       layout: the frontend. `x101`: WebQA's, features in front of fc6's ReLU, and logits with the
         background last. `vinvl`: probabilities with the background first.
-
-    Raises:
-      UserError: records of another detector, or of features behind the ReLU for x101.
     """
 
     def __init__(self, records: DetectedPictures, layout: Layout):
@@ -320,7 +311,6 @@ class RecordDetections:
 
         Raises:
           RegionError: there are none.
-          UserError: damaged files.
         """
         return detections(
             self._records.read(image_id),

@@ -30,9 +30,6 @@ def read_names(
         objects_vocab.txt and attributes_vocab.txt, as its demo reads them); or VinVL's JSON.
       kind: which of the two; JSON holds both.
       count: how many the detector has.
-
-    Raises:
-      UserError: no such file, or of another number.
     """
     path = Path(path)
     if path.suffix == ".json":
@@ -64,9 +61,6 @@ def region_words(
     Args:
       least: with this probability the most probable attribute stands before the class; None: it
         never does. bottom-up attention's demo has 0.1.
-
-    Raises:
-      UserError: names are not known.
     """
     check_words(facts, least)
     words = [facts.class_names[label] for label in found.named]

@@ -82,9 +82,6 @@ def oscar_regions(
 
     Li et al. 2020, section 4 (six values of position); their order as in the released features
     (microsoft/Oscar issue 33). `image_size` (height, width) in pixels; None: the file's.
-
-    Raises:
-      UserError: the picture's size is unknown.
     """
     size = image_size or found.image_size
     if size is None:
@@ -210,7 +207,6 @@ class VinVLFeatures:
 
         Raises:
           RegionError: no file or no regions for it, a broken line, values of other lengths.
-          UserError: the lineidx points at another picture's line.
         """
         number, row = divmod(image_id, ID_RANGE)
         if number not in self._files:
@@ -301,11 +297,7 @@ def _checked(found: Detections, where: str, foreground: slice) -> Detections:
 
 
 def read_id_map(path: str | os.PathLike) -> dict[int, int]:
-    """The baseline's image_id_map_0328.pkl: WebQA's image id -> id in the released features.
-
-    Raises:
-      UserError: no such file, or not a dictionary of numbers.
-    """
+    """The baseline's image_id_map_0328.pkl: WebQA's image id -> id in the released features."""
     content = load_arrays(path)
     if not isinstance(content, dict) or not all(
         type(number) is int for pair in content.items() for number in pair
@@ -318,11 +310,7 @@ def read_id_map(path: str | os.PathLike) -> dict[int, int]:
 
 
 def read_class_names(path: str | os.PathLike, reader: RegionReader) -> tuple[str, ...]:
-    """Names of the detector's classes, one per line, without the background.
-
-    Raises:
-      UserError: no such file, or not one line per class.
-    """
+    """Names of the detector's classes, one per line, without the background."""
     names = tuple(line.strip() for line in read_text(path).splitlines())
     count = reader.foreground.stop - reader.foreground.start
     if len(names) != count or not all(names):
@@ -337,9 +325,6 @@ def tag_words(found: Detections, names: Sequence[str] | None = None) -> tuple[st
     """A tag for every region: the file's own, or the name of its class in `names`.
 
     Joined by spaces they are the labels that Oscar reads (run_captioning.py, get_od_labels).
-
-    Raises:
-      UserError: the file names no classes and `names` were not given.
     """
     if found.words is not None:
         return found.words
@@ -359,9 +344,6 @@ def feature_ids(
     Args:
       sources: of a WebQA corpus, where a picture's id is its image id in decimal.
       id_map: see read_id_map; None where the files use the corpus's ids.
-
-    Raises:
-      UserError: a picture's id is not a number, or the map lacks it.
     """
     ids: list[int | None] = []
     for source in sources:
@@ -451,11 +433,7 @@ class FeatureRegions:
             self._find([image_id for image_id in ids if image_id is not None])
 
     def tags(self, positions: Float[np.ndarray, "R P"]) -> Tags:
-        """The most probable class of regions with these `positions`, by name.
-
-        Raises:
-          UserError: there are no class names.
-        """
+        """The most probable class of regions with these `positions`, by name."""
         if self._names is None:
             raise UserError(
                 "tags of regions need the detector's class names; give a file of them, one "
@@ -557,11 +535,7 @@ class VinVLRows:
 
 
 def read_sizes(path: Path) -> dict[str, tuple[int, int]]:
-    """name -> height and width, of VinVL's hw.tsv.
-
-    Raises:
-      UserError: the line that is malformed.
-    """
+    """name -> height and width, of VinVL's hw.tsv."""
     found = {}
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():

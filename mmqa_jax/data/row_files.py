@@ -108,9 +108,6 @@ def read_rows(kind: str, raw: Path, columns: Mapping[str, str]) -> RowCorpus:
     Args:
       kind: `hf` or `webdataset`.
       columns: of parse_columns.
-
-    Raises:
-      UserError: no files, a column that is not there, or no row that can be used.
     """
     files: RowFiles
     if kind == "webdataset":

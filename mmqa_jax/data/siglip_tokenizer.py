@@ -110,9 +110,6 @@ def load_siglip_tokenizer(folder: str | os.PathLike, vocab_size: int) -> SiglipT
     Args:
       folder: of the files, as published or as `mmqa convert` copied them.
       vocab_size: of the model, which no id may exceed.
-
-    Raises:
-      UserError: there are none, they are no tokenizer of SigLIP, or of another model.
     """
     folder = Path(folder)
     settings = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}

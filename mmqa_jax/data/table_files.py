@@ -27,10 +27,6 @@ def read_table(path: Path, needed: Sequence[str]) -> list[tuple[str, dict[str, s
     Args:
       path: a .tsv, .csv or .xlsx file; of a spreadsheet the first sheet is read.
       needed: columns that must be there.
-
-    Raises:
-      UserError: the file cannot be read, has no rows or lacks a column, or a row has more cells
-        than the header.
     """
     rows = iter(_spreadsheet(path) if path.suffix.lower() == ".xlsx" else _separated(path))
     header = [name.strip() for name in next(rows, (0, []))[1]]

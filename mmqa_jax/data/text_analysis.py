@@ -61,9 +61,6 @@ class Analyzer:
       language: of the stop words and the stemmer, in English and lower case.
       stop_words: leave out the language's most common words (bm25s's lists).
       stemming: cut words to their stems (Snowball; package PyStemmer).
-
-    Raises:
-      UserError: no stop words or no stemmer of that language, or the package is not installed.
     """
 
     language: str = "english"
@@ -177,9 +174,6 @@ def stop_words(language: str, of_questions: bool = False) -> frozenset[str]:
 
     Args:
       of_questions: for English with those that ask (179 in place of 33); other lists have them.
-
-    Raises:
-      UserError: bm25s has no list of that language.
     """
     # Imported on first use: the import runs a JAX computation, so hosts must be joined first.
     constants = vars(importlib.import_module("bm25s.stopwords")).items()

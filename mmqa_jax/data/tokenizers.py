@@ -228,9 +228,6 @@ def load_tokenizer(path: str | os.PathLike) -> WordPiece:
     """Reads a tokenizer.json (Hugging Face's format); padding and truncation are turned off.
 
     Tokens that a tokenizer_config.json beside it adds are added, and its settings hold.
-
-    Raises:
-      UserError: no such file, not a tokenizer, not WordPiece, or lacks a special token.
     """
     tokenizer = read_tokenizer(path)
     if not isinstance(tokenizer.model, models.WordPiece):
@@ -245,11 +242,7 @@ def load_tokenizer(path: str | os.PathLike) -> WordPiece:
 
 
 def read_tokenizer(path: str | os.PathLike) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, with the settings and tokens beside it.
-
-    Raises:
-      UserError: no such file, not a tokenizer, or as `apply_settings` and `add_published_tokens`.
-    """
+    """The tokenizer of a tokenizer.json, with the settings and tokens beside it."""
     tokenizer = tokenizer_of(read_text(path), str(path))
     apply_settings(tokenizer, as_path(path).parent)
     add_published_tokens(tokenizer, as_path(path).parent)
@@ -278,9 +271,6 @@ def tokenizer_of(text: str, place: str) -> Tokenizer:
 
     Args:
       place: the file, for messages.
-
-    Raises:
-      UserError: not a tokenizer, or one that takes too long for a text or makes far more of it.
     """
     remedy = "give a tokenizer.json in Hugging Face's format, as it was published"
     if len(text) > _LARGEST_FILE:
@@ -368,11 +358,7 @@ def minilm_tokenizer() -> WordPiece:
 
 
 def vocabulary_rows(tokenizer: WordPiece, full: WordPiece) -> Int[np.ndarray, " vocab"]:
-    """The id in `full` of every token of `tokenizer`.
-
-    Raises:
-      UserError: `full` lacks some of the tokens.
-    """
+    """The id in `full` of every token of `tokenizer`."""
     tokens = [tokenizer.token(i) for i in range(tokenizer.vocab_size)]
     rows = [full.token_id(token) for token in tokens]
     missing = [token for token, row in zip(tokens, rows, strict=True) if row is None]
@@ -394,8 +380,6 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, lowercase: bool = Fal
       texts: the corpus.
       vocab_size: most tokens, special tokens and single characters included.
       lowercase: lower-case and strip accents (BERT uncased); VLP's vocabulary is cased.
-    Raises:
-      UserError: no words in `texts`, or `vocab_size` below the number of characters.
     """
     texts = list(texts)
     tokenizer = _bert_pipeline(models.WordPiece(unk_token="[UNK]"), lowercase)
@@ -450,9 +434,6 @@ def add_published_tokens(tokenizer: Tokenizer, folder: Path) -> None:
 
     First the tokens of `added_tokens_decoder` by their numbers (in older folders, those of
     added_tokens.json), then the special tokens that the files name and nothing has added.
-
-    Raises:
-      UserError: a token is not described as transformers does it, or its number is not the next.
     """
     settings = _object(folder / SETTINGS)
     numbered = settings.get("added_tokens_decoder")
@@ -544,9 +525,6 @@ def apply_settings(tokenizer: Tokenizer, folder: Path) -> None:
 
     LLaMA's `add_prefix_space` and `legacy`, and BERT's `do_lower_case`, `strip_accents` and
     `tokenize_chinese_chars`.
-
-    Raises:
-      UserError: one of these that is neither true, false nor null, or `split_special_tokens`.
     """
     file = folder / SETTINGS
     settings = read_json(file) if file.is_file() else None

@@ -85,9 +85,6 @@ class Engine:
       config: sizes, see EngineConfig.
       mesh: of a sharded model; slots are sharded over `data`, heads over `tensor`.
       adapters: by the names that requests give; a batch may mix them.
-
-    Raises:
-      UserError: `engine.length` exceeds the model's positions, or an unknown end token.
     """
 
     def __init__(
@@ -197,7 +194,6 @@ class Engine:
 
         Raises:
           TooLong: a request exceeds the context and `shorten` returned none that fits.
-          UserError: a request that cannot be served, or a repeated id.
         """
         yield from self.serve(requests, shorten=shorten, progress=progress)
 

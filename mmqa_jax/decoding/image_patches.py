@@ -42,9 +42,6 @@ class PatchIds:
 
         Returns:
           Token ids, negative for patches, and the pictures by number.
-
-        Raises:
-          UserError: placeholders and pictures differ in number, or a picture's shape is wrong.
         """
         found = sum(token == self.token for token in tokens)
         if found != len(images):

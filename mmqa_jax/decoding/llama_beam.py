@@ -90,10 +90,6 @@ def beam_search(
       mesh: over whose data axes prompts are split.
 
     One compilation per batch shape.
-
-    Raises:
-      UserError: the beams exceed the vocabulary, or the answer does not fit after the longest
-        prompt.
     """
     model = nnx.merge(graphdef, state)
     model = for_length(model, input_ids.shape[1] + max_new_tokens)

@@ -102,10 +102,6 @@ def beam_search(
     `no_repeat_ngram` = n forbids a second occurrence of any n-gram (VLP's
     forbid_duplicate_ngrams; 0: all may repeat). `only_best` stops a question once its best
     answer is certain: row 0 of the result is then exact, the other rows are not.
-
-    Raises:
-      UserError: the beams exceed the vocabulary, the answer does not fit after the batch's
-        longest sequence, or another number is out of range.
     """
     model = nnx.merge(graphdef, state)
     config = model.config.bert

@@ -99,7 +99,6 @@ class OnlineEngine:
         """Hands a request to the engine; its own id only stands in messages.
 
         Raises:
-          UserError: it cannot be served.
           QueueFull, Closed: none can be, now or any more.
         """
         number = next(self._numbers)

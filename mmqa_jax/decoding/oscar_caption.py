@@ -55,9 +55,6 @@ def write_captions(
     shape. Tokens end in [SEP]; exp(score) is what the original calls confidence.
     `only_best` stops a picture once its best caption is certain: row 0 of the result is then
     exact (the original's num_keep_best = 1), the other rows are not.
-
-    Raises:
-      UserError: a number is out of range.
     """
     model = nnx.merge(graphdef, state)
     config = model.config.bert

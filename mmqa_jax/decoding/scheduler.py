@@ -314,8 +314,6 @@ class RequestTokenizer:
 
         Raises:
           TooLong: prompt and new tokens exceed the engine's length.
-          UserError: an unknown adapter, an empty prompt, an unknown token, text without a
-            tokenizer, or pictures that do not fit.
         """
         adapter = self._adapters.get(request.adapter)
         if adapter is None:

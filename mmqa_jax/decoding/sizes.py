@@ -152,10 +152,6 @@ def choose_sizes(
       devices: of the process, or compile-only ones.
       free: bytes on each device before the weights are there; None: what the devices say.
       beside: bytes of other weights that each device holds, see `tower_bytes`.
-
-    Raises:
-      UserError: sizes that contradict each other, slots that the mesh does not divide, or a length
-        beyond the model's.
     """
     given = {key: value for key, value in settings.items() if value != AUTO}
     cpu = devices[0].platform == "cpu"

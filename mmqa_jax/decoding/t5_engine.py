@@ -121,9 +121,6 @@ class T5Engine:
       tokenizer: for texts and stop strings.
       end_ids: tokens that end an answer.
       config: sizes.
-
-    Raises:
-      UserError: an end token that the model lacks.
     """
 
     def __init__(
@@ -168,9 +165,6 @@ class T5Engine:
         """Answers requests, whose prompts are token ids, in any order.
 
         All are read first, so that a batch holds what is equally long.
-
-        Raises:
-          UserError: beam search with several end tokens, or none.
         """
         waiting: dict[_Program, list[_Row]] = collections.defaultdict(list)
         found: dict[Any, dict[int, Any]] = {}
@@ -350,7 +344,6 @@ def check_lengths(request: Request | Scoring, length: int) -> None:
     Raises:
       TooLong: the prompt has more.
       Unanswerable: the prompt, or a continuation, has none.
-      UserError: the answer may have more.
     """
     if not len(request.prompt):
         raise Unanswerable(f"request {request.id!r}: its prompt is empty; give some text.")

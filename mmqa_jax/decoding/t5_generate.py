@@ -185,9 +185,6 @@ def beam_search(
       length_penalty, early_stopping: see `hypotheses`.
 
     One compilation per batch shape.
-
-    Raises:
-      UserError: more beams than half of the vocabulary, or no new token.
     """
     model, prompts = nnx.merge(graphdef, state), inputs.input_ids.shape[0]
     if not 1 <= num_beams <= model.config.vocab_size // 2:

@@ -31,9 +31,6 @@ def score_articles(
 
     Args:
       rankings: of sources, one for each question; k goes up to the longest.
-
-    Raises:
-      UserError: the articles of no question are known.
     """
     deepest = max([1, *(len(ranking.sources) for ranking in rankings)])
     gold = [set(answering_articles(question)) for question in questions]

@@ -25,9 +25,6 @@ def score_citations(questions: Sequence[Question], predictions: Sequence[Predict
 
     Precision is the share of an answer's cited sources that are gold, recall the share of the gold
     ones that it cites; both are 0 where it cites none.
-
-    Raises:
-      UserError: unknown or repeated question ids, or no question has gold sources.
     """
     by_question = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, lambda q: bool(q.positives), "gold sources")

@@ -97,9 +97,6 @@ def open_bem(model: str, flag: str = "--bem") -> BEM:
 
     Args:
       flag: that named it, for messages.
-
-    Raises:
-      UserError: no such folder, or it holds another model.
     """
     folder = published_folder(model, flag)
     if folder is None:

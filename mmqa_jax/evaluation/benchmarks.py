@@ -244,9 +244,6 @@ def read_questions(dataset: str, path: Path, split: str | None = None) -> list[Q
     Args:
       path: as of `read_corpus`.
       split: see `split_of`.
-
-    Raises:
-      UserError: there are none, or the folder was prepared from something else.
     """
     return split_questions(read_corpus(dataset, path), path, split_of(dataset, split))
 
@@ -257,9 +254,6 @@ def read_corpus(dataset: str, path: Path) -> Corpus:
     Args:
       path: a folder of `mmqa prepare`, the official files' folder, or one official file; of a
         benchmark of retrieval also a folder of folders of `mmqa prepare`, all of them together.
-
-    Raises:
-      UserError: the folder was prepared from something else, or holds no files of the benchmark.
     """
     if BENCHMARKS[dataset].ranks and (prepared := sorted(path.glob(f"*/{MANIFEST}"))):
         parts = [read_corpus(dataset, one.parent) for one in prepared]

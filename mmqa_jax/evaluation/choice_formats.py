@@ -51,9 +51,6 @@ def read_scienceqa_predictions(path: Path, questions: Sequence[Question]) -> lis
 
     An index that is none of the question's choices is no choice, such as -1, LLaVA's mark of an
     answer without a letter.
-
-    Raises:
-      UserError: names the file and the problem or line that is malformed.
     """
     if _holds_lines(path):
         predictions = read_choice_lines(path, questions)
@@ -167,9 +164,6 @@ def read_mmbench_predictions(path: Path, questions: Sequence[Question]) -> list[
     """Reads a table or JSON rows with a prediction per pass, LLaVA's lines or predictions.jsonl.
 
     A table's `nan` is an empty answer, unless it is the text of one of the question's choices.
-
-    Raises:
-      UserError: names the file and the row that is malformed, or a column that is missing.
     """
     if path.suffix.lower() not in SUFFIXES:
         return _choices_of(path, _with_passes(json_rows(path), questions), questions)
@@ -272,11 +266,7 @@ def write_mmbench_submission(
 
 
 def read_seed_bench_predictions(path: Path, questions: Sequence[Question]) -> list[Prediction]:
-    """Reads the leaderboard's or eval.py's lines, LLaVA's lines or predictions.jsonl.
-
-    Raises:
-      UserError: names the file and the line that is malformed.
-    """
+    """Reads the leaderboard's or eval.py's lines, LLaVA's lines or predictions.jsonl."""
     return read_choice_lines(path, questions)
 
 
@@ -300,12 +290,7 @@ def write_seed_bench_submission(
 
 
 def read_choice_lines(path: Path, questions: Sequence[Question]) -> list[Prediction]:
-    """Reads JSON lines with a text, a letter or losses; or predictions.jsonl.
-
-    Raises:
-      UserError: names the file and line of a malformed row, or of one of another kind than the
-        first.
-    """
+    """Reads JSON lines with a text, a letter or losses; or predictions.jsonl."""
     return _choices_of(path, list(json_rows(path)), questions)
 
 

@@ -58,11 +58,7 @@ def has_answer(question: Question) -> bool:
 
 
 def score_scienceqa(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
-    """ScienceQA's accuracy overall and in its nine columns, which overlap.
-
-    Raises:
-      UserError: unknown or repeated question ids, or no question has a published answer.
-    """
+    """ScienceQA's accuracy overall and in its nine columns, which overlap."""
     given = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_answer, "a published answer")
     strict = chosen_by(scored, given, lambda text, q: rules.gpt3_choice(text, len(q.choices)))
@@ -124,9 +120,6 @@ def score_mmbench(questions: Sequence[Question], predictions: Sequence[Predictio
     Letters are inferred as VLMEvalKit does without a judge model. A question counts once: circular
     if all passes among `questions` are right, one without a prediction being wrong. Passes whose
     first pass is not among `questions` are left out, as in VLMEvalKit.
-
-    Raises:
-      UserError: unknown or repeated question ids, or no question has a published answer.
     """
     given = predictions_by_question(questions, predictions)
     firsts = [question for question in questions if question.extra.get(PASS, 0) == 0]
@@ -184,9 +177,6 @@ def score_seed_bench(
 
     Choices count as those of least loss, texts as letters; both are scored where a file has both,
     and the notes say which it has.
-
-    Raises:
-      UserError: unknown or repeated question ids, or no question has a published answer.
     """
     given = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_answer, "a published answer")

@@ -128,10 +128,6 @@ def compare_runs(
       metric: a scorer; by default the first that all runs have.
       against_first: every other run with the first, instead of every pair.
       shared: only the questions that all runs were scored on, instead of refusing others.
-
-    Raises:
-      UserError: fewer than two runs, runs of different benchmarks, splits or questions, or a
-        scorer that one of them lacks.
     """
     metric = _check_comparable(runs, metric, ("dataset", "split") if shared else SAME)
     values = {run.name: _values(run, metric) for run in runs}

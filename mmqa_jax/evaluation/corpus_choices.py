@@ -18,11 +18,7 @@ CHOICE_ACCURACY = "choice_accuracy/recorded_choice"
 
 
 def score_choices(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Scores:
-    """Accuracy of the predictions' choices; a missing one is wrong.
-
-    Raises:
-      UserError: unknown or repeated question ids, or no question has a known answer.
-    """
+    """Accuracy of the predictions' choices; a missing one is wrong."""
     given = predictions_by_question(questions, predictions)
     scored = questions_that_count(
         questions, lambda question: question.answer_index is not None, "a known choice"

@@ -84,9 +84,6 @@ def score_evqa(
 
     Args:
       judge: BEM; None: exact match alone.
-
-    Raises:
-      UserError: unknown or repeated question ids, or no question has an answer.
     """
     given = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_answers, "an answer")
@@ -123,11 +120,7 @@ def _judged(
 
 
 def read_evqa_predictions(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
-    """Reads predictions.jsonl; the benchmark has no format of its own.
-
-    Raises:
-      UserError: names the file and the line that is malformed.
-    """
+    """Reads predictions.jsonl; the benchmark has no format of its own."""
     return read_answers(path, question_ids={question.id for question in questions})
 
 

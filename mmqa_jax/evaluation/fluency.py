@@ -180,9 +180,6 @@ def load_bart_scorer(folder: Path, **options) -> LoadedBart:
       folder: bart-large-cnn's config.json and tokenizer (tokenizer.json, or vocab.json and
         merges.txt), and BARTScore's bart.pth; without that file, the folder's own weights are used.
       options: of BartScorer.
-
-    Raises:
-      UserError: names what is missing or broken, or a bart.pth of another model.
     """
     if not folder.is_dir():
         raise UserError(
@@ -218,11 +215,7 @@ def _load_parabank(path: Path) -> Bart:
 
 
 def load_bart_tokenizer(folder: Path) -> Tokenizer:
-    """BART's byte-level BPE: tokenizer.json, or vocab.json and merges.txt.
-
-    Raises:
-      UserError: neither exists, or the tokenizer does not wrap texts in `<s>` and `</s>`.
-    """
+    """BART's byte-level BPE: tokenizer.json, or vocab.json and merges.txt."""
     combined, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
     try:
         if combined.exists():
@@ -282,9 +275,6 @@ def score_fluency(
     Args:
       scorer: usually a BartScorer.
       weights: its weights, as `load_bart_scorer` tells.
-
-    Raises:
-      UserError: unknown or repeated question ids, or no question has a reference answer.
     """
     given = predictions_by_question(questions, predictions)
     what = "a reference answer to measure fluency against"

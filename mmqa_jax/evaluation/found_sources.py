@@ -24,11 +24,7 @@ def has_positives(question: Question) -> bool:
 
 
 def read_found(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
-    """What was found for each question, best first; of a folder or pattern that of all its files.
-
-    Raises:
-      UserError: names the file and line that is malformed, or two files that rank a question.
-    """
+    """Reads each question's sources, best first, from all files of a folder or pattern."""
     found: dict[str, tuple[Path, Prediction]] = {}
     for file in _files(path):
         if holds_rankings(file):

@@ -84,9 +84,6 @@ def score_infoseek(questions: Sequence[Question], predictions: Sequence[Predicti
     """The score, by what is unseen and by type; a missing prediction is wrong.
 
     The script leaves questions without a prediction out of its means.
-
-    Raises:
-      UserError: unknown or repeated question ids, or no question has an answer and a type.
     """
     given = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_typed_answer, "an answer and a type")
@@ -104,11 +101,7 @@ def score_infoseek(questions: Sequence[Question], predictions: Sequence[Predicti
 
 
 def read_infoseek_predictions(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
-    """Reads the official lines, or predictions.jsonl.
-
-    Raises:
-      UserError: names the file and the line that is malformed.
-    """
+    """Reads the official lines, or predictions.jsonl."""
     return read_answers_by(path, "data_id", "prediction", {question.id for question in questions})
 
 

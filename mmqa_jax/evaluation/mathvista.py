@@ -107,11 +107,7 @@ def edit_distance(first: str, second: str) -> int:
 
 
 def score_mathvista(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
-    """Accuracy overall and by each of the official script's keys; a missing prediction is wrong.
-
-    Raises:
-      UserError: unknown or repeated question ids, or no question has a published answer.
-    """
+    """Accuracy overall and by each of the official script's keys; a missing prediction is wrong."""
     given = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_answer, "a published answer")
 
@@ -160,9 +156,6 @@ def read_mathvista_predictions(path: Path, questions: Sequence[Question] = ()) -
 
     A response without an extraction stands for itself where the rules find none in it. An
     extraction that is no text is read as Python writes it, as calculate_score.py does.
-
-    Raises:
-      UserError: names the file and the problem that is malformed.
     """
     if path.suffix != ".json":
         return read_answers(path, question_ids={question.id for question in questions})

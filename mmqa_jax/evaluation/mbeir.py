@@ -46,11 +46,7 @@ def official_k(name: str) -> int:
 
 
 def score_mbeir(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
-    """recall@k by set and by task; a query without a ranking has found nothing.
-
-    Raises:
-      UserError: unknown or repeated ids, or no query has positives.
-    """
+    """recall@k by set and by task; a query without a ranking has found nothing."""
     given = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_positives, "positives")
     first = np.array([_first_rank(given.get(one.id), one) for one in scored])
@@ -80,11 +76,7 @@ def sets_of(questions: Sequence[Question]) -> list[str]:
 def first_errors(
     corpus: Corpus, questions: Sequence[Question], predictions: Sequence[Prediction]
 ) -> list[Table]:
-    """What is wrong with first candidates that are no positives, as shares of these, by set.
-
-    Raises:
-      UserError: such a candidate is not in the corpus.
-    """
+    """What is wrong with first candidates that are no positives, as shares of these, by set."""
     given = predictions_by_question(questions, predictions)
     wrong: dict[str, Counter[str]] = {name: Counter() for name in sets_of(questions)}
     for question in questions:

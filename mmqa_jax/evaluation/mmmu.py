@@ -96,9 +96,6 @@ def score_mmmu(questions: Sequence[Question], predictions: Sequence[Prediction])
     """Accuracy overall, by discipline and subject, by kind of question and by difficulty.
 
     A missing prediction is wrong; the scripts leave it out.
-
-    Raises:
-      UserError: unknown or repeated question ids, or no question has a published answer.
     """
     given = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_answer, "a published answer")
@@ -175,11 +172,7 @@ def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
 
 
 def read_mmmu_predictions(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
-    """Reads {id: answer}, a list of {"id", "response"}, or predictions.jsonl.
-
-    Raises:
-      UserError: names the file and the entry that is malformed.
-    """
+    """Reads {id: answer}, a list of {"id", "response"}, or predictions.jsonl."""
     data = read_json(path, unique_keys=True) if path.suffix == ".json" else None
     if not isinstance(data, dict):
         return read_answers_by(path, "id", "response", {question.id for question in questions})

@@ -31,11 +31,7 @@ SCORER = "mragbench/rule"
 
 
 def score_mragbench(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
-    """Accuracy overall, by scenario and by aspect; a missing prediction is wrong.
-
-    Raises:
-      UserError: unknown or repeated question ids, or no question has a published answer.
-    """
+    """Accuracy overall, by scenario and by aspect; a missing prediction is wrong."""
     given = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_answer, "a published answer")
     chosen = chosen_by(scored, given, lambda text, q: mmmu_choice(text.strip(), len(q.choices)))
@@ -58,11 +54,7 @@ def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
 
 
 def read_mragbench_predictions(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
-    """Reads the official lines or their list, or predictions.jsonl.
-
-    Raises:
-      UserError: names the file and the line that is malformed.
-    """
+    """Reads the official lines or their list, or predictions.jsonl."""
     return read_answers_by(path, "qs_id", "output", {question.id for question in questions})
 
 

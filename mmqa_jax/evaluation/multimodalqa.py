@@ -68,11 +68,7 @@ def list_f1(predicted: Sequence[str], gold: Sequence[str]) -> float:
 def score_multimodalqa(
     questions: Sequence[Question], predictions: Sequence[Prediction]
 ) -> Evaluation:
-    """Both scores by type of question, by number of modalities, and by where the answer is.
-
-    Raises:
-      UserError: unknown or repeated question ids, or no question has an answer.
-    """
+    """Both scores by type of question, by number of modalities, and by where the answer is."""
     given = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_answer_list, "an answer")
     scorers: dict[str, Callable[[Sequence[str], Sequence[str]], float]] = {
@@ -98,11 +94,7 @@ def score_multimodalqa(
 def read_multimodalqa_predictions(
     path: Path, questions: Sequence[Question] = ()
 ) -> list[Prediction]:
-    """Reads the official file, or predictions.jsonl.
-
-    Raises:
-      UserError: names the file and the question whose answer is neither a text nor a list of texts.
-    """
+    """Reads the official file, or predictions.jsonl."""
     if path.suffix == ".jsonl":
         return read_answers(path, question_ids={question.id for question in questions})
     rows = read_json(path, unique_keys=True)

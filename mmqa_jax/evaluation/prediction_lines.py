@@ -28,9 +28,6 @@ def json_rows(path: str | os.PathLike) -> Iterator[tuple[str, Row]]:
     """(place for messages, object) of every line, or of every entry of a JSON list.
 
     A comma may end a line, as in SEED-Bench's published results.
-
-    Raises:
-      UserError: names the file and the line that is not a JSON object.
     """
     text = read_text(path)
     if _LIST.match(text):
@@ -57,11 +54,7 @@ def read_answers(
 def read_answers_by(
     path: str | os.PathLike, id_key: str, text_key: str, question_ids: Container[str] = ()
 ) -> list[Prediction]:
-    """Reads a benchmark's own lines {id_key: text, text_key: text or null}, or predictions.jsonl.
-
-    Raises:
-      UserError: names the file and the line that is malformed.
-    """
+    """Reads a benchmark's lines {id_key: text, text_key: text or null}, or predictions.jsonl."""
     rows = list(json_rows(path))
     if not any(id_key in row and text_key in row for _, row in rows):
         return answers_of(path, rows, question_ids=question_ids)
@@ -88,10 +81,6 @@ def answers_of(
       rows: of `json_rows`.
       source_ids: the corpus's source ids; None: cited sources are not checked.
       question_ids: the ids of the questions, where known; see `question_ids.id_of`.
-
-    Raises:
-      UserError: names the file and line of a malformed row, of one that answers by another key,
-        or of an unknown source; or no row holds an answer, a choice or sources.
     """
     rows = list(rows)
     if rows and not any(key in row for _, row in rows for key in OURS):

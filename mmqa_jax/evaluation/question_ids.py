@@ -23,9 +23,6 @@ def id_of(value: Any, where: str, known: Container[str] = (), key: str = "questi
       known: the questions' ids: the text `11.0` is `11` only where that is one of them and `11.0`
         is not, since a corpus of one's own may have any ids.
       key: names the value in an error.
-
-    Raises:
-      UserError: no text and no whole number.
     """
     if isinstance(value, str) and value:
         if value not in known and _WHOLE.fullmatch(value):

@@ -39,9 +39,6 @@ def tune_refusal(answerable: Sequence[float], foreign: Sequence[float]) -> Refus
     Args:
       answerable, foreign: the similarity of each question's nearest source, of questions that the
         corpus answers and of others.
-
-    Raises:
-      UserError: no questions of one kind.
     """
     if not len(answerable) or not len(foreign):
         raise UserError(

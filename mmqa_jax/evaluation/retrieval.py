@@ -67,7 +67,6 @@ def score_rankings(
       rankings: of every question its sources.
 
     Raises:
-      UserError: the lengths differ, a k is below 1, or no question has gold sources.
       TypeError: a question's sources are one text.
     """
     for sources in (*gold, *rankings):

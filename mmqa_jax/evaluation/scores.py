@@ -99,9 +99,6 @@ def predictions_by_question(
 
     Args:
       path: the predictions' file, for messages.
-
-    Raises:
-      UserError: unknown or repeated ids.
     """
     known = {question.id: question for question in questions}
     found: dict[str, Prediction] = {}

@@ -54,9 +54,6 @@ def score_vidore(questions: Sequence[Question], predictions: Sequence[Prediction
     """nDCG by set, language and version; a question without a ranking has found nothing.
 
     MTEB leaves questions without a ranking out of its means.
-
-    Raises:
-      UserError: unknown or repeated ids, or no question has relevant pages.
     """
     given = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_positives, "relevant pages")
@@ -98,11 +95,7 @@ def as_trec_orders(given: Prediction) -> tuple[str, ...]:
 def write_vidore_results(
     questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
 ) -> None:
-    """Writes one set's scores as MTEB's results of a task; which revision was read it leaves open.
-
-    Raises:
-      UserError: the questions are of several sets.
-    """
+    """Writes one set's scores as MTEB's results of a task, without the dataset's revision."""
     names = list(dict.fromkeys(question.category for question in questions))
     if len(names) > 1:
         raise UserError(

@@ -110,11 +110,7 @@ def official_of_weight(weight: float) -> float:
 
 
 def score_okvqa(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
-    """VQA accuracy by category, from annotators' answers or from soft labels.
-
-    Raises:
-      UserError: unknown or repeated question ids, or no question has a reference.
-    """
+    """VQA accuracy by category, from annotators' answers or from soft labels."""
     given = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_answers, "reference answers")
     soft = [SOFT_LABELS in question.extra for question in scored]
@@ -189,11 +185,7 @@ def answer_accuracy(question: Question, answer: str) -> float | None:
 
 
 def score_aokvqa(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
-    """Direct answers and multiple choice, whichever of the two the predictions hold.
-
-    Raises:
-      UserError: unknown or repeated question ids, or no references.
-    """
+    """Direct answers and multiple choice, whichever of the two the predictions hold."""
     given = predictions_by_question(questions, predictions)
     evaluation = Evaluation(has_modalities=False)
     chosen = any(prediction.choice is not None for prediction in predictions)

@@ -26,11 +26,7 @@ _LETTER_OR_NUMBER = re.compile(r"\(?([A-Za-z]|\d+)[).:]?")
 
 
 def read_okvqa_predictions(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
-    """Reads VQA's results format or predictions.jsonl.
-
-    Raises:
-      UserError: names the file and the entry that is malformed, or an id that appears twice.
-    """
+    """Reads VQA's results format or predictions.jsonl."""
     if path.suffix == ".jsonl":
         return read_answers(path, question_ids={question.id for question in questions})
     rows = read_json(path)
@@ -77,10 +73,6 @@ def read_aokvqa_predictions(path: Path, questions: Sequence[Question]) -> list[P
 
     A multiple_choice that is the text of none of its question's options is NO_OPTION, which counts
     0, as in the official evaluation where that is not strict.
-
-    Raises:
-      UserError: names the file and the question whose entry is malformed; or all multiple choices
-        are letters or numbers, and none is the text of an option.
     """
     if path.suffix == ".jsonl":
         return read_answers(path, question_ids={question.id for question in questions})

@@ -42,10 +42,6 @@ def read_output_tsv(path: str | os.PathLike) -> OutputTsv:
 
     Columns are identified by the header. Lines are split at every tab and quotes are not special,
     as in the official script; the first of a line's outputs is the answer.
-
-    Raises:
-      UserError: names the line of a missing column, bad JSON, an unknown category, a missing
-        output or a repeated Guid.
     """
     lines = read_text(path).split("\n")
     header = lines[0].strip().split("\t")
@@ -101,9 +97,6 @@ def read_prediction_json(path: str | os.PathLike, corpus: Corpus | None = None) 
 
     Args:
       corpus: its source ids replace the snippet ids of the questions' own lists.
-
-    Raises:
-      UserError: names the file and the Guid of a malformed row.
     """
     data = read_json(path, unique_keys=True)
     if isinstance(data, dict) and any(

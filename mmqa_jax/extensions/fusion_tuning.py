@@ -37,9 +37,6 @@ def tune_fusion(
       questions: of val; at least one must have gold sources.
       at: weight -> retriever, such as `parts.open_fusions` gives.
       top_k: sources to rank per question.
-
-    Raises:
-      UserError: no question has gold sources.
     """
     check_gold(questions, "tune_fusion", "the fusion weight")
     gold = [set(question.positives) for question in questions]

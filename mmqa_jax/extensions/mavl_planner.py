@@ -85,9 +85,6 @@ def plan_prompts(
 
     Args:
       chat: as the row's option: a prompt is a user's message to a chat model.
-
-    Raises:
-      UserError: a conversation, and no chat template.
     """
     if chat and tokenizer.template is None:
         raise UserError(
@@ -298,11 +295,7 @@ class PlannerTask(TextModelTask):
     def prompts(
         self, questions: Sequence[Question], table: PlanTable, fold: int, tokenizer: TextTokenizer
     ) -> list[PlanPrompt]:
-        """The planners' prompts of a part of the table's questions that fit a row with a plan.
-
-        Raises:
-          UserError: there are none.
-        """
+        """The planners' prompts of a part of the table's questions that fit a row with a plan."""
         own = [q for q in questions if q.id in table.scores]
         own = [q for q in own if fold_of(q.id, self.data.folds) == fold]
         asked = plan_prompts(own, self.data.agents, tokenizer, chat=self.data.chat)
@@ -321,11 +314,7 @@ class PlannerTask(TextModelTask):
     def taught(
         self, questions: Sequence[Question], table: PlanTable, tokenizer: TextTokenizer
     ) -> list[PlanPrompt]:
-        """The prompts that are learned from: of the part `data.fold`, as `data.taught` says.
-
-        Raises:
-          UserError: there are none.
-        """
+        """The prompts that are learned from: of the part `data.fold`, as `data.taught` says."""
         prompts = self.prompts(questions, table, self.data.fold, tokenizer)
         if self.data.taught == "all":
             return prompts

@@ -88,9 +88,6 @@ def read_plan_table(run: str, cost: float) -> PlanTable:
 
     Args:
       run: workdir of a row of the setting `mavl` with `plans=oracle`.
-
-    Raises:
-      UserError: no trace there, or one that lacks plans.
     """
     path = Path(run) / "trace.jsonl"
     if not run or not path.is_file():
@@ -99,11 +96,7 @@ def read_plan_table(run: str, cost: float) -> PlanTable:
 
 
 def plan_table(lines: Iterable[tuple[str, Any]], cost: float) -> PlanTable:
-    """The table of lines of a finished row's trace.jsonl, each with its place for messages.
-
-    Raises:
-      UserError: a line lacks plans.
-    """
+    """The table of lines of a finished row's trace.jsonl, each with its place for messages."""
     scores: dict[str, dict[Actions, float]] = {}
     given: dict[str, Actions] = {}
     for place, line in lines:
@@ -142,9 +135,6 @@ def answer_with_one_plan(
       finished: question id -> its line in the trace.jsonl of a row of `mavl` with `plans=oracle`.
       cost: of one action of a plan, in units of the score.
       folds: the questions are dealt into so many parts by the hash of their ids.
-
-    Raises:
-      UserError: a question that the row has not asked, or no question of another part.
     """
     where = "config key parts.finished.run, its trace.jsonl, question"
     table = plan_table(((f"{where} {name}", line) for name, line in finished.items()), cost)

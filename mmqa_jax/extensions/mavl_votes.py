@@ -129,11 +129,7 @@ def vote_on_draws(
 def _teams(
     questions: Sequence[Question], finished: Mapping[str, Mapping[str, Any]], size: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Question id -> its agents in a finished run, their answers scored by its references.
-
-    Raises:
-      UserError: some questions have none, or a damaged record, or not `size` many.
-    """
+    """Question id -> its agents in a finished run, their answers scored by its references."""
     rows = {question.id: finished.get(question.id, {}) for question in questions}
     if lost := [name for name, row in rows.items() if not row.get("agents")]:
         raise UserError(

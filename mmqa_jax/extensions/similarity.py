@@ -64,11 +64,7 @@ def read_candidates(
 
 
 def read_all(questions: Sequence[Question], reranker: webqa.Reranker, top_k: int) -> list[Evidence]:
-    """Evidence for the whole collection, of which the `top_k` most relevant sources are kept.
-
-    Raises:
-      UserError: the reranker computes every pair from scratch, which would take years.
-    """
+    """Evidence for the whole collection, of which the `top_k` most relevant sources are kept."""
     if not hasattr(reranker, "search"):
         raise UserError(
             "--candidates=all: this model computes every pair of question and source from scratch; "

@@ -150,10 +150,6 @@ def open_cross_encoder(
       folder: of transformers.
       batch_size: pairs a call, over all devices.
       mesh: see core.serving.serving_mesh.
-
-    Raises:
-      UserError: as `load_cross_encoder`, `read_yes_no`, `load_encoder_tokenizer`,
-        `check_padding` and `open_vlm_reranker`.
     """
     kind = model_type_of(folder)
     if kind == VLM:

@@ -150,11 +150,7 @@ class RegionCache:
         self._broken: dict[str, str] = {}  # digest -> why there are no regions
 
     def find(self, pictures: Mapping[str, EncodedPicture]) -> None:
-        """Detects those of the pictures (by digest) that are missing, together.
-
-        Raises:
-          UserError: values that the precision cannot hold, or that are not finite.
-        """
+        """Detects those of the pictures (by digest) that are missing, together."""
         if not self._missing(pictures):
             return
         with self._detecting:
@@ -185,7 +181,6 @@ class RegionCache:
 
         Raises:
           PictureError: it cannot be decoded.
-          UserError: see `find`; a record that is none.
         """
         record = self._kept(digest)
         if record is None:
@@ -242,7 +237,6 @@ class CorpusRegions:
 
         Raises:
           RegionError: it has no picture, or one that cannot be decoded.
-          UserError: see RegionCache.read.
         """
         try:
             return self._cache.read(*self._picture(image_id))

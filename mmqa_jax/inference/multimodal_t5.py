@@ -148,11 +148,7 @@ def cut_tokens(tokenizer: Any, text: str, length: int) -> list[int]:
 
 
 def open_multimodal_writer(folder: str | Path, vectors: PictureVectors) -> MultimodalWriter:
-    """The writer of a run, of a converted folder or of a published one.
-
-    Raises:
-      UserError: another model, or vectors of another width than it was trained on.
-    """
+    """The writer of a run, of a converted folder or of a published one."""
     path, mesh = Path(folder), loading_mesh()
     if is_weights_folder(path):
         model = load_converted(path, mesh=mesh)

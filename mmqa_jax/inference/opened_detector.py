@@ -82,9 +82,6 @@ def open_detector(
       beside_training: on the first device of this process alone. A thread can then call it while
         the step runs: programs of several devices wait for one another, in an order that must be
         the same on all, those of one device for nobody.
-
-    Raises:
-      UserError: no weights, another model's, or rules that do not fit.
     """
     model = _opened(choice, None if beside_training else loading_mesh(mesh))
     pictures = kind_of(model.config).pictures

@@ -179,9 +179,6 @@ def open_vlm_reranker(
       folder: of transformers, with a chat template.
       batch_size: pairs a call, over all devices.
       mesh: see core.serving.serving_mesh.
-
-    Raises:
-      UserError: as `load_vlm_yes_no`, or a folder of an embedder.
     """
     if has_recipe(folder):
         raise UserError(

@@ -95,10 +95,6 @@ def read_yes_no(folder: Path, kind: str, tokenizer: TextsTokenizer) -> YesNoProm
 
     Args:
       kind: its `model_type`.
-
-    Raises:
-      UserError: neither a Qwen3-Reranker nor a reranker by sentence-transformers' files, or one
-        whose files say what is not done here.
     """
     modules = dict(read_modules(folder))
     if "LogitScore" in modules:

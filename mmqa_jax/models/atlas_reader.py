@@ -131,9 +131,6 @@ def add_types(model: VLP, numbers: Sequence[int]) -> None:
 
     To each a random vector of length 1, that of a token, is added, in place: a copy of another
     type, like those VLP starts from, is distinguished only after hundreds of steps.
-
-    Raises:
-      UserError: no such token types.
     """
     trunk = model.config.bert
     if not all(0 <= number < trunk.types for number in numbers):

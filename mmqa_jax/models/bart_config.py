@@ -88,10 +88,6 @@ class BartConfig:
         Args:
           published: the file's content.
           where: its name, for messages.
-
-        Raises:
-          UserError: another model's config, or an option that this BART has not (pre-norm as in
-            mBART, an untied head, layer drop).
         """
         model_type = published.get("model_type", "bart")
         if model_type != "bart":

@@ -404,9 +404,6 @@ def blocks_before(layer: int, total: int, key: str = "layer") -> int:
 
     `layer` counts as transformers' `hidden_states`: 0 is before the blocks, -1 after the last, -2
     (LLaVA-1.5's) after the last but one. `key` named it, for messages.
-
-    Raises:
-      UserError: the tower has no such layer.
     """
     count = layer if layer >= 0 else total + 1 + layer
     if not 0 <= count <= total:

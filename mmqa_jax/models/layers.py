@@ -190,9 +190,6 @@ def with_rounded_products(
 
     Args:
       kind: int8 or fp8.
-
-    Raises:
-      UserError: the module has no stacked linears; qwix is not installed.
     """
     try:
         import qwix

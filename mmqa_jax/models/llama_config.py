@@ -194,18 +194,11 @@ class LlamaConfig:
         Args:
           published: the file's content, or the `text_config` of a LLaVA's.
           where: its name, for messages.
-
-        Raises:
-          UserError: another model's config, or an unsupported option.
         """
         return cls(**decoder_families.fields_from_hf(published, where))
 
     def to_hf(self) -> dict[str, Any]:
-        """transformers' `config.json`, without token ids; versions 4 and 5 read it.
-
-        Raises:
-          UserError: a value that the family's config.json has no key for.
-        """
+        """transformers' `config.json`, without token ids; versions 4 and 5 read it."""
         return decoder_families.fields_to_hf(self)
 
 

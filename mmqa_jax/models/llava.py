@@ -158,11 +158,7 @@ def picture_features(
     pixels: jax.Array,
     config: LlavaConfig,
 ) -> jax.Array:
-    """[N, S, S, 3] normalized pixels (the tower's `normalize`) -> [N, features, H].
-
-    Raises:
-      UserError: pictures of another size than the tower's.
-    """
+    """[N, S, S, 3] normalized pixels (the tower's `normalize`) -> [N, features, H]."""
     states = vision.states_of(pixels, config.feature_layer)
     if config.select == "default":
         states = states[:, 1:]
@@ -266,10 +262,6 @@ def expand_images(
       pad_token: any id but the placeholder's.
       pad_left: pad on the left, as transformers does for generation; `decoding.kv_cache` needs
         padding on the right.
-
-    Raises:
-      UserError: a prompt whose placeholders are not as many as its pictures, or that is longer
-        than `length`.
     """
     assert pad_token != config.image_token, f"pad_token is {pad_token}, the placeholder's id"
     patches = config.features

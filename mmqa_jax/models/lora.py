@@ -125,11 +125,7 @@ def _cast(value: jax.Array | jax.ShapeDtypeStruct, dtype: jnp.dtype) -> jax.Arra
 
 
 def add_lora(model: Llama, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
-    """Adds LoRA to the stacked layers of a model, in place.
-
-    Raises:
-      UserError: a target inside experts.
-    """
+    """Adds LoRA to the stacked layers of a model, in place."""
     linears = model.config.linears
     inside = [name for name in config.targets if name not in linears]
     if inside:

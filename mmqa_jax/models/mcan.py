@@ -118,9 +118,6 @@ class MCAN(nnx.Module):
 
         question_ids [B, L] int, WordPieces with [CLS] and [SEP], 0 = padding; image
         [B, grid * grid, image_features], the grid row by row. Returns [B, flat_out] float32.
-
-        Raises:
-          UserError: an image of another size.
         """
         config = self.config
         wanted = (config.grid**2, config.image_features)

@@ -107,9 +107,6 @@ class MCANOpenVQA(nnx.Module):
     ) -> jax.Array:
         """question_ids [B, L] int, 0 = padding (at the end); regions [B, R, region_features],
         wholly zero = padding -> fused feature [B, flat_out] float32.
-
-        Raises:
-          UserError: regions of another size.
         """
         config = self.config
         if regions.shape[-1] != config.region_features:

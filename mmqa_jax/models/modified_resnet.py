@@ -316,9 +316,6 @@ class ModifiedResNet(nnx.Module):
 
         pixels [B, H, W, 3] normalized, H and W multiples of 32 (Prophet: 512), of any size: the
         convolutions know no positions. Returns [B, H / 32, W / 32, 32 * width].
-
-        Raises:
-          UserError: sides that are no multiples of 32.
         """
         if pixels.shape[1] % STRIDE or pixels.shape[2] % STRIDE or pixels.shape[3] != 3:
             raise UserError(

@@ -87,9 +87,6 @@ class VLPModel:
         Args:
           vocab_size: of the tokenizer.
           region_positions: values of a patch's position.
-
-        Raises:
-          UserError: an unknown name.
         """
         trunk = _trunk(self.trunk, self.changes, vocab_size, types=6)
         if self.frontend == "patches":
@@ -168,9 +165,6 @@ class DualEncoderModel:
 
         Args:
           vocab_size: of the tokenizer; CLIP and SigLIP have their own.
-
-        Raises:
-          UserError: an unknown name.
         """
         fusion = {"fusion": self.fusion, "picture_gate": self.picture_gate}
         if self.siglip:
@@ -352,9 +346,6 @@ def clip_vision(name: str, changes: Mapping[str, Any]) -> VisionConfig:
     Args:
       name: of CLIPS.
       changes: fields of VisionConfig that differ.
-
-    Raises:
-      UserError: an unknown name.
     """
     return _with(_clip(name).vision, changes)
 

@@ -130,9 +130,6 @@ def check_keys(
       harmless: further keys that change nothing in inference.
       fixed: keys that change it and have only these values here; they take precedence over what
         holds for every model.
-
-    Raises:
-      UserError: a key with another value or one of another kind, or a key that is not known.
     """
     if isinstance(read, Mapping):
         _check_kinds(published, where, read)

@@ -208,10 +208,6 @@ def expand_pictures(
       first_rows: where each picture's features begin, in order; None: one behind the other.
       length: of the padded rows; None is the longest one's.
       pad_token: any id but the placeholder's.
-
-    Raises:
-      UserError: a prompt whose placeholders are not as many as its pictures, or that is longer
-        than `length`.
     """
     expanded, begin = [], 0
     for number, (row, shapes) in enumerate(zip(rows, pictures, strict=True)):

@@ -192,9 +192,6 @@ def scaling_from_hf(
       original: positions of pretraining beside it; they take precedence over those in it.
       positions: of the model.
       where: what messages call the file.
-
-    Raises:
-      UserError: an unknown kind, a missing value, or one that the kind does not have.
     """
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "longrope" if kind == "su" else kind  # its name in Phi-3's first files

@@ -110,9 +110,6 @@ class T5Config:
           published: the file's content.
           where: its name, for messages.
           has_head: whether the checkpoint has a tensor of the head, which may be the table again.
-
-        Raises:
-          UserError: another model's config, or an option that this T5 has not.
         """
         family = published.get("model_type", "t5")
         if family not in FAMILIES:

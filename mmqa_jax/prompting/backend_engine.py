@@ -180,7 +180,6 @@ class EngineBackend:
         Raises:
           TooLong: the prompt with its new tokens exceeds the engine's length.
           Unanswerable: an empty prompt, a broken picture, a continuation that adds no token.
-          UserError: anything else that cannot be served.
         """
         prompt = self._prompt(request)
         if not prompt.tokens:

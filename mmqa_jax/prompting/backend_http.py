@@ -41,8 +41,6 @@ class OpenAIBackend:
       flag: that named the model, for messages.
 
     Raises:
-      UserError: no server in the environment or at its address, a rejected key, or a model that it
-        does not serve.
       RunError: the server does not answer.
     """
 
@@ -91,7 +89,6 @@ class OpenAIBackend:
         Raises:
           TooLong: see PromptLengths; other servers check lengths when they are asked to answer.
           Unanswerable: an empty prompt or a broken picture.
-          UserError: anything else that cannot be served.
         """
         self._check_form(request)
         self._lengths.check(request)
@@ -126,9 +123,6 @@ class OpenAIBackend:
 
         Completions and Choices go to /completions (Choices with `echo` and `logprobs`), Chats to
         /chat/completions, with pictures as data URLs; see Backend.
-
-        Raises:
-          UserError: the server gives no log-probabilities of a prompt.
         """
         waiting, running = iter(queries), {}
         began, before = time.monotonic(), self._seconds

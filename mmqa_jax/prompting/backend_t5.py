@@ -95,7 +95,6 @@ class T5Backend:
         Raises:
           TooLong: the prompt exceeds `length` tokens.
           Unanswerable: an empty prompt, a continuation without tokens.
-          UserError: messages, pictures, more new tokens than `length`, beams without one end token.
         """
         text = self._text(query)
         if not self._tokenizer.encode_plain(text):

@@ -50,9 +50,6 @@ class ResponseCache:
       path: its folder (core.store), which the first `put` makes. Where an older version made an
         SQLite file of that name, or of that name and `.sqlite`, its answers are read from there,
         and new ones are kept in the folder `PATH.answers` in the first case.
-
-    Raises:
-      UserError: a place that cannot be written, or that holds something else.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -128,11 +125,7 @@ class ResponseCache:
 
 
 class _OlderCache:
-    """The SQLite file of an older version, which is only read.
-
-    Raises:
-      UserError: it is damaged, or not a response cache.
-    """
+    """The SQLite file of an older version, which is only read."""
 
     def __init__(self, path: Path):
         self._path = path

@@ -31,11 +31,7 @@ class AnswerHeuristics:
     checked: bool = False
 
     def of_split(self, questions: Sequence[Question]) -> AnswerHeuristics:
-        """The same, for use with some of these questions at a time.
-
-        Raises:
-          UserError: none of them has candidates, or none has answer-aware examples.
-        """
+        """The same, for use with some of these questions at a time."""
         self.check(questions)
         if self.examples and not any(question.id in self.examples for question in questions):
             raise _other_examples()
@@ -63,9 +59,6 @@ class AnswerHeuristics:
         """The shots of every question, nearest first: answer-aware, or as the library's.
 
         A question without answer-aware examples has no shots.
-
-        Raises:
-          UserError: as `check`, or answer-aware examples that are not in the library.
         """
         self.check(questions)
         if selection != "answer_aware":
@@ -109,11 +102,7 @@ Candidates = dict[str, list[tuple[str, float]]]
 
 
 def load_candidates(path: str | os.PathLike) -> Candidates:
-    """question_id -> (answer, confidence in 0..1) of each candidate, best first.
-
-    Raises:
-      UserError: the entry that is malformed.
-    """
+    """question_id -> (answer, confidence in 0..1) of each candidate, best first."""
     found: Candidates = {}
     for where, question_id, rows in _lists(path, "candidates"):
         pairs = []
@@ -131,11 +120,7 @@ def load_candidates(path: str | os.PathLike) -> Candidates:
 
 
 def load_answer_aware(path: str | os.PathLike) -> dict[str, list[str]]:
-    """question_id -> ids of its examples, most similar first.
-
-    Raises:
-      UserError: the entry that is malformed.
-    """
+    """question_id -> ids of its examples, most similar first."""
     found: dict[str, list[str]] = {}
     for where, question_id, rows in _lists(path, "example ids"):
         for number, row in enumerate(rows, start=1):

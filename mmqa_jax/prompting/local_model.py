@@ -96,10 +96,6 @@ def open_backend(
       adapters: folders of adapters over this base (`weights.folder.load_additions`), by the names
         that requests to the engine give.
       flag: that named the model, for messages.
-
-    Raises:
-      UserError: no such model, another architecture, no tokenizer, an engine longer than the
-        model, an adapter of another model, or weights that do not fit the devices.
     """
     config = config or ModelConfig()
     path = _find(model, flag)
@@ -221,12 +217,7 @@ class Sizing:
         return self._settings.get(name, getattr(EngineConfig, name))
 
     def choose(self, demand: Demand | None = None) -> EngineSizes:
-        """For a demand; None only checks what is given.
-
-        Raises:
-          UserError: as `choose_sizes`; sizes that the devices do not have, or weights that do not
-            fit their memory.
-        """
+        """For a demand; None only checks what is given."""
         devices = devices_for(self._mesh)
         free = self._free
         if free is None:

@@ -55,9 +55,6 @@ def open_t5_backend(
       weights_hash: see local_model.
       load: mesh -> the model.
       flag: that named the model, for messages.
-
-    Raises:
-      UserError: an option of `engine` that a T5 does not have, or a tokenizer of another model.
     """
     sizes = engine_sizes(engine, on_cpu=platform() == "cpu")
     placed = mesh_of(mesh, devices)
@@ -86,11 +83,7 @@ def open_t5_backend(
 
 
 def engine_sizes(engine: Mapping[str, Any], *, on_cpu: bool) -> T5EngineConfig:
-    """The sizes that the section `engine` gives, and for "auto" those of the platform.
-
-    Raises:
-      UserError: an option that a T5's batches do not have, or sizes that do not fit together.
-    """
+    """The sizes that the section `engine` gives, and for "auto" those of the platform."""
     for name, value in engine.items():
         if name not in _TAKEN and value not in (AUTO, getattr(EngineConfig, name)):
             raise UserError(

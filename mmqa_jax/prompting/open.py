@@ -50,9 +50,6 @@ def open_backend(
       config: as configs/prompt/default.py.
       flag: that named the model, or the config key, for messages.
       adapters: for the engine, see local_model.
-
-    Raises:
-      UserError: no such model, or a config value out of range.
     """
     if backend == "openai":
         if tokenizer is not None:

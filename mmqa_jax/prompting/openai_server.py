@@ -159,7 +159,6 @@ class Server:
 
         Raises:
           Failed: there is no answer, and why.
-          UserError: no request could be answered: a rejected key, an unknown model.
           NoEcho: from `read`, or the server rejects `echo`.
         """
 

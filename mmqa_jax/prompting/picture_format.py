@@ -224,11 +224,7 @@ class QwenFormat:
 
 
 def picture_format(config: PictureConfig, tokenizer: TextTokenizer) -> PictureFormat:
-    """That of a model.
-
-    Raises:
-      UserError: the tokenizer is another model's.
-    """
+    """That of a model."""
     if isinstance(config, QwenVLConfig):
         return QwenFormat(config, tokenizer)
     kind = OnevisionFormat if isinstance(config, OnevisionConfig) else LlavaFormat

@@ -97,10 +97,6 @@ def read_prompts(path: str | os.PathLike, decoding: Decoding | None = None) -> l
     Args:
       path: `.jsonl`, or plain text.
       decoding: the default for prompts that do not override it.
-
-    Raises:
-      UserError: no such file or no prompt in it, or, with file and line: not JSON, an unknown key,
-        a value of the wrong type or out of range, a duplicate id, a missing image.
     """
     path, decoding = Path(path), decoding or Decoding()
     with _errors_at("config section decoding"):

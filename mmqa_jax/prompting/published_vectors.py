@@ -36,9 +36,6 @@ class PublishedVectors:
 
     Args:
       folder: of these files.
-
-    Raises:
-      UserError: no such folder or file, or an index that is malformed.
     """
 
     def __init__(self, folder: Path):
@@ -62,10 +59,6 @@ class PublishedVectors:
 
         Args:
           kind: `question` or `image`.
-
-        Raises:
-          UserError: another kind; a question that the files do not have, or on another picture;
-            files that are malformed or do not belong together.
         """
         if kind not in _FILES:
             raise UserError(

@@ -63,7 +63,6 @@ def run_prompts(
       What the verb prints as JSON: counts, seconds and rates of this process.
 
     Raises:
-      UserError: a mistake in prompts, config or model; nothing is written.
       RunError: more requests failed than are allowed.
     """
     began = time.monotonic()

@@ -38,11 +38,7 @@ class ServedModel:
         return adapted
 
     def submit(self, query: Query | Request | Scoring, on_token: OnToken | None = None) -> Pending:
-        """Hands a query, or a request of tokens, to the engine; see `OnlineEngine.submit`.
-
-        Raises:
-          UserError: it cannot be served.
-        """
+        """Hands a query, or a request of tokens, to the engine; see `OnlineEngine.submit`."""
         if not isinstance(query, Request | Scoring):
             self.backend.check(query)
             query = self.backend.engine_request(query)

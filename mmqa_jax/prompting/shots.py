@@ -147,9 +147,6 @@ class ExampleLibrary:
             the `question`, `caption` or `image` alone, of `question_and_image` (the sum, PICa),
             `question_and_sources` (the sum, PICa on WebQA), `bimodal` (RMR, of unit vectors), or
             `bimodal_unnormalized` (RMR's equation 2 as printed, of vectors as CLIP gives them).
-
-        Raises:
-          UserError: shots from an empty library, or a similarity that needs an embedder.
         """
         if count == 0:
             return [[] for _ in queries]

@@ -46,11 +46,7 @@ class PromptTemplate:
         return "".join((self.head, *parts, self._filled(self.query, query)))
 
     def solve(self, example: Mapping[str, str]) -> str:
-        """What completes the query of a solved example: its shot without its query.
-
-        Raises:
-          UserError: the shots of this template do not begin with their query.
-        """
+        """What completes the query of a solved example: its shot without its query."""
         shot, query = (self._filled(text, example) for text in (self.shot, self.query))
         if not shot.startswith(query):
             raise UserError(
@@ -69,11 +65,7 @@ class PromptTemplate:
 
 @functools.cache
 def load_template(name: str) -> PromptTemplate:
-    """The template `FILE.TABLE`: a table of papers/templates/FILE.toml.
-
-    Raises:
-      UserError: no such file or table.
-    """
+    """The template `FILE.TABLE`: a table of papers/templates/FILE.toml."""
     file, _, table = name.partition(".")
     folder = resources.files(_PACKAGE) / _FOLDER
     known = {

@@ -127,9 +127,6 @@ def open_tokenizer(path: str | os.PathLike) -> TextTokenizer:
       path: a GGUF file (its metadata); a folder with tokenizer.json, tokenizer.model, T5's
         spiece.model or what tokenizer_config.json names, and optionally chat_template.jinja or
         .json, generation_config.json, config.json; or a tokenizer.json in such a folder.
-
-    Raises:
-      UserError: none there, or of an unknown kind.
     """
     path = as_path(path)
     if path.suffix == ".gguf":
@@ -313,9 +310,6 @@ class ChatTemplate:
           Its text, and of each assistant's message the first character and the one behind its last.
           A template without `{% generation %}` does not mark the latter (None): the message then
           begins where the prompt of all messages before it ends.
-
-        Raises:
-          UserError: the template leaves a tool out, or its prompt does not begin what it writes.
         """
         messages, tools = list(map(self._chat_fields, chat.messages)), self._shielded(chat.tools)
         text, marked = self._written(name, messages, answer=False, tools=tools)
@@ -471,9 +465,6 @@ def open_published(folder: Path) -> PublishedTokenizer:
     A tokenizer.model is SentencePiece's, of LLaMA-2, Vicuna and LLaVA-1.5, a spiece.model that of
     T5, Flan-T5 and mT5 unless tokenizer_config.json names another class. Other files
     (vocab.json and merges.txt, ...) are opened as tokenizer_config.json names their class.
-
-    Raises:
-      UserError: neither is there, or the files are broken or of a kind that needs code of theirs.
     """
     settings = _optional(folder / "tokenizer_config.json")
     if not (folder / "tokenizer.model").is_file():
@@ -570,9 +561,6 @@ def open_gguf(path: Path, kind: str, splitting: str, prefix_space: bool) -> Publ
       kind: `tokenizer.ggml.model`.
       splitting: `tokenizer.ggml.pre`.
       prefix_space: `tokenizer.ggml.add_space_prefix`.
-
-    Raises:
-      UserError: of a kind that transformers would split otherwise than llama.cpp.
     """
     if kind != "llama" and (kind != "gpt2" or splitting not in _BYTE_LEVEL):
         raise UserError(

@@ -19,11 +19,7 @@ _NAME = "queries"
 
 
 def leads(what: Any) -> bool:
-    """Whether this is process 0.
-
-    Raises:
-      UserError: the processes of the launch were given different (JSON) values.
-    """
+    """Whether this is process 0."""
     if any(other != what for other in distributed.gather("what is asked", what)):
         raise UserError(
             "--prompts, --model: the processes of this launch were given different ones, though "

@@ -106,9 +106,6 @@ def training_examples(
       fields: of the templates.
       encode: of the model, such as `encode_text`.
       size: of the rows that the examples are packed into.
-
-    Raises:
-      UserError: a template that writes rationales, and no question with one.
     """
     templates = [load_template(name) for name in options.templates]
     for name, template in zip(options.templates, templates, strict=True):
@@ -180,9 +177,6 @@ def encode_text(tokenizer: TextTokenizer) -> Encode:
 def encode_conversation(tokenizer: TextTokenizer, pictures: PictureFormat) -> Encode:
     """Examples of a vision-language model: a user shows the question's picture, if it has one, and
     asks, by the model's chat template; the model's message is the answer.
-
-    Raises:
-      UserError: the model has no chat template.
     """
     chat = pictures.chat_format
     if chat is None:
@@ -218,9 +212,6 @@ def chat_example(
     Args:
       turns: see ExampleOptions; a message of weight 0 is never learned.
       image_token: what stands for a picture; None: the model sees none.
-
-    Raises:
-      UserError: names the conversation that the model or its template cannot take.
     """
     where = f"question {question.id}"
     chat, template = conversation(question.extra, where), tokenizer.template

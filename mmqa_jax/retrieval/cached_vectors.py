@@ -44,9 +44,6 @@ def cached_vectors(
         the progress of.
       groups: of each content, such as its file: contents of one group are a block, so that only
         the groups that change are computed again. None: blocks are of similar length.
-
-    Raises:
-      UserError: `embed` returned what is not finite; nothing of it is kept.
     """
     blocks = _of_similar_length(contents, block) if groups is None else _of_groups(groups)
     keys = [_digest(contents[row] for row in rows) for rows in blocks]

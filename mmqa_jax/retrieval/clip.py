@@ -63,9 +63,6 @@ def load_clip_embedder(
     Args:
       batch_size: texts or pictures per call, over all devices.
       mesh: see core.serving.serving_mesh.
-
-    Raises:
-      UserError: a folder of another model, or no tokenizer beside the weights.
     """
     check_kind(folder, "clip")  # before its tokenizer, which another kind need not have
     tokenizer = load_clip_tokenizer(folder)

@@ -25,9 +25,6 @@ class DenseRetriever:
       index: an ExactIndex, ScannIndex or ModalityIndex.
       pictures: pixels of the questions' pictures, as the embedder takes them.
       asks: what of a question is embedded. By its picture, one without finds nothing.
-
-    Raises:
-      UserError: asked by pictures, which the embedder does not see.
     """
 
     def __init__(

@@ -189,7 +189,6 @@ class Embedder:
             a picture is the mean of both embeddings, scaled back to length 1.
 
         Raises:
-          UserError: pictures that do not match the texts in number or the encoder's picture size.
           TypeError: one text in place of several.
         """
         pictures = one_picture_each(texts, pictures)

@@ -61,11 +61,7 @@ def open_embeddings(
     model_fingerprint: str | None = None,
     corpus_fingerprint: str | None = None,
 ) -> Embeddings:
-    """Opens finished embeddings, memory-mapped.
-
-    Raises:
-      UserError: missing, unfinished or damaged embeddings, or those of another model or corpus.
-    """
+    """Opens finished embeddings, memory-mapped."""
     manifest = read_manifest(folder, _WHAT, _VERB)
     fingerprints = {
         "model_fingerprint": model_fingerprint,
@@ -111,11 +107,6 @@ def write_embeddings(
 
     Returns:
       The embeddings; None while other processes still have shards to write.
-
-    Raises:
-      UserError: no rows; a part that does not exist; without `overwrite`, embeddings of another
-        model or corpus, or a shared job with a different shard size; or `embed_rows` returned
-        values that are not finite.
     """
     if rows < 1:
         raise UserError("embed: the corpus is empty, at least one source was expected.")
@@ -176,12 +167,7 @@ def read_unfinished(folder: str | os.PathLike) -> Unfinished | None:
 
 
 def join_embeddings(folder: str | os.PathLike) -> Embeddings:
-    """Finishes a job whose shards are all written.
-
-    Raises:
-      UserError: there is no job, or shards are missing or damaged: they are named, with the parts
-        that write them.
-    """
+    """Finishes a job whose shards are all written."""
     folder = as_path(folder)
     manifest = read_manifest(folder, _WHAT, _VERB)
     _check_sizes(folder, manifest)
@@ -217,11 +203,7 @@ def _key(number: int) -> str:
 
 
 def _open_shards(folder: Path, job: dict[str, Any]) -> Store:
-    """The shards by number; damaged ones are missing.
-
-    Raises:
-      UserError: they are an older version's.
-    """
+    """The shards by number; damaged ones are missing."""
     place = _shards(folder, job)
     if any(place.glob("*.npy")):
         raise UserError(

@@ -54,9 +54,6 @@ class ExactIndex:
 
         Returns:
           (rows int32[n, top_k], scores float32[n, top_k]), best first; equal scores in row order.
-
-        Raises:
-          UserError: `top_k` out of range, or queries of the wrong size.
         """
         check_top_k(top_k, len(self), allowed, "index")
         queries = check_queries(queries, self.embeddings)

@@ -25,11 +25,7 @@ _BLOCK = 65_536  # rows that are read from disk together
 
 
 def check_export(folder: Path, ids: Sequence[str]) -> None:
-    """UserError if an export cannot be written there: before the vectors are read.
-
-    Raises:
-      UserError: FAISS is not installed, the folder cannot be written, or an id cannot be a line.
-    """
+    """UserError if an export cannot be written there: before the vectors are read."""
     _faiss()
     check_out(folder, folder=True)
     for name in (IDS, INDEX):
@@ -49,10 +45,6 @@ def export_faiss(folder: str | os.PathLike, embeddings: Embeddings, ids: Sequenc
 
     Args:
       ids: of the sources, by row.
-
-    Raises:
-      UserError: as `check_export`; other than one id for each vector, or vectors that are not
-        finite.
     """
     folder = Path(folder)
     check_embeddings(embeddings)

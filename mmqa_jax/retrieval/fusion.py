@@ -110,9 +110,6 @@ class ScoreFusion:
       hybrid: searches with both.
       weight: of the cosines, in [0, 1].
       depth: how many sources each of them retrieves, at least.
-
-    Raises:
-      UserError: the weight is out of range.
     """
 
     def __init__(self, hybrid: HybridSearch, weight: float, depth: int = DEPTH):
@@ -179,9 +176,6 @@ def convex_combination(pool: Pool, weight: float, top_k: int | None = None) -> R
 
     Returns:
       Ties go to the source with the better best rank, then to the smaller id.
-
-    Raises:
-      UserError: a score is not finite.
     """
     for scores in (pool.cosines, pool.bm25_scores):
         check_scores(pool.dense.question_id, scores)

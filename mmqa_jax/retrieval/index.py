@@ -194,7 +194,6 @@ def build_index(
       parameters: ScaNN's, chosen from the number of rows if None.
 
     Raises:
-      UserError: empty corpus, unknown kind, or "scann" if ScaNN cannot be imported.
       TypeError: an array in place of Embeddings.
     """
     check_wrapped(embeddings)
@@ -238,9 +237,6 @@ def load_index(
 
     Args:
       model_fingerprint: of the encoder that will embed the queries.
-
-    Raises:
-      UserError: not an index, a damaged one, or one of another model, corpus or size.
     """
     folder = Path(folder)
     manifest = read_manifest(folder, INDEX_WHAT, _VERB)
@@ -258,11 +254,7 @@ def load_index(
 
 
 def load_scann(folder: Path, manifest: Mapping[str, Any]) -> tuple[ScannParameters, Any]:
-    """ScaNN's files in a folder, whose checksums have been checked, as parameters and searcher.
-
-    Raises:
-      UserError: ScaNN cannot open them.
-    """
+    """ScaNN's files in a folder, whose checksums have been checked, as parameters and searcher."""
     if (folder / "scann_docids.pkl").exists():  # ScaNN would unpickle it; we never write one
         raise UserError(f"{folder / 'scann_docids.pkl'}: pickles are not loaded; remove it.")
     try:

@@ -43,9 +43,6 @@ class MeshIndex:
       approximate: see the module.
       devices: all of them by default.
       block_rows: rows of a device that are scored at once.
-
-    Raises:
-      UserError: no rows, or more than the devices' memory holds.
     """
 
     def __init__(

@@ -163,9 +163,6 @@ def ingest(
 
     Returns:
       Whether anything was sent.
-
-    Raises:
-      UserError: pymilvus missing, no server there, or a collection of another model or corpus.
     """
     check_embeddings(embeddings)
     place = parse_place(text)
@@ -215,10 +212,6 @@ def open_milvus(text: str, model_fingerprint: str, corpus_fingerprint: str) -> M
     Args:
       model_fingerprint: of the encoder that will embed the queries.
       corpus_fingerprint: of the corpus whose rows are searched.
-
-    Raises:
-      UserError: pymilvus missing, no server there, no such collection, one that is not finished,
-        or one of another model or corpus.
     """
     place = parse_place(text)
     client = _connect(place)

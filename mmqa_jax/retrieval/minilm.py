@@ -27,9 +27,6 @@ def load_minilm_embedder(batch_size: BatchSize = AUTO) -> Embedder:
     """The embedder of the installed package; it takes texts alone.
 
     `fill_bert` checks that its sentences are means of their tokens (1_Pooling).
-
-    Raises:
-      UserError: the package is not installed.
     """
     bert = nnx.merge(*abstract_model(lambda: Bert(minilm_l6(), rngs=nnx.Rngs())))
     fill_bert(bert, minilm_path())

@@ -176,9 +176,6 @@ class ModalityClassifier:
           texts, modalities: questions and the modalities that they need.
           penalty: strength of the regularization.
           min_count: features of fewer questions are ignored.
-
-        Raises:
-          UserError: one of the modalities is missing.
         """
         _check_both(modalities)
         counts: dict[str, int] = {}
@@ -232,11 +229,7 @@ def fit_classifier(questions: Sequence[Question], corpus: Corpus) -> ModalityCla
 def labeled_questions(
     questions: Sequence[Question], corpus: Corpus
 ) -> tuple[list[str], list[Modality]]:
-    """The questions of known modality, without the quotes around them, and their modalities.
-
-    Raises:
-      UserError: one of the modalities is missing.
-    """
+    """The questions of known modality, without the quotes around them, and their modalities."""
     needed = [(question, gold_modality(question, corpus)) for question in questions]
     known = [(without_quotes(q.question), modality) for q, modality in needed if modality]
     texts, modalities = [text for text, _ in known], [modality for _, modality in known]
@@ -286,11 +279,7 @@ def _matrix(rows: Sequence[Sequence[str]], vocabulary: Mapping[str, int]) -> Any
 def of_modality(
     questions: Sequence[Question], corpus: Corpus, modality: Modality | None
 ) -> list[Question]:
-    """The questions whose gold sources are of one modality (VLP_I, VLP_T); None: all.
-
-    Raises:
-      UserError: there are none.
-    """
+    """The questions whose gold sources are of one modality (VLP_I, VLP_T); None: all."""
     if modality is None:
         return list(questions)
     kept = [question for question in questions if gold_modality(question, corpus) == modality]

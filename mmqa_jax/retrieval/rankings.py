@@ -32,9 +32,6 @@ def to_rankings(
     Args:
       rows, scores: [n, k] as a search returns them; rows of -1 (padding) are left out.
       source_ids: id of every row of the corpus.
-
-    Raises:
-      UserError: a score is not finite.
     """
     rankings = []
     for question_id, found, values in zip(question_ids, rows, scores, strict=True):
@@ -47,11 +44,7 @@ def to_rankings(
 
 
 def write_rankings(path: str | os.PathLike, rankings: Sequence[Ranking]) -> None:
-    """Writes one ranking a line, or a run if the name ends in .trec; whole or not at all.
-
-    Raises:
-      UserError: a run cannot hold these rankings, see `trec.write_run`.
-    """
+    """Writes one ranking a line, or a run if the name ends in .trec; whole or not at all."""
     if is_run(path):
         write_run(path, rankings)
     else:
@@ -93,10 +86,6 @@ def read_rankings(
       question_ids: the questions that the file must rank, each exactly once; the result is in
         their order. None: any questions, in the file's order.
       source_ids: the corpus's source ids (a set or dict); None: not checked.
-
-    Raises:
-      UserError: names the file and line of a malformed row, an unknown or repeated question or
-        source; or the file, if it lacks questions.
     """
     known = None if question_ids is None else frozenset(question_ids)
     by_question: dict[str, Ranking] = {}

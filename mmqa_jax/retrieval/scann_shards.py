@@ -149,9 +149,6 @@ def build_shards(
       shard_rows: most rows of a shard; all have the same number, but for one row.
       parameters: of every shard; None: chosen from its rows.
       on_progress: called with (rows done, rows).
-
-    Raises:
-      UserError: shards too small, or no ScaNN.
     """
     if not scann_available():
         raise UserError(
@@ -190,9 +187,6 @@ def open_shards(
     """Opens an index in shards over the embeddings it was built from; None: it is not in shards.
 
     Where ScaNN cannot be imported, search is exact.
-
-    Raises:
-      UserError: a damaged index, or one of another model, corpus or size.
     """
     folder = Path(folder)
     manifest = read_manifest(folder, INDEX_WHAT, _VERB)
@@ -235,11 +229,7 @@ def _manifest_of(folder: Path) -> dict[str, Any] | None:
 
 
 def spans_of(embeddings: Embeddings, shard_rows: int) -> list[range]:
-    """The rows of every shard.
-
-    Raises:
-      UserError: shards too small for ScaNN.
-    """
+    """The rows of every shard."""
     rows = len(embeddings.vectors)
     if shard_rows < LEAST_ROWS:
         raise UserError(

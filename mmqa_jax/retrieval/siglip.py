@@ -38,9 +38,6 @@ def load_siglip_embedder(
     Args:
       batch_size: texts or pictures per call, over all devices.
       mesh: see core.serving.serving_mesh.
-
-    Raises:
-      UserError: a folder of another model, or no tokenizer beside the weights.
     """
     devices = loading_mesh(mesh)
     model: Siglip = load_two_towers(folder, "siglip", devices)

@@ -43,10 +43,6 @@ def load_text_embedder(
         write has no vectors of texts.
       batch_size: texts per call, over all devices.
       mesh: see core.serving.serving_mesh.
-
-    Raises:
-      UserError: as `read_recipe`, `load_text_encoder`, `load_encoder_tokenizer` and
-        `check_padding`.
     """
     decoder = model_type_of(folder) in DECODERS
     if decoder and not has_recipe(folder):

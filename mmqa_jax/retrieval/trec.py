@@ -50,12 +50,7 @@ def check_ids(
 
 
 def write_run(path: str | os.PathLike, rankings: Sequence[Ranking]) -> None:
-    """Writes rankings as a run, the file whole or not at all.
-
-    Raises:
-      UserError: an id is empty or has a space, a score is not finite, or higher than the one
-        before it: tools of TREC would change the order.
-    """
+    """Writes rankings as a run, the file whole or not at all."""
     for ranking in rankings:
         _check_id(ranking.question_id, "question", path)
         for rank, name in enumerate(ranking.sources, start=1):
@@ -83,9 +78,6 @@ def read_run(path: str | os.PathLike) -> Iterator[tuple[int, Ranking]]:
 
     Sources are ordered by score, equal ones as in the file; the column of ranks is not used, as by
     trec_eval.
-
-    Raises:
-      UserError: names the file and line of a malformed row or a repeated source; or an empty file.
     """
     found: dict[str, dict[str, float]] = {}
     first: dict[str, int] = {}
@@ -114,11 +106,7 @@ def read_run(path: str | os.PathLike) -> Iterator[tuple[int, Ranking]]:
 
 
 def write_qrels(path: str | os.PathLike, questions: Sequence[Question]) -> None:
-    """Writes the gold sources of questions, each with relevance 1; the file whole or not at all.
-
-    Raises:
-      UserError: no question has gold sources, or an id is empty or has a space.
-    """
+    """Writes the gold sources of questions, each with relevance 1; the file whole or not at all."""
     check_qrels(path, questions)
     with atomic_write(path) as file:
         for question in questions:
@@ -138,12 +126,7 @@ def check_qrels(path: str | os.PathLike, questions: Sequence[Question]) -> None:
 
 
 def read_qrels(path: str | os.PathLike) -> dict[str, dict[str, int]]:
-    """Question id -> source id -> relevance, of all that were judged, in the order of the file.
-
-    Raises:
-      UserError: names the file and line of a malformed row or a pair that is judged twice; or an
-        empty file.
-    """
+    """Question id -> source id -> relevance, of all that were judged, in the order of the file."""
     judged: dict[str, dict[str, int]] = {}
     for number, (question, _, source, relevance, *_) in _rows(path, _QRELS_COLUMNS):
         where = f"{path}, line {number}"

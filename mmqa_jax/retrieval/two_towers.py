@@ -25,9 +25,6 @@ def load_two_towers(folder: str | os.PathLike, name: str, mesh: Mesh | None) -> 
     Args:
       name: of the architecture, `clip` or `siglip`.
       mesh: where the parameters go; None: the default device.
-
-    Raises:
-      UserError: a folder of another model.
     """
     if not is_converted(Path(folder)):
         return load_published(name, folder, mesh=mesh)

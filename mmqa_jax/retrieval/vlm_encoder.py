@@ -165,10 +165,6 @@ def load_vlm_embedder(
       folder: of transformers, with a chat template.
       batch_size: texts or pictures per call, over all devices.
       mesh: see core.serving.serving_mesh.
-
-    Raises:
-      UserError: as `load_vlm_encoder` and `read_recipe`; or a Qwen3-VL that writes: nothing in a
-        folder tells them apart but modules.json and its name.
     """
     if not has_recipe(folder) and "embedding" not in str(folder.resolve()).lower():
         raise UserError(

@@ -88,9 +88,6 @@ class Answerer:
     Args:
       folder: of the demo.
       corpus: its data, where they are open already.
-
-    Raises:
-      UserError: `folder` holds no finished demo.
     """
 
     def __init__(self, folder: Path, corpus: AskedCorpus | None = None):
@@ -124,9 +121,6 @@ class Answerer:
         Args:
           picture: encoded picture that belongs to the question; the answer is then read from it
             too, and may cite no source.
-
-        Raises:
-          UserError: the question is longer than the reader accepts.
         """
         self._reader.check_length(text)
         with self.corpus.asked(text, picture) as question:

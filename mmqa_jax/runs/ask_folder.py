@@ -246,10 +246,6 @@ def open_folder(
       options: how documents become sources; None: the defaults.
       flag: that named the folder, for messages.
       encoder: of AskOptions: passages are no longer than it reads.
-
-    Raises:
-      UserError: no such folder or encoder, nothing in it can be read, or pages of one that was
-        prepared.
     """
     if (folder / records.MANIFEST).exists():
         if options is not None and options.pages != "text":
@@ -300,10 +296,6 @@ def open_encoded(corpus: Corpus, encoder: str) -> DenseRetriever:
     Args:
       encoder: `minilm` and other encoders of texts embed pictures by their captions, others by
         caption and pixels.
-
-    Raises:
-      UserError: no such encoder, one of texts alone for pages that are pictures, or too many
-        sources.
     """
     if len(corpus) > _MOST_SOURCES:
         raise UserError(

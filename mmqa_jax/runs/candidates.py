@@ -53,9 +53,6 @@ def write_stage(
       config: of converted checkpoints, which lack one of their own; its section `data` says what
         they were trained on.
       options: see tasks.embedder.open_embedder.
-
-    Raises:
-      UserError: a question that no model may serve, or two do.
     """
     check_out(out, folder=True)
     corpus = open_corpus(data)

@@ -69,9 +69,6 @@ def caption_pictures(
       names: the detector's class names, where the rows do not hold them.
       batch_size: pictures of a call, over all devices.
       mesh: see core.serving.serving_mesh.
-
-    Raises:
-      UserError: another model, or a picture whose size is not known.
     """
     check_out(out)
     if tags is not None:

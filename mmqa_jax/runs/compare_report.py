@@ -44,9 +44,6 @@ def write_comparison(path: Path, runs: Sequence[ScoredRun], compared: Mapping[st
 
     Args:
       compared: the result of evaluation.compare.compare_runs.
-
-    Raises:
-      UserError: as `check_number`, or a line of per_question.jsonl that is none.
     """
     check_number(len(runs))
     metric = compared["metric"]

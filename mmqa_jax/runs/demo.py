@@ -58,11 +58,7 @@ REFUSAL = "retrieval/refusal.json"
 
 
 def run_demo(config: ConfigDict, folder: Path) -> dict[str, Any]:
-    """Runs the unfinished stages in `folder`; returns what `--json` prints.
-
-    Raises:
-      UserError: an invalid config, or `folder` belongs to another config.
-    """
+    """Runs the unfinished stages in `folder`; returns what `--json` prints."""
     _check(config)
     with claim_workdir(folder, config, work=("stages/[!.]*.json",)) as (workdir, resumed):
         if resumed:

@@ -97,11 +97,7 @@ def read_results(
     selection: Mapping[str, Any],
     examples: int,
 ) -> Results:
-    """Reads the outputs of every row in `rows`; adds the constant answers as a row.
-
-    Raises:
-      UserError: rows are gone that finished stages have written.
-    """
+    """Reads the outputs of every row in `rows`; adds the constant answers as a row."""
     scores, predictions = {}, {}
     for row in sorted(path.parent for path in rows.glob("*/per_question.jsonl")):
         lines = [line["scores"] for _, line in read_jsonl(row / "per_question.jsonl")]

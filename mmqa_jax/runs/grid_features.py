@@ -55,9 +55,6 @@ def embed_grids(
       side: of the pictures; the grid has side / 32 cells a side.
       batch_size: pictures of a call, over all devices.
       mesh: see core.serving.serving_mesh.
-
-    Raises:
-      UserError: no pictures.
     """
     check_out(out, folder=True)
     corpus = open_corpus(data)

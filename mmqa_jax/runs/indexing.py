@@ -165,11 +165,7 @@ def _index_shards(folder: Path, embeddings: Embeddings, shard_rows: int) -> dict
 
 
 def index_bm25(data: Path, out: Path) -> dict[str, Any]:
-    """Writes BM25's index over a corpus's sources below `out`, or finishes that.
-
-    Raises:
-      UserError: as `build_bm25`, or no corpus.
-    """
+    """Writes BM25's index over a corpus's sources below `out`, or finishes that."""
     check_out(out / BM25_INDEX, folder=True)
     corpus = open_sources(local_copy(data))
     with Progress("Indexing sources", len(corpus), "sources") as progress:
@@ -196,9 +192,6 @@ def export(folder: Path, out: Path, data: Path | None = None) -> dict[str, Any]:
 
     Args:
       data: the corpus that was embedded; None: the one that `embed` was given.
-
-    Raises:
-      UserError: no embeddings or corpus, another corpus, or as `check_export`.
     """
     check_store(folder)
     embeddings = open_embeddings(folder / EMBEDDINGS)

@@ -35,9 +35,6 @@ def run_judging(config: ConfigDict, folder: Path) -> dict[str, Any]:
 
     Returns:
       What `--json` prints: questions, candidates, and the mean scores by which example is shown.
-
-    Raises:
-      UserError: a config that does not judge, missing data or model, or no question with choices.
     """
     check_section(config, "", _SPEC)
     options = JudgeOptions(**config.judge.to_dict())

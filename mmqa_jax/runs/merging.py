@@ -42,10 +42,6 @@ def merge_parts(folder: Path) -> RowRun | dict[str, Any]:
 
     Returns:
       A row's results; of another verb what `mmqa merge` prints as JSON.
-
-    Raises:
-      UserError: parts are missing, damaged or of another run; a process is at work there alone; or
-        the folder is not named as the job of such a verb is.
     """
     folder = folder if in_store(folder) else folder.absolute()
     check_no_link(folder)

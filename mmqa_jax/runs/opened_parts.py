@@ -37,11 +37,7 @@ class Part(Protocol):
         """The files and folders that it reads, and names of models that are installed packages."""
 
     def open(self, row: OpenedParts) -> Any:
-        """The part in use.
-
-        Raises:
-          UserError: files that are missing, damaged or another kind's.
-        """
+        """The part in use."""
 
 
 class OpenedParts:

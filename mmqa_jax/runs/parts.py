@@ -257,12 +257,7 @@ class LLMReaderSpec(LLMReaderOptions, Part):
 
 
 def open_retriever(corpus: Corpus, spec: RetrieverSpec, on_model: OnModel = ignored) -> Retriever:
-    """The retriever over a corpus.
-
-    Raises:
-      UserError: the index or its embeddings belong to another model or corpus, or the index is
-        of another kind.
-    """
+    """The retriever over a corpus."""
     weight = DEFAULT_WEIGHT if spec.fusion_weight is None else spec.fusion_weight
     return _open(corpus, spec, on_model, remember=False)(weight)
 
@@ -270,11 +265,7 @@ def open_retriever(corpus: Corpus, spec: RetrieverSpec, on_model: OnModel = igno
 def open_fusions(
     corpus: Corpus, spec: RetrieverSpec, on_model: OnModel = ignored
 ) -> Callable[[float], Retriever]:
-    """`fused` at any weight: the retrievers of all weights search the same questions once.
-
-    Raises:
-      UserError: as `open_retriever`.
-    """
+    """`fused` at any weight: the retrievers of all weights search the same questions once."""
     return _open(corpus, spec, on_model, remember=True)
 
 
@@ -365,9 +356,6 @@ def open_bm25(corpus: Corpus, spec: RetrieverSpec, *, asks: bool = False) -> Any
 
     Returns:
       None if the spec names no folder, or one of a dense retriever alone: BM25 is made in memory.
-
-    Raises:
-      UserError: as DiskBM25; no such folder; or too many sources for an index in memory.
     """
     from mmqa_jax.retrieval.bm25_disk import DiskBM25
 
@@ -550,9 +538,6 @@ def check_prompted(options: Mapping[str, Any], library: LibrarySpec) -> None:
     Args:
       options: of the setting, its defaults included.
       library: of the row.
-
-    Raises:
-      UserError: an unknown template, or as `check_similarity`.
     """
     if "template" in options:
         load_template(options["template"])
@@ -567,9 +552,6 @@ def open_llm(spec: LLMSpec, cache: Path, flag: str = "config key parts.llm.model
 
     Args:
       flag: that named the model, or the config key, for messages.
-
-    Raises:
-      UserError: no such model or server, or an unknown setting.
     """
     from mmqa_jax.core.config import find_config, load_config
     from mmqa_jax.prompting.cache import Cached, ResponseCache
@@ -597,9 +579,6 @@ def open_knowledge(
 
     Args:
       corpus: the row's own, whose sources are searched if the spec names no data.
-
-    Raises:
-      UserError: no such data or model, no sources of the modality, or top_k below 1.
     """
     from mmqa_jax.data.corpus import open_sources
     from mmqa_jax.retrieval.knowledge import RandomRetriever
@@ -702,11 +681,7 @@ class FinishedSpec(Part):
         return [self.run]
 
     def open(self, row: OpenedParts) -> Mapping[str, Mapping[str, Any]]:
-        """Question id -> its line in the run's trace.jsonl.
-
-        Raises:
-          UserError: the folder holds no such file, or a line is malformed.
-        """
+        """Question id -> its line in the run's trace.jsonl."""
         path = Path(self.run) / "trace.jsonl"
         if not path.is_file():
             raise UserError(

@@ -40,9 +40,6 @@ def report_corpus(dataset: str, out: Path) -> dict[str, Any]:
 
     Returns:
       What `--json` prints of them.
-
-    Raises:
-      UserError: the corpus is of another data set, or damaged.
     """
     corpus = open_corpus(out)
     name = corpus.manifest.get("name")

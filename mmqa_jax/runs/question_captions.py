@@ -53,7 +53,6 @@ def caption_questions(
       Counts: `captions`, and `without_picture`, `failed`, of which there is none.
 
     Raises:
-      UserError: no question of the split has a picture, or the model takes none.
       RunError: no caption came of any question.
     """
     check_out(out)

@@ -66,9 +66,6 @@ def open_pictures(data: Path, of: Of = "all") -> NamedPictures:
 
     Args:
       of: whose pictures of a corpus.
-
-    Raises:
-      UserError: no pictures, or two of one id.
     """
     if (data / CORPUS).is_file():
         return _of_corpus(data, of)
@@ -173,7 +170,6 @@ def write_regions(
 
     Raises:
       RunError: too many broken pictures.
-      UserError: records of another job in `out`, or exports that cannot be made of them.
     """
     check_out(out, folder=True)
     if options.chunk < 1:

@@ -337,10 +337,6 @@ def read_row(config: ConfigDict, *, split: str | None = None) -> Row:
 
     Args:
       split: in place of the config's own.
-
-    Raises:
-      UserError: a config that is not a row's; a key that is unknown, a value that does not fit, or
-        values that contradict each other.
     """
     if not isinstance(config.get("row"), str) or not config.get("system"):
         raise UserError(

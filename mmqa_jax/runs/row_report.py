@@ -236,11 +236,7 @@ def _cost_table(cost: Mapping[str, float]) -> Table:
 
 
 def report_row(folder: Path) -> tuple[Path, list[Table]]:
-    """Writes the report of the finished row in `folder` anew; returns its path and its tables.
-
-    Raises:
-      UserError: the run is not finished, or its data is not where it was.
-    """
+    """Writes the report of the finished row in `folder` anew; returns its path and its tables."""
     run = read_run(folder)
     scores = {"notes": [], "limit": None, **run.scores}
     row = recorded_row(folder)

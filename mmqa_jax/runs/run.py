@@ -48,9 +48,6 @@ def run_row(
 
     Returns:
       The results; None while other shards have not finished theirs.
-
-    Raises:
-      UserError: missing data or parts (all are named); a folder that holds another row.
     """
     if limit is not None and limit < 1:
         raise UserError(

@@ -67,11 +67,7 @@ class SweepCell:
 
 
 def parse_axes(given: Sequence[str]) -> list[Axis]:
-    """`KEY=V1,V2,...`, each key once; a value that is named twice counts once.
-
-    Raises:
-      UserError: another form, no value, or a key that is named twice.
-    """
+    """`KEY=V1,V2,...`, each key once; a value that is named twice counts once."""
     axes: dict[str, Axis] = {}
     for text in given:
         key, _, listed = text.partition("=")
@@ -102,10 +98,6 @@ def read_grid(
     Args:
       config: as of `load_config`.
       read: of a cell's config.
-
-    Raises:
-      UserError: a key that the config has not, or that holds a list; a value that does not fit, or
-        whose config `read` refuses; two cells of one config.
     """
     known = flatten(load_config(config, overrides, adds=True).to_dict())
     for axis in axes:
@@ -162,9 +154,6 @@ def run_sweep(
     Args:
       limit, chunk: see `run_row`.
       together: cells that run together, at most.
-
-    Raises:
-      UserError: inputs that are missing; a folder of a cell that holds another row or config.
     """
     if together < 1:
         raise UserError(f"--together={together}: at least 1 was expected (one after the other).")
@@ -272,11 +261,7 @@ def _write(folder: Path, cells: Sequence[SweepCell], finished: list[dict[str, An
 
 
 def report_sweep(folder: Path) -> tuple[Path, Table]:
-    """Writes report.html of a sweep's finished cells; returns its path and the table.
-
-    Raises:
-      UserError: its sweep.json is damaged.
-    """
+    """Writes report.html of a sweep's finished cells; returns its path and the table."""
     content = read_json(folder / SWEEP)
     try:
         name, cells = f"{content['dataset']}, {content['row']}", content["cells"]

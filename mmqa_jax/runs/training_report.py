@@ -43,11 +43,7 @@ def overlaid_curves(folders: Mapping[str, Path]) -> list[LinePlot]:
 
 
 def write_training_report(folder: Path) -> dict[str, Any]:
-    """Prints the validation of a finished or running training run and writes its report.html.
-
-    Raises:
-      UserError: `folder` has no config.json of a training run.
-    """
+    """Prints the validation of a finished or running training run and writes its report.html."""
     data = training_report(folder)
     for table in (*data.tables, *data.run_tables):
         show(table)
@@ -58,11 +54,7 @@ def write_training_report(folder: Path) -> dict[str, Any]:
 
 
 def training_report(folder: Path) -> ReportData:
-    """What report.html of a training run shows.
-
-    Raises:
-      UserError: as `write_training_report`.
-    """
+    """What report.html of a training run shows."""
     config = read_config(folder)
     if "task" not in config:
         raise UserError(

@@ -38,9 +38,6 @@ def training_status(folder: Path, now: float | None = None) -> dict[str, Any]:
       `rate` (steps per second) and `seconds_left` (None: not known), `last` (seconds since the run
       was last heard of), `loss` (of the last log row), `goodput` (training.attempts.Goodput; None:
       no time has passed).
-
-    Raises:
-      UserError: the folder's config is missing or damaged.
     """
     now = time.time() if now is None else now
     config = read_config(folder)
@@ -101,9 +98,6 @@ def read_swept(folder: Path) -> tuple[str, list[dict[str, Any]]]:
 
     That is `values` (by key of the config), `workdir` (below `folder`), and of a run that ended
     since its loss was not finite `failed`, the sentence about it.
-
-    Raises:
-      UserError: its sweep.json is damaged.
     """
     content = read_json(folder / SWEEP)
     runs = content.get("cells")

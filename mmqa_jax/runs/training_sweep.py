@@ -61,8 +61,6 @@ def run_trainings(runs: Sequence[SweptRun], folder: Path) -> list[dict[str, Any]
     A run whose loss is not finite ends, and the next one begins; its record says so.
 
     Raises:
-      UserError: a run that cannot be trained (a sweep that has begun none leaves no trace), or a
-        folder that holds something else.
       SystemExit: as of `training.loop.train`.
     """
     if folder.exists() and (kind := kind_of(folder)) not in ("", "trainings"):
@@ -125,9 +123,6 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     Returns:
       `values`, `workdir`, `failed` as of `read_swept`; `step` (0: not begun), `complete`, `loss`
       and `goodput` as of `training_status`, `best` as of `read_best`.
-
-    Raises:
-      UserError: a damaged sweep.json, or damaged files of a run.
     """
     records = []
     for run in read_swept(folder)[1]:
@@ -141,11 +136,7 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 
 
 def report_trainings(folder: Path) -> tuple[Path, Table]:
-    """Writes report.html of a sweep over trainings; returns its path and the table.
-
-    Raises:
-      UserError: as `read_records`.
-    """
+    """Writes report.html of a sweep over trainings; returns its path and the table."""
     task, records = read_swept(folder)[0], read_records(folder)
     table = trainings_table(f"Sweep of {task}", records)
     pages = {n: f"{record['workdir']}/report.html" for n, record in enumerate(records)}

@@ -21,9 +21,6 @@ def kind_of(folder: Path) -> Kind:
 
     `sweep` is one over rows, `trainings` one over trainings, and `rows` a folder with finished rows
     below it.
-
-    Raises:
-      UserError: its config.json or sweep.json is damaged.
     """
     if (folder / FILE).is_file() or (folder / METRICS).is_file():
         return "training"

@@ -44,11 +44,7 @@ _SYSTEMS = (ReadPassages.name, FromMemory.name)  # which a language model adds
 
 
 def bind(options: ServeOptions) -> socket.socket:
-    """The socket to listen at; made before models are loaded, so that a wrong port costs nothing.
-
-    Raises:
-      UserError: it is in use, or no address of this machine.
-    """
+    """Opens the socket to listen at, before models are loaded: a wrong port costs nothing."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -86,9 +82,6 @@ def open_parts(
       cache: where what was read of the documents is kept.
       folder: how documents become sources; None: the defaults.
       adapters: names of those that the model was opened with.
-
-    Raises:
-      UserError: as `mmqa ask`.
     """
     threads = Threads(options.queue)
     asking, reading = asking or AskOptions(), reading or LLMReaderOptions()
@@ -199,11 +192,7 @@ def _served(backend: Any, most: int) -> ServedModel | None:
 def _of_workdir(
     workdir: Path, threads: Threads
 ) -> tuple[AskedCorpus, Answerer | None, list[System]]:
-    """The systems of a finished demo and its rows, or of one row; the demo's own is ready.
-
-    Raises:
-      UserError: it holds neither, or inputs of the row are missing.
-    """
+    """The systems of a finished demo and its rows, or of one row; the demo's own is ready."""
     if kind_of(workdir) == "row":
         row = recorded_row(workdir)
         if missing := row.missing_inputs():

@@ -17,11 +17,7 @@ _FORMER = {"mmqa_jax.data.datasets.atlas.augment": "mmqa_jax.data.atlas.augment"
 
 
 def augmentation_factory(section: Mapping[str, Any]) -> Callable[..., Augment]:
-    """What `augment.factory` names, a class or function of this package.
-
-    Raises:
-      UserError: no such class, or one of another package.
-    """
+    """What `augment.factory` names, a class or function of this package."""
     named = section.get("factory", "")
     module, _, name = str(named).partition(":")
     module = _FORMER.get(module, module)

@@ -115,9 +115,6 @@ def base_path(name: str, kind: str = "llama") -> Path:
 
     Args:
       kind: its architecture, of _KINDS.
-
-    Raises:
-      UserError: nothing there, or another architecture.
     """
     if is_hub_name(name):
         path = find_model(name, "config key init")
@@ -145,9 +142,6 @@ def model_config(task: Any, vocab_size: int) -> Any:
       task: its `architecture` is a name of _KINDS. The changes of a Qwen-VL's tower are in the
         section `model.vision`.
       vocab_size: of a model from scratch.
-
-    Raises:
-      UserError: a change of what the base's weights decide.
     """
     kind = _KINDS[task.architecture]
     changes = {section: dict(getattr(task.model, section)) for section in kind.free}

@@ -197,11 +197,7 @@ class FusionInDecoder(TextModelTask):
     def passages_of(
         self, corpus: Corpus, questions: Sequence[Question], files: KnowledgeFiles
     ) -> Callable[[Question], list[str]]:
-        """What gives the passages of a question, best first.
-
-        Raises:
-          UserError: files that are missing or lack a question.
-        """
+        """What gives the passages of a question, best first."""
         if files.entities or files.answers:
             known = KATKnowledge(files.entities, files.answers)
             for question in questions:

@@ -79,9 +79,6 @@ def check_similarity(
 
     Args:
       key, section: where the config has both, for the messages.
-
-    Raises:
-      UserError: it needs another encoder, one space for two encoders, or ScaNN.
     """
     if similarity == "random":
         return
@@ -136,9 +133,6 @@ def open_library(
     Args:
       corpus: the row's own, whose examples are used if the spec names no data.
       section: of the config that has the spec, for messages.
-
-    Raises:
-      UserError: no such data, model or vectors.
     """
     home = open_corpus(spec.data) if spec.data else corpus
     examples = _examples(home, spec)

@@ -26,9 +26,6 @@ def read_run(
     Args:
       kinds: the tasks whose runs are expected.
       options: of the section `inference`, in place of the run's own.
-
-    Raises:
-      UserError: another task's run, or files of two runs.
     """
     folder = Path(folder)
     named = {kind.name: kind for kind in kinds}

@@ -33,11 +33,7 @@ _COMPUTE = ("dtype", "remat", "attention", "unroll")
 
 
 def check_two_towers_init(task: Any, model: DualEncoderConfig) -> None:
-    """Refuses an `init` from which the config's CLIP or SigLIP cannot start.
-
-    Raises:
-      UserError: no converted folder, another model's, or one of other sizes.
-    """
+    """Refuses an `init` from which the config's CLIP or SigLIP cannot start."""
     if task.init == "scratch":
         return
     place = f"config key init={task.init}"
@@ -58,11 +54,7 @@ def check_two_towers_init(task: Any, model: DualEncoderConfig) -> None:
 
 
 def check_clip_frontend(task: Any) -> None:
-    """Refuses a `features.root` that does not hold the CLIP of the config's VLP frontend.
-
-    Raises:
-      UserError: no converted folder, another model's, or a CLIP of other sizes.
-    """
+    """Refuses a `features.root` that does not hold the CLIP of the config's VLP frontend."""
     _check(
         f"config key features.root={task.features.root}",
         task.features.root,

@@ -46,11 +46,7 @@ def make_answers(section: Any, questions: Sequence[Question]) -> AnswerVocabular
 
 
 def keep_vocabulary(answers: AnswerVocabulary, folder: Path) -> None:
-    """Writes answers.json of a run; of a run that resumes, compares it.
-
-    Raises:
-      UserError: the run began with other answers.
-    """
+    """Writes answers.json of a run; of a run that resumes, compares it."""
     kept = folder / FILE
     if kept.exists() and read_vocabulary(kept).answers != answers.answers:
         raise UserError(
@@ -63,11 +59,7 @@ def keep_vocabulary(answers: AnswerVocabulary, folder: Path) -> None:
 
 
 def pretrained_answers(task: Any, answers: AnswerVocabulary) -> int:
-    """How many of the answers the model's first head has: those of the weights in `init`.
-
-    Raises:
-      UserError: weights of another model, or of other answers.
-    """
+    """How many of the answers the model's first head has: those of the weights in `init`."""
     if not is_weights_folder(task.init):
         return len(answers)
     record = read_record(task.init)
@@ -127,9 +119,6 @@ def _extend(model: Any, pretrained: nnx.Module, init: str) -> None:
     """Takes all parameters; answers that are new start as in mcan_for_finetune.py.
 
     Their weights are 0, their biases the mean of the others'.
-
-    Raises:
-      UserError: parameters of other shapes.
     """
     theirs = flatten_named(nnx.state(pretrained))
     ours = flatten_named(nnx.state(model))

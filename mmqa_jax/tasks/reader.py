@@ -25,9 +25,6 @@ def open_reader(folder: str | Path, corpus: Corpus, options: Options | None = No
 
     Args:
       options: of the section `inference`, in place of the run's own.
-
-    Raises:
-      UserError: another task's run.
     """
     task, _ = read_run(folder, (Answer, FusionInDecoder))
     load = load_fusion_reader if isinstance(task, FusionInDecoder) else load_reader
@@ -42,9 +39,6 @@ def open_published_reader(
     Args:
       tokenizer: folder of its tokenizer; "": the model's.
       config: of task fusion_in_decoder, whose passages and inference are used.
-
-    Raises:
-      UserError: another task's config, another model, or a tokenizer with ids that it lacks.
     """
     task, path = read_task(config), Path(folder)
     if not isinstance(task, FusionInDecoder):
@@ -66,10 +60,6 @@ def open_published_reader(
 
 
 def reader_modality(folder: str | Path) -> Modality | None:
-    """The modality of the sources that the reader of a run was trained on, if only one.
-
-    Raises:
-      UserError: another task's run.
-    """
+    """The modality of the sources that the reader of a run was trained on, if only one."""
     task, _ = read_run(folder, (Answer, FusionInDecoder))
     return task.data.modality

@@ -43,11 +43,7 @@ def _below(kind: type[Task]) -> Iterator[type[Task]]:
 
 
 def read_task(config: Any) -> Task:
-    """The task that a config describes.
-
-    Raises:
-      UserError: an unknown task; a key that is unknown or missing, or a value of another type.
-    """
+    """The task that a config describes."""
     name, known = config.get("task"), known_tasks()
     if name not in known:
         raise UserError(f"config key task={name}: unknown; use one of {', '.join(known)}.")

@@ -199,9 +199,6 @@ def two_sides(
     Args:
       joint_layers, match_type: see SelectorModel.
       packing, config: of the same task.
-
-    Raises:
-      UserError: invalid layers or token types, or sources that depend on the question.
     """
     if joint_layers is None:
         if match_type is not None:

@@ -19,9 +19,6 @@ def open_reranker(model: str | Path, corpus: Corpus, options: Options | None = N
       model: a rerank run, or a published cross-encoder, Qwen3-Reranker or Qwen3-VL-Reranker: its
         folder, or ORG/NAME in the Hugging Face cache.
       options: `batch_size` and `mesh`, in place of those of the run's `inference`.
-
-    Raises:
-      UserError: no such model, or one of another kind.
     """
     if folder := published_folder(model):
         return open_cross_encoder(folder, corpus, **(options or {}))

@@ -68,10 +68,6 @@ def run_training(
     Returns:
       What `--json` prints: the task, the step and the folder, the best step if one is kept, and
       the goodput (training.attempts) of a run that took steps.
-
-    Raises:
-      UserError: a config that cannot be trained (it leaves no trace in `folder`), or a folder of
-        another config.
     """
     distributed.start()
     with distributed.fail_together():

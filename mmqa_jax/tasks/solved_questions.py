@@ -156,9 +156,6 @@ class SolvedQuestions(TextModelTask):
           encode: makes the examples.
           encode_chat: makes those of conversations, of a task that learns them.
           readable: those of some questions that can be shown; None: all.
-
-        Raises:
-          UserError: no question with an answer, or a library that cannot be opened.
         """
         solved = [question for question in questions if self.is_solved(question)]
         if not solved:

@@ -295,9 +295,6 @@ class Task(abc.ABC):
         Args:
           devices: that it is to run on, all of this machine's by default.
           files: whether the weights that it names are looked at, too; planning needs none.
-
-        Raises:
-          UserError: sizes that do not fit together or the devices.
         """
         self.check_sizes(files=files)
         parts, mesh = self.loop.accumulate * self._parts(), make_mesh(self.mesh, devices)
@@ -426,11 +423,7 @@ class Task(abc.ABC):
         return WordPiece, "a WordPiece tokenizer"
 
     def recipe(self, corpus: Corpus, tokenizer: Tokenizer) -> Recipe:
-        """What a run on a corpus needs.
-
-        Raises:
-          UserError: no questions, or a tokenizer or config section that does not fit.
-        """
+        """What a run on a corpus needs."""
         kind, wanted = self.tokenizer_kind()
         if not isinstance(tokenizer, kind):
             raise UserError(
@@ -454,9 +447,6 @@ class Task(abc.ABC):
 
         Args:
           model: of the run, possibly abstract (nnx.eval_shape).
-
-        Raises:
-          UserError: no questions of its split that can be scored.
         """
         if self.validate is None:
             return None

@@ -325,9 +325,6 @@ def load_vqa_model(
     Args:
       corpus: of the questions; only a model on patches needs it.
       options: of the section `inference`, in place of the run's own.
-
-    Raises:
-      UserError: another task's run, or answers.json is not that of the weights.
     """
     task, tokenizer = read_run(folder, (VQA,), options)
     answers = read_vocabulary(folder)
@@ -347,9 +344,6 @@ def load_prophets_mcan(folder: str | Path, task: VQA, options: Options | None = 
     Args:
       task: on grids, for what weights do not tell: `tokenizer`, `answers.file`, `features`,
         `batches.lengths`, `inference.batch_size`. Its sizes give way to the weights'.
-
-    Raises:
-      UserError: another model, or answers or a tokenizer of other sizes.
     """
     record = read_record(folder)
     if record.architecture.name != "mcan" or not isinstance(task.model, GridModel):

@@ -63,11 +63,7 @@ class Adapter:
 
     @classmethod
     def of(cls, record: Mapping[str, Any], where: Path) -> Adapter | None:
-        """The adapter of a model.json; None: the folder holds a whole model.
-
-        Raises:
-          UserError: the entry has other fields.
-        """
+        """The adapter of a model.json; None: the folder holds a whole model."""
         entry = record.get("adapter")
         if entry is None:
             return None
@@ -91,9 +87,6 @@ class Adapter:
 
         Args:
           where: the adapter's folder, for messages.
-
-        Raises:
-          UserError: it is not there.
         """
         if self.base in LANGUAGE_MODELS:
             path = LANGUAGE_MODELS[self.base]()
@@ -129,11 +122,7 @@ def abstract_additions(
 
 
 def language_model(model: nnx.Module) -> Llama:
-    """The LLaMA that a model is, or has.
-
-    Raises:
-      UserError: it has none.
-    """
+    """The LLaMA that a model is, or has."""
     if isinstance(model, Llama):
         return model
     if isinstance(model, QwenVL):
@@ -166,12 +155,7 @@ def is_peft(path: str | os.PathLike) -> bool:
 
 
 def open_peft(folder: Path) -> tuple[Adapter, TensorSource]:
-    """A PEFT folder of LoRA over a LLaMA or a relative; headers are read.
-
-    Raises:
-      UserError: another kind of adapter, one that changes more than a layer's projections, or
-        projections with other ranks.
-    """
+    """A PEFT folder of LoRA over a LLaMA or a relative; headers are read."""
     file = folder / PEFT_CONFIG
     config = read_json(file)
     if not isinstance(config, dict):

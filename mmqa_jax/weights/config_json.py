@@ -28,9 +28,6 @@ def config_from_json(kind: type[C], value: Any, where: str) -> C:
       kind: the config's dataclass.
       value: the JSON object.
       where: what messages call it, e.g. `config.json, key config`.
-
-    Raises:
-      UserError: an unknown field, one that is missing, or a value of another type.
     """
     return _read(kind, value, where)
 
@@ -42,9 +39,6 @@ def with_changes(config: C, changes: Iterable[str]) -> C:
       config: a config.
       changes: `FIELD=VALUE` each; a dot leads into a nested config (`text.heads=4`), the value
         is JSON or a plain string.
-
-    Raises:
-      UserError: no such field, or a value of another type.
     """
     for change in changes:
         name, equals, text = change.partition("=")

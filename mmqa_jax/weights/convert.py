@@ -103,7 +103,6 @@ def convert(
       What the command prints as JSON.
 
     Raises:
-      UserError: wrong paths, a source that cannot be read or does not fit the model.
       RunError: the disk has not enough space left; where it fills up later, see
         core.disk_errors.
     """
@@ -322,11 +321,7 @@ def _bytes(spec: jax.ShapeDtypeStruct) -> int:
 
 
 def _streamed(state: nnx.State, key_map: KeyMap, source: TensorSource) -> dict[str, StreamedArray]:
-    """The model's arrays, each to be made from the source's tensors while it is written.
-
-    Raises:
-      UserError: the checkpoint does not fit the model.
-    """
+    """The model's arrays, each to be made from the source's tensors while it is written."""
     leaves = {"/".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
     plan = keymap.plan_loading(leaves, key_map, source)
     return {

@@ -87,11 +87,7 @@ def describe_model(architecture: Architecture, config: Any, dtype: str) -> dict[
 
 
 def read_record(folder: str | os.PathLike) -> Description:
-    """Reads model.json.
-
-    Raises:
-      UserError: another folder, of another version, or a damaged config.
-    """
+    """Reads model.json."""
     file = record_file(Path(folder))
     record = read_metadata(folder)
     if record.get("format") != FORMAT:
@@ -126,9 +122,6 @@ def load_converted(
       param_dtype: of the parameters; None keeps the stored one.
       config: instead of the stored one (`read_record(folder).config`), with other values of what
         the weights do not decide: dtype, attention, remat.
-
-    Raises:
-      UserError: no weights folder, a damaged one, or arrays that are not the config's.
     """
     found = read_record(folder)
     config = found.config if config is None else config
@@ -189,9 +182,6 @@ def load_additions(
       folder: the workdir of a LoRA run or its folder best, a converted adapter, or PEFT's folder.
       base: where the base's weights lie, with the hash `fingerprint` (`weights_hash`).
       model, config: the base's architecture and config.
-
-    Raises:
-      UserError: no adapter, another model's, or a damaged one.
     """
     source = None
     if is_peft(folder):
@@ -252,9 +242,6 @@ def load_weights(
       abstract: pytree of jax.ShapeDtypeStructs or arrays, with the dtype and the sharding that
         each array shall have (without one: the default device).
       on_bytes: called with the size of each array that is read.
-
-    Raises:
-      UserError: nothing there, the weights of another model, with keys, or damaged ones.
     """
     folder = Path(folder)
     read_metadata(folder)
@@ -354,11 +341,7 @@ def replace_trained(
 
 
 def weights_hash(path: Path) -> str:
-    """Of what a model's answers depend on: a run's folder holds much else.
-
-    Raises:
-      UserError: an adapter whose base is not there, or is another model's.
-    """
+    """Of what a model's answers depend on: a run's folder holds much else."""
     if not is_weights_folder(path):
         return content_hash(path)
     digest = content_hash(path / WEIGHTS) + content_hash(path / RECORD)
@@ -369,11 +352,7 @@ def weights_hash(path: Path) -> str:
 
 
 def _base_of(adapter: Adapter, folder: Path) -> Path:
-    """Where an adapter's base lies.
-
-    Raises:
-      UserError: it is not there, or is no longer the model that the adapter was trained on.
-    """
+    """Where an adapter's base lies."""
     path = adapter.base_path(folder)
     if adapter.fingerprint and weights_hash(path) != adapter.fingerprint:
         raise UserError(

@@ -70,9 +70,6 @@ def find_model(name: str, flag: str = "--model", fetch: str = "add --download") 
 
     Returns:
       Its folder, or its file if the folder has only a GGUF file.
-
-    Raises:
-      UserError: it is not in the cache, or some of its files are not.
     """
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -107,8 +104,6 @@ def download_model(name: str, flag: str = "--model") -> None:
     them; what is there already is not fetched again. Arguments as for `find_model`.
 
     Raises:
-      UserError: not a name of the hub's form, no such model or revision, no access to it, or no
-        weights that can be read here.
       RunError: the hub cannot be reached.
     """
     if not is_hub_name(name):

@@ -202,9 +202,6 @@ def load_into(state: nnx.State, key_map: KeyMap, source: TensorSource) -> nnx.St
 
     Returns:
       A new state: each filled parameter with the dtype and sharding of the one it replaces.
-
-    Raises:
-      UserError: the checkpoint does not fit; one sentence lists all offenders.
     """
     return _filled(state, plan_loading(_named(state), key_map, source), source)
 
@@ -262,11 +259,7 @@ def _filled(
 
 
 def model_source(state: nnx.State, key_map: KeyMap) -> TensorSource:
-    """A model's parameters under published keys and layouts: a key map run backwards.
-
-    Raises:
-      UserError: a rule's transform cannot be inverted.
-    """
+    """A model's parameters under published keys and layouts: a key map run backwards."""
     tensors = {}
 
     def read(leaf: Any, slot: tuple[int, ...], inverse: Callable[[Any], Any]) -> np.ndarray:
@@ -305,11 +298,7 @@ def model_source(state: nnx.State, key_map: KeyMap) -> TensorSource:
 
 
 def untied_source(state: nnx.State, key_map: KeyMap) -> TensorSource:
-    """A whole model's tensors, each once: transformers ties the other names itself.
-
-    Raises:
-      UserError: the model has parameters that the published layout does not have.
-    """
+    """A whole model's tensors, each once: transformers ties the other names itself."""
     paths = [_join(path) for path, _ in nnx.to_flat_state(state)]
     extra = [p for p in paths if not any(rule.path_regex.fullmatch(p) for rule in key_map.rules)]
     if extra:
@@ -442,12 +431,7 @@ def _equal(source: TensorSource, first: str, second: str) -> bool:
 
 
 def read_assigned(assignment: _Assignment, source: TensorSource) -> np.ndarray:
-    """The tensor of one slot of a parameter, in our layout and the checkpoint's dtype.
-
-    Raises:
-      UserError: it holds NaN or infinity, with which a model gives answers all the same: the
-        token or the choice that comes first.
-    """
+    """The tensor of one slot of a parameter, in our layout and the checkpoint's dtype."""
     tensor = source.read(assignment.source_key)
     if not all_finite(tensor):
         raise UserError(

@@ -112,9 +112,6 @@ def read_hf_config(path: Path, *model_types: str) -> dict[str, Any]:
     """transformers' config.json in the folder or beside the file.
 
     model_types: of which it is one.
-
-    Raises:
-      UserError: there is none, or it is another model's.
     """
     file = config_file(path)
     if not file.exists():

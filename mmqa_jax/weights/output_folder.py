@@ -28,12 +28,7 @@ COMPANIONS = (
 
 
 def check_paths(source: Path, out: Path, overwrite: bool) -> None:
-    """Refuses a conversion that cannot be read or would destroy something.
-
-    Raises:
-      UserError: no source; `out` in the source or around it, a file, or a folder that may not
-        be replaced.
-    """
+    """Refuses a conversion that cannot be read or would destroy something."""
     if not source.exists():
         raise UserError(f"--source={source}: no such file or folder; check the path.")
     inside, outside = out.resolve(), source.resolve()
@@ -106,12 +101,7 @@ def copy_companions(source: Path, folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def name_paths(source: Path) -> Iterator[None]:
-    """Turns the operating system's errors into sentences that name the path.
-
-    Raises:
-      UserError: a file or folder cannot be read or written; of a disk that fails see
-        core.disk_errors.
-    """
+    """Turns the operating system's errors into sentences that name the path."""
     try:
         yield
     except OSError as error:

@@ -49,9 +49,6 @@ def fill_bert(
         None requires that the numbers be equal.
       rows: int[vocab_size], the row of the checkpoint's embedding table for each of the model's
         tokens (data.tokenizers.vocabulary_rows); None where the vocabularies are the same.
-
-    Raises:
-      UserError: config or tensors do not fit.
     """
     published = read_bert_config(Path(folder))
     constants = ("heads", "activation", "eps")
@@ -79,9 +76,6 @@ def init_vlp_from_bert(
       model: VLP whose trunk has the checkpoint's widths.
       folder, num_layers, rows: as for `fill_bert`.
       fresh: patterns of further parameters that stay as they are.
-
-    Raises:
-      UserError: the trunk's constants or sizes are not the checkpoint's.
     """
     published = read_bert_config(Path(folder))
     trunk = model.config.bert
@@ -117,9 +111,6 @@ def start_vlp(path: str | os.PathLike, model: VLP) -> None:
       path: a file or folder (see `open_source`), e.g. `model.11.bin`.
       model: a VLP whose trunk has the checkpoint's sizes. A checkpoint with two token types
         fills six by VLP's rule.
-
-    Raises:
-      UserError: a missing or broken file, tensors that do not fit.
     """
     source = open_source(path)
     shapes, config = shapes_of(source), model.config
@@ -160,12 +151,7 @@ def _fit_trunk(
     rows: np.ndarray | None,
     constants: tuple[str, ...],
 ) -> KeyMap:
-    """The map that takes the first `num_layers` layers and `rows` of the embedding table.
-
-    Raises:
-      UserError: `num_layers` (None: all) is not the model's number or more than there are, or a
-        constant, which no shape shows, differs.
-    """
+    """The map that takes the first `num_layers` layers and `rows` of the embedding table."""
     wanted = published.layers if num_layers is None else num_layers
     if wanted != ours.layers:
         raise UserError(

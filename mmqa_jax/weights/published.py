@@ -47,10 +47,6 @@ def load_published(
         tensor is read into the array that stays.
       changes: fields of the config, and of the configs in it, that the checkpoint does not decide
         (dtype, attention, remat, unroll, dropouts).
-
-    Raises:
-      UserError: a missing or broken file, another model's config, tensors that do not fit, or a
-        value that nothing at the path shows and `changes` do not give.
     """
     entry = architecture(model)
     checkpoint = entry.open(Path(path), None if clip is None else Path(clip))
@@ -86,11 +82,7 @@ def load_checkpoint(
 def with_fresh(
     state: nnx.State, build: Callable[[], nnx.Module], key_map: KeyMap, source: TensorSource
 ) -> nnx.State:
-    """The abstract state with its fresh parameters, and only those, initialized.
-
-    Raises:
-      UserError: the source does not fit, see `load_into`: nothing of a wrong size is initialized.
-    """
+    """The abstract state with its fresh parameters, and only those, initialized."""
     names = [
         name
         for name in flatten_named(state)

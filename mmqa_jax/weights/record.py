@@ -27,11 +27,7 @@ DAMAGED = (
 
 
 def is_weights_folder(path: str | os.PathLike) -> bool:
-    """Whether a path is a folder that `mmqa convert` or a finished training run wrote.
-
-    Raises:
-      UserError: its model.json is damaged.
-    """
+    """Whether a path is a folder that `mmqa convert` or a finished training run wrote."""
     path = Path(path)
     if not (path / WEIGHTS).is_dir() or not record_file(path).is_file():
         return False
@@ -46,12 +42,7 @@ def is_converted(path: str | os.PathLike) -> bool:
 
 
 def read_metadata(folder: str | os.PathLike) -> dict[str, Any]:
-    """The content of model.json.
-
-    Raises:
-      UserError: the folder holds no finished weights, model.json is of another kind, or that or a
-        file beside it (a tokenizer) is damaged.
-    """
+    """The content of model.json."""
     file = record_file(as_path(folder))
     if not file.exists():
         raise UserError(

@@ -55,11 +55,7 @@ class Architecture:
         return _load(f"mmqa_jax.models.{self.model}")(config, rngs=rngs)
 
     def read_config(self, value: Any, where: str) -> Any:
-        """The config in a weights folder; the arguments are those of `config_from_json`.
-
-        Raises:
-          UserError: as `config_from_json`.
-        """
+        """The config in a weights folder; the arguments are those of `config_from_json`."""
         if self.has_variants:
             return self._weights("read")(value, where)
         return config_from_json(_load(f"mmqa_jax.models.{self.config}"), value, where)
@@ -71,11 +67,7 @@ class Architecture:
         return self._weights("open")(path, **arguments)
 
     def publish(self, config: Any, state: Any) -> Published:
-        """The model under published keys.
-
-        Raises:
-          UserError: it has parameters that the published model does not have.
-        """
+        """The model under published keys."""
         return self._weights("publish")(config, state)
 
     def _weights(self, verb: str) -> Any:
@@ -271,11 +263,7 @@ TRAINED = (
 
 
 def architecture(name: str, where: str = "--model", *, trained: bool = False) -> Architecture:
-    """The entry of that name; `trained`: of those that only training makes too.
-
-    Raises:
-      UserError: there is none.
-    """
+    """The entry of that name; `trained`: of those that only training makes too."""
     known = {entry.name: entry for entry in (*ARCHITECTURES, *(TRAINED if trained else ()))}
     if name not in known:
         raise UserError(f"{where}={name}: unknown; use one of {', '.join(known)}.")

@@ -139,10 +139,6 @@ def read_recipe(folder: Path, processing: Sequence[Any] = ()) -> SentenceRecipe:
     Args:
       folder: sentence-transformers': `modules.json`, and config.json of each module in a folder.
       processing: values of `processing_kwargs` that say what the caller does anyway.
-
-    Raises:
-      UserError: a further layer, a pooling, prompt or key that is not known here, or a similarity
-        that vectors of length 1 do not have.
     """
     pooling, normalized, dense = "mean", False, []
     for kind, place in read_modules(folder):
@@ -188,11 +184,7 @@ def read_recipe(folder: Path, processing: Sequence[Any] = ()) -> SentenceRecipe:
 
 
 def read_pair_length(folder: Path) -> int | None:
-    """Tokens of the longest pair of a cross-encoder, as sentence-transformers' files say; or None.
-
-    Raises:
-      UserError: a further layer, a prompt, or a key that is not known here.
-    """
+    """Tokens of a cross-encoder's longest pair by sentence-transformers' files, or None."""
     for kind, place in read_modules(folder):
         if kind != "Transformer" or place:
             raise UserError(
@@ -222,9 +214,6 @@ def check_logit_prompts(file: Path) -> str:
 
     Args:
       file: its config_sentence_transformers.json.
-
-    Raises:
-      UserError: a key that is not known here, or a default prompt that is none of its prompts.
     """
     content = _object(file)
     fixed = {"model_type": ("CrossEncoder",), "activation_fn": ACTIVATIONS}
@@ -244,9 +233,6 @@ def check_mean_pooling(folder: Path) -> None:
     """Checks that a folder's sentences are means of their tokens; a plain BERT's pass.
 
     For towers that are trained further, which pool by the mean (models/dual_encoder.py).
-
-    Raises:
-      UserError: another pooling, a further layer, texts in lower case, or a prompt before each.
     """
     for kind, place in read_modules(folder):
         if kind not in _LAYERS:

@@ -28,10 +28,6 @@ def open_source(path: str | os.PathLike) -> TensorSource:
         transformers' `model.safetensors` or `pytorch_model.bin`, whole or as shards with their
         index. Where a folder has both, safetensors are read. A file's content says which of the
         two it is, and its name where the content does not (a truncated file).
-
-    Raises:
-      UserError: nothing there, a missing or broken file, one that holds anything but named
-        tensors, or torch is not installed and needed.
     """
     path = Path(path)
     if path.is_dir():
@@ -57,9 +53,6 @@ def gguf_file(path: Path) -> Path | None:
 
     Returns:
       None: it names another checkpoint. A broken file that is called `.gguf` is one.
-
-    Raises:
-      UserError: a folder holds several, or a file cannot be read.
     """
     if path.is_dir():
         found = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
@@ -72,11 +65,7 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def read_magic(path: Path) -> str:
-    """What a file's first bytes say: gguf, safetensors, torch, index (JSON of shards) or other.
-
-    Raises:
-      UserError: it cannot be read.
-    """
+    """What a file's first bytes say: gguf, safetensors, torch, index (JSON of shards) or other."""
     try:
         with open(path, "rb") as file:
             head = file.read(9)

@@ -159,9 +159,6 @@ def published_folder(model: str | Path, flag: str = "--model") -> Path | None:
 
     Returns:
       None: it is something else, such as a training run or a converted model.
-
-    Raises:
-      UserError: the cache does not have the model of that name.
     """
     fetch = f"add --download, or run `hf download {model}`"
     folder = find_model(str(model), flag, fetch) if is_hub_name(model) else Path(model)
@@ -196,9 +193,6 @@ def check_padding(folder: Path, pad_id: int) -> None:
     """Checks that the token without a position is the tokenizer's padding, which no text holds.
 
     Here every token of a text has a position.
-
-    Raises:
-      UserError: it is another token.
     """
     family, published, where = _family(folder)
     unplaced = family.unplaced(published)
@@ -211,11 +205,7 @@ def check_padding(folder: Path, pad_id: int) -> None:
 
 
 def load_text_encoder(folder: Path, mesh: Mesh | None = None) -> Any:
-    """The encoder of tokens in a published folder, of its family's `model`.
-
-    Raises:
-      UserError: another model's folder, a value that is not known here, or tensors that do not fit.
-    """
+    """The encoder of tokens in a published folder, of its family's `model`."""
     family, published, where = _family(folder)
     if is_classifier(folder):
         raise UserError(
@@ -247,11 +237,7 @@ def load_dense(layer: DenseLayer) -> Dense:
 
 
 def load_cross_encoder(folder: Path, mesh: Mesh | None = None) -> Any:
-    """The cross-encoder in a published folder, of its family's `cross_encoder`.
-
-    Raises:
-      UserError: as `load_text_encoder`, or it has several labels.
-    """
+    """The cross-encoder in a published folder, of its family's `cross_encoder`."""
     family, published, where = _family(folder)
     if family.classifier is None or not is_classifier(folder):
         known = [name for name, entry in FAMILIES.items() if entry.classifier]
@@ -275,9 +261,6 @@ def load_pair_classifier(folder: Path, labels: int, what: str) -> CrossEncoder:
 
     Args:
       what: the classes, for messages.
-
-    Raises:
-      UserError: as `load_text_encoder`, or it is another family's or has other labels.
     """
     family, published, where = _family(folder)
     kind = published.get("model_type")
@@ -297,11 +280,7 @@ def _labels(published: Mapping[str, Any]) -> int:
 
 
 def load_yes_no(folder: Path, yes: int, no: int, mesh: Mesh | None = None) -> YesNoDecoder:
-    """The decoder in a published folder that judges by the tokens `yes` and `no`.
-
-    Raises:
-      UserError: as `load_text_encoder`.
-    """
+    """The decoder in a published folder that judges by the tokens `yes` and `no`."""
     family, published, where = _family(folder)
 
     def build(config: LlamaConfig, *, rngs: nnx.Rngs) -> YesNoDecoder:

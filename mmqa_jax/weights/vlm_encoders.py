@@ -36,20 +36,13 @@ def load_vlm_encoder(
       folder: of transformers, with or without an output head.
       truncate_dim: see QwenVLEncoder.
       mesh: where the parameters go; None: the default device.
-
-    Raises:
-      UserError: another model's folder, a value that is not known here, or tensors that do not fit.
     """
     build = functools.partial(QwenVLEncoder, truncate_dim=truncate_dim)
     return _load(folder, build, _headless_key_map, mesh)
 
 
 def load_vlm_yes_no(folder: Path, yes: int, no: int, mesh: Mesh | None = None) -> QwenVLYesNo:
-    """The Qwen3-VL-Reranker in a folder, which judges by the tokens `yes` and `no`.
-
-    Raises:
-      UserError: as `load_vlm_encoder`.
-    """
+    """The Qwen3-VL-Reranker in a folder, which judges by the tokens `yes` and `no`."""
     return _load(folder, functools.partial(QwenVLYesNo, yes=yes, no=no), _key_map, mesh)
 
 

@@ -64,9 +64,6 @@ def build_atlas(
     Returns:
       The content of summary.json. The other files are atlas_train_val.json, atlas_test.json,
       imgs.tsv, imgs.lineidx and ATTRIBUTION.txt.
-
-    Raises:
-      UserError: a package is missing, `out_dir` holds something else, or too few countries.
     """
 
     if limit_countries is not None and limit_countries < LEAST_COUNTRIES:
@@ -292,11 +289,7 @@ def _write_pictures(folder: Path, pictures: list[Picture]) -> None:
 
 @contextlib.contextmanager
 def new_benchmark(out_dir: Path) -> Iterator[Path]:
-    """A temporary folder beside `out_dir` that takes its place if the block succeeds.
-
-    Raises:
-      UserError: `out_dir` is a file or holds something else than an Atlas benchmark.
-    """
+    """A temporary folder beside `out_dir` that takes its place if the block succeeds."""
     if out_dir.exists() and not out_dir.is_dir():
         raise UserError(f"{out_dir}: is a file; give a folder to build Atlas in.")
     if out_dir.is_dir() and any(out_dir.iterdir()) and not _is_atlas(out_dir):

@@ -38,9 +38,6 @@ def example_retrieval_batches(
       text_of: what is embedded of a question.
       length: tokens, [CLS] and [SEP] among them; longer texts lose their tail.
       candidates: m.
-
-    Raises:
-      UserError: no question with so many candidates.
     """
     kept = [row for row, found in enumerate(rows) if len(found.scores) >= candidates]
     if not kept:

@@ -205,9 +205,6 @@ def mixture_epoch(
 
     Returns:
       (pass, the examples that are shown in it), each example at most once in a pass of its corpus.
-
-    Raises:
-      UserError: a corpus with a weight that has no example, or no share of an epoch.
     """
     chosen: dict[int, list[np.ndarray]] = {}
     for member, count in enumerate(mixture_counts(len(members), weights).tolist()):

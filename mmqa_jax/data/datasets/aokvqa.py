@@ -88,10 +88,6 @@ def read_aokvqa(path: Path) -> Benchmark:
     `Question.answers` are the ten direct answers, `rationale` is the first of the rationales;
     `extra` keeps `image_id`, `difficult_direct_answer`, `rationales`, `caption`, `tags` and
     `coco_captions`.
-
-    Raises:
-      UserError: no questions, or the file and entry that is malformed or repeated; a Parquet file
-        that is cut off or lacks a column.
     """
     if one_file(path, (".json", ".parquet")):
         files = OfficialFiles(path.parent)

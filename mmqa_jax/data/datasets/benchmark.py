@@ -153,11 +153,7 @@ def one_file(path: Path, suffixes: tuple[str, ...]) -> bool:
 
 
 def object_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place for messages, object) of each line of a .jsonl or .jsonl.gz, read one at a time.
-
-    Raises:
-      UserError: names the file and the line that is no JSON object, too long or damaged.
-    """
+    """(place for messages, object) of each line of a .jsonl or .jsonl.gz, read one at a time."""
     number = 0
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
@@ -191,10 +187,6 @@ class PictureFiles(PictureFolders):
     Args:
       folder: the raw folder.
       places: a picture's name -> the paths where it may lie, relative to `folder`.
-
-    Raises:
-      UserError: a path leads out of the folder by `..` or is absolute: the names are data. Symbolic
-        links, which the user has made, are followed.
     """
 
     def __init__(self, folder: Path, places: Mapping[str, Sequence[str]]):

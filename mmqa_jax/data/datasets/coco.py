@@ -124,9 +124,6 @@ def with_captions(
     Args:
       names_of: the names that a question's caption may have, the first that is there counts.
       expected: what these names are, for messages.
-
-    Raises:
-      UserError: the file is malformed, or has no caption of any question.
     """
     path = files.optional("captions.json", without="no captions stand for pictures")
     if path is None:
@@ -150,11 +147,7 @@ def with_captions(
 
 
 def read_named_captions(path: Path) -> dict[str, str]:
-    """name -> caption of a captions JSON; of several captions the first.
-
-    Raises:
-      UserError: names the entry that holds no caption.
-    """
+    """name -> caption of a captions JSON; of several captions the first."""
     data = read_json(path)
     if not isinstance(data, dict) or not data:
         raise UserError(
@@ -190,9 +183,6 @@ def read_scored_tsv(path: Path, key: str) -> dict[int, list[dict[str, Any]]]:
 
     Args:
       key: of each object's text: `caption` or `class`. Its `conf` is a number, or absent.
-
-    Raises:
-      UserError: names the line that is malformed.
     """
     found: dict[int, list[dict[str, Any]]] = {}
     for number, line in enumerate(read_text(path).split("\n"), start=1):

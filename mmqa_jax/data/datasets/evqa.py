@@ -54,9 +54,6 @@ def read_evqa(folder: Path) -> Benchmark:
 
     An id is `SPLIT_ROW_PICTURE`, both counted from 0: the files have none. `answers` are the
     alternatives as they are written.
-
-    Raises:
-      UserError: no questions, or the file and row that is malformed.
     """
     files = OfficialFiles(folder)
     rows: list[tuple[str, str, dict[str, str], list[str]]] = []

@@ -49,9 +49,6 @@ def read_infoseek(folder: Path) -> Benchmark:
 
     `answers` are the spellings that count, the annotated one first; of a numerical question
     `extra[RANGE]` are the bounds that do.
-
-    Raises:
-      UserError: no questions, or the file and line that is malformed or repeated.
     """
     files = OfficialFiles(folder)
     questions: dict[str, Question] = {}

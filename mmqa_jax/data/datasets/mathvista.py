@@ -57,9 +57,6 @@ def read_mathvista(folder: Path) -> Benchmark:
     """Reads what there is of testmini, which becomes `val`, and test.
 
     `Question.category` is the task; `extra` keeps unit, precision, both types and the metadata.
-
-    Raises:
-      UserError: no problems, or the file and problem that is malformed or repeated.
     """
     files = OfficialFiles(folder)
     tables = {

@@ -80,9 +80,6 @@ def read_mbeir(path: Path) -> Benchmark:
     Args:
       path: the folder of all files, of which the pool of all sets is read; or the file of a pool in
         it, of which the pool of this set.
-
-    Raises:
-      UserError: a file is missing, or the file and line that is malformed or repeated.
     """
     folder, pool = _folder_and_pool(path)
     files = OfficialFiles(folder)

@@ -85,10 +85,6 @@ def read_mmbench(path: Path) -> Benchmark:
     `Question.id` is the pass's index; `extra` keeps `base_index`, `pass`, `hint`, `l2-category`,
     `caption` and columns of no other use. Tables of several splits may be in the folder, but not
     two of one.
-
-    Raises:
-      UserError: no table, a missing column, or the row that is malformed, is repeated or refers to
-        a picture that is not there.
     """
     alone = one_file(path, SUFFIXES)
     files = OfficialFiles(path.parent if alone else path)

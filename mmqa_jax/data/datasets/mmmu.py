@@ -63,9 +63,6 @@ def read_mmmu(folder: Path) -> Benchmark:
 
     `Question.category` is the subject; the splits dev and validation are `train` and `val`. An open
     question has no `choices`, and all `answers` that count.
-
-    Raises:
-      UserError: no files, or the file and row that is malformed or repeated.
     """
     files = OfficialFiles(folder)
     tables = sorted([*folder.glob("*.parquet"), *folder.glob("*/*.parquet")])

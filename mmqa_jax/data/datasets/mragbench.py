@@ -62,9 +62,6 @@ def read_mragbench(folder: Path) -> Benchmark:
 
     Questions are of the split `test`. `Question.category` is the scenario, `positives` are the gold
     pictures, `extra["retrieved"]` those that the authors retrieved.
-
-    Raises:
-      UserError: no files, or the file and row that is malformed or repeated.
     """
     files = OfficialFiles(folder)
     tables = sorted(folder.glob("test-*.parquet")) or sorted(folder.glob("data/test-*.parquet"))

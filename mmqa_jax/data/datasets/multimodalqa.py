@@ -73,10 +73,6 @@ def read_multimodalqa(folder: Path) -> Benchmark:
     `Question.category` is its type (one of TYPES); `positives` are the supporting sources,
     `negatives` the rest of its context. `answers` has the answer's items in one text, with
     SEPARATOR between them, and `extra[ANSWER_LIST]` the items.
-
-    Raises:
-      UserError: a file of sources or all questions are missing, or the file and line that is
-        malformed, repeated, or names a source that is not there.
     """
     files = OfficialFiles(folder)
     pictures = PictureFolders(folder, (PICTURES, "images"))

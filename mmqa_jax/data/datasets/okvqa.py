@@ -68,10 +68,6 @@ def read_okvqa(folder: Path) -> Benchmark:
     (`answer`; their `raw_answer` is in `extra`), or the soft labels, heaviest first, with
     `extra["soft_labels"]`. Captions and tags are in `extra` under `caption`, `tags` and
     `coco_captions`.
-
-    Raises:
-      UserError: no questions, or the file and entry that is malformed, repeated or belongs to
-        other questions.
     """
     files = OfficialFiles(folder)
     pictures = PictureFolders(folder, coco.FOLDERS_2014)

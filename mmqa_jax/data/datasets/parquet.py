@@ -18,11 +18,7 @@ _GROUPS = 4
 def parquet_rows(
     path: Path, needed: Sequence[str], optional: Sequence[str] = ()
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields (row number, {column: value}) of these columns; absent optional ones are left out.
-
-    Raises:
-      UserError: the file is cut off or no Parquet, or lacks a needed column.
-    """
+    """Yields (row number, {column: value}) of these columns; absent optional ones are left out."""
     file = _open(path)
     names = file.schema_arrow.names
     _check_columns(path, names, needed)
@@ -196,11 +192,7 @@ def _bytes_of(picture: Any, number: int | None) -> Any:
 
 
 def parquet_columns(path: Path) -> list[str]:
-    """The names of a Parquet file's columns.
-
-    Raises:
-      UserError: the file is cut off or no Parquet.
-    """
+    """The names of a Parquet file's columns."""
     return _open(path).schema_arrow.names
 
 

@@ -68,9 +68,6 @@ def read_scienceqa(path: Path) -> Benchmark:
 
     `Question.category` is the subject and `rationale` the solution; `extra` keeps `hint`,
     `lecture`, `grade`, `topic`, `skill`, `caption`, `has_picture` and `has_hint`.
-
-    Raises:
-      UserError: no questions, or the file and problem that is malformed or in no split.
     """
     alone = one_file(path, (".json", ".parquet"))
     files = OfficialFiles(path.parent if alone else path)

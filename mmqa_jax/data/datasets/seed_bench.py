@@ -49,9 +49,6 @@ def read_seed_bench(path: Path) -> Benchmark:
 
     All questions are of the split `test`; `Question.category` is the dimension's name; `extra`
     keeps `question_type_id`, `data_type`, `data_id`, `segment` and `caption`.
-
-    Raises:
-      UserError: no such file, or the question that is malformed or repeated.
     """
     alone = one_file(path, (".json",))
     files = OfficialFiles(path.parent if alone else path)

@@ -71,9 +71,6 @@ def read_vidore(folder: Path, pages: Pages = "pictures") -> Benchmark:
     Args:
       folder: of the set, by whose name it is known.
       pages: as sources: their `pictures`, their `text` (of v3), or `both`, the text as a caption.
-
-    Raises:
-      UserError: a file is missing or malformed, or the set is none of ViDoRe's.
     """
     name = _set_name(folder)
     corpus, queries, qrels = (_parts(folder, part) for part in ("corpus", "queries", "qrels"))

@@ -41,9 +41,6 @@ def read_visual_genome(files: OfficialFiles) -> dict[int, GenomeQuestion]:
 
     Of the official files the questions on pictures that are not COCO's are left out. Their one
     answer counts as ten equal ones, so that a VQA model's target for it is 1.
-
-    Raises:
-      UserError: half of a pair of files, or the entry that is malformed or repeated.
     """
     without = "no questions of Visual Genome"
     asked_in = files.optional("VG_questions.json", "vg_questions.json", without=without)

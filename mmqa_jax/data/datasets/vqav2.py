@@ -53,10 +53,6 @@ def read_vqav2(folder: Path) -> Benchmark:
 
     `Question.answers` are the annotators' ten answers, the category is the answer type (yes/no,
     number, other).
-
-    Raises:
-      UserError: no questions, or the file and entry that is malformed, repeated or belongs to
-        other questions.
     """
     files = OfficialFiles(folder)
     pictures = PictureFolders(folder, _FOLDERS)

@@ -179,10 +179,6 @@ def read_release(files: Sequence[PathLike], facts_only: Sequence[PathLike] = ())
     Missing A, Keywords_A, Qcate and fact lists are allowed, as in the hidden test file; its
     merged candidate lists count as negatives. Unknown keys go to `extra`. A question with no
     sources at all is kept.
-
-    Raises:
-      UserError: names the file and the line or Guid of bad JSON, a datum without Q, a
-        repeated Guid, an unknown category or split, a malformed fact, or no sources at all.
     """
     release = Release()
     for path in files:
@@ -238,11 +234,7 @@ class ImagesTsv:
         return f"{self._tsv.path.resolve()} {status.st_size} {status.st_mtime_ns} {index}"
 
     def check_ends(self, names: Iterable[str]) -> None:
-        """Reads the first and the last of the pictures, to detect a truncated file at once.
-
-        Raises:
-          UserError: as `read`; broken pictures are ignored.
-        """
+        """Reads the first and the last of the pictures, to detect a truncated file at once."""
         rows = [_row(name) for name in names]
         for row in (min(rows), max(rows)) if rows else ():
             with contextlib.suppress(PictureError):
@@ -257,7 +249,6 @@ class ImagesTsv:
 
         Raises:
           PictureError: the line is cut off or too long, or its base64 is broken.
-          UserError: there is no such row, or the lineidx points to another line.
         """
         where = f"{self._tsv.path}, row {row}"
         check_bytes(self._tsv.length(row) * 3 // 4, where)
@@ -288,9 +279,6 @@ def submission_rows(predictions: Iterable[Prediction], corpus: Corpus) -> dict[s
 
     A snippet that the question lists is written with the id it has there: the server knows no
     other. WebQA's pictures have numbers; another corpus's ids are written as they are.
-
-    Raises:
-      UserError: a prediction cites what is not in the corpus.
     """
     questions = {question.id: question for question in corpus.questions()}
     rows = {}

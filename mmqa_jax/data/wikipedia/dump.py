@@ -86,11 +86,7 @@ class PageReader:
         self._done: collections.deque[Page] = collections.deque()
 
     def pages(self) -> Iterator[Page]:
-        """All pages, in order.
-
-        Raises:
-          UserError: the file is no XML, ends too early, or has an element that is too long.
-        """
+        """All pages, in order."""
         try:
             for block in self._opened.blocks():
                 self._parser.Parse(block, False)

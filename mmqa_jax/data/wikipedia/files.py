@@ -31,9 +31,6 @@ class InputFile:
 
     Attributes:
       size: bytes of the file, packed.
-
-    Raises:
-      UserError: it cannot be read, or is damaged, which may show only while it is read.
     """
 
     def __init__(self, path: Path):
@@ -50,11 +47,7 @@ class InputFile:
         return self._raw.tell()
 
     def lines(self) -> Iterator[bytes]:
-        """The lines, without their ends; of one that is too long its beginning alone.
-
-        Raises:
-          UserError: as of the class.
-        """
+        """The lines, without their ends; of one that is too long its beginning alone."""
         with self._named_errors():
             while line := self.stream.readline(LONGEST_LINE):
                 if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
@@ -135,11 +128,7 @@ class _Bounded(io.RawIOBase):
 
 
 def find_file(raw: Path, names: Sequence[str], what: str) -> Path:
-    """The file of one of these names (glob patterns), packed or not, in a folder; or `raw` itself.
-
-    Raises:
-      UserError: there is none, or there are several.
-    """
+    """The file in a folder with one of these names (glob patterns), packed or not; or `raw`."""
     if raw.is_file():
         return raw
     patterns = [f"{name}{packed}" for name in names for packed in PACKED]

@@ -244,11 +244,7 @@ class InfoSeekStream(Stream):
 
 
 def json_entries(opened: InputFile) -> Iterator[tuple[str, Any]]:
-    """Key and value of all entries of a file that is one JSON object, which need not fit memory.
-
-    Raises:
-      UserError: it is not, or an entry is longer than LONGEST_LINE.
-    """
+    """Key and value of all entries of a file that is one JSON object, which need not fit memory."""
     decoder, blocks = json.JSONDecoder(), opened.blocks()
     decode = _utf8_blocks(opened, blocks)
     text, at, begun = "", 0, False

@@ -279,11 +279,7 @@ class FasterRCNN(nnx.Module):
         return maps[-1:], extents[-1:]
 
     def regions(self, pictures: Pictures) -> Regions:
-        """The regions of each picture.
-
-        Raises:
-          UserError: sides of the batch that are not multiples of the config's divisor.
-        """
+        """The regions of each picture."""
         height, width = pictures.pixels.shape[1:3]
         if height % self.config.divisor or width % self.config.divisor:
             raise UserError(

@@ -34,12 +34,7 @@ class _Field(NamedTuple):
 
 
 def read_caffemodel(path: Path) -> dict[str, list[np.ndarray]]:
-    """The blobs of each layer that has any, float32, in the order of the file.
-
-    Raises:
-      UserError: it cannot be read; it is no .caffemodel or a damaged one, it has values in doubles,
-        or two layers of one name.
-    """
+    """The blobs of each layer that has any, float32, in the order of the file."""
     try:
         with open(path, "rb") as file:
             held = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

@@ -22,9 +22,6 @@ def open_detector_source(path: Path) -> TensorSource:
     Args:
       path: a pickle of arrays by name, alone or as Detectron's `blobs` or detectron2's `model`; or
         what `open_source` reads.
-
-    Raises:
-      UserError: as `open_source`; a pickle with anything but arrays, or without arrays by name.
     """
     if not path.is_file() or read_magic(path) != "torch" or _by_torch(path):
         return open_source(path)

@@ -33,12 +33,7 @@ _READ_BYTES = 1 << 18  # dequantized at a time, in several copies
 
 
 class GGUFSource:
-    """A GGUF file; every tensor reads as float32, rows first.
-
-    Raises:
-      UserError: the package gguf is not installed, no such file, a broken or foreign one, one
-        part of a split file, or a quantization that the package cannot dequantize.
-    """
+    """A GGUF file; every tensor reads as float32, rows first."""
 
     def __init__(self, path: str | os.PathLike):
         self.name = str(path)
@@ -58,11 +53,7 @@ class GGUFSource:
                 )
 
     def metadata(self, key: str, default: Any = None) -> Any:
-        """A metadata value.
-
-        Raises:
-          UserError: it is absent and no default is given.
-        """
+        """A metadata value."""
         if key in self._fields:
             return self._fields[key]
         if default is None:
@@ -74,11 +65,7 @@ class GGUFSource:
         return list(self._fields)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """An integer of the metadata.
-
-        Raises:
-          UserError: it is absent without a default, too large for a size, or one number per layer.
-        """
+        """An integer of the metadata."""
         value = self.metadata(key, default)
         if not isinstance(value, int) or abs(value) >= 2**31:
             raise UserError(
@@ -88,11 +75,7 @@ class GGUFSource:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A float32 of the metadata as the decimal that was meant: 1e-05, not 9.99999975e-06.
-
-        Raises:
-          UserError: it is absent without a default, or no finite number.
-        """
+        """A float32 of the metadata as the decimal that was meant: 1e-05, not 9.99999975e-06."""
         value = self.metadata(key, default)
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise UserError(
@@ -252,11 +235,7 @@ class _Cursor:
 
 
 def check_gguf_header(path: Path) -> None:
-    """Checks every length, count and offset of a header against the size of the file.
-
-    Raises:
-      UserError: one is more than the file holds, or the file is of another version or byte order.
-    """
+    """Checks every length, count and offset of a header against the size of the file."""
     with open(path, "rb") as file:
         if file.read(4) != b"GGUF":
             return  # the package says so

@@ -41,10 +41,6 @@ class Llama2cSource:
 
     Attributes:
       header: the sizes.
-
-    Raises:
-      UserError: a file that is not llama2.c's, int8 weights, or a size that is not what the header
-        requires.
     """
 
     def __init__(self, path: str | os.PathLike):

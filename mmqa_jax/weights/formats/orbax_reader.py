@@ -29,12 +29,7 @@ _READ_BYTES = 1 << 26  # decoded at a time
 
 
 def stored_specs(folder: str | os.PathLike) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of the arrays of a checkpoint, by name (`layers/query/kernel`).
-
-    Raises:
-      UserError: it is not a checkpoint, its description is damaged, or describes more than there
-        is.
-    """
+    """Shape and dtype of the arrays of a checkpoint, by name (`layers/query/kernel`)."""
     with _damage_named(Path(folder)):
         stores = _open(folder)
         found = {
@@ -64,9 +59,6 @@ def read_weights(
       target: by name, with the dtype and the sharding that the array shall have (without one:
         this process's first device).
       on_bytes: called with the size of each array that is read.
-
-    Raises:
-      UserError: the checkpoint is truncated or damaged.
     """
     default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     arrays = {}

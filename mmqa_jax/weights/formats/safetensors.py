@@ -111,9 +111,6 @@ class SafetensorsSource:
 
     Args:
       path: the file, an index (`*.index.json`), or a folder as `save_pretrained` writes it.
-
-    Raises:
-      UserError: nothing there, a truncated or foreign file, an index that names a missing file.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -132,11 +129,7 @@ class SafetensorsSource:
         return {key: location.spec for key, location in self._locations.items()}
 
     def read(self, key: str) -> np.ndarray:
-        """Reads one tensor from the file.
-
-        Raises:
-          UserError: the file was removed or cut off since it was opened.
-        """
+        """Reads one tensor from the file."""
         path, offset, spec = self._locations[key]
         data = np.empty(math.prod(spec.shape) * spec.dtype.itemsize, np.uint8)
         try:
@@ -243,11 +236,7 @@ def write_sharded(
 
 
 def files_in(folder: Path, name: str) -> list[Path]:
-    """Files of a checkpoint in a folder: `name` itself or its shards; none if it has neither.
-
-    Raises:
-      UserError: the index of the shards is broken.
-    """
+    """Files of a checkpoint in a folder: `name` itself or its shards; none if it has neither."""
     index = folder / f"{name}.index.json"
     if (folder / name).exists():
         return [folder / name]
@@ -255,11 +244,7 @@ def files_in(folder: Path, name: str) -> list[Path]:
 
 
 def indexed_files(index: Path) -> list[Path]:
-    """The files that an index names: {"weight_map": {tensor: file beside the index}}.
-
-    Raises:
-      UserError: no such file, not JSON, or it names no files.
-    """
+    """The files that an index names: {"weight_map": {tensor: file beside the index}}."""
     content = read_json(index)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     names = weight_map.values() if isinstance(weight_map, dict) else ()

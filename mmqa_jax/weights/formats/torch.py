@@ -36,10 +36,6 @@ class TorchFile:
     Pages of a mapping count as resident memory once they are read, so the mapping is renewed
     after every 256 MiB: reading a whole model does not keep it in memory. Only the format before
     torch 1.6 is no zip archive and cannot be mapped; it is in memory while it is read.
-
-    Raises:
-      UserError: no such file, a broken one, one that holds anything but named tensors, or torch
-        is not installed.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -89,9 +85,6 @@ class TorchSource:
     Args:
       files: each holds tensors under other names (one file, or transformers' shards).
       name: what messages call them; the first file by default.
-
-    Raises:
-      UserError: as TorchFile, or a name in two files.
     """
 
     def __init__(self, files: Sequence[str | os.PathLike], name: str | None = None):

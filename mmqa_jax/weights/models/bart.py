@@ -77,9 +77,6 @@ def open_bart(path: Path) -> Checkpoint:
     A state dict is read with the config.json beside it; if there is none, it must have
     bart-large-cnn's sizes, of which alone the heads are known. A `final_logits_bias` that a folder
     or a BartModel lacks is zeros, as in transformers.
-
-    Raises:
-      UserError: a missing or broken file, another model's config, or other sizes without one.
     """
     file = config_file(path)
     config, layout = BartConfig(), "state dict"

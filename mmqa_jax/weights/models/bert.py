@@ -133,9 +133,6 @@ def bert_config(
       published: the file's content.
       where: its name, for messages.
       read, harmless, fixed: keys of a model around the encoder, see `check_keys`.
-
-    Raises:
-      UserError: an option that our BERT does not have (causal attention, relative positions).
     """
     check_keys(
         published,
@@ -172,11 +169,7 @@ def bert_config(
 
 
 def read_bert_config(path: Path) -> BertConfig:
-    """The config in a folder or beside a file, of BERT or of a sentence encoder that is one.
-
-    Raises:
-      UserError: none there, or one that says what our BERT does not do.
-    """
+    """The config in a folder or beside a file, of BERT or of a sentence encoder that is one."""
     file = config_file(path)
     config = bert_config(read_hf_config(path, "bert"), str(file))
     check_mean_pooling(file.parent)

@@ -107,11 +107,7 @@ def clip_key_map(config: CLIPConfig) -> KeyMap:
 
 
 def clip_config(published: Mapping[str, Any], where: str = "config.json") -> CLIPConfig:
-    """Our config from transformers' `config.json`; absent values are transformers' defaults.
-
-    Raises:
-      UserError: a key that changes what is computed, which our CLIP does not have.
-    """
+    """Our config from transformers' `config.json`; absent values are transformers' defaults."""
     check_keys(published, where, read=_KEYS, fixed=_FIXED)
     vision, text = (_tower(published, kind, where) for kind in ("vision", "text"))
     embed_dim = published.get("projection_dim", 512)

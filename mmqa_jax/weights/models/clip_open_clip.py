@@ -68,11 +68,7 @@ def open_clip_file(path: Path) -> Path | None:
 
 
 def open_clip_config(folder: Path) -> CLIPConfig | None:
-    """The config in a folder's `open_clip_config.json`; None if there is none.
-
-    Raises:
-      UserError: it is broken, or of a model that is not CLIP's architecture.
-    """
+    """The config in a folder's `open_clip_config.json`; None if there is none."""
     file = folder / OPEN_CLIP_CONFIG
     if not file.is_file():
         return None
@@ -168,11 +164,7 @@ def squashes(folder: Path) -> bool:
 
 
 def head_width(folder: Path) -> int:
-    """`head_width` of the image tower that the config in a folder names; CLIP's 64 without one.
-
-    Raises:
-      UserError: the config is broken.
-    """
+    """`head_width` of the image tower that the config in a folder names; CLIP's 64 without one."""
     file = folder / OPEN_CLIP_CONFIG
     content = read_json(file) if file.is_file() else {}
     tower: Any = content

@@ -102,11 +102,7 @@ def clip_openai_key_map(config: CLIPConfig) -> KeyMap:
 
 
 def clip_openai_config(source: TensorSource) -> CLIPConfig:
-    """The config that a checkpoint's shapes determine, with QuickGELU and heads of 64.
-
-    Raises:
-      UserError: a CLIP with a ResNet, or tensors that determine a size are missing.
-    """
+    """The config that a checkpoint's shapes determine, with QuickGELU and heads of 64."""
     shapes = {key: spec.shape for key, spec in source.specs().items()}
     if "visual.layer1.0.conv1.weight" in shapes:
         raise UserError(

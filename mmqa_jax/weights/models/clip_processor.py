@@ -29,20 +29,13 @@ def check_processor(folder: Path, image_size: int | None = None) -> None:
     Args:
       folder: of the checkpoint; one without a processor's file passes.
       image_size: side of the center crop in pixels; None: a model with another crop (LLaVA's).
-
-    Raises:
-      UserError: another normalization, another filter, or other sizes.
     """
     for processor, file in processors(folder):
         _check(processor, file, image_size)
 
 
 def processors(folder: Path) -> Iterator[tuple[Mapping[str, Any], Path]]:
-    """The image processors in a folder, by the files of old and new versions of transformers.
-
-    Raises:
-      UserError: such a file is broken.
-    """
+    """The image processors in a folder, by the files of old and new versions of transformers."""
     for name in _FILES:
         file = folder / name
         content = read_json(file) if file.is_file() else {}

@@ -16,11 +16,7 @@ _WRAPPER = "clip_model."
 
 
 def is_uniir_clip(source: TensorSource) -> bool:
-    """Whether tensors are a CLIP_SF's.
-
-    Raises:
-      UserError: a CLIP_FF's, whose layers over both towers are not here.
-    """
+    """Whether tensors are a CLIP_SF's."""
     wrapped = [key.startswith(_WRAPPER) for key in source.specs()]
     if any(wrapped) and not all(wrapped):
         raise UserError(

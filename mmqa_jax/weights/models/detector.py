@@ -161,11 +161,7 @@ def publish_detector(config: DetectorConfig, state: nnx.State) -> Published:
 
 
 def detector_config(source: TensorSource) -> DetectorConfig:
-    """The preset of a checkpoint's project, with the sizes that its shapes determine.
-
-    Raises:
-      UserError: the checkpoint of something else, or other anchors than the preset's.
-    """
+    """The preset of a checkpoint's project, with the sizes that its shapes determine."""
     shapes = shapes_of(source, [(r"^module\.", "")])
     if _DETECTRON.stem[0] + "_w" in shapes:
         layout, preset = _DETECTRON, vlp_x101()

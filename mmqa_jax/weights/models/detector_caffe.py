@@ -40,11 +40,7 @@ _ENDINGS = {
 
 
 def open_caffemodel(path: Path) -> TensorSource:
-    """The tensors of a .caffemodel by detectron2's keys; layers without a place keep their names.
-
-    Raises:
-      UserError: as `read_caffemodel`; a layer with another number of blobs than its kind has.
-    """
+    """The tensors of a .caffemodel by detectron2's keys; other layers keep their names."""
     arrays: dict[str, np.ndarray] = {}
     for layer, blobs in read_caffemodel(path).items():
         prefix, kind = _place(layer)

@@ -25,11 +25,7 @@ _BOTH, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 
 def experts_together(source: TensorSource, experts: int) -> TensorSource:
-    """The tensors of a checkpoint of either layout with those of all experts as one.
-
-    Raises:
-      UserError: some of a layer's experts are missing, or there are more.
-    """
+    """The tensors of a checkpoint of either layout with those of all experts as one."""
     tensors: dict[str, Any] = {}
     parts: dict[str, dict[int, str]] = {}  # name of the whole -> key of each expert
     for key, spec in source.specs().items():

@@ -20,9 +20,6 @@ def check_metadata(
       of: in front of the architecture's keys; ends in a dot.
       read: keys, without `of`, that are read or harmless.
       fixed: keys, without `of`, that have only these values here.
-
-    Raises:
-      UserError: as `check_keys`.
     """
     known = {f"{of}{key}": values for key, values in fixed.items()}
     for key in source.metadata_keys():
@@ -31,11 +28,7 @@ def check_metadata(
 
 
 def vocabulary_of(source: GGUFSource) -> int:
-    """Rows of the embedding table.
-
-    Raises:
-      UserError: there is no table.
-    """
+    """Rows of the embedding table."""
     specs = source.specs()
     if "token_embd.weight" not in specs:
         raise UserError(f"{source.name}: holds no token_embd.weight; fetch the file again.")
@@ -43,11 +36,7 @@ def vocabulary_of(source: GGUFSource) -> int:
 
 
 def layers_of(source: GGUFSource, key: str, default: int | None = None) -> int:
-    """A number of layers.
-
-    Raises:
-      UserError: less than one, or more than the file has tensors.
-    """
+    """A number of layers."""
     layers, most = source.integer(key, default), len(source.specs())
     if not 1 <= layers <= most:
         raise UserError(
@@ -58,11 +47,7 @@ def layers_of(source: GGUFSource, key: str, default: int | None = None) -> int:
 
 
 def heads_of(source: GGUFSource, of: str) -> int:
-    """Heads of a layer.
-
-    Raises:
-      UserError: none, or not one number of all layers.
-    """
+    """Heads of a layer."""
     heads = source.integer(f"{of}attention.head_count")
     if heads < 1:
         raise UserError(
@@ -73,11 +58,7 @@ def heads_of(source: GGUFSource, of: str) -> int:
 
 
 def head_size_of(source: GGUFSource, of: str, usual: int) -> int:
-    """Dimensions of a head, `usual` where nothing says it.
-
-    Raises:
-      UserError: keys and values have different ones.
-    """
+    """Dimensions of a head, `usual` where nothing says it."""
     size = source.integer(f"{of}attention.key_length", usual)
     values = source.integer(f"{of}attention.value_length", size)
     if values != size:

@@ -206,9 +206,6 @@ def open_llama(path: Path) -> Checkpoint:
       path: a GGUF file or a folder with one, a llama2.c `.bin` file, a folder with Meta's
         `params.json` and `consolidated.*.pth`, or transformers' folder, or file beside its
         `config.json`, of safetensors or torch tensors.
-
-    Raises:
-      UserError: a missing or broken file, another model's config, several GGUF files.
     """
     if not path.exists():
         raise UserError(

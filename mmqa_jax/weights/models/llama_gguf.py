@@ -78,11 +78,7 @@ _LARGEST = {"gemma2": 46, "gemma3": 62}
 
 
 def gguf_config(source: GGUFSource) -> LlamaConfig:
-    """Our config from a GGUF file's metadata.
-
-    Raises:
-      UserError: another architecture, a missing value, or an option that our LLaMA does not have.
-    """
+    """Our config from a GGUF file's metadata."""
     architecture = source.metadata("general.architecture")
     if architecture not in ARCHITECTURES:
         names = ", ".join(map(repr, ARCHITECTURES))

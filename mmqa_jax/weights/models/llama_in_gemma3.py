@@ -35,9 +35,6 @@ def language_model(
       published: the config.json of a Gemma3ForConditionalGeneration.
       source: its tensors.
       where: what messages call the file.
-
-    Raises:
-      UserError: a key that is not known.
     """
     check_keys(published, where, read=_READ, harmless=_OF_PICTURES)
     inherited = {key: published[key] for key in ("tie_word_embeddings",) if key in published}

@@ -48,10 +48,6 @@ def read_meta(folder: Path) -> tuple[LlamaConfig, TensorSource]:
     params.json does not name the context: it is taken from the generation that its other values
     imply (LLaMA-1 2,048; LLaMA-2 4,096; Code Llama 16,384; LLaMA-3 8,192; 3.1 131,072). Nothing
     that is computed depends on it but the longest prompt.
-
-    Raises:
-      UserError: a missing or broken file, another number of files than their shapes require, or a
-        key that changes what is computed, which our LLaMA does not have.
     """
     file = folder / "params.json"
     params = read_json(file)

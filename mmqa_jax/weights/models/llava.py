@@ -167,10 +167,6 @@ def open_llava(folder: Path, clip: Path | None = None) -> Checkpoint:
         SiglipModel or vision model alone): its vision tower where the checkpoint has none, and its
         sizes where the original's config names another than CLIP ViT-L/14 at 336 pixels. None takes
         the folder that `mm_vision_tower` of the original's config names, if there is one.
-
-    Raises:
-      UserError: a missing or broken file, another model's config, an option that is not known, or
-        no vision tower.
     """
     file = config_file(folder)
     published = read_json(file)
@@ -226,11 +222,7 @@ def publish_llava(config: LlavaConfig, state: nnx.State) -> Published:
 
 
 def llava_config(published: Mapping[str, Any], where: str = "config.json") -> LlavaConfig:
-    """Our config from transformers' `config.json`; absent values are transformers' defaults.
-
-    Raises:
-      UserError: another model's config, or an option that our LLaVA does not have.
-    """
+    """Our config from transformers' `config.json`; absent values are transformers' defaults."""
     check_model_type(published, where, "llava")
     check_keys(published, where, read=HF_READ, harmless=HF_HARMLESS)
     return LlavaConfig(**fields_from_hf(published, where, LlavaConfig, vit_l_14_336().vision))
@@ -289,9 +281,6 @@ def original_config(
       vision: of the tower that it was trained with, whole; None takes CLIP ViT-L/14 at 336 pixels,
         if that is the one that `published` names.
       where: name of the file, for messages.
-
-    Raises:
-      UserError: another model's config, another version's options, another CLIP.
     """
     check_model_type(published, where, *_ORIGINAL_TYPES)
     is_siglip = isinstance(vision, SiglipVisionConfig)

@@ -219,9 +219,6 @@ def with_new_answers(source: TensorSource, config: MCANConfig) -> TensorSource:
 
     They start as Prophet's do (mcan_for_finetune.py parameter_init): weights 0, bias the mean of
     the known answers'.
-
-    Raises:
-      UserError: the checkpoint has new answers already.
     """
     if "proj1.bias" in source.specs():
         raise UserError(

@@ -54,9 +54,6 @@ def modernbert_config(
       published: the file's content, of transformers 4 or 5.
       where: its name, for messages.
       harmless: keys of a model around the encoder.
-
-    Raises:
-      UserError: an option that our ModernBERT does not have.
     """
     check_keys(published, where, read=_READ, harmless=(*_HARMLESS, *harmless), fixed=_FIXED)
     layers = published.get("num_hidden_layers", 22)

@@ -68,9 +68,6 @@ def modified_resnet_config(source: TensorSource) -> ModifiedResNetConfig:
 
     Args:
       source: a CLIP checkpoint, or its image tower.
-
-    Raises:
-      UserError: the checkpoint of something else.
     """
     shapes = shapes_of(source, [(_TOWER, "visual.")])
     for key in (_FIRST_CONV, _POOL_POSITIONS, _POOL_OUT):

@@ -24,11 +24,7 @@ MPNET_PADDING = 1  # transformers' MPNet counts positions from it, whatever its 
 
 
 def mpnet_config(published: Mapping[str, Any], where: str = "config.json") -> BertConfig:
-    """Our config from transformers' config.json of MPNetModel.
-
-    Raises:
-      UserError: as `bert_config`, or another number of buckets than its code has.
-    """
+    """Our config from transformers' config.json of MPNetModel."""
     fixed = {"relative_attention_num_buckets": (BUCKETS,)}
     filled = {"vocab_size": 30527, **published, "type_vocab_size": 1}
     config = bert_config(filled, where, fixed=fixed)

@@ -46,11 +46,7 @@ def multimodal_t5_key_map(config: MultimodalT5Config, fused: bool = True) -> Key
 
 
 def open_multimodal_t5(path: Path) -> Checkpoint:
-    """A checkpoint of Multimodal-CoT, or a T5 without pictures.
-
-    Raises:
-      UserError: as `open_t5`, or a GGUF file.
-    """
+    """A checkpoint of Multimodal-CoT, or a T5 without pictures."""
     found = open_t5(path)
     if found.layout == "gguf":
         raise UserError(

@@ -64,9 +64,6 @@ def open_onevision(path: Path) -> Checkpoint:
 
     Args:
       path: transformers' folder.
-
-    Raises:
-      UserError: a missing or broken file, another model's config, or an option that is not known.
     """
     file = config_file(path)
     config = onevision_config(read_hf_config(path, "llava_onevision"), str(file))
@@ -83,11 +80,7 @@ def publish_onevision(config: OnevisionConfig, state: nnx.State) -> Published:
 
 
 def onevision_config(published: Mapping[str, Any], where: str = "config.json") -> OnevisionConfig:
-    """Our config from transformers' `config.json`; absent values are transformers' defaults.
-
-    Raises:
-      UserError: another model's config, or an option that is not known here.
-    """
+    """Our config from transformers' `config.json`; absent values are transformers' defaults."""
     check_model_type(published, where, "llava_onevision")
     check_keys(published, where, read=_READ, harmless=HF_HARMLESS, fixed=_FIXED)
     resolutions = published.get("image_grid_pinpoints") or RESOLUTIONS

@@ -74,11 +74,7 @@ def oscar_key_map(config: OscarConfig) -> KeyMap:
 
 
 def oscar_config(published: Mapping[str, Any], where: str = "config.json") -> OscarConfig:
-    """Our config from a published `config.json`; absent values are the original's defaults.
-
-    Raises:
-      UserError: an option that our Oscar does not have (regions as codes, another activation).
-    """
+    """Our config from a published `config.json`; absent values are the original's defaults."""
     kind = published.get("img_feature_type", _VECTORS[0])
     if kind not in _VECTORS:
         raise UserError(

@@ -106,9 +106,6 @@ def open_qwen_vl(path: Path) -> Checkpoint:
 
     Args:
       path: transformers' folder.
-
-    Raises:
-      UserError: a missing or broken file, another model's config, or an option that is not known.
     """
     file = config_file(path)
     config = qwen_vl_config(read_hf_config(path, *FAMILIES), str(file))
@@ -179,9 +176,6 @@ def qwen_vl_config(published: Mapping[str, Any], where: str = "config.json") -> 
 
     Reads the language model's keys in `text_config`, or beside `vision_config` (Qwen2.5-VL on the
     hub).
-
-    Raises:
-      UserError: another model's config, or an option that is not known here.
     """
     check_model_type(published, where, *FAMILIES)
     family = published["model_type"]

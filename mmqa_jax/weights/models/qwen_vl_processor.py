@@ -29,9 +29,6 @@ def with_processor(config: QwenVisionConfig, folder: Path) -> QwenVisionConfig:
     """The tower's config with the sizes and colors that the files of a folder say.
 
     Without such a file they are transformers' Qwen2VLImageProcessor's own.
-
-    Raises:
-      UserError: a processor that does something else, or of other patches than the tower's.
     """
     found: dict[str, Any] = {}
     where = folder / _FILES[0]

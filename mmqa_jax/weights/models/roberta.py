@@ -25,9 +25,6 @@ def roberta_config(
 
     Args:
       published, where, harmless: as of `bert_config`.
-
-    Raises:
-      UserError: as `bert_config`, or no positions are left for texts.
     """
     config = bert_config(published, where, harmless=harmless)
     return without_first_positions(config, roberta_padding(published), where)
@@ -39,11 +36,7 @@ def roberta_padding(published: Mapping[str, Any]) -> Any:
 
 
 def without_first_positions(config: BertConfig, padding: Any, where: str) -> BertConfig:
-    """The config without the rows of positions up to that of the padding token.
-
-    Raises:
-      UserError: `padding` is no token's number, or no rows are left.
-    """
+    """The config without the rows of positions up to that of the padding token."""
     whole = isinstance(padding, int) and not isinstance(padding, bool)
     if not whole or not 0 <= padding < config.positions - 1:
         raise UserError(

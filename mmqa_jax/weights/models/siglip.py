@@ -106,11 +106,7 @@ def siglip_vision_rules(config: SiglipVisionConfig) -> list[Rule]:
 
 
 def siglip_config(published: Mapping[str, Any], where: str = "config.json") -> SiglipConfig:
-    """Our config from transformers' `config.json`; absent values are transformers' defaults.
-
-    Raises:
-      UserError: a key that changes what is computed, which our SigLIP does not have.
-    """
+    """Our config from transformers' `config.json`; absent values are transformers' defaults."""
     flexible = published.get("model_type") == FLEXIBLE
     check_keys(published, where, read=_KEYS, fixed=_FIXED)
     vision, text = (published.get(f"{kind}_config") or {} for kind in ("vision", "text"))

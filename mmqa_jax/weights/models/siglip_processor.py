@@ -37,11 +37,7 @@ class Preparation:
 
 
 def read_preparation(folder: Path, config: SiglipVisionConfig) -> Preparation:
-    """What the processor's file in a folder says; without one what transformers does without.
-
-    Raises:
-      UserError: another normalization, another filter, or other sizes than the tower's.
-    """
+    """What the processor's file in a folder says; without one what transformers does without."""
     resample = "bilinear" if config.flexible else "bicubic"
     most = _MOST_PATCHES if config.flexible else 0
     for processor, file in processors(folder):

@@ -89,11 +89,7 @@ def _gguf_key_map(config: T5Config) -> KeyMap:
 
 
 def open_t5(path: Path) -> Checkpoint:
-    """A T5, Flan-T5 or mT5 of transformers or llama.cpp (GGUF), or Fusion-in-Decoder's.
-
-    Raises:
-      UserError: a missing or broken file, another model's config.
-    """
+    """A T5, Flan-T5 or mT5 of transformers or llama.cpp (GGUF), or Fusion-in-Decoder's."""
     gguf = gguf_file(path) if path.exists() else None
     if gguf is not None:
         source = GGUFSource(gguf)

@@ -71,9 +71,6 @@ def t5_gguf_config(source: GGUFSource) -> tuple[T5Config, dict[str, Any]]:
 
     Returns:
       The config, and fields of it that nothing in the file shows, see Checkpoint.
-
-    Raises:
-      UserError: another architecture, a missing value, or an option that our T5 does not have.
     """
     architecture = source.metadata("general.architecture")
     if architecture != "t5":
