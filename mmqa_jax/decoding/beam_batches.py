@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Sequence
 
+import flax.struct
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from mmqa_jax.core.mesh import placement_of
-from mmqa_jax.decoding.llama_beam import beam_search
+from mmqa_jax.decoding import beam, kv_cache
+from mmqa_jax.decoding.beam import BeamResult
+from mmqa_jax.decoding.kv_cache import KVCache
 from mmqa_jax.decoding.requests import Result, check_one_end
 from mmqa_jax.decoding.scheduler import TokenizedRequest, TokenizedScoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.llama import Llama
+from mmqa_jax.models.ancestry import Ancestry
+from mmqa_jax.models.layer_traits import layer_traits
+from mmqa_jax.models.layers import group_queries, prefix_attention, ungroup_queries
+from mmqa_jax.models.llama import Llama, for_length, inverse_frequencies, last_token, rotation
+from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.lora import with_chosen
 
 
 class BeamBatches:
@@ -111,3 +122,179 @@ class BeamBatches:
                 candidates.append(request.beam(tokens, score, finish))
             results.append(Result(request.original.id, tuple(candidates), len(request.prompt), 0))
         return results
+
+
+# Beam search for LLaMA, entirely inside one jit; the bookkeeping is VLP's (`decoding.beam`).
+#
+# A prompt is encoded and its keys and values cached once for all its beams; so are the few new
+# tokens of the beams, which are never copied when beams are reordered (`models.ancestry`).
+
+
+@flax.struct.dataclass
+class WrittenCache:
+    """Keys and values of the new tokens of K beams a prompt."""
+
+    layers: tuple[tuple[jax.Array, jax.Array], ...]  # keys, values [B, kv_heads, T * K, D]
+    ancestry: Ancestry
+
+    @classmethod
+    def empty(
+        cls,
+        config: LlamaConfig,
+        prompts: int,
+        beams: int,
+        max_new_tokens: int,
+        mesh: Mesh | None = None,
+    ) -> WrittenCache:
+        """Zeros for `beams` sequences of `max_new_tokens` tokens for each of `prompts` prompts."""
+        columns = beams * max_new_tokens
+        held = kv_cache.layout(config, prompts, columns, config.dtype, mesh)
+        # Keys lie as values do: a token's are then written as whole vectors.
+        layers = tuple((one.segments[0].value,) * 2 for one in held)
+        return cls(kv_cache.zeros(layers), Ancestry.empty(prompts, beams, max_new_tokens))
+
+    def select(self, rows: jax.Array) -> WrittenCache:
+        """The cache of beams `rows` [B * K], after the beams were reordered."""
+        return WrittenCache(self.layers, self.ancestry.select(rows))
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "end_id",
+        "num_beams",
+        "max_new_tokens",
+        "length_penalty",
+        "only_best",
+        "mesh",
+    ),
+)
+def beam_search(
+    graphdef: nnx.GraphDef,
+    state: nnx.State,
+    input_ids: jax.Array,
+    lengths: jax.Array,
+    adapters: jax.Array | None = None,
+    *,
+    end_id: int,
+    num_beams: int = 4,
+    max_new_tokens: int = 64,
+    length_penalty: float = 0.0,
+    only_best: bool = False,
+    mesh: Mesh | None = None,
+) -> BeamResult:
+    """Continues a batch of prompts; (graphdef, state) = nnx.split(Llama).
+
+    Args:
+      input_ids: int [B, L], padded on the right.
+      lengths: int [B], tokens of each prompt.
+      adapters: int [B, 1], numbers of `lora.add_adapters`; None: the model has none.
+      end_id: ends an answer.
+      length_penalty: added to a finished answer's score per token (end token included).
+      only_best: stops once every prompt's best answer is certain; the order of the others is not.
+      mesh: over whose data axes prompts are split.
+
+    One compilation per batch shape.
+    """
+    model = nnx.merge(graphdef, state)
+    model = for_length(model, input_ids.shape[1] + max_new_tokens)
+    config, (prompts, length) = model.config, input_ids.shape
+    beam.check_size(
+        num_beams=num_beams,
+        max_new_tokens=max_new_tokens,
+        length=length,
+        vocab_size=config.vocab_size,
+        positions=config.positions,
+    )
+    hidden, prefix = kv_cache.forward(
+        model,
+        model.embed(input_ids),
+        kv_cache.empty(config, prompts, length, config.dtype, mesh),
+        starts=jnp.zeros_like(lengths),
+        ends=lengths,
+        rows=jnp.arange(prompts),
+        block=length,
+        all_rows=True,
+        adapters=adapters,
+        mesh=mesh,
+    )
+    of_beams = None if adapters is None else jnp.repeat(adapters, num_beams)[None]
+    first = jax.nn.log_softmax(model.logits(last_token(hidden, lengths)))  # [B, V]
+    mask = jnp.arange(length) < lengths[:, None]
+
+    advance = functools.partial(beam.advance, end_id=end_id, length_penalty=length_penalty)
+
+    def propose(beams, cache):
+        tokens = beams.tokens[:, :, beams.step - 1]  # [B, K]
+        step = beams.step - 1
+        log_probs, cache = _decode(model, prefix, mask, lengths, cache, tokens, step, of_beams)
+        return log_probs, cache
+
+    log_probs = jnp.broadcast_to(first[:, None], (prompts, num_beams, first.shape[-1]))
+    begun, _ = advance(beam.start(prompts, num_beams, max_new_tokens), log_probs)
+    beams = beam.run(
+        begun,
+        WrittenCache.empty(config, prompts, num_beams, max_new_tokens, mesh),
+        propose=propose,
+        advance=advance,
+        reorder=lambda cache, rows: cache.select(rows),
+        complete=functools.partial(
+            beam.complete, only_best=only_best, length_penalty=length_penalty
+        ),
+    )
+    return beam.ranked(beams)
+
+
+def _decode(
+    model: Llama,
+    prefix: KVCache,
+    prefix_mask: jax.Array,
+    lengths: jax.Array,
+    cache: WrittenCache,
+    tokens: jax.Array,
+    step: jax.Array,
+    adapters: jax.Array | None,
+) -> tuple[jax.Array, WrittenCache]:
+    """One token per beam, the `step`-th after its prompt: tokens [B, K] -> log-probs, cache.
+
+    adapters: int [1, B * K], see `beam_search`.
+    """
+    config, size = model.config, tokens.shape
+    angles = jnp.repeat(lengths + step, size[1])[:, None, None] * inverse_frequencies(config)
+    cos, sin = rotation(config, jnp.cos(angles)[None], jnp.sin(angles)[None])
+    traits = layer_traits(config, prefix_mask.shape[1] + cache.ancestry.slots.shape[2])
+    ancestry = cache.ancestry.written(step)
+    seen = ancestry.visible(step + 1)  # [B, K, T * K]
+    seen = jnp.tile(seen, (1, config.heads // config.kv_heads, 1))[:, None]
+    # All tokens as one sequence, for what works on each alone: [1, B * K, H].
+    x, written = model.embed(tokens.reshape(1, -1)), []
+    of_layers = zip(model.each_layer(), prefix, cache.layers, strict=True)
+    for number, (layer, of_prompt, own) in enumerate(of_layers):
+        layer = with_chosen(layer, adapters)
+        of_layer = traits.of(number)
+        turned = of_layer.turned(cos, sin)
+        # The beams of a prompt are rows of one product: [B, K, heads, D].
+        q, k, v = (y.reshape(*size, *y.shape[2:]) for y in layer.project(x, *turned, apart=True))
+        of_prefix, of_own = prefix_mask, seen
+        if of_layer.window is not None:
+            column = jnp.arange(prefix_mask.shape[1])
+            of_prefix &= column > (lengths + step)[:, None] - of_layer.window
+            number_of = jnp.arange(seen.shape[-1]) // size[1]  # of each new column's token
+            of_own &= number_of > step - of_layer.window
+        own = tuple(
+            jax.lax.dynamic_update_slice(held, new.swapaxes(1, 2), (0, 0, step * size[1], 0))
+            for held, new in zip(own, (k, v), strict=True)
+        )
+        attended = prefix_attention(
+            group_queries(q, config.kv_heads),
+            *of_prompt.by_token(),
+            of_prefix,
+            *(held.swapaxes(1, 2) for held in own),
+            mask=of_own,
+            cap=config.attention_cap,
+        )
+        attended = ungroup_queries(attended, config.heads)
+        x = layer.finish(x, attended.reshape(1, -1, *attended.shape[2:]))
+        written.append(own)
+    log_probs = jax.nn.log_softmax(model.logits(model.norm(x)).reshape(*size, -1))
+    return log_probs, WrittenCache(tuple(written), ancestry)

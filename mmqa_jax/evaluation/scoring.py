@@ -7,16 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mmqa_jax.core.progress import Progress
-from mmqa_jax.data.schema import Prediction, Question, is_answerable
+from mmqa_jax.data.schema import Prediction, Question, is_answerable, says_not_found
 from mmqa_jax.evaluation import webqa
-from mmqa_jax.evaluation.attribution import score_citations, score_refusals
-from mmqa_jax.evaluation.corpus_choices import CHOICE_ACCURACY, chance, score_choices
 from mmqa_jax.evaluation.scores import (
     Scores,
     count_empty,
     merged_scores,
     predictions_by_question,
+    questions_that_count,
+    scores_of,
 )
 from mmqa_jax.evaluation.significance import bootstrap_interval
 from mmqa_jax.evaluation.tables import Table, answer_table
@@ -28,7 +30,7 @@ class Evaluation:
 
     Attributes:
       scored: scores of answers and cited sources.
-      attribution: of citations and refusals (attribution.py), in tables of their own.
+      attribution: of citations and refusals, in tables of their own.
       retrieval: recall@k and MRR of the rankings that the cited sources were chosen from.
       notes: what a reader of the scores has to know.
       bart: path of the weights of the fluency score, if it was computed.
@@ -161,7 +163,7 @@ def score_predictions(
         kept = {question.id for question in questions}
         predictions = [one for one in predictions if one.question_id in kept]
     if not questions:
-        evaluation.attribution = refusals
+        evaluation.scoring = refusals
         return evaluation
     if any(prediction.choice is not None for prediction in predictions):
         evaluation.scored.append(score_choices(questions, predictions))
@@ -176,7 +178,7 @@ def score_predictions(
     score_cited(
         evaluation, questions, predictions, sources=sources, citations=answers and citations
     )
-    evaluation.attribution += refusals
+    evaluation.scoring += refusals
     return evaluation
 
 
@@ -198,7 +200,7 @@ def score_cited(
         evaluation.scored.append(webqa.score_sources(questions, predictions))
     chosen = sources or any(one.trace and one.read for one in predictions)
     if citations and chosen:
-        evaluation.attribution.append(score_citations(questions, predictions))
+        evaluation.scoring.append(score_citations(questions, predictions))
 
 
 def _score_answers(
@@ -265,3 +267,85 @@ def _score_fluency(
         fluency_times_accuracy(fluency, accuracy, weights) for accuracy in evaluation.scored
     ]
     evaluation.scored += [fluency, *(product for product in products if product is not None)]
+
+
+# What answers cite, beside the gold sources, and what is refused: attribution.
+#
+# As ALCE (Gao et al., EMNLP 2023) counts, an answer without citations has neither precision nor
+# recall; unlike there no model judges whether a source supports a statement, since gold sources
+# are known.
+
+
+def score_citations(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Scores:
+    """`citation_precision` and `citation_recall` of the questions that have gold sources.
+
+    Precision is the share of an answer's cited sources that are gold, recall the share of the gold
+    ones that it cites; both are 0 where it cites none.
+    """
+    by_question = predictions_by_question(questions, predictions)
+    scored = questions_that_count(questions, lambda q: bool(q.positives), "gold sources")
+    cited = [set(by_question[q.id].sources) if q.id in by_question else set() for q in scored]
+    right = [len(names & set(q.positives)) for names, q in zip(cited, scored, strict=True)]
+    per_question = {
+        "citation_precision": np.array(
+            [n / max(len(names), 1) for n, names in zip(right, cited, strict=True)]
+        ),
+        "citation_recall": np.array(
+            [n / len(set(q.positives)) for n, q in zip(right, scored, strict=True)]
+        ),
+    }
+    return scores_of(questions, scored, by_question, per_question)
+
+
+def score_refusals(
+    questions: Sequence[Question], predictions: Sequence[Prediction]
+) -> list[Scores]:
+    """Whether questions are refused, of those that a source answers and of those that none does.
+
+    `refused/unanswerable` is 1 where no answer was given rightly, and 0 where one was made up;
+    `refused/answerable` is 1 where an answer was withheld that the sources have. A missing
+    prediction counts as no answer.
+
+    Returns:
+      One Scores for each kind of question that there is.
+    """
+    by_question = predictions_by_question(questions, predictions)
+    scored = []
+    for name, answerable in (("answerable", True), ("unanswerable", False)):
+        asked = [question for question in questions if is_answerable(question) == answerable]
+        refused = [q.id not in by_question or is_refusal(by_question[q.id]) for q in asked]
+        if asked:
+            per_question = {f"refused/{name}": np.array(refused, float)}
+            scored.append(scores_of(questions, asked, by_question, per_question))
+    return scored
+
+
+def is_refusal(prediction: Prediction) -> bool:
+    """Whether a prediction gives no answer: it says so, or has neither text nor choice."""
+    if prediction.choice is not None:
+        return False
+    return not prediction.answer.strip() or says_not_found(prediction.answer)
+
+
+# Multiple choice in a corpus of one's own: `choice_accuracy/recorded_choice`.
+
+
+CHOICE_ACCURACY = "choice_accuracy/recorded_choice"
+
+
+def score_choices(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Scores:
+    """Accuracy of the predictions' choices; a missing one is wrong."""
+    given = predictions_by_question(questions, predictions)
+    scored = questions_that_count(
+        questions, lambda question: question.answer_index is not None, "a known choice"
+    )
+    right = [q.id in given and given[q.id].choice == q.answer_index for q in scored]
+    per_question = {CHOICE_ACCURACY: np.array(right, float)}
+    groups = None if any(question.category for question in scored) else {}
+    return scores_of(questions, scored, given, per_question, groups)
+
+
+def chance(questions: Sequence[Question]) -> float:
+    """The accuracy of a random choice."""
+    counts = [len(q.choices) for q in questions if q.answer_index is not None]
+    return float(np.mean([1 / count for count in counts]))

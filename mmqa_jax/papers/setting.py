@@ -32,7 +32,7 @@ def _no_notes(questions: Sequence[Question], options: _Options) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One setting of a paper, by whose name rows ask for it (runs/systems.py).
+    """One setting of a paper, by whose name rows ask for it (runs/row.py).
 
     Attributes:
       answer: the function. It takes what it names: `questions`, `corpus`; parts of the row, its

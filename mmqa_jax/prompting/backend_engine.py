@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import dataclasses
+import functools
+import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import MESH_AXES
 from mmqa_jax.data import images
+from mmqa_jax.data.images import PictureError
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import (
     Request,
@@ -24,18 +29,9 @@ from mmqa_jax.decoding.requests import (
 )
 from mmqa_jax.decoding.sizes import LENGTH, UNKNOWN, Demand, sizes_json
 from mmqa_jax.models.pictures import PictureConfig
-from mmqa_jax.prompting.backends import (
-    Chat,
-    Choices,
-    Failure,
-    Message,
-    Picture,
-    Query,
-    Usage,
-)
+from mmqa_jax.prompting.backends import Chat, Choices, Failure, Message, Picture, Query, Usage
 from mmqa_jax.prompting.llava_prompt import PLACEHOLDER
 from mmqa_jax.prompting.picture_format import picture_format, shown
-from mmqa_jax.prompting.read_ahead import read_ahead
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer, pictures_of
 
 _SHARED = 512  # tokens of continuations that are scored side by side, the most that are foreseen
@@ -358,3 +354,53 @@ class EngineBackend:
                 f"request {request_id!r}: its text has {found} {PLACEHOLDER} "
                 f"placeholders for {len(pictures)} pictures; write one for each, or none at all."
             )
+
+
+# Pictures of a stream of queries, decoded in threads before they are needed.
+
+
+T, P = TypeVar("T"), TypeVar("P")
+
+
+def read_ahead(
+    items: Iterable[T],
+    pictures_of: Callable[[T], Sequence[P]],
+    read: Callable[[P], Any],
+    ahead: int,
+) -> Iterator[tuple[T, list[Any] | PictureError]]:
+    """Items in their order, each with its pictures as `read` gives them, or with its error.
+
+    A picture that recurs among the last `ahead` is read once.
+
+    Args:
+      items: read as far as they have `ahead` pictures, or are `ahead` themselves.
+      pictures_of: of an item.
+      read: called in threads; may raise PictureError.
+      ahead: how many pictures may be in memory before they are needed, one item's at least.
+    """
+    source, started = iter(items), collections.deque()
+    pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+    submit = functools.lru_cache(maxsize=ahead)(functools.partial(pool.submit, read))
+    pictures, exhausted = 0, False
+    try:
+        while started or not exhausted:
+            while not exhausted and max(pictures, len(started)) < ahead:
+                try:
+                    item = next(source)
+                except StopIteration:
+                    exhausted = True
+                    break
+                futures = [submit(picture) for picture in pictures_of(item)]
+                started.append((item, futures))
+                pictures += len(futures)
+            if not started:
+                return
+            item, futures = started.popleft()
+            pictures -= len(futures)
+            try:
+                found: list[Any] | PictureError = [one.result() for one in futures]
+            except PictureError as error:
+                found = error
+            yield item, found
+    finally:
+        pool.shutdown(cancel_futures=True)

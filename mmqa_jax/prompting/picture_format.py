@@ -7,7 +7,7 @@ The engine's backend asks for nothing else. A model is added with a class here, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -23,10 +23,15 @@ from mmqa_jax.models.onevision_tiles import TiledPicture, best_resolution
 from mmqa_jax.models.pictures import PictureConfig
 from mmqa_jax.models.qwen_vl import QwenVLConfig
 from mmqa_jax.prompting import llava_prompt
-from mmqa_jax.prompting.backends import Picture
-from mmqa_jax.prompting.llava_prompt import PLACEHOLDER
-from mmqa_jax.prompting.picture_template import PictureTemplate
-from mmqa_jax.prompting.text_tokenizer import ChatFormat, TextTokenizer, VicunaV1
+from mmqa_jax.prompting.backends import Message, Picture
+from mmqa_jax.prompting.llava_prompt import PLACEHOLDER, question
+from mmqa_jax.prompting.text_tokenizer import (
+    ChatFormat,
+    ChatTemplate,
+    Fields,
+    TextTokenizer,
+    VicunaV1,
+)
 
 
 class Shown(NamedTuple):
@@ -229,3 +234,45 @@ def picture_format(config: PictureConfig, tokenizer: TextTokenizer) -> PictureFo
         return QwenFormat(config, tokenizer)
     kind = OnevisionFormat if isinstance(config, OnevisionConfig) else LlavaFormat
     return kind(config, tokenizer)
+
+
+# Chat templates of models that see: how they take pictures is found by trying.
+#
+# A processor's template takes a message as parts, and writes a placeholder for each picture. A
+# tokenizer's own (that of the language model that a LLaVA was made of) takes words alone; the
+# placeholders are then written into the words, in front, as LLaVA was trained.
+
+
+_WORD = "flag"  # any that a template does not write itself
+
+
+class PictureTemplate:
+    """A ChatFormat (see text_tokenizer) of a model's own template, with `<image>` for a picture."""
+
+    before_answer = ""
+
+    def __init__(self, template: ChatTemplate):
+        self._template = template
+        self._takes_parts = _takes_parts(template)
+
+    def render(self, request_id: Hashable, messages: Sequence[Message]) -> str:
+        """The prompt; see ChatFormat."""
+        fields = self._template.in_parts if self._takes_parts else self._in_words
+        return self._template.written(request_id, map(fields, messages))
+
+    def _in_words(self, message: Message) -> Fields:
+        count = len(message.pictures)
+        if not count:
+            return self._template.fields(message)
+        content = question(message.text, count, self._template.shield)
+        return {"role": message.role, "content": content}
+
+
+def _takes_parts(template: ChatTemplate) -> bool:
+    """Whether a template shows both parts of a message, the picture and the words."""
+    parts = [{"type": "image"}, {"type": "text", "text": _WORD}]
+    try:
+        text = template.written("a trial", [{"role": "user", "content": parts}])
+    except UserError:
+        return False
+    return text.count(PLACEHOLDER) == 1 and _WORD in text

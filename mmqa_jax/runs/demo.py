@@ -8,16 +8,19 @@ an uninterrupted run.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import find_config, load_module
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.files import read_json, read_jsonl, write_json
 from mmqa_jax.core.mesh import platform
 from mmqa_jax.core.progress import Screen, announce, within
 from mmqa_jax.core.speed import best_precision, matmul_rates
@@ -26,30 +29,46 @@ from mmqa_jax.core.workdir import Workdir, claim_workdir, read_config
 from mmqa_jax.data.atlas.build import LEAST_COUNTRIES
 from mmqa_jax.data.atlas.strangers import strangers
 from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.data.splits import evenly
+from mmqa_jax.evaluation.cards import (
+    Card,
+    CardAnswer,
+    SourcesOfCards,
+    best_first,
+    cites_picture,
+    evenly_by_category,
+)
+from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.refusals import tune_refusal
+from mmqa_jax.evaluation.report import ReportData, write_report
+from mmqa_jax.evaluation.significance import Interval, bootstrap_interval
 from mmqa_jax.evaluation.source_selection import SELECTIONS, tune_threshold
+from mmqa_jax.evaluation.tables import Cell, Table, retrieval_table, to_rich
+from mmqa_jax.evaluation.webqa import (
+    Normalizer,
+    constant_predictions,
+    fit_constant_answers,
+    score_answers,
+)
 from mmqa_jax.extensions import similarity
 from mmqa_jax.extensions.fusion_tuning import tune_fusion
 from mmqa_jax.retrieval.fusion import DEPTH
-from mmqa_jax.retrieval.rankings import nearest_similarities
-from mmqa_jax.runs.demo_results import read_results, score_demo, show_tables, write_html
-from mmqa_jax.runs.demo_time import (
-    MACHINE,
-    TRAININGS,
-    about,
-    fixed_seconds,
-    open_time_left,
-)
+from mmqa_jax.retrieval.rankings import nearest_similarities, read_rankings
+from mmqa_jax.runs.demo_time import MACHINE, TRAININGS, about, fixed_seconds, open_time_left
 from mmqa_jax.runs.indexing import embed, index
 from mmqa_jax.runs.opened_parts import OpenedParts
 from mmqa_jax.runs.parts import RetrieverSpec, open_dense, open_fusions, with_similarity
 from mmqa_jax.runs.prepare import prepare_atlas
 from mmqa_jax.runs.row import Row, read_row
+from mmqa_jax.runs.row_report import run_facts, verdict_note
 from mmqa_jax.runs.run import run_row
-from mmqa_jax.tasks.reading import check_config
+from mmqa_jax.runs.traces import reference_rows
+from mmqa_jax.runs.training_report import run_curves
+from mmqa_jax.tasks.reading import check_config, known_tasks
 from mmqa_jax.tasks.rerank import load_reranker
 from mmqa_jax.tasks.run import run_training
+from mmqa_jax.training.best_weights import read_best
 
 TASKS = TRAININGS
 DATA, INDEX, ROWS = "data", "index", "rows"
@@ -276,3 +295,300 @@ def _results(folder: Path, config: ConfigDict, corpus: Corpus) -> Any:
         folder, folder / ROWS, corpus, questions, read_json(folder / SELECTION),
         config["evaluate"]["examples"],
     )  # fmt: skip
+
+
+# The results of the demo's rows: scores as JSON, tables, the HTML report.
+
+
+SETTINGS = ("question_only", "oracle", "restricted", "full")
+RETRIEVERS = (
+    *("bm25", "dense", "rrf", "fused"),
+    *("bm25_second_hop", "dense_second_hop", "rrf_second_hop", "fused_second_hop"),
+)
+# Source F1 in the JSON: name -> row. The first four choose among each question's own candidates.
+SOURCE_F1 = {
+    "bm25": "restricted_bm25",
+    "dense": "restricted_dense",
+    "vlp": "restricted_vlp",
+    "reranked": "restricted",
+    "full_bm25": "bm25",
+    "full_dense": "dense",
+    "full_vlp": "full_vlp",
+    "full_reranked_one_hop": "full_one_hop",
+    "full_reranked": "full",
+}
+METRICS = ("webqa_acc", "exact_match")
+_SCORER = "webqa_acc/no_lemma"
+NOTICE = (
+    "Atlas is mmqa_jax's own benchmark, made from OpenMoji pictures and World Factbook text. Its "
+    "scores are not comparable with WebQA's or with any other benchmark's."
+)
+_TUNED = ("weight", "weight_at_edge", "threshold", "vlp_threshold")
+_KS = (1, 2, 5, 10, 20, 50, 100)
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """The outputs of the rows of a finished demo.
+
+    Attributes:
+      scores: row -> scorer -> float64[questions].
+      predictions: row -> predictions, one per question.
+      relevance: scored candidates of the row `full`, one Ranking per question.
+      selection: `weight` of the similarity, `threshold`, and `vlp_threshold` (VLP alone).
+      examples: approximate number of questions that the report shows.
+    """
+
+    folder: Path
+    corpus: Corpus
+    questions: Sequence[Question]
+    scores: Mapping[str, Mapping[str, np.ndarray]]
+    predictions: Mapping[str, Sequence[Prediction]]
+    relevance: Sequence[Ranking]
+    selection: Mapping[str, Any]
+    examples: int
+
+
+def read_results(
+    folder: Path,
+    rows: Path,
+    corpus: Corpus,
+    questions: Sequence[Question],
+    selection: Mapping[str, Any],
+    examples: int,
+) -> Results:
+    """Reads the outputs of every row in `rows`; adds the constant answers as a row."""
+    scores, predictions = {}, {}
+    for row in sorted(path.parent for path in rows.glob("*/per_question.jsonl")):
+        lines = [line["scores"] for _, line in read_jsonl(row / "per_question.jsonl")]
+        scores[row.name] = {name: np.array([line[name] for line in lines]) for name in lines[0]}
+        predictions[row.name] = read_answers(row / "predictions.jsonl")
+    if missing := sorted({*SETTINGS, *RETRIEVERS, *SOURCE_F1.values()} - scores.keys()):
+        raise UserError(
+            f"{rows}: lacks {', '.join(missing)}, which finished stages of the demo wrote; delete "
+            f"search.json, select.json and read.json in {folder / 'stages'}, and run `mmqa demo` "
+            "again."
+        )
+    normalizer = Normalizer("none")
+    known = [question for question in corpus.questions() if question.split != "test"]
+    constants = constant_predictions(questions, fit_constant_answers(known, lemmatizer=normalizer))
+    scores["constant"] = score_answers(questions, constants, lemmatizer=normalizer).per_question
+    ids = [question.id for question in questions]
+    relevance = read_rankings(rows / "full" / "retrieval" / "relevance.jsonl", ids, corpus.row)
+    return Results(folder, corpus, questions, scores, predictions, relevance, selection, examples)
+
+
+def score_demo(results: Results) -> dict[str, Any]:
+    """All scores: the JSON object of `mmqa demo --json`.
+
+    Answers are scored with WebQA's accuracy without a lemmatizer (key `scorer`). Groups are
+    WebQA's categories, with `text` also split by number of hops.
+    """
+    groups = question_groups(results.questions)
+    named = {
+        **{
+            f"{metric}/{row}": results.scores[row][f"{metric}/no_lemma"]
+            for row in (*SETTINGS, "constant")
+            for metric in METRICS
+        },
+        **{
+            f"source_f1/{name}": results.scores[row]["source_f1/official"]
+            for name, row in SOURCE_F1.items()
+        },
+    }
+    intervals = {name: bootstrap_interval(values) for name, values in named.items()}
+    recall = {
+        row: {str(k): float(results.scores[row][f"recall@{k}"].mean()) for k in _KS}
+        for row in RETRIEVERS
+    }
+    by_category: dict[str, Any] = {
+        row: {
+            group: {m: float(named[f"{m}/{row}"][members].mean()) for m in METRICS}
+            for group, members in groups.items()
+        }
+        for row in (*SETTINGS, "constant")
+    }
+    by_category |= {
+        f"retrieval/{row}": {
+            group: {"recall_at_20": float(results.scores[row]["recall@20"][members].mean())}
+            for group, members in groups.items()
+        }
+        for row in RETRIEVERS
+    }
+    return {
+        "dataset": "atlas",
+        "n": len(results.questions),
+        "scorer": _SCORER,
+        "selection": {k: results.selection[k] for k in _TUNED},
+        "scores": {name: interval.mean for name, interval in intervals.items()}
+        | {f"recall_at_20/{row}": values["20"] for row, values in recall.items()},
+        "intervals": {name: [x.low, x.high] for name, x in intervals.items()},
+        "by_category": by_category,
+        "recall": recall,
+    }
+
+
+def question_groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
+    """Category -> indices of its questions; `text` also as one-hop and two-hop text."""
+    groups: dict[str, list[int]] = {}
+    for i, question in enumerate(questions):
+        groups.setdefault(question.category, []).append(i)
+        if question.category == "text":
+            hops = "two-hop" if question.extra.get("hops") == 2 else "one-hop"
+            groups.setdefault(f"text, {hops}", []).append(i)
+    return {name: np.array(groups[name]) for name in sorted(groups)}
+
+
+def show_tables(
+    results: Results, scores: Mapping[str, Any], stages: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Prints the tables on stderr, because stdout is reserved for the JSON."""
+    console = Screen(width=None if sys.stderr.isatty() else 120)
+    console.print(f"\n{NOTICE}", soft_wrap=True)
+    for table in [*result_tables(results, scores), stage_table(stages)]:
+        console.print(to_rich(table))
+
+
+def result_tables(results: Results, scores: Mapping[str, Any]) -> list[Table]:
+    """Tables of answers by setting and category, exact match, retrieval, source selection."""
+    n = scores["n"]
+    tables = [
+        _settings_table(results, scores, "webqa_acc", f"Answers: WebQA accuracy, {n} questions"),
+        _settings_table(results, scores, "exact_match", f"Answers: exact match, {n} questions"),
+    ]
+    f1 = {row: float(results.scores[row]["source_f1/official"].mean()) for row in RETRIEVERS}
+    recall = {
+        name: {int(k): v for k, v in values.items() if int(k) != 50}
+        for name, values in scores["recall"].items()
+    }
+    tables.append(
+        retrieval_table("Retrieval over the whole collection", recall, f1, "Source F1: top two.")
+    )
+    groups = list(scores["by_category"]["retrieval/bm25"])
+    rows = [
+        [name, *(scores["by_category"][f"retrieval/{name}"][g]["recall_at_20"] for g in groups)]
+        for name in RETRIEVERS
+    ]
+    tables.append(Table("recall@20 by category", ["retriever", *groups], rows))
+    tuned = scores["selection"]
+    note = (
+        f"bm25, dense: top two. vlp: above {tuned['vlp_threshold']}. reranked: above "
+        f"{tuned['threshold']}, VLP with {tuned['weight']:g} x similarity. Tuned on val."
+    )
+    if tuned.get("weight_at_edge"):
+        note += " That weight is the largest one tried: a larger one may be better."
+    cited = [[name, _interval(scores, f"source_f1/{name}")] for name in SOURCE_F1]
+    title = "Source F1 (restricted; full_: whole collection)"
+    return [*tables, Table(title, ["system", "F1"], cited, note)]
+
+
+def stage_table(stages: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Time and memory of every stage."""
+    rows: list[list[Cell]] = [
+        [name, round(record["seconds"] / 60, 2), record["peak_rss_mib"]]
+        for name, record in stages.items()
+    ]
+    total = sum(record["seconds"] for record in stages.values())
+    peak = max((record["peak_rss_mib"] for record in stages.values()), default=0)
+    return Table("Stages", ["stage", "minutes", "peak MiB"], [*rows, ["all", total / 60, peak]])
+
+
+def write_html(
+    path: Path,
+    results: Results,
+    scores: Mapping[str, Any],
+    stages: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Writes report.html."""
+    products = {kind.product: results.folder / task for task, kind in known_tasks().items()}
+    best = {product: read_best(folder) for product, folder in products.items()}
+    data = ReportData(
+        title="Atlas: cited answers from pictures and prose",
+        description=(
+            f"{len(results.corpus):,} sources; {scores['n']} test questions about countries that "
+            "no training question names. This run trained the retriever, the source selector and "
+            "the reader."
+        ),
+        notice=NOTICE,
+        headline={
+            "answer accuracy, oracle sources": scores["scores"]["webqa_acc/oracle"],
+            "answer accuracy, full collection": scores["scores"]["webqa_acc/full"],
+            "recall@20, dense with second hop": scores["scores"]["recall_at_20/dense_second_hop"],
+            "source F1, restricted": scores["scores"]["source_f1/reranked"],
+        },
+        cards=_cards(results),
+        card_note=verdict_note(_SCORER) + " Sources: those of the setting full.",
+        tables=result_tables(results, scores),
+        recall={
+            name: {int(k): v for k, v in values.items()}
+            for name, values in scores["recall"].items()
+        },
+        curves={
+            kind.product: run_curves(results.folder / task) for task, kind in known_tasks().items()
+        },
+        best_steps={title: found["step"] for title, found in best.items() if found is not None},
+        stages=[(name, record["seconds"]) for name, record in stages.items()],
+        facts=run_facts(results.folder, results.corpus),
+        materials=results.corpus.materials,
+    )
+    write_report(path, data)
+
+
+def _cards(results: Results) -> list[Card]:
+    """About `examples` questions, equally many of each category, the best first.
+
+    A card is right where the setting `full` is.
+    """
+    corpus, predictions = results.corpus, results.predictions["full"]
+    picked = evenly_by_category(results.questions, results.examples)
+    order = best_first(
+        [float(results.scores["full"][_SCORER][i]) for i in picked],
+        [cites_picture(corpus, predictions[i].sources) for i in picked],
+        [results.questions[i].category for i in picked],
+    )
+    sources = SourcesOfCards(corpus)
+    return [_card(results, picked[place], sources) for place in order]
+
+
+def _card(results: Results, i: int, sources: SourcesOfCards) -> Card:
+    question = results.questions[i]
+    answers = [
+        CardAnswer(
+            row.replace("_", " "),
+            results.predictions[row][i].answer,
+            float(results.scores[row][_SCORER][i]),
+            {f"{m}/no_lemma": float(results.scores[row][f"{m}/no_lemma"][i]) for m in METRICS},
+        )
+        for row in ("full", "restricted", "oracle", "question_only")
+    ]
+    cited = results.predictions["full"][i].sources
+    return Card(
+        question=question.question,
+        id=question.id,
+        category=question.category,
+        answers=answers,
+        rows=reference_rows(question),
+        sources=sources.of(question, results.relevance[i], [cited]),
+        picture=results.corpus.question_picture(question),
+    )
+
+
+def _settings_table(results: Results, scores: Mapping[str, Any], metric: str, title: str) -> Table:
+    """One row per category, one column per setting, the constant answer last."""
+    by_category = scores["by_category"]
+    columns = (*SETTINGS, "constant")
+    rows: list[list[Cell]] = [
+        [name, len(members), *(by_category[setting][name][metric] for setting in columns)]
+        for name, members in question_groups(results.questions).items()
+    ]
+    overall = [_interval(scores, f"{metric}/{setting}") for setting in columns]
+    rows.append(["all", len(results.questions), *overall])
+    note = (
+        "No lemmatizer. Constant: each category's best single answer, chosen on train and val. "
+        "Intervals: 95%, bootstrap over questions."
+    )
+    return Table(title, ["category", "n", *columns], rows, note)
+
+
+def _interval(scores: Mapping[str, Any], name: str) -> Interval:
+    return Interval(scores["scores"][name], *scores["intervals"][name])

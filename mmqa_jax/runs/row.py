@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from ml_collections import ConfigDict
 
@@ -38,6 +38,20 @@ from mmqa_jax.data.splits import evenly, fold_of, split_questions
 from mmqa_jax.evaluation.benchmarks import BENCHMARKS, check_judged
 from mmqa_jax.evaluation.source_selection import check_threshold
 from mmqa_jax.evaluation.webqa import check_installed
+from mmqa_jax.extensions import mavl_votes
+from mmqa_jax.papers import (
+    echosight,
+    kat,
+    llava,
+    mathvista,
+    mmcot,
+    mmmu,
+    mragbench,
+    pica,
+    prophet,
+    rmr,
+    webqa,
+)
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.runs import identity
@@ -54,7 +68,6 @@ from mmqa_jax.runs.parts import (
     check_prompted,
     kinds_of_parts,
 )
-from mmqa_jax.runs.systems import find_setting
 from mmqa_jax.tasks.library import LibrarySpec, has_picture
 from mmqa_jax.weights.hub import is_cached, is_hub_name
 
@@ -133,7 +146,7 @@ class Row:
 
     Attributes:
       row: its name.
-      system, setting: the function of papers/ that answers, see runs/systems.py.
+      system, setting: the function of papers/ that answers, see runs/row.py.
       dataset: by whose rules answers are scored.
       parts: what the function takes, by the names of its parameters.
       options: keyword arguments of the function; others have its defaults.
@@ -347,3 +360,59 @@ def read_row(config: ConfigDict, *, split: str | None = None) -> Row:
         with config.data.unlocked():
             config.data.split = split
     return read_typed(Row, config)
+
+
+# The systems that rows name.
+#
+# A system is what has `SETTINGS`: the settings (papers/setting.py) by the names that rows have
+# for them. It is a module of papers/ or extensions/, or a class in the config file of its rows.
+
+
+class System(Protocol):
+    """What rows name."""
+
+    SETTINGS: Mapping[str, Setting]
+
+
+class OwnSystem:
+    """A system that is no module of this package: a subclass, in the config file of its rows.
+
+    Attributes:
+      name: as in the key `system` of a row.
+      SETTINGS: as those of a paper.
+    """
+
+    name: ClassVar[str]
+    SETTINGS: ClassVar[Mapping[str, Setting]]
+
+
+BUILT_IN: dict[str, System] = {
+    "webqa": webqa,
+    "pica": pica,
+    "rmr": rmr,
+    "prophet": prophet,
+    "mavl": mavl_votes,  # the paper's setting, and other votes
+    "llava": llava,
+    "kat": kat,
+    "mmcot": mmcot,
+    "echosight": echosight,
+    "mmmu": mmmu,
+    "mragbench": mragbench,
+    "mathvista": mathvista,
+}
+
+
+def known_systems() -> dict[str, System]:
+    """Every system by its name: those of the package, and those that a config file defines."""
+    return {**BUILT_IN, **{kind.name: kind for kind in OwnSystem.__subclasses__()}}
+
+
+def find_setting(system: str, setting: str | None) -> Setting:
+    """The setting that a row names; UserError for an unknown one, or an unknown system."""
+    systems = known_systems()
+    if system not in systems:
+        raise UserError(f"config key system={system}: use one of {', '.join(systems)}.")
+    settings = systems[system].SETTINGS
+    if setting not in settings:
+        raise UserError(f"config key setting={setting}: use one of {', '.join(settings)}.")
+    return settings[setting]

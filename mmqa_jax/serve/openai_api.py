@@ -7,17 +7,21 @@ well, with the last message as the question.
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
+import itertools
 import json
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from mmqa_jax.decoding.online import Pending
-from mmqa_jax.decoding.requests import Candidate, Scores, Scoring
+from mmqa_jax.decoding.requests import Candidate, Scores, Scoring, Tokenizer
 from mmqa_jax.decoding.requests import Request as EngineRequest
 from mmqa_jax.decoding.scheduler import GeneratedSequence
 from mmqa_jax.decoding.text_stream import TextStream
@@ -35,16 +39,6 @@ from mmqa_jax.prompting.served import ServedModel
 from mmqa_jax.serve.door import Pieces, Visit, visit_of
 from mmqa_jax.serve.errors import ApiError, refusal, too_long
 from mmqa_jax.serve.metrics import Metrics
-from mmqa_jax.serve.openai_answers import (
-    Envelope,
-    Token,
-    chat_logprobs,
-    completion_logprobs,
-    embedding,
-    finish_of,
-    tokens_of,
-    usage_of,
-)
 from mmqa_jax.serve.parts import Parts
 from mmqa_jax.serve.systems import Asking
 
@@ -408,3 +402,119 @@ def _text_choice(
     index: int, text: str, finish: str | None = None, *, logprobs: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+
+# Answers in the form of OpenAI's API.
+
+
+_FINISH = {"end": "stop", "stop": "stop", "length": "length"}
+
+
+class Token(NamedTuple):
+    """A token in an answer's log-probabilities.
+
+    Attributes:
+      logprob: None for the first token of an echoed prompt.
+      likeliest: (id, log-probability) of the likeliest token in its place.
+    """
+
+    id: int
+    logprob: float | None
+    likeliest: tuple[int, float] | None
+
+
+class Envelope:
+    """What all replies to one request have in common.
+
+    Args:
+      kind: `text_completion` or `chat.completion`.
+      model: as the client named it.
+    """
+
+    def __init__(self, kind: str, model: str):
+        prefix = "cmpl" if kind == "text_completion" else "chatcmpl"
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self._kind, self._model, self._created = kind, model, int(time.time())
+
+    def whole(
+        self, choices: Sequence[Any], usage: dict[str, int] | None, **more: Any
+    ) -> dict[str, Any]:
+        """The reply with all choices; `usage` None: tokens are not counted."""
+        return {**self._head(self._kind), "choices": list(choices), "usage": usage, **more}
+
+    def piece(
+        self, choices: Sequence[Any], usage: dict[str, int] | None = None, **more: Any
+    ) -> dict[str, Any]:
+        """A piece of a stream."""
+        kind = self._kind if self._kind == "text_completion" else f"{self._kind}.chunk"
+        piece = {**self._head(kind), "choices": list(choices), **more}
+        return piece if usage is None else {**piece, "usage": usage}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
+
+
+def usage_of(prompt: int, completion: int) -> dict[str, int]:
+    """Numbers of tokens."""
+    total = prompt + completion
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}
+
+
+def finish_of(finish: str) -> str:
+    """OpenAI's word for how an answer ended."""
+    return _FINISH[finish]
+
+
+def tokens_of(candidate: Candidate, *, top: bool) -> list[Token]:
+    """An answer's tokens; at temperature 0 each is the likeliest in its place."""
+    pairs = zip(candidate.tokens, candidate.logprobs or (), strict=True)
+    return [Token(token, p, (token, p) if top else None) for token, p in pairs]
+
+
+def completion_logprobs(
+    tokens: Sequence[Token], tokenizer: Tokenizer, *, top: bool, start: int = 0
+) -> dict[str, Any]:
+    """`logprobs` of a completion's choice.
+
+    Args:
+      start: characters in front of the first token.
+    """
+    texts = [tokenizer.decode([token.id]) for token in tokens]
+    offsets = list(itertools.accumulate(map(len, texts), initial=start))[:-1]
+    best: list[dict[str, float] | None] = []
+    for token, text in zip(tokens, texts, strict=True):
+        if token.logprob is None or token.likeliest is None:
+            best.append(None)
+        else:
+            likeliest, logprob = token.likeliest
+            best.append({text: token.logprob} | {tokenizer.decode([likeliest]): logprob})
+    return {
+        "tokens": texts,
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": best if top else None,
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(tokens: Sequence[Token], tokenizer: Tokenizer) -> dict[str, Any]:
+    """`logprobs` of a chat's choice."""
+
+    def entry(token: int, logprob: float | None) -> dict[str, Any]:
+        text = tokenizer.decode([token])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    content = [
+        {
+            **entry(token.id, token.logprob),
+            "top_logprobs": [] if token.likeliest is None else [entry(*token.likeliest)],
+        }
+        for token in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def embedding(vector: np.ndarray, index: int, *, as_base64: bool) -> dict[str, Any]:
+    """One vector of a list."""
+    plain = np.asarray(vector, "<f4")
+    value = base64.b64encode(plain.tobytes()).decode() if as_base64 else plain.tolist()
+    return {"object": "embedding", "index": index, "embedding": value}

@@ -77,7 +77,7 @@ class Contrastive(DualEncoderTask):
     Attributes:
       loss: `softmax`, CLIP's over all sources of a batch, or `sigmoid`, SigLIP's.
       tower_parts: see ContrastiveObjective.
-      augment: `factory` and its arguments (tasks.augmentation).
+      augment: `factory` and its arguments (tasks.task).
     """
 
     name: ClassVar[str] = "contrastive"

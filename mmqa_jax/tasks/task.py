@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import importlib
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,7 @@ from mmqa_jax.data.batches.feed import BatchesSection, FeedConfig
 from mmqa_jax.data.batches.reading import Batches
 from mmqa_jax.data.clip_tokenizer import ClipTokenizer, open_tokenizer
 from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.data.examples import Augment
 from mmqa_jax.data.images import Alpha, Resize
 from mmqa_jax.data.mixture import member_of, open_mixture
 from mmqa_jax.data.picture_store import PictureStore
@@ -52,7 +54,6 @@ from mmqa_jax.models.presets import TRUNKS
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.retrieval.rankings import with_mined_negatives
-from mmqa_jax.tasks.augmentation import augmentation_factory, make_augmentation
 from mmqa_jax.tasks.pretrained import Loader
 from mmqa_jax.tasks.run_tokenizer import make_tokenizer
 from mmqa_jax.training.objective import Objective, Validation
@@ -243,7 +244,7 @@ class Task(abc.ABC):
       unit: of a batch's examples.
       program: the program that uses what is trained (`mmqa plan`), if one does.
       limits: the config keys by which tokens of its examples are cut.
-      augment: `factory` and its arguments (tasks.augmentation), of tasks that have such a section.
+      augment: `factory` and its arguments (tasks.task), of tasks that have such a section.
       validate: the section `validate`, of tasks that validate.
       task: its `name`.
       seed: of initialization, sampling and dropout.
@@ -531,3 +532,38 @@ def floats(*shape: int) -> Struct:
 def bools(*shape: int) -> Struct:
     """Shape of a boolean array."""
     return Struct(shape, np.bool_)
+
+
+# The augmentation of training examples that a config's section `augment` names.
+#
+# `augment.factory` is `package.module:Class`; the section's other values are its arguments.
+
+
+# Modules of runs that were trained when they had another name.
+_FORMER = {"mmqa_jax.data.datasets.atlas.augment": "mmqa_jax.data.atlas.augment"}
+
+
+def augmentation_factory(section: Mapping[str, Any]) -> Callable[..., Augment]:
+    """What `augment.factory` names, a class or function of this package."""
+    named = section.get("factory", "")
+    module, _, name = str(named).partition(":")
+    module = _FORMER.get(module, module)
+    found = None
+    if module.startswith("mmqa_jax."):
+        try:
+            found = getattr(importlib.import_module(module), name, None)
+        except ModuleNotFoundError as error:
+            if not module.startswith(error.name or "-"):
+                raise
+    if not callable(found):
+        raise UserError(
+            f"config key augment.factory={named!r}: a class of mmqa_jax was expected as "
+            "package.module:Class; correct it or leave augment out."
+        )
+    return found
+
+
+def make_augmentation(section: Mapping[str, Any]) -> Augment | None:
+    """The augmentation, None where the section is missing or its probabilities are all 0."""
+    options = {key: value for key, value in section.items() if key != "factory"}
+    return augmentation_factory(section)(**options) if any(options.values()) else None

@@ -171,7 +171,7 @@ class VLPTask(Task):
     Attributes:
       packing: of PackingConfig, what does not follow from the regions.
       features: of a frontend with features; None where it reads pixels.
-      augment: `factory` and its arguments (tasks.augmentation).
+      augment: `factory` and its arguments (tasks.task).
     """
 
     limits: ClassVar[tuple[str, ...]] = (

@@ -134,7 +134,7 @@ class VQA(Task):
     Attributes:
       features: of pictures, for grids and regions.
       pictures: pixels, for patches.
-      augment: `factory` and its arguments (tasks.augmentation), for patches.
+      augment: `factory` and its arguments (tasks.task), for patches.
     """
 
     name: ClassVar[str] = "vqa"

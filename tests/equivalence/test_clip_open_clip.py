@@ -24,8 +24,8 @@ from mmqa_jax.models.clip import (
     vit_l_14,
 )
 from mmqa_jax.weights.folder import load_converted, read_record
+from mmqa_jax.weights.models.clip import usual_constants
 from mmqa_jax.weights.models.clip_open_clip import open_clip_config, squashes
-from mmqa_jax.weights.models.clip_openai import usual_constants
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.registry import architecture
 

@@ -20,7 +20,7 @@ from mmqa_jax.cli import main
 from mmqa_jax.models import clip
 from mmqa_jax.models.clip import CLIP, CLIPConfig, TextConfig, VisionConfig
 from mmqa_jax.weights.folder import load_converted
-from mmqa_jax.weights.models.clip_openai import clip_openai_config
+from mmqa_jax.weights.models.clip import clip_openai_config
 
 # No size is a published one; heads of 64 are all that OpenAI has.
 CONFIG = CLIPConfig(

@@ -43,8 +43,7 @@ from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.tasks.objectives import LanguageModelObjective
 from mmqa_jax.weights.formats.safetensors import ArraySource
-from mmqa_jax.weights.models.expert_tensors import experts_together
-from mmqa_jax.weights.models.llama import publish_llama
+from mmqa_jax.weights.models.llama import experts_together, publish_llama
 from mmqa_jax.weights.published import load_published, write_published
 
 LENGTH = 520  # short prompts hide mistakes in rotary positions

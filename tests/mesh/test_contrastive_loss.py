@@ -17,8 +17,12 @@ from mmqa_jax.core.mesh import batch_sharding, make_mesh, replicated
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.dual_encoder import DualEncoderConfig
-from mmqa_jax.tasks.objectives import ContrastiveObjective, SigmoidObjective, contrastive_loss
-from mmqa_jax.tasks.sigmoid_loss import sigmoid_loss
+from mmqa_jax.tasks.objectives import (
+    ContrastiveObjective,
+    SigmoidObjective,
+    contrastive_loss,
+    sigmoid_loss,
+)
 from tests.drawn_weights import drawn
 
 # Tiny models: compiling is all the time.

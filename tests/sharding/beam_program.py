@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mmqa_jax.core.mesh import make_mesh, on_shardings, state_shardings
-from mmqa_jax.decoding.llama_beam import beam_search
+from mmqa_jax.decoding.beam_batches import beam_search
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.plan.topology import open_topology

@@ -1,6 +1,6 @@
 """Every answer cites its sources: each setting that is given sources says which, and which it read.
 
-The settings are those of runs/systems.py, so that a new one fails here until it cites.
+The settings are those of runs/row.py, so that a new one fails here until it cites.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mmqa_jax.prompting.llm_reranker import LLMReranker
 from mmqa_jax.prompting.shots import ExampleLibrary
 from mmqa_jax.retrieval.bm25 import BM25Retriever
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
-from mmqa_jax.runs.systems import BUILT_IN
+from mmqa_jax.runs.row import BUILT_IN
 
 SOURCES = [
     Source(name, "text", f"{name} is the capital of {land}.", land, extra={"article": land})

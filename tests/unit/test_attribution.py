@@ -9,8 +9,12 @@ import pytest
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.interchange import read_interchange
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, is_answerable
-from mmqa_jax.evaluation.attribution import is_refusal, score_citations, score_refusals
-from mmqa_jax.evaluation.scoring import score_predictions
+from mmqa_jax.evaluation.scoring import (
+    is_refusal,
+    score_citations,
+    score_predictions,
+    score_refusals,
+)
 
 KNOWN = [
     Question("both", "test", "?", answers=("a",), keywords="a", positives=("x", "y")),

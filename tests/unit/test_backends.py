@@ -36,7 +36,7 @@ from mmqa_jax.prompting.backends import (
     Message,
 )
 from mmqa_jax.prompting.cache import Cached, ResponseCache
-from mmqa_jax.prompting.together import leads
+from mmqa_jax.prompting.run import leads
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from mmqa_jax.prompting.heuristics import load_candidates
 from mmqa_jax.prompting.shots import Embedders, ExampleLibrary
 from mmqa_jax.runs.opened_parts import OpenedParts
 from mmqa_jax.runs.parts import HeuristicsSpec, KnowledgeSpec, open_knowledge
-from mmqa_jax.runs.systems import find_setting
+from mmqa_jax.runs.row import find_setting
 from mmqa_jax.tasks.library import LibrarySpec, open_library
 from mmqa_jax.tasks.reading import check_config
 

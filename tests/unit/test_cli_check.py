@@ -14,8 +14,7 @@ from tiny_checkpoints import make_source
 from tiny_encoders import save_plain
 
 from mmqa_jax.models.activations import ACTIVATIONS
-from mmqa_jax.weights.check import TOKENS, Compared, Outputs, _tokens, check, compare
-from mmqa_jax.weights.check_torch import _layers
+from mmqa_jax.weights.check import TOKENS, Compared, Outputs, _layers, _tokens, check, compare
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

@@ -21,8 +21,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.choice_scores import score_mmbench, score_scienceqa, score_seed_bench
-from mmqa_jax.evaluation.corpus_choices import chance, score_choices
-from mmqa_jax.evaluation.scoring import score_predictions
+from mmqa_jax.evaluation.scoring import chance, score_choices, score_predictions
 from mmqa_jax.runs import parts
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]

@@ -14,7 +14,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.workdir import Workdir
 from mmqa_jax.papers import webqa
 from mmqa_jax.runs import demo
-from mmqa_jax.runs.demo_results import read_results
+from mmqa_jax.runs.demo import read_results
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

@@ -13,8 +13,7 @@ from cli_runs import ROOT, done, mmqa
 from mmqa_jax.cli import command, make_parser
 from mmqa_jax.commands.tables import NAMES, add_flags
 from mmqa_jax.core.config import load_config, load_module
-from mmqa_jax.runs.row import read_row
-from mmqa_jax.runs.systems import find_setting
+from mmqa_jax.runs.row import find_setting, read_row
 from mmqa_jax.runs.tables import PAPERS, datasets
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from mmqa_jax.data.atlas.factbook import place_names
 from mmqa_jax.data.atlas.pictures import COLORS, color_map
 from mmqa_jax.data.examples import RawExample, RawSource
 from mmqa_jax.data.schema import Question
-from mmqa_jax.tasks.augmentation import make_augmentation
+from mmqa_jax.tasks.task import make_augmentation
 
 pytestmark = pytest.mark.slow
 

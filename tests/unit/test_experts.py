@@ -23,7 +23,7 @@ from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.lora import LoraConfig, add_lora, merge_lora
 from mmqa_jax.models.quantize import QuantizedGroupedLinear, quantize_weights
 from mmqa_jax.weights.formats.safetensors import ArraySource
-from mmqa_jax.weights.models.expert_tensors import experts_apart, experts_together
+from mmqa_jax.weights.models.llama import experts_apart, experts_together
 from mmqa_jax.weights.text_encoders import FAMILIES
 from tests.drawn_weights import drawn
 

@@ -10,8 +10,8 @@ from flax import nnx
 from tiny_llm import llama_config
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.decoding.beam_batches import beam_search
 from mmqa_jax.decoding.engine import Engine
-from mmqa_jax.decoding.llama_beam import beam_search
 from mmqa_jax.decoding.requests import Request
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama import Llama

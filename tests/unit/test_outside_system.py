@@ -15,7 +15,7 @@ from pathlib import Path
 from mmqa_jax.core.config import load_module
 from mmqa_jax.data.schema import Prediction
 from mmqa_jax.papers.setting import Setting
-from mmqa_jax.runs.systems import OwnSystem
+from mmqa_jax.runs.row import OwnSystem
 
 rows = load_module(Path("ROOT/configs/rows.py"))
 MODES = ("bm25",)

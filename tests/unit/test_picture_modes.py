@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms, ImageOps, TiffImagePlugin
 
-from mmqa_jax.data import images, picture_modes
+from mmqa_jax.data import images
 
 WHITE = 255
 
@@ -252,7 +252,7 @@ def test_every_mode_of_pillow_has_a_meaning():
     levels = {"1": 255, "L": 124, "LA": 124, "La": 124}
     for mode, image in pictures.items():
         assert image.mode == mode
-        made = picture_modes.rgb_on_white(picture_modes.eight_bits(image))
+        made = images.rgb_on_white(images.eight_bits(image))
         deep = mode in ("I", "F") or mode.startswith("I;16")
         expected = (128,) * 3 if deep else (levels[mode],) * 3 if mode in levels else (200, 100, 50)
         near = {"P": 26, "PA": 26, "YCbCr": 2, "LAB": 3, "HSV": 2}.get(mode, 0)  # web palette
@@ -284,7 +284,7 @@ def test_what_pillow_can_write_is_read_or_refused():
                 continue  # not this mode
             if form in ("AVIF", "GIF", "WEBP") and mode in ("I;16", "I", "F"):
                 continue  # their writers clip it
-            wanted = picture_modes.rgb_on_white(picture_modes.eight_bits(image.copy()))
+            wanted = images.rgb_on_white(images.eight_bits(image.copy()))
             try:
                 decoded = images.decode(data, f"{form} {mode}")
             except images.PictureError as error:

@@ -30,8 +30,7 @@ from mmqa_jax.prompting.backends import (
     Picture,
     Usage,
 )
-from mmqa_jax.prompting.cache import Cached, ResponseCache, request_key
-from mmqa_jax.prompting.kept_answers import Unkeepable, keep, restore
+from mmqa_jax.prompting.cache import Cached, ResponseCache, Unkeepable, keep, request_key, restore
 
 numbers = st.floats(allow_nan=False)
 candidates = st.builds(

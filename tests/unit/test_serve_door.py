@@ -23,7 +23,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Source
 from mmqa_jax.decoding.requests import Candidate, Result
 from mmqa_jax.runs.asked import AskedCorpus
-from mmqa_jax.serve import connections
+from mmqa_jax.serve import run
 from mmqa_jax.serve.app import make_app
 from mmqa_jax.serve.door import Door
 from mmqa_jax.serve.metrics import Metrics
@@ -437,7 +437,7 @@ def test_large_bodies_that_wait_have_an_end(monkeypatch):
 
 def test_half_sent_headers_do_not_shut_others_out(monkeypatch):
     """The oldest connections are closed for new ones."""
-    monkeypatch.setattr(connections, "_MOST", 20)
+    monkeypatch.setattr(run, "_MOST", 20)
     with client_of(ServeOptions(header=60.0)) as client:
         half = [client.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\nX-A: ") for _ in range(60)]
         for _ in range(3):
@@ -459,5 +459,5 @@ def test_files_are_as_many_as_allowed(monkeypatch, limits, files):
     asked = []
     monkeypatch.setattr("resource.getrlimit", lambda kind: limits)
     monkeypatch.setattr("resource.setrlimit", lambda kind, given: asked.append(given))
-    assert connections._open_files() == files
+    assert run._open_files() == files
     assert asked == ([(files, limits[1])] if limits[0] not in (-1, files) else [])

@@ -34,8 +34,7 @@ from mmqa_jax.models.llava import ORIGINAL_IMAGE_TOKEN, LlavaConfig
 from mmqa_jax.prompting.backend_engine import EngineBackend
 from mmqa_jax.prompting.backend_t5 import T5Backend
 from mmqa_jax.prompting.backends import Chat, Choices, Completion, Message
-from mmqa_jax.prompting.picture_format import QwenFormat
-from mmqa_jax.prompting.picture_template import PictureTemplate
+from mmqa_jax.prompting.picture_format import PictureTemplate, QwenFormat
 from mmqa_jax.prompting.source_prompts import MARK, as_prompt
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer, open_tokenizer
 from mmqa_jax.prompting.training_examples import encode_conversation, encode_text

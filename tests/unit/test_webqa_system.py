@@ -32,7 +32,7 @@ from mmqa_jax.papers import webqa
 from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.exact import ExactIndex
-from mmqa_jax.runs.demo_results import question_groups
+from mmqa_jax.runs.demo import question_groups
 
 BEST = SELECTIONS["best"]
 SOURCES = [Source(name, "text", f"text of {name}") for name in "abcdefgh"]

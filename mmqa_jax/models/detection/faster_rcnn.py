@@ -22,9 +22,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.config_checks import check_known
 from mmqa_jax.models.detection.boxes import BoxCoder, areas, clip
 from mmqa_jax.models.detection.convolution import within
-from mmqa_jax.models.detection.fpn import FPN
 from mmqa_jax.models.detection.region_pooling import pyramid_align, roi_align, roi_pool
-from mmqa_jax.models.detection.resnext import ResNeXt, ResNeXtConfig, Stage
+from mmqa_jax.models.detection.resnext import FPN, ResNeXt, ResNeXtConfig, Stage
 from mmqa_jax.models.detection.rpn import RPN, RPNConfig
 from mmqa_jax.models.detection.selection import RegionRule, class_confidence, select
 from mmqa_jax.models.layers import Embedding, Linear

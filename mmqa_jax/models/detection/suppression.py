@@ -7,7 +7,7 @@ Which boxes are kept is the one set in which a box is kept exactly if nothing ke
 overlaps it. It is found by repetition: starting from all boxes, drop those that a kept one
 suppresses, look again with what is left, until nothing changes. After n rounds the n best are
 right, most often all after three or four; each round is one product of a mask and a matrix. In
-hundreds of classes GPUs have a kernel instead (suppression_triton.py).
+hundreds of classes GPUs have a kernel instead (selection.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """CLIP checkpoints as open_clip publishes them: LAION's, DataComp's, MetaCLIP's, DFN's and others.
 
-The tensors are laid out as OpenAI's (clip_openai.py). `open_clip_config.json` beside them says
+The tensors are laid out as OpenAI's (clip.py). `open_clip_config.json` beside them says
 what no tensor shows, the heads and the activation: open_clip/model.py CLIPVisionCfg and
 CLIPTextCfg, whose defaults absent keys have. A folder of the hub has the tensors in
 `open_clip_model.safetensors` or `open_clip_pytorch_model.bin`.

@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -17,22 +22,14 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.decoder_families import FAMILIES
 from mmqa_jax.models.llama import inverse_frequencies
 from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.published_keys import check_keys, kinds
 from mmqa_jax.weights.formats.gguf import GGUFSource
 from mmqa_jax.weights.formats.llama2c import Header, Llama2cSource
-from mmqa_jax.weights.formats.safetensors import TensorSource
-from mmqa_jax.weights.keymap import (
-    IDENTITY,
-    TRANSPOSE,
-    KeyMap,
-    Rule,
-    Transform,
-    untied_source,
-)
+from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
+from mmqa_jax.weights.keymap import IDENTITY, TRANSPOSE, KeyMap, Rule, Transform, untied_source
 from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, read_hf_config
-from mmqa_jax.weights.models.expert_tensors import experts_apart, experts_together
 from mmqa_jax.weights.models.fused_rows import apart, phi3_gguf_rows, phi3_rows, together
 from mmqa_jax.weights.models.llama_gguf import ROPE_FACTORS, TURNED, gguf_config
-from mmqa_jax.weights.models.llama_in_gemma3 import WITH_TOWER, language_model
 from mmqa_jax.weights.models.llama_meta import read_meta, unknown_scaling
 from mmqa_jax.weights.sources import gguf_file, open_source, read_magic
 
@@ -290,3 +287,126 @@ def _llama2c_config(header: Header) -> LlamaConfig:
         positions=header.context,
         tied=header.tied,
     )
+
+
+# Experts of a mixture as a checkpoint keeps them, and as one tensor of a layer.
+#
+# Published files hold each linear of each expert, `mlp.experts.N.gate_proj.weight` (out, in);
+# transformers 5 holds in memory what its models compute with, `mlp.experts.gate_up_proj` (E,
+# gate's rows then up's, in) and `mlp.experts.down_proj` (E, out, in). Our key maps have
+# `mlp.experts.gate_proj.weight` (E, out, in), and alike `up_proj` and `down_proj`.
+
+
+_ONE = re.compile(r"(.*\.experts\.)(\d{1,4})\.((?:gate|up|down)_proj\.weight)")
+_STACKED = re.compile(r"(.*\.experts\.)((?:gate|up|down)_proj\.weight)")
+_BOTH, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+
+
+def experts_together(source: TensorSource, experts: int) -> TensorSource:
+    """The tensors of a checkpoint of either layout with those of all experts as one."""
+    tensors: dict[str, Any] = {}
+    parts: dict[str, dict[int, str]] = {}  # name of the whole -> key of each expert
+    for key, spec in source.specs().items():
+        if one := _ONE.fullmatch(key):
+            parts.setdefault(f"{one[1]}{one[3]}", {})[int(one[2])] = key
+        elif key.endswith(_BOTH):
+            half = spec.shape[1] // 2
+            of_half = jax.ShapeDtypeStruct((spec.shape[0], half, *spec.shape[2:]), spec.dtype)
+            for name, rows in (("gate", slice(half)), ("up", slice(half, None))):
+                read = functools.partial(_rows, source, key, rows)
+                tensors[key.replace("gate_up_proj", f"{name}_proj.weight")] = of_half, read
+        else:
+            name = f"{key}.weight" if key.endswith(_DOWN) else key
+            tensors[name] = spec, functools.partial(source.read, key)
+    for name, keys in parts.items():
+        if sorted(keys) != list(range(experts)):
+            wrong = sorted(set(keys) ^ set(range(experts)))
+            raise UserError(
+                f"{source.name}: {name.removesuffix('.weight')} is of {len(keys)} experts, of the "
+                f"config's {experts} without or beyond numbers {wrong[:8]}; fetch the checkpoint "
+                "again, or correct num_experts in its config.json."
+            )
+        spec = source.specs()[keys[0]]
+        of_all = jax.ShapeDtypeStruct((experts, *spec.shape), spec.dtype)
+        in_order = [keys[number] for number in range(experts)]
+        tensors[name] = of_all, functools.partial(_stack, source, in_order, of_all)
+    return DerivedSource(source.name, tensors)
+
+
+def experts_apart(source: TensorSource) -> TensorSource:
+    """The reverse, in the published layout, which all versions of transformers read."""
+    tensors = {}
+    read_layer = functools.lru_cache(maxsize=1)(source.read)  # for one expert after another
+    for key, spec in source.specs().items():
+        stacked = _STACKED.fullmatch(key)
+        if not stacked:
+            tensors[key] = spec, functools.partial(source.read, key)
+            continue
+        of_one = jax.ShapeDtypeStruct(spec.shape[1:], spec.dtype)
+        for number in range(spec.shape[0]):
+            read = functools.partial(_one, read_layer, key, number)
+            tensors[f"{stacked[1]}{number}.{stacked[2]}"] = of_one, read
+    return DerivedSource(source.name, tensors)
+
+
+def _rows(source: TensorSource, key: str, rows: slice) -> np.ndarray:
+    return source.read(key)[:, rows]
+
+
+def _stack(source: TensorSource, keys: list[str], spec: jax.ShapeDtypeStruct) -> np.ndarray:
+    """One tensor is in memory beside the whole at a time."""
+    whole = np.empty(spec.shape, spec.dtype)
+    for number, key in enumerate(keys):
+        whole[number] = source.read(key)
+    return whole
+
+
+def _one(read_layer: Callable[[str], np.ndarray], key: str, number: int) -> np.ndarray:
+    return np.ascontiguousarray(read_layer(key)[number])
+
+
+# The language model in a Gemma 3 checkpoint that has a vision tower; the tower is left out.
+
+
+WITH_TOWER = ("gemma3",)
+_READ = kinds(object="text_config", object_or_null="vision_config", flag="tie_word_embeddings")
+_OF_PICTURES = (
+    *("mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"),
+    "vision_config",
+)
+# As published, and as transformers 4.52 and later write it.
+_LANGUAGE_MODEL = re.compile(
+    r"^(?:language_model\.(model\.|lm_head\.)|model\.language_model\.|(lm_head\.))"
+)
+_TOWER = re.compile(r"^(?:model\.)?(vision_tower|multi_modal_projector)\.")
+
+
+def language_model(
+    published: Mapping[str, Any], source: TensorSource, where: str
+) -> tuple[dict[str, Any], TensorSource]:
+    """The config.json and the tensors of the language model alone, as Gemma3ForCausalLM has them.
+
+    A warning names the parts that are left out.
+
+    Args:
+      published: the config.json of a Gemma3ForConditionalGeneration.
+      source: its tensors.
+      where: what messages call the file.
+    """
+    check_keys(published, where, read=_READ, harmless=_OF_PICTURES)
+    inherited = {key: published[key] for key in ("tie_word_embeddings",) if key in published}
+    text = {**inherited, "model_type": "gemma3_text", **published["text_config"]}
+    text["final_logit_softcapping"] = None  # the class with a tower does not use it
+    tensors, left_out = {}, set()
+    for key, spec in source.specs().items():
+        if found := _TOWER.match(key):
+            left_out.add(found[1])
+            continue
+        ours = _LANGUAGE_MODEL.sub(lambda match: match[1] or match[2] or "model.", key)
+        tensors[ours] = spec, functools.partial(source.read, key)
+    logging.getLogger(__name__).warning(
+        "%s: of this Gemma 3 the language model is read; %s left out, it sees no pictures",
+        where,
+        f"its {' and '.join(sorted(left_out))} are" if left_out else "a vision tower is",
+    )
+    return text, DerivedSource(source.name, tensors)
