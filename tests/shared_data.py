@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mmqa_jax.data.datasets.benchmark import Benchmark
+from mmqa_jax.data.datasets.benchmark import BenchmarkFiles
 
 SHARED = Path(os.environ.get("MMQA_SHARED_DATA", Path(__file__).parents[1] / "../shared/data"))
 GOLDEN = SHARED / "webqa_golden"
@@ -32,7 +32,7 @@ def require(*paths: Path) -> None:
 
 
 @functools.cache
-def shared_benchmark(read: Callable[[Path], Benchmark], name: str) -> Benchmark:
+def shared_benchmark(read: Callable[[Path], BenchmarkFiles], name: str) -> BenchmarkFiles:
     """A dataset by its reader; a worker reads its files, up to a second each, once for all tests."""
     require(SHARED / name)
     return read(SHARED / name)

@@ -8,9 +8,8 @@ not at hand. BM25 searches the one set of texts for texts.
 
 from ml_collections import ConfigDict
 
+from mmqa_jax.benchmarks.mbeir import OFFICIAL, SETS, official_k
 from mmqa_jax.core.config import config_beside
-from mmqa_jax.data.datasets.mbeir import SETS
-from mmqa_jax.evaluation.mbeir import OFFICIAL, official_k
 
 PAPER = "mbeir"
 DEPTH = 50  # Fashion's recall goes up to 50

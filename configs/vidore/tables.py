@@ -6,8 +6,8 @@ No published system is among them: those of the leaderboards compare many vector
 
 from ml_collections import ConfigDict
 
+from mmqa_jax.benchmarks.vidore import TASKS, V3
 from mmqa_jax.core.config import config_beside
-from mmqa_jax.data.datasets.vidore import TASKS, V3
 
 PAPER = "vidore"
 DEPTH = 100

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mmqa_jax.benchmarks import NAMES
 from mmqa_jax.commands import flags
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.datasets.readers import READERS
 
 SUMMARY = "score predictions or rankings against references."
 EXAMPLE = "mmqa evaluate atlas --references=data/atlas --predictions=runs/predictions.jsonl --json"
@@ -24,7 +24,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     parser.add_argument(
         "dataset",
-        choices=("atlas", "webqa", *READERS, "corpus"),
+        choices=("atlas", "webqa", *NAMES, "corpus"),
         help="the benchmark",
     )
     parser.add_argument(
@@ -90,8 +90,8 @@ class References(NamedTuple):
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Scores predictions (answers and cited sources) or rankings; prints the tables."""
+    from mmqa_jax.benchmarks import benchmark as benchmarks
     from mmqa_jax.core.files import check_out, write_json
-    from mmqa_jax.evaluation import benchmarks
     from mmqa_jax.evaluation.scores import count_empty, predictions_by_question
     from mmqa_jax.evaluation.webqa import check_installed
     from mmqa_jax.evaluation.webqa_formats import unknown_sources
@@ -102,9 +102,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.submission:
         check_out(Path(arguments.submission), flag="--submission")
     predictions = Path(arguments.predictions)
-    scoring = benchmarks.BENCHMARKS.get(arguments.dataset)
+    is_benchmark = arguments.dataset in NAMES
     # A benchmark of retrieval reads rankings itself, also those of a folder or pattern.
-    is_ranked = not (scoring and scoring.ranks) and (
+    is_ranked = not (is_benchmark and benchmarks.open_benchmark(arguments.dataset).ranks) and (
         is_run(predictions) or (predictions.suffix == ".jsonl" and holds_rankings(predictions))
     )
     if is_ranked:
@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         )
     if arguments.bem:
         benchmarks.check_judged(arguments.dataset, "--bem")
-    if arguments.dataset in READERS:
+    if is_benchmark:
         return _evaluate_benchmark(arguments)
     check_installed(arguments.lemmatizer, "--lemmatizer")
     arguments.split = arguments.split or "test"
@@ -169,14 +169,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _evaluate_benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
     """Scores a question-answering benchmark as its BenchmarkScoring says."""
+    from mmqa_jax.benchmarks import benchmark as benchmarks
     from mmqa_jax.data.splits import split_questions
-    from mmqa_jax.evaluation import benchmarks
     from mmqa_jax.evaluation.scores import count_empty, predictions_by_question
     from mmqa_jax.evaluation.scoring import notes_of_counts
     from mmqa_jax.evaluation.tables import show
 
     dataset, path = arguments.dataset, Path(arguments.predictions)
-    scoring = benchmarks.BENCHMARKS[dataset]
+    scoring = benchmarks.open_benchmark(dataset)
     _refuse_flags(arguments, dataset, scoring)
     split = benchmarks.split_of(dataset, arguments.split)
     references = Path(arguments.references or path)
@@ -355,8 +355,8 @@ def _evaluate_rankings(
 
 def _evaluate_articles(arguments: argparse.Namespace, path: Path) -> dict[str, Any]:
     """Scores rankings of sources by the articles that they are of."""
+    from mmqa_jax.benchmarks import benchmark as benchmarks
     from mmqa_jax.data.corpus import open_sources
-    from mmqa_jax.evaluation import benchmarks
     from mmqa_jax.evaluation.articles import know_articles, score_articles
     from mmqa_jax.evaluation.tables import answer_table, show
     from mmqa_jax.retrieval.rankings import read_rankings
@@ -443,7 +443,7 @@ def _submission_rows(given: Sequence, reference: References) -> dict[str, Any]:
 
 def _is_hidden(questions: Sequence) -> bool:
     """Whether no answer is published, as in WebQA's test split."""
-    from mmqa_jax.evaluation.webqa import has_keywords
+    from mmqa_jax.data.datasets.webqa import has_keywords
 
     return not any(question.answers or has_keywords(question) for question in questions)
 

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from mmqa_jax.benchmarks import NAMES
 from mmqa_jax.commands import flags
-from mmqa_jax.data.datasets.readers import READERS
 
 _OF_FILES = ("corpus", "folder", "chat", "hf", "webdataset")  # of any content
 SUMMARY = "turn a benchmark's official files, or a folder of documents, into ArrayRecord."
@@ -35,7 +35,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "dataset",
-        choices=("atlas", "webqa", *READERS, *flags.KNOWLEDGE, *_OF_FILES),
+        choices=("atlas", "webqa", *NAMES, *flags.KNOWLEDGE, *_OF_FILES),
         help="atlas is built from installed packages; the last five read files of yours",
     )
     parser.add_argument(

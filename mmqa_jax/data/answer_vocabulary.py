@@ -16,12 +16,11 @@ from jaxtyping import Float32
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.paths import as_path
-from mmqa_jax.data.datasets.okvqa import SOFT_LABELS
+from mmqa_jax.data.answer_text import official_of_weight, prep_ans
+from mmqa_jax.data.datasets.benchmark import SOFT_LABELS
+from mmqa_jax.data.datasets.webqa import has_keywords
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.table_files import whole_number
-from mmqa_jax.evaluation.answer_text import prep_ans
-from mmqa_jax.evaluation.vqa import official_of_weight
-from mmqa_jax.evaluation.webqa import has_keywords
 
 FILE = "answers.json"  # in a run's workdir
 

@@ -1,4 +1,27 @@
-"""Pictures: from encoded bytes to RGB, square pixels, and patches with their boxes."""
+"""Pictures: from encoded bytes to RGB, square pixels, and patches with their boxes.
+
+What the pixels of each of Pillow's modes mean: one table, from a file's samples to 8 bits.
+
+    mode                      read as
+    1 L LA P PA RGB RGBA      as they are; a palette's, gray's or RGB's transparent color (GIF, PNG
+                              tRNS, of 1, 2, 4, 8 or 16 bits a sample) is alpha 0
+    RGBX                      the fourth channel means nothing
+    La RGBa                   colors multiplied by alpha: divided by it
+    CMYK YCbCr LAB HSV        by Pillow's conversion to RGB (LAB: D50 to sRGB); CMYK JPEGs of Adobe,
+                              which are inverted, are turned by Pillow
+    I;16 I;16L I;16B I;16N    0 to 65,535: the high byte. 12 bits (TIFF): the high 8
+    I                         PGM's: 0 to 65,535. Others hold 32 bits and say not which value is
+                              white: read as 16 bits where all lie in 0 to 65,535 and some are above
+                              255; all 0 is black
+    F                         0 to 1: rounded to 0 to 255
+
+TIFF's "white is zero" is turned where Pillow leaves it. What has no agreed black and white is a
+broken picture, and no guess: signed samples of 8 and 16 bits, other ranges of I and F, NaN, and
+FITS of more than 8 bits. Of several frames or pages (GIF, WebP, APNG, TIFF, MPO) the first is read.
+A rotation in EXIF is not applied, as in the original systems, except where the original applies it:
+for detectors, which read with OpenCV, and for vision-language models whose pictures transformers
+loads (images.py:decode_upright). Pillow itself applies that of TIFF.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +161,7 @@ def decode(data: bytes, name: str = "picture") -> Image.Image:
     """Decodes an encoded picture (any format Pillow reads) to RGB, alpha composited on white.
 
     Truncated files are decoded as far as possible, as in the WebQA baseline. What the pixels of
-    each mode mean: picture_modes; how large a picture may be: picture_bounds. Raises PictureError
+    each mode mean: see the module; how large a picture may be: picture_bounds. Raises PictureError
     with `name` where the bytes are no picture.
     """
     return _opened(data, name, rgb_on_white)
@@ -426,24 +449,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, Image.UnidentifiedImageError):
         return "unknown format"
     return str(error) or type(error).__name__
-
-
-# What the pixels of each of Pillow's modes mean: one table, from a file's samples to 8 bits.
-#
-# mode read as 1 L LA P PA RGB RGBA as they are; a palette's, gray's or RGB's transparent color
-# (GIF, PNG tRNS, of 1, 2, 4, 8 or 16 bits a sample) is alpha 0 RGBX the fourth channel means
-# nothing La RGBa colors multiplied by alpha: divided by it CMYK YCbCr LAB HSV by Pillow's
-# conversion to RGB (LAB: D50 to sRGB); CMYK JPEGs of Adobe, which are inverted, are turned by
-# Pillow I;16 I;16L I;16B I;16N 0 to 65,535: the high byte. 12 bits (TIFF): the high 8 I PGM's: 0
-# to 65,535. Others hold 32 bits and say not which value is white: read as 16 bits where all lie
-# in 0 to 65,535 and some are above 255; all 0 is black F 0 to 1: rounded to 0 to 255
-#
-# TIFF's "white is zero" is turned where Pillow leaves it. What has no agreed black and white is a
-# broken picture, and no guess: signed samples of 8 and 16 bits, other ranges of I and F, NaN, and
-# FITS of more than 8 bits. Of several frames or pages (GIF, WebP, APNG, TIFF, MPO) the first is
-# read. A rotation in EXIF is not applied, as in the original systems, except where the original
-# applies it: for detectors, which read with OpenCV, and for vision-language models whose pictures
-# transformers loads (images.py:decode_upright). Pillow itself applies that of TIFF.
 
 
 _SAMPLE_FORMAT, _BITS, _PHOTOMETRIC = 339, 258, 262  # TIFF's tags

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mmqa_jax.data.datasets.okvqa import SOFT_LABELS
+from mmqa_jax.data.answer_text import official_of_weight
+from mmqa_jax.data.datasets.benchmark import SOFT_LABELS
+from mmqa_jax.data.datasets.webqa import has_keywords
 from mmqa_jax.data.schema import Question
-from mmqa_jax.evaluation.vqa import official_accuracy, official_of_weight, soft_label_accuracy
-from mmqa_jax.evaluation.webqa import has_keywords, keyword_accuracy
+from mmqa_jax.evaluation.vqa import official_accuracy, soft_label_accuracy
+from mmqa_jax.evaluation.webqa import keyword_accuracy
 
 RECALL_AT = (1, 3, 5, 10)
 

@@ -1,4 +1,4 @@
-"""Accuracy of short answers on pictures: OK-VQA's, and A-OKVQA's two.
+"""Accuracy of short answers on pictures, as of VQA and OK-VQA.
 
 A score is named by its benchmark and its rule.
 
@@ -8,9 +8,6 @@ A score is named by its benchmark and its rule.
     vqa_accuracy/kat        min(1, n / 3), normalized as SQuAD does (guilk/KAT, src/evaluation.py)
     vqa_accuracy/soft_labels                the weights of published soft labels
     vqa_accuracy/official_from_soft_labels  official accuracy of a weight, where counts are even
-    a_okvqa_da/official     exact match with n of the ten answers, min(1, n / 3), without the
-                            questions marked difficult (allenai/aokvqa, eval_predictions.py)
-    a_okvqa_mc/official     the text of the chosen option is that of the correct one (the same)
 """
 
 from __future__ import annotations
@@ -20,27 +17,20 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from mmqa_jax.core.arguments import check_several
-from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.datasets.aokvqa import DIFFICULT
-from mmqa_jax.data.datasets.okvqa import SOFT_LABELS
-from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.answer_text import (
+from mmqa_jax.data.answer_text import (
     normalize_answer,
     process_punctuation,
     strip_whitespace,
 )
+from mmqa_jax.data.datasets.benchmark import DIFFICULT, SOFT_LABELS
+from mmqa_jax.data.datasets.webqa import has_keywords
+from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.scores import (
     Scores,
-    predictions_by_question,
-    questions_that_count,
     scores_of,
 )
-from mmqa_jax.evaluation.scoring import Evaluation
 from mmqa_jax.evaluation.squad import normalize_squad
-from mmqa_jax.evaluation.webqa import has_keywords, keyword_accuracy
-
-# Weights are rounded to three decimals in the published files: 0.333, 0.667, 1.
-_OFFICIAL_OF_COUNT = (0.0, 0.3, 0.6, 0.9)
+from mmqa_jax.evaluation.webqa import keyword_accuracy
 
 
 def has_answers(question: Question) -> bool:
@@ -98,54 +88,6 @@ def soft_label_accuracy(answer: str, labels: Mapping[str, float]) -> float:
     return min(1.0, float(sum(weights)))
 
 
-def official_of_weight(weight: float) -> float:
-    """The official accuracy behind a soft label's weight min(1, n / 3).
-
-    A weight of 1 is read as four annotators or more. In OK-VQA n is even, since each of five
-    annotators counts twice, so that three do not occur.
-    """
-    if weight >= 1.0:
-        return 1.0
-    return _OFFICIAL_OF_COUNT[round(3 * weight)]
-
-
-def score_okvqa(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
-    """VQA accuracy by category, from annotators' answers or from soft labels."""
-    given = predictions_by_question(questions, predictions)
-    scored = questions_that_count(questions, has_answers, "reference answers")
-    soft = [SOFT_LABELS in question.extra for question in scored]
-    if any(soft) and not all(soft):
-        raise UserError(
-            "some questions have annotators' answers and some soft labels; score a split whose "
-            "references are of one kind."
-        )
-    if not any(soft):
-        scorers: dict[str, Callable[[str, Question], float]] = {
-            "vqa_accuracy/official": lambda said, q: official_accuracy(said, q.answers),
-            "vqa_accuracy/paper": lambda said, q: paper_accuracy(said, q.answers),
-            "vqa_accuracy/prophet": lambda said, q: prophet_accuracy(said, q.answers),
-            "vqa_accuracy/kat": lambda said, q: kat_accuracy(said, q.answers),
-        }
-        return Evaluation([_scores(questions, scored, given, scorers)], has_modalities=False)
-
-    def weight(said: str, question: Question) -> float:
-        return soft_label_accuracy(said, question.extra[SOFT_LABELS])
-
-    scorers = {
-        "vqa_accuracy/soft_labels": weight,
-        "vqa_accuracy/official_from_soft_labels": lambda said, q: official_of_weight(
-            weight(said, q)
-        ),
-    }
-    note = (
-        "references are soft labels, not the annotators' ten answers: vqa_accuracy/official needs "
-        "the official annotations"
-    )
-    evaluation = Evaluation([_scores(questions, scored, given, scorers)], has_modalities=False)
-    evaluation.notes.append(note)
-    return evaluation
-
-
 def direct_answer_accuracy(answer: str, references: Sequence[str]) -> float:
     """A-OKVQA's: exact string match, min(1, n / 3); nothing is normalized."""
     return min(1.0, sum(answer == reference for reference in references) / 3)
@@ -184,47 +126,6 @@ def answer_accuracy(question: Question, answer: str) -> float | None:
     return None if scorer is None else _ANSWER_RULES[scorer](answer, question)
 
 
-def score_aokvqa(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
-    """Direct answers and multiple choice, whichever of the two the predictions hold."""
-    given = predictions_by_question(questions, predictions)
-    evaluation = Evaluation(has_modalities=False)
-    chosen = any(prediction.choice is not None for prediction in predictions)
-    if not chosen or any(prediction.answer for prediction in predictions):
-        evaluation.scored.append(_score_direct(questions, given))
-    if chosen:
-        evaluation.scored.append(_score_choices(questions, given))
-        without = sum(prediction.choice is None for prediction in given.values())
-        evaluation.unparsed["a_okvqa_mc/official"] = without
-    return evaluation
-
-
-def _score_direct(questions: Sequence[Question], given: Mapping[str, Prediction]) -> Scores:
-    scored = questions_that_count(
-        questions,
-        lambda question: bool(question.answers) and not question.extra.get(DIFFICULT, False),
-        "published direct answers (difficult questions do not count)",
-    )
-    scorer = {"a_okvqa_da/official": lambda said, q: direct_answer_accuracy(said, q.answers)}
-    return _scores(questions, scored, given, scorer, groups={})
-
-
-def _score_choices(questions: Sequence[Question], given: Mapping[str, Prediction]) -> Scores:
-    scored = questions_that_count(
-        questions, lambda question: question.answer_index is not None, "a published correct option"
-    )
-    right = np.array([_is_right(q, given[q.id]) if q.id in given else 0.0 for q in scored])
-    return scores_of(questions, scored, given, {"a_okvqa_mc/official": right}, groups={})
-
-
-def _is_right(question: Question, prediction: Prediction) -> float:
-    """1.0 for the text of the correct option: two options may read the same."""
-    if prediction.choice is None:
-        return 0.0
-    return float(
-        question.choices[prediction.choice] == question.choices[question.answer_index or 0]
-    )
-
-
 def _leaving_one_out(same: int, total: int) -> float:
     """The mean over `total` annotators of min(1, n / 3), n of the others with the same answer."""
     left_out_same = min(1.0, (same - 1) / 3) if same else 0.0
@@ -242,7 +143,7 @@ def _matches(answer: str, references: Sequence[str]) -> tuple[int, int]:
     return expected.count(said), len(expected)
 
 
-def _scores(
+def answer_scores(
     questions: Sequence[Question],
     scored: Sequence[Question],
     given: Mapping[str, Prediction],

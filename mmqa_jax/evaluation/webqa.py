@@ -23,6 +23,7 @@ from word2number import w2n
 
 from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.datasets.webqa import has_keywords
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.scores import (
     Scores,
@@ -56,8 +57,6 @@ SHAPES = frozenset(_SHAPE_WORDS.split())
 YES_NO = frozenset({"yes", "no"})
 DOMAINS = {"color": COLORS, "shape": SHAPES, "YesNo": YES_NO}
 
-# Keywords that mean "not published".
-_HIDDEN = frozenset({"", "TBD"})
 _HIDES = "(WebQA hides them in its test split)"
 _PUNCTUATION = str.maketrans("", "", string.punctuation.replace(".", ""))
 _LONE_PERIOD = re.compile(r"\.(?!\d)")
@@ -232,11 +231,6 @@ def by_modality(scores: Scores) -> Scores:
     """The same scores with `image` and `text` queries as the categories."""
     kinds = tuple("text" if c == "text" else "image" for c in scores.categories)
     return dataclasses.replace(scores, categories=kinds, groups=None)
-
-
-def has_keywords(question: Question) -> bool:
-    """Whether a question's keywords are published."""
-    return question.keywords not in _HIDDEN
 
 
 def source_f1(predicted: Sequence[str], gold: Sequence[str], *, variant: SourceF1) -> float:

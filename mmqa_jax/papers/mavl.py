@@ -25,9 +25,9 @@ from typing import Any, Literal, NamedTuple
 from mmqa_jax.core.arguments import decimal_number
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import Count
+from mmqa_jax.data.answer_text import prep_ans
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.decoding.requests import TooLong
-from mmqa_jax.evaluation.answer_text import prep_ans
 from mmqa_jax.evaluation.vqa import answer_accuracy, answer_scorer, has_answers
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting.backends import Backend, Chat, Completion, Decoding, Message, Query

@@ -16,9 +16,9 @@ import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+from mmqa_jax.benchmarks.mragbench import INCOMPLETE, RETRIEVED
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.datasets.mragbench import INCOMPLETE, RETRIEVED
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.evaluation.multiple_choice import LETTERS
 from mmqa_jax.papers.setting import Setting

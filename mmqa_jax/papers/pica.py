@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from mmqa_jax.core.typed import Count
+from mmqa_jax.data.answer_text import pica_answer
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.datasets.benchmark import CAPTION, TAGS
 from mmqa_jax.data.datasets.coco import PEOPLE_CAPTIONS
 from mmqa_jax.data.schema import Prediction, Question, Source
-from mmqa_jax.evaluation.answer_text import pica_answer
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting.backends import Backend, Decoding
 from mmqa_jax.prompting.captions import Captions, traced, with_captions
@@ -231,7 +231,7 @@ def _captioned_by_people(shot: Shot, seed: int) -> Shot:
 
 
 def _tags(question: Question) -> str:
-    """The picture's tags in the order of their file (data/datasets/okvqa.py)."""
+    """The picture's tags in the order of their file (benchmarks/okvqa.py)."""
     return ", ".join(tag["class"] for tag in question.extra[TAGS])
 
 

@@ -15,12 +15,10 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.datasets.benchmark import CAPTION
-from mmqa_jax.data.datasets.okvqa import SOFT_LABELS
-from mmqa_jax.data.datasets.scienceqa import HAS_PICTURE
+from mmqa_jax.data.datasets.benchmark import CAPTION, HAS_PICTURE, SOFT_LABELS
+from mmqa_jax.data.datasets.webqa import has_keywords
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.decoding.requests import Candidate, Result, TooLong, Unanswerable
-from mmqa_jax.evaluation.webqa import has_keywords
 from mmqa_jax.prompting.backends import Backend, Completion, Decoding, Picture, Query
 from mmqa_jax.prompting.shots import Shot, shots_record
 from mmqa_jax.prompting.source_prompts import IMAGE, MARK

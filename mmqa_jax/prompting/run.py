@@ -265,10 +265,10 @@ def follow(backend: Backend, queries: Sequence[Query]) -> None:
 #
 # JSON lines, one prompt each:
 #
-# {"id": "q1", "prompt": "Question: ...\nAnswer:", "max_new_tokens": 5, "stop": ["\n"]} {"id":
-# "q2", "prompt": "The capital of France is", "choices": [" Paris", " Rome"]} {"id": "q3",
-# "messages": [{"role": "user", "content": "What is this?"}], "images": ["cat.jpg"]} {"custom_id":
-# "q4", "url": "/v1/chat/completions", "body": {"messages": [...], ...}}
+#   {"id": "q1", "prompt": "Question: ...\nAnswer:", "max_new_tokens": 5, "stop": ["\n"]}
+#   {"id": "q2", "prompt": "The capital of France is", "choices": [" Paris", " Rome"]}
+#   {"id": "q3", "messages": [{"role": "user", "content": "What is this?"}], "images": ["cat.jpg"]}
+#   {"custom_id": "q4", "url": "/v1/chat/completions", "body": {"messages": [...], ...}}
 #
 # The last is a line of OpenAI's batch files; pictures stand in it as `data:` URLs. Any other file
 # is plain text: every line is a prompt, and its line number the id.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mmqa_jax.evaluation.answer_text import prep_ans
+from mmqa_jax.data.answer_text import prep_ans
 
 
 def vote(ballots: Sequence[tuple[str, float]]) -> tuple[str, dict[str, float]]:

@@ -28,7 +28,6 @@ from mmqa_jax.data.corpus import Corpus, open_sources
 from mmqa_jax.data.documents.chunks import TokenLimit
 from mmqa_jax.data.folder import WHOLE_PAGE, FolderOptions
 from mmqa_jax.data.picture_store import PictureStore
-from mmqa_jax.data.prepare import prepare
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, Ranking
 from mmqa_jax.data.text_analysis import Analyzer
 from mmqa_jax.papers.webqa import Reader, top
@@ -41,6 +40,7 @@ from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, HybridSearch, ScoreFusion
 from mmqa_jax.retrieval.minilm import load_minilm_embedder, minilm_token_limit
 from mmqa_jax.retrieval.rankings import Retriever
 from mmqa_jax.runs.asked import AskedCorpus, ShownSource, shown_sources
+from mmqa_jax.runs.corpora import prepare
 from mmqa_jax.tasks.library import open_text_embedder
 
 MINILM = "minilm"

@@ -1,4 +1,4 @@
-"""`mmqa prepare`: runs data/prepare.py and prints a summary of the corpus."""
+"""`mmqa prepare`: runs corpora.py and prints a summary of the corpus."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError, first_names
 from mmqa_jax.core.files import write_json
-from mmqa_jax.data import prepare as corpora
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.records import materials_of
 from mmqa_jax.evaluation.corpus_statistics import (
@@ -20,6 +19,7 @@ from mmqa_jax.evaluation.corpus_statistics import (
 )
 from mmqa_jax.evaluation.report import ReportData, write_report
 from mmqa_jax.evaluation.tables import Table, show
+from mmqa_jax.runs import corpora
 
 _NAMED = 5  # files that a line names
 _OWN = ("corpus", "folder", "chat", "hf", "webdataset")  # whose corpora are named by their folders

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmqa_jax.benchmarks import NAMES
+from mmqa_jax.benchmarks.benchmark import open_benchmark, scorer_of
 from mmqa_jax.core.files import write_json, write_jsonl
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking, prediction_row
 from mmqa_jax.evaluation.articles import ARTICLES, know_articles, score_articles
-from mmqa_jax.evaluation.benchmarks import BENCHMARKS, scorer_of
 from mmqa_jax.evaluation.chain import losses_by_stage
 from mmqa_jax.evaluation.retrieval import score_modality, score_rankings
 from mmqa_jax.evaluation.scores import Scores, count_empty
@@ -52,7 +53,7 @@ def write_results(
 ) -> RowRun:
     """Scores a row's answers to the questions, and writes all that it writes to its workdir."""
     predictions, rankings = answered.predictions, answered.rankings
-    benchmark = BENCHMARKS.get(row.dataset)
+    benchmark = open_benchmark(row.dataset) if row.dataset in NAMES else None
     if benchmark is not None and benchmark.write_submission and _is_hidden(row, questions):
         benchmark.write_submission(questions, predictions, folder / benchmark.submission)
     evaluation = _evaluate(row, corpus, questions, predictions, rankings)
@@ -79,7 +80,7 @@ def write_results(
 
 def _is_hidden(row: Row, questions: Sequence[Question]) -> bool:
     """Whether none of a benchmark's questions has a published answer."""
-    return not any(map(BENCHMARKS[row.dataset].has_reference, questions))
+    return not any(map(open_benchmark(row.dataset).has_reference, questions))
 
 
 def _evaluate(
@@ -89,8 +90,8 @@ def _evaluate(
     predictions: Sequence[Prediction],
     rankings: Mapping[str, Sequence[Ranking]],
 ) -> Evaluation:
-    if row.dataset in BENCHMARKS:
-        benchmark = BENCHMARKS[row.dataset]
+    if row.dataset in NAMES:
+        benchmark = open_benchmark(row.dataset)
         if _is_hidden(row, questions):
             note = "the answers of this split are not published"
             if benchmark.write_submission is not None:
@@ -175,7 +176,7 @@ def _scores(
     prompted = any(prediction.trace for prediction in predictions)
     shots = row.options.get("shots", 0)
     # A corpus of one's own need not have pictures or captions.
-    with_pictures = questions if row.dataset in BENCHMARKS else ()
+    with_pictures = questions if row.dataset in NAMES else ()
     return {
         "dataset": row.dataset,
         "row": row.row,

@@ -14,6 +14,8 @@ from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from ml_collections import ConfigDict
 
+from mmqa_jax.benchmarks import NAMES
+from mmqa_jax.benchmarks.benchmark import check_judged
 from mmqa_jax.core.config import config_fingerprint, flatten, to_plain_dict
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
@@ -35,7 +37,6 @@ from mmqa_jax.data.question_pictures import GoldContext, with_gold_sources
 from mmqa_jax.data.records import holds_corpus, materials_of, read_manifest
 from mmqa_jax.data.schema import Material, Prediction, Question, united
 from mmqa_jax.data.splits import evenly, fold_of, split_questions
-from mmqa_jax.evaluation.benchmarks import BENCHMARKS, check_judged
 from mmqa_jax.evaluation.source_selection import check_threshold
 from mmqa_jax.evaluation.webqa import check_installed
 from mmqa_jax.extensions import mavl_votes
@@ -158,7 +159,7 @@ class Row:
     row: str
     system: str
     setting: str
-    dataset: Literal["atlas", "webqa", "corpus", *BENCHMARKS]
+    dataset: Literal["atlas", "webqa", "corpus", *NAMES]
     data: RowData
     parts: Mapping[str, Part] = sections_by_name(_part_kinds)
     options: Mapping[str, Any] = mapping(_options, required=True)
@@ -181,7 +182,7 @@ class Row:
         if self.scoring.bem:
             check_judged(self.dataset, "config key scoring.bem")
         for key in ("lemmatizer", "bart"):
-            if self.dataset in BENCHMARKS and (value := getattr(self.scoring, key)):
+            if self.dataset in NAMES and (value := getattr(self.scoring, key)):
                 raise UserError(
                     f"config key scoring.{key}={value}: is part of WebQA's scores; leave it out "
                     f"for {self.dataset}."
@@ -290,7 +291,7 @@ class Row:
                     f"config key data.where: none of the {total:,} questions of "
                     f"{data.dir} ({data.split}) has {asked}; change one of them."
                 )
-        if self.dataset in BENCHMARKS and data.modality:
+        if self.dataset in NAMES and data.modality:
             questions = [q for q in questions if has_picture(q) == (data.modality == "image")]
         else:
             questions = of_modality(questions, corpus, data.modality or None)

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from mmqa_jax.benchmarks import NAMES
+from mmqa_jax.benchmarks.benchmark import open_benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, read_jsonl
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.records import materials_of
 from mmqa_jax.data.schema import Prediction, Question, Ranking, is_answerable
-from mmqa_jax.evaluation.benchmarks import BENCHMARKS
 from mmqa_jax.evaluation.cards import (
     MOST_CARDS,
     Card,
@@ -288,10 +289,11 @@ def _evaluation(
     names = dict.fromkeys(name for scores in per_question.values() for name in scores)
     evaluation = Evaluation()
     evaluation.has_modalities = not any(p.choice is not None for p in predictions)
-    if row.dataset in BENCHMARKS:
+    if row.dataset in NAMES:
         evaluation.has_modalities = False
-        if names and (row.answers or BENCHMARKS[row.dataset].ranks):
-            evaluation = BENCHMARKS[row.dataset].score(questions, predictions)
+        benchmark = open_benchmark(row.dataset)
+        if names and (row.answers or benchmark.ranks):
+            evaluation = benchmark.score(questions, predictions)
         anew = {name for scores in evaluation.all for name in scores.per_question}
         names = dict.fromkeys(name for name in names if name not in anew)
     by_questions: dict[tuple[str, ...], dict[str, np.ndarray]] = {}

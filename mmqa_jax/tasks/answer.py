@@ -18,10 +18,11 @@ from mmqa_jax.data.atlas_reader import AtlasMasking
 from mmqa_jax.data.batches.answer import AnswerSampling, answer_batches
 from mmqa_jax.data.batches.feed import BatchesSection
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.datasets.webqa import has_keywords
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.decoding.masked_lm import beam_search
-from mmqa_jax.evaluation.webqa import Normalizer, has_keywords, score_answers
+from mmqa_jax.evaluation.webqa import Normalizer, score_answers
 from mmqa_jax.inference.reader import Reader
 from mmqa_jax.models.vlp import VLPInputs
 from mmqa_jax.retrieval.embedder import value_bytes

@@ -32,10 +32,10 @@ from updates import (
 
 from mmqa_jax.core.config import load_module
 from mmqa_jax.core.typed import read_typed
+from mmqa_jax.data.answer_text import prep_ans
 from mmqa_jax.data.answer_vocabulary import AnswerVocabulary, make_vocabulary
-from mmqa_jax.data.datasets.okvqa import SOFT_LABELS
+from mmqa_jax.data.datasets.benchmark import SOFT_LABELS
 from mmqa_jax.data.schema import Question
-from mmqa_jax.evaluation.answer_text import prep_ans
 from mmqa_jax.models.mcan import MCAN
 from mmqa_jax.tasks.objectives import VQAObjective
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer

@@ -9,11 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from mmqa_jax.data.datasets.mmbench import BASE, L2, PASS, PASS_STEP
+from mmqa_jax.benchmarks.mmbench import (
+    BASE,
+    L2,
+    PASS,
+    PASS_STEP,
+    read_mmbench_predictions,
+    score_mmbench,
+)
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation import multiple_choice as rules
-from mmqa_jax.evaluation.choice_formats import read_mmbench_predictions
-from mmqa_jax.evaluation.choice_scores import score_mmbench
 from tests.fuzz_scorers.case import Case, Score
 from tests.fuzz_scorers.choice_texts import LETTERS, choices, choosing
 from tests.fuzz_scorers.files import written

@@ -7,12 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from mmqa_jax.data.datasets.mbeir import SETS
-from mmqa_jax.data.datasets.vidore import GRADES, V1, V3
+from mmqa_jax.benchmarks.mbeir import SETS, official_k, score_mbeir
+from mmqa_jax.benchmarks.vidore import GRADES, V1, V3, score_vidore
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.mbeir import official_k, score_mbeir
 from mmqa_jax.evaluation.retrieval import score_rankings
-from mmqa_jax.evaluation.vidore import score_vidore
 from tests.fuzz_scorers.case import Case, Score
 from tests.fuzz_scorers.official import definitions
 

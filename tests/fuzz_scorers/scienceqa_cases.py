@@ -8,15 +8,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from mmqa_jax.data.datasets.scienceqa import read_scienceqa
-from mmqa_jax.data.datasets.seed_bench import DATA_TYPE, DIMENSION
+from mmqa_jax.benchmarks.scienceqa import (
+    read_scienceqa,
+    read_scienceqa_predictions,
+    score_scienceqa,
+)
+from mmqa_jax.benchmarks.seedbench import (
+    DATA_TYPE,
+    DIMENSION,
+    read_seed_bench_predictions,
+    score_seed_bench,
+)
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation import multiple_choice as rules
-from mmqa_jax.evaluation.choice_formats import (
-    read_scienceqa_predictions,
-    read_seed_bench_predictions,
-)
-from mmqa_jax.evaluation.choice_scores import score_scienceqa, score_seed_bench
 from tests.fuzz_scorers.case import Case, Score
 from tests.fuzz_scorers.choice_texts import LETTERS, choices, choosing
 from tests.fuzz_scorers.files import lines, written

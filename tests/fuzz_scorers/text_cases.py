@@ -8,18 +8,23 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.data.datasets.evqa import ITEMS, TYPES
-from mmqa_jax.data.datasets.infoseek import RANGE, UNSEEN
-from mmqa_jax.data.datasets.multimodalqa import ANSWER_LIST, ANSWER_MODALITY
-from mmqa_jax.data.schema import Question
-from mmqa_jax.evaluation.evqa import is_exact
-from mmqa_jax.evaluation.infoseek import is_right, read_infoseek_predictions, score_infoseek
-from mmqa_jax.evaluation.multimodalqa import (
+from mmqa_jax.benchmarks.evqa import ITEMS, TYPES, is_exact
+from mmqa_jax.benchmarks.infoseek import (
+    RANGE,
+    UNSEEN,
+    is_right,
+    read_infoseek_predictions,
+    score_infoseek,
+)
+from mmqa_jax.benchmarks.multimodalqa import (
+    ANSWER_LIST,
+    ANSWER_MODALITY,
     list_em,
     list_f1,
     read_multimodalqa_predictions,
     score_multimodalqa,
 )
+from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.squad import squad_exact_match
 from tests.fuzz_scorers import traps
 from tests.fuzz_scorers.case import Case, Known, Score

@@ -8,12 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from mmqa_jax.benchmarks import aokvqa, okvqa
+from mmqa_jax.benchmarks.aokvqa import read_aokvqa_predictions
+from mmqa_jax.benchmarks.okvqa import read_okvqa_predictions
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.datasets.aokvqa import DIFFICULT
+from mmqa_jax.data.answer_text import pica_answer, prep_ans
+from mmqa_jax.data.datasets.benchmark import DIFFICULT
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation import vqa
-from mmqa_jax.evaluation.answer_text import pica_answer, prep_ans
-from mmqa_jax.evaluation.vqa_formats import read_aokvqa_predictions, read_okvqa_predictions
 from tests.fuzz_scorers import traps
 from tests.fuzz_scorers.case import Case, Known, Raised, Score, always
 from tests.fuzz_scorers.files import written
@@ -74,7 +76,7 @@ def _by_type(given: list[dict[str, Any]]) -> dict[str, float]:
     results = [{"question_id": n, "answer": row["answer"]} for n, row in enumerate(given)]
     with written(results=results) as (path,):
         predictions = read_okvqa_predictions(path, questions)
-    (scores,) = vqa.score_okvqa(questions, predictions).scored
+    (scores,) = okvqa.score_okvqa(questions, predictions).scored
     name = "vqa_accuracy/official"
     by_type = {kind: 100 * found[name] for kind, found in scores.by_category.items()}
     return {"overall": 100 * scores.scores[name], **by_type}
@@ -141,7 +143,7 @@ def _aokvqa(key: str) -> Score:
         said = {name: {key: row[key]} for name, row in given["predictions"].items()}
         with written(predictions=said) as (path,):
             predictions = read_aokvqa_predictions(path, questions)
-        (scores,) = vqa.score_aokvqa(questions, predictions).scored
+        (scores,) = aokvqa.score_aokvqa(questions, predictions).scored
         (value,) = scores.scores.values()
         return 100 * value
 

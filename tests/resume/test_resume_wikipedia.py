@@ -10,8 +10,8 @@ import pytest
 
 from mmqa_jax.data import disk_sources, streamed_records
 from mmqa_jax.data.corpus import open_sources
-from mmqa_jax.data.prepare import prepare
 from mmqa_jax.data.wikipedia.streams import KILTStream
+from mmqa_jax.runs.corpora import prepare
 from tests.forks import server
 from tests.unit.test_wikipedia import KILT, lines
 
@@ -22,7 +22,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from mmqa_jax.data import disk_sources, streamed_records
-from mmqa_jax.data.prepare import prepare
+from mmqa_jax.runs.corpora import prepare
 
 disk_sources.SHARD_ROWS = streamed_records.SHARD_ROWS = {shard}
 write, left = disk_sources.ShardFile.write, [{batches}]

@@ -6,7 +6,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from mmqa_jax.evaluation import answer_text
+from mmqa_jax.data import answer_text
 
 # From running github.com/GT-Vision-Lab/VQA, PythonEvaluationTools/vqaEvaluation/vqaEval.py with
 # Python 3.11 (only its print statements changed): the text, after processPunctuation, and after

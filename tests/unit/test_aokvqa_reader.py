@@ -11,8 +11,8 @@ from cli_runs import png
 from shared_data import SHARED, shared_benchmark
 from vqa_files import aokvqa_row, write, write_aokvqa
 
+from mmqa_jax.benchmarks.aokvqa import read_aokvqa
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.datasets.aokvqa import read_aokvqa
 from mmqa_jax.data.images import PictureError
 
 

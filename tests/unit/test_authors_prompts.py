@@ -15,9 +15,9 @@ import pytest
 from fake_llm import FakeLLM
 from shared_data import SHARED, require, shared_benchmark
 
-from mmqa_jax.data.datasets.aokvqa import read_aokvqa
-from mmqa_jax.data.datasets.okvqa import read_okvqa
-from mmqa_jax.data.datasets.scienceqa import read_scienceqa
+from mmqa_jax.benchmarks.aokvqa import read_aokvqa
+from mmqa_jax.benchmarks.okvqa import read_okvqa
+from mmqa_jax.benchmarks.scienceqa import read_scienceqa
 from mmqa_jax.data.schema import Question
 from mmqa_jax.papers import rmr
 from mmqa_jax.papers.pica import answer_pica, answer_promptcap

@@ -16,7 +16,6 @@ from mmqa_jax.cli import main
 from mmqa_jax.core.checksums import read_sealed, write_sealed
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.prepare import prepare
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.data.text_analysis import Analyzer
 from mmqa_jax.retrieval import bm25_disk, bm25_shard
@@ -24,6 +23,7 @@ from mmqa_jax.retrieval.bm25 import BM25, BM25Retriever
 from mmqa_jax.retrieval.bm25_disk import DiskBM25, build_bm25
 from mmqa_jax.retrieval.bm25_group import ShardGroup
 from mmqa_jax.retrieval.bm25_shard import Norms, ShardBuilder, ShardLimits
+from mmqa_jax.runs.corpora import prepare
 from mmqa_jax.runs.parts import RetrieverSpec, open_bm25
 from tests.bench import synthetic_passages
 

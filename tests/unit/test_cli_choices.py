@@ -17,10 +17,12 @@ from test_seed_bench import NAMES
 from test_seed_bench import QUESTIONS as SEED
 from tiny_llm import MODEL, llama_config, write_folder, write_onevision, write_qwen_vl
 
+from mmqa_jax.benchmarks.mmbench import score_mmbench
+from mmqa_jax.benchmarks.scienceqa import score_scienceqa
+from mmqa_jax.benchmarks.seedbench import score_seed_bench
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.choice_scores import score_mmbench, score_scienceqa, score_seed_bench
 from mmqa_jax.evaluation.scoring import chance, score_choices, score_predictions
 from mmqa_jax.runs import parts
 

@@ -15,8 +15,8 @@ from shared_data import SHARED, require, shared_benchmark
 from tiny_checkpoints import CONFIGS
 from tiny_t5 import write_folder
 
+from mmqa_jax.benchmarks.scienceqa import read_scienceqa
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.datasets.scienceqa import read_scienceqa
 from mmqa_jax.data.picture_vectors import PictureVectors
 from mmqa_jax.data.schema import Question
 from mmqa_jax.inference.multimodal_t5 import check_width

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from cli_runs import done, mmqa, png, write_rows
 from vqa_files import OKVQA, aokvqa_row, soft_labels, write, write_aokvqa, write_okvqa
 
+from mmqa_jax import benchmarks
+from mmqa_jax.benchmarks import NAMES
+from mmqa_jax.benchmarks.okvqa import read_okvqa
 from mmqa_jax.core.files import write_jsonl
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.datasets.okvqa import read_okvqa
-from mmqa_jax.data.datasets.readers import READERS
 from mmqa_jax.data.schema import Prediction, prediction_row
-from mmqa_jax.evaluation.benchmarks import BENCHMARKS
 from mmqa_jax.evaluation.prediction_lines import read_answers
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -28,8 +29,9 @@ def official(answers: dict[int, str]) -> list[dict]:
     return [{"question_id": name, "answer": answer} for name, answer in answers.items()]
 
 
-def test_the_benchmarks_have_a_reader_and_a_scorer():
-    assert tuple(READERS) == tuple(BENCHMARKS)
+def test_every_file_of_a_benchmark_is_named():
+    files = {file.stem for file in Path(benchmarks.__file__).parent.glob("*.py")}
+    assert files - {"__init__", "benchmark"} == set(NAMES)
 
 
 def test_prepare_writes_the_questions_and_says_what_is_missing(tmp_path):

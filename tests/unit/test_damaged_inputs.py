@@ -24,16 +24,16 @@ from test_seed_bench import NAMES, QUESTIONS
 from test_webqa_reader import COLORS, hidden_test, train_val, write_images
 from vqa_files import soft_labels, write, write_aokvqa, write_okvqa
 
+from mmqa_jax.benchmarks.aokvqa import read_aokvqa, read_aokvqa_predictions
+from mmqa_jax.benchmarks.mmbench import read_mmbench, read_mmbench_predictions
+from mmqa_jax.benchmarks.okvqa import read_okvqa, read_okvqa_predictions
+from mmqa_jax.benchmarks.scienceqa import read_scienceqa, read_scienceqa_predictions
+from mmqa_jax.benchmarks.seedbench import read_seed_bench_predictions, read_seedbench
+from mmqa_jax.benchmarks.vqav2 import read_vqav2
 from mmqa_jax.core.array_pickle import load_arrays
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.answer_vocabulary import read_vocabulary
 from mmqa_jax.data.datasets import webqa
-from mmqa_jax.data.datasets.aokvqa import read_aokvqa
-from mmqa_jax.data.datasets.mmbench import read_mmbench
-from mmqa_jax.data.datasets.okvqa import read_okvqa
-from mmqa_jax.data.datasets.scienceqa import read_scienceqa
-from mmqa_jax.data.datasets.seed_bench import read_seed_bench
-from mmqa_jax.data.datasets.vqav2 import read_vqav2
 from mmqa_jax.data.grid_records import FeatureError, NpzFiles
 from mmqa_jax.data.images import PictureError
 from mmqa_jax.data.interchange import read_interchange
@@ -41,7 +41,7 @@ from mmqa_jax.data.question_words import read_glove, read_words
 from mmqa_jax.data.regions import RegionError, VinVLFeatures, VinVLRows, X101Features, read_sizes
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.table_files import write_spreadsheet
-from mmqa_jax.evaluation import choice_formats, vqa_formats, webqa_formats
+from mmqa_jax.evaluation import webqa_formats
 from mmqa_jax.evaluation.compare import compare_runs, compare_tables, read_run
 from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.report import read_curves
@@ -278,10 +278,7 @@ def tables(folder):
 
 
 def read_tables(folder):
-    return [
-        choice_formats.read_mmbench_predictions(folder / f"p.{suffix}", ASKED)
-        for suffix in ("xlsx", "tsv")
-    ]
+    return [read_mmbench_predictions(folder / f"p.{suffix}", ASKED) for suffix in ("xlsx", "tsv")]
 
 
 def vectors(folder):
@@ -370,7 +367,7 @@ READERS = {
     "vqav2": (vqav2, read_vqav2),
     "mmbench": (mmbench, read_mmbench),
     "mmbench_sheet": (mmbench_sheet, read_mmbench),
-    "seed_bench": (seed_bench, read_seed_bench),
+    "seed_bench": (seed_bench, read_seedbench),
     "webqa": (
         release,
         lambda f: webqa.read_release([f / "WebQA_train_val.json"], [f / "WebQA_test.json"]),
@@ -381,28 +378,28 @@ READERS = {
                     lambda f: read_answers(f / "p.jsonl")),
     "okvqa_predictions": (
         one("p.json", [{"question_id": 25, "answer": "a"}, {"question_id": 26.0, "answer": None}]),
-        lambda f: vqa_formats.read_okvqa_predictions(f / "p.json", ASKED),
+        lambda f: read_okvqa_predictions(f / "p.json", ASKED),
     ),
     "aokvqa_predictions": (
         one("p.json", {"q1": {"direct_answer": "a", "multiple_choice": "b"}, "q2": {}}),
-        lambda f: vqa_formats.read_aokvqa_predictions(f / "p.json", ASKED),
+        lambda f: read_aokvqa_predictions(f / "p.json", ASKED),
     ),
     "scienceqa_predictions": (
         one("p.json", {"results": {"7": 1, "25": "0"}, "outputs": {"7": "A", "26": None}}),
-        lambda f: choice_formats.read_scienceqa_predictions(f / "p.json", ASKED),
+        lambda f: read_scienceqa_predictions(f / "p.json", ASKED),
     ),
     "mmbench_tables": (tables, read_tables),
     "mmbench_json": (
         one("p.json", [{"index": 7, "prediction": "A"}, {"index": 1000007.0, "prediction": "B"}]),
-        lambda f: choice_formats.read_mmbench_predictions(f / "p.json", ASKED),
+        lambda f: read_mmbench_predictions(f / "p.json", ASKED),
     ),
     "llava_lines": (
         one("p.jsonl", lines({"question_id": "7", "text": "A", "round_id": 1}, {"question_id": 7, "text": "B"})),
-        lambda f: choice_formats.read_mmbench_predictions(f / "p.jsonl", ASKED),
+        lambda f: read_mmbench_predictions(f / "p.jsonl", ASKED),
     ),
     "seed_bench_losses": (
         one("p.jsonl", lines({"question_id": "7", "losses": [1, 2, 0.5]})),
-        lambda f: choice_formats.read_seed_bench_predictions(f / "p.jsonl", ASKED),
+        lambda f: read_seed_bench_predictions(f / "p.jsonl", ASKED),
     ),
     "webqa_tsv": (one("p.tsv", OUTPUT_TSV), lambda f: webqa_formats.read_output_tsv(f / "p.tsv")),
     "webqa_json": (

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from cli_runs import mmqa, png, write_rows
 
+from mmqa_jax.benchmarks.evqa import matches, read_evqa, score_evqa
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.datasets.evqa import read_evqa
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.evqa import matches, score_evqa
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

@@ -288,7 +288,7 @@ def test_a_kill_while_reading_loses_nothing(raw):
 import os, sys
 from pathlib import Path
 from mmqa_jax.data import folder
-from mmqa_jax.data.prepare import prepare
+from mmqa_jax.runs.corpora import prepare
 left = int(sys.argv[3])
 def dying(place, name, read=folder.read_file):
     global left

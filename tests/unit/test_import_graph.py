@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -18,8 +19,6 @@ import mmqa_jax
 PACKAGE = Path(mmqa_jax.__file__).parent
 # What a bare accelerator image lacks.
 HEAVY = {"grain", "scann", "tensorflow_datasets"}
-# The rooms above the training tasks, lowest last.
-ABOVE_TASKS = {"commands", "serve", "runs", "plan", "extensions", "papers"}
 
 
 class Import(NamedTuple):
@@ -150,29 +149,19 @@ def test_no_import_circles():
     assert circles == []
 
 
-@pytest.mark.parametrize(
-    ("name", "forbidden"),
-    [
-        ("core", ours() - {"core"}),
-        ("models", ours() - {"models", "core"}),
-        ("data", ABOVE_TASKS | {"models", "weights", "training", "tasks", "inference"}),
-        ("retrieval", ABOVE_TASKS | {"training", "tasks"}),
-        ("decoding", ABOVE_TASKS | {"training", "tasks"}),
-        ("prompting", ABOVE_TASKS | {"training", "tasks"}),
-        ("evaluation", ABOVE_TASKS | {"training", "tasks"}),
-        ("weights", ABOVE_TASKS | {"training", "tasks", "inference"}),
-        ("inference", ABOVE_TASKS | {"training", "tasks"}),
-        ("training", ABOVE_TASKS | {"inference", "tasks"}),
-        ("tasks", ABOVE_TASKS),
-        ("papers", ABOVE_TASKS - {"papers"}),
-        ("extensions", ABOVE_TASKS - {"papers", "extensions"}),
-        ("plan", ABOVE_TASKS - {"plan"}),
-        ("runs", {"commands"}),
-    ],
-)
-def test_dependencies_point_down(name, forbidden):
-    assert name in ours()
-    assert offending({name}, forbidden) == []
+def rooms_from_the_top() -> list[str]:
+    """The rooms of the page's table, in its order."""
+    table = PACKAGE.joinpath("README.md").read_text("utf-8").split("| room | what |")[1]
+    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    return [name for cell in first_cells for name in re.findall(r"`(\w+)(?:/|\.py)`", cell)]
+
+
+def test_dependencies_point_down():
+    """A room uses those after it in the page's table, and none before."""
+    rooms = rooms_from_the_top()
+    assert set(rooms) == ours()
+    for place, name in enumerate(rooms):
+        assert offending({name}, set(rooms[:place])) == []
 
 
 def test_inference_needs_nothing_of_training():

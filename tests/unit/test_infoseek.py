@@ -7,11 +7,16 @@ import json
 import pytest
 from cli_runs import mmqa, png, write_rows
 
+from mmqa_jax.benchmarks.infoseek import (
+    is_right,
+    numbers_match,
+    numbers_of,
+    read_infoseek,
+    score_infoseek,
+)
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.datasets.infoseek import read_infoseek
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.infoseek import is_right, numbers_match, numbers_of, score_infoseek
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

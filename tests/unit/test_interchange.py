@@ -18,8 +18,8 @@ from mmqa_jax.data.images import decode
 from mmqa_jax.data.interchange import read_interchange
 from mmqa_jax.data.picture_bounds import PictureError
 from mmqa_jax.data.picture_tar import PictureTar
-from mmqa_jax.data.prepare import prepare_interchange
 from mmqa_jax.data.schema import Question, Source
+from mmqa_jax.runs.corpora import prepare_interchange
 
 SOURCES = [
     {

@@ -9,7 +9,7 @@ import pytest
 from cli_runs import done, quietly, train_flags
 
 from mmqa_jax.core.metrics import read_metrics
-from mmqa_jax.data.prepare import prepare_atlas
+from mmqa_jax.runs.corpora import prepare_atlas
 
 pytestmark = pytest.mark.slow
 

@@ -9,11 +9,10 @@ import pytest
 from fake_llm import FakeLLM
 from shared_data import SHARED, require, shared_benchmark
 
+from mmqa_jax.benchmarks.scienceqa import read_scienceqa, score_scienceqa
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.datasets.scienceqa import read_scienceqa
 from mmqa_jax.data.schema import Question
-from mmqa_jax.evaluation.choice_scores import score_scienceqa
 from mmqa_jax.papers.llava import SETTINGS, answer_llava
 from mmqa_jax.prompting.text_tokenizer import VicunaV1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,16 +10,16 @@ import pytest
 from cli_runs import ROOT, done, mmqa, write_rows
 from starlette.testclient import TestClient
 
+from mmqa_jax.benchmarks import NAMES
+from mmqa_jax.benchmarks.benchmark import open_benchmark, read_corpus
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data import prepare
 from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.data.datasets.benchmark import Benchmark
-from mmqa_jax.data.datasets.readers import READERS
+from mmqa_jax.data.datasets.benchmark import BenchmarkFiles
 from mmqa_jax.data.lists import corpus_of_lists
 from mmqa_jax.data.records import materials_beside, write_notice
 from mmqa_jax.data.schema import Material, Question, Source, united
-from mmqa_jax.evaluation.benchmarks import BENCHMARKS, read_corpus
 from mmqa_jax.runs.asked import AskedCorpus
 from mmqa_jax.runs.row import Row, read_row
 from mmqa_jax.serve.app import make_app
@@ -80,12 +81,12 @@ def credits_of(page: Path) -> list[str]:
     return [part.split("</p>")[0] for part in footer.split("<p>")[1:-1]]
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_benchmark_keeps_its_credits(name, tmp_path, monkeypatch, capsys):
     questions = [Question("q", "test", "?")]
-    stub = Benchmark(name, questions, {}, {}, [], sources=[Source("s", "text", "x")])
-    module = READERS[name].module
-    monkeypatch.setattr(f"mmqa_jax.data.datasets.{module}.read_{module}", lambda folder: stub)
+    stub = BenchmarkFiles(name, questions, {}, {}, [], sources=[Source("s", "text", "x")])
+    benchmark = dataclasses.replace(open_benchmark(name), read=lambda folder: stub)
+    monkeypatch.setattr(f"mmqa_jax.benchmarks.{name}.BENCHMARK", benchmark)
     (tmp_path / "raw").mkdir()
     printed = mmqa("prepare", name, f"--raw={tmp_path / 'raw'}", f"--out={tmp_path / 'out'}").out
     materials = open_corpus(tmp_path / "out").materials
@@ -98,7 +99,7 @@ def test_every_benchmark_keeps_its_credits(name, tmp_path, monkeypatch, capsys):
 
 
 def test_the_pools_of_a_benchmark_are_credited_once(tmp_path):
-    (name,) = {name for name, scoring in BENCHMARKS.items() if scoring.ranks} - {"vidore"}
+    (name,) = {name for name in NAMES if open_benchmark(name).ranks} - {"vidore"}
     for pool, notice in (("a", "A, CC0"), ("b", "B"), ("c", "A, CC0")):
         manifest = prepared(tmp_path / pool, notice, pool) / "corpus.json"
         manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "name": name}))
@@ -133,7 +134,7 @@ def test_a_notice_outside_an_interchange_folder_is_not_read(tmp_path, refused):
 
 
 def test_credits_are_written_and_read_back(tmp_path):
-    materials = READERS["okvqa"].materials
+    materials = open_benchmark("okvqa").materials
     write_notice(tmp_path, materials)
     back = materials_beside(tmp_path)
     assert lines(back) == lines(materials)

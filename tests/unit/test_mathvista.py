@@ -11,17 +11,17 @@ import pytest
 from cli_runs import mmqa, png
 from fake_llm import FakeLLM
 
-from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.datasets.mathvista import read_mathvista
-from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.mathvista import (
+from mmqa_jax.benchmarks.mathvista import (
     edit_distance,
     extracted_by_rule,
     normalized,
+    read_mathvista,
     read_mathvista_predictions,
     score_mathvista,
 )
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.papers.mathvista import SETTINGS, answer_mathvista, extract_finished
 from mmqa_jax.prompting.backends import Picture
 

@@ -7,13 +7,19 @@ import json
 import pytest
 from cli_runs import ROOT, done, mmqa, png, write_rows
 
+from mmqa_jax.benchmarks.mbeir import (
+    as_sentence,
+    candidate_modality,
+    dataset_of,
+    first_errors,
+    read_mbeir,
+    score_mbeir,
+)
 from mmqa_jax.core.config import config_beside
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.data.datasets.mbeir import as_sentence, candidate_modality, dataset_of, read_mbeir
 from mmqa_jax.data.schema import Prediction, Question, Source
 from mmqa_jax.evaluation.found_sources import read_found
-from mmqa_jax.evaluation.mbeir import first_errors, score_mbeir
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

@@ -12,13 +12,16 @@ import pytest
 from cli_runs import done, mmqa, png, write_rows
 from hypothesis import strategies as st
 
+from mmqa_jax.benchmarks.mmbench import (
+    circular_passes,
+    read_mmbench,
+    read_mmbench_predictions,
+    score_mmbench,
+)
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.datasets.mmbench import circular_passes, read_mmbench
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.data.table_files import read_table, write_spreadsheet
-from mmqa_jax.evaluation.choice_formats import read_mmbench_predictions
-from mmqa_jax.evaluation.choice_scores import score_mmbench
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

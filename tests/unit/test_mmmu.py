@@ -10,11 +10,10 @@ import pytest
 from cli_runs import mmqa, png
 from fake_llm import FakeLLM
 
+from mmqa_jax.benchmarks.mmmu import is_open_answer, read_mmmu, score_mmmu, write_mmmu_submission
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.data.datasets.mmmu import read_mmmu
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.mmmu import is_open_answer, score_mmmu, write_mmmu_submission
 from mmqa_jax.evaluation.multiple_choice import LETTERS, mmmu_choice
 from mmqa_jax.papers.mmmu import SETTINGS, answer_mmmu
 from mmqa_jax.prompting.backends import Picture

@@ -10,12 +10,11 @@ import pytest
 from cli_runs import mmqa, png
 from fake_llm import FakeLLM
 
+from mmqa_jax.benchmarks.mragbench import read_mragbench, score_mragbench
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.datasets.mragbench import read_mragbench
 from mmqa_jax.data.picture_bounds import PictureError
 from mmqa_jax.data.schema import Prediction, Question, Ranking
-from mmqa_jax.evaluation.mragbench import score_mragbench
 from mmqa_jax.evaluation.multiple_choice import LETTERS, mmmu_choice
 from mmqa_jax.papers.mragbench import (
     SETTINGS,

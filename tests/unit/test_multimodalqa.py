@@ -9,14 +9,19 @@ import json
 import pytest
 from cli_runs import ROOT, done, mmqa, png, write_rows
 
+from mmqa_jax.benchmarks.multimodalqa import (
+    list_em,
+    list_f1,
+    read_multimodalqa,
+    score_multimodalqa,
+    table_text,
+)
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.datasets import benchmark
 from mmqa_jax.data.datasets.benchmark import object_rows
-from mmqa_jax.data.datasets.multimodalqa import read_multimodalqa, table_text
 from mmqa_jax.data.picture_bounds import PictureError
 from mmqa_jax.data.schema import Prediction
-from mmqa_jax.evaluation.multimodalqa import list_em, list_f1, score_multimodalqa
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

@@ -9,8 +9,8 @@ from cli_runs import png
 from shared_data import SHARED, shared_benchmark
 from vqa_files import soft_labels, write, write_okvqa
 
+from mmqa_jax.benchmarks.okvqa import CATEGORIES, read_okvqa
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.datasets.okvqa import CATEGORIES, read_okvqa
 
 
 def test_annotations_captions_and_tags(tmp_path):

@@ -15,7 +15,7 @@ from tiny_llm import flag
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.chats import conversation
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.prepare import prepare
+from mmqa_jax.runs.corpora import prepare
 
 RED, GRAY = flag().data, flag((9, 9, 9)).data
 COLUMNS = "question=q,answers=a,choices=options,answer_index=label,image=img"

@@ -10,11 +10,15 @@ import pytest
 from cli_runs import done, mmqa, png, write_rows
 from shared_data import SHARED, shared_benchmark
 
+from mmqa_jax.benchmarks.scienceqa import (
+    parse_conversation,
+    read_scienceqa,
+    scienceqa_columns,
+    score_scienceqa,
+)
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.datasets.scienceqa import parse_conversation, read_scienceqa
 from mmqa_jax.data.schema import Prediction
-from mmqa_jax.evaluation.choice_scores import scienceqa_columns, score_scienceqa
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

@@ -7,10 +7,9 @@ import json
 import pytest
 from cli_runs import done, mmqa, png, write_rows
 
+from mmqa_jax.benchmarks.seedbench import read_seedbench, score_seed_bench
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.datasets.seed_bench import read_seed_bench
 from mmqa_jax.data.schema import Prediction
-from mmqa_jax.evaluation.choice_scores import score_seed_bench
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -70,7 +69,7 @@ def test_captions_by_question_or_picture(raw):
     captions = {"77_88.jpg": "two cups", "103": "its own", "absent": "of the picture"}
     captions |= {"94328.webm": "of the whole video"}
     (raw / "captions.json").write_text(json.dumps(captions))
-    found = read_seed_bench(raw)
+    found = read_seedbench(raw)
     assert {q.id: q.extra["caption"] for q in found.questions if "caption" in q.extra} == {
         "102": "two cups",
         "103": "its own",
@@ -79,7 +78,7 @@ def test_captions_by_question_or_picture(raw):
 
 
 def test_scores_by_dimension_pictures_and_videos(raw):
-    questions = read_seed_bench(raw).questions
+    questions = read_seedbench(raw).questions
     said = {"101": "A", "102": "B.", "103": "C", "v9": "A"}  # `B.` is not the letter alone
     evaluation = score_seed_bench(questions, [Prediction(k, v) for k, v in said.items()])
     (scores,) = evaluation.scored

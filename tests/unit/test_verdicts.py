@@ -8,11 +8,11 @@ import pytest
 from ml_collections import ConfigDict
 from report_pages import cards_of
 
+from mmqa_jax.benchmarks.benchmark import open_benchmark
+from mmqa_jax.benchmarks.mmbench import BASE, PASS
 from mmqa_jax.core.workdir import Workdir
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.datasets.mmbench import BASE, PASS
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.benchmarks import BENCHMARKS
 from mmqa_jax.evaluation.multiple_choice import random_choice
 from mmqa_jax.runs.row_report import verdict_scorer, write_row_report
 
@@ -45,7 +45,7 @@ def question(name: str, **fields) -> Question:
     ],
 )
 def test_the_scorer_of_each_benchmark(dataset, prediction, scorer):
-    evaluation = BENCHMARKS[dataset].score([question("q")], [prediction])
+    evaluation = open_benchmark(dataset).score([question("q")], [prediction])
     assert verdict_scorer(dataset, evaluation, [prediction]).endswith(scorer)
 
 
@@ -57,14 +57,14 @@ def test_a_benchmark_of_passes_is_judged_by_the_one_that_is_shown():
         question("1000001", extra=extra, choices=CHOICES[::-1], answer_index=1),
     ]
     given = [Prediction(q.id, "A", trace=TRACE) for q in asked]
-    evaluation = BENCHMARKS["mmbench"].score(asked, given)
+    evaluation = open_benchmark("mmbench").score(asked, given)
     scores = evaluation.per_question()["1"]
     assert (scores["mmbench/circular"], scores["mmbench/vanilla"]) == (0.0, 1.0)
     assert verdict_scorer("mmbench", evaluation, given) == "mmbench/vanilla"
 
 
 def test_no_scores_no_scorer():
-    evaluation = BENCHMARKS["scienceqa"].score([question("q")], [])
+    evaluation = open_benchmark("scienceqa").score([question("q")], [])
     evaluation.scored.clear()
     assert verdict_scorer("scienceqa", evaluation, []) == ""
 
@@ -75,7 +75,7 @@ def page(tmp_path):
     name = next(n for n in map(str, range(99)) if random_choice(n, 2) == 0)
     asked = [question(name, extra={})]
     given = [Prediction(name, "I cannot say.", trace=TRACE)]
-    evaluation = BENCHMARKS["scienceqa"].score(asked, given)
+    evaluation = open_benchmark("scienceqa").score(asked, given)
     assert evaluation.per_question()[name]["scienceqa/letter_or_random"] == 1.0
     config = {
         "row": "smollm2_k0", "system": "rmr", "setting": "rmr",
@@ -115,8 +115,8 @@ def test_the_facts_say_what_was_run(page):
 
 def test_what_scienceqas_columns_leave_out_is_said():
     of_no_subject = [question("q0", category="natural science"), question("q1")]
-    evaluation = BENCHMARKS["scienceqa"].score(of_no_subject, [])
+    evaluation = open_benchmark("scienceqa").score(of_no_subject, [])
     (note,) = (note for note in evaluation.notes if "subject and grade" in note)
     assert note.startswith("subject and grade of 1 of 2 questions are known")
-    whole = BENCHMARKS["scienceqa"].score(of_no_subject[:1], [])
+    whole = open_benchmark("scienceqa").score(of_no_subject[:1], [])
     assert not [note for note in whole.notes if "subject and grade" in note]

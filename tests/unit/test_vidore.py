@@ -11,11 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 from cli_runs import ROOT, done, mmqa, png
 
+from mmqa_jax.benchmarks.vidore import read_vidore, score_vidore
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.datasets.vidore import read_vidore
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.vidore import score_vidore
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

@@ -11,12 +11,14 @@ import pytest
 from hypothesis import strategies as st
 from shared_data import SHARED, shared_benchmark
 
+from mmqa_jax.benchmarks import aokvqa, okvqa
+from mmqa_jax.benchmarks.aokvqa import read_aokvqa
+from mmqa_jax.benchmarks.okvqa import read_okvqa
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.datasets.aokvqa import read_aokvqa
-from mmqa_jax.data.datasets.okvqa import read_okvqa
+from mmqa_jax.data import answer_text
+from mmqa_jax.data.answer_text import normalize_answer
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation import vqa
-from mmqa_jax.evaluation.answer_text import normalize_answer
 
 OKVQA, AOKVQA = SHARED / "okvqa", SHARED / "aokvqa"
 needs_data = pytest.mark.skipif(
@@ -56,7 +58,7 @@ def test_accuracy_by_number_of_annotators(same, official, paper):
     assert vqa.paper_accuracy("cat", references) == pytest.approx(paper)
     if same % 2 == 0:
         weight = round(paper, 3)  # as published
-        assert vqa.official_of_weight(weight) == pytest.approx(official)
+        assert answer_text.official_of_weight(weight) == pytest.approx(official)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,7 @@ def test_kats_own_score(said, same, count, kat, official):
     """What okvqa_ems of guilk/KAT (src/evaluation.py) gives for these ten answers."""
     references = (same,) * count + ("dog",) * (10 - count)
     question = Question("q", "test", "?", answers=references)
-    (scores,) = vqa.score_okvqa([question], [Prediction("q", said)]).scored
+    (scores,) = okvqa.score_okvqa([question], [Prediction("q", said)]).scored
     assert scores.scores["vqa_accuracy/kat"] == pytest.approx(kat)
     assert scores.scores["vqa_accuracy/official"] == pytest.approx(official)
 
@@ -142,7 +144,7 @@ def test_aokvqa_scores_what_the_predictions_hold():
         Prediction("twice", "b", choice=0),  # reads like the correct option
         Prediction("difficult", "b", choice=2),
     ]
-    evaluation = vqa.score_aokvqa(aokvqa_questions(), both)
+    evaluation = aokvqa.score_aokvqa(aokvqa_questions(), both)
     direct, chosen = evaluation.scored
     assert direct.scores == {"a_okvqa_da/official": pytest.approx((2 / 3 + 1 + 0) / 3)}
     assert (direct.n, direct.missing, direct.unscored) == (3, 1, 1)
@@ -151,16 +153,16 @@ def test_aokvqa_scores_what_the_predictions_hold():
     assert evaluation.summary()["by_category"] == {}
     assert evaluation.notes == []
     only = [Prediction("easy", choice=1), Prediction("twice")]
-    evaluation = vqa.score_aokvqa(aokvqa_questions(), only)
+    evaluation = aokvqa.score_aokvqa(aokvqa_questions(), only)
     assert evaluation.summary()["scores"] == {"a_okvqa_mc/official": 1 / 4}
     assert evaluation.unparsed == {"a_okvqa_mc/official": 1}
-    evaluation = vqa.score_aokvqa(aokvqa_questions(), [Prediction("easy", "zebra")])
+    evaluation = aokvqa.score_aokvqa(aokvqa_questions(), [Prediction("easy", "zebra")])
     assert evaluation.summary()["scores"] == {"a_okvqa_da/official": 0.0}
 
 
 @pytest.mark.parametrize("choice", [-1, 4])
 def test_a_choice_that_is_no_option_is_counted(choice):
-    evaluation = vqa.score_aokvqa(aokvqa_questions(), [Prediction("easy", choice=choice)])
+    evaluation = aokvqa.score_aokvqa(aokvqa_questions(), [Prediction("easy", choice=choice)])
     assert evaluation.summary()["scores"] == {"a_okvqa_mc/official": 0.0}
     assert evaluation.unparsed == {"a_okvqa_mc/official": 1}
 
@@ -171,9 +173,9 @@ def test_references_of_two_kinds_are_not_mixed():
         Question("2", "test", "?", answers=("a",), extra={"soft_labels": {"a": 1}}),
     ]
     with pytest.raises(UserError, match="some questions have annotators' answers and some soft"):
-        vqa.score_okvqa(questions, [])
+        okvqa.score_okvqa(questions, [])
     with pytest.raises(UserError, match="none of the 1 questions has reference answers"):
-        vqa.score_okvqa([Question("3", "test", "?")], [])
+        okvqa.score_okvqa([Question("3", "test", "?")], [])
 
 
 def test_okvqa_by_category():
@@ -181,7 +183,7 @@ def test_okvqa_by_category():
         Question("1", "test", "?", category="Other", answers=("x",) * 2 + tuple("bcdefghi")),
         Question("2", "test", "?", category="Cooking and Food", answers=("b",) * 10),
     ]
-    found = vqa.score_okvqa(questions, [Prediction("1", "X"), Prediction("2", "b")]).summary()
+    found = okvqa.score_okvqa(questions, [Prediction("1", "X"), Prediction("2", "b")]).summary()
     assert found["n"] == 2
     assert found["scores"]["vqa_accuracy/official"] == pytest.approx((0.6 + 1) / 2)
     assert found["scores"]["vqa_accuracy/paper"] == pytest.approx((2 / 3 + 1) / 2)
@@ -201,7 +203,7 @@ def test_known_answers_on_okvqas_test_split():
 
     def scores(answer) -> dict[str, float]:
         predictions = [Prediction(str(row["question_id"]), answer(row)) for row in rows]
-        return vqa.score_okvqa(questions, predictions).summary()["scores"]
+        return okvqa.score_okvqa(questions, predictions).summary()["scores"]
 
     best = scores(lambda row: max(row["label"], key=row["label"].get))
     assert best["vqa_accuracy/soft_labels"] == pytest.approx(sum(heaviest) / len(rows))
@@ -222,7 +224,7 @@ def test_known_answers_on_aokvqas_val_split():
 
     def direct(answer) -> float:
         given = [Prediction(question.id, answer(question)) for question in questions]
-        return vqa.score_aokvqa(questions, given).summary()["scores"]["a_okvqa_da/official"]
+        return aokvqa.score_aokvqa(questions, given).summary()["scores"]["a_okvqa_da/official"]
 
     majority = direct(lambda q: collections.Counter(q.answers).most_common(1)[0][0])
     assert 100 * direct(lambda q: "yes") == pytest.approx(0.18604651162790697)
@@ -231,7 +233,7 @@ def test_known_answers_on_aokvqas_val_split():
     assert 100 * direct(lambda q: q.choices[q.answer_index]) == pytest.approx(78.26356589147295)
 
     def chosen(given) -> float:
-        return vqa.score_aokvqa(questions, given).summary()["scores"]["a_okvqa_mc/official"]
+        return aokvqa.score_aokvqa(questions, given).summary()["scores"]["a_okvqa_mc/official"]
 
     official = (24.541484716157207, 24.541484716157207, 25.938864628820962, 25.240174672489086)
     for option, expected in enumerate(official):

@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.answer_vocabulary import make_vocabulary
-from mmqa_jax.data.datasets.vqav2 import (
+from mmqa_jax.benchmarks.vqav2 import (
     GENOME,
     GENOME_ON_OKVQA_TEST,
     ON_OKVQA_TEST,
     read_vqav2,
 )
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.answer_vocabulary import make_vocabulary
 
 ANSWERS = ["yes"] * 7 + ["no"] * 3
 

@@ -12,8 +12,8 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.datasets import webqa
 from mmqa_jax.data.images import PictureError, decode
-from mmqa_jax.data.prepare import prepare_release
 from mmqa_jax.data.schema import WEBQA_CATEGORIES, Material, Prediction, Source
+from mmqa_jax.runs.corpora import prepare_release
 
 COLORS = {30000000: (255, 0, 0), 30000001: (0, 255, 0), 30000002: (0, 0, 255)}
 

@@ -1,7 +1,7 @@
 """What the reader of a question-answering benchmark returns, and how it finds official files.
 
-A benchmark is a set of questions, most of them on a picture; few have sources to answer from. One
-file beside this one reads one benchmark; `readers.py` names them.
+A benchmark is a set of questions, most of them on a picture; few have sources to answer from. The
+readers are in `benchmarks/`, a file each.
 """
 
 from __future__ import annotations
@@ -20,13 +20,20 @@ from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.data.picture_bounds import PictureError, check_bytes
 from mmqa_jax.data.schema import Question, Source
 
-# Keys of Question.extra: a description of the picture, and the names of objects in it.
+# Keys of Question.extra that several benchmarks have: a description of the picture, and the names
+# of objects in it; {answer: weight}, where the ten answers are absent; whether the benchmark shows
+# a picture with the question, which may be absent from the disk, and whether it has a hint (part of
+# the question in LLaVA's conversations); whether it does not count in the direct-answer score, and
+# why an answer is right.
 CAPTION, TAGS = "caption", "tags"
+SOFT_LABELS = "soft_labels"
+HAS_PICTURE, HAS_HINT = "has_picture", "has_hint"
+DIFFICULT, RATIONALES = "difficult_direct_answer", "rationales"
 _LONGEST_LINE = 64 * 2**20  # bytes of a line when unpacked; MultimodalQA's longest has 60 KB
 
 
 @dataclasses.dataclass(frozen=True)
-class Benchmark:
+class BenchmarkFiles:
     """A benchmark's official files as the schema's types.
 
     Attributes:

@@ -76,6 +76,10 @@ _FACT_LISTS = (*_POSITIVE, *_NEGATIVE, *_MERGED)
 _READ_KEYS = {"Q", "A", "Keywords_A", "Qcate", "split", "Guid", *_FACT_LISTS}
 
 
+# Keywords that mean "not published".
+_HIDDEN = frozenset({"", "TBD"})
+
+
 class Release:
     """Sources and questions gathered from official json files.
 
@@ -397,3 +401,8 @@ def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
     names |= {int: "a number", float: "a number", type(None): "null"}
     return names[type(value)]
+
+
+def has_keywords(question: Question) -> bool:
+    """Whether a question's keywords are published."""
+    return question.keywords not in _HIDDEN

@@ -11,16 +11,29 @@
 
 All are optional but the questions, which the soft labels hold as well. The questions on val2014's
 pictures are the benchmark's test split.
+
+Its scores are VQA's (evaluation/vqa.py), its prediction files VQA's results format,
+[{"question_id": number, "answer": text}, ...]. Null is an empty answer.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.data.answer_text import official_of_weight
 from mmqa_jax.data.datasets import coco
-from mmqa_jax.data.datasets.benchmark import Benchmark, OfficialFiles, PictureFolders
+from mmqa_jax.data.datasets.benchmark import (
+    SOFT_LABELS,
+    BenchmarkFiles,
+    OfficialFiles,
+    PictureFolders,
+)
 from mmqa_jax.data.datasets.vqa_json import (
     Reference,
     check_same,
@@ -29,11 +42,20 @@ from mmqa_jax.data.datasets.vqa_json import (
     read_questions,
     text_of,
 )
-from mmqa_jax.data.schema import Material, Question
+from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.data.table_files import whole_number
-
-# Key of Question.extra: {answer: weight}, where the ten answers are absent.
-SOFT_LABELS = "soft_labels"
+from mmqa_jax.evaluation.prediction_lines import read_answers
+from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count
+from mmqa_jax.evaluation.scoring import Evaluation
+from mmqa_jax.evaluation.vqa import (
+    answer_scores,
+    has_answers,
+    kat_accuracy,
+    official_accuracy,
+    paper_accuracy,
+    prophet_accuracy,
+    soft_label_accuracy,
+)
 
 # Split -> COCO's split, which names the files.
 COCO_SPLIT = {"train": "train", "test": "val"}
@@ -61,7 +83,7 @@ MATERIALS = (
 )
 
 
-def read_okvqa(folder: Path) -> Benchmark:
+def read_okvqa(folder: Path) -> BenchmarkFiles:
     """Reads what there is of the official files in `folder`.
 
     `Question.answers` are the annotators' ten answers as the official evaluation reads them
@@ -99,7 +121,7 @@ def read_okvqa(folder: Path) -> Benchmark:
     names = sorted({q.image for q in questions if q.image is not None})
     if not names:
         files.missing["train2014/, val2014/"] = "no pictures; captions stand for them"
-    return Benchmark(
+    return BenchmarkFiles(
         name="okvqa",
         questions=questions,
         counts=_counts(questions, len(names)),
@@ -181,3 +203,104 @@ def _counts(questions: list[Question], picture_files: int) -> dict[str, int]:
     found["picture files"] = picture_files
     names = [*PUBLISHED_COUNTS, *(name for name in found if name not in PUBLISHED_COUNTS)]
     return {name: found[name] for name in names}
+
+
+def read_okvqa_predictions(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
+    """Reads VQA's results format or predictions.jsonl."""
+    if path.suffix == ".jsonl":
+        return read_answers(path, question_ids={question.id for question in questions})
+    rows = read_json(path)
+    if not isinstance(rows, list):
+        raise UserError(
+            f"{path}: a list of {{question_id, answer}} was expected; give OK-VQA's results format "
+            "or predictions.jsonl."
+        )
+    found: dict[str, Prediction] = {}
+    for number, row in enumerate(rows, start=1):
+        where = f"{path}, entry {number}"
+        name = _question_id(row)
+        if name is None or not isinstance(row.get("answer", 0), str | None):
+            raise UserError(
+                f'{where}: {{"question_id": number, "answer": text}} was expected; correct that '
+                "entry."
+            )
+        answer = row["answer"] or ""
+        if name in found:
+            raise UserError(
+                f"{where}: question {name} is answered twice; keep one prediction per question."
+            )
+        found[name] = Prediction(name, answer)
+    return list(found.values())
+
+
+def write_okvqa_submission(
+    questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
+) -> None:
+    """Writes VQA's results format, which needs an entry for every question.
+
+    Missing answers are empty.
+    """
+    answers = {prediction.question_id: prediction.answer for prediction in predictions}
+    rows = [
+        {"question_id": int(question.id), "answer": answers.get(question.id, "")}
+        for question in questions
+    ]
+    write_json(path, rows)
+
+
+def _question_id(row: Any) -> str | None:
+    """The id of an entry, a whole number in any form; None where it has none."""
+    number = whole_number(row.get("question_id")) if isinstance(row, dict) else None
+    return None if number is None else str(number)
+
+
+def score_okvqa(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
+    """VQA accuracy by category, from annotators' answers or from soft labels."""
+    given = predictions_by_question(questions, predictions)
+    scored = questions_that_count(questions, has_answers, "reference answers")
+    soft = [SOFT_LABELS in question.extra for question in scored]
+    if any(soft) and not all(soft):
+        raise UserError(
+            "some questions have annotators' answers and some soft labels; score a split whose "
+            "references are of one kind."
+        )
+    if not any(soft):
+        scorers: dict[str, Callable[[str, Question], float]] = {
+            "vqa_accuracy/official": lambda said, q: official_accuracy(said, q.answers),
+            "vqa_accuracy/paper": lambda said, q: paper_accuracy(said, q.answers),
+            "vqa_accuracy/prophet": lambda said, q: prophet_accuracy(said, q.answers),
+            "vqa_accuracy/kat": lambda said, q: kat_accuracy(said, q.answers),
+        }
+        return Evaluation([answer_scores(questions, scored, given, scorers)], has_modalities=False)
+
+    def weight(said: str, question: Question) -> float:
+        return soft_label_accuracy(said, question.extra[SOFT_LABELS])
+
+    scorers = {
+        "vqa_accuracy/soft_labels": weight,
+        "vqa_accuracy/official_from_soft_labels": lambda said, q: official_of_weight(
+            weight(said, q)
+        ),
+    }
+    note = (
+        "references are soft labels, not the annotators' ten answers: vqa_accuracy/official needs "
+        "the official annotations"
+    )
+    evaluation = Evaluation(
+        [answer_scores(questions, scored, given, scorers)], has_modalities=False
+    )
+    evaluation.notes.append(note)
+    return evaluation
+
+
+BENCHMARK = Benchmark(
+    read=read_okvqa,
+    materials=MATERIALS,
+    reads_folders_alone=True,
+    split="test",
+    formats="predictions.jsonl, or the official list of {question_id, answer} as JSON",
+    read_predictions=read_okvqa_predictions,
+    has_reference=has_answers,
+    score=score_okvqa,
+    write_submission=write_okvqa_submission,
+)

@@ -6,6 +6,14 @@
 
 Pictures are named by nothing in the Parquet files, so that a source is a picture's bytes: one that
 several questions share, or that lies in the corpus's folder too, is one source.
+
+MRAG-Bench's score and prediction file (mragbench/MRAG-Bench, eval/score.py).
+
+    mragbench/rule   MMMU's rule for letters, without its random choice and without contents
+
+Where the rule finds no letter the script asks GPT-3.5; here that is wrong and counted as unparsed.
+The file has a line {"qs_id", "output", "gt_choice", "scenario", ...} for each question, which the
+script scores by itself.
 """
 
 from __future__ import annotations
@@ -16,11 +24,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.datasets.benchmark import Benchmark, OfficialFiles, PictureFiles
+from mmqa_jax.core.files import write_jsonl
+from mmqa_jax.data.datasets.benchmark import BenchmarkFiles, OfficialFiles, PictureFiles
 from mmqa_jax.data.datasets.parquet import PictureColumns, parquet_rows
 from mmqa_jax.data.picture_bounds import PictureError
-from mmqa_jax.data.schema import Material, Question, Source
+from mmqa_jax.data.schema import Material, Prediction, Question, Source
+from mmqa_jax.evaluation.choices import chosen_by, has_answer, right_choices
+from mmqa_jax.evaluation.multiple_choice import LETTERS, mmmu_choice
+from mmqa_jax.evaluation.prediction_lines import read_answers_by
+from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
+from mmqa_jax.evaluation.scoring import Evaluation
 
 # Keys of Question.extra: the paper's two aspects and `Others`, and the given sources, best first.
 ASPECT, RETRIEVED = "aspect", "retrieved"
@@ -57,7 +74,7 @@ class _Pictures:
         return f"{self._columns.signature()}\n{self._files.signature(self._names)}"
 
 
-def read_mragbench(folder: Path) -> Benchmark:
+def read_mragbench(folder: Path) -> BenchmarkFiles:
     """Reads the questions, and all pictures once, to tell equal ones.
 
     Questions are of the split `test`. `Question.category` is the scenario, `positives` are the gold
@@ -104,7 +121,7 @@ def read_mragbench(folder: Path) -> Benchmark:
             questions[name] = _question(where, row, shown, gold, given)
     for name in names:
         known(name)
-    return Benchmark(
+    return BenchmarkFiles(
         name="mragbench",
         questions=list(questions.values()),
         counts=_counts(list(questions.values()), len(sources)),
@@ -159,3 +176,70 @@ def _counts(questions: Sequence[Question], sources: int) -> dict[str, int]:
         "questions with retrieved pictures": sum(bool(q.extra[RETRIEVED]) for q in questions),
         **{f"{name} questions": scenarios[name] for name in sorted(scenarios)},
     }
+
+
+SCORER = "mragbench/rule"
+
+
+def score_mragbench(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
+    """Accuracy overall, by scenario and by aspect; a missing prediction is wrong."""
+    given = predictions_by_question(questions, predictions)
+    scored = questions_that_count(questions, has_answer, "a published answer")
+    chosen = chosen_by(scored, given, lambda text, q: mmmu_choice(text.strip(), len(q.choices)))
+    unparsed = sum(q.id in given and one is None for q, one in zip(scored, chosen, strict=True))
+    scores = scores_of(
+        questions, scored, given, {SCORER: right_choices(scored, chosen)}, _groups(scored)
+    )
+    return Evaluation([scores], has_modalities=False, unparsed={SCORER: unparsed})
+
+
+def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
+    scenarios = np.array([question.category for question in questions])
+    aspects = np.array([str(question.extra.get(ASPECT, "")) for question in questions])
+    found = dict.fromkeys(scenarios.tolist())
+    ordered = [name for name in dict.fromkeys((*SCENARIOS, *found)) if name in found]
+    return {
+        **{name: scenarios == name for name in ordered},
+        **{f"aspect: {name}": aspects == name for name in sorted({*aspects.tolist()} - {""})},
+    }
+
+
+def read_mragbench_predictions(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
+    """Reads the official lines or their list, or predictions.jsonl."""
+    return read_answers_by(path, "qs_id", "output", {question.id for question in questions})
+
+
+def write_mragbench_submission(
+    questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
+) -> None:
+    """Writes the lines that score.py reads, one for every question."""
+    given = predictions_by_question(questions, predictions)
+    write_jsonl(
+        path,
+        (
+            {
+                "qs_id": question.id,
+                "output": given[question.id].answer if question.id in given else "",
+                "gt_answer": question.choices[question.answer_index],
+                "gt_choice": LETTERS[question.answer_index],
+                "scenario": question.category,
+                ASPECT: question.extra.get(ASPECT, ""),
+            }
+            for question in questions
+            if question.answer_index is not None
+        ),
+    )
+
+
+BENCHMARK = Benchmark(
+    read=read_mragbench,
+    materials=MATERIALS,
+    reads_folders_alone=True,
+    split="test",
+    formats='predictions.jsonl, or the official lines {"qs_id", "output"}',
+    read_predictions=read_mragbench_predictions,
+    has_reference=has_answer,
+    score=score_mragbench,
+    write_submission=write_mragbench_submission,
+    submission="submission.jsonl",
+)

@@ -10,21 +10,38 @@
 
 Where a folder holds problems and LLaVA's conversations, these add the test questions that the
 problems lack.
+
+Scores:
+
+    scienceqa/letter_or_random     `The answer is X.` once, else a random choice (run_gpt3.py)
+    scienceqa/letter_or_expected   the same, with 1 / (number of choices) in place of the draw
+    scienceqa/letter_or_wrong      LLaVA's rule, which also takes a bare letter; else wrong
+    scienceqa/recorded_choice      the choices that the file itself gives (tools/evaluate_acc.py)
+
+Prediction files are {"results": {pid: index}, "outputs": {pid: text}}, either of which may be
+absent (models/run_gpt3.py and LLaVA's eval_science_qa.py write both), and LLaVA's lines.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json
+from mmqa_jax.core.files import read_json, read_text, write_json
+from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.data.datasets.benchmark import (
     CAPTION,
-    Benchmark,
+    HAS_HINT,
+    HAS_PICTURE,
+    BenchmarkFiles,
     OfficialFiles,
     PictureFiles,
     one_file,
@@ -35,14 +52,28 @@ from mmqa_jax.data.datasets.parquet import (
     parquet_rows,
     row_name,
 )
-from mmqa_jax.data.schema import SPLITS, Material, Question
+from mmqa_jax.data.schema import SPLITS, Material, Prediction, Question
+from mmqa_jax.data.table_files import whole_number
+from mmqa_jax.evaluation import multiple_choice as rules
+from mmqa_jax.evaluation.choices import (
+    chosen_by,
+    has_answer,
+    read_choice_lines,
+    right_choices,
+    unparsed_choices,
+)
+from mmqa_jax.evaluation.question_ids import id_of
+from mmqa_jax.evaluation.scores import (
+    NO_OPTION,
+    predictions_by_question,
+    questions_that_count,
+    scores_of,
+)
+from mmqa_jax.evaluation.scoring import Evaluation
 
 # The paper (table 1), and data/scienceqa/pid_splits.json.
 PUBLISHED_COUNTS = {"train questions": 12_726, "val questions": 4_241, "test questions": 4_241}
 MATERIALS = (Material("ScienceQA", "Lu et al., NeurIPS 2022", "CC BY-NC-SA 4.0"),)
-# Keys of Question.extra: whether the benchmark shows a picture with the question, which may be
-# absent from the disk, and whether it has a hint (part of the question in LLaVA's conversations).
-HAS_PICTURE, HAS_HINT = "has_picture", "has_hint"
 
 _CONVERSATIONS = "test_questions_all.json"
 _PROBLEM = ("question", "choices", "answer")
@@ -51,6 +82,11 @@ _GROUPING = ("hint", "subject", "grade")
 _MORE = ("task", "topic", "category", "skill", "lecture", "solution")
 _HUB_PREFIX = {"train": "train-", "val": "validation-", "test": "test-"}
 _OPTION = re.compile(r"^([A-Z])\. ", re.MULTILINE)
+
+_HUB_ID = re.compile(r"(train|val|test)-\d+")  # of ScienceQA's questions in the hub's Parquet
+
+_SUBJECTS = {"NAT": "natural science", "SOC": "social science", "LAN": "language science"}
+_GRADES = {"G1-6": range(1, 7), "G7-12": range(7, 13)}
 
 
 class _Row(NamedTuple):
@@ -63,7 +99,7 @@ class _Row(NamedTuple):
     picture: str | None
 
 
-def read_scienceqa(path: Path) -> Benchmark:
+def read_scienceqa(path: Path) -> BenchmarkFiles:
     """Reads what there is of the official files in a folder, or one of its question files.
 
     `Question.category` is the subject and `rationale` the solution; `extra` keeps `hint`,
@@ -96,7 +132,7 @@ def read_scienceqa(path: Path) -> Benchmark:
             "of it; captions stand for them where known"
         )
     signature = pictures.signature() if tables else pictures.signature(names)
-    return Benchmark(
+    return BenchmarkFiles(
         name="scienceqa",
         questions=questions,
         counts=_counts(questions),
@@ -363,3 +399,186 @@ def _counts(questions: list[Question]) -> dict[str, int]:
             len(set(question.choices)) < len(question.choices) for question in questions
         ),
     }
+
+
+def read_scienceqa_predictions(path: Path, questions: Sequence[Question]) -> list[Prediction]:
+    """Reads results and outputs, LLaVA's lines or predictions.jsonl.
+
+    An index that is none of the question's choices is no choice, such as -1, LLaVA's mark of an
+    answer without a letter.
+    """
+    if _holds_lines(path):
+        predictions = read_choice_lines(path, questions)
+    else:
+        known = {question.id for question in questions}
+        predictions = _scienceqa_object(path, read_json(path, unique_keys=True), known)
+    _check_pids(path, predictions, questions)
+    return predictions
+
+
+def _holds_lines(path: Path) -> bool:
+    """Whether a file holds lines with a question each, whatever its name."""
+    if path.suffix == ".jsonl":
+        return True
+    first = read_text(path).lstrip().partition("\n")[0]
+    try:
+        row = parse_json(first.rstrip().removesuffix(","), str(path))
+    except UserError:  # an object of many lines, or damage that its reader names
+        return False
+    return isinstance(row, dict) and "question_id" in row
+
+
+def _scienceqa_object(path: Path, data: Any, known: Container[str]) -> list[Prediction]:
+    """The predictions of {"results": {pid: index}, "outputs": {pid: text}}."""
+    parts = ("results", "outputs")
+    if not isinstance(data, dict) or not any(isinstance(data.get(p), dict) for p in parts):
+        raise UserError(
+            f'{path}: {{"results": {{pid: index}}}} was expected, or "outputs": {{pid: text}}; '
+            "give ScienceQA's or LLaVA's results file, or predictions.jsonl."
+        )
+    results, outputs = (_by_pid(f"{path}, {part}", data.get(part) or {}, known) for part in parts)
+    for pid, value in outputs.items():
+        if not isinstance(value, str | None):
+            raise UserError(
+                f"{path}, outputs, problem {pid}: {value!r} was found and text expected; correct "
+                "it."
+            )
+    choices = {pid: _index(f"{path}, results, problem {pid}", x) for pid, x in results.items()}
+    return [
+        Prediction(pid, outputs.get(pid) or "", choice=choices.get(pid))
+        for pid in dict.fromkeys((*results, *outputs))
+    ]
+
+
+def _by_pid(where: str, part: Any, known: Container[str]) -> dict[str, Any]:
+    """pid -> value; UserError where `11` and `11.0` name one problem twice."""
+    if not isinstance(part, dict):
+        raise UserError(f"{where}: an object {{pid: ...}} was expected; correct it.")
+    found: dict[str, Any] = {}
+    for written, value in part.items():
+        pid = id_of(written, where, known, "pid")
+        if pid in found:
+            raise UserError(f"{where}: problem {pid} is there twice; keep one.")
+        found[pid] = value
+    return found
+
+
+def _index(where: str, value: Any) -> int | None:
+    """A choice's number, by `int` as in tools/evaluate_acc.py; null is None, NaN no option."""
+    if value is None:
+        return None
+    if isinstance(value, float) and not math.isfinite(value):
+        return NO_OPTION
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            return int(value)
+        except ValueError:  # no number, or a text of too many digits
+            pass
+    raise UserError(
+        f"{where}: {value!r} was found and a choice's number from 0 expected; correct it."
+    )
+
+
+def _check_pids(
+    path: Path, predictions: Sequence[Prediction], questions: Sequence[Question]
+) -> None:
+    """UserError for pids where the questions are the hub's, which have none."""
+    if predictions and all(_HUB_ID.fullmatch(question.id) for question in questions):
+        name = predictions[0].question_id
+        if name.isdecimal():
+            raise UserError(
+                f"{path}: answers problem {name}, but the hub's Parquet has no pids; give "
+                "--references ScienceQA's problems.json."
+            )
+
+
+def write_scienceqa_submission(
+    questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
+) -> None:
+    """Writes {"results": {pid: index}} of every question, as tools/evaluate_acc.py reads it.
+
+    The given choice; else the one that the text names by LLaVA's rule; else ScienceQA's random
+    choice. -1 where there is no prediction.
+    """
+    given = predictions_by_question(questions, predictions)
+    results = {}
+    for question in questions:
+        prediction, count = given.get(question.id), len(question.choices)
+        choice: int | None = -1
+        if prediction is not None:
+            choice = prediction.choice
+            if choice is None:
+                choice = rules.llava_choice(prediction.answer, count)
+            if choice is None:
+                choice = rules.random_choice(question.id, count)
+        results[question.id] = choice
+    write_json(path, {"results": results})
+
+
+def score_scienceqa(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
+    """ScienceQA's accuracy overall and in its nine columns, which overlap."""
+    given = predictions_by_question(questions, predictions)
+    scored = questions_that_count(questions, has_answer, "a published answer")
+    strict = chosen_by(scored, given, lambda text, q: rules.gpt3_choice(text, len(q.choices)))
+    lenient = chosen_by(scored, given, lambda text, q: rules.llava_choice(text, len(q.choices)))
+    failed = [q.id in given and choice is None for q, choice in zip(scored, strict, strict=True)]
+    drawn = [
+        rules.random_choice(q.id, len(q.choices)) if fails else choice
+        for q, choice, fails in zip(scored, strict, failed, strict=True)
+    ]
+    chance = np.array([1 / len(question.choices) for question in scored])
+    per_question = {
+        "scienceqa/letter_or_random": right_choices(scored, drawn),
+        "scienceqa/letter_or_expected": np.where(failed, chance, right_choices(scored, strict)),
+        "scienceqa/letter_or_wrong": right_choices(scored, lenient),
+    }
+    unparsed = {
+        "scienceqa/letter_or_random": sum(failed),
+        "scienceqa/letter_or_expected": sum(failed),
+        "scienceqa/letter_or_wrong": unparsed_choices(scored, given, lenient),
+    }
+    if any(prediction.choice is not None for prediction in predictions):
+        recorded = [given[q.id].choice if q.id in given else None for q in scored]
+        per_question["scienceqa/recorded_choice"] = right_choices(scored, recorded)
+        unparsed["scienceqa/recorded_choice"] = unparsed_choices(scored, given, recorded)
+    scores = scores_of(questions, scored, given, per_question, scienceqa_columns(scored))
+    evaluation = Evaluation([scores], unparsed=unparsed, has_modalities=False)
+    known = sum(bool(question.category) for question in scored)
+    if known < len(scored):
+        evaluation.notes.append(
+            f"subject and grade of {known:,} of {len(scored):,} questions are known: NAT, SOC, "
+            "LAN, G1-6 and G7-12 are over these alone; problems.json has all"
+        )
+    return evaluation
+
+
+def scienceqa_columns(questions: Sequence[Question]) -> dict[str, np.ndarray]:
+    """ScienceQA's columns but for the average (tools/evaluate_acc.py:33-68); they overlap.
+
+    NAT, SOC, LAN by subject; TXT with a hint, IMG with a picture, NO with neither; G1-6, G7-12 by
+    grade. A picture counts where the benchmark shows one, whether or not the file is there.
+    """
+    hint = np.array([bool(q.extra.get(HAS_HINT)) for q in questions])
+    picture = np.array([bool(q.extra.get(HAS_PICTURE)) for q in questions])
+    grades = [str(q.extra.get("grade") or "").removeprefix("grade") for q in questions]
+    columns = {
+        name: np.array([q.category == subject for q in questions])
+        for name, subject in _SUBJECTS.items()
+    }
+    columns |= {"TXT": hint, "IMG": picture, "NO": ~hint & ~picture}
+    return columns | {
+        name: np.array([whole_number(grade) in grades_of for grade in grades])
+        for name, grades_of in _GRADES.items()
+    }
+
+
+BENCHMARK = Benchmark(
+    read=read_scienceqa,
+    materials=MATERIALS,
+    split="test",
+    formats='predictions.jsonl, {"results": {pid: index}} as JSON, or LLaVA\'s lines',
+    read_predictions=read_scienceqa_predictions,
+    has_reference=has_answer,
+    score=score_scienceqa,
+    write_submission=write_scienceqa_submission,
+)

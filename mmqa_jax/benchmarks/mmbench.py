@@ -10,26 +10,54 @@ all passes of a question have its caption.
 A pass k shows the choices rotated by k. Where a file holds no passes above 0, they are made here:
 N choices, N passes, and choice j stands at place (j + k) mod N, as VLMEvalKit's
 `vlmutil circular` does for choices that may be rotated. A table of predictions is taken as it is.
+
+Scores:
+
+    mmbench/circular        every circular pass of a question is right (VLMEvalKit, 2025)
+    mmbench/vanilla         the first pass is right
+    mmbench/circular_2026   the same two by VLMEvalKit's rule since June 2026, which also takes
+    mmbench/vanilla_2026    `answer is X` for X
+
+Prediction files are tables (.xlsx, .tsv) with the columns index and prediction, a row per pass, or
+a JSON list of such rows: VLMEvalKit's PRED_FORMAT is one of the three. LLaVA's lines with
+--all-rounds have `round_id` too.
 """
 
 from __future__ import annotations
 
 import binascii
 import dataclasses
+import functools
 import hashlib
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import pybase64
 
+from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.datasets.benchmark import CAPTION, Benchmark, OfficialFiles, one_file
+from mmqa_jax.data.datasets.benchmark import CAPTION, BenchmarkFiles, OfficialFiles, one_file
 from mmqa_jax.data.datasets.coco import with_captions
 from mmqa_jax.data.picture_bounds import PictureError, check_bytes
-from mmqa_jax.data.schema import Material, Question
-from mmqa_jax.data.table_files import SUFFIXES, read_table, whole_number
+from mmqa_jax.data.schema import Material, Prediction, Question
+from mmqa_jax.data.table_files import SUFFIXES, read_table, whole_number, write_spreadsheet
+from mmqa_jax.evaluation import multiple_choice as rules
+from mmqa_jax.evaluation.choices import (
+    choices_of,
+    chosen_by,
+    has_answer,
+    right_choices,
+    shown_answer,
+    unparsed_choices,
+)
+from mmqa_jax.evaluation.prediction_lines import Row, json_rows
+from mmqa_jax.evaluation.question_ids import id_of
+from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
+from mmqa_jax.evaluation.scoring import Evaluation
 
 PASS_STEP = 1_000_000
 # Keys of Question.extra: the question's index without the pass, the pass, and the ability.
@@ -47,6 +75,8 @@ _SPLITS = {"dev": "val", "val": "val", "test": "test", "train": "train"}
 _READ = {*_NEEDED, *_LETTERS, "image", "answer", "category", "split", PREDICTION}
 # An index has fewer characters, a picture more (VLMEvalKit image_base.py uses the same bound).
 _LONGEST_REFERENCE = 64
+
+_SPREADSHEET = ("index", "question", "hint", *"ABCDEFGH", "answer", "category", L2, "split")
 
 
 class _Row(NamedTuple):
@@ -79,7 +109,7 @@ class TablePictures:
         return digest.hexdigest()
 
 
-def read_mmbench(path: Path) -> Benchmark:
+def read_mmbench(path: Path) -> BenchmarkFiles:
     """Reads all tables in a folder, or one of them; a question per circular pass.
 
     `Question.id` is the pass's index; `extra` keeps `base_index`, `pass`, `hint`, `l2-category`,
@@ -100,7 +130,7 @@ def read_mmbench(path: Path) -> Benchmark:
     questions = with_captions(files, questions, _caption_names, "indices of the table")
     if all(row.index < PASS_STEP and PREDICTION not in row.cells for row in rows):
         questions = [each for question in questions for each in circular_passes(question)]
-    return Benchmark(
+    return BenchmarkFiles(
         name="mmbench",
         questions=questions,
         counts=_counts(questions, len(questions) - len(rows)),
@@ -273,3 +303,190 @@ def _counts(questions: Sequence[Question], made: int) -> dict[str, int]:
         "questions without an answer": count(lambda q: q.answer_index is None),
         "questions with equal choices": count(lambda q: len(set(q.choices)) < len(q.choices)),
     }
+
+
+def read_mmbench_predictions(path: Path, questions: Sequence[Question]) -> list[Prediction]:
+    """Reads a table or JSON rows with a prediction per pass, LLaVA's lines or predictions.jsonl.
+
+    A table's `nan` is an empty answer, unless it is the text of one of the question's choices.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        return choices_of(path, _with_passes(json_rows(path), questions), questions)
+    named_nan = {q.id for q in questions if NAN in (choice.lower() for choice in q.choices)}
+    predictions = []
+    for row in mmbench_rows(path, ("index", PREDICTION)):
+        name, said = str(row.index), row.cells[PREDICTION]
+        empty = said == NAN and name not in named_nan
+        predictions.append(Prediction(name, "" if empty else said))
+    return predictions
+
+
+def _with_passes(
+    rows: Iterable[tuple[str, Row]], questions: Sequence[Question]
+) -> list[tuple[str, Row]]:
+    """The rows; those of LLaVA's later rounds have the index of their pass as question_id."""
+    by_id = {question.id: question for question in questions}
+    passes: dict[str, list[Question]] = {}
+    for question in questions:
+        passes.setdefault(question.extra.get(BASE, question.id), []).append(question)
+    named = []
+    for where, row in rows:
+        if PREDICTION in row and "question_id" not in row:  # VLMEvalKit's
+            row = {**row, "question_id": row.get("index"), PREDICTION: _text_of(row[PREDICTION])}
+        turn = row.get("round_id", 0)
+        question = by_id.get(name := _known_id(row, by_id))
+        if question is not None and turn != 0:
+            count = len(question.choices)
+            if type(turn) is not int or not 0 < turn < count:
+                raise UserError(
+                    f"{where}: round_id is {turn!r}; question {name} has {count} choices, so that "
+                    f"0 to {count - 1} were expected; correct it."
+                )
+            alike = passes[question.extra.get(BASE, name)]
+            row = {**row, "question_id": _pass_of_round(question, turn, alike)}
+        named.append((where, row))
+    return named
+
+
+def _text_of(value: Any) -> Any:
+    """A cell of VLMEvalKit's rows as text: numbers by `str`, a missing value is NaN there."""
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    return str(value) if type(value) in (int, float) else value
+
+
+def _known_id(row: Row, known: Container[str]) -> str | None:
+    """The row's question_id, where it is one of a question."""
+    try:
+        return id_of(row.get("question_id"), "", known)
+    except UserError:  # named with its line by the reader of all lines
+        return None
+
+
+def _pass_of_round(question: Question, turn: int, passes: Sequence[Question]) -> str:
+    """The id of the pass that shows the choices as round `turn` of LLaVA does.
+
+    LLaVA (llava/eval/model_vqa_mmbench.py) rotates the choices to the left by one each round, a
+    pass k to the right by k, unless the official table has passes of its own.
+    """
+    count = len(question.choices)
+    rotated = (*question.choices[turn:], *question.choices[:turn])
+    expected = str(int(question.id) + (count - turn) * PASS_STEP)
+    alike = [one.id for one in passes if one.choices == rotated]
+    return expected if expected in alike or not alike else alike[0]
+
+
+def holds_answers(path: Path) -> bool:
+    """Whether a file is a table of MMBench, which holds questions and answers of its own."""
+    return path.suffix.lower() in SUFFIXES
+
+
+def write_mmbench_submission(
+    questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
+) -> None:
+    """Writes the spreadsheet that VLMEvalKit and the leaderboard read, a row per pass.
+
+    A choice without text is written as its letter.
+    """
+    if path.suffix.lower() != ".xlsx":
+        raise UserError(f"--submission={path}: a spreadsheet is written; name a file .xlsx.")
+    given = predictions_by_question(questions, predictions)
+    widest = max(len(question.choices) for question in questions)
+    columns = [c for c in _SPREADSHEET if c not in rules.LETTERS[max(widest, 4) :]]
+    rows = []
+    for question in questions:
+        answer = question.answer_index
+        cells: dict[str, Any] = {
+            **question.extra,
+            **dict(zip(rules.LETTERS, question.choices, strict=False)),
+            "index": int(question.id),
+            "question": question.question,
+            "answer": None if answer is None else rules.LETTERS[answer],
+            "category": question.category,
+            "split": {"val": "dev"}.get(question.split, question.split),
+        }
+        said = shown_answer(given[question.id]) if question.id in given else None
+        rows.append([*(cells.get(column) for column in columns), said])
+    write_spreadsheet(path, [*columns, PREDICTION], rows)
+
+
+def score_mmbench(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
+    """MMBench's accuracy overall, by L2 category and by category, as VLMEvalKit's report_acc.
+
+    Letters are inferred as VLMEvalKit does without a judge model. A question counts once: circular
+    if all passes among `questions` are right, one without a prediction being wrong. Passes whose
+    first pass is not among `questions` are left out, as in VLMEvalKit.
+    """
+    given = predictions_by_question(questions, predictions)
+    firsts = [question for question in questions if question.extra.get(PASS, 0) == 0]
+    if not firsts:
+        raise UserError(
+            f"all {len(questions):,} questions are rotated passes (index 1,000,000 and above), but "
+            "a question is scored with its first pass; give the first passes too."
+        )
+    scored = questions_that_count(firsts, has_answer, "a published answer")
+    passes = [question for question in questions if has_answer(question)]
+    rotated = any(q.extra.get(PASS, 0) > 0 and q.id in given for q in passes)
+    per_question: dict[str, np.ndarray] = {}
+    unparsed: dict[str, int] = {}
+    firsts_of = [question for question in passes if not question.extra.get(PASS, 0)]
+    for year, answer_is in (("", False), ("_2026", True)):
+        rule = functools.partial(_vlmeval, answer_is=answer_is)
+        chosen = chosen_by(passes, given, rule)
+        hits = right_choices(passes, chosen)  # [pass]
+        if rotated:
+            per_question[f"mmbench/circular{year}"] = _circular(passes, hits, scored)
+            unparsed[f"mmbench/circular{year}"] = unparsed_choices(passes, given, chosen)
+        of_pass = dict(zip((question.id for question in passes), hits, strict=True))
+        per_question[f"mmbench/vanilla{year}"] = np.array([of_pass[q.id] for q in scored])
+        unparsed[f"mmbench/vanilla{year}"] = unparsed_choices(
+            firsts_of,
+            given,
+            [c for q, c in zip(passes, chosen, strict=True) if not q.extra.get(PASS, 0)],
+        )
+    notes = []
+    if not rotated:
+        notes.append("no prediction for any rotated pass, so mmbench/circular is not scored")
+    groups = {
+        f"{key}: {name}": np.array([_ability(q, key) == name for q in scored])
+        for key in (L2, "category")
+        for name in sorted({_ability(q, key) for q in scored} - {""})
+    }
+    scores = scores_of(firsts, scored, given, per_question, groups)
+    return Evaluation([scores], notes=notes, unparsed=unparsed, has_modalities=False)
+
+
+def _vlmeval(text: str, question: Question, *, answer_is: bool) -> int | None:
+    return rules.vlmeval_choice(text, question.choices, answer_is=answer_is)
+
+
+def _circular(
+    passes: Sequence[Question], hits: np.ndarray, scored: Sequence[Question]
+) -> np.ndarray:
+    """1.0 for each of `scored` whose passes are all right; `hits` is [pass]."""
+    all_right: dict[str, float] = {}
+    for question, hit in zip(passes, hits, strict=True):
+        base = question.extra.get(BASE, question.id)
+        all_right[base] = min(all_right.get(base, 1.0), float(hit))
+    return np.array([all_right[q.extra.get(BASE, q.id)] for q in scored])
+
+
+def _ability(question: Question, key: str) -> str:
+    return question.category if key == "category" else question.extra.get(key, "")
+
+
+BENCHMARK = Benchmark(
+    read=read_mmbench,
+    materials=MATERIALS,
+    split="val",
+    formats="predictions.jsonl, a .xlsx, .tsv or .json with `index` and `prediction`, or LLaVA's "
+    "lines",
+    read_predictions=read_mmbench_predictions,
+    has_reference=has_answer,
+    score=score_mmbench,
+    write_submission=write_mmbench_submission,
+    submission="submission.xlsx",
+    holds_references=holds_answers,
+    split_names={"dev": "val"},
+    tables=SUFFIXES,
+)

@@ -10,30 +10,53 @@
 
 Any of the splits may be absent. Where both formats hold a split, questions are read from the JSON,
 which knows COCO's picture numbers, and pictures from the Parquet.
+
+Scores:
+
+    a_okvqa_da/official     exact match with n of the ten answers, min(1, n / 3), without the
+                            questions marked difficult (allenai/aokvqa, eval_predictions.py)
+    a_okvqa_mc/official     the text of the chosen option is that of the correct one (the same)
+
+Prediction files are {question_id: {"direct_answer": text, "multiple_choice": text of an option}},
+either of which may be absent (prepare_predictions.py). Null is an empty answer, or no choice.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import check_text, read_json
+from mmqa_jax.core.files import check_text, read_json, write_json
 from mmqa_jax.data.datasets import coco
 from mmqa_jax.data.datasets.benchmark import (
-    Benchmark,
+    DIFFICULT,
+    RATIONALES,
+    BenchmarkFiles,
     OfficialFiles,
     PictureFolders,
     one_file,
 )
 from mmqa_jax.data.datasets.parquet import ParquetPictures, parquet_rows
-from mmqa_jax.data.schema import SPLITS, Material, Question
+from mmqa_jax.data.schema import SPLITS, Material, Prediction, Question
+from mmqa_jax.evaluation.prediction_lines import read_answers
+from mmqa_jax.evaluation.scores import (
+    NO_OPTION,
+    Scores,
+    predictions_by_question,
+    questions_that_count,
+    scores_of,
+)
+from mmqa_jax.evaluation.scoring import Evaluation
+from mmqa_jax.evaluation.vqa import answer_scores, direct_answer_accuracy, has_answers
 
-# Keys of Question.extra; difficult questions do not count in the direct-answer score.
-DIFFICULT, RATIONALES = "difficult_direct_answer", "rationales"
 # Split -> what the names of the hub's files begin with.
 _HUB_PREFIX = {"train": "train-", "val": "validation-", "test": "test-"}
 _NEEDED = ("question_id", "question", "choices")
@@ -47,6 +70,9 @@ MATERIALS = (
     coco.VINVL,
     Material("captions_aokvqa.json", "Prophet's release", "Apache-2.0"),
 )
+
+DIRECT, CHOICE = "direct_answer", "multiple_choice"
+_LETTER_OR_NUMBER = re.compile(r"\(?([A-Za-z]|\d+)[).:]?")
 
 
 class _Row(NamedTuple):
@@ -82,7 +108,7 @@ class _Pictures:
         return self._files.signature(files) + self._tables.signature()
 
 
-def read_aokvqa(path: Path) -> Benchmark:
+def read_aokvqa(path: Path) -> BenchmarkFiles:
     """Reads what there is of the official files in a folder, or one of its question files.
 
     `Question.answers` are the ten direct answers, `rationale` is the first of the rationales;
@@ -118,7 +144,7 @@ def read_aokvqa(path: Path) -> Benchmark:
     names = sorted({question.image for question in questions if question.image is not None})
     if not names:
         files.missing["train2017/, val2017/, test2017/"] = "no pictures; captions stand for them"
-    return Benchmark(
+    return BenchmarkFiles(
         name="aokvqa",
         questions=questions,
         counts=_counts(questions),
@@ -243,3 +269,120 @@ def _counts(questions: Sequence[Question]) -> dict[str, int]:
         found[f"{split} questions with a picture file"] += question.image is not None
     names = [*PUBLISHED_COUNTS, *(name for name in found if name not in PUBLISHED_COUNTS)]
     return {name: found[name] for name in names}
+
+
+def read_aokvqa_predictions(path: Path, questions: Sequence[Question]) -> list[Prediction]:
+    """Reads A-OKVQA's predictions or predictions.jsonl.
+
+    A multiple_choice that is the text of none of its question's options is NO_OPTION, which counts
+    0, as in the official evaluation where that is not strict.
+    """
+    if path.suffix == ".jsonl":
+        return read_answers(path, question_ids={question.id for question in questions})
+    rows = read_json(path, unique_keys=True)
+    if not isinstance(rows, dict):
+        raise UserError(
+            f"{path}: one object of question_id -> {{{DIRECT}, {CHOICE}}} was expected; give "
+            "A-OKVQA's format or predictions.jsonl."
+        )
+    choices = {question.id: question.choices for question in questions}
+    found = [_aokvqa_prediction(f"{path}, {k}", k, row, choices) for k, row in rows.items()]
+    said = {p.question_id: rows[p.question_id].get(CHOICE) for p in found}
+    chosen = [p for p in found if said[p.question_id] is not None]
+    if chosen and all(
+        p.choice == NO_OPTION
+        and p.question_id in choices
+        and _LETTER_OR_NUMBER.fullmatch(said[p.question_id].strip())
+        for p in chosen
+    ):
+        raise UserError(
+            f"{path}: every {CHOICE} is a letter or a number, and none is the text of one of its "
+            "question's options, as the official format has it; write the options' texts."
+        )
+    return found
+
+
+def write_aokvqa_submission(
+    questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
+) -> None:
+    """Writes the leaderboard's file: every question, with what was predicted of the two."""
+    given = predictions_by_question(questions, predictions)
+    rows: dict[str, dict[str, str]] = {}
+    for question in questions:
+        row = rows.setdefault(question.id, {})
+        prediction = given.get(question.id)
+        if prediction is not None and prediction.choice is not None:
+            row[CHOICE] = question.choices[prediction.choice]
+        if prediction is not None and prediction.answer:
+            row[DIRECT] = prediction.answer
+    write_json(path, rows)
+
+
+def _aokvqa_prediction(
+    where: str, name: str, row: Any, choices: dict[str, tuple[str, ...]]
+) -> Prediction:
+    if not isinstance(row, dict) or not all(
+        isinstance(row.get(key), str | None) for key in (DIRECT, CHOICE)
+    ):
+        raise UserError(
+            f'{where}: {{"{DIRECT}": text, "{CHOICE}": text}} was expected; correct that entry.'
+        )
+    choice = None
+    text = row.get(CHOICE)
+    if text is not None:
+        options = choices.get(name, ())
+        choice = options.index(text) if text in options else NO_OPTION
+    return Prediction(name, row.get(DIRECT) or "", choice=choice)
+
+
+def score_aokvqa(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
+    """Direct answers and multiple choice, whichever of the two the predictions hold."""
+    given = predictions_by_question(questions, predictions)
+    evaluation = Evaluation(has_modalities=False)
+    chosen = any(prediction.choice is not None for prediction in predictions)
+    if not chosen or any(prediction.answer for prediction in predictions):
+        evaluation.scored.append(_score_direct(questions, given))
+    if chosen:
+        evaluation.scored.append(_score_choices(questions, given))
+        without = sum(prediction.choice is None for prediction in given.values())
+        evaluation.unparsed["a_okvqa_mc/official"] = without
+    return evaluation
+
+
+def _score_direct(questions: Sequence[Question], given: Mapping[str, Prediction]) -> Scores:
+    scored = questions_that_count(
+        questions,
+        lambda question: bool(question.answers) and not question.extra.get(DIFFICULT, False),
+        "published direct answers (difficult questions do not count)",
+    )
+    scorer = {"a_okvqa_da/official": lambda said, q: direct_answer_accuracy(said, q.answers)}
+    return answer_scores(questions, scored, given, scorer, groups={})
+
+
+def _score_choices(questions: Sequence[Question], given: Mapping[str, Prediction]) -> Scores:
+    scored = questions_that_count(
+        questions, lambda question: question.answer_index is not None, "a published correct option"
+    )
+    right = np.array([_is_right(q, given[q.id]) if q.id in given else 0.0 for q in scored])
+    return scores_of(questions, scored, given, {"a_okvqa_mc/official": right}, groups={})
+
+
+def _is_right(question: Question, prediction: Prediction) -> float:
+    """1.0 for the text of the correct option: two options may read the same."""
+    if prediction.choice is None:
+        return 0.0
+    return float(
+        question.choices[prediction.choice] == question.choices[question.answer_index or 0]
+    )
+
+
+BENCHMARK = Benchmark(
+    read=read_aokvqa,
+    materials=MATERIALS,
+    split="val",
+    formats="predictions.jsonl, or the official {id: {direct_answer, multiple_choice}} as JSON",
+    read_predictions=read_aokvqa_predictions,
+    has_reference=has_answers,
+    score=score_aokvqa,
+    write_submission=write_aokvqa_submission,
+)

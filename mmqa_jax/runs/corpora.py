@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mmqa_jax.benchmarks import NAMES
+from mmqa_jax.benchmarks.benchmark import open_benchmark
+from mmqa_jax.benchmarks.vidore import Pages, read_vidore
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_out, no_empty_folders
 from mmqa_jax.core.progress import Progress
@@ -17,8 +20,6 @@ from mmqa_jax.data import records
 from mmqa_jax.data.atlas.unanswerable import with_unanswerable
 from mmqa_jax.data.chats import ChatFiles
 from mmqa_jax.data.datasets import webqa
-from mmqa_jax.data.datasets.readers import READERS
-from mmqa_jax.data.datasets.vidore import Pages, read_vidore
 from mmqa_jax.data.documents.chunks import ChunkOptions
 from mmqa_jax.data.folder import FolderOptions, read_folder
 from mmqa_jax.data.interchange import read_interchange
@@ -63,7 +64,7 @@ def prepare(
     Args:
       dataset: `webqa`, `atlas`, `corpus` for an interchange folder, `folder` for one of documents
         and pictures, `chat` for chat files, `hf` or `webdataset` (row_files.py), a benchmark of
-        READERS, or knowledge of STREAMS.
+        benchmarks.NAMES, or knowledge of STREAMS.
       raw: folder with the files; of M-BEIR also the file of one pool, of STREAMS and `chat` the
         file itself; None for Atlas.
       overwrite: replace the corpus that is in `out`.
@@ -85,7 +86,7 @@ def prepare(
     if dataset != "atlas" and raw is None:
         raise UserError(f"--raw: name the folder with the files of {dataset}.")
     takes_file = dataset == "chat" or dataset in STREAMS
-    takes_file = takes_file or (dataset in READERS and READERS[dataset].takes_file)
+    takes_file = takes_file or (dataset in NAMES and open_benchmark(dataset).takes_file)
     if raw is not None and not (raw.is_dir() or (takes_file and raw.is_file())):
         if raw.is_file():
             raise UserError(f"{flag}={raw}: is a file; give the folder that it is in.")
@@ -143,7 +144,7 @@ def prepare(
                 return prepare_chats(raw, out, **options)
             if has_pages:
                 options["pages"] = folder.pages
-            if dataset in READERS:
+            if dataset in NAMES:
                 return prepare_benchmark(dataset, raw, out, **options)
             return prepare_release(raw, out, **options)
 
@@ -235,18 +236,19 @@ def prepare_benchmark(
     """The official files of a question-answering benchmark to ArrayRecord in `out`.
 
     Args:
-      name: of READERS.
+      name: of benchmarks.NAMES.
       pages: of `vidore`, what is taken of its pages; None: the default.
       options: of records.write_records.
     """
-    found = READERS[name].read(raw) if pages is None else read_vidore(raw, pages)
+    benchmark = open_benchmark(name)
+    found = benchmark.read(raw) if pages is None else read_vidore(raw, pages)
     return records.write_records(
         out,
         found.sources,
         found.questions,
         found.read_picture,
         name=name,
-        materials=READERS[name].materials,
+        materials=benchmark.materials,
         origin=found.origin(),
         inputs=found.inputs,
         sourceless=not found.sources,

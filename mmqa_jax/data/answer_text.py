@@ -22,6 +22,10 @@ _ARTICLES = frozenset({"a", "an", "the"})
 _PICA_REMOVED = frozenset({"a", "an", "the", "to", ""})
 
 
+# Weights are rounded to three decimals in the published files: 0.333, 0.667, 1.
+_OFFICIAL_OF_COUNT = (0.0, 0.3, 0.6, 0.9)
+
+
 def strip_whitespace(text: str) -> str:
     """Line breaks and tabs become spaces, the ends are stripped (vqaEval.py, `evaluate`)."""
     return text.replace("\n", " ").replace("\t", " ").strip()
@@ -80,3 +84,14 @@ def vqa_contractions() -> dict[str, str]:
     """The official table, such as `dont` -> `don't`."""
     lines = Path(__file__).with_name("vqa_contractions.txt").read_text("utf-8").splitlines()
     return dict(line.split(" ") for line in lines if not line.startswith("#"))
+
+
+def official_of_weight(weight: float) -> float:
+    """The official accuracy behind a soft label's weight min(1, n / 3).
+
+    A weight of 1 is read as four annotators or more. In OK-VQA n is even, since each of five
+    annotators counts twice, so that three do not occur.
+    """
+    if weight >= 1.0:
+        return 1.0
+    return _OFFICIAL_OF_COUNT[round(3 * weight)]

@@ -7,6 +7,16 @@
     captions.json                {question_id or, of pictures, data_id: caption}, optional
 
 The videos of three other data sets are not read: a frame stands for one, where it was extracted.
+
+Scores:
+
+    seed_bench/likelihood   the choice of least loss is right (eval.py)
+    seed_bench/letter       the answer is the correct letter and nothing else (LLaVA)
+
+Prediction files are JSON lines: {"question_id", "prediction": letter}, the leaderboard's; the first
+eval.py (July 2023) writes {"q_id", "prediction": letter of the choice of least loss}, the later
+ones `question_id`, which are then the leaderboard's lines; or {"question_id", "losses": [of each
+choice]}.
 """
 
 from __future__ import annotations
@@ -17,17 +27,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from mmqa_jax.benchmarks.benchmark import Benchmark
+from mmqa_jax.benchmarks.mmbench import PREDICTION
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json
+from mmqa_jax.core.files import read_json, write_jsonl
 from mmqa_jax.data.datasets.benchmark import (
     CAPTION,
-    Benchmark,
+    BenchmarkFiles,
     OfficialFiles,
     PictureFiles,
     one_file,
 )
 from mmqa_jax.data.datasets.coco import with_captions
-from mmqa_jax.data.schema import Material, Question
+from mmqa_jax.data.schema import Material, Prediction, Question
+from mmqa_jax.evaluation import multiple_choice as rules
+from mmqa_jax.evaluation.choices import (
+    by_choice,
+    has_answer,
+    read_choice_lines,
+    right_choices,
+    unparsed_choices,
+)
+from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
+from mmqa_jax.evaluation.scoring import Evaluation
 
 # Keys of Question.extra: number of the dimension, `image` or `video`, and the picture's name.
 DIMENSION, DATA_TYPE, DATA_ID = "question_type_id", "data_type", "data_id"
@@ -43,8 +67,18 @@ _CHOICES = ("choice_a", "choice_b", "choice_c", "choice_d")
 _LETTERS = "ABCD"
 _READ = {"question_id", "question", "answer", *_CHOICES}
 
+_SEED_SCORED = {  # why SEED-Bench's predictions are scored by this scorer
+    "seed_bench/likelihood": (
+        "the predictions are choices (`choice`, `losses`, or the first eval.py's lines with `q_id`)"
+    ),
+    "seed_bench/letter": (
+        "the predictions are texts; one counts if it is the correct letter, whether a model wrote "
+        "it or eval.py chose it by likelihood"
+    ),
+}
 
-def read_seed_bench(path: Path) -> Benchmark:
+
+def read_seedbench(path: Path) -> BenchmarkFiles:
     """Reads SEED-Bench.json and the pictures beside it, or the file alone.
 
     All questions are of the split `test`; `Question.category` is the dimension's name; `extra`
@@ -90,7 +124,7 @@ def read_seed_bench(path: Path) -> Benchmark:
         files.missing["SEED-Bench-image/, SEED-Bench-video-image/"] = (
             f"{len(questions) - len(names):,} of {len(questions):,} questions have no picture file"
         )
-    return Benchmark(
+    return BenchmarkFiles(
         name="seedbench",
         questions=questions,
         counts=_counts(questions, dimensions),
@@ -163,3 +197,75 @@ def _counts(questions: Sequence[Question], dimensions: Mapping[int, str]) -> dic
         f"questions with {CAPTION}": sum(CAPTION in question.extra for question in questions),
         **{f"{n} {dimensions[n]}": per_dimension[n] for n in sorted(per_dimension)},
     }
+
+
+def read_seed_bench_predictions(path: Path, questions: Sequence[Question]) -> list[Prediction]:
+    """Reads the leaderboard's or eval.py's lines, LLaVA's lines or predictions.jsonl."""
+    return read_choice_lines(path, questions)
+
+
+def write_seed_bench_submission(
+    questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
+) -> None:
+    """Writes the leaderboard's lines {"question_id", "prediction": letter}.
+
+    A missing prediction is an empty text.
+    """
+    given = predictions_by_question(questions, predictions)
+    rows = []
+    for question in questions:
+        prediction = given.get(question.id)
+        said = ""
+        if prediction is not None:
+            by_letter = prediction.choice is not None
+            said = rules.LETTERS[prediction.choice or 0] if by_letter else prediction.answer
+        rows.append({"question_id": question.id, PREDICTION: said})
+    write_jsonl(path, rows)
+
+
+def score_seed_bench(
+    questions: Sequence[Question], predictions: Sequence[Prediction]
+) -> Evaluation:
+    """SEED-Bench's accuracy overall, by dimension, on pictures (1-9) and on videos (10-12).
+
+    Choices count as those of least loss, texts as letters; both are scored where a file has both,
+    and the notes say which it has.
+    """
+    given = predictions_by_question(questions, predictions)
+    scored = questions_that_count(questions, has_answer, "a published answer")
+    chosen = {}
+    if any(prediction.choice is not None for prediction in predictions):
+        chosen["seed_bench/likelihood"] = [
+            given[q.id].choice if q.id in given else None for q in scored
+        ]
+    answered = [q for q in scored if q.id in given and given[q.id].answer]
+    if not chosen or not all(by_choice(given[q.id], q) for q in answered):
+        chosen["seed_bench/letter"] = [
+            rules.exact_letter_choice(given[q.id].answer, len(q.choices)) if q.id in given else None
+            for q in scored
+        ]
+    dimensions = {q.extra[DIMENSION]: q.category for q in scored}
+    groups = {
+        f"{number} {dimensions[number]}": np.array([q.extra[DIMENSION] == number for q in scored])
+        for number in sorted(dimensions)
+    }
+    for name, kind in (("pictures, 1-9", "image"), ("videos, 10-12", "video")):
+        groups[name] = np.array([q.extra[DATA_TYPE] == kind for q in scored])
+    per_question = {name: right_choices(scored, choices) for name, choices in chosen.items()}
+    unparsed = {name: unparsed_choices(scored, given, choices) for name, choices in chosen.items()}
+    scores = scores_of(questions, scored, given, per_question, groups)
+    notes = [f"{name}: {_SEED_SCORED[name]}" for name in per_question]
+    return Evaluation([scores], notes=notes, unparsed=unparsed, has_modalities=False)
+
+
+BENCHMARK = Benchmark(
+    read=read_seedbench,
+    materials=MATERIALS,
+    split="test",
+    formats="predictions.jsonl, or lines of {question_id, prediction} as JSON",
+    read_predictions=read_seed_bench_predictions,
+    has_reference=has_answer,
+    score=score_seed_bench,
+    write_submission=write_seed_bench_submission,
+    submission="submission.jsonl",
+)

@@ -1,0 +1,169 @@
+"""How a benchmark is read, scored and submitted; each file beside this one has a BENCHMARK."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from mmqa_jax.benchmarks import NAMES
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.data.datasets.benchmark import BenchmarkFiles
+from mmqa_jax.data.records import MANIFEST
+from mmqa_jax.data.schema import Material, Prediction, Question, united
+from mmqa_jax.data.splits import split_questions
+from mmqa_jax.evaluation.scoring import Evaluation
+from mmqa_jax.evaluation.tables import Table
+
+# Files that no reader of JSON should be asked to read; VLMEvalKit writes its predictions as pickles
+# too, which run code where they are loaded.
+_NO_JSON = (".xlsx", ".xls", ".csv", ".tsv", ".parquet", ".pkl", ".pickle")
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """How one benchmark is read, scored and submitted.
+
+    Attributes:
+      read: reads the official files: their folder; of A-OKVQA, ScienceQA, MMBench and SEED-Bench
+        also a single file of them that holds whole questions.
+      materials: what the benchmark is made of, for the credits of every corpus that is made of it.
+      split: the split that is scored by default, one whose answers are public.
+      formats: the prediction files that `read_predictions` knows, for messages.
+      read_predictions: (file, questions) -> predictions; the questions are those to score, whose
+        choices may be needed to read an answer.
+      has_reference: whether a question's answer is published.
+      score: (questions, predictions) -> the scores; predictions may be missing, and then count 0.
+      write_submission: (questions, predictions, file): writes the leaderboard's format; None: the
+        benchmark has none.
+      submission: the name of that file in a row's workdir.
+      holds_references: whether a file of predictions holds the questions and answers as well, so
+        that no other references are needed.
+      split_names: other names of splits -> the names that `mmqa prepare` gives them.
+      tables: suffixes of the tables among the prediction files.
+      ranks: whether it scores the sources that are found, and no answers.
+      analyze: (corpus, questions, predictions) -> more tables of `mmqa evaluate`.
+      judged: whether `score` takes a third argument, what judges answers (bem.py).
+      takes_file: whether `mmqa prepare --raw` may be a file: that of one pool of candidates.
+      reads_folders_alone: whether only their folder tells the files of questions, answers and
+        captions apart.
+    """
+
+    read: Callable[[Path], BenchmarkFiles]
+    materials: tuple[Material, ...]
+    split: str
+    formats: str
+    read_predictions: Callable[[Path, Sequence[Question]], list[Prediction]]
+    has_reference: Callable[[Question], bool]
+    score: Callable[[Sequence[Question], Sequence[Prediction]], Evaluation]
+    write_submission: Callable[[Sequence[Question], Sequence[Prediction], Path], None] | None = None
+    submission: str = "submission.json"
+    holds_references: Callable[[Path], bool] = lambda path: False
+    split_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tables: Sequence[str] = ()
+    ranks: bool = False
+    analyze: Callable[[Corpus, Sequence[Question], Sequence[Prediction]], list[Table]] | None = None
+    judged: bool = False
+    takes_file: bool = False
+    reads_folders_alone: bool = False
+
+
+def open_benchmark(name: str) -> Benchmark:
+    """A benchmark of `NAMES`; its file is imported when it is asked for."""
+    return importlib.import_module(f"mmqa_jax.benchmarks.{name}").BENCHMARK
+
+
+def scorer_of(
+    dataset: str, bem: str = "", flag: str = "--bem"
+) -> Callable[[Sequence[Question], Sequence[Prediction]], Evaluation]:
+    """What scores a benchmark's predictions.
+
+    Args:
+      bem: folder or ORG/NAME of BEM, for a benchmark whose answers it judges (`check_judged`); "":
+        without it.
+      flag: that named it, for messages.
+    """
+    benchmark = open_benchmark(dataset)
+    if not bem:
+        return benchmark.score
+    from mmqa_jax.evaluation.bem import open_bem
+
+    return functools.partial(benchmark.score, judge=open_bem(bem, flag))
+
+
+def check_judged(dataset: str, flag: str) -> None:
+    """UserError if no answers of a data set are judged by BEM."""
+    judged = [name for name in NAMES if open_benchmark(name).judged]
+    if dataset not in judged:
+        raise UserError(
+            f"{flag}: BEM judges answers of {', '.join(judged)}; leave it out for {dataset}."
+        )
+
+
+def split_of(dataset: str, split: str | None) -> str:
+    """The split that a name stands for; None: the benchmark's own default."""
+    benchmark = open_benchmark(dataset)
+    return benchmark.split if split is None else benchmark.split_names.get(split, split)
+
+
+def read_questions(dataset: str, path: Path, split: str | None = None) -> list[Question]:
+    """The questions of a benchmark's split.
+
+    Args:
+      path: as of `read_corpus`.
+      split: see `split_of`.
+    """
+    return split_questions(read_corpus(dataset, path), path, split_of(dataset, split))
+
+
+def read_corpus(dataset: str, path: Path) -> Corpus:
+    """A benchmark's questions, and the sources that it has.
+
+    Args:
+      path: a folder of `mmqa prepare`, the official files' folder, or one official file; of a
+        benchmark of retrieval also a folder of folders of `mmqa prepare`, all of them together.
+    """
+    benchmark = open_benchmark(dataset)
+    if benchmark.ranks and (prepared := sorted(path.glob(f"*/{MANIFEST}"))):
+        parts = [read_corpus(dataset, manifest.parent) for manifest in prepared]
+        sources = [source for part in parts for source in part.sources]
+        questions = [question for part in parts for question in part.questions()]
+        return Corpus(sources, questions, materials=united(*(part.materials for part in parts)))
+    if (path / MANIFEST).is_file():
+        corpus = open_corpus(path)
+        name = corpus.manifest.get("name", "a corpus without a name")
+        if name != dataset:
+            known = name if name in (*NAMES, "webqa", "atlas") else "corpus"
+            raise UserError(
+                f"--references={path}: was prepared from {name}; evaluate {known} instead of "
+                f"{dataset}, or give the references of {dataset}."
+            )
+        return corpus
+    if benchmark.reads_folders_alone and path.is_file():
+        raise UserError(
+            f"--references={path}: is one file, and {dataset} is read from the folder of its "
+            f"official files; give --references={path.parent}."
+        )
+    official = benchmark.read(path)
+    return Corpus(official.sources, official.questions, materials=benchmark.materials)
+
+
+def read_predictions(dataset: str, path: Path, questions: Sequence[Question]) -> list[Prediction]:
+    """A benchmark's predictions; UserError where the file holds none, or none can be in it."""
+    benchmark = open_benchmark(dataset)
+    suffix = path.suffix.lower()
+    if suffix in _NO_JSON and suffix not in benchmark.tables:
+        raise UserError(
+            f"{path}: predictions of {dataset} are not read from {suffix} files; give "
+            f"{benchmark.formats}."
+        )
+    predictions = benchmark.read_predictions(path, questions)
+    if not predictions:
+        raise UserError(
+            f"{path}: holds no predictions; give {benchmark.formats}, with a prediction per "
+            "question."
+        )
+    return predictions

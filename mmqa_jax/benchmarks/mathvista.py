@@ -1,0 +1,395 @@
+"""MathVista's files (https://github.com/lupantech/MathVista; AI4Math/MathVista on the hub).
+
+    testmini.json, test.json, here or in data/   {pid: problem}
+    images/{pid}.jpg, here or in data/           the pictures of these
+    {testmini,test}-*.parquet, here or in data/  instead of all these; pictures in decoded_image
+
+A problem has pid, question, choices or null, unit, precision, answer, question_type (multi_choice
+or free_form), answer_type (text, integer, float, list) and metadata. Answers of test are hidden.
+
+MathVista's extraction rules, scores and result file (lupantech/MathVista, evaluation/).
+
+    mathvista/official      answers are extractions (calculate_score.py): of a choice the letter, or
+                            the option of least edit distance; numbers rounded; lists as they are
+    mathvista/empty_wrong   the same with --ignore_empty_extractions: an empty one names no option
+
+Extractions come from responses by rules, and by a language model where these find none
+(extract_answer.py; papers/mathvista.py asks it). The file is {pid: problem with `extraction`}.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mmqa_jax.benchmarks.benchmark import Benchmark
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.data.datasets.benchmark import BenchmarkFiles, OfficialFiles, PictureFiles
+from mmqa_jax.data.datasets.parquet import ParquetPictures, parquet_rows
+from mmqa_jax.data.schema import Material, Prediction, Question
+from mmqa_jax.data.table_files import real_number
+from mmqa_jax.evaluation.choices import by_choice
+from mmqa_jax.evaluation.multiple_choice import LETTERS
+from mmqa_jax.evaluation.prediction_lines import read_answers
+from mmqa_jax.evaluation.scores import (
+    group_of,
+    predictions_by_question,
+    questions_that_count,
+    scores_of,
+)
+from mmqa_jax.evaluation.scoring import Evaluation
+
+# Keys of Question.extra that decide how an answer is normalized, and the unit that prompts name.
+KIND, ANSWER_TYPE, PRECISION, UNIT = "question_type", "answer_type", "precision", "unit"
+CHOICE, FREE = "multi_choice", "free_form"
+ANSWER_TYPES = ("text", "integer", "float", "list")
+# Keys of `metadata`, kept in extra: by these the official script groups its scores.
+GROUPS = ("language", "source", "category", "task", "context", "grade", "skills")
+
+# The paper, table 1.
+PUBLISHED_COUNTS = {"val questions": 1_000, "test questions": 5_141}
+MATERIALS = (
+    Material(
+        "MathVista",
+        "Lu et al., ICLR 2024",
+        "CC BY-SA 4.0; pictures under their data sets' licenses",
+    ),
+)
+
+_SPLITS = {"testmini": "val", "test": "test"}
+_NEEDED = ("pid", "question", "choices", "answer", KIND, ANSWER_TYPE, PRECISION, UNIT, "metadata")
+_PICTURE = "decoded_image"
+
+
+class _Row(NamedTuple):
+    """A problem before it is checked."""
+
+    where: str
+    split: str
+    problem: Mapping[str, Any]
+
+
+def read_mathvista(folder: Path) -> BenchmarkFiles:
+    """Reads what there is of testmini, which becomes `val`, and test.
+
+    `Question.category` is the task; `extra` keeps unit, precision, both types and the metadata.
+    """
+    files = OfficialFiles(folder)
+    tables = {
+        split: sorted(folder.glob(f"{name}-*.parquet"))
+        or sorted(folder.glob(f"data/{name}-*.parquet"))
+        for name, split in _SPLITS.items()
+    }
+    paths = [path for found in tables.values() for path in found]
+    files.found += paths
+    rows = list(_table_rows(tables)) if paths else list(_json_rows(files))
+    questions: dict[str, Question] = {}
+    for row in rows:
+        question = _question(row)
+        if question.id in questions:
+            raise UserError(f"{row.where}: pid {question.id} is there twice; keep one of them.")
+        questions[question.id] = question
+    if not questions:
+        raise UserError(
+            f"{folder}: holds none of MathVista's problems; put testmini.json and images/, or the "
+            "hub's Parquet files, there."
+        )
+    pictures: ParquetPictures | PictureFiles
+    if paths:
+        pictures = ParquetPictures(paths, "pid", _PICTURE)
+    else:
+        places = {q.id: tuple(_places(q.extra.get("image"))) for q in questions.values()}
+        pictures = PictureFiles(folder, places)
+    shown = [
+        dataclasses.replace(question, image=question.id) if question.id in pictures else question
+        for question in questions.values()
+    ]
+    names = [question.image for question in shown if question.image is not None]
+    if len(names) < len(shown):
+        files.missing["images/"] = f"{len(shown) - len(names):,} questions have no picture file"
+    inputs = pictures.signature() if paths else pictures.signature(names)
+    return BenchmarkFiles(
+        name="mathvista",
+        questions=shown,
+        counts=_counts(shown),
+        published=PUBLISHED_COUNTS,
+        files=files.found,
+        missing=files.missing,
+        read_picture=pictures if names else None,
+        inputs=inputs if names else None,
+    )
+
+
+def _table_rows(tables: Mapping[str, Sequence[Path]]) -> Iterator[_Row]:
+    for split, paths in tables.items():
+        for path in paths:
+            for number, row in parquet_rows(path, _NEEDED, ("image",)):
+                yield _Row(f"{path}, row {number}", split, row)
+
+
+def _json_rows(files: OfficialFiles) -> Iterator[_Row]:
+    for name, split in _SPLITS.items():
+        path = files.optional(
+            f"{name}.json", f"data/{name}.json", without=f"there are no {split} questions"
+        )
+        data = {} if path is None else read_json(path, unique_keys=True)
+        if not isinstance(data, dict):
+            raise UserError(f"{path}: {{pid: problem}} was expected; fetch the file again.")
+        for pid, problem in data.items():
+            where = f"{path}, problem {pid}"
+            if not isinstance(problem, dict):
+                raise UserError(f"{where}: is no object; fetch the file again.")
+            yield _Row(where, split, {"pid": pid, **problem})
+
+
+def _question(row: _Row) -> Question:
+    where, problem = row.where, row.problem
+    choices = problem.get("choices") or []
+    if not isinstance(choices, list) or not all(isinstance(one, str) for one in choices):
+        raise UserError(f"{where}: choices are {choices!r:.60}; a list of texts was expected.")
+    kind, answer_type = problem.get(KIND), problem.get(ANSWER_TYPE)
+    if (
+        kind not in (CHOICE, FREE)
+        or answer_type not in ANSWER_TYPES
+        or (kind == CHOICE) != (answer_type == "text")
+        or (kind == CHOICE and len(choices) < 2)
+    ):
+        raise UserError(
+            f"{where}: {KIND} is {kind!r}, {ANSWER_TYPE} {answer_type!r}, with {len(choices)} "
+            f"choices; {CHOICE}, text and two choices at least, or {FREE} and a number or list "
+            "were expected; fetch the file again."
+        )
+    text, answer = problem.get("question"), problem.get("answer") or ""
+    pid, metadata = problem.get("pid"), problem.get("metadata")
+    texts = (text, answer, pid)
+    if not all(isinstance(one, str) for one in texts) or not text or not isinstance(metadata, dict):
+        raise UserError(f"{where}: pid, question, answer or metadata is wrong; fetch it again.")
+    precision = problem.get(PRECISION)
+    number = None if precision is None else real_number(precision)
+    if answer_type == "float" and number is None:
+        raise UserError(f"{where}: precision is {precision!r}; a number was expected; correct it.")
+    kept = {
+        **{key: problem[key] for key in (KIND, ANSWER_TYPE, UNIT, "image") if problem.get(key)},
+        **({} if number is None else {PRECISION: int(number)}),
+        **{key: metadata[key] for key in GROUPS if metadata.get(key)},
+    }
+    return Question(
+        id=pid,
+        split=row.split,
+        question=text,
+        answers=(answer,) if answer else (),
+        category=str(metadata.get("task", "")),
+        choices=tuple(choices),
+        answer_index=choices.index(answer) if answer in choices else None,
+        extra=kept,
+    )
+
+
+def _places(image: Any) -> Iterator[str]:
+    """Where the file of `images/1.jpg` may lie."""
+    if isinstance(image, str) and image:
+        yield from (image, f"data/{image}")
+
+
+def _counts(questions: Sequence[Question]) -> dict[str, int]:
+    splits = Counter(question.split for question in questions)
+    return {
+        **{f"{split} questions": splits[split] for split in _SPLITS.values()},
+        "multiple-choice questions": sum(bool(question.choices) for question in questions),
+        "pictures found": sum(question.image is not None for question in questions),
+        "questions without an answer": sum(not question.answers for question in questions),
+    }
+
+
+OFFICIAL, EMPTY_WRONG = "mathvista/official", "mathvista/empty_wrong"
+_BRACKETED = re.compile(r"\(([a-zA-Z])\)")
+
+
+def has_answer(question: Question) -> bool:
+    """Whether a question's answer is published."""
+    return bool(question.answers)
+
+
+def extracted_by_rule(response: str, question: Question, *, quick: bool = False) -> str | None:
+    """What extract_answer.py takes from a response without a language model; None: it asks one.
+
+    Args:
+      quick: its --quick_extract, the text in `The answer is "text".`
+    """
+    if response == "" or response in question.choices:
+        return response
+    kind = question.extra.get(ANSWER_TYPE)
+    try:
+        if kind == "integer":
+            return str(int(response))
+        if kind == "float":
+            return str(float(response))
+    except ValueError:
+        pass
+    # `The answer is "(.*)"\.` as the script searches it, in time linear in the response.
+    for line in response.split("\n") if quick else ():
+        rest = line.partition('The answer is "')[2]
+        if '".' in rest:
+            return rest.rpartition('".')[0]
+    return None
+
+
+def normalized(extraction: str, question: Question, *, ignore_empty: bool = False) -> str | None:
+    """An extraction as the answer's type has it; None where it is no such number.
+
+    Args:
+      ignore_empty: an empty extraction is no option, and not the shortest one.
+    """
+    if question.choices:
+        return _option(extraction.strip(), question.choices, ignore_empty=ignore_empty)
+    try:
+        if question.extra[ANSWER_TYPE] == "integer":
+            return str(int(float(extraction)))
+        if question.extra[ANSWER_TYPE] == "float":
+            return str(round(float(extraction), question.extra[PRECISION]))
+    except (ValueError, OverflowError):
+        return None
+    return extraction
+
+
+def _option(said: str, choices: Sequence[str], *, ignore_empty: bool) -> str | None:
+    if ignore_empty and not said:
+        return None
+    bracketed = _BRACKETED.search(said)
+    if bracketed is not None:
+        said = bracketed[1].upper()
+    if len(said) == 1 and said in LETTERS[: len(choices)]:
+        return choices[LETTERS.index(said)]
+    return min(choices, key=lambda choice: edit_distance(said, choice))
+
+
+def edit_distance(first: str, second: str) -> int:
+    """Levenshtein's: insertions, deletions and substitutions that turn one text into the other."""
+    shorter, longer = sorted((first, second), key=len)
+    codes = np.array([*map(ord, longer)], np.int64)
+    steps = np.arange(len(longer) + 1)
+    row = steps.copy()  # of the shorter one's first characters, to each prefix of the longer one
+    for character in shorter:
+        best = row + 1
+        best[1:] = np.minimum(best[1:], row[:-1] + (codes != ord(character)))
+        row = np.minimum.accumulate(best - steps) + steps
+    return int(row[-1])
+
+
+def score_mathvista(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
+    """Accuracy overall and by each of the official script's keys; a missing prediction is wrong."""
+    given = predictions_by_question(questions, predictions)
+    scored = questions_that_count(questions, has_answer, "a published answer")
+
+    def right(*, ignore_empty: bool) -> np.ndarray:
+        return np.array(
+            [
+                q.id in given
+                and normalized(_said(given[q.id], q), q, ignore_empty=ignore_empty) == q.answers[0]
+                for q in scored
+            ],
+            float,
+        )
+
+    per_question = {
+        OFFICIAL: right(ignore_empty=False),
+        EMPTY_WRONG: right(ignore_empty=True),
+    }
+    scores = scores_of(questions, scored, given, per_question, _groups(scored))
+    none = sum(
+        q.id in given and normalized(_said(given[q.id], q), q, ignore_empty=True) is None
+        for q in scored
+    )
+    return Evaluation([scores], has_modalities=False, unparsed={OFFICIAL: none, EMPTY_WRONG: none})
+
+
+def _said(prediction: Prediction, question: Question) -> str:
+    """A prediction's extraction; of one that chose, the letter."""
+    chosen = by_choice(prediction, question)
+    return LETTERS[prediction.choice] if chosen else prediction.answer
+
+
+def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
+    def values(question: Question, key: str) -> Sequence[str]:
+        value = question.extra.get(key, ())
+        return (value,) if isinstance(value, str) else value
+
+    return {
+        f"{key}: {name}": group_of(questions, lambda q, key=key, name=name: name in values(q, key))
+        for key in (KIND, ANSWER_TYPE, *GROUPS)
+        for name in sorted({name for question in questions for name in values(question, key)})
+    }
+
+
+def read_mathvista_predictions(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
+    """Reads {pid: problem with `extraction`, or else `response`}, or predictions.jsonl.
+
+    A response without an extraction stands for itself where the rules find none in it. An
+    extraction that is no text is read as Python writes it, as calculate_score.py does.
+    """
+    if path.suffix != ".json":
+        return read_answers(path, question_ids={question.id for question in questions})
+    data = read_json(path, unique_keys=True)
+    if not isinstance(data, dict):
+        raise UserError(
+            f"{path}: {{pid: problem}} was expected, with `extraction` in each; give MathVista's "
+            "result file."
+        )
+    known = {question.id: question for question in questions}
+    found = []
+    for pid, problem in data.items():
+        values = problem if isinstance(problem, dict) else {}
+        said = values.get("extraction", values.get("response"))
+        if isinstance(said, bool | dict) or not values.keys() & {"extraction", "response"}:
+            raise UserError(
+                f"{path}, problem {pid}: `extraction` or `response` was expected, as text, number "
+                "or list; correct it."
+            )
+        said = "" if said is None and "extraction" not in values else str(said)
+        if "extraction" not in values and pid in known:
+            by_rule = extracted_by_rule(said, known[pid])
+            said = said if by_rule is None else by_rule
+        found.append(Prediction(pid, said))
+    return found
+
+
+def write_mathvista_submission(
+    questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
+) -> None:
+    """Writes what calculate_score.py reads, a problem with its extraction for each question."""
+    given = predictions_by_question(questions, predictions)
+    problems = {}
+    for question in questions:
+        problem = {
+            "pid": question.id,
+            "question": question.question,
+            "choices": list(question.choices) or None,
+            **{key: question.extra.get(key) for key in (KIND, ANSWER_TYPE, PRECISION)},
+            "metadata": {key: question.extra[key] for key in GROUPS if key in question.extra},
+            "extraction": _said(given[question.id], question) if question.id in given else "",
+        }
+        if question.answers:
+            problem["answer"] = question.answers[0]
+        problems[question.id] = problem
+    write_json(path, problems)
+
+
+BENCHMARK = Benchmark(
+    read=read_mathvista,
+    materials=MATERIALS,
+    reads_folders_alone=True,
+    split="val",
+    formats="predictions.jsonl, or {pid: problem with `extraction` or `response`} as JSON",
+    read_predictions=read_mathvista_predictions,
+    has_reference=has_answer,
+    score=score_mathvista,
+    write_submission=write_mathvista_submission,
+    split_names={"testmini": "val"},
+)

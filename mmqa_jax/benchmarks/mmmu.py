@@ -1,0 +1,377 @@
+"""MMMU's Parquet files (https://github.com/MMMU-BenchmarkFiles/MMMU; MMMU/MMMU on the hub).
+
+    {subject}/{dev,validation,test}-*.parquet   of any of the 30 subjects, or the files alone
+
+Columns: id (`validation_Accounting_1`), question, options (a Python list as text), answer,
+question_type, explanation, subfield, topic_difficulty, img_type, and image_1 to image_7, which
+`<image 1>` to `<image 7>` in the question and its options stand for. Answers of test are `?`.
+
+MMMU's scores and prediction files (MMMU-Benchmark/MMMU, mmmu/utils/eval_utils.py).
+
+    mmmu/official         responses are parsed; where no letter is found one is drawn, with the
+                          script's seed (main_parse_and_eval.py)
+    mmmu/unparsed_wrong   the same without the draw
+    mmmu/letter           answers are parsed already: of a choice the letter alone counts
+                          (main_eval_only.py)
+
+An open question is right if one of the numbers and phrases in the response is an answer. Files are
+{id: letter or text}, which the leaderboard takes, or a subject's output.json, a list of
+{"id", "response"}.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import random
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmqa_jax.benchmarks.benchmark import Benchmark
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.data.datasets.benchmark import BenchmarkFiles, OfficialFiles
+from mmqa_jax.data.datasets.parquet import PictureColumns, parquet_rows
+from mmqa_jax.data.schema import Material, Prediction, Question
+from mmqa_jax.evaluation.choices import Given, Rule, chosen_by
+from mmqa_jax.evaluation.multiple_choice import LETTERS, exact_letter_choice, mmmu_choice
+from mmqa_jax.evaluation.prediction_lines import read_answers_by
+from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
+from mmqa_jax.evaluation.scoring import Evaluation
+
+# Keys of Question.extra: `multiple-choice` or `open`, and the topic's difficulty.
+KIND, DIFFICULTY = "question_type", "topic_difficulty"
+CHOICE = "multiple-choice"
+
+# Disciplines and their subjects, in the order of the official table.
+DISCIPLINES = {
+    "Art and Design": ("Art", "Art_Theory", "Design", "Music"),
+    "Business": ("Accounting", "Economics", "Finance", "Manage", "Marketing"),
+    "Science": ("Biology", "Chemistry", "Geography", "Math", "Physics"),
+    "Health and Medicine": (
+        *("Basic_Medical_Science", "Clinical_Medicine"),
+        *("Diagnostics_and_Laboratory_Medicine", "Pharmacy", "Public_Health"),
+    ),
+    "Humanities and Social Science": ("History", "Literature", "Sociology", "Psychology"),
+    "Tech and Engineering": (
+        *("Agriculture", "Architecture_and_Engineering", "Computer_Science", "Electronics"),
+        *("Energy_and_Power", "Materials", "Mechanical_Engineering"),
+    ),
+}
+SUBJECTS = tuple(subject for subjects in DISCIPLINES.values() for subject in subjects)
+
+# The paper, table 1.
+PUBLISHED_COUNTS = {"train questions": 150, "val questions": 900, "test questions": 10_500}
+MATERIALS = (
+    Material("MMMU", "Yue et al., CVPR 2024", "Apache-2.0; pictures under their sources' licenses"),
+)
+
+_SPLITS = {"dev": "train", "validation": "val", "test": "test"}
+_ID = re.compile(r"(dev|validation|test)_(\w+)_(\d{1,9})")
+_NEEDED = ("id", "question", "options", "answer", KIND)
+_MORE = ("explanation", "subfield", DIFFICULTY, "img_type")
+_PICTURES = tuple(f"image_{number}" for number in range(1, 8))
+_LONGEST = 100_000  # characters of a list as text; MMMU's longest has 2,000
+_HIDDEN = "?"
+
+
+def read_mmmu(folder: Path) -> BenchmarkFiles:
+    """Reads all Parquet files in a folder and in the subjects' folders below it.
+
+    `Question.category` is the subject; the splits dev and validation are `train` and `val`. An open
+    question has no `choices`, and all `answers` that count.
+    """
+    files = OfficialFiles(folder)
+    tables = sorted([*folder.glob("*.parquet"), *folder.glob("*/*.parquet")])
+    if not tables:
+        raise UserError(
+            f"{folder}: holds no Parquet file; put MMMU's folders of subjects there, such as "
+            "Accounting/validation-00000-of-00001.parquet."
+        )
+    files.found += tables
+    pictures = PictureColumns(tables, "id", _PICTURES)
+    questions: dict[str, Question] = {}
+    for path in tables:
+        for number, row in parquet_rows(path, _NEEDED, _MORE):
+            where = f"{path}, row {number}"
+            question = _question(where, row)
+            if question.id in questions:
+                raise UserError(f"{where}: id {question.id} is there twice; keep one file of it.")
+            questions[question.id] = _with_pictures(where, question, pictures)
+    ordered = sorted(questions.values(), key=place_of)
+    return BenchmarkFiles(
+        name="mmmu",
+        questions=ordered,
+        counts=_counts(ordered),
+        published=PUBLISHED_COUNTS,
+        files=files.found,
+        read_picture=pictures,
+        inputs=pictures.signature(),
+    )
+
+
+def place_of(question: Question) -> tuple[str, int]:
+    """Where the official scripts read a question: by subject, then by number."""
+    return question.category, int(question.id.rpartition("_")[2])
+
+
+def _question(where: str, row: dict[str, Any]) -> Question:
+    named = _ID.fullmatch(str(row["id"]))
+    if named is None or named[2] not in SUBJECTS:
+        raise UserError(
+            f"{where}: id is {row['id']!r:.60}; SPLIT_SUBJECT_NUMBER of one of MMMU's 30 subjects "
+            "was expected; fetch MMMU's own files."
+        )
+    text, answer, kind = row["question"], row["answer"], row[KIND]
+    texts = (text, answer, kind, row.get("explanation") or "")
+    if not all(isinstance(one, str) for one in texts) or not text or not kind:
+        raise UserError(
+            f"{where}: question, answer, {KIND} or explanation is no text; fetch the file again."
+        )
+    choices, index, answers = (), None, ()
+    if kind == CHOICE:
+        choices = _texts(row["options"], f"{where}: options")
+        if len(choices) < 2:
+            raise UserError(f"{where}: has {len(choices)} options; two at least were expected.")
+        if answer and answer != _HIDDEN:
+            index = ord(answer[0]) - ord("A")
+            if len(answer) > 1 or not 0 <= index < len(choices):
+                raise UserError(
+                    f"{where}: answer is {answer!r:.60}; the letter of one of {len(choices)} "
+                    "options was expected; fetch the file again."
+                )
+            answers = (choices[index],)
+    elif answer and answer != _HIDDEN:
+        listed = answer.startswith("['") or answer.startswith('["')
+        answers = _texts(answer, f"{where}: answer") if listed else (answer,)
+    return Question(
+        id=named[0],
+        split=_SPLITS[named[1]],
+        question=text,
+        answers=answers,
+        category=named[2],
+        choices=choices,
+        answer_index=index,
+        rationale=row.get("explanation") or "",
+        extra={key: row[key] for key in (KIND, *_MORE[1:]) if row.get(key)},
+    )
+
+
+def _with_pictures(where: str, question: Question, pictures: PictureColumns) -> Question:
+    names = [f"{question.id}/{column}" for column in _PICTURES]
+    there = [name in pictures for name in names]
+    count = sum(there)
+    if not all(there[:count]):  # `<image 3>` would stand for another one
+        raise UserError(
+            f"{where}: has image_{there.index(True) + 1} and not all before it; fetch it again."
+        )
+    if not count:
+        return question
+    return dataclasses.replace(question, image=names[0], more_images=tuple(names[1:count]))
+
+
+def _texts(value: Any, where: str) -> tuple[str, ...]:
+    """A list of texts, which the hub's files write as Python's literal."""
+    found = value
+    if isinstance(value, str):
+        try:
+            found = ast.literal_eval(value) if len(value) <= _LONGEST else None
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            found = None
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise UserError(f"{where} are {repr(value)[:60]}; a list of texts was expected.")
+    return tuple(found)
+
+
+def _counts(questions: Sequence[Question]) -> dict[str, int]:
+    splits = Counter(question.split for question in questions)
+    return {
+        **{f"{split} questions": splits[split] for split in _SPLITS.values()},
+        "subjects": len({question.category for question in questions}),
+        "multiple-choice questions": sum(bool(question.choices) for question in questions),
+        "open questions": sum(not question.choices for question in questions),
+        "questions with several pictures": sum(bool(q.more_images) for q in questions),
+        "questions without a picture": sum(question.image is None for question in questions),
+        "questions without an answer": sum(not question.answers for question in questions),
+    }
+
+
+OFFICIAL, STRICT, LETTER = "mmmu/official", "mmmu/unparsed_wrong", "mmmu/letter"
+SEED = 42  # of the script's random choices
+_DECIMALS = 2
+# Before what may be an answer; `=` only on a response's last line.
+_BEFORE_ANSWERS = (
+    *("could be ", "so ", "is ", "thus ", "therefore ", "final ", "answer ", "result "),
+)
+_TRIVIAL = (":", ",", ".", "!", "?", ";", "'")
+_NUMBERS = (
+    re.compile(r"-?\b\d{1,3}(?:,\d{3})+\b"),
+    re.compile(r"-?(?<!\d)\d+(?:\.\d+)?[eE][+-]?\d+"),
+    re.compile(r"-?(?:(?<!\d)\d+\.\d+|\.\d+|(?<!\d)\d+\b)(?![eE][+-]?\d+)(?![,\d])"),
+)
+
+
+def has_answer(question: Question) -> bool:
+    """Whether a question's answer is published."""
+    return bool(question.answers)
+
+
+def open_answers(response: str) -> list[str | float]:
+    """What an open question's response may mean: numbers, and phrases in lower case."""
+    lines = response.strip().strip(".").lower().split("\n")
+    phrases = []
+    for number, line in enumerate(lines, start=1):
+        marks = (*_BEFORE_ANSWERS, *(("=",) if number == len(lines) else ()))
+        tails = [line.split(mark)[-1].strip() for mark in marks if mark in line]
+        shortest = ""
+        for tail in tails:
+            if not shortest or len(tail) < len(shortest):
+                shortest = tail
+        if shortest and shortest not in _TRIVIAL:
+            phrases.append(shortest)
+    phrases = phrases or ["\n".join(lines)]
+    numbers = [one for phrase in phrases for form in _NUMBERS for one in form.findall(phrase)]
+    return [form for text in (*phrases, *numbers) for form in _normalized(text)]
+
+
+def is_open_answer(response: str, answers: Sequence[str]) -> bool:
+    """Whether a response holds one of an open question's answers."""
+    wanted = [form for answer in answers for form in _normalized(answer)]
+    words = [one for one in wanted if isinstance(one, str)]
+    return any(
+        any(word in said for word in words) if isinstance(said, str) else said in wanted
+        for said in open_answers(response)
+    )
+
+
+def _normalized(text: str) -> list[str | float]:
+    """A number with two decimals; or the text in lower case, one character with a space beside."""
+    text = text.strip()
+    try:
+        return [round(float(text.replace(",", "")), _DECIMALS)]
+    except ValueError:
+        text = text.lower()
+        return [f" {text}", f"{text} "] if len(text) == 1 else [text]
+
+
+def score_mmmu(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
+    """Accuracy overall, by discipline and subject, by kind of question and by difficulty.
+
+    A missing prediction is wrong; the scripts leave it out.
+    """
+    given = predictions_by_question(questions, predictions)
+    scored = questions_that_count(questions, has_answer, "a published answer")
+    found = _choices(scored, given, _by_script)
+    letters = _choices(scored, given, _by_letter)
+    drawn = found | _drawn(questions, given)
+    unparsed = sum(q.id in given and q.id not in found for q in scored if q.choices)
+    without = sum(q.id in given and q.id not in letters for q in scored if q.choices)
+    per_question = {
+        OFFICIAL: _right(scored, given, drawn),
+        STRICT: _right(scored, given, found),
+        LETTER: _right(scored, given, letters),
+    }
+    scores = scores_of(questions, scored, given, per_question, _groups(scored))
+    return Evaluation(
+        [scores],
+        has_modalities=False,
+        unparsed={OFFICIAL: unparsed, STRICT: unparsed, LETTER: without},
+    )
+
+
+def _by_script(text: str, question: Question) -> int | None:
+    return mmmu_choice(text, len(question.choices), question.choices)
+
+
+def _by_letter(text: str, question: Question) -> int | None:
+    return exact_letter_choice(text, len(question.choices))
+
+
+def _choices(questions: Sequence[Question], given: Given, rule: Rule) -> dict[str, int]:
+    """Question id -> the choice that its prediction names, where it names one."""
+    asked = [question for question in questions if question.choices]
+    found = zip(asked, chosen_by(asked, given, rule), strict=True)
+    return {question.id: choice for question, choice in found if choice is not None}
+
+
+def _drawn(questions: Sequence[Question], given: Given) -> dict[str, int]:
+    """The choices that the script draws where it finds none, subject by subject."""
+    draw = random.Random(SEED)
+    failed = [q for q in questions if q.choices and q.id in given]
+    found = _choices(failed, given, _by_script)
+    return {
+        question.id: LETTERS.index(draw.choice(LETTERS[: len(question.choices)]))
+        for question in sorted(failed, key=place_of)
+        if question.id not in found
+    }
+
+
+def _right(
+    questions: Sequence[Question], given: Given, chosen: Mapping[str, int]
+) -> np.ndarray:  # float64[question]
+    return np.array(
+        [
+            chosen.get(q.id) == q.answer_index
+            if q.choices
+            else q.id in given and is_open_answer(given[q.id].answer, q.answers)
+            for q in questions
+        ],
+        float,
+    )
+
+
+def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
+    subjects = np.array([question.category for question in questions])
+    levels = np.array([str(question.extra.get(DIFFICULTY, "")) for question in questions])
+    has_choices = np.array([bool(question.choices) for question in questions])
+    groups = {}
+    for discipline, own in DISCIPLINES.items():
+        groups[f"Overall-{discipline}"] = np.isin(subjects, own)
+        groups |= {name: subjects == name for name in own}
+    groups |= {"multiple-choice": has_choices, "open": ~has_choices}
+    known = filter(None, dict.fromkeys(levels.tolist()))
+    return groups | {f"difficulty: {name}": levels == name for name in known}
+
+
+def read_mmmu_predictions(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
+    """Reads {id: answer}, a list of {"id", "response"}, or predictions.jsonl."""
+    data = read_json(path, unique_keys=True) if path.suffix == ".json" else None
+    if not isinstance(data, dict):
+        return read_answers_by(path, "id", "response", {question.id for question in questions})
+    for name, said in data.items():
+        if not isinstance(said, str | None):
+            raise UserError(f"{path}, {name}: a letter or a text was expected; correct it.")
+    return [Prediction(name, said or "") for name, said in data.items()]
+
+
+def write_mmmu_submission(
+    questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
+) -> None:
+    """Writes {id: letter, or text of an open question} of every question.
+
+    Where no letter is found it is the one that the script draws; "" where there is no prediction.
+    """
+    given = predictions_by_question(questions, predictions)
+    chosen = _choices(questions, given, _by_script) | _drawn(questions, given)
+    texts = {q.id: given[q.id].answer for q in questions if q.id in given and not q.choices}
+    letters = {name: LETTERS[index] for name, index in chosen.items()}
+    write_json(path, {q.id: (texts | letters).get(q.id, "") for q in questions})
+
+
+BENCHMARK = Benchmark(
+    read=read_mmmu,
+    materials=MATERIALS,
+    reads_folders_alone=True,
+    split="val",
+    formats='predictions.jsonl, {id: answer} as JSON, or a list of {"id", "response"}',
+    read_predictions=read_mmmu_predictions,
+    has_reference=has_answer,
+    score=score_mmmu,
+    write_submission=write_mmmu_submission,
+    split_names={"dev": "train", "validation": "val"},
+)
