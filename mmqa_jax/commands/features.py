@@ -16,7 +16,7 @@ EXAMPLE = (
 )
 
 _CHUNK = 256
-_FORMATS = "vlp, webqa, vinvl, bottom_up, npz, tags"
+_FORMATS = "vinvl, tags"
 # Flags that say how regions are found, with what they are where they are not given.
 _OF_MODEL = {
     "random": None,
@@ -216,11 +216,8 @@ def _check(arguments: argparse.Namespace) -> None:
     least = arguments.attributes
     if least is not None and not 0 <= least <= 1:
         raise UserError(f"--attributes={least}: a probability from 0 to 1 was expected; give one.")
-    if least is not None and not (arguments.draw or {"vinvl", "tags"} & {*arguments.export}):
-        raise UserError(
-            "--attributes: changes --export=vinvl, --export=tags and --draw alone; give one of "
-            "them."
-        )
+    if least is not None and not (arguments.draw or arguments.export):
+        raise UserError("--attributes: changes --export and --draw alone; give one of them.")
 
 
 def _numbers(flag: str, text: str | None) -> tuple[int, int] | None:

@@ -80,7 +80,7 @@ def first(pictures, model, cli_cache, tmp_path_factory):
         result = done(
             "features", f"--model={model[0]}", f"--data={pictures}", f"--out={out}", SIDES,
             f"--names={words}", f"--attribute_names={kinds}", "--attributes=0", "--regions=3,7",
-            "--chunk=2", "--batch_size=2", "--precision=float32", "--export=vinvl,npz",
+            "--chunk=2", "--batch_size=2", "--precision=float32", "--export=vinvl",
             "--draw=2",
         )  # fmt: skip
     return out, result
@@ -111,25 +111,24 @@ def test_from_pictures_to_records(first, pictures, detector):
 
 def test_exports_and_drawings(first):
     out, result = first
-    assert set(result["exports"]) == {"vinvl", "npz"}
+    assert set(result["exports"]) == {"vinvl"}
     assert (out / "exports/vinvl/labels.tsv").read_text().count("\n") == 4
     page = (out / "drawn/index.html").read_text()
     assert page.count("<figure>") == 2
     assert page.count("<p>Noise, by &lt;us&gt;</p>") == 1
-    for kind in ("vinvl", "npz"):
-        assert (out / "exports" / kind / "ATTRIBUTION.txt").read_text() == "Noise, by <us>\n"
+    assert (out / "exports/vinvl/ATTRIBUTION.txt").read_text() == "Noise, by <us>\n"
     assert Image.open(out / "drawn/0001.png").size == (8 * 33, 8 * 64)
 
 
 def test_finished_records_need_no_model(first):
     out, _ = first
-    assert done("features", f"--out={out}", "--export=npz")["exports"] == {
-        "npz": str(out / "exports/npz")
+    assert done("features", f"--out={out}", "--export=vinvl")["exports"] == {
+        "vinvl": str(out / "exports/vinvl")
     }
     ended = mmqa("features", f"--out={out}")
     assert ended.code == 2
     assert "--model: is missing; name a detector, or give --export or --draw" in ended.err
-    ended = mmqa("features", f"--out={out}", "--export=npz", "--regions=3")
+    ended = mmqa("features", f"--out={out}", "--export=vinvl", "--regions=3")
     assert "--regions: is used with --model alone" in ended.err
     for flags, message in (
         (("--draw=2",), "--data: is missing; give a folder of `mmqa prepare`, or of pictures."),
@@ -276,19 +275,16 @@ def open_kind():
         (("--model={model}", "--regions=5,x"), r"--regions=5,x: N or MIN,MAX was expected"),
         (("--model={model}", "--regions=9,2"), r"from 9 to 2 regions"),
         (("--model={model}", "--sides=900,600"), r"--sides=900,600: a short side from 1"),
-        (("--model={model}", "--export=coco"), r"--export=coco: use one of vlp, webqa"),
+        (("--model={model}", "--export=coco"), r"--export=coco: use one of vinvl, tags"),
         (("--model={model}", "--engine=ray"), r"--engine=ray: is not for this verb"),
         (("--model={model}", "--attributes=2"), r"--attributes=2\.0: a probability"),
-        (
-            ("--model={model}", "--attributes=0.1", "--export=npz"),
-            r"--attributes: changes --export=",
-        ),
+        (("--model={model}", "--attributes=0.1"), r"--attributes: changes --export and"),
         (
             ("--model={model}", "--attributes=0.1", "--draw=1"),
             r"--attributes: these records do not",
         ),
         (("--model={model}", "--export=tags"), r"--export=tags: picture 'a' does not end in"),
-        (("--model={model}", "--export=npz,webqa"), r"--export=webqa: the detector is bottom_up"),
+        (("--model={model}", "--export=vinvl,webqa"), r"--export=webqa: use one of vinvl, tags"),
         (("--model={model}", "--chunk=0"), r"--chunk=0: at least 1"),
         (("--model={model}", "--names={file}"), r"the detector has 6 class names"),
         (("--model={model}", "--data={empty}"), r"neither a corpus of `mmqa prepare` nor a folder"),

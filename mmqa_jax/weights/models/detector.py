@@ -43,7 +43,6 @@ from mmqa_jax.weights.layouts import (
     shapes_of,
     with_prefixes,
 )
-from mmqa_jax.weights.models.detector_caffe import CAFFEMODEL, open_caffemodel
 
 _STATISTICS = {
     "weight": "scale",
@@ -148,8 +147,13 @@ _DETECTRON2 = _Layout(
 
 
 def open_detector(path: Path) -> Checkpoint:
-    """A detector of Detectron, maskrcnn-benchmark (VinVL), or Caffe or detectron2 (bottom-up)."""
-    source = (open_caffemodel if path.suffix == CAFFEMODEL else open_detector_source)(path)
+    """A detector of Detectron, maskrcnn-benchmark (VinVL) or detectron2 (bottom-up)."""
+    if path.suffix == ".caffemodel":
+        raise UserError(
+            f"{path}: Caffe's files are not read; give detectron2's file of the same weights, "
+            "bua-caffe-frcn-r101_with_attributes.pth of MILVLG/bottom-up-attention.pytorch."
+        )
+    source = open_detector_source(path)
     config = read_own_config(DetectorConfig, path) or detector_config(source)
     return Checkpoint(config, detector_key_map, source, _name(config))
 
