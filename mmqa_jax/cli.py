@@ -21,7 +21,6 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from mmqa_jax.commands import completion
 from mmqa_jax.core.disk_errors import find_disk_failure, report_disk_once
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.host import skip_absent_tpu
@@ -217,6 +216,16 @@ def _verb_of(argv: Sequence[str]) -> str | None:
     return first if first in VERBS else None
 
 
+class _PrintCompletion(argparse.Action):
+    """Prints a shell's script and ends; shtab is imported when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, shell: Any, option=None):
+        import shtab
+
+        print(shtab.complete(parser, shell))
+        parser.exit()
+
+
 def make_parser(verb: str | None = None) -> argparse.ArgumentParser:
     """The parser of `mmqa VERB ...`; invalid arguments raise UserError.
 
@@ -228,7 +237,13 @@ def make_parser(verb: str | None = None) -> argparse.ArgumentParser:
         description="Multimodal, multi-hop question answering in JAX.",
         epilog="`mmqa VERB --help` shows a verb's flags and a working example.",
     )
-    completion.add_flags(parser)
+    parser.add_argument(
+        "--print-completion",
+        choices=("bash", "zsh", "tcsh"),
+        action=_PrintCompletion,
+        help="print what completes verbs and flags in a shell, such as in ~/.bashrc: "
+        'eval "$(mmqa --print-completion bash)"',
+    )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name in VERBS if verb is None else (verb,):
         module = command(name)

@@ -19,7 +19,7 @@ EXAMPLE = (
     "--over options.candidates=0,1,3,5 --workdir=runs/sweep"
 )
 
-_CHUNK, _TOGETHER = 512, 16
+_CHUNK = 512
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -27,9 +27,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         "\n\nEvery cell is a row of its own in WORKDIR/KEY=VALUE_..., which `mmqa compare`, `mmqa\n"
         "report` and `mmqa tables` take; all share the opened models and WORKDIR/journals, so\n"
-        "that a prompt of several cells is asked once. Cells that prompt one language model run\n"
-        "together: what they ask at each step goes to it as one stream, and they end at about\n"
-        "the same time. Started again it continues, and finished cells and answers are kept.\n"
+        "that a prompt of several cells is asked once. They run one after the other; started\n"
+        "again the sweep continues, and finished cells and answers are kept.\n"
         "Written besides: sweep.json, sweep.md (the table) and report.html (table and plot),\n"
         "anew after every cell.\n\n"
         "With the config of a training (it has a key `task`) every combination is a run of\n"
@@ -58,14 +57,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="C",
         help=f"questions of a chunk, the most that a kill can lose ({_CHUNK})",
     )
-    parser.add_argument(
-        "--together",
-        type=int,
-        default=_TOGETHER,
-        metavar="N",
-        help="cells that prompt a language model together, at most: the fewer, the sooner the "
-        f"first are finished; 1: one after the other ({_TOGETHER})",
-    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -83,13 +74,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         return _sweep_trainings(arguments, axes)
     cells = read_cells(arguments.config, arguments.overrides, axes, arguments.split)
     folder = Path(arguments.workdir)
-    finished = run_sweep(
-        cells,
-        folder,
-        limit=arguments.limit,
-        chunk=arguments.chunk,
-        together=arguments.together,
-    )
+    finished = run_sweep(cells, folder, limit=arguments.limit, chunk=arguments.chunk)
     show(sweep_table(f"{cells[0].row.dataset}, {cells[0].row.row}", finished))
     print(f"Report: {folder / 'report.html'}")
     return {"cells": finished}
@@ -100,7 +85,7 @@ def _sweep_trainings(arguments: argparse.Namespace, axes: Sequence[Axis]) -> dic
     from mmqa_jax.evaluation.tables import show
     from mmqa_jax.runs.training_sweep import read_trainings, run_trainings, trainings_table
 
-    of_rows = {"split": None, "limit": None, "chunk": _CHUNK, "together": _TOGETHER}
+    of_rows = {"split": None, "limit": None, "chunk": _CHUNK}
     for flag, default in of_rows.items():
         if getattr(arguments, flag) != default:
             raise UserError(

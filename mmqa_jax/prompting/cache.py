@@ -18,7 +18,7 @@ import math
 import os
 import sqlite3
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -195,22 +195,12 @@ class Cached(Around):
 
     Attributes:
       work: of all answers that were given, kept ones included.
-      is_part: whether its calls are a part of others; see `through`.
     """
 
     def __init__(self, backend: Backend, cache: ResponseCache):
         super().__init__(backend)
         self._cache = cache
-        self.work, self.is_part = Work(), False
-
-    def through(self, around: Callable[[Backend], Backend]) -> Cached:
-        """The same backend, asked in another way, and the same cache; its work is counted anew.
-
-        Its calls are a part of others, of which progress is shown.
-        """
-        other = Cached(around(self._backend), self._cache)
-        other.is_part = True
-        return other
+        self.work = Work()
 
     def close(self) -> None:
         """Closes the cache's files."""

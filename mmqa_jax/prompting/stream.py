@@ -38,10 +38,9 @@ def answer_all(
                 answers[query.id] = found
     missing = sorted((query for query in queries if query.id not in answers), key=text_of)
     before = len(backend.failures)
-    quiet = True if isinstance(backend, Cached) and backend.is_part else None
     if missing:
         start = len(answers)
-        with Progress(title, len(queries), "requests", start=start, quiet=quiet) as progress:
+        with Progress(title, len(queries), "requests", start=start) as progress:
             failed = 0
             for result in backend.answer(missing):
                 answers[result.id] = result

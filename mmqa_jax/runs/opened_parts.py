@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 import sys
@@ -113,19 +112,6 @@ class OpenedParts:
         self.unscored = Counter()
         self.serving.clear()
 
-    def beside(self, join: Callable[[Any], Any]) -> OpenedParts:
-        """The same parts for a row that runs while others do; seconds and models are its own.
-
-        They are not of the parts that `once` opens, whose seconds are those of the first row.
-
-        Args:
-          join: from an open language model to the one that the row asks.
-        """
-        other = copy.copy(self)
-        other._join, other.llm, other.serving = join, None, {}
-        other.seconds, other.unscored = defaultdict(float), Counter()
-        return other
-
     def language_model(self, made_of: str, load: Callable[[], Any], name: str = "llm") -> Any:
         """A language model of the row, which is closed with the parts.
 
@@ -140,7 +126,6 @@ class OpenedParts:
                 llm.close()
             llm = load()
             self._llms[name] = made_of, llm
-        llm = self._join(llm)
         if name == "llm":
             self.llm = llm
         return llm

@@ -1,9 +1,8 @@
 """`mmqa sweep`: one row at several values of its config's keys, such as MAVL's figures 7 and 8.
 
 Every cell of the grid is a row in a folder of its own, resumable as any, over one corpus, the same
-opened models and one response cache. Cells that prompt one language model run together, and each
-step's prompts of all of them are one stream to it (prompting/joined_calls.py); others run one after
-the other. sweep.json, sweep.md and report.html show the cells that are finished.
+opened models and one response cache, so that a prompt of several cells is asked once; they run one
+after the other. sweep.json, sweep.md and report.html show the cells that are finished.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,11 @@ from mmqa_jax.evaluation.report import LinePlot, ReportData, write_report
 from mmqa_jax.evaluation.score_names import for_people
 from mmqa_jax.evaluation.significance import Interval
 from mmqa_jax.evaluation.tables import Cell, Table, llm_columns, llm_use, to_markdown
-from mmqa_jax.prompting.joined_calls import Join, run_joined
 from mmqa_jax.runs.opened_parts import OpenedParts
-from mmqa_jax.runs.parts import LLMS
 from mmqa_jax.runs.row import Row, read_row
 from mmqa_jax.runs.run import CHUNK, run_row
 from mmqa_jax.runs.workdirs import SWEEP
 
-TOGETHER = 16  # cells
 Value = str | int | float | bool | None
 
 
@@ -142,80 +138,27 @@ def _names(axes: Sequence[Axis]) -> dict[str, str]:
 
 
 def run_sweep(
-    cells: Sequence[SweepCell],
-    folder: Path,
-    *,
-    limit: int | None = None,
-    chunk: int = CHUNK,
-    together: int = TOGETHER,
+    cells: Sequence[SweepCell], folder: Path, *, limit: int | None = None, chunk: int = CHUNK
 ) -> list[dict[str, Any]]:
     """Runs all cells below `folder`, or continues them there; returns what sweep.json holds.
 
     Args:
       limit, chunk: see `run_row`.
-      together: cells that run together, at most.
     """
-    if together < 1:
-        raise UserError(f"--together={together}: at least 1 was expected (one after the other).")
     for cell in cells:  # before hours go by
         cell.row.check_inputs()
-    finished: dict[int, dict[str, Any]] = {}
+    records: list[dict[str, Any]] = []
     with _opened(cells, folder) as opened_of:
-
-        def run(number: int, join: Join | None = None) -> dict[str, Any]:
-            cell = cells[number]
-            announce(f"Cell {number + 1} of {len(cells)}: {cell.folder}")
+        for number, cell in enumerate(cells, start=1):
+            announce(f"Cell {number} of {len(cells)}: {cell.folder}")
             opened = opened_of(cell.row)
-            own = opened.beside(join) if opened and join else opened
-            result = run_row(cell.row, folder / cell.folder, limit=limit, opened=own, chunk=chunk)
+            result = run_row(
+                cell.row, folder / cell.folder, limit=limit, opened=opened, chunk=chunk
+            )
             assert result is not None, "this process computes all chunks"
-            return _record(cell, result.scores)
-
-        for numbers in _groups(cells, together):
-            with contextlib.closing(_run_together(run, numbers)) as ending:
-                for number, record in ending:
-                    finished[number] = record
-                    _write(folder, cells, [finished[n] for n in sorted(finished)])
-    return [finished[number] for number in range(len(cells))]
-
-
-def _groups(cells: Sequence[SweepCell], most: int) -> list[list[int]]:
-    """The numbers of the cells that run together: those that prompt the same language models."""
-    groups: dict[str, list[int]] = {}
-    for number, cell in enumerate(cells):
-        groups.setdefault(_prompted(cell.row) or f"cell {number}", []).append(number)
-    return [
-        group[first : first + most]
-        for group in groups.values()
-        for first in range(0, len(group), most)
-    ]
-
-
-def _prompted(row: Row) -> str:
-    """What tells a row's data and language models from others.
-
-    "" where it does not share them: the row has none, or reads its questions in another way than
-    the corpus has them, or has a part that keeps seconds, which would be another row's.
-    """
-    prompted = [f"{name}: {part}" for name, part in row.parts.items() if name in LLMS]
-    timed = any(
-        part.turn == "model" and (part.ranks or part.answers) for part in row.parts.values()
-    )
-    if not prompted or row.data.context or timed:
-        return ""
-    return " ".join([row.data.dir, row.data.sources, *prompted])
-
-
-def _run_together(
-    run: Callable[..., dict[str, Any]], numbers: Sequence[int]
-) -> Generator[tuple[int, dict[str, Any]]]:
-    """The number and record of every cell of a group, as it ends."""
-    if len(numbers) == 1:
-        yield numbers[0], run(numbers[0])
-        return
-    with contextlib.closing(run_joined([partial(run, n) for n in numbers])) as ending:
-        for place, record in ending:
-            yield numbers[place], record
+            records.append(_record(cell, result.scores))
+            _write(folder, cells, records)
+    return records
 
 
 @contextlib.contextmanager

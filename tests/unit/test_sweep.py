@@ -102,7 +102,6 @@ def test_a_grid(whole):
     assert model.opened == 1  # for all cells
     calls = sum(read_json(folder / name / "scores.json")["llm"]["calls"] for name in names)
     assert model.asked < calls  # plans do not depend on candidates: they are asked once
-    assert model.calls == 3  # the plans of all cells, their knowledge, their answers
     for name, cell in zip(names, result["cells"], strict=True):
         scores = read_json(folder / name / "scores.json")
         assert (cell["scores"], cell["questions"]) == (scores["scores"], 3)
@@ -134,21 +133,6 @@ def test_a_cell_is_what_mmqa_run_gives(whole, inputs, tmp_path, monkeypatch):
     assert rows_of(tmp_path / "row" / "trace.jsonl") == rows_of(cell / "trace.jsonl")
 
 
-def test_one_after_the_other_gives_the_same(whole, inputs, tmp_path, monkeypatch):
-    """Files of results and what the model was asked, but for the number of its calls."""
-    folder, result, model = whole
-    one_by_one = Model()
-    monkeypatch.setattr(parts, "open_llm", one_by_one)
-    assert done(*flags(inputs, tmp_path / "run"), "--together=1") == result
-    assert (one_by_one.opened, one_by_one.asked) == (1, model.asked)
-    assert one_by_one.calls > model.calls
-    for cell in result["cells"]:
-        for name in ("predictions.jsonl", "trace.jsonl"):
-            same = (tmp_path / "run" / cell["workdir"] / name).read_bytes()
-            assert (folder / cell["workdir"] / name).read_bytes() == same
-    assert (folder / "sweep.md").read_bytes() == (tmp_path / "run" / "sweep.md").read_bytes()
-
-
 def test_agents_over_shots(inputs, tmp_path, monkeypatch):
     """Figure 7: a line per agent, and the team's."""
     monkeypatch.setattr(parts, "open_llm", Model())
@@ -164,18 +148,14 @@ def interrupt():
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("together", [1, 16])
-def test_ctrl_c_and_again(whole, inputs, tmp_path, monkeypatch, together):
+def test_ctrl_c_and_again(whole, inputs, tmp_path, monkeypatch):
     _, result, model = whole
     first, again = Model(model.asked - 1, interrupt), Model()
     monkeypatch.setattr(parts, "open_llm", first)
-    ended = mmqa(*flags(inputs, tmp_path / "run"), f"--together={together}")
+    ended = mmqa(*flags(inputs, tmp_path / "run"))
     assert ended.code == 130
-    if together == 1:
-        assert len(read_json(tmp_path / "run" / "sweep.json")["cells"]) == 3
-        assert "1 of 4 cells are not finished." in (tmp_path / "run" / "report.html").read_text()
-    else:
-        assert not (tmp_path / "run" / "sweep.json").exists()
+    assert len(read_json(tmp_path / "run" / "sweep.json")["cells"]) == 3
+    assert "1 of 4 cells are not finished." in (tmp_path / "run" / "report.html").read_text()
     monkeypatch.setattr(parts, "open_llm", again)
     assert done(*flags(inputs, tmp_path / "run")) == result
     assert first.asked - 1 + again.asked == model.asked  # nothing is asked twice
@@ -245,11 +225,6 @@ def test_wrong_sweeps(inputs, tmp_path, refused, over, message):
     given = [word for value in over for word in ("--over", value)]
     refused(*flags(inputs, tmp_path / "run", *given), message=message)
     assert not (tmp_path / "run").exists()
-
-
-def test_no_cells_together(inputs, tmp_path, refused):
-    words = flags(inputs, tmp_path / "run", *OVER)
-    refused(*words, "--together=0", message="--together=0: at least 1 was expected .*one after")
 
 
 def test_a_folder_of_another_sweep(whole, inputs, refused):
