@@ -163,7 +163,7 @@ def score_predictions(
         kept = {question.id for question in questions}
         predictions = [one for one in predictions if one.question_id in kept]
     if not questions:
-        evaluation.scoring = refusals
+        evaluation.attribution = refusals
         return evaluation
     if any(prediction.choice is not None for prediction in predictions):
         evaluation.scored.append(score_choices(questions, predictions))
@@ -178,7 +178,7 @@ def score_predictions(
     score_cited(
         evaluation, questions, predictions, sources=sources, citations=answers and citations
     )
-    evaluation.scoring += refusals
+    evaluation.attribution += refusals
     return evaluation
 
 
@@ -200,7 +200,7 @@ def score_cited(
         evaluation.scored.append(webqa.score_sources(questions, predictions))
     chosen = sources or any(one.trace and one.read for one in predictions)
     if citations and chosen:
-        evaluation.scoring.append(score_citations(questions, predictions))
+        evaluation.attribution.append(score_citations(questions, predictions))
 
 
 def _score_answers(

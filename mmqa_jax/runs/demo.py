@@ -22,7 +22,7 @@ from mmqa_jax.core.config import find_config, load_module
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, read_jsonl, write_json
 from mmqa_jax.core.mesh import platform
-from mmqa_jax.core.progress import Screen, announce, within
+from mmqa_jax.core.progress import Screen, announce, duration
 from mmqa_jax.core.speed import best_precision, matmul_rates
 from mmqa_jax.core.typed import Key, check_section
 from mmqa_jax.core.workdir import Workdir, claim_workdir, read_config
@@ -55,7 +55,6 @@ from mmqa_jax.extensions import similarity
 from mmqa_jax.extensions.fusion_tuning import tune_fusion
 from mmqa_jax.retrieval.fusion import DEPTH
 from mmqa_jax.retrieval.rankings import nearest_similarities, read_rankings
-from mmqa_jax.runs.demo_time import MACHINE, TRAININGS, about, fixed_seconds, open_time_left
 from mmqa_jax.runs.indexing import embed, index
 from mmqa_jax.runs.opened_parts import OpenedParts
 from mmqa_jax.runs.parts import RetrieverSpec, open_dense, open_fusions, with_similarity
@@ -70,7 +69,13 @@ from mmqa_jax.tasks.rerank import load_reranker
 from mmqa_jax.tasks.run import run_training
 from mmqa_jax.training.best_weights import read_best
 
-TASKS = TRAININGS
+TASKS = ("contrastive", "rerank", "answer")
+# Stage -> its share of the time of a whole demo on a CPU.
+STAGES = {
+    **{"prepare": 0.02, "contrastive": 0.09, "embed": 0.09, "search": 0.02, "rerank": 0.11},
+    **{"tune": 0.01, "refuse": 0.0, "select": 0.06, "answer": 0.51, "read": 0.09, "score": 0.0},
+}
+MACHINE = "machine.json"  # what this machine was measured to do, and the precision of this run
 DATA, INDEX, ROWS = "data", "index", "rows"
 SELECTION, FUSION = "retrieval/selection.json", "retrieval/fusion.json"
 REFUSAL = "retrieval/refusal.json"
@@ -88,17 +93,13 @@ def run_demo(config: ConfigDict, folder: Path) -> dict[str, Any]:
                 prepare_atlas(folder / DATA, config.countries, overwrite=True)
         demo = _Demo(config, folder, open_corpus(folder / DATA))
         machine = _measure(config.precision, folder)
-        time_left = open_time_left(config, folder, workdir.stages())
-        with (
-            _precision(machine["precision"]),
-            within(lambda seconds: f"{about(time_left.seconds(seconds))} left of the demo"),
-        ):
+        with _precision(machine["precision"]):
             for name, run in demo.stages().items():
+                left = seconds_left(workdir.stages())
                 with workdir.stage(name) as todo:
                     if todo:
-                        announce(f"Stage {name}: {about(time_left.start(name))} left of the demo.")
+                        announce(f"Stage {name}: about {duration(left)} left of the demo.")
                         run()
-                        time_left.finish(fixed_seconds(folder, name))
         return write_demo_report(folder, workdir)
 
 
@@ -116,6 +117,17 @@ def write_demo_report(folder: Path, workdir: Workdir | None = None) -> dict[str,
     write_html(folder / "report.html", results, scores, records)
     Screen().print(f"Report: {folder / 'report.html'}", soft_wrap=True)
     return scores
+
+
+def seconds_left(records: Mapping[str, Mapping[str, Any]]) -> float | None:
+    """Seconds until a demo is complete, by what its stages so far took; None before the first.
+
+    Args:
+      records: of its complete stages (Workdir.stages).
+    """
+    done = sum(share for name, share in STAGES.items() if name in records)
+    taken = sum(record["seconds"] for record in records.values())
+    return taken * (sum(STAGES.values()) - done) / done if done else None
 
 
 def _measure(precision: str, folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.core.progress import duration
 from mmqa_jax.core.workdir import Workdir, read_config
 from mmqa_jax.evaluation.score_names import score_name
-from mmqa_jax.runs.demo_time import MACHINE, STAGES, about, open_time_left
+from mmqa_jax.runs.demo import STAGES, seconds_left
 from mmqa_jax.runs.workdirs import finished_rows
 
 
@@ -35,11 +35,7 @@ def demo_status(folder: Path, now: float | None = None) -> dict[str, Any]:
     if stage is not None and running.exists():
         elapsed = float(read_json(running).get("seconds", 0.0))
         times.append(running.stat().st_mtime)
-    left = None
-    if stage is None:
-        left = 0.0
-    elif (folder / MACHINE).exists():
-        left = open_time_left(read_config(folder), folder, records).start(stage, elapsed)
+    left = 0.0 if stage is None else seconds_left(records)
     return {
         "folder": str(folder),
         "complete": stage is None,
@@ -47,7 +43,7 @@ def demo_status(folder: Path, now: float | None = None) -> dict[str, Any]:
         "stages_done": sum(name in records for name in STAGES),
         "stage": stage,
         "seconds": sum(record["seconds"] for record in records.values()),
-        "seconds_left": left,
+        "seconds_left": None if left is None else max(left - elapsed, 0.0),
         "last": max(now - max(times), 0.0) if times else None,
     }
 
@@ -62,7 +58,7 @@ def demo_line(status: dict[str, Any]) -> str:
         f"{status['stages_done']} of {status['stages']} stages are done, now {status['stage']}"
     ]
     if status["seconds_left"] is not None:
-        parts.append(f"{about(status['seconds_left'])} left")
+        parts.append(f"about {duration(status['seconds_left'])} left")
     if status["last"] is not None:
         parts.append(f"last heard of {duration(status['last'])} ago")
     return f"{name}: {', '.join(parts)}; `mmqa demo` goes on where it stopped."

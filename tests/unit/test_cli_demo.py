@@ -152,7 +152,7 @@ def stages_run(monkeypatch, tmp_path, capsys):
 
 def test_every_stage_starts_with_the_time_left_of_the_demo(stages_run):
     _, shown = stages_run("precision=float32")
-    minutes = re.findall(r"Stage (\w+): about (\d+) (?:min|s) left of the demo\.", shown)
+    minutes = re.findall(r"Stage (\w+): about (\d+:\d+) left of the demo\.", shown)
     assert [name for name, _ in minutes] == ["contrastive", "answer"]
 
 
