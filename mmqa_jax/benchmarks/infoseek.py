@@ -262,7 +262,7 @@ def numbers_match(said: Sequence[float], bounds: Sequence[float]) -> bool:
 
 
 def harmonic_mean(values: Sequence[float]) -> float:
-    """As the script's: a score of 0 counts as 1e-12."""
+    """The harmonic mean as the script computes it: a score of 0 counts as 1e-12."""
     return len(values) / sum(1 / (value or _EPS) for value in values)
 
 

@@ -452,7 +452,7 @@ def official_id(question: Question) -> str:
 
 
 def read_mbeir_runs(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
-    """As `read_found`; queries may have their official ids."""
+    """Reads rankings as `read_found` does; queries may have their official ids."""
     own = {official_id(question): question.id for question in questions}
     return [
         dataclasses.replace(one, question_id=own.get(one.question_id, one.question_id))

@@ -349,7 +349,7 @@ def _subset(scores: Scores, group: str, name: str) -> dict[str, Any]:
 
 
 def _groups(questions: Sequence[Question]) -> Mapping[str, np.ndarray]:
-    """By set, by language, and by language within the sets that have several."""
+    """Groups questions by set, by language, and by language within the sets that have several."""
     sets = np.array([question.category for question in questions])
     languages = np.array([question.extra.get(LANGUAGE, "") for question in questions])
     groups = {}

@@ -375,7 +375,7 @@ def add_download(parser: argparse.ArgumentParser) -> None:
 
 
 def download(arguments: argparse.Namespace, *names: str) -> None:
-    """With `--download`, fetches what flags name on the Hugging Face hub.
+    """Fetches what flags name on the Hugging Face hub, if `--download` is given.
 
     Args:
       names: of the flags that may name a model, without dashes, the chief one first.

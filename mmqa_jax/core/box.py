@@ -106,7 +106,7 @@ class Box:
     def call_on(
         self, data: bytes, budget: Budget, function: str, **request: Any
     ) -> tuple[Any, list[bytes]]:
-        """The same for a function that takes bytes first and returns (a value, a list of bytes)."""
+        """Calls a function that takes bytes first and returns (a value, a list of bytes)."""
         return self._called(budget, data, function, request)
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ def traced_flops(function: Callable[..., Any], *arguments: Any) -> float:
 
 
 def jaxpr_flops(jaxpr: Any, *, kernels_only: bool = False, recomputed: bool = True) -> float:
-    """As `traced_flops`, of a jaxpr.
+    """Counts the FLOPs of a jaxpr as `traced_flops` does.
 
     Args:
       kernels_only: counts the Pallas kernels in it alone, of those that state no cost.
@@ -51,7 +51,7 @@ def jaxpr_flops(jaxpr: Any, *, kernels_only: bool = False, recomputed: bool = Tr
 def flops_by_type(
     jaxpr: Any, *, kernels_only: bool = False, recomputed: bool = True
 ) -> Counter[str]:
-    """As `jaxpr_flops`, by the type of the factors: a key of Chip.rates, such as `bf16`."""
+    """Counts a jaxpr's FLOPs by the type of the factors: a key of Chip.rates, such as `bf16`."""
     total: Counter[str] = Counter()
     for equation in jaxpr.eqns:
         total.update(_equation(equation, kernels_only, recomputed))
@@ -129,7 +129,7 @@ def times_run(equation: Any) -> int:
 
 
 def _rate(dtype: Any, precision: Any = None) -> str:
-    """Under which of a chip's rates a product of this type runs."""
+    """Returns the key of the chip's rate at which a product of this type runs."""
     kind = _KINDS.get(str(dtype), str(dtype))
     highest = precision is not None and "HIGHEST" in str(precision)
     return f"{kind}:highest" if kind == "f32" and highest else kind

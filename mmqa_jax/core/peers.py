@@ -227,7 +227,7 @@ class Peers:
         return f"process {process} on {host} (last seen at step {step}, {doing})"
 
     def _tick_on(self) -> None:
-        """In a thread of its own, which waits for nothing but the clock."""
+        """Notices suspensions, in a thread of its own that waits for nothing but the clock."""
         while not self._stop.wait(_TICK_SECONDS):
             self._was_away()
 

@@ -52,7 +52,7 @@ class Screen(Console):
         return file
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Of rich: a text as it is laid out."""
+        """Lays out a text, as rich's Console does; control characters are escaped first."""
         return super().render_str(escaped(text), **options)
 
     def render(

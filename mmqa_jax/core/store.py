@@ -173,7 +173,7 @@ class Store:
         return self.folder / self._index[key].file
 
     def missing(self, keys: Iterable[str]) -> list[str]:
-        """Those of the keys that have no result, in order."""
+        """Returns the keys that have no result, in order."""
         return [key for key in keys if key not in self._index]
 
     def check(self, keys: Iterable[str] | None = None) -> None:

@@ -93,7 +93,7 @@ class Watchdog:
                 return
 
     def _exchange(self) -> None:
-        """In a thread of its own: it blocks while process 0 does not answer."""
+        """Exchanges states in a thread of its own, which blocks while process 0 does not answer."""
         while not self._stop.is_set():
             with contextlib.suppress(RuntimeError):  # JAX's: process 0 is lost, which is told
                 self._tell()

@@ -226,7 +226,7 @@ class TaggedSources(SourceReader):
     def text_length(
         self, rows: Int[np.ndarray, "*N S"], own_pictures: int = 0
     ) -> Int[np.ndarray, "*N"]:
-        """As SourceReader's. Tags depend on the pixels; a typical number of them is assumed."""
+        """Estimates a text's tokens as SourceReader does, with a typical number of tags."""
         pictures = ((rows >= 0) & self.is_image[rows]).sum(axis=-1) + own_pictures
         text = super().text_length(rows, own_pictures)
         return text + _TYPICAL_TAGS * pictures + self._parts_length * (pictures == 1)
@@ -332,7 +332,7 @@ class AtlasMasking(MaskingConfig):
     def pack(
         self, packer: Packer, example: Example, bucket: int, rng: np.random.Generator
     ) -> Packed:
-        """As MaskingConfig's; with `probes` the whole answer, then a [MASK] for each of its tokens.
+        """Packs as MaskingConfig does; with `probes` the whole answer, then a [MASK] a token.
 
         The probes have the positions of their tokens and are marked by `probe_mask` bool[L].
         """

@@ -174,7 +174,7 @@ class Corpus:
         read_picture: Callable[[str], bytes | None] | None = None,
         materials: Iterable[Material] = (),
     ) -> Corpus:
-        """The same sources, not copied, with other questions.
+        """Returns a corpus of the same sources, not copied, with other questions.
 
         Args:
           read_picture: as of the class; None: this corpus's own.

@@ -421,7 +421,7 @@ def patches(pixels: np.ndarray, patch: int) -> Float[np.ndarray, "R D"]:
 
 
 def cut_patches(pixels: np.ndarray, patch: int) -> np.ndarray:
-    """As `patches`, of pixels of whole patches in any shape [H, W, 3], in their own type."""
+    """Cuts pixels of whole patches, in any shape [H, W, 3] and type, as `patches` does."""
     rows, columns = (side // patch for side in pixels.shape[:2])
     grid = pixels.reshape(rows, patch, columns, patch, 3)  # [row, y, column, x, channel]
     return grid.transpose(0, 2, 1, 3, 4).reshape(rows * columns, patch * patch * 3)

@@ -74,7 +74,7 @@ class PictureVectors:
             )
 
     def of(self, question: Question) -> Float32[np.ndarray, "P D"]:
-        """Those of a question's picture; zeros where there is none."""
+        """Returns the vectors of a question's picture; zeros where there is none."""
         row = self._rows.get(question.id)
         if row is None:
             return np.zeros(self.shape, np.float32)

@@ -74,7 +74,7 @@ class DetectedRegions:
 
     @property
     def probabilities(self) -> Float32[np.ndarray, "N C"]:
-        """Of the classes, the background first."""
+        """The probabilities of the classes, the background first."""
         powers = np.exp(self.logits - self.logits.max(axis=1, keepdims=True, initial=-np.inf))
         return powers / powers.sum(axis=1, keepdims=True)
 
@@ -353,5 +353,5 @@ def as_detections(found: DetectedRegions, layout: Layout, names: Sequence[str] =
 
 
 def facts_to_json(facts: RegionFacts) -> Mapping[str, Any]:
-    """As the manifest has them."""
+    """Converts facts to the manifest's JSON."""
     return dataclasses.asdict(facts)

@@ -36,7 +36,7 @@ class Material:
     license: str = ""
 
     def __str__(self) -> str:
-        """Its line in credits."""
+        """Formats the line that credits it."""
         credit = f"{self.name} ({self.authors})" if self.authors else self.name
         return f"{credit}, {self.license}." if self.license else credit
 

@@ -85,7 +85,7 @@ class SiglipTokenizer:
         return self._prompts.encode_batch(list(map(self._prompts.shield, texts)))
 
     def _from_pieces(self, texts: Sequence[str]) -> list[list[int]]:
-        """As transformers: a first word behind a known one keeps its own space."""
+        """Joins pieces as transformers does: a first word behind a known one keeps its space."""
         lowercase = self._saved["lowercase"]
         known = [_UNKNOWN + canonical(_SPACE + t.replace(_SPACE, " "), lowercase) for t in texts]
         pieces = self._pieces

@@ -63,7 +63,7 @@ class SourceReader:
     def readable(
         self, rows: Sequence[int], max_pictures: int, modality: Modality | None = None
     ) -> list[int]:
-        """Those of the sources `rows` that VLP reads: all snippets and the first pictures.
+        """Returns the sources among `rows` that VLP reads: all snippets and the first pictures.
 
         Pictures beyond `max_pictures` are left out with their captions (webqa_loader.py l.913 and
         l.1153); with `modality`, so are the sources of the other one.

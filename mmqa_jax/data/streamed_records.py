@@ -149,7 +149,7 @@ class _Shard(NamedTuple):
 
     @classmethod
     def of(cls, note: Mapping[str, Any]) -> Self:
-        """Of its note."""
+        """Reads it from its note."""
         images = np.array(note["images"], np.uint32)
         return cls(note["shard_sha256"], bytes.fromhex(note["digests"]), images)
 

@@ -124,7 +124,7 @@ class WordPiece:
         return self._tokenizer.token_to_id(token)
 
     def with_vocabulary(self, vocabulary: dict[str, int]) -> WordPiece:
-        """The same text handling with another vocabulary (spelling -> id)."""
+        """Returns a tokenizer of the same text handling and another vocabulary (spelling -> id)."""
         settings = json.loads(self._tokenizer.to_str())
         settings["model"]["vocab"] = vocabulary
         settings["post_processor"] = None  # it names special tokens by their old ids
@@ -173,7 +173,7 @@ class TokenTable:
 
 
 class TokensOnDemand:
-    """As TokenTable, but a text is tokenized when it is first asked for: a few of many texts."""
+    """A TokenTable that tokenizes a text when it is first asked for: a few of many texts."""
 
     def __init__(self, tokenizer: WordPiece, texts: Sequence[str]):
         self._tokenizer, self._texts = tokenizer, texts
@@ -690,7 +690,7 @@ class MarkedTokenizer:
 
     @panics_refused()
     def encode_batch(self, prompts: Sequence[str], *, around: bool = False) -> list[list[int]]:
-        """The same of many prompts."""
+        """Encodes many prompts as `encode` does one."""
         encodings = self._tokenizer.encode_batch_fast(list(prompts), add_special_tokens=around)
         return [self._as_published(encoding.ids) for encoding in encodings]
 

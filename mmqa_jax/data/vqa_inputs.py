@@ -37,7 +37,7 @@ class VQAInputs(Protocol):
 
 
 class GridInputs:
-    """For Prophet's MCAN: `image` float32[B, cells, F], zeros where a picture has no features.
+    """Inputs of Prophet's MCAN: `image` float32[B, cells, F], zeros for absent features.
 
     Args:
       tokenizer: BERT's.
@@ -64,7 +64,7 @@ class GridInputs:
 
 
 class PatchInputs:
-    """For MCAN on raw pictures: `image` is `pixels` and `shown` of its pictures, see `stacked`.
+    """Inputs of MCAN on raw pictures: `image` has `pixels` and `shown`, see `stacked`.
 
     Args:
       tokenizer: BERT's.
@@ -103,7 +103,7 @@ class PatchInputs:
 
 
 class RegionInputs:
-    """For openvqa's MCAN: `image` float32[B, slots, F], zeros behind a picture's last region.
+    """Inputs of openvqa's MCAN: `image` float32[B, slots, F], zeros behind the last region.
 
     Args:
       words: of the run's questions.
@@ -140,7 +140,7 @@ class RegionInputs:
 
 
 class CaptionInputs:
-    """For MCAN on captions: question and caption as a pair; `image` bool[B, L], the caption's part.
+    """Inputs of MCAN on captions, pairs of texts; `image` bool[B, L] marks the caption.
 
     Half of the tokens are the question's at most. Without a caption, its part is [SEP] alone.
 

@@ -93,7 +93,7 @@ def attend_to_rows(
     window: jax.Array | None = None,
     cap: float | None = None,
 ) -> jax.Array:
-    """As `attend`, with the rows' segments side by side [R, T, kv_heads, D] in q's type.
+    """Attends as `attend`, with the rows' segments side by side [R, T, kv_heads, D] in q's type.
 
     limit: columns from this one on are not read.
     """

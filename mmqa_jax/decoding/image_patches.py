@@ -70,7 +70,7 @@ class PatchIds:
         return expanded, pictures
 
     def shifts(self, tokens: Sequence[int], images: Sequence[np.ndarray]) -> np.ndarray | None:
-        """Of the tokens that `expand` gives: `PictureConfig.position_shifts`."""
+        """Shifts positions of the tokens that `expand` gives (`PictureConfig.position_shifts`)."""
         return self._config.position_shifts(tokens, [np.shape(image) for image in images])
 
     def of(self, tokens: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -25,7 +25,7 @@ _CLOSE = object()
 
 
 class QueueFull(Exception):
-    """As many requests as may wait are there already."""
+    """The queue holds as many waiting requests as it may."""
 
 
 class Closed(Exception):
@@ -57,7 +57,7 @@ class _Arrival:
 
 @dataclasses.dataclass(frozen=True)
 class _Cancellation(_Arrival):
-    """Of what arrived before."""
+    """Cancels a request that arrived before."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -154,7 +154,7 @@ def ragged_attention(
     cap: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, Any]:
-    """On one device: one token of every slot, attending to its columns and to itself.
+    """Attends, on one device, from one token of every slot to its columns and to itself.
 
     Args:
       q: [S, heads, D].

@@ -12,7 +12,7 @@ from mmqa_jax.core.mesh import platform
 
 @flax.struct.dataclass
 class SamplingParameters:
-    """Of every row; [S] each."""
+    """How the next token of every row is drawn; [S] each."""
 
     temperature: jax.Array  # float32; 0 is greedy
     top_k: jax.Array  # int32; 0 keeps all

@@ -59,7 +59,7 @@ class SlotSequence:
         return self.encoded == len(self.chunks)
 
     def shifts(self, start: int, end: int) -> np.ndarray | int:
-        """Of the positions in columns `start` to `end`, [end - start, 3]; 0: they are columns."""
+        """Returns the shifts of positions in columns `start` to `end`, [end - start, 3]."""
         if self._shifts is None:
             return 0
         return self._shifts[np.minimum(np.arange(start, end), len(self._shifts) - 1)]
@@ -229,7 +229,7 @@ class ScoredSequence(SlotSequence):
         return not self._unread
 
     def scores(self) -> list[Score]:
-        """Of its continuations, once it is finished."""
+        """Returns the scores of its continuations, once it is finished."""
         return [
             Score(
                 float(np.sum(logprobs)),

@@ -99,7 +99,7 @@ class EngineSizes:
 
 
 def sizes_json(shape: Mapping[str, int], engine: EngineConfig) -> dict[str, Any]:
-    """As `EngineSizes.to_json`."""
+    """Returns the sizes as JSON values, as `EngineSizes.to_json` does."""
     sizes = {name: getattr(engine, name) for name in SIZES}
     sizes["buckets"] = list(engine.buckets)
     return {"devices": math.prod(shape.values()), "mesh": dict(shape), **sizes}
@@ -108,7 +108,7 @@ def sizes_json(shape: Mapping[str, int], engine: EngineConfig) -> dict[str, Any]
 def tower_bytes(
     llama: LlamaConfig, vision: VisionConfig | SiglipVisionConfig | QwenVisionConfig | None
 ) -> float:
-    """Of the matrices of a picture tower and its projector, which each device holds whole."""
+    """Bytes of the matrices of a picture tower and its projector, whole on each device."""
     if vision is None:
         return 0.0
     item = np.dtype(_numpy(llama.dtype)).itemsize
@@ -272,7 +272,7 @@ class _Cost:
     cpu: bool
 
     def weights(self, tensor: int, kind: str | None = None) -> float:
-        """Of a copy that is split over `tensor`; `kind` is engine.weights."""
+        """Bytes of a device's part of a copy split over `tensor`; `kind` is engine.weights."""
         model, size = self.model, np.dtype(_numpy(self.model.dtype)).itemsize
         of_head = 2 * model.hidden * model.head_size  # query and output, or key and value
         of_attention = of_head * (model.heads + self._kv_heads(tensor))
@@ -282,29 +282,29 @@ class _Cost:
         return (matrices * of_matrix + tables * size) / tensor
 
     def held(self, tensor: int, fsdp: int, kind: str | None = None) -> float:
-        """Of the weights on a device, split over `tensor` and `fsdp`."""
+        """Bytes of the weights on a device, split over `tensor` and `fsdp`."""
         weights = self.weights(tensor, kind)
         if fsdp > 1:  # a layer is whole while it is used, and the next while it is gathered
             weights = min(weights, weights / fsdp + 2 * weights / self.model.layers)
         return weights
 
     def loading(self, tensor: int, fsdp: int) -> float:
-        """At most while the weights are loaded: to be rounded to int8 (see quantize.py), all are
-        there, and the largest matrices of all layers twice."""
+        """The most bytes while the weights are loaded: to be rounded to int8 (see quantize.py), all
+        are there, and the largest matrices of all layers twice."""
         held = self.held(tensor, fsdp, "given")
         if self.sizes.weights != "int8":
             return held
         return held + self.model.layers * self._of_mlp() / (tensor * fsdp)
 
     def token(self, tensor: int, dtype: str | None = None) -> float:
-        """Of a token's keys and values."""
+        """Bytes of a token's keys and values."""
         kept = dtype or self.sizes.cache_dtype or ("float32" if self.cpu else self.model.dtype)
         of_head = self.model.head_size * np.dtype(_numpy(kept)).itemsize
         of_head += 4 if kept == "int8" else 0  # its scale
         return 2 * self.model.layers * self._kv_heads(tensor) / tensor * of_head
 
     def step(self, tensor: int) -> float:
-        """Of the arrays of a batch of chunks, whose keys and values are written at its end."""
+        """Bytes of the arrays of a batch of chunks; keys and values are written at its end."""
         model = self.model
         rows = _PREFILL // self.sizes.buckets[-1]
         inside = 3 * model.mlp / tensor
@@ -314,7 +314,7 @@ class _Cost:
         return _PREFILL * of_token + 8 * rows * model.vocab_size / tensor
 
     def slots(self, free: float, tensor: int, fsdp: int) -> int:
-        """Of a device's rows, with weights split over `tensor` and `fsdp`; at least 1."""
+        """Number of a device's rows, with weights split over `tensor` and `fsdp`; at least 1."""
         room = free - self.held(tensor, fsdp) - self.step(tensor)
         count = min(_SLOTS, room / (self.token(tensor) * self.length))
         return int(count) // 8 * 8 if count >= 8 else max(1, int(count))
@@ -324,7 +324,7 @@ class _Cost:
         return (self.model.experts or 1) * self.model.hidden * self.model.mlp
 
     def _kv_heads(self, tensor: int) -> int:
-        """With those that are repeated (see key_heads.py)."""
+        """Number of key heads, with those that are repeated (see key_heads.py)."""
         heads = math.lcm(self.model.kv_heads, tensor)
         return self.model.kv_heads if self.model.heads % heads else heads
 

@@ -216,7 +216,7 @@ def beam_search(
 
 @flax.struct.dataclass
 class Scored:
-    """Of every token of given answers, [B, T] each."""
+    """What a model gives every token of given answers, [B, T] each."""
 
     log_probs: jax.Array  # float32, of the token
     likeliest: jax.Array  # int, the likeliest token in its place

@@ -45,7 +45,7 @@ class BEM:
         )
 
     def __call__(self, asked: Sequence[tuple[str, str, str]]) -> list[bool]:
-        """Of (question, reference, answer); see evqa.Judge."""
+        """Judges triples of (question, reference, answer); see evqa.Judge."""
         return (self.probabilities(asked) >= _THRESHOLD).tolist()
 
     def probabilities(self, asked: Sequence[tuple[str, str, str]]) -> Float32[np.ndarray, " n"]:

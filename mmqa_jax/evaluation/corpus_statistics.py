@@ -52,7 +52,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread | None:
-        """Of the values; None of none."""
+        """Summarizes values; None if there are none."""
         if not values:
             return None
         return cls(len(values), float(np.mean(values)), float(np.std(values)))
@@ -84,7 +84,7 @@ class CorpusStatistics:
     coverage_of: str
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Converts the statistics to JSON values."""
         return dataclasses.asdict(self)
 
 

@@ -220,7 +220,7 @@ def _path(places: Sequence[tuple[float, float]]) -> str:
 
 
 def _span(values: Sequence[float], margin: float = 0.0) -> tuple[float, float]:
-    """From the least to the greatest value, wider by `margin` of it at both ends."""
+    """Returns least and greatest value, moved apart by `margin` of their distance at each end."""
     low, high = min(values), max(values)
     wider = margin * ((high - low) or abs(high) or 1.0)
     return low - wider, high + wider
@@ -244,7 +244,7 @@ def _tick(value: float) -> str:
 
 
 def _thinned(points: Points) -> Points:
-    """At most about _MOST_POINTS of the points, the last one among them."""
+    """Returns at most about _MOST_POINTS of the points, the last one among them."""
     step = -(-len(points) // _MOST_POINTS)
     return points if step <= 1 else [*points[:-1:step], points[-1]]
 

@@ -228,7 +228,7 @@ def score_answers_without_keywords(
 
 
 def by_modality(scores: Scores) -> Scores:
-    """The same scores with `image` and `text` queries as the categories."""
+    """Returns the scores with `image` and `text` queries as the categories."""
     kinds = tuple("text" if c == "text" else "image" for c in scores.categories)
     return dataclasses.replace(scores, categories=kinds, groups=None)
 

@@ -103,7 +103,7 @@ class GrpoObjective(LanguageModelObjective):
 
 
 def _plan_name(plan: Actions) -> str:
-    """Of the metric that is the share of a plan among those drawn."""
+    """Names the metric that is the share of a plan among those drawn."""
     return "plan/" + ("+".join(map(str, plan)) or "none")
 
 
@@ -224,7 +224,7 @@ class PlanGroups:
         return places
 
     def _earned(self, groups: Sequence[tuple[PlanPrompt, Sequence[Candidate]]]) -> Arrays:
-        """Of every drawn plan its advantage, reward, score, calls, and which one it is, by row."""
+        """Returns each drawn plan's advantage, reward, score, calls, and its number, by row."""
         plans = [
             (prompt, parse_plan(prompt.role, one.text or "", self._reading).actions)
             for prompt, drawn in groups

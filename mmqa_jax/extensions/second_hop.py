@@ -118,7 +118,7 @@ class SecondHopReranker:
         self.weight, self.second_hop_k = weight, second_hop_k
 
     def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
-        """The same sources by the combined probability of both hops, best first."""
+        """Ranks the same sources by the combined probability of both hops, best first."""
         return combine(self.read(questions, candidates), self.weight)
 
     def read(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Evidence]:

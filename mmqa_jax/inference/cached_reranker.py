@@ -145,7 +145,7 @@ class CachedReranker:
         self.serving = serve(self._given, self._cost, self._state, beside_training=True)
 
     def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
-        """The same sources by P(relevant), best first; ties keep their order.
+        """Ranks the same sources by P(relevant), best first; ties keep their order.
 
         Each source is encoded once, however many questions have it among their candidates.
         """

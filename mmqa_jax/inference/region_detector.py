@@ -269,6 +269,6 @@ def detected(regions: Regions, row: int, size: tuple[int, int]) -> DetectedRegio
 
 
 def detector_cost(config: DetectorConfig, pictures: DetectorPictures) -> RowCost:
-    """Of a picture: a dozen of the widest maps, which have half of its sides, in float32."""
+    """The cost of a picture: a dozen of the widest maps, half of its sides, in float32."""
     cells = pictures.shorter * pictures.longer / 4
     return RowCost("pictures", 1, 16, 12 * 4.0 * config.backbone.stem * cells)

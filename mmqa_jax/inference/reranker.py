@@ -72,7 +72,7 @@ class Reranker:
         self.serving = serve(given, self._cost, self._state, beside_training=True)
 
     def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
-        """The same sources by P(relevant), best first; ties keep their order."""
+        """Ranks the same sources by P(relevant), best first; ties keep their order."""
         check_questions(questions, "Reranker.score")
         return rescored(candidates, gather(self.score_batches(questions, candidates), candidates))
 

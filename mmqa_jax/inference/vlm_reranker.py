@@ -96,7 +96,7 @@ class VLMReranker:
         )
 
     def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
-        """The same sources by P(relevant), best first; ties keep their order."""
+        """Ranks the same sources by P(relevant), best first; ties keep their order."""
         check_questions(questions, "VLMReranker.score")
         return rescored(candidates, gather(self.score_batches(questions, candidates), candidates))
 

@@ -80,7 +80,7 @@ class VQAModel:
     def candidates_and_latents(
         self, questions: Sequence[Question], count: int = CANDIDATES
     ) -> tuple[dict[str, list[tuple[str, float]]], Float32[np.ndarray, "n D"]]:
-        """As `candidates`, and the fused feature of every question."""
+        """Returns what `candidates` does, and the fused feature of every question."""
         found: dict[str, list[tuple[str, float]]] = {}
         latents = [np.zeros((0, self.latent_size), np.float32)]
         with Progress("Answer candidates", len(questions), "questions") as progress:

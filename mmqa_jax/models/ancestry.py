@@ -19,11 +19,11 @@ class Ancestry:
 
     @classmethod
     def empty(cls, prefixes: int, beams: int, most: int) -> Ancestry:
-        """Of beams without tokens, for at most `most` of them."""
+        """Makes the ancestry of beams without tokens, for at most `most` tokens."""
         return cls(jnp.zeros((prefixes, beams, most), jnp.int32))
 
     def select(self, rows: jax.Array) -> Ancestry:
-        """That of beams `rows` [B * K], after the beams were reordered."""
+        """Returns the ancestry of beams `rows` [B * K], after the beams were reordered."""
         size = self.slots.shape
         return Ancestry(self.slots.reshape(-1, size[-1])[rows].reshape(size))
 

@@ -184,7 +184,7 @@ class AtlasVLP(VLP):
         return content + self.bert.embeddings.word(slots).astype(content.dtype)
 
     def mlm_logits(self, hidden: jax.Array) -> jax.Array:
-        """As VLP's; with `config.written_words` = W only the logits of the first W tokens."""
+        """Computes VLP's logits; with `config.written_words` = W those of the first W tokens."""
         return self.mlm_head(hidden, self.bert.embeddings.word, self._written_words)
 
     def answer_log_probs(
@@ -195,7 +195,7 @@ class AtlasVLP(VLP):
         *,
         dropout_key: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """As VLP's; tokens that are neither written nor in the context cannot be learned."""
+        """Computes VLP's log-probabilities; tokens neither written nor in the context have none."""
         hidden, at_masks = self._encode_at(inputs, positions, dropout_key)
         context = Context(hidden, inputs.input_ids, inputs.context_mask)
         said = said_before(inputs, positions)  # [B, P, L]
@@ -233,7 +233,7 @@ class AtlasVLP(VLP):
         return self.copy_head.of_tokens(hidden, logits, context, said, ids)
 
     def prefill(self, inputs: VLPInputs) -> AtlasPrefix:
-        """As VLP's, with what a copy head copies from."""
+        """Encodes the prompt as VLP does, with what a copy head copies from."""
         hidden, encoded = self._encode_context(inputs)
         context = None
         if self.copy_head is not None:
@@ -250,7 +250,7 @@ class AtlasVLP(VLP):
         mask_id: int,
         token_type: int,
     ) -> tuple[jax.Array, WrittenCache]:
-        """As VLP's."""
+        """Computes one step as VLP does."""
         ids = {"mask_id": mask_id, "token_type": token_type}
         hidden, cache = append_mask(self.bert, prefix.encoded, cache, generated, step, **ids)
         said = None
@@ -312,7 +312,7 @@ class CopyHead(nnx.Module):
         said: jax.Array,
         ids: jax.Array,
     ) -> jax.Array:
-        """As `__call__`, but only of the tokens ids [B, P]: log-probabilities [B, P].
+        """Computes log-probabilities [B, P] of the tokens ids [B, P] alone.
 
         Training needs no others; whole distributions over the vocabulary would cost it more
         than the trunk's layers.

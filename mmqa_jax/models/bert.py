@@ -237,7 +237,7 @@ class Bert(nnx.Module):
     def encode_first(
         self, embedded: jax.Array, mask: jax.Array, *, dropout_key: jax.Array | None = None
     ) -> jax.Array:
-        """As `encode`, but only the first position's hidden state [B, H].
+        """Returns the first position's hidden state [B, H] alone.
 
         The last layer then computes one row instead of L: a quarter less work with three layers.
         """

@@ -93,7 +93,7 @@ class EncoderDecoder(nnx.Module):
         *,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """As `target_logits`, of a source [B, S, H] that is encoded, with its mask [B, S]."""
+        """Computes `target_logits` of a source [B, S, H] that is encoded, with its mask [B, S]."""
         shifted = shift_tokens_right(target_ids, self.config.pad, self.config.start)
         hidden = self.decode(shifted, source, attention_mask, dropout_key=dropout_key)
         return self.logits(hidden)

@@ -157,7 +157,7 @@ class Experts(nnx.Module):
         return (y * weights[..., None]).sum(1)
 
     def by_all(self, rows: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
-        """The same, where every token goes to every expert and most of them count nothing."""
+        """Computes the same with every token sent to every expert; most products count nothing."""
         count = self.gate.kernels.shape[0]
         shares = jax.nn.one_hot(chosen, count) * weights[..., None]  # [T, k, E], others' are 0
         with one_in(self.config.experts / self.config.active_experts):

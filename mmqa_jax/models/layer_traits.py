@@ -15,7 +15,7 @@ _ALL = 2**30  # tokens, a window that nothing is outside of
 
 @flax.struct.dataclass
 class LayerTraits:
-    """Of all layers [N], or of one []; None is no difference: nothing is computed then."""
+    """What differs between layers: of all [N], or of one []; None: nothing does."""
 
     window: jax.Array | np.ndarray | None = None  # int32: tokens that one sees, itself included
     rotated: jax.Array | np.ndarray | None = None  # bool: whether positions are
@@ -41,7 +41,7 @@ class LayerTraits:
 
     @property
     def sight(self) -> Window | None:
-        """Of one layer: what its tokens see; None is all."""
+        """Returns what tokens of one layer see; None is all."""
         return None if self.window is None else Window(self.window, self.sizes)
 
 

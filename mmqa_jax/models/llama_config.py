@@ -178,7 +178,7 @@ class LlamaConfig:
         return any(0 < window < columns for window in self.windows)
 
     def within(self, length: int) -> LlamaConfig:
-        """The same for texts of up to `length` tokens, see `RopeScaling.within`."""
+        """Returns the config for texts of up to `length` tokens, see `RopeScaling.within`."""
         scaling = self.rope_scaling
         if scaling is None or not scaling.by_length:
             return self

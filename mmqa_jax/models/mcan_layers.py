@@ -38,7 +38,7 @@ class UnbiasedLayerNorm(LayerNorm):
     """
 
     def factor(self, x: jax.Array, mean: jax.Array) -> jax.Array:
-        """As LayerNorm.factor: x [..., features], its mean [..., 1] -> [..., 1]."""
+        """Computes LayerNorm.factor's value: x [..., features], its mean [..., 1] -> [..., 1]."""
         variance = jnp.square(x - mean).sum(-1, keepdims=True) / (x.shape[-1] - 1)
         return 1 / (jnp.sqrt(variance) + self.eps)
 

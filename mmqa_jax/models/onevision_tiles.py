@@ -49,7 +49,7 @@ class TiledPicture:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the pixels."""
+        """The type of the pixels."""
         return self.pixels.dtype
 
     def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
@@ -83,7 +83,7 @@ class TileSizes(NamedTuple):
 
     @property
     def states(self) -> int:
-        """Of a tile."""
+        """The number of a tile's states."""
         return self.side**2
 
     def grid(self, resolution: Resolution) -> tuple[int, int]:
@@ -105,7 +105,7 @@ def best_resolution(size: tuple[int, int], resolutions: Sequence[Resolution]) ->
 
 
 def tokens_of(shape: Sequence[int], sizes: TileSizes) -> int:
-    """Of a picture of `TiledPicture.shape`; 0: there is none of this shape."""
+    """Returns the tokens of a picture of `TiledPicture.shape`; 0: there is none of this shape."""
     if len(shape) != 4 or shape[3] != 3 or min(shape) < 1:
         return 0
     count, size = shape[0], (shape[1], shape[2])
@@ -134,7 +134,7 @@ def bucket_of(count: int, sizes: TileSizes) -> int:
 
 
 def most_tokens(bucket: int, sizes: TileSizes) -> int:
-    """At least as many as any picture of a bucket has."""
+    """Returns an upper bound of the tokens of a bucket's pictures."""
     if bucket == 1:
         return sizes.states + 1
     grids = [sizes.grid(one) for one in sizes.resolutions]

@@ -32,7 +32,7 @@ class PictureConfig(Protocol):
     def position_shifts(
         self, tokens: Sequence[int], shapes: Sequence[Sequence[int]]
     ) -> np.ndarray | None:
-        """By how much the three positions of each token differ from its column, int32 [L + 1, 3].
+        """Returns how much each token's three positions differ from its column, int32 [L + 1, 3].
 
         Args:
           tokens: a prompt, one placeholder for each picture.

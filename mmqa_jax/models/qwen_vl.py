@@ -490,7 +490,7 @@ class QwenVision(nnx.Module):
         return jnp.take_along_axis(features, pictures.order[..., None], axis=1)
 
     def _of_layers(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of each layer: whether it attends to the whole picture, and its place in deepstack."""
+        """Tells which layers attend to the whole picture, and their places in deepstack."""
         numbers = range(self.config.layers)
         count = len(self.config.deepstack)
         whole = np.array([number in self.config.full_layers for number in numbers])

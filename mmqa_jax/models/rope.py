@@ -95,7 +95,7 @@ class RopeScaling:
         return self.short_factor != self.long_factor
 
     def within(self, length: int) -> RopeScaling:
-        """The same for texts of up to `length` tokens: one of the two sets of factors for all."""
+        """Returns the scaling of texts of up to `length` tokens: one of two sets of factors."""
         longer = length > self.original_positions
         factors = self.long_factor if longer else self.short_factor
         return dataclasses.replace(self, short_factor=factors, long_factor=factors)
@@ -222,12 +222,12 @@ def scaling_from_hf(
 
 
 def _longrope_factor(factor: float, original: int) -> float:
-    """By what queries and keys are multiplied where the config does not say it."""
+    """Returns the factor of queries and keys where the config does not say it."""
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _yarn_factor(factor: float, mscale: float | None, mscale_all: float | None) -> float:
-    """By what queries and keys are multiplied where the config does not say it."""
+    """Returns the factor of queries and keys where the config does not say it."""
 
     def of(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

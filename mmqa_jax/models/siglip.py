@@ -79,7 +79,7 @@ class SiglipVisionConfig:
 
     @property
     def pixel_mean(self) -> tuple[float, float, float]:
-        """Of the training pictures, RGB from 0 to 1."""
+        """The mean of the training pictures, RGB from 0 to 1."""
         return PIXEL_MEAN
 
     @property
@@ -353,7 +353,7 @@ class Siglip(nnx.Module):
     def logits(
         self, input_ids: jax.Array, pictures: Pictures, attention_mask: jax.Array | None = None
     ) -> jax.Array:
-        """Of each pair, whose sigmoid is the probability that they belong together: [texts, B]."""
+        """Computes each pair's logit, whose sigmoid is P(they belong together): [texts, B]."""
         texts = self.encode_text(input_ids, attention_mask)
         cosines = texts @ self.encode_image(pictures).T
         return jnp.exp(self.logit_scale[...]) * cosines + self.logit_bias[...]

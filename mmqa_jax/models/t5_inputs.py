@@ -45,7 +45,7 @@ class Texts:
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> Self:
-        """Those of a training batch, whose lengths are `prompt_lengths`."""
+        """Takes the inputs of a training batch, whose lengths are `prompt_lengths`."""
         return cls(batch["input_ids"], batch["prompt_lengths"])
 
     @property
@@ -89,7 +89,7 @@ class PicturedTexts(Texts):
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> Self:
-        """Those of a training batch."""
+        """Takes the inputs of a training batch."""
         return cls(batch["input_ids"], batch["prompt_lengths"], batch["features"])
 
     def encode(self, model: MultimodalT5, dropout_key: jax.Array | None = None) -> Encoded:

@@ -467,7 +467,7 @@ class Asked(NamedTuple):
         return max(agents, key=lambda agent: agent.score)
 
     def record(self) -> dict[str, Any]:
-        """Its steps, prompts, the answers to them, what tools gave, and failures, for the trace."""
+        """Returns its steps, prompts, answers, what tools gave, and failures, for the trace."""
         ids = [(self.question.id, *asking) for asking in self.prompts]
         results = [self.answers.by_id.get(name) for name in ids]
         failed = [self.answers.failed[name] for name in ids if name in self.answers.failed]

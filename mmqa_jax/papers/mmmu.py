@@ -87,7 +87,7 @@ def _asked(corpus: Corpus, question: Question, shown: Shown) -> _Asked:
 
 
 def _pictures(corpus: Corpus, question: Question, shown: Shown) -> Sequence[Picture | None]:
-    """Those that may be shown, in the order of their numbers; None for one that is absent."""
+    """Returns the pictures that may be shown, in order; None for one that is absent."""
     if shown == "none":
         return ()
     first = pictures_of(corpus, question) or (None,)

@@ -142,7 +142,7 @@ def _answer(
 
 
 def _pictures(corpus: Corpus, question: Question, ranking: Ranking, *, own: bool) -> _Shown:
-    """Of a question of one gold picture one source, as the authors show; broken ones are not."""
+    """Returns the pictures to show: one for a question of one gold picture, as the authors do."""
     most = 1 if question.category == INCOMPLETE else None
     pictures = list(pictures_of(corpus, question)) if own else []
     kept = []

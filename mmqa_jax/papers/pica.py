@@ -259,7 +259,7 @@ def _one_line(max_new_tokens: int) -> MakeQuery:
 
 
 def _most_probable(question: Question, replies: Replies, read: Callable[[str], str]) -> Prediction:
-    """Of a question's prompts the answer with the largest summed log-probability."""
+    """Returns the answer with the largest summed log-probability among a question's prompts."""
     trace = prompts_record(replies.prompts, replies.failed)
     trace["outputs"] = outputs_record(replies.best)
     if not replies.best:

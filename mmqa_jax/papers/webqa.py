@@ -31,7 +31,7 @@ class Reranker(Protocol):
     """Scores candidate sources, as the VLP source head does."""
 
     def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
-        """The same sources by P(relevant) in [0, 1], best first."""
+        """Ranks the same sources by P(relevant) in [0, 1], best first."""
 
 
 class Reader(Protocol):
@@ -154,7 +154,7 @@ def retrieve_full_scale(
 
 
 def cap_note(questions: Sequence[Question], cap: Cap) -> str | None:
-    """That a cap was not applied to questions with hidden gold sources; None if there are none."""
+    """Notes questions with hidden gold sources, which no cap was applied to; None: none."""
     hidden = sum(not question.positives for question in questions)
     if CAPS[cap] is None or not hidden:
         return None

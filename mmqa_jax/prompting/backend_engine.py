@@ -86,7 +86,7 @@ class EngineBackend:
 
     @property
     def cannot(self) -> Mapping[str, str]:
-        """Of a request to a server, what it cannot do, and why: nothing."""
+        """Tells what of a request it cannot do, and why: nothing."""
         return {}
 
     @property
@@ -159,7 +159,7 @@ class EngineBackend:
 
     @property
     def fingerprint(self) -> str:
-        """Of weights, numerics and tokenizer."""
+        """Identifies weights, numerics and tokenizer."""
         return self._fingerprint
 
     def rates(self) -> dict[str, float]:

@@ -79,7 +79,7 @@ class OpenAIBackend:
 
     @property
     def takes_messages(self) -> bool:
-        """As far as is known: /v1/chat/completions is what such servers are asked by."""
+        """Whether the server is asked by /v1/chat/completions, as far as is known."""
         return True
 
     @property
@@ -208,7 +208,7 @@ class OpenAIBackend:
         return Result(request.id, tuple(found), usage.prompt, 0)
 
     async def _score(self, server: Server, request: Choices) -> Scores:
-        """As lm-evaluation-harness: split at the prompt's number of tokens.
+        """Scores as lm-evaluation-harness: the text is split at the prompt's number of tokens.
 
         Trailing spaces of the prompt belong to the continuations, as in the engine. The API
         requires one new token, which is dropped.

@@ -71,7 +71,7 @@ class T5Backend:
 
     @property
     def cannot(self) -> Mapping[str, str]:
-        """Of a request to a server, what a T5 cannot do, and why."""
+        """Tells what of a request a T5 cannot do, and why."""
         return _CANNOT
 
     def new_tokens(self, query: Query) -> int:

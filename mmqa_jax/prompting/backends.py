@@ -32,7 +32,7 @@ class Picture:
 
     @property
     def media_type(self) -> str:
-        """Its MIME type, from the first bytes; raises Unanswerable for another format."""
+        """Returns its MIME type, from the first bytes; raises Unanswerable for another format."""
         for magic, media_type in _MEDIA_TYPES.items():
             if self.data.startswith(magic):
                 return media_type
@@ -59,12 +59,12 @@ class Message:
 
     @property
     def text(self) -> str:
-        """Its texts, without the pictures."""
+        """Joins its texts, without the pictures."""
         return "".join(part for part in self.content if isinstance(part, str))
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
-        """Its pictures."""
+        """Returns its pictures."""
         return tuple(part for part in self.content if isinstance(part, Picture))
 
 

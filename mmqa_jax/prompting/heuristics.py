@@ -31,7 +31,7 @@ class AnswerHeuristics:
     checked: bool = False
 
     def of_split(self, questions: Sequence[Question]) -> AnswerHeuristics:
-        """The same, for use with some of these questions at a time."""
+        """Returns heuristics for use with some of these questions at a time."""
         self.check(questions)
         if self.examples and not any(question.id in self.examples for question in questions):
             raise _other_examples()

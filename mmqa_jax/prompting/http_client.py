@@ -90,7 +90,7 @@ def address() -> str:
 
 @functools.cache
 def _certificates(file: str | None, folder: str | None) -> ssl.SSLContext:
-    """Those of the environment's file or folder, or httpx's, parsed once a process."""
+    """Loads the certificates of the environment's file or folder, or httpx's, once a process."""
     import httpx2
 
     return httpx2.create_ssl_context(trust_env=True)

@@ -205,7 +205,7 @@ class LLMReader:
         )
 
     def _prompt(self, question: Question, ranking: Ranking) -> _Prompt:
-        """With as much of the sources as the model's context holds."""
+        """Writes the prompt with as much of the sources as the model's context holds."""
         if self.options.refuse_without_sources and not ranking.sources:
             return _Prompt(None, "", 0, {"refused": "no source"}, is_refused=True)
         trace: dict[str, Any] = {}

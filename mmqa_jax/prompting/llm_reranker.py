@@ -110,7 +110,7 @@ class LLMReranker:
         return Ranking(question.id, tuple(order), tuple(scores[name] for name in order))
 
     def _query(self, question: Question, name: str) -> Choices:
-        """Of a source by its id; "" is an empty one."""
+        """Makes the query for a source by its id; "" is an empty source."""
         own_pictures = pictures_of(self._corpus, question) if self._shows_pictures else ()
         text, picture = "(empty)", None
         if name:

@@ -217,7 +217,7 @@ class Sizing:
         return self._settings.get(name, getattr(EngineConfig, name))
 
     def choose(self, demand: Demand | None = None) -> EngineSizes:
-        """For a demand; None only checks what is given."""
+        """Chooses sizes for a demand; None only checks what is given."""
         devices = devices_for(self._mesh)
         free = self._free
         if free is None:

@@ -112,7 +112,7 @@ class LlavaFormat:
         )
 
     def tokens(self, one: Shown) -> int:
-        """The same of every picture."""
+        """Returns the tokens of a picture, the same for every one."""
         return self._config.features
 
     def read(self, one: Shown) -> np.ndarray:
@@ -229,7 +229,7 @@ class QwenFormat:
 
 
 def picture_format(config: PictureConfig, tokenizer: TextTokenizer) -> PictureFormat:
-    """That of a model."""
+    """Finds the picture format of a model."""
     if isinstance(config, QwenVLConfig):
         return QwenFormat(config, tokenizer)
     kind = OnevisionFormat if isinstance(config, OnevisionConfig) else LlavaFormat

@@ -32,7 +32,7 @@ class ServedModel:
         self._adapter = ""
 
     def with_adapter(self, name: str) -> ServedModel:
-        """The same model, which answers with an adapter of its engine."""
+        """Returns the same model, answering with an adapter of its engine."""
         adapted = copy.copy(self)
         adapted._adapter = name
         return adapted

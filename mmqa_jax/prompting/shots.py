@@ -204,7 +204,7 @@ class ExampleLibrary:
     def _indexed(
         self, queries: Sequence[Question], count: int, similarity: str
     ) -> list[list[Shot]]:
-        """As `_nearest`, found by the index; of equal similarities any comes first."""
+        """Finds the nearest by the index; of equal similarities any comes first."""
         kinds = _SUMS.get(similarity, (similarity,))  # a sum is the product of joined vectors
         if similarity not in self._indexes:
             own = np.concatenate([self._own(kind) for kind in kinds], axis=1)

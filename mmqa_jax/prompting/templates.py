@@ -33,7 +33,7 @@ class PromptTemplate:
     single_spaces: bool = False
 
     def without_head(self) -> PromptTemplate:
-        """Its shots and its query alone."""
+        """Returns its shots and its query alone."""
         return dataclasses.replace(self, head="")
 
     def render(self, shots: Sequence[Mapping[str, str]], query: Mapping[str, str]) -> str:

@@ -91,7 +91,7 @@ class TextTokenizer:
         return self._prompts.encode(piece)
 
     def encode_located(self, prompt: str) -> tuple[list[int], Int[np.ndarray, "n 2"]]:
-        """As encode_plain, and the first character of each token with the one behind its last."""
+        """Encodes as `encode_plain`, with the characters at which each token begins and ends."""
         return self._prompts.encode_located(prompt)
 
     @panics_refused()
@@ -543,7 +543,7 @@ def _t5_of_gguf(file: GGUFSource, tokens: list[str]) -> PublishedTokenizer:
 
 
 def _with_bytes(opened: PublishedTokenizer) -> PublishedTokenizer:
-    """The same, unknown characters in bytes where it has those pieces."""
+    """Spells unknown characters in bytes where the model has those pieces."""
     content = json.loads(opened.tokenizer.to_str())
     has_bytes = opened.tokenizer.token_to_id(_BYTE) is not None
     content["model"]["byte_fallback"] = has_bytes

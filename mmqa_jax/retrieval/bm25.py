@@ -279,7 +279,7 @@ class BM25Retriever:
         return rankings
 
     def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
-        """The same sources with the scores that `search` gives them, best first.
+        """Ranks the same sources by the scores that `search` gives them, best first.
 
         Unlike `search_within`, whose statistics are those of the candidates.
         """

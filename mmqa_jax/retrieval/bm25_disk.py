@@ -300,7 +300,7 @@ class DiskBM25:
     def search_within(
         self, query: str, rows: Sequence[int], top_k: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """As `BM25.search_within`: the rows' texts are read again, as a corpus of their own."""
+        """Searches as `BM25.search_within`: the rows' texts are read again, as their own corpus."""
         candidates = np.asarray(rows, np.int32)
         if len(candidates) and (candidates.min() < 0 or candidates.max() >= len(self)):
             raise UserError(
@@ -491,7 +491,7 @@ def _looked_up(
     floor: np.float32,
     top_k: int,
 ) -> np.ndarray:
-    """Those of the rows that do not fall below the floor when the words that were not read are.
+    """Returns the rows that stay above the floor whatever the unread words add.
 
     Args:
       rows: ascending.
@@ -519,7 +519,7 @@ def _term(query: _Query, i: int, counts: np.ndarray, norms: np.ndarray) -> np.nd
 
 
 def _first_tiers(tiers: dict[int, Tiers], top_k: int) -> Iterator[tuple[int, int]]:
-    """For each word how many tiers hold `top_k` sources, which give a first floor.
+    """Counts, for each word, the tiers that hold `top_k` sources, which give a first floor.
 
     Words are left out that have fewer, or of which too much would be read.
     """

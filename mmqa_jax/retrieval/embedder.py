@@ -158,7 +158,7 @@ class Embedder:
         return token_limit(self.tokenizer, self.buckets[-1] - around - before)
 
     def unscaled(self) -> Embedder:
-        """The same dual encoder, whose vectors are as its towers give them, of any length.
+        """Returns the dual encoder with vectors as its towers give them, of any length.
 
         Of questions (without pictures), texts and pictures; sources keep their unit vectors.
         """
@@ -443,7 +443,7 @@ class Embedder:
 
 
 def token_limit(tokenizer: WordPiece | TextsTokenizer, most: int) -> TokenLimit:
-    """Of an encoder that reads so many tokens of a text."""
+    """Describes an encoder that reads so many tokens of a text."""
 
     def count(texts: Sequence[str]) -> list[int]:
         return list(map(len, tokenizer.encode_batch(texts)))

@@ -35,7 +35,7 @@ class BM25Scores(Retriever, Protocol):
     """BM25 that can also score given sources, with the statistics of the whole collection."""
 
     def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
-        """The same sources with the scores that `search` gives them, best first."""
+        """Ranks the same sources by the scores that `search` gives them, best first."""
 
 
 class Pool(NamedTuple):

@@ -119,7 +119,7 @@ class ScannIndex:
     def search(
         self, queries: np.ndarray, top_k: int, allowed: np.ndarray | None = None
     ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
-        """As ExactIndex.search, approximate above 20,000 rows.
+        """Searches as ExactIndex.search, approximately above 20,000 rows.
 
         With `allowed`, more rows are fetched and filtered; queries left with fewer than `top_k`
         (all of the best are of the other modality) are searched exactly.
@@ -156,7 +156,7 @@ class ScannIndex:
     def search_within(
         self, queries: np.ndarray, rows: Sequence[Sequence[int]], top_k: int
     ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
-        """As ExactIndex.search_within (exact)."""
+        """Searches as ExactIndex.search_within (exact)."""
         return search_within(self.embeddings, queries, rows, top_k)
 
     def save(self, folder: str | os.PathLike) -> None:

@@ -70,7 +70,7 @@ def _codes(rows: int, dim: int, parameters: ScannParameters) -> float:
 
 
 def _partitions(parameters: ScannParameters) -> int:
-    """Of a row."""
+    """Returns in how many partitions a row lies."""
     return 2 if parameters.soar else 1
 
 

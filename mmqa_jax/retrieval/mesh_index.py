@@ -69,7 +69,7 @@ class MeshIndex:
     def search(
         self, queries: np.ndarray, top_k: int, allowed: np.ndarray | None = None
     ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
-        """As ExactIndex.search."""
+        """Searches as ExactIndex.search."""
         check_top_k(top_k, len(self), allowed, "index")
         queries = check_queries(queries, self.embeddings)
         mask = self._mask(allowed)
@@ -95,7 +95,7 @@ class MeshIndex:
     def search_within(
         self, queries: np.ndarray, rows: Sequence[Sequence[int]], top_k: int
     ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
-        """As ExactIndex.search_within (exact)."""
+        """Searches as ExactIndex.search_within (exact)."""
         return search_within(self.embeddings, queries, rows, top_k)
 
     def save(self, folder: str | os.PathLike) -> None:

@@ -82,7 +82,7 @@ class MilvusIndex:
     def search(
         self, queries: np.ndarray, top_k: int, allowed: np.ndarray | None = None
     ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
-        """As ExactIndex.search; UserError also for a `top_k` that Milvus does not give."""
+        """Searches as ExactIndex.search; UserError for a `top_k` that Milvus does not give."""
         check_top_k(top_k, len(self), allowed, "index")
         if top_k > _MOST_RESULTS:
             raise UserError(
@@ -120,7 +120,7 @@ class MilvusIndex:
     def search_within(
         self, queries: np.ndarray, rows: Sequence[Sequence[int]], top_k: int
     ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
-        """As ExactIndex.search_within (exact); the candidates' vectors are fetched."""
+        """Searches as ExactIndex.search_within (exact); the candidates' vectors are fetched."""
         wanted = sorted({int(row) for own in rows for row in own})
         if wanted and not 0 <= wanted[0] <= wanted[-1] < len(self):
             raise UserError(

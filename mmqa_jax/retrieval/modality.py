@@ -66,14 +66,14 @@ class ModalityIndex:
         return len(self._rows)
 
     def search(self, queries: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
-        """As the index's `search`, over these rows alone."""
+        """Searches as the index does, over these rows alone."""
         rows, scores = self._index.search(queries, top_k, self._allowed)
         return np.searchsorted(self._rows, rows).astype(np.int32), scores
 
     def search_within(
         self, queries: np.ndarray, rows: Sequence[Sequence[int]], top_k: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """As the index's `search_within`; padding stays -1."""
+        """Searches as the index's `search_within`; padding stays -1."""
         of_index = [self._rows[np.asarray(own, np.int32)] for own in rows]
         found, scores = self._index.search_within(queries, of_index, top_k)
         own = np.where(found < 0, -1, np.searchsorted(self._rows, found))

@@ -218,7 +218,7 @@ def without_own_source(
 
 
 def rescored(candidates: Sequence[Ranking], scores: np.ndarray) -> list[Ranking]:
-    """The same sources with other scores, best first; ties keep their order.
+    """Ranks the same sources by other scores, best first; ties keep their order.
 
     Args:
       scores: float [N], of the sources of all candidates, concatenated.

@@ -75,7 +75,7 @@ class ScannShards:
     def search(
         self, queries: np.ndarray, top_k: int, allowed: np.ndarray | None = None
     ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
-        """As ExactIndex.search: the best of all shards' candidates by their exact scores.
+        """Searches as ExactIndex.search: the best of all shards' candidates by exact scores.
 
         With `allowed`, more candidates are fetched and filtered; queries left with fewer than
         `top_k` are searched exactly.
@@ -104,7 +104,7 @@ class ScannShards:
     def search_within(
         self, queries: np.ndarray, rows: Sequence[Sequence[int]], top_k: int
     ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
-        """As ExactIndex.search_within (exact)."""
+        """Searches as ExactIndex.search_within (exact)."""
         return search_within(self.embeddings, queries, rows, top_k)
 
     def _candidates(
@@ -115,7 +115,7 @@ class ScannShards:
         top_k: int,
         allowed: np.ndarray | None,
     ) -> list[np.ndarray]:
-        """For every query the rows of one shard to score, ascending; the shard is loaded for it."""
+        """Returns each query's rows of one shard to score, ascending; loads the shard for it."""
         place = self.folder / _name(number)
         parameters, searcher = load_scann(place, read_manifest(place, _WHAT, _VERB))
         fetch = max(parameters.reorder, 4 * top_k)

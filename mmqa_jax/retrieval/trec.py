@@ -146,7 +146,7 @@ def read_qrels(path: str | os.PathLike) -> dict[str, dict[str, int]]:
 
 
 def gold_of(judged: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
-    """Of qrels what is relevant: question id -> source id -> relevance above 0; may be empty."""
+    """Reads qrels: question id -> source id -> relevance above 0; may be empty."""
     return {
         question: {name: value for name, value in sources.items() if value > 0}
         for question, sources in judged.items()

@@ -125,7 +125,7 @@ class Answered:
 
     @classmethod
     def of(cls, chunks: Sequence[ChunkPart]) -> Answered:
-        """Of the chunks that `keeping` made, in order."""
+        """Joins the chunks that `keeping` made, in order."""
         rows = [row for chunk in chunks for row in chunk.rows]
         if rows and not set(rows[0]["rankings"]) <= set(_RANKS.values()):
             raise ValueError("rankings of unknown names")  # which would become names of files

@@ -65,18 +65,18 @@ class _Heard:
         self.candidates: Ranking | None = None
 
     def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
-        """As the retriever."""
+        """Searches as the retriever."""
         self.queries += [question.question for question in questions]
         return self._retriever.search(questions, top_k)
 
     def search_within(
         self, questions: Sequence[Question], candidates: Sequence[Ranking]
     ) -> list[Ranking]:
-        """As the retriever."""
+        """Searches as the retriever."""
         return self._retriever.search_within(questions, candidates)
 
     def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
-        """As the reranker."""
+        """Scores as the reranker."""
         scored = self._reranker.score(questions, candidates)
         (self.candidates,) = scored
         return scored

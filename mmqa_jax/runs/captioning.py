@@ -177,14 +177,14 @@ class OscarCaptioner:
         ]
 
     def _text(self, tokens: np.ndarray) -> str:
-        """As the original's tokenizer decodes: no space before punctuation."""
+        """Joins words as the original's tokenizer does: no space before punctuation."""
         special = {self._tokenizer.sep_id, self._tokenizer.cls_id, self._tokenizer.pad_id}
         words = [self._tokenizer.token(int(i)) for i in tokens if int(i) not in special]
         return decoders.WordPiece(cleanup=True).decode(words)
 
 
 def _cost(config: OscarConfig, num_beams: int) -> RowCost:
-    """Of a picture, with the words of its beams."""
+    """The cost of a picture, with the words of its beams."""
     beams = num_beams * config.bert.vocab_size * 3 * 4.0
     return RowCost("pictures", 64, 64, tower_bytes(config.bert, config.bert.positions) + beams)
 

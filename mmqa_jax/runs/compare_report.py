@@ -101,7 +101,7 @@ def _of(run: ScoredRun, name: str) -> Mapping[str, float]:
 
 
 def _spread(runs: Sequence[ScoredRun], metric: str, name: str) -> float:
-    """By how much the runs differ on a question."""
+    """Returns how much the runs differ on a question."""
     values = [run.per_question[name][metric] for run in runs]
     return max(values) - min(values)
 

@@ -219,7 +219,7 @@ class Resumable:
         self.part, self.store, self.seconds = part, store, seconds
 
     def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
-        """As the retriever's."""
+        """Searches as the retriever; finished batches are kept."""
         keys = [_key(question, "search", str(top_k)) for question in questions]
 
         def search(rows: list[int]) -> list[Ranking]:
@@ -230,7 +230,7 @@ class Resumable:
     def search_within(
         self, questions: Sequence[Question], candidates: Sequence[Ranking]
     ) -> list[Ranking]:
-        """As the retriever's."""
+        """Searches as the retriever; finished batches are kept."""
         keys = [
             _key(question, "within", *ranking.sources)
             for question, ranking in zip(questions, candidates, strict=True)
@@ -243,7 +243,7 @@ class Resumable:
         return self._searched(questions, keys, search)
 
     def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
-        """As the reranker's; each (question, source) pair is kept by itself."""
+        """Scores as the reranker; each (question, source) pair is kept by itself."""
         pairs = [
             (question, source)
             for question, ranking in zip(questions, candidates, strict=True)
@@ -274,7 +274,7 @@ class Resumable:
         return rescored(candidates, np.array(scores, np.float32))
 
     def answer(self, questions: Sequence[Question], cited: Sequence[Ranking]) -> list[Prediction]:
-        """As the reader's."""
+        """Answers as the reader; finished batches are kept."""
         keys = [
             _key(question, *ranking.sources)
             for question, ranking in zip(questions, cited, strict=True)
@@ -301,7 +301,7 @@ class Resumable:
     def read(
         self, questions: Sequence[Question], passages: Sequence[Sequence[str]]
     ) -> list[Prediction]:
-        """As Fusion-in-Decoder's."""
+        """Reads as Fusion-in-Decoder; finished batches are kept."""
         keys = [_key(question, *own) for question, own in zip(questions, passages, strict=True)]
 
         def read(rows: list[int]) -> Iterator[dict[int, Any]]:

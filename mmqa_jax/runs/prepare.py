@@ -65,7 +65,7 @@ def report_corpus(dataset: str, out: Path) -> dict[str, Any]:
 
 
 def prepare_atlas(out: Path, countries: int, **options: Any) -> dict[str, Any]:
-    """As `prepare`, for Atlas with this many countries (0 = all)."""
+    """Prepares Atlas with this many countries (0 = all)."""
     return corpus_summary(corpora.prepare_atlas(out, countries, **options), out)
 
 

@@ -264,7 +264,7 @@ class Row:
             raise UserError(f"row {self.row}: {len(missing)} of its inputs are missing: {listed}.")
 
     def open_corpus(self) -> Corpus:
-        """Its questions and sources."""
+        """Opens its questions and sources."""
         corpus = open_corpus(self.data.dir, self.data.sources)
         return with_gold_sources(corpus, self.data.context) if self.data.context else corpus
 
@@ -278,7 +278,7 @@ class Row:
         return united(corpus.materials, *own, *map(materials_of, read))
 
     def questions(self, corpus: Corpus) -> list[Question]:
-        """Its questions, sampled evenly down to data.questions; UserError if there are none."""
+        """Returns its questions, sampled evenly down to data.questions; none are a UserError."""
         data = self.data
         questions = split_questions(corpus, Path(data.dir), data.split)
         if data.where:

@@ -316,7 +316,7 @@ def _evaluation(
 
 
 def _kind(scorer: str) -> str:
-    """In which list of an Evaluation a scorer is."""
+    """Returns the name of the Evaluation's list that a scorer is in."""
     if scorer == "mrr" or scorer.startswith("recall@"):
         return "retrieval"
     return "attribution" if scorer.startswith(("citation_", _REFUSED)) else "scored"

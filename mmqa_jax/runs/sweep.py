@@ -89,7 +89,7 @@ def read_cells(
 def read_grid(
     config: str, overrides: Sequence[str], axes: Sequence[Axis], read: Callable[[ConfigDict], Any]
 ) -> list[tuple[dict[str, Value], str, Any]]:
-    """Of every cell, the first axis slowest: its values, its folder's name, and what `read` makes.
+    """Returns each cell's values, folder and what `read` makes of it, the first axis slowest.
 
     Args:
       config: as of `load_config`.

@@ -218,7 +218,7 @@ def _measured_table(title: str, figures: list[dict[str, Any]]) -> Table:
 
 
 def commands_table(listed: list[dict[str, Any]]) -> Table:
-    """Of one paper, of `list_rows`: every row's config, and where it was run or what it needs."""
+    """Lists one paper's rows: each config, and where it was run or what it needs."""
     rows: dict[str, list[Cell]] = {}
     for figure in listed:
         if figure["command"]:

@@ -108,7 +108,7 @@ def trace_counts(
 
 
 def _reader_counts(traces: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Of LLMReader's traces: what was not shown to the model, and how it cited."""
+    """Counts in LLMReader's traces what was not shown to the model, and how it cited."""
     return {
         "picture_not_shown": _total(traces, "picture_not_shown"),
         "dropped_sources": _total(traces, "dropped_sources"),

@@ -118,7 +118,7 @@ def _write(
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """Of each run of the sweep in `folder`, the best by its validation metric first.
+    """Reads each run of the sweep in `folder`, the best by its validation metric first.
 
     Returns:
       `values`, `workdir`, `failed` as of `read_swept`; `step` (0: not begun), `complete`, `loss`

@@ -322,7 +322,7 @@ def _sized(model: ServedModel, asked: ChatRequest) -> Chat:
 
 
 def _submit_all(model: ServedModel, asked: CompletionRequest, visit: Visit) -> list[Pending]:
-    """For each prompt its scores, if it is echoed, and its continuations."""
+    """Submits each prompt's scores, if it is echoed, and its continuations."""
     pending: list[Pending] = []
     for prompt in asked.prompts:
         if visit.is_over:

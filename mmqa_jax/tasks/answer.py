@@ -159,7 +159,7 @@ class Answer(AtlasVLPTask):
         return AnswerEvaluation(self, corpus, tokenizer, model)
 
     def cost(self) -> RowCost:
-        """Of questions, with their keys and values and their beams."""
+        """The cost of a question, with its keys and values and its beams."""
         bert = self.vlp_config(ANY_VOCABULARY).bert
         columns = most_columns(self.packing_config(inference=True))
         cache = 2 * bert.layers * columns * bert.hidden * value_bytes(bert.dtype)

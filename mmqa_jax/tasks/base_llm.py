@@ -73,7 +73,7 @@ class _Kind(NamedTuple):
 
 
 def _qwen_vl(vision: Mapping[str, Any], **llama: Any) -> QwenVLConfig:
-    """From scratch, with the token ids of a tokenizer that is trained here."""
+    """Makes a Qwen-VL from scratch, with the token ids of a tokenizer that is trained here."""
     names = ("image", "video", "vision_start", "vision_end")
     tokens = {f"{name}_token": number for number, name in enumerate(names, start=2)}
     return QwenVLConfig(QwenVisionConfig(**vision), LlamaConfig(**llama), **tokens)

@@ -88,7 +88,7 @@ class DualEncoderTask(Task):
                 )
 
     def _check_buckets(self) -> None:
-        """As the embedder needs them: training would end before it says so."""
+        """Checks buckets as the embedder needs them: it would refuse them after the training."""
         buckets = self.inference.buckets
         if not buckets or buckets[0] < 3 or sorted(set(buckets)) != list(buckets):
             raise UserError(
@@ -113,7 +113,7 @@ class DualEncoderTask(Task):
         return DualEncoder(self.planned_config(), rngs=nnx.Rngs())
 
     def cost(self) -> RowCost:
-        """Of sources, or texts."""
+        """The cost of a source, or a text."""
         return dual_encoder_cost(self.config(ANY_VOCABULARY), max(self.inference.buckets))
 
     def embedder(self, tokenizer: DualEncoderTokenizer, model: DualEncoder) -> Embedder:

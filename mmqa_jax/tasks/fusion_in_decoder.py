@@ -242,7 +242,7 @@ class FusionInDecoder(TextModelTask):
         return ExactMatchEvaluation(self, corpus, tokenizer, model)
 
     def cost(self, config: T5Config) -> RowCost:
-        """Of questions, with all their passages; `config` is the model's."""
+        """The cost of a question, with all its passages; `config` is the model's."""
         length, tokens = self.passages.length, self.passages.count * self.passages.length
         of_token = 8 * config.hidden + 3 * config.mlp + 2 * config.heads * length
         held = 2 * config.decoder_layers * config.heads * config.head_size

@@ -95,7 +95,7 @@ class QuestionModality(Task):
         return Recipe(objective, batches, classifier_loader(self, tokenizer))
 
     def cost(self) -> RowCost:
-        """Of questions."""
+        """The cost of a question."""
         bytes_each = tower_bytes(self.config(ANY_VOCABULARY).bert, self.batches.length)
         return RowCost("questions", 64, 512, bytes_each)
 

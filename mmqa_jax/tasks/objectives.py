@@ -138,7 +138,7 @@ class ContrastiveObjective(_OfLayers):
 
 
 class SigmoidObjective(ContrastiveObjective):
-    """As ContrastiveObjective, with a decision of its own for each pair (`sigmoid_loss`).
+    """A ContrastiveObjective that decides each pair by itself (`sigmoid_loss`).
 
     The model has a learned bias (`dual_encoder.with_logit_bias`).
     """
@@ -577,7 +577,7 @@ def states_at(hidden: jax.Array, positions: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class VisionLanguageObjective(LanguageModelObjective):
-    """As LanguageModelObjective, of a Qwen-VL: one example in a row, with its pictures.
+    """The LanguageModelObjective of a Qwen-VL: one example a row, with its pictures.
 
     A batch is that of `tasks.pictured_examples`; one without pictures lacks their arrays.
 
@@ -675,7 +675,7 @@ class Seq2SeqObjective(_OfLayers):
 
 @dataclasses.dataclass(frozen=True)
 class MultimodalObjective(Seq2SeqObjective):
-    """As of a T5, of one that sees pictures."""
+    """The objective of a T5 that sees pictures."""
 
     config: MultimodalT5Config
 

@@ -61,7 +61,7 @@ class TrainingPictures:
         )
 
     def readable(self, questions: Sequence[Question], *, decode: bool = False) -> list[Question]:
-        """Those without a picture, or with one whose header (and PNG's checksums) can be read.
+        """Returns examples without a picture, or whose picture's header can be read.
 
         Says how many others there are, and which.
 
@@ -207,7 +207,7 @@ class PicturedRows(NamedTuple):
 
 
 def largest_bucket(vision: QwenVisionConfig, pictures: int = 1) -> Bucket:
-    """That of so many of the largest square pictures."""
+    """Returns the bucket of so many of the largest square pictures."""
     side = math.isqrt(vision.most_units)
     return Bucket(pictures, bucket_of(Grid(side, side), vision))
 

@@ -141,7 +141,7 @@ class Rerank(AtlasVLPTask):
         return SelectionEvaluation(self, corpus, tokenizer, model)
 
     def cost(self) -> RowCost:
-        """Of pairs of the bucket with the most columns."""
+        """The cost of a pair of the bucket with the most columns."""
         return RowCost("pairs", 32, 128, self.vlp_bytes())
 
     def in_use(self) -> InUse:

@@ -92,14 +92,14 @@ class DataSection:
         return source_text(source) if self.titles else source.text
 
     def chosen(self, questions: list[Question], corpus: Corpus) -> list[Question]:
-        """Those of its modality, with the negatives that it names."""
+        """Chooses the questions of its modality, with the negatives that it names."""
         questions = with_mined_negatives(questions, self.negatives, corpus.row)
         return of_modality(questions, corpus, self.modality)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixedData(DataSection):
-    """The same of tasks that are trained on several corpora at once.
+    """The data of tasks that are trained on several corpora at once.
 
     Attributes:
       mixture: folders of `mmqa prepare` with their weights, in place of `dir`; an epoch shows each
@@ -130,7 +130,7 @@ class MixedData(DataSection):
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Of the mixture's corpora."""
+        """The weights of the mixture's corpora."""
         return tuple(weight for _, weight in self.mixture)
 
     def members(self, questions: Sequence[Question]) -> list[int]:
@@ -282,7 +282,7 @@ class Task(abc.ABC):
 
     @property
     def title(self) -> str:
-        """Of the progress line."""
+        """The title of the progress line."""
         return f"Training the {self.product}"
 
     @functools.cached_property
@@ -313,7 +313,7 @@ class Task(abc.ABC):
             )
 
     def check_sizes(self, *, files: bool = True) -> None:
-        """As `check`, whatever the devices are."""
+        """Checks what `check` does, whatever the devices are."""
         if self.augment:
             arguments = spec_of(augmentation_factory(self.augment))
             check_section(self.augment, "augment", {"factory": str, **arguments})

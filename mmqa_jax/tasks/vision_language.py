@@ -116,7 +116,7 @@ class VisionLanguage(SolvedQuestions):
 
     @property
     def row_length(self) -> int:
-        """Without its pictures, whose tokens come in multiples of 32."""
+        """The tokens of a row without its pictures, whose tokens come in multiples of 32."""
         return self.batches.length
 
     @staticmethod
@@ -149,7 +149,7 @@ class VisionLanguage(SolvedQuestions):
     def _readable(
         self, pictures: TrainingPictures, questions: Sequence[Question], *, decode: bool = False
     ) -> list[Question]:
-        """Those whose pictures can be read and are few enough."""
+        """Returns examples whose pictures can be read and are few enough."""
         few = [q for q in questions if len(shown_pictures(q)) <= self.pictures.most]
         if len(few) < len(questions) and jax.process_index() == 0:
             print(

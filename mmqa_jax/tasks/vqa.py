@@ -208,7 +208,7 @@ class VQA(Task):
             )
 
     def objective(self, vocab_size: int, mesh: Mesh | None = None) -> VQAObjective:
-        """With as many answers as the published vocabularies have."""
+        """Makes the objective with as many answers as the published vocabularies have."""
         return VQAObjective(self.model.config(vocab_size, PLANNED_ANSWERS))
 
     def planned_inputs(self, rows: int) -> tuple[Struct, Any]:
@@ -259,7 +259,7 @@ class VQA(Task):
         return kind(tokenizer, pictures, length)
 
     def trained_questions(self, corpus: Corpus) -> list[Question]:
-        """Those with answers, of the config's fold and of further splits."""
+        """Returns questions with answers, of the config's fold and of further splits."""
         return [q for q in corpus.questions() if q.answers and trains_on(self.data, q)]
 
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
@@ -293,7 +293,7 @@ class VQA(Task):
         return evaluate
 
     def cost(self) -> RowCost:
-        """Of questions with their picture."""
+        """The cost of a question with its picture."""
         model, length = self.model, max(self.batches.lengths)
         config = model.config(ANY_VOCABULARY, answers=1)
         fusion = config.fusion

@@ -354,7 +354,7 @@ class _ObservedSource:
         self._digests: dict[str, bytes] = {}
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """As the source's."""
+        """Returns the source's specs."""
         return self._source.specs()
 
     def read(self, key: str) -> np.ndarray:

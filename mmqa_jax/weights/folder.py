@@ -302,7 +302,7 @@ def replace_trained(
     metadata: Mapping[str, Any],
     companions: Iterable[Path] = (),
 ) -> None:
-    """As `save_trained`, but the folder holds nothing else and is written whole or not at all.
+    """Saves as `save_trained`; the folder holds nothing else and is written whole or not.
 
     A kill leaves the old folder or the new one; between two renames neither, for a moment. In an
     object store, which cannot rename, there is neither while it is written: model.json, without
@@ -341,7 +341,7 @@ def replace_trained(
 
 
 def weights_hash(path: Path) -> str:
-    """Of what a model's answers depend on: a run's folder holds much else."""
+    """Hashes what a model's answers depend on: a run's folder holds much else."""
     if not is_weights_folder(path):
         return content_hash(path)
     digest = content_hash(path / WEIGHTS) + content_hash(path / RECORD)

@@ -148,7 +148,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _wanted(files: Sequence[str], where: str) -> list[str]:
-    """Of a repository's files those that are read."""
+    """Returns the files of a repository that are read."""
     for kind in _WEIGHTS:
         weights = [file for file in files if kind.fullmatch(file)]
         if weights and _CONFIG in files:

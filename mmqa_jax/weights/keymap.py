@@ -155,7 +155,7 @@ def abstract_of(
     mesh: Mesh | None = None,
     param_dtype: str = "float32",
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """As `abstract_model`, of what `model(config, rngs=...)` makes.
+    """Makes an abstract model, as `abstract_model`, of what `model(config, rngs=...)` makes.
 
     It is traced once, see `traced_model`.
     """

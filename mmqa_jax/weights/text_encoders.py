@@ -107,7 +107,7 @@ def _decoder_rows(config: LlamaConfig) -> Fused:
 
 
 def _decoder_key_map(config: LlamaConfig) -> KeyMap:
-    """Of a decoder whose keys may lack `model.`, as those that were saved without their head."""
+    """Maps keys of a decoder that may lack `model.`, as those saved without their head."""
     key_map = llama_key_map(config)
     bare = (r"^(embed_tokens|layers|norm)\.", r"model.\1.")
     return dataclasses.replace(key_map, rename=[*key_map.rename, bare])

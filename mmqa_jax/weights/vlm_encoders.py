@@ -71,7 +71,7 @@ def _load(
 
 
 def for_encoding(config: QwenVLConfig, device: str) -> QwenVLConfig:
-    """As `for_reading`, of the tower too; pictures have the originals' least and most tokens."""
+    """Serves the tower too; pictures have the originals' least and most tokens."""
     llama, unit = for_reading(config.llama, device), config.vision.unit
     vision = dataclasses.replace(
         config.vision,

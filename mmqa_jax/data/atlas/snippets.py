@@ -193,7 +193,7 @@ def _group(matched: re.Match | None) -> str:
 
 
 def _bare(value: str, _: str = "") -> str:
-    """Without what stands in round brackets."""
+    """Removes what stands in round brackets."""
     return re.sub(r"\s*\([^)]*\)", "", value).strip(" ,;.")
 
 
@@ -223,7 +223,7 @@ def _shorten(value: str, _: str, most: int = 45) -> str:
 
 
 def _first_words(value: str, most: str) -> str:
-    """At most the first `most` words, cut at a comma where there is one."""
+    """Returns at most the first `most` words, cut at a comma where there is one."""
     words = value.split()
     if len(words) <= int(most):
         return value

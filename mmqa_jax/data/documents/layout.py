@@ -55,7 +55,7 @@ class Segment:
 
     @property
     def upright(self) -> Box:
-        """Its box on the page turned, and mirrored, so that lines run to the right."""
+        """Returns its box on the page turned, and mirrored, so that lines run to the right."""
         left, top, right, bottom = upright(self.box, self.turn)
         return (-right, top, -left, bottom) if self.is_mirrored else (left, top, right, bottom)
 

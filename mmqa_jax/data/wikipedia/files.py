@@ -115,7 +115,7 @@ class _Bounded(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:
-        """As io.RawIOBase."""
+        """Reads into a buffer, as io.RawIOBase defines it."""
         data = self._unpacked.read(len(buffer))
         self._count += len(data)
         if self._count > _ALLOWED + _MOST_UNPACKED * self._packed.tell():

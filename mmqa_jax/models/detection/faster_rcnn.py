@@ -299,7 +299,7 @@ class FasterRCNN(nnx.Module):
         found: list[tuple[jax.Array, jax.Array]],
         picture: Pictures,
     ) -> Regions:
-        """Of one picture; arguments as `regions` has them, without the batch."""
+        """Selects the regions of one picture; arguments as those of `regions`, without a batch."""
         boxes, valid = self.proposals(extents, found, picture)
         features, trunk = self.region_features(maps, extents, boxes)
         return self.kept(boxes, valid, features, trunk, picture)

@@ -105,7 +105,7 @@ class RPN(nnx.Module):
         size: jax.Array,
         scale: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        """Of one picture.
+        """Proposes the regions of one picture.
 
         Args:
           levels: of each level the probabilities [H, W, A], the deltas [H, W, A, 4] and the extent.

@@ -166,7 +166,7 @@ _GGUF = functools.partial(llama_key_map, layout="gguf")
 
 
 def with_layers_apart(checkpoint: Checkpoint) -> Checkpoint:
-    """The same checkpoint for a model whose layers `unstack_layers` has taken apart.
+    """Returns the checkpoint for a model whose layers `unstack_layers` has taken apart.
 
     Each layer has arrays of its own, its kernels are [out, in], as most files keep them.
     """
