@@ -237,3 +237,12 @@ def test_later_prompts_may_be_longer_and_more(tmp_path, capsys, monkeypatch):
     assert whole.sizes()["slots"] == 4
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("model: ")]
     assert len(said) == 4  # twice each: `length` is the most, not what a slot has from the start
+
+
+def test_equal_chunks_behind_a_different_one_are_no_common_prefix():
+    """Keys and values depend on all tokens before them."""
+    cache = PrefixCache(2)
+    cache.place(split([1, 2, 3, 4, 5, 6], (2,)), {0, 1}, 3)
+    other = split([1, 2, 9, 9, 5, 6], (2,))
+    assert cache.reusable(other, 3) == 1
+    assert cache.place(other, {1}, 3).reused == 1
