@@ -10,10 +10,10 @@ from typing import Any
 from mmqa_jax.commands import flags
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.weights.bundled import MODELS
-from mmqa_jax.weights.registry import NAMES, describe
+from mmqa_jax.weights.registry import NAMES, describe, model_of
 
 SUMMARY = "turn published weights into Orbax weights for any mesh, or back into safetensors."
-EXAMPLE = "mmqa convert --model=llama --source=downloads/SmolLM2-135M --out=weights/smollm2"
+EXAMPLE = "mmqa convert --source=downloads/SmolLM2-135M --out=weights/smollm2"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--model",
         choices=NAMES,
         metavar="NAME",
-        help=f"one of {', '.join(NAMES)} (with --check alone it is found)",
+        help=f"one of {', '.join(NAMES)}; needed where the source does not say what it is",
     )
     parser.add_argument(
         "--source",
@@ -97,8 +97,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         source = find_model(name, "--source") if is_hub_name(name) else Path(name)
     if arguments.out is None:
         return _compared(arguments.model, source, None)
+    model = arguments.model or model_of(source)
+    if model is None:
+        raise UserError(
+            f"--source={name}: does not say which model it holds; add --model={'|'.join(NAMES)}."
+        )
     made = convert(
-        arguments.model,
+        model,
         source,
         Path(arguments.out),
         dtype=arguments.dtype,
@@ -110,7 +115,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         write_more=_write_tokenizer if source.suffix == ".gguf" else None,
     )
     if arguments.check:
-        made |= _compared(arguments.model, source, Path(arguments.out))
+        made |= _compared(model, source, Path(arguments.out))
     return made
 
 
@@ -120,13 +125,10 @@ _CHANGES = ("export", "dtype", "set", "clip", "preprocessing")
 
 def _check_flags(arguments: argparse.Namespace) -> None:
     """UserError for flags that are missing, or contradict each other."""
-    if not arguments.check or arguments.out is not None:
-        for name in ("model", "out"):
-            if getattr(arguments, name) is None:
-                raise UserError(
-                    f"mmqa convert: the following arguments are required: --{name}; only --check "
-                    "without --out does without."
-                )
+    if not arguments.check and arguments.out is None:
+        raise UserError(
+            "mmqa convert: the following arguments are required: --out; only --check does without."
+        )
     if not arguments.check:
         return
     for name in _CHANGES:

@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from mmqa_jax import __version__
 from mmqa_jax.core import distributed
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json
 from mmqa_jax.core.mesh import platform
 from mmqa_jax.core.serving import AUTO, free_bytes
 from mmqa_jax.decoding.engine import Engine
@@ -34,10 +33,8 @@ from mmqa_jax.decoding.sizes import (
 from mmqa_jax.decoding.slot_runner import EngineConfig, scans
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.qwen_vl_vision import FAMILIES as QWEN_VL
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 from mmqa_jax.models.siglip import SiglipVisionConfig
-from mmqa_jax.models.t5_config import FAMILIES as T5
 from mmqa_jax.prompting.backend_engine import EngineBackend
 from mmqa_jax.prompting.backend_t5 import T5Backend
 from mmqa_jax.prompting.local_t5 import open_t5_backend
@@ -45,13 +42,10 @@ from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.folder import load_additions, load_converted, read_record, weights_hash
-from mmqa_jax.weights.formats.gguf import GGUFSource
 from mmqa_jax.weights.hub import find_model, is_hub_name
-from mmqa_jax.weights.models.t5_gguf import ARCHITECTURES as GGUF_T5
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.record import is_weights_folder
-from mmqa_jax.weights.registry import architecture
-from mmqa_jax.weights.sources import gguf_file
+from mmqa_jax.weights.registry import architecture, model_of
 
 _KINDS = ("llama", "llava", "onevision", "qwen_vl", "t5")
 _ADAPTED = ("llama", "qwen_vl")  # those that LoRA trains
@@ -99,7 +93,7 @@ def open_backend(
     """
     config = config or ModelConfig()
     path = _find(model, flag)
-    kind = model_kind(path)
+    kind = model_of(path) or "llama"
     if kind not in _KINDS:
         raise UserError(
             f"{flag}={path}: contains a {kind}; give a LLaMA, LLaVA, LLaVA-OneVision, Qwen-VL or "
@@ -273,28 +267,6 @@ def _find(model: str | os.PathLike, flag: str) -> Path:
             "the path."
         )
     return Path(model)
-
-
-def model_kind(path: Path) -> str:
-    """The architecture at a path; of what is published and not one of _KINDS `llama`."""
-    if is_weights_folder(path):
-        return read_record(path).architecture.name
-    gguf = gguf_file(path)
-    if gguf is not None:
-        named = GGUFSource(gguf).metadata("general.architecture")
-        return "t5" if named in GGUF_T5 else "llama"
-    file = path / "config.json"
-    published = read_json(file) if file.is_file() else {}
-    if not isinstance(published, dict):
-        raise UserError(f"{file}: is not an object; fetch the file again.")
-    model_type = str(published.get("model_type", ""))
-    if model_type in QWEN_VL:
-        return "qwen_vl"
-    if model_type in T5:
-        return "t5"
-    if model_type == "llava_onevision":
-        return "onevision"
-    return "llava" if model_type.startswith("llava") else "llama"
 
 
 def _config_of(kind: str, path: Path) -> Any:

@@ -21,7 +21,6 @@ from mmqa_jax.models.multimodal_t5 import MultimodalT5Config
 from mmqa_jax.models.qwen_vl import QwenVLConfig
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 from mmqa_jax.models.t5_config import T5Config
-from mmqa_jax.prompting.local_model import model_kind
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer, open_tokenizer
 from mmqa_jax.weights.adapters import Adapter, language_model
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
@@ -30,7 +29,7 @@ from mmqa_jax.weights.folder import load_converted, read_record, weights_hash
 from mmqa_jax.weights.hub import find_model, is_hub_name
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.record import is_weights_folder
-from mmqa_jax.weights.registry import architecture
+from mmqa_jax.weights.registry import architecture, model_of
 
 SCRATCH = "scratch"
 _END = "<|end|>"  # of a tokenizer that is trained here
@@ -127,7 +126,7 @@ def base_path(name: str, kind: str = "llama") -> Path:
             f"{SCRATCH}."
         )
     own = "" if is_weights_folder(path) else _KINDS[kind].published_as
-    if (found := model_kind(path)) != (own or kind):
+    if (found := model_of(path) or "llama") != (own or kind):
         raise UserError(
             f"config key init={name}: holds a {found}, a {kind} was expected; name a "
             f"{_KINDS[kind].title} ({_KINDS[kind].examples})."

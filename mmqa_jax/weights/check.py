@@ -25,7 +25,6 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.models.bart import BartStack
-from mmqa_jax.models.decoder_families import FAMILIES as DECODERS
 from mmqa_jax.models.layers import scan_layers
 from mmqa_jax.models.llama import added
 from mmqa_jax.models.llava import expand_images
@@ -35,17 +34,14 @@ from mmqa_jax.models.onevision_tiles import TileBatch, TiledPicture, best_resolu
 from mmqa_jax.models.onevision_tiles import lay_out as lay_out_tiles
 from mmqa_jax.models.qwen_vl import expand_pictures
 from mmqa_jax.models.qwen_vl_layout import PatchBatch, bucket_of, grid_of, lay_out
-from mmqa_jax.models.qwen_vl_vision import FAMILIES as QWEN_VL
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 from mmqa_jax.models.siglip import PIXEL_MEAN, PIXEL_STD
 from mmqa_jax.models.t5 import T5Stack
-from mmqa_jax.models.t5_config import FAMILIES as T5
 from mmqa_jax.weights.convert import convert
 from mmqa_jax.weights.folder import load_converted, read_record
-from mmqa_jax.weights.models.siglip import FIXED, FLEXIBLE
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.record import is_weights_folder
-from mmqa_jax.weights.registry import NAMES
+from mmqa_jax.weights.registry import NAMES, architecture, model_of
 from mmqa_jax.weights.text_encoders import (
     CONFIG,
     FAMILIES,
@@ -215,16 +211,17 @@ def _name_of(source: Path, model: str | None) -> str:
         found = read_record(source).architecture.name
     elif _is_published(source):
         kind = read_json(source / CONFIG).get("model_type")
-        if kind in _MODEL_TYPES:
-            found = _MODEL_TYPES[kind]
-        elif is_classifier(source):
+        known = model_of(source)
+        if is_classifier(source):
             found = "reranker"
         elif kind in FAMILIES:
-            found = "llama" if kind in DECODERS else "encoder"
+            found = "llama" if known == "llama" else "encoder"
+        elif known in _KINDS and known != "llama":  # with a tower that is left out
+            found = known
         else:
             raise UserError(
                 f"{source / CONFIG}: model_type is {kind!r}, which is not known here; use one of "
-                f"{', '.join([*_MODEL_TYPES, *FAMILIES])}."
+                f"{', '.join(sorted(_known_types()))}."
             )
     elif model is None:
         raise UserError(
@@ -238,6 +235,11 @@ def _name_of(source: Path, model: str | None) -> str:
             "out."
         )
     return found
+
+
+def _known_types() -> set[str]:
+    architectures = (architecture(name) for name in _KINDS if name in NAMES)
+    return set(FAMILIES).union(*(entry.known_types for entry in architectures))
 
 
 def _is_published(source: Path) -> bool:
@@ -535,16 +537,6 @@ def _looked_at(model: Any, inputs: Mapping[str, Any]) -> Outputs:
     return Outputs(stacks, {"logits": llama.logits(llama.norm(hidden))})
 
 
-# transformers' model types that are neither decoders nor encoders of texts -> key in _KINDS.
-_MODEL_TYPES = {
-    "clip": "clip",
-    "bart": "bart",
-    "llava": "llava",
-    "llava_onevision": "onevision",
-    **dict.fromkeys((FIXED, FLEXIBLE), "siglip"),
-    **dict.fromkeys(T5, "t5"),
-    **dict.fromkeys(QWEN_VL, "qwen_vl"),
-}
 _TEXTS = {"inputs": _texts, "given": _as_texts}
 _KINDS: Mapping[str, _Kind] = {
     "llama": _Kind(

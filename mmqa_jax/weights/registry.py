@@ -34,6 +34,10 @@ class Architecture:
       weights: module of `mmqa_jax.weights.models` that reads and writes it; `name` by default.
       has_variants: configs of a folder are read by `read_NAME`, and their `build` makes the module,
         which may be a subclass of `model`.
+      model_types: of transformers' config.json in the folders that `open` reads; an entry with dots
+        names a mapping of `mmqa_jax`, whose keys are meant.
+      sign: a key of config.json, or an entry of its `architectures`, that tells this model from
+        another one of the same model type.
       takes_clip: `open` has an argument `clip`: a CLIP folder, for a checkpoint that has no vision
         tower of its own.
     """
@@ -45,8 +49,16 @@ class Architecture:
     layouts: tuple[str, ...] = ()
     exports: str = ""
     weights: str = ""
+    model_types: tuple[str, ...] = ()
+    sign: str = ""
     has_variants: bool = False
     takes_clip: bool = False
+
+    @property
+    def known_types(self) -> set[str]:
+        """`model_types`, with the keys of the mappings in their place."""
+        mapped = (_load(f"mmqa_jax.{name}") for name in self.model_types if "." in name)
+        return {kind for kind in self.model_types if "." not in kind}.union(*mapped)
 
     def build(self, config: Any, *, rngs: Any) -> Any:
         """A freshly initialized nnx.Module of a config."""
@@ -86,6 +98,7 @@ _OWN_KEYS = "safetensors under the original's keys (transformers does not have t
 ARCHITECTURES = (
     Architecture(
         name="clip",
+        model_types=("clip",),
         title="CLIP with vision transformers",
         model="clip.CLIP",
         config="clip.CLIPConfig",
@@ -98,6 +111,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         name="siglip",
+        model_types=("siglip", "siglip2"),
         title="SigLIP and SigLIP 2, also NaFlex",
         model="siglip.Siglip",
         config="siglip.SiglipConfig",
@@ -114,6 +128,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         name="bert",
+        model_types=("bert",),
         title="BERT and MiniLM encoders",
         model="bert.Bert",
         config="bert.BertConfig",
@@ -131,6 +146,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         name="oscar",
+        sign="img_feature_type",
         title="Oscar and Oscar+, captioner and tagger",
         model="oscar.Oscar",
         config="oscar.OscarConfig",
@@ -139,6 +155,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         name="bart",
+        model_types=("bart",),
         title="BART",
         model="bart.Bart",
         config="bart_config.BartConfig",
@@ -147,6 +164,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         name="llama",
+        model_types=("models.decoder_families.FAMILIES", "gemma3"),
         title="LLaMA, SmolLM, Mistral, Ministral, Qwen2 and 3, Phi-3, OLMo 2, Granite",
         model="llama.Llama",
         config="llama_config.LlamaConfig",
@@ -160,6 +178,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         name="t5",
+        model_types=("models.t5_config.FAMILIES",),
         title="T5, T5 1.1, Flan-T5, mT5",
         model="t5.T5",
         config="t5_config.T5Config",
@@ -172,6 +191,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         name="multimodal_t5",
+        sign="T5ForMultimodalGeneration",
         title="Multimodal-CoT's T5",
         model="multimodal_t5.MultimodalT5",
         config="multimodal_t5.MultimodalT5Config",
@@ -183,6 +203,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         name="llava",
+        model_types=("weights.models.llava.MODEL_TYPES",),
         title="LLaVA: CLIP or SigLIP, and any family of decoders",
         model="llava.Llava",
         config="llava.LlavaConfig",
@@ -192,6 +213,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         name="onevision",
+        model_types=("llava_onevision",),
         title="LLaVA-OneVision",
         model="onevision.Onevision",
         config="onevision.OnevisionConfig",
@@ -200,6 +222,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         name="qwen_vl",
+        model_types=("models.qwen_vl_vision.FAMILIES",),
         title="Qwen2.5-VL and Qwen3-VL, without experts",
         model="qwen_vl.QwenVL",
         config="qwen_vl.QwenVLConfig",
@@ -277,6 +300,36 @@ def architecture_of(model: Any) -> Architecture | None:
             if f"{kind.__module__}.{kind.__qualname__}" == f"mmqa_jax.models.{entry.model}":
                 return entry
     return None
+
+
+def model_of(path: Path) -> str | None:
+    """The name of the model at a path, by what is there: a folder of ours or of transformers, GGUF.
+
+    None: it does not say, as a file of weights alone.
+    """
+    from mmqa_jax.core.files import read_json
+    from mmqa_jax.weights.formats.gguf import GGUFSource
+    from mmqa_jax.weights.models.t5_gguf import ARCHITECTURES as GGUF_T5
+    from mmqa_jax.weights.record import is_weights_folder, read_metadata
+    from mmqa_jax.weights.sources import gguf_file
+
+    if is_weights_folder(path):
+        return str(read_metadata(path).get("model"))
+    if path.exists() and (gguf := gguf_file(path)) is not None:
+        is_t5 = GGUFSource(gguf).metadata("general.architecture") in GGUF_T5
+        return "t5" if is_t5 else "llama"
+    if (path / "adapter_config.json").is_file():  # PEFT's, of a LLaMA
+        return "llama"
+    file = path / "config.json"
+    published = read_json(file) if file.is_file() else {}
+    if not isinstance(published, dict):
+        raise UserError(f"{file}: is not an object; fetch the file again.")
+    kind = str(published.get("model_type", ""))
+    signs = {*published, *(published.get("architectures") or ())}
+    entries = sorted(ARCHITECTURES, key=lambda entry: not entry.sign)
+    return next(
+        (e.name for e in entries if (e.sign in signs if e.sign else kind in e.known_types)), None
+    )
 
 
 def describe() -> str:

@@ -19,10 +19,11 @@ from tiny_t5 import EXTRA, VOCABULARY, add_spiece, write_spiece
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_json
-from mmqa_jax.prompting.local_model import model_kind, open_backend
+from mmqa_jax.prompting.local_model import open_backend
 from mmqa_jax.weights.models.multimodal_t5 import open_multimodal_t5
 from mmqa_jax.weights.models.t5 import open_t5
 from mmqa_jax.weights.published import load_published
+from mmqa_jax.weights.registry import model_of
 
 pytestmark = pytest.mark.slow
 
@@ -208,12 +209,12 @@ def test_whether_gates_without_a_head_are_scaled_is_asked_for(tmp_path):
 def test_a_backend_opens_the_file_alone(tmp_path):
     """Known by its content, with the tokenizer in it; a folder with the file is the file."""
     file = write_gguf(tmp_path / "model.gguf", make("T5"), tokenizer=True)
-    assert model_kind(file) == model_kind(tmp_path) == "t5"
+    assert model_of(file) == model_of(tmp_path) == "t5"
     backend = open_backend(file, engine={"length": 64})
     assert backend.tokenizer.vocab_size == VOCABULARY + EXTRA
     assert backend.tokenizer.end_ids == (1,)
     write_json(tmp_path / "config.json", {"model_type": "llama"})
-    assert model_kind(tmp_path) == "llama"
+    assert model_of(tmp_path) == "llama"
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,6 @@ def test_what_cannot_be_checked_is_refused(tmp_path, monkeypatch):
     bert = make_source("bert", tmp_path / "bert").path
     refused("holds no clip (it is read as: encoder)", "--model=clip", f"--source={bert}")
     refused("leave --dtype out", f"--source={bert}", "--dtype=bfloat16")
-    refused("required: --model", f"--source={bert}", "--out=x")
     config = json.loads((bert / "config.json").read_text())
     (bert / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
     refused("model_type is 'mamba', which is not known", f"--source={bert}")

@@ -30,7 +30,7 @@ from mmqa_jax.weights.keymap import load_into
 from mmqa_jax.weights.layouts import require_given
 from mmqa_jax.weights.models.llama import publish_llama
 from mmqa_jax.weights.published import write_published
-from mmqa_jax.weights.registry import ARCHITECTURES, architecture
+from mmqa_jax.weights.registry import ARCHITECTURES, architecture, model_of
 from mmqa_jax.weights.sources import open_source
 from tests.fake_devices import fake_devices
 from tests.forks import server
@@ -62,8 +62,8 @@ def exported(made, tmp_path_factory):
     def export(model):
         out = folder / model
         if model not in results:
-            flags = (f"--model={model}", f"--source={made(model)[1]['out']}", "--export=hf")
-            results[model] = done("convert", *flags, f"--out={out}")
+            source = f"--source={made(model)[1]['out']}"
+            results[model] = done("convert", source, "--export=hf", f"--out={out}")
         return out, results[model]
 
     return export
@@ -103,6 +103,9 @@ def test_there_and_back(model, made, exported):
     reopened = architecture(model).open(folder)
     require_given(reopened, ())
     assert reopened.config == source.config
+    assert model_of(out) == model
+    entry = architecture(model)
+    assert model_of(folder) == (model if entry.model_types or entry.sign else None)
 
 
 def fingerprint(arrays):

@@ -77,7 +77,7 @@ _REST_OF_CLIP = (
     r"^vision_tower\.(text_model\.|text_projection\.|visual_projection\.|logit_(scale|bias)$)"
 )
 # The decoder's family by the original's model type, and by that of forks of its code.
-_ORIGINAL_TYPES = {
+MODEL_TYPES = {
     "llava": "llama",
     "llava_qwen": "qwen2",
     **{f"llava_{family}": family for family in FAMILIES},
@@ -282,7 +282,7 @@ def original_config(
         if that is the one that `published` names.
       where: name of the file, for messages.
     """
-    check_model_type(published, where, *_ORIGINAL_TYPES)
+    check_model_type(published, where, *MODEL_TYPES)
     is_siglip = isinstance(vision, SiglipVisionConfig)
     for option, (absent, expected) in _ORIGINAL_OPTIONS.items():
         value = published.get(option, absent)
@@ -321,7 +321,7 @@ def original_config(
             )
         # What is read is the last layer of a tower without the published one's last.
         vision, layer = dataclasses.replace(vision, layers=vision.layers - 1, head=False), -1
-    family = _ORIGINAL_TYPES[published["model_type"]]
+    family = MODEL_TYPES[published["model_type"]]
     return LlavaConfig(
         vision=vision,
         llama=LlamaConfig.from_hf({**text, "model_type": family}, where),
