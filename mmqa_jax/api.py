@@ -39,6 +39,7 @@ from mmqa_jax.prompting.source_prompts import Pictures
 from mmqa_jax.retrieval.bm25 import BM25Retriever
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, RankFusion, check_weight
 from mmqa_jax.retrieval.rankings import Retriever as Ranker
+from mmqa_jax.runs.ask_corpus import AskedCorpus, ShownSource, answer_notes, shown_sources
 from mmqa_jax.runs.ask_folder import (
     MINILM,
     AskOptions,
@@ -50,7 +51,6 @@ from mmqa_jax.runs.ask_folder import (
     open_passages,
     open_words,
 )
-from mmqa_jax.runs.asked import AskedCorpus, ShownSource, answer_notes, shown_sources
 from mmqa_jax.runs.parts import LLMSpec, RetrieverSpec, open_bm25
 from mmqa_jax.runs.parts import open_llm as open_cached
 from mmqa_jax.runs.prepare import folder_notes

@@ -67,9 +67,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.retrieval.modality import of_modality
     from mmqa_jax.retrieval.rankings import check_gold, read_rankings
     from mmqa_jax.runs import identity
-    from mmqa_jax.runs.answered import Stage, answering
     from mmqa_jax.runs.opened_parts import OpenedParts
     from mmqa_jax.runs.parts import ReaderSpec
+    from mmqa_jax.runs.stages import Stage, answering
     from mmqa_jax.tasks.reader import reader_modality
 
     data, out = Path(arguments.data), as_path(arguments.out)

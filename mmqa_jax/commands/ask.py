@@ -73,8 +73,8 @@ def _ask_folder(arguments: argparse.Namespace, picture: bytes | None) -> list[di
     """Answers from a folder of documents."""
     from mmqa_jax.core.host import cache_dir
     from mmqa_jax.prompting.llm_reader import LLMReader
+    from mmqa_jax.runs.ask_corpus import answer_notes
     from mmqa_jax.runs.ask_folder import FolderAnswerer, open_folder
-    from mmqa_jax.runs.asked import answer_notes
     from mmqa_jax.runs.parts import LLMSpec, open_llm
     from mmqa_jax.runs.prepare import folder_notes
 

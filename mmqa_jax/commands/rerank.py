@@ -98,9 +98,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.papers import webqa
     from mmqa_jax.retrieval.rankings import check_rankings_out, read_rankings, write_rankings
     from mmqa_jax.runs import identity
-    from mmqa_jax.runs.answered import Stage, answering
     from mmqa_jax.runs.opened_parts import OpenedParts
     from mmqa_jax.runs.parts import RerankerSpec, RetrieverSpec
+    from mmqa_jax.runs.stages import Stage, answering
 
     data, out, split = Path(arguments.data), as_path(arguments.out), arguments.split
     options, placed = flags.serving_options(arguments), {}

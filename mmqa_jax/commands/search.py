@@ -133,9 +133,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     from mmqa_jax.retrieval.trec import check_qrels, write_qrels
     from mmqa_jax.runs import identity
-    from mmqa_jax.runs.answered import Stage, answering
     from mmqa_jax.runs.opened_parts import OpenedParts
     from mmqa_jax.runs.parts import RetrieverSpec, open_fusions, open_predictor
+    from mmqa_jax.runs.stages import Stage, answering
 
     data, out, split = Path(arguments.data), as_path(arguments.out), arguments.split
     restricted = arguments.candidates == "restricted"

@@ -23,7 +23,6 @@ import numpy as np
 from jaxtyping import Float, Int, UInt8
 
 from mmqa_jax.core.typed import at_least
-from mmqa_jax.data.examples import RawSource
 from mmqa_jax.data.images import patch_boxes
 from mmqa_jax.data.packing import (
     Example,
@@ -34,6 +33,7 @@ from mmqa_jax.data.packing import (
     SourceTokens,
     add_targets,
 )
+from mmqa_jax.data.raw_examples import RawSource
 from mmqa_jax.data.regions import PatchRegions, Tags
 from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import SPECIAL_TOKENS, TokenTable, WordPiece

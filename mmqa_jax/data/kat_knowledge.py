@@ -17,7 +17,7 @@ from typing import Any
 from mmqa_jax.core.array_pickle import load_arrays
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.data.passages import answer_passage, entity_passage
+from mmqa_jax.data.passage_texts import answer_passage, entity_passage
 from mmqa_jax.data.schema import Question
 
 Pairs = Sequence[tuple[str, str]]

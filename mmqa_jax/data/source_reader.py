@@ -10,10 +10,10 @@ from jaxtyping import Int
 
 from mmqa_jax.core.errors import first_names
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.examples import RawExample, RawSource
 from mmqa_jax.data.images import BrokenPictures
 from mmqa_jax.data.packing import Example, SourceTokens, clean
 from mmqa_jax.data.picture_store import PictureStore
+from mmqa_jax.data.raw_examples import RawExample, RawSource
 from mmqa_jax.data.regions import FeatureRegions, PatchRegions
 from mmqa_jax.data.schema import Modality, Source
 from mmqa_jax.data.tokenizers import TokensOnDemand, TokenTable, WordPiece

@@ -13,12 +13,12 @@ import numpy as np
 from jaxtyping import Int32
 
 from mmqa_jax.data.datasets.benchmark import CAPTION
-from mmqa_jax.data.examples import RawExample, RawSource
 from mmqa_jax.data.grid_records import PictureFeatures
 from mmqa_jax.data.images import BrokenPictures
 from mmqa_jax.data.packing import Packed
 from mmqa_jax.data.question_pictures import QuestionPictures, stacked
 from mmqa_jax.data.question_words import QuestionWords
+from mmqa_jax.data.raw_examples import RawExample, RawSource
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.tokenizers import WordPiece, text_inputs
 from mmqa_jax.data.truncation import cut

@@ -21,8 +21,8 @@ import numpy as np
 from mmqa_jax.core.errors import first_names
 from mmqa_jax.core.mesh import DEFAULT_DEVICE, RowPlacement
 from mmqa_jax.core.serving import Serving
-from mmqa_jax.data.examples import RawExample, RawSource
 from mmqa_jax.data.packing import INPUT_FIELDS, Packed, Packer, batch, clean
+from mmqa_jax.data.raw_examples import RawExample, RawSource
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import TokenTable

@@ -94,7 +94,7 @@ class FusionReader:
         """Answers every question from passages that are no sources of the corpus.
 
         Args:
-          passages: of every question, best first, in the formats of `data.passages`.
+          passages: of every question, best first, in the formats of `data.passage_texts`.
         """
         check_questions(questions, "FusionReader.read")
         batches = self.read_batches(questions, passages)

@@ -39,7 +39,7 @@ from mmqa_jax.retrieval.exact import ExactIndex
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, HybridSearch, ScoreFusion
 from mmqa_jax.retrieval.minilm import load_minilm_embedder, minilm_token_limit
 from mmqa_jax.retrieval.rankings import Retriever
-from mmqa_jax.runs.asked import AskedCorpus, ShownSource, shown_sources
+from mmqa_jax.runs.ask_corpus import AskedCorpus, ShownSource, shown_sources
 from mmqa_jax.runs.corpora import prepare
 from mmqa_jax.tasks.library import open_text_embedder
 

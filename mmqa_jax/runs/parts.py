@@ -554,8 +554,8 @@ def open_llm(spec: LLMSpec, cache: Path, flag: str = "config key parts.llm.model
       flag: that named the model, or the config key, for messages.
     """
     from mmqa_jax.core.config import find_config, load_config
+    from mmqa_jax.prompting.backend_config import open_backend, spans_processes
     from mmqa_jax.prompting.cache import Cached, ResponseCache
-    from mmqa_jax.prompting.open import open_backend, spans_processes
 
     changes: dict[str, Any] = {"model.dtype": spec.dtype}
     changes |= {f"model.mesh.{axis}": size for axis, size in spec.mesh.items()}

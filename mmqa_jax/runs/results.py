@@ -19,10 +19,10 @@ from mmqa_jax.evaluation.scores import Scores, count_empty
 from mmqa_jax.evaluation.scoring import Evaluation, notes_of_counts, score_cited, score_predictions
 from mmqa_jax.retrieval.rankings import write_rankings
 from mmqa_jax.runs.agent_report import agent_summary
-from mmqa_jax.runs.answered import Answered
 from mmqa_jax.runs.parts import RetrieverSpec
 from mmqa_jax.runs.row import Row
 from mmqa_jax.runs.row_report import verdict_scorer, write_row_report
+from mmqa_jax.runs.stages import Answered
 from mmqa_jax.runs.traces import llm_cost, trace_counts, trace_rows
 
 

@@ -56,7 +56,6 @@ from mmqa_jax.papers import (
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.runs import identity
-from mmqa_jax.runs.answered import Stage, keeping
 from mmqa_jax.runs.opened_parts import OpenedParts, Part
 from mmqa_jax.runs.parts import (
     LLM_FREE,
@@ -69,6 +68,7 @@ from mmqa_jax.runs.parts import (
     check_prompted,
     kinds_of_parts,
 )
+from mmqa_jax.runs.stages import Stage, keeping
 from mmqa_jax.tasks.library import LibrarySpec, has_picture
 from mmqa_jax.weights.hub import is_cached, is_hub_name
 

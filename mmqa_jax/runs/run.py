@@ -21,10 +21,10 @@ from mmqa_jax.core.local_copies import with_local_copies
 from mmqa_jax.core.paths import in_store, key_of
 from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.core.workdir import claim_workdir, read_config
-from mmqa_jax.runs.answered import Answered, answering
 from mmqa_jax.runs.opened_parts import OpenedParts
 from mmqa_jax.runs.results import RowRun, write_results
 from mmqa_jax.runs.row import FREE, Row, read_row
+from mmqa_jax.runs.stages import Answered, answering
 
 CHUNK = 512  # questions
 

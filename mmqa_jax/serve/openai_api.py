@@ -35,7 +35,7 @@ from mmqa_jax.prompting.openai_requests import (
     read_completion,
     read_embedding,
 )
-from mmqa_jax.prompting.served import ServedModel
+from mmqa_jax.prompting.served_model import ServedModel
 from mmqa_jax.serve.door import Pieces, Visit, visit_of
 from mmqa_jax.serve.errors import ApiError, refusal, too_long
 from mmqa_jax.serve.metrics import Metrics

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mmqa_jax.prompting.served import ServedModel
-from mmqa_jax.runs.asked import AskedCorpus
+from mmqa_jax.prompting.served_model import ServedModel
+from mmqa_jax.runs.ask_corpus import AskedCorpus
 from mmqa_jax.serve.systems import Asking, System, Threads, Turn
 
 _AT_ONCE = 8  # texts that are embedded before others have their turn

@@ -12,10 +12,10 @@ from mmqa_jax.evaluation.cards import TraceNode
 from mmqa_jax.prompting.openai_fields import data_url
 from mmqa_jax.retrieval.rankings import ranking_of
 from mmqa_jax.runs.agent_report import agent_tree
-from mmqa_jax.runs.answered import open_parts
-from mmqa_jax.runs.asked import AskedCorpus, answer_notes
+from mmqa_jax.runs.ask_corpus import AskedCorpus, answer_notes
 from mmqa_jax.runs.opened_parts import OpenedParts
 from mmqa_jax.runs.row import Row
+from mmqa_jax.runs.stages import open_parts
 from mmqa_jax.serve.systems import (
     Asking,
     Tell,

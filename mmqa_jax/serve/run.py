@@ -22,10 +22,10 @@ from mmqa_jax.data.folder import FolderOptions
 from mmqa_jax.decoding.requests import Scoring
 from mmqa_jax.prompting.backends import Chat, Decoding, Message
 from mmqa_jax.prompting.llm_reader import LLMReaderOptions
-from mmqa_jax.prompting.served import ServedModel
+from mmqa_jax.prompting.served_model import ServedModel
 from mmqa_jax.runs.ask import Answerer
+from mmqa_jax.runs.ask_corpus import AskedCorpus
 from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, open_folder
-from mmqa_jax.runs.asked import AskedCorpus
 from mmqa_jax.runs.opened_parts import OpenedParts
 from mmqa_jax.runs.prepare import folder_notes
 from mmqa_jax.runs.row import recorded_row

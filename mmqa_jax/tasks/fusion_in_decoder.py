@@ -24,7 +24,7 @@ from mmqa_jax.data.batches.feed import BatchesSection
 from mmqa_jax.data.batches.passages import PassagesSize, passage_batches
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.kat_knowledge import KATKnowledge
-from mmqa_jax.data.passages import question_texts, source_passage
+from mmqa_jax.data.passage_texts import question_texts, source_passage
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.data.truncation import cut_before_end
 from mmqa_jax.decoding.t5_generate import beam_search

@@ -41,11 +41,11 @@ from mmqa_jax.data.batches.feed import BatchesSection, FeedConfig
 from mmqa_jax.data.batches.reading import Batches
 from mmqa_jax.data.clip_tokenizer import ClipTokenizer, open_tokenizer
 from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.data.examples import Augment
 from mmqa_jax.data.images import Alpha, Resize
 from mmqa_jax.data.mixture import member_of, open_mixture
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.question_words import QuestionWords
+from mmqa_jax.data.raw_examples import Augment
 from mmqa_jax.data.schema import Modality, Question, Source, source_text
 from mmqa_jax.data.siglip_tokenizer import SiglipTokenizer
 from mmqa_jax.data.splits import evenly

@@ -21,8 +21,8 @@ from mmqa_jax.data.atlas_reader import (
     color_terms,
 )
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.examples import RawExample, RawSource
 from mmqa_jax.data.packing import Example, Packer, SourceTokens
+from mmqa_jax.data.raw_examples import RawExample, RawSource
 from mmqa_jax.data.schema import Source
 from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import minilm_tokenizer

@@ -14,7 +14,7 @@ from vqa_files import write_okvqa
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.core.shards import Shard
-from mmqa_jax.prompting import open as prompting_open
+from mmqa_jax.prompting import backend_config
 from mmqa_jax.runs.parts import LLMSpec, open_llm
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
@@ -132,7 +132,7 @@ def test_slots_that_the_mesh_does_not_divide(inputs, tmp_path, refused):
 
 def test_a_mesh_over_the_processes_of_a_launch_is_refused(inputs, tmp_path, monkeypatch):
     """Each process answers questions of its own."""
-    monkeypatch.setattr(prompting_open, "launched_shard", lambda: Shard(1, 2))
+    monkeypatch.setattr(backend_config, "launched_shard", lambda: Shard(1, 2))
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     spec = LLMSpec(str(inputs / "llm"), mesh={"data": jax.device_count()})
     said = r"config key parts\.llm\.mesh: spans the processes of this launch.*; leave it at auto"

@@ -19,7 +19,7 @@ from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.retrieval.bm25 import BM25Retriever
 from mmqa_jax.retrieval.modality import one_modality
 from mmqa_jax.runs import ask_folder
-from mmqa_jax.runs.asked import AskedCorpus
+from mmqa_jax.runs.ask_corpus import AskedCorpus
 from mmqa_jax.runs.corpora import prepare
 from mmqa_jax.runs.parts import KnowledgeSpec, open_knowledge
 from tests.bench import synthetic_passages

@@ -19,8 +19,8 @@ from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Result, Scoring
 from mmqa_jax.models.lora import Additions
 from mmqa_jax.prompting.local_model import open_backend
-from mmqa_jax.prompting.served import ServedModel
-from mmqa_jax.runs.asked import AskedCorpus
+from mmqa_jax.prompting.served_model import ServedModel
+from mmqa_jax.runs.ask_corpus import AskedCorpus
 from mmqa_jax.serve.app import make_app
 from mmqa_jax.serve.options import ServeOptions
 from mmqa_jax.serve.parts import Parts

@@ -20,7 +20,7 @@ from mmqa_jax.data.datasets.benchmark import BenchmarkFiles
 from mmqa_jax.data.lists import corpus_of_lists
 from mmqa_jax.data.records import materials_beside, write_notice
 from mmqa_jax.data.schema import Material, Question, Source, united
-from mmqa_jax.runs.asked import AskedCorpus
+from mmqa_jax.runs.ask_corpus import AskedCorpus
 from mmqa_jax.runs.row import Row, read_row
 from mmqa_jax.serve.app import make_app
 from mmqa_jax.serve.options import ServeOptions

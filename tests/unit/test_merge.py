@@ -13,7 +13,7 @@ from row_runs import row_flags
 from mmqa_jax.core.chunks import JobRecord, Part, read_job, write_job
 from mmqa_jax.core.store import Store, chunk_files, chunks_of
 from mmqa_jax.retrieval.embeddings import write_embeddings
-from mmqa_jax.runs.answered import Answered
+from mmqa_jax.runs.stages import Answered
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

@@ -18,8 +18,8 @@ from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.datasets.coco import read_scored_tsv
-from mmqa_jax.data.examples import RawSource
 from mmqa_jax.data.grid_records import open_features
+from mmqa_jax.data.raw_examples import RawSource
 from mmqa_jax.data.region_exports import export_regions
 from mmqa_jax.data.region_records import RecordDetections, RegionFacts, RegionRecords
 from mmqa_jax.data.region_words import read_names, region_words

@@ -17,8 +17,8 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.decoding.text_stream import TextStream
 from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Message
 from mmqa_jax.prompting.openai_fields import data_url, read_picture
-from mmqa_jax.prompting.served import ServedModel
-from mmqa_jax.runs.asked import AskedCorpus
+from mmqa_jax.prompting.served_model import ServedModel
+from mmqa_jax.runs.ask_corpus import AskedCorpus
 from mmqa_jax.serve.app import make_app
 from mmqa_jax.serve.options import ServeOptions
 from mmqa_jax.serve.parts import Parts

@@ -22,7 +22,7 @@ from served_app import serving
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Source
 from mmqa_jax.decoding.requests import Candidate, Result
-from mmqa_jax.runs.asked import AskedCorpus
+from mmqa_jax.runs.ask_corpus import AskedCorpus
 from mmqa_jax.serve import run
 from mmqa_jax.serve.app import make_app
 from mmqa_jax.serve.door import Door

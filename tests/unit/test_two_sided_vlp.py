@@ -15,8 +15,8 @@ from tiny_corpus import CORPUS, PACKING, QUESTIONS, make_reader
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.atlas_reader import AtlasPackingConfig
-from mmqa_jax.data.examples import RawExample
 from mmqa_jax.data.packing import INPUT_FIELDS, Example, Packer, batch
+from mmqa_jax.data.raw_examples import RawExample
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.layers import attention
 from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides

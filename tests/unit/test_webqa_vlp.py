@@ -24,7 +24,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.core.typed import read_typed
 from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.data.examples import RawSource
+from mmqa_jax.data.raw_examples import RawSource
 from mmqa_jax.data.regions import PatchRegions
 from mmqa_jax.data.schema import Question, Ranking, Source
 from mmqa_jax.data.source_reader import SourceReader

@@ -13,9 +13,9 @@ from mmqa_jax.core.progress import announce
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.reading import Batches, batch_iterator
 from mmqa_jax.data.batches.sampling import BatchPlan, PlannedBatch, Table, mixture_epoch
-from mmqa_jax.data.examples import Augment, RawExample
 from mmqa_jax.data.images import BrokenPictures
 from mmqa_jax.data.packing import Bucket, Packed
+from mmqa_jax.data.raw_examples import Augment, RawExample
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,8 +22,8 @@ from mmqa_jax.data.batches.feed import (
 )
 from mmqa_jax.data.batches.reading import Batches
 from mmqa_jax.data.batches.sampling import PlannedBatch
-from mmqa_jax.data.examples import RawExample
 from mmqa_jax.data.packing import Packed, Packer, batch, clean
+from mmqa_jax.data.raw_examples import RawExample
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import TokenTable
