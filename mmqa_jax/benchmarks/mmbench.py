@@ -54,8 +54,7 @@ from mmqa_jax.evaluation.choices import (
     shown_answer,
     unparsed_choices,
 )
-from mmqa_jax.evaluation.prediction_lines import Row, json_rows
-from mmqa_jax.evaluation.question_ids import id_of
+from mmqa_jax.evaluation.prediction_lines import Row, id_of, json_rows
 from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
 from mmqa_jax.evaluation.scoring import Evaluation
 

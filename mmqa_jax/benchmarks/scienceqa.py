@@ -62,7 +62,7 @@ from mmqa_jax.evaluation.choices import (
     right_choices,
     unparsed_choices,
 )
-from mmqa_jax.evaluation.question_ids import id_of
+from mmqa_jax.evaluation.prediction_lines import id_of
 from mmqa_jax.evaluation.scores import (
     NO_OPTION,
     predictions_by_question,

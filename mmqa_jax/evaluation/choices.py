@@ -20,8 +20,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.data.table_files import real_number
 from mmqa_jax.evaluation import multiple_choice as rules
-from mmqa_jax.evaluation.prediction_lines import OTHERS, Row, answers_of, json_rows
-from mmqa_jax.evaluation.question_ids import id_of
+from mmqa_jax.evaluation.prediction_lines import OTHERS, Row, answers_of, id_of, json_rows
 from mmqa_jax.evaluation.scores import NO_OPTION
 
 Given = Mapping[str, Prediction]

@@ -14,7 +14,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import ONE_A_LINE, read_json, read_text
 from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.data.schema import Prediction, prediction_of
-from mmqa_jax.evaluation.question_ids import id_of
+from mmqa_jax.data.table_files import whole_number
 
 # Keys by which lines give an answer: ours, of which there may be several, and others'.
 OURS = ("answer", "choice", "sources")
@@ -80,7 +80,7 @@ def answers_of(
     Args:
       rows: of `json_rows`.
       source_ids: the corpus's source ids; None: cited sources are not checked.
-      question_ids: the ids of the questions, where known; see `question_ids.id_of`.
+      question_ids: the ids of the questions, where known; see `id_of`.
     """
     rows = list(rows)
     if rows and not any(key in row for _, row in rows for key in OURS):
@@ -127,3 +127,34 @@ def _check(where: str, row: Row) -> None:
 
 def _parsed(where: str, line: str) -> Any:
     return parse_json(line.rstrip().removesuffix(","), where, remedy=ONE_A_LINE)
+
+
+# Ids of questions as prediction files write them: text, a number, or 11.0, as pandas writes it.
+
+
+_WHOLE = re.compile(r"\d+\.0+")
+
+
+def id_of(value: Any, where: str, known: Container[str] = (), key: str = "question_id") -> str:
+    """The question's id as text.
+
+    The official vqa.py compares sets of numbers, in which 11.0 is 11, and VLMEvalKit calls int.
+
+    Args:
+      value: as the file has it.
+      where: begins an error's sentence.
+      known: the questions' ids: the text `11.0` is `11` only where that is one of them and `11.0`
+        is not, since a corpus of one's own may have any ids.
+      key: names the value in an error.
+    """
+    if isinstance(value, str) and value:
+        if value not in known and _WHOLE.fullmatch(value):
+            digits = str(whole_number(value))
+            return digits if digits in known else value
+        return value
+    number = whole_number(value)
+    if number is None:
+        raise UserError(
+            f"{where}: {key} is {value!r:.60}; text or a whole number was expected; correct it."
+        )
+    return str(number)

@@ -14,7 +14,7 @@ from test_seed_bench import NAMES, QUESTIONS
 from vqa_files import soft_labels, write, write_aokvqa, write_okvqa
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.evaluation.question_ids import id_of
+from mmqa_jax.evaluation.prediction_lines import id_of
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
