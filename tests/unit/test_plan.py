@@ -567,6 +567,20 @@ def test_a_cuda_plugin_that_does_not_compile(monkeypatch, refused):
     refused("plan", SELECT, "--topology=h100:8", message=message)
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None,
+    reason="the GPU's compiler comes with the extra `cuda12`",
+)
+@pytest.mark.parametrize("name", ["h100:1", "h200:1"])
+def test_a_gpu_multiplies_in_fp8(name):
+    """Where its target names no runtime, cuBLAS gets the operands widened."""
+    place = jax.sharding.SingleDeviceSharding(open_topology(name).devices[0])
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float8_e4m3fn, sharding=place)
+    product = jax.jit(lambda x, y: jnp.dot(x, y, preferred_element_type=jnp.float32)).lower(x, x)
+    text = product.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
+    assert "__cublas$lt$matmul$f8" in text
+
+
 @needs_libtpu
 def test_a_search_without_a_mesh_that_fits():
     message = (
