@@ -102,6 +102,11 @@ class Program:
         """How many run it together."""
         return math.prod(self.mesh.values())
 
+    @property
+    def shapes(self) -> list[Any]:
+        """The inputs of the jaxpr: static arguments, which have no shape, are none."""
+        return [leaf for leaf in jax.tree.leaves(self.arguments) if hasattr(leaf, "shape")]
+
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
@@ -164,13 +169,17 @@ def compile_program(program: Program, placement: Placement | None = None) -> Com
 def trace_program(program: Program, placement: Placement | None = None) -> Compiled:
     """As `compile_program`, in a fraction of its time: memory is without `temporaries`.
 
-    The program's `floor_bytes` must be known.
+    Where the program does not say `floor_bytes`, what it keeps is read, and what it donates is
+    written: less than the `compile_program` counts, which sees the batch and the results.
     """
-    assert program.floor_bytes is not None
     parts = (program.parameters, program.optimizer, program.cache)
     flops, exchanges = _work(program, placement)
-    memory = Memory(*parts, None, sum(parts))
-    return Compiled(program, memory, flops, exchanges, program.floor_bytes, 0.0)
+    floor = program.floor_bytes
+    if floor is None:
+        infos = jax.tree.leaves(program.trace().args_info)
+        pairs = zip(program.shapes, infos, strict=True)
+        floor = sum(parts) + shard_bytes([leaf for leaf, info in pairs if info.donated])
+    return Compiled(program, Memory(*parts, None, sum(parts)), flops, exchanges, floor, 0.0)
 
 
 def _work(
@@ -183,8 +192,7 @@ def _work(
     if program.devices > 1 and program.arguments:
         exchanges = least_exchanges(
             jaxpr,
-            # Static arguments, which have no shape, are no inputs of the jaxpr.
-            [leaf for leaf in jax.tree.leaves(program.arguments) if hasattr(leaf, "shape")],
+            program.shapes,
             *map(jax.tree.leaves, (program.weights, program.trained)),
             program.mesh,
             placement or Placement((0,) * program.devices),

@@ -43,16 +43,21 @@ def bound(compiled: Compiled, chip: Chip) -> Bound | None:
     """The roofline of a program; None where the compiler refused it."""
     if compiled.flops is None:
         return None
-    roofline = Bound(
-        chip.seconds(compiled.flops),
-        compiled.floor_bytes / chip.hbm_rate,
-        sum(one.seconds(chip) for one in compiled.exchanges),
-        sum(one.network_bytes for one in compiled.exchanges) / chip.network_rate,
-    )
+    roofline = least_time(compiled, chip)
     model = compiled.program.model_flops() / compiled.program.devices
     model = min(model, sum(compiled.flops.values()) or model)
     mfu = model / (roofline.seconds * chip.peak) if roofline.seconds else 0.0
     return dataclasses.replace(roofline, mfu=mfu)
+
+
+def least_time(compiled: Compiled, chip: Chip) -> Bound:
+    """As `bound`, of a program that was not refused; without `mfu`, which has to be traced."""
+    return Bound(
+        chip.seconds(compiled.flops or {}),
+        compiled.floor_bytes / chip.hbm_rate,
+        sum(one.seconds(chip) for one in compiled.exchanges),
+        sum(one.network_bytes for one in compiled.exchanges) / chip.network_rate,
+    )
 
 
 def fits(compiled: Compiled, chip: Chip) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -12,7 +13,7 @@ from ml_collections import ConfigDict
 from mmqa_jax.core.chips import GIB
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.plan.calibration import Calibration
-from mmqa_jax.plan.program import compile_program
+from mmqa_jax.plan.program import Program, compile_program, trace_program
 from mmqa_jax.plan.programs import (
     ENGINE,
     FIXED,
@@ -24,7 +25,7 @@ from mmqa_jax.plan.programs import (
     settled,
     whole_meshes,
 )
-from mmqa_jax.plan.roofline import Planned, run_cost
+from mmqa_jax.plan.roofline import Bound, Planned, least_time, run_cost
 from mmqa_jax.plan.topology import Topology
 
 _MOST_REMEDIES = 4  # each is a compilation
@@ -141,7 +142,11 @@ def place(name: str, config: ConfigDict, topology: Topology) -> Topology:
 
 def _planned(name: str, config: ConfigDict, topology: Topology, model: str | None) -> Planned:
     program = make_program(name, config, topology.devices, model)
-    print(f"compiling {name} for {topology.name} ...", file=sys.stderr, flush=True)
+    _tell(f"compiling {name} for {topology.name} ...")
+    return _compiled(program, topology)
+
+
+def _compiled(program: Program, topology: Topology) -> Planned:
     return Planned.of(compile_program(program, topology.placement(program.placed)), topology.chip)
 
 
@@ -234,9 +239,9 @@ class Found:
     def rate(self) -> float:
         """Examples per second over all devices, at best; 0 where it does not fit."""
         bound = self.planned.bound
-        if not self.planned.fits or bound is None or not bound.seconds:
+        if not self.planned.fits or bound is None:
             return 0.0
-        return self.planned.compiled.program.examples / bound.seconds
+        return _rate(self.planned.compiled.program, bound)
 
     def to_json(self) -> dict[str, Any]:
         """An entry of `search` in `--json`."""
@@ -250,10 +255,14 @@ class Found:
 def best_settings(
     config: ConfigDict, topology: Topology, *, model: str | None = None, only: Sequence[str] = ()
 ) -> list[Found]:
-    """Tries mesh x remat x batch (of an engine mesh x slots), the fastest first.
+    """Looks for the fastest of mesh x remat x batch (of an engine mesh x slots).
 
-    Of every mesh and remat the batch is doubled until it does not fit; what fits with less
-    recomputation is not tried with more.
+    All settings are traced, which bounds their rates, and compiled from the highest bound on until
+    none that is left can be faster: the best is that of a search which compiles all. With the mesh
+    and the recomputation of a setting that does not fit, larger batches are left out.
+
+    Returns:
+      The settings that were compiled, the fastest first; of equal ones the first of _settings.
 
     Raises:
       UserError: as `plan`.
@@ -261,57 +270,72 @@ def best_settings(
     name = chosen(config, only, model)[0]
     if name in FIXED:
         raise UserError(f"--search: a config has no setting of the program {name}; leave it out.")
-    found: list[Found] = []
-    refused: UserError | None = None
     topology = place(name, config, topology)
     config = settled(name, config, topology.devices, model)
-    space, remats = list(_space(name, config, len(topology.devices))), _all_remat(name, config)
-    most, tried = sum(len(batches) for _, batches in space) * len(remats), 0
-    for mesh, batches in space:
-        fitted = 0  # of the batches, with the recomputation so far
-        for remat in remats:
-            for batch in batches[fitted:]:
-                changes = {**mesh, **remat, **batch}
-                tried += 1
-                print(
-                    f"setting {tried} of {most} at most: {described(changes)}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                try:
-                    planned = _planned(name, changed(config, changes), topology, model)
-                except UserError as error:  # a batch or heads that the mesh does not divide
-                    refused = refused or error
-                    continue
-                found.append(Found(changes, planned))
-                if not planned.fits:
-                    break
-                fitted += 1
-    if not found:
+    settings = _settings(name, config, len(topology.devices))
+    programs: dict[int, Program] = {}
+    waiting: list[tuple[float, int]] = []  # (-rate at best, number of a setting)
+    refused: UserError | None = None
+    for number, changes in enumerate(settings):
+        _tell(f"tracing {number + 1} of {len(settings)}: {described(changes)}")
+        try:
+            program = make_program(name, changed(config, changes), topology.devices, model)
+            traced = trace_program(program, topology.placement(program.placed))
+        except UserError as error:  # a batch or heads that the mesh does not divide
+            refused = refused or error
+            continue
+        programs[number] = program
+        waiting.append((-_rate(program, least_time(traced, topology.chip)), number))
+    waiting.sort()
+    compiled: list[tuple[float, int, Found]] = []
+    while waiting:
+        number = waiting[0][1]
+        changes, most = settings[number], len(compiled) + len(waiting)
+        _tell(f"compiling {len(compiled) + 1} of {most} at most: {described(changes)}")
+        try:
+            setting = Found(changes, _compiled(programs[number], topology))
+        except UserError as error:  # not for its memory
+            refused = refused or error
+            del waiting[0]
+            continue
+        compiled.append((-setting.rate, number, setting))
+        if setting.planned.fits:
+            waiting = [other for other in waiting[1:] if other < compiled[-1][:2]]
+        else:
+            end = number - number % len(_FACTORS) + len(_FACTORS)
+            waiting = [other for other in waiting if not number <= other[1] < end]
+    if not compiled:
         raise UserError(
             f"--search: the config fits no mesh of {topology.name}; of the first: {refused}"
         ) from refused
-    return sorted(found, key=lambda one: -one.rate)
+    return [setting for *_, setting in sorted(compiled)]
 
 
-def _space(
-    name: str, config: ConfigDict, devices: int
-) -> Iterator[tuple[Changes, Sequence[Changes]]]:
-    """Meshes, and the batches to try on each."""
-    engine = name in ENGINE
-    prefix = "model.mesh" if engine else "mesh"
-    key = "engine.slots" if engine else _BATCH
+def _rate(program: Program, bound: Bound) -> float:
+    """Examples per second over all devices."""
+    return program.examples / bound.seconds if bound.seconds else 0.0
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+_FACTORS = (1, 2, 4)  # of the config's batch
+
+
+def _settings(name: str, config: ConfigDict, devices: int) -> list[Changes]:
+    """What a search may choose: of every mesh and remat the batches, from small to large."""
+    key = "inference.batch_size"  # of a copy on each device
+    meshes: list[Changes] = [{}]
+    if name in ("train", *ENGINE):
+        engine = name in ENGINE
+        prefix, key = ("model.mesh", "engine.slots") if engine else ("mesh", _BATCH)
+        axes = [f"{prefix}.{axis}" for axis in ("data", "fsdp", "tensor")]
+        meshes = [dict(zip(axes, split, strict=True)) for split in _splits(devices, engine)]
     section, last = key.split(".")
-    if name not in ("train", *ENGINE):  # a copy on each device
-        key = "inference.batch_size"
-        size = config.inference.batch_size
-        yield {}, [{key: size * factor} for factor in (1, 2, 4)]
-        return
-    size = config[section][last]
-    sizes = [{key: size * factor} for factor in (1, 2, 4)]
-    splits = _splits(devices, engine)
-    for data, fsdp, tensor in splits:
-        yield {f"{prefix}.data": data, f"{prefix}.fsdp": fsdp, f"{prefix}.tensor": tensor}, sizes
+    batches = [{key: config[section][last] * factor} for factor in _FACTORS]
+    remats = _all_remat(name, config)
+    return [{**mesh, **remat, **batch} for mesh, remat, batch in product(meshes, remats, batches)]
 
 
 def _splits(devices: int, engine: bool) -> list[tuple[int, int, int]]:

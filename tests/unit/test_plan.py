@@ -6,8 +6,10 @@ import dataclasses
 import importlib.util
 import json
 import os
+import random
 import subprocess
 import sys
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -325,19 +327,29 @@ def compiled_by_rule(monkeypatch):
     all is shared by the devices. Recomputation takes time. Returns what was compiled."""
     asked = []
 
-    def planned(name, config, topology, model):
-        del model
+    def make_program(name, config, devices, model):
+        del devices, model
         pairs, remat = config.batches.batch_size, config.model.changes.get("remat", "none")
-        asked.append((pairs, remat, config.mesh.fsdp))
         share = 8 if config.mesh.fsdp != 1 else 1
         kept = {"none": 1, "dots": 0.5, "full": 0.25}[remat]
         work = {"none": 3, "dots": 3.5, "full": 4}[remat]
         total = (1 + 0.2 * pairs * kept) / share
         one = compiled(total, name=name, flops=work * 1e9 * pairs, sent=1e9 * share)
-        program = dataclasses.replace(one.program, examples=pairs)
-        return Planned.of(dataclasses.replace(one, program=program), topology.chip)
+        setting = (pairs, remat, config.mesh.fsdp)
+        return dataclasses.replace(
+            one.program, examples=pairs, trace=lambda: one, arguments=setting
+        )
 
-    monkeypatch.setattr(planning, "_planned", planned)
+    def compile_program(program, placement):
+        asked.append(program.arguments)
+        return trace_program(program, placement)
+
+    def trace_program(program, placement):
+        del placement
+        return dataclasses.replace(program.trace(), program=program)
+
+    for function in (make_program, compile_program, trace_program):
+        monkeypatch.setattr(planning, function.__name__, function)
     return asked
 
 
@@ -346,7 +358,16 @@ def a_rerank_config(pairs, remat="none"):
     return changed(config, {"batches.batch_size": pairs, "model.changes.remat": remat})
 
 
-SLICE = Topology("v5e:2x4", (None,) * 8, (0,) * 8, TPUS["v5e"])
+class _Device(NamedTuple):
+    coords: tuple[int, int]
+
+
+SLICE = Topology(
+    "v5e:2x4",
+    tuple(_Device((n // 4, n % 4)) for n in range(8)),
+    (0,) * 8,
+    TPUS["v5e"],
+)
 
 
 def test_remedies_are_compiled_until_each_kind_fits(compiled_by_rule):
@@ -368,24 +389,72 @@ def test_remedies_are_compiled_until_each_kind_fits(compiled_by_rule):
     assert fitting.verdict.startswith("fits: 7.4 of 15.8 GiB; train is bound by ")
 
 
-def test_a_search_doubles_the_batch_until_it_does_not_fit(compiled_by_rule, capsys):
-    found = planning.best_settings(a_rerank_config(64), SLICE)
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) >= len(compiled_by_rule)
-    assert said[1].startswith("setting 2 of 27 at most: mesh.data=8 mesh.fsdp=1 mesh.tensor=1 ")
-    assert said[1].endswith("=none batches.batch_size=128")
-    rates = [one.rate for one in found]
+def test_a_search_compiles_what_can_be_the_fastest(compiled_by_rule, capsys):
+    config = a_rerank_config(64)
+    settings = planning._settings("train", config, 8)
+    every = []
+    for changes in settings:
+        program = planning.make_program("train", changed(config, changes), (), None)
+        planned = Planned.of(planning.trace_program(program, None), SLICE.chip)
+        every.append(planning.Found(changes, planned))
+    found = planning.best_settings(config, SLICE)
+    assert found[0].changes == max(every, key=lambda setting: setting.rate).changes
+    rates = [setting.rate for setting in found]
     assert rates == sorted(rates, reverse=True)
-    assert all(one.rate == 0 for one in found if not one.planned.fits)
-    # Split over data; what fits with less recomputation is not tried with more.
-    assert compiled_by_rule[:5] == [
-        (64, "none", 1), (128, "none", 1), (128, "dots", 1), (256, "dots", 1), (256, "full", 1)
+    assert all(setting.rate == 0 for setting in found if not setting.planned.fits)
+    # What is exchanged bounds them, so that large batches are the fastest: the first that fits.
+    assert compiled_by_rule == [
+        (256, "none", 1), (256, "none", 1), (256, "dots", 1), (256, "dots", 1), (256, "full", 1)
     ]  # fmt: skip
-    on_fsdp = [(pairs, remat) for pairs, remat, fsdp in compiled_by_rule if fsdp == 8]
-    assert on_fsdp == [(64, "none"), (128, "none"), (256, "none")]
-    assert {"changes", "examples_per_second_bound", "fits", "memory_gib"} <= found[
-        0
-    ].to_json().keys()
+    said = capsys.readouterr().err.splitlines()
+    assert said[1].startswith("tracing 2 of 27: mesh.data=8 mesh.fsdp=1 mesh.tensor=1 ")
+    assert said[1].endswith("=none batches.batch_size=128")
+    assert [line.split(":")[0] for line in said[27:]] == [
+        f"compiling {n} of 27 at most" for n in range(1, 6)
+    ]
+    row = found[0].to_json()
+    assert {"changes", "examples_per_second_bound", "fits", "memory_gib"} <= row.keys()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_search_finds_the_best_of_all_settings(seed, monkeypatch):
+    """Memory that grows with the batch, bounds that a compiled program may miss, many equal."""
+
+    def make_program(name, config, devices, model):
+        del devices, model
+        pairs, kind = config.batches.batch_size, (*config.mesh.values(), config.model.changes.remat)
+        total = random.Random(f"{seed} {kind}").uniform(2, 16) * (pairs / 64) ** 0.5
+        chance = random.Random(f"{seed} {kind} {pairs}")
+        least = pairs * chance.randint(3, 9) * GIB
+        missed = dataclasses.replace(
+            compiled(total), floor_bytes=least * chance.choice((1, 1.5, 2))
+        )
+        return dataclasses.replace(
+            missed.program, examples=pairs, trace=lambda: missed, floor_bytes=least
+        )
+
+    def compile_program(program, placement):
+        count.append(placement)
+        return dataclasses.replace(program.trace(), program=program)
+
+    def trace_program(program, placement):
+        del placement
+        return dataclasses.replace(program.trace(), floor_bytes=program.floor_bytes)
+
+    count = []
+    for function in (make_program, compile_program, trace_program):
+        monkeypatch.setattr(planning, function.__name__, function)
+    config = a_rerank_config(64)
+    settings = planning._settings("train", config, 8)
+    rates = [
+        planning.Found(changes, planning._planned("train", tried, SLICE, None)).rate
+        for changes in settings
+        for tried in [changed(config, changes)]
+    ]
+    every = len(count)
+    found = planning.best_settings(config, SLICE)
+    assert found[0].changes == settings[rates.index(max(rates))]
+    assert len(count) - every == len(found) < every / 2
 
 
 @pytest.mark.parametrize(
@@ -496,6 +565,20 @@ def test_a_cuda_plugin_that_does_not_compile(monkeypatch, refused):
         r"--topology=h100:8: JAX's .* \(the plugin is of another jaxlib\); install .*\[cuda12\]"
     )
     refused("plan", SELECT, "--topology=h100:8", message=message)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None,
+    reason="the GPU's compiler comes with the extra `cuda12`",
+)
+@pytest.mark.parametrize("name", ["h100:1", "h200:1"])
+def test_a_gpu_multiplies_in_fp8(name):
+    """Where its target names no runtime, cuBLAS gets the operands widened."""
+    place = jax.sharding.SingleDeviceSharding(open_topology(name).devices[0])
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float8_e4m3fn, sharding=place)
+    product = jax.jit(lambda x, y: jnp.dot(x, y, preferred_element_type=jnp.float32)).lower(x, x)
+    text = product.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
+    assert "__cublas$lt$matmul$f8" in text
 
 
 @needs_libtpu
