@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from mmqa_jax.core.flops import jaxpr_flops
 from mmqa_jax.models import llama
 from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.lora import ADDED, LoraConfig
+from mmqa_jax.models.lora import LoraConfig
 from mmqa_jax.tasks.objectives import LanguageModelObjective
 from mmqa_jax.training.state import split_model
 
@@ -60,8 +59,8 @@ def test_lora_keeps_what_a_layer_computes_once(on_tpu):
     objective = LanguageModelObjective(config, LoraConfig(rank=RANK))
     model = split_model(objective, 0)
     wide, few = (jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (LENGTH, TARGETS))
-    batch = {name: wide for name in ("input_ids", "segments", "positions")}
-    batch |= {name: few for name in ("target_positions", "target_ids", "target_segments")}
+    batch = dict.fromkeys(("input_ids", "segments", "positions"), wide)
+    batch |= dict.fromkeys(("target_positions", "target_ids", "target_segments"), few)
 
     def loss(params, frozen, batch):
         return objective.loss(model.merge(params, frozen), batch, jax.random.key(0))[0]
