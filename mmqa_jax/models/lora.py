@@ -22,7 +22,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import partition_spec
+from mmqa_jax.core.mesh import gather_frozen, partition_spec
 from mmqa_jax.models.layers import (
     Linear,
     TransposedLinear,
@@ -98,7 +98,8 @@ class LoraLinear(nnx.Module):
         if hasattr(self, "scale"):
             y = rounded_product(x, self.kernel[...], self.scale[...])
         else:
-            y = product(x, self.kernel[...].astype(x.dtype), 0)
+            names = self.kernel.get_metadata()["out_sharding"][-2:]
+            y = product(x, gather_frozen(self.kernel[...].astype(x.dtype), names), 0)
         if self.bias is not None:
             y = y + self.bias[...].astype(x.dtype)
         low = product(x, self.lora_a[...].astype(x.dtype), 0)  # [..., r]

@@ -193,7 +193,9 @@ def test_splash_skips_what_is_outside_of_a_window():
         return jaxpr_flops(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v).jaxpr)
 
     assert flops(512) == pytest.approx(flops(4096) / 4, rel=1e-3)
-    assert flops(None) == pytest.approx(flops(4096) * 7 / 9)  # backward one kernel, not two
+    assert flops(None) == pytest.approx(
+        flops(4096) * 7 / 9, rel=1e-3
+    )  # backward one kernel, not two
 
 
 def traced_for_gpu(implementation, mask, *, kind=jnp.bfloat16, length=8, **sizes):
