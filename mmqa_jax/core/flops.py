@@ -60,6 +60,8 @@ def flops_by_type(
 
 def _equation(equation: Any, kernels_only: bool, recomputed: bool) -> dict[str, float]:
     name, params = equation.primitive.name, equation.params
+    if not (equation.outvars or equation.effects):  # what nobody reads, no compiler makes
+        return {}
     if not recomputed and _RECOMPUTED in str(equation.source_info.name_stack):
         return {}
     if name == "pallas_call":

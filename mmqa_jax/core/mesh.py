@@ -336,6 +336,22 @@ def gather_features(table: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(table, PartitionSpec(rows, None))
 
 
+def gather_frozen(matrix: jax.Array, names: Sequence[str | None]) -> jax.Array:
+    """A matrix without gradient whose "embed" axis every device has; traced.
+
+    Left to itself, XLA on TPU multiplies by one device's part of it after the other as they come,
+    and passes over the sum in memory for each. A gathered matrix comes beside other products.
+
+    Args:
+      names: the logical names of its axes.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.manual_axes or mesh.shape.get("fsdp", 1) * mesh.shape.get(SEQUENCE, 1) == 1:
+        return matrix
+    whole = [None if name == "embed" else name for name in names]
+    return jax.lax.with_sharding_constraint(matrix, partition_spec(whole, matrix.shape, mesh))
+
+
 def batch_axes(mesh: jax.sharding.AbstractMesh, rows: int) -> tuple[str, ...] | None:
     """The mesh axes that split a batch of so many rows; None where they do not divide them."""
     parts = math.prod(mesh.shape.get(axis, 1) for axis in _BATCH_AXES)

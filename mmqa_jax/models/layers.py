@@ -336,7 +336,8 @@ def attention(
     `flash.cudnn_fits`, `splash.splash_fits`; for cuDNN a cap, columns that `sequence` splits, and
     segments or a mask beside a window) goes to "blocks".
     Dropout acts on the attention weights (BERT), for which only "auto" and "xla" serve.
-    Returns [B, Lq, heads, head_dim] in q's dtype.
+    Returns [B, Lq, heads, head_dim] in q's dtype, which is kept for the backward pass
+    (`scan_layers`); "splash" keeps it in the kernel's own layout, with the sums of its softmax.
     """
     drops = dropout_key is not None and dropout_rate > 0.0
     if implementation == "auto":
@@ -356,7 +357,8 @@ def attention(
             if window is not None:
                 mask = window.mask(mask, q.shape[1], k.shape[1], is_causal=is_causal)
             drop = {"dropout_rate": dropout_rate, "dropout_key": dropout_key} if drops else {}
-            return fused_attention(q, k, v, mask=mask, is_causal=is_causal, mesh=mesh, **drop)
+            out = fused_attention(q, k, v, mask=mask, is_causal=is_causal, mesh=mesh, **drop)
+            return keep(out)
     if implementation != "xla":
         if drops:
             raise UserError(
@@ -396,7 +398,7 @@ def attention(
         scores = jnp.where(mask, scores, MASKED)
     weights = dropout(jax.nn.softmax(scores, axis=-1), dropout_rate, dropout_key)
     out = jnp.matmul(weights.astype(v.dtype), v).swapaxes(1, 2)
-    return ungroup_queries(out, heads) if kv_heads < heads else out
+    return keep(ungroup_queries(out, heads) if kv_heads < heads else out)
 
 
 def _linear_attention(
@@ -421,7 +423,7 @@ def _linear_attention(
         kind = {"segmented": segments is not None, "windowed": window is not None}
         if flash.cudnn_fits(q, k, mask, is_causal=is_causal, **kind):
             kernel = functools.partial(flash.cudnn_attention, q, k, v, **options)
-            return kernel() if window is None else window.choose(kernel, columns)
+            return keep(kernel() if window is None else window.choose(kernel, columns))
     of_keys = mask is None or (mask.ndim == 4 and mask.shape[1:3] == (1, 1))
     if implementation == "splash" and of_keys and (mask is None or segments is None):
         from mmqa_jax.models import splash  # it imports Pallas, which takes half a second
@@ -435,7 +437,7 @@ def _linear_attention(
                 key_mask=keys, segments=segments, is_causal=is_causal, mesh=mesh, cap=cap,
             )  # fmt: skip
             return kernel() if window is None else window.choose(kernel, columns)
-    return flash.block_attention(q, k, v, **options, window=window, cap=cap)
+    return keep(flash.block_attention(q, k, v, **options, window=window, cap=cap))
 
 
 def group_queries(q: jax.Array, kv_heads: int) -> jax.Array:
@@ -572,20 +574,29 @@ def stack_layers(
     return nnx.split_rngs(splits=count)(build)(rngs)
 
 
-_KEPT = "kept"
+KEPT, _PRODUCT = "kept", "product"
 
 
 def keep(x: jax.Array) -> jax.Array:
     """Marks what `scan_layers` keeps for the backward pass, besides products with weights."""
-    return checkpoint_name(x, _KEPT)
+    return checkpoint_name(x, KEPT)
 
 
-_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+def keep_product(x: jax.Array) -> jax.Array:
+    """Marks a sum of products with weights, which `scan_layers` keeps in place of its terms."""
+    return checkpoint_name(x, _PRODUCT)
+
+
+def _products_and(*names: str) -> Callable[..., bool]:
+    return jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(_PRODUCT, *names),
+    )
+
+
 _REMAT_POLICIES = {
-    "none": jax.checkpoint_policies.save_from_both_policies(
-        _DOTS, jax.checkpoint_policies.save_only_these_names(_KEPT)
-    ),
-    "dots": _DOTS,
+    "none": _products_and(KEPT),
+    "dots": _products_and(),
     "full": None,  # keep only the layer inputs
 }
 

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mmqa_jax.core.mesh import platform
 from mmqa_jax.models.activations import ACTIVATIONS
 from mmqa_jax.models.config_checks import check_length
 from mmqa_jax.models.experts import Experts
@@ -30,7 +32,6 @@ from mmqa_jax.models.layers import (
     Linear,
     TransposedLinear,
     attention,
-    keep,
     merge_heads,
     normal_init,
     ones_init,
@@ -138,6 +139,34 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return (x32 * cos + jnp.roll(x32, x.shape[-1] // 2, axis=-1) * sin).astype(x.dtype)
 
 
+@jax.custom_vjp
+def rotate_rows(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """`rotate` of whole texts in training; cos and sin get no gradient.
+
+    On TPU the halves of a head change places by a product with a permutation, which is exact in
+    bfloat16: XLA else writes both halves to memory in float32, each padded to a whole head.
+    """
+    if platform() != "tpu" or x.dtype != jnp.bfloat16:
+        return rotate(x, cos, sin)
+    x = jax.lax.optimization_barrier(x)  # else the product before it writes float32
+    swap = jnp.roll(jnp.eye(x.shape[-1], dtype=x.dtype), x.shape[-1] // 2, axis=1)
+    swapped = jnp.einsum("blhd,de->blhe", x, swap, preferred_element_type=jnp.float32)
+    cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+    return (x.astype(jnp.float32) * cos + swapped * sin).astype(x.dtype)
+
+
+def _rotated_forward(x: jax.Array, cos: jax.Array, sin: jax.Array) -> Any:
+    return rotate_rows(x, cos, sin), (cos, sin)
+
+
+def _rotated_backward(angles: tuple[jax.Array, jax.Array], dy: jax.Array) -> Any:
+    cos, sin = angles  # the gradient is rotated back
+    return rotate_rows(dy, cos, -sin), None, None
+
+
+rotate_rows.defvjp(_rotated_forward, _rotated_backward)
+
+
 class RMSNorm(nnx.Module):
     """x / root mean square * scale over the last axis; float32 inside, returned in x's dtype.
 
@@ -238,7 +267,7 @@ class LlamaLayer(nnx.Module):
     def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         """The rest of the layer: x [B, L, H], attended [B, L, heads, D] -> [B, L, H]."""
         config = self.config
-        x = x + self._given(self.out(keep(merge_heads(attended))), "out_norm")
+        x = x + self._given(self.out(merge_heads(attended)), "out_norm")
         y = x if config.norms == "after" else self.mlp_norm(x)
         if config.experts:
             y = self.experts(y)
@@ -267,7 +296,8 @@ class LlamaLayer(nnx.Module):
         token sees its own segment alone.
         """
         both = self.config.bidirectional
-        q, k, v = self.project(x, *traits.turned(cos, sin))
+        q, k, v = self.products(x)
+        q, k = (rotate_rows(one, *traits.turned(cos, sin)) for one in (q, k))
         attended = attention(
             q,
             k,

@@ -22,10 +22,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import partition_spec
+from mmqa_jax.core.mesh import gather_frozen, partition_spec
 from mmqa_jax.models.layers import (
     Linear,
     TransposedLinear,
+    keep_product,
     param,
     product,
     uniform_init,
@@ -97,11 +98,24 @@ class LoraLinear(nnx.Module):
         if hasattr(self, "scale"):
             y = rounded_product(x, self.kernel[...], self.scale[...])
         else:
-            y = product(x, self.kernel[...].astype(x.dtype), 0)
+            names = self.kernel.get_metadata()["out_sharding"][-2:]
+            y = product(x, gather_frozen(self.kernel[...].astype(x.dtype), names), 0)
         if self.bias is not None:
             y = y + self.bias[...].astype(x.dtype)
         low = product(x, self.lora_a[...].astype(x.dtype), 0)  # [..., r]
-        return y + self.factor * product(low, self.lora_b[...].astype(x.dtype), 0)
+        added = self.factor * product(low, self.lora_b[...].astype(x.dtype), 0)
+        # The backward pass needs the sum alone: kept apart, its two products take twice the memory.
+        return _with_whole_gradient(keep_product(y + added))
+
+
+@jax.custom_vjp
+def _with_whole_gradient(y: jax.Array) -> jax.Array:
+    """y, whose gradient is made before the three products that read it: XLA on TPU else makes that
+    of a gated MLP again for each tile of each of them."""
+    return y
+
+
+_with_whole_gradient.defvjp(lambda y: (y, None), lambda _, dy: (jax.lax.optimization_barrier(dy),))
 
 
 def hold_base(model: Llama, config: LoraConfig) -> None:

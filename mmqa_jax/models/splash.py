@@ -15,8 +15,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmqa_jax.core.mesh import SEQUENCE, column_shards, partition_spec
+from mmqa_jax.models.layers import KEPT
 
 _LANES = 128  # queries and keys come in multiples of this
+_MOST_PARTS = 4  # of the queries' gradient, see _block_sizes
 
 
 def splash_fits(length: int, columns: int, shards: int = 1) -> bool:
@@ -70,11 +72,16 @@ def splash_attention(
             mask.q_sequence = balanced_order(length, shards)
         return splash.make_splash_mha(
             masks.MultiHeadMask([mask] * heads),
-            block_sizes=_block_sizes(length // (1 if shards == 1 else 2 * shards), columns),
+            block_sizes=_block_sizes(
+                length // (1 if shards == 1 else 2 * shards),
+                columns,
+                whole=window is None and shards == 1,
+            ),
             head_shards=1,
             q_seq_shards=shards if balanced else 1,
             interpret=interpret,
             attn_logits_soft_cap=cap,
+            residual_checkpoint_name=KEPT,
         )
 
     def attend(q, k, v, of_queries, of_keys, kernel=None):
@@ -140,19 +147,27 @@ def _balanced(x: jax.Array, shards: int) -> jax.Array:
 
 
 @functools.cache
-def _block_sizes(length: int, columns: int) -> splash.BlockSizes:
-    """Blocks of at most 512 queries and keys; forward and backward."""
+def _block_sizes(length: int, columns: int, *, whole: bool) -> splash.BlockSizes:
+    """Blocks of at most 512 queries and keys; forward and backward.
 
-    def divisor(total: int) -> int:
-        return next(size for size in (512, 256, _LANES) if total % size == 0)
+    Backward one kernel makes the scores once for all three gradients. It writes the queries' once
+    for every block of keys, and skips no block's turn: so it is for rows of few blocks that see
+    each other on one device (`whole`). Elsewhere two kernels make the scores twice.
+    """
+
+    def divisor(total: int, sizes: tuple[int, ...] = (512, 256, _LANES)) -> int:
+        return next(size for size in sizes if total % size == 0)
 
     q, kv = divisor(length), divisor(columns)
+    wide = divisor(columns, (1024, kv))
+    fused = whole and columns <= _MOST_PARTS * wide
     return splash.BlockSizes(
         block_q=q,
         block_kv=kv,
         block_q_dkv=q,
-        block_kv_dkv=kv,
+        block_kv_dkv=wide if fused else kv,
         block_kv_dkv_compute=kv,
-        block_q_dq=q,
-        block_kv_dq=kv,
+        block_q_dq=None if fused else q,
+        block_kv_dq=None if fused else kv,
+        use_fused_bwd_kernel=fused,
     )

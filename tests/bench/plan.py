@@ -133,12 +133,20 @@ class Counted(Planned):
         kernels = max(_STREAMED * moved / chip.hbm_rate, _MULTIPLIED * flops / chip.peak)
         return counts.cycles / chip.clock + kernels
 
+    @property
+    def estimated_mfu(self) -> float | None:
+        """As `Bound.mfu`, in the time that XLA estimates and what of the collectives is exposed."""
+        if self.estimated is None or self.bound is None:
+            return None
+        return self.bound.mfu * self.bound.seconds / (self.estimated + self.bound.exposed)
+
     def row(self) -> dict[str, Any]:
         """The program's entry in `--json`."""
         counts, bound = self.counts, self.bound
         return super().row() | {
             "hbm_bytes": None if counts is None else self.moved,
             "estimated_ms": None if self.estimated is None else 1e3 * self.estimated,
+            "mfu_estimated": self.estimated_mfu,
             "collectives_exposed_ms": bound and 1e3 * bound.exposed,
             "collectives": [
                 {"kind": one.kind, "axis": one.axis, "count": one.count, "bytes": one.bytes}
@@ -213,6 +221,7 @@ def _cells(one: Counted) -> dict[str, str | None]:
         f"{milliseconds(bound.seconds)} ({bound.by})",
         None if one.estimated is None else milliseconds(one.estimated),
         f"{100 * bound.mfu:.1f} %",
+        None if one.estimated_mfu is None else f"{100 * one.estimated_mfu:.1f} %",
         f"{one.compiled.seconds:.0f} s",
     )
     return {**cells, **dict(zip(_COUNTED, values, strict=True))}
@@ -221,5 +230,5 @@ def _cells(one: Counted) -> dict[str, str | None]:
 _COUNTED = (
     *("FLOPs", "of the model's", "HBM traffic", "of the least", "loops (turns)", "copies in HBM"),
     *("bound: compute", "bound: HBM", "bound: interconnect", "bound", "XLA's estimate"),
-    *("MFU at most", "compiled in"),
+    *("MFU at most", "MFU by the estimate", "compiled in"),
 )
