@@ -35,6 +35,7 @@ from mmqa_jax.models.clip import BlockConfig
 from mmqa_jax.models.dual_encoder import DualEncoderConfig
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.modernbert import ModernBertConfig
+from mmqa_jax.models.unstacked import restacked, unstacked
 from mmqa_jax.retrieval.embeddings import BROKEN, Embeddings, write_embeddings
 from mmqa_jax.retrieval.vectors import check_finite, not_finite
 from mmqa_jax.weights.sentence_pooling import Prompts
@@ -42,6 +43,8 @@ from mmqa_jax.weights.sentence_pooling import Prompts
 TextEncoderConfig = BertConfig | ModernBertConfig | LlamaConfig
 
 _SMALL_BATCH = 8  # a few questions (`mmqa ask`) should not cost a whole batch
+_ON_CPU = 8  # texts of a call: of 128 tokens, more do not fit a CPU's caches
+_FEW = 128  # texts of a length that are not worth a program of their own
 _MANY = 2_000  # texts or pictures, from which on their progress is shown
 _NO_PROMPTS = Prompts()
 FULL_LENGTH = 512  # tokens; of longer texts a batch has fewer
@@ -52,13 +55,17 @@ _IN_FLIGHT = 3  # batches that the device may lag behind the tokenizer and pictu
 @functools.lru_cache(maxsize=8)  # encoders of one config share their programs
 def make_encode_text(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
     """The jitted encoder of texts: (state, ids, mask) -> vectors [B, D]."""
-    return jax.jit(lambda state, ids, mask: nnx.merge(graphdef, state).encode_text(ids, mask))
+
+    def encode(state: Any, ids: jax.Array, mask: jax.Array) -> jax.Array:
+        return nnx.merge(graphdef, restacked(state)).encode_text(ids, mask)
+
+    return jax.jit(encode)
 
 
 @functools.lru_cache(maxsize=8)
 def make_encode_image(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
     """The jitted encoder of pictures alone: (state, pixels) -> vectors [B, D]."""
-    return jax.jit(lambda state, pixels: nnx.merge(graphdef, state).encode_image(pixels))
+    return jax.jit(lambda state, pixels: nnx.merge(graphdef, restacked(state)).encode_image(pixels))
 
 
 @functools.lru_cache(maxsize=8)
@@ -68,7 +75,7 @@ def make_encode_source(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
     def encode(
         state: Any, ids: jax.Array, mask: jax.Array, pixels: jax.Array, has_image: jax.Array
     ):
-        return nnx.merge(graphdef, state).encode_source(ids, mask, pixels, has_image)
+        return nnx.merge(graphdef, restacked(state)).encode_source(ids, mask, pixels, has_image)
 
     return jax.jit(encode)
 
@@ -131,7 +138,7 @@ class Embedder:
         self.prompts, self._recipe = prompts, recipe
         self._given, self._cost = batch_size, cost
         self.text_of = text_of
-        self._state = state
+        self._state = unstacked(state)
         self.serving = serve(batch_size, cost, state)
         self._graphdef = graphdef
         self._encode_text = make_encode_text(graphdef)
@@ -164,18 +171,19 @@ class Embedder:
         """
         graphdef, other = self._graphdef, copy.copy(self)
         other._encode_text = jax.jit(
-            lambda state, ids, mask: nnx.merge(graphdef, state).text_features(ids, mask)
+            lambda state, ids, mask: nnx.merge(graphdef, restacked(state)).text_features(ids, mask)
         )
         other._encode_image = jax.jit(
-            lambda state, pixels: nnx.merge(graphdef, state).image_features(pixels)
+            lambda state, pixels: nnx.merge(graphdef, restacked(state)).image_features(pixels)
         )
         other._fingerprint = f"unscaled {self.fingerprint}"
         return other
 
     def use(self, model: nnx.Module) -> None:
         """Continues with the parameters of another model of the same config; compiles nothing."""
-        _, self._state = nnx.split(model)
-        self.serving = serve(self._given, self._cost, self._state, beside_training=True)
+        _, state = nnx.split(model)
+        self._state = unstacked(state)
+        self.serving = serve(self._given, self._cost, state, beside_training=True)
         self._fingerprint = None
 
     def embed_questions(
@@ -335,6 +343,10 @@ class Embedder:
         whole = self.tokenizer.encode_batch([prompt + text for text in texts])
         tokens = [[*before, *ids[:longest], *after] for ids in whole]
         bucket = np.searchsorted(self.buckets, [len(ids) for ids in tokens])
+        for number in range(len(self.buckets) - 1):
+            few = np.flatnonzero(bucket == number)
+            if len(few) < _FEW and (bucket > number).any():
+                bucket[few] += 1  # a program more would take longer than the padding
         empty = [*before, *after] or [self.tokenizer.pad_id]
         for number, length in enumerate(self.buckets):
             members = np.flatnonzero(bucket == number)
@@ -435,7 +447,7 @@ class Embedder:
         digest.update(f"{self.tokenizer.fingerprint} {self.image_size} {self.buckets[-1]}".encode())
         if self.prompts != _NO_PROMPTS or self._recipe:
             digest.update(f"{self.prompts} {self._recipe}".encode())
-        for name, leaf in sorted(flatten_named(self._state).items()):
+        for name, leaf in sorted(flatten_named(restacked(self._state)).items()):
             array = np.asarray(jax.device_get(leaf))
             digest.update(f"{name} {array.dtype} {array.shape}".encode())
             digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
@@ -505,7 +517,7 @@ def dual_encoder_cost(model: DualEncoderConfig, length: int) -> RowCost:
 
 def text_cost(model: TextEncoderConfig, length: int) -> RowCost:
     """Texts of `length` tokens."""
-    return RowCost("texts", 64, 512, tower_bytes(model, length))
+    return RowCost("texts", _ON_CPU, 512, tower_bytes(model, length))
 
 
 def tower_bytes(model: TextEncoderConfig | BlockConfig, length: int) -> float:

@@ -15,11 +15,12 @@ from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.models.bert import Bert, minilm_l6
 from mmqa_jax.models.sentence_encoder import SentenceEncoder
 from mmqa_jax.retrieval.embedder import Embedder, text_cost, token_limit
+from mmqa_jax.retrieval.text_encoder import length_buckets
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.keymap import abstract_model
 from mmqa_jax.weights.pretrained import fill_bert
 
-_BUCKETS = (16, 24, 32, 48, 64, 128, 256)  # 256 tokens: the authors' max_seq_length
+_TOKENS = 256  # the authors' max_seq_length
 
 
 @functools.cache
@@ -39,9 +40,9 @@ def load_minilm_embedder(batch_size: BatchSize = AUTO) -> Embedder:
         state,
         minilm_tokenizer(),
         image_size=0,
-        buckets=_BUCKETS,
+        buckets=length_buckets(_TOKENS, bert.config.positions),
         batch_size=batch_size,
-        cost=text_cost(bert.config, _BUCKETS[-1]),
+        cost=text_cost(bert.config, _TOKENS),
     )
 
 
@@ -49,6 +50,6 @@ def load_minilm_embedder(batch_size: BatchSize = AUTO) -> Embedder:
 def minilm_token_limit() -> TokenLimit | None:
     """`Embedder.token_limit` of MiniLM without its weights; None where it is not installed."""
     try:
-        return token_limit(minilm_tokenizer(), _BUCKETS[-1] - 2)  # [CLS] and [SEP]
+        return token_limit(minilm_tokenizer(), _TOKENS - 2)  # [CLS] and [SEP]
     except UserError:
         return None

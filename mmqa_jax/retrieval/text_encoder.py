@@ -28,8 +28,7 @@ from mmqa_jax.weights.text_encoders import (
     model_type_of,
 )
 
-_ON_CPU = 8  # texts of a call: more do not fit a CPU's caches (runs/ask_folder.py)
-_BUCKETS = (16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_BUCKETS = (*range(16, 128, 16), *range(128, 256, 32), *(2**power for power in range(8, 15)))
 
 
 def load_text_embedder(
@@ -99,7 +98,7 @@ def load_text_embedder(
 def encoder_cost(config: TextEncoderConfig, longest: int, unit: str) -> RowCost:
     """What a text costs a published encoder; a call has fewer long ones (`rows_of_length`)."""
     cost = text_cost(config, min(longest, FULL_LENGTH))
-    return dataclasses.replace(cost, unit=unit, on_cpu=_ON_CPU)
+    return dataclasses.replace(cost, unit=unit)
 
 
 def length_buckets(longest: int | None, positions: int) -> tuple[int, ...]:

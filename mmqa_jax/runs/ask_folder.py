@@ -37,7 +37,7 @@ from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.exact import ExactIndex
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, HybridSearch, ScoreFusion
-from mmqa_jax.retrieval.minilm import load_minilm_embedder, minilm_token_limit
+from mmqa_jax.retrieval.minilm import minilm_token_limit
 from mmqa_jax.retrieval.rankings import Retriever
 from mmqa_jax.runs.ask_corpus import AskedCorpus, ShownSource, shown_sources
 from mmqa_jax.runs.corpora import prepare
@@ -45,7 +45,6 @@ from mmqa_jax.tasks.library import open_text_embedder
 
 MINILM = "minilm"
 _MOST_SOURCES = 1_000_000  # whose texts and vectors are held in memory
-_CPU_BATCH = 8  # passages
 _ANALYZER = Analyzer()
 # MiniLM's cosine of the nearest passage below which none answers a question, by the number of
 # passages: the more there are, the nearer is one by chance. Chosen on OpenStax's val questions by
@@ -367,13 +366,7 @@ def no_pictures(encoder: str) -> str:
 
 
 def _open_encoder(encoder: str, corpus: Corpus) -> tuple[Any, PictureStore]:
-    """The encoder and the corpus's pictures as it takes them.
-
-    MiniLM's own choice of a batch is for accelerators: on two CPU cores 8 texts of 128 tokens fit
-    the caches, and 43 a second are embedded where batches of 64 manage 28.
-    """
-    if encoder == MINILM and platform() == "cpu":
-        return load_minilm_embedder(_CPU_BATCH), PictureStore(corpus, size=1)
+    """The encoder and the corpus's pictures as it takes them."""
     embedder, pictures = _loaded(encoder)
     return embedder, pictures.over(corpus)
 

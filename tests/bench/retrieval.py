@@ -2,7 +2,8 @@
 
 ScaNN against exact search on the same vectors and cores: share of the exact top 20 that it finds,
 queries a second, and what building the index takes. BM25 over as many texts as WebQA has
-snippets. Reading and decoding imgs.tsv against Pillow alone. `required` is what a row must reach
+snippets; what making its index takes beside bm25s. MiniLM's texts, one question and twenty, beside
+sentence-transformers. Of these the processor's time counts. `required` is what a row must reach
 at full size, in `unit` (rows with a peer: the ratio); the floor of exact search is its matrix
 product alone, that of ScaNN reading its codes at the memory's speed.
 
@@ -27,7 +28,8 @@ from tests.bench.timing import run_child
 
 ROWS = (
     *("scann_recall", "scann_search", "exact_search", "index_build", "index_memory"),
-    *("bm25_search", "bm25_memory"),
+    *("bm25_search", "bm25_memory", "bm25_index"),
+    *("embed_texts", "embed_question", "embed_questions"),
 )
 # WebQA's sources are 389,750 pictures and 544,489 snippets, 934,239 in all.
 _SIZES = {
@@ -36,6 +38,7 @@ _SIZES = {
 }
 _TOP_K = 20
 _ROUNDS = 3
+_INDEXED, _EMBEDDED, _ASKED = 30_000, 256, 20  # texts, texts and questions beside other libraries
 _NUMPY_BLOCK = 16_384  # vectors whose scores numpy holds at a time
 _GIB = 1 << 30
 _SECONDS, _BUILD_GIB, _BM25_GIB, _BM25_RATE = 900.0, 8.0, 4.0, 200.0  # required
@@ -74,7 +77,11 @@ def _cases(
         yield Case("index_build", "s", seconds, notes=_required(sizes, _SECONDS) | built)
         yield Case("index_memory", "GiB", peak, notes=_required(sizes, _BUILD_GIB))
         yield from step("search")[0]
-    if any(name.startswith("bm25") for name in wanted):
+    if "bm25_index" in wanted:
+        yield from step("bm25_index")[0]
+    if any(name.startswith("embed") for name in wanted):
+        yield from step("embed")[0]
+    if any(name in wanted for name in ("bm25_search", "bm25_memory")):
         rows, peak = step("bm25")
         yield from rows
         yield Case("bm25_memory", "GiB", peak, notes=_required(sizes, _BM25_GIB))
@@ -184,6 +191,57 @@ def _bm25(folder: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
     return [_timed(case, sizes)]
 
 
+def _bm25_index(folder: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
+    import bm25s
+
+    from mmqa_jax.retrieval.bm25 import BM25
+    from tests.bench.retrieval_data import snippets
+
+    texts = snippets(_INDEXED)
+
+    def by_bm25s() -> None:
+        words = bm25s.tokenize(texts, stopwords="en", show_progress=False)
+        bm25s.BM25().index(words, show_progress=False)
+
+    work = {"ours": lambda: BM25(texts), "peer": by_bm25s}
+    row = Case("bm25_index", "texts/s", count=len(texts), clock=time.process_time, **work)
+    return [_timed(row, sizes)]
+
+
+def _embed(folder: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
+    import os
+
+    import torch
+    from sentence_transformers import SentenceTransformer
+
+    from mmqa_jax.retrieval.minilm import load_minilm_embedder
+    from mmqa_jax.weights.bundled import minilm_path
+    from tests.bench.retrieval_data import queries, snippets
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    ours, peer = load_minilm_embedder(), SentenceTransformer(str(minilm_path()), device="cpu")
+    asked = queries(_ASKED)
+    rows = []
+    for name, texts in (
+        ("embed_texts", snippets(_EMBEDDED)),
+        ("embed_question", asked[:1]),
+        ("embed_questions", asked),
+    ):
+        case = Case(
+            name,
+            "texts/s",
+            lambda texts=texts: ours.embed_texts(texts),
+            lambda texts=texts: peer.encode(
+                texts, normalize_embeddings=True, convert_to_tensor=True, show_progress_bar=False
+            ),
+            count=len(texts),
+            clock=time.process_time,
+            agreement=1e-5,
+        )
+        rows.append(_timed(case, sizes))
+    return rows
+
+
 def _open_vectors(folder: Path) -> Any:
     import numpy as np
 
@@ -225,6 +283,8 @@ _STEPS = {
     "build": _build,
     "search": _search,
     "bm25": _bm25,
+    "bm25_index": _bm25_index,
+    "embed": _embed,
 }
 
 

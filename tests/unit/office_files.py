@@ -380,6 +380,7 @@ OPEN_PIECES = {
     "list": (f"<text:list><text:list-item>{tp('one')}</text:list-item></text:list>", ["one"]),
     "date": (tp("on <text:date>5 May</text:date>"), ["on 5 May"]),
     "section": (f"<text:section>{tp('in')}</text:section>", ["in"]),
+    "table of contents": ("<text:table-of-content><text:table-of-content-source><text:index-title-template>Index</text:index-title-template></text:table-of-content-source><text:index-body><text:index-title>" + tp("Contents") + "</text:index-title></text:index-body></text:table-of-content>", ["Contents"]),
     "note": (tp(f"Fees<text:note><text:note-citation>1</text:note-citation><text:note-body>{tp('In 2024.')}</text:note-body></text:note> rise"), ["Fees rise", "In 2024."]),
     "comment": (tp(f"x<o:annotation><dc:creator>Me</dc:creator>{tp('Check')}</o:annotation>"), ["x", "Check"]),
     "text box": (tp(f"x<draw:frame><draw:text-box>{tp('Boxed')}</draw:text-box></draw:frame>"), ["x", "Boxed"]),

@@ -60,11 +60,13 @@ def test_pictures_are_read_back(tmp_path):
     assert encoded[0] != encoded[1]
 
 
-def test_rows(tmp_path, short_readings):
+def test_rows(tmp_path, short_readings, monkeypatch):
     """Every step once, in this process."""
+    for name, size in {"_INDEXED": 300, "_EMBEDDED": 3, "_ASKED": 2}.items():
+        monkeypatch.setattr(bench, name, size)
     sizes = {**SIZES, "rounds": 1}
     steps = {name: step(tmp_path, sizes) for name, step in bench._STEPS.items()}
-    rows = [row for name in ("search", "bm25") for row in steps[name]]
+    rows = [row for name in ("search", "bm25", "bm25_index", "embed") for row in steps[name]]
     assert {row["name"] for row in rows} == set(bench.ROWS) - {
         "index_build", "index_memory", "bm25_memory",
     }  # fmt: skip

@@ -769,10 +769,20 @@ int main() { return a<b; }
         (r"\begin{itemize}\item no end", "no end"),
         (r"$a & b", "a b"),
         (r"50\% of \$5", "50% of $5"),
+        (r"\begin{verbatim}a<b", "a<b"),  # without its end
     ],
 )
 def test_odd_latex(body, text):
     assert [paragraph for _, paragraph in texts(tex(body))] == [text]
+
+
+def test_latex_that_shows_latex():
+    shown = r"\documentclass{article} \begin{document}x\end{document}"
+    parts = (
+        rf"\begin{{lstlisting}}[language=TeX]{shown}\end{{lstlisting}}\captionof{{table}}{{Pumps}}"
+    )
+    found = texts(read_tex(parts.encode()))
+    assert [paragraph for _, paragraph in found] == [shown, "Pumps"]
 
 
 def test_latex_that_is_nested_too_deep():

@@ -15,9 +15,11 @@ from mmqa_jax.core.chunks import MOST_PARTS
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.schema import Source
-from mmqa_jax.models.bert import BertConfig
+from mmqa_jax.models.bert import Bert, BertConfig, bert_tiny
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
+from mmqa_jax.models.sentence_encoder import SentenceEncoder
+from mmqa_jax.models.unstacked import restacked, unstacked
 from mmqa_jax.retrieval.clip import load_clip_embedder
 from mmqa_jax.retrieval.embedder import Embedder, make_encode_source, make_encode_text
 from mmqa_jax.retrieval.embeddings import (
@@ -208,13 +210,45 @@ def test_the_real_dual_encoder(tmp_path):
 def test_no_recompilation_between_jobs(tmp_path):
     make_encode_text.cache_clear(), make_encode_source.cache_clear()  # those of tests before
     one = embedder()
-    one.embed_sources(FakeCorpus(), FakePictures(), tmp_path / "a", shard_rows=25)
-    one.embed_questions(["a"])
-    compiled = (one._encode_text._cache_size(), one._encode_source._cache_size())
-    one.embed_sources(FakeCorpus(61, seed=3), FakePictures(), tmp_path / "b", shard_rows=17)
-    one.embed_questions(["a b", "c"])
-    assert (one._encode_text._cache_size(), one._encode_source._cache_size()) == compiled
+
+    def jobs(folder):
+        one.embed_sources(FakeCorpus(), FakePictures(), folder / "a", shard_rows=25)
+        one.embed_questions(["a"])
+        one.embed_sources(FakeCorpus(61, seed=3), FakePictures(), folder / "b", shard_rows=17)
+        one.embed_questions(["a b", "c"])
+        return one._encode_text._cache_size(), one._encode_source._cache_size()
+
+    compiled = jobs(tmp_path / "first")
+    assert jobs(tmp_path / "second") == compiled
     assert max(compiled) <= 2 * len(BUCKETS)  # two batch sizes
+
+
+def test_few_texts_of_a_length_share_the_program_of_the_next_one(monkeypatch):
+    texts = ["a", "b", "a b c d", "a b c d e f g h"]  # tokens around them: 3, 3, 6 and 10
+    one = embedder()
+    apart = np.concatenate([one.embed_texts([text]) for text in texts])
+    lengths = []
+    run = one._encode_text
+    monkeypatch.setattr(
+        one, "_encode_text", lambda s, ids, mask: lengths.append(ids.shape) or run(s, ids, mask)
+    )
+    np.testing.assert_allclose(one.embed_texts(texts), apart, atol=2e-6)
+    assert [length for _, length in lengths] == [12]
+    monkeypatch.setattr("mmqa_jax.retrieval.embedder._FEW", 2)
+    np.testing.assert_allclose(one.embed_texts(texts), apart, atol=2e-6)
+    assert [length for _, length in lengths] == [12, 4, 12]  # one of 6 tokens alone is few
+
+
+def test_layers_apart_give_the_same_vectors():
+    graphdef, state = nnx.split(drawn(lambda: SentenceEncoder(Bert(bert_tiny(), rngs=nnx.Rngs()))))
+    apart = unstacked(state)
+    assert len(jax.tree.leaves(apart)) > len(jax.tree.leaves(state))
+    jax.tree.map(np.testing.assert_array_equal, restacked(apart), state)
+    ids, mask = np.arange(24).reshape(2, 12), np.ones((2, 12), bool)
+    whole = make_encode_text(graphdef)(state, ids, mask)
+    np.testing.assert_allclose(make_encode_text(graphdef)(apart, ids, mask), whole, atol=2e-6)
+    text = make_encode_text(graphdef).lower(apart, ids, mask).compile().as_text()
+    assert "concatenate(" not in text  # nothing is stacked where it runs
 
 
 def interrupted(tmp_path, name="e"):

@@ -23,7 +23,8 @@ from mmqa_jax.data.documents.office import (
 )
 
 _SPACES = ("s", "tab", "line-break")
-_NOT_SHOWN = ("date-string", "creator-initials", "sender-initials", "note-citation")
+_NOT_SHOWN = ("date-string", "creator-initials", "sender-initials", "note-citation",
+              "index-title-template")  # fmt: skip
 _ABOUT = "{http://purl.org/dc/elements/"  # the writer and the date of a comment
 _SHAPES = ("frame", "g", "custom-shape", "rect", "ellipse", "circle", "line", "polyline", "polygon",
            "path", "connector", "caption", "regular-polygon", "measure")  # fmt: skip

@@ -47,7 +47,9 @@ _UNSEEN = frozenset({
     "cmidrule", "provideenvironment", "DeclareMathOperator", "hphantom", "vphantom", "phantom",
 })  # fmt: skip
 # Commands with arguments that are no text, which `_COMMAND_TEXTS` leaves out.
-_PLACES = frozenset({"includegraphics", "href", "multicolumn", "multirow", "\\", "bibitem"})
+_PLACES = frozenset({
+    "includegraphics", "href", "multicolumn", "multirow", "\\", "bibitem", "captionof",
+})  # fmt: skip
 _RULES = frozenset({"hline", "toprule", "midrule", "bottomrule"})
 _TABLES = frozenset({"tabular", "tabular*", "tabularx", "tabulary", "longtable"})
 _DRAWINGS = frozenset({"tikzpicture", "pgfpicture", "picture", "comment"})
@@ -81,6 +83,8 @@ def read_tex(data: bytes) -> Document:
     """
     text = _CODE.sub(r"\\\1{verbatim}", decoded(data)).replace("}{", "} {")
     before, begin, body = text.partition(_BEGIN)
+    if before.count(r"\begin{verbatim}") > before.count(r"\end{verbatim}"):
+        begin = ""  # the one that was found is an example
     reader, page = _Reader(), Page()
     try:
         if begin:
@@ -201,7 +205,9 @@ class _Reader(latex2text.LatexNodes2Text):
             self.unseen += letters(node.latex_verbatim())
             return ""
         if name == "verbatim":
-            return f"<pre>{html.escape(node.nodeargd.verbatim_text)}</pre>"
+            open_end = "".join(inner.latex_verbatim() for inner in node.nodelist)
+            code = node.nodeargd.verbatim_text if node.nodeargd else open_end
+            return f"<pre>{html.escape(code)}</pre>"
         if name in _NAMED:
             arguments = (node.nodeargd and node.nodeargd.argnlist) or []
             label = "".join(map(self._groupnodecontents_to_text, arguments))
