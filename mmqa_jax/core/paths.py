@@ -14,7 +14,7 @@ import importlib.util
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -165,6 +165,34 @@ def listing(name: str) -> dict[str, tuple[int, str]]:
         for key, about in found.items()
         if about["type"] == "file" and not key.endswith("/")
     }
+
+
+def read_ranges(ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
+    """Bytes of objects of one store, fetched at once.
+
+    Args:
+      ranges: an object, where its bytes begin, and where they end.
+
+    Raises:
+      UserError: an object is not there, or shorter.
+      RunError: the store cannot be reached.
+    """
+    if not ranges:
+        return []
+    names, starts, ends = map(list, zip(*ranges, strict=True))
+    found = filesystem(names[0]).cat_ranges(names, starts, ends)
+    for data, (name, start, end) in zip(found, ranges, strict=True):
+        is_gone = isinstance(data, FileNotFoundError)
+        with named_errors(name, RunError):
+            if isinstance(data, BaseException) and not is_gone:
+                raise data
+        if is_gone or len(data) != end - start:
+            raise UserError(
+                f"{name}: bytes {start:,} to {end:,} were expected, "
+                f"{'the object is gone' if is_gone else f'{len(data):,} bytes came'}; copy the "
+                "folder into the store again."
+            )
+    return found
 
 
 def filesystem(name: str) -> Any:
