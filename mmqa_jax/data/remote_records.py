@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import importlib.util
 import math
 import os
 import resource
@@ -24,7 +25,7 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.host import cache_dir
-from mmqa_jax.core.paths import read_ranges
+from mmqa_jax.core.paths import read_ranges, scheme_of
 
 MOST_GIB = "MMQA_STREAM_GIB"
 
@@ -51,17 +52,21 @@ class RemoteRecords:
       shards: in order.
 
     Raises:
-      UserError: no number in $MMQA_STREAM_GIB.
+      UserError: no number in $MMQA_STREAM_GIB; a package is not installed.
     """
 
     def __init__(self, shards: Sequence[RemoteShard]):
+        if importlib.util.find_spec("zstandard") is None:
+            raise UserError(
+                f"{shards[0].name}: needs the package zstandard; install it with `pip install "
+                f"'mmqa-jax[{scheme_of(shards[0].name)}]'`."
+            )
         self._shards = shards
         self._firsts = np.cumsum([0, *(shard.records for shard in shards)])
         self._most_bytes = _most_bytes()
         self._most_files = _most_open_files()
         self._lock = threading.Lock()
         self._open: collections.OrderedDict[int, _Part] = collections.OrderedDict()
-        self._bytes = 0  # of the open ones
 
     def __len__(self) -> int:
         return int(self._firsts[-1])
@@ -76,21 +81,21 @@ class RemoteRecords:
         ((shard, place),) = self._places([number])
         part = self._opened([shard])[shard]
         if not part.is_there[place]:
-            self._fetch([(shard, part, place, part.end_of_read_ahead(place))])
+            self._fetch([(part, place, part.end_of_read_ahead(place))])
         return part.read(place)
 
     def look_ahead(self, numbers: Iterable[int]) -> None:
         """Fetches records that are asked for soon, all at once; raises what reading them does."""
         places = self._places(sorted(set(numbers)))
         opened = self._opened({shard: None for shard, _ in places})
-        spans: list[tuple[int, _Part, int, int]] = []
-        for shard, place in places:
-            if opened[shard].is_there[place]:
+        spans: list[tuple[_Part, int, int]] = []
+        for part, place in ((opened[shard], place) for shard, place in places):
+            if part.is_there[place]:
                 continue
-            if spans and spans[-1][0] == shard and spans[-1][3] == place:  # its neighbour's end
-                spans[-1] = (*spans[-1][:3], place + 1)
+            if spans and spans[-1][0] is part and spans[-1][2] == place:  # where the last one ends
+                spans[-1] = (part, spans[-1][1], place + 1)
             else:
-                spans.append((shard, opened[shard], place, place + 1))
+                spans.append((part, place, place + 1))
         self._fetch(spans)
 
     def _places(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
@@ -108,23 +113,22 @@ class RemoteRecords:
         for shard, part in zip(missing, _open([self._shards[n] for n in missing]), strict=True):
             with self._lock:  # of two threads that opened it, the first one's is kept
                 found[shard] = self._open.setdefault(shard, part)
-                self._bytes += part.bytes if found[shard] is part else 0
         return found
 
-    def _fetch(self, spans: Sequence[tuple[int, _Part, int, int]]) -> None:
+    def _fetch(self, spans: Sequence[tuple[_Part, int, int]]) -> None:
         """Fetches records from a place to another of files; more than the bound is let go."""
-        ranges = [part.range_of(place, end) for _, part, place, end in spans]
-        for (shard, part, place, end), data in zip(spans, read_ranges(ranges), strict=True):
+        ranges = [part.range_of(place, end) for part, place, end in spans]
+        for (part, place, end), data in zip(spans, read_ranges(ranges), strict=True):
             part.put(place, end, data)
             with self._lock:
-                if self._open.get(shard) is part:
-                    self._bytes += len(data)
+                part.bytes += len(data)
         with self._lock:
+            used = sum(part.bytes for part in self._open.values())
             while len(self._open) > 1 and (
-                self._bytes > self._most_bytes or len(self._open) > self._most_files
+                used > self._most_bytes or len(self._open) > self._most_files
             ):
                 # Its file is closed once no thread reads from it.
-                self._bytes -= self._open.popitem(last=False)[1].bytes
+                used -= self._open.popitem(last=False)[1].bytes
 
 
 class _Part:
@@ -146,7 +150,7 @@ class _Part:
             if len(self._starts) != shard.records + 1:
                 raise ValueError(f"{len(self._starts) - 1} records, {shard.records} were expected")
         self.is_there = np.zeros(shard.records, bool)
-        self.bytes = 0
+        self.bytes = len(end)
         self._next, self._ahead = 0, 1
         self._file = tempfile.TemporaryFile(dir=cache_dir() / "store", buffering=0)  # noqa: SIM115
         os.ftruncate(self._file.fileno(), shard.size)
@@ -191,7 +195,6 @@ class _Part:
         except OSError as error:
             error.filename = str(cache_dir())
             raise
-        self.bytes += len(data)
 
 
 def _open(shards: Sequence[RemoteShard]) -> list[_Part]:
@@ -297,7 +300,8 @@ def _most_bytes() -> int:
 
 
 def _most_open_files() -> int:
-    """Half of the files that the process may have open; it may have as many as the system lets."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    return most // 2
+    """Half of the files that the process may have open, which are up to 65,536 from now on."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    now = max(now, min(most, 1 << 16))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (now, most))
+    return now // 2
