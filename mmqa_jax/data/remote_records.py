@@ -144,6 +144,8 @@ class _Part:
     """
 
     def __init__(self, shard: RemoteShard, end: bytes):
+        from array_record.python.array_record_module import ArrayRecordReader
+
         self._shard = shard
         with _damage_named(shard):
             self._starts = _record_starts(end, shard.size)
@@ -155,6 +157,9 @@ class _Part:
         self._file = tempfile.TemporaryFile(dir=cache_dir() / "store", buffering=0)  # noqa: SIM115
         os.ftruncate(self._file.fileno(), shard.size)
         self._write(end, shard.size - len(end))
+        options = "readahead_buffer_size:0,max_parallelism:0"  # it reads a record's bytes alone
+        with _damage_named(shard):
+            self._reader = ArrayRecordReader(f"/proc/self/fd/{self._file.fileno()}", options)
 
     def range_of(self, place: int, end: int) -> tuple[str, int, int]:
         """The object, and where in it the records from `place` to `end` begin and end."""
@@ -175,15 +180,8 @@ class _Part:
 
     def read(self, place: int) -> bytes:
         """A record that is there; UserError where it is damaged."""
-        from array_record.python.array_record_module import ArrayRecordReader
-
-        # Opened anew (a quarter of a millisecond): one that stays open keeps in its buffer what
-        # the file did not hold yet. And it would take another of the process's few open files.
-        options = "readahead_buffer_size:0,max_parallelism:0"
         with _damage_named(self._shard):
-            reader = ArrayRecordReader(f"/proc/self/fd/{self._file.fileno()}", options)
-            (record,) = reader.read([place])
-            reader.close()
+            (record,) = self._reader.read([place])
         return record
 
     def _write(self, data: bytes, start: int) -> None:
@@ -300,8 +298,9 @@ def _most_bytes() -> int:
 
 
 def _most_open_files() -> int:
-    """Half of the files that the process may have open, which are up to 65,536 from now on."""
+    """A quarter of the files that the process may have open, which are up to 65,536 from now on:
+    a part takes two."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     now = max(now, min(most, 1 << 16))
     resource.setrlimit(resource.RLIMIT_NOFILE, (now, most))
-    return now // 2
+    return now // 4

@@ -136,9 +136,9 @@ def test_the_disk_that_it_takes_is_bounded(store, tmp_path, monkeypatch):
 
 def _disk_bytes(folder):
     """The bytes on disk of the files without names that this process holds open there."""
-    for opened in Path("/proc/self/fd").iterdir():
-        if opened.is_symlink() and os.readlink(opened).startswith(str(folder)):
-            yield opened.stat().st_blocks * 512
+    opened = [file for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    states = [file.stat() for file in opened if os.readlink(file).startswith(str(folder))]
+    return {state.st_ino: state.st_blocks * 512 for state in states}.values()
 
 
 def flipped(content, place):
