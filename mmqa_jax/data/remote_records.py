@@ -151,7 +151,7 @@ class _Part:
             self._starts = _record_starts(end, shard.size)
             if len(self._starts) != shard.records + 1:
                 raise ValueError(f"{len(self._starts) - 1} records, {shard.records} were expected")
-        self.is_there = np.zeros(shard.records, bool)
+        self.is_there = self._starts[:-1] >= shard.size - len(end)
         self.bytes = len(end)
         self._next, self._ahead = 0, 1
         self._file = tempfile.TemporaryFile(dir=cache_dir() / "store", buffering=0)  # noqa: SIM115
