@@ -20,7 +20,11 @@ from mmqa_jax.core.local_copies import IN_STORE, local_copy
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.grid_records import GridRecords, write_grids
 from mmqa_jax.data.images import BrokenPictures
+from mmqa_jax.data.mixture import open_mixture
+from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.remote_records import RemoteRecords, RemoteShard
+from mmqa_jax.data.source_reader import SourceReader
+from mmqa_jax.data.tokenizers import minilm_tokenizer
 from tests import streamed_batches
 
 GS = f"gs://{object_store.BUCKET}"
@@ -270,6 +274,27 @@ def test_a_corpus_is_opened_without_its_pictures(store, data):
     store.path(shard).unlink()
     with pytest.raises(UserError, match="its corpus records cannot be read"):
         pictures_of(open_corpus(local_copy(f"{GS}/data", stream=True)))
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [
+        open_corpus,
+        lambda place: open_mixture([place, place]),
+        lambda place: open_corpus(place, place),  # its questions, on its own sources
+    ],
+)
+def test_pictures_of_a_batch_are_fetched_before_they_are_read(store, data, opened):
+    put_folder(store, data, "data")
+    corpus = opened(local_copy(f"{GS}/data", stream=True))
+    reader = SourceReader(corpus, minilm_tokenizer(), PictureStore(corpus, 8))
+    assert not store.fetched
+    reader.look_ahead(np.arange(-1, len(corpus)))
+    asked = len(store.fetched)
+    assert asked
+    for row in range(len(corpus)):
+        reader.raw(row)
+    assert len(store.fetched) == asked
 
 
 def test_features_in_a_store(store, tmp_path):
