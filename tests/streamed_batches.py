@@ -116,6 +116,8 @@ def main():
         amazon_store.started(patch),
     ):
         put_folder(data)
+        shards = Path(data).rglob("pictures-*")
+        print(f"pictures: {sum(one.stat().st_size for one in shards) / 2**20:.1f} MiB")
         print("| read | host | MiB | requests | s to the first batch | s in all | s of a core |")
         print("|---|---|---:|---:|---:|---:|---:|")
         seen = []
