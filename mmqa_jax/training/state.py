@@ -15,8 +15,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.compiler_options import training_options
-from mmqa_jax.core.flops import jaxpr_flops
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.flops import jaxpr_flops
 from mmqa_jax.core.mesh import (
     batch_sharding,
     on_device,
@@ -178,8 +178,8 @@ def abstract_state(
     parameters = jax.tree.map(stack_on_host, (state.params, state.frozen), is_leaf=_is_variable)
     if all(leaf.sharding.memory_kind == "device" for leaf in jax.tree.leaves(parameters)):
         raise UserError(
-            "config key train.offload=parameters: the model has no stacked layers, whose parameters "
-            "come to the devices one by one; set it to optimizer."
+            "config key train.offload=parameters: the model has no stacked layers, whose "
+            "parameters come to the devices one by one; set it to optimizer."
         )
     params, frozen = parameters
     return dataclasses.replace(state, params=params, frozen=frozen)
