@@ -44,10 +44,15 @@ def test_gpus_multiply_fp8_by_fp8():
 
 
 def test_parameters_of_the_host_are_on_the_device_a_layer_at_a_time():
-    """Neither they nor their gradients are there as a whole."""
+    """While activations are there, their place is free."""
     optimizer, parameters = program_facts("precision_programs.py", "optimizer", "parameters")
-    assert optimizer["stacks"] == parameters["stacks"] == 4 * (MATRICES + 4 * 2 * 1024) / 8
-    assert optimizer["arguments"] - parameters["arguments"] >= 0.99 * parameters["stacks"]
-    assert optimizer["results"] - parameters["results"] >= 0.99 * parameters["stacks"]
-    assert parameters["temporaries"] < optimizer["temporaries"] + parameters["stacks"] / 4
+    stacks = parameters["stacks"]
+    assert stacks == optimizer["stacks"] == 4 * (4 * MATRICES + 16 * 2 * 1024) / 8
+    assert optimizer["arguments"] - parameters["arguments"] == stacks
+    assert optimizer["results"] - parameters["results"] == stacks
+    total = [
+        sum(one[name] for name in ("arguments", "results", "temporaries"))
+        for one in (optimizer, parameters)
+    ]
+    assert total[0] - total[1] > 2 * stacks
     assert parameters["flops"] == optimizer["flops"]
