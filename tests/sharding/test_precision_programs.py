@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import sys
+from pathlib import Path
 
 import pytest
-from processes import program_facts
+from processes import finish, program_facts, start
 
 pytestmark = [
     pytest.mark.optimized,
@@ -33,7 +36,11 @@ def test_gpus_multiply_fp8_by_fp8():
     gate and up."""
     if importlib.util.find_spec("jax_cuda12_plugin") is None:
         pytest.skip("the GPU's compiler comes with the extra `cuda12`")
-    (found,) = program_facts("precision_programs.py", "fp8")
+    script = str(Path(__file__).with_name("precision_programs.py"))
+    # No fork, which would look for JAX's plugins where their server does.
+    paths = os.pathsep.join(filter(None, sys.path))
+    (printed,) = finish([start(sys.executable, script, "fp8", fresh=True, PYTHONPATH=paths)])
+    found = json.loads(printed.splitlines()[-1])
     assert {name.split(" ", 1)[0] for name in of_8_bits(found)} == {"__cublas$lt$matmul$f8"}
     assert {tuple(name.split()[1:]) for name in of_8_bits(found)} == {
         ("f8e4m3fn", "f8e4m3fn"),
