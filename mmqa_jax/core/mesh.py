@@ -282,6 +282,15 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(_BATCH_AXES))
 
 
+def on_device(tree: Any) -> Any:
+    """The arrays of the host's memory (pinned_host) in the devices', others as they are; traced or
+    not. A gradient takes the way back."""
+    device, host = jax.memory.Space.Device, jax.memory.Space.Host
+    return jax.tree.map(
+        lambda x: jax.device_put(x, device) if jax.typeof(x).memory_space == host else x, tree
+    )
+
+
 def split_rows(x: jax.Array) -> jax.Array:
     """Activations [B, ...] split as a batch is, over the mesh of `jax.set_mesh`; traced.
 

@@ -32,7 +32,7 @@ from jax.nn.initializers import Initializer
 from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import column_shards, gather_features, platform, split_rows
+from mmqa_jax.core.mesh import column_shards, gather_features, on_device, platform, split_rows
 from mmqa_jax.models import flash
 from mmqa_jax.models.config_checks import check_known
 from mmqa_jax.models.masked import MASKED, Window, capped
@@ -604,6 +604,7 @@ _REMAT_POLICIES = {
 def split_last(layers: nnx.Module) -> tuple[nnx.Module, nnx.Module]:
     """A stack made by `stack_layers` as the stack of all layers but the last, and the last."""
     graphdef, params = nnx.split(layers)
+    params = on_device(params)
     before = jax.tree.map(lambda p: p[:-1], params)
     return nnx.merge(graphdef, before), nnx.merge(graphdef, jax.tree.map(lambda p: p[-1], params))
 
@@ -632,6 +633,9 @@ def scan_layers(
 
     `unroll` goes to `jax.lax.scan`; None unrolls wholly on CPU, where a loop costs 1.3x in the
     backward pass, and keeps one compiled layer elsewhere.
+
+    Parameters that lie in the host's memory come to the devices layer by layer, again in the
+    backward pass, and each layer's gradient goes to the host.
     """
     if unroll is None:
         unroll = platform() == "cpu"
@@ -643,7 +647,7 @@ def scan_layers(
     def step(carry, inputs):
         layer_params, x, key = inputs
         carry = jax.tree.map(split_rows, carry)
-        return body(nnx.merge(graphdef, layer_params), carry, x, key)
+        return body(nnx.merge(graphdef, on_device(layer_params)), carry, x, key)
 
     if remat != "none" or unroll is not True:
         step = jax.checkpoint(step, policy=_REMAT_POLICIES[remat], prevent_cse=False)

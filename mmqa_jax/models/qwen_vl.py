@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import gather_columns
+from mmqa_jax.core.mesh import gather_columns, on_device
 from mmqa_jax.models.activations import ACTIVATIONS
 from mmqa_jax.models.layers import (
     LayerNorm,
@@ -483,6 +483,7 @@ class QwenVision(nnx.Module):
         merged = [self.merger(x)]
         if config.deepstack:
             graphdef, params = nnx.split(self.deepstack)
+            params = on_device(params)
             for number in range(len(config.deepstack)):
                 own = jax.tree.map(lambda p, n=number: p[n], params)
                 merged.append(nnx.merge(graphdef, own)(kept[:, :, number]))

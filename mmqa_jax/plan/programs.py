@@ -273,7 +273,7 @@ def _train(
         "weights": (abstract.params, abstract.frozen),
         "parameters": shard_bytes((abstract.params, abstract.frozen)),
         "optimizer": shard_bytes(moments),
-        "host": shard_bytes(moments, on_host=True),
+        "host": shard_bytes(abstract, on_host=True),
         "examples": task.batches.batch_size,
         "unit": task.unit,
     }

@@ -27,7 +27,7 @@ from mmqa_jax.core.disk_errors import report_full_disk
 from mmqa_jax.core.errors import RunError
 from mmqa_jax.core.files import write_json
 from mmqa_jax.core.local_checkpoints import local_folder
-from mmqa_jax.core.mesh import batch_blocks, local_blocks, put_batch
+from mmqa_jax.core.mesh import batch_blocks, local_blocks, on_device, put_batch
 from mmqa_jax.core.metrics import MetricsWriter
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.core.progress import Progress, announce
@@ -225,7 +225,7 @@ def train(
                 with profile.step(step, run.wait):
                     for _ in range(options.accumulate):
                         if isinstance(batches, ModelBatches):
-                            batches.use(model.merge(state.params, state.frozen))
+                            batches.use(model.merge(*on_device((state.params, state.frozen))))
                         batch = run.read(step, state)
                         with jax.transfer_guard("disallow"):  # only the batch is transferred, above
                             state, values = step_fn(state, batch)
@@ -236,7 +236,7 @@ def train(
                 score = None
                 every = options.evaluate_every
                 if validation is not None and every and _due(step, every, options.steps):
-                    module = model.merge(step_fn.kept(state), state.frozen)
+                    module = model.merge(*on_device((state.kept, state.frozen)))
                     score = run.evaluate(step, module, validation)
                 is_best = best is not None and best.beats(score)
                 stopped = stop.received(checkpoints, step)
@@ -253,9 +253,8 @@ def train(
             checkpoints.remove_local()
         there.check()
         metadata = {**(metadata or {}), "step": steps, "seed": seed}
-        kept = step_fn.kept(state)
-        save_trained(folder, *finished(model, kept, state.frozen, finish), metadata)
-    return kept
+        save_trained(folder, *finished(model, state.kept, state.frozen, finish), metadata)
+    return state.kept
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,7 +55,9 @@ class LoopOptions:
         examples and a shape of its own, and only one is in memory (see make_step).
       precision: see Precision.
       offload: `optimizer` keeps the optimizer's moments and `ema`'s average in the host's memory;
-        while parameters are updated all of them are on the devices.
+        while parameters are updated all of them are on the devices. `parameters` keeps those of
+        stacked layers there, too, trained or frozen, and their gradients: each layer comes to the
+        devices when it is computed.
       ema: decay of the exponential moving average of the parameters, which begins as these; the
         average is what is validated and saved as weights. 0: there is none.
       keep: how many of the latest checkpoints; the best one is kept besides.
@@ -73,7 +75,7 @@ class LoopOptions:
     evaluate_every: int = at_least(0, 0)
     accumulate: int = at_least(1, 1)
     precision: Precision = Precision()
-    offload: Literal["", "optimizer"] = ""
+    offload: Literal["", "optimizer", "parameters"] = ""
     ema: float = at_least(0, 0.0)
     keep: int = at_least(1, 2)
     on_nan: OnNan = "stop"
@@ -84,6 +86,13 @@ class LoopOptions:
             raise UserError(
                 f"config key train.ema={self.ema}: a decay from 0 to less than 1 was expected, "
                 "such as 0.9999; change it."
+            )
+        rounds = self.precision.gradients != "float32" == self.precision.parameters
+        if self.offload == "parameters" and rounds:
+            raise UserError(
+                "config key train.offload=parameters: parameters in float32 are not rounded to "
+                "train.precision.gradients=bfloat16 on their way from the host; set "
+                "train.precision.parameters to bfloat16, too, or gradients to float32."
             )
 
 

@@ -15,8 +15,15 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.compiler_options import training_options
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.flops import jaxpr_flops
-from mmqa_jax.core.mesh import batch_sharding, on_shardings, replicated, state_shardings
+from mmqa_jax.core.mesh import (
+    batch_sharding,
+    on_device,
+    on_shardings,
+    replicated,
+    state_shardings,
+)
 from mmqa_jax.core.trees import flatten_named, unflatten_named
 from mmqa_jax.models.layers import with_rounded_products
 from mmqa_jax.training.objective import COUNTS, WEIGHT, Objective, Outlined
@@ -47,7 +54,7 @@ class Sums:
     def plus(self, weight: jax.Array, loss: jax.Array, gradient: list[jax.Array]) -> Sums:
         """With one part more."""
         total = [
-            (old + weight * new).astype(old.dtype)
+            _moved_like((on_device(old) + weight * on_device(new)).astype(old.dtype), old)
             for old, new in zip(self.gradient, gradient, strict=True)
         ]
         return Sums(self.parts + 1, self.weight + weight, self.loss + weight * loss, total)
@@ -160,7 +167,22 @@ def abstract_state(
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=kind) if leaf.ndim else leaf
 
     optimizer, average = jax.tree.map(on_host, (state.optimizer, state.average))
-    return dataclasses.replace(state, optimizer=optimizer, average=average)
+    state = dataclasses.replace(state, optimizer=optimizer, average=average)
+    if model.offload == "optimizer":
+        return state
+
+    def stack_on_host(variable: nnx.Variable) -> nnx.Variable:
+        names = variable.get_metadata().get("out_sharding") or ("",)
+        return jax.tree.map(on_host, variable) if names[0] == "layers" else variable
+
+    parameters = jax.tree.map(stack_on_host, (state.params, state.frozen), is_leaf=_is_variable)
+    if all(leaf.sharding.memory_kind == "device" for leaf in jax.tree.leaves(parameters)):
+        raise UserError(
+            "config key train.offload=parameters: the model has no stacked layers, whose "
+            "parameters come to the devices one by one; set it to optimizer."
+        )
+    params, frozen = parameters
+    return dataclasses.replace(state, params=params, frozen=frozen)
 
 
 def initial_state(
@@ -209,7 +231,7 @@ def pretrained_state(
             params, frozen, _ = model.draw(jax.random.key(seed))
             every = flatten_named(params) | flatten_named(frozen)
             drawn = {name: leaf for name, leaf in every.items() if name not in given}
-        parts = _unflattened(abstract, given | drawn)
+        parts = _unflattened(abstract, on_device(given) | drawn)
         return dataclasses.replace(_fresh(model, *parts, optimizer), params=drawn, frozen=None)
 
     missing = {name: leaf.sharding for name, leaf in wanted.items() if name not in given}
@@ -241,10 +263,9 @@ def finished(
     model: Model, params: Any, frozen: Any, finish: Callable[[nnx.Module], nnx.Module] | None
 ) -> tuple[nnx.Module, Any]:
     """The module whose weights are kept, and those; `finish` None: the trained parameters."""
-    module = model.merge(params, frozen)
     if finish is None:
-        return module, params
-    module = finish(module)
+        return model.merge(params, frozen), params
+    module = finish(model.merge(*on_device((params, frozen))))
     return module, nnx.state(module, nnx.Param)
 
 
@@ -266,7 +287,11 @@ def _held(tree: Any, dtype: str) -> Any:
             return leaf
         return jax.tree.map(lambda x: x.astype(dtype) if x.dtype in _HELD else x, leaf)
 
-    return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return jax.tree.map(one, tree, is_leaf=_is_variable)
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)
 
 
 _HELD = (jnp.float32, jnp.bfloat16)
@@ -290,9 +315,14 @@ def _rounded_like(tree: Any, old: Any, key: jax.Array) -> Any:
     return structure.unflatten([one(number, *pair) for number, pair in numbered])
 
 
-def _moved(tree: Any, place: jax.memory.Space) -> Any:
-    """The arrays, but for scalars, in the memory of devices or of the host; traced."""
-    return jax.tree.map(lambda x: jax.device_put(x, place) if x.ndim else x, tree)
+def _moved_like(tree: Any, old: Any) -> Any:
+    """The arrays of the devices in the host's memory where those of `old` are; traced."""
+    host = jax.memory.Space.Host
+    return jax.tree.map(
+        lambda x, old: jax.device_put(x, host) if jax.typeof(old).memory_space == host else x,
+        tree,
+        old,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,14 +376,6 @@ class Step:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
         empty = jax.jit(lambda: _zeros(shapes), out_shardings=shardings)()
         return dataclasses.replace(state, sums=empty)
-
-    def kept(self, state: TrainState) -> Any:
-        """As TrainState has it, on the devices."""
-        if state.average is None:
-            return state.params
-        return jax.device_put(
-            state.average, jax.tree.map(lambda leaf: leaf.sharding, self.abstract.params)
-        )
 
     def model_flops(self, state: TrainState, batch: Any) -> float:
         """FLOPs of the products of one call over all devices, recomputed ones left out.
@@ -443,16 +465,15 @@ def make_step(
         return metrics, [leaf for leaf, trained in own if trained]
 
     def update(state: TrainState, loss: jax.Array, gradient: list[jax.Array]) -> Any:
-        given = iter(gradient)
-        own = zip(jax.tree.leaves(state.params), is_trained, strict=True)
+        before = state.params, state.optimizer, state.average
+        old = on_device(before)
+        params, moments, average = old
+        given = iter(on_device(gradient))
+        own = zip(jax.tree.leaves(params), is_trained, strict=True)
         whole = [next(given) if trained else jnp.zeros_like(leaf) for leaf, trained in own]
         grads = _held(jax.tree.unflatten(structure, whole), "float32")
         values = {"grad_norm": optax.tree.norm(grads), "learning_rate": schedule(state.step)}
-        moments, average = state.optimizer, state.average
-        if model.offload:
-            moments, average = _moved((moments, average), jax.memory.Space.Device)
-        old = state.params, moments, average
-        wide = _held(state.params, "float32")
+        wide = _held(params, "float32")
         updates, moments = optimizer.update(grads, _held(moments, "float32"), wide)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         key = jax.random.fold_in(key, _ROUNDING)
@@ -468,9 +489,7 @@ def make_step(
         if skip_nonfinite:
             finite = jnp.isfinite(loss) & jnp.isfinite(values["grad_norm"])
             new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
-        params, moments, average = new
-        if model.offload:
-            moments, average = _moved((moments, average), jax.memory.Space.Host)
+        params, moments, average = _moved_like(new, before)
         return dataclasses.replace(
             state, step=state.step + 1, params=params, optimizer=moments, average=average
         ), values
@@ -478,8 +497,9 @@ def make_step(
     def complete(state: TrainState) -> Any:
         sums = state.sums
         weight = jnp.where(sums.weight == 0, 1.0, sums.weight)
-        means = [x.astype(jnp.float32) / weight for x in sums.gradient]
-        return update(dataclasses.replace(state, sums=_zeros(sums)), sums.loss / weight, means)
+        means = [x.astype(jnp.float32) / weight for x in on_device(sums.gradient)]
+        empty = _moved_like(_zeros(sums), sums)
+        return update(dataclasses.replace(state, sums=empty), sums.loss / weight, means)
 
     def wait(state: TrainState) -> Any:
         return state, {"grad_norm": jnp.zeros(()), "learning_rate": schedule(state.step)}

@@ -9,12 +9,14 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
+from flax import nnx
 from test_training_resume import curve
 
 from mmqa_jax.core.config import config_fingerprint
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.core.workdir import Workdir
+from mmqa_jax.models.layers import Linear, scan_layers, stack_layers
 from mmqa_jax.training.loop import Resuming
 from mmqa_jax.training.optimizer import OptimizerOptions, make_schedule
 from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
@@ -50,16 +52,39 @@ HELD = {
 }
 
 
-def test_a_run_in_bfloat16_with_an_average_resumes_to_the_bit(tmp_path):
+class Stacked(tiny_run.Regression):
+    """Two layers more, in a stack, which may lie on the host."""
+
+    def init(self, key):
+        size, model = tiny_run.HIDDEN, tiny_run.MLP(key)
+        rngs, names = nnx.Rngs(key), ("embed", "mlp")
+        layers = stack_layers(lambda r: Linear(size, size, names, rngs=r), 2, rngs)
+        model.second = Deep(model.second, layers)
+        return model
+
+
+class Deep(nnx.Module):
+    def __init__(self, last, layers):
+        self.last, self.layers = last, layers
+
+    def __call__(self, x):
+        return self.last(scan_layers(self.layers, x, lambda layer, x, *_: (x + layer(x), None))[0])
+
+
+@pytest.mark.parametrize(
+    ("task", "offload"), [(tiny_run.REGRESSION, "optimizer"), (Stacked(), "parameters")]
+)
+def test_a_run_in_bfloat16_with_an_average_resumes_to_the_bit(tmp_path, task, offload):
     """The best step's weights are the average, also where a kill came before they were written."""
-    options = {"steps": 20, "log_every": 1, "validation": tiny_run.KEEP_BEST}
-    stop_at(tmp_path / "ours", 11, **options, **HELD)
+    options = {"steps": 20, "log_every": 1, "validation": tiny_run.KEEP_BEST, "task": task}
+    held = HELD | {"offload": offload}
+    stop_at(tmp_path / "ours", 11, **options, **held)
     shutil.rmtree(tmp_path / "ours" / "best", ignore_errors=True)
-    # Where moments lie is no part of the experiment.
+    # Where state lies is no part of the experiment.
     ours = tiny_run.run(
-        tmp_path / "ours", tiny_run.pipeline(1), **options, **HELD | {"offload": ""}
+        tmp_path / "ours", tiny_run.pipeline(1), **options, **held | {"offload": ""}
     )
-    theirs = tiny_run.run(tmp_path / "theirs", tiny_run.pipeline(1), **options, **HELD)
+    theirs = tiny_run.run(tmp_path / "theirs", tiny_run.pipeline(1), **options, **held)
     assert losses(tmp_path / "ours") == losses(tmp_path / "theirs")
     for got, want in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert got.dtype == np.float32

@@ -60,11 +60,16 @@ def language_model(**lora):
     )
 
 
-def test_an_update_of_moments_on_the_host_is_planned_too():
-    config = changed(language_model(), {"train.offload": "optimizer"})
+@pytest.mark.parametrize("offload", ["optimizer", "parameters"])
+def test_an_update_of_what_lies_on_the_host_is_planned_too(offload):
+    config = changed(language_model(), {"train.offload": offload})
     assert program_names(language_model())[:2] != program_names(config)[:2] == ("train", "update")
     train, update = (make_program(name, config, jax.devices()[:1]) for name in ("train", "update"))
     assert train.host == update.host > update.parameters > 0
+    whole = make_program("train", language_model(), jax.devices()[:1])
+    held = whole.parameters + whole.optimizer
+    assert train.host + train.parameters + train.optimizer == held
+    assert (train.parameters < whole.parameters) == (offload == "parameters")
     assert update.optimizer == train.optimizer < 100  # the counts alone
 
 

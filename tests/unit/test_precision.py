@@ -16,6 +16,7 @@ from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.models.layers import Linear, with_rounded_products
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.lora import ADDED, LoraConfig, add_lora
 from mmqa_jax.plan.program import shard_bytes, tree_bytes
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
 from mmqa_jax.training.options import Precision, read_section
@@ -84,13 +85,21 @@ def trained(count, task=None, *, accumulate=1, rate=0.02, skip_nonfinite=False, 
             part = jax.tree.map(lambda x, n=number: x[n::accumulate], batch)
             state, values = step(state, jax.device_put(part, batch_sharding(mesh)))
             parts.append(float(values["loss"]))
-        kinds = {
-            leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim
-        }
-        assert kinds == {"pinned_host" if held.get("offload") else "device"}
+        offload = held.get("offload")
+        assert memory_kinds(state.optimizer) == {"pinned_host" if offload else "device"}
+        if offload == "parameters":
+            named = flatten_named(state.params) | flatten_named(state.frozen)
+            stacks = [x for name, x in named.items() if name.startswith("layers/")]
+            assert memory_kinds(stacks) == {"pinned_host"}
+            rest = [x for name, x in named.items() if not name.startswith("layers/")]
+            assert memory_kinds(rest) == {"device"}
         states.append(jax.device_get(state))
         losses.append(np.mean(parts))
     return states, np.array(losses)
+
+
+def memory_kinds(tree):
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
 
 
 def dtypes(tree):
@@ -143,10 +152,13 @@ def test_the_average_is_torchs_own(dtype):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_where_moments_lie_changes_no_number(accumulate):
-    held = {"ema": 0.9, "accumulate": accumulate}
-    wanted, _ = trained(3, **held)
-    got, _ = trained(3, offload="optimizer", **held)
+@pytest.mark.parametrize("base", [None, "int8"])
+@pytest.mark.parametrize("offload", ["optimizer", "parameters"])
+def test_where_state_lies_changes_no_number(offload, base, accumulate):
+    held = {"ema": 0.9, "accumulate": accumulate, "rows": texts(3)}
+    task = NextToken(base, unroll=1)  # as on accelerators
+    wanted, _ = trained(3, task, **held)
+    got, _ = trained(3, task, offload=offload, **held)
     for name, value in flatten_named(wanted[-1]).items():
         np.testing.assert_array_equal(flatten_named(got[-1])[name], value, err_msg=name)
 
@@ -198,6 +210,10 @@ def test_a_step_that_is_skipped_changes_nothing_held():
         ({"precision": {"moments": "float16"}}, r"train\.precision\.moments"),
         ({"precision": {"products": "int4"}}, r"train\.precision\.products"),
         ({"offload": "all"}, r"train\.offload"),
+        (
+            {"offload": "parameters", "precision": {"gradients": "bfloat16"}},
+            r"train\.offload=parameters: .* set train\.precision\.parameters to bfloat16",
+        ),
     ],
 )
 def test_what_cannot_be(section, message):
@@ -206,11 +222,18 @@ def test_what_cannot_be(section, message):
 
 
 class NextToken:
-    """A tiny LLaMA, whose linears are stacks."""
+    """A tiny LLaMA, whose linears are stacks; with a base the additions of LoRA are trained."""
+
+    def __init__(self, base=None, unroll=None):
+        self.trained, self.base, self.unroll = base and ADDED, base, unroll
 
     def init(self, key):
         sizes = {"vocab_size": 32, "hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 24}
-        return Llama(LlamaConfig(**sizes, init_stddev=0.2), rngs=nnx.Rngs(0))
+        config, rngs = LlamaConfig(**sizes, init_stddev=0.2, unroll=self.unroll), nnx.Rngs(0)
+        model = Llama(config, rngs=rngs)
+        if self.base:
+            add_lora(model, LoraConfig(rank=2, base=self.base), rngs=rngs)
+        return model
 
     def loss(self, model, batch, dropout_key):
         logits = model(batch["ids"])[:, :-1]
@@ -272,3 +295,8 @@ def test_a_product_in_int8_is_the_one_of_rounded_operands():
 def test_products_in_8_bits_without_stacked_linears():
     with pytest.raises(UserError, match=r"no linears in stacked layers .* leave products empty"):
         trained(1, precision=Precision(products="int8"))
+
+
+def test_parameters_without_stacks_of_layers_stay():
+    with pytest.raises(UserError, match=r"no stacked layers, .* set it to optimizer"):
+        trained(1, offload="parameters")
