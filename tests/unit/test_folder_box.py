@@ -92,11 +92,11 @@ HOSTILE = {
 # Reads a folder in a process of its own: the peak memory of a child begins at that of the process
 # that starts it, and a test worker that has run models is larger than what is measured here.
 READ = """
-import json, resource, sys
+import json, pathlib, resource, sys
 from mmqa_jax.data.documents import read
 from mmqa_jax.data.folder import FolderOptions, read_folder
 read._SECONDS = 1
-content = read_folder(sys.argv[1], sys.argv[2], FolderOptions())
+content = read_folder(*map(pathlib.Path, sys.argv[1:]), FolderOptions())
 children = resource.getrusage(resource.RUSAGE_CHILDREN)
 print(json.dumps({
     "seconds": children.ru_utime + children.ru_stime,
