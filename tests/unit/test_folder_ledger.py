@@ -72,6 +72,8 @@ def word(take: Take) -> bytes:
         made.sections[0].header.paragraphs[0].text = take()
         made.sections[0].footer.paragraphs[0].text = take()
         made.add_paragraph(take()).runs[0].font.hidden = True
+        for style in ("List Number", "List Number", "List Bullet", "List Number 2"):
+            made.add_paragraph(take(), style)
         made.add_heading(take(), 2)
 
     return docx(fill)
