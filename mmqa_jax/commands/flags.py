@@ -14,6 +14,7 @@ from mmqa_jax.core.shards import Shard, launched_shard, parse_shard
 
 if TYPE_CHECKING:
     from mmqa_jax.core.serving import Serving
+    from mmqa_jax.data.documents.ocr import PageReader
     from mmqa_jax.data.folder import FolderOptions
     from mmqa_jax.data.text_analysis import Analyzer
     from mmqa_jax.prompting.llm_reader import LLMReaderOptions
@@ -287,8 +288,8 @@ def add_reading(parser: argparse.ArgumentParser, workdir: str) -> None:
 
 # Flags of `add_reading` that are for a folder alone.
 READING = (
-    *("model", "backend", "pictures", "encoder", "pages", "top_k", "least_similarity", "cache"),
-    *("language", "stemming"),
+    *("model", "backend", "pictures", "encoder", "pages", "ocr", "top_k", "least_similarity"),
+    *("cache", "language", "stemming"),
 )
 
 
@@ -305,12 +306,18 @@ def check_reading(arguments: argparse.Namespace) -> None:
 
 
 def add_pages(parser: argparse.ArgumentParser, condition: str) -> None:
-    """`--pages`; `condition`: where it holds, for the help."""
+    """`--pages` and `--ocr`; `condition`: where they hold, for the help."""
     parser.add_argument(
         "--pages",
         choices=("text", "pictures", "both"),
         help=f"{condition}what is taken of a PDF: its text and figures, its pages as pictures, or "
         "both (text)",
+    )
+    parser.add_argument(
+        "--ocr",
+        metavar="NAME",
+        help="of documents, the vision-language model that reads a PDF's pages that are pictures: "
+        "as --model of `mmqa ask`, or openai:NAME of a server (mmqa-jax[ocr], if installed)",
     )
 
 
@@ -337,12 +344,21 @@ def analyzer(arguments: argparse.Namespace) -> Analyzer:
 
 
 def folder_options(arguments: argparse.Namespace) -> FolderOptions | None:
-    """How documents become sources, as `--pages` says; None: as by default."""
-    if arguments.pages is None:
+    """How documents become sources, as `--pages` and `--ocr` say; None: as by default."""
+    if arguments.pages is None and arguments.ocr is None:
         return None
     from mmqa_jax.data.folder import FolderOptions
 
-    return FolderOptions(pages=arguments.pages)
+    return FolderOptions(pages=arguments.pages or "text", ocr=page_reader(arguments))
+
+
+def page_reader(arguments: argparse.Namespace) -> PageReader | None:
+    """The model of `--ocr`; None without one."""
+    if arguments.ocr is None:
+        return None
+    from mmqa_jax.runs.page_reader import open_page_reader
+
+    return open_page_reader(arguments.ocr)
 
 
 def reading_options(arguments: argparse.Namespace) -> tuple[AskOptions, LLMReaderOptions]:

@@ -132,6 +132,7 @@ def _folder_options(arguments: argparse.Namespace) -> Any:
     given = {name: value for name, value in given.items() if value is not None}
     if arguments.dataset == "folder":
         given["tokens"] = minilm_token_limit()
-    if arguments.pages is None:
-        return FolderOptions(ChunkOptions(**given)) if given else None
-    return FolderOptions(ChunkOptions(**given), pages=arguments.pages)
+    if arguments.pages is arguments.ocr is None and not given:
+        return None
+    reader = flags.page_reader(arguments)
+    return FolderOptions(ChunkOptions(**given), pages=arguments.pages or "text", ocr=reader)

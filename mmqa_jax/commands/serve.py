@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         config = load_config(arguments.config, arguments.overrides)
         check_prompt_config(config)
         name = arguments.model or ("" if arguments.workdir else "smollm2")
-        flags.download(arguments, "model", "encoder")
+        flags.download(arguments, "model", "encoder", "ocr")
         backend = arguments.backend or "engine"
         asking, reading = flags.reading_options(arguments)
         parts = open_parts(

@@ -74,6 +74,22 @@ def pages(data: bytes) -> Read:
     return kept, list(pictures.values())
 
 
+def scans(data: bytes, numbers: list[int]) -> Read:
+    """Returns `sizes`, in points, of pages that can be drawn, by their numbers, and their pictures.
+
+    Args:
+      numbers: of pages, from 1.
+    """
+    from mmqa_jax.data.documents.pages import page_pictures
+
+    try:
+        drawn = [page for page in page_pictures(data, numbers) if page.picture is not None]
+    except DocumentError as error:
+        return _bad(error)
+    sizes = [[page.number, *page.size] for page in drawn]
+    return {"sizes": sizes, "pictures": []}, [page.picture for page in drawn]
+
+
 def picture(data: bytes) -> Read:
     """Returns what is kept of a picture: that it is one."""
     from mmqa_jax.data.images import verify

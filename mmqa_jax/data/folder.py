@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import posixpath
 import queue
@@ -37,7 +38,8 @@ from mmqa_jax.core.typed import at_least
 from mmqa_jax.data import boxed_documents
 from mmqa_jax.data.documents import ocr
 from mmqa_jax.data.documents.chunks import ChunkOptions, chunks
-from mmqa_jax.data.documents.document import DocumentError, Paragraph, Place, one_line
+from mmqa_jax.data.documents.document import DocumentError, Paragraph, Place, letters, one_line
+from mmqa_jax.data.documents.ocr import PageReader
 from mmqa_jax.data.documents.pages import VERSION as PAGES_VERSION
 from mmqa_jax.data.documents.read import (
     READERS,
@@ -57,6 +59,7 @@ _PDF = ".pdf"
 _FILES, _DOCUMENTS = "files.json", "documents"
 _MOST_WORKERS, _AHEAD = 8, 4  # boxes; files for each of them that are read or wait for it
 _AHEAD_BYTES = 2**27  # of such files together
+_BATCH = 32  # scanned pages that a model reads at once
 _SPARE = 100  # results that may be kept beyond twice those in use
 
 
@@ -68,11 +71,20 @@ class FolderOptions:
       chunk: how long a source's text is.
       least_pixels: the shorter side of a figure embedded in a PDF; smaller ones are ornaments.
       pages: what is taken of a PDF: its `text` and figures, its pages as `pictures`, or `both`.
+      ocr: what reads the pages of a PDF that are pictures; None: RapidOCR, where it is installed.
     """
 
     chunk: ChunkOptions = dataclasses.field(default_factory=ChunkOptions)
     least_pixels: int = at_least(1, 64)
     pages: Pages = "text"
+    ocr: PageReader | None = None
+
+    @property
+    def flag(self) -> str:
+        """The flag that says how PDFs are read; "": as by default."""
+        if self.pages != "text":
+            return f"--pages={self.pages}"
+        return "" if self.ocr is None else f"--ocr={self.ocr.name}"
 
     def __post_init__(self):
         if self.pages not in get_args(Pages):
@@ -192,7 +204,7 @@ class _Reading:
             bad=dict(listing.bad), left_out=dict(listing.other_endings), hidden=listing.hidden
         )
         what = {"documents": VERSION, "least_pixels": options.least_pixels}
-        what["ocr"] = ocr.is_installed()
+        what["ocr"] = self._has_rapidocr = options.ocr is None and ocr.is_installed()
         self._store = Store(kept / _DOCUMENTS, what, damage="drop", sync=False)
         self._known, self._in_use = _known_files(kept / _FILES)
         if (
@@ -230,6 +242,8 @@ class _Reading:
                         waiting[pool.submit(_boxed, free, *work)] = key, len(work[0])
                 self._take(waiting, _AHEAD * workers)
             self._take(waiting, 0)
+            if self._options.ocr is not None:
+                self._read_scans(self._options.ocr, free)
         finally:
             for box in boxes:
                 box.close()
@@ -260,6 +274,7 @@ class _Reading:
         if self._is_picture[name]:
             return {key: ("picture", {})}
         reading = {"ending": ending, "least_pixels": self._options.least_pixels}
+        reading["scans"] = self._has_rapidocr
         works = {key: ("text", reading)}
         if self._options.pages != "text" and ending == _PDF:
             works[f"{key} pages {PAGES_VERSION}"] = ("pages", {})
@@ -285,6 +300,53 @@ class _Reading:
                 self._store.add({**dict(zip(kept["pictures"], arrays, strict=True)), key: kept})
                 self._content[key] = kept
 
+    def _scan_keys(self, name: str) -> dict[int, str]:
+        """Key by page, of what the vision-language model reads of a document."""
+        reader = self._options.ocr
+        if reader is None or self._is_picture[name] or self._options.pages == "pictures":
+            return {}
+        key = next(iter(self._works(name, self._files[name][2])))
+        pages = self._content[key].get("scanned_pages", ())
+        by = f"{PAGES_VERSION} by {reader.fingerprint}"
+        return {page: f"{key} page {page} {by}" for page in pages}
+
+    def _read_scans(self, reader: PageReader, free: queue.SimpleQueue[Box]) -> None:
+        """Keeps what the model reads of scanned pages, in batches over all files."""
+        wanted: dict[str, dict[int, str]] = {}  # file -> keys of its pages
+        for name in self._files:
+            if name not in self._report.bad:
+                keys = self._scan_keys(name)
+                wanted[name] = {page: key for page, key in keys.items() if not self._is_kept(key)}
+        drawn = self._drawn(wanted, free)
+        if not (batch := list(itertools.islice(drawn, _BATCH))):
+            return
+        with reader.open() as read:
+            while batch:
+                texts = read([picture for *_, picture in batch])
+                for (key, size, _), (text, problem) in zip(batch, texts, strict=True):
+                    self._content[key] = {"text": text, "problem": problem, "size": size}
+                    if text or not problem:  # others are tried again
+                        self._store.add({key: self._content[key]})
+                batch = list(itertools.islice(drawn, _BATCH))
+
+    def _drawn(
+        self, wanted: Mapping[str, Mapping[int, str]], free: queue.SimpleQueue[Box]
+    ) -> Iterator[tuple[str, list[float], bytes]]:
+        """Key, size in points and picture of pages, as they are drawn in a box."""
+        for name, keys in wanted.items():
+            try:
+                data = read_file(self._folder, name) if keys else b""
+            except DocumentError:
+                continue
+            if not keys or hashlib.sha256(data).hexdigest() != self._files[name][2]:
+                continue  # it has just changed, and the next call reads it
+            self._opened.add(name)
+            for start in range(0, len(keys), _BATCH):
+                request = {"numbers": list(keys)[start : start + _BATCH]}
+                kept, pictures = _boxed(free, data, ending_of(name), "scans", request)
+                for (number, *size), picture in zip(kept.get("sizes", ()), pictures, strict=True):
+                    yield keys[number], size, picture
+
     def add(self, name: str) -> None:
         """Takes a file that was read for a source, in the order of their names."""
         if name in self._report.bad:
@@ -294,6 +356,9 @@ class _Reading:
         keys = list(self._works(name, checksum))
         self._used.update(*((key, *_figure_keys(self._content[key])) for key in keys))
         kept, pages = self._content[keys[0]], None
+        if scans := {p: k for p, k in self._scan_keys(name).items() if k in self._content}:
+            self._used.update(scans.values())
+            kept = _with_scans(kept, {page: self._content[key] for page, key in scans.items()})
         if not kept.get("bad") and len(keys) > 1:
             pages = self._content[keys[1]]
             kept = {**kept, **_with_pages(kept, pages)}
@@ -329,7 +394,9 @@ class _Reading:
             return ""
         if count := len(kept["scanned_pages"]):
             pages = "1 scanned page" if count == 1 else f"{count} scanned pages"
-            remedy = "" if ocr.is_installed() else "; install 'mmqa-jax[ocr]', which reads them"
+            remedy = "; install 'mmqa-jax[ocr]', which reads them, or name a model by --ocr"
+            if self._has_rapidocr or self._options.ocr is not None:
+                remedy = ""
             return f"no text: {pages}{remedy}"
         return "no text"
 
@@ -447,11 +514,17 @@ class _Reading:
 def _boxed(
     free: queue.SimpleQueue[Box], data: bytes, ending: str, function: str, request: dict[str, Any]
 ) -> boxed_documents.Read:
-    """Returns what a function of boxed_documents makes of a file; `bad` where it takes too much."""
+    """Returns what a function of boxed_documents makes of a file; `bad` where it takes too much.
+
+    Args:
+      request: of the function; `scans` of a document counts in a second call, of a larger budget.
+    """
+    has_ocr = function == "text" and request.get("scans")
+    request = {**request, "scans": False} if has_ocr else request
     box = free.get()
     try:
         kept, pictures = _called(box, data, budget_of(ending, len(data)), function, request)
-        if kept.get("scanned_pages") and ocr.is_installed():
+        if kept.get("scanned_pages") and has_ocr:
             budget = budget_of_scans(len(kept["scanned_pages"]), len(data))
             whole, more = _called(box, data, budget, function, request | {"scans": True})
             if "bad" not in whole:
@@ -482,6 +555,39 @@ def _with_pages(kept: Mapping[str, Any], pages: Mapping[str, Any]) -> dict[str, 
         "scanned_pages": [],
         "broken_figures": [*kept["broken_figures"], *pages["broken_figures"]],
     }
+
+
+def _with_scans(
+    kept: Mapping[str, Any], readings: Mapping[int, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What is kept of a document with paragraphs of its scanned pages, whose place is the page.
+
+    What a page says as text, such as a stamp on it, is not said again.
+    """
+    rows, broken = list(kept["paragraphs"]), list(kept["broken_figures"])
+    said = {(page, _letters_of(text)) for text, _, page, *_ in rows}
+    unread, added = [], 0
+    for page in kept["scanned_pages"]:
+        reading = readings.get(page, {"text": "", "problem": "", "size": [0, 0]})
+        lines = [one_line(line) for line in reading["text"].splitlines()]
+        lines = [one for one in lines if letters(one) and (page, _letters_of(one)) not in said]
+        rows += [
+            [line, 0, page, False, 0, [[0, len(line), "", [0, 0, *reading["size"]]]]]
+            for line in lines
+        ]
+        added += sum(map(letters, lines))
+        unread += [] if lines else [page]
+        broken += [f"page {page}: {reading['problem']}"] if reading["problem"] else []
+    rows.sort(key=lambda row: row[2])
+    more = {name: kept[name] + added for name in ("letters", "held")}
+    return {
+        **kept, **more, "paragraphs": rows, "scanned_pages": unread, "broken_figures": broken,
+    }  # fmt: skip
+
+
+def _letters_of(text: str) -> str:
+    """The letters and digits of a text, to be compared."""
+    return "".join(filter(str.isalnum, text.casefold()))
 
 
 def _paragraph(

@@ -247,10 +247,10 @@ def open_folder(
       encoder: of AskOptions: passages are no longer than it reads.
     """
     if (folder / records.MANIFEST).exists():
-        if options is not None and options.pages != "text":
+        if options is not None and (given := options.flag):
             raise UserError(
-                f"--pages={options.pages}: {folder} was prepared already, with the pages that "
-                "`mmqa prepare folder` was told; leave --pages out, or name the documents."
+                f"{given}: {folder} was prepared already, with the pages that `mmqa prepare "
+                f"folder` was told; leave {given.partition('=')[0]} out, or name the documents."
             )
         return AskedCorpus(open_sources(folder))
     if cache is None:

@@ -20,7 +20,6 @@ from mmqa_jax.data import records
 from mmqa_jax.data.atlas.unanswerable import with_unanswerable
 from mmqa_jax.data.chats import ChatFiles
 from mmqa_jax.data.datasets import webqa
-from mmqa_jax.data.documents.chunks import ChunkOptions
 from mmqa_jax.data.folder import FolderOptions, read_folder
 from mmqa_jax.data.interchange import read_interchange
 from mmqa_jax.data.row_files import parse_columns, read_rows
@@ -92,11 +91,12 @@ def prepare(
             raise UserError(f"{flag}={raw}: is a file; give the folder that it is in.")
         what = "file or folder" if takes_file else "folder"
         raise UserError(f"{flag}={raw}: no such {what}; check the path.")
-    has_pages = dataset == "vidore" and folder is not None and folder.chunk == ChunkOptions()
+    has_pages = dataset == "vidore" and folder is not None
+    has_pages = has_pages and folder == FolderOptions(pages=folder.pages)
     if folder is not None and dataset != "folder" and not has_pages:
         raise UserError(
-            "--chunk_words, --chunk_overlap, --pages: say how documents become sources; only "
-            "`mmqa prepare folder` takes them, and `mmqa prepare vidore` --pages."
+            "--chunk_words, --chunk_overlap, --pages, --ocr: say how documents become sources; "
+            "only `mmqa prepare folder` takes them, and `mmqa prepare vidore` --pages."
         )
     if unanswerable and dataset != "atlas":
         raise UserError("--unanswerable: is a choice of `mmqa prepare atlas`; leave it out.")
@@ -354,10 +354,10 @@ def prepare_folder(
       more: of records.write_records.
     """
     if (folder / "sources.jsonl").exists():
-        if options.pages != "text":
+        if flag := options.flag:
             raise UserError(
-                f"--pages={options.pages}: {folder} has sources.jsonl, which says what its sources "
-                "are; leave --pages out."
+                f"{flag}: {folder} has sources.jsonl, which says what its sources are; leave "
+                f"{flag.partition('=')[0]} out."
             )
         with Progress("Preparing", None, "records") as progress:
             return prepare_interchange(folder, out, progress=progress.reach, **more)

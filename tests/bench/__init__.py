@@ -37,11 +37,17 @@ BENCHES = {
     "wikipedia": "BM25 from disk at 0.1 to 21 million passages: time, memory, queries a second",
     "detector": "VLP's, VinVL's and bottom-up attention's detectors, feature maps and whole, against PyTorch",
     "parsers": "what libraries read of documents, their time, memory and license, beside our readers",
+    "rectangles": "whether passages of the PDFs in --data stand in the rectangles that they state",
     "folders": "passages found in five folders of --data, against docling, bm25s, sentence-transformers",
     "serve": "20 users of `mmqa serve` at once against the same asked one by one",
 }
 SIZES = ("small", "full")
-_ON_DATA = ("input", "refusals", "folders")  # benches that can measure on a user's corpus
+_ON_DATA = (
+    "input",
+    "rectangles",
+    "refusals",
+    "folders",
+)  # benches that can measure on a user's corpus
 _COLUMNS = ("name", "ours", "peer", "ratio", "unit", "floor")
 
 

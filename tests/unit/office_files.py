@@ -51,6 +51,8 @@ TYPES = {
     "word/diagrams/": "drawingml.diagramData",
     "ppt/presentation.xml": "presentationml.presentation.main",
     "ppt/slides/s": "presentationml.slide",
+    "ppt/layout.xml": "presentationml.slideLayout",
+    "ppt/master.xml": "presentationml.slideMaster",
     "ppt/notes.xml": "presentationml.notesSlide",
     "ppt/charts/": "drawingml.chart",
     "xl/workbook.xml": "spreadsheetml.sheet.main",
@@ -251,8 +253,20 @@ def deck(*slides: str, more: tuple[tuple[str, str], ...] = (), **parts: str) -> 
         "ppt/charts/c.xml": CHART,
         "ppt/media/a.png": picture(),
         "ppt/diagrams/d.xml": DIAGRAM,
-        **{f"ppt/{name}.xml": content for name, content in parts.items()},
+        **{f"ppt/{name}.xml".replace(".rels.xml", ".rels"): content for name, content in parts.items()},
     })  # fmt: skip
+
+
+def behind(layout: str, master: str, more: str = "") -> dict[str, str]:
+    """The parts of a deck's layout and master, by the shapes of each."""
+    return {
+        "layout": root("p:sldLayout", f"<p:cSld><p:spTree>{layout}</p:spTree></p:cSld>", more),
+        "_rels/layout.xml.rels": related(("slideMaster", "master.xml")),
+        "master": root("p:sldMaster", f"<p:cSld><p:spTree>{master}</p:spTree></p:cSld>"),
+    }
+
+
+LAYOUT = ("slideLayout", "../layout.xml")
 
 
 def slide(*shapes: str, more: str = "") -> str:

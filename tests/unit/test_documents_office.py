@@ -9,10 +9,12 @@ from document_files import picture
 from office_files import (
     ALT,
     FIELD,
+    LAYOUT,
     LOOK,
     OPEN_PIECES,
     PIECES,
     SHAPES,
+    behind,
     book,
     cell,
     deck,
@@ -280,6 +282,28 @@ def test_slides_of_a_presentation():
         ("A red hull", 2, "Fees", picture())
     ]
     assert document.left_out == {"hidden slides": 6, "footers and numbers of slides": 6}
+
+
+@pytest.mark.parametrize(
+    ("of_slides", "of_layout", "expected", "edges"),
+    [
+        ("", "", ["Body", "Draft", "For members only", "More"], 4 + 2),
+        ("", 'showMasterSp="0"', ["Body", "Draft", "More"], 4),
+        ('showMasterSp="0"', "", ["Body", "More"], 0),
+    ],
+)
+def test_what_masters_show_is_read_once(of_slides, of_layout, expected, edges):
+    number = "<a:fld type='slidenum'><a:t>12</a:t></a:fld>"
+    layout = shape(run("Draft")) + shape(run("Click here"), "title") + shape(run("ACME"), "ftr")
+    logo = "<p:pic><p:nvPicPr><p:cNvPr id='3' name='' descr='Logo'/></p:nvPicPr></p:pic>"
+    master = shape(run("For members only")) + shape(number) + logo
+    slides = [slide(shape(run(text)), more=of_slides) for text in ("More", "Body")]
+    document = read_pptx(deck(*slides, more=(LAYOUT,), **behind(layout, master, of_layout)))
+    assert texts(document) == expected
+    assert {p.page for p in document.paragraphs if p.text in ("Draft", "For members only")} <= {1}
+    counts = {"prompts of placeholders": 9, "footers and numbers of slides": edges}
+    assert is_balanced(document)
+    assert document.left_out == (counts if edges else {})
 
 
 # Excel

@@ -11,8 +11,10 @@ from document_files import pdf_of
 from PIL import Image, ImageDraw, ImageFont
 
 from mmqa_jax.data.documents import ocr
+from mmqa_jax.data.documents.chunks import ChunkOptions
 from mmqa_jax.data.documents.document import Document, letters
 from mmqa_jax.data.documents.pdf import read_pdf
+from tests.bench.rectangles import placed
 
 LEFT = (
     "The north pier was built in 1907",
@@ -240,6 +242,36 @@ def test_places_are_where_pdfium_finds_the_words(rotation):
             half = max(right - left, bottom - top) / 2
             read = page.get_textpage().get_text_bounded(x - half - 1, y - 5, x + half + 1, y + 5)
             assert read.strip() == text
+
+
+PROSE = (
+    "The pier is old. It was built in 1907 from gran-",
+    "ite blocks. Ships brought them. It is closed, and all who come to see it stand at the",
+    "gate and read the notice, which says that the keeper has the key and that he lives in",
+    "the white house above the dunes, where he has kept the lamp and the log and the large",
+    "brass bell of the first lightship for more than thirty years. He opens at noon. Ask him.",
+)
+
+
+@pytest.mark.parametrize("rotation", [0, 90, 180, 270])
+@pytest.mark.parametrize("turn", ["1 0 0 1 0 0", "0 1 -1 0 800 0"])
+def test_passages_that_part_lines_have_the_rectangles_of_their_letters(rotation, turn):
+    """Also within a long sentence, and behind a broken word, which PDFium joins if unturned."""
+    lines = "".join(write(72, 700 - 12 * y, line) for y, line in enumerate(PROSE))
+    data = pdf_of([(f"q {turn} cm\n{lines}Q\n", "")], rotation=rotation)
+    found = list(placed(data, ChunkOptions(words=10, overlap=0)))
+    texts = [" ".join(p.text for p, _ in found), " ".join(PROSE)]
+    assert len({text.replace("gran- ite", "granite") for text in texts}) == 1
+    assert len(found) > 6
+    assert [passage.text for passage, is_exact in found if not is_exact] == []
+
+
+def test_letters_of_scripts_without_spaces_have_rectangles_too():
+    chinese = {chr(97 + n): chr(0x4E00 + n) for n in range(25)} | {"z": "。"}
+    page = write(72, 700, "abcdefghz" + "ijklmnopqrstuvwxy" * 2) + write(72, 688, "abcdefg" * 12)
+    found = list(placed(pdf_of([(page, "")], unicode=chinese), ChunkOptions(words=10, overlap=0)))
+    assert len(found) > 6
+    assert all(is_exact for _, is_exact in found)
 
 
 def scan(*lines: str) -> bytes:

@@ -17,6 +17,7 @@ import pytest
 from document_files import docx, pdf
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from office_files import LAYOUT, behind, deck, root, run, shape, slide
 
 from mmqa_jax.data.documents.document import Document, letters
 from mmqa_jax.data.documents.read import READERS
@@ -72,6 +73,8 @@ def word(take: Take) -> bytes:
         made.sections[0].header.paragraphs[0].text = take()
         made.sections[0].footer.paragraphs[0].text = take()
         made.add_paragraph(take()).runs[0].font.hidden = True
+        for style in ("List Number", "List Number", "List Bullet", "List Number 2"):
+            made.add_paragraph(take(), style)
         made.add_heading(take(), 2)
 
     return docx(fill)
@@ -190,6 +193,16 @@ def book(take: Take) -> bytes:
     return packed.getvalue()
 
 
+def presentation(take: Take) -> bytes:
+    def said(placeholder: str = "") -> str:
+        return shape(run(html.escape(take())), placeholder)
+
+    slides = [slide(said("title"), said(), said("ftr"), more=f'show="{shown}"') for shown in (1, 0)]
+    notes = root("p:notes", said("body"))
+    parts = behind(said() + said("title"), said() + said("dt"))
+    return deck(*slides, more=(("notesSlide", "../notes.xml"), LAYOUT), notes=notes, **parts)
+
+
 def workbook(take: Take) -> bytes:
     from openpyxl import Workbook
     from openpyxl.comments import Comment
@@ -256,6 +269,7 @@ MAKE: dict[str, Callable[[Take], bytes]] = {
     ".tex": tex,
     ".eml": mail,
     ".epub": book,
+    ".pptx": presentation,
     ".xlsx": workbook,
     ".odt": open_document(
         "<office:text><text:h text:outline-level='1'>{}</text:h><text:p>{}" + _NOTE + "</text:p>"
@@ -268,7 +282,7 @@ MAKE: dict[str, Callable[[Take], bytes]] = {
         "</draw:text-box></draw:frame></presentation:notes></draw:page></office:presentation>"
     ),
 }  # fmt: skip
-_BY_HAND = {".msg", ".pptx"}  # whose readers have files of their own in tests
+_BY_HAND = {".msg"}  # whose reader has files of its own in tests
 
 
 def test_every_format_is_tried():

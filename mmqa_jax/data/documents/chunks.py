@@ -12,9 +12,9 @@ import regex
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import at_least
-from mmqa_jax.data.documents.document import Paragraph, Place
+from mmqa_jax.data.documents.document import Paragraph, Place, around
 
-VERSION = 1  # of how paragraphs are packed; raised when that changes
+VERSION = 2  # of how paragraphs are packed; raised when that changes
 
 # The ends of sentences by Unicode's TR 29 (rules SB6 to SB11), in all scripts; but an opening
 # bracket behind a stop begins the next one.
@@ -32,6 +32,7 @@ _WORD, _CHARACTER = regex.compile(r"\S+"), regex.compile(r"\X")
 # A word counts once, but codes and addresses by their letters, and scripts without spaces too.
 _LETTERS, _LONG_WORD = 8, regex.compile(r"\S{25,}")
 _UNSPACED_LETTERS = 2
+_LONG_SENTENCE = 40  # words; one that is no longer is cut by very short chunks alone
 _UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")
 
 
@@ -141,13 +142,31 @@ def chunks(
 def _sentences(paragraph: Paragraph) -> Iterator[tuple[int, int]]:
     """Tells where the sentences of a paragraph begin and end; a row is one."""
     text, start = paragraph.text, 0
-    ends = [] if paragraph.is_row else [match.end() for match in _SENTENCE_END.finditer(text)]
-    for end in (*ends, len(text)):
+    for end in [len(text)] if paragraph.is_row else _sentence_ends(text):
         sentence = text[start:end]
         if content := sentence.strip():
             begin = start + sentence.index(content)
             yield begin, begin + len(content)
         start = end
+
+
+def _sentence_ends(text: str) -> list[int]:
+    return [*(match.end() for match in _SENTENCE_END.finditer(text)), len(text)]
+
+
+def possible_begins(text: str) -> list[int]:
+    """Where chunks of a paragraph may begin: sentences, and all words of long ones."""
+    begins, start = [], 0
+    for end in _sentence_ends(text):
+        if _words(text[start:end]) <= _LONG_SENTENCE:
+            begins.append(start)
+        else:
+            for word in _WORD.finditer(text, start, end):
+                is_long = _words(word[0]) > _LONG_SENTENCE
+                parts = _CHARACTER.finditer(text, *word.span()) if is_long else [word]
+                begins += [part.start() for part in parts]
+        start = end
+    return begins
 
 
 def _measured(
@@ -252,5 +271,16 @@ def _joined(pieces: Sequence[_Piece], header: str) -> tuple[str, tuple[Place, ..
         last = bisect.bisect_left(paragraph.places, end, key=lambda place: place.start)
         for place in paragraph.places[first:last]:
             begin, stop = max(place.start, start) + moved, min(place.end, end) + moved
-            places.append(dataclasses.replace(place, start=begin, end=stop))
+            before = places[-1] if places else None
+            if before is not None and before.end + 1 >= begin and _is_one_line(before, place):
+                begin, box = before.start, around([before.box, place.box])
+                places[-1] = Place(begin, stop, box=box)
+            else:
+                places.append(dataclasses.replace(place, start=begin, end=stop))
     return text, tuple(places)
+
+
+def _is_one_line(place: Place, other: Place) -> bool:
+    """Tells whether two places are parts of one line, which are equally high."""
+    both = place.box is not None and other.box is not None
+    return both and place.box[1::2] == other.box[1::2]

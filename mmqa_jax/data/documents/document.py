@@ -18,6 +18,8 @@ CELL = " | "  # between the cells of a row
 _LONGEST_HEADING, _MOST_HEADINGS = 300, 10  # characters; headings above a paragraph
 _CAPTION = re.compile(r"(?:fig(?:ure|\.)?|plate|chart|diagram|scheme|photo)\s*\d", re.IGNORECASE)
 
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+
 
 class DocumentError(UserError):
     """A document that cannot be read: the message says why, without the file's name."""
@@ -36,7 +38,7 @@ class Place:
     start: int
     end: int
     name: str = ""
-    box: tuple[float, float, float, float] | None = None
+    box: Box | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,6 +225,12 @@ def letters(text: str) -> int:
 def one_line(text: str) -> str:
     """Text without control characters, composed (NFC), its white space single spaces."""
     return unicodedata.normalize("NFC", " ".join(_NO_TEXT.sub("", text).split()))
+
+
+def around(boxes: Sequence[Box]) -> Box:
+    """The smallest box that holds all of these."""
+    left, top, right, bottom = zip(*boxes, strict=True)
+    return min(left), min(top), max(right), max(bottom)
 
 
 def is_caption(text: str) -> bool:

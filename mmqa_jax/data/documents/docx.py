@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mmqa_jax.data.documents.document import Document, DocumentError, letters, one_line
+from mmqa_jax.data.documents.docx_numbers import Numbering
 from mmqa_jax.data.documents.html import read_html
 from mmqa_jax.data.documents.office import (
     Package,
@@ -74,7 +75,10 @@ class _Word:
         self._reading = Reading()
         self._main = package.main()
         self._part, self._related = self._main, package.related(self._main)
-        self._levels = _levels(self._root_of("styles"))
+        styles = self._root_of("styles")
+        self._levels = _levels(styles)
+        self._numbering = Numbering(self._root_of("numbering"), styles)
+        self._numbers: dict[Any, str] = {}  # paragraph -> its number in a list
         self._notes = {kind: self._notes_of(kind) for kind in _NOTES.values()}
         self._foreign_parts = {""}  # that were taken in
         self._line = _Line()  # carries a paragraph whose end is deleted into the next one
@@ -105,6 +109,7 @@ class _Word:
 
     def _hold(self, root: Any) -> None:
         self._reading.held += held_letters(root, _TEXT)
+        self._numbers |= self._numbering.labels(root)
 
     def _notes_of(self, kind: str) -> dict[str, tuple[str, Any]]:
         """Notes by their ids, each with the name of its part."""
@@ -170,12 +175,20 @@ class _Word:
         mark = child(paragraph, "pPr", "rPr")
         if mark is not None and any(child(mark, name) is not None for name in _DELETED):
             return  # the next paragraph goes on in the same line
+        if one_line("".join(self._line.text)):
+            self._add_number(paragraph)
         style = attribute(child(paragraph, "pPr", "pStyle"), "val") if _has_style(paragraph) else ""
         level = child(paragraph, "pPr", "outlineLvl")
         if level is not None and number(attribute(level, "val"), 9) < 9:
             self._end_line("", number(attribute(level, "val")) + 1)
         else:
             self._end_line(*self._levels.get(style, ("", None)))
+
+    def _add_number(self, paragraph: Any) -> None:
+        """Puts a paragraph's number before its line, where it has one."""
+        label = self._numbers.get(paragraph, "")
+        self._reading.held += letters(label)
+        self._line.text.insert(0, label)
 
     def _end_line(self, style: str, level: int | None = None) -> None:
         text, after = one_line("".join(self._line.text)), self._line.after
@@ -347,6 +360,7 @@ class _Word:
             self._line = _Line()
             if name == "p":
                 self._inline(block)
+                self._add_number(block)
                 texts.append("".join(self._line.text))
                 after += self._line.after
             elif name == "tbl":

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-Box = tuple[float, float, float, float]  # left, top, right, bottom
+from mmqa_jax.data.documents.document import Box
+
 _Gap = tuple[float, float]  # left and right end
 
 SLANTED = 4
@@ -41,6 +42,7 @@ class Segment:
       turn: clockwise quarter turns of the text on the page; SLANTED more where it is not turned by
         about that.
       words: start, end and box of each, where they are known (OCR).
+      letters: boxes [n, 4] of the characters of its text on one line, where they are known.
       is_mirrored: lines of its page run to the left, as those of Arabic and Hebrew do.
     """
 
@@ -51,6 +53,7 @@ class Segment:
     bold: bool = False
     turn: int = 0
     words: tuple[tuple[int, int, Box], ...] = ()
+    letters: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
     is_mirrored: bool = False
 
     @property
@@ -58,6 +61,16 @@ class Segment:
         """Returns its box on the page turned, and mirrored, so that lines run to the right."""
         left, top, right, bottom = upright(self.box, self.turn)
         return (-right, top, -left, bottom) if self.is_mirrored else (left, top, right, bottom)
+
+    def part(self, start: int, end: int) -> Box:
+        """The box of a stretch of its text, as high as the line; its own where it is not known."""
+        if self.letters is None or self.turn >= SLANTED:
+            return self.box
+        side = self.turn % 2  # along the line: left and right, or top and bottom
+        box = list(self.box)
+        box[side] = float(self.letters[start:end, side].min())
+        box[side + 2] = float(self.letters[start:end, side + 2].max())
+        return tuple(box)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

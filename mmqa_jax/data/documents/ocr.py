@@ -1,12 +1,18 @@
-"""Pages that are pictures, read by RapidOCR: PP-OCR's networks, which its package holds."""
+"""Pages that are pictures, read by RapidOCR: PP-OCR's networks, which its package holds.
+
+A vision-language model may read them in its place: it runs in the process that reads the folder
+(data/folder.py), outside the box, and sees the pages as pages.py draws them.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import statistics
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 from mmqa_jax.data.documents.document import one_line
 from mmqa_jax.data.documents.layout import Box, Segment
@@ -19,6 +25,30 @@ _ALIKE = (
     0.25  # heights of lines of one size differ by less, for the letters that they happen to have
 )
 _BELOW = 0.2  # of a line's height, below the base of its letters
+
+
+class PageText(NamedTuple):
+    """What a page says, a paragraph a line, and what kept it from being read, whole or at all."""
+
+    text: str
+    problem: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class PageReader:
+    """A model that reads pages in place of RapidOCR.
+
+    Attributes:
+      name: as the user names it.
+      fingerprint: changes with anything of what it reads.
+      open: a context manager of a function: encoded pictures of pages -> what each of them says.
+    """
+
+    name: str
+    fingerprint: str
+    open: Callable[[], AbstractContextManager[Callable[[Sequence[bytes]], list[PageText]]]] = (
+        dataclasses.field(compare=False, repr=False)
+    )
 
 
 def is_installed() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 from mmqa_jax.data.documents.pdf import open_pdf
@@ -23,15 +23,20 @@ class PagePicture(NamedTuple):
       number: from 1.
       picture: PNG; None where the page is broken.
       problem: why it is.
+      size: its width and height in points, where it is not.
     """
 
     number: int
     picture: bytes | None
     problem: str = ""
+    size: tuple[float, float] = (0.0, 0.0)
 
 
-def page_pictures(data: bytes) -> Iterator[PagePicture]:
-    """Every page of a PDF on white, of at most MOST_PIXELS whatever size it claims.
+def page_pictures(data: bytes, numbers: Collection[int] | None = None) -> Iterator[PagePicture]:
+    """The pages of a PDF on white, each of at most MOST_PIXELS whatever size it claims.
+
+    Args:
+      numbers: of the pages, from 1; None: all.
 
     Raises:
       DocumentError: encrypted, damaged, or without a page.
@@ -39,9 +44,10 @@ def page_pictures(data: bytes) -> Iterator[PagePicture]:
     import pypdfium2
 
     with open_pdf(data) as document:
-        for number in range(1, len(document) + 1):
+        for number in range(1, len(document) + 1) if numbers is None else numbers:
             try:
-                yield PagePicture(number, _drawn(document[number - 1]))
+                page = document[number - 1]
+                yield PagePicture(number, _drawn(page), size=page.get_size())
             except (pypdfium2.PdfiumError, ValueError, OSError) as error:
                 yield PagePicture(number, None, f"page {number}: {error}")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import dataclasses
 import hashlib
 import io
+import itertools
 import math
 import re
 import unicodedata
@@ -16,12 +18,14 @@ from typing import Any
 import numpy as np
 
 from mmqa_jax.data.documents import layout, ocr
+from mmqa_jax.data.documents.chunks import possible_begins
 from mmqa_jax.data.documents.document import (
     CELL,
     Content,
     Document,
     DocumentError,
     Place,
+    around,
     is_caption,
     letters,
     one_line,
@@ -37,8 +41,8 @@ _SMALLEST_SHOWN = 36.0  # points, half an inch
 _SCAN_AREA = 0.6  # of a page, that pictures cover where it is a scan
 _SCAN_LETTERS = 150  # that stamps on a scan, or the text of a page of an album, have at most
 _OUTLINES = 50  # lines and curves that a page without text has, where they may be letters
-_LINE_ENDS = (10, 13)
 _BROKEN_WORD = "\x02"  # PDFium's sign for the hyphen of a word that goes on in the next line
+_LINE_ENDS = (10, 13, ord(_BROKEN_WORD))
 _PAGE_NUMBER = re.compile(r"(?:page\s*)?[\divxlc]{1,6}(?:\s*(?:/|of)\s*\d+)?", re.IGNORECASE)
 _FIRST_NUMBER, _LAST_NUMBER = re.compile(r"\A\d{1,6}"), re.compile(r"\d{1,6}(?=\W*+\Z)")
 _EDGE = 0.15  # of the page's height, in which running heads and feet stand
@@ -184,7 +188,7 @@ class _Reading:
             texts.append(text)
             if is_caption(text):
                 boxes = [place.box for place in places if place.box]
-                captions.append((_around(boxes), text))
+                captions.append((around(boxes), text))
             is_large = first.size >= _HEADING_SIZE * usual and len(text.split()) <= _HEADING_WORDS
             is_slanted = first.first.turn >= layout.SLANTED  # DRAFT, across the page
             if is_large and not (first.is_row or is_slanted or is_caption(text)):
@@ -349,11 +353,6 @@ def _area(box: Box) -> float:
     return max(0.0, box[2] - box[0]) * max(0.0, box[3] - box[1])
 
 
-def _around(boxes: Sequence[Box]) -> Box:
-    left, top, right, bottom = zip(*boxes, strict=True)
-    return min(left), min(top), max(right), max(bottom)
-
-
 def _apart(box: Box, other: Box) -> float:
     """Points between two boxes, across and down together."""
     left, top, right, bottom = _common(box, other)
@@ -397,21 +396,33 @@ def _segments(text: Any, codes: Sequence[int], frame: _Frame) -> Iterator[Segmen
     import pypdfium2.raw as pdfium
 
     raw, rectangles = text.raw, (pdfium.FS_RECTF * len(codes))()
+    left, right, low, high = (ctypes.c_double() for _ in range(4))
+    inked = np.empty((len(codes), 4))
     for index, rectangle in enumerate(rectangles):
         pdfium.FPDFText_GetLooseCharBox(raw, index, rectangle)
-    boxes = frame.boxes(np.frombuffer(rectangles, np.float32).astype(float))
+        pdfium.FPDFText_GetCharBox(raw, index, left, right, low, high)
+        inked[index] = left.value, low.value, right.value, high.value
+    loose = frame.boxes(np.frombuffer(rectangles, np.float32).reshape(-1, 4).astype(float))
+    boxes = np.stack([loose, frame.boxes(inked)])
     start = 0
-    for end in [index for index, code in enumerate(codes) if code in _LINE_ENDS] + [len(codes)]:
+    for end in [i for i, code in enumerate(codes, 1) if code in _LINE_ENDS] + [len(codes)]:
         visible = np.array([i for i in range(start, end) if codes[i] > 32 and codes[i] != 160], int)
         if len(visible):
             yield from _cut(raw, codes, boxes, visible, end, frame)
-        start = end + 1
+        start = end
 
 
 def _cut(
     raw: Any, codes: Sequence[int], boxes: np.ndarray, visible: np.ndarray, end: int, frame: _Frame
 ) -> Iterator[Segment]:
-    """A line's segments, of the numbers of its visible characters."""
+    """A line's segments.
+
+    Args:
+      boxes: [2, characters, 4] by the widths of letters and by their ink. A segment is as high as
+        its ink, because fonts claim heights that reach into the lines above and below.
+      visible: numbers of the line's characters that are no spaces.
+      end: the number of the character after the line.
+    """
     import pypdfium2.raw as pdfium
 
     matrix, x, y = pdfium.FS_MATRIX(), ctypes.c_double(), ctypes.c_double()
@@ -419,7 +430,7 @@ def _cut(
     turn = frame.turn(matrix.a, matrix.b) if has_matrix else 0
     scale = math.hypot(matrix.c, matrix.d) if has_matrix else 1.0
     size = pdfium.FPDFText_GetFontSize(raw, int(visible[0])) * scale
-    left, _, right, _ = layout.upright(boxes[visible].T, turn)
+    left, _, right, _ = layout.upright(boxes[0, visible].T, turn)
     order = np.argsort(left, kind="stable")  # a number in Hebrew runs against its line
     gaps = left[order][1:] - np.maximum.accumulate(right[order])[:-1]
     part = np.empty(len(order), int)
@@ -427,20 +438,39 @@ def _cut(
     texts: dict[int, list[str]] = {}
     after = [*visible[1:].tolist(), end]
     for index, following, number in zip(visible.tolist(), after, part.tolist(), strict=True):
-        texts.setdefault(number, []).extend(map(chr, codes[index:following]))
+        texts.setdefault(number, []).append("".join(map(chr, codes[index:following])))
     for number, characters in texts.items():
         inked = visible[part == number]
+        text = "".join(characters)
+        wide, inky = boxes[:, inked]
+        sides = [1 - turn % 2, 3 - turn % 2]  # of the line: top and bottom, or left and right
+        wide[:, sides] = np.where(np.ptp(inky, axis=0), inky, wide)[:, sides]
+        of_letters = np.repeat(wide, list(map(len, characters)), axis=0)
         first = int(inked[0])
         pdfium.FPDFText_GetCharOrigin(raw, first, x, y)
         origin = frame.box(x.value, y.value, x.value, y.value)
         yield Segment(
-            _whole("".join(characters)).strip(),
+            _whole(text).strip(),
             pdfium.FPDFText_GetFontSize(raw, first) * scale,
-            (*boxes[inked, :2].min(axis=0).tolist(), *boxes[inked, 2:].max(axis=0).tolist()),
+            (*wide[:, :2].min(axis=0).tolist(), *wide[:, 2:].max(axis=0).tolist()),
             layout.upright(origin, turn)[1],
             pdfium.FPDFText_GetFontWeight(raw, first) >= _BOLD,
             turn,
+            letters=_on_one_line(text, of_letters),
         )
+
+
+def _on_one_line(text: str, boxes: np.ndarray) -> np.ndarray:
+    """The boxes [n, 4] of a text's characters as those of `one_line`, which has fewer of them."""
+    of_words = []
+    for word in re.finditer(r"\S+", text):
+        if count := len(one_line(_whole(word[0]))):
+            own = boxes[slice(*word.span())]
+            if len(own) != count:  # letters that are composed, halves of a character, a hyphen
+                around = np.concatenate([own[:, :2].min(axis=0), own[:, 2:].max(axis=0)])
+                own = np.tile(around, (count, 1))
+            of_words += [own, own[-1:]]  # and the space after it
+    return np.concatenate(of_words)[:-1] if of_words else boxes[:0]
 
 
 def _whole(text: str) -> str:
@@ -612,7 +642,7 @@ def _goes_on(line: Line, following: Line) -> bool:
 
 def _joined(block: Sequence[Line]) -> tuple[str, list[Place]]:
     text, between = "", ""
-    places = []
+    stretches: list[tuple[int, int, Segment]] = []
     for line in block:
         for column, cell in enumerate(line.cells):
             if column:
@@ -624,11 +654,22 @@ def _joined(block: Sequence[Line]) -> tuple[str, list[Place]]:
                 if between == " " and _is_wide(text[-1:]) and _is_wide(piece[0]):
                     between = ""  # Chinese and Japanese have no spaces
                 text += between
-                for start, end, box in segment.words or ((0, len(piece), segment.box),):
-                    places.append(Place(len(text) + start, len(text) + end, box=box))
+                stretches.append((len(text), len(text) + len(piece), segment))
                 text += piece
                 between = "" if segment.text.endswith(_BROKEN_WORD) else " "
-    return text, places
+    begins = [] if block[0].is_row else possible_begins(text)
+    return text, [place for stretch in stretches for place in _places(*stretch, begins)]
+
+
+def _places(start: int, end: int, segment: Segment, begins: Sequence[int]) -> Iterator[Place]:
+    """The places of a segment in a paragraph, parted where passages may begin."""
+    for first, last, box in segment.words:
+        yield Place(start + first, start + last, box=box)
+    if not segment.words:
+        inside = begins[bisect.bisect_right(begins, start) : bisect.bisect_left(begins, end)]
+        for first, last in itertools.pairwise((start, *inside, end)):
+            box = segment.part(first - start, last - start) if inside else segment.box
+            yield Place(first, last, box=box)
 
 
 def _is_wide(character: str) -> bool:

@@ -29,7 +29,7 @@ from mmqa_jax.data.documents.plain import (
 from mmqa_jax.data.documents.pptx import read_pptx
 from mmqa_jax.data.documents.xlsx import read_xlsx
 
-VERSION = 2  # of what the readers make of a file; raised when that changes
+VERSION = 3  # of what the readers make of a file; raised when that changes
 _SECONDS, _MOST_SECONDS = 3, 1800  # of processor time for a file of no bytes, and for any file
 _RATE = 200_000  # bytes that are worth a second, of formats that say nothing else
 _MEMORY = 768 << 20  # bytes of memory for a file of no bytes
