@@ -14,12 +14,12 @@ from mmqa_jax.benchmarks import NAMES
 from mmqa_jax.benchmarks.benchmark import open_benchmark, read_corpus
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data import prepare
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.datasets.benchmark import BenchmarkFiles
 from mmqa_jax.data.lists import corpus_of_lists
 from mmqa_jax.data.records import materials_beside, write_notice
 from mmqa_jax.data.schema import Material, Question, Source, united
+from mmqa_jax.runs import corpora
 from mmqa_jax.runs.ask_corpus import AskedCorpus
 from mmqa_jax.runs.row import Row, read_row
 from mmqa_jax.serve.app import make_app
@@ -109,7 +109,7 @@ def test_the_pools_of_a_benchmark_are_credited_once(tmp_path):
 
 def test_a_stream_of_wikipedia_is_credited(tmp_path):
     (tmp_path / "psgs_w100.tsv").write_text('id\ttext\ttitle\n1\t"Grass is green."\tGrass\n')
-    manifest = prepare.prepare("dpr", tmp_path, tmp_path / "out")
+    manifest = corpora.prepare("dpr", tmp_path, tmp_path / "out")
     assert lines(open_corpus(tmp_path / "out").materials) == [
         "Wikipedia (its authors; each source names its article), CC BY-SA."
     ]
