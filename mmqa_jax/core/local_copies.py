@@ -28,17 +28,24 @@ from mmqa_jax.core.progress import Progress
 
 REGION_CACHE = "region_cache"  # in a run's workdir, what its detector has found (tasks.vlp)
 
+IN_STORE = "in_store.json"  # in a folder of a copy: its shards -> the object and its size in bytes
+
 _AT_ONCE = 8
 # Of a run's workdir, what other verbs do not read, or have copies of their own of.
 _NOT_COPIED = re.compile(rf"(?:checkpoints|{REGION_CACHE}|.*\.lock|.*\.claim)/|.*events\.out\.")
+# What is read a record at a time, by data.remote_records; texts are held in memory as a whole.
+_SHARD = re.compile(r"((?:.*/)?(?:pictures|regions|grids))/([^/]+\.array_record-\d+)")
 
 
-def local_copy(place: str | os.PathLike) -> Path:
+def local_copy(place: str | os.PathLike, *, stream: bool = False) -> Path:
     """A path in the file system; of an object, or of all objects below a name, that of a copy.
 
     The copy is kept in the cache folder ($MMQA_CACHE/store); what has changed in the store since
     is copied again. Processes of one host share it. Of a run's workdir neither the checkpoints nor
     the folder `best` are copied, which is a place of its own.
+
+    Args:
+      stream: leaves records of pictures in the store that are not copied yet; IN_STORE says where.
 
     Raises:
       UserError: nothing there, or the store cannot be reached.
@@ -62,17 +69,18 @@ def local_copy(place: str | os.PathLike) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     copy = folder / "copy" / key_of(name).rpartition("/")[2]
     with alone(folder / "lock"):
-        _update(name, copy, wanted, folder / "objects.json")
+        _update(name, copy, wanted, folder / "objects.json", stream)
     return copy
 
 
-def with_local_copies(config: Any) -> Any:
-    """The config (ConfigDict), with copies in place of the places in a store that it names."""
+def with_local_copies(config: Any, *, stream: bool = False) -> Any:
+    """The config (ConfigDict), with copies (`local_copy`) in place of the places in a store that it
+    names."""
     from ml_collections import ConfigDict
 
     def local(value: Any) -> Any:
         if isinstance(value, str):
-            return str(local_copy(value)) if in_store(value) else value
+            return str(local_copy(value, stream=stream)) if in_store(value) else value
         if isinstance(value, Mapping):
             return {key: local(inner) for key, inner in value.items()}
         if isinstance(value, list | tuple):
@@ -84,23 +92,37 @@ def with_local_copies(config: Any) -> Any:
     return config if found == given else ConfigDict(found)
 
 
-def _update(name: str, copy: Path, wanted: Mapping[str, tuple[int, str]], record: Path) -> None:
+def _update(
+    name: str, copy: Path, wanted: Mapping[str, tuple[int, str]], record: Path, stream: bool
+) -> None:
     """Makes the copy hold these objects, by what follows `name`, and nothing else.
 
     Args:
       wanted: name -> size and version.
-      record: file that keeps `wanted` of a finished copy.
+      record: file that keeps size and version of what a finished copy holds.
+      stream: see local_copy.
     """
     known = read_json(record) if record.exists() else {}
-    for file in [file for file in copy.rglob("*") if file.is_file()]:
-        key = file.relative_to(copy).as_posix()
-        if key not in wanted and not _NOT_COPIED.match(key):
-            file.unlink()
     todo = {
         key: size
         for key, (size, version) in wanted.items()
         if known.get(key) != [size, version] or not (copy / key).is_file()
     }
+    shards = {key: found for key in wanted if stream and (found := _SHARD.fullmatch(key))}
+    left = todo.keys() & shards.keys()
+    todo = {key: size for key, size in todo.items() if key not in left}
+    places: dict[str, dict[str, tuple[str, int]]] = {
+        f"{shards[key][1]}/{IN_STORE}": {} for key in left
+    }
+    for key, found in shards.items():
+        if (files := places.get(f"{found[1]}/{IN_STORE}")) is not None:
+            files[found[2]] = (f"{name.rstrip('/')}/{key}", wanted[key][0])
+    for file in [file for file in copy.rglob("*") if file.is_file()]:
+        key = file.relative_to(copy).as_posix()
+        if not (key in wanted or key in places or _NOT_COPIED.match(key)):
+            file.unlink()
+    for key, files in places.items():
+        write_json(copy / key, files)
     if not todo:
         return
     total, free = sum(todo.values()), shutil.disk_usage(record.parent).free
@@ -128,4 +150,4 @@ def _update(name: str, copy: Path, wanted: Mapping[str, tuple[int, str]], record
         for size in pool.map(fetch, todo):
             progress.advance(((done + size) >> 20) - (done >> 20))
             done += size
-    write_json(record, {key: list(about) for key, about in wanted.items()})
+    write_json(record, {key: list(about) for key, about in wanted.items() if key not in left})

@@ -3,8 +3,9 @@
 `as_path` gives either the same interface: pathlib's, which etils.epath offers for objects. A store
 has no renaming, no appending, no locks and no folders, but it takes an object whole or not at all
 and lists what is there. So outputs are written in place, object by object (`core.files`), with
-locks of their own (`core.store_locks`); and inputs, which libraries open as files, map into memory
-or read at random, are copied to this host first (`core.local_copies`).
+locks of their own (`core.store_locks`); and inputs, which libraries open as files or map into
+memory, are copied to this host first (`core.local_copies`), but for records of pictures, of which
+training reads ranges of bytes (`data.remote_records`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import importlib.util
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -165,6 +166,36 @@ def listing(name: str) -> dict[str, tuple[int, str]]:
         for key, about in found.items()
         if about["type"] == "file" and not key.endswith("/")
     }
+
+
+def read_ranges(ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
+    """Bytes of objects of one store, fetched at once.
+
+    Args:
+      ranges: an object, where its bytes begin, and where they end.
+
+    Raises:
+      UserError: an object is not there, or shorter.
+      RunError: the store cannot be reached.
+    """
+    if not ranges:
+        return []
+    names, starts, ends = map(list, zip(*ranges, strict=True))
+    found = filesystem(names[0]).cat_ranges(names, starts, ends)
+    for data, (name, start, end) in zip(found, ranges, strict=True):
+        if isinstance(data, Exception):
+            is_gone = isinstance(data, FileNotFoundError) or "satisfiable" in str(data)  # HTTP 416
+        else:
+            is_gone = len(data) != end - start
+        if is_gone:
+            raise UserError(
+                f"{name}: bytes {start:,} to {end:,} were expected, but it is gone or shorter; "
+                "copy the folder into the store again."
+            )
+        if isinstance(data, Exception):
+            with named_errors(name, RunError):
+                raise data
+    return found
 
 
 def filesystem(name: str) -> Any:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -22,6 +22,14 @@ from mmqa_jax.data.articles import Articles
 from mmqa_jax.data.disk_sources import DiskSources, RowsById, SelectedRows, SourceSelection
 from mmqa_jax.data.images import read_picture_file
 from mmqa_jax.data.schema import Material, Modality, Question, Source, united
+
+
+@runtime_checkable
+class LooksAhead(Protocol):
+    """A reader of pictures by name that is told which ones are read soon."""
+
+    def look_ahead(self, names: Collection[str]) -> None:
+        """Fetches pictures that will be asked for."""
 
 
 class Corpus:
@@ -113,6 +121,11 @@ class Corpus:
         if name is None or self._read_picture is None:
             return None
         return self._read_picture(name)
+
+    def look_ahead(self, names: Collection[str | None]) -> None:
+        """Called with the names of pictures before they are read: from a store, all at once."""
+        if isinstance(self._read_picture, LooksAhead):
+            self._read_picture.look_ahead([name for name in names if name is not None])
 
     def candidates(self, question: Question) -> list[int]:
         """Rows of the restricted setting: the question's positives, then its negatives.
@@ -228,6 +241,10 @@ class _PicturesOfBoth:
     def __call__(self, name: str) -> bytes | None:
         home = self._asked if name in self._of_questions else self._known
         return home.read_picture(name)
+
+    def look_ahead(self, names: Collection[str]) -> None:
+        self._asked.look_ahead([name for name in names if name in self._of_questions])
+        self._known.look_ahead([name for name in names if name not in self._of_questions])
 
 
 class FolderPictures:

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.chats import MESSAGES
@@ -62,6 +62,11 @@ class _Pictures:
     def __call__(self, name: str) -> bytes | None:
         number, _, name_in_corpus = name.partition(_ENDS)
         return self._corpora[int(number)].read_picture(name_in_corpus)
+
+    def look_ahead(self, names: Collection[str]) -> None:
+        parts = [name.partition(_ENDS) for name in names]
+        for number, corpus in enumerate(self._corpora):
+            corpus.look_ahead([part[2] for part in parts if part[0] == str(number)])
 
 
 def _renamed(question: Question, prefix: str) -> Question:

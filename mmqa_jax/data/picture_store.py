@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -86,6 +86,13 @@ class PictureStore:
     def pixels(self, row: int) -> UInt8[np.ndarray, "H W 3"] | None:
         """Pixels of the source in `row`, read-only; None for a snippet or a broken picture."""
         return self._cached(self.corpus.sources[row].image)
+
+    def look_ahead(self, rows: Iterable[int]) -> None:
+        """Called with the rows of sources before their pixels are asked for."""
+        names = {self.corpus.sources[row].image for row in rows}
+        with self._lock:
+            missing = names - self._cache.keys()
+        self.corpus.look_ahead(missing)
 
     def question_pixels(self, question: Question) -> UInt8[np.ndarray, "H W 3"] | None:
         """Pixels of a question's picture; None where it has none."""

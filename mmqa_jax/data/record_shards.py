@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.checksums import read_sealed, write_sealed
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.locks import alone
 from mmqa_jax.core.shards import WHOLE, Shard, Unfinished
@@ -31,6 +31,7 @@ from mmqa_jax.data.picture_records import (
     recorded_inputs,
     unfinished_folder,
 )
+from mmqa_jax.data.records import column_of, open_records
 from mmqa_jax.data.tfds_files import DatasetFiles, ShardSize
 
 MANIFEST = "manifest.json"
@@ -110,12 +111,11 @@ class RecordFiles:
         """
         try:
             if self._source is None:
-                import tensorflow_datasets as tfds
-
-                builder = tfds.builder_from_directory(self.folder / self.kind.dataset)
-                self._source = builder.as_data_source(split=_SPLIT)
+                self._source = open_records(self.folder / self.kind.dataset, _SPLIT)
             record = self._source[number]
-            found, content = record["id"].decode(), record[self.kind.column]
+            found, content = column_of(record, "id").decode(), column_of(record, self.kind.column)
+        except (UserError, RunError):
+            raise
         except Exception as error:  # TFDS and ArrayRecord have no common error
             raise self.unreadable(error) from error
         expected = str(self.manifest["pictures"][number])

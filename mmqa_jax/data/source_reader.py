@@ -99,8 +99,11 @@ class SourceReader:
 
     def look_ahead(self, rows: Iterable[int]) -> None:
         """Called with the sources of a batch (-1: none) before they are read one by one."""
+        rows = [int(row) for row in rows if row >= 0]
         if isinstance(self.regions, FeatureRegions):
-            self.regions.look_ahead(int(row) for row in rows if row >= 0)
+            self.regions.look_ahead(rows)
+        if self.pictures is not None:
+            self.pictures.look_ahead(rows)
 
     def raw(self, row: int) -> RawSource:
         """The source in `row` with its pixels."""

@@ -119,6 +119,10 @@ class TrainingPictures:
         """[H, W, 3] of the pixels of a readable picture."""
         return self._shapes[name]
 
+    def look_ahead(self, shown: Sequence[Sequence[str]]) -> None:
+        """Called with the pictures of examples before their pixels are asked for."""
+        self._corpus.look_ahead(list(itertools.chain.from_iterable(shown)))
+
     def pixels(self, name: str) -> np.ndarray | None:
         """Pixels of a readable picture; None, counted, where it is broken behind its header."""
         try:
@@ -162,6 +166,7 @@ class PicturedRows(NamedTuple):
           The arrays of `pictured_shapes`.
         """
         units = bucket.text
+        self.pictures.look_ahead([row.pictures for row in examples if row is not None])
         shown = [
             [] if example is None else [self.pictures.pixels(name) for name in example.pictures]
             for example in examples

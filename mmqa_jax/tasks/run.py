@@ -101,7 +101,7 @@ def _run_training(
     observed: Observed,
     resuming: Resuming,
 ) -> dict[str, Any]:
-    given, config = config, with_local_copies(config)
+    given, config = config, with_local_copies(config, stream=True)
     task = read_task(config).in_folder(folder)
     corpus = corpus or task.open_corpus()
     steps = 0 if only_start else config.train.steps

@@ -29,6 +29,9 @@ class FakePictures:
 
     size = SIZE
 
+    def look_ahead(self, rows):
+        pass
+
     def pixels(self, row: int) -> np.ndarray:
         return np.full((SIZE, SIZE, 3), row, np.uint8)
 

@@ -97,6 +97,7 @@ def contrastive_batches(
         has_image = np.zeros(count * group, bool)
         gold_rows = np.full((count, most_golds), -1, np.int32)
         queries, texts = [], []
+        reader.look_ahead(table["rows"].flat)
         for b, i in enumerate(table["question"]):
             hop = table["first_hop"][b]
             shown = [*table["rows"][b], *([hop] if hop >= 0 else [])]
