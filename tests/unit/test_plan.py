@@ -415,6 +415,33 @@ def test_a_search_compiles_what_can_be_the_fastest(compiled_by_rule, capsys):
     assert {"changes", "examples_per_second_bound", "fits", "memory_gib"} <= row.keys()
 
 
+@pytest.mark.parametrize(
+    ("config", "model"),
+    [
+        ("webqa/contrastive.py:runlocal", None),
+        ("webqa/vlp_select.py:runlocal", None),
+        ("prompt/default.py:runlocal", "stories260k"),
+    ],
+)
+def test_a_search_of_small_configs_finds_the_best_of_all(config, model, monkeypatch):
+    monkeypatch.setattr(planning, "_FACTORS", (1, 2))
+    config = load_config(f"{ROOT}/configs/{config}")
+    devices, hosts = tuple(jax.devices()[:1]), (0,)
+    place = Topology("local", devices, hosts, GPUS["h100"])
+    (name, *_) = planning.chosen(config, (), model)
+    config = planning.settled(name, config, devices, model)
+    settings = planning._settings(name, config, 1)
+    every = [
+        planning._planned(name, changed(config, changes), place, model) for changes in settings
+    ]
+    totals = sorted(planned.compiled.memory.total for planned in every)
+    chip = dataclasses.replace(place.chip, hbm_bytes=totals[len(totals) // 2])  # half fit
+    rates = [planning.Found({}, dataclasses.replace(one, chip=chip)).rate for one in every]
+    found = planning.best_settings(config, Topology("local", devices, hosts, chip), model=model)
+    assert found[0].changes == settings[rates.index(max(rates))]
+    assert found[0].rate == max(rates) > 0
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_a_search_finds_the_best_of_all_settings(seed, monkeypatch):
     """Memory of a state and of rows, bounds that a compiled program may miss, many equal."""
