@@ -45,7 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--search",
         action="store_true",
-        help="try meshes, remat and batch sizes of the first program, and show the best few",
+        help="the fastest mesh, remat and batch size of the first program, by bounds, that fits",
     )
     parser.add_argument(
         "--sources",
@@ -302,7 +302,7 @@ def _search_table(topology: str, found: list[Found]) -> Table:
         for one in found[:_BEST]
     ]
     columns = ["--config.", "memory", f"{unit}/s at most", "bound by", "MFU at most"]
-    return Table(f"{topology}: the best {len(rows)} of {len(found)} settings", columns, rows)
+    return Table(f"{topology}: the best {len(rows)} of {len(found)} compiled", columns, rows)
 
 
 def bytes_text(size: float | None) -> str | None:

@@ -170,7 +170,7 @@ def trace_program(program: Program, placement: Placement | None = None) -> Compi
     """As `compile_program`, in a fraction of its time: memory is without `temporaries`.
 
     Where the program does not say `floor_bytes`, what it keeps is read, and what it donates is
-    written: less than the `compile_program` counts, which sees the batch and the results.
+    written: less than `compile_program` counts, which sees the batch and the results.
     """
     parts = (program.parameters, program.optimizer, program.cache)
     flops, exchanges = _work(program, placement)

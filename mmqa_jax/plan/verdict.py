@@ -258,8 +258,8 @@ def best_settings(
     """Looks for the fastest of mesh x remat x batch (of an engine mesh x slots).
 
     All settings are traced, which bounds their rates, and compiled from the highest bound on until
-    none that is left can be faster: the best is that of a search which compiles all. With the mesh
-    and the recomputation of a setting that does not fit, larger batches are left out.
+    none that is left can be faster: the best is that of a search which compiles all. What cannot
+    fit, because another setting does not, is left out.
 
     Returns:
       The settings that were compiled, the fastest first; of equal ones the first of _settings.
@@ -302,13 +302,33 @@ def best_settings(
         if setting.planned.fits:
             waiting = [other for other in waiting[1:] if other < compiled[-1][:2]]
         else:
-            end = number - number % len(_FACTORS) + len(_FACTORS)
-            waiting = [other for other in waiting if not number <= other[1] < end]
+            hopeless = _hopeless(setting, settings, topology)
+            waiting = [other for other in waiting[1:] if settings[other[1]] not in hopeless]
     if not compiled:
         raise UserError(
             f"--search: the config fits no mesh of {topology.name}; of the first: {refused}"
         ) from refused
     return [setting for *_, setting in sorted(compiled)]
+
+
+def _hopeless(refused: Found, settings: Sequence[Changes], topology: Topology) -> list[Changes]:
+    """What needs at least the memory of a setting that does not fit.
+
+    On the same mesh these are the same or larger batches. Where what a device holds beside its
+    parameters does not fit alone, it does not with `data` and `fsdp` split otherwise either, which
+    leaves each device as many rows.
+    """
+    memory = refused.planned.compiled.memory
+    kept = memory.parameters + memory.optimizer + memory.cache
+    alone = memory.total - kept > topology.chip.hbm_bytes
+    *_, batch = refused.changes
+    free = {batch} | {key for key in refused.changes if alone and key in ("mesh.data", "mesh.fsdp")}
+    return [
+        setting
+        for setting in settings
+        if setting[batch] >= refused.changes[batch]
+        and all(setting[key] == value for key, value in refused.changes.items() if key not in free)
+    ]
 
 
 def _rate(program: Program, bound: Bound) -> float:
