@@ -32,7 +32,7 @@ _WORD, _CHARACTER = regex.compile(r"\S+"), regex.compile(r"\X")
 # A word counts once, but codes and addresses by their letters, and scripts without spaces too.
 _LETTERS, _LONG_WORD = 8, regex.compile(r"\S{25,}")
 _UNSPACED_LETTERS = 2
-_LONG_SENTENCE = 40  # words; one that is no longer is cut by very short chunks alone
+_LONG_SENTENCE = 80  # words; one that is no longer is cut by short chunks alone
 _UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")
 
 
