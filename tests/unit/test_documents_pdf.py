@@ -249,7 +249,9 @@ PROSE = (
     "ite blocks. Ships brought them. It is closed, and all who come to see it stand at the",
     "gate and read the notice, which says that the keeper has the key and that he lives in",
     "the white house above the dunes, where he has kept the lamp and the log and the large",
-    "brass bell of the first lightship for more than thirty years. He opens at noon. Ask him.",
+    "brass bell of the first lightship for more than thirty years, and the flags and lines of",
+    "all the pilots who came after it, whose names are cut into the wall beside the stairs so",
+    "that their children find them there. He opens at noon. Ask him.",
 )
 
 
@@ -268,7 +270,8 @@ def test_passages_that_part_lines_have_the_rectangles_of_their_letters(rotation,
 
 def test_letters_of_scripts_without_spaces_have_rectangles_too():
     chinese = {chr(97 + n): chr(0x4E00 + n) for n in range(25)} | {"z": "。"}
-    page = write(72, 700, "abcdefghz" + "ijklmnopqrstuvwxy" * 2) + write(72, 688, "abcdefg" * 12)
+    lines = ["abcdefghz" + "ijklmnopqrstuvwxy" * 2, *["abcdefg" * 10] * 3]
+    page = "".join(write(72, 700 - 12 * y, line) for y, line in enumerate(lines))
     found = list(placed(pdf_of([(page, "")], unicode=chinese), ChunkOptions(words=10, overlap=0)))
     assert len(found) > 6
     assert all(is_exact for _, is_exact in found)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
+import json
 
 import pytest
 from cli_runs import done
 from document_files import docx, pdf_of, picture
+from openai_stub import Stub, error, said
 from test_documents_pdf import STAMP, scan, write
 from tiny_llm import write_folder, write_qwen_vl
 
@@ -170,3 +173,23 @@ def test_names_that_cannot_read_pages_are_refused(refused, raw, tmp_path):
     vlm = write_qwen_vl(tmp_path / "vlm")
     refused("prepare", "folder", *flags, f"--ocr={vlm}", message=r"has sources\.jsonl.*leave --ocr")
     refused("prepare", "corpus", *flags, f"--ocr={vlm}", message="only `mmqa prepare folder`")
+
+
+def test_a_server_reads_pages(tmp_path, monkeypatch):
+    """It is shown the picture as it was drawn; a page that it fails on is named."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def reply(body):
+        shown = json.dumps(body["messages"])
+        return error(400, "too dark") if pictured("blue") in shown else said("A letter.")
+
+    def pictured(color):
+        return base64.b64encode(picture(color)).decode()
+
+    with Stub(reply).serving() as stub:
+        with open_page_reader("openai:tiny").open() as ask:
+            texts = ask([picture("red"), picture("blue")])
+        assert texts[0] == PageText("A letter.")
+        assert texts[1].text == ""
+        assert "too dark" in texts[1].problem
+        assert len(stub.asked) == 2

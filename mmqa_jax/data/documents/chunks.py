@@ -29,10 +29,11 @@ _SENTENCE_END = regex.compile(
     regex.VERBOSE | regex.V1,
 )
 _WORD, _CHARACTER = regex.compile(r"\S+"), regex.compile(r"\X")
+_SIGNS = regex.compile(r"\w+|[^\w\s]")
 # A word counts once, but codes and addresses by their letters, and scripts without spaces too.
 _LETTERS, _LONG_WORD = 8, regex.compile(r"\S{25,}")
 _UNSPACED_LETTERS = 2
-_LONG_SENTENCE = 40  # words; one that is no longer is cut by very short chunks alone
+_LONG_SENTENCE = 80  # words or signs; shorter ones are cut by short chunks alone
 _UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")
 
 
@@ -158,7 +159,8 @@ def possible_begins(text: str) -> list[int]:
     """Where chunks of a paragraph may begin: sentences, and all words of long ones."""
     begins, start = [], 0
     for end in _sentence_ends(text):
-        if _words(text[start:end]) <= _LONG_SENTENCE:
+        sentence = text[start:end]
+        if max(_words(sentence), len(_SIGNS.findall(sentence))) <= _LONG_SENTENCE:
             begins.append(start)
         else:
             for word in _WORD.finditer(text, start, end):

@@ -397,13 +397,16 @@ def _segments(text: Any, codes: Sequence[int], frame: _Frame) -> Iterator[Segmen
 
     raw, rectangles = text.raw, (pdfium.FS_RECTF * len(codes))()
     left, right, low, high = (ctypes.c_double() for _ in range(4))
-    inked = np.empty((len(codes), 4))
+    loosely, inked = pdfium.FPDFText_GetLooseCharBox, pdfium.FPDFText_GetCharBox
+    ink = []
     for index, rectangle in enumerate(rectangles):
-        pdfium.FPDFText_GetLooseCharBox(raw, index, rectangle)
-        pdfium.FPDFText_GetCharBox(raw, index, left, right, low, high)
-        inked[index] = left.value, low.value, right.value, high.value
-    loose = frame.boxes(np.frombuffer(rectangles, np.float32).reshape(-1, 4).astype(float))
-    boxes = np.stack([loose, frame.boxes(inked)])
+        loosely(raw, index, rectangle)
+        inked(raw, index, left, right, low, high)
+        ink.append((left.value, low.value, right.value, high.value))
+    loose = np.frombuffer(rectangles, np.float32).reshape(-1, 4).astype(float)
+    tight = np.array(ink).reshape(-1, 4)
+    has_ink = (tight[:, 2:] > tight[:, :2]).all(axis=1, keepdims=True)
+    boxes = np.stack([frame.boxes(loose), frame.boxes(np.where(has_ink, tight, loose))])
     start = 0
     for end in [i for i, code in enumerate(codes, 1) if code in _LINE_ENDS] + [len(codes)]:
         visible = np.array([i for i in range(start, end) if codes[i] > 32 and codes[i] != 160], int)
@@ -435,24 +438,25 @@ def _cut(
     gaps = left[order][1:] - np.maximum.accumulate(right[order])[:-1]
     part = np.empty(len(order), int)
     part[order] = np.concatenate([[0], np.cumsum(gaps > layout.GAP * size)])
+    placed = boxes[0, visible]
+    across = slice(1 - turn % 2, None, 2)  # sides of the line: top and bottom, or left and right
+    placed[:, across] = boxes[1, visible, across]
     texts: dict[int, list[str]] = {}
+    begin = int(visible[0])
+    line = "".join(map(chr, codes[begin:end]))
     after = [*visible[1:].tolist(), end]
     for index, following, number in zip(visible.tolist(), after, part.tolist(), strict=True):
-        texts.setdefault(number, []).append("".join(map(chr, codes[index:following])))
+        texts.setdefault(number, []).append(line[index - begin : following - begin])
     for number, characters in texts.items():
-        inked = visible[part == number]
-        text = "".join(characters)
-        wide, inky = boxes[:, inked]
-        sides = [1 - turn % 2, 3 - turn % 2]  # of the line: top and bottom, or left and right
-        wide[:, sides] = np.where(np.ptp(inky, axis=0), inky, wide)[:, sides]
-        of_letters = np.repeat(wide, list(map(len, characters)), axis=0)
-        first = int(inked[0])
+        is_in = part == number
+        text, own, first = "".join(characters), placed[is_in], int(visible[is_in][0])
+        of_letters = np.repeat(own, list(map(len, characters)), axis=0)
         pdfium.FPDFText_GetCharOrigin(raw, first, x, y)
         origin = frame.box(x.value, y.value, x.value, y.value)
         yield Segment(
             _whole(text).strip(),
             pdfium.FPDFText_GetFontSize(raw, first) * scale,
-            (*wide[:, :2].min(axis=0).tolist(), *wide[:, 2:].max(axis=0).tolist()),
+            (*own[:, :2].min(axis=0).tolist(), *own[:, 2:].max(axis=0).tolist()),
             layout.upright(origin, turn)[1],
             pdfium.FPDFText_GetFontWeight(raw, first) >= _BOLD,
             turn,
@@ -462,6 +466,9 @@ def _cut(
 
 def _on_one_line(text: str, boxes: np.ndarray) -> np.ndarray:
     """The boxes [n, 4] of a text's characters as those of `one_line`, which has fewer of them."""
+    line = one_line(text)
+    if len(line) == len(text.strip()):
+        return boxes[len(text) - len(text.lstrip()) :][: len(line)]
     of_words = []
     for word in re.finditer(r"\S+", text):
         if count := len(one_line(_whole(word[0]))):
