@@ -62,13 +62,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "foreign questions too, to count refusals",
     )
     parser.add_argument(
-        "--chunk_words", type=int, metavar="N", help="folder: words of a chunk, at most (90)"
+        "--chunk_words", type=int, metavar="N", help="folder: words of a chunk, at most (140)"
     )
     parser.add_argument(
         "--chunk_overlap",
         type=int,
         metavar="N",
-        help="folder: words of a chunk's end, at most, with which the next one begins (15)",
+        help="folder: words of a chunk's end, at most, with which the next one begins (20)",
     )
     parser.add_argument(
         "--passage_words",
