@@ -111,7 +111,7 @@ def get_config(mode: str = "") -> ConfigDict:
             "gradients": "float32",
             "products": "",
         }
-        config.train.update({"ema": 0.0, "offload": ""})  # offload=optimizer: to the host
+        config.train.update({"ema": 0.0, "offload": ""})  # to the host: optimizer, parameters
         config.train.optimizer.learning_rate = 2e-5
         config.inference.batch_size = 256
     elif mode == "cpu":

@@ -336,7 +336,8 @@ def _handed_on(equation: Any, operand: int, split: Split) -> Split | None:
         pairs = zip(split, before, result.shape, strict=True)
         return tuple(axes if old == new else () for axes, old, new in pairs)
     same = name in ("convert_element_type", "copy", "mul", "div", "sharding_constraint")
-    same = same or name == "stop_gradient"  # a base under LoRA
+    # A base under LoRA; what comes from the host.
+    same = same or name in ("stop_gradient", "device_put")
     return split if same and result.shape == before else None
 
 

@@ -112,6 +112,11 @@ class Contrastive(DualEncoderTask):
                 f"config key train.accumulate={accumulate}: the contrastive loss needs its whole "
                 f"batch; leave it out and set tower_parts to {accumulate}."
             )
+        if self.tower_parts > 1 and self.loop.offload == "parameters":
+            raise UserError(  # JAX adds up no gradients on the host in a loop over parts
+                "config key train.offload=parameters: layers do not come from the host for each of "
+                f"tower_parts={self.tower_parts}; set it to optimizer, or tower_parts to 1."
+            )
 
     def _parts(self) -> int:
         return self.tower_parts

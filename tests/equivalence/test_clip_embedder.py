@@ -410,6 +410,10 @@ def test_training_starts_from_clip(converted, flags_corpus, tmp_path):
         ),
         ({"tower_parts": 3}, r"batch of 2: must be a multiple of 3"),
         ({"train.accumulate": 2}, r"needs its whole batch; leave it out and set tower_parts to 2"),
+        (
+            {"train.offload": "parameters", "tower_parts": 2},
+            r"train\.offload=parameters: .* tower_parts=2; set it to optimizer, or",
+        ),
     ],
 )
 def test_starts_that_are_refused(changes, message, converted, flags_corpus, tmp_path):

@@ -55,6 +55,7 @@ def take_step(
     start: TrainState | None = None,
     initialize: bool = False,
     stddev: float | None = None,
+    offload: str = "",
     **options: Any,
 ) -> Taken:
     """One training step.
@@ -66,11 +67,12 @@ def take_step(
       start: another mesh's; None: the mesh has its own.
       initialize: its own is as a run's, a program more to compile; else NumPy draws it.
       stddev: of the matrices that are drawn; None: by their inputs.
+      offload: as `train.offload`.
       options: of the optimizer.
     """
     mesh = make_mesh(shape, devices=devices)
     optimizer, schedule = make_optimizer(OptimizerOptions(warmup=0.0, **options), steps=10)
-    model = split_model(task, 0)
+    model = split_model(task, 0, offload=offload)
     abstract = abstract_state(model, optimizer, mesh, DEFAULT_RULES)
     step = make_step(
         task, model, optimizer, schedule, seed=0, accumulate=accumulate, abstract=abstract,

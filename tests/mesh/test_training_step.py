@@ -41,11 +41,14 @@ def alone():
     return take_step(TASK, make_batch(), {}, jax.devices()[:1], initialize=True)
 
 
-@pytest.mark.parametrize(("name", "accumulate"), [("fsdp", 2), ("all", 4)])
-def test_a_step_is_that_of_one_device(alone, name, accumulate):
+@pytest.mark.parametrize(
+    ("name", "accumulate", "offload"),
+    [("fsdp", 2, ""), ("all", 4, ""), ("fsdp", 1, "parameters"), ("all", 2, "parameters")],
+)
+def test_a_step_is_that_of_one_device(alone, name, accumulate, offload):
     # On one of the meshes from weights that it draws itself.
     start = alone.start if name == "fsdp" else None
-    options = {"accumulate": accumulate, "start": start, "initialize": True}
+    options = {"accumulate": accumulate, "start": start, "initialize": True, "offload": offload}
     step = take_step(TASK, make_batch(), MESHES[name], None, **options)
     same_step(step, alone)
 

@@ -205,8 +205,10 @@ def interrupted(inputs, tmp_path):
     return killed_after(6, inputs / "run", tmp_path / "run")
 
 
-def test_an_interrupted_run_resumes_to_the_same_weights(inputs, interrupted):
-    done(*flags_of(inputs, interrupted))
+@pytest.mark.parametrize("offload", ["", "parameters"])
+def test_an_interrupted_run_resumes_to_the_same_weights(inputs, interrupted, offload):
+    """Also with a base that lies on the host from then on."""
+    done(*flags_of(inputs, interrupted, **{"train.offload": offload}))
     want, got = weights_of(inputs / "run"), weights_of(interrupted)
     for name, x in want.items():
         np.testing.assert_array_equal(got[name], x, err_msg=name)

@@ -181,6 +181,15 @@ def mesh():
     return AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"))
 
 
+def test_what_comes_from_the_host_is_gathered(mesh):
+    up = weight(mesh, (16, 16), "fsdp", None, dtype=jnp.bfloat16)
+
+    def layer(weights, x):
+        return x @ jax.device_put(weights, jax.memory.Space.Device)
+
+    assert exchanges_of(layer, up, ROWS, MESH) == {("all-gather", "fsdp"): 16 * 16 * 2}
+
+
 def test_a_layers_partial_sums_are_added_up_once(mesh):
     """Two products that are added are one sum; a residual stream is none of them."""
     down = [weight(mesh, (16, 16), "tensor", None, dtype=jnp.bfloat16) for _ in range(2)]
