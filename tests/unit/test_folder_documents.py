@@ -143,7 +143,7 @@ def test_text_without_sentences_is_cut(text):
 def test_sizes_of_chunks_are_checked():
     with pytest.raises(UserError, match="--chunk_words=3"):
         ChunkOptions(words=3)
-    with pytest.raises(UserError, match="--chunk_overlap=15"):
+    with pytest.raises(UserError, match="--chunk_overlap=20"):
         ChunkOptions(words=15)
 
 
