@@ -29,6 +29,7 @@ from mmqa_jax.models.layers import (
     attention,
     dropout,
     keep,
+    keep_kernel,
     merge_heads,
     normal_init,
     param,
@@ -39,7 +40,7 @@ from mmqa_jax.models.layers import (
     stack_layers,
     zeros_init,
 )
-from mmqa_jax.models.row_layout import as_rows
+from mmqa_jax.models.row_layout import as_rows, in_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,23 +161,30 @@ class BertLayer(nnx.Module):
         self.mlp_norm = LayerNorm(config.hidden, config.eps, rngs=rngs)
         self.config = config
 
-    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x [B, L, H] -> query, key, value [B, L, heads, head_dim]."""
-        heads, rows = self.config.heads, as_rows(x)
-        projected = (p(rows).reshape(x.shape) for p in (self.query, self.key, self.value))
-        return tuple(split_heads(p, heads) for p in projected)
+    def project(
+        self, x: jax.Array, shape: tuple[int, ...] | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x [B, L, H], or rows of such a `shape` -> query, key, value [B, L, heads, head_dim]."""
+        shape, rows = shape or x.shape, as_rows(x)
+        projected = (keep(p(rows)).reshape(shape) for p in (self.query, self.key, self.value))
+        return tuple(split_heads(p, self.config.heads) for p in projected)
 
     def finish(
         self, x: jax.Array, attended: jax.Array, dropout_key: jax.Array | None = None
     ) -> jax.Array:
-        """The rest of the layer: x [B, L, H], attended [B, L, heads, head_dim] -> [B, L, H]."""
-        shape, rate = x.shape, self.config.dropout
+        """The rest: x [B, L, H] or its rows, attended [B, L, heads, head_dim] -> [B, L, H].
+
+        What it and `project` mark is all that the backward pass keeps.
+        """
+        rate = self.config.dropout
         first, second = split_key(dropout_key, 2)
         x = as_rows(x)  # [B, L, H] or [B * L, H]
-        attended = self.out(keep(merge_heads(attended)).reshape(x.shape))
-        x = self.attention_norm(x + dropout(attended, rate, first))
-        hidden = ACTIVATIONS[self.config.activation](self.up(x))  # [..., mlp]
-        return self.mlp_norm(x + dropout(self.down(hidden), rate, second)).reshape(shape)
+        attended = merge_heads(attended)  # [B, L, H]
+        y = self.out(keep_kernel(attended).reshape(x.shape))
+        x = self.attention_norm(keep(x + dropout(y, rate, first)))
+        hidden = ACTIVATIONS[self.config.activation](keep(self.up(x)))  # [..., mlp]
+        x = self.mlp_norm(keep(x + dropout(self.down(hidden), rate, second)))
+        return x.reshape(attended.shape)
 
     def attend(
         self,
@@ -202,7 +210,9 @@ class BertLayer(nnx.Module):
     ) -> jax.Array:
         """x [B, L, H], mask bool broadcastable to [B, heads, L, L] -> [B, L, H]."""
         first, second = split_key(dropout_key, 2)
-        return self.finish(x, self.attend(*self.project(x), mask, first), second)
+        rows = as_rows(x)
+        attended = self.attend(*self.project(rows, x.shape), mask, first)
+        return self.finish(rows, attended, second)
 
 
 class Bert(nnx.Module):
@@ -263,14 +273,17 @@ class Bert(nnx.Module):
         return self._scan(embedded, body, None)[1]
 
     def _scan(self, x, body, dropout_key, layers=None):
-        return scan_layers(
+        rows, body = in_rows(x, body)
+        rows, ys = scan_layers(
             layers or self.layers,
-            x,
+            rows,
             body,
             dropout_key=dropout_key,
             remat=self.config.remat,
+            products=False,
             unroll=self.config.unroll,
         )
+        return rows.reshape(x.shape), ys
 
     def __call__(
         self,

@@ -208,7 +208,7 @@ class Block(nnx.Module):
         y = layers.attention(
             q, k, v, mask=mask, is_causal=is_causal, implementation=self.config.attention
         )
-        x = x + self.out(layers.keep(layers.merge_heads(y)).reshape(x.shape))
+        x = x + self.out(layers.keep_kernel(layers.merge_heads(y)).reshape(x.shape))
         activation = BLOCK_ACTIVATIONS[self.config.activation]
         return (x + self.mlp_out(activation(self.mlp_in(self.ln_2(x))))).reshape(shape)
 
@@ -376,8 +376,9 @@ def unfold_patches(pixels: jax.Array, patch: int) -> jax.Array:
     Patches run row by row, a patch's values by row, column, channel.
     """
     side = pixels.shape[1] // patch
-    x = pixels.reshape(-1, side, patch, side, patch, 3)
-    return x.transpose(0, 1, 3, 2, 4, 5).reshape(-1, side * side, patch * patch * 3)
+    # Columns and channels in one dimension: a TPU pads 3 channels to the 128 lanes of a register.
+    x = pixels.reshape(-1, side, patch, side, patch * 3)
+    return x.transpose(0, 1, 3, 2, 4).reshape(-1, side * side, patch * patch * 3)
 
 
 def normalize_pixels(

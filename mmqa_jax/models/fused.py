@@ -24,6 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
 
 from mmqa_jax.core.mesh import partition_spec
+from mmqa_jax.models.drop_bits import drop_bits
 from mmqa_jax.models.masked import MASKED
 
 LANES = 128  # columns of a register
@@ -131,27 +132,6 @@ def drop_seeds(key: jax.Array, rows: int, heads: int) -> tuple[jax.Array, jax.Ar
     of_rows, of_heads = jax.random.split(key)
     drawn = jax.random.bits(of_rows, (rows,)), jax.random.bits(of_heads, (heads,))
     return tuple(bits.astype(jnp.int32) for bits in drawn)
-
-
-def drop_bits(row_seed: jax.Array, head_seed: jax.Array, length: int, columns: int) -> jax.Array:
-    """int32 [..., Lq, Lk] in 0..65535, uniform: a weight of less than `kept` survives dropout.
-
-    Counters mixed twice with a key of 64 bits, made of the two seeds (int32, of any shape that
-    broadcasts against [..., Lq, Lk]): a function of the place alone, so that forward and backward
-    pass, every mesh and every kind of device agree.
-    """
-    counter = jax.lax.broadcasted_iota(jnp.int32, (length, columns), 0) * columns
-    counter = counter + jax.lax.broadcasted_iota(jnp.int32, (length, columns), 1)
-    first = _mix(row_seed ^ _mix(head_seed))
-    second = _mix(first + jnp.int32(0x5BD1E995))
-    return jax.lax.shift_right_logical(_mix(_mix(counter ^ first) + second), 16)
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    """A bijection of int32 each of whose bits depends on all bits (Wellons 2018, lowbias32)."""
-    x = (x ^ jax.lax.shift_right_logical(x, 16)) * jnp.int32(0x7FEB352D)
-    x = (x ^ jax.lax.shift_right_logical(x, 15)) * jnp.int32(0x846CA68B - 2**32)
-    return x ^ jax.lax.shift_right_logical(x, 16)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -35,6 +35,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import column_shards, gather_features, on_device, platform, split_rows
 from mmqa_jax.models import flash
 from mmqa_jax.models.config_checks import check_known
+from mmqa_jax.models.drop_bits import drop_bits_of
 from mmqa_jax.models.masked import MASKED, Window, capped
 
 Names = tuple[str | None, ...]
@@ -90,7 +91,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., in] -> [..., out]
         y = product(x, self.kernel[...].astype(x.dtype), 0)
-        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+        return y if self.bias is None else _biased(y, self.bias[...])
 
 
 def torch_linear(
@@ -114,6 +115,24 @@ class TransposedLinear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., in] -> [..., out]
         y = product(x, self.kernel[...].astype(x.dtype), 1)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+def _biased(y: jax.Array, bias: jax.Array) -> jax.Array:
+    """y [..., N] plus a bias [N], in y's dtype."""
+    return (_biased_on_tpu if platform() == "tpu" else _plainly_biased)(y, bias)
+
+
+def _plainly_biased(y: jax.Array, bias: jax.Array) -> jax.Array:
+    return y + bias.astype(y.dtype)
+
+
+# With the bias's gradient summed in float32: XLA's own estimate of a sum over rows in bfloat16 is
+# twice as long. A bias that is added in float32 keeps XLA from fusing two products into one.
+_biased_on_tpu = jax.custom_vjp(_plainly_biased)
+_biased_on_tpu.defvjp(
+    lambda y, bias: (_plainly_biased(y, bias), bias[:0]),
+    lambda none, dy: (dy, dy.sum(range(dy.ndim - 1), dtype=jnp.float32).astype(none.dtype)),
+)
 
 
 def product(
@@ -244,8 +263,8 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        mean = x.astype(jnp.float32).mean(-1, keepdims=True)
-        y = (x - mean) * (self.factor(x, mean) * self.scale[...])
+        mean = _keep_sums(x.astype(jnp.float32).mean(-1, keepdims=True))
+        y = (x - mean) * (_keep_sums(self.factor(x, mean)) * self.scale[...])
         y = y if self.bias is None else y + self.bias[...]
         return y.astype(x.dtype)
 
@@ -292,11 +311,15 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
     The keep decision uses 16 random bits per element (half the cost of 32 on CPU); the keep
     probability is exact to 2^-16 and the scale uses that very value, so the mean is unbiased.
+    On a TPU they are cheap enough (`drop_bits`) for the backward pass to draw them again.
     """
     kept = round((1.0 - rate) * 65536)
     if key is None or kept == 65536:
         return x
-    drawn = keep(jax.random.bits(key, x.shape, jnp.uint16) < kept)
+    if platform() == "tpu":
+        drawn = drop_bits_of(key, x.shape) < kept
+    else:
+        drawn = keep(jax.random.bits(key, x.shape, jnp.uint16) < kept)
     return jnp.where(drawn, x * (65536 / kept), 0).astype(x.dtype)
 
 
@@ -574,7 +597,7 @@ def stack_layers(
     return nnx.split_rngs(splits=count)(build)(rngs)
 
 
-KEPT, _PRODUCT = "kept", "product"
+KEPT, _PRODUCT, _SUMS = "kept", "product", "sums"
 
 
 def keep(x: jax.Array) -> jax.Array:
@@ -594,10 +617,38 @@ def _products_and(*names: str) -> Callable[..., bool]:
     )
 
 
+def _keep_sums(x: jax.Array) -> jax.Array:
+    """Marks one value a row, which is kept whatever else is: it costs a pass over the row."""
+    return checkpoint_name(x, _SUMS)
+
+
+def keep_kernel(x: jax.Array) -> jax.Array:
+    """`keep` of what a kernel gives, which on a TPU is kept as integers.
+
+    JAX rounds floats that are kept once more (`reduce_precision`). XLA does that in the fusion of
+    the product that makes them, but behind a kernel in a pass over memory of its own.
+    """
+    return _keep_bits(x) if platform() == "tpu" and x.dtype == jnp.bfloat16 else keep(x)
+
+
+@jax.custom_vjp
+def _keep_bits(x: jax.Array) -> jax.Array:
+    return _through_bits(x)
+
+
+def _through_bits(x: jax.Array) -> jax.Array:
+    bits = keep(jax.lax.bitcast_convert_type(x, jnp.uint16))
+    return jax.lax.bitcast_convert_type(bits, x.dtype)
+
+
+_keep_bits.defvjp(lambda x: (_through_bits(x), None), lambda _, given: (given,))
+
+
+_MARKED = jax.checkpoint_policies.save_only_these_names(KEPT, _PRODUCT, _SUMS)
 _REMAT_POLICIES = {
-    "none": _products_and(KEPT),
+    "none": _products_and(KEPT, _SUMS),
     "dots": _products_and(),
-    "full": None,  # keep only the layer inputs
+    "full": jax.checkpoint_policies.save_only_these_names(_SUMS),  # beside the layer inputs
 }
 
 
@@ -617,6 +668,7 @@ def scan_layers(
     xs: Any = None,
     dropout_key: jax.Array | None = None,
     remat: str = "none",
+    products: bool = True,
     unroll: int | bool | None = None,
 ) -> tuple[Any, Any]:
     """Run a stack made by `stack_layers` with `jax.lax.scan`.
@@ -625,11 +677,13 @@ def scan_layers(
     with a leading layer axis, or None) and that layer's own dropout key (None when `dropout_key`
     is None). Returns the last carry and the stacked y. The carry is activations [B, ...].
 
-    `remat` says what the backward pass computes again: "full" each layer; "dots" all but products
-    with weights; "none" nothing, where layers are unrolled. In a loop "none" is elementwise work
-    and attention scores: a loop stacks all that it keeps, and three quarters of that are such
-    values ([B, heads, L, L] and [B, L, mlp] in float32 above all), while they cost 1 to 3 % of the
-    FLOPs. What is kept besides products with weights is marked by `keep`.
+    `remat` says what the backward pass computes again: "full" each layer but the sums of its norms;
+    "dots" all but products with weights; "none" nothing, where layers are unrolled. In a loop
+    "none" is elementwise work and attention scores: a loop stacks all that it keeps, and three
+    quarters of that are such values ([B, heads, L, L] and [B, L, mlp] in float32 above all), while
+    they cost 1 to 3 % of the FLOPs. What is kept besides products with weights is marked by `keep`;
+    of layers that mark all that is dear to compute (`products` False) nothing else is, such as a
+    product before its bias.
 
     `unroll` goes to `jax.lax.scan`; None unrolls wholly on CPU, where a loop costs 1.3x in the
     backward pass, and keeps one compiled layer elsewhere.
@@ -650,6 +704,7 @@ def scan_layers(
         return body(nnx.merge(graphdef, on_device(layer_params)), carry, x, key)
 
     if remat != "none" or unroll is not True:
-        step = jax.checkpoint(step, policy=_REMAT_POLICIES[remat], prevent_cse=False)
+        policy = _MARKED if remat == "none" and not products else _REMAT_POLICIES[remat]
+        step = jax.checkpoint(step, policy=policy, prevent_cse=False)
     carry, ys = jax.lax.scan(step, carry, (params, xs, keys), length=count, unroll=unroll)
     return jax.tree.map(split_rows, carry), ys

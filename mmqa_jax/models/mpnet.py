@@ -117,5 +117,6 @@ class MPNet(nnx.Module):
             body,
             dropout_key=second,
             remat=self.config.remat,
+            products=False,
             unroll=self.config.unroll,
         )[0]

@@ -7,10 +7,13 @@ neither does that nor writes norms to memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from mmqa_jax.core.mesh import platform
+from mmqa_jax.core.mesh import batch_axes, column_shards, platform
 
 _ROWS = 8  # of a register
 
@@ -18,12 +21,30 @@ _ROWS = 8  # of a register
 def as_rows(x: jax.Array) -> jax.Array:
     """x [B, L, H] as [B * L, H] where that helps: in bfloat16 on TPUs, for a multiple of 8 rows.
 
-    Otherwise x itself. Reshape back at the end of a layer.
+    Otherwise, and of rows, x itself. Reshape back at the end of a layer.
     """
-    if not _helps(x) or x.shape[1] % _ROWS:
+    if x.ndim == 2 or not _helps(x) or x.shape[1] % _ROWS:
         return x
     # The barrier keeps XLA from going back to three dimensions.
     return jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1]))
+
+
+def in_rows(x: jax.Array, body: Callable[..., Any]) -> tuple[jax.Array, Callable[..., Any]]:
+    """x [B, L, H] and a `body` of `layers.scan_layers`, with x as rows between the layers, too.
+
+    So what the backward pass keeps of them and adds up has one layout. Where a mesh splits the
+    rows otherwise than x, both are returned as they are.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    rows, shape = as_rows(x), x.shape
+    if column_shards(shape[1]) > 1 or batch_axes(mesh, len(x)) != batch_axes(mesh, len(rows)):
+        return x, body
+
+    def of_rows(layer, rows, of_layer, key):
+        x, y = body(layer, rows.reshape(shape), of_layer, key)
+        return x.reshape(rows.shape), y
+
+    return rows, of_rows
 
 
 def pad_length(

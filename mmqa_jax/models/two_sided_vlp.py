@@ -298,6 +298,7 @@ class TwoSidedVLP(AtlasVLP):
             body,
             dropout_key=dropout_key,
             remat=trunk.remat,
+            products=False,
             unroll=trunk.unroll,
         )[0]
 

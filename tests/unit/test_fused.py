@@ -7,6 +7,7 @@ tests/mesh/test_fused_on_mesh.py.
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from mmqa_jax.core.mesh import MESH_AXES
 from mmqa_jax.decoding.masked_lm import beam_search
-from mmqa_jax.models import fused, fused_prefix, layers, mask_appending, row_layout
+from mmqa_jax.models import drop_bits, fused, fused_prefix, layers, mask_appending, row_layout
 from mmqa_jax.models.bert import Bert, BertConfig
 from mmqa_jax.models.clip import CLIP, CLIPConfig, TextConfig, VisionConfig
 from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
@@ -57,7 +58,8 @@ def plain(q, k, v, *, mask, is_causal, rate):
     if rate:
         kept = round((1 - rate) * 65536)
         rows, heads = fused.drop_seeds(KEY, *scores.shape[:2])
-        bits = fused.drop_bits(rows[:, None, None, None], heads[:, None, None], *scores.shape[2:])
+        seeds = rows[:, None, None, None], heads[:, None, None]
+        bits = drop_bits.drop_bits(*seeds, *scores.shape[2:])
         weights = jnp.where(bits < kept, weights * (65536 / kept), 0)
     return (weights @ v).swapaxes(1, 2)
 
@@ -118,13 +120,18 @@ def test_a_row_that_sees_nothing_is_the_mean_of_the_values():
     close(got, np.broadcast_to(v.astype(np.float32).mean(1, keepdims=True), v.shape))
 
 
-def test_what_is_dropped_is_uniform_and_independent():
-    @jax.jit
-    def drop_bits(key):
-        rows, heads = fused.drop_seeds(key, 4, 3)
-        return fused.drop_bits(rows[:, None, None, None], heads[:, None, None], 64, 64)
+def of_heads(key):
+    rows, heads = fused.drop_seeds(key, 4, 3)
+    return drop_bits.drop_bits(rows[:, None, None, None], heads[:, None, None], 64, 64)
 
-    bits = np.asarray(drop_bits(KEY)).reshape(12, -1)
+
+def of_arrays(key):
+    return jnp.stack([drop_bits.drop_bits_of(k, (4, 1024)) for k in jax.random.split(key, 3)])
+
+
+@pytest.mark.parametrize("draw", [of_heads, of_arrays])
+def test_what_is_dropped_is_uniform_and_independent(draw):
+    bits = np.asarray(jax.jit(draw)(KEY)).reshape(12, -1)
     assert bits.min() >= 0
     assert bits.max() < 65536
     counts = np.bincount(bits.ravel() // 4096, minlength=16)
@@ -132,7 +139,7 @@ def test_what_is_dropped_is_uniform_and_independent():
     assert ((counts - expected) ** 2 / expected).sum() < 40  # 15 degrees of freedom: p < 0.001
     dropped = bits < 0.1 * 65536
     pairs = np.corrcoef(np.concatenate([dropped, np.roll(dropped, 1, axis=1)]))
-    assert np.abs(pairs - np.eye(len(pairs))).max() < 0.08  # 5 / sqrt(4,096)
+    assert np.abs(pairs - np.eye(len(pairs))).max() < 5 / bits.shape[1] ** 0.5
     assert len(np.unique(bits, axis=0)) == 12
 
 
@@ -249,6 +256,44 @@ def test_berts_states(monkeypatch, as_on_tpu):
     plainly, fast = both(monkeypatch, as_on_tpu, lambda: model(ids, mask).astype(jnp.float32))
     assert as_on_tpu == ["fused_attention"]  # once: layers are a loop
     assert np.abs(fast - plainly).max() <= 0.03 * np.abs(plainly).max()
+
+
+def test_a_gradient_of_a_bias_is_summed_in_float32(as_on_tpu):
+    given = drawn(2, 2048, 4)
+    linear = layers.Linear(8, 4, ("embed", "mlp"), rngs=nnx.Rngs(0))
+
+    def loss(linear):
+        return (linear(drawn(2, 2048, 8)) * given).sum(dtype=jnp.float32)
+
+    wanted = given.astype(np.float64).sum((0, 1))
+    np.testing.assert_allclose(nnx.grad(loss)(linear).bias[...], wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("remat", "kernels"), [("none", 1), ("full", 2)])
+def test_berts_gradient(as_on_tpu, remat, kernels):
+    """With dropout: what a loop keeps, draws and computes again is what the first pass had."""
+    sizes = {"vocab_size": 50, "hidden": 128, "layers": 3, "heads": 2, "mlp": 64}
+    mask = np.arange(16) < np.array([16, 3, 9])[:, None]
+    given = normal(3, 16, 128)
+
+    def gradient(**changes):
+        config = BertConfig(**sizes, **changes, dtype="bfloat16")
+        graphdef, state = nnx.split(of_numpy(lambda: Bert(config, rngs=nnx.Rngs())))
+
+        def loss(state):
+            hidden = nnx.merge(graphdef, state)(tokens(3, 16), mask, dropout_key=KEY)
+            return (hidden * given).sum(dtype=jnp.float32)
+
+        found = jax.jit(jax.grad(loss)).trace(state)
+        gradients = found.lower().compile()(state)
+        del gradients["layers"]["key"]["bias"]  # it is 0: softmax does not see such a bias
+        return str(found.jaxpr), gradients
+
+    program, ours = gradient(remat=remat, unroll=1)
+    _, theirs = gradient(unroll=True)  # keeps everything
+    assert len(re.findall(r"name=fused_attention\b", program)) == kernels
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert np.abs(one - other).max() <= 0.03 * np.abs(other).max()
 
 
 def test_vlps_beams(monkeypatch, as_on_tpu):
