@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 from flax import nnx
@@ -38,6 +40,9 @@ PIXELS = {name: RNG.integers(0, 256, shape).astype(np.uint8) for name, shape in 
 
 class Shown:
     """Pictures that are there."""
+
+    def look_ahead(self, shown: Sequence[Sequence[str]]) -> None:
+        pass
 
     def pixels(self, name: str) -> np.ndarray:
         return PIXELS[name]
