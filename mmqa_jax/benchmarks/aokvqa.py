@@ -11,7 +11,7 @@
 Any of the splits may be absent. Where both formats hold a split, questions are read from the JSON,
 which knows COCO's picture numbers, and pictures from the Parquet.
 
-Scores:
+These are its scores.
 
     a_okvqa_da/official     exact match with n of the ten answers, min(1, n / 3), without the
                             questions marked difficult (allenai/aokvqa, eval_predictions.py)

@@ -11,7 +11,7 @@ A pass k shows the choices rotated by k. Where a file holds no passes above 0, t
 N choices, N passes, and choice j stands at place (j + k) mod N, as VLMEvalKit's
 `vlmutil circular` does for choices that may be rotated. A table of predictions is taken as it is.
 
-Scores:
+These are its scores.
 
     mmbench/circular        every circular pass of a question is right (VLMEvalKit, 2025)
     mmbench/vanilla         the first pass is right

@@ -11,7 +11,7 @@
 Where a folder holds problems and LLaVA's conversations, these add the test questions that the
 problems lack.
 
-Scores:
+These are its scores.
 
     scienceqa/letter_or_random     `The answer is X.` once, else a random choice (run_gpt3.py)
     scienceqa/letter_or_expected   the same, with 1 / (number of choices) in place of the draw

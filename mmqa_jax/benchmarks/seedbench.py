@@ -8,7 +8,7 @@
 
 The videos of three other data sets are not read: a frame stands for one, where it was extracted.
 
-Scores:
+These are its scores.
 
     seed_bench/likelihood   the choice of least loss is right (eval.py)
     seed_bench/letter       the answer is the correct letter and nothing else (LLaVA)

@@ -458,6 +458,7 @@ def _linear_attention(
             kernel = functools.partial(
                 splash.splash_attention, q, k, v,
                 key_mask=keys, segments=segments, is_causal=is_causal, mesh=mesh, cap=cap,
+                kept=_KEPT,
             )  # fmt: skip
             return kernel() if window is None else window.choose(kernel, columns)
     return keep(flash.block_attention(q, k, v, **options, window=window, cap=cap))
@@ -597,12 +598,12 @@ def stack_layers(
     return nnx.split_rngs(splits=count)(build)(rngs)
 
 
-KEPT, _PRODUCT, _SUMS = "kept", "product", "sums"
+_KEPT, _PRODUCT, _SUMS = "kept", "product", "sums"
 
 
 def keep(x: jax.Array) -> jax.Array:
     """Marks what `scan_layers` keeps for the backward pass, besides products with weights."""
-    return checkpoint_name(x, KEPT)
+    return checkpoint_name(x, _KEPT)
 
 
 def keep_product(x: jax.Array) -> jax.Array:
@@ -644,9 +645,9 @@ def _through_bits(x: jax.Array) -> jax.Array:
 _keep_bits.defvjp(lambda x: (_through_bits(x), None), lambda _, given: (given,))
 
 
-_MARKED = jax.checkpoint_policies.save_only_these_names(KEPT, _PRODUCT, _SUMS)
+_MARKED = jax.checkpoint_policies.save_only_these_names(_KEPT, _PRODUCT, _SUMS)
 _REMAT_POLICIES = {
-    "none": _products_and(KEPT, _SUMS),
+    "none": _products_and(_KEPT, _SUMS),
     "dots": _products_and(),
     "full": jax.checkpoint_policies.save_only_these_names(_SUMS),  # beside the layer inputs
 }

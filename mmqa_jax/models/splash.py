@@ -15,7 +15,6 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmqa_jax.core.mesh import SEQUENCE, column_shards, partition_spec
-from mmqa_jax.models.layers import KEPT
 
 _LANES = 128  # queries and keys come in multiples of this
 _MOST_PARTS = 4  # of the queries' gradient, see _block_sizes
@@ -39,6 +38,7 @@ def splash_attention(
     mesh: Mesh | None,
     interpret: bool = False,
     cap: float | None = None,
+    kept: str | None = None,
 ) -> jax.Array:
     """JAX's Pallas kernel for TPU (flash attention that skips blocks of a sparse mask).
 
@@ -49,7 +49,8 @@ def splash_attention(
     is, and heads as the model's, where these divide. Over `sequence` a device has some columns of
     the queries (Lq == Lk) and gathers all keys and values.
     `interpret` runs the kernel without a TPU, slowly, for tests; `cap` is that of
-    `layers.attention`. Returns [B, Lq, heads, D].
+    `layers.attention`; `kept` names what its backward pass needs for `jax.checkpoint`.
+    Returns [B, Lq, heads, D].
     """
     length, size = q.shape[1], q.shape[3]
     columns, kv_heads = k.shape[1:3]
@@ -81,7 +82,7 @@ def splash_attention(
             q_seq_shards=shards if balanced else 1,
             interpret=interpret,
             attn_logits_soft_cap=cap,
-            residual_checkpoint_name=KEPT,
+            residual_checkpoint_name=kept,
         )
 
     def attend(q, k, v, of_queries, of_keys, kernel=None):

@@ -28,6 +28,7 @@ from mmqa_jax.data.encoder_tokenizer import load_encoder_tokenizer
 from mmqa_jax.data.qwen_images import PictureSizes
 from mmqa_jax.models.qwen_vl import QwenVLConfig
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
+from mmqa_jax.models.unstacked import restacked
 from mmqa_jax.retrieval.embedder import Embedder, one_picture_each
 from mmqa_jax.retrieval.embeddings import BROKEN
 from mmqa_jax.retrieval.picture_batches import (
@@ -50,7 +51,9 @@ _AROUND = 128  # tokens around a picture, with room
 @functools.lru_cache(maxsize=8)  # encoders of one config share their programs
 def make_encode_prompts(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
     """The jitted encoder of prompts: (state, PromptBatch) -> vectors [B, D]."""
-    return jax.jit(lambda state, batch: nnx.merge(graphdef, state).encode_prompts(*batch))
+    return jax.jit(
+        lambda state, batch: nnx.merge(graphdef, restacked(state)).encode_prompts(*batch)
+    )
 
 
 class VLMEmbedder(Embedder):

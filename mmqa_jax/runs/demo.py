@@ -62,6 +62,7 @@ from mmqa_jax.runs.prepare import prepare_atlas
 from mmqa_jax.runs.row import Row, read_row
 from mmqa_jax.runs.row_report import run_facts, verdict_note
 from mmqa_jax.runs.run import run_row
+from mmqa_jax.runs.status import seconds_left
 from mmqa_jax.runs.traces import reference_rows
 from mmqa_jax.runs.training_report import run_curves
 from mmqa_jax.tasks.reading import check_config, known_tasks
@@ -70,11 +71,6 @@ from mmqa_jax.tasks.run import run_training
 from mmqa_jax.training.best_weights import read_best
 
 TASKS = ("contrastive", "rerank", "answer")
-# Stage -> its share of the time of a whole demo on a CPU.
-STAGES = {
-    **{"prepare": 0.02, "contrastive": 0.09, "embed": 0.09, "search": 0.02, "rerank": 0.11},
-    **{"tune": 0.01, "refuse": 0.0, "select": 0.06, "answer": 0.51, "read": 0.09, "score": 0.0},
-}
 MACHINE = "machine.json"  # what this machine was measured to do, and the precision of this run
 DATA, INDEX, ROWS = "data", "index", "rows"
 SELECTION, FUSION = "retrieval/selection.json", "retrieval/fusion.json"
@@ -117,17 +113,6 @@ def write_demo_report(folder: Path, workdir: Workdir | None = None) -> dict[str,
     write_html(folder / "report.html", results, scores, records)
     Screen().print(f"Report: {folder / 'report.html'}", soft_wrap=True)
     return scores
-
-
-def seconds_left(records: Mapping[str, Mapping[str, Any]]) -> float | None:
-    """Seconds until a demo is complete, by what its stages so far took; None before the first.
-
-    Args:
-      records: of its complete stages (Workdir.stages).
-    """
-    done = sum(share for name, share in STAGES.items() if name in records)
-    taken = sum(record["seconds"] for record in records.values())
-    return taken * (sum(STAGES.values()) - done) / done if done else None
 
 
 def _measure(precision: str, folder: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,24 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.core.progress import duration
 from mmqa_jax.core.workdir import Workdir, read_config
 from mmqa_jax.evaluation.score_names import score_name
-from mmqa_jax.runs.demo import STAGES, seconds_left
 from mmqa_jax.runs.workdirs import finished_rows
+
+# Stage of a demo -> its share of the time of a whole demo on a CPU.
+STAGES = {
+    **{"prepare": 0.02, "contrastive": 0.09, "embed": 0.09, "search": 0.02, "rerank": 0.11},
+    **{"tune": 0.01, "refuse": 0.0, "select": 0.06, "answer": 0.51, "read": 0.09, "score": 0.0},
+}
+
+
+def seconds_left(records: Mapping[str, Mapping[str, Any]]) -> float | None:
+    """Seconds until a demo is complete, by what its stages so far took; None before the first.
+
+    Args:
+      records: of its complete stages (Workdir.stages).
+    """
+    done = sum(share for name, share in STAGES.items() if name in records)
+    taken = sum(record["seconds"] for record in records.values())
+    return taken * (sum(STAGES.values()) - done) / done if done else None
 
 
 def demo_status(folder: Path, now: float | None = None) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def test_help_names_every_model_and_its_layouts():
         assert f"\n  {entry.name:<16}{entry.title}\n" in ended.out
         assert all(f"reads   {layout}\n" in ended.out for layout in entry.layouts)
     example = ended.out.partition("example:\n")[2].split()
-    assert example[:3] == ["mmqa", "convert", "--model=llama"]
+    assert example[:3] == ["mmqa", "convert", "--source=downloads/SmolLM2-135M"]
 
 
 def test_wrong_flags(sources, refused, tmp_path):

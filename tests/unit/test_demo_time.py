@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmqa_jax.core.speed import best_precision
-from mmqa_jax.runs.demo import STAGES, seconds_left
+from mmqa_jax.runs.status import STAGES, seconds_left
 
 
 def test_the_time_left_is_in_proportion_to_that_of_the_finished_stages():

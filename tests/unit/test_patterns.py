@@ -52,7 +52,7 @@ MADE_LATER = {
     "weights/hub": 1,  # names of files
     "weights/keymap": 5,
     "weights/layouts": 2,
-    "weights/models/clip_openai": 1,
+    "weights/models/clip": 1,
     "weights/models/detector": 1,
     "weights/published": 1,
 }

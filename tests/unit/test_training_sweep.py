@@ -221,7 +221,7 @@ def test_wrong_sweeps(data, tmp_path, refused, over, message):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("flag", ["--split=val", "--limit=3", "--chunk=9", "--together=1"])
+@pytest.mark.parametrize("flag", ["--split=val", "--limit=3", "--chunk=9"])
 def test_flags_of_rows(data, tmp_path, refused, flag):
     refused(
         *flags(data, tmp_path / "run"), flag, message=rf"{flag.split('=')[0]}: is of a sweep over"

@@ -11,7 +11,7 @@ from report_pages import cards_of
 from row_runs import row_flags
 
 from mmqa_jax.core.workdir import Workdir
-from mmqa_jax.runs.demo import STAGES
+from mmqa_jax.runs.status import STAGES
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
