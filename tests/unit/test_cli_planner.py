@@ -142,7 +142,7 @@ def test_a_step_compiles_nothing_that_an_earlier_one_has():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"grpo.group": 5}, r"batches\.batch_size=16: a multiple of grpo\.group=5"),
+        ({"grpo.group": 5}, r"batches\.batch_size=64: a multiple of grpo\.group=5"),
         ({"data.fold": 1}, r"data\.fold=1: 0 to 0 was expected"),
         (
             {"data.agents": "('boss',)"},
