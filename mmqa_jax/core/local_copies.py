@@ -48,7 +48,6 @@ def local_copy(place: str | os.PathLike, *, stream: bool = False) -> Path:
       stream: leaves records of pictures in the store that are not copied yet; IN_STORE says where.
 
     Raises:
-      UserError: nothing there, or the store cannot be reached.
       RunError: the disk has no room for it.
     """
     path = as_path(place)

@@ -171,7 +171,6 @@ def read_ranges(ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
       ranges: an object, where its bytes begin, and where they end.
 
     Raises:
-      UserError: an object is not there, or shorter.
       RunError: the store cannot be reached.
     """
     if not ranges:

@@ -91,10 +91,6 @@ class Store:
 
     Attributes:
       damaged: how many damaged places were met and dropped.
-
-    Raises:
-      UserError: a damaged file, or one of another `what`, where that is to be refused; something
-        in the folder that is no file.
     """
 
     def __init__(
@@ -402,30 +398,18 @@ def write_head(folder: Path, what: Mapping[str, Any], **more: Any) -> None:
 
 
 def read_head(folder: Path) -> dict[str, Any]:
-    """job.json: `job`, and what else was said about it.
-
-    Raises:
-      UserError: it is missing, damaged, or no regular file.
-    """
+    """job.json: `job`, and what else was said about it."""
     check_file(folder / HEAD)
     return read_sealed(folder / HEAD, _HEAD_AGAIN)
 
 
 def chunk_files(folder: Path) -> list[Path]:
-    """The files of chunks in a folder, in order.
-
-    Raises:
-      UserError: one of them is no regular file.
-    """
+    """The files of chunks in a folder, in order."""
     return [folder / file for file in sorted(_files(folder))]
 
 
 def chunks_of(file: Path) -> Iterator[Chunk]:
-    """The heads of the chunks of a file, without a look at their results.
-
-    Raises:
-      UserError: one is damaged.
-    """
+    """The heads of the chunks of a file, without a look at their results."""
     with file.open("rb") as opened:
         while line := opened.readline():
             try:

@@ -72,9 +72,6 @@ def unfinished_folder(
 
     Yields:
       Whether another process has ended it meanwhile.
-
-    Raises:
-      UserError: another process is writing into it; or of a shared write, it holds other files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shared = finished is not None

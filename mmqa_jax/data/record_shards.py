@@ -104,11 +104,7 @@ class RecordFiles:
         self._source: Any = None
 
     def read(self, number: int) -> tuple[str, bytes]:
-        """Picture and bytes of a record.
-
-        Raises:
-          UserError: damaged files.
-        """
+        """Picture and bytes of a record."""
         try:
             if self._source is None:
                 self._source = open_records(self.folder / self.kind.dataset, _SPLIT)
@@ -170,8 +166,6 @@ def write_records(
 
     Raises:
       RunError: too many broken pictures.
-      UserError: another process is at work there; the folder holds files that are no records, or
-        without `overwrite` those of another job.
     """
     ids = list(pictures)
     signature = inputs_signature([str(i) for i in ids], *facts, shard)
@@ -234,11 +228,7 @@ def write_records(
 
 
 def read_unfinished(folder: Path) -> Unfinished | None:
-    """How far the job in `folder` is; None: its records are complete.
-
-    Raises:
-      UserError: its size is not that of a job.
-    """
+    """How far the job in `folder` is; None: its records are complete."""
     if (folder / MANIFEST).is_file() and recorded_inputs(folder) is None:
         return None
     size = read_json(folder / PROGRESS)

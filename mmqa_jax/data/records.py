@@ -97,7 +97,6 @@ def write_records(
       sourceless: whether there may be no sources at all, as in a benchmark of questions alone.
 
     Raises:
-      UserError: empty corpus, `out` holds a corpus already, or another process writes there.
       RunError: too many broken pictures.
     """
     out = Path(out)

@@ -50,9 +50,6 @@ class RemoteRecords:
 
     Args:
       shards: in order.
-
-    Raises:
-      UserError: no number in $MMQA_STREAM_GIB; a package is not installed.
     """
 
     def __init__(self, shards: Sequence[RemoteShard]):
@@ -75,7 +72,6 @@ class RemoteRecords:
         """A record. Where the last ones of its file were read in order, more are fetched with it.
 
         Raises:
-          UserError: the object is gone, was replaced or is damaged.
           RunError: the store cannot be reached.
         """
         ((shard, place),) = self._places([number])

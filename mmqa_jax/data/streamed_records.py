@@ -105,8 +105,6 @@ def write_streamed(
       overwrite: replace the corpus that is in `out`, otherwise a UserError.
 
     Raises:
-      UserError: no source, an id that is there twice, a damaged file, a corpus in `out`, or
-        another process that writes there.
       RunError: more than 1 in 100 lines are broken.
     """
     out = Path(out)

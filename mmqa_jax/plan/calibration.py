@@ -53,9 +53,6 @@ def read_calibration(path: Path | None, topology: Topology) -> Calibration | Non
 
     Returns:
       None where nothing was measured.
-
-    Raises:
-      UserError: `path` is no such file, holds no measurement, or one of another device.
     """
     named = path is not None
     path = DEFAULT if path is None else path

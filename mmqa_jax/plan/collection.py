@@ -107,11 +107,7 @@ class CollectionPlan:
 def plan_collections(
     config: ConfigDict, topology: Topology, sizes: Sequence[int]
 ) -> list[CollectionPlan]:
-    """Plans of so many sources, embedded by a config's encoder.
-
-    Raises:
-      UserError: a config without an encoder of sources, or a number that is too large.
-    """
+    """Plans of so many sources, embedded by a config's encoder."""
     if "task" not in config or "embed" not in program_names(config):
         raise UserError(
             "--sources: the config trains no encoder of sources; name one of the task contrastive, "

@@ -153,9 +153,6 @@ def compile_program(program: Program, placement: Placement | None = None) -> Com
 
     Args:
       placement: None: all devices are of one host, and each reaches all others.
-
-    Raises:
-      UserError: the compiler refuses it for another reason than memory.
     """
     began = time.perf_counter()
     memory, executable = build(program)
@@ -201,11 +198,7 @@ def _work(
 
 
 def build(program: Program) -> tuple[Memory, jax.stages.Compiled | None]:
-    """Compiles a program; None where the compiler finds that it does not fit.
-
-    Raises:
-      UserError: as `compile_program`.
-    """
+    """Compiles a program; None where the compiler finds that it does not fit."""
     parts = (program.parameters, program.optimizer, program.cache)
     try:
         executable = program.trace().lower().compile()

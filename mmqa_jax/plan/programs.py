@@ -138,9 +138,6 @@ def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ..
       config: empty for a model of BARTS, ENCODERS, VLM_ENCODERS or DETECTORS, which are used
         without one.
       model: that an engine serves: one that takes pictures has its tower, too, a T5 one program.
-
-    Raises:
-      UserError: a config of neither; none, with a model that is served by an engine or not known.
     """
     alone = {
         **dict.fromkeys(BARTS, (FLUENCY,)),
@@ -191,9 +188,6 @@ def make_program(
     Args:
       devices: possibly compile-only ones, all of which the program takes; see `on_one_host`.
       model: of a language model, a name of PRESETS in place of its weights.
-
-    Raises:
-      UserError: a config that cannot be trained or served, a mesh that does not divide.
     """
     if name in ENGINE:
         return _engine(config, devices, model)[name]

@@ -95,11 +95,7 @@ class Topology:
 
 
 def open_topology(name: str) -> Topology:
-    """The devices of a topology.
-
-    Raises:
-      UserError: an unknown name, or one that the compiler refuses; no compiler for it.
-    """
+    """The devices of a topology."""
     if name == LOCAL:
         return _local()
     tpu, gpu = _TPU.fullmatch(name), _GPU.fullmatch(name)

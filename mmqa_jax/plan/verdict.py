@@ -111,9 +111,6 @@ def plan(
       calibration: of the topology's kind of devices.
       model: of a language model, a name of programs.PRESETS; or one of BARTS.
       only: names of programs; all by default.
-
-    Raises:
-      UserError: a config, mesh or program that cannot be; see programs.make_program.
     """
     names = chosen(config, only, model)
     planned = {name: _planned(name, config, place(name, config, topology), model) for name in names}
@@ -263,9 +260,6 @@ def best_settings(
 
     Returns:
       The settings that were compiled, the fastest first; of equal ones the first of _settings.
-
-    Raises:
-      UserError: as `plan`.
     """
     name = chosen(config, only, model)[0]
     if name in FIXED:

@@ -52,7 +52,6 @@ def words_of(texts: Sequence[str], analyzer: Analyzer = _ANALYZER) -> TextWords:
     """The words of texts, one text per row.
 
     Raises:
-      UserError: no texts, or no words in them.
       TypeError: one text in place of several.
     """
     check_several(texts, "BM25")
@@ -84,7 +83,6 @@ class BM25:
       asks: queries are questions, whose words that ask (`who`, `does`) are not searched for.
 
     Raises:
-      UserError: no texts, or no words in them.
       TypeError: one text in place of several, as of `search`.
     """
 
@@ -120,9 +118,6 @@ class BM25:
         Returns:
           (rows int32[n, top_k], scores float32[n, top_k]), best first; equal scores in row
           order. Where fewer rows share a word with the query, -1 and a score of 0 follow them.
-
-        Raises:
-          UserError: `top_k` out of range.
         """
         check_several(queries, "BM25.search")
         check_top_k(top_k, len(self), allowed, "BM25")

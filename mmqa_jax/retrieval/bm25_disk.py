@@ -77,9 +77,6 @@ def build_bm25(
 
     Returns:
       Whether there was something to do.
-
-    Raises:
-      UserError: no sources, or no word in them.
     """
     if rows < 1:
         raise UserError("BM25: the corpus is empty, at least one source was expected.")
@@ -217,9 +214,6 @@ class DiskBM25:
       text_of: the text of a row, which `search_within` reads.
       analyzer: that the index must be of; None: whichever it states.
       asks: as BM25.
-
-    Raises:
-      UserError: no index, an unfinished or damaged one, or that of another corpus or analyzer.
     """
 
     def __init__(

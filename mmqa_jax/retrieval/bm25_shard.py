@@ -105,11 +105,7 @@ class ShardBuilder:
         )
 
     def add(self, texts: Sequence[str]) -> None:
-        """Counts the words of further sources.
-
-        Raises:
-          UserError: a text repeats a word more than a million times.
-        """
+        """Counts the words of further sources."""
         numbers, rows = self._vocabulary.numbered(texts)
         self._lengths.append(np.bincount(rows, minlength=len(texts)).astype(np.uint32))
         self._blocks.append(self._count(numbers, rows))

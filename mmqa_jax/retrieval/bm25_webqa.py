@@ -40,9 +40,6 @@ class WebQABM25:
       k1, b: as in BM25.
       epsilon: a pair in more than half of the texts has a negative idf; it gets `epsilon` times
         the mean idf instead (the mean over all pairs, including negative ones).
-
-    Raises:
-      UserError: no texts, or no words in them.
     """
 
     def __init__(

@@ -27,9 +27,6 @@ def open_page_reader(name: str, flag: str = "--ocr") -> PageReader:
     Args:
       name: as `mmqa prompt --model`, or openai:NAME of a server's.
       flag: that named it, for messages.
-
-    Raises:
-      UserError: no such model or server, one that reads no pictures or takes no conversations.
     """
     model = name.removeprefix(_SERVER)
     spec = LLMSpec(model, "engine" if model == name else "openai")

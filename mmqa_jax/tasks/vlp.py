@@ -440,11 +440,7 @@ class VLPTask(Task):
         return self.vlp_config(self.vocabulary_size()).build(rngs=nnx.Rngs())
 
     def open_vlp(self, folder: str | Path, tokenizer: WordPiece, *, one_shape: bool = False) -> VLP:
-        """The trained model of the run in a folder; `one_shape`: see `in_one_shape`.
-
-        Raises:
-          UserError: the detector is another one than in training.
-        """
+        """The trained model of the run in a folder; `one_shape`: see `in_one_shape`."""
         facts = self.regions_facts()
         if facts and read_metadata(folder).get(DETECTOR) != facts[DETECTOR]:
             assert self.features is not None

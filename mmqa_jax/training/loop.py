@@ -150,8 +150,6 @@ def train(
       The final parameters (nnx.State).
 
     Raises:
-      UserError: bad config values, a damaged checkpoint or one of another config, a batch that does
-        not divide.
       RunError: a loss or gradient that is not finite (step and example ids named; nothing of it
         is saved), data that ends too early, or a disk that is full.
       SystemExit: SIGTERM, Ctrl-C or SIGHUP, after saving (code 143, 130 or 129).

@@ -216,9 +216,6 @@ def make_optimizer(
 
     The transformation's trees keep the parameters' Flax metadata, so optimizer state is sharded
     like the parameters.
-
-    Raises:
-      UserError: on `init`, a multiplier that matches no parameter.
     """
     schedule = make_schedule(options, steps)
     decay, decays = _weight_decay(options)

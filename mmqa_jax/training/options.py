@@ -142,9 +142,6 @@ def check_steps(
       now: of the config.
       taken: steps that the run has taken.
       stretch: whether the schedule may become another one from here on.
-
-    Raises:
-      UserError: fewer steps than were taken, or another schedule.
     """
     if now == before or not taken:
         return

@@ -435,10 +435,6 @@ def _blocks(rows: Mapping[int, Any]) -> Iterator[list[int]]:
         yield block
 
 
-def _quoted(name: str) -> str:
-    return "'" + name.replace("'", "''") + "'"
-
-
 def column_name(column: int) -> str:
     """A column's letters by its number, from 0."""
     name = ""
