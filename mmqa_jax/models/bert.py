@@ -180,7 +180,8 @@ class BertLayer(nnx.Module):
         first, second = split_key(dropout_key, 2)
         x = as_rows(x)  # [B, L, H] or [B * L, H]
         attended = merge_heads(attended)  # [B, L, H]
-        y = self.out(keep_kernel(attended).reshape(x.shape))
+        mark = keep if dropout_key is None else keep_kernel
+        y = self.out(mark(attended).reshape(x.shape))
         x = self.attention_norm(keep(x + dropout(y, rate, first)))
         hidden = ACTIVATIONS[self.config.activation](keep(self.up(x)))  # [..., mlp]
         x = self.mlp_norm(keep(x + dropout(self.down(hidden), rate, second)))
@@ -273,7 +274,8 @@ class Bert(nnx.Module):
         return self._scan(embedded, body, None)[1]
 
     def _scan(self, x, body, dropout_key, layers=None):
-        rows, body = in_rows(x, body)
+        trains = dropout_key is not None  # else rows between layers cost more than they save
+        rows, body = in_rows(x, body) if trains else (x, body)
         rows, ys = scan_layers(
             layers or self.layers,
             rows,
