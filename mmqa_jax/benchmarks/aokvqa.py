@@ -144,16 +144,7 @@ def read_aokvqa(path: Path) -> BenchmarkFiles:
     names = sorted({question.image for question in questions if question.image is not None})
     if not names:
         files.missing["train2017/, val2017/, test2017/"] = "no pictures; captions stand for them"
-    return BenchmarkFiles(
-        name="aokvqa",
-        questions=questions,
-        counts=_counts(questions),
-        published=PUBLISHED_COUNTS,
-        files=files.found,
-        missing=files.missing,
-        read_picture=pictures if names else None,
-        inputs=pictures.signature(names) if names else None,
-    )
+    return files.content(questions, _counts(questions), PUBLISHED_COUNTS, pictures, names)
 
 
 def _folder_rows(files: OfficialFiles) -> tuple[list[_Row], list[Path]]:

@@ -79,7 +79,7 @@ def open_benchmark(name: str) -> Benchmark:
 def scorer_of(
     dataset: str, bem: str = "", flag: str = "--bem"
 ) -> Callable[[Sequence[Question], Sequence[Prediction]], Evaluation]:
-    """What scores a benchmark's predictions.
+    """Returns the function that scores a benchmark's predictions.
 
     Args:
       bem: folder or ORG/NAME of BEM, for a benchmark whose answers it judges (`check_judged`); "":

@@ -92,16 +92,8 @@ def read_evqa(folder: Path) -> BenchmarkFiles:
     shown = sorted({question.image for question in questions if question.image is not None})
     if not shown:
         files.missing["inaturalist/, landmarks/"] = "no pictures, without which few can be answered"
-    return BenchmarkFiles(
-        name="evqa",
-        questions=questions,
-        counts=_counts(questions, numbers, len(shown)),
-        published={},
-        files=files.found,
-        missing=files.missing,
-        read_picture=pictures if shown else None,
-        inputs=pictures.signature(shown) if shown else None,
-    )
+    counts = _counts(questions, numbers, len(shown))
+    return files.content(questions, counts, {}, pictures, shown)
 
 
 def _questions(

@@ -103,16 +103,8 @@ def read_infoseek(folder: Path) -> BenchmarkFiles:
     names = sorted({question.image for question in shown if question.image is not None})
     if not names:
         files.missing[f"{_PICTURES}/"] = "no pictures, without which few can be answered"
-    return BenchmarkFiles(
-        name="infoseek",
-        questions=shown,
-        counts=_counts(shown, len(names)),
-        published=PUBLISHED_COUNTS,
-        files=files.found,
-        missing=files.missing,
-        read_picture=pictures if names else None,
-        inputs=pictures.signature(names) if names else None,
-    )
+    counts = _counts(shown, len(names))
+    return files.content(shown, counts, PUBLISHED_COUNTS, pictures, names)
 
 
 def _kinds(files: OfficialFiles, split: str) -> dict[str, str]:

@@ -116,7 +116,6 @@ def read_mathvista(folder: Path) -> BenchmarkFiles:
         files.missing["images/"] = f"{len(shown) - len(names):,} questions have no picture file"
     inputs = pictures.signature() if paths else pictures.signature(names)
     return BenchmarkFiles(
-        name="mathvista",
         questions=shown,
         counts=_counts(shown),
         published=PUBLISHED_COUNTS,
@@ -193,7 +192,7 @@ def _question(row: _Row) -> Question:
 
 
 def _places(image: Any) -> Iterator[str]:
-    """Where the file of `images/1.jpg` may lie."""
+    """Returns the places where the file of `images/1.jpg` may lie."""
     if isinstance(image, str) and image:
         yield from (image, f"data/{image}")
 

@@ -143,16 +143,13 @@ def read_mbeir(path: Path) -> BenchmarkFiles:
     found = {one.image for one in every if one.image is not None and one.image in pictures}
     if not found:
         files.missing["mbeir_images/"] = "no pictures; texts stand alone"
-    return BenchmarkFiles(
-        name="mbeir",
-        questions=[_with_picture(one, found) for one in questions.values()],
-        sources=[_with_picture(one, found) for one in sources.values()],
-        counts=_counts(questions, sources, len(found)),
-        published={},
-        files=files.found,
-        missing=files.missing,
-        read_picture=pictures if found else None,
-        inputs=pictures.signature(sorted(found)) if found else None,
+    return files.content(
+        [_with_picture(one, found) for one in questions.values()],
+        _counts(questions, sources, len(found)),
+        {},
+        pictures,
+        sorted(found),
+        [_with_picture(one, found) for one in sources.values()],
     )
 
 

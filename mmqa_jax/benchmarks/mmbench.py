@@ -130,7 +130,6 @@ def read_mmbench(path: Path) -> BenchmarkFiles:
     if all(row.index < PASS_STEP and PREDICTION not in row.cells for row in rows):
         questions = [each for question in questions for each in circular_passes(question)]
     return BenchmarkFiles(
-        name="mmbench",
         questions=questions,
         counts=_counts(questions, len(questions) - len(rows)),
         published=PUBLISHED_COUNTS,

@@ -105,7 +105,6 @@ def read_mmmu(folder: Path) -> BenchmarkFiles:
             questions[question.id] = _with_pictures(where, question, pictures)
     ordered = sorted(questions.values(), key=place_of)
     return BenchmarkFiles(
-        name="mmmu",
         questions=ordered,
         counts=_counts(ordered),
         published=PUBLISHED_COUNTS,
@@ -116,7 +115,7 @@ def read_mmmu(folder: Path) -> BenchmarkFiles:
 
 
 def place_of(question: Question) -> tuple[str, int]:
-    """Where the official scripts read a question: by subject, then by number."""
+    """Returns the key by which the official scripts order questions: subject, then number."""
     return question.category, int(question.id.rpartition("_")[2])
 
 
@@ -222,7 +221,7 @@ def has_answer(question: Question) -> bool:
 
 
 def open_answers(response: str) -> list[str | float]:
-    """What an open question's response may mean: numbers, and phrases in lower case."""
+    """Returns what an open question's response may mean: numbers, and phrases in lower case."""
     lines = response.strip().strip(".").lower().split("\n")
     phrases = []
     for number, line in enumerate(lines, start=1):

@@ -122,7 +122,6 @@ def read_mragbench(folder: Path) -> BenchmarkFiles:
     for name in names:
         known(name)
     return BenchmarkFiles(
-        name="mragbench",
         questions=list(questions.values()),
         counts=_counts(list(questions.values()), len(sources)),
         published=PUBLISHED_COUNTS,

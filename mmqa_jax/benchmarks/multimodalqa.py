@@ -120,7 +120,6 @@ def read_multimodalqa(folder: Path) -> BenchmarkFiles:
             f"{folder}: holds no questions; put MMQA_dev.jsonl.gz there, or another split's file."
         )
     return BenchmarkFiles(
-        name="multimodalqa",
         questions=list(questions.values()),
         sources=sorted(sources.values(), key=lambda source: source.id),
         counts=_counts(list(questions.values()), list(sources.values()), len(found)),

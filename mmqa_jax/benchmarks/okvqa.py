@@ -121,16 +121,8 @@ def read_okvqa(folder: Path) -> BenchmarkFiles:
     names = sorted({q.image for q in questions if q.image is not None})
     if not names:
         files.missing["train2014/, val2014/"] = "no pictures; captions stand for them"
-    return BenchmarkFiles(
-        name="okvqa",
-        questions=questions,
-        counts=_counts(questions, len(names)),
-        published=PUBLISHED_COUNTS,
-        files=files.found,
-        missing=files.missing,
-        read_picture=pictures if names else None,
-        inputs=pictures.signature(names) if names else None,
-    )
+    counts = _counts(questions, len(names))
+    return files.content(questions, counts, PUBLISHED_COUNTS, pictures, names)
 
 
 def _split(files: OfficialFiles, coco_split: str) -> dict[int, tuple[int, str, Reference]]:

@@ -133,7 +133,6 @@ def read_scienceqa(path: Path) -> BenchmarkFiles:
         )
     signature = pictures.signature() if tables else pictures.signature(names)
     return BenchmarkFiles(
-        name="scienceqa",
         questions=questions,
         counts=_counts(questions),
         published=PUBLISHED_COUNTS,

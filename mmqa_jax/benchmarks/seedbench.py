@@ -124,16 +124,8 @@ def read_seedbench(path: Path) -> BenchmarkFiles:
         files.missing["SEED-Bench-image/, SEED-Bench-video-image/"] = (
             f"{len(questions) - len(names):,} of {len(questions):,} questions have no picture file"
         )
-    return BenchmarkFiles(
-        name="seedbench",
-        questions=questions,
-        counts=_counts(questions, dimensions),
-        published=PUBLISHED_COUNTS,
-        files=files.found,
-        missing=files.missing,
-        read_picture=pictures if names else None,
-        inputs=pictures.signature(names) if names else None,
-    )
+    counts = _counts(questions, dimensions)
+    return files.content(questions, counts, PUBLISHED_COUNTS, pictures, names)
 
 
 def _question(where: str, row: Any, dimensions: Mapping[int, str]) -> Question:

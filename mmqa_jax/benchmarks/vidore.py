@@ -124,7 +124,6 @@ def read_vidore(folder: Path, pages: Pages = "pictures") -> BenchmarkFiles:
     languages = Counter(one.extra.get(LANGUAGE, "") for one in questions.values())
     pictures = ParquetPictures(corpus, pages_key) if pages != "text" else None
     return BenchmarkFiles(
-        name="vidore",
         questions=list(questions.values()),
         sources=list(sources.values()),
         counts={

@@ -106,16 +106,8 @@ def read_vqav2(folder: Path) -> BenchmarkFiles:
     names = sorted({q.image for q in questions if q.image is not None})
     if not names:
         files.missing["train2014/, val2014/"] = "no pictures; read their features instead"
-    return BenchmarkFiles(
-        name="vqav2",
-        questions=questions,
-        counts=_counts(questions, len(names)),
-        published=PUBLISHED_COUNTS,
-        files=files.found,
-        missing=files.missing,
-        read_picture=pictures if names else None,
-        inputs=pictures.signature(names) if names else None,
-    )
+    counts = _counts(questions, len(names))
+    return files.content(questions, counts, PUBLISHED_COUNTS, pictures, names)
 
 
 def _split(

@@ -344,7 +344,7 @@ def analyzer(arguments: argparse.Namespace) -> Analyzer:
 
 
 def folder_options(arguments: argparse.Namespace) -> FolderOptions | None:
-    """How documents become sources, as `--pages` and `--ocr` say; None: as by default."""
+    """Reads from `--pages` and `--ocr` how documents become sources; None: as by default."""
     if arguments.pages is None and arguments.ocr is None:
         return None
     from mmqa_jax.data.folder import FolderOptions

@@ -560,7 +560,7 @@ def _with_pages(kept: Mapping[str, Any], pages: Mapping[str, Any]) -> dict[str, 
 def _with_scans(
     kept: Mapping[str, Any], readings: Mapping[int, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What is kept of a document with paragraphs of its scanned pages, whose place is the page.
+    """Adds paragraphs of its scanned pages, whose place is the page, to what is kept of a document.
 
     What a page says as text, such as a stamp on it, is not said again.
     """

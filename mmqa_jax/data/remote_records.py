@@ -102,14 +102,14 @@ class RemoteRecords:
     def _opened(self, shards: Iterable[int]) -> dict[int, _Part]:
         """The sparse files of these shards, which are made where missing."""
         with self._lock:
-            found = {shard: self._open[shard] for shard in shards if shard in self._open}
-            for shard in found:
+            parts = {shard: self._open[shard] for shard in shards if shard in self._open}
+            for shard in parts:
                 self._open.move_to_end(shard)
-        missing = [shard for shard in shards if shard not in found]
+        missing = [shard for shard in shards if shard not in parts]
         for shard, part in zip(missing, _open([self._shards[n] for n in missing]), strict=True):
             with self._lock:  # of two threads that opened it, the first one's is kept
-                found[shard] = self._open.setdefault(shard, part)
-        return found
+                parts[shard] = self._open.setdefault(shard, part)
+        return parts
 
     def _fetch(self, spans: Sequence[tuple[_Part, int, int]]) -> None:
         """Fetches records from a place to another of files; more than the bound is let go."""
@@ -207,7 +207,7 @@ def _open(shards: Sequence[RemoteShard]) -> list[_Part]:
 
 
 def _index_start(end: bytes, size: int) -> int:
-    """Where the index of a file of this size begins, by its last bytes."""
+    """Returns where the index of a file of this size begins, by its last bytes."""
     tag, start, _, magic = _varints(_records(end, size, size - _BLOCK)[0])[:4].tolist()
     if tag != 8 or magic != _MAGIC or not 0 < start < size - _BLOCK:
         raise ValueError("it is no ArrayRecord file, or cut")
@@ -261,10 +261,10 @@ def _first_varint(data: bytes) -> tuple[int, bytes]:
 
 def _varints(data: bytes) -> np.ndarray:
     """uint64: numbers of 7 bits a byte, the lowest first; the last byte of each is below 128."""
-    found = np.frombuffer(data, np.uint8)
-    starts = np.flatnonzero(np.append(True, found[:-1] < 128))
-    place = np.arange(len(found)) - np.repeat(starts, np.diff(starts, append=len(found)))
-    parts = (found & 127).astype(np.uint64) << (7 * place).astype(np.uint64)
+    octets = np.frombuffer(data, np.uint8)
+    starts = np.flatnonzero(np.append(True, octets[:-1] < 128))
+    place = np.arange(len(octets)) - np.repeat(starts, np.diff(starts, append=len(octets)))
+    parts = (octets & 127).astype(np.uint64) << (7 * place).astype(np.uint64)
     return np.add.reduceat(parts, starts)
 
 
@@ -275,21 +275,21 @@ def _damage_named(shard: RemoteShard) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
-            f"{shard.name}: its records cannot be read ({said}); copy the folder into the store "
+            f"{shard.name}: its records cannot be read ({reason}); copy the folder into the store "
             "again."
         ) from error
 
 
 def _most_bytes() -> int:
-    given = os.environ.get(MOST_GIB) or "16"
+    text = os.environ.get(MOST_GIB) or "16"
     try:
-        most = float(given)
+        most = float(text)
     except ValueError:
         most = -1.0
     if not 0 <= most < math.inf:
-        raise UserError(f"{MOST_GIB}={given}: a number of GiB was expected; correct it.")
+        raise UserError(f"{MOST_GIB}={text}: a number of GiB was expected; correct it.")
     return int(most * 2**30)
 
 

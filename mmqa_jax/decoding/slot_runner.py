@@ -623,7 +623,7 @@ def _enter(
     graphdef: nnx.GraphDef,
     embed: Callable,
 ) -> tuple[Any, ...]:
-    """What comes before the layers: tokens [R, L] embedded, deepstack, and where they are."""
+    """Computes what the layers take: tokens [R, L] embedded, deepstack, and their places."""
     model = nnx.merge(graphdef, outer)
     of_tokens = tokens_in(
         model.config,

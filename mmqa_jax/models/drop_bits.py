@@ -1,4 +1,4 @@
-"""What dropout draws on a TPU: bits that are a function of the place alone.
+"""Random bits of dropout on a TPU, which are a function of the place alone.
 
 JAX's default generator (threefry) takes about 115 operations an element, which XLA for TPUs repeats
 in each fusion that reads the mask. Counters that are mixed twice take a fifth of that, in a kernel

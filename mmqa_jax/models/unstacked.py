@@ -32,7 +32,7 @@ def unstacked(state: Any) -> Any:
 
 
 def restacked(state: Any) -> Any:
-    """What `unstacked` was given: inside a program, whose XLA then stacks nothing, or outside."""
+    """Undoes `unstacked`: inside a program, whose XLA then stacks nothing, or outside."""
     return _of_stacks(state, lambda value: jnp.stack(value) if isinstance(value, tuple) else value)
 
 

@@ -51,7 +51,7 @@ def bound(compiled: Compiled, chip: Chip) -> Bound | None:
 
 
 def least_time(compiled: Compiled, chip: Chip) -> Bound:
-    """As `bound`, of a program that was not refused; without `mfu`, which has to be traced."""
+    """Computes the bound of a program that was not refused, without `mfu`, which is traced."""
     return Bound(
         chip.seconds(compiled.flops or {}),
         compiled.floor_bytes / chip.hbm_rate,

@@ -306,7 +306,7 @@ def best_settings(
 
 
 def _hopeless(refused: Found, settings: Sequence[Changes], topology: Topology) -> list[Changes]:
-    """What needs at least the memory of a setting that does not fit.
+    """Finds settings that need at least the memory of one that does not fit.
 
     On the same mesh these are the same or larger batches. Where what a device holds beside its
     parameters does not fit alone, it does not with `data` and `fsdp` split otherwise either, which
@@ -338,7 +338,7 @@ _FACTORS = (1, 2, 4)  # of the config's batch
 
 
 def _settings(name: str, config: ConfigDict, devices: int) -> list[Changes]:
-    """What a search may choose: of every mesh and remat the batches, from small to large."""
+    """Lists what a search may choose: for every mesh and remat the batches, from small to large."""
     key = "inference.batch_size"  # of a copy on each device
     meshes: list[Changes] = [{}]
     if name in ("train", *ENGINE):

@@ -84,7 +84,7 @@ def credits_of(page: Path) -> list[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_benchmark_keeps_its_credits(name, tmp_path, monkeypatch, capsys):
     questions = [Question("q", "test", "?")]
-    stub = BenchmarkFiles(name, questions, {}, {}, [], sources=[Source("s", "text", "x")])
+    stub = BenchmarkFiles(questions, {}, {}, [], sources=[Source("s", "text", "x")])
     benchmark = dataclasses.replace(open_benchmark(name), read=lambda folder: stub)
     monkeypatch.setattr(f"mmqa_jax.benchmarks.{name}.BENCHMARK", benchmark)
     (tmp_path / "raw").mkdir()

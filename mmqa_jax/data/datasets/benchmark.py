@@ -12,7 +12,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Protocol
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import ONE_A_LINE
@@ -37,7 +37,6 @@ class BenchmarkFiles:
     """A benchmark's official files as the schema's types.
 
     Attributes:
-      name: as `mmqa prepare` calls it.
       questions: of all splits that were found; `image` is set only where the picture can be read.
       counts: what was found, such as `{"val questions": 1145}`; printed in this order.
       published: the published figures for some or all of `counts`.
@@ -48,7 +47,6 @@ class BenchmarkFiles:
       sources: what the questions may be answered from, if that is part of the benchmark.
     """
 
-    name: str
     questions: list[Question]
     counts: Mapping[str, int]
     published: Mapping[str, int]
@@ -72,6 +70,16 @@ class BenchmarkFiles:
         }
 
 
+class Pictures(Protocol):
+    """Picture files that are read by name."""
+
+    def __call__(self, name: str) -> bytes:
+        """Returns an encoded picture."""
+
+    def signature(self, names: Iterable[str]) -> str:
+        """Identifies the files of these names."""
+
+
 class OfficialFiles:
     """Files below a folder by their official names; remembers which were found and which not.
 
@@ -91,6 +99,27 @@ class OfficialFiles:
         self.folder = folder
         self.found: list[Path] = []
         self.missing: dict[str, str] = {}
+
+    def content(
+        self,
+        questions: list[Question],
+        counts: Mapping[str, int],
+        published: Mapping[str, int],
+        pictures: Pictures,
+        names: Sequence[str],
+        sources: Sequence[Source] = (),
+    ) -> BenchmarkFiles:
+        """Returns what was read of these files, with the `pictures` of these names, if any."""
+        return BenchmarkFiles(
+            questions,
+            counts,
+            published,
+            files=self.found,
+            missing=self.missing,
+            read_picture=pictures if names else None,
+            inputs=pictures.signature(names) if names else None,
+            sources=sources,
+        )
 
     def required(self, *names: str, remedy: str) -> Path:
         """The first of these files that exists; UserError with `remedy` if there is none.

@@ -156,7 +156,7 @@ def _sentence_ends(text: str) -> list[int]:
 
 
 def possible_begins(text: str) -> list[int]:
-    """Where chunks of a paragraph may begin: sentences, and all words of long ones."""
+    """Returns where chunks of a paragraph may begin: at sentences, and at words of long ones."""
     begins, start = [], 0
     for end in _sentence_ends(text):
         sentence = text[start:end]

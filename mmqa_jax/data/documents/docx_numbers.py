@@ -32,8 +32,8 @@ class Numbering:
         """Paragraphs of a part -> the number before each, with the space after it."""
         if not self._lists:
             return {}
-        found = ((paragraph, self._next(paragraph)) for paragraph in root.iter("{*}p"))
-        return {paragraph: label for paragraph, label in found if label}
+        labels = ((paragraph, self._next(paragraph)) for paragraph in root.iter("{*}p"))
+        return {paragraph: label for paragraph, label in labels if label}
 
     def _next(self, paragraph: Any) -> str:
         style = _value(paragraph, "pPr", "pStyle")
@@ -44,9 +44,9 @@ class Numbering:
         levels = {number(attribute(e, "ilvl")): e for e in kind if local(e) == "lvl"}
         counts, starts = self._counts.setdefault(kind, {}), {}
         for override in self._lists[list_id]:
-            own, start = child(override, "lvl"), _value(override, "startOverride")
+            replaced, start = child(override, "lvl"), _value(override, "startOverride")
             of = number(attribute(override, "ilvl"))
-            levels |= {} if own is None else {of: own}
+            levels |= {} if replaced is None else {of: replaced}
             starts |= {of: number(start, 1)} if start else {}
             if start and list_id not in self._begun:
                 counts.pop(of, None)
@@ -66,29 +66,29 @@ class Numbering:
             after = _value(levels.get(deeper), "lvlRestart")
             if not after or level < number(after):
                 del counts[deeper]
-        shown = levels[level]
-        if _value(shown, "numFmt") in ("bullet", "none") or is_on(child(shown, "rPr", "vanish")):
+        about = levels[level]
+        if _value(about, "numFmt") in ("bullet", "none") or is_on(child(about, "rPr", "vanish")):
             return ""
 
         def written(place: re.Match[str]) -> str:
             of = int(place[1]) - 1
             form, count = _value(levels.get(of), "numFmt"), counts.get(of, start_of(of))
-            is_decimal = is_on(child(shown, "isLgl")) and form != "decimalZero"
+            is_decimal = is_on(child(about, "isLgl")) and form != "decimalZero"
             write = _FORMS.get(form) if 0 < count <= _LARGEST and not is_decimal else None
             return write(count) if write else str(count)
 
-        label = re.sub(r"%([1-9])", written, _value(shown, "lvlText"))
-        return label + ("" if _value(shown, "suff") == "nothing" or not label else " ")
+        label = re.sub(r"%([1-9])", written, _value(about, "lvlText"))
+        return label + ("" if _value(about, "suff") == "nothing" or not label else " ")
 
     def _use(self, properties: Any, style: str, most: int = 20) -> tuple[str, int]:
         """The list of a paragraph or of its styles, and the level; -1 where none is named."""
-        own = child(properties, "numPr")
-        found, level = _value(own, "numId"), number(_value(own, "ilvl"), -1)
-        if found or style not in self._styles or not most:  # damaged styles go in circles
-            return found, level
+        use = child(properties, "numPr")
+        list_id, level = _value(use, "numId"), number(_value(use, "ilvl"), -1)
+        if list_id or style not in self._styles or not most:  # damaged styles go in circles
+            return list_id, level
         above = self._styles[style]
-        found, inherited = self._use(child(above, "pPr"), _value(above, "basedOn"), most - 1)
-        return found, inherited if level < 0 else level
+        list_id, inherited = self._use(child(above, "pPr"), _value(above, "basedOn"), most - 1)
+        return list_id, inherited if level < 0 else level
 
     def _kind(self, list_id: str, is_linked: bool = False) -> Any:
         """The abstractNum of a list, also by way of the style that defines it; None without one."""
@@ -105,8 +105,8 @@ def _by_id(root: Any, name: str, key: str) -> dict[str, Any]:
 
 def _value(element: Any, *path: str) -> str:
     """The `val` of the element at the end of a path; "" where there is none."""
-    found = child(element, *path)
-    return "" if found is None else attribute(found, "val")
+    holder = child(element, *path)
+    return "" if holder is None else attribute(holder, "val")
 
 
 def _roman(count: int) -> str:

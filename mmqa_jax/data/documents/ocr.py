@@ -28,7 +28,7 @@ _BELOW = 0.2  # of a line's height, below the base of its letters
 
 
 class PageText(NamedTuple):
-    """What a page says, a paragraph a line, and what kept it from being read, whole or at all."""
+    """Holds the text of a page, a paragraph a line, and the problem where it was not read whole."""
 
     text: str
     problem: str = ""

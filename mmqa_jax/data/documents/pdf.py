@@ -449,14 +449,14 @@ def _cut(
         texts.setdefault(number, []).append(line[index - begin : following - begin])
     for number, characters in texts.items():
         is_in = part == number
-        text, own, first = "".join(characters), placed[is_in], int(visible[is_in][0])
-        of_letters = np.repeat(own, list(map(len, characters)), axis=0)
+        text, char_boxes, first = "".join(characters), placed[is_in], int(visible[is_in][0])
+        of_letters = np.repeat(char_boxes, list(map(len, characters)), axis=0)
         pdfium.FPDFText_GetCharOrigin(raw, first, x, y)
         origin = frame.box(x.value, y.value, x.value, y.value)
         yield Segment(
             _whole(text).strip(),
             pdfium.FPDFText_GetFontSize(raw, first) * scale,
-            (*own[:, :2].min(axis=0).tolist(), *own[:, 2:].max(axis=0).tolist()),
+            (*char_boxes[:, :2].min(axis=0).tolist(), *char_boxes[:, 2:].max(axis=0).tolist()),
             layout.upright(origin, turn)[1],
             pdfium.FPDFText_GetFontWeight(raw, first) >= _BOLD,
             turn,
