@@ -421,7 +421,8 @@ class _Reading:
                 report.broken_figures[name] = kept["broken_figures"]
         figures: dict[str, str] = {}  # name of a figure -> key of its picture
         sources = [*self._document_sources(figures), *self._picture_sources()]
-        rows = [dataclasses.asdict(source) for source in sources]
+        names = [field.name for field in dataclasses.fields(Source)]  # asdict copies all values
+        rows = [{name: getattr(source, name) for name in names} for source in sources]
         facts = dataclasses.asdict(dataclasses.replace(report, opened=0))
         digest = _digest(rows, figures, self._pictures, facts)
 
