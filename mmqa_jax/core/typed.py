@@ -313,7 +313,7 @@ def describe(kind: Any) -> str:
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     names |= {dict: "a section", tuple: "a tuple", list: "a list"}
     if get_origin(kind) is Literal:
-        choices = ", ".join(map(str, get_args(kind)))
+        choices = ", ".join(str(choice) or "''" for choice in get_args(kind))
         return f"one of {choices}" if len(get_args(kind)) > 1 else choices
     if get_origin(kind) in (Union, types.UnionType) and Literal["auto"] in get_args(kind):
         return " or ".join(map(describe, get_args(kind)))
