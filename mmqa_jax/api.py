@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from mmqa_jax.core import distributed
-from mmqa_jax.core.arguments import check_several
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.core.host import cache_dir
 from mmqa_jax.data.folder import FolderOptions, Pages
 from mmqa_jax.data.images import decode, read_picture_file

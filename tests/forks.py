@@ -53,7 +53,7 @@ _IMPORTED = (
     "mmqa_jax.runs.indexing",
     "mmqa_jax.runs.run",
     "mmqa_jax.tasks.contrastive",
-    "mmqa_jax.tasks.opening",
+    "mmqa_jax.tasks.task",
     "mmqa_jax.tasks.run",
     "mmqa_jax.training.loop",
     "mmqa_jax.weights.folder",

@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.runs.opened_parts import OpenedParts
     from mmqa_jax.runs.parts import ReaderSpec
     from mmqa_jax.runs.stages import Stage, answering
-    from mmqa_jax.tasks.reader import reader_modality
+    from mmqa_jax.tasks.registry import reader_modality
 
     data, out = Path(arguments.data), as_path(arguments.out)
     options, placed = flags.serving_options(arguments), {}

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, ClassVar
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.header_bounds import COMPRESSION, SHARED, check_claim
+from mmqa_jax.core.files import COMPRESSION, SHARED, check_claim
 
 # A storage inside a pickle is a stream of torch.save's format before 1.6: four pickles (this
 # number, the version, the machine, the object), the storage's name, its length, its values.

@@ -4,7 +4,10 @@ Every function that reads what a user wrote (a file, a flag, a key) may raise `U
 docstrings name other exceptions alone.
 """
 
-from collections.abc import Iterable
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class UserError(Exception):
@@ -23,3 +26,39 @@ def first_names(names: Iterable[str], most: int = 5) -> str:
     """The first few names, for a message: `a, b, c, d, e, ...`."""
     names = list(names)
     return ", ".join([*names[:most], *["..."] * (len(names) > most)])
+
+
+# Checks of arguments: one text where several are expected, numbers with too many digits.
+
+
+def check_several(values: Any, where: str, what: str = "texts") -> None:
+    """TypeError for one text in place of a sequence: as a sequence it is its letters.
+
+    Args:
+      where: the call, which begins the sentence.
+      what: was expected.
+    """
+    if isinstance(values, str | bytes):
+        raise TypeError(
+            f"{where}: one text was given, {values!r:.60}, and a sequence of {what} was expected; "
+            "put it into a list."
+        )
+
+
+def decimal_number(text: str) -> int | None:
+    """The number that a text of decimal digits is; None for any other text, and from 10^18 on.
+
+    Python ends with a traceback at more than 4,300 digits.
+    """
+    return int(text) if len(text) <= 18 and text.isdecimal() else None
+
+
+def check_questions(questions: Sequence[Any], where: str) -> None:
+    """TypeError unless these are Questions, or a sequence of them to all appearances."""
+    check_several(questions, where, "Questions")
+    first = next(iter(questions), None) if isinstance(questions, Sequence) else None
+    if isinstance(first, str | bytes):
+        raise TypeError(
+            f"{where}: texts were given, the first is {first!r:.60}, and Questions were expected; "
+            'make them with mmqa_jax.data.schema.Question(id, "test", text).'
+        )

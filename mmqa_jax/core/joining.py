@@ -13,8 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mmqa_jax.core.arguments import decimal_number
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, decimal_number
 from mmqa_jax.core.peers import Peers, callback, heartbeat_seconds, on_failed_callback
 from mmqa_jax.core.rendezvous import Meeting, join
 

@@ -25,8 +25,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mmqa_jax.core.arguments import decimal_number
-from mmqa_jax.core.errors import UserError, first_names
+from mmqa_jax.core.errors import UserError, decimal_number, first_names
 from mmqa_jax.core.terminal import escaped
 
 DEFAULT_HEARTBEAT_SECONDS = 30

@@ -15,9 +15,8 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
-from mmqa_jax.core.arguments import decimal_number
 from mmqa_jax.core.chips import chip_of_kind
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, decimal_number
 from mmqa_jax.core.mesh import MESH_AXES, RowPlacement, batch_blocks, make_mesh, placement_of
 
 AUTO: Literal["auto"] = "auto"

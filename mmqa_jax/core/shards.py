@@ -6,8 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from mmqa_jax.core.arguments import decimal_number
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, decimal_number
 
 # Slurm's of a job array, whose indices may begin above 0 and have a step.
 _SLURM = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT")

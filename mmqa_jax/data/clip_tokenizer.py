@@ -21,8 +21,7 @@ from typing import Literal, get_args
 import ftfy
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from mmqa_jax.core.arguments import check_several
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.core.files import atomic_write, decode_text, read_json, read_text
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.data.question_words import QuestionWords, read_words

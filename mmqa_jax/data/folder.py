@@ -32,7 +32,7 @@ import numpy as np
 from mmqa_jax.core.box import Box, Budget, Failed, OverBudget
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.core.speed import threads
+from mmqa_jax.core.host import threads
 from mmqa_jax.core.store import Store
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data import boxed_documents

@@ -8,8 +8,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from mmqa_jax.core.arguments import check_several
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.images import read_picture_file, verify
 from mmqa_jax.data.schema import Source

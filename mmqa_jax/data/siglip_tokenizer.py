@@ -18,8 +18,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, normalizers
 
-from mmqa_jax.core.arguments import check_several
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.core.files import atomic_write, read_json
 from mmqa_jax.data.tokenizers import (
     SETTINGS,

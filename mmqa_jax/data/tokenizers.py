@@ -26,9 +26,8 @@ from tokenizers import (
     trainers,
 )
 
-from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.box import Box, Failed, OverBudget
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.core.files import atomic_write, read_json, read_text
 from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.core.paths import as_path

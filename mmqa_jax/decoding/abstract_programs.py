@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from mmqa_jax.core.mesh import DEFAULT_RULES, Rules, replicated, state_shardings
 from mmqa_jax.decoding.cached_attention import Branches
 from mmqa_jax.decoding.image_tower import SizedTower, model_of, tower_of, tower_programs_of
-from mmqa_jax.decoding.key_heads import repeat_key_heads
+from mmqa_jax.decoding.sizes import repeat_key_heads
 from mmqa_jax.decoding.slot_runner import EngineConfig, Programs, scans, slot_shards
 from mmqa_jax.models.llama import Llama, unstack_layers
 from mmqa_jax.models.llama_config import LlamaConfig

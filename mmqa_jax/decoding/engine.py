@@ -24,8 +24,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.beam_batches import BeamBatches
 from mmqa_jax.decoding.cached_attention import Branches
 from mmqa_jax.decoding.image_features import PictureFeatures
-from mmqa_jax.decoding.image_patches import PatchIds, marked
-from mmqa_jax.decoding.key_heads import repeat_key_heads
+from mmqa_jax.decoding.image_tower import PatchIds, marked
 from mmqa_jax.decoding.kv_cache import KVCache
 from mmqa_jax.decoding.prefix_cache import PrefixCache, bucket_of
 from mmqa_jax.decoding.requests import (
@@ -49,6 +48,7 @@ from mmqa_jax.decoding.scheduler import (
     TokenizedRequest,
     TokenizedScoring,
 )
+from mmqa_jax.decoding.sizes import repeat_key_heads
 from mmqa_jax.decoding.slot_runner import EngineConfig, SlotRunner, scans
 from mmqa_jax.models.llama import Llama, for_length, unstack_layers
 from mmqa_jax.models.llava import Llava

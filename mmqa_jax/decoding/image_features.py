@@ -17,8 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, Sharding
 
-from mmqa_jax.decoding.image_patches import PatchIds
-from mmqa_jax.decoding.image_tower import tower_of, tower_programs_of
+from mmqa_jax.decoding.image_tower import PatchIds, tower_of, tower_programs_of
 from mmqa_jax.decoding.prefix_cache import Chunk
 from mmqa_jax.decoding.requests import Throughput
 from mmqa_jax.decoding.scheduler import SlotSequence

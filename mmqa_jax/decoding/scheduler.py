@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.decoding.image_patches import PatchIds
+from mmqa_jax.decoding.image_tower import PatchIds
 from mmqa_jax.decoding.prefix_cache import Buckets, Chunk, split
 from mmqa_jax.decoding.requests import (
     Candidate,

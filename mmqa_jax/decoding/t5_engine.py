@@ -366,3 +366,42 @@ def check_lengths(request: Request | Scoring, length: int) -> None:
 def room(tokens: int) -> int:
     """New tokens that a program has room for: the next power of two, and a few at least."""
     return max(_LEAST, 1 << (tokens - 1).bit_length())
+
+
+# A T5's engine for requests that arrive one by one (see online.py): what waits is one batch.
+
+
+@dataclasses.dataclass
+class ArrivedRequest:
+    """A request that has been checked."""
+
+    original: Request | Scoring
+
+
+class T5Arrivals:
+    """Serves what has arrived while the batches before it ran.
+
+    Nobody hears of tokens as they are decoded, and what was begun is not cancelled: a batch is one
+    program, which runs to its end.
+    """
+
+    def __init__(self, engine: T5Engine):
+        self._engine = engine
+
+    def tokenized(self, request: Request | Scoring) -> ArrivedRequest:
+        """The request, checked; see `T5Engine.check`."""
+        self._engine.check(request)
+        return ArrivedRequest(request)
+
+    def serve(
+        self, arrivals: Iterable[ArrivedRequest | None], on_token: Any = None
+    ) -> Iterator[Result | Scores]:
+        """Answers requests; None among them says that no other waits."""
+        waiting: list[Request | Scoring] = []
+        for arrived in arrivals:
+            if arrived is not None:
+                waiting.append(arrived.original)
+            elif waiting:
+                batch, waiting = waiting, []
+                yield from self._engine.serve(batch)
+        yield from self._engine.serve(waiting)

@@ -22,8 +22,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from mmqa_jax.core.arguments import check_several
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.core.files import read_text
 from mmqa_jax.core.mesh import platform
 from mmqa_jax.data.schema import Prediction, Question

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from mmqa_jax.core.arguments import check_several
+from mmqa_jax.core.errors import check_several
 from mmqa_jax.data.answer_text import (
     normalize_answer,
     process_punctuation,

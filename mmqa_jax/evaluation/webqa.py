@@ -21,8 +21,7 @@ from typing import Literal, get_args
 import numpy as np
 from word2number import w2n
 
-from mmqa_jax.core.arguments import check_several
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.data.datasets.webqa import has_keywords
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.scores import (

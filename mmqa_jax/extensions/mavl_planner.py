@@ -48,11 +48,10 @@ from mmqa_jax.papers.mavl import (
 )
 from mmqa_jax.prompting.backends import Message
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
-from mmqa_jax.tasks.base_llm import base_loader, check_rows, model_config
+from mmqa_jax.tasks.base_llm import TextModelTask, base_loader, check_rows, model_config
 from mmqa_jax.tasks.language_model import LanguageModelSection, RowBatches
 from mmqa_jax.tasks.objectives import LanguageModelObjective
 from mmqa_jax.tasks.task import ANY_VOCABULARY, Recipe
-from mmqa_jax.tasks.text_model import TextModelTask
 
 _NO_ACTION = "No action"  # how an empty plan is written; it names no action
 

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float32
 
-from mmqa_jax.core.arguments import check_several
+from mmqa_jax.core.errors import check_several
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.serving import serve
 from mmqa_jax.data.schema import Modality

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from mmqa_jax.core.arguments import check_questions
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, check_questions
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.serving import serve

@@ -264,7 +264,7 @@ def _adapted(
 
     a = np.concatenate([a for _, _, a, _ in changing], axis=-1)
     b = np.concatenate([factor * b for _, factor, _, b in changing], axis=-2)
-    if times := outputs // b.shape[-1] - 1:  # key heads that are repeated, see key_heads.py
+    if times := outputs // b.shape[-1] - 1:  # key heads that are repeated, see decoding/sizes.py
         heads = b.reshape(*b.shape[:-1], -1, model.config.head_size)
         b = np.repeat(heads, times + 1, axis=-2).reshape(*b.shape[:-1], outputs)
     owners = tuple(owner for owner, _, a, _ in changing for _ in range(a.shape[-1]))

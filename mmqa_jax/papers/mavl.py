@@ -22,8 +22,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from mmqa_jax.core.arguments import decimal_number
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, decimal_number
 from mmqa_jax.core.typed import Count
 from mmqa_jax.data.answer_text import prep_ans
 from mmqa_jax.data.schema import Prediction, Question

@@ -21,7 +21,7 @@ from mmqa_jax.plan.roofline import Planned
 from mmqa_jax.plan.topology import Topology
 from mmqa_jax.retrieval.index_sizes import IndexSize, index_sizes
 from mmqa_jax.retrieval.mesh_index import abstract_search
-from mmqa_jax.tasks.reading import read_task
+from mmqa_jax.tasks.registry import read_task
 
 _TOP_K = 100
 _TIMES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}

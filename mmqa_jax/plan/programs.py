@@ -15,17 +15,27 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.flops import traced_flops
-from mmqa_jax.core.mesh import batch_sharding, make_mesh, on_shardings, state_shardings
+from mmqa_jax.core.mesh import (
+    batch_blocks,
+    batch_sharding,
+    make_mesh,
+    on_shardings,
+    state_shardings,
+)
 from mmqa_jax.core.serving import AUTO, free_bytes, planned_batch_size, serving_mesh
 from mmqa_jax.core.typed import nearest
 from mmqa_jax.decoding import sizes as sizes_of_engine
+from mmqa_jax.decoding.sampling import SamplingParameters
 from mmqa_jax.decoding.slot_runner import slot_shards
+from mmqa_jax.decoding.t5_engine import room
+from mmqa_jax.decoding.t5_generate import draw
 from mmqa_jax.evaluation.fluency import longest_text, make_likelihoods, tokens_per_batch
 from mmqa_jax.models import llama_config
 from mmqa_jax.models.bart import Bart
@@ -35,14 +45,23 @@ from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.llava import LlavaConfig, llava_1_5_7b, llava_1_5_13b
 from mmqa_jax.models.onevision import onevision_05b, onevision_7b
 from mmqa_jax.models.qwen_vl import QwenVLConfig, qwen3_vl_2b, qwen3_vl_8b, qwen25_vl_7b
+from mmqa_jax.models.t5 import T5
 from mmqa_jax.models.t5_config import PUBLISHED as T5S
+from mmqa_jax.models.t5_inputs import Texts
 from mmqa_jax.plan.detectors import DETECTORS, REGIONS, detector_program
-from mmqa_jax.plan.encoders import ENCODERS, TEXTS, encoder_program
+from mmqa_jax.plan.encoders import (
+    ENCODERS,
+    PAGES,
+    TEXTS,
+    VLM_ENCODERS,
+    encoder_program,
+    vlm_encoder_program,
+)
 from mmqa_jax.plan.program import Program, shard_bytes, tree_bytes
-from mmqa_jax.plan.t5_program import GENERATE, generation_program
-from mmqa_jax.plan.vlm_encoders import PAGES, VLM_ENCODERS, vlm_encoder_program
+from mmqa_jax.prompting.local_t5 import engine_sizes as t5_engine_sizes
+from mmqa_jax.prompting.local_t5 import mesh_of
 from mmqa_jax.tasks.base_llm import SCRATCH, base_path
-from mmqa_jax.tasks.reading import check_config, known_tasks, read_task
+from mmqa_jax.tasks.registry import check_config, known_tasks, read_task
 from mmqa_jax.tasks.solved_questions import SolvedQuestions
 from mmqa_jax.tasks.task import Task
 from mmqa_jax.training.optimizer import make_optimizer
@@ -118,6 +137,7 @@ _TRAINED = {"llama": PRESETS, "t5": T5S, "qwen_vl": QWEN_VLS}
 TOWER = "tower"
 UPDATE = "update"  # of a training whose moments lie on the host: `train` has the gradients alone
 TRAINING = ("train", UPDATE)
+GENERATE = "generate"
 # Programs without a size of their own in a config.
 FIXED = (TOWER, FLUENCY, GENERATE, TEXTS, PAGES, REGIONS)
 
@@ -510,7 +530,7 @@ def whole_meshes(devices: int, model: str) -> list[dict[str, int]]:
     """Meshes that split an engine's weights over all devices, the one of faster steps first.
 
     On `tensor` alone nothing is gathered, but fewer key heads than devices are repeated in the
-    cache (decoding/key_heads.py). With as many as divide the heads, and `fsdp` for the rest, the
+    cache (decoding/sizes.py). With as many as divide the heads, and `fsdp` for the rest, the
     cache is split by heads and slots, and every step gathers weights.
     """
     by_heads = math.gcd(devices, preset(model).kv_heads)
@@ -518,3 +538,50 @@ def whole_meshes(devices: int, model: str) -> list[dict[str, int]]:
         {"data": 1, "fsdp": devices // tensor, "tensor": tensor}
         for tensor in sorted({devices, by_heads}, reverse=True)
     ]
+
+
+# The program of `mmqa prompt` with a T5: a batch of the longest prompts, answered.
+
+
+def generation_program(config: ConfigDict, devices: Sequence[jax.Device], model: str) -> Program:
+    """Encoding and decoding of a batch, with sources as long as `engine.length`.
+
+    Its loop is counted once: FLOPs and time are those of the encoder and of one token.
+
+    Args:
+      config: as configs/prompt/default.py.
+      model: a name of T5S.
+    """
+    on_cpu = devices[0].platform == "cpu"
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "float32" if on_cpu else "bfloat16"
+    shape = dataclasses.replace(T5S[model](), dtype=dtype)
+    sizes = t5_engine_sizes(config.engine.to_dict(), on_cpu=on_cpu)
+    mesh = mesh_of(config.model.mesh.to_dict(), devices) or make_mesh({"data": 1}, devices[:1])
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: T5(shape, rngs=nnx.Rngs())))
+    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), state)
+    state = on_shardings(state, state_shardings(state, mesh))
+    length, blocks = sizes.padded(sizes.length), batch_blocks(mesh)
+    rows = -(-max(1, min(sizes.slots, sizes.tokens // length)) // blocks) * blocks
+    sharding = batch_sharding(mesh)
+
+    def one(*more: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, *more), dtype, sharding=sharding)
+
+    drawn = SamplingParameters(
+        one(dtype=jnp.float32), one(), one(dtype=jnp.float32), one(2, dtype=jnp.uint32)
+    )
+    batch = (Texts(one(length), one()), drawn, one())
+    most = room(config.decoding.max_new_tokens)
+    return Program.of(
+        GENERATE,
+        draw,
+        (graphdef, state, *batch),
+        mesh,
+        {"end_ids": (1,), "max_new_tokens": most},
+        parameters=shard_bytes(state),
+        examples=rows,
+        unit="answers",
+        input_bytes=tree_bytes(batch),
+    )

@@ -187,7 +187,7 @@ def _local() -> Topology:
 
 def _measured(device: Any, count: int) -> Chip:
     """A device without a data sheet: what it does in a short measurement, shared by `count`."""
-    from mmqa_jax.core.speed import device_name, matmul_rates, read_bandwidth
+    from mmqa_jax.core.host import device_name, matmul_rates, read_bandwidth
 
     rates = {name: rate * 1e9 / count for name, rate in matmul_rates().items()}
     stated = {"f32": rates["float32"], "bf16": rates["bfloat16"], "f16": rates["float32"]}

@@ -15,8 +15,7 @@ from mmqa_jax.decoding.requests import (
     Unanswerable,
     check_one_end,
 )
-from mmqa_jax.decoding.t5_arrivals import T5Arrivals
-from mmqa_jax.decoding.t5_engine import T5Engine, check_lengths
+from mmqa_jax.decoding.t5_engine import T5Arrivals, T5Engine, check_lengths
 from mmqa_jax.prompting.backends import Chat, Choices, Failure, Query, Usage
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 

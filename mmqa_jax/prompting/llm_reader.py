@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from mmqa_jax.core.arguments import check_questions, decimal_number
+from mmqa_jax.core.errors import check_questions, decimal_number
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import (

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from mmqa_jax.core.arguments import check_questions
+from mmqa_jax.core.errors import check_questions
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.decoding.requests import Scores, Unanswerable

@@ -7,10 +7,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from mmqa_jax.decoding.online import OnlineEngine, OnToken, Pending
+from mmqa_jax.decoding.online import OnlineEngine, OnToken, Pending, TextStream
 from mmqa_jax.decoding.requests import Request, Result, Scores, Scoring
 from mmqa_jax.decoding.scheduler import GeneratedSequence
-from mmqa_jax.decoding.text_stream import TextStream
 from mmqa_jax.prompting.backend_engine import EngineBackend
 from mmqa_jax.prompting.backend_t5 import T5Backend
 from mmqa_jax.prompting.backends import Choices, Failure, Query, Usage

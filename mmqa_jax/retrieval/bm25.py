@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float32, Int32, Int64
 
-from mmqa_jax.core.arguments import check_questions, check_several
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, check_questions, check_several
 from mmqa_jax.core.paths import remove_tree
 from mmqa_jax.core.store import Store, digest_of
 from mmqa_jax.data.corpus import Corpus

@@ -30,9 +30,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from mmqa_jax.core.arguments import check_several
 from mmqa_jax.core.checksums import check_sums, find_damage, read_sealed, write_sealed
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.core.locks import alone
 from mmqa_jax.core.paths import remove_tree
 from mmqa_jax.data.text_analysis import VERSION, Analyzer

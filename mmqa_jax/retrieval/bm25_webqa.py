@@ -17,8 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mmqa_jax.core.arguments import check_several
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking, Source
 from mmqa_jax.retrieval.bm25 import check_top_k

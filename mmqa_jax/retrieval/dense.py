@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mmqa_jax.core.arguments import check_questions
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, check_questions
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Question, Ranking

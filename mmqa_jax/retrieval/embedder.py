@@ -17,8 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Float32, Int32
 
-from mmqa_jax.core.arguments import check_several
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.core.mesh import fetch, platform
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.serving import BatchSize, RowCost, Serving, serve

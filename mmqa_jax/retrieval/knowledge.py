@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmqa_jax.core.arguments import check_several
+from mmqa_jax.core.errors import check_several
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.retrieval.rankings import Retriever, to_rankings

@@ -17,8 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from jaxtyping import Float64
 
-from mmqa_jax.core.arguments import check_several
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Modality, Question, Ranking, category_modality
 from mmqa_jax.retrieval.rankings import Retriever

@@ -19,8 +19,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float32
 
-from mmqa_jax.core.arguments import check_several
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.core.mesh import state_shardings
 from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
 from mmqa_jax.data.chat_template import MARKS, PictureChat

@@ -18,9 +18,8 @@ import jax
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.host import cache_dir
+from mmqa_jax.core.host import best_precision, cache_dir, matmul_rates
 from mmqa_jax.core.mesh import platform
-from mmqa_jax.core.speed import best_precision, matmul_rates
 from mmqa_jax.core.store import Store
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data import records

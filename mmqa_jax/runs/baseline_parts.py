@@ -41,7 +41,7 @@ class FusionReaderSpec(Part):
         def load(on_model: OnModel) -> Any:
             from mmqa_jax.core.config import find_config, load_config
             from mmqa_jax.tasks.fusion_in_decoder import load_fusion_reader
-            from mmqa_jax.tasks.reader import open_published_reader
+            from mmqa_jax.tasks.registry import open_published_reader
 
             if self.config:
                 config = load_config(find_config(self.config))

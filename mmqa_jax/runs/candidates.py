@@ -25,8 +25,8 @@ from mmqa_jax.prompting.heuristics import (
     write_answer_aware,
     write_candidates,
 )
-from mmqa_jax.tasks.opening import read_run
-from mmqa_jax.tasks.reading import read_task
+from mmqa_jax.tasks.registry import read_task
+from mmqa_jax.tasks.task import read_run
 from mmqa_jax.tasks.vqa import VQA, FoldedData, load_prophets_mcan, load_vqa_model
 from mmqa_jax.weights.record import is_converted
 

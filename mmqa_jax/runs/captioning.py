@@ -35,7 +35,7 @@ from mmqa_jax.data.regions import (
     tag_words,
 )
 from mmqa_jax.data.tokenizers import WordPiece, load_tokenizer
-from mmqa_jax.decoding.oscar_caption import write_captions
+from mmqa_jax.decoding.masked_lm import write_captions
 from mmqa_jax.models.oscar import OscarConfig
 from mmqa_jax.models.oscar_layout import OscarLayout
 from mmqa_jax.retrieval.embedder import tower_bytes
@@ -114,7 +114,7 @@ class OscarCaptioner:
     Args:
       folder: converted Oscar.
       tokenizer: its.
-      num_beams: see decoding.oscar_caption.
+      num_beams: see decoding.masked_lm.
       batch_size: pictures of a call, over all devices.
       mesh: see core.serving.serving_mesh.
 

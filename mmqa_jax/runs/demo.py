@@ -21,9 +21,9 @@ from ml_collections import ConfigDict
 from mmqa_jax.core.config import find_config, load_module
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, read_jsonl, write_json
+from mmqa_jax.core.host import best_precision, matmul_rates
 from mmqa_jax.core.mesh import platform
 from mmqa_jax.core.progress import Screen, announce, duration
-from mmqa_jax.core.speed import best_precision, matmul_rates
 from mmqa_jax.core.typed import Key, check_section
 from mmqa_jax.core.workdir import Workdir, claim_workdir, read_config
 from mmqa_jax.data.atlas.build import LEAST_COUNTRIES
@@ -65,7 +65,7 @@ from mmqa_jax.runs.run import run_row
 from mmqa_jax.runs.status import seconds_left
 from mmqa_jax.runs.traces import reference_rows
 from mmqa_jax.runs.training_report import run_curves
-from mmqa_jax.tasks.reading import check_config, known_tasks
+from mmqa_jax.tasks.registry import check_config, known_tasks
 from mmqa_jax.tasks.rerank import load_reranker
 from mmqa_jax.tasks.run import run_training
 from mmqa_jax.training.best_weights import read_best

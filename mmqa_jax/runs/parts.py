@@ -171,7 +171,7 @@ class RerankerSpec(Part):
         """The reranker over the row's corpus."""
 
         def load(on_model: OnModel) -> Any:
-            from mmqa_jax.tasks.reranker import open_reranker
+            from mmqa_jax.tasks.rerank import open_reranker
 
             reranker = open_reranker(self.model, row.corpus, row.inference)
             on_model("model", reranker)
@@ -231,7 +231,7 @@ class ReaderSpec(Part):
         """The reader over the row's corpus."""
 
         def load(on_model: OnModel) -> Any:
-            from mmqa_jax.tasks.reader import open_reader
+            from mmqa_jax.tasks.registry import open_reader
 
             reader = open_reader(self.model, row.corpus, row.inference)
             on_model("model", reader)

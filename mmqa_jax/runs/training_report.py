@@ -13,7 +13,7 @@ from mmqa_jax.evaluation.plots import Points, curve_name
 from mmqa_jax.evaluation.report import LinePlot, ReportData, read_curves, write_report
 from mmqa_jax.evaluation.tables import Table, show
 from mmqa_jax.runs.row_report import run_facts
-from mmqa_jax.tasks.reading import known_tasks
+from mmqa_jax.tasks.registry import known_tasks
 from mmqa_jax.training.attempts import Goodput, goodput, read_attempts
 from mmqa_jax.training.best_weights import read_best
 

@@ -24,7 +24,7 @@ from mmqa_jax.runs.sweep import Axis, Value, read_grid
 from mmqa_jax.runs.training_report import overlaid_curves, training_report
 from mmqa_jax.runs.training_status import is_training, read_swept, training_status
 from mmqa_jax.runs.workdirs import SWEEP, kind_of
-from mmqa_jax.tasks.reading import check_config
+from mmqa_jax.tasks.registry import check_config
 from mmqa_jax.tasks.run import run_training
 from mmqa_jax.training.best_weights import read_best
 from mmqa_jax.training.nonfinite import NotFinite

@@ -20,11 +20,10 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from mmqa_jax.decoding.online import Pending
+from mmqa_jax.decoding.online import Pending, TextStream
 from mmqa_jax.decoding.requests import Candidate, Scores, Scoring, Tokenizer
 from mmqa_jax.decoding.requests import Request as EngineRequest
 from mmqa_jax.decoding.scheduler import GeneratedSequence
-from mmqa_jax.decoding.text_stream import TextStream
 from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Query
 from mmqa_jax.prompting.openai_requests import (
     ChatRequest,

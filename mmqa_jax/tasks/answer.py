@@ -29,16 +29,17 @@ from mmqa_jax.retrieval.embedder import value_bytes
 from mmqa_jax.retrieval.rankings import check_gold, gold_ranking
 from mmqa_jax.tasks.atlas_reader import AtlasServing, AtlasVLPTask, inputs_class, with_probes
 from mmqa_jax.tasks.objectives import AnswerObjective
-from mmqa_jax.tasks.opening import Options, read_run
 from mmqa_jax.tasks.task import (
     ANY_VOCABULARY,
     DataSection,
     InUse,
     OnGraph,
+    Options,
     Recipe,
     floats,
     ints,
     part_of,
+    read_run,
     scored_questions,
 )
 from mmqa_jax.tasks.vlp import most_columns

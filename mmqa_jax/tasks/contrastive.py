@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
@@ -12,28 +13,38 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.core.serving import RowCost
 from mmqa_jax.core.typed import at_least, mapping
 from mmqa_jax.data.batches.contrastive import ContrastSampling, contrastive_batches
 from mmqa_jax.data.batches.feed import BatchesSection
+from mmqa_jax.data.clip_tokenizer import ClipTokenizer
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
+from mmqa_jax.data.siglip_tokenizer import SiglipTokenizer
 from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.splits import evenly
+from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.evaluation.retrieval import score_rankings
-from mmqa_jax.models.dual_encoder import DualEncoderConfig, with_logit_bias
+from mmqa_jax.models.clip import TextConfig
+from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig, with_logit_bias
+from mmqa_jax.models.presets import DualEncoderModel
+from mmqa_jax.models.siglip import SiglipTextConfig
 from mmqa_jax.retrieval.dense import DenseRetriever
-from mmqa_jax.retrieval.embedder import make_encode_source
+from mmqa_jax.retrieval.embedder import Embedder, dual_encoder_cost, make_encode_source
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.exact import ExactIndex
 from mmqa_jax.retrieval.rankings import find_candidates
-from mmqa_jax.tasks.dual_encoder import DualEncoderTask
 from mmqa_jax.tasks.objectives import ContrastiveObjective, SigmoidObjective
-from mmqa_jax.tasks.pretrained import dual_encoder_loader
+from mmqa_jax.tasks.pretrained import check_two_towers_init, dual_encoder_loader
 from mmqa_jax.tasks.task import (
+    ANY_VOCABULARY,
     InUse,
     MixedData,
+    PicturesSection,
     Recipe,
+    ServingSection,
     Struct,
+    Task,
     bools,
     ints,
     part_of,
@@ -45,6 +56,139 @@ RECALL_AT = (1, 2, 5, 10, 20, 100)
 RetrievalMetric = Literal[
     "recall@1", "recall@2", "recall@5", "recall@10", "recall@20", "recall@100", "mrr"
 ]
+
+
+# What the tasks on dual encoders have in common: contrastive and example_retrieval.
+
+
+DualEncoderTokenizer = WordPiece | ClipTokenizer | SiglipTokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderServing(ServingSection):
+    """The encoder in use; `buckets`: lengths in tokens, increasing."""
+
+    buckets: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DualEncoderTask(Task):
+    """Texts and pictures in one space of embeddings.
+
+    Attributes:
+      pictures: of sources and questions.
+    """
+
+    model: DualEncoderModel
+    pictures: PicturesSection
+    inference: EncoderServing
+
+    def lengths(self) -> Mapping[str, int]:
+        """Config key -> the longest text in tokens."""
+        return {"inference.buckets": max(self.inference.buckets, default=0)}
+
+    def config(self, vocab_size: int) -> DualEncoderConfig:
+        """The model's sizes; `vocab_size`: of the tokenizer."""
+        return self.model.config(vocab_size)
+
+    def tokenizer_kind(self) -> tuple[type, str]:
+        if self.model.clip:
+            return ClipTokenizer, "the folder of a converted CLIP"
+        if self.model.siglip:
+            return SiglipTokenizer, "the folder of a converted SigLIP"
+        return super().tokenizer_kind()
+
+    def _check(self, files: bool) -> None:
+        dual_encoder = self.config(ANY_VOCABULARY)
+        if self.model.published and files:
+            check_two_towers_init(self, dual_encoder)
+        text = dual_encoder.text
+        if isinstance(text, SiglipTextConfig):
+            self._check_padded(text.length)
+        else:
+            self._check_buckets()
+            self._check_lengths(text.context if isinstance(text, TextConfig) else text.positions)
+        side = dual_encoder.vision.image_size
+        if self.pictures.size != side:
+            raise UserError(
+                f"config key pictures.size={self.pictures.size}: the vision tower takes {side}; "
+                "set pictures.size and model.vision.image_size to the same number."
+            )
+
+    def _check_padded(self, length: int) -> None:
+        """SigLIP sees the padding of its texts."""
+        for key, found in (
+            *self.lengths().items(),
+            ("inference.buckets", *self.inference.buckets[:1]),
+        ):
+            if found != length:
+                raise UserError(
+                    f"config key {key}: {found} tokens, but this text tower reads texts padded to "
+                    f"{length}; set it to that alone."
+                )
+
+    def _check_buckets(self) -> None:
+        """Checks buckets as the embedder needs them: it would refuse them after the training."""
+        buckets = self.inference.buckets
+        if not buckets or buckets[0] < 3 or sorted(set(buckets)) != list(buckets):
+            raise UserError(
+                f"config key inference.buckets={buckets}: increasing numbers of tokens from 3 "
+                "were expected, such as (16, 32, 64); change them."
+            )
+
+    def _check_lengths(self, most: int) -> None:
+        for key, length in self.lengths().items():
+            if length > most:
+                raise UserError(
+                    f"config key {key}: {length} tokens, but the text tower reads at most {most}; "
+                    "use fewer."
+                )
+
+    def planned_config(self) -> DualEncoderConfig:
+        """The model's sizes with `vocabulary_size`."""
+        return self.config(self.vocabulary_size())
+
+    def planned_model(self) -> DualEncoder:
+        """The model with `vocabulary_size`, of whose weights the shapes are meant."""
+        return DualEncoder(self.planned_config(), rngs=nnx.Rngs())
+
+    def cost(self) -> RowCost:
+        """The cost of a source, or a text."""
+        return dual_encoder_cost(self.config(ANY_VOCABULARY), max(self.inference.buckets))
+
+    def embedder(self, tokenizer: DualEncoderTokenizer, model: DualEncoder) -> Embedder:
+        """The embedder of a run's model, which may be abstract (see Embedder.use)."""
+        graphdef, state = nnx.split(model)
+        return Embedder(
+            graphdef,
+            state,
+            tokenizer,
+            image_size=self.pictures.size,
+            buckets=self.inference.buckets,
+            batch_size=self.inference.batch_size,
+            cost=self.cost(),
+            text_of=self.data.text_of,
+        )
+
+    def in_one_shape(self) -> DualEncoderTask:
+        """The task with each function traced and compiled once: see VLPTask.in_one_shape.
+
+        Texts are encoded one by one.
+        """
+        serving = dataclasses.replace(
+            self.inference, buckets=(max(self.inference.buckets),), batch_size=1
+        )
+        model = dataclasses.replace(self.model, changes={**self.model.changes, "unroll": 1})
+        return dataclasses.replace(self, model=model, inference=serving)
+
+    def open(
+        self, folder: str | Path, tokenizer: DualEncoderTokenizer, *, one_shape: bool = False
+    ) -> Embedder:
+        """The trained embedder of the run in a folder."""
+        config = self.config(tokenizer.vocab_size)
+        mesh = None if one_shape else self.serving_mesh()
+        model = self.load(folder, DualEncoder, config, mesh)
+        return self.embedder(tokenizer, model)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,9 @@ from mmqa_jax.retrieval.embedder import Embedder
 from mmqa_jax.retrieval.siglip import load_siglip_embedder
 from mmqa_jax.retrieval.text_encoder import load_text_embedder
 from mmqa_jax.retrieval.vlm_encoder import load_vlm_embedder
-from mmqa_jax.tasks.contrastive import Contrastive
-from mmqa_jax.tasks.dual_encoder import DualEncoderTask
+from mmqa_jax.tasks.contrastive import Contrastive, DualEncoderTask
 from mmqa_jax.tasks.example_retrieval import ExampleRetrieval
-from mmqa_jax.tasks.opening import Options, read_run
+from mmqa_jax.tasks.task import Options, read_run
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.folder import read_record
 from mmqa_jax.weights.record import is_converted

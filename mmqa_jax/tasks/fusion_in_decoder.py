@@ -35,21 +35,21 @@ from mmqa_jax.models.t5_config import T5Config
 from mmqa_jax.models.t5_inputs import Passages
 from mmqa_jax.retrieval.embedder import value_bytes
 from mmqa_jax.retrieval.rankings import read_rankings
-from mmqa_jax.tasks.base_llm import base_loader, check_vocabulary, model_config
+from mmqa_jax.tasks.base_llm import TextModelTask, base_loader, check_vocabulary, model_config
 from mmqa_jax.tasks.objectives import Seq2SeqObjective
-from mmqa_jax.tasks.opening import Options, read_run
 from mmqa_jax.tasks.seq2seq import Seq2SeqSection
 from mmqa_jax.tasks.task import (
     ANY_VOCABULARY,
     DataSection,
     InUse,
     OnGraph,
+    Options,
     Recipe,
     ServingSection,
     ints,
+    read_run,
     scored_questions,
 )
-from mmqa_jax.tasks.text_model import TextModelTask
 from mmqa_jax.weights.folder import load_converted
 
 

@@ -21,7 +21,6 @@ from mmqa_jax.models.text_classifier import TextClassifier, TextClassifierConfig
 from mmqa_jax.retrieval.embedder import tower_bytes
 from mmqa_jax.retrieval.modality import MODALITIES, labeled_questions
 from mmqa_jax.tasks.objectives import ModalityObjective
-from mmqa_jax.tasks.opening import read_run
 from mmqa_jax.tasks.pretrained import classifier_loader
 from mmqa_jax.tasks.task import (
     ANY_VOCABULARY,
@@ -33,6 +32,7 @@ from mmqa_jax.tasks.task import (
     Task,
     bools,
     ints,
+    read_run,
 )
 
 

@@ -24,7 +24,7 @@ from mmqa_jax.inference.multimodal_t5 import cut_tokens
 from mmqa_jax.models.multimodal_t5 import MultimodalT5Config
 from mmqa_jax.models.t5_inputs import PicturedTexts
 from mmqa_jax.prompting.mmcot_prompts import Format, source_text, target_text
-from mmqa_jax.tasks.base_llm import base_loader, check_vocabulary, model_config
+from mmqa_jax.tasks.base_llm import TextModelTask, base_loader, check_vocabulary, model_config
 from mmqa_jax.tasks.objectives import MultimodalObjective
 from mmqa_jax.tasks.seq2seq import PairBatches
 from mmqa_jax.tasks.task import (
@@ -35,7 +35,6 @@ from mmqa_jax.tasks.task import (
     floats,
     ints,
 )
-from mmqa_jax.tasks.text_model import TextModelTask
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ from mmqa_jax.models.t5_inputs import Texts
 from mmqa_jax.models.text_classifier import TextClassifier, TextClassifierConfig
 from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
 from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
-from mmqa_jax.training.objective import WEIGHT
+from mmqa_jax.training.state import WEIGHT
 
 
 class _OfLayers(abc.ABC):
@@ -579,7 +579,7 @@ def states_at(hidden: jax.Array, positions: jax.Array) -> jax.Array:
 class VisionLanguageObjective(LanguageModelObjective):
     """The LanguageModelObjective of a Qwen-VL: one example a row, with its pictures.
 
-    A batch is that of `tasks.pictured_examples`; one without pictures lacks their arrays.
+    A batch is that of `tasks.vision_language`; one without pictures lacks their arrays.
 
     Attributes:
       config: the model's.

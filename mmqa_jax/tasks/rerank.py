@@ -19,31 +19,27 @@ from mmqa_jax.data.batches.rerank import PairSampling, rerank_batches
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.tokenizers import WordPiece
-from mmqa_jax.evaluation.source_selection import (
-    CAPS,
-    SELECTIONS,
-    Cap,
-    Select,
-    tune_threshold,
-)
-from mmqa_jax.inference.cached_reranker import CachedReranker
-from mmqa_jax.inference.reranker import Reranker, make_relevance
+from mmqa_jax.evaluation.source_selection import CAPS, SELECTIONS, Cap, Select, tune_threshold
+from mmqa_jax.inference.cross_encoder import open_cross_encoder
+from mmqa_jax.inference.reranker import CachedReranker, Reranker, make_relevance
 from mmqa_jax.models.atlas_reader import AtlasVLPModel
 from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
 from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
 from mmqa_jax.retrieval.rankings import restricted_candidates
 from mmqa_jax.tasks.atlas_reader import AtlasVLPTask
 from mmqa_jax.tasks.objectives import RerankObjective
-from mmqa_jax.tasks.opening import Options, read_run
 from mmqa_jax.tasks.task import (
     InUse,
     MixedData,
+    Options,
     Recipe,
     floats,
     ints,
     part_of,
+    read_run,
     scored_questions,
 )
+from mmqa_jax.weights.text_encoders import published_folder
 
 _PAPERS_THRESHOLD = 0.2
 
@@ -249,3 +245,19 @@ def load_reranker(
     task, tokenizer, vlp = load_selector(folder, options, one_shape=one_shape)
     sides = task.sides(vlp.config)
     return task.reranker(corpus, tokenizer, vlp if sides is None else TwoSidedVLP.of(vlp, sides))
+
+
+# Opens what selects sources: a run of a source head, or a published cross-encoder.
+
+
+def open_reranker(model: str | Path, corpus: Corpus, options: Options | None = None) -> Any:
+    """The reranker that a path or name means, over a corpus.
+
+    Args:
+      model: a rerank run, or a published cross-encoder, Qwen3-Reranker or Qwen3-VL-Reranker: its
+        folder, or ORG/NAME in the Hugging Face cache.
+      options: `batch_size` and `mesh`, in place of those of the run's `inference`.
+    """
+    if folder := published_folder(model):
+        return open_cross_encoder(folder, corpus, **(options or {}))
+    return load_reranker(model, corpus, options)

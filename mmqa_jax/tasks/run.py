@@ -20,8 +20,8 @@ from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.metrics import check_wandb
 from mmqa_jax.core.workdir import claim_workdir, read_config
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.tasks.pretrained_vqa import keep_vocabulary
-from mmqa_jax.tasks.reading import check_config, read_task
+from mmqa_jax.tasks.registry import check_config, read_task
+from mmqa_jax.tasks.vqa import keep_vocabulary
 from mmqa_jax.training.attempts import goodput, read_attempts
 from mmqa_jax.training.best_weights import read_best
 from mmqa_jax.training.loop import Observed, Resuming, train

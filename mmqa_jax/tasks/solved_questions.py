@@ -35,9 +35,9 @@ from mmqa_jax.prompting.training_examples import (
     TrainingExamples,
     training_examples,
 )
+from mmqa_jax.tasks.base_llm import TextModelTask
 from mmqa_jax.tasks.library import LibrarySpec, check_similarity, open_library
 from mmqa_jax.tasks.task import MixedData
-from mmqa_jax.tasks.text_model import TextModelTask
 
 # A model's parameters -> the summed log-probability of every example's targets, float64 [N].
 Score = Callable[[Any], np.ndarray]

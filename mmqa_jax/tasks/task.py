@@ -16,15 +16,14 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from mmqa_jax.core.arguments import decimal_number
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, decimal_number
 from mmqa_jax.core.mesh import (
     DCN_AXES,
     MESH_AXES,
@@ -35,7 +34,8 @@ from mmqa_jax.core.mesh import (
     state_shardings,
 )
 from mmqa_jax.core.serving import BatchSize, RowCost, loading_mesh
-from mmqa_jax.core.typed import at_least, check_section, mapping, optional, spec_of
+from mmqa_jax.core.typed import at_least, check_section, mapping, optional, read_typed, spec_of
+from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.answer_vocabulary import AnswerVocabulary
 from mmqa_jax.data.batches.feed import BatchesSection, FeedConfig
 from mmqa_jax.data.batches.reading import Batches
@@ -56,10 +56,11 @@ from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.retrieval.rankings import with_mined_negatives
 from mmqa_jax.tasks.pretrained import Loader
 from mmqa_jax.tasks.run_tokenizer import make_tokenizer
-from mmqa_jax.training.objective import Objective, Validation
 from mmqa_jax.training.options import LoopOptions, check_batch_size, read_section
+from mmqa_jax.training.state import Objective, Validation
 from mmqa_jax.weights.folder import load_weights
 from mmqa_jax.weights.keymap import traced_model
+from mmqa_jax.weights.record import read_metadata
 
 Tokenizer = WordPiece | ClipTokenizer | SiglipTokenizer | QuestionWords | TextTokenizer
 Struct = jax.ShapeDtypeStruct
@@ -567,3 +568,44 @@ def make_augmentation(section: Mapping[str, Any]) -> Augment | None:
     """The augmentation, None where the section is missing or its probabilities are all 0."""
     options = {key: value for key, value in section.items() if key != "factory"}
     return augmentation_factory(section)(**options) if any(options.values()) else None
+
+
+# The task of a training run, read again from the run's folder.
+
+
+T = TypeVar("T", bound=Task)
+Options = Mapping[str, Any]  # of the section `inference`, in place of the run's own
+
+
+def read_run(
+    folder: str | os.PathLike, kinds: tuple[type[T], ...], options: Options | None = None
+) -> tuple[T, Any]:
+    """The task of a run, and the run's tokenizer.
+
+    Args:
+      kinds: the tasks whose runs are expected.
+      options: of the section `inference`, in place of the run's own.
+    """
+    folder = Path(folder)
+    named = {kind.name: kind for kind in kinds}
+    found = read_metadata(folder).get("task")
+    if found not in named:
+        raise UserError(
+            f"{folder}: holds a model of task {found!r}, {' or '.join(named)} was "
+            "expected; name the workdir of such a training run."
+        )
+    config = read_config(folder)
+    if config.get("task") != found:
+        raise UserError(
+            f"{folder / 'config.json'}: belongs to another run than model.json; copy the run "
+            "again, or train it again in a new --workdir."
+        )
+    task = read_typed(named[found], config)
+    return with_options(task, options).in_folder(folder), task.open_tokenizer(folder)
+
+
+def with_options(task: T, options: Options | None) -> T:
+    """The task with other values in its section `inference`."""
+    if not options:
+        return task
+    return dataclasses.replace(task, inference=dataclasses.replace(task.inference, **options))

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from mmqa_jax.core.errors import first_names
+from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.typed import at_least, changes_of, mapping, spec_of
+from mmqa_jax.data import images
 from mmqa_jax.data.batches.feed import BatchesSection
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample
 from mmqa_jax.data.batches.one_a_row import example_batches
@@ -28,18 +33,14 @@ from mmqa_jax.data.packing import Bucket, Packed
 from mmqa_jax.data.schema import Question
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.lora import LoraConfig
-from mmqa_jax.models.qwen_vl import QwenVLConfig
+from mmqa_jax.models.qwen_vl import QwenVLConfig, expand_pictures
+from mmqa_jax.models.qwen_vl_layout import Grid, PatchBatch, bucket_of, grid_of, lay_out
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
-from mmqa_jax.prompting.picture_format import QwenFormat
+from mmqa_jax.prompting.backends import Picture
+from mmqa_jax.prompting.picture_format import QwenFormat, Shown
 from mmqa_jax.prompting.training_examples import chat_example, encode_conversation
 from mmqa_jax.tasks.base_llm import base_loader, check_rows, model_config
 from mmqa_jax.tasks.objectives import VisionLanguageObjective
-from mmqa_jax.tasks.pictured_examples import (
-    PicturedRows,
-    TrainingPictures,
-    largest_bucket,
-    pictured_shapes,
-)
 from mmqa_jax.tasks.solved_questions import (
     EncodeChat,
     OptionLikelihood,
@@ -240,3 +241,229 @@ class VisionLanguage(SolvedQuestions):
         readable = functools.partial(self._readable, pictures, decode=True)
         encode_chat = self._encode_chat(tokenizer, objective.config)
         return OptionLikelihood(self, corpus, encode, make_score, readable, encode_chat)
+
+
+# The pictures of a Qwen-VL's training: which can be read, and batches of examples with them.
+
+
+class TrainingPictures:
+    """The pictures of a run's questions, as the model takes them.
+
+    Args:
+      corpus: that has them.
+      pictures: how the model's prompts hold them.
+      config: of the model.
+      max_broken: how many may be broken; None: see BrokenPictures.
+
+    Attributes:
+      broken: pictures that could not be read, with their reasons.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        pictures: QwenFormat,
+        config: QwenVLConfig,
+        max_broken: int | None = None,
+    ):
+        self._corpus, self._format, self._vision = corpus, pictures, config.vision
+        self._max_broken = max_broken
+        self._shapes: dict[str, tuple[int, int, int]] = {}
+        self.broken = self._counter(0)
+
+    def _counter(self, total: int) -> images.BrokenPictures:
+        return images.BrokenPictures(
+            total,
+            self._max_broken,
+            "run `mmqa prepare` again or raise pictures.max_broken",
+            "cannot be read",
+        )
+
+    def readable(self, questions: Sequence[Question], *, decode: bool = False) -> list[Question]:
+        """Returns examples without a picture, or whose picture's header can be read.
+
+        Says how many others there are, and which.
+
+        Args:
+          decode: the whole picture is read, so that none proves to be broken later.
+
+        Raises:
+          RunError: more broken pictures than are allowed.
+        """
+        shown = [shown_pictures(question) for question in questions]
+        names = dict.fromkeys(itertools.chain.from_iterable(shown))
+        self.broken = self._counter(len(names))
+        with Progress("Reading pictures", len(names), "pictures") as progress:
+            for name in names:
+                self._look_at(name, decode)
+                progress.advance(1)
+        readable = self._shapes.keys()
+        kept = [q for q, own in zip(questions, shown, strict=True) if readable >= set(own)]
+        if len(kept) < len(questions) and jax.process_index() == 0:
+            print(
+                f"{len(questions) - len(kept)} questions are left out, whose pictures cannot be "
+                f"read ({first_names(self.broken.names)}), the first because "
+                f"{next(iter(self.broken.reasons.values()))}",
+                file=sys.stderr,
+            )
+        return kept
+
+    def _look_at(self, name: str, decode: bool) -> None:
+        try:
+            picture = Picture(self._read(name), name)
+            images.verify(picture.data, name)
+            if decode:
+                self._format.read(Shown(picture, alone=True))
+            self._shapes[name] = self._format.shape(picture)
+        except images.PictureError as error:
+            self.broken.add(name, str(error))
+
+    def _read(self, name: str) -> bytes:
+        data = self._corpus.read_picture(name)
+        if data is None:
+            raise images.PictureError(f"{name}: the corpus has no such picture; prepare it again.")
+        return data
+
+    def warn_missing(self) -> None:
+        """Says which pictures proved to be broken behind their headers."""
+        late = [name for name in self.broken.names if name in self._shapes]
+        if late and jax.process_index() == 0:
+            print(
+                f"pictures that cannot be decoded, whose questions were not learned: {len(late)} "
+                f"({first_names(late)}).",
+                file=sys.stderr,
+            )
+
+    def shape(self, name: str) -> tuple[int, int, int]:
+        """[H, W, 3] of the pixels of a readable picture."""
+        return self._shapes[name]
+
+    def look_ahead(self, shown: Sequence[Sequence[str]]) -> None:
+        """Called with the pictures of examples before their pixels are asked for."""
+        self._corpus.look_ahead(list(itertools.chain.from_iterable(shown)))
+
+    def pixels(self, name: str) -> np.ndarray | None:
+        """Pixels of a readable picture; None, counted, where it is broken behind its header."""
+        try:
+            return self._format.read(Shown(Picture(self._read(name), name), alone=True))
+        except images.PictureError as error:
+            self.broken.add(name, str(error))
+            return None
+
+    def bucket(self, example: TokenExample) -> Bucket:
+        """The smallest shape that holds an example: `pictures`, as many as its own or the next
+        power of two, and `text`, the units of each in the tower with the windows' padding."""
+        grids = (grid_of(self.shape(name), self._vision) for name in example.pictures)
+        units = max((bucket_of(grid, self._vision) for grid in grids), default=0)
+        count = len(example.pictures)
+        return Bucket(1 << (count - 1).bit_length() if count else 0, units)
+
+    def buckets(self, examples: Sequence[TokenExample]) -> list[Bucket]:
+        """The shapes of the examples' pictures, ascending."""
+        return sorted(set(map(self.bucket, examples)))
+
+
+class PicturedRows(NamedTuple):
+    """Makes batches, one example in a row.
+
+    Attributes:
+      size: tokens of a row beside its picture's, and learned ones.
+    """
+
+    size: RowSize
+    config: QwenVLConfig
+    pictures: TrainingPictures
+
+    def batch(self, examples: Sequence[TokenExample | None], bucket: Bucket) -> Packed:
+        """Rows of M = bucket.pictures pictures of U units each and L = size.length + M * U tokens.
+
+        Args:
+          examples: of pictures that fit the bucket; None: an empty row. One whose picture proves to
+            be broken becomes one.
+
+        Returns:
+          The arrays of `pictured_shapes`.
+        """
+        units = bucket.text
+        self.pictures.look_ahead([row.pictures for row in examples if row is not None])
+        shown = [
+            [] if example is None else [self.pictures.pixels(name) for name in example.pictures]
+            for example in examples
+        ]
+        rows = [
+            None if any(pixels is None for pixels in own) else example
+            for example, own in zip(examples, shown, strict=True)
+        ]
+        pixels = [
+            [] if row is None else [one for one in own if one is not None]
+            for row, own in zip(rows, shown, strict=True)
+        ]
+        shapes = [[one.shape for one in own] for own in pixels]
+        expanded = expand_pictures(
+            [[] if row is None else row.tokens for row in rows],
+            shapes,
+            self.config,
+            # A row has its own features, each picture `units` of them.
+            first_rows=(number * units for own in shapes for number in range(len(own))),
+            length=self.size.length + bucket.pictures * units,
+        )
+        targets = {
+            name: np.zeros((len(rows), self.size.targets), np.int32)
+            for name in ("target_positions", "target_ids", "target_segments")
+        }
+        for number, row in enumerate(rows):
+            if row is not None:
+                counts = np.ones(len(row.tokens), np.int64)
+                is_picture = row.tokens == self.config.image_token
+                counts[is_picture] = [self.config.picture_tokens(one) for one in shapes[number]]
+                learned = row.targets
+                targets["target_positions"][number, :learned] = counts.cumsum()[row.places] - 2
+                targets["target_ids"][number, :learned] = row.tokens[row.places]
+                targets["target_segments"][number, :learned] = 1
+        made = {"input_ids": expanded.input_ids, "positions": expanded.positions, **targets}
+        if units:
+            vision = self.config.vision
+            blank = np.zeros((vision.unit, vision.unit, 3), np.uint8)
+            slots = [own[n] if n < len(own) else blank
+                     for own in pixels for n in range(bucket.pictures)]  # fmt: skip
+            made |= {"rows": expanded.rows, **vars(lay_out(slots, vision, units))}
+        return made
+
+
+def largest_bucket(vision: QwenVisionConfig, pictures: int = 1) -> Bucket:
+    """Returns the bucket of so many of the largest square pictures."""
+    side = math.isqrt(vision.most_units)
+    return Bucket(pictures, bucket_of(Grid(side, side), vision))
+
+
+def pictured_shapes(
+    rows: int, size: RowSize, bucket: Bucket, vision: QwenVisionConfig
+) -> Mapping[str, jax.ShapeDtypeStruct]:
+    """Shapes of a batch of pictures, M = bucket.pictures in a row.
+
+    Returns:
+      input_ids int32[B, L], each picture's token repeated once for each unit; positions
+      int32[B, L, 3]; rows int32[B, L], which of its row's features a token takes, -1: none; the
+      targets as of `data.batches.language_model.packed_batch`; the fields of PatchBatch of B * M
+      pictures, those of a row one behind the other.
+    """
+    length = size.length + bucket.pictures * bucket.text
+    patches = bucket.text * vision.merge**2
+
+    def of(*shape: int, count: int = rows, dtype: type = np.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((count, *shape), dtype)
+
+    count = rows * bucket.pictures
+    laid = PatchBatch(
+        of(patches, vision.patch**2 * 3, count=count, dtype=np.uint8),
+        of(patches, 2, count=count),
+        of(2, count=count),
+        of(bucket.text, count=count),
+    )
+    return {
+        "input_ids": of(length),
+        "positions": of(length, 3),
+        "rows": of(length),
+        **{f"target_{name}": of(size.targets) for name in ("positions", "ids", "segments")},
+        **{field.name: getattr(laid, field.name) for field in dataclasses.fields(laid)},
+    }

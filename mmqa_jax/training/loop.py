@@ -9,12 +9,17 @@ is always saved.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import math
 import os
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -22,20 +27,21 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.checkpoint import Checkpoints
+from mmqa_jax.core.chips import GIB, chip_of_kind
 from mmqa_jax.core.config import config_fingerprint
 from mmqa_jax.core.disk_errors import report_full_disk
 from mmqa_jax.core.errors import RunError
 from mmqa_jax.core.files import write_json
+from mmqa_jax.core.host import matmul_peak
 from mmqa_jax.core.local_checkpoints import local_folder
 from mmqa_jax.core.mesh import batch_blocks, local_blocks, on_device, put_batch
-from mmqa_jax.core.metrics import MetricsWriter
-from mmqa_jax.core.paths import as_path
+from mmqa_jax.core.metrics import METRICS, MetricsWriter
+from mmqa_jax.core.paths import as_path, in_store
 from mmqa_jax.core.progress import Progress, announce
 from mmqa_jax.core.watchdog import Watchdog, hang_limit
 from mmqa_jax.training.attempts import Attempts, TimeSplit
 from mmqa_jax.training.best_weights import BestWeights
 from mmqa_jax.training.nonfinite import FiniteCheck
-from mmqa_jax.training.objective import ModelBatches, Objective, Validation
 from mmqa_jax.training.optimizer import decay_line, make_optimizer, parameter_table
 from mmqa_jax.training.options import (
     LoopOptions,
@@ -47,8 +53,11 @@ from mmqa_jax.training.options import (
 from mmqa_jax.training.profile import Profile, Steps
 from mmqa_jax.training.state import (
     Model,
+    ModelBatches,
+    Objective,
     Step,
     TrainState,
+    Validation,
     abstract_state,
     finished,
     initial_state,
@@ -57,9 +66,8 @@ from mmqa_jax.training.state import (
     pretrained_state,
     split_model,
 )
-from mmqa_jax.training.stop_signals import StillThere, StopSignals
-from mmqa_jax.training.throughput import Throughput
 from mmqa_jax.weights.folder import save_trained
+from mmqa_jax.weights.record import RUN_FILES
 
 # In the workdir: every parameter, and whether it is trained and decayed.
 PARAMETERS = "parameters.json"
@@ -516,3 +524,216 @@ def _quiet() -> bool | None:
 
 def _due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
+
+
+# SIGTERM, SIGHUP and Ctrl-C, which end a training run after the step that it is in.
+
+
+class StopSignals:
+    """Turns SIGTERM and the first Ctrl-C into a request to stop; a second Ctrl-C stops at once.
+
+    So does SIGHUP, which comes when a terminal is closed or its connection lost; not under nohup.
+    """
+
+    def __init__(self) -> None:
+        self._signal: int | None = None
+        self._before: dict[int, Any] = {}
+        self._terminals: list[int] = []
+
+    def __enter__(self) -> Self:
+        # On several hosts jax's preemption service takes SIGTERM, so that all agree on a step.
+        if threading.current_thread() is threading.main_thread() and jax.process_count() == 1:
+            self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _: Any) -> None:
+        self._signal = number
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if number == signal.SIGHUP:  # what is said to the terminal would be an error
+            for descriptor in self._terminals:
+                with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
+                    os.dup2(nowhere.fileno(), descriptor)
+
+    def received(self, checkpoints: Checkpoints, step: int) -> bool:
+        """Whether the run is to stop after this step; the same on all hosts."""
+        if jax.process_count() > 1 and checkpoints.reached_preemption(step):
+            self._signal = signal.SIGTERM
+        return self._signal is not None
+
+    def leave(self, title: str, step: int, folder: Path) -> None:
+        """Ends the process with the signal's exit code."""
+        print(
+            f"{title}: stopped after step {step} and saved; start it again with the same workdir "
+            f"to resume ({folder}).",
+            file=sys.stderr,
+        )
+        raise SystemExit(128 + (self._signal or signal.SIGTERM))
+
+
+# A workdir that is deleted or moved while its run goes on.
+
+_NAMES = ("config.json", METRICS, *RUN_FILES)
+
+
+class StillThere:
+    """Tells whether the files that a run began with are still in its workdir; on process 0.
+
+    Nearly all that a run writes makes the folder anew, and a run that went on would end without
+    the files that it wrote at its start. As a context manager it also explains the errors of what
+    fails since the folder is gone.
+
+    Args:
+      folder: the workdir; the run's first files are in it when the context is entered.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._files: list[Path] = []
+
+    def __enter__(self) -> Self:
+        names = _NAMES if jax.process_index() == 0 else ()
+        self._files = [file for name in names if (file := self._folder / name).exists()]
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, Exception):
+            self.check()
+
+    def check(self, *, often: bool = False) -> None:
+        """Call it before anything is written.
+
+        Args:
+          often: called so often that objects in a store are not asked for.
+
+        Raises:
+          RunError: a file is gone.
+        """
+        if often and in_store(self._folder):
+            return
+        gone = next((file for file in self._files if not file.exists()), None)
+        if gone is not None:
+            raise RunError(
+                f"{gone}: is gone, deleted or moved while the run went on, which ends here; put "
+                "the workdir back and start the same command again, or train anew."
+            )
+
+
+# How fast a training run computes: examples, tokens and FLOPs of its steps, memory in use.
+
+
+# Entries of batches that are True at every token (a VLP's picture regions are tokens too), and
+# those that number the packed example of a token, 0 where there is none.
+_MASKS = frozenset(
+    ("mask", "query_mask", "source_mask", "candidate_mask", "context_mask", "answer_mask")
+)
+_SEGMENTS = "segments"
+# Columns of metrics.jsonl that a clock gives, and that differ between equal runs.
+CLOCK_COLUMNS = (
+    *("input_seconds", "compile_seconds", "compute_seconds"),
+    *("checkpoint_seconds", "evaluate_seconds", "steps_per_second", "examples_per_second"),
+    *("tokens_per_second", "tflops_per_second", "mfu", "mfu_measured", "hbm_gib"),
+)
+_MEASURE_AFTER = 60.0  # seconds of computing, of which measuring the peak is a small part
+
+
+@dataclasses.dataclass
+class Work:
+    """What steps have worked on.
+
+    Attributes:
+      examples: the rows of a batch, or of its entry with the fewest.
+      tokens: without padding; 0 where a batch does not say.
+      flops: of the model's products and their gradients, nothing counted twice.
+    """
+
+    examples: float = 0.0
+    tokens: float = 0.0
+    flops: float = 0.0
+
+
+class Throughput:
+    """Counts the work of a log window.
+
+    Args:
+      mesh: of the run.
+      step: the jitted update.
+      measure_after: seconds of computing after which the devices' peak is measured.
+    """
+
+    def __init__(self, mesh: Mesh, step: Step, *, measure_after: float = _MEASURE_AFTER):
+        self._mesh, self._step, self._measure_after = mesh, step, measure_after
+        # This process has seen its own rows alone; of several hosts the whole is estimated.
+        self._share = len(local_blocks(mesh)) / batch_blocks(mesh)
+        self._flops: dict[tuple, float] = {}  # of a step, by the shapes of its batch
+        self._device = next(iter(mesh.local_devices))
+        self._chip = chip_of_kind(self._device.device_kind)
+        self._window, self._computed = Work(), 0.0
+
+    def count(self, host_batch: Any, state: TrainState, batch: Any) -> bool:
+        """Counts a step; returns whether its program is new and will be compiled.
+
+        Args:
+          host_batch: this process's rows, as numpy arrays.
+          state, batch: what the step is going to be called with.
+        """
+        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(batch))
+        is_new = shapes not in self._flops
+        if is_new:
+            self._flops[shapes] = self._step.model_flops(state, batch)
+        self._window.examples += min(shape[0] for shape in shapes)
+        self._window.tokens += tokens_of(host_batch) / self._share
+        self._window.flops += self._flops[shapes]
+        return is_new
+
+    def columns(self, seconds: Mapping[str, float]) -> dict[str, float]:
+        """The columns of a log row, and an empty window.
+
+        Args:
+          seconds: of the window, as `TimeSplit.take` gives them. Rates are over the time in which
+            steps were computed or waited for their batch.
+        """
+        work, self._window = self._window, Work()
+        row = {f"{phase}_seconds": value for phase, value in seconds.items()}
+        if not row["compile_seconds"]:
+            del row["compile_seconds"]
+        self._computed += seconds["compute"]
+        passed = seconds["input"] + seconds["compute"]
+        if passed > 0 and work.examples:
+            row["examples_per_second"] = work.examples / passed
+            if work.tokens:
+                row["tokens_per_second"] = work.tokens / passed
+            row |= self._flop_columns(work.flops / passed)
+        if (used := self._most_bytes()) is not None:
+            row["hbm_gib"] = used / GIB
+        return row
+
+    def _flop_columns(self, rate: float) -> dict[str, float]:
+        row = {"tflops_per_second": rate / 1e12}
+        devices = self._mesh.size
+        if self._chip is not None:
+            row["mfu"] = rate / (devices * self._chip.peak)
+        if self._computed >= self._measure_after and jax.process_index() == 0:
+            row["mfu_measured"] = rate / (devices * matmul_peak(self._device))
+        return row
+
+    def _most_bytes(self) -> int | None:
+        """Most memory that a device of this process has held; None where it does not say."""
+        found = [device.memory_stats() or {} for device in self._mesh.local_devices]
+        return max((stats.get("peak_bytes_in_use") or 0 for stats in found), default=0) or None
+
+
+def tokens_of(batch: Any) -> int:
+    """Tokens of a batch of numpy arrays, padding left out; 0 if it has no masks."""
+    total = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        name = str(getattr(path[-1], "key", getattr(path[-1], "name", ""))) if path else ""
+        if name in _MASKS or name == _SEGMENTS:
+            total += int(np.count_nonzero(leaf))
+    return total

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,9 @@ from jax.sharding import Mesh
 from mmqa_jax.core.compiler_options import training_options
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.flops import jaxpr_flops
-from mmqa_jax.core.mesh import (
-    batch_sharding,
-    on_device,
-    on_shardings,
-    replicated,
-    state_shardings,
-)
+from mmqa_jax.core.mesh import batch_sharding, on_device, on_shardings, replicated, state_shardings
 from mmqa_jax.core.trees import flatten_named, unflatten_named
 from mmqa_jax.models.layers import with_rounded_products
-from mmqa_jax.training.objective import COUNTS, WEIGHT, Objective, Outlined
 from mmqa_jax.training.optimizer import Schedule
 from mmqa_jax.training.options import Precision
 
@@ -582,3 +575,63 @@ def of_update(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     totals = {name: float(sum(part[name] for part in parts)) for name in COUNTS & means.keys()}
     last = {name: float(parts[-1][name]) for name in ("grad_norm", "learning_rate")}
     return means | totals | last
+
+
+# What the training loop needs of a task: an objective and, if it evaluates, a validation.
+
+
+# Metrics: what a part of an update counts by, and those that are summed up over its parts.
+WEIGHT = "weight"
+COUNTS = frozenset({"targets", "truncated"})
+
+
+class Objective(Protocol):
+    """What is trained: a model and its loss; each of tasks/ has one.
+
+    One that trains a part of its model has `trained`, a regular expression over the names of the
+    parameters that are (None: all). The others get no gradient and stand in no checkpoint: they are
+    loaded, or drawn, at each start of the run.
+    """
+
+    def init(self, key: jax.Array) -> nnx.Module:
+        """Makes the model with its initial weights (traced)."""
+
+    def loss(
+        self, model: nnx.Module, batch: Any, dropout_key: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Scalar loss and scalar metrics of one batch; pure and traced.
+
+        A loss that is not a mean over the rows has a metric WEIGHT, what it is divided by: by that
+        the parts of an update count (`train.accumulate`). It is not logged.
+        """
+
+
+@runtime_checkable
+class Outlined(Protocol):
+    """An objective whose model is quicker to trace where only its structure is wanted."""
+
+    def outline(self) -> nnx.Module:
+        """Makes the model as `init` does, of the same structure and shapes, with any values."""
+
+
+@runtime_checkable
+class ModelBatches(Protocol):
+    """Batches that are made with the model itself, such as what it writes when it is asked."""
+
+    def use(self, model: nnx.Module) -> None:
+        """Called before each batch with the current model, whose arrays the next step donates: what
+        is needed for longer is copied."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Validation:
+    """A judgement of the current parameters.
+
+    Attributes:
+      evaluate: model -> values by name. It must not keep the model's arrays for longer than the
+        call: the next step donates them.
+      metric: the value that the best step has the highest of; None: no best step is kept.
+    """
+
+    evaluate: Callable[[nnx.Module], Mapping[str, float]]
+    metric: str | None = None

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.speed import host_name
+from mmqa_jax.core.host import host_name
 from tests.bench import Options
 from tests.bench.runner import Case, measure
 from tests.bench.timing import Child, run_child

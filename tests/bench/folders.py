@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.speed import device_name
+from mmqa_jax.core.host import device_name
 from mmqa_jax.data.schema import Ranking
 from tests.bench import Options
 from tests.bench.timing import run_child

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.speed import host_name, threads
+from mmqa_jax.core.host import host_name, threads
 from tests.bench import Options
 from tests.bench.runner import Case, measure, open_journal
 
@@ -198,7 +198,7 @@ def _waiting(task: str, place: str, workdir: Path, steps: int, mode: str) -> Cas
     from mmqa_jax.core.distributed import start
     from mmqa_jax.core.mesh import make_mesh
     from mmqa_jax.data.corpus import open_corpus
-    from mmqa_jax.tasks.reading import read_task
+    from mmqa_jax.tasks.registry import read_task
     from mmqa_jax.training.loop import train
 
     start()

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mmqa_jax.core.errors import RunError
-from mmqa_jax.core.speed import threads
+from mmqa_jax.core.host import threads
 
 PROGRAM = "llama-server"
 TYPES = ("f32", "f16")  # of weights, and of the cache: the names of both in llama.cpp

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mmqa_jax.core.speed import threads
+from mmqa_jax.core.host import threads
 from mmqa_jax.weights.bundled import smollm2_path
 from tests.bench import llama_cpp
 from tests.bench.runner import Case, Peak

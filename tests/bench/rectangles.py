@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.speed import device_name
+from mmqa_jax.core.host import device_name
 from mmqa_jax.data.documents.chunks import ChunkOptions, chunks
 from mmqa_jax.data.documents.document import CELL, Box, Paragraph
 from mmqa_jax.data.documents.pdf import read_pdf

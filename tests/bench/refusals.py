@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.speed import device_name
+from mmqa_jax.core.host import device_name
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.evaluation.refusals import refused_share, tune_refusal
 from mmqa_jax.runs.ask_folder import MINILM, open_passages

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.core.speed import host_name, read_bandwidth
+from mmqa_jax.core.host import host_name, read_bandwidth
 from tests.bench import Options
 from tests.bench.runner import Case, measure, row_of, time_case
 from tests.bench.timing import run_child

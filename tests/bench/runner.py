@@ -22,9 +22,8 @@ from typing import Any
 
 import mmqa_jax
 from mmqa_jax.core.errors import RunError
-from mmqa_jax.core.host import cache_dir
+from mmqa_jax.core.host import cache_dir, device_name, read_bandwidth
 from mmqa_jax.core.progress import Progress
-from mmqa_jax.core.speed import device_name, read_bandwidth
 from mmqa_jax.core.store import Store
 from tests.bench import Options
 from tests.bench.timing import interleave, speed_ratio, stolen_share

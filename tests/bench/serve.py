@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from mmqa_jax.core.speed import device_name, matmul_rates
+from mmqa_jax.core.host import device_name, matmul_rates
 from tests.bench import Options
 
 USERS = 20

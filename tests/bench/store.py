@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.core.speed import device_name
+from mmqa_jax.core.host import device_name
 from mmqa_jax.core.store import Store
 from tests.bench import Options
 

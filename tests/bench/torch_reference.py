@@ -22,8 +22,8 @@ from torch.nn.functional import (
 )
 
 from mmqa_jax.core.errors import RunError
+from mmqa_jax.core.host import threads
 from mmqa_jax.core.mesh import platform
-from mmqa_jax.core.speed import threads
 from mmqa_jax.models.llama import Llama
 from mmqa_jax.models.mcan_openvqa import MCANOpenVQA
 from mmqa_jax.models.vlp import VLP

@@ -187,7 +187,7 @@ def save(mib: int, rounds: int) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from mmqa_jax.core.checkpoint import Checkpoints
-    from mmqa_jax.core.speed import read_bandwidth
+    from mmqa_jax.core.host import read_bandwidth
 
     piece = 32  # MiB of an array
     params = {
@@ -232,8 +232,8 @@ def curve(sizes: Sizes, steps: int, folder: str) -> list[float]:
 
 def device() -> dict[str, str]:
     """What jax computes on."""
+    from mmqa_jax.core.host import device_name
     from mmqa_jax.core.mesh import platform
-    from mmqa_jax.core.speed import device_name
 
     return {"name": device_name(), "platform": platform()}
 

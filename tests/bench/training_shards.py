@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.core.speed import threads
+from mmqa_jax.core.host import threads
 from tests.bench.runner import Case
 from tests.bench.timing import child_environment
 

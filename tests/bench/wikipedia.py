@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.core.speed import host_name
+from mmqa_jax.core.host import host_name
 from tests.bench import Options
 from tests.bench.runner import Case, measure, row_of, time_case
 from tests.bench.timing import run_child

@@ -32,7 +32,7 @@ from mmqa_jax.data.splits import evenly
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.runs.corpora import prepare_atlas
 from mmqa_jax.training.attempts import read_attempts
-from mmqa_jax.training.throughput import CLOCK_COLUMNS
+from mmqa_jax.training.loop import CLOCK_COLUMNS
 from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
 from tests.drawn_weights import drawn_starts
 from tests.forks import server

@@ -22,7 +22,7 @@ from mmqa_jax.weights.keymap import traced_model
 if TYPE_CHECKING:  # the scripts on eight devices do without torch
     import torch
 
-    from mmqa_jax.training.objective import Objective
+    from mmqa_jax.training.state import Objective
 
 LAYER = {"rtol": 0, "atol": 1e-5}  # one layer on the original's own input, float32
 WHOLE = {"rtol": 0, "atol": 1e-4}  # a whole model

@@ -23,7 +23,7 @@ from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig, mean_pool
 from mmqa_jax.models.vlp import VLP
 from mmqa_jax.models.vlp_pixels import vlp_patches
-from mmqa_jax.tasks.pretrained_vqa import vqa_loader
+from mmqa_jax.tasks.vqa import vqa_loader
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.pretrained import fill_bert, init_vlp_from_bert
 from mmqa_jax.weights.published import load_published

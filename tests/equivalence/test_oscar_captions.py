@@ -13,7 +13,7 @@ from oscar_pair import FEATURES, LAYOUT, VOCAB, make_pair, pictures
 from oscar_torch import MASK, PAD, SEP, TorchCaptioner
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.decoding.oscar_caption import write_captions
+from mmqa_jax.decoding.masked_lm import write_captions
 
 LONGEST = 7  # of a caption with [CLS] and [SEP]
 TOKENS = {"mask_id": MASK, "sep_id": SEP, "pad_id": PAD}

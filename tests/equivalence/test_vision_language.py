@@ -19,7 +19,7 @@ from mmqa_jax.models.lora import LoraConfig, add_lora
 from mmqa_jax.prompting.picture_format import QwenFormat
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.tasks.objectives import VisionLanguageObjective
-from mmqa_jax.tasks.pictured_examples import PicturedRows, TrainingPictures
+from mmqa_jax.tasks.vision_language import PicturedRows, TrainingPictures
 from mmqa_jax.weights.models.qwen_vl import publish_qwen_vl
 
 pytestmark = pytest.mark.slow

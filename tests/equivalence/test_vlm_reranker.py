@@ -14,8 +14,8 @@ from tiny_encoders import texts
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.lists import corpus_of_lists
 from mmqa_jax.data.schema import Question, Ranking
-from mmqa_jax.inference.vlm_reranker import Side
-from mmqa_jax.tasks.reranker import open_reranker
+from mmqa_jax.inference.cross_encoder import Side
+from mmqa_jax.tasks.rerank import open_reranker
 
 pytestmark = pytest.mark.slow
 

@@ -31,7 +31,7 @@ from mmqa_jax.models import bert, layers, vlp
 from mmqa_jax.models.layers import dropout
 from mmqa_jax.models.vlp import VLP, VLPInputs
 from mmqa_jax.tasks.objectives import AnswerObjective, RerankObjective
-from mmqa_jax.training.objective import Objective
+from mmqa_jax.training.state import Objective
 from mmqa_jax.weights.keymap import export
 from mmqa_jax.weights.models.vlp import vlp_key_map
 from mmqa_jax.weights.pretrained import start_vlp

@@ -16,8 +16,8 @@ from flax import nnx
 
 from mmqa_jax.core.config import load_module
 from mmqa_jax.core.typed import read_typed
-from mmqa_jax.training.objective import Objective
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
+from mmqa_jax.training.state import Objective
 
 RATE = 0.01  # so high that a decay of 0.01, and what leaves it out, shows within the bound
 EPS = 1e4  # times as large: Adam makes a whole step of a gradient that is nothing but rounding

@@ -11,7 +11,7 @@ from flax import nnx
 from random_weights import publish
 
 from mmqa_jax.core.mesh import batch_sharding
-from mmqa_jax.decoding.oscar_caption import write_captions
+from mmqa_jax.decoding.masked_lm import write_captions
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.oscar import OscarConfig
 from mmqa_jax.models.oscar_layout import OscarLayout

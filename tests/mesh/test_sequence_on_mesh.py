@@ -27,8 +27,8 @@ from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 from mmqa_jax.plan.exchange import Placement, least_exchanges
 from mmqa_jax.tasks import objectives
 from mmqa_jax.tasks.objectives import LanguageModelObjective, VisionLanguageObjective
-from mmqa_jax.tasks.pictured_examples import PicturedRows
-from mmqa_jax.tasks.reading import check_config
+from mmqa_jax.tasks.registry import check_config
+from mmqa_jax.tasks.vision_language import PicturedRows
 from tests.hlo.counts import count
 
 ROWS, LENGTH, TARGETS = 4, 32, 16

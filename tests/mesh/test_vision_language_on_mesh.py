@@ -20,7 +20,7 @@ from mmqa_jax.models.lora import LoraConfig
 from mmqa_jax.models.qwen_vl import QwenVLConfig
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 from mmqa_jax.tasks.objectives import VisionLanguageObjective
-from mmqa_jax.tasks.pictured_examples import PicturedRows
+from mmqa_jax.tasks.vision_language import PicturedRows
 
 CONFIG = QwenVLConfig(
     QwenVisionConfig(

@@ -20,7 +20,7 @@ from mmqa_jax.data.answer_vocabulary import read_vocabulary
 from mmqa_jax.data.clip_tokenizer import open_tokenizer
 from mmqa_jax.plan.programs import program_in_use
 from mmqa_jax.tasks import vqa
-from mmqa_jax.tasks.reading import read_task
+from mmqa_jax.tasks.registry import read_task
 
 # Verb -> its model, its data, further flags.
 VERBS = {

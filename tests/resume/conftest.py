@@ -16,7 +16,7 @@ from flax import nnx
 
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.training import loop
-from mmqa_jax.training.objective import Validation
+from mmqa_jax.training.state import Validation
 from tests.fake_devices import fake_devices
 from tests.forks import server
 

@@ -35,7 +35,7 @@ from mmqa_jax.retrieval.embeddings import Embeddings, open_embeddings, write_emb
 from mmqa_jax.retrieval.index import ScannParameters, build_index, load_index, scann_available
 from mmqa_jax.runs.merging import merge_parts
 from mmqa_jax.tasks.modality import load_question_classifier
-from mmqa_jax.training.throughput import CLOCK_COLUMNS
+from mmqa_jax.training.loop import CLOCK_COLUMNS
 from mmqa_jax.weights.folder import load_converted, load_weights, read_record, replace_trained
 from mmqa_jax.weights.record import read_metadata
 

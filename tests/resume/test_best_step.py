@@ -9,7 +9,7 @@ import tiny_run
 from test_training_resume import assert_same_run, curve, run, weights
 
 from mmqa_jax.training.best_weights import read_best
-from mmqa_jax.training.objective import Validation
+from mmqa_jax.training.state import Validation
 from mmqa_jax.weights.record import read_metadata
 
 

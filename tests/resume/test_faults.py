@@ -15,7 +15,7 @@ from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.batches.feed import FeedConfig, feed_batches
 from mmqa_jax.data.packing import Bucket
-from mmqa_jax.training.objective import Validation
+from mmqa_jax.training.state import Validation
 
 
 def spoiled(*steps):

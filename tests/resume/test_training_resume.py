@@ -18,7 +18,7 @@ from mmqa_jax.core.metrics import read_metrics
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.training import loop
 from mmqa_jax.training.attempts import read_attempts
-from mmqa_jax.training.throughput import CLOCK_COLUMNS
+from mmqa_jax.training.loop import CLOCK_COLUMNS
 from mmqa_jax.weights.folder import load_weights, save_trained
 from mmqa_jax.weights.record import read_metadata
 

@@ -37,7 +37,7 @@ from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.training import best_weights
 from mmqa_jax.training.loop import Observed, Resuming, train
-from mmqa_jax.training.objective import Validation
+from mmqa_jax.training.state import Validation
 from mmqa_jax.weights import folder
 from tests import object_store
 

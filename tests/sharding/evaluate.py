@@ -29,7 +29,7 @@ from mmqa_jax.data.corpus import Corpus  # noqa: E402
 from mmqa_jax.data.schema import Question, Source  # noqa: E402
 from mmqa_jax.data.tokenizers import train_wordpiece  # noqa: E402
 from mmqa_jax.papers import webqa  # noqa: E402
-from mmqa_jax.tasks.reading import read_task  # noqa: E402
+from mmqa_jax.tasks.registry import read_task  # noqa: E402
 from tests.drawn_weights import drawn  # noqa: E402
 
 COUNT = 7  # not a multiple of any batch

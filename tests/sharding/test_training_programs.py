@@ -91,7 +91,7 @@ def test_data_parallel_gradients_are_reduced_once(programs):
 
 
 def test_gradients_are_reduced_beside_products(programs):
-    """On SparseCores (core.compiler_options): those of a layer while the layer before it is done."""
+    """On SparseCores (training.state): those of a layer while the layer before it is done."""
     found = programs["replicated_model"]
     assert max(found["products_beside_reductions"]) >= 1
     assert bytes_of(found, "all-reduce") <= 4 * found["parameters"] + 1024
@@ -159,7 +159,7 @@ def test_layers_stay_a_loop(programs, name):
 
 
 def test_gpus_compile_a_layer_with_one_query():
-    """The last layer of VLP's selection reads [CLS] alone; see core.compiler_options."""
+    """The last layer of VLP's selection reads [CLS] alone; see training.state."""
     if importlib.util.find_spec("jax_cuda12_plugin") is None:
         pytest.skip("the GPU's compiler comes with the extra `cuda12`")
     config = Path(__file__).parents[2] / "configs/webqa/vlp_select.py:pod"

@@ -27,7 +27,7 @@ from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.models import vlp
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
-from mmqa_jax.tasks.reading import read_task
+from mmqa_jax.tasks.registry import read_task
 from mmqa_jax.weights.folder import load_converted
 from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
 from mmqa_jax.weights.published import load_published

@@ -34,20 +34,20 @@ def _measured_once():
 
     Whichever verb measures products multiplies 320 rows and not 3,200.
     """
-    from mmqa_jax.core import speed
+    from mmqa_jax.core import host
     from mmqa_jax.plan import topology
 
-    measure, read = topology._measured, functools.partial(speed.read_bandwidth, 32 << 20)
+    measure, read = topology._measured, functools.partial(host.read_bandwidth, 32 << 20)
 
     @functools.cache
     def measured(*device):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(speed, "read_bandwidth", read)
+            patch.setattr(host, "read_bandwidth", read)
             return measure(*device)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(topology, "_measured", measured)
-        patch.setattr(speed, "_ROWS", 320)
+        patch.setattr(host, "_ROWS", 320)
         yield
 
 
@@ -95,15 +95,13 @@ def refused(tmp_path):
 @pytest.fixture(scope="module")
 def short_readings():
     """Benches time quick work only shortly: for tests of what their rows say, not of how fast it is."""
-    from mmqa_jax.core import speed
+    from mmqa_jax.core import host
     from tests.bench import retrieval, runner, timing
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timing, "_SHORTEST", 0.002)
         for module in (retrieval, runner):
-            patch.setattr(
-                module, "read_bandwidth", functools.partial(speed.read_bandwidth, 1 << 24)
-            )
+            patch.setattr(module, "read_bandwidth", functools.partial(host.read_bandwidth, 1 << 24))
         yield
 
 

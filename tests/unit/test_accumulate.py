@@ -15,11 +15,17 @@ from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import DEFAULT_RULES, make_mesh
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.tasks.reading import read_task
-from mmqa_jax.training.objective import WEIGHT
+from mmqa_jax.tasks.registry import read_task
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
 from mmqa_jax.training.options import read_section
-from mmqa_jax.training.state import Step, abstract_state, initial_state, make_step, of_update
+from mmqa_jax.training.state import (
+    WEIGHT,
+    Step,
+    abstract_state,
+    initial_state,
+    make_step,
+    of_update,
+)
 from mmqa_jax.training.state import split_model as split_objective
 
 pytestmark = pytest.mark.slow

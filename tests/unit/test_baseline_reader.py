@@ -29,8 +29,8 @@ from mmqa_jax.evaluation.webqa_formats import read_output_tsv, read_prediction_j
 from mmqa_jax.inference import reader as reader_module
 from mmqa_jax.inference import reranker as reranker_module
 from mmqa_jax.inference.batches import vlp_inputs
-from mmqa_jax.inference.cached_reranker import CachedReranker
-from mmqa_jax.tasks.reading import check_config, read_task
+from mmqa_jax.inference.reranker import CachedReranker
+from mmqa_jax.tasks.registry import check_config, read_task
 from mmqa_jax.tasks.vlp import VLPTask
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import types
 import pytest
 from cli_runs import quietly
 
-from mmqa_jax.core import speed
+from mmqa_jax.core import host
 from tests.bench import Options, train, training_runs, training_shards
 from tests.bench.training_runs import InMemory, Sizes, median_share
 from tests.drawn_weights import drawn_start, drawn_starts
@@ -96,8 +96,8 @@ def test_the_rows_of_the_loop_and_of_a_save(monkeypatch):
 
 
 def test_a_save_is_timed(monkeypatch):
-    bandwidth = functools.partial(speed.read_bandwidth, 1 << 24)
-    monkeypatch.setattr(speed, "read_bandwidth", bandwidth)
+    bandwidth = functools.partial(host.read_bandwidth, 1 << 24)
+    monkeypatch.setattr(host, "read_bandwidth", bandwidth)
     found = training_runs.save(mib=32, rounds=1)
     assert 0 < found["ours"][0] <= found["peer"][0]
     assert found["copy_floor"] > 0

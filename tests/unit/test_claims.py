@@ -20,7 +20,7 @@ import torch
 
 from mmqa_jax.core.array_pickle import load_arrays, read_npz
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.header_bounds import COMPRESSION, SHARED, check_claim
+from mmqa_jax.core.files import COMPRESSION, SHARED, check_claim
 from mmqa_jax.weights.formats.gguf import GGUFSource
 from mmqa_jax.weights.formats.llama2c import Llama2cSource
 from mmqa_jax.weights.formats.orbax_reader import stored_specs

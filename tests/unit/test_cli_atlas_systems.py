@@ -18,7 +18,7 @@ from mmqa_jax.runs.opened_parts import OpenedParts
 from mmqa_jax.runs.parts import HeuristicsSpec, KnowledgeSpec, open_knowledge
 from mmqa_jax.runs.row import find_setting
 from mmqa_jax.tasks.library import LibrarySpec, open_library
-from mmqa_jax.tasks.reading import check_config
+from mmqa_jax.tasks.registry import check_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

@@ -14,7 +14,7 @@ from mmqa_jax.core.files import write_json
 from mmqa_jax.data.datasets.coco import read_captions, read_scored_tsv
 from mmqa_jax.data.regions import VinVLFeatures, oscar_regions
 from mmqa_jax.data.tokenizers import train_wordpiece
-from mmqa_jax.decoding.oscar_caption import write_captions
+from mmqa_jax.decoding.masked_lm import write_captions
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.oscar import Oscar, OscarConfig
 from mmqa_jax.models.oscar_layout import OscarLayout

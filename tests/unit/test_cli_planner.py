@@ -16,7 +16,7 @@ from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.extensions.mavl_planner import _served
 from mmqa_jax.models.llama import unstack_layers
-from mmqa_jax.tasks.reading import check_config
+from mmqa_jax.tasks.registry import check_config
 from mmqa_jax.weights.record import read_metadata
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]

@@ -8,7 +8,7 @@ import pytest
 from cli_runs import ROOT, done, rows_of, train_flags, tree
 
 from mmqa_jax.core.config import load_config, to_plain_dict
-from mmqa_jax.tasks.reading import check_config
+from mmqa_jax.tasks.registry import check_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

@@ -31,7 +31,7 @@ from mmqa_jax.core.config import load_config
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.tasks.reading import read_task
+from mmqa_jax.tasks.registry import read_task
 from mmqa_jax.weights.folder import load_converted
 from mmqa_jax.weights.formats.orbax_reader import stored_specs
 from mmqa_jax.weights.published import load_published

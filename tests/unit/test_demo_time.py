@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mmqa_jax.core.speed import best_precision
+from mmqa_jax.core.host import best_precision
 from mmqa_jax.runs.status import STAGES, seconds_left
 
 

@@ -22,7 +22,7 @@ from mmqa_jax.runs.parts import KnowledgeSpec, check_prompted, open_knowledge
 from mmqa_jax.runs.row import read_row
 from mmqa_jax.tasks import library as library_module
 from mmqa_jax.tasks.library import LibrarySpec, open_library
-from mmqa_jax.tasks.reading import check_config
+from mmqa_jax.tasks.registry import check_config
 
 
 def png(shade: int) -> bytes:

@@ -13,7 +13,7 @@ from test_engine_pictures import IMAGE, MODEL
 from tiny_llm import by_id
 
 from mmqa_jax.decoding.engine import Engine
-from mmqa_jax.decoding.image_patches import PatchIds
+from mmqa_jax.decoding.image_tower import PatchIds
 from mmqa_jax.decoding.requests import Request
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llava import Llava

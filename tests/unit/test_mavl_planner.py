@@ -27,7 +27,7 @@ from mmqa_jax.extensions.mavl_planner import (
 )
 from mmqa_jax.extensions.mavl_plans import PlanTable, answer_with_one_plan, read_plan_table
 from mmqa_jax.papers.mavl import answer_mavl, every_plan, parse_plan
-from mmqa_jax.tasks.reading import check_config
+from mmqa_jax.tasks.registry import check_config
 
 
 def table(scores, cost=0.1, given=(1, 2, 3)):

@@ -10,9 +10,8 @@ import pytest
 from test_engine import Letters, make_engine
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.decoding.online import Closed, OnlineEngine, QueueFull
+from mmqa_jax.decoding.online import Closed, OnlineEngine, QueueFull, TextStream
 from mmqa_jax.decoding.requests import Request, Scoring
-from mmqa_jax.decoding.text_stream import TextStream
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.picture_format import QwenFormat, Shown
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer
 from mmqa_jax.prompting.training_examples import encode_conversation
-from mmqa_jax.tasks.pictured_examples import PicturedRows, TrainingPictures, pictured_shapes
+from mmqa_jax.tasks.vision_language import PicturedRows, TrainingPictures, pictured_shapes
 
 TOKENIZER = TextTokenizer(pictured_letters(), ChatTemplate(PICTURED), (END,))
 _CONFIG = qwen_vl_config()

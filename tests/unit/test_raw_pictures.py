@@ -25,9 +25,9 @@ from mmqa_jax.data.region_records import RegionRecords
 from mmqa_jax.data.regions import BOX, FEATURES, X101Features
 from mmqa_jax.inference.region_detector import RegionDetector
 from mmqa_jax.models.detection.faster_rcnn import FasterRCNN
-from mmqa_jax.tasks.opening import read_run
-from mmqa_jax.tasks.reading import read_task
+from mmqa_jax.tasks.registry import read_task
 from mmqa_jax.tasks.rerank import Rerank
+from mmqa_jax.tasks.task import read_run
 from mmqa_jax.weights.folder import save_trained
 from tests.drawn_weights import drawn, drawn_starts
 

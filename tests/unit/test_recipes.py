@@ -26,7 +26,7 @@ from mmqa_jax.models.dual_encoder import DualEncoderConfig
 from mmqa_jax.models.vlp import VLPInputs
 from mmqa_jax.tasks import run
 from mmqa_jax.tasks.objectives import AnswerObjective, ContrastiveObjective, RerankObjective
-from mmqa_jax.tasks.reading import read_task
+from mmqa_jax.tasks.registry import read_task
 from mmqa_jax.tasks.run_tokenizer import make_tokenizer
 from mmqa_jax.weights.bundled import minilm_path
 

@@ -35,7 +35,7 @@ from mmqa_jax.inference.detected_regions import CorpusRegions, RegionCache
 from mmqa_jax.inference.opened_detector import DetectorChoice, open_detector
 from mmqa_jax.runs.region_features import NamedPictures, RegionOptions, write_regions
 from mmqa_jax.tasks import vlp
-from mmqa_jax.tasks.reading import check_config, read_task
+from mmqa_jax.tasks.registry import check_config, read_task
 from mmqa_jax.weights.folder import describe_model
 from mmqa_jax.weights.registry import architecture
 

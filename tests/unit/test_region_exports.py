@@ -35,7 +35,7 @@ from mmqa_jax.data.regions import (
     vlp_positions,
 )
 from mmqa_jax.data.schema import Source
-from mmqa_jax.tasks.reading import read_task
+from mmqa_jax.tasks.registry import read_task
 
 CLASSES = tuple(f"thing {n}" for n in range(1594))
 ATTRIBUTES = ("red", "tall", "wet")

@@ -12,7 +12,7 @@ from flax import nnx
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.flops import inner_jaxprs
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.tasks.reading import check_config, read_task
+from mmqa_jax.tasks.registry import check_config, read_task
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

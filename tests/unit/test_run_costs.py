@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cli_runs import mmqa
 
-from mmqa_jax.core import speed
+from mmqa_jax.core import host
 from mmqa_jax.core.chips import GIB, TPUS
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.flops import jaxpr_flops, traced_flops
@@ -20,11 +20,11 @@ from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.metrics import MetricsWriter, check_wandb, read_metrics
 from mmqa_jax.models.atlas_reader import ProbedInputs
 from mmqa_jax.runs.training_status import training_status
-from mmqa_jax.training import loop, throughput
+from mmqa_jax.training import loop
 from mmqa_jax.training.attempts import FILE, PHASES, Attempts, TimeSplit, goodput, read_attempts
+from mmqa_jax.training.loop import CLOCK_COLUMNS, Throughput, tokens_of
 from mmqa_jax.training.optimizer import OptimizerOptions
 from mmqa_jax.training.profile import parse_steps
-from mmqa_jax.training.throughput import CLOCK_COLUMNS, Throughput, tokens_of
 
 
 class Clock:
@@ -187,9 +187,9 @@ class Chip:
 
 
 def test_mfu_against_the_data_sheet_and_against_what_was_measured(monkeypatch):
-    monkeypatch.setattr(throughput, "matmul_peak", lambda device: 1e12)
+    monkeypatch.setattr(loop, "matmul_peak", lambda device: 1e12)
     for name, blocks in (("local_blocks", (0,)), ("batch_blocks", 2)):  # one of two hosts
-        monkeypatch.setattr(throughput, name, lambda mesh, blocks=blocks: blocks)
+        monkeypatch.setattr(loop, name, lambda mesh, blocks=blocks: blocks)
     mesh = types.SimpleNamespace(size=2, local_devices=[Chip()])
     found = Throughput(mesh, CountedStep(), measure_after=4.0)
     rows = []
@@ -208,9 +208,9 @@ def test_mfu_against_the_data_sheet_and_against_what_was_measured(monkeypatch):
 def test_the_measured_peak_is_that_of_a_product():
     """The same for all runs of a process."""
     device = jax.devices()[0]
-    peak = speed.matmul_peak(device)
+    peak = host.matmul_peak(device)
     assert 0 < peak < 1e15
-    assert speed.matmul_peak(device) == peak
+    assert host.matmul_peak(device) == peak
 
 
 def attempt(*rows):

@@ -14,7 +14,7 @@ from served_app import openai_client, serving
 from tiny_llm import flag, text_tokenizer, tiny_backend, tiny_llava
 
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.decoding.text_stream import TextStream
+from mmqa_jax.decoding.online import TextStream
 from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Message
 from mmqa_jax.prompting.openai_fields import data_url, read_picture
 from mmqa_jax.prompting.served_model import ServedModel

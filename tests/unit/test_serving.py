@@ -23,7 +23,7 @@ from mmqa_jax.core.serving import (
 )
 from mmqa_jax.data.packing import Packer
 from mmqa_jax.inference.batches import rerank_pairs
-from mmqa_jax.tasks.reading import read_task
+from mmqa_jax.tasks.registry import read_task
 
 GIB = 2**30
 COST = RowCost("pairs", on_cpu=32, most=128, bytes=GIB / 64)

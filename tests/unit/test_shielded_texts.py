@@ -27,8 +27,8 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.data.siglip_tokenizer import SiglipTokenizer
 from mmqa_jax.data.tokenizers import MarkedTokenizer, minilm_tokenizer
 from mmqa_jax.extensions.mavl_planner import plan_prompts
+from mmqa_jax.inference.cross_encoder import YesNoPairs, YesNoPrompt
 from mmqa_jax.inference.multimodal_t5 import cut_tokens
-from mmqa_jax.inference.yes_no_prompt import YesNoPairs, YesNoPrompt
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.llava import ORIGINAL_IMAGE_TOKEN, LlavaConfig
 from mmqa_jax.prompting.backend_engine import EngineBackend

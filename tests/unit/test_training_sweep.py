@@ -16,7 +16,7 @@ from mmqa_jax.evaluation.plots import COLORS, DASHES, line_style, lines_plot
 from mmqa_jax.evaluation.report import LinePlot, ReportData, render_report
 from mmqa_jax.evaluation.tables import Table
 from mmqa_jax.runs import training_sweep
-from mmqa_jax.training.stop_signals import StopSignals
+from mmqa_jax.training.loop import StopSignals
 from tests.drawn_weights import drawn_starts
 from tests.forks import server
 

@@ -27,7 +27,7 @@ from mmqa_jax.data.schema import Ranking
 from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.webqa import score_answers
 from mmqa_jax.tasks import answer
-from mmqa_jax.tasks.reading import check_config, known_tasks, read_task
+from mmqa_jax.tasks.registry import check_config, known_tasks, read_task
 from mmqa_jax.training.best_weights import read_best
 from mmqa_jax.training.state import split_model
 from mmqa_jax.weights.record import read_metadata

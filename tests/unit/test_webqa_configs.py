@@ -24,7 +24,7 @@ from mmqa_jax.data.packing import (
     SourceTokens,
 )
 from mmqa_jax.data.tokenizers import minilm_tokenizer
-from mmqa_jax.tasks.reading import check_config, read_task
+from mmqa_jax.tasks.registry import check_config, read_task
 from mmqa_jax.training.optimizer import OptimizerOptions, make_schedule
 
 pytestmark = pytest.mark.slow

@@ -36,7 +36,7 @@ from mmqa_jax.models.presets import VLPModel
 from mmqa_jax.papers import webqa
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.tasks.answer import load_reader
-from mmqa_jax.tasks.reading import check_config
+from mmqa_jax.tasks.registry import check_config
 from mmqa_jax.tasks.rerank import load_selector
 from mmqa_jax.tasks.run import run_training
 from mmqa_jax.weights.convert import convert

@@ -11,7 +11,7 @@ from flax import nnx
 
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.trees import flatten_named, nest
-from mmqa_jax.tasks.reading import read_task
+from mmqa_jax.tasks.registry import read_task
 from mmqa_jax.training.optimizer import decay_line, make_optimizer, parameter_table
 from mmqa_jax.training.state import outline
 

@@ -23,10 +23,9 @@ from mmqa_jax.models.t5 import T5
 from mmqa_jax.prompting.local_model import open_backend
 from mmqa_jax.prompting.training_examples import encode_text
 from mmqa_jax.tasks.objectives import VQAObjective
-from mmqa_jax.tasks.pretrained_vqa import pretrained_answers, vqa_loader
-from mmqa_jax.tasks.reader import open_published_reader
-from mmqa_jax.tasks.reading import read_task
+from mmqa_jax.tasks.registry import open_published_reader, read_task
 from mmqa_jax.tasks.solved_questions import OptionLikelihood
+from mmqa_jax.tasks.vqa import pretrained_answers, vqa_loader
 from mmqa_jax.weights.folder import save_trained
 from tests.drawn_weights import drawn
 

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.encoder_tokenizer import TextsTokenizer
-from mmqa_jax.inference.yes_no_prompt import read_yes_no
+from mmqa_jax.inference.cross_encoder import read_yes_no
 
 TURNS = ("<|im_start|>", "<|im_end|>")
 ROLE = '{{ messages | selectattr("role", "eq", "%s") | map(attribute="content") | first }}'

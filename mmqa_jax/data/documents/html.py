@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Callable
 from typing import Any
 
-from mmqa_jax.core.arguments import decimal_number
+from mmqa_jax.core.errors import decimal_number
 from mmqa_jax.data.documents.document import (
     CELL,
     Content,

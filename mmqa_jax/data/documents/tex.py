@@ -13,7 +13,7 @@ from typing import Any
 
 from pylatexenc import latex2text, latexwalker, macrospec
 
-from mmqa_jax.core.arguments import decimal_number
+from mmqa_jax.core.errors import decimal_number
 from mmqa_jax.data.documents.document import Document, DocumentError, letters, one_line
 from mmqa_jax.data.documents.html import Page
 from mmqa_jax.data.documents.plain import decoded

@@ -24,8 +24,7 @@ import jax
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.core.header_bounds import check_claim
+from mmqa_jax.core.files import check_claim, read_json, write_json
 from mmqa_jax.core.host import cache_dir
 
 _ROW_VALUES = 16_384  # of a row that is dequantized, at most

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.header_bounds import check_claim
+from mmqa_jax.core.files import check_claim
 
 _MAGIC = 0x616B3432  # "ak42", versions from 1 on
 _HEADER = struct.Struct("<7i")  # dim, hidden_dim, layers, heads, kv_heads, vocab, context

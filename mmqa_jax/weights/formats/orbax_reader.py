@@ -21,7 +21,7 @@ import numpy as np
 import tensorstore
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.header_bounds import COMPRESSION, check_claim
+from mmqa_jax.core.files import COMPRESSION, check_claim
 from mmqa_jax.weights.host_memory import aligned_empty
 
 _METADATA = "_METADATA"

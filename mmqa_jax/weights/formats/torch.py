@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.header_bounds import SHARED, check_claim
+from mmqa_jax.core.files import SHARED, check_claim
 
 TORCH_SUFFIXES = (".bin", ".pkl", ".pt", ".pth")
 

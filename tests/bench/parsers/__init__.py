@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import RunError
-from mmqa_jax.core.speed import device_name
+from mmqa_jax.core.host import device_name
 from mmqa_jax.data.documents.document import letters
 from mmqa_jax.data.documents.read import READERS, ending_of
 from tests.bench import Options
