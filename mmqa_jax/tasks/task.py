@@ -541,16 +541,17 @@ def bools(*shape: int) -> Struct:
 
 
 # Modules of runs that were trained when they had another name.
-_FORMER = {"mmqa_jax.data.datasets.atlas.augment": "mmqa_jax.data.atlas.augment"}
+_FORMER = {"data.datasets.atlas.augment": "data.atlas.augment"}
 
 
 def augmentation_factory(section: Mapping[str, Any]) -> Callable[..., Augment]:
     """What `augment.factory` names, a class or function of this package."""
     named = section.get("factory", "")
     module, _, name = str(named).partition(":")
-    module = _FORMER.get(module, module)
     found = None
     if module.startswith("mmqa_jax."):
+        inside = module.removeprefix("mmqa_jax.")
+        module = f"mmqa_jax.{_FORMER.get(inside, inside)}"
         try:
             found = getattr(importlib.import_module(module), name, None)
         except ModuleNotFoundError as error:
