@@ -8,7 +8,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import auto
-from mmqa_jax.prompting.backend_http import ServerConfig
+from mmqa_jax.prompting.backends.http import ServerConfig
 from mmqa_jax.runs.parts import LLMS, KnowledgeSpec, LLMReaderSpec, LLMRerankerSpec
 from mmqa_jax.runs.row import RowData, Scoring, find_setting
 from mmqa_jax.tasks.library import LibrarySpec

@@ -35,7 +35,7 @@ from mmqa_jax.prompting.backends import Backend
 from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
 from mmqa_jax.prompting.llm_reranker import LLMReranker, LLMRerankerOptions
 from mmqa_jax.prompting.source_prompts import Pictures
-from mmqa_jax.retrieval.bm25 import BM25Retriever
+from mmqa_jax.retrieval.bm25.in_memory import BM25Retriever
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, RankFusion, check_weight
 from mmqa_jax.retrieval.rankings import Retriever as Ranker
 from mmqa_jax.runs.ask_corpus import AskedCorpus, ShownSource, answer_notes, shown_sources

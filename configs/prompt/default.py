@@ -42,7 +42,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "cache_dtype": None,
         "weights": "given",
     }
-    # --backend=openai. See ServerConfig in mmqa_jax/prompting/backend_http.py.
+    # --backend=openai. See ServerConfig in mmqa_jax/prompting/backends/http.py.
     config.server = {
         "concurrency": 8,
         "timeout": 120.0,

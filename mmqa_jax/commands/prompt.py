@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.core.files import check_out
     from mmqa_jax.core.host import cache_dir
     from mmqa_jax.core.shards import WHOLE
-    from mmqa_jax.prompting.backend_config import check_prompt_config, spans_processes
+    from mmqa_jax.prompting.backends.config import check_prompt_config, spans_processes
     from mmqa_jax.prompting.run import run_prompts
     from mmqa_jax.weights.hub import download_model
 

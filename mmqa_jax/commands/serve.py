@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     try:
         from mmqa_jax.core import distributed
         from mmqa_jax.core.config import load_config
-        from mmqa_jax.prompting.backend_config import check_prompt_config, open_backend
+        from mmqa_jax.prompting.backends.config import check_prompt_config, open_backend
 
         distributed.start()
         config = load_config(arguments.config, arguments.overrides)

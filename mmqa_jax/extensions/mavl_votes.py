@@ -32,9 +32,9 @@ from mmqa_jax.papers.mavl import (
 )
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting.backends import Backend, Decoding
+from mmqa_jax.prompting.examples.heuristics import AnswerHeuristics, ShotSelection
+from mmqa_jax.prompting.examples.library import ExampleLibrary
 from mmqa_jax.prompting.few_shot import Order, ask, outputs_record, prompts_record
-from mmqa_jax.prompting.heuristics import AnswerHeuristics, ShotSelection
-from mmqa_jax.prompting.shots import ExampleLibrary
 from mmqa_jax.prompting.voting import vote
 
 _OF_AN_AGENT = ("agent", "answer", "probability")  # what another vote needs of it

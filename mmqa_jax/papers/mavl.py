@@ -30,7 +30,10 @@ from mmqa_jax.decoding.requests import TooLong
 from mmqa_jax.evaluation.vqa import answer_accuracy, answer_scorer, has_answers
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting.backends import Backend, Chat, Completion, Decoding, Message, Query
-from mmqa_jax.prompting.captions import Captions, caption_sentence, traced, with_captions
+from mmqa_jax.prompting.backends.stream import Answers, answer_all
+from mmqa_jax.prompting.examples.captions import Captions, caption_sentence, traced, with_captions
+from mmqa_jax.prompting.examples.heuristics import AnswerHeuristics, ShotSelection
+from mmqa_jax.prompting.examples.library import ExampleLibrary, Shot, seeded
 from mmqa_jax.prompting.few_shot import (
     FewShot,
     Order,
@@ -39,9 +42,6 @@ from mmqa_jax.prompting.few_shot import (
     passages_record,
     prompts_record,
 )
-from mmqa_jax.prompting.heuristics import AnswerHeuristics, ShotSelection
-from mmqa_jax.prompting.shots import ExampleLibrary, Shot, seeded
-from mmqa_jax.prompting.stream import Answers, answer_all
 from mmqa_jax.prompting.templates import PromptTemplate, load_template
 from mmqa_jax.prompting.voting import vote
 from mmqa_jax.retrieval.key_words import key_words_of

@@ -26,7 +26,8 @@ from mmqa_jax.data.datasets.coco import PEOPLE_CAPTIONS
 from mmqa_jax.data.schema import Prediction, Question, Source
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting.backends import Backend, Decoding
-from mmqa_jax.prompting.captions import Captions, traced, with_captions
+from mmqa_jax.prompting.examples.captions import Captions, traced, with_captions
+from mmqa_jax.prompting.examples.library import ExampleLibrary, Shot, Similarity, seeded
 from mmqa_jax.prompting.few_shot import (
     NO_CONTEXT,
     OWN_CAPTION,
@@ -46,7 +47,6 @@ from mmqa_jax.prompting.few_shot import (
     several_prompts,
 )
 from mmqa_jax.prompting.multiple_choice import Normalization, choose_options
-from mmqa_jax.prompting.shots import ExampleLibrary, Shot, Similarity, seeded
 from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
 

@@ -17,7 +17,9 @@ from mmqa_jax.data.answer_text import prep_ans
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting.backends import Backend, Decoding
-from mmqa_jax.prompting.captions import Captions, caption_sentence, traced, with_captions
+from mmqa_jax.prompting.examples.captions import Captions, caption_sentence, traced, with_captions
+from mmqa_jax.prompting.examples.heuristics import AnswerHeuristics, ShotSelection
+from mmqa_jax.prompting.examples.library import ExampleLibrary, Shot, seeded
 from mmqa_jax.prompting.few_shot import (
     NO_CONTEXT,
     Fields,
@@ -30,9 +32,7 @@ from mmqa_jax.prompting.few_shot import (
     prompts_record,
     several_prompts,
 )
-from mmqa_jax.prompting.heuristics import AnswerHeuristics, ShotSelection
 from mmqa_jax.prompting.multiple_choice import Normalization, choose_options
-from mmqa_jax.prompting.shots import ExampleLibrary, Shot, seeded
 from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.prompting.voting import vote
 

@@ -24,6 +24,8 @@ from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.multiple_choice import LETTERS, letter_index, llava_choice
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting.backends import Backend, Chat, Completion, Decoding, Message, Query
+from mmqa_jax.prompting.examples.library import ExampleLibrary, Similarity
+from mmqa_jax.prompting.examples.shot_pictures import ShotPictures
 from mmqa_jax.prompting.few_shot import (
     NO_CONTEXT,
     Order,
@@ -35,8 +37,6 @@ from mmqa_jax.prompting.few_shot import (
 )
 from mmqa_jax.prompting.multiple_choice import Normalization, choose_options
 from mmqa_jax.prompting.rmr_fields import Rationale, fields
-from mmqa_jax.prompting.shot_pictures import ShotPictures
-from mmqa_jax.prompting.shots import ExampleLibrary, Similarity
 from mmqa_jax.prompting.source_prompts import as_prompt, without_places
 from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.retrieval.knowledge import KnowledgeBase

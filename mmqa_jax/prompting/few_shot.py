@@ -1,7 +1,8 @@
 """Prompts of solved examples and one open question, with as many examples as fit, and replies.
 
-A prompted system chooses shots for its questions (shots.py), says what a template's fields are, and
-reads what the model replies. What lies between is the same for all: `few_shot_prompts` and `ask`.
+A prompted system chooses shots for its questions (examples/library.py), says what a template's
+fields are, and reads what the model replies. What lies between is the same for all:
+`few_shot_prompts` and `ask`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from mmqa_jax.data.datasets.webqa import has_keywords
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.decoding.requests import Candidate, Result, TooLong, Unanswerable
 from mmqa_jax.prompting.backends import Backend, Completion, Decoding, Picture, Query
-from mmqa_jax.prompting.shots import Shot, shots_record
+from mmqa_jax.prompting.backends.stream import answer_all
+from mmqa_jax.prompting.examples.library import Shot, shots_record
 from mmqa_jax.prompting.source_prompts import IMAGE, MARK
-from mmqa_jax.prompting.stream import answer_all
 from mmqa_jax.prompting.templates import PromptTemplate
 from mmqa_jax.retrieval.knowledge import KnowledgeBase, Passage, passages_of
 

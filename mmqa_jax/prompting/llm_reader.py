@@ -32,6 +32,8 @@ from mmqa_jax.prompting.backends import (
     Picture,
     Query,
 )
+from mmqa_jax.prompting.backends.stream import Answers, answer_all
+from mmqa_jax.prompting.backends.thinking import answer_of
 from mmqa_jax.prompting.few_shot import pictures_of
 from mmqa_jax.prompting.source_prompts import (
     IMAGE,
@@ -45,9 +47,7 @@ from mmqa_jax.prompting.source_prompts import (
     shows_pictures,
     source_picture,
 )
-from mmqa_jax.prompting.stream import Answers, answer_all
 from mmqa_jax.prompting.templates import load_template
-from mmqa_jax.prompting.thinking import answer_of
 
 _CITED = re.compile(r"(?<!\s)\s*\[(\d+(?:\s*[,;]\s*\d+)*)\]")
 READER = "reader"  # key of this reader's traces: how many sources each question came with

@@ -17,6 +17,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.decoding.requests import Scores, Unanswerable
 from mmqa_jax.prompting.backends import Backend, Choices
+from mmqa_jax.prompting.backends.stream import answer_all
 from mmqa_jax.prompting.few_shot import pictures_of
 from mmqa_jax.prompting.source_prompts import (
     MARK,
@@ -29,7 +30,6 @@ from mmqa_jax.prompting.source_prompts import (
     shows_pictures,
     source_picture,
 )
-from mmqa_jax.prompting.stream import answer_all
 from mmqa_jax.prompting.templates import load_template
 
 

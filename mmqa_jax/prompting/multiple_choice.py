@@ -12,6 +12,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.decoding.requests import Scores, Unanswerable
 from mmqa_jax.prompting.backends import Backend, Choices
+from mmqa_jax.prompting.backends.stream import Answers, answer_all
+from mmqa_jax.prompting.examples.library import Shot
 from mmqa_jax.prompting.few_shot import (
     Fields,
     Order,
@@ -20,8 +22,6 @@ from mmqa_jax.prompting.few_shot import (
     one_prompt,
     prompts_record,
 )
-from mmqa_jax.prompting.shots import Shot
-from mmqa_jax.prompting.stream import Answers, answer_all
 from mmqa_jax.prompting.templates import PromptTemplate
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
 

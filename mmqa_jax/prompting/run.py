@@ -24,7 +24,6 @@ from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.core.typed import nearest
 from mmqa_jax.data.picture_bounds import check_bytes
 from mmqa_jax.decoding.requests import Candidate, Result, Scores
-from mmqa_jax.prompting.backend_config import check_prompt_config, open_backend
 from mmqa_jax.prompting.backends import (
     Around,
     Backend,
@@ -36,12 +35,13 @@ from mmqa_jax.prompting.backends import (
     Picture,
     Query,
 )
-from mmqa_jax.prompting.cache import Cached, ResponseCache, request_key
-from mmqa_jax.prompting.openai_fields import Fields
-from mmqa_jax.prompting.openai_requests import read_chat
+from mmqa_jax.prompting.backends.cache import Cached, ResponseCache, request_key
+from mmqa_jax.prompting.backends.config import check_prompt_config, open_backend
+from mmqa_jax.prompting.backends.openai_fields import Fields
+from mmqa_jax.prompting.backends.openai_requests import read_chat
+from mmqa_jax.prompting.backends.stream import answer_all
+from mmqa_jax.prompting.backends.thinking import answer_of
 from mmqa_jax.prompting.source_prompts import IMAGE, MARK, as_prompt
-from mmqa_jax.prompting.stream import answer_all
-from mmqa_jax.prompting.thinking import answer_of
 
 
 def run_prompts(

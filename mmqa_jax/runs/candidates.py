@@ -18,7 +18,7 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.data.splits import split_questions, trains_on
 from mmqa_jax.evaluation.candidates import score_candidates
 from mmqa_jax.evaluation.vqa import has_answers
-from mmqa_jax.prompting.heuristics import (
+from mmqa_jax.prompting.examples.heuristics import (
     ANSWER_AWARE,
     CANDIDATES,
     Candidates,

@@ -20,21 +20,21 @@ from mmqa_jax.data.corpus import Corpus, open_corpus, open_sources
 from mmqa_jax.data.records import MANIFEST as CORPUS
 from mmqa_jax.data.records import write_notice
 from mmqa_jax.data.schema import source_text
-from mmqa_jax.retrieval.bm25_disk import build_bm25
+from mmqa_jax.retrieval.bm25.on_disk import build_bm25
 from mmqa_jax.retrieval.embeddings import (
     Embeddings,
     join_embeddings,
     open_embeddings,
     read_unfinished,
 )
-from mmqa_jax.retrieval.exact import ExactIndex, check_embeddings
-from mmqa_jax.retrieval.faiss_export import IDS as FAISS_IDS
-from mmqa_jax.retrieval.faiss_export import INDEX as FAISS_INDEX
-from mmqa_jax.retrieval.faiss_export import check_export, export_faiss
-from mmqa_jax.retrieval.index import build_index, is_current, load_index, recall_against
+from mmqa_jax.retrieval.indexes.exact import ExactIndex, check_embeddings
+from mmqa_jax.retrieval.indexes.faiss import IDS as FAISS_IDS
+from mmqa_jax.retrieval.indexes.faiss import INDEX as FAISS_INDEX
+from mmqa_jax.retrieval.indexes.faiss import check_export, export_faiss
+from mmqa_jax.retrieval.indexes.index import build_index, is_current, load_index, recall_against
+from mmqa_jax.retrieval.indexes.milvus import ingest, open_milvus
+from mmqa_jax.retrieval.indexes.scann_shards import build_shards, open_shards
 from mmqa_jax.retrieval.manifest import BM25_INDEX, EMBEDDINGS, INDEX, MANIFEST
-from mmqa_jax.retrieval.milvus import ingest, open_milvus
-from mmqa_jax.retrieval.scann_shards import build_shards, open_shards
 from mmqa_jax.tasks.embedder import open_embedder
 
 _COMPARED_ROWS = 5_000_000  # beyond them exact search takes longer than the comparison is worth
@@ -124,7 +124,7 @@ def index(folder: Path, kind: str, place: str = "", shard_rows: int = 0) -> dict
     """Builds the index over the embeddings in `folder`, unless it is up to date.
 
     Args:
-      kind: see retrieval.index.build_index.
+      kind: see retrieval.indexes.index.build_index.
       place: a collection of Milvus that is filled instead (milvus://HOST:PORT/COLLECTION).
       shard_rows: build ScaNN in shards of so many sources; 0: one index of all.
     """

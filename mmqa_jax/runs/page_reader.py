@@ -13,7 +13,7 @@ from mmqa_jax.core.host import cache_dir
 from mmqa_jax.data.documents.ocr import PageReader, PageText
 from mmqa_jax.decoding.requests import TooLong, Unanswerable
 from mmqa_jax.prompting.backends import Chat, Decoding, Message, Picture
-from mmqa_jax.prompting.cache import Cached
+from mmqa_jax.prompting.backends.cache import Cached
 from mmqa_jax.runs.parts import LLMSpec, open_llm
 
 _SERVER = "openai:"
@@ -22,7 +22,7 @@ _MOST_TOKENS = 2048  # of a page; a full one has some 1,200
 
 
 def open_page_reader(name: str, flag: str = "--ocr") -> PageReader:
-    """A vision-language model as a reader of pages, whose answers are kept (prompting/cache.py).
+    """Opens a vision-language model as a reader of pages, with a cache of its answers.
 
     Args:
       name: as `mmqa prompt --model`, or openai:NAME of a server's.

@@ -20,17 +20,21 @@ from mmqa_jax.core.serving import OnModel, ignored
 from mmqa_jax.core.typed import at_least, is_section
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Modality, Question, source_text
-from mmqa_jax.prompting.captions import Captions, open_captions
-from mmqa_jax.prompting.heuristics import AnswerHeuristics, load_answer_aware, load_candidates
+from mmqa_jax.prompting.examples.captions import Captions, open_captions
+from mmqa_jax.prompting.examples.heuristics import (
+    AnswerHeuristics,
+    load_answer_aware,
+    load_candidates,
+)
+from mmqa_jax.prompting.examples.library import TEXTS
 from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
 from mmqa_jax.prompting.llm_reranker import LLMReranker, LLMRerankerOptions
-from mmqa_jax.prompting.shots import TEXTS
 from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.retrieval.cached_vectors import cached_vectors
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, check_weight
+from mmqa_jax.retrieval.indexes.milvus import PREFIX as MILVUS
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
 from mmqa_jax.retrieval.manifest import BM25_INDEX, EMBEDDINGS, INDEX
-from mmqa_jax.retrieval.milvus import PREFIX as MILVUS
 from mmqa_jax.retrieval.modality import MODALITIES
 from mmqa_jax.retrieval.rankings import Asks, Retriever
 from mmqa_jax.runs import identity
@@ -336,9 +340,9 @@ def open_dense(
 def _open_index(index: str, model_fingerprint: str, corpus_fingerprint: str) -> Any:
     """The index in a folder of `mmqa index`, or in Milvus."""
     from mmqa_jax.retrieval.embeddings import open_embeddings
-    from mmqa_jax.retrieval.index import load_index
-    from mmqa_jax.retrieval.milvus import open_milvus
-    from mmqa_jax.retrieval.scann_shards import open_shards
+    from mmqa_jax.retrieval.indexes.index import load_index
+    from mmqa_jax.retrieval.indexes.milvus import open_milvus
+    from mmqa_jax.retrieval.indexes.scann_shards import open_shards
 
     if index.startswith(MILVUS):
         return open_milvus(index, model_fingerprint, corpus_fingerprint)
@@ -357,7 +361,7 @@ def open_bm25(corpus: Corpus, spec: RetrieverSpec, *, asks: bool = False) -> Any
     Returns:
       None if the spec names no folder, or one of a dense retriever alone: BM25 is made in memory.
     """
-    from mmqa_jax.retrieval.bm25_disk import DiskBM25
+    from mmqa_jax.retrieval.bm25.on_disk import DiskBM25
 
     in_folder = bool(spec.index) and not spec.index.startswith(MILVUS)
     folder = Path(spec.index) / BM25_INDEX
@@ -401,8 +405,8 @@ def retrievers_over(
       dense: the dense retriever over the whole corpus; None where the method needs none.
       remember: see HybridSearch.
     """
-    from mmqa_jax.retrieval.bm25 import BM25Retriever
-    from mmqa_jax.retrieval.bm25_webqa import WebQABM25Retriever
+    from mmqa_jax.retrieval.bm25.in_memory import BM25Retriever
+    from mmqa_jax.retrieval.bm25.webqa import WebQABM25Retriever
     from mmqa_jax.retrieval.dense import DenseRetriever
     from mmqa_jax.retrieval.fusion import HybridSearch, RankFusion, ScoreFusion
     from mmqa_jax.retrieval.modality import ModalityIndex, one_modality
@@ -442,7 +446,7 @@ class LLMSpec(Part):
     Attributes:
       model: as `mmqa prompt --model`: `smollm2`, a folder or GGUF file, ORG/NAME in the Hugging
         Face cache, or a server's name for it.
-      backend: `engine` (this process) or `openai` (a server, see prompting/backend_http.py).
+      backend: `engine` (this process) or `openai` (a server, see prompting/backends/http.py).
       tokenizer: for the engine, if the model's folder has none.
       dtype, mesh: of the engine's weights and arithmetic, see local_model.ModelConfig.
       engine, server: values of these sections of configs/prompt/default.py that differ.
@@ -554,8 +558,8 @@ def open_llm(spec: LLMSpec, cache: Path, flag: str = "config key parts.llm.model
       flag: that named the model, or the config key, for messages.
     """
     from mmqa_jax.core.config import find_config, load_config
-    from mmqa_jax.prompting.backend_config import open_backend, spans_processes
-    from mmqa_jax.prompting.cache import Cached, ResponseCache
+    from mmqa_jax.prompting.backends.cache import Cached, ResponseCache
+    from mmqa_jax.prompting.backends.config import open_backend, spans_processes
 
     changes: dict[str, Any] = {"model.dtype": spec.dtype}
     changes |= {f"model.mesh.{axis}": size for axis, size in spec.mesh.items()}
@@ -621,7 +625,7 @@ def _open_dense_knowledge(home: Corpus, spec: KnowledgeSpec) -> Any:
     """Dense retrieval over the texts of all sources, or over an index."""
     from mmqa_jax.retrieval.dense import DenseRetriever
     from mmqa_jax.retrieval.embeddings import Embeddings
-    from mmqa_jax.retrieval.exact import ExactIndex
+    from mmqa_jax.retrieval.indexes.exact import ExactIndex
 
     if spec.index:
         return open_dense(home, spec.text_model, spec.index)
@@ -701,7 +705,7 @@ class FinishedSpec(Part):
 
 @dataclasses.dataclass(frozen=True)
 class CaptionsSpec(Part):
-    """Side files that describe pictures, see prompting/captions.py.
+    """Side files that describe pictures, see prompting/examples/captions.py.
 
     Attributes:
       captions: file of captions, by the id of a question, a picture (image_id) or a source.

@@ -20,8 +20,8 @@ from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.schema import Question
 from mmqa_jax.decoding.requests import Unanswerable
 from mmqa_jax.prompting.backends import Chat, Decoding, Message, Picture
-from mmqa_jax.prompting.cache import Cached
-from mmqa_jax.prompting.thinking import answer_of
+from mmqa_jax.prompting.backends.cache import Cached
+from mmqa_jax.prompting.backends.thinking import answer_of
 
 # github.com/Yushi-Hu/PromptCap, README.md
 PROMPT = "please describe this image according to the given question: {question}"

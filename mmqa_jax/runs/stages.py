@@ -110,7 +110,8 @@ class Answered:
       rankings: `candidates` of the retriever and `relevance` of the reranker, if the row has them.
       seconds: question id -> seconds that the parts spent on it.
       unscored: pairs of question and source that a language model gave no score.
-      llm: what the answers of its language models cost (prompting.cache.Work); empty without one.
+      llm: what the answers of its language models cost (`Work` of prompting/backends/cache.py);
+        empty without one.
       engine: its last devices and sizes; None: a server, or all answers were kept ones.
       serving: of the other models (OpenedParts.serving), as JSON, where they ran last.
     """

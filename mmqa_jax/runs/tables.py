@@ -13,7 +13,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.evaluation.significance import Interval
 from mmqa_jax.evaluation.tables import Cell, Table, llm_columns, llm_use
-from mmqa_jax.prompting.http_client import URL
+from mmqa_jax.prompting.backends.http_client import URL
 from mmqa_jax.runs.parts import LLMSpec
 from mmqa_jax.runs.row import Row, read_row
 

@@ -137,7 +137,7 @@ def llm_cost(whole: Mapping[str, int], questions: int) -> dict[str, float]:
     Kept answers count as fresh ones do, so that a rerun costs the same.
 
     Args:
-      whole: the fields of prompting.cache.Work.
+      whole: the fields of prompting.backends.cache.Work.
     """
     return {**whole, **{f"{name}_per_question": n / questions for name, n in whole.items()}}
 

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from mmqa_jax.core.json_text import parse_json
-from mmqa_jax.prompting.openai_fields import Fields
+from mmqa_jax.prompting.backends.openai_fields import Fields
 from mmqa_jax.serve.errors import ApiError, busy
 from mmqa_jax.serve.metrics import Metrics
 from mmqa_jax.serve.options import LOOPBACK, ServeOptions

@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.online import Closed, QueueFull
 from mmqa_jax.decoding.requests import TooLong
-from mmqa_jax.prompting.openai_fields import WrongField
+from mmqa_jax.prompting.backends.openai_fields import WrongField
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 

@@ -25,7 +25,7 @@ from mmqa_jax.decoding.requests import Candidate, Scores, Scoring, Tokenizer
 from mmqa_jax.decoding.requests import Request as EngineRequest
 from mmqa_jax.decoding.scheduler import GeneratedSequence
 from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Query
-from mmqa_jax.prompting.openai_requests import (
+from mmqa_jax.prompting.backends.openai_requests import (
     ChatRequest,
     CompletionRequest,
     Form,
@@ -34,7 +34,7 @@ from mmqa_jax.prompting.openai_requests import (
     read_completion,
     read_embedding,
 )
-from mmqa_jax.prompting.served_model import ServedModel
+from mmqa_jax.prompting.backends.served import ServedModel
 from mmqa_jax.serve.door import Pieces, Visit, visit_of
 from mmqa_jax.serve.errors import ApiError, refusal, too_long
 from mmqa_jax.serve.metrics import Metrics

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mmqa_jax.prompting.served_model import ServedModel
+from mmqa_jax.prompting.backends.served import ServedModel
 from mmqa_jax.runs.ask_corpus import AskedCorpus
 from mmqa_jax.serve.systems import Asking, System, Threads, Turn
 

@@ -21,8 +21,8 @@ from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.folder import FolderOptions
 from mmqa_jax.decoding.requests import Scoring
 from mmqa_jax.prompting.backends import Chat, Decoding, Message
+from mmqa_jax.prompting.backends.served import ServedModel
 from mmqa_jax.prompting.llm_reader import LLMReaderOptions
-from mmqa_jax.prompting.served_model import ServedModel
 from mmqa_jax.runs.ask import Answerer
 from mmqa_jax.runs.ask_corpus import AskedCorpus
 from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, open_folder
@@ -178,8 +178,8 @@ def _ignored(*_: object) -> None:
 
 def _served(backend: Any, most: int) -> ServedModel | None:
     """An engine behind a queue, its programs compiled by a first answer; None for a server."""
-    from mmqa_jax.prompting.backend_engine import EngineBackend
-    from mmqa_jax.prompting.backend_t5 import T5Backend
+    from mmqa_jax.prompting.backends.engine import EngineBackend
+    from mmqa_jax.prompting.backends.t5 import T5Backend
 
     if not isinstance(backend, EngineBackend | T5Backend):
         return None

@@ -25,9 +25,9 @@ from typing import Any, Protocol
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Ranking
+from mmqa_jax.prompting.backends.served import ServedBackend
+from mmqa_jax.prompting.backends.thinking import answer_of
 from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
-from mmqa_jax.prompting.served_model import ServedBackend
-from mmqa_jax.prompting.thinking import answer_of
 from mmqa_jax.runs.ask import Answerer
 from mmqa_jax.runs.ask_corpus import AskedCorpus, answer_notes
 from mmqa_jax.runs.ask_folder import FolderAnswerer

@@ -32,7 +32,7 @@ from mmqa_jax.models.siglip import SiglipTextConfig
 from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embedder import Embedder, dual_encoder_cost, make_encode_source
 from mmqa_jax.retrieval.embeddings import Embeddings
-from mmqa_jax.retrieval.exact import ExactIndex
+from mmqa_jax.retrieval.indexes.exact import ExactIndex
 from mmqa_jax.retrieval.rankings import find_candidates
 from mmqa_jax.tasks.objectives import ContrastiveObjective, SigmoidObjective
 from mmqa_jax.tasks.pretrained import check_two_towers_init, dual_encoder_loader

@@ -16,7 +16,7 @@ from mmqa_jax.data.batches.feed import BatchesSection
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.example_scores import judged_questions
 from mmqa_jax.data.schema import Question, Source, source_text
-from mmqa_jax.prompting.shots import TEXTS
+from mmqa_jax.prompting.examples.library import TEXTS
 from mmqa_jax.retrieval.embedder import make_encode_text
 from mmqa_jax.tasks.contrastive import DualEncoderTask
 from mmqa_jax.tasks.objectives import DistillationObjective
@@ -32,7 +32,7 @@ class JudgedData:
       dir: folder of `mmqa prepare`.
       split: of the questions.
       scores: folder of `mmqa judge`.
-      text: what is embedded of a question (prompting.shots.TEXTS).
+      text: what is embedded of a question (prompting.examples.library.TEXTS).
     """
 
     dir: str

@@ -30,7 +30,7 @@ from mmqa_jax.data.packing import Packed
 from mmqa_jax.data.schema import Question
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.lora import LoraConfig
-from mmqa_jax.prompting.training_examples import chat_example, encode_text
+from mmqa_jax.prompting.examples.training import chat_example, encode_text
 from mmqa_jax.tasks.base_llm import base_loader, check_rows, model_config
 from mmqa_jax.tasks.objectives import LanguageModelObjective, target_log_probs
 from mmqa_jax.tasks.solved_questions import (

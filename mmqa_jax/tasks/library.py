@@ -15,8 +15,8 @@ from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.datasets.benchmark import HAS_PICTURE
 from mmqa_jax.data.picture_store import EncodedPicture, PictureStore
 from mmqa_jax.data.schema import Question
-from mmqa_jax.prompting.published_vectors import SIMILARITIES, PublishedVectors
-from mmqa_jax.prompting.shots import TEXTS, Embedders, ExampleLibrary
+from mmqa_jax.prompting.examples.library import TEXTS, Embedders, ExampleLibrary
+from mmqa_jax.prompting.examples.published_vectors import SIMILARITIES, PublishedVectors
 from mmqa_jax.retrieval.minilm import load_minilm_embedder
 from mmqa_jax.tasks.embedder import open_embedder
 
@@ -113,7 +113,7 @@ def check_similarity(
 
 
 def _check_scann(section: str) -> None:
-    from mmqa_jax.retrieval.index import scann_available
+    from mmqa_jax.retrieval.indexes.index import scann_available
 
     if not scann_available():
         raise UserError(
@@ -191,7 +191,7 @@ def _same_ids(corpus: Corpus, home: Corpus) -> bool:
 def _scann_index(vectors: np.ndarray) -> Any:
     """ScaNN's index over the examples' vectors, in memory alone."""
     from mmqa_jax.retrieval.embeddings import Embeddings
-    from mmqa_jax.retrieval.index import build_index
+    from mmqa_jax.retrieval.indexes.index import build_index
 
     return build_index(Embeddings(vectors, "", ""), "scann")
 

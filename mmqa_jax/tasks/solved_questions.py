@@ -25,16 +25,16 @@ from mmqa_jax.data.packing import Packed
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.splits import evenly
 from mmqa_jax.decoding.requests import TooLong
-from mmqa_jax.prompting.few_shot import few_shot, majority_answer
-from mmqa_jax.prompting.rmr_fields import fields
-from mmqa_jax.prompting.shots import ExampleLibrary
-from mmqa_jax.prompting.templates import load_template
-from mmqa_jax.prompting.training_examples import (
+from mmqa_jax.prompting.examples.library import ExampleLibrary
+from mmqa_jax.prompting.examples.training import (
     Encode,
     ExampleOptions,
     TrainingExamples,
     training_examples,
 )
+from mmqa_jax.prompting.few_shot import few_shot, majority_answer
+from mmqa_jax.prompting.rmr_fields import fields
+from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.tasks.base_llm import TextModelTask
 from mmqa_jax.tasks.library import LibrarySpec, check_similarity, open_library
 from mmqa_jax.tasks.task import MixedData

@@ -37,8 +37,8 @@ from mmqa_jax.models.qwen_vl import QwenVLConfig, expand_pictures
 from mmqa_jax.models.qwen_vl_layout import Grid, PatchBatch, bucket_of, grid_of, lay_out
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 from mmqa_jax.prompting.backends import Picture
+from mmqa_jax.prompting.examples.training import chat_example, encode_conversation
 from mmqa_jax.prompting.picture_format import QwenFormat, Shown
-from mmqa_jax.prompting.training_examples import chat_example, encode_conversation
 from mmqa_jax.tasks.base_llm import base_loader, check_rows, model_config
 from mmqa_jax.tasks.objectives import VisionLanguageObjective
 from mmqa_jax.tasks.solved_questions import (

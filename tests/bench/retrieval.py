@@ -113,7 +113,7 @@ def _vectors(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
 def _build(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
     import dataclasses
 
-    from mmqa_jax.retrieval.index import ScannIndex
+    from mmqa_jax.retrieval.indexes.index import ScannIndex
 
     embeddings = _open_vectors(folder)
     began = time.perf_counter()
@@ -126,8 +126,8 @@ def _build(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
 def _search(folder: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
     import numpy as np
 
-    from mmqa_jax.retrieval.exact import ExactIndex
-    from mmqa_jax.retrieval.index import load_index
+    from mmqa_jax.retrieval.indexes.exact import ExactIndex
+    from mmqa_jax.retrieval.indexes.index import load_index
 
     embeddings = _open_vectors(folder)
     queries = np.load(folder / "queries.npy")
@@ -174,7 +174,7 @@ def _search(folder: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
 
 
 def _bm25(folder: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
-    from mmqa_jax.retrieval.bm25 import BM25
+    from mmqa_jax.retrieval.bm25.in_memory import BM25
     from tests.bench.retrieval_data import queries, snippets
 
     texts, questions = snippets(sizes["snippets"]), queries(sizes["queries"])
@@ -194,7 +194,7 @@ def _bm25(folder: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
 def _bm25_index(folder: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
     import bm25s
 
-    from mmqa_jax.retrieval.bm25 import BM25
+    from mmqa_jax.retrieval.bm25.in_memory import BM25
     from tests.bench.retrieval_data import snippets
 
     texts = snippets(_INDEXED)

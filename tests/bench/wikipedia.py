@@ -99,7 +99,7 @@ def _texts(folder: Path, start: int = 0) -> Iterator[str]:
 
 
 def _index(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
-    from mmqa_jax.retrieval.bm25_disk import build_bm25
+    from mmqa_jax.retrieval.bm25.on_disk import build_bm25
 
     began, worked = time.perf_counter(), time.process_time()
     build_bm25(folder / "bm25", lambda row: _texts(folder, row), sizes["passages"], "bench")
@@ -112,14 +112,14 @@ def _index(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def _search(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
-    from mmqa_jax.retrieval.bm25_disk import DiskBM25
+    from mmqa_jax.retrieval.bm25.on_disk import DiskBM25
 
     began = time.perf_counter()
     index = DiskBM25(folder / "bm25")
     opened, asked = time.perf_counter() - began, _queries(folder)
     peer = None
     if sizes["passages"] <= _IN_MEMORY:
-        from mmqa_jax.retrieval.bm25 import BM25
+        from mmqa_jax.retrieval.bm25.in_memory import BM25
 
         in_memory = BM25(list(itertools.islice(_texts(folder), sizes["passages"])))
 

@@ -20,10 +20,10 @@ from read_gguf import read_gguf
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.prompting.backend_http import OpenAIBackend, ServerConfig
 from mmqa_jax.prompting.backends import Chat, Choices, Completion, Decoding, Message
-from mmqa_jax.prompting.cache import Cached, ResponseCache
-from mmqa_jax.prompting.local_model import open_backend
+from mmqa_jax.prompting.backends.cache import Cached, ResponseCache
+from mmqa_jax.prompting.backends.http import OpenAIBackend, ServerConfig
+from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.weights.bundled import smollm2_path
 

@@ -27,7 +27,7 @@ from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.decoder_families import FAMILIES
 from mmqa_jax.models.llava import ORIGINAL_IMAGE_TOKEN, Llava, expand_images
 from mmqa_jax.prompting.backends import Chat, Decoding, Message, Picture
-from mmqa_jax.prompting.local_model import open_backend
+from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.prompting.picture_format import Shown, picture_format
 from mmqa_jax.prompting.text_tokenizer import VicunaV1, open_tokenizer
 from mmqa_jax.weights.check import check

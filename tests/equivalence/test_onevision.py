@@ -38,9 +38,9 @@ from mmqa_jax.models.onevision_tiles import (
     most_tokens,
     tokens_of,
 )
-from mmqa_jax.prompting.backend_engine import EngineBackend
 from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Message, Picture
-from mmqa_jax.prompting.local_model import open_backend
+from mmqa_jax.prompting.backends.engine import EngineBackend
+from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.prompting.picture_format import Shown, picture_format
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.weights.config_json import config_from_json, config_to_json

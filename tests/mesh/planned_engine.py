@@ -21,9 +21,9 @@ from mmqa_jax.decoding.slot_runner import EngineConfig, Programs
 from mmqa_jax.models.llama import Llama, unstack_layers
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.plan import programs
-from mmqa_jax.prompting.backend_config import open_backend
 from mmqa_jax.prompting.backends import Completion, Decoding
-from mmqa_jax.prompting.stream import answer_all
+from mmqa_jax.prompting.backends.config import open_backend
+from mmqa_jax.prompting.backends.stream import answer_all
 from mmqa_jax.weights.registry import architecture
 
 LENGTH, NEW = 128, 6

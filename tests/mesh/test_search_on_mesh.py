@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mmqa_jax.retrieval.embeddings import Embeddings
-from mmqa_jax.retrieval.exact import ExactIndex
-from mmqa_jax.retrieval.mesh_index import MeshIndex, _search_program
+from mmqa_jax.retrieval.indexes.exact import ExactIndex
+from mmqa_jax.retrieval.indexes.mesh import MeshIndex, _search_program
 
 DIM = 24
 

@@ -28,11 +28,16 @@ from mmqa_jax.data.grid_records import GridRecords, write_grids
 from mmqa_jax.data.images import BrokenPictures
 from mmqa_jax.decoding.requests import Candidate, Result
 from mmqa_jax.prompting.backends import Completion, Usage
-from mmqa_jax.prompting.cache import Cached, ResponseCache
+from mmqa_jax.prompting.backends.cache import Cached, ResponseCache
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.retrieval.cached_vectors import cached_vectors
 from mmqa_jax.retrieval.embeddings import Embeddings, open_embeddings, write_embeddings
-from mmqa_jax.retrieval.index import ScannParameters, build_index, load_index, scann_available
+from mmqa_jax.retrieval.indexes.index import (
+    ScannParameters,
+    build_index,
+    load_index,
+    scann_available,
+)
 from mmqa_jax.runs.merging import merge_parts
 from mmqa_jax.tasks.modality import load_question_classifier
 from mmqa_jax.training.loop import CLOCK_COLUMNS

@@ -51,7 +51,7 @@ class Moments:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        from mmqa_jax.prompting.cache import ResponseCache
+        from mmqa_jax.prompting.backends.cache import ResponseCache
 
         places = [*((os, name) for name in _CHANGING), (ResponseCache, "put")]
         before = [getattr(owner, name) for owner, name in places]

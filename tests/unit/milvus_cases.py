@@ -9,11 +9,11 @@ import pytest
 from pymilvus import MilvusClient
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.retrieval import milvus
 from mmqa_jax.retrieval.embeddings import Embeddings
-from mmqa_jax.retrieval.exact import ExactIndex
-from mmqa_jax.retrieval.index import recall_against
-from mmqa_jax.retrieval.milvus import Place, ingest, open_milvus, parse_place
+from mmqa_jax.retrieval.indexes import milvus
+from mmqa_jax.retrieval.indexes.exact import ExactIndex
+from mmqa_jax.retrieval.indexes.index import recall_against
+from mmqa_jax.retrieval.indexes.milvus import Place, ingest, open_milvus, parse_place
 
 DIM, ROWS = 16, 600
 

@@ -19,10 +19,10 @@ from test_shots import FakeEmbedder
 from mmqa_jax.decoding.requests import Request, Result
 from mmqa_jax.decoding.scheduler import TokenizedRequest
 from mmqa_jax.papers.pica import answer_pica
-from mmqa_jax.prompting.backend_http import OpenAIBackend, ServerConfig
 from mmqa_jax.prompting.backends import Completion, Decoding
-from mmqa_jax.prompting.openai_format import read_candidates
-from mmqa_jax.prompting.shots import Embedders, ExampleLibrary
+from mmqa_jax.prompting.backends.http import OpenAIBackend, ServerConfig
+from mmqa_jax.prompting.backends.openai_replies import read_candidates
+from mmqa_jax.prompting.examples.library import Embedders, ExampleLibrary
 
 END = "<|endoftext|>"
 PIECES = [" Paris", " in", ".", "\n", "\n\n", ".\n", " é", "\u6211", "</", "Answer", ">", "", END]

@@ -22,9 +22,9 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.papers import rmr
 from mmqa_jax.papers.pica import answer_pica, answer_promptcap
 from mmqa_jax.papers.prophet import answer_prophet
+from mmqa_jax.prompting.examples.heuristics import AnswerHeuristics
+from mmqa_jax.prompting.examples.library import Shot
 from mmqa_jax.prompting.few_shot import majority_answer
-from mmqa_jax.prompting.heuristics import AnswerHeuristics
-from mmqa_jax.prompting.shots import Shot
 from mmqa_jax.prompting.templates import load_template
 
 pytestmark = pytest.mark.slow

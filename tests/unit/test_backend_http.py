@@ -15,7 +15,6 @@ from openai_stub import Stub, answer, error, said
 from tiny_llm import by_id, flag, text_tokenizer
 
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.prompting.backend_http import OpenAIBackend, ServerConfig
 from mmqa_jax.prompting.backends import (
     Chat,
     Choices,
@@ -24,7 +23,8 @@ from mmqa_jax.prompting.backends import (
     Message,
     Picture,
 )
-from mmqa_jax.prompting.cache import Cached, ResponseCache
+from mmqa_jax.prompting.backends.cache import Cached, ResponseCache
+from mmqa_jax.prompting.backends.http import OpenAIBackend, ServerConfig
 
 pytestmark = pytest.mark.slow
 

@@ -27,7 +27,6 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.llava_images import llava_pixels
 from mmqa_jax.decoding.requests import Request, Scoring, TooLong
 from mmqa_jax.prompting import llava_prompt
-from mmqa_jax.prompting.backend_engine import EngineBackend
 from mmqa_jax.prompting.backends import (
     Chat,
     Choices,
@@ -35,7 +34,8 @@ from mmqa_jax.prompting.backends import (
     Decoding,
     Message,
 )
-from mmqa_jax.prompting.cache import Cached, ResponseCache
+from mmqa_jax.prompting.backends.cache import Cached, ResponseCache
+from mmqa_jax.prompting.backends.engine import EngineBackend
 from mmqa_jax.prompting.run import leads
 
 pytestmark = pytest.mark.slow

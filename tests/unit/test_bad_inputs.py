@@ -22,9 +22,9 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.decoding.requests import Unanswerable
 from mmqa_jax.papers.pica import choose_pica
 from mmqa_jax.papers.rmr import answer_rmr
-from mmqa_jax.prompting.backend_http import OpenAIBackend, ServerConfig
 from mmqa_jax.prompting.backends import Chat, Choices, Completion, Message, Picture
-from mmqa_jax.prompting.shots import ExampleLibrary
+from mmqa_jax.prompting.backends.http import OpenAIBackend, ServerConfig
+from mmqa_jax.prompting.examples.library import ExampleLibrary
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

@@ -14,8 +14,8 @@ from mmqa_jax.data.text_analysis import Analyzer
 from mmqa_jax.evaluation.retrieval import score_rankings
 from mmqa_jax.extensions.second_hop import SecondHopRetriever
 from mmqa_jax.extensions.similarity import interpolate
-from mmqa_jax.retrieval import bm25
-from mmqa_jax.retrieval.bm25 import BM25, BM25Retriever, kept_words, words, words_of
+from mmqa_jax.retrieval.bm25 import in_memory as bm25
+from mmqa_jax.retrieval.bm25.in_memory import BM25, BM25Retriever, kept_words, words, words_of
 from mmqa_jax.retrieval.fusion import RankFusion
 
 ALL, PLAIN = Analyzer(), Analyzer(stop_words=False)

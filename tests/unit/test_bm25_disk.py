@@ -18,11 +18,12 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.data.text_analysis import Analyzer
-from mmqa_jax.retrieval import bm25_disk, bm25_shard
-from mmqa_jax.retrieval.bm25 import BM25, BM25Retriever
-from mmqa_jax.retrieval.bm25_disk import DiskBM25, build_bm25
-from mmqa_jax.retrieval.bm25_group import ShardGroup
-from mmqa_jax.retrieval.bm25_shard import Norms, ShardBuilder, ShardLimits
+from mmqa_jax.retrieval.bm25 import on_disk as bm25_disk
+from mmqa_jax.retrieval.bm25 import shard as bm25_shard
+from mmqa_jax.retrieval.bm25.group import ShardGroup
+from mmqa_jax.retrieval.bm25.in_memory import BM25, BM25Retriever
+from mmqa_jax.retrieval.bm25.on_disk import DiskBM25, build_bm25
+from mmqa_jax.retrieval.bm25.shard import Norms, ShardBuilder, ShardLimits
 from mmqa_jax.runs.corpora import prepare
 from mmqa_jax.runs.parts import RetrieverSpec, open_bm25
 from tests.bench import synthetic_passages
@@ -273,8 +274,8 @@ KILLED = """
 import json, os, signal, sys
 from pathlib import Path
 from mmqa_jax.data.text_analysis import Analyzer
-from mmqa_jax.retrieval.bm25_disk import build_bm25
-from mmqa_jax.retrieval.bm25_shard import ShardLimits
+from mmqa_jax.retrieval.bm25.on_disk import build_bm25
+from mmqa_jax.retrieval.bm25.shard import ShardLimits
 folder, (texts, limits) = Path(sys.argv[1]), map(json.loads, sys.stdin)
 def die(done, rows):
     if done > 1_250:

@@ -12,8 +12,8 @@ from mavl_team import EXAMPLES, FULL, QUESTIONS, FakeKnowledge, heuristics, libr
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.papers import mavl, pica, prophet
-from mmqa_jax.prompting.captions import Captions
-from mmqa_jax.prompting.shots import ExampleLibrary
+from mmqa_jax.prompting.examples.captions import Captions
+from mmqa_jax.prompting.examples.library import ExampleLibrary
 from mmqa_jax.runs.row_report import row_cards
 from mmqa_jax.runs.traces import counts_table, trace_counts
 

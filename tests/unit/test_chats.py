@@ -26,9 +26,9 @@ from mmqa_jax.data.chats import conversation
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.packing import Bucket
 from mmqa_jax.data.schema import Question
+from mmqa_jax.prompting.examples.training import chat_example
 from mmqa_jax.prompting.picture_format import QwenFormat
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer, open_tokenizer
-from mmqa_jax.prompting.training_examples import chat_example
 from mmqa_jax.runs.corpora import prepare
 from mmqa_jax.tasks.vision_language import PicturedRows, TrainingPictures, pictured_shapes
 from mmqa_jax.weights.bundled import smollm2_path

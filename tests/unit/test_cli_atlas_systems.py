@@ -12,8 +12,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.question_pictures import with_gold_sources
-from mmqa_jax.prompting.heuristics import load_candidates
-from mmqa_jax.prompting.shots import Embedders, ExampleLibrary
+from mmqa_jax.prompting.examples.heuristics import load_candidates
+from mmqa_jax.prompting.examples.library import Embedders, ExampleLibrary
 from mmqa_jax.runs.opened_parts import OpenedParts
 from mmqa_jax.runs.parts import HeuristicsSpec, KnowledgeSpec, open_knowledge
 from mmqa_jax.runs.row import find_setting

@@ -62,7 +62,8 @@ def test_a_second_run_asks_the_model_nothing(inputs, tmp_path, monkeypatch):
     before = (inputs / "scores" / "example_scores.jsonl").read_bytes()
     (inputs / "scores" / "example_scores.jsonl").unlink()
     monkeypatch.setattr(
-        "mmqa_jax.prompting.local_model.Engine", lambda *_, **__: pytest.fail("an engine is made")
+        "mmqa_jax.prompting.backends.local_model.Engine",
+        lambda *_, **__: pytest.fail("an engine is made"),
     )
     done(*judge_flags(inputs, inputs / "scores"))
     assert (inputs / "scores" / "example_scores.jsonl").read_bytes() == before

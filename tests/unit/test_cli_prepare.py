@@ -29,7 +29,7 @@ from mmqa_jax.data import records
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.datasets.webqa import ImagesTsv
 from mmqa_jax.data.schema import Question
-from mmqa_jax.retrieval.bm25 import BM25Retriever
+from mmqa_jax.retrieval.bm25.in_memory import BM25Retriever
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

@@ -17,7 +17,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.requests import Request
 from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.prompting.backends import Completion, Decoding
-from mmqa_jax.prompting.cache import ResponseCache
+from mmqa_jax.prompting.backends.cache import ResponseCache
 from mmqa_jax.prompting.run import Line, as_message, read_prompts
 from tests.forks import server
 

@@ -14,7 +14,7 @@ from vqa_files import write_okvqa
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.core.shards import Shard
-from mmqa_jax.prompting import backend_config
+from mmqa_jax.prompting.backends import config as backend_config
 from mmqa_jax.runs.parts import LLMSpec, open_llm
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]

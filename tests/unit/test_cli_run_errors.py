@@ -8,7 +8,7 @@ import pytest
 from cli_runs import ROOT, done
 from row_runs import row_flags
 
-from mmqa_jax.retrieval.index import scann_available
+from mmqa_jax.retrieval.indexes.index import scann_available
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

@@ -16,8 +16,8 @@ from tiny_t5 import write_folder
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking, Source
 from mmqa_jax.prompting.backends import Completion, Decoding
+from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
-from mmqa_jax.prompting.local_model import open_backend
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.weights.record import read_metadata
 

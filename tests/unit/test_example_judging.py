@@ -28,7 +28,7 @@ from mmqa_jax.extensions.example_judging import JudgeOptions, judge_examples, me
 from mmqa_jax.models.bert import BertConfig
 from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
-from mmqa_jax.prompting.shots import ExampleLibrary
+from mmqa_jax.prompting.examples.library import ExampleLibrary
 from mmqa_jax.tasks.objectives import DistillationObjective
 from tests.drawn_weights import drawn
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.retrieval import faiss_export
 from mmqa_jax.retrieval.embeddings import Embeddings
-from mmqa_jax.retrieval.exact import ExactIndex
-from mmqa_jax.retrieval.faiss_export import export_faiss
+from mmqa_jax.retrieval.indexes import faiss as faiss_export
+from mmqa_jax.retrieval.indexes.exact import ExactIndex
+from mmqa_jax.retrieval.indexes.faiss import export_faiss
 
 IDS = [f"source {n} é" for n in range(500)]
 

@@ -20,7 +20,12 @@ from mmqa_jax.core.shards import Shard
 from mmqa_jax.data.grid_records import GridRecords, write_grids
 from mmqa_jax.data.images import BrokenPictures
 from mmqa_jax.retrieval.embeddings import Embeddings, open_embeddings, write_embeddings
-from mmqa_jax.retrieval.index import ScannParameters, build_index, load_index, scann_available
+from mmqa_jax.retrieval.indexes.index import (
+    ScannParameters,
+    build_index,
+    load_index,
+    scann_available,
+)
 
 pytestmark = pytest.mark.slow
 

@@ -12,10 +12,9 @@ from mmqa_jax.evaluation.retrieval import score_rankings
 from mmqa_jax.extensions.fusion_tuning import tune_fusion
 from mmqa_jax.extensions.second_hop import SecondHopRetriever
 from mmqa_jax.papers.webqa import find_candidates
-from mmqa_jax.retrieval.bm25 import BM25Retriever
+from mmqa_jax.retrieval.bm25.in_memory import BM25Retriever
 from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embeddings import Embeddings
-from mmqa_jax.retrieval.exact import ExactIndex
 from mmqa_jax.retrieval.fusion import (
     WEIGHTS,
     HybridSearch,
@@ -24,6 +23,7 @@ from mmqa_jax.retrieval.fusion import (
     convex_combination,
     reciprocal_rank_fusion,
 )
+from mmqa_jax.retrieval.indexes.exact import ExactIndex
 
 
 def ranking(question, *sources):

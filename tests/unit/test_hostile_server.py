@@ -22,8 +22,8 @@ from openai_stub import Stub, answer, drip, error, said
 from tiny_llm import by_id
 
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.prompting.backend_http import OpenAIBackend, ServerConfig
 from mmqa_jax.prompting.backends import Choices, Completion, Decoding
+from mmqa_jax.prompting.backends.http import OpenAIBackend, ServerConfig
 from tests.forks import server
 
 pytestmark = pytest.mark.slow

@@ -9,10 +9,10 @@ from mmqa_jax.core.checksums import write_sums
 from mmqa_jax.core.disk_errors import find_disk_failure
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.retrieval import index as index_room
 from mmqa_jax.retrieval.embeddings import Embeddings
-from mmqa_jax.retrieval.exact import ExactIndex
-from mmqa_jax.retrieval.index import (
+from mmqa_jax.retrieval.indexes import index as index_room
+from mmqa_jax.retrieval.indexes.exact import ExactIndex
+from mmqa_jax.retrieval.indexes.index import (
     ScannIndex,
     ScannParameters,
     build_index,

@@ -22,8 +22,8 @@ from mmqa_jax.data.batches.language_model import (
 )
 from mmqa_jax.data.schema import Question
 from mmqa_jax.papers.rmr import fields
-from mmqa_jax.prompting.shots import ExampleLibrary
-from mmqa_jax.prompting.training_examples import (
+from mmqa_jax.prompting.examples.library import ExampleLibrary
+from mmqa_jax.prompting.examples.training import (
     ExampleOptions,
     encode_text,
     token_example,

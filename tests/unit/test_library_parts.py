@@ -241,7 +241,7 @@ def test_kinds_of_index(monkeypatch):
     config.parts.library.index_kind = "milvus"
     with pytest.raises(UserError, match=r"index_kind='milvus': one of exact, scann was expected"):
         read_row(config)
-    monkeypatch.setattr("mmqa_jax.retrieval.index.scann_available", lambda: False)
+    monkeypatch.setattr("mmqa_jax.retrieval.indexes.index.scann_available", lambda: False)
     with pytest.raises(UserError, match=r"parts\.library\.index_kind=scann: ScaNN cannot be"):
         check_prompted({"similarity": "question"}, LibrarySpec(**{"index_kind": "scann"}))
     check_prompted({"similarity": "random"}, LibrarySpec(**{"index_kind": "scann"}))

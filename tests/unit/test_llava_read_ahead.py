@@ -19,9 +19,9 @@ from mmqa_jax.data.picture_bounds import FREE_PIXELS
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Unanswerable
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.prompting.backend_engine import EngineBackend, read_ahead
 from mmqa_jax.prompting.backends import Completion, Decoding, Picture
-from mmqa_jax.prompting.stream import answer_all
+from mmqa_jax.prompting.backends.engine import EngineBackend, read_ahead
+from mmqa_jax.prompting.backends.stream import answer_all
 
 
 def picture(number: int) -> Picture:

@@ -13,7 +13,7 @@ from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.data.schema import NOT_FOUND
-from mmqa_jax.prompting.cache import Cached, ResponseCache
+from mmqa_jax.prompting.backends.cache import Cached, ResponseCache
 from mmqa_jax.runs import parts
 from mmqa_jax.runs.row import read_row
 

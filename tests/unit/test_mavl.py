@@ -25,7 +25,7 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.data.splits import fold_of
 from mmqa_jax.extensions.mavl_votes import revote, vote_on_draws
 from mmqa_jax.papers.mavl import answer_mavl
-from mmqa_jax.prompting.cache import Cached, ResponseCache
+from mmqa_jax.prompting.backends.cache import Cached, ResponseCache
 from mmqa_jax.runs.agent_report import agent_summary, agent_tree
 
 # What the manager's prompt for q0 must be, with the nearest example (figures 1b and 9).
@@ -450,7 +450,7 @@ def test_wrong_input(options, message):
 
 
 def test_examples_of_the_own_half_are_never_shown():
-    from mmqa_jax.prompting.shots import ExampleLibrary
+    from mmqa_jax.prompting.examples.library import ExampleLibrary
 
     halves = ExampleLibrary(EXAMPLES, folds=2)
     names = [e.id for e in EXAMPLES]

@@ -8,9 +8,9 @@ import pytest
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking, Source
-from mmqa_jax.retrieval.bm25 import BM25
+from mmqa_jax.retrieval.bm25.in_memory import BM25
 from mmqa_jax.retrieval.embeddings import Embeddings
-from mmqa_jax.retrieval.exact import ExactIndex
+from mmqa_jax.retrieval.indexes.exact import ExactIndex
 from mmqa_jax.retrieval.modality import (
     ByModality,
     ModalityClassifier,

@@ -16,10 +16,10 @@ from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.extensions.similarity import interpolate
 from mmqa_jax.retrieval.cached_vectors import cached_vectors
 from mmqa_jax.retrieval.embeddings import Embeddings
-from mmqa_jax.retrieval.exact import search_within
 from mmqa_jax.retrieval.fusion import Pool, convex_combination
-from mmqa_jax.retrieval.index import KINDS, build_index, load_index, scann_available
-from mmqa_jax.retrieval.milvus import ingest
+from mmqa_jax.retrieval.indexes.exact import search_within
+from mmqa_jax.retrieval.indexes.index import KINDS, build_index, load_index, scann_available
+from mmqa_jax.retrieval.indexes.milvus import ingest
 from mmqa_jax.retrieval.rankings import (
     best_of,
     by_score,

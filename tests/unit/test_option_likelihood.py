@@ -12,8 +12,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.batches.language_model import RowSize
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
-from mmqa_jax.prompting.shots import ExampleLibrary
-from mmqa_jax.prompting.training_examples import ExampleOptions, encode_text
+from mmqa_jax.prompting.examples.library import ExampleLibrary
+from mmqa_jax.prompting.examples.training import ExampleOptions, encode_text
 from mmqa_jax.tasks import solved_questions
 from mmqa_jax.tasks.solved_questions import OptionLikelihood, ValidateOptions
 

@@ -16,7 +16,7 @@ from mmqa_jax.papers.pica import (
     copy_nearest_answer,
     vote_of_nearest_answers,
 )
-from mmqa_jax.prompting.shots import Embedders, ExampleLibrary
+from mmqa_jax.prompting.examples.library import Embedders, ExampleLibrary
 
 TAGS = [{"class": "cat", "conf": 0.9}, {"class": "mat", "conf": 0.5}]  # as the reader keeps them
 ANSWERS = ("blue", "red", "red", "red", "green")

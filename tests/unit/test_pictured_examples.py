@@ -17,9 +17,9 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.packing import Bucket
 from mmqa_jax.data.schema import Question
 from mmqa_jax.prompting.backends import Picture
+from mmqa_jax.prompting.examples.training import encode_conversation
 from mmqa_jax.prompting.picture_format import QwenFormat, Shown
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer
-from mmqa_jax.prompting.training_examples import encode_conversation
 from mmqa_jax.tasks.vision_language import PicturedRows, TrainingPictures, pictured_shapes
 
 TOKENIZER = TextTokenizer(pictured_letters(), ChatTemplate(PICTURED), (END,))

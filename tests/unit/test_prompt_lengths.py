@@ -8,8 +8,8 @@ from test_backend_http import QUICK
 from tiny_llm import flag
 
 from mmqa_jax.decoding.requests import TooLong
-from mmqa_jax.prompting.backend_http import OpenAIBackend
 from mmqa_jax.prompting.backends import Chat, Choices, Completion, Decoding, Message
+from mmqa_jax.prompting.backends.http import OpenAIBackend
 
 USER = (Message("system", ("Be brief.",)), Message("user", (flag(), "ab" * 300)))
 

@@ -12,7 +12,7 @@ from tiny_llm import flag
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.data.schema import Question
-from mmqa_jax.prompting.captions import open_captions
+from mmqa_jax.prompting.examples.captions import open_captions
 from mmqa_jax.runs import question_captions
 from mmqa_jax.runs.question_captions import caption_questions
 

@@ -13,7 +13,7 @@ import pytest
 
 from mmqa_jax.cli import VERBS, command, make_parser, split_config_overrides
 from mmqa_jax.core.config import load_config
-from mmqa_jax.prompting.backend_config import check_prompt_config
+from mmqa_jax.prompting.backends.config import check_prompt_config
 from mmqa_jax.runs.row import read_row
 from mmqa_jax.tasks.registry import read_task
 from tests.bench import __main__ as bench

@@ -20,7 +20,6 @@ from mmqa_jax.cli import main
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.store import Store
 from mmqa_jax.decoding.requests import Candidate, Result, Score, Scores
-from mmqa_jax.prompting import cache as cache_module
 from mmqa_jax.prompting.backends import (
     Chat,
     Choices,
@@ -30,7 +29,15 @@ from mmqa_jax.prompting.backends import (
     Picture,
     Usage,
 )
-from mmqa_jax.prompting.cache import Cached, ResponseCache, Unkeepable, keep, request_key, restore
+from mmqa_jax.prompting.backends import cache as cache_module
+from mmqa_jax.prompting.backends.cache import (
+    Cached,
+    ResponseCache,
+    Unkeepable,
+    keep,
+    request_key,
+    restore,
+)
 
 numbers = st.floats(allow_nan=False)
 candidates = st.builds(
@@ -386,7 +393,7 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
 
 def test_a_folder_that_denies_writing_is_named(tmp_path, monkeypatch):
     """As the one above, also for root."""
-    monkeypatch.setattr("mmqa_jax.prompting.cache.os.access", lambda *arguments: False)
+    monkeypatch.setattr("mmqa_jax.prompting.backends.cache.os.access", lambda *arguments: False)
     message = (
         r"cache: the response cache cannot be created there \(Permission denied\); name another"
     )

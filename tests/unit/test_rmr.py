@@ -23,7 +23,7 @@ from mmqa_jax.papers.rmr import (
     short_answer,
 )
 from mmqa_jax.prompting.backends import Chat
-from mmqa_jax.prompting.shots import Embedders, ExampleLibrary
+from mmqa_jax.prompting.examples.library import Embedders, ExampleLibrary
 from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.runs.row import read_row
 

@@ -7,12 +7,12 @@ import pytest
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.retrieval import index as index_room
-from mmqa_jax.retrieval import scann_shards
 from mmqa_jax.retrieval.embeddings import Embeddings
-from mmqa_jax.retrieval.exact import ExactIndex
-from mmqa_jax.retrieval.index import ScannParameters, scann_available
-from mmqa_jax.retrieval.scann_shards import build_shards, open_shards
+from mmqa_jax.retrieval.indexes import index as index_room
+from mmqa_jax.retrieval.indexes import scann_shards
+from mmqa_jax.retrieval.indexes.exact import ExactIndex
+from mmqa_jax.retrieval.indexes.index import ScannParameters, scann_available
+from mmqa_jax.retrieval.indexes.scann_shards import build_shards, open_shards
 
 pytestmark = [
     pytest.mark.slow,

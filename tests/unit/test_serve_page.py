@@ -16,8 +16,8 @@ from tiny_llm import tiny_backend
 from word_encoder import install
 
 from mmqa_jax.data.schema import NOT_FOUND
+from mmqa_jax.prompting.backends.served import ServedModel
 from mmqa_jax.prompting.llm_reader import LLMReaderOptions
-from mmqa_jax.prompting.served_model import ServedModel
 from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, open_folder
 from mmqa_jax.serve.app import make_app
 from mmqa_jax.serve.options import ServeOptions

@@ -11,7 +11,7 @@ from served_app import openai_client, serving
 from tiny_t5 import EXTRA, VOCABULARY, write_folder
 
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.prompting.local_model import open_backend
+from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.runs.ask_corpus import AskedCorpus
 from mmqa_jax.serve.app import make_app
 from mmqa_jax.serve.options import ServeOptions

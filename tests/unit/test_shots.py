@@ -9,9 +9,9 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.picture_store import EncodedPicture
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.splits import fold_of
-from mmqa_jax.prompting.shots import Embedders, ExampleLibrary, bimodal
+from mmqa_jax.prompting.examples.library import Embedders, ExampleLibrary, bimodal
 from mmqa_jax.retrieval.embeddings import Embeddings
-from mmqa_jax.retrieval.index import ScannIndex, ScannParameters, scann_available
+from mmqa_jax.retrieval.indexes.index import ScannIndex, ScannParameters, scann_available
 
 DIM = 8
 
@@ -259,7 +259,7 @@ def test_few_pictures_are_decoded_at_once(monkeypatch, tmp_path):
             at_once.append(len(pictures))
             return super().embed_pictures(pictures)
 
-    monkeypatch.setattr("mmqa_jax.prompting.shots._DECODED", 8)
+    monkeypatch.setattr("mmqa_jax.prompting.examples.library._DECODED", 8)
     fake = Batched()
     ExampleLibrary(EXAMPLES, Embedders(fake, fake, encoded), cache=tmp_path).select(
         QUERIES, 1, "image"

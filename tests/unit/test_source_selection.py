@@ -18,7 +18,7 @@ from mmqa_jax.extensions.similarity import (
 )
 from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embeddings import Embeddings
-from mmqa_jax.retrieval.exact import ExactIndex
+from mmqa_jax.retrieval.indexes.exact import ExactIndex
 from mmqa_jax.retrieval.rankings import best_of
 
 

@@ -11,7 +11,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.data.text_analysis import Analyzer, Vocabulary, split_words
-from mmqa_jax.retrieval.bm25 import BM25, BM25Retriever
+from mmqa_jax.retrieval.bm25.in_memory import BM25, BM25Retriever
 
 FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 

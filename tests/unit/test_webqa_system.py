@@ -31,7 +31,7 @@ from mmqa_jax.extensions.similarity import (
 from mmqa_jax.papers import webqa
 from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embeddings import Embeddings
-from mmqa_jax.retrieval.exact import ExactIndex
+from mmqa_jax.retrieval.indexes.exact import ExactIndex
 from mmqa_jax.runs.demo import question_groups
 
 BEST = SELECTIONS["best"]

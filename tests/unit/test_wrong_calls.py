@@ -16,13 +16,13 @@ from mmqa_jax.inference.reader import Reader
 from mmqa_jax.inference.reranker import Reranker
 from mmqa_jax.prompting.llm_reader import LLMReader
 from mmqa_jax.prompting.llm_reranker import LLMReranker
-from mmqa_jax.retrieval.bm25 import BM25, BM25Retriever
-from mmqa_jax.retrieval.bm25_webqa import WebQABM25
+from mmqa_jax.retrieval.bm25.in_memory import BM25, BM25Retriever
+from mmqa_jax.retrieval.bm25.webqa import WebQABM25
 from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embedder import Embedder
 from mmqa_jax.retrieval.embeddings import Embeddings
-from mmqa_jax.retrieval.exact import ExactIndex
-from mmqa_jax.retrieval.index import build_index
+from mmqa_jax.retrieval.indexes.exact import ExactIndex
+from mmqa_jax.retrieval.indexes.index import build_index
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
 from mmqa_jax.retrieval.modality import ModalityClassifier
 

@@ -20,8 +20,8 @@ from mmqa_jax.data.question_words import QuestionWords
 from mmqa_jax.data.schema import Question
 from mmqa_jax.models.multimodal_t5 import MultimodalT5, MultimodalT5Config
 from mmqa_jax.models.t5 import T5
-from mmqa_jax.prompting.local_model import open_backend
-from mmqa_jax.prompting.training_examples import encode_text
+from mmqa_jax.prompting.backends.local_model import open_backend
+from mmqa_jax.prompting.examples.training import encode_text
 from mmqa_jax.tasks.objectives import VQAObjective
 from mmqa_jax.tasks.registry import open_published_reader, read_task
 from mmqa_jax.tasks.solved_questions import OptionLikelihood

@@ -24,8 +24,8 @@ from mmqa_jax.models.onevision import Onevision, OnevisionConfig
 from mmqa_jax.models.qwen_vl import QwenVL, QwenVLConfig
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 from mmqa_jax.models.siglip import SiglipVisionConfig
-from mmqa_jax.prompting.backend_engine import EngineBackend
 from mmqa_jax.prompting.backends import Picture
+from mmqa_jax.prompting.backends.engine import EngineBackend
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer
 from mmqa_jax.weights.models.llama import publish_llama
 from mmqa_jax.weights.models.onevision import publish_onevision

@@ -1,6 +1,6 @@
 """Search over embedded sources: ScaNN (approximate, CPU, Linux), or exact where it is missing.
 
-For sources that outgrow a machine: split over a mesh (mesh_index.py), or in Milvus (milvus.py).
+For sources that outgrow a machine: split over a mesh (mesh.py), or in Milvus (milvus.py).
 
 An index stores only what is derived from the embeddings; the vectors themselves stay in their
 memory-mapped file and are passed in again when an index is loaded.
@@ -23,9 +23,9 @@ from jaxtyping import Float32, Int32
 from mmqa_jax.core.checksums import check_sums, find_damage
 from mmqa_jax.core.disk_errors import try_disk
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.retrieval.bm25 import check_top_k
+from mmqa_jax.retrieval.bm25.in_memory import check_top_k
 from mmqa_jax.retrieval.embeddings import Embeddings
-from mmqa_jax.retrieval.exact import (
+from mmqa_jax.retrieval.indexes.exact import (
     INDEX_WHAT,
     ExactIndex,
     check_embeddings,
@@ -34,8 +34,8 @@ from mmqa_jax.retrieval.exact import (
     index_manifest,
     search_within,
 )
+from mmqa_jax.retrieval.indexes.mesh import MeshIndex
 from mmqa_jax.retrieval.manifest import check_manifest, read_manifest, replace_folder
-from mmqa_jax.retrieval.mesh_index import MeshIndex
 
 Kind = Literal["auto", "scann", "exact", "mesh", "mesh_approx"]
 KINDS = get_args(Kind)
@@ -189,7 +189,7 @@ def build_index(
     """Builds an index.
 
     Args:
-      kind: "scann", "exact", "mesh" or "mesh_approx" (see mesh_index.py), or "auto": ScaNN if it
+      kind: "scann", "exact", "mesh" or "mesh_approx" (see indexes/mesh.py), or "auto": ScaNN if it
         can be imported, otherwise exact, with a note on stderr.
       parameters: ScaNN's, chosen from the number of rows if None.
 

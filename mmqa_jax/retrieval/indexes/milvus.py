@@ -20,9 +20,9 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.retrieval.bm25 import check_top_k
+from mmqa_jax.retrieval.bm25.in_memory import check_top_k
 from mmqa_jax.retrieval.embeddings import Embeddings
-from mmqa_jax.retrieval.exact import check_embeddings, check_queries, search_within
+from mmqa_jax.retrieval.indexes.exact import check_embeddings, check_queries, search_within
 
 PREFIX = "milvus://"
 _VERB = "mmqa index"

@@ -4,8 +4,8 @@ The baseline passes gensim 3.8's `summarization.bm25.BM25` not lists of words bu
 whose entries are (word id, count) pairs. BM25 takes each pair for a word: it occurs once in its
 document, a document's length is its number of distinct words, and a query word matches only
 documents in which it occurs exactly as often as in the query. Documents that match nothing are
-ranked too, since the baseline always takes two. Kept to reproduce table 7; `bm25.py` is the correct
-one. (WebQA_Baseline vlp/BM25_retrieval/*.py)
+ranked too, since the baseline always takes two. Kept to reproduce table 7; `bm25/in_memory.py` is
+the correct one. (WebQA_Baseline vlp/BM25_retrieval/*.py)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking, Source
-from mmqa_jax.retrieval.bm25 import check_top_k
+from mmqa_jax.retrieval.bm25.in_memory import check_top_k
 from mmqa_jax.retrieval.rankings import to_rankings
 
 Pair = tuple[str, int]  # a word and its count in a text

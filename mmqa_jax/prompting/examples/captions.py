@@ -19,8 +19,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.datasets.benchmark import CAPTION
 from mmqa_jax.data.datasets.coco import read_captions, read_named_captions, read_scored_tsv
 from mmqa_jax.data.schema import Prediction, Question, Source
+from mmqa_jax.prompting.examples.library import Shot
 from mmqa_jax.prompting.few_shot import OWN_CAPTION
-from mmqa_jax.prompting.shots import Shot
 
 
 class Captions:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.decoding.requests import Result, Scores
 from mmqa_jax.prompting.backends import Backend, Chat, Message, Query
-from mmqa_jax.prompting.cache import Cached
+from mmqa_jax.prompting.backends.cache import Cached
 
 
 class Answers(NamedTuple):

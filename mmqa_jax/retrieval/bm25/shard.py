@@ -7,8 +7,8 @@ A posting is a source that holds a word, and how often. A word's postings lie tw
   in tiers. An impact is f / (f + norm), what a count f gives before the idf; see `Norms`.
 
 Whoever searches reads the first tiers alone, and bounds what the postings behind them can add
-(bm25_disk.py). Arrays are memory-mapped .npy files. What the shards' common statistics decide (the
-number of sources, the mean length, document frequencies) is not in them, so that a shard is
+(bm25/on_disk.py). Arrays are memory-mapped .npy files. What the shards' common statistics decide
+(the number of sources, the mean length, document frequencies) is not in them, so that a shard is
 finished before the next is read.
 """
 

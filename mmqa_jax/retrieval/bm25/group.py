@@ -2,7 +2,7 @@
 
 What a query costs in a shard is mostly the same few steps on short arrays, so that several shards
 together take little more time than one. A group's rows are numbered from 0 through its shards; what
-a word adds at most is bounded by the statistics of all shards (bm25_disk.py).
+a word adds at most is bounded by the statistics of all shards (bm25/on_disk.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mmqa_jax.retrieval.bm25_shard import Norms, Shard
+from mmqa_jax.retrieval.bm25.shard import Norms, Shard
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The interface of all language models: queries in, answers out.
 
-Two backends implement it: the Flax engine (backend_engine) and any server that speaks OpenAI's
-HTTP API (backend_http). `cache.Cached` wraps either and answers repeated queries from disk.
+Two backends implement it: the Flax engine (engine.py) and any server that speaks OpenAI's
+HTTP API (http.py). `cache.Cached` wraps either and answers repeated queries from disk.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from mmqa_jax.core.host import cache_dir
 from mmqa_jax.data.picture_store import EncodedPicture
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.splits import fold_of
-from mmqa_jax.prompting.published_vectors import PublishedVectors
+from mmqa_jax.prompting.examples.published_vectors import PublishedVectors
 from mmqa_jax.retrieval.cached_vectors import cached_vectors
 
 Similarity = Literal[
@@ -101,8 +101,8 @@ class ExampleLibrary:
         the library and the queries.
       cache: folder of kept embeddings.
       vectors: of questions and pictures, in place of the embedders; see `select` for ties.
-      index: makes an index (retrieval/index.py) over the examples' vectors, which then finds the
-        nearest; None: the products with all of them do.
+      index: makes an index (retrieval/indexes/index.py) over the examples' vectors, which then
+        finds the nearest; None: the products with all of them do.
       on_empty: what to tell a user who asks for shots of an empty library.
       read_picture: the encoded picture of an example; None where it has none.
     """

@@ -1,6 +1,6 @@
 """BM25 from disk: for collections whose inverted index outgrows memory.
 
-`build_bm25` reads the sources once and writes a shard (bm25_shard.py) of each million or so;
+`build_bm25` reads the sources once and writes a shard (bm25/shard.py) of each million or so;
 killed, it goes on behind the last whole one. `DiskBM25` finds in the memory-mapped shards what
 `BM25` finds in memory: the same rows with the same scores to the bit, since the statistics are
 those of all shards and the terms of a score are computed and added in bm25s's order.
@@ -10,7 +10,7 @@ optimizations", 1995, here over tiers of impact). The k-th best score so far is 
 word only so many tiers are read that what all others could add together stays below it. A source
 that is in none of those read cannot rise above the floor; of the others those whose bound does are
 looked up, word by word, in the postings that were not read. Some shards are searched as one
-(bm25_group.py), all queries in one group before the next.
+(bm25/group.py), all queries in one group before the next.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.core.locks import alone
 from mmqa_jax.core.paths import remove_tree
 from mmqa_jax.data.text_analysis import VERSION, Analyzer
-from mmqa_jax.retrieval.bm25 import BM25, check_top_k
-from mmqa_jax.retrieval.bm25_group import ShardGroup, Tiers
-from mmqa_jax.retrieval.bm25_shard import SHARD_WHAT, Norms, Shard, ShardBuilder, ShardLimits
+from mmqa_jax.retrieval.bm25.group import ShardGroup, Tiers
+from mmqa_jax.retrieval.bm25.in_memory import BM25, check_top_k
+from mmqa_jax.retrieval.bm25.shard import SHARD_WHAT, Norms, Shard, ShardBuilder, ShardLimits
 from mmqa_jax.retrieval.manifest import MANIFEST, check_manifest, read_manifest
 
 _WHAT = "a BM25 index"

@@ -240,7 +240,7 @@ class BM25Retriever:
     """A Retriever: BM25 over titles, snippets and captions.
 
     Args:
-      index: of the corpus on disk (bm25_disk.py), with BM25's methods; None: made in memory.
+      index: of the corpus on disk (bm25/on_disk.py), with BM25's methods; None: made in memory.
     """
 
     def __init__(self, corpus: Corpus, index: Any = None):

@@ -18,7 +18,7 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, check_out
 from mmqa_jax.retrieval.embeddings import Embeddings
-from mmqa_jax.retrieval.exact import check_embeddings
+from mmqa_jax.retrieval.indexes.exact import check_embeddings
 
 INDEX, IDS = "index", "docid"  # files of the folder
 _BLOCK = 65_536  # rows that are read from disk together

@@ -9,8 +9,8 @@ from ml_collections import ConfigDict
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.shards import launched_shard
 from mmqa_jax.core.typed import check_section, spec_of
-from mmqa_jax.prompting.backend_http import OpenAIBackend, ServerConfig
 from mmqa_jax.prompting.backends import Backend, Decoding
+from mmqa_jax.prompting.backends.http import OpenAIBackend, ServerConfig
 
 
 def check_prompt_config(config: ConfigDict) -> None:
@@ -27,7 +27,7 @@ def spans_processes(backend: str, config: ConfigDict) -> bool:
     """
     if backend != "engine" or launched_shard().count == 1:
         return False
-    from mmqa_jax.prompting import local_model
+    from mmqa_jax.prompting.backends import local_model
 
     check_section(config.model, "model", spec_of(local_model.ModelConfig))
     return local_model.spans_processes(config.model.mesh.to_dict())
@@ -58,7 +58,7 @@ def open_backend(
         return OpenAIBackend(model, ServerConfig(**config.server), flag)
     from mmqa_jax.core import distributed
     from mmqa_jax.decoding.sizes import ENGINE_SPEC
-    from mmqa_jax.prompting import local_model
+    from mmqa_jax.prompting.backends import local_model
 
     check_section(config.engine, "engine", ENGINE_SPEC)
     check_section(config.model, "model", spec_of(local_model.ModelConfig))

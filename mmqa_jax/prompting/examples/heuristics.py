@@ -10,14 +10,14 @@ from typing import Any, Literal
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_text, read_json, write_json
 from mmqa_jax.data.schema import Question
-from mmqa_jax.prompting.shots import ExampleLibrary, Shot, Similarity
+from mmqa_jax.prompting.examples.library import ExampleLibrary, Shot, Similarity
 
 ShotSelection = Literal["answer_aware"] | Similarity
 
 
 @dataclasses.dataclass(frozen=True)
 class AnswerHeuristics:
-    """What a VQA model says of questions (prompting/heuristics.py reads its files).
+    """What a VQA model says of questions (prompting/examples/heuristics.py reads its files).
 
     Attributes:
       candidates: question id -> (answer, confidence), best first.

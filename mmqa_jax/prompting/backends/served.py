@@ -10,9 +10,9 @@ from typing import Any
 from mmqa_jax.decoding.online import OnlineEngine, OnToken, Pending, TextStream
 from mmqa_jax.decoding.requests import Request, Result, Scores, Scoring
 from mmqa_jax.decoding.scheduler import GeneratedSequence
-from mmqa_jax.prompting.backend_engine import EngineBackend
-from mmqa_jax.prompting.backend_t5 import T5Backend
 from mmqa_jax.prompting.backends import Choices, Failure, Query, Usage
+from mmqa_jax.prompting.backends.engine import EngineBackend
+from mmqa_jax.prompting.backends.t5 import T5Backend
 
 OnText = Callable[[str], None]  # in the engine's thread, with the next piece of an answer
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.retrieval.bm25 import check_top_k
+from mmqa_jax.retrieval.bm25.in_memory import check_top_k
 from mmqa_jax.retrieval.embeddings import BROKEN, Embeddings
 from mmqa_jax.retrieval.manifest import replace_folder
 from mmqa_jax.retrieval.vectors import check_finite

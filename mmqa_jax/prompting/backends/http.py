@@ -22,7 +22,6 @@ from typing import Any
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.decoding.requests import Result, Scores, TooLong, Unanswerable
-from mmqa_jax.prompting import openai_format
 from mmqa_jax.prompting.backends import (
     Chat,
     Choices,
@@ -32,9 +31,10 @@ from mmqa_jax.prompting.backends import (
     Picture,
     Query,
     Usage,
+    openai_replies,
 )
-from mmqa_jax.prompting.event_loop import EventLoop
-from mmqa_jax.prompting.http_client import (
+from mmqa_jax.prompting.backends.event_loop import EventLoop
+from mmqa_jax.prompting.backends.http_client import (
     KEY,
     URL,
     HttpClient,
@@ -44,7 +44,7 @@ from mmqa_jax.prompting.http_client import (
     check_environment,
     clean,
 )
-from mmqa_jax.prompting.openai_format import is_count
+from mmqa_jax.prompting.backends.openai_replies import is_count
 
 
 class OpenAIBackend:
@@ -199,7 +199,7 @@ class OpenAIBackend:
         found, usage = await server.post(
             path,
             body,
-            lambda answer: openai_format.read_candidates(
+            lambda answer: openai_replies.read_candidates(
                 answer, decoding.logprobs, decoding.n, decoding.stop
             ),
             most_bytes(body, decoding.n * decoding.max_new_tokens),
@@ -223,7 +223,7 @@ class OpenAIBackend:
             body = {**echoing, "prompt": text + spaces + continuation}
             tokens = len(body["prompt"].encode()) + 2  # at most: its bytes, and special tokens
             most = most_bytes(body, tokens)
-            return await server.post("/completions", body, openai_format.read_echo, most)
+            return await server.post("/completions", body, openai_replies.read_echo, most)
 
         try:
             (_, usage), *echoes = await asyncio.gather(
@@ -231,9 +231,9 @@ class OpenAIBackend:
                 *map(scored, request.continuations),
             )
             scores = [
-                openai_format.cut_echo(echo, usage.prompt, own.prompt) for echo, own in echoes
+                openai_replies.cut_echo(echo, usage.prompt, own.prompt) for echo, own in echoes
             ]
-        except openai_format.NoEcho as error:
+        except openai_replies.NoEcho as error:
             raise UserError(
                 f"request {shown_id(request.id)}: the server gives no log-probabilities of a "
                 f"prompt ({error}); use one that does, such as vLLM's /completions with `echo`, "
@@ -526,7 +526,7 @@ class Server:
 
     async def post(
         self, path: str, body: dict[str, Any], read: Callable[[dict[str, Any]], Any], most: int
-    ) -> tuple[Any, openai_format.Tokens]:
+    ) -> tuple[Any, openai_replies.Tokens]:
         """Posts, with retries; returns `read` of the answer, and its token counts.
 
         Raises:
@@ -535,7 +535,7 @@ class Server:
         """
 
         def read_all(answer):
-            return read(answer), openai_format.read_usage(answer)
+            return read(answer), openai_replies.read_usage(answer)
 
         body = {"model": self._model, **body}
         async with self._slots:
@@ -565,14 +565,14 @@ class Server:
                 reason = self._refusal(reply, echo="echo" in (body or ()))
                 if reason is None:
                     return read(reply.value)
-                retry_after = openai_format.retry_after(reply.headers)
+                retry_after = openai_replies.retry_after(reply.headers)
             except NoReply as error:
                 reason = str(error)
-            except openai_format.Malformed as error:
+            except openai_replies.Malformed as error:
                 reason = f"its answer is malformed ({error})"
-                if isinstance(error, openai_format.NoLogprobs):
+                if isinstance(error, openai_replies.NoLogprobs):
                     kind = WithoutLogprobs
-                elif isinstance(error, openai_format.WrongCount):
+                elif isinstance(error, openai_replies.WrongCount):
                     kind = WithoutChoices
             if attempt < retries:
                 self._usage.retries += 1
@@ -594,7 +594,7 @@ class Server:
         status = reply.status
         if 300 <= status < 400:
             raise Redirected(f"it redirects to another address ({status}), which is not asked")
-        error = openai_format.read_error(reply.value, reply.text)
+        error = openai_replies.read_error(reply.value, reply.text)
         if status < 300:
             if error is None:
                 return None
@@ -619,7 +619,7 @@ class Server:
         if code == "insufficient_quota":
             raise RunError(f"the server's quota is exhausted ({said}); raise it and restart.")
         if echo and status < 500 and "echo" in message.lower():
-            raise openai_format.NoEcho(f"it says {status}: {said}")
+            raise openai_replies.NoEcho(f"it says {status}: {said}")
         too_long = code == _TOO_LONG_CODE or any(words in message for words in _TOO_LONG_WORDS)
         if status < 500 and too_long:
             raise RefusedAsTooLong(f"it exceeds the server's context ({status}: {said})")

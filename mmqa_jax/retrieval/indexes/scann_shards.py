@@ -26,16 +26,16 @@ from jaxtyping import Float32, Int32
 from mmqa_jax.core.checksums import check_sums, find_damage
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.paths import remove_tree
-from mmqa_jax.retrieval.bm25 import check_top_k
+from mmqa_jax.retrieval.bm25.in_memory import check_top_k
 from mmqa_jax.retrieval.embeddings import Embeddings
-from mmqa_jax.retrieval.exact import (
+from mmqa_jax.retrieval.indexes.exact import (
     INDEX_WHAT,
     ExactIndex,
     check_queries,
     index_manifest,
     search_within,
 )
-from mmqa_jax.retrieval.index import (
+from mmqa_jax.retrieval.indexes.index import (
     ScannParameters,
     load_scann,
     scann_available,

@@ -35,9 +35,9 @@ from mmqa_jax.models.clip import VisionConfig
 from mmqa_jax.models.llama_config import LlamaConfig
 from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
 from mmqa_jax.models.siglip import SiglipVisionConfig
-from mmqa_jax.prompting.backend_engine import EngineBackend
-from mmqa_jax.prompting.backend_t5 import T5Backend
-from mmqa_jax.prompting.local_t5 import open_t5_backend
+from mmqa_jax.prompting.backends.engine import EngineBackend
+from mmqa_jax.prompting.backends.local_t5 import open_t5_backend
+from mmqa_jax.prompting.backends.t5 import T5Backend
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.config_json import replace_fields

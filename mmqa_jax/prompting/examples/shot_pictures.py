@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from mmqa_jax.data.schema import Question
 from mmqa_jax.prompting.backends import Picture
+from mmqa_jax.prompting.examples.library import Shot
 from mmqa_jax.prompting.few_shot import Fields, Order
-from mmqa_jax.prompting.shots import Shot
 from mmqa_jax.prompting.source_prompts import MARK
 
 

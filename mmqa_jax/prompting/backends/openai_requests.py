@@ -13,7 +13,7 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.prompting.backends import Decoding, Message, Picture
-from mmqa_jax.prompting.openai_fields import (
+from mmqa_jax.prompting.backends.openai_fields import (
     Fields,
     WrongField,
     read_picture,

@@ -21,9 +21,14 @@ from jaxtyping import Float32, Int32
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
-from mmqa_jax.retrieval.bm25 import check_top_k
+from mmqa_jax.retrieval.bm25.in_memory import check_top_k
 from mmqa_jax.retrieval.embeddings import Embeddings
-from mmqa_jax.retrieval.exact import check_embeddings, check_queries, index_manifest, search_within
+from mmqa_jax.retrieval.indexes.exact import (
+    check_embeddings,
+    check_queries,
+    index_manifest,
+    search_within,
+)
 from mmqa_jax.retrieval.manifest import replace_folder
 
 _AXIS = "rows"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from mmqa_jax.retrieval.index import ScannParameters
-from mmqa_jax.retrieval.milvus import FLAT_ROWS, GRAPH
+from mmqa_jax.retrieval.indexes.index import ScannParameters
+from mmqa_jax.retrieval.indexes.milvus import FLAT_ROWS, GRAPH
 
 _FLOAT = 4  # bytes
 SHARD_ROWS = 1_000_000  # of `mmqa index --kind=scann --shard_rows`, as planned here
