@@ -30,6 +30,7 @@ from mmqa_jax.data.images import decode, read_picture_file
 from mmqa_jax.data.lists import PictureOf, corpus_of_lists
 from mmqa_jax.data.schema import NOT_FOUND, Question, Ranking
 from mmqa_jax.inference.cross_encoder import open_cross_encoder
+from mmqa_jax.models.encoders.text_encoders import published_folder
 from mmqa_jax.papers.webqa import Reranker, top
 from mmqa_jax.prompting.backends import Backend
 from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
@@ -54,7 +55,6 @@ from mmqa_jax.runs.parts import LLMSpec, RetrieverSpec, open_bm25
 from mmqa_jax.runs.parts import open_llm as open_cached
 from mmqa_jax.runs.prepare import folder_notes
 from mmqa_jax.weights.hub import download_model
-from mmqa_jax.weights.text_encoders import published_folder
 
 Method = Literal["bm25", "dense", "fused", "rrf"]
 _CANDIDATES = 20  # that a reranker scores

@@ -10,9 +10,9 @@ import sentencepiece
 from flax import nnx
 from sentencepiece import sentencepiece_model_pb2
 
-from mmqa_jax.models.t5 import T5
-from mmqa_jax.models.t5_config import T5Config
-from mmqa_jax.weights.models.t5 import publish_t5
+from mmqa_jax.models.t5.config import T5Config
+from mmqa_jax.models.t5.keys import publish_t5
+from mmqa_jax.models.t5.network import T5
 from mmqa_jax.weights.published import write_published
 from tests.drawn_weights import drawn
 

@@ -1,7 +1,7 @@
 """Atlas: Prophet's stage 1 with pictures, MCAN over the patch grid of a CLIP vision tower.
 
-Question encoder (MiniLM), tower (models/clip.py) and fusion are trained together, by
-models/patch_mcan.py. A question of Atlas has no picture of its own: it is asked on those of its
+Question encoder (MiniLM), tower (models/clip/network.py) and fusion are trained together, by
+models/mcan/patches.py. A question of Atlas has no picture of its own: it is asked on those of its
 gold sources, one or two, as VLP's row `oracle` is. A question on snippets has none, and the model
 answers it from its words; the snippets are the language model's to read. The answers are the
 keywords of the training questions (their answers are sentences) that at least two of them have.

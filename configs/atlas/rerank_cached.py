@@ -1,4 +1,4 @@
-"""Atlas: source selection with cached sources (models/two_sided_vlp.py).
+"""Atlas: source selection with cached sources (models/vlp/two_sided.py).
 
 As rerank.py, but the question attends to its source in the upper layers alone, and tokens that
 both share are marked on the question's side. `data.negatives` names rankings of the training

@@ -9,7 +9,7 @@ minutes on a CPU gets the same by other means, each off unless the config names 
   types     of the first and the second source, and of words that the question has too
   answers   every token predicted from a [MASK] of its own, key words with a larger weight
 
-The model's part is models/atlas_reader.py (models may not import data), and the tasks' part
+The model's part is models/vlp/atlas_reader.py (models may not import data), and the tasks' part
 tasks/atlas_reader.py.
 """
 

@@ -1,4 +1,4 @@
-"""VLP's input sequences: sources, question and answer in the arrays that models.vlp reads.
+"""VLP's input sequences: sources, question and answer in the arrays that models.vlp.network reads.
 
 What the small reader of Atlas adds is in data/atlas_reader.py.
 
@@ -27,7 +27,7 @@ from mmqa_jax.data.truncation import Tokens, cut, cut_pair
 
 Packed = dict[str, np.ndarray]
 
-# The arrays that VLP reads, under the names of models.vlp.VLPInputs.
+# The arrays that VLP reads, under the names of models.vlp.network.VLPInputs.
 INPUT_FIELDS = (
     "input_ids",
     "token_type_ids",

@@ -15,11 +15,11 @@ from mmqa_jax.decoding.cached_attention import Branches
 from mmqa_jax.decoding.image_tower import SizedTower, model_of, tower_of, tower_programs_of
 from mmqa_jax.decoding.sizes import repeat_key_heads
 from mmqa_jax.decoding.slot_runner import EngineConfig, Programs, scans, slot_shards
-from mmqa_jax.models.llama import Llama, unstack_layers
-from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.llava import Llava, LlavaConfig
-from mmqa_jax.models.quantize import quantize_weights
-from mmqa_jax.models.qwen_vl import QwenVLConfig
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.network import Llama, unstack_layers
+from mmqa_jax.models.llama.quantize import quantize_weights
+from mmqa_jax.models.llava.network import Llava, LlavaConfig
+from mmqa_jax.models.qwen_vl.network import QwenVLConfig
 
 
 class Program(NamedTuple):

@@ -20,12 +20,18 @@ from mmqa_jax.decoding.kv_cache import KVCache
 from mmqa_jax.decoding.requests import Result, check_one_end
 from mmqa_jax.decoding.scheduler import TokenizedRequest, TokenizedScoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.ancestry import Ancestry
-from mmqa_jax.models.layer_traits import layer_traits
-from mmqa_jax.models.layers import group_queries, prefix_attention, ungroup_queries
-from mmqa_jax.models.llama import Llama, for_length, inverse_frequencies, last_token, rotation
-from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.lora import with_chosen
+from mmqa_jax.models.attention.ancestry import Ancestry
+from mmqa_jax.models.common.layers import group_queries, prefix_attention, ungroup_queries
+from mmqa_jax.models.llama import layer_traits
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.lora import with_chosen
+from mmqa_jax.models.llama.network import (
+    Llama,
+    for_length,
+    inverse_frequencies,
+    last_token,
+    rotation,
+)
 
 
 class BeamBatches:
@@ -127,7 +133,7 @@ class BeamBatches:
 # Beam search for LLaMA, entirely inside one jit; the bookkeeping is VLP's (`decoding.beam`).
 #
 # A prompt is encoded and its keys and values cached once for all its beams; so are the few new
-# tokens of the beams, which are never copied when beams are reordered (`models.ancestry`).
+# tokens of the beams, which are never copied when beams are reordered (`attention.ancestry`).
 
 
 @flax.struct.dataclass

@@ -10,8 +10,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mmqa_jax.models.layers import attention
-from mmqa_jax.models.masked import MASKED, capped
+from mmqa_jax.models.attention.masked import MASKED, capped
+from mmqa_jax.models.common.layers import attention
 
 
 def count_blocks(end: jax.Array, start: int, segment: Segment, block: int) -> jax.Array:
@@ -230,7 +230,7 @@ class LayerCache:
         return sum(segment.columns for segment in self.segments)
 
     def by_token(self) -> tuple[jax.Array, jax.Array]:
-        """Keys and values as `models.layers.attention` takes them, [S, T, kv_heads, D] each."""
+        """Keys and values as `layers.attention` takes them, [S, T, kv_heads, D] each."""
         keys = [segment.key.transpose(0, 3, 1, 2) for segment in self.segments]
         values = [segment.value.swapaxes(1, 2) for segment in self.segments]
         return jnp.concatenate(keys, axis=1), jnp.concatenate(values, axis=1)

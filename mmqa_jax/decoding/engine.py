@@ -50,11 +50,11 @@ from mmqa_jax.decoding.scheduler import (
 )
 from mmqa_jax.decoding.sizes import repeat_key_heads
 from mmqa_jax.decoding.slot_runner import EngineConfig, SlotRunner, scans
-from mmqa_jax.models.llama import Llama, for_length, unstack_layers
-from mmqa_jax.models.llava import Llava
-from mmqa_jax.models.lora import Additions, add_adapters
-from mmqa_jax.models.quantize import quantize_weights
-from mmqa_jax.models.qwen_vl import QwenVL
+from mmqa_jax.models.llama.lora import Additions, add_adapters
+from mmqa_jax.models.llama.network import Llama, for_length, unstack_layers
+from mmqa_jax.models.llama.quantize import quantize_weights
+from mmqa_jax.models.llava.network import Llava
+from mmqa_jax.models.qwen_vl.network import QwenVL
 
 if TYPE_CHECKING:
     from mmqa_jax.core.progress import Progress

@@ -21,8 +21,8 @@ from mmqa_jax.decoding.image_tower import PatchIds, tower_of, tower_programs_of
 from mmqa_jax.decoding.prefix_cache import Chunk
 from mmqa_jax.decoding.requests import Throughput
 from mmqa_jax.decoding.scheduler import SlotSequence
-from mmqa_jax.models.llava import Llava
-from mmqa_jax.models.qwen_vl import QwenVL
+from mmqa_jax.models.llava.network import Llava
+from mmqa_jax.models.qwen_vl.network import QwenVL
 
 
 class PictureFeatures:

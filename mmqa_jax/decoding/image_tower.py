@@ -21,14 +21,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import replicated
-from mmqa_jax.models import onevision_tiles
-from mmqa_jax.models.clip import blocks_before
-from mmqa_jax.models.llava import Llava, LlavaConfig, picture_features
-from mmqa_jax.models.onevision import Onevision, OnevisionConfig, tile_features
-from mmqa_jax.models.onevision_tiles import TileBatch, TiledPicture
+from mmqa_jax.models.clip.network import blocks_before
+from mmqa_jax.models.llava.network import Llava, LlavaConfig, picture_features
+from mmqa_jax.models.onevision import tiles as onevision_tiles
+from mmqa_jax.models.onevision.network import Onevision, OnevisionConfig, tile_features
+from mmqa_jax.models.onevision.tiles import TileBatch, TiledPicture
 from mmqa_jax.models.pictures import PictureConfig
-from mmqa_jax.models.qwen_vl import QwenVL, QwenVLConfig
-from mmqa_jax.models.qwen_vl_layout import Grid, PatchBatch, bucket_of, grid_of, lay_out
+from mmqa_jax.models.qwen_vl.layout import Grid, PatchBatch, bucket_of, grid_of, lay_out
+from mmqa_jax.models.qwen_vl.network import QwenVL, QwenVLConfig
 
 # Pictures that a device encodes at once, one of these; a CPU gains nothing by more than one, and
 # would compute the padding.

@@ -19,8 +19,8 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding import beam
 from mmqa_jax.decoding.beam import BeamResult, BeamState
-from mmqa_jax.models.oscar import OscarInputs
-from mmqa_jax.models.vlp import VLPInputs
+from mmqa_jax.models.oscar.network import OscarInputs
+from mmqa_jax.models.vlp.network import VLPInputs
 
 
 class MaskedLM(Protocol):

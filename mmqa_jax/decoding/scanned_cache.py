@@ -27,9 +27,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mmqa_jax.core.mesh import batch_blocks, partition_spec, split_rows
 from mmqa_jax.decoding.cached_attention import Branches, first_seen
 from mmqa_jax.decoding.kv_cache import copy_within, first_row, quantize
-from mmqa_jax.models.layer_traits import NO_TRAITS, LayerTraits, layer_traits
-from mmqa_jax.models.layers import attention, scan_layers
-from mmqa_jax.models.llama import (
+from mmqa_jax.models.attention.masked import MASKED, capped
+from mmqa_jax.models.common.layers import attention, scan_layers
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.layer_traits import NO_TRAITS, LayerTraits, layer_traits
+from mmqa_jax.models.llama.lora import with_chosen
+from mmqa_jax.models.llama.network import (
     Llama,
     added,
     inverse_frequencies,
@@ -38,9 +41,6 @@ from mmqa_jax.models.llama import (
     rotation,
     shifted,
 )
-from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.lora import with_chosen
-from mmqa_jax.models.masked import MASKED, capped
 
 # Rows of queries that make attention a matrix product on a TPU: with one alone (every head has keys
 # of its own) XLA multiplies and adds on the vector unit.

@@ -25,11 +25,11 @@ from mmqa_jax.core.serving import AUTO, free_bytes
 from mmqa_jax.core.typed import Key, spec_of
 from mmqa_jax.decoding.prefix_cache import Buckets
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.clip import VisionConfig
-from mmqa_jax.models.llama import Llama
-from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
-from mmqa_jax.models.siglip import SiglipVisionConfig
+from mmqa_jax.models.clip.network import VisionConfig
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.network import Llama
+from mmqa_jax.models.qwen_vl.vision import QwenVisionConfig
+from mmqa_jax.models.siglip.network import SiglipVisionConfig
 
 LENGTH = 2048  # tokens of a slot where no prompt is known
 _GIB = 2**30

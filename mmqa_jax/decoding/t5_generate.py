@@ -2,7 +2,7 @@
 
 The source is encoded once, and each decoder layer's keys and values of it are computed once for all
 beams of a prompt. The beams' own keys and values are never copied when beams are reordered
-(`models.ancestry`). All beams of a prompt are rows of one product.
+(`models.attention.ancestry`). All beams of a prompt are rows of one product.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding import beam, hypotheses
 from mmqa_jax.decoding.beam import BeamResult
 from mmqa_jax.decoding.sampling import SamplingParameters, choose
-from mmqa_jax.models.ancestry import Ancestry
-from mmqa_jax.models.relative_positions import relative_buckets
-from mmqa_jax.models.t5 import T5, T5Layer, bias_of
-from mmqa_jax.models.t5_config import T5Config
-from mmqa_jax.models.t5_inputs import Texts
+from mmqa_jax.models.attention.ancestry import Ancestry
+from mmqa_jax.models.common.relative_positions import relative_buckets
+from mmqa_jax.models.t5.config import T5Config
+from mmqa_jax.models.t5.inputs import Texts
+from mmqa_jax.models.t5.network import T5, T5Layer, bias_of
 
 KeysValues = tuple[jax.Array, jax.Array]
 

@@ -19,8 +19,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data.encoder_tokenizer import EncoderTokenizer, cut_longest, load_encoder_tokenizer
-from mmqa_jax.models.cross_encoder import CrossEncoder
-from mmqa_jax.weights.text_encoders import load_pair_classifier, published_folder
+from mmqa_jax.models.encoders.cross_encoder import CrossEncoder
+from mmqa_jax.models.encoders.text_encoders import load_pair_classifier, published_folder
 
 _BUCKETS = (64, 128, 256, 512)  # tokens
 _BATCH_TOKENS = 8192  # padding included

@@ -33,9 +33,9 @@ from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Result
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.extensions.mavl_plans import PlanTable, read_plan_table
-from mmqa_jax.models.llama import Llama
-from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.lora import merge_lora
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.lora import merge_lora
+from mmqa_jax.models.llama.network import Llama
 from mmqa_jax.papers.mavl import (
     ROLES,
     STOP,

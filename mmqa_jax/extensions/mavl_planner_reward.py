@@ -34,7 +34,7 @@ from mmqa_jax.extensions.mavl_planner import (
     PlanSampler,
 )
 from mmqa_jax.extensions.mavl_plans import PlanTable, read_plan_table
-from mmqa_jax.models.llama import Llama
+from mmqa_jax.models.llama.network import Llama
 from mmqa_jax.papers.mavl import Actions, PlanReading, every_plan, parse_plan
 from mmqa_jax.tasks.base_llm import base_loader, check_rows
 from mmqa_jax.tasks.language_model import RowBatches

@@ -27,7 +27,7 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import TokenTable
 from mmqa_jax.data.truncation import coins
-from mmqa_jax.models.vlp import VLPInputs
+from mmqa_jax.models.vlp.network import VLPInputs
 
 
 def rerank_pairs(

@@ -29,12 +29,29 @@ from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Question, Ranking, source_text
 from mmqa_jax.data.tokenizers import SETTINGS
 from mmqa_jax.inference.reranker import ScoredPairs, gather
-from mmqa_jax.models.cross_encoder import CrossEncoder
-from mmqa_jax.models.decoder_families import FAMILIES as DECODERS
-from mmqa_jax.models.modernbert import ModernBertCrossEncoder
-from mmqa_jax.models.published_keys import check_keys, kinds
-from mmqa_jax.models.text_decoder import YesNoDecoder
-from mmqa_jax.models.vlm_encoder import QwenVLYesNo
+from mmqa_jax.models.encoders.cross_encoder import CrossEncoder
+from mmqa_jax.models.encoders.sentence_pooling import (
+    PROMPTS,
+    TRANSFORMER,
+    check_logit_prompts,
+    has_recipe,
+    read_modules,
+    read_pair_length,
+)
+from mmqa_jax.models.encoders.text_decoder import YesNoDecoder
+from mmqa_jax.models.encoders.text_encoders import (
+    check_padding,
+    is_classifier,
+    load_cross_encoder,
+    load_yes_no,
+    model_type_of,
+    read_decoder_config,
+)
+from mmqa_jax.models.encoders.vlm_encoder import QwenVLYesNo
+from mmqa_jax.models.encoders.vlm_keys import FAMILY as VLM
+from mmqa_jax.models.encoders.vlm_keys import load_vlm_yes_no, read_vlm_config
+from mmqa_jax.models.llama.families import FAMILIES as DECODERS
+from mmqa_jax.models.modernbert.network import ModernBertCrossEncoder
 from mmqa_jax.retrieval.embedder import rows_of_length
 from mmqa_jax.retrieval.picture_batches import (
     HELD,
@@ -45,24 +62,7 @@ from mmqa_jax.retrieval.picture_batches import (
 from mmqa_jax.retrieval.rankings import rescored
 from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
 from mmqa_jax.retrieval.vlm_encoder import picture_sizes, prompt_lengths
-from mmqa_jax.weights.sentence_pooling import (
-    PROMPTS,
-    TRANSFORMER,
-    check_logit_prompts,
-    has_recipe,
-    read_modules,
-    read_pair_length,
-)
-from mmqa_jax.weights.text_encoders import (
-    check_padding,
-    is_classifier,
-    load_cross_encoder,
-    load_yes_no,
-    model_type_of,
-    read_decoder_config,
-)
-from mmqa_jax.weights.vlm_encoders import FAMILY as VLM
-from mmqa_jax.weights.vlm_encoders import load_vlm_yes_no, read_vlm_config
+from mmqa_jax.weights.published_keys import check_keys, kinds
 
 
 class CrossEncoderReranker:

@@ -128,7 +128,7 @@ def _opened(choice: DetectorChoice, placed: Mesh | None) -> FasterRCNN:
 
 
 def _read_published(path: Path, choice: DetectorChoice, mesh: Mesh | None) -> FasterRCNN:
-    from mmqa_jax.weights.models.detector import open_detector as open_checkpoint
+    from mmqa_jax.models.detection.keys import open_detector as open_checkpoint
 
     config = choice.changed(open_checkpoint(path).config)
     rule = config.rule

@@ -16,7 +16,7 @@ from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.serving import serve
 from mmqa_jax.data.schema import Modality
 from mmqa_jax.data.tokenizers import WordPiece, text_inputs
-from mmqa_jax.models.text_classifier import TextClassifier
+from mmqa_jax.models.encoders.text_classifier import TextClassifier
 from mmqa_jax.retrieval.modality import MODALITIES, without_quotes
 
 

@@ -17,7 +17,7 @@ from mmqa_jax.data.schema import Modality, Prediction, Question, Ranking, catego
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.decoding.masked_lm import beam_search
 from mmqa_jax.inference.batches import answer_inputs, coin_ids, vlp_inputs, warn_truncated
-from mmqa_jax.models.vlp import VLP
+from mmqa_jax.models.vlp.network import VLP
 
 
 class Reader:

@@ -22,8 +22,8 @@ from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.data.tokenizers import TokenTable, WordPiece
 from mmqa_jax.data.truncation import coins
 from mmqa_jax.inference.batches import coin_ids, rerank_pairs, vlp_inputs, warn_truncated
-from mmqa_jax.models.two_sided_vlp import QuestionStates, SourceMemory, TwoSidedVLP
-from mmqa_jax.models.vlp import VLP, VLPInputs
+from mmqa_jax.models.vlp.network import VLP, VLPInputs
+from mmqa_jax.models.vlp.two_sided import QuestionStates, SourceMemory, TwoSidedVLP
 from mmqa_jax.retrieval.rankings import rescored, to_rankings
 
 

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.llama.config import LlamaConfig
 
 
 @runtime_checkable

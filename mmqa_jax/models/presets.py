@@ -9,20 +9,23 @@ from typing import Any, ClassVar, Literal
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import at_least, changes_of, mapping, spec_of
-from mmqa_jax.models import bert, clip, siglip, vlp
-from mmqa_jax.models.bert import BertConfig
-from mmqa_jax.models.caption_mcan import CaptionMCANConfig
-from mmqa_jax.models.clip import TextConfig, VisionConfig
-from mmqa_jax.models.config_checks import check_known
-from mmqa_jax.models.dual_encoder import DualEncoderConfig, siglip_dual_encoder
-from mmqa_jax.models.mcan import MCANConfig
-from mmqa_jax.models.mcan_layers import FusionConfig
-from mmqa_jax.models.mcan_openvqa import MCANOpenVQAConfig
-from mmqa_jax.models.patch_mcan import PatchMCANConfig
-from mmqa_jax.models.siglip import SiglipConfig, SiglipTextConfig, SiglipVisionConfig
-from mmqa_jax.models.text_classifier import TextClassifierConfig
-from mmqa_jax.models.vlp import VLPConfig
-from mmqa_jax.models.vlp_pixels import vlp_clip, vlp_patches
+from mmqa_jax.models.bert import network as bert
+from mmqa_jax.models.bert.network import BertConfig
+from mmqa_jax.models.clip import network as clip
+from mmqa_jax.models.clip.network import TextConfig, VisionConfig
+from mmqa_jax.models.common.config_checks import check_known
+from mmqa_jax.models.encoders.dual_encoder import DualEncoderConfig, siglip_dual_encoder
+from mmqa_jax.models.encoders.text_classifier import TextClassifierConfig
+from mmqa_jax.models.mcan.captions import CaptionMCANConfig
+from mmqa_jax.models.mcan.layers import FusionConfig
+from mmqa_jax.models.mcan.network import MCANConfig
+from mmqa_jax.models.mcan.openvqa import MCANOpenVQAConfig
+from mmqa_jax.models.mcan.patches import PatchMCANConfig
+from mmqa_jax.models.siglip import network as siglip
+from mmqa_jax.models.siglip.network import SiglipConfig, SiglipTextConfig, SiglipVisionConfig
+from mmqa_jax.models.vlp import network as vlp
+from mmqa_jax.models.vlp.network import VLPConfig
+from mmqa_jax.models.vlp.pixels import vlp_clip, vlp_patches
 
 TRUNKS: dict[str, Callable[..., bert.BertConfig]] = {
     "bert_base_cased": bert.bert_base_cased,

@@ -18,19 +18,27 @@ from mmqa_jax.core.mesh import (
     state_shardings,
 )
 from mmqa_jax.core.serving import AUTO, Serving, planned_batch_size, serving_mesh
-from mmqa_jax.models.bert import Bert, BertConfig, bert_base_uncased, bert_large_uncased, minilm_l6
-from mmqa_jax.models.llama_config import RELATIVES, LlamaConfig
-from mmqa_jax.models.modernbert import (
+from mmqa_jax.models.bert.network import (
+    Bert,
+    BertConfig,
+    bert_base_uncased,
+    bert_large_uncased,
+    minilm_l6,
+)
+from mmqa_jax.models.encoders.sentence_encoder import SentenceEncoder
+from mmqa_jax.models.encoders.text_decoder import TextDecoder
+from mmqa_jax.models.encoders.text_encoders import for_reading
+from mmqa_jax.models.encoders.vlm_encoder import QwenVLEncoder
+from mmqa_jax.models.encoders.vlm_keys import for_encoding
+from mmqa_jax.models.llama.config import RELATIVES, LlamaConfig
+from mmqa_jax.models.modernbert.network import (
     ModernBert,
     ModernBertConfig,
     modernbert_base,
     modernbert_large,
 )
-from mmqa_jax.models.mpnet import MPNet
-from mmqa_jax.models.qwen_vl import QwenVLConfig, qwen3_vl_2b, qwen3_vl_8b
-from mmqa_jax.models.sentence_encoder import SentenceEncoder
-from mmqa_jax.models.text_decoder import TextDecoder
-from mmqa_jax.models.vlm_encoder import QwenVLEncoder
+from mmqa_jax.models.mpnet.network import MPNet
+from mmqa_jax.models.qwen_vl.network import QwenVLConfig, qwen3_vl_2b, qwen3_vl_8b
 from mmqa_jax.plan.program import Program, shard_bytes, tree_bytes
 from mmqa_jax.retrieval.embedder import (
     FULL_LENGTH,
@@ -41,8 +49,6 @@ from mmqa_jax.retrieval.embedder import (
 from mmqa_jax.retrieval.picture_batches import PicturePrompt, attended, prompt_batches
 from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
 from mmqa_jax.retrieval.vlm_encoder import LONGEST, make_encode_prompts
-from mmqa_jax.weights.text_encoders import for_reading
-from mmqa_jax.weights.vlm_encoders import for_encoding
 
 TEXTS = "texts"  # the program
 

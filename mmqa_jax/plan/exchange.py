@@ -6,7 +6,7 @@ Three things follow from how the weights are split:
   (sums of partial sums at once);
 - gradients are added up over the devices that share the batch.
 
-What the model itself exchanges over `sequence` stands in the jaxpr (`models/flash.py`, splash.py):
+What the model itself exchanges over `sequence` stands in the jaxpr (`models/attention/`):
 keys and values are gathered in every layer, their gradients added up and scattered.
 
 Compilers exchange more, and run some of it beside other work: of a compiled program

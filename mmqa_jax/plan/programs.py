@@ -37,17 +37,17 @@ from mmqa_jax.decoding.slot_runner import slot_shards
 from mmqa_jax.decoding.t5_engine import room
 from mmqa_jax.decoding.t5_generate import draw
 from mmqa_jax.evaluation.fluency import longest_text, make_likelihoods, tokens_per_batch
-from mmqa_jax.models import llama_config
-from mmqa_jax.models.bart import Bart
-from mmqa_jax.models.bart_config import BartConfig
-from mmqa_jax.models.experts import reached
-from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.llava import LlavaConfig, llava_1_5_7b, llava_1_5_13b
-from mmqa_jax.models.onevision import onevision_05b, onevision_7b
-from mmqa_jax.models.qwen_vl import QwenVLConfig, qwen3_vl_2b, qwen3_vl_8b, qwen25_vl_7b
-from mmqa_jax.models.t5 import T5
-from mmqa_jax.models.t5_config import PUBLISHED as T5S
-from mmqa_jax.models.t5_inputs import Texts
+from mmqa_jax.models.bart.config import BartConfig
+from mmqa_jax.models.bart.network import Bart
+from mmqa_jax.models.llama import config as llama_config
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.experts import reached
+from mmqa_jax.models.llava.network import LlavaConfig, llava_1_5_7b, llava_1_5_13b
+from mmqa_jax.models.onevision.network import onevision_05b, onevision_7b
+from mmqa_jax.models.qwen_vl.network import QwenVLConfig, qwen3_vl_2b, qwen3_vl_8b, qwen25_vl_7b
+from mmqa_jax.models.t5.config import PUBLISHED as T5S
+from mmqa_jax.models.t5.inputs import Texts
+from mmqa_jax.models.t5.network import T5
 from mmqa_jax.plan.detectors import DETECTORS, REGIONS, detector_program
 from mmqa_jax.plan.encoders import (
     ENCODERS,

@@ -53,7 +53,7 @@ def prompt_ids(
     image_token: int,
     bos: int | None = 1,
 ) -> list[int]:
-    """Token ids of a prompt, one `image_token` per placeholder (see `models.llava.expand_images`).
+    """Token ids of a prompt, one `image_token` per placeholder (see `models.llava`).
 
     The text between placeholders is tokenized piece by piece, each as a separate text: Vicuna's
     tokenizer puts a space before a piece that starts with a line break, as in LLaVA's training.

@@ -17,11 +17,11 @@ from mmqa_jax.data import images
 from mmqa_jax.data.llava_images import llava_pixels, pad_color
 from mmqa_jax.data.onevision_images import tiled_pixels
 from mmqa_jax.data.qwen_images import PictureSizes, qwen_pixels, qwen_size
-from mmqa_jax.models.llava import ORIGINAL_IMAGE_TOKEN, LlavaConfig
-from mmqa_jax.models.onevision import OnevisionConfig
-from mmqa_jax.models.onevision_tiles import TiledPicture, best_resolution
+from mmqa_jax.models.llava.network import ORIGINAL_IMAGE_TOKEN, LlavaConfig
+from mmqa_jax.models.onevision.network import OnevisionConfig
+from mmqa_jax.models.onevision.tiles import TiledPicture, best_resolution
 from mmqa_jax.models.pictures import PictureConfig
-from mmqa_jax.models.qwen_vl import QwenVLConfig
+from mmqa_jax.models.qwen_vl.network import QwenVLConfig
 from mmqa_jax.prompting import llava_prompt
 from mmqa_jax.prompting.backends import Message, Picture
 from mmqa_jax.prompting.llava_prompt import PLACEHOLDER, question

@@ -18,15 +18,15 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
 from mmqa_jax.data.clip_tokenizer import Preprocessing, load_clip_tokenizer
 from mmqa_jax.data.images import Resize
-from mmqa_jax.models.clip import CLIP
-from mmqa_jax.models.dual_encoder import clip_dual_encoder
+from mmqa_jax.models.clip.network import CLIP
+from mmqa_jax.models.clip.open_clip import squashes
+from mmqa_jax.models.clip.uniir import UNIIR
+from mmqa_jax.models.encoders.dual_encoder import clip_dual_encoder
 from mmqa_jax.retrieval.embedder import Embedder, dual_encoder_cost, one_picture_each
 from mmqa_jax.retrieval.embeddings import BROKEN
 from mmqa_jax.retrieval.two_towers import as_dual_encoder, check_kind, load_two_towers
 from mmqa_jax.retrieval.vectors import check_finite
 from mmqa_jax.weights.folder import read_record
-from mmqa_jax.weights.models.clip_open_clip import squashes
-from mmqa_jax.weights.models.clip_uniir import UNIIR
 from mmqa_jax.weights.record import is_converted
 
 _BUCKETS = (16, 32, 48, 77)

@@ -29,15 +29,15 @@ from mmqa_jax.data.images import Alpha, NaFlex, PictureShape, cut_patches
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Source, source_text
 from mmqa_jax.data.tokenizers import WordPiece
-from mmqa_jax.models.bert import BertConfig
-from mmqa_jax.models.clip import BlockConfig
-from mmqa_jax.models.dual_encoder import DualEncoderConfig
-from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.modernbert import ModernBertConfig
-from mmqa_jax.models.unstacked import restacked, unstacked
+from mmqa_jax.models.bert.network import BertConfig
+from mmqa_jax.models.clip.network import BlockConfig
+from mmqa_jax.models.common.unstacked import restacked, unstacked
+from mmqa_jax.models.encoders.dual_encoder import DualEncoderConfig
+from mmqa_jax.models.encoders.sentence_pooling import Prompts
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.modernbert.network import ModernBertConfig
 from mmqa_jax.retrieval.embeddings import BROKEN, Embeddings, write_embeddings
 from mmqa_jax.retrieval.vectors import check_finite, not_finite
-from mmqa_jax.weights.sentence_pooling import Prompts
 
 TextEncoderConfig = BertConfig | ModernBertConfig | LlamaConfig
 
@@ -87,7 +87,7 @@ class Embedder:
     longer than the longest bucket are truncated, as by CLIP's `tokenize(truncate=True)`.
 
     Args:
-      graphdef, state: `nnx.split` of a dual encoder (models/dual_encoder.py), which takes
+      graphdef, state: `nnx.split` of a dual encoder (models/encoders/dual_encoder.py), which takes
         pictures as uint8. The state may be abstract if `use` gives the parameters.
       tokenizer: a WordPiece, which encodes texts as [CLS] tokens [SEP], or a published one with
         its own tokens around a text (data/encoder_tokenizer.py).

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 from mmqa_jax.core.serving import Serving
-from mmqa_jax.models.qwen_vl import QwenVLConfig, expand_pictures
-from mmqa_jax.models.qwen_vl_layout import PatchBatch, bucket_of, grid_of, lay_out
+from mmqa_jax.models.qwen_vl.layout import PatchBatch, bucket_of, grid_of, lay_out
+from mmqa_jax.models.qwen_vl.network import QwenVLConfig, expand_pictures
 from mmqa_jax.retrieval.embedder import rows_of_length
 
 HELD = 64  # decoded pictures at a time; of a page some 5 MB
@@ -35,7 +35,7 @@ class PicturePrompt(NamedTuple):
 
 
 class PromptBatch(NamedTuple):
-    """This process's rows of a padded batch, as `models.vlm_encoder` takes them."""
+    """This process's rows of a padded batch, as `models.encoders.vlm_encoder` takes them."""
 
     input_ids: np.ndarray  # int32 [B, L]
     mask: np.ndarray  # bool [B, L]

@@ -14,11 +14,11 @@ from pathlib import Path
 from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh
 from mmqa_jax.data.images import NaFlex, Resize
 from mmqa_jax.data.siglip_tokenizer import load_siglip_tokenizer
-from mmqa_jax.models.dual_encoder import DualEncoderConfig, siglip_dual_encoder
-from mmqa_jax.models.siglip import Siglip, SiglipVisionConfig
+from mmqa_jax.models.encoders.dual_encoder import DualEncoderConfig, siglip_dual_encoder
+from mmqa_jax.models.siglip.network import Siglip, SiglipVisionConfig
+from mmqa_jax.models.siglip.processor import read_preparation
 from mmqa_jax.retrieval.embedder import Embedder, dual_encoder_cost, tower_bytes
 from mmqa_jax.retrieval.two_towers import as_dual_encoder, load_two_towers
-from mmqa_jax.weights.models.siglip_processor import read_preparation
 
 _RESIZE: Mapping[str, Resize] = {"bicubic": "squash", "bilinear": "squash_bilinear"}
 

@@ -1,6 +1,6 @@
 """Published encoders of texts as embedders: BGE, E5, GTE, ModernBERT, Qwen3-Embedding and others.
 
-What sentence-transformers' files say is done (weights/sentence_pooling.py): pooling, prompts before
+What sentence-transformers' files say is done (sentence_pooling.py): pooling, prompts before
 questions and sources, the length at which texts are cut, a Matryoshka size.
 """
 
@@ -17,16 +17,16 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import state_shardings
 from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh
 from mmqa_jax.data.encoder_tokenizer import load_encoder_tokenizer
-from mmqa_jax.models.decoder_families import FAMILIES as DECODERS
-from mmqa_jax.models.sentence_encoder import SentenceEncoder
-from mmqa_jax.retrieval.embedder import FULL_LENGTH, Embedder, TextEncoderConfig, text_cost
-from mmqa_jax.weights.sentence_pooling import has_recipe, read_recipe
-from mmqa_jax.weights.text_encoders import (
+from mmqa_jax.models.encoders.sentence_encoder import SentenceEncoder
+from mmqa_jax.models.encoders.sentence_pooling import has_recipe, read_recipe
+from mmqa_jax.models.encoders.text_encoders import (
     check_padding,
     load_dense,
     load_text_encoder,
     model_type_of,
 )
+from mmqa_jax.models.llama.families import FAMILIES as DECODERS
+from mmqa_jax.retrieval.embedder import FULL_LENGTH, Embedder, TextEncoderConfig, text_cost
 
 _BUCKETS = (*range(16, 128, 16), *range(128, 256, 32), *(2**power for power in range(8, 15)))
 

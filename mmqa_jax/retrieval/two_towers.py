@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import state_shardings
-from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
+from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig
 from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.record import is_converted

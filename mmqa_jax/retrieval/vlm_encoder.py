@@ -25,9 +25,11 @@ from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
 from mmqa_jax.data.chat_template import MARKS, PictureChat
 from mmqa_jax.data.encoder_tokenizer import load_encoder_tokenizer
 from mmqa_jax.data.qwen_images import PictureSizes
-from mmqa_jax.models.qwen_vl import QwenVLConfig
-from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
-from mmqa_jax.models.unstacked import restacked
+from mmqa_jax.models.common.unstacked import restacked
+from mmqa_jax.models.encoders.sentence_pooling import has_recipe, read_recipe
+from mmqa_jax.models.encoders.vlm_keys import load_vlm_encoder, read_vlm_config
+from mmqa_jax.models.qwen_vl.network import QwenVLConfig
+from mmqa_jax.models.qwen_vl.vision import QwenVisionConfig
 from mmqa_jax.retrieval.embedder import Embedder, one_picture_each
 from mmqa_jax.retrieval.embeddings import BROKEN
 from mmqa_jax.retrieval.picture_batches import (
@@ -38,8 +40,6 @@ from mmqa_jax.retrieval.picture_batches import (
 )
 from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
 from mmqa_jax.retrieval.vectors import check_finite
-from mmqa_jax.weights.sentence_pooling import has_recipe, read_recipe
-from mmqa_jax.weights.vlm_encoders import load_vlm_encoder, read_vlm_config
 
 INSTRUCTION = "Represent the user's input."  # where a folder's prompts name no other
 LONGEST = 8192  # tokens of a prompt, the original's MAX_LENGTH

@@ -36,8 +36,8 @@ from mmqa_jax.data.regions import (
 )
 from mmqa_jax.data.tokenizers import WordPiece, load_tokenizer
 from mmqa_jax.decoding.masked_lm import write_captions
-from mmqa_jax.models.oscar import OscarConfig
-from mmqa_jax.models.oscar_layout import OscarLayout
+from mmqa_jax.models.oscar.layout import OscarLayout
+from mmqa_jax.models.oscar.network import OscarConfig
 from mmqa_jax.retrieval.embedder import tower_bytes
 from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.record import read_metadata

@@ -27,8 +27,8 @@ from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.grid_records import write_grids
 from mmqa_jax.data.images import BrokenPictures, PictureError, decode_to_pixels
 from mmqa_jax.data.vqa_inputs import image_id
-from mmqa_jax.models.clip import normalize_pixels
-from mmqa_jax.models.modified_resnet import STRIDE
+from mmqa_jax.models.clip.network import normalize_pixels
+from mmqa_jax.models.modified_resnet.network import STRIDE
 from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.record import is_weights_folder
 

@@ -24,7 +24,7 @@ from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.decoding.masked_lm import beam_search
 from mmqa_jax.evaluation.webqa import Normalizer, score_answers
 from mmqa_jax.inference.reader import Reader
-from mmqa_jax.models.vlp import VLPInputs
+from mmqa_jax.models.vlp.network import VLPInputs
 from mmqa_jax.retrieval.embedder import value_bytes
 from mmqa_jax.retrieval.rankings import check_gold, gold_ranking
 from mmqa_jax.tasks.atlas_reader import AtlasServing, AtlasVLPTask, inputs_class, with_probes

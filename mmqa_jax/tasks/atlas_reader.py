@@ -1,6 +1,6 @@
 """What the tasks on VLP add for the small reader of Atlas (ours; configs/atlas).
 
-Its inputs are made by data/atlas_reader.py, its model is models/atlas_reader.py. All of it is keys
+Its inputs are made by data/atlas_reader.py, its model is vlp/atlas_reader.py. All of it is keys
 of the sections `model`, `packing`, `masking` and of `new_types`, off unless a config names them, so
 that source selection and answers are one task each, and runs of both kinds are opened alike.
 """
@@ -25,8 +25,8 @@ from mmqa_jax.data.packing import Packer, PackingConfig
 from mmqa_jax.data.regions import FeatureRegions, PatchRegions
 from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import WordPiece
-from mmqa_jax.models.atlas_reader import FRESH, AtlasVLPModel, ProbedInputs, add_types
-from mmqa_jax.models.vlp import VLPInputs
+from mmqa_jax.models.vlp.atlas_reader import FRESH, AtlasVLPModel, ProbedInputs, add_types
+from mmqa_jax.models.vlp.network import VLPInputs
 from mmqa_jax.tasks.pretrained import Loader, vlp_loader
 from mmqa_jax.tasks.task import ANY_VOCABULARY, bools
 from mmqa_jax.tasks.vlp import OF_REGIONS, VLPServing, VLPTask, check_types

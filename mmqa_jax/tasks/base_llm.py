@@ -15,12 +15,12 @@ from mmqa_jax.core import distributed
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.lora import hold_base
-from mmqa_jax.models.multimodal_t5 import MultimodalT5Config
-from mmqa_jax.models.qwen_vl import QwenVLConfig
-from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
-from mmqa_jax.models.t5_config import T5Config
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.lora import hold_base
+from mmqa_jax.models.multimodal_t5.network import MultimodalT5Config
+from mmqa_jax.models.qwen_vl.network import QwenVLConfig
+from mmqa_jax.models.qwen_vl.vision import QwenVisionConfig
+from mmqa_jax.models.t5.config import T5Config
 from mmqa_jax.prompting import text_tokenizer
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer, open_tokenizer
 from mmqa_jax.tasks.task import Task

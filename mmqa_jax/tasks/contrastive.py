@@ -25,10 +25,10 @@ from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.splits import evenly
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.evaluation.retrieval import score_rankings
-from mmqa_jax.models.clip import TextConfig
-from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig, with_logit_bias
+from mmqa_jax.models.clip.network import TextConfig
+from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig, with_logit_bias
 from mmqa_jax.models.presets import DualEncoderModel
-from mmqa_jax.models.siglip import SiglipTextConfig
+from mmqa_jax.models.siglip.network import SiglipTextConfig
 from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embedder import Embedder, dual_encoder_cost, make_encode_source
 from mmqa_jax.retrieval.embeddings import Embeddings

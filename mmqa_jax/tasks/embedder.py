@@ -7,6 +7,9 @@ from typing import Any
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.picture_store import PictureStore
+from mmqa_jax.models.encoders.text_encoders import published_folder, published_kind
+from mmqa_jax.models.encoders.vlm_keys import FAMILY as VLM
+from mmqa_jax.models.encoders.vlm_keys import check_family
 from mmqa_jax.retrieval.clip import load_clip_embedder
 from mmqa_jax.retrieval.embedder import Embedder
 from mmqa_jax.retrieval.siglip import load_siglip_embedder
@@ -18,9 +21,6 @@ from mmqa_jax.tasks.task import Options, read_run
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.folder import read_record
 from mmqa_jax.weights.record import is_converted
-from mmqa_jax.weights.text_encoders import published_folder, published_kind
-from mmqa_jax.weights.vlm_encoders import FAMILY as VLM
-from mmqa_jax.weights.vlm_encoders import check_family
 
 # What embeds pictures, by the name of a converted model, and by transformers' `model_type`.
 _WITH_PICTURES = {

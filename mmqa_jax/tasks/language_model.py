@@ -28,8 +28,8 @@ from mmqa_jax.data.chats import is_chat
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.packing import Packed
 from mmqa_jax.data.schema import Question
-from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.lora import LoraConfig
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.lora import LoraConfig
 from mmqa_jax.prompting.examples.training import chat_example, encode_text
 from mmqa_jax.tasks.base_llm import base_loader, check_rows, model_config
 from mmqa_jax.tasks.objectives import LanguageModelObjective, target_log_probs

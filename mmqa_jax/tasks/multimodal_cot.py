@@ -21,8 +21,8 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.picture_vectors import PictureVectors
 from mmqa_jax.data.schema import Question
 from mmqa_jax.inference.multimodal_t5 import cut_tokens
-from mmqa_jax.models.multimodal_t5 import MultimodalT5Config
-from mmqa_jax.models.t5_inputs import PicturedTexts
+from mmqa_jax.models.multimodal_t5.network import MultimodalT5Config
+from mmqa_jax.models.t5.inputs import PicturedTexts
 from mmqa_jax.prompting.mmcot_prompts import Format, source_text, target_text
 from mmqa_jax.tasks.base_llm import TextModelTask, base_loader, check_vocabulary, model_config
 from mmqa_jax.tasks.objectives import MultimodalObjective

@@ -20,24 +20,24 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from mmqa_jax.core.mesh import SEQUENCE, batch_axes, batch_sharding, column_shards, split_rows
-from mmqa_jax.models.caption_mcan import CaptionMCAN, CaptionMCANConfig
-from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
-from mmqa_jax.models.layers import split_key
-from mmqa_jax.models.llama import Llama
-from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.lora import ADDED, LoraConfig, add_lora, merge_lora
-from mmqa_jax.models.mcan import MCAN, MCANConfig
-from mmqa_jax.models.mcan_openvqa import MCANOpenVQA, MCANOpenVQAConfig
-from mmqa_jax.models.multimodal_t5 import MultimodalT5, MultimodalT5Config
-from mmqa_jax.models.patch_mcan import PatchMCAN, PatchMCANConfig
-from mmqa_jax.models.qwen_vl import QwenVL, QwenVLConfig, spread
-from mmqa_jax.models.qwen_vl_layout import PatchBatch
-from mmqa_jax.models.t5 import T5
-from mmqa_jax.models.t5_config import T5Config
-from mmqa_jax.models.t5_inputs import Texts
-from mmqa_jax.models.text_classifier import TextClassifier, TextClassifierConfig
-from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
-from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
+from mmqa_jax.models.common.layers import split_key
+from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig
+from mmqa_jax.models.encoders.text_classifier import TextClassifier, TextClassifierConfig
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.lora import ADDED, LoraConfig, add_lora, merge_lora
+from mmqa_jax.models.llama.network import Llama
+from mmqa_jax.models.mcan.captions import CaptionMCAN, CaptionMCANConfig
+from mmqa_jax.models.mcan.network import MCAN, MCANConfig
+from mmqa_jax.models.mcan.openvqa import MCANOpenVQA, MCANOpenVQAConfig
+from mmqa_jax.models.mcan.patches import PatchMCAN, PatchMCANConfig
+from mmqa_jax.models.multimodal_t5.network import MultimodalT5, MultimodalT5Config
+from mmqa_jax.models.qwen_vl.layout import PatchBatch
+from mmqa_jax.models.qwen_vl.network import QwenVL, QwenVLConfig, spread
+from mmqa_jax.models.t5.config import T5Config
+from mmqa_jax.models.t5.inputs import Texts
+from mmqa_jax.models.t5.network import T5
+from mmqa_jax.models.vlp.network import VLP, VLPConfig, VLPInputs
+from mmqa_jax.models.vlp.two_sided import TwoSidedVLP, TwoSides
 from mmqa_jax.training.state import WEIGHT
 
 

@@ -16,8 +16,8 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.tokenizers import WordPiece, minilm_tokenizer, vocabulary_rows
-from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
-from mmqa_jax.models.text_classifier import TextClassifier
+from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig
+from mmqa_jax.models.encoders.text_classifier import TextClassifier
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.pretrained import fill_bert, init_vlp_from_bert, start_vlp

@@ -13,7 +13,7 @@ from mmqa_jax.core.typed import read_typed
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Modality
 from mmqa_jax.inference.fusion_reader import FusionReader
-from mmqa_jax.models.t5 import T5
+from mmqa_jax.models.t5.network import T5
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.tasks.answer import Answer, load_reader
 from mmqa_jax.tasks.contrastive import Contrastive

@@ -22,9 +22,10 @@ from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.evaluation.source_selection import CAPS, SELECTIONS, Cap, Select, tune_threshold
 from mmqa_jax.inference.cross_encoder import open_cross_encoder
 from mmqa_jax.inference.reranker import CachedReranker, Reranker, make_relevance
-from mmqa_jax.models.atlas_reader import AtlasVLPModel
-from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
-from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
+from mmqa_jax.models.encoders.text_encoders import published_folder
+from mmqa_jax.models.vlp.atlas_reader import AtlasVLPModel
+from mmqa_jax.models.vlp.network import VLP, VLPConfig, VLPInputs
+from mmqa_jax.models.vlp.two_sided import TwoSidedVLP, TwoSides
 from mmqa_jax.retrieval.rankings import restricted_candidates
 from mmqa_jax.tasks.atlas_reader import AtlasVLPTask
 from mmqa_jax.tasks.objectives import RerankObjective
@@ -39,7 +40,6 @@ from mmqa_jax.tasks.task import (
     read_run,
     scored_questions,
 )
-from mmqa_jax.weights.text_encoders import published_folder
 
 _PAPERS_THRESHOLD = 0.2
 

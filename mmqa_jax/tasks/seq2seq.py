@@ -25,7 +25,7 @@ from mmqa_jax.data.batches.seq2seq import PairSize, pair_batch, seq2seq_batches
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.packing import Packed
 from mmqa_jax.data.schema import Question
-from mmqa_jax.models.t5_config import T5Config
+from mmqa_jax.models.t5.config import T5Config
 from mmqa_jax.prompting.examples.training import encode_text
 from mmqa_jax.tasks.base_llm import base_loader, check_vocabulary, model_config
 from mmqa_jax.tasks.objectives import Seq2SeqObjective, answer_log_probs

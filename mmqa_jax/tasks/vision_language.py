@@ -31,11 +31,11 @@ from mmqa_jax.data.chats import is_chat, shown_pictures
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.packing import Bucket, Packed
 from mmqa_jax.data.schema import Question
-from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.lora import LoraConfig
-from mmqa_jax.models.qwen_vl import QwenVLConfig, expand_pictures
-from mmqa_jax.models.qwen_vl_layout import Grid, PatchBatch, bucket_of, grid_of, lay_out
-from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.lora import LoraConfig
+from mmqa_jax.models.qwen_vl.layout import Grid, PatchBatch, bucket_of, grid_of, lay_out
+from mmqa_jax.models.qwen_vl.network import QwenVLConfig, expand_pictures
+from mmqa_jax.models.qwen_vl.vision import QwenVisionConfig
 from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.examples.training import chat_example, encode_conversation
 from mmqa_jax.prompting.picture_format import QwenFormat, Shown

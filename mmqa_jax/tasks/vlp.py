@@ -40,7 +40,7 @@ from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.inference.detected_regions import CorpusRegions, RegionCache
 from mmqa_jax.inference.opened_detector import DetectorChoice, open_detector
 from mmqa_jax.models.presets import VLPModel
-from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
+from mmqa_jax.models.vlp.network import VLP, VLPConfig, VLPInputs
 from mmqa_jax.retrieval.embedder import tower_bytes
 from mmqa_jax.tasks.pretrained import Loader, check_clip_frontend, vlp_loader
 from mmqa_jax.tasks.task import (

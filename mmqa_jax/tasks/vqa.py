@@ -33,7 +33,7 @@ from mmqa_jax.data.vqa_inputs import CaptionInputs, GridInputs, PatchInputs, Reg
 from mmqa_jax.evaluation.candidates import score_candidates
 from mmqa_jax.evaluation.vqa import has_answers
 from mmqa_jax.inference.vqa_model import VQAModel, make_answer_scores
-from mmqa_jax.models.bert import minilm_l6
+from mmqa_jax.models.bert.network import minilm_l6
 from mmqa_jax.models.presets import GridModel, VQAModelSection, vqa_model
 from mmqa_jax.retrieval.embedder import layer_bytes
 from mmqa_jax.retrieval.minilm import load_minilm_embedder

@@ -19,7 +19,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.flops import jaxpr_flops
 from mmqa_jax.core.mesh import batch_sharding, on_device, on_shardings, replicated, state_shardings
 from mmqa_jax.core.trees import flatten_named, unflatten_named
-from mmqa_jax.models.layers import with_rounded_products
+from mmqa_jax.models.common.layers import with_rounded_products
 from mmqa_jax.training.optimizer import Schedule
 from mmqa_jax.training.options import Precision
 

@@ -18,15 +18,15 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.models.llama import Llama
-from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.lora import LoraConfig, add_lora, merge_lora
-from mmqa_jax.models.qwen_vl import QwenVL
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.keys import llama_rules
+from mmqa_jax.models.llama.lora import LoraConfig, add_lora, merge_lora
+from mmqa_jax.models.llama.network import Llama
+from mmqa_jax.models.qwen_vl.network import QwenVL
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.formats.safetensors import SafetensorsSource, TensorSource, write_safetensors
 from mmqa_jax.weights.hub import find_model, is_hub_name
 from mmqa_jax.weights.keymap import TRANSPOSE, KeyMap, Rule, abstract_of, model_source
-from mmqa_jax.weights.models.llama import llama_rules
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PEFT_PREFIX = "base_model.model."

@@ -24,31 +24,31 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.models.bart import BartStack
-from mmqa_jax.models.layers import scan_layers
-from mmqa_jax.models.llama import added
-from mmqa_jax.models.llava import expand_images
-from mmqa_jax.models.modernbert import ModernBert
-from mmqa_jax.models.mpnet import MPNet
-from mmqa_jax.models.onevision_tiles import TileBatch, TiledPicture, best_resolution
-from mmqa_jax.models.onevision_tiles import lay_out as lay_out_tiles
-from mmqa_jax.models.qwen_vl import expand_pictures
-from mmqa_jax.models.qwen_vl_layout import PatchBatch, bucket_of, grid_of, lay_out
-from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
-from mmqa_jax.models.siglip import PIXEL_MEAN, PIXEL_STD
-from mmqa_jax.models.t5 import T5Stack
-from mmqa_jax.weights.convert import convert
-from mmqa_jax.weights.folder import load_converted, read_record
-from mmqa_jax.weights.published import load_published
-from mmqa_jax.weights.record import is_weights_folder
-from mmqa_jax.weights.registry import NAMES, architecture, model_of
-from mmqa_jax.weights.text_encoders import (
+from mmqa_jax.models.bart.network import BartStack
+from mmqa_jax.models.common.layers import scan_layers
+from mmqa_jax.models.encoders.text_encoders import (
     CONFIG,
     FAMILIES,
     is_classifier,
     load_cross_encoder,
     load_text_encoder,
 )
+from mmqa_jax.models.llama.network import added
+from mmqa_jax.models.llava.network import expand_images
+from mmqa_jax.models.modernbert.network import ModernBert
+from mmqa_jax.models.mpnet.network import MPNet
+from mmqa_jax.models.onevision.tiles import TileBatch, TiledPicture, best_resolution
+from mmqa_jax.models.onevision.tiles import lay_out as lay_out_tiles
+from mmqa_jax.models.qwen_vl.layout import PatchBatch, bucket_of, grid_of, lay_out
+from mmqa_jax.models.qwen_vl.network import expand_pictures
+from mmqa_jax.models.qwen_vl.vision import QwenVisionConfig
+from mmqa_jax.models.siglip.network import PIXEL_MEAN, PIXEL_STD
+from mmqa_jax.models.t5.network import T5Stack
+from mmqa_jax.weights.convert import convert
+from mmqa_jax.weights.folder import load_converted, read_record
+from mmqa_jax.weights.published import load_published
+from mmqa_jax.weights.record import is_weights_folder
+from mmqa_jax.weights.registry import NAMES, architecture, model_of
 
 TOKENS = 520  # short texts hide mistakes in rotary positions
 # Rows and columns of a picture of any size, in units or patches: no window divides them.

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.json_text import parse_json
-from mmqa_jax.models.published_keys import LARGEST
+from mmqa_jax.weights.published_keys import LARGEST
 
 C = TypeVar("C")
 

@@ -28,7 +28,7 @@ from mmqa_jax.core.mesh import state_shardings
 from mmqa_jax.core.paths import absolute, copy_file, in_store
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.trees import flatten_named, unflatten_named
-from mmqa_jax.models.lora import Additions
+from mmqa_jax.models.llama.lora import Additions
 from mmqa_jax.weights.adapters import (
     Adapter,
     abstract_additions,

@@ -1,4 +1,4 @@
-"""What the readers and writers of published checkpoints (weights.models) have in common."""
+"""What the readers and writers of published checkpoints (models/FAMILY/keys.py) have in common."""
 
 from __future__ import annotations
 

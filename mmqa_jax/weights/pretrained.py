@@ -13,11 +13,7 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.models.bert import Bert, BertConfig
-from mmqa_jax.models.vlp import VLP
-from mmqa_jax.weights.keymap import KeyMap, Transform, load_model
-from mmqa_jax.weights.layouts import Shapes, shapes_of
-from mmqa_jax.weights.models.bert import (
+from mmqa_jax.models.bert.keys import (
     BUFFERS,
     OLD_NAMES,
     bert_key_map,
@@ -26,7 +22,11 @@ from mmqa_jax.weights.models.bert import (
     mlm_tied,
     read_bert_config,
 )
-from mmqa_jax.weights.models.vlp import SOURCE_HEAD, TYPE_TABLE, fit_types, vlp_key_map
+from mmqa_jax.models.bert.network import Bert, BertConfig
+from mmqa_jax.models.vlp.keys import SOURCE_HEAD, TYPE_TABLE, fit_types, vlp_key_map
+from mmqa_jax.models.vlp.network import VLP
+from mmqa_jax.weights.keymap import KeyMap, Transform, load_model
+from mmqa_jax.weights.layouts import Shapes, shapes_of
 from mmqa_jax.weights.sources import open_source
 
 # Parameters that pretrained BERT weights do not have.

@@ -15,12 +15,12 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.files import write_json
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.models.llama import unstacked_llama
+from mmqa_jax.models.llama.keys import with_layers_apart
+from mmqa_jax.models.llama.network import unstacked_llama
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.formats.safetensors import SHARD_BYTES, TensorSource, write_sharded
 from mmqa_jax.weights.keymap import KeyMap, abstract_of, check_fits, load_into
 from mmqa_jax.weights.layouts import Checkpoint, Published, require_given
-from mmqa_jax.weights.models.llama import with_layers_apart
 from mmqa_jax.weights.registry import architecture
 
 

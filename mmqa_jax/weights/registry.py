@@ -1,7 +1,7 @@
 """The architectures whose weights folders this package writes and reads, one entry each.
 
 Entries name their parts as `module.attribute`, so that the command's help needs no numerical
-library. To add an architecture that `mmqa convert` reads: write `weights/models/NAME.py` with its
+library. To add an architecture that `mmqa convert` reads: write `models/NAME/keys.py` with its
 key map, `open_NAME` and `publish_NAME`, and one entry here.
 """
 
@@ -31,7 +31,7 @@ class Architecture:
       model, config: the module class in `mmqa_jax.models`, and the dataclass that it is built from.
       layouts: what `open` reads, for help; without any, only training makes this model.
       exports: what `publish` writes, for help.
-      weights: module of `mmqa_jax.weights.models` that reads and writes it; `name` by default.
+      weights: folder of `mmqa_jax.models` whose `keys` read and write it; `name` by default.
       has_variants: configs of a folder are read by `read_NAME`, and their `build` makes the module,
         which may be a subclass of `model`.
       model_types: of transformers' config.json in the folders that `open` reads; an entry with dots
@@ -83,8 +83,8 @@ class Architecture:
         return self._weights("publish")(config, state)
 
     def _weights(self, verb: str) -> Any:
-        module = self.weights or self.name
-        return _load(f"mmqa_jax.weights.models.{module}.{verb}_{self.name}")
+        folder = self.weights or self.name
+        return _load(f"mmqa_jax.models.{folder}.keys.{verb}_{self.name}")
 
 
 def _load(name: str) -> Any:
@@ -100,8 +100,8 @@ ARCHITECTURES = (
         name="clip",
         model_types=("clip",),
         title="CLIP with vision transformers",
-        model="clip.CLIP",
-        config="clip.CLIPConfig",
+        model="clip.network.CLIP",
+        config="clip.network.CLIPConfig",
         layouts=(
             HF_FOLDER,
             "OpenAI's TorchScript archive (ViT-B-32.pt), or its state dict",
@@ -113,16 +113,16 @@ ARCHITECTURES = (
         name="siglip",
         model_types=("siglip", "siglip2"),
         title="SigLIP and SigLIP 2, also NaFlex",
-        model="siglip.Siglip",
-        config="siglip.SiglipConfig",
+        model="siglip.network.Siglip",
+        config="siglip.network.SiglipConfig",
         layouts=(HF_FOLDER,),
         exports="SiglipModel, Siglip2Model (NaFlex)",
     ),
     Architecture(
         name="modified_resnet",
         title="image tower of CLIP's RN50 to RN50x64",
-        model="modified_resnet.ModifiedResNet",
-        config="modified_resnet.ModifiedResNetConfig",
+        model="modified_resnet.network.ModifiedResNet",
+        config="modified_resnet.network.ModifiedResNetConfig",
         layouts=("OpenAI's TorchScript archive (RN50x64.pt)", _RESEARCH),
         exports=_OWN_KEYS,
     ),
@@ -130,16 +130,16 @@ ARCHITECTURES = (
         name="bert",
         model_types=("bert",),
         title="BERT and MiniLM encoders",
-        model="bert.Bert",
-        config="bert.BertConfig",
+        model="bert.network.Bert",
+        config="bert.network.BertConfig",
         layouts=(HF_FOLDER,),
         exports="BertModel",
     ),
     Architecture(
         name="vlp",
         title="VLP and WebQA_Baseline",
-        model="vlp.VLP",
-        config="vlp.VLPConfig",
+        model="vlp.network.VLP",
+        config="vlp.network.VLPConfig",
         has_variants=True,
         layouts=(_RESEARCH,),
         exports=_OWN_KEYS,
@@ -148,8 +148,8 @@ ARCHITECTURES = (
         name="oscar",
         sign="img_feature_type",
         title="Oscar and Oscar+, captioner and tagger",
-        model="oscar.Oscar",
-        config="oscar.OscarConfig",
+        model="oscar.network.Oscar",
+        config="oscar.network.OscarConfig",
         layouts=("folder of Oscar (config.json, pytorch_model.bin or safetensors)",),
         exports="safetensors under the original's keys, with the original's config.json",
     ),
@@ -157,17 +157,17 @@ ARCHITECTURES = (
         name="bart",
         model_types=("bart",),
         title="BART",
-        model="bart.Bart",
-        config="bart_config.BartConfig",
+        model="bart.network.Bart",
+        config="bart.config.BartConfig",
         layouts=(HF_FOLDER, "BARTScore's bart.pth (bart-large-cnn's sizes)"),
         exports="BartForConditionalGeneration",
     ),
     Architecture(
         name="llama",
-        model_types=("models.decoder_families.FAMILIES", "gemma3"),
+        model_types=("models.llama.families.FAMILIES", "gemma3"),
         title="LLaMA, SmolLM, Mistral, Ministral, Qwen2 and 3, Phi-3, OLMo 2, Granite",
-        model="llama.Llama",
-        config="llama_config.LlamaConfig",
+        model="llama.network.Llama",
+        config="llama.config.LlamaConfig",
         layouts=(
             HF_FOLDER,
             "Meta's folder (params.json, consolidated.*.pth)",
@@ -178,10 +178,10 @@ ARCHITECTURES = (
     ),
     Architecture(
         name="t5",
-        model_types=("models.t5_config.FAMILIES",),
+        model_types=("models.t5.config.FAMILIES",),
         title="T5, T5 1.1, Flan-T5, mT5",
-        model="t5.T5",
-        config="t5_config.T5Config",
+        model="t5.network.T5",
+        config="t5.config.T5Config",
         layouts=(
             HF_FOLDER,
             "GGUF (F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q6_K ...) of t5",
@@ -193,8 +193,8 @@ ARCHITECTURES = (
         name="multimodal_t5",
         sign="T5ForMultimodalGeneration",
         title="Multimodal-CoT's T5",
-        model="multimodal_t5.MultimodalT5",
-        config="multimodal_t5.MultimodalT5Config",
+        model="multimodal_t5.network.MultimodalT5",
+        config="multimodal_t5.network.MultimodalT5Config",
         layouts=(
             "folder of mm-cot (T5ForMultimodalGeneration)",
             "a T5's folder (--set features=256: the fusion is new)",
@@ -203,10 +203,10 @@ ARCHITECTURES = (
     ),
     Architecture(
         name="llava",
-        model_types=("weights.models.llava.MODEL_TYPES",),
+        model_types=("models.llava.keys.MODEL_TYPES",),
         title="LLaVA: CLIP or SigLIP, and any family of decoders",
-        model="llava.Llava",
-        config="llava.LlavaConfig",
+        model="llava.network.Llava",
+        config="llava.network.LlavaConfig",
         layouts=(HF_FOLDER, "haotian-liu/LLaVA's folder (--clip: its CLIP's or SigLIP's)"),
         exports="LlavaForConditionalGeneration",
         takes_clip=True,
@@ -215,25 +215,25 @@ ARCHITECTURES = (
         name="onevision",
         model_types=("llava_onevision",),
         title="LLaVA-OneVision",
-        model="onevision.Onevision",
-        config="onevision.OnevisionConfig",
+        model="onevision.network.Onevision",
+        config="onevision.network.OnevisionConfig",
         layouts=(HF_FOLDER,),
         exports="LlavaOnevisionForConditionalGeneration",
     ),
     Architecture(
         name="qwen_vl",
-        model_types=("models.qwen_vl_vision.FAMILIES",),
+        model_types=("models.qwen_vl.vision.FAMILIES",),
         title="Qwen2.5-VL and Qwen3-VL, without experts",
-        model="qwen_vl.QwenVL",
-        config="qwen_vl.QwenVLConfig",
+        model="qwen_vl.network.QwenVL",
+        config="qwen_vl.network.QwenVLConfig",
         layouts=(HF_FOLDER,),
         exports="Qwen2_5_VLForConditionalGeneration, Qwen3VLForConditionalGeneration",
     ),
     Architecture(
         name="mcan",
         title="Prophet's MCAN",
-        model="mcan.MCAN",
-        config="mcan.MCANConfig",
+        model="mcan.network.MCAN",
+        config="mcan.network.MCANConfig",
         layouts=(_RESEARCH,),
         exports=_OWN_KEYS,
     ),
@@ -241,13 +241,14 @@ ARCHITECTURES = (
         name="mcan_openvqa",
         weights="mcan",
         title="openvqa's MCAN, small and large",
-        model="mcan_openvqa.MCANOpenVQA",
-        config="mcan_openvqa.MCANOpenVQAConfig",
+        model="mcan.openvqa.MCANOpenVQA",
+        config="mcan.openvqa.MCANOpenVQAConfig",
         layouts=(_RESEARCH,),
         exports=_OWN_KEYS,
     ),
     Architecture(
         name="detector",
+        weights="detection",
         title="Faster R-CNN of VLP, VinVL and bottom-up attention",
         model="detection.faster_rcnn.FasterRCNN",
         config="detection.faster_rcnn.DetectorConfig",
@@ -267,20 +268,20 @@ TRAINED = (
     Architecture(
         name="dual_encoder",
         title="dual-stream retriever",
-        model="dual_encoder.DualEncoder",
-        config="dual_encoder.DualEncoderConfig",
+        model="encoders.dual_encoder.DualEncoder",
+        config="encoders.dual_encoder.DualEncoderConfig",
     ),
     Architecture(
         name="caption_mcan",
         title="MCAN on captions",
-        model="caption_mcan.CaptionMCAN",
-        config="caption_mcan.CaptionMCANConfig",
+        model="mcan.captions.CaptionMCAN",
+        config="mcan.captions.CaptionMCANConfig",
     ),
     Architecture(
         name="patch_mcan",
         title="MCAN on patches",
-        model="patch_mcan.PatchMCAN",
-        config="patch_mcan.PatchMCANConfig",
+        model="mcan.patches.PatchMCAN",
+        config="mcan.patches.PatchMCANConfig",
     ),
 )
 
@@ -308,8 +309,8 @@ def model_of(path: Path) -> str | None:
     None: it does not say, as a file of weights alone.
     """
     from mmqa_jax.core.files import read_json
+    from mmqa_jax.models.t5.gguf import ARCHITECTURES as GGUF_T5
     from mmqa_jax.weights.formats.gguf import GGUFSource
-    from mmqa_jax.weights.models.t5_gguf import ARCHITECTURES as GGUF_T5
     from mmqa_jax.weights.record import is_weights_folder, read_metadata
     from mmqa_jax.weights.sources import gguf_file
 

@@ -175,9 +175,9 @@ def make(folder: str, shape: str) -> None:
     import numpy as np
     from flax import nnx
 
-    from mmqa_jax.models.llama import Llama
-    from mmqa_jax.models.llama_config import LlamaConfig
-    from mmqa_jax.weights.models.llama import publish_llama
+    from mmqa_jax.models.llama.config import LlamaConfig
+    from mmqa_jax.models.llama.keys import publish_llama
+    from mmqa_jax.models.llama.network import Llama
     from mmqa_jax.weights.published import write_published
 
     config = LlamaConfig(**json.loads(shape))

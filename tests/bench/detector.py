@@ -30,7 +30,7 @@ from mmqa_jax.core.flops import traced_flops
 from mmqa_jax.core.mesh import platform
 from mmqa_jax.inference.region_detector import KINDS, make_find
 from mmqa_jax.models.detection.faster_rcnn import DetectorConfig, FasterRCNN, Pictures
-from mmqa_jax.weights.models.detector import publish_detector
+from mmqa_jax.models.detection.keys import publish_detector
 from tests.bench import Options, detector_batch, torch_reference
 from tests.bench.runner import Case, Peak, measure, start_device
 from tests.bench.torchvision_detectors import KINDS as OF_TORCHVISION

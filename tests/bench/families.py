@@ -23,13 +23,13 @@ from flax import nnx
 from mmqa_jax.core.chips import GIB
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.llava import LlavaConfig
-from mmqa_jax.models.onevision import OnevisionConfig
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llava.network import LlavaConfig
+from mmqa_jax.models.onevision.network import OnevisionConfig
 from mmqa_jax.models.presets import SIGLIPS
-from mmqa_jax.models.qwen_vl import QwenVLConfig
-from mmqa_jax.models.siglip import SiglipConfig
-from mmqa_jax.models.t5_config import PUBLISHED
+from mmqa_jax.models.qwen_vl.network import QwenVLConfig
+from mmqa_jax.models.siglip.network import SiglipConfig
+from mmqa_jax.models.t5.config import PUBLISHED
 from mmqa_jax.plan.program import trace_program
 from mmqa_jax.plan.programs import ENGINE, PRESETS, WITH_PICTURES, make_program
 from mmqa_jax.plan.roofline import Planned

@@ -32,7 +32,7 @@ from tests.bench import Options, llama_cpp, llm_total
 from tests.bench.runner import Case, Work, measure, start_device
 
 if TYPE_CHECKING:
-    from mmqa_jax.models.llama import Llama
+    from mmqa_jax.models.llama.network import Llama
 
 _AGAINST_TORCH = ("few_shot", "different", "prefill", "decode")
 _INT8 = {"int8_cache": {"cache_dtype": "int8"}, "int8_weights": {"weights": "int8"}}
@@ -196,8 +196,8 @@ def load_model(size: str, dtype: str | None = None) -> Llama:
     import jax
     from flax import nnx
 
-    from mmqa_jax.models.llama import Llama
-    from mmqa_jax.models.llama_config import llama2_7b, smollm2_135m
+    from mmqa_jax.models.llama.config import llama2_7b, smollm2_135m
+    from mmqa_jax.models.llama.network import Llama
     from mmqa_jax.weights.bundled import smollm2_path
     from mmqa_jax.weights.published import load_published
 

@@ -123,7 +123,7 @@ def publish(folder: Path) -> None:
     import transformers
     from flax import nnx
 
-    from mmqa_jax.weights.models.llama import publish_llama
+    from mmqa_jax.models.llama.keys import publish_llama
     from mmqa_jax.weights.published import load_published, write_published
 
     path = smollm2_path()

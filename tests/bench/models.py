@@ -28,17 +28,17 @@ from flax import nnx
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
 from mmqa_jax.decoding import kv_cache
-from mmqa_jax.models.bart import Bart
-from mmqa_jax.models.bart_config import BartConfig, bart_base, bart_large_cnn
-from mmqa_jax.models.bert import Bert, BertConfig, bert_base_uncased
-from mmqa_jax.models.clip import CLIP, CLIPConfig, vit_b_32, vit_l_14
-from mmqa_jax.models.llama import Llama, unstack_layers
-from mmqa_jax.models.llama_config import LlamaConfig, llama2_7b, smollm2_135m
-from mmqa_jax.models.mcan_openvqa import MCANOpenVQA, MCANOpenVQAConfig, mcan_large, mcan_small
-from mmqa_jax.models.vlp import VLPConfig, VLPInputs, mixed_mask, vlp_base_x101
-from mmqa_jax.weights.models.bart import publish_bart
-from mmqa_jax.weights.models.bert import publish_bert
-from mmqa_jax.weights.models.clip import publish_clip
+from mmqa_jax.models.bart.config import BartConfig, bart_base, bart_large_cnn
+from mmqa_jax.models.bart.keys import publish_bart
+from mmqa_jax.models.bart.network import Bart
+from mmqa_jax.models.bert.keys import publish_bert
+from mmqa_jax.models.bert.network import Bert, BertConfig, bert_base_uncased
+from mmqa_jax.models.clip.keys import publish_clip
+from mmqa_jax.models.clip.network import CLIP, CLIPConfig, vit_b_32, vit_l_14
+from mmqa_jax.models.llama.config import LlamaConfig, llama2_7b, smollm2_135m
+from mmqa_jax.models.llama.network import Llama, unstack_layers
+from mmqa_jax.models.mcan.openvqa import MCANOpenVQA, MCANOpenVQAConfig, mcan_large, mcan_small
+from mmqa_jax.models.vlp.network import VLPConfig, VLPInputs, mixed_mask, vlp_base_x101
 from tests.bench import Options, torch_reference
 from tests.bench.our_side import OurTrainStep, in_types, maker
 from tests.bench.runner import (

@@ -2,7 +2,7 @@
 
 A BERT-base VLP with random weights scores WebQA's test set against the whole collection, which
 the paper (section 6.2) calls prohibitively expensive (~3 years). `plain` is VLP as published, but
-on sequences without padding; `cached_J` is models.two_sided_vlp with J joint layers. Measured are
+on sequences without padding; `cached_J` is models.vlp.two_sided with J joint layers. Measured are
 a batch of plain pairs, a batch of sources, a batch of questions and a block of pairs, each for a
 picture and for a snippet, weighted as in WebQA; the whole takes
 
@@ -30,7 +30,7 @@ from tests.bench.runner import Case, Peak, Work, measure, program_flops, start_d
 from tests.bench.timing import interleave
 
 if TYPE_CHECKING:
-    from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
+    from mmqa_jax.models.vlp.network import VLP, VLPConfig, VLPInputs
 
 # WebQA: test questions, pictures and snippets (notebook of the data's repository).
 QUESTIONS, PICTURES, SNIPPETS = 7_540, 389_750, 544_489
@@ -65,7 +65,7 @@ class Load:
 
 def load_of(size: str) -> Load:
     """`small` in float32 for a CPU, `full` in bfloat16 with larger batches for an accelerator."""
-    from mmqa_jax.models.vlp import vlp_base_x101
+    from mmqa_jax.models.vlp.network import vlp_base_x101
 
     no_dropout = {"dropout": 0.0, "attention_dropout": 0.0}
     if size == "small":
@@ -191,7 +191,7 @@ def _cached(model: VLP, load: Load, joint: int) -> dict[str, _Batch]:
     """The batches of one number of joint layers, checked against the masked sequence."""
     import numpy as np
 
-    from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
+    from mmqa_jax.models.vlp.two_sided import TwoSidedVLP, TwoSides
 
     config = load.config
     two = TwoSidedVLP.of(model, TwoSides(joint, match_type=load.match_type))
@@ -254,7 +254,7 @@ def _inputs(config: VLPConfig, rows: int, regions: int, text: int, question: int
     import jax
     import numpy as np
 
-    from mmqa_jax.models.vlp import VLPInputs
+    from mmqa_jax.models.vlp.network import VLPInputs
 
     def tokens(seed: int, count: int) -> np.ndarray:
         return np.random.default_rng(seed).integers(

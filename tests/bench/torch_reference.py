@@ -24,14 +24,14 @@ from torch.nn.functional import (
 from mmqa_jax.core.errors import RunError
 from mmqa_jax.core.host import threads
 from mmqa_jax.core.mesh import platform
-from mmqa_jax.models.llama import Llama
-from mmqa_jax.models.mcan_openvqa import MCANOpenVQA
-from mmqa_jax.models.vlp import VLP
+from mmqa_jax.models.llama.keys import publish_llama
+from mmqa_jax.models.llama.network import Llama
+from mmqa_jax.models.mcan.keys import publish_mcan_openvqa
+from mmqa_jax.models.mcan.openvqa import MCANOpenVQA
+from mmqa_jax.models.vlp.keys import publish_vlp
+from mmqa_jax.models.vlp.network import VLP
 from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.layouts import Published
-from mmqa_jax.weights.models.llama import publish_llama
-from mmqa_jax.weights.models.mcan import publish_mcan_openvqa
-from mmqa_jax.weights.models.vlp import publish_vlp
 from mmqa_jax.weights.published import write_published
 from tests.equivalence.mcan_torch import Projections, TorchMCAN
 from tests.equivalence.vlp_torch import TorchVLP

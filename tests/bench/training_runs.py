@@ -22,7 +22,7 @@ import numpy as np
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from mmqa_jax.models.vlp import VLPConfig
+    from mmqa_jax.models.vlp.network import VLPConfig
     from mmqa_jax.tasks.objectives import RerankObjective
 
 _SEED = 0
@@ -78,7 +78,7 @@ class InMemory:
 
 def vlp(sizes: Sizes) -> VLPConfig:
     """The model: text alone, no dropout."""
-    from mmqa_jax.models.vlp import vlp_base_x101
+    from mmqa_jax.models.vlp.network import vlp_base_x101
 
     return vlp_base_x101(dropout=0.0, attention_dropout=0.0, **sizes.trunk)
 
@@ -86,7 +86,7 @@ def vlp(sizes: Sizes) -> VLPConfig:
 def make_batches(sizes: Sizes, mesh: Mesh) -> list[dict[str, Any]]:
     """This process's rows of random batches, which are the same for any mesh."""
     from mmqa_jax.core.mesh import local_rows
-    from mmqa_jax.models.vlp import VLPInputs
+    from mmqa_jax.models.vlp.network import VLPInputs
 
     config, rng = vlp(sizes), np.random.default_rng(_SEED)
     shape, own = (sizes.rows, sizes.columns), local_rows(mesh, sizes.rows)

@@ -257,9 +257,9 @@ def write_llm(folder: str, size: str) -> None:
     from flax import nnx
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    from mmqa_jax.models.llama import Llama
-    from mmqa_jax.models.llama_config import LlamaConfig
-    from mmqa_jax.weights.models.llama import publish_llama
+    from mmqa_jax.models.llama.config import LlamaConfig
+    from mmqa_jax.models.llama.keys import publish_llama
+    from mmqa_jax.models.llama.network import Llama
     from mmqa_jax.weights.published import write_published
 
     words = ["<unk>", "<end>", *(f"w{n}" for n in range(1500))]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from mmqa_jax.decoding import kv_cache
 from mmqa_jax.decoding.kv_cache import KVCache
-from mmqa_jax.models.llama import Llama, last_token
+from mmqa_jax.models.llama.network import Llama, last_token
 
 
 def prefill(

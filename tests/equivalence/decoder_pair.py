@@ -11,7 +11,7 @@ import torch
 import transformers
 from compare import compiled, forward, randomize
 
-from mmqa_jax.models.llama import Llama
+from mmqa_jax.models.llama.network import Llama
 from mmqa_jax.weights.published import load_published
 
 

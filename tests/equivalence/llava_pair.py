@@ -13,8 +13,8 @@ import torch
 import transformers
 from compare import randomize
 
-from mmqa_jax.models.llava import Llava, Prompts, expand_images
-from mmqa_jax.weights.models.llava import llava_key_map
+from mmqa_jax.models.llava.keys import llava_key_map
+from mmqa_jax.models.llava.network import Llava, Prompts, expand_images
 from mmqa_jax.weights.published import load_published
 
 WORDS, IMAGE_TOKEN = 97, 90

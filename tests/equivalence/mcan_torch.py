@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mmqa_jax.models.mcan_layers import FusionConfig
-from mmqa_jax.models.mcan_openvqa import MCANOpenVQAConfig
+from mmqa_jax.models.mcan.layers import FusionConfig
+from mmqa_jax.models.mcan.openvqa import MCANOpenVQAConfig
 
 
 class FC(nn.Module):

@@ -11,8 +11,8 @@ import torch
 import transformers
 from oscar_torch import CLS, MASK, PAD, SEP, TorchOscar
 
-from mmqa_jax.models.oscar import Oscar, OscarInputs
-from mmqa_jax.models.oscar_layout import OscarLayout
+from mmqa_jax.models.oscar.layout import OscarLayout
+from mmqa_jax.models.oscar.network import Oscar, OscarInputs
 from mmqa_jax.weights.published import load_published
 
 VOCAB, FEATURES = 41, 10

@@ -17,7 +17,7 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from mmqa_jax.models.qwen_vl import QwenVL
+from mmqa_jax.models.qwen_vl.network import QwenVL
 from mmqa_jax.weights.published import load_published
 
 WORDS, ANSWERED, IMAGE, VIDEO, START, END = 97, 89, 90, 91, 92, 93

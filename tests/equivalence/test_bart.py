@@ -30,11 +30,11 @@ from compare import (
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.bart import Bart, BartLayer
-from mmqa_jax.models.bart_config import bart_base, bart_large_cnn
-from mmqa_jax.models.encoder_decoder import shift_tokens_right
+from mmqa_jax.models.bart.config import bart_base, bart_large_cnn
+from mmqa_jax.models.bart.keys import bart_key_map, publish_bart
+from mmqa_jax.models.bart.network import Bart, BartLayer
+from mmqa_jax.models.common.encoder_decoder import shift_tokens_right
 from mmqa_jax.weights.keymap import export
-from mmqa_jax.weights.models.bart import bart_key_map, publish_bart
 from mmqa_jax.weights.published import load_published, write_published
 
 ROWS, SOURCE, TARGET = 3, 37, 19

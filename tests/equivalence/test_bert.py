@@ -28,10 +28,10 @@ from compare import (
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models import bert as B
-from mmqa_jax.models.bert import Bert, BertConfig, MlmHead
+from mmqa_jax.models.bert import network as B
+from mmqa_jax.models.bert.keys import bert_config, bert_rules, mlm_rules
+from mmqa_jax.models.bert.network import Bert, BertConfig, MlmHead
 from mmqa_jax.weights.keymap import KeyMap, abstract_model, export, load_into
-from mmqa_jax.weights.models.bert import bert_config, bert_rules, mlm_rules
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.sources import open_source
 

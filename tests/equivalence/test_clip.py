@@ -28,10 +28,10 @@ from compare import (
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models import clip
-from mmqa_jax.models.clip import CLIP, PIXEL_MEAN, PIXEL_STD, normalize_pixels
+from mmqa_jax.models.clip import network as clip
+from mmqa_jax.models.clip.keys import clip_key_map, publish_clip
+from mmqa_jax.models.clip.network import CLIP, PIXEL_MEAN, PIXEL_STD, normalize_pixels
 from mmqa_jax.weights.keymap import export, model_source
-from mmqa_jax.weights.models.clip import clip_key_map, publish_clip
 from mmqa_jax.weights.published import load_published, write_published
 
 EOS = 98

@@ -14,7 +14,8 @@ from flax import nnx
 
 from mmqa_jax.cli import main
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.clip import (
+from mmqa_jax.models.clip.keys import usual_constants
+from mmqa_jax.models.clip.network import (
     CLIP,
     CLIPConfig,
     TextConfig,
@@ -23,9 +24,8 @@ from mmqa_jax.models.clip import (
     vit_b_32,
     vit_l_14,
 )
+from mmqa_jax.models.clip.open_clip import open_clip_config, squashes
 from mmqa_jax.weights.folder import load_converted, read_record
-from mmqa_jax.weights.models.clip import usual_constants
-from mmqa_jax.weights.models.clip_open_clip import open_clip_config, squashes
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.registry import architecture
 

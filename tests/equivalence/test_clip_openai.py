@@ -17,10 +17,10 @@ from compare import WHOLE, compiled, randomize, reloaded
 from flax import nnx
 
 from mmqa_jax.cli import main
-from mmqa_jax.models import clip
-from mmqa_jax.models.clip import CLIP, CLIPConfig, TextConfig, VisionConfig
+from mmqa_jax.models.clip import network as clip
+from mmqa_jax.models.clip.keys import clip_openai_config
+from mmqa_jax.models.clip.network import CLIP, CLIPConfig, TextConfig, VisionConfig
 from mmqa_jax.weights.folder import load_converted
-from mmqa_jax.weights.models.clip import clip_openai_config
 
 # No size is a published one; heads of 64 are all that OpenAI has.
 CONFIG = CLIPConfig(

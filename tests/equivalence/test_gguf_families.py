@@ -19,8 +19,8 @@ from compare import WHOLE, compiled, forward, randomize
 from decoder_pair import run_torch
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from mmqa_jax.models.llama.gguf import gguf_config
 from mmqa_jax.weights.formats.gguf import GGUFSource
-from mmqa_jax.weights.models.llama_gguf import gguf_config
 from mmqa_jax.weights.published import load_published
 
 pytestmark = pytest.mark.slow

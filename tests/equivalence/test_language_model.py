@@ -18,8 +18,9 @@ from flax import nnx
 from mmqa_jax.core.mesh import DEFAULT_RULES, make_mesh
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample, packed_batch
-from mmqa_jax.models.llama import Llama
-from mmqa_jax.models.lora import LoraConfig, add_lora, merge_lora
+from mmqa_jax.models.llama.keys import publish_llama
+from mmqa_jax.models.llama.lora import LoraConfig, add_lora, merge_lora
+from mmqa_jax.models.llama.network import Llama
 from mmqa_jax.tasks import objectives
 from mmqa_jax.tasks.objectives import LanguageModelObjective, target_log_probs
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
@@ -30,7 +31,6 @@ from mmqa_jax.training.state import (
     of_update,
     split_model,
 )
-from mmqa_jax.weights.models.llama import publish_llama
 from mmqa_jax.weights.published import load_published, write_published
 
 SIZE = RowSize(48, 24)

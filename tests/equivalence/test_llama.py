@@ -31,11 +31,11 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding import kv_cache
-from mmqa_jax.models.layers import attention
-from mmqa_jax.models.llama import Llama, unstack_layers
-from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.common.layers import attention
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.keys import llama_key_map, publish_llama
+from mmqa_jax.models.llama.network import Llama, unstack_layers
 from mmqa_jax.weights.keymap import export
-from mmqa_jax.weights.models.llama import llama_key_map, publish_llama
 from mmqa_jax.weights.published import load_published, write_published
 
 LENGTH = 520  # short prompts hide mistakes in rotary positions

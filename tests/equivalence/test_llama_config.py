@@ -11,10 +11,10 @@ import transformers
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models import llama_config as presets
-from mmqa_jax.models.llama import Llama, inverse_frequencies
-from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling
-from mmqa_jax.weights.models.llama_meta import meta_config
+from mmqa_jax.models.llama import config as presets
+from mmqa_jax.models.llama.config import LlamaConfig, RopeScaling
+from mmqa_jax.models.llama.meta import meta_config
+from mmqa_jax.models.llama.network import Llama, inverse_frequencies
 
 
 @pytest.mark.parametrize("scaling", [None, "linear", "llama3"])

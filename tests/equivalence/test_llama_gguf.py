@@ -15,12 +15,12 @@ from flax import nnx
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.llama import inverse_frequencies
-from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling
+from mmqa_jax.models.llama.config import LlamaConfig, RopeScaling
+from mmqa_jax.models.llama.keys import llama_key_map, open_llama
+from mmqa_jax.models.llama.network import inverse_frequencies
 from mmqa_jax.weights.bundled import smollm2_path
 from mmqa_jax.weights.formats.gguf import GGUFSource
 from mmqa_jax.weights.keymap import export
-from mmqa_jax.weights.models.llama import llama_key_map, open_llama
 from mmqa_jax.weights.published import load_published
 
 SIZES = {"hidden": 256, "layers": 1, "heads": 4, "kv_heads": 2, "mlp": 256}

@@ -17,15 +17,15 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.llama import Llama, unstack_layers
-from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.weights.formats.safetensors import DerivedSource
-from mmqa_jax.weights.keymap import abstract_model, export
-from mmqa_jax.weights.models.llama import (
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.keys import (
     llama_key_map,
     open_llama,
     publish_llama,
 )
+from mmqa_jax.models.llama.network import Llama, unstack_layers
+from mmqa_jax.weights.formats.safetensors import DerivedSource
+from mmqa_jax.weights.keymap import abstract_model, export
 from mmqa_jax.weights.published import load_published, write_published
 
 LENGTH = 512

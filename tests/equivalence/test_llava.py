@@ -25,11 +25,11 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding import kv_cache
-from mmqa_jax.models import llava
-from mmqa_jax.models.llama import unstack_layers
-from mmqa_jax.models.llava import Llava, expand_images
+from mmqa_jax.models.llama.network import unstack_layers
+from mmqa_jax.models.llava import network as llava
+from mmqa_jax.models.llava.keys import llava_key_map
+from mmqa_jax.models.llava.network import Llava, expand_images
 from mmqa_jax.weights.keymap import model_source
-from mmqa_jax.weights.models.llava import llava_key_map
 from mmqa_jax.weights.published import load_published
 
 

@@ -12,9 +12,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.llava_images import PAD_COLOR, llava_pixels, pad_to_square
-from mmqa_jax.models.clip import normalize_pixels, vit_l_14_336
-from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.llava import (
+from mmqa_jax.models.clip.network import normalize_pixels, vit_l_14_336
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llava.network import (
     ORIGINAL_IMAGE_TOKEN,
     LlavaConfig,
     expand_images,

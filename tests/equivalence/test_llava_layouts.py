@@ -16,12 +16,10 @@ from flax import nnx
 from safetensors.torch import load_file, save_file
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models import clip, llava
-from mmqa_jax.models.llama import unstack_layers
-from mmqa_jax.models.llava import ORIGINAL_IMAGE_TOKEN, Llava
-from mmqa_jax.models.siglip import SiglipVisionConfig
-from mmqa_jax.weights.keymap import model_source
-from mmqa_jax.weights.models.llava import (
+from mmqa_jax.models.clip import network as clip
+from mmqa_jax.models.llama.network import unstack_layers
+from mmqa_jax.models.llava import network as llava
+from mmqa_jax.models.llava.keys import (
     llava_config,
     llava_key_map,
     llava_to_hf,
@@ -29,6 +27,9 @@ from mmqa_jax.weights.models.llava import (
     original_config,
     publish_llava,
 )
+from mmqa_jax.models.llava.network import ORIGINAL_IMAGE_TOKEN, Llava
+from mmqa_jax.models.siglip.network import SiglipVisionConfig
+from mmqa_jax.weights.keymap import model_source
 from mmqa_jax.weights.published import load_published, write_published
 
 TOWER = "vision_tower.vision_model."

@@ -27,17 +27,17 @@ from mcan_torch import MLP, AttFlat, MHAtt, Projections
 from torch import nn
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.bert import BertConfig
-from mmqa_jax.models.mcan import MCAN, MCANConfig, mcan_prophet
-from mmqa_jax.models.mcan_layers import FusionConfig, grid_rotation, rotate_pairs
-from mmqa_jax.weights.formats.safetensors import write_sharded
-from mmqa_jax.weights.layouts import Checkpoint
-from mmqa_jax.weights.models.mcan import (
+from mmqa_jax.models.bert.network import BertConfig
+from mmqa_jax.models.mcan.keys import (
     check_rotation,
     mcan_key_map,
     publish_mcan,
     with_new_answers,
 )
+from mmqa_jax.models.mcan.layers import FusionConfig, grid_rotation, rotate_pairs
+from mmqa_jax.models.mcan.network import MCAN, MCANConfig, mcan_prophet
+from mmqa_jax.weights.formats.safetensors import write_sharded
+from mmqa_jax.weights.layouts import Checkpoint
 from mmqa_jax.weights.published import load_checkpoint
 from mmqa_jax.weights.sources import open_source
 

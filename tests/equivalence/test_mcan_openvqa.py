@@ -25,9 +25,10 @@ from mcan_torch import TorchMCAN
 from torch import nn
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.layers import torch_linear
-from mmqa_jax.models.mcan_layers import FusionConfig, UnbiasedLayerNorm
-from mmqa_jax.models.mcan_openvqa import (
+from mmqa_jax.models.common.layers import torch_linear
+from mmqa_jax.models.mcan.keys import mcan_openvqa_key_map, open_mcan_openvqa
+from mmqa_jax.models.mcan.layers import FusionConfig, UnbiasedLayerNorm
+from mmqa_jax.models.mcan.openvqa import (
     LSTM,
     MCANOpenVQA,
     MCANOpenVQAConfig,
@@ -36,7 +37,6 @@ from mmqa_jax.models.mcan_openvqa import (
 )
 from mmqa_jax.weights.formats.safetensors import write_sharded
 from mmqa_jax.weights.keymap import export, model_source
-from mmqa_jax.weights.models.mcan import mcan_openvqa_key_map, open_mcan_openvqa
 from mmqa_jax.weights.published import load_checkpoint
 
 # Nothing at its published value.

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.lists import corpus_of_lists
 from mmqa_jax.inference.cross_encoder import open_cross_encoder
-from mmqa_jax.weights.models.modernbert import modernbert_config
-from mmqa_jax.weights.text_encoders import load_text_encoder
+from mmqa_jax.models.encoders.text_encoders import load_text_encoder
+from mmqa_jax.models.modernbert.keys import modernbert_config
 
 pytestmark = pytest.mark.slow
 

@@ -14,10 +14,10 @@ from flax import nnx
 from torch import nn
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models import modified_resnet
-from mmqa_jax.models.modified_resnet import ModifiedResNet, ModifiedResNetConfig
+from mmqa_jax.models.modified_resnet import network as modified_resnet
+from mmqa_jax.models.modified_resnet.keys import publish_modified_resnet
+from mmqa_jax.models.modified_resnet.network import ModifiedResNet, ModifiedResNetConfig
 from mmqa_jax.weights.formats.safetensors import write_sharded
-from mmqa_jax.weights.models.modified_resnet import publish_modified_resnet
 from mmqa_jax.weights.published import load_published
 
 # Nothing at its default; the first stage has no block beside its first.

@@ -27,9 +27,15 @@ from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.decoding.abstract_programs import feature_bytes, tower_programs
 from mmqa_jax.decoding.requests import Request, TooLong
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models import onevision
-from mmqa_jax.models.onevision import Onevision
-from mmqa_jax.models.onevision_tiles import (
+from mmqa_jax.models.onevision import network as onevision
+from mmqa_jax.models.onevision.keys import (
+    onevision_config,
+    onevision_key_map,
+    open_onevision,
+    publish_onevision,
+)
+from mmqa_jax.models.onevision.network import Onevision
+from mmqa_jax.models.onevision.tiles import (
     TiledPicture,
     best_resolution,
     bucket_of,
@@ -45,12 +51,6 @@ from mmqa_jax.prompting.picture_format import Shown, picture_format
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.weights.config_json import config_from_json, config_to_json
 from mmqa_jax.weights.keymap import untied_source
-from mmqa_jax.weights.models.onevision import (
-    onevision_config,
-    onevision_key_map,
-    open_onevision,
-    publish_onevision,
-)
 from mmqa_jax.weights.published import load_published, write_published
 
 pytestmark = pytest.mark.slow

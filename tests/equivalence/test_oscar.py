@@ -27,7 +27,8 @@ from oscar_torch import MASK, Tensorizer, captioning_loss
 from safetensors.torch import load_file
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.oscar import (
+from mmqa_jax.models.oscar.keys import oscar_config, oscar_key_map, publish_oscar
+from mmqa_jax.models.oscar.network import (
     Oscar,
     OscarConfig,
     attention_mask,
@@ -36,7 +37,6 @@ from mmqa_jax.models.oscar import (
     oscar_plus_large,
 )
 from mmqa_jax.weights.keymap import export
-from mmqa_jax.weights.models.oscar import oscar_config, oscar_key_map, publish_oscar
 from mmqa_jax.weights.published import load_published, write_published
 
 

@@ -35,13 +35,13 @@ from mmqa_jax.decoding.abstract_programs import engine_programs, feature_bytes, 
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring, TooLong, Unanswerable
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.qwen_vl import expand_pictures
-from mmqa_jax.models.qwen_vl_layout import Grid, bucket_of, grid_of, lay_out
+from mmqa_jax.models.qwen_vl.keys import open_qwen_vl, publish_qwen_vl
+from mmqa_jax.models.qwen_vl.layout import Grid, bucket_of, grid_of, lay_out
+from mmqa_jax.models.qwen_vl.network import expand_pictures
 from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Message, Picture
 from mmqa_jax.prompting.backends.engine import EngineBackend
 from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.weights.config_json import replace_fields
-from mmqa_jax.weights.models.qwen_vl import open_qwen_vl, publish_qwen_vl
 from mmqa_jax.weights.published import load_published, write_published
 
 pytestmark = pytest.mark.slow

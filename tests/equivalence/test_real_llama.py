@@ -26,7 +26,7 @@ from mmqa_jax.cli import main
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.llama_config import LlamaConfig, smollm2_135m
+from mmqa_jax.models.llama.config import LlamaConfig, smollm2_135m
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.weights.bundled import smollm2_path
 from mmqa_jax.weights.formats import gguf as gguf_format

@@ -27,12 +27,12 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.clip_tokenizer import open_tokenizer
 from mmqa_jax.data.siglip_tokenizer import load_siglip_tokenizer
 from mmqa_jax.data.tokenizers import text_inputs
-from mmqa_jax.models.dual_encoder import siglip_dual_encoder
-from mmqa_jax.models.siglip import Siglip, resized_positions
+from mmqa_jax.models.encoders.dual_encoder import siglip_dual_encoder
+from mmqa_jax.models.siglip.keys import publish_siglip, siglip_config, siglip_key_map
+from mmqa_jax.models.siglip.network import Siglip, resized_positions
 from mmqa_jax.retrieval.two_towers import as_dual_encoder
 from mmqa_jax.tasks.objectives import SigmoidObjective
 from mmqa_jax.weights.keymap import export
-from mmqa_jax.weights.models.siglip import publish_siglip, siglip_config, siglip_key_map
 from mmqa_jax.weights.published import load_published, write_published
 
 pytestmark = pytest.mark.slow

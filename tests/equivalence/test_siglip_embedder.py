@@ -17,10 +17,10 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.images import NaFlex, decode_to_pixels
 from mmqa_jax.data.schema import Source
-from mmqa_jax.models.siglip import SiglipVisionConfig
+from mmqa_jax.models.siglip.network import SiglipVisionConfig
+from mmqa_jax.models.siglip.processor import read_preparation
 from mmqa_jax.retrieval.siglip import load_siglip_embedder
 from mmqa_jax.tasks.embedder import open_embedder
-from mmqa_jax.weights.models.siglip_processor import read_preparation
 
 pytestmark = pytest.mark.slow
 

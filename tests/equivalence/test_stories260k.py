@@ -19,7 +19,7 @@ from compare import WHOLE, compiled, forward
 from shared_data import SHARED, require
 
 from mmqa_jax.decoding import kv_cache
-from mmqa_jax.models.llama import Llama
+from mmqa_jax.models.llama.network import Llama
 from mmqa_jax.weights.published import load_published
 
 MODEL, TOKENIZER = (SHARED / "weights" / name for name in ("stories260K.bin", "tok512.bin"))

@@ -20,10 +20,10 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.lists import corpus_of_lists
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.inference.cross_encoder import open_cross_encoder
-from mmqa_jax.models.llama import Llama
-from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.encoders.text_encoders import read_decoder_config
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.network import Llama
 from mmqa_jax.retrieval.text_encoder import load_text_embedder
-from mmqa_jax.weights.text_encoders import read_decoder_config
 
 pytestmark = pytest.mark.slow
 

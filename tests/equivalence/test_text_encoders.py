@@ -18,9 +18,9 @@ from mmqa_jax.data.encoder_tokenizer import cut_longest, load_encoder_tokenizer
 from mmqa_jax.data.lists import corpus_of_lists
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.inference.cross_encoder import open_cross_encoder
+from mmqa_jax.models.encoders.text_encoders import load_text_encoder
 from mmqa_jax.retrieval.text_encoder import load_text_embedder
 from mmqa_jax.weights.bundled import minilm_path
-from mmqa_jax.weights.text_encoders import load_text_encoder
 
 CLASSIFIERS = [name for name, family in FAMILIES.items() if family.classifier]
 PROMPTS = {"query": "which flag: ", "document": "of kenya: "}

@@ -15,12 +15,12 @@ from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
-from mmqa_jax.models.lora import LoraConfig, add_lora
+from mmqa_jax.models.llama.lora import LoraConfig, add_lora
+from mmqa_jax.models.qwen_vl.keys import publish_qwen_vl
 from mmqa_jax.prompting.picture_format import QwenFormat
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.tasks.objectives import VisionLanguageObjective
 from mmqa_jax.tasks.vision_language import PicturedRows, TrainingPictures
-from mmqa_jax.weights.models.qwen_vl import publish_qwen_vl
 
 pytestmark = pytest.mark.slow
 

@@ -26,16 +26,16 @@ from safetensors.torch import load_file
 from vlp_pair import CONFIGS, TRUNK, batch, loaded, loop_mask, make_pair, run_torch
 from vlp_torch import TorchVLP
 
-from mmqa_jax.models.layers import attention, dropout, prefix_attention
-from mmqa_jax.models.vlp import (
+from mmqa_jax.models.common.layers import attention, dropout, prefix_attention
+from mmqa_jax.models.vlp.keys import publish_vlp
+from mmqa_jax.models.vlp.network import (
     VLP,
     VLPInputs,
     mixed_mask,
     vlp_base_vinvl,
     vlp_base_x101,
 )
-from mmqa_jax.models.vlp_pixels import vlp_patches
-from mmqa_jax.weights.models.vlp import publish_vlp
+from mmqa_jax.models.vlp.pixels import vlp_patches
 from mmqa_jax.weights.published import write_published
 
 

@@ -11,7 +11,7 @@ from vlp_pair import Pair, batch, loop_mask, make_pair
 from vlp_torch import TorchVLP
 
 from mmqa_jax.decoding.masked_lm import beam_search
-from mmqa_jax.models.vlp import VLPInputs
+from mmqa_jax.models.vlp.network import VLPInputs
 
 MASK, SEP, TYPE, STEPS = 4, 3, 5, 8
 ENDED = FORBIDDEN = -10000.0

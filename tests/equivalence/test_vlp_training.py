@@ -27,13 +27,15 @@ from vlp_pair import CONFIGS, TRUNK, Pair, batch, make_pair, run_torch
 from vlp_torch import TorchVLP
 
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.models import bert, layers, vlp
-from mmqa_jax.models.layers import dropout
-from mmqa_jax.models.vlp import VLP, VLPInputs
+from mmqa_jax.models.bert import network as bert
+from mmqa_jax.models.common import layers
+from mmqa_jax.models.common.layers import dropout
+from mmqa_jax.models.vlp import network as vlp
+from mmqa_jax.models.vlp.keys import vlp_key_map
+from mmqa_jax.models.vlp.network import VLP, VLPInputs
 from mmqa_jax.tasks.objectives import AnswerObjective, RerankObjective
 from mmqa_jax.training.state import Objective
 from mmqa_jax.weights.keymap import export
-from mmqa_jax.weights.models.vlp import vlp_key_map
 from mmqa_jax.weights.pretrained import start_vlp
 
 NO_GRADIENT = r"attention\.self\.key\.bias"  # nothing but rounding

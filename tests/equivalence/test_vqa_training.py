@@ -36,12 +36,12 @@ from mmqa_jax.data.answer_text import prep_ans
 from mmqa_jax.data.answer_vocabulary import AnswerVocabulary, make_vocabulary
 from mmqa_jax.data.datasets.benchmark import SOFT_LABELS
 from mmqa_jax.data.schema import Question
-from mmqa_jax.models.mcan import MCAN
+from mmqa_jax.models.mcan.keys import mcan_key_map, mcan_openvqa_key_map, publish_mcan
+from mmqa_jax.models.mcan.network import MCAN
 from mmqa_jax.tasks.objectives import VQAObjective
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
 from mmqa_jax.weights.keymap import export
 from mmqa_jax.weights.layouts import Checkpoint
-from mmqa_jax.weights.models.mcan import mcan_key_map, mcan_openvqa_key_map, publish_mcan
 from mmqa_jax.weights.published import load_checkpoint
 from mmqa_jax.weights.sources import open_source
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from vlp_torch import TorchVLP
 
-from mmqa_jax.models.bert import BertConfig
-from mmqa_jax.models.vlp import VLP, VLPConfig
-from mmqa_jax.weights.models.vlp import open_vlp
+from mmqa_jax.models.bert.network import BertConfig
+from mmqa_jax.models.vlp.keys import open_vlp
+from mmqa_jax.models.vlp.network import VLP, VLPConfig
 from mmqa_jax.weights.published import load_checkpoint
 
 # Nothing at its published value.

@@ -11,8 +11,8 @@ import math
 import torch
 from torch import nn
 
-from mmqa_jax.models.bert import BertConfig
-from mmqa_jax.models.vlp import VLPConfig
+from mmqa_jax.models.bert.network import BertConfig
+from mmqa_jax.models.vlp.network import VLPConfig
 
 
 def modules(**named: nn.Module) -> nn.ModuleDict:

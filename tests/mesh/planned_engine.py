@@ -18,8 +18,8 @@ from mmqa_jax.core.config import load_config
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.decoding.abstract_programs import engine_programs
 from mmqa_jax.decoding.slot_runner import EngineConfig, Programs
-from mmqa_jax.models.llama import Llama, unstack_layers
-from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.network import Llama, unstack_layers
 from mmqa_jax.plan import programs
 from mmqa_jax.prompting.backends import Completion, Decoding
 from mmqa_jax.prompting.backends.config import open_backend

@@ -14,9 +14,9 @@ import pytest
 from flax import nnx
 
 from mmqa_jax.core.mesh import batch_sharding, make_mesh, replicated
-from mmqa_jax.models.bert import BertConfig
-from mmqa_jax.models.clip import VisionConfig
-from mmqa_jax.models.dual_encoder import DualEncoderConfig
+from mmqa_jax.models.bert.network import BertConfig
+from mmqa_jax.models.clip.network import VisionConfig
+from mmqa_jax.models.encoders.dual_encoder import DualEncoderConfig
 from mmqa_jax.tasks.objectives import (
     ContrastiveObjective,
     SigmoidObjective,

@@ -18,9 +18,9 @@ from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.scanned_cache import ScannedCache, _specs, attend_on
 from mmqa_jax.decoding.sizes import repeat_key_heads
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.llama import Llama, unstack_layers
-from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.lora import Additions
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.lora import Additions
+from mmqa_jax.models.llama.network import Llama, unstack_layers
 from tests.drawn_weights import drawn
 
 MODEL = LlamaConfig(
@@ -34,7 +34,7 @@ MODEL = LlamaConfig(
     init_stddev=0.4,
     unroll=1,
 )
-# Traits by layer, a norm over what `tensor` splits, and experts (`models.decoder_families`).
+# Traits by layer, a norm over what `tensor` splits, and experts (`models.llama.families`).
 SWITCHED = dataclasses.replace(
     MODEL,
     family="qwen3_moe",

@@ -11,9 +11,9 @@ from flax import nnx
 
 from mmqa_jax.core.flops import traced_flops
 from mmqa_jax.core.mesh import batch_sharding, make_mesh, state_shardings
-from mmqa_jax.models import experts
-from mmqa_jax.models.llama import Llama
-from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.llama import experts
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.network import Llama
 from mmqa_jax.plan.exchange import Placement, least_exchanges
 from tests.drawn_weights import drawn
 

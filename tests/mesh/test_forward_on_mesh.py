@@ -16,19 +16,19 @@ from flax import nnx
 from random_weights import random_state
 
 from mmqa_jax.core.mesh import batch_sharding, state_shardings
-from mmqa_jax.models.bert import BertConfig
-from mmqa_jax.models.clip import CLIPConfig, TextConfig, VisionConfig
-from mmqa_jax.models.mcan import MCANConfig
-from mmqa_jax.models.mcan_layers import FusionConfig
-from mmqa_jax.models.mcan_openvqa import MCANOpenVQAConfig
-from mmqa_jax.models.modified_resnet import ModifiedResNetConfig
-from mmqa_jax.models.vlp import VLPConfig, VLPInputs
+from mmqa_jax.models.bert.keys import bert_key_map
+from mmqa_jax.models.bert.network import BertConfig
+from mmqa_jax.models.clip.keys import clip_key_map
+from mmqa_jax.models.clip.network import CLIPConfig, TextConfig, VisionConfig
+from mmqa_jax.models.mcan.keys import mcan_key_map, mcan_openvqa_key_map
+from mmqa_jax.models.mcan.layers import FusionConfig
+from mmqa_jax.models.mcan.network import MCANConfig
+from mmqa_jax.models.mcan.openvqa import MCANOpenVQAConfig
+from mmqa_jax.models.modified_resnet.keys import modified_resnet_key_map
+from mmqa_jax.models.modified_resnet.network import ModifiedResNetConfig
+from mmqa_jax.models.vlp.keys import vlp_key_map
+from mmqa_jax.models.vlp.network import VLPConfig, VLPInputs
 from mmqa_jax.weights.keymap import KeyMap, abstract_model, load_into
-from mmqa_jax.weights.models.bert import bert_key_map
-from mmqa_jax.weights.models.clip import clip_key_map
-from mmqa_jax.weights.models.mcan import mcan_key_map, mcan_openvqa_key_map
-from mmqa_jax.weights.models.modified_resnet import modified_resnet_key_map
-from mmqa_jax.weights.models.vlp import vlp_key_map
 from mmqa_jax.weights.registry import architecture
 
 ROWS = 4  # one on each of the devices that share the parameters' other halves

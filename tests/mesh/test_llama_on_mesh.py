@@ -23,9 +23,9 @@ from mmqa_jax.core.mesh import (
     state_shardings,
 )
 from mmqa_jax.decoding import kv_cache
-from mmqa_jax.models.layers import Embedding
-from mmqa_jax.models.llama import unstack_layers
-from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.common.layers import Embedding
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.network import unstack_layers
 from mmqa_jax.weights.published import load_published
 
 CONFIG = LlamaConfig(

@@ -17,13 +17,13 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample
 from mmqa_jax.data.packing import Bucket
-from mmqa_jax.models import splash
-from mmqa_jax.models.layers import attention
-from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.lora import LoraConfig
-from mmqa_jax.models.masked import Window
-from mmqa_jax.models.qwen_vl import QwenVLConfig
-from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
+from mmqa_jax.models.attention import splash
+from mmqa_jax.models.attention.masked import Window
+from mmqa_jax.models.common.layers import attention
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.lora import LoraConfig
+from mmqa_jax.models.qwen_vl.network import QwenVLConfig
+from mmqa_jax.models.qwen_vl.vision import QwenVisionConfig
 from mmqa_jax.plan.exchange import Placement, least_exchanges
 from mmqa_jax.tasks import objectives
 from mmqa_jax.tasks.objectives import LanguageModelObjective, VisionLanguageObjective

@@ -10,8 +10,8 @@ from flax import nnx
 from steps import MESHES, same_step, take_step
 
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.models.layers import Linear, stack_layers
-from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.common.layers import Linear, stack_layers
+from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.tasks.objectives import LanguageModelObjective
 
 ROWS, LENGTH, TARGETS = 16, 12, 5

@@ -16,7 +16,7 @@ from mmqa_jax.core.config import config_fingerprint
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.core.workdir import Workdir
-from mmqa_jax.models.layers import Linear, scan_layers, stack_layers
+from mmqa_jax.models.common.layers import Linear, scan_layers, stack_layers
 from mmqa_jax.training.loop import Resuming
 from mmqa_jax.training.optimizer import OptimizerOptions, make_schedule
 from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs

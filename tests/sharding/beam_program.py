@@ -21,8 +21,8 @@ from flax import nnx
 
 from mmqa_jax.core.mesh import make_mesh, on_shardings, state_shardings
 from mmqa_jax.decoding.beam_batches import beam_search
-from mmqa_jax.models.llama import Llama
-from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.network import Llama
 from mmqa_jax.plan.topology import open_topology
 from tests.hlo.counts import count
 from tests.hlo.kept import facts_of

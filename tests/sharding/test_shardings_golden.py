@@ -18,30 +18,27 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from mmqa_jax.core.mesh import MESH_AXES, state_shardings
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.models import (
-    atlas_reader,
-    bart,
-    bart_config,
-    bert,
-    caption_mcan,
-    clip,
-    dual_encoder,
-    llama,
-    llama_config,
-    llava,
-    lora,
-    mcan,
-    mcan_openvqa,
-    modified_resnet,
-    oscar,
-    t5,
-    t5_config,
-    text_classifier,
-    two_sided_vlp,
-    vlp,
-    vlp_pixels,
-)
-from mmqa_jax.models.mcan_layers import FusionConfig
+from mmqa_jax.models.bart import config as bart_config
+from mmqa_jax.models.bart import network as bart
+from mmqa_jax.models.bert import network as bert
+from mmqa_jax.models.clip import network as clip
+from mmqa_jax.models.encoders import dual_encoder, text_classifier
+from mmqa_jax.models.llama import config as llama_config
+from mmqa_jax.models.llama import lora
+from mmqa_jax.models.llama import network as llama
+from mmqa_jax.models.llava import network as llava
+from mmqa_jax.models.mcan import captions as caption_mcan
+from mmqa_jax.models.mcan import network as mcan
+from mmqa_jax.models.mcan import openvqa as mcan_openvqa
+from mmqa_jax.models.mcan.layers import FusionConfig
+from mmqa_jax.models.modified_resnet import network as modified_resnet
+from mmqa_jax.models.oscar import network as oscar
+from mmqa_jax.models.t5 import config as t5_config
+from mmqa_jax.models.t5 import network as t5
+from mmqa_jax.models.vlp import network as vlp
+from mmqa_jax.models.vlp import pixels as vlp_pixels
+from mmqa_jax.models.vlp import two_sided as two_sided_vlp
+from mmqa_jax.models.vlp.network import atlas_reader
 
 GOLDEN = Path(__file__).with_name("shardings.txt")
 MESHES = {

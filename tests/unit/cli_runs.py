@@ -25,7 +25,7 @@ from PIL import Image
 from mmqa_jax.cli import main
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.models import vlp
+from mmqa_jax.models.vlp import network as vlp
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.tasks.registry import read_task
 from mmqa_jax.weights.folder import load_converted

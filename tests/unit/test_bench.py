@@ -165,13 +165,13 @@ def test_a_failed_child_stops_the_bench():
 
 def tiny():
     """The suite in sizes that compile fast."""
-    from mmqa_jax.models.bart_config import BartConfig
-    from mmqa_jax.models.bert import BertConfig
-    from mmqa_jax.models.clip import CLIPConfig, TextConfig, VisionConfig
-    from mmqa_jax.models.llama_config import LlamaConfig
-    from mmqa_jax.models.mcan_layers import FusionConfig
-    from mmqa_jax.models.mcan_openvqa import MCANOpenVQAConfig
-    from mmqa_jax.models.vlp import VLPConfig
+    from mmqa_jax.models.bart.config import BartConfig
+    from mmqa_jax.models.bert.network import BertConfig
+    from mmqa_jax.models.clip.network import CLIPConfig, TextConfig, VisionConfig
+    from mmqa_jax.models.llama.config import LlamaConfig
+    from mmqa_jax.models.mcan.layers import FusionConfig
+    from mmqa_jax.models.mcan.openvqa import MCANOpenVQAConfig
+    from mmqa_jax.models.vlp.network import VLPConfig
     from tests.bench.models import Suite
 
     bert = BertConfig(vocab_size=50, hidden=32, layers=1, heads=2, mlp=48, positions=64)

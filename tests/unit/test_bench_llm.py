@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.llama import Llama
-from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.network import Llama
 from mmqa_jax.weights.formats.gguf import GGUFSource
 from tests.bench import Options, llama_cpp, llm, llm_total
 from tests.drawn_weights import drawn

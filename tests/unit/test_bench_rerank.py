@@ -11,9 +11,9 @@ import pytest
 from flax import nnx
 
 from mmqa_jax.core.errors import RunError
-from mmqa_jax.models.bert import BertConfig
-from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
-from mmqa_jax.models.vlp import VLP, VLPConfig
+from mmqa_jax.models.bert.network import BertConfig
+from mmqa_jax.models.vlp.network import VLP, VLPConfig
+from mmqa_jax.models.vlp.two_sided import TwoSidedVLP, TwoSides
 from tests.bench import Options, rerank
 
 pytestmark = pytest.mark.slow

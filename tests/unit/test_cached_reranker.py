@@ -16,7 +16,7 @@ from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.schema import Ranking
 from mmqa_jax.extensions.similarity import read_all
 from mmqa_jax.inference.reranker import CachedReranker, Reranker
-from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
+from mmqa_jax.models.vlp.two_sided import TwoSidedVLP, TwoSides
 from mmqa_jax.papers.webqa import restricted_candidates
 from mmqa_jax.tasks.rerank import load_reranker, load_selector
 

@@ -15,9 +15,9 @@ from mmqa_jax.data.datasets.coco import read_captions, read_scored_tsv
 from mmqa_jax.data.regions import VinVLFeatures, oscar_regions
 from mmqa_jax.data.tokenizers import train_wordpiece
 from mmqa_jax.decoding.masked_lm import write_captions
-from mmqa_jax.models.bert import BertConfig
-from mmqa_jax.models.oscar import Oscar, OscarConfig
-from mmqa_jax.models.oscar_layout import OscarLayout
+from mmqa_jax.models.bert.network import BertConfig
+from mmqa_jax.models.oscar.layout import OscarLayout
+from mmqa_jax.models.oscar.network import Oscar, OscarConfig
 from mmqa_jax.runs import captioning
 from mmqa_jax.weights.folder import describe_model, save_trained
 from mmqa_jax.weights.registry import architecture

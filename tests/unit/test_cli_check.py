@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from tiny_checkpoints import make_source
 from tiny_encoders import save_plain
 
-from mmqa_jax.models.activations import ACTIVATIONS
+from mmqa_jax.models.common.activations import ACTIVATIONS
 from mmqa_jax.weights.check import TOKENS, Compared, Outputs, _layers, _tokens, check, compare
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]

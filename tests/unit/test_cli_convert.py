@@ -23,12 +23,12 @@ from tiny_checkpoints import CONFIGS, make_source, published_specs
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.models.llama_config import LlamaConfig
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.keys import publish_llama
 from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.formats import orbax, orbax_reader
 from mmqa_jax.weights.keymap import load_into
 from mmqa_jax.weights.layouts import require_given
-from mmqa_jax.weights.models.llama import publish_llama
 from mmqa_jax.weights.published import write_published
 from mmqa_jax.weights.registry import ARCHITECTURES, architecture, model_of
 from mmqa_jax.weights.sources import open_source

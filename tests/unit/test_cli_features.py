@@ -22,6 +22,7 @@ from mmqa_jax.data.images import decode
 from mmqa_jax.data.region_records import RegionRecords
 from mmqa_jax.inference.opened_detector import DetectorChoice, open_detector
 from mmqa_jax.models.detection.faster_rcnn import FasterRCNN
+from mmqa_jax.models.detection.keys import publish_detector
 from mmqa_jax.runs.region_features import (
     NamedPictures,
     RegionOptions,
@@ -29,7 +30,6 @@ from mmqa_jax.runs.region_features import (
     write_regions,
 )
 from mmqa_jax.weights.folder import save_trained
-from mmqa_jax.weights.models.detector import publish_detector
 from tests.drawn_weights import drawn
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]

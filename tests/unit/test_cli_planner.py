@@ -15,7 +15,7 @@ from planner_runs import PLANS, prepare_questions, write_finished
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.extensions.mavl_planner import _served
-from mmqa_jax.models.llama import unstack_layers
+from mmqa_jax.models.llama.network import unstack_layers
 from mmqa_jax.tasks.registry import check_config
 from mmqa_jax.weights.record import read_metadata
 

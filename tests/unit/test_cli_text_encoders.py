@@ -18,19 +18,23 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.encoder_tokenizer import load_encoder_tokenizer
 from mmqa_jax.data.lists import corpus_of_lists
 from mmqa_jax.inference.cross_encoder import open_cross_encoder
-from mmqa_jax.retrieval.minilm import load_minilm_embedder
-from mmqa_jax.retrieval.text_encoder import load_text_embedder
-from mmqa_jax.runs import ask_folder, identity
-from mmqa_jax.tasks.embedder import open_embedder
-from mmqa_jax.weights.hub import find_model, is_cached
-from mmqa_jax.weights.sentence_pooling import (
+from mmqa_jax.models.encoders.sentence_pooling import (
     Prompts,
     SentenceRecipe,
     check_logit_prompts,
     read_pair_length,
     read_recipe,
 )
-from mmqa_jax.weights.text_encoders import load_cross_encoder, load_text_encoder, published_folder
+from mmqa_jax.models.encoders.text_encoders import (
+    load_cross_encoder,
+    load_text_encoder,
+    published_folder,
+)
+from mmqa_jax.retrieval.minilm import load_minilm_embedder
+from mmqa_jax.retrieval.text_encoder import load_text_embedder
+from mmqa_jax.runs import ask_folder, identity
+from mmqa_jax.tasks.embedder import open_embedder
+from mmqa_jax.weights.hub import find_model, is_cached
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Result, Scoring
-from mmqa_jax.models.lora import Additions
+from mmqa_jax.models.llama.lora import Additions
 from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.prompting.backends.served import ServedModel
 from mmqa_jax.runs.ask_corpus import AskedCorpus

@@ -17,14 +17,14 @@ from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.experts import Experts, reached
-from mmqa_jax.models.llama import Llama, unstack_layers
-from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.lora import LoraConfig, add_lora, merge_lora
-from mmqa_jax.models.quantize import QuantizedGroupedLinear, quantize_weights
+from mmqa_jax.models.encoders.text_encoders import FAMILIES
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.experts import Experts, reached
+from mmqa_jax.models.llama.keys import experts_apart, experts_together
+from mmqa_jax.models.llama.lora import LoraConfig, add_lora, merge_lora
+from mmqa_jax.models.llama.network import Llama, unstack_layers
+from mmqa_jax.models.llama.quantize import QuantizedGroupedLinear, quantize_weights
 from mmqa_jax.weights.formats.safetensors import ArraySource
-from mmqa_jax.weights.models.llama import experts_apart, experts_together
-from mmqa_jax.weights.text_encoders import FAMILIES
 from tests.drawn_weights import drawn
 
 pytestmark = pytest.mark.slow

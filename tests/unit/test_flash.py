@@ -16,9 +16,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.flops import jaxpr_flops
-from mmqa_jax.models import flash, splash
-from mmqa_jax.models.layers import attention
-from mmqa_jax.models.masked import Window
+from mmqa_jax.models.attention import flash, splash
+from mmqa_jax.models.attention.masked import Window
+from mmqa_jax.models.common.layers import attention
 
 pytestmark = pytest.mark.slow
 

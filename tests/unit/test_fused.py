@@ -18,10 +18,12 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from mmqa_jax.core.mesh import MESH_AXES
 from mmqa_jax.decoding.masked_lm import beam_search
-from mmqa_jax.models import drop_bits, fused, fused_prefix, layers, mask_appending, row_layout
-from mmqa_jax.models.bert import Bert, BertConfig
-from mmqa_jax.models.clip import CLIP, CLIPConfig, TextConfig, VisionConfig
-from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
+from mmqa_jax.models.attention import drop_bits, fused, fused_prefix
+from mmqa_jax.models.bert.network import Bert, BertConfig
+from mmqa_jax.models.clip.network import CLIP, CLIPConfig, TextConfig, VisionConfig
+from mmqa_jax.models.common import layers, row_layout
+from mmqa_jax.models.vlp import mask_appending
+from mmqa_jax.models.vlp.network import VLP, VLPConfig, VLPInputs
 from tests.drawn_weights import drawn as of_numpy
 
 pytestmark = pytest.mark.slow

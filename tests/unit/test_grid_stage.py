@@ -16,8 +16,8 @@ from vqa_files import write_okvqa
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.grid_records import GridRecords, open_features, write_grids
 from mmqa_jax.data.images import BrokenPictures, PictureError, decode_to_pixels
-from mmqa_jax.models.clip import normalize_pixels
-from mmqa_jax.models.modified_resnet import ModifiedResNet, ModifiedResNetConfig
+from mmqa_jax.models.clip.network import normalize_pixels
+from mmqa_jax.models.modified_resnet.network import ModifiedResNet, ModifiedResNetConfig
 from mmqa_jax.models.presets import GridModel
 from mmqa_jax.runs.grid_features import embed_grids
 from mmqa_jax.tasks.vqa import PictureFeaturesSection

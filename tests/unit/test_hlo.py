@@ -8,7 +8,7 @@ import pytest
 
 from mmqa_jax.core.chips import GPUS, TPUS
 from mmqa_jax.core.flops import jaxpr_flops, traced_flops
-from mmqa_jax.models.fused import fused_attention
+from mmqa_jax.models.attention.fused import fused_attention
 from mmqa_jax.plan.program import Program
 from mmqa_jax.plan.topology import Topology
 from tests.bench.plan import Counted, CountedBound

@@ -15,10 +15,10 @@ from tokenizers import Tokenizer
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.encoder_tokenizer import load_encoder_tokenizer
 from mmqa_jax.data.tokenizers import tokenizer_of
+from mmqa_jax.models.llama.gguf import gguf_config
+from mmqa_jax.models.t5.gguf import t5_gguf_config
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 from mmqa_jax.weights.formats.gguf import GGUFSource
-from mmqa_jax.weights.models.llama_gguf import gguf_config
-from mmqa_jax.weights.models.t5_gguf import t5_gguf_config
 from mmqa_jax.weights.published import load_published
 
 pytestmark = pytest.mark.slow

@@ -24,12 +24,12 @@ from tiny_llm import by_id, write_folder
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.folder import FolderOptions, read_folder
+from mmqa_jax.models.encoders.sentence_pooling import read_modules
 from mmqa_jax.prompting.backends import Completion, Message
 from mmqa_jax.prompting.backends.http import OpenAIBackend, ServerConfig
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, open_tokenizer
 from mmqa_jax.weights.formats.safetensors import SafetensorsSource
 from mmqa_jax.weights.published import load_published
-from mmqa_jax.weights.sentence_pooling import read_modules
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from mmqa_jax.data import images
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.schema import Question, Source
-from mmqa_jax.models.clip import PIXEL_MEAN, PIXEL_STD, normalize_pixels
+from mmqa_jax.models.clip.network import PIXEL_MEAN, PIXEL_STD, normalize_pixels
 
 
 def noise(width, height, seed=0):

@@ -15,9 +15,10 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.layers import LayerNorm, Linear, stack_layers
-from mmqa_jax.models.vlp import VLP
-from mmqa_jax.models.vlp_pixels import vlp_patches
+from mmqa_jax.models.common.layers import LayerNorm, Linear, stack_layers
+from mmqa_jax.models.vlp.keys import fit_types, open_vlp, vlp_key_map
+from mmqa_jax.models.vlp.network import VLP
+from mmqa_jax.models.vlp.pixels import vlp_patches
 from mmqa_jax.weights.formats.safetensors import (
     ArraySource,
     SafetensorsSource,
@@ -39,7 +40,6 @@ from mmqa_jax.weights.keymap import (
     traced_model,
     untied_source,
 )
-from mmqa_jax.weights.models.vlp import fit_types, open_vlp, vlp_key_map
 from mmqa_jax.weights.pretrained import init_vlp_from_bert, start_vlp
 from mmqa_jax.weights.published import load_checkpoint
 from mmqa_jax.weights.sources import open_source

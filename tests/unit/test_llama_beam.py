@@ -14,7 +14,7 @@ from mmqa_jax.decoding.beam_batches import beam_search
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.llama import Llama
+from mmqa_jax.models.llama.network import Llama
 from tests.drawn_weights import drawn
 
 pytestmark = pytest.mark.slow

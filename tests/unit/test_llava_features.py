@@ -16,7 +16,7 @@ from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.image_tower import PatchIds
 from mmqa_jax.decoding.requests import Request
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.llava import Llava
+from mmqa_jax.models.llava.network import Llava
 from tests.drawn_weights import drawn
 
 pytestmark = pytest.mark.slow

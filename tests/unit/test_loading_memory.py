@@ -21,12 +21,13 @@ from tiny_checkpoints import published_arrays
 
 from mmqa_jax.core.mesh import DEFAULT_RULES, make_mesh
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.models.llama import Llama
-from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.qwen_vl import QwenVLConfig
-from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
-from mmqa_jax.models.siglip import SiglipConfig, SiglipTextConfig, SiglipVisionConfig
-from mmqa_jax.models.t5_config import T5Config
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.keys import llama_key_map
+from mmqa_jax.models.llama.network import Llama
+from mmqa_jax.models.qwen_vl.network import QwenVLConfig
+from mmqa_jax.models.qwen_vl.vision import QwenVisionConfig
+from mmqa_jax.models.siglip.network import SiglipConfig, SiglipTextConfig, SiglipVisionConfig
+from mmqa_jax.models.t5.config import T5Config
 from mmqa_jax.tasks.base_llm import base_loader
 from mmqa_jax.tasks.objectives import LanguageModelObjective
 from mmqa_jax.training.state import abstract_state, pretrained_state, split_model
@@ -36,7 +37,6 @@ from mmqa_jax.weights.formats.gguf import GGUFSource
 from mmqa_jax.weights.formats.orbax_reader import aligned_empty
 from mmqa_jax.weights.formats.safetensors import ArraySource, write_sharded
 from mmqa_jax.weights.keymap import load_model
-from mmqa_jax.weights.models.llama import llama_key_map
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.registry import architecture
 from tests.drawn_weights import drawn

@@ -14,15 +14,15 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.beam import BeamResult
 from mmqa_jax.decoding.masked_lm import beam_search
-from mmqa_jax.models.atlas_reader import (
+from mmqa_jax.models.bert.network import BertConfig
+from mmqa_jax.models.vlp.atlas_reader import (
     AtlasVLP,
     AtlasVLPConfig,
     Context,
     ProbedInputs,
     said_before,
 )
-from mmqa_jax.models.bert import BertConfig
-from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
+from mmqa_jax.models.vlp.network import VLP, VLPConfig, VLPInputs
 from tests.drawn_weights import drawn
 
 pytestmark = pytest.mark.slow

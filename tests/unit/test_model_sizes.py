@@ -13,23 +13,28 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.t5_engine import T5EngineConfig
 from mmqa_jax.decoding.t5_generate import beam_search
-from mmqa_jax.models import layers
-from mmqa_jax.models.clip import CLIPConfig, TextConfig, VisionConfig
+from mmqa_jax.models.clip.network import CLIPConfig, TextConfig, VisionConfig
+from mmqa_jax.models.common import layers
+from mmqa_jax.models.common.rope import RopeScaling
 from mmqa_jax.models.detection.faster_rcnn import bottom_up_r101, vinvl_x152c4, vlp_x101
-from mmqa_jax.models.dual_encoder import DualEncoder, siglip_dual_encoder
-from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.llava import LlavaConfig
-from mmqa_jax.models.modernbert import ModernBertConfig
-from mmqa_jax.models.onevision import OnevisionConfig
+from mmqa_jax.models.encoders.dual_encoder import DualEncoder, siglip_dual_encoder
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llava.network import LlavaConfig
+from mmqa_jax.models.modernbert.network import ModernBertConfig
+from mmqa_jax.models.onevision.network import OnevisionConfig
 from mmqa_jax.models.presets import DualEncoderModel
-from mmqa_jax.models.qwen_vl import QwenVLConfig, expand_pictures
-from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
-from mmqa_jax.models.rope import RopeScaling
-from mmqa_jax.models.siglip import Siglip, SiglipConfig, SiglipTextConfig, SiglipVisionConfig
-from mmqa_jax.models.t5 import T5
-from mmqa_jax.models.t5_config import T5Config
-from mmqa_jax.models.t5_inputs import Texts
-from mmqa_jax.models.vlp_pixels import vlp_clip
+from mmqa_jax.models.qwen_vl.network import QwenVLConfig, expand_pictures
+from mmqa_jax.models.qwen_vl.vision import QwenVisionConfig
+from mmqa_jax.models.siglip.network import (
+    Siglip,
+    SiglipConfig,
+    SiglipTextConfig,
+    SiglipVisionConfig,
+)
+from mmqa_jax.models.t5.config import T5Config
+from mmqa_jax.models.t5.inputs import Texts
+from mmqa_jax.models.t5.network import T5
+from mmqa_jax.models.vlp.pixels import vlp_clip
 
 VISION = SiglipVisionConfig(8, 4, width=24, layers=2, heads=2, mlp_width=20)
 LLAMA = LlamaConfig(hidden=32, heads=2, kv_heads=2, layers=2, mlp=40)  # heads of 16

@@ -8,10 +8,10 @@ import pytest
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.bert import BertConfig
-from mmqa_jax.models.clip import VisionConfig
-from mmqa_jax.models.mcan_layers import FusionConfig
-from mmqa_jax.models.patch_mcan import PatchMCANConfig
+from mmqa_jax.models.bert.network import BertConfig
+from mmqa_jax.models.clip.network import VisionConfig
+from mmqa_jax.models.mcan.layers import FusionConfig
+from mmqa_jax.models.mcan.patches import PatchMCANConfig
 from mmqa_jax.tasks.objectives import VQAObjective
 from tests.drawn_weights import drawn
 

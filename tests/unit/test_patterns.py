@@ -52,8 +52,8 @@ MADE_LATER = {
     "weights/hub": 1,  # names of files
     "weights/keymap": 5,
     "weights/layouts": 2,
-    "weights/models/clip": 1,
-    "weights/models/detector": 1,
+    "models/clip/keys": 1,
+    "models/detection/keys": 1,
     "weights/published": 1,
 }
 QUADRATIC = [
@@ -303,7 +303,7 @@ def test_expressions_of_the_package_are_linear():
 
 def test_numbers_that_are_read_have_an_end():
     """`int` raises at more than 4,300 digits. In these two, numbers stay text."""
-    texts = ("evaluation/score_names", "weights/models/t5_gguf")
+    texts = ("evaluation/score_names", "models/t5/gguf")
     found = [
         expression.place
         for expression in expressions()

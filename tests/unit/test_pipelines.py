@@ -316,7 +316,7 @@ def test_unchanged_texts_are_not_tokenized_again(reader, packer, monkeypatch):
 
 
 def test_vlp_arrays_can_come_as_the_models_inputs(reader, packer):
-    from mmqa_jax.models.vlp import VLPInputs
+    from mmqa_jax.models.vlp.network import VLPInputs
 
     build = builders(reader, packer)["answer"]
     flat = next(build(FeedConfig(8, threads=0)))

@@ -11,7 +11,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.bert import BertConfig
+from mmqa_jax.models.bert.network import BertConfig
 from mmqa_jax.plan import encoders, programs
 from mmqa_jax.plan.topology import open_topology
 from mmqa_jax.plan.verdict import plan

@@ -16,7 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import mmqa_jax
 from mmqa_jax.core.mesh import MESH_AXES, platform
-from mmqa_jax.models.bert import Bert, BertConfig
+from mmqa_jax.models.bert.network import Bert, BertConfig
 
 pytestmark = pytest.mark.slow
 

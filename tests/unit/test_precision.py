@@ -13,10 +13,10 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.flops import flops_by_type
 from mmqa_jax.core.mesh import DEFAULT_RULES, batch_sharding, make_mesh
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.models.layers import Linear, with_rounded_products
-from mmqa_jax.models.llama import Llama
-from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.lora import ADDED, LoraConfig, add_lora
+from mmqa_jax.models.common.layers import Linear, with_rounded_products
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.lora import ADDED, LoraConfig, add_lora
+from mmqa_jax.models.llama.network import Llama
 from mmqa_jax.plan.program import shard_bytes, tree_bytes
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
 from mmqa_jax.training.options import Precision, read_section

@@ -16,20 +16,20 @@ from tiny_checkpoints import CONFIGS, SETTINGS, make_source, published_arrays
 
 from mmqa_jax.cli import main
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.bart_config import BartConfig
-from mmqa_jax.models.bert import bert_tiny
-from mmqa_jax.models.llama_config import LlamaConfig, RopeScaling
+from mmqa_jax.models.bart.config import BartConfig
+from mmqa_jax.models.bert.keys import bert_config, read_bert_config, unknown_heads
+from mmqa_jax.models.bert.network import bert_tiny
+from mmqa_jax.models.clip.keys import clip_config
+from mmqa_jax.models.clip.processor import check_processor
+from mmqa_jax.models.llama.config import LlamaConfig, RopeScaling
+from mmqa_jax.models.llama.gguf import gguf_config
+from mmqa_jax.models.llama.meta import meta_config, read_meta, unknown_scaling
+from mmqa_jax.models.llava.keys import llava_config, original_config
+from mmqa_jax.models.oscar.keys import oscar_config
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.folder import read_record
 from mmqa_jax.weights.formats.gguf import GGUFSource
 from mmqa_jax.weights.layouts import require_given
-from mmqa_jax.weights.models.bert import bert_config, read_bert_config, unknown_heads
-from mmqa_jax.weights.models.clip import clip_config
-from mmqa_jax.weights.models.clip_processor import check_processor
-from mmqa_jax.weights.models.llama_gguf import gguf_config
-from mmqa_jax.weights.models.llama_meta import meta_config, read_meta, unknown_scaling
-from mmqa_jax.weights.models.llava import llava_config, original_config
-from mmqa_jax.weights.models.oscar import oscar_config
 from mmqa_jax.weights.registry import architecture
 
 pytestmark = pytest.mark.slow
@@ -311,7 +311,7 @@ def test_other_modules_and_prompts_are_refused(minilm):
 
 def test_presets_stay_readable():
     """Our own exports pass."""
-    from mmqa_jax.weights.models.bert import bert_to_hf
+    from mmqa_jax.models.bert.keys import bert_to_hf
 
     assert bert_config(bert_to_hf(bert_tiny())) == bert_tiny()
 

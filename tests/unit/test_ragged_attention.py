@@ -10,7 +10,7 @@ import pytest
 from mmqa_jax.decoding import scanned_cache
 from mmqa_jax.decoding.kv_cache import quantize
 from mmqa_jax.decoding.scanned_cache import ScannedCache, attend_on, ragged_attention, work
-from mmqa_jax.models.llama import rotate
+from mmqa_jax.models.llama.network import rotate
 
 pytestmark = pytest.mark.slow
 

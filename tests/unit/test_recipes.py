@@ -21,9 +21,12 @@ from mmqa_jax.core.typed import read_typed
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.data.tokenizers import minilm_tokenizer
-from mmqa_jax.models import bert, clip, presets, vlp
-from mmqa_jax.models.dual_encoder import DualEncoderConfig
-from mmqa_jax.models.vlp import VLPInputs
+from mmqa_jax.models import presets
+from mmqa_jax.models.bert import network as bert
+from mmqa_jax.models.clip import network as clip
+from mmqa_jax.models.encoders.dual_encoder import DualEncoderConfig
+from mmqa_jax.models.vlp import network as vlp
+from mmqa_jax.models.vlp.network import VLPInputs
 from mmqa_jax.tasks import run
 from mmqa_jax.tasks.objectives import AnswerObjective, ContrastiveObjective, RerankObjective
 from mmqa_jax.tasks.registry import read_task

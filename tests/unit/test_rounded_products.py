@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmqa_jax.models.layers import product
+from mmqa_jax.models.common.layers import product
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(2, 3, 8)).astype(np.float32)

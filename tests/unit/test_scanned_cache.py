@@ -19,7 +19,7 @@ from mmqa_jax.decoding import (
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.rope import RopeScaling
+from mmqa_jax.models.common.rope import RopeScaling
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.t5_config import PUBLISHED, T5Config
+from mmqa_jax.models.t5.config import PUBLISHED, T5Config
 
 FLAN = {
     "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_ff": 2048, "d_kv": 64,

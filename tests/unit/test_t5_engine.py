@@ -8,8 +8,8 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.requests import Request, Scoring, Unanswerable
 from mmqa_jax.decoding.t5_engine import T5Engine, T5EngineConfig
-from mmqa_jax.models.t5 import T5
-from mmqa_jax.models.t5_config import T5Config
+from mmqa_jax.models.t5.config import T5Config
+from mmqa_jax.models.t5.network import T5
 from mmqa_jax.prompting.backends import Choices, Completion, Decoding
 from mmqa_jax.prompting.backends.t5 import T5Backend
 from tests.drawn_weights import drawn

@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from mmqa_jax.core.flops import inner_jaxprs, jaxpr_flops
-from mmqa_jax.models import llama
-from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.lora import LoraConfig
+from mmqa_jax.models.llama import network as llama
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.lora import LoraConfig
 from mmqa_jax.tasks.objectives import LanguageModelObjective
 from mmqa_jax.training.state import split_model
 

@@ -17,10 +17,10 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.atlas_reader import AtlasPackingConfig
 from mmqa_jax.data.packing import INPUT_FIELDS, Example, Packer, batch
 from mmqa_jax.data.raw_examples import RawExample
-from mmqa_jax.models.bert import BertConfig
-from mmqa_jax.models.layers import attention
-from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
-from mmqa_jax.models.vlp import VLP, VLPConfig, VLPInputs
+from mmqa_jax.models.bert.network import BertConfig
+from mmqa_jax.models.common.layers import attention
+from mmqa_jax.models.vlp.network import VLP, VLPConfig, VLPInputs
+from mmqa_jax.models.vlp.two_sided import TwoSidedVLP, TwoSides
 from mmqa_jax.tasks.objectives import RerankObjective
 from mmqa_jax.tasks.rerank import two_sides
 from tests.drawn_weights import drawn

@@ -31,8 +31,9 @@ from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.evaluation.source_selection import THRESHOLDS
 from mmqa_jax.inference.reader import Reader
-from mmqa_jax.models.clip import normalize_pixels
+from mmqa_jax.models.clip.network import normalize_pixels
 from mmqa_jax.models.presets import VLPModel
+from mmqa_jax.models.vlp.keys import publish_vlp
 from mmqa_jax.papers import webqa
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.tasks.answer import load_reader
@@ -41,7 +42,6 @@ from mmqa_jax.tasks.rerank import load_selector
 from mmqa_jax.tasks.run import run_training
 from mmqa_jax.weights.convert import convert
 from mmqa_jax.weights.folder import load_converted
-from mmqa_jax.weights.models.vlp import publish_vlp
 from mmqa_jax.weights.published import write_published
 from tests.drawn_weights import drawn
 

@@ -13,13 +13,13 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.models.atlas_reader import AtlasVLPConfig
-from mmqa_jax.models.bert import BertConfig
-from mmqa_jax.models.clip import TextConfig, VisionConfig
-from mmqa_jax.models.dual_encoder import DualEncoder, DualEncoderConfig
-from mmqa_jax.models.two_sided_vlp import TwoSidedVLP, TwoSides
-from mmqa_jax.models.vlp import VLPConfig
-from mmqa_jax.models.vlp_pixels import ClipVLPConfig
+from mmqa_jax.models.bert.network import BertConfig
+from mmqa_jax.models.clip.network import TextConfig, VisionConfig
+from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig
+from mmqa_jax.models.vlp.atlas_reader import AtlasVLPConfig
+from mmqa_jax.models.vlp.network import VLPConfig
+from mmqa_jax.models.vlp.pixels import ClipVLPConfig
+from mmqa_jax.models.vlp.two_sided import TwoSidedVLP, TwoSides
 from mmqa_jax.weights.convert import convert
 from mmqa_jax.weights.folder import describe_model, load_converted, read_record, save_trained
 from mmqa_jax.weights.layouts import read_own_config

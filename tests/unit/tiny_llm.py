@@ -16,20 +16,20 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.clip import VisionConfig
-from mmqa_jax.models.llama import Llama
-from mmqa_jax.models.llama_config import LlamaConfig
-from mmqa_jax.models.llava import Llava, LlavaConfig
-from mmqa_jax.models.onevision import Onevision, OnevisionConfig
-from mmqa_jax.models.qwen_vl import QwenVL, QwenVLConfig
-from mmqa_jax.models.qwen_vl_vision import QwenVisionConfig
-from mmqa_jax.models.siglip import SiglipVisionConfig
+from mmqa_jax.models.clip.network import VisionConfig
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.keys import publish_llama
+from mmqa_jax.models.llama.network import Llama
+from mmqa_jax.models.llava.network import Llava, LlavaConfig
+from mmqa_jax.models.onevision.keys import publish_onevision
+from mmqa_jax.models.onevision.network import Onevision, OnevisionConfig
+from mmqa_jax.models.qwen_vl.keys import publish_qwen_vl
+from mmqa_jax.models.qwen_vl.network import QwenVL, QwenVLConfig
+from mmqa_jax.models.qwen_vl.vision import QwenVisionConfig
+from mmqa_jax.models.siglip.network import SiglipVisionConfig
 from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.backends.engine import EngineBackend
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer
-from mmqa_jax.weights.models.llama import publish_llama
-from mmqa_jax.weights.models.onevision import publish_onevision
-from mmqa_jax.weights.models.qwen_vl import publish_qwen_vl
 from mmqa_jax.weights.published import write_published
 from tests.drawn_weights import drawn
 

@@ -54,7 +54,7 @@ class FeedConfig(BatchesSection):
       seed: of sampling, order, masking and augmentation.
       augment: applied to every raw example, or None.
       inputs: the dataclass that holds a batch's VLP arrays, under the key `inputs`:
-        models.vlp.VLPInputs; None leaves them flat under their names.
+        models.vlp.network.VLPInputs; None leaves them flat under their names.
       rows: this process's rows of every batch (core.mesh.local_rows); None: all.
       mixture: weights of the corpora that the examples are of; empty: each is shown once an epoch.
     """

@@ -15,7 +15,7 @@ from flax import nnx
 
 from mmqa_jax.core.flops import one_in
 from mmqa_jax.core.mesh import platform
-from mmqa_jax.models.layers import Names, param, product, zeros_init
+from mmqa_jax.models.common.layers import Names, param, product, zeros_init
 
 # torch's Conv2d: uniform within 1 / sqrt(fan in).
 conv_init = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")

@@ -19,14 +19,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.config_checks import check_known
+from mmqa_jax.models.common.config_checks import check_known
+from mmqa_jax.models.common.layers import Embedding, Linear
 from mmqa_jax.models.detection.boxes import BoxCoder, areas, clip
 from mmqa_jax.models.detection.convolution import within
 from mmqa_jax.models.detection.region_pooling import pyramid_align, roi_align, roi_pool
 from mmqa_jax.models.detection.resnext import FPN, ResNeXt, ResNeXtConfig, Stage
 from mmqa_jax.models.detection.rpn import RPN, RPNConfig
 from mmqa_jax.models.detection.selection import RegionRule, class_confidence, select
-from mmqa_jax.models.layers import Embedding, Linear
 
 _POOLINGS = ("align", "pool")
 _LABELS = ("confident", "likeliest")

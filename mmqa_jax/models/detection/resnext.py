@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mmqa_jax.models.config_checks import check_divides, check_known, check_stages
+from mmqa_jax.models.common.config_checks import check_divides, check_known, check_stages
+from mmqa_jax.models.common.layers import ones_init, param, scan_layers, stack_layers, zeros_init
 from mmqa_jax.models.detection.convolution import Conv, strided, within
-from mmqa_jax.models.layers import ones_init, param, scan_layers, stack_layers, zeros_init
-from mmqa_jax.models.modified_resnet import BatchNorm
+from mmqa_jax.models.modified_resnet.network import BatchNorm
 
 _NORMS = ("statistics", "affine")
 _POOLS = ("bordered", "caffe")

@@ -19,8 +19,8 @@ from mmqa_jax.core.mesh import MESH_AXES, make_mesh, platform
 from mmqa_jax.core.serving import AUTO
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.decoding.t5_engine import T5Engine, T5EngineConfig
-from mmqa_jax.models.t5 import T5
-from mmqa_jax.models.t5_config import T5Config
+from mmqa_jax.models.t5.config import T5Config
+from mmqa_jax.models.t5.network import T5
 from mmqa_jax.prompting.backends.t5 import T5Backend
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 

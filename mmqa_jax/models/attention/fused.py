@@ -1,0 +1,312 @@
+"""Attention of short sequences in one Pallas kernel for TPU; scores never leave the chip.
+
+Encoders (CLIP, BERT, VLP) read at most some hundred columns. A head's whole scores, [Lq, Lk] in
+float32, then fit the chip's vector memory (VMEM), so that neither a running maximum nor blocks of
+keys are needed. Queries, keys and values stay as their linear layers give them, [B, L, heads *
+head_dim]: a head is a part of the 128 lanes of a register, chosen by setting the others to zero,
+and nothing is transposed. The matrix unit multiplies 128 columns at once, so that the zeros cost
+nothing that heads of 64 columns would not.
+
+Reached through `layers.attention(..., implementation="auto")`. A file of its own because Pallas
+takes half a second to import.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, PartitionSpec
+
+from mmqa_jax.core.mesh import partition_spec
+from mmqa_jax.models.attention import drop_bits
+from mmqa_jax.models.attention.masked import MASKED
+
+LANES = 128  # columns of a register
+MEMORY = 13 * 2**20  # of the 16 MiB of VMEM that a kernel may use by default
+_SUBLANES = 16  # rows of a register of bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What is static in a kernel.
+
+    Attributes:
+      heads, size: number of heads and columns of each.
+      is_causal: a query sees no later key.
+      kept: of 65,536, how many attention weights dropout leaves; 65,536 is no dropout.
+      interpret: run without a TPU.
+    """
+
+    heads: int
+    size: int
+    is_causal: bool
+    kept: int
+    interpret: bool
+
+    @property
+    def group(self) -> int:
+        """Columns that are multiplied at once: those of the heads in one register's lanes."""
+        return max(self.size, LANES)
+
+
+def fill_registers(heads: int, size: int) -> bool:
+    """Whether heads of so many columns, side by side, fill whole registers."""
+    return (LANES % size == 0 or size % LANES == 0) and heads * size % LANES == 0
+
+
+def fused_fits(q: jax.Array, k: jax.Array, mask: jax.Array | None, is_causal: bool) -> bool:
+    """Whether `fused_attention` takes these queries [B, Lq, heads, D], keys and mask.
+
+    16-bit floats, heads that fill whole registers, a mask without heads, and scores of one head,
+    their gradients and what is read and written for it that fit the chip's memory.
+    """
+    length, heads, size = q.shape[1:]
+    columns = k.shape[1]
+    half = q.dtype == k.dtype == jnp.bfloat16
+    plain = mask is None or (mask.ndim == 4 and mask.shape[1] == 1)
+    aligned = not is_causal or length == columns
+    if not (half and fill_registers(heads, size) and plain and aligned and k.shape[2] == heads):
+        return False
+    group = max(size, LANES)
+    return _working_set(length, columns, group, _BACKWARD_ARRAYS, mask is not None) <= MEMORY
+
+
+def fused_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: jax.Array | None = None,
+    is_causal: bool = False,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    mesh: Mesh | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """softmax(q k / sqrt(D)) v of every head, with its gradient.
+
+    q [B, Lq, heads, D]; k, v [B, Lk, heads, D]; mask bool [B or 1, 1, Lq or 1, Lk]. A row without a
+    visible column gives the mean of the values. Dropout acts on the weights (`drop_bits`), as
+    `layers.dropout` does. On a mesh (None: that of `jax.set_mesh`) rows
+    are split as a batch is, and heads as the model's, where these divide. `interpret` runs the
+    kernel without a TPU, slowly, for tests. Returns [B, Lq, heads, D].
+    """
+    rows, _, heads, size = q.shape
+    kept = 65536 if dropout_key is None else round((1.0 - dropout_rate) * 65536)
+    flat = tuple(x.reshape(*x.shape[:2], heads * size) for x in (q, k, v))
+    seeds = drop_seeds(dropout_key, rows, heads) if kept < 65536 else None
+    if mask is not None:
+        mask = mask[:, 0].astype(jnp.int8)
+
+    def attend(q, k, v, mask, seeds):
+        plan = _Plan(q.shape[2] // size, size, is_causal, kept, interpret)
+        return _attend(plan, q, k, v, mask, seeds)
+
+    mesh = mesh or jax.sharding.get_abstract_mesh()
+    if mesh.shape and not mesh.manual_axes:  # XLA does not split a kernel by itself
+        registers = heads * size // max(size, LANES)
+        of_rows, of_heads = (*partition_spec(("batch", "heads"), (rows, registers), mesh), None)[:2]
+        whole = PartitionSpec(of_rows, None, of_heads)
+        attend = jax.shard_map(
+            attend,
+            mesh=mesh,
+            in_specs=(
+                *(whole,) * 3,
+                None if mask is None else PartitionSpec(of_rows if len(mask) > 1 else None),
+                None if seeds is None else (PartitionSpec(of_rows), PartitionSpec(of_heads)),
+            ),
+            out_specs=whole,
+            check_vma=False,
+        )
+    return attend(*flat, mask, seeds).reshape(q.shape)
+
+
+def drop_seeds(key: jax.Array, rows: int, heads: int) -> tuple[jax.Array, jax.Array]:
+    """Random int32 of every row [B] and of every head [heads]: what `drop_bits` starts from."""
+    of_rows, of_heads = jax.random.split(key)
+    drawn = jax.random.bits(of_rows, (rows,)), jax.random.bits(of_heads, (heads,))
+    return tuple(bits.astype(jnp.int32) for bits in drawn)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(plan, q, k, v, mask, seeds):
+    """q [B, Lq, H], k and v [B, Lk, H], mask int8 [B, Lq or 1, Lk] -> [B, Lq, H]."""
+    return _call(plan, _forward, (q, k, v), (q,), mask, seeds)[0]
+
+
+def _attend_forward(plan, q, k, v, mask, seeds):
+    return _attend(plan, q, k, v, mask, seeds), (q, k, v, mask, seeds)
+
+
+def _attend_backward(plan, saved, gradient):
+    q, k, v, mask, seeds = saved
+    return *_call(plan, _backward, (q, k, v, gradient), (q, k, v), mask, seeds), None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+_FORWARD_ARRAYS, _BACKWARD_ARRAYS = 4, 7  # read and written, [B, L, H] each
+_SCORES = 6  # arrays [Lq, Lk] of float32 that are alive at once, at most
+
+
+def _working_set(length: int, columns: int, lanes: int, arrays: int, masked: bool) -> int:
+    """Bytes of VMEM for one row's `lanes` columns; all that comes and goes is there twice."""
+    longest = -(-max(length, columns) // _SUBLANES) * _SUBLANES
+    across = -(-columns // LANES) * LANES
+    down = -(-length // _SUBLANES) * _SUBLANES
+    return 4 * longest * lanes * arrays + down * across * (4 * _SCORES + 2 * masked)
+
+
+def _call(plan, kernel, arrays, like, mask, seeds):
+    """Runs a kernel over rows and registers of [B, L, H]; returns arrays shaped as `like`."""
+    rows, length, width = arrays[0].shape
+    columns = arrays[1].shape[1]
+    count = len(arrays) + len(like)
+    fitting = [
+        lanes
+        for lanes in range(plan.group, width + 1, plan.group)
+        if width % lanes == 0
+        and _working_set(length, columns, lanes, count, mask is not None) <= MEMORY
+    ]
+    lanes = max(fitting)
+
+    def block(x):
+        return pl.BlockSpec((1, x.shape[1], lanes), lambda row, part: (row, 0, part))
+
+    specs, inputs = [block(x) for x in arrays], list(arrays)
+    if mask is not None:
+        several = min(len(mask) - 1, 1)
+        specs.append(pl.BlockSpec((1, *mask.shape[1:]), lambda row, _: (row * several, 0, 0)))
+        inputs.append(mask)
+    if seeds is not None:
+        specs += [pl.BlockSpec(memory_space=pltpu.SMEM)] * 2
+        inputs += seeds
+    size = 2 if jnp.dtype(arrays[0].dtype).itemsize == 2 else 4
+    products = 2 if kernel is _forward else 5
+    cost = pl.CostEstimate(
+        flops=2 * products * rows * plan.heads * length * columns * plan.size,
+        transcendentals=rows * plan.heads * length * columns,
+        bytes_accessed=size * sum(math.prod(x.shape) for x in (*arrays, *like)),
+    )
+    return pl.pallas_call(
+        functools.partial(kernel, plan, mask is not None, lanes // plan.group),
+        grid=(rows, width // lanes),
+        in_specs=specs,
+        out_specs=[block(x) for x in like],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like],
+        cost_estimate=cost,
+        interpret=plan.interpret,
+        name="fused_attention" if kernel is _forward else "fused_attention_gradient",
+    )(*inputs)
+
+
+def _forward(plan, masked, groups, *refs):
+    """Body of the kernel: one row, `groups` registers of heads."""
+    seeds, (q, k, v), mask, (out,) = _split(plan, masked, groups, 3, refs)
+    seen = _visible(plan, mask, q.shape[1], k.shape[1])
+
+    def one(group, _):
+        lanes = pl.ds(group * plan.group, plan.group)
+        query, key, value = q[0, :, lanes], k[0, :, lanes], v[0, :, lanes]
+        attended = jnp.zeros(query.shape, jnp.float32)
+        for head, own in enumerate(_lanes_of_heads(plan)):
+            weights, total = _weights(plan, jnp.where(own, query, 0), key, seen)
+            if plan.kept < 65536:
+                weights = jnp.where(_kept(plan, seeds, group, head, weights), weights, 0)
+                total = total * (plan.kept / 65536)
+            read = _product(weights.astype(value.dtype), value)  # [Lq, lanes]
+            attended = jnp.where(own, read / total, attended)
+        out[0, :, lanes] = attended.astype(out.dtype)
+        return _
+
+    jax.lax.fori_loop(0, groups, one, 0)
+
+
+def _backward(plan, masked, groups, *refs):
+    """Body of the gradient's kernel; the scores are computed again."""
+    seeds, (q, k, v, dout), mask, (dq, dk, dv) = _split(plan, masked, groups, 4, refs)
+    seen = _visible(plan, mask, q.shape[1], k.shape[1])
+
+    def one(group, _):
+        lanes = pl.ds(group * plan.group, plan.group)
+        query, key, value, given = (x[0, :, lanes] for x in (q, k, v, dout))
+        of_query = jnp.zeros(query.shape, jnp.float32)
+        of_key = of_value = jnp.zeros(key.shape, jnp.float32)
+        for head, own in enumerate(_lanes_of_heads(plan)):
+            weights, total = _weights(plan, jnp.where(own, query, 0), key, seen)
+            weights = weights / total
+            of_weights = _product(jnp.where(own, given, 0), value, transposed=True)  # [Lq, Lk]
+            used = weights
+            if plan.kept < 65536:
+                kept = _kept(plan, seeds, group, head, weights)
+                used = jnp.where(kept, weights * (65536 / plan.kept), 0)
+                of_weights = jnp.where(kept, of_weights * (65536 / plan.kept), 0)
+            mean = jnp.sum(weights * of_weights, axis=1, keepdims=True)
+            of_scores = weights * (of_weights - mean) * plan.size**-0.5
+            of_scores = of_scores.astype(query.dtype)
+            of_value = jnp.where(own, _product(used.astype(given.dtype).T, given), of_value)
+            of_query = jnp.where(own, _product(of_scores, key), of_query)
+            of_key = jnp.where(own, _product(of_scores.T, query), of_key)
+        for ref, x in ((dq, of_query), (dk, of_key), (dv, of_value)):
+            ref[0, :, lanes] = x.astype(ref.dtype)
+        return _
+
+    jax.lax.fori_loop(0, groups, one, 0)
+
+
+def _split(plan, masked, groups, count, refs):
+    """A kernel's references as seeds, `count` inputs, mask and outputs.
+
+    The seeds are that of the row, all heads' and the number of the block's first head.
+    """
+    inputs, refs, mask, seeds = refs[:count], refs[count:], None, None
+    if masked:
+        mask, refs = refs[0], refs[1:]
+    if plan.kept < 65536:
+        first = pl.program_id(1) * groups * (plan.group // plan.size)
+        seeds, refs = (refs[0][pl.program_id(0)], refs[1], first), refs[2:]
+    return seeds, inputs, mask, refs
+
+
+def _lanes_of_heads(plan):
+    """bool [1, group] of each of the heads in a register: its lanes."""
+    lane = jax.lax.broadcasted_iota(jnp.int32, (1, plan.group), 1)
+    return [lane // plan.size == head for head in range(plan.group // plan.size)]
+
+
+def _weights(plan, query, key, seen):
+    """float32 exp(scores - their maximum) [Lq, Lk], and their sums [Lq, 1]."""
+    scores = _product(query, key, transposed=True)
+    if seen is not None:
+        scores = jnp.where(seen, scores, MASKED)
+    top = jnp.max(scores, axis=1, keepdims=True)
+    weights = jnp.exp((scores - top) * plan.size**-0.5)
+    return weights, jnp.sum(weights, axis=1, keepdims=True)
+
+
+def _kept(plan, seeds, group, head, weights):
+    """bool [Lq, Lk]: which weights of a head survive dropout."""
+    row_seed, head_seeds, first = seeds
+    number = first + group * (plan.group // plan.size) + head
+    return drop_bits(row_seed, head_seeds[number], *weights.shape) < plan.kept
+
+
+def _product(a, b, *, transposed=False):
+    """a [M, K] times b [K, N], or [N, K] transposed: float32 [M, N]."""
+    numbers = (((1,), (1 if transposed else 0,)), ((), ()))
+    return jax.lax.dot_general(a, b, numbers, preferred_element_type=jnp.float32)
+
+
+def _visible(plan, mask_ref, length, columns):
+    """bool [Lq or 1, Lk] of what queries see, or None where they see all."""
+    seen = None if mask_ref is None else mask_ref[0].astype(jnp.int32) != 0
+    if plan.is_causal:
+        row, column = (jax.lax.broadcasted_iota(jnp.int32, (length, columns), n) for n in (0, 1))
+        seen = column <= row if seen is None else seen & (column <= row)
+    return seen

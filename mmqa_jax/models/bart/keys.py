@@ -1,0 +1,113 @@
+"""BART checkpoints: transformers' folders, BARTScore's `bart.pth`, and export to transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json
+from mmqa_jax.models.bart.config import BartConfig
+from mmqa_jax.weights.formats.safetensors import TensorSource
+from mmqa_jax.weights.keymap import (
+    KeyMap,
+    Rule,
+    Transform,
+    norm_rules,
+    transformer_rules,
+    untied_source,
+)
+from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, shapes_of
+from mmqa_jax.weights.sources import open_source
+
+_ATTENTION = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
+_BIAS = "final_logits_bias"
+# Published as (1, tokens); a tensor of two rows has no meaning and is refused.
+_ROW = Transform(lambda x: x.squeeze(0), lambda x: x[None])
+
+
+def bart_rules() -> list[Rule]:
+    """Rules of transformers' BartForConditionalGeneration."""
+    rules = [Rule("model.shared.weight", "tokens/table"), Rule(_BIAS, _BIAS, _ROW)]
+    own = {f"self_attn.{theirs}": f"attention/{ours}" for theirs, ours in _ATTENTION.items()}
+    cross = {f"encoder_attn.{theirs}": f"cross/{ours}" for theirs, ours in _ATTENTION.items()}
+    mlp = {"fc1": "up", "fc2": "down"}
+    norms = {"self_attn_layer_norm": "attention_norm", "final_layer_norm": "mlp_norm"}
+    cross_norm = {"encoder_attn_layer_norm": "cross_norm"}
+    for stack, linears, layer_norms in (
+        ("encoder", own | mlp, norms),
+        ("decoder", own | cross | mlp, norms | cross_norm),
+    ):
+        prefix = f"model.{stack}."
+        rules += [
+            Rule(f"{prefix}embed_positions.weight", f"{stack}/positions/table"),
+            *norm_rules(f"{prefix}layernorm_embedding", f"{stack}/norm"),
+            *transformer_rules(
+                f"{prefix}layers.{{layer}}.", f"{stack}/layers", linears, layer_norms
+            ),
+        ]
+    return rules
+
+
+def bart_key_map() -> KeyMap:
+    """Key map of transformers' BartForConditionalGeneration, and of BartModel.
+
+    The embedding table has four names, of which a file may hold any. bart-base is published as a
+    BartModel: its keys lack `model.`, and it has no `final_logits_bias` (see `open_bart`).
+    """
+    table = "model.shared.weight"
+    aliases = (
+        "model.encoder.embed_tokens.weight",
+        "model.decoder.embed_tokens.weight",
+        "lm_head.weight",
+    )
+    return KeyMap(
+        rules=bart_rules(),
+        rename=((r"^(shared|encoder|decoder)\.", r"model.\1."),),
+        ignore=(r"^model\.(encoder|decoder)\.version$",),  # fairseq's
+        tied=tuple((alias, table) for alias in aliases),
+    )
+
+
+def open_bart(path: Path) -> Checkpoint:
+    """A BART of transformers, or a state dict by itself (BARTScore's `bart.pth`).
+
+    A state dict is read with the config.json beside it; if there is none, it must have
+    bart-large-cnn's sizes, of which alone the heads are known. A `final_logits_bias` that a folder
+    or a BartModel lacks is zeros, as in transformers.
+    """
+    file = config_file(path)
+    config, layout = BartConfig(), "state dict"
+    if path.is_dir() or file.exists():
+        config, layout = BartConfig.from_hf(read_json(file), str(file)), "transformers"
+    source, key_map = open_source(path), bart_key_map()
+    keys = source.specs()
+    if layout == "state dict":
+        _check_large_cnn(source, config, file)
+    is_base = not any(key.startswith("model.") for key in keys)
+    if _BIAS not in keys and (path.is_dir() or is_base):
+        key_map = dataclasses.replace(key_map, fresh=(rf"^{_BIAS}$",))
+    return Checkpoint(config, lambda _: key_map, source, layout)
+
+
+def _check_large_cnn(source: TensorSource, config: BartConfig, file: Path) -> None:
+    """Refuses other sizes than bart-large-cnn's, whose heads no tensor shows."""
+    shapes = shapes_of(source, [(r"^model\.", "")])
+    sizes = {
+        "shared.weight": (config.vocab_size, config.hidden),
+        "encoder.layers.0.fc1.weight": (config.encoder_mlp, config.hidden),
+    }
+    other = [key for key, size in sizes.items() if shapes.get(key, size) != size]
+    if other:
+        raise UserError(
+            f"{source.name}: {other[0]} is {list(shapes[other[0]])}, bart-large-cnn's is "
+            f"{list(sizes[other[0]])}; of another BART, put its config.json beside the weights "
+            f"({file})."
+        )
+
+
+def publish_bart(config: BartConfig, state: nnx.State) -> Published:
+    """BartForConditionalGeneration."""
+    return Published(untied_source(state, bart_key_map()), config.to_hf())

@@ -1,0 +1,244 @@
+"""BERT checkpoints in transformers' layout, and export to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.bert.network import BertConfig
+from mmqa_jax.models.common.activations import ACTIVATIONS
+from mmqa_jax.models.encoders.sentence_pooling import check_mean_pooling
+from mmqa_jax.weights.keymap import (
+    KeyMap,
+    Rule,
+    linear_rules,
+    norm_rules,
+    transformer_rules,
+    untied_source,
+)
+from mmqa_jax.weights.layouts import (
+    Checkpoint,
+    Published,
+    Shapes,
+    config_file,
+    numbered_keys,
+    read_hf_config,
+)
+from mmqa_jax.weights.published_keys import check_keys, kinds
+from mmqa_jax.weights.sources import open_source
+
+_LINEARS = {
+    "attention.self.query": "query",
+    "attention.self.key": "key",
+    "attention.self.value": "value",
+    "attention.output.dense": "out",
+    "intermediate.dense": "up",
+    "output.dense": "down",
+}
+_NORMS = {"attention.output.LayerNorm": "attention_norm", "output.LayerNorm": "mlp_norm"}
+
+_READ = kinds(
+    size="vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size "
+    "max_position_embeddings type_vocab_size",
+    number="layer_norm_eps hidden_dropout_prob attention_probs_dropout_prob",
+    name="hidden_act position_embedding_type",
+)
+# Of Google's releases, which nothing reads, and of the head, which is the embedding table here.
+_HARMLESS = (
+    *("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
+    *("pooler_size_per_head", "pooler_type", "tie_word_embeddings"),
+)
+_FIXED = {"is_causal": (False,)}
+# Hidden units of the encoders that Google published, whose heads have 64 units.
+_PUBLISHED_WIDTHS = (128, 256, 512, 768, 1024)
+
+# Names of the first BERT release (TensorFlow's), still in many files.
+OLD_NAMES = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
+BUFFERS = r"embeddings\.(position_ids|token_type_ids)$"
+
+
+def bert_rules(prefix: str = "", path: str = "") -> list[Rule]:
+    """Rules of the encoder without its pooler; `prefix` of the keys and `path` end in . and /."""
+    embeddings = f"{prefix}embeddings."
+    return [
+        Rule(f"{embeddings}word_embeddings.weight", f"{path}embeddings/word/table"),
+        Rule(f"{embeddings}position_embeddings.weight", f"{path}embeddings/position/table"),
+        Rule(f"{embeddings}token_type_embeddings.weight", f"{path}embeddings/token_type/table"),
+        *norm_rules(f"{embeddings}LayerNorm", f"{path}embeddings/norm"),
+        *transformer_rules(f"{prefix}encoder.layer.{{layer}}.", f"{path}layers", _LINEARS, _NORMS),
+    ]
+
+
+def mlm_rules(path: str) -> list[Rule]:
+    """Rules of the masked-LM head; its decoder is the embedding table (see `mlm_tied`)."""
+    head = "cls.predictions."
+    return [
+        Rule(f"{head}bias", f"{path}/bias"),
+        *linear_rules(f"{head}transform.dense", f"{path}/dense"),
+        *norm_rules(f"{head}transform.LayerNorm", f"{path}/norm"),
+    ]
+
+
+def mlm_tied(prefix: str) -> tuple[tuple[str, str], ...]:
+    """The two names of the embedding table and of the head's bias in BERT checkpoints."""
+    return (
+        ("cls.predictions.decoder.weight", f"{prefix}embeddings.word_embeddings.weight"),
+        ("cls.predictions.decoder.bias", "cls.predictions.bias"),
+    )
+
+
+def bert_key_map(config: BertConfig) -> KeyMap:
+    """Key map of transformers' BertModel; keys may start with `bert.`.
+
+    Heads of BertForPreTraining and, if the config has none, the pooler are ignored.
+    """
+    pooler = linear_rules("pooler.dense", "pooler") if config.pooler else []
+    return KeyMap(
+        rules=[*bert_rules(), *pooler],
+        rename=[(r"^bert\.", ""), *OLD_NAMES],
+        ignore=[BUFFERS, r"^cls\."] + ([] if config.pooler else [r"^pooler\."]),
+    )
+
+
+def bert_classifier_key_map(config: BertConfig) -> KeyMap:
+    """Key map of transformers' classifier of sequences and our CrossEncoder."""
+    return KeyMap(
+        rules=[
+            *bert_rules("bert.", "bert/"),
+            *linear_rules("bert.pooler.dense", "bert/pooler"),
+            *linear_rules("classifier", "classifier"),
+        ],
+        rename=OLD_NAMES,
+        ignore=[rf"^bert\.{BUFFERS}"],
+    )
+
+
+def bert_config(
+    published: Mapping[str, Any],
+    where: str = "config.json",
+    *,
+    read: Mapping[str, str] | None = None,
+    harmless: Collection[str] = (),
+    fixed: Mapping[str, tuple[Any, ...]] | None = None,
+) -> BertConfig:
+    """Our config from transformers' `config.json`; absent values are transformers' defaults.
+
+    Args:
+      published: the file's content.
+      where: its name, for messages.
+      read, harmless, fixed: keys of a model around the encoder, see `check_keys`.
+    """
+    check_keys(
+        published,
+        where,
+        read={**_READ, **(read or {})},
+        harmless=(*_HARMLESS, *harmless),
+        fixed={**_FIXED, **(fixed or {})},
+    )
+    positions = published.get("position_embedding_type", "absolute")
+    if positions != "absolute":
+        raise UserError(
+            f"{where}: position_embedding_type {positions!r} is not supported; use a checkpoint "
+            "with absolute positions."
+        )
+    activation = published.get("hidden_act", "gelu")
+    if activation not in ACTIVATIONS:
+        raise UserError(
+            f"{where}: hidden_act {activation!r} is not supported; use a checkpoint with one of "
+            f"{', '.join(ACTIVATIONS)}."
+        )
+    return BertConfig(
+        vocab_size=published.get("vocab_size", 30522),
+        hidden=published.get("hidden_size", 768),
+        layers=published.get("num_hidden_layers", 12),
+        heads=published.get("num_attention_heads", 12),
+        mlp=published.get("intermediate_size", 3072),
+        positions=published.get("max_position_embeddings", 512),
+        types=published.get("type_vocab_size", 2),
+        eps=published.get("layer_norm_eps", 1e-12),
+        activation=activation,
+        dropout=published.get("hidden_dropout_prob", 0.1),
+        attention_dropout=published.get("attention_probs_dropout_prob", 0.1),
+    )
+
+
+def read_bert_config(path: Path) -> BertConfig:
+    """The config in a folder or beside a file, of BERT or of a sentence encoder that is one."""
+    file = config_file(path)
+    config = bert_config(read_hf_config(path, "bert"), str(file))
+    check_mean_pooling(file.parent)
+    return config
+
+
+def bert_to_hf(config: BertConfig) -> dict[str, Any]:
+    """transformers' config.json of a BertModel."""
+    return {
+        "architectures": ["BertModel"],
+        "model_type": "bert",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "intermediate_size": config.mlp,
+        "max_position_embeddings": config.positions,
+        "type_vocab_size": config.types,
+        "layer_norm_eps": config.eps,
+        "hidden_act": config.activation,
+        "hidden_dropout_prob": config.dropout,
+        "attention_probs_dropout_prob": config.attention_dropout,
+        "initializer_range": config.init_stddev,
+        "position_embedding_type": "absolute",
+    }
+
+
+def open_bert(path: Path) -> Checkpoint:
+    """A BERT of transformers, with its pooler if it has one."""
+    config = read_bert_config(path)
+    source = open_source(path)
+    pooler = any(re.search(r"(^|\.)pooler\.dense\.weight$", key) for key in source.specs())
+    config = dataclasses.replace(config, pooler=pooler)
+    return Checkpoint(config, bert_key_map, source, "transformers")
+
+
+def publish_bert(config: BertConfig, state: nnx.State) -> Published:
+    """BertModel, without a pooler if the model has none (transformers makes a new one then)."""
+    return Published(untied_source(state, bert_key_map(config)), bert_to_hf(config))
+
+
+def bert_size_keys(prefix: str) -> tuple[str, ...]:
+    """Keys of the tensors whose shapes `bert_sizes` reads."""
+    embeddings = f"{prefix}embeddings."
+    kinds = ("word", "position", "token_type")
+    tables = tuple(f"{embeddings}{kind}_embeddings.weight" for kind in kinds)
+    return (*tables, f"{prefix}encoder.layer.0.intermediate.dense.weight")
+
+
+def unknown_heads(hidden: int, field: str) -> dict[str, int]:
+    """`Checkpoint.unknown` of an encoder that is in a file of tensors alone.
+
+    Args:
+      hidden: its width; of what Google published, the heads have 64 units.
+      field: the heads' name in the config.
+    """
+    return {} if hidden in _PUBLISHED_WIDTHS else {field: max(hidden // 64, 1)}
+
+
+def bert_sizes(shapes: Shapes, prefix: str) -> BertConfig:
+    """A BERT's sizes; of heads of 64 units, see `unknown_heads`."""
+    word, position, types, inner = (shapes[key] for key in bert_size_keys(prefix))
+    layer = rf"{re.escape(prefix)}encoder\.layer\.(\d{{1,4}})\.output\.dense\.weight"
+    return BertConfig(
+        vocab_size=word[0],
+        hidden=word[1],
+        layers=len(numbered_keys(shapes, layer)),
+        heads=max(word[1] // 64, 1),
+        mlp=inner[0],
+        positions=position[0],
+        types=types[0],
+    )

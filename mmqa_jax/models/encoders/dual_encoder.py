@@ -1,0 +1,219 @@
+"""Dual-stream retriever: questions and sources embedded apart, compared by cosine.
+
+The text tower is CLIP's causal one, or a BERT with mean pooling over the real tokens
+(sentence-transformers' MiniLM). The vision tower is CLIP's. With a CLIP text tower this is CLIP,
+and parameters have the same paths, so CLIP's key map fills it. Or both towers are SigLIP's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.bert.network import Bert, BertConfig
+from mmqa_jax.models.clip.network import (
+    INITIAL_LOGIT_SCALE,
+    MAX_LOGIT_SCALE,
+    CLIPConfig,
+    TextConfig,
+    TextTower,
+    VisionConfig,
+    VisionTower,
+    l2_normalize,
+)
+from mmqa_jax.models.common import layers
+from mmqa_jax.models.siglip.network import (
+    INITIAL_LOGIT_BIAS,
+    Pictures,
+    SiglipConfig,
+    SiglipTextConfig,
+    SiglipTextTower,
+    SiglipVisionConfig,
+    SiglipVisionTower,
+)
+from mmqa_jax.models.siglip.network import INITIAL_LOGIT_SCALE as SIGLIP_LOGIT_SCALE
+
+FUSIONS = ("mean", "image", "sum")
+_MARKS = 2  # tokens of a text without words
+
+
+@dataclasses.dataclass(frozen=True)
+class DualEncoderConfig:
+    """Both towers and how a captioned picture becomes one vector.
+
+    Attributes:
+      text: a BertConfig (mean pooling, no projection: the embedding is the pooled vector itself,
+        which keeps MiniLM's own quality), a CLIP TextConfig, or SigLIP's.
+      vision: CLIP's or SigLIP's vision tower; its embed_dim must be the text embedding's size.
+      fusion: `mean` embeds a picture source as (caption + picture) / 2, renormalized (RMR's
+        bi-modal vector); `image` by its picture alone (WebQA's CLIP retrieval);
+        `sum` as the towers' vectors of both, before they are scaled, added (UniIR's CLIP_SF), of
+        a text without words the picture's alone.
+      picture_gate: initial value of the learned factor on the picture's part in `mean`. 1 is
+        RMR's formula. A vision tower that starts from random weights beside a trained text tower
+        gives all pictures nearly one vector, which at 1 lowers every picture's score by a factor
+        of about sqrt(2) against snippets: start it near 0 (0.1) then.
+      logit_scale: initial log of the temperature's inverse (CLIP: log(1 / 0.07)).
+      logit_bias: initial value of what the sigmoid loss adds to all logits; None: there is none.
+    """
+
+    text: BertConfig | TextConfig | SiglipTextConfig
+    vision: VisionConfig | SiglipVisionConfig
+    fusion: str = "mean"
+    picture_gate: float = 1.0
+    logit_scale: float = INITIAL_LOGIT_SCALE
+    logit_bias: float | None = None
+
+    def __post_init__(self):
+        if self.vision.embed_dim != self.embed_dim:
+            raise UserError(
+                f"dual encoder: vision.embed_dim is {self.vision.embed_dim}, the text tower gives "
+                f"{self.embed_dim}; set vision.embed_dim to {self.embed_dim}."
+            )
+        if self.fusion not in FUSIONS:
+            raise UserError(
+                f"dual encoder: fusion is {self.fusion!r}, expected one of {', '.join(FUSIONS)}; "
+                "change it."
+            )
+
+    @property
+    def embed_dim(self) -> int:
+        """Size of the embeddings."""
+        return self.text.hidden if isinstance(self.text, BertConfig) else self.text.embed_dim
+
+
+def clip_dual_encoder(config: CLIPConfig, **changes) -> DualEncoderConfig:
+    """CLIP itself; `fusion="image"` is WebQA's retriever, `mean` RMR's."""
+    base = DualEncoderConfig(text=config.text, vision=config.vision)
+    return dataclasses.replace(base, **changes)
+
+
+def siglip_dual_encoder(config: SiglipConfig, **changes) -> DualEncoderConfig:
+    """SigLIP itself, as `clip_dual_encoder`."""
+    return dataclasses.replace(
+        with_logit_bias(DualEncoderConfig(text=config.text, vision=config.vision)), **changes
+    )
+
+
+def with_logit_bias(config: DualEncoderConfig) -> DualEncoderConfig:
+    """The config for the sigmoid loss, with SigLIP's initial temperature and bias."""
+    return dataclasses.replace(
+        config, logit_scale=SIGLIP_LOGIT_SCALE, logit_bias=INITIAL_LOGIT_BIAS
+    )
+
+
+_TEXT_TOWERS = {BertConfig: Bert, TextConfig: TextTower, SiglipTextConfig: SiglipTextTower}
+_VISION_TOWERS = {VisionConfig: VisionTower, SiglipVisionConfig: SiglipVisionTower}
+
+
+class DualEncoder(nnx.Module):
+    """Embeds questions, snippets and captioned pictures into one space."""
+
+    def __init__(self, config: DualEncoderConfig, *, rngs: nnx.Rngs):
+        self.text = _TEXT_TOWERS[type(config.text)](config.text, rngs=rngs)
+        self.vision = _VISION_TOWERS[type(config.vision)](config.vision, rngs=rngs)
+        constant = jax.nn.initializers.constant
+        self.logit_scale = layers.param(rngs, constant(config.logit_scale), (), ())
+        self.picture_gate = layers.param(rngs, constant(config.picture_gate), (), ())
+        if config.logit_bias is not None:
+            self.logit_bias = layers.param(rngs, constant(config.logit_bias), (), ())
+        self.config = config
+
+    def encode_text(
+        self,
+        input_ids: jax.Array,
+        attention_mask: jax.Array,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Texts -> [B, D] float32, of length 1; arguments as of `text_features`."""
+        return l2_normalize(self.text_features(input_ids, attention_mask, dropout_key=dropout_key))
+
+    def text_features(
+        self,
+        input_ids: jax.Array,
+        attention_mask: jax.Array,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Texts -> [B, D] float32, as the tower gives them.
+
+        Args:
+          input_ids: [B, L] int, with special tokens, right-padded; of SigLIP to its full length.
+          attention_mask: [B, L], true at real tokens. A row without any (padding of a batch)
+            gives some finite vector. SigLIP sees its padding, as in training.
+          dropout_key: BERT's dropout; None for none. CLIP has no dropout.
+        """
+        if isinstance(self.config.text, BertConfig):
+            hidden = self.text(input_ids, attention_mask, dropout_key=dropout_key)  # [B, L, D]
+            return mean_pool(hidden, attention_mask)
+        if isinstance(self.config.text, SiglipTextConfig):
+            if input_ids.shape[1] != self.config.text.length:
+                raise UserError(
+                    f"siglip text: rows of {input_ids.shape[1]} tokens, the model reads texts "
+                    f"padded to {self.config.text.length}; set the lengths to that."
+                )
+            return self.text(input_ids)
+        return self.text(input_ids, attention_mask)
+
+    def encode_image(self, pixels: Pictures) -> jax.Array:
+        """Pictures -> [B, D] float32, of length 1; arguments as of `image_features`."""
+        return l2_normalize(self.image_features(pixels))
+
+    def image_features(self, pixels: Pictures) -> jax.Array:
+        """Pictures -> [B, D] float32, as the tower gives them.
+
+        Args:
+          pixels: [B, S, S, 3] RGB, uint8 0..255 or float 0..1, or NaFlex's patches and their
+            rows and columns; the tower's normalization happens here, on the device.
+        """
+        return self.vision(self.vision.normalize(pixels))
+
+    def encode_source(
+        self,
+        input_ids: jax.Array,
+        attention_mask: jax.Array,
+        pixels: Pictures,
+        has_image: jax.Array,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Snippets and captioned pictures, mixed in one batch -> [B, D], of length 1.
+
+        Also fits a question that comes with a picture. A batch of snippets alone is cheaper
+        through `encode_text`: here the vision tower runs on every row.
+
+        Args:
+          input_ids, attention_mask: [B, L] snippet or caption.
+          pixels: as in `encode_image`; any finite values where there is no picture.
+          has_image: [B] bool.
+          dropout_key: as in `encode_text`.
+        """
+        if self.config.fusion == "sum":
+            text = self.text_features(input_ids, attention_mask, dropout_key=dropout_key)
+            has_text = ~has_image | (attention_mask.sum(1) > _MARKS)
+            image = self.image_features(pixels)
+            parts = (jnp.where(has_text[:, None], text, 0), jnp.where(has_image[:, None], image, 0))
+            return l2_normalize(sum(parts))
+        text = self.encode_text(input_ids, attention_mask, dropout_key=dropout_key)
+        image = self.encode_image(pixels)
+        if self.config.fusion == "mean":
+            image = l2_normalize((text + self.picture_gate[...] * image) / 2)
+        return jnp.where(has_image[:, None], image, text)
+
+    def temperature(self) -> jax.Array:
+        """Factor on the cosines in the loss: exp(logit_scale), without a bias at most 100."""
+        if self.config.logit_bias is not None:  # SigLIP's own go beyond
+            return jnp.exp(self.logit_scale[...])
+        return jnp.exp(jnp.minimum(self.logit_scale[...], MAX_LOGIT_SCALE))
+
+
+def mean_pool(hidden: jax.Array, attention_mask: jax.Array) -> jax.Array:
+    """Mean over real tokens, in float32: [B, L, D], [B, L] -> [B, D] (sentence-transformers)."""
+    weights = attention_mask.astype(jnp.float32)[..., None]  # [B, L, 1]
+    total = (hidden.astype(jnp.float32) * weights).sum(1)
+    return total / jnp.maximum(weights.sum(1), 1e-9)

@@ -1,0 +1,332 @@
+"""Published encoders of texts and cross-encoders, opened from a folder of transformers.
+
+To add a family that embeds texts: its config and key map in `models/FAMILY/`, and one entry here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json
+from mmqa_jax.core.mesh import platform
+from mmqa_jax.models.bert.keys import bert_classifier_key_map, bert_config, bert_key_map
+from mmqa_jax.models.bert.network import Bert
+from mmqa_jax.models.bert.roberta import (
+    roberta_classifier_key_map,
+    roberta_config,
+    roberta_key_map,
+    roberta_padding,
+)
+from mmqa_jax.models.common.layers import Linear
+from mmqa_jax.models.encoders.cross_encoder import CrossEncoder
+from mmqa_jax.models.encoders.sentence_encoder import Dense
+from mmqa_jax.models.encoders.sentence_pooling import ACTIVATIONS, DenseLayer
+from mmqa_jax.models.encoders.text_decoder import TextDecoder, YesNoDecoder
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.families import FAMILIES as DECODERS
+from mmqa_jax.models.llama.fused_rows import Fused, apart, phi3_rows
+from mmqa_jax.models.llama.keys import llama_key_map
+from mmqa_jax.models.modernbert.keys import (
+    modernbert_classifier_key_map,
+    modernbert_config,
+    modernbert_fused,
+    modernbert_key_map,
+)
+from mmqa_jax.models.modernbert.network import ModernBert, ModernBertCrossEncoder
+from mmqa_jax.models.mpnet.keys import MPNET_PADDING, mpnet_config, mpnet_key_map
+from mmqa_jax.models.mpnet.network import MPNet
+from mmqa_jax.weights.formats.safetensors import TensorSource
+from mmqa_jax.weights.hub import find_model, is_hub_name
+from mmqa_jax.weights.keymap import KeyMap
+from mmqa_jax.weights.layouts import Checkpoint
+from mmqa_jax.weights.published import load_checkpoint
+from mmqa_jax.weights.record import is_weights_folder
+from mmqa_jax.weights.sources import open_source
+
+CONFIG = "config.json"
+_CLASSIFIER = "ForSequenceClassification"  # how the names of these architectures end
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One `model_type` of transformers.
+
+    Attributes:
+      config: (config.json, its name for messages) -> our config.
+      model: the encoder's module.
+      key_map: of the encoder.
+      classifier: key map of its classifier of sequences and `cross_encoder`; None: there is none.
+      cross_encoder: the module of a cross-encoder.
+      fused: what its checkpoints keep as rows of one tensor.
+      unplaced: config.json -> the token that transformers gives no position of its own, wherever it
+        stands; None: every token has one.
+    """
+
+    config: Callable[[Mapping[str, Any], str], Any]
+    model: type[nnx.Module]
+    key_map: Callable[[Any], KeyMap]
+    classifier: Callable[[Any], KeyMap] | None = None
+    cross_encoder: type[nnx.Module] = CrossEncoder
+    fused: Callable[[Any], Fused] = lambda config: {}
+    unplaced: Callable[[Mapping[str, Any]], int | None] = lambda published: None
+
+
+def for_reading(config: LlamaConfig, device: str) -> LlamaConfig:
+    """The config of a decoder that reads texts, long ones too, on devices of a platform.
+
+    On accelerators it computes in bfloat16, its published precision, and attention's memory is
+    linear in the length.
+    """
+    if device == "cpu":
+        return config
+    attention = "cudnn" if device == "gpu" else "blocks"
+    return dataclasses.replace(config, dtype="bfloat16", attention=attention)
+
+
+def _decoder_config(published: Mapping[str, Any], where: str) -> LlamaConfig:
+    config = LlamaConfig.from_hf(published, where)
+    if config.experts:
+        raise UserError(
+            f"{where}: num_experts is {config.experts}: a mixture of experts writes texts here and "
+            "encodes none; use an encoder without experts."
+        )
+    return for_reading(config, platform())
+
+
+def _decoder_rows(config: LlamaConfig) -> Fused:
+    return phi3_rows(config) if DECODERS[config.family].fused else {}
+
+
+def _decoder_key_map(config: LlamaConfig) -> KeyMap:
+    """Maps keys of a decoder that may lack `model.`, as those saved without their head."""
+    key_map = llama_key_map(config)
+    bare = (r"^(embed_tokens|layers|norm)\.", r"model.\1.")
+    return dataclasses.replace(key_map, rename=[*key_map.rename, bare])
+
+
+def _headless_key_map(config: LlamaConfig) -> KeyMap:
+    key_map = _decoder_key_map(dataclasses.replace(config, tied=True))
+    return dataclasses.replace(key_map, tied=(), ignore=[*key_map.ignore, r"^lm_head\."])
+
+
+# What the configs of cross-encoders say of sentence-transformers; a sigmoid is taken in any case.
+_SCORED = ("sentence_transformers", "sbert_ce_default_activation_function")
+_ROBERTA = Family(
+    functools.partial(roberta_config, harmless=_SCORED),
+    Bert,
+    roberta_key_map,
+    roberta_classifier_key_map,
+    unplaced=roberta_padding,
+)
+_DECODER = Family(_decoder_config, TextDecoder, _headless_key_map, fused=_decoder_rows)
+FAMILIES: Mapping[str, Family] = {
+    "bert": Family(
+        functools.partial(bert_config, harmless=_SCORED),
+        Bert,
+        bert_key_map,
+        bert_classifier_key_map,
+    ),
+    "xlm-roberta": _ROBERTA,
+    "roberta": _ROBERTA,
+    "mpnet": Family(mpnet_config, MPNet, mpnet_key_map, unplaced=lambda published: MPNET_PADDING),
+    "modernbert": Family(
+        functools.partial(modernbert_config, harmless=_SCORED),
+        ModernBert,
+        modernbert_key_map,
+        modernbert_classifier_key_map,
+        ModernBertCrossEncoder,
+        modernbert_fused,
+    ),
+    **dict.fromkeys(DECODERS, _DECODER),
+}
+
+
+def published_folder(model: str | Path, flag: str = "--model") -> Path | None:
+    """The folder of transformers that a path or name means.
+
+    Args:
+      model: a path, or ORG/NAME or ORG/NAME@REVISION in the Hugging Face cache.
+      flag: that named it, for messages.
+
+    Returns:
+      None: it is something else, such as a training run or a converted model.
+    """
+    fetch = f"add --download, or run `hf download {model}`"
+    folder = find_model(str(model), flag, fetch) if is_hub_name(model) else Path(model)
+    if not (folder / CONFIG).is_file() or is_weights_folder(folder):
+        return None
+    config = read_json(folder / CONFIG)
+    return folder if isinstance(config, dict) and "model_type" in config else None
+
+
+def published_kind(folder: Path) -> str:
+    """The `model_type` of a published folder."""
+    return str(read_json(folder / CONFIG)["model_type"])
+
+
+def is_classifier(folder: Path) -> bool:
+    """Whether a published folder holds a classifier of sequences."""
+    names = read_json(folder / CONFIG).get("architectures") or []
+    return any(str(name).endswith(_CLASSIFIER) for name in names)
+
+
+def model_type_of(folder: Path) -> str:
+    """transformers' name of a published folder's family; some of them are decoders."""
+    return str(read_json(folder / CONFIG).get("model_type"))
+
+
+def read_decoder_config(folder: Path) -> LlamaConfig:
+    """Our config of the decoder in a published folder; UserError as `LlamaConfig.from_hf`."""
+    return _decoder_config(read_json(folder / CONFIG), str(folder / CONFIG))
+
+
+def check_padding(folder: Path, pad_id: int) -> None:
+    """Checks that the token without a position is the tokenizer's padding, which no text holds.
+
+    Here every token of a text has a position.
+    """
+    family, published, where = _family(folder)
+    unplaced = family.unplaced(published)
+    if unplaced not in (None, pad_id):
+        raise UserError(
+            f"{where}: token {unplaced} gets no position in this model, but the tokenizer pads "
+            f"with token {pad_id}, so that texts may hold token {unplaced}; correct pad_token in "
+            "tokenizer_config.json, or pad_token_id here."
+        )
+
+
+def load_text_encoder(folder: Path, mesh: Mesh | None = None) -> Any:
+    """The encoder of tokens in a published folder, of its family's `model`."""
+    family, published, where = _family(folder)
+    if is_classifier(folder):
+        raise UserError(
+            f"{folder}: holds a reranker, a classifier of pairs, where an encoder of texts was "
+            "expected; use it with `mmqa rerank --model`."
+        )
+    return _load(
+        folder, family, family.config(published, where), family.model, family.key_map, mesh
+    )
+
+
+def load_dense(layer: DenseLayer) -> Dense:
+    """A linear layer of sentence-transformers; UserError for tensors that do not fit."""
+    source = open_source(layer.folder)
+    shapes = {"linear.weight": (layer.outputs, layer.inputs)}
+    shapes |= {"linear.bias": (layer.outputs,)} if layer.bias else {}
+    found = {key: tuple(spec.shape) for key, spec in source.specs().items()}
+    if found != shapes:
+        raise UserError(
+            f"{layer.folder}: its tensors are {found}, {shapes} were expected by config.json; "
+            "fetch the folder again."
+        )
+    sizes = layer.inputs, layer.outputs
+    linear = Linear(*sizes, ("embed", None), rngs=nnx.Rngs(), use_bias=layer.bias)
+    linear.kernel.set_value(jnp.asarray(source.read("linear.weight"), jnp.float32).T)
+    if linear.bias is not None:
+        linear.bias.set_value(jnp.asarray(source.read("linear.bias"), jnp.float32))
+    return Dense(linear, layer.activation)
+
+
+def load_cross_encoder(folder: Path, mesh: Mesh | None = None) -> Any:
+    """The cross-encoder in a published folder, of its family's `cross_encoder`."""
+    family, published, where = _family(folder)
+    if family.classifier is None or not is_classifier(folder):
+        known = [name for name, entry in FAMILIES.items() if entry.classifier]
+        raise UserError(
+            f"{folder}: holds no reranker: a classifier of sequences ({_CLASSIFIER}) of "
+            f"{', '.join(known)} was expected, or a Qwen3-Reranker; give such a checkpoint."
+        )
+    labels = _labels(published)
+    if labels != 1:
+        raise UserError(
+            f"{where}: the classifier has {labels} labels, 1 was expected, the relevance; use a "
+            "checkpoint that was trained to rank."
+        )
+    _check_activation(published, where)
+    config = family.config(published, where)
+    return _load(folder, family, config, family.cross_encoder, family.classifier, mesh)
+
+
+def load_pair_classifier(folder: Path, labels: int, what: str) -> CrossEncoder:
+    """The BERT in a published folder that puts pairs of texts into classes.
+
+    Args:
+      what: the classes, for messages.
+    """
+    family, published, where = _family(folder)
+    kind = published.get("model_type")
+    if kind != "bert" or not is_classifier(folder) or _labels(published) != labels:
+        raise UserError(
+            f"{where}: a BertForSequenceClassification with {labels} labels was expected, {what}; "
+            "name another folder."
+        )
+    build = functools.partial(CrossEncoder, labels=labels)
+    config = family.config(published, where)
+    return _load(folder, family, config, build, family.classifier, None)
+
+
+def _labels(published: Mapping[str, Any]) -> int:
+    names = published.get("id2label")
+    return len(names) if names else published.get("num_labels", 2)  # transformers' default
+
+
+def load_yes_no(folder: Path, yes: int, no: int, mesh: Mesh | None = None) -> YesNoDecoder:
+    """The decoder in a published folder that judges by the tokens `yes` and `no`."""
+    family, published, where = _family(folder)
+
+    def build(config: LlamaConfig, *, rngs: nnx.Rngs) -> YesNoDecoder:
+        return YesNoDecoder(config, yes, no, rngs=rngs)
+
+    config = family.config(published, where)
+    return _load(folder, family, config, build, _decoder_key_map, mesh)
+
+
+def _load(
+    folder: Path,
+    family: Family,
+    config: Any,
+    model: Callable[..., nnx.Module],
+    key_map: Callable[[Any], KeyMap],
+    mesh: Mesh | None,
+) -> Any:
+    source: TensorSource = open_source(folder)
+    if fused := family.fused(config):
+        source = apart(source, fused)
+    checkpoint = Checkpoint(config, key_map, source, "transformers")
+    # A decoder's parameters are kept in the type that it computes in.
+    dtype = config.dtype if family is _DECODER else "float32"
+    return load_checkpoint(model, checkpoint, config, mesh, dtype)
+
+
+def _family(folder: Path) -> tuple[Family, Mapping[str, Any], str]:
+    """The family of a folder, its config.json and that file's name."""
+    file = folder / CONFIG
+    published = read_json(file)
+    kind = published.get("model_type")
+    if kind not in FAMILIES:
+        raise UserError(
+            f"{file}: model_type is {kind!r}, which is not known as an encoder of texts; use "
+            f"one of {', '.join(FAMILIES)}."
+        )
+    return FAMILIES[kind], published, str(file)
+
+
+def _check_activation(published: Mapping[str, Any], where: str) -> None:
+    """UserError if the logit is not what is taken: then a sigmoid of it would rank otherwise."""
+    said = published.get(_SCORED[0]) or {}
+    named = said.get("activation_fn") if isinstance(said, dict) else said
+    for name in (named, published.get(_SCORED[1])):
+        if name not in (None, *ACTIVATIONS):
+            raise UserError(
+                f"{where}: the logit goes through {name!r}, which is not known here (only "
+                f"{', '.join(ACTIVATIONS)}); use another checkpoint."
+            )

@@ -1,0 +1,408 @@
+"""Configs of LLaMA and its relatives: published sizes, and transformers' config.json both ways."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.common.activations import ACTIVATIONS
+from mmqa_jax.models.common.config_checks import (
+    check_divides,
+    check_known,
+    check_layers,
+    check_rate,
+)
+from mmqa_jax.models.common.rope import RopeScaling
+from mmqa_jax.models.llama import families as decoder_families
+
+QK_NORMS = ("none", "head", "whole")
+NORMS = ("before", "after", "both")
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes and switches of a LLaMA or a relative; the defaults are LLaMA-2 7B's.
+
+    `family` names the published model (`decoder_families.FAMILIES`): its keys and config.json; what
+    is computed is in the other fields. `kv_heads` below `heads` is grouped-query attention.
+    `head_dim` None is hidden / heads. `positions` is the longest context; nothing is allocated for
+    it. `tied`: the output head is the embedding table. `attention_bias` is on the projections of
+    the attention, on its output if `out_bias` (None: as the others); `mlp_bias` on all three of the
+    MLP. `attention_dropout` acts on attention weights.
+
+    `windows`: of each layer, how many tokens one sees, itself included; 0 is all, () all in every
+    layer. `rotated`: whether each layer rotates queries and keys by their positions, () all do;
+    `rotary_fraction` of each head are rotated. `local`: which layers rotate by `local_theta` and
+    without scaling, () none. `mrope`: how many rotary pairs turn by a token's time, row and column,
+    where positions are three (Qwen-VL), () is one position for all; `mrope_interleaved`: these
+    pairs are in turn. `qk_norm`: an RMS norm of queries and keys before that, "none", of
+    each "head" or of the "whole" projection. `norms`: of what attention and MLP get, "before", of
+    what they give, "after", or "both"; with `unit_norms` all multiply by 1 + their scale.
+    Embeddings are multiplied by `embedding_scale`, what attention and MLP give by
+    `residual_scale`, attention scores by `attention_scale` (None is one over the root of a head's
+    size); logits are divided by `logit_divisor`. Scores then stay within `attention_cap`, logits
+    within `logit_cap` (`masked.capped`). `bidirectional`: a token sees what follows it too, within
+    its window on both sides (EmbeddingGemma): an encoder of texts, which writes none.
+
+    `experts`: how many MLPs, of width `mlp`, each layer has in the place of one, of which a token
+    goes to `active_experts` (`llama.experts`); None is one MLP. With `normed_experts` the weights
+    of these add up to 1.
+
+    `dtype` is the compute dtype (norms, softmax, rotary angles and logits stay float32),
+    `attention` the implementation of `layers.attention`; `remat` and `unroll` go to
+    `layers.scan_layers`.
+    """
+
+    vocab_size: int = 32000
+    hidden: int = 4096
+    layers: int = 32
+    heads: int = 32
+    kv_heads: int = 32
+    mlp: int = 11008
+    head_dim: int | None = None
+    positions: int = 4096
+    eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tied: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    activation: str = "silu"
+    attention_dropout: float = 0.0
+    init_stddev: float = 0.02
+    dtype: str = "float32"
+    attention: str = "auto"
+    remat: str = "none"
+    unroll: int | bool | None = None
+    family: str = "llama"
+    out_bias: bool | None = None
+    windows: tuple[int, ...] = ()
+    rotated: tuple[bool, ...] = ()
+    rotary_fraction: float = 1.0
+    mrope: tuple[int, ...] = ()
+    mrope_interleaved: bool = False
+    qk_norm: str = "none"
+    norms: str = "before"
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    attention_scale: float | None = None
+    logit_divisor: float = 1.0
+    unit_norms: bool = False
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    local: tuple[bool, ...] = ()
+    local_theta: float = 10000.0
+    bidirectional: bool = False
+    experts: int | None = None
+    active_experts: int | None = None
+    normed_experts: bool = False
+
+    def __post_init__(self):
+        check_layers(self, "model", "layers")
+        if self.head_dim is None:
+            check_divides("model.heads", self.heads, "model.hidden", self.hidden)
+        check_divides("model.kv_heads", self.kv_heads, "model.heads", self.heads)
+        if self.head_size % 2:
+            raise UserError(
+                f"model.head_dim is {self.head_size}: expected an even number, since rotary "
+                "embeddings rotate pairs; change it."
+            )
+        for name in ("rope_theta", "local_theta", "attention_cap", "logit_cap"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UserError(f"model.{name} is {value}: expected a number above 0; correct it.")
+        if self.experts and not 1 <= (self.active_experts or 0) <= self.experts:
+            raise UserError(
+                f"model.active_experts is {self.active_experts}: expected 1 to model.experts = "
+                f"{self.experts}; correct it."
+            )
+        if self.experts and self.mlp_bias:
+            raise UserError("model.mlp_bias: experts have none; set it to false.")
+        check_rate("model.attention_dropout", self.attention_dropout)
+        check_known("model.activation", self.activation, ACTIVATIONS)
+        check_known("model.family", self.family, decoder_families.FAMILIES)
+        check_known("model.qk_norm", self.qk_norm, QK_NORMS)
+        check_known("model.norms", self.norms, NORMS)
+        object.__setattr__(self, "mrope", tuple(self.mrope))
+        if self.mrope and (len(self.mrope) != 3 or 2 * sum(self.mrope) != self.rotary_size):
+            raise UserError(
+                f"model.mrope is {self.mrope}: expected three numbers of rotary pairs, together "
+                f"{self.rotary_size // 2}, half of a head; correct it."
+            )
+        for name in ("windows", "rotated", "local"):
+            values = tuple(getattr(self, name))
+            object.__setattr__(self, name, values)
+            if values and len(values) != self.layers:
+                raise UserError(
+                    f"model.{name} has {len(values)} values: expected one for each of "
+                    f"model.layers = {self.layers}, or none; correct it."
+                )
+        if any(window < 0 for window in self.windows):
+            raise UserError(
+                f"model.windows is {self.windows}: expected numbers from 0; correct it."
+            )
+        if not 0 < self.rotary_fraction <= 1 or self.rotary_size % 2:
+            raise UserError(
+                f"model.rotary_fraction is {self.rotary_fraction}, of a head "
+                f"{self.rotary_fraction * self.head_size:g} numbers: expected a fraction that is "
+                "an even number of them; correct it."
+            )
+        if self.local and self.rotary_fraction != 1:
+            raise UserError("model.local needs model.rotary_fraction 1; correct one of them.")
+        if self.rope_scaling is not None:
+            self.rope_scaling.check_pairs(self.rotary_size // 2)
+
+    @property
+    def head_size(self) -> int:
+        """Width of one head."""
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def rotary_size(self) -> int:
+        """How many numbers of a head are rotated, its first ones in the published layout."""
+        return int(self.head_size * self.rotary_fraction)
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """The names of a layer's linears, without those inside experts."""
+        of_attention = ("q", "k", "v", "out")
+        return of_attention if self.experts else (*of_attention, "gate", "up", "down")
+
+    @property
+    def biases(self) -> frozenset[str]:
+        """The projections of a layer that have a bias, of `linears`."""
+        out = self.attention_bias if self.out_bias is None else self.out_bias
+        names = ("q", "k", "v") if self.attention_bias else ()
+        names += ("out",) if out else ()
+        return frozenset(names + (("gate", "up", "down") if self.mlp_bias else ()))
+
+    def windowed(self, columns: int) -> bool:
+        """Whether in `columns` tokens some layer does not see all."""
+        return any(0 < window < columns for window in self.windows)
+
+    def within(self, length: int) -> LlamaConfig:
+        """Returns the config for texts of up to `length` tokens, see `RopeScaling.within`."""
+        scaling = self.rope_scaling
+        if scaling is None or not scaling.by_length:
+            return self
+        return dataclasses.replace(self, rope_scaling=scaling.within(length))
+
+    @classmethod
+    def from_hf(cls, published: Mapping[str, Any], where: str = "config.json") -> LlamaConfig:
+        """Our config from transformers' `config.json` of any family that is known here.
+
+        Absent values are transformers' defaults. Reads `rope_theta` with `rope_scaling`
+        (transformers 4) and `rope_parameters` (5).
+
+        Args:
+          published: the file's content, or the `text_config` of a LLaVA's.
+          where: its name, for messages.
+        """
+        return cls(**decoder_families.fields_from_hf(published, where))
+
+    def to_hf(self) -> dict[str, Any]:
+        """transformers' `config.json`, without token ids; versions 4 and 5 read it."""
+        return decoder_families.fields_to_hf(self)
+
+
+def llama_7b(**changes) -> LlamaConfig:
+    """LLaMA-1 7B (eps 1e-6, 2,048 positions)."""
+    return LlamaConfig(**{"eps": 1e-6, "positions": 2048, **changes})
+
+
+def llama_13b(**changes) -> LlamaConfig:
+    """LLaMA-1 13B."""
+    return llama2_13b(**{"eps": 1e-6, "positions": 2048, **changes})
+
+
+def llama2_7b(**changes) -> LlamaConfig:
+    """LLaMA-2 7B, chat or not, and Vicuna-1.5 7B (LLaVA-1.5)."""
+    return LlamaConfig(**changes)
+
+
+def llama2_13b(**changes) -> LlamaConfig:
+    """LLaMA-2 13B and Vicuna-1.5 13B."""
+    sizes = {"hidden": 5120, "layers": 40, "heads": 40, "kv_heads": 40, "mlp": 13824}
+    return LlamaConfig(**sizes | changes)
+
+
+def llama2_70b(**changes) -> LlamaConfig:
+    """LLaMA-2 70B."""
+    sizes = {"hidden": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "mlp": 28672}
+    return LlamaConfig(**sizes | changes)
+
+
+def llama3_8b(**changes) -> LlamaConfig:
+    """LLaMA-3 8B."""
+    sizes = LlamaConfig(
+        vocab_size=128256, kv_heads=8, mlp=14336, positions=8192, rope_theta=500000.0
+    )
+    return dataclasses.replace(sizes, **changes)
+
+
+def llama31_8b(**changes) -> LlamaConfig:
+    """LLaMA-3.1 8B: LLaMA-3's sizes, 131,072 positions by llama3 scaling."""
+    return llama3_8b(**{"positions": 131072, "rope_scaling": RopeScaling("llama3", 8.0), **changes})
+
+
+def smollm2_135m(**changes) -> LlamaConfig:
+    """HuggingFaceTB/SmolLM2-135M-Instruct."""
+    sizes = LlamaConfig(
+        vocab_size=49152,
+        hidden=576,
+        layers=30,
+        heads=9,
+        kv_heads=3,
+        mlp=1536,
+        positions=8192,
+        rope_theta=100000.0,
+        tied=True,
+    )
+    return dataclasses.replace(sizes, **changes)
+
+
+def _published(**sizes) -> Callable[..., LlamaConfig]:
+    """A preset of a published model's sizes."""
+    return lambda **changes: LlamaConfig(**sizes | changes)
+
+
+_LLAMA3 = {"vocab_size": 128256, "kv_heads": 8, "rope_theta": 5e5, "positions": 131072}
+_LLAMA32 = {**_LLAMA3, "rope_scaling": RopeScaling("llama3", 32.0), "tied": True, "mlp": 8192}
+_SMOLLM2 = {"vocab_size": 49152, "positions": 8192, "tied": True}
+_MISTRAL = {"family": "mistral", "vocab_size": 131072, "kv_heads": 8, "positions": 32768}
+_MISTRAL |= {"rope_theta": 1e8}
+_OLMO2 = {"family": "olmo2", "qk_norm": "whole", "norms": "after", "vocab_size": 100352}
+_OLMO2 |= {"eps": 1e-6, "rope_theta": 5e5}
+_QWEN25 = {"family": "qwen2", "attention_bias": True, "out_bias": False, "eps": 1e-6}
+_QWEN25 |= {"rope_theta": 1e6, "positions": 32768}
+_SMALL = {"vocab_size": 151936, "tied": True}
+_QWEN3 = {"family": "qwen3", "qk_norm": "head", "head_dim": 128, "eps": 1e-6, "kv_heads": 8}
+_QWEN3 |= {"rope_theta": 1e6, "positions": 40960, "vocab_size": 151936}
+_QWEN3_MOE = {**_QWEN3, "family": "qwen3_moe", "kv_heads": 4, "experts": 128}
+_QWEN3_MOE |= {"active_experts": 8, "normed_experts": True}
+_GEMMA = {"norms": "both", "unit_norms": True, "activation": "gelu_pytorch_tanh", "tied": True}
+_GEMMA |= {"eps": 1e-6, "head_dim": 256}
+_GEMMA2 = {**_GEMMA, "family": "gemma2", "vocab_size": 256000, "positions": 8192}
+_GEMMA2 |= {"attention_cap": 50.0, "logit_cap": 30.0}
+_GEMMA3 = {**_GEMMA, "family": "gemma3_text", "qk_norm": "head", "rope_theta": 1e6}
+
+
+def _gemma(**sizes) -> Callable[..., LlamaConfig]:
+    """A preset of a Gemma: `every`, layers up to one that sees all; `window`, of the others."""
+    every, window, layers = sizes.pop("every"), sizes.pop("window"), sizes["layers"]
+    near = tuple((number + 1) % every != 0 for number in range(layers))
+    sizes["windows"] = tuple(window * one for one in near)
+    sizes["embedding_scale"] = sizes["hidden"] ** 0.5
+    return _published(**sizes, local=near if sizes["family"] == "gemma3_text" else ())
+
+
+# Further models, by name: Hugging Face's config.json of each (the Instruct or chat model's).
+RELATIVES: Mapping[str, Callable[..., LlamaConfig]] = {
+    "llama31_70b": _published(
+        **_LLAMA3, hidden=8192, layers=80, heads=64, mlp=28672,
+        rope_scaling=RopeScaling("llama3", 8.0),
+    ),
+    "llama32_1b": _published(**_LLAMA32, hidden=2048, layers=16, heads=32),
+    "llama32_3b": _published(**_LLAMA32, hidden=3072, layers=28, heads=24),
+    "smollm2_360m": _published(
+        **_SMOLLM2, hidden=960, layers=32, heads=15, kv_heads=5, mlp=2560, rope_theta=1e5
+    ),
+    "smollm2_17b": _published(  # 1.7 B
+        **_SMOLLM2, hidden=2048, layers=24, heads=32, kv_heads=32, mlp=8192, rope_theta=1.3e5
+    ),
+    "qwen25_05b": _published(
+        **_QWEN25, **_SMALL, hidden=896, layers=24, heads=14, kv_heads=2, mlp=4864
+    ),
+    "qwen25_15b": _published(
+        **_QWEN25, **_SMALL, hidden=1536, layers=28, heads=12, kv_heads=2, mlp=8960
+    ),
+    "qwen25_3b": _published(
+        **_QWEN25, **_SMALL, hidden=2048, layers=36, heads=16, kv_heads=2, mlp=11008
+    ),
+    "qwen25_7b": _published(
+        **_QWEN25, vocab_size=152064, hidden=3584, layers=28, heads=28, kv_heads=4, mlp=18944
+    ),
+    "qwen25_14b": _published(
+        **_QWEN25, vocab_size=152064, hidden=5120, layers=48, heads=40, kv_heads=8, mlp=13824
+    ),
+    "qwen25_32b": _published(
+        **_QWEN25, vocab_size=152064, hidden=5120, layers=64, heads=40, kv_heads=8, mlp=27648
+    ),
+    "qwen25_72b": _published(
+        **_QWEN25, vocab_size=152064, hidden=8192, layers=80, heads=64, kv_heads=8, mlp=29568
+    ),
+    "qwen3_06b": _published(**_QWEN3, hidden=1024, layers=28, heads=16, mlp=3072, tied=True),
+    "qwen3_17b": _published(**_QWEN3, hidden=2048, layers=28, heads=16, mlp=6144, tied=True),
+    "qwen3_4b": _published(**_QWEN3, hidden=2560, layers=36, heads=32, mlp=9728, tied=True),
+    "qwen3_8b": _published(**_QWEN3, hidden=4096, layers=36, heads=32, mlp=12288),
+    "qwen3_14b": _published(**_QWEN3, hidden=5120, layers=40, heads=40, mlp=17408),
+    "qwen3_32b": _published(**_QWEN3, hidden=5120, layers=64, heads=64, mlp=25600),
+    "qwen3_30b_a3b": _published(**_QWEN3_MOE, hidden=2048, layers=48, heads=32, mlp=768),
+    "qwen3_235b_a22b": _published(**_QWEN3_MOE, hidden=4096, layers=94, heads=64, mlp=1536),
+    "mistral_7b": _published(  # v0.3, without a window
+        family="mistral", vocab_size=32768, kv_heads=8, mlp=14336, positions=32768, rope_theta=1e6
+    ),
+    # Its window is as long as its positions.
+    "ministral_8b": _published(**_MISTRAL, layers=36, mlp=12288),
+    "mistral_small_24b": _published(
+        **_MISTRAL, hidden=5120, layers=40, mlp=32768, head_dim=128
+    ),
+    "smollm3_3b": _published(
+        family="smollm3", vocab_size=128256, hidden=2048, layers=36, heads=16, kv_heads=4,
+        mlp=11008, eps=1e-6, positions=65536, rope_theta=5e6, tied=True,
+        rotated=tuple((number + 1) % 4 != 0 for number in range(36)),
+    ),
+    "olmo2_7b": _published(**_OLMO2),
+    "olmo2_13b": _published(
+        **_OLMO2, hidden=5120, layers=40, heads=40, kv_heads=40, mlp=13824
+    ),
+    "granite33_8b": _published(
+        family="granite", vocab_size=49159, kv_heads=8, layers=40, mlp=12800, positions=131072,
+        rope_theta=1e7, tied=True, embedding_scale=12.0, residual_scale=0.22,
+        attention_scale=0.0078125, logit_divisor=16.0,
+    ),
+    "phi3_mini": _published(  # of 4,096 tokens
+        family="phi3", vocab_size=32064, hidden=3072, mlp=8192, windows=(2047,) * 32
+    ),
+    "phi4": _published(
+        family="phi3", vocab_size=100352, hidden=5120, layers=40, heads=40, kv_heads=10, mlp=17920,
+        positions=16384, rope_theta=250000.0,
+    ),
+    "gemma2_2b": _gemma(
+        **_GEMMA2, hidden=2304, layers=26, heads=8, kv_heads=4, mlp=9216, every=2, window=4096
+    ),
+    "gemma2_9b": _gemma(
+        **_GEMMA2, hidden=3584, layers=42, heads=16, kv_heads=8, mlp=14336, every=2, window=4096
+    ),
+    "gemma2_27b": _gemma(
+        **_GEMMA2 | {"head_dim": 128}, hidden=4608, layers=46, heads=32, kv_heads=16, mlp=36864,
+        every=2, window=4096, attention_scale=144**-0.5,
+    ),
+    "gemma3_1b": _gemma(
+        **_GEMMA3, hidden=1152, layers=26, heads=4, kv_heads=1, mlp=6912, positions=32768,
+        vocab_size=262144, every=6, window=512,
+    ),
+    "gemma3_4b": _gemma(  # and the others without their vision towers
+        **_GEMMA3, hidden=2560, layers=34, heads=8, kv_heads=4, mlp=10240, positions=131072,
+        vocab_size=262208, every=6, window=1024, rope_scaling=RopeScaling("linear", 8.0),
+    ),
+    "gemma3_12b": _gemma(
+        **_GEMMA3, hidden=3840, layers=48, heads=16, kv_heads=8, mlp=15360, positions=131072,
+        vocab_size=262208, every=6, window=1024, rope_scaling=RopeScaling("linear", 8.0),
+    ),
+    "gemma3_27b": _gemma(
+        **_GEMMA3 | {"head_dim": 128}, hidden=5376, layers=62, heads=32, kv_heads=16, mlp=21504,
+        positions=131072, vocab_size=262208, every=6, window=1024,
+        rope_scaling=RopeScaling("linear", 8.0), attention_scale=168**-0.5,
+    ),
+}  # fmt: skip
+
+
+def stories260k(**changes) -> LlamaConfig:
+    """karpathy/tinyllamas stories260K: a 260 K-parameter story generator for tests."""
+    sizes = LlamaConfig(
+        vocab_size=512, hidden=64, layers=5, heads=8, kv_heads=4, mlp=172, positions=512, tied=True
+    )
+    return dataclasses.replace(sizes, **changes)

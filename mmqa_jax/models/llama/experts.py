@@ -1,0 +1,173 @@
+"""Mixture of experts in the place of a layer's MLP, as Qwen3 has it (Qwen3 Technical Report,
+section 2; transformers models/qwen3_moe/modeling_qwen3_moe.py).
+
+A router chooses a few experts for each token; the token's output is the sum of theirs, weighted by
+the router's probabilities. None is dropped, and none depends on which others are in the batch: an
+expert has no fixed capacity.
+
+On a TPU the copies of many tokens are sorted by expert, and `jax.lax.ragged_dot` multiplies the
+rows of each by its own matrices. Of few tokens, as in a step of decoding, every one goes to every
+expert and most count nothing: reading the matrices is what takes time, and that product reads them
+straight from a stack of layers, as ragged_dot does not. So do other devices, where JAX writes
+ragged_dot out as a product over all pairs of rows and experts, k times the work.
+
+On a mesh the experts are split over `tensor`: each device computes what its own give to its rows,
+and one sum over `tensor` adds these up.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from mmqa_jax.core.flops import one_in
+from mmqa_jax.core.mesh import SEQUENCE, batch_axes, column_shards, platform
+from mmqa_jax.models.common.activations import ACTIVATIONS
+from mmqa_jax.models.common.layers import normal_init, param
+from mmqa_jax.models.llama.config import LlamaConfig
+
+_SPLIT = "tensor"  # the mesh axis of the logical axis "experts"
+# Tokens whose products with all experts take a TPU no longer than reading these: a v5e computes 240
+# FLOPs while it reads a byte, and a token needs one for each byte of a bfloat16 matrix.
+_FEW = 256
+
+
+class GroupedLinear(nnx.Module):
+    """A linear of each expert, without bias: kernels [E, in, out]."""
+
+    def __init__(
+        self, experts: int, inputs: int, outputs: int, names: tuple, *, rngs: nnx.Rngs, init
+    ):
+        self.kernels = param(rngs, init, (experts, inputs, outputs), ("experts", *names))
+
+    def of_groups(self, rows: jax.Array, sizes: jax.Array, group: jax.Array) -> jax.Array:
+        """Rows [N, in], the first sizes[0] of them expert 0's and so on -> [N, out].
+
+        group: int [N], the expert of each row; where it is none of [E], the result is 0.
+        """
+        y = grouped_product(rows, self.kernels[...].astype(rows.dtype), sizes)
+        return jnp.where((group < len(sizes))[:, None], y, 0)
+
+    def of_all(self, x: jax.Array) -> jax.Array:
+        """x [E, T, in], of each expert its own rows -> [E, T, out]."""
+        return batched_product(x, self.kernels[...].astype(x.dtype))
+
+
+def grouped_product(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
+    """rows [N, in], kernels [E, in, out], int32 sizes [E] -> [N, out] in the rows' type."""
+    y = jax.lax.ragged_dot(rows, kernels, sizes, preferred_element_type=_sums(rows.dtype))
+    return y.astype(rows.dtype)
+
+
+def batched_product(x: jax.Array, kernels: jax.Array) -> jax.Array:
+    """x [E, T, in], kernels [E, in, out] -> [E, T, out] in x's type."""
+    return jnp.matmul(x, kernels, preferred_element_type=_sums(x.dtype)).astype(x.dtype)
+
+
+def _sums(dtype: jnp.dtype) -> jnp.dtype:
+    """XLA on CPU has fast bfloat16 products only where the result is float32 (layers.product)."""
+    return jnp.float32 if platform() == "cpu" else dtype
+
+
+class Experts(nnx.Module):
+    """sum over the chosen experts e of weight_e(x) * down_e(act(gate_e(x)) * up_e(x)).
+
+    The router is float32, whatever the compute dtype.
+    """
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        init, count = normal_init(config.init_stddev), config.experts
+        self.router = param(rngs, init, (config.hidden, count), ("embed", None))
+        grouped = functools.partial(GroupedLinear, count, rngs=rngs, init=init)
+        self.gate = grouped(config.hidden, config.mlp, ("embed", None))
+        self.up = grouped(config.hidden, config.mlp, ("embed", None))
+        self.down = grouped(config.mlp, config.hidden, (None, "embed"))
+        self.config = config
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [B, L, H] -> [B, L, H]."""
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or mesh.size == 1 or mesh.manual_axes:
+            return self._own(x)
+        parts = mesh.shape[_SPLIT]
+        parts = 1 if self.config.experts % parts else parts  # else all are on every device
+        experts = PartitionSpec(_SPLIT if parts > 1 else None)
+        columns = SEQUENCE if column_shards(x.shape[1]) > 1 else None
+        rows = PartitionSpec(batch_axes(mesh, x.shape[0]), columns)
+        graphdef, router, kernels = nnx.split(self, lambda path, _: path[-1] == "router", ...)
+
+        def local(router: nnx.State, kernels: nnx.State, x: jax.Array) -> jax.Array:
+            y = nnx.merge(graphdef, router, kernels)._own(x, parts)
+            return jax.lax.psum(y, _SPLIT) if parts > 1 else y
+
+        whole = PartitionSpec()
+        split = jax.shard_map(
+            local, mesh=mesh, in_specs=(whole, experts, rows), out_specs=rows, check_vma=False
+        )
+        return split(router, kernels, x)
+
+    def _own(self, x: jax.Array, parts: int = 1) -> jax.Array:
+        """What the experts of this device, one of `parts`, give to x [B, L, H]."""
+        rows = x.reshape(-1, x.shape[-1])
+        chosen, weights = self.choose(rows)
+        if parts > 1:
+            chosen = chosen - jax.lax.axis_index(_SPLIT) * (self.config.experts // parts)
+        if platform() == "tpu" and len(rows) > _FEW:
+            y = self.by_groups(rows, chosen, weights, parts)
+        else:
+            y = self.by_all(rows, chosen, weights)
+        return y.astype(x.dtype).reshape(x.shape)
+
+    def choose(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """rows [T, H] -> the experts of each, int32 [T, k], and their weights, float32 [T, k]."""
+        logits = jnp.matmul(
+            rows.astype(jnp.float32),
+            self.router[...].astype(jnp.float32),
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, -1), self.config.active_experts)
+        if self.config.normed_experts:
+            weights = weights / weights.sum(-1, keepdims=True)
+        return chosen, weights
+
+    def by_groups(
+        self, rows: jax.Array, chosen: jax.Array, weights: jax.Array, parts: int = 1
+    ) -> jax.Array:
+        """Each token by its experts alone: rows [T, H], chosen and weights [T, k] -> [T, H].
+
+        chosen: may be none of this device's experts. parts: devices that share the rows' experts.
+        """
+        count, k = self.gate.kernels.shape[0], chosen.shape[1]
+        group = chosen.reshape(-1)
+        group = jnp.where((group >= 0) & (group < count), group, count)  # others' last
+        order = jnp.argsort(group, stable=True)
+        sizes = jnp.bincount(group, length=count + 1)[:count].astype(jnp.int32)
+        group = group[order]
+        with one_in(parts):
+            sent = jnp.where((group < count)[:, None], rows[order // k], 0)
+            gate = self.gate.of_groups(sent, sizes, group)
+            inner = ACTIVATIONS[self.config.activation](gate)
+            inner = inner * self.up.of_groups(sent, sizes, group)
+            y = self.down.of_groups(inner, sizes, group)[jnp.argsort(order)]
+        y = y.reshape(*chosen.shape, -1).astype(jnp.float32)
+        return (y * weights[..., None]).sum(1)
+
+    def by_all(self, rows: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
+        """Computes the same with every token sent to every expert; most products count nothing."""
+        count = self.gate.kernels.shape[0]
+        shares = jax.nn.one_hot(chosen, count) * weights[..., None]  # [T, k, E], others' are 0
+        with one_in(self.config.experts / self.config.active_experts):
+            sent = jnp.broadcast_to(rows, (count, *rows.shape))
+            inner = ACTIVATIONS[self.config.activation](self.gate.of_all(sent))
+            y = self.down.of_all(inner * self.up.of_all(sent))  # [E, T, H]
+        return (y.astype(jnp.float32) * shares.sum(1).T[..., None]).sum(0)
+
+
+def reached(config: LlamaConfig, tokens: float) -> float:
+    """The share of a layer's experts that some of so many tokens go to, where each expert is as
+    likely as another."""
+    return 1 - (1 - config.active_experts / config.experts) ** tokens

@@ -1,0 +1,579 @@
+"""The config.json of LLaMA and of the families that are LLaMAs with other switches, both ways.
+
+Each family is one entry: the name of its class, the keys that it has beside the common ones, what
+transformers takes for absent ones, and what its code fixes without a key. A key that a family's
+class in transformers does not read is refused here (`published_keys.check_keys`), whatever other
+families do with it. To add a family: one entry here, its tensors' names in
+`models/llama/keys.py` where they differ, and one case of
+`tests/equivalence/test_decoder_families.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.common.activations import ACTIVATIONS
+from mmqa_jax.models.common.config_checks import check_known
+from mmqa_jax.models.common.rope import scaling_from_hf, scaling_to_hf
+from mmqa_jax.weights.published_keys import check_keys, kinds
+
+# Our fields that are plain values in transformers' config.json, with LLaMA's defaults there; a
+# family has those of `_COMMON` and its own `keys`.
+_PLAIN = {
+    "vocab_size": ("vocab_size", 32000),
+    "hidden": ("hidden_size", 4096),
+    "layers": ("num_hidden_layers", 32),
+    "heads": ("num_attention_heads", 32),
+    "mlp": ("intermediate_size", 11008),
+    "positions": ("max_position_embeddings", 2048),
+    "eps": ("rms_norm_eps", 1e-6),
+    "tied": ("tie_word_embeddings", False),
+    "attention_bias": ("attention_bias", False),
+    "mlp_bias": ("mlp_bias", False),
+    "activation": ("hidden_act", "silu"),
+    "attention_dropout": ("attention_dropout", 0.0),
+    "embedding_scale": ("embedding_multiplier", 1.0),
+    "residual_scale": ("residual_multiplier", 1.0),
+    "attention_scale": ("attention_multiplier", 1.0),
+    "logit_divisor": ("logits_scaling", 1.0),
+    "attention_cap": ("attn_logit_softcapping", None),
+    "logit_cap": ("final_logit_softcapping", None),
+    "bidirectional": ("use_bidirectional_attention", False),
+    "experts": ("num_experts", None),
+    "active_experts": ("num_experts_per_tok", None),
+    "normed_experts": ("norm_topk_prob", False),
+}
+_COMMON = kinds(
+    size="vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size "
+    "max_position_embeddings",
+    size_or_null="num_key_value_heads head_dim original_max_position_embeddings",
+    number="rms_norm_eps",
+    number_or_null="attention_dropout rope_theta partial_rotary_factor",
+    flag="tie_word_embeddings",
+    name="hidden_act",
+    object_or_null="rope_scaling rope_parameters",
+)
+_FIXED: Mapping[str, tuple[Any, ...]] = {"is_causal": (True,), "is_decoder": (True, False)}
+_BIASES = kinds(flag="attention_bias mlp_bias")
+_WINDOW = kinds(size_or_null="sliding_window")
+_SWITCHED_WINDOW = kinds(
+    flag="use_sliding_window", size_or_null="sliding_window", list_or_null="layer_types"
+)
+_MULTIPLIERS = kinds(
+    number="embedding_multiplier residual_multiplier attention_multiplier logits_scaling"
+)
+_GEMMA = kinds(
+    name="hidden_activation",
+    size="query_pre_attn_scalar",
+    number_or_null="final_logit_softcapping",
+    flag="attention_bias",
+    size_or_null="sliding_window",
+    list_or_null="layer_types",
+)
+# Gemma's key in the place of a common one.
+_GEMMA_NAMES = {"hidden_act": "hidden_activation"}
+_GEMMA_DEFAULTS = {
+    "hidden_size": 2304,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "intermediate_size": 9216,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+# cache_implementation is transformers', hidden_act is not read by these classes.
+_GEMMA_HARMLESS = ("cache_implementation", "hidden_act", "sliding_window_size")
+# Fields that are ours, or have another form in a config.json.
+_OWN = ("dtype", "attention", "remat", "unroll", "init_stddev", "head_dim", "out_bias")
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def _none() -> Any:
+    return dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One family.
+
+    Attributes:
+      title: what people call it.
+      architecture: its class in transformers.
+      keys: kinds of the keys of its config.json beside the common ones (`published_keys.kinds`).
+      defaults: of transformers, of all its keys, where they are not LLaMA's.
+      computes: our fields that its code fixes, and no key says.
+      harmless: keys that change nothing in inference.
+      fixed: keys that its class does not read or that have only these values here.
+      partial: whether it may rotate a part of each head.
+      fused: whether its checkpoints keep q, k and v as one tensor, and gate and up.
+      names: its keys in the place of common ones.
+      scaled: whether embeddings are multiplied by the root of their size.
+      scales_all: whether its decoder scales whatever it is given, not the words alone: what comes
+        of pictures too.
+      full_every: so many layers up to one that sees all, where `layer_types` does not say it; 0 is
+        the rule of its other keys.
+      renamed: its keys that version 5 of transformers writes under another name -> that name.
+      local: whether layers with a window rotate without scaling, as `rope_local_base_freq` or the
+        part `sliding_attention` of `rope_parameters` say.
+    """
+
+    title: str
+    architecture: str
+    keys: Mapping[str, str] = _none()
+    defaults: Mapping[str, Any] = _none()
+    computes: Mapping[str, Any] = _none()
+    harmless: tuple[str, ...] = ()
+    fixed: Mapping[str, tuple[Any, ...]] = _none()
+    partial: bool = False
+    fused: bool = False
+    names: Mapping[str, str] = _none()
+    scaled: bool = False
+    scales_all: bool = False
+    full_every: int = 0
+    renamed: Mapping[str, str] = _none()
+    local: bool = False
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(
+        title="LLaMA 1, 2, 3, Vicuna, SmolLM2",
+        architecture="LlamaForCausalLM",
+        keys=_BIASES,
+        # pretraining_tp splits products (the same but for rounding).
+        harmless=("pretraining_tp", "max_sequence_length", "is_llama_config"),
+        fixed={"rope_interleaved": (False,)},  # SmolLM's
+    ),
+    "mistral": Family(
+        title="Mistral",
+        architecture="MistralForCausalLM",
+        keys=_WINDOW,
+        defaults={
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 4096 * 32,
+            "sliding_window": 4096,
+        },
+    ),
+    "ministral": Family(
+        title="Ministral",
+        architecture="MinistralForCausalLM",
+        keys={**_WINDOW, **kinds(list_or_null="layer_types")},
+        defaults={
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 4096 * 32,
+            "sliding_window": 4096,
+        },
+    ),
+    "qwen2": Family(
+        title="Qwen2, Qwen2.5",
+        architecture="Qwen2ForCausalLM",
+        keys={**_SWITCHED_WINDOW, **kinds(integer="max_window_layers")},
+        defaults={
+            "vocab_size": 151936,
+            "intermediate_size": 22016,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
+        computes={"attention_bias": True, "out_bias": False},
+    ),
+    "qwen3": Family(
+        title="Qwen3, without experts",
+        architecture="Qwen3ForCausalLM",
+        keys={**_SWITCHED_WINDOW, **kinds(flag="attention_bias", integer="max_window_layers")},
+        defaults={
+            "vocab_size": 151936,
+            "intermediate_size": 22016,
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
+        computes={"qk_norm": "head"},
+    ),
+    "qwen3_moe": Family(
+        title="Qwen3's mixtures of experts",
+        architecture="Qwen3MoeForCausalLM",
+        keys=kinds(
+            flag="attention_bias norm_topk_prob",
+            size="moe_intermediate_size num_experts num_experts_per_tok",
+        ),
+        defaults={
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
+        computes={"qk_norm": "head"},
+        # intermediate_size is that of layers without experts. The coefficient is of the balancing
+        # loss, which output_router_logits turns on.
+        harmless=(
+            *("intermediate_size", "sliding_window", "max_window_layers"),
+            *("output_router_logits", "router_aux_loss_coef"),
+        ),
+        fixed={
+            "mlp_only_layers": ([],),
+            "decoder_sparse_step": (1,),
+            "use_sliding_window": (False,),  # versions of transformers differ in its layers
+        },
+        names={"intermediate_size": "moe_intermediate_size"},
+        renamed={"num_experts": "num_local_experts"},
+    ),
+    "smollm3": Family(
+        title="SmolLM3",
+        architecture="SmolLM3ForCausalLM",
+        keys={
+            **_BIASES,
+            **_SWITCHED_WINDOW,
+            **kinds(list_or_null="no_rope_layers", size="no_rope_layer_interval"),
+        },
+        defaults={
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rope_theta": 2000000.0,
+            "tie_word_embeddings": True,
+        },
+        harmless=("pretraining_tp",),
+        fixed={"rope_interleaved": (False,)},
+    ),
+    "olmo2": Family(
+        title="OLMo 2",
+        architecture="Olmo2ForCausalLM",
+        keys=kinds(flag="attention_bias"),
+        defaults={"vocab_size": 50304, "rms_norm_eps": 1e-5},
+        computes={"qk_norm": "whole", "norms": "after"},
+    ),
+    "olmo3": Family(
+        title="OLMo 3",
+        architecture="Olmo3ForCausalLM",
+        keys={**_WINDOW, **kinds(flag="attention_bias", list_or_null="layer_types")},
+        defaults={
+            "vocab_size": 50304,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "sliding_window": 4096,
+        },
+        computes={"qk_norm": "whole", "norms": "after"},
+        full_every=4,
+        local=True,
+    ),
+    "phi3": Family(
+        title="Phi-3, Phi-4",
+        architecture="Phi3ForCausalLM",
+        keys=_WINDOW,
+        defaults={
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        },
+        fixed={
+            **{"resid_pdrop": (0.0,), "embd_pdrop": (0.0,)},
+            **dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), (False,)),
+            **dict.fromkeys(("full_attn_mod", "interpolate_factor"), (1,)),  # Phi-4-mini's
+        },
+        partial=True,
+        fused=True,
+    ),
+    "granite": Family(
+        title="Granite 3",
+        architecture="GraniteForCausalLM",
+        keys={**_BIASES, **_MULTIPLIERS},
+        scales_all=True,
+    ),
+    "gemma2": Family(
+        title="Gemma 2",
+        architecture="Gemma2ForCausalLM",
+        keys={**_GEMMA, **kinds(number_or_null="attn_logit_softcapping")},
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "vocab_size": 256000,
+            "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        computes={"norms": "both", "unit_norms": True},
+        harmless=_GEMMA_HARMLESS,
+        fixed={"use_bidirectional_attention": (False,)},
+        names=_GEMMA_NAMES,
+        scaled=True,
+        full_every=2,
+    ),
+    "gemma3_text": Family(
+        title="Gemma 3, its language model",
+        architecture="Gemma3ForCausalLM",
+        keys={
+            **_GEMMA,
+            **kinds(
+                size="sliding_window_pattern",
+                number_or_null="rope_local_base_freq",
+                flag="use_bidirectional_attention",
+            ),
+        },
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1000000.0,
+            "rope_local_base_freq": 10000.0,
+        },
+        computes={"norms": "both", "unit_norms": True, "qk_norm": "head"},
+        harmless=_GEMMA_HARMLESS,
+        # transformers' class has a cap of scores, and does not use it.
+        fixed={"attn_logit_softcapping": ()},
+        names=_GEMMA_NAMES,
+        scaled=True,
+        full_every=6,
+        local=True,
+    ),
+}
+
+
+def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Fields of LlamaConfig from transformers' `config.json`; see `LlamaConfig.from_hf`."""
+    model_type = published.get("model_type", "llama")
+    if model_type not in FAMILIES:
+        raise UserError(
+            f"{where}: model_type is {model_type!r}, expected one of {', '.join(FAMILIES)}; give "
+            "a checkpoint of one of these."
+        )
+    family = FAMILIES[model_type]
+    read = _read(family)
+    published = {**published}
+    for key, newer in family.renamed.items():
+        if newer in published:
+            published.setdefault(key, published.pop(newer))
+    if published.get("output_router_logits") and "num_experts" in read:
+        raise UserError(
+            f"{where}: output_router_logits is true, with which training adds a loss that balances "
+            "experts (router_aux_loss_coef), and this one does not; set output_router_logits to "
+            "false there to train and answer without."
+        )
+    check_keys(
+        published, where, read=read, harmless=family.harmless, fixed={**_FIXED, **family.fixed}
+    )
+
+    def value(key: str, default: Any = None) -> Any:
+        return published.get(key, family.defaults.get(key, default))
+
+    plain = _plain(family)
+    fields = {field: value(key, default) for field, (key, default) in plain.items()}
+    check_known(f"{where}: {plain['activation'][0]}", fields["activation"], ACTIVATIONS)
+    rope = published.get("rope_scaling") or published.get("rope_parameters") or {}
+    near: Mapping[str, Any] = {}
+    if family.local:
+        rope, near = _both_ropes(published, rope)
+    partial = rope.get("partial_rotary_factor", published.get("partial_rotary_factor"))
+    if partial not in (None, 1.0) and not family.partial:
+        raise UserError(
+            f"{where}: partial_rotary_factor {partial} is not supported; use a checkpoint "
+            "whose heads are rotated whole."
+        )
+    heads, head_dim = fields["heads"], value("head_dim")
+    fields |= {
+        "family": model_type,
+        "attention_dropout": fields["attention_dropout"] or 0.0,
+        "kv_heads": value("num_key_value_heads") or heads,
+        "head_dim": None if head_dim == fields["hidden"] / heads else head_dim,
+        "rope_theta": _first(rope.get("rope_theta"), value("rope_theta"), 10000.0),
+        "rope_scaling": scaling_from_hf(
+            rope, value("original_max_position_embeddings"), fields["positions"], where
+        ),
+        "rotary_fraction": 1.0 if partial is None else float(partial),
+        **family.computes,
+    }
+    if family.scaled:
+        fields["embedding_scale"] = fields["hidden"] ** 0.5
+    if "query_pre_attn_scalar" in read:
+        fields["attention_scale"] = _scale(value("query_pre_attn_scalar"), head_dim)
+    fields["rotated"] = _rotated(value, fields["layers"], where) if "no_rope_layers" in read else ()
+    if "sliding_window" in read:
+        slides = _slides(family, value, read, fields, where)
+        window = value("sliding_window")
+        if window and fields.get("bidirectional"):
+            window = window // 2 + 1  # on each side, the token itself included
+        fields["windows"] = _windows(slides, window, fields["positions"])
+        if family.local:
+            fields["local"] = slides if any(slides) else ()
+    if family.local:
+        if scaling_from_hf(near, None, fields["positions"], where) is not None:
+            raise UserError(
+                f"{where}: rope_parameters.{_SLIDING} is scaled, which is not supported; use a "
+                "checkpoint whose layers with a window are not."
+            )
+        theta = _first(near.get("rope_theta"), value("rope_local_base_freq"), fields["rope_theta"])
+        fields["local_theta"] = theta
+    return fields
+
+
+def _read(family: Family) -> dict[str, str]:
+    """Kinds of the keys that are read of a family's config.json."""
+    return {key: kind for key, kind in _COMMON.items() if key not in family.names} | {**family.keys}
+
+
+def _plain(family: Family) -> dict[str, tuple[str, Any]]:
+    """Of `_PLAIN` what a family has, with its own names."""
+    named = {field: (family.names.get(key, key), x) for field, (key, x) in _PLAIN.items()}
+    return {field: pair for field, pair in named.items() if pair[0] in _read(family)}
+
+
+def _both_ropes(
+    published: Mapping[str, Any], rope: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Rope parameters of the layers that see all and of the others (transformers 5 keeps both)."""
+    parameters = published.get("rope_parameters") or {}
+    if parameters.keys().isdisjoint((_SLIDING, _FULL)):
+        return rope, {}
+    far = {**(parameters.get(_FULL) or {}), **(published.get("rope_scaling") or {})}
+    return far, parameters.get(_SLIDING) or {}
+
+
+def _scale(size: float, head_dim: int) -> float | None:
+    """`LlamaConfig.attention_scale` of Gemma's `query_pre_attn_scalar`."""
+    return None if size == head_dim else size**-0.5
+
+
+def _first(*values: float | None) -> float:
+    """The first that is given."""
+    return next(value for value in values if value is not None)
+
+
+def _rotated(value: Any, layers: int, where: str) -> tuple[bool, ...]:
+    """`LlamaConfig.rotated`: every fourth layer is not, if `no_rope_layers` does not say it."""
+    rotated, every = value("no_rope_layers"), value("no_rope_layer_interval", 4)
+    if rotated is None:
+        rotated = [(number + 1) % every != 0 for number in range(layers)]
+    if len(rotated) < layers or any(one not in (0, 1) for one in rotated):
+        raise UserError(
+            f"{where}: no_rope_layers is {rotated!r}, expected 0 or 1 for each of {layers} layers; "
+            "repair the file or fetch it again."
+        )
+    rotated = tuple(bool(one) for one in rotated[:layers])
+    return () if all(rotated) else rotated
+
+
+def _slides(
+    family: Family, value: Any, read: Mapping[str, str], fields: Mapping[str, Any], where: str
+) -> tuple[bool, ...]:
+    """Which layers have a window, if it is smaller than the text."""
+    layers, window = fields["layers"], value("sliding_window")
+    if "use_sliding_window" in read and not value("use_sliding_window", False):
+        window = None
+    kinds = value("layer_types") if "layer_types" in read else None
+    if kinds is None and window is None and not family.full_every:
+        return (False,) * layers
+    if kinds is None:  # transformers' own choice
+        slides = [True] * layers
+        if family.full_every:
+            every = value("sliding_window_pattern", family.full_every)
+            slides = [(number + 1) % every != 0 for number in range(layers)]
+        elif "max_window_layers" in read:
+            slides = [number >= value("max_window_layers") for number in range(layers)]
+        elif "no_rope_layers" in read:
+            slides = [not rotated for rotated in fields["rotated"] or (True,) * layers]
+    else:
+        if len(kinds) != layers or any(one not in (_SLIDING, _FULL) for one in kinds):
+            raise UserError(
+                f"{where}: layer_types is {kinds!r}, expected {_SLIDING} or {_FULL} for each of "
+                f"{layers} layers; use a checkpoint of these."
+            )
+        slides = [one == _SLIDING for one in kinds]
+    if window is None and any(slides):
+        raise UserError(
+            f"{where}: layer_types has {_SLIDING}, but no sliding_window is in use; give "
+            f"sliding_window, or make all layers {_FULL}."
+        )
+    return tuple(slides)
+
+
+def _windows(slides: tuple[bool, ...], window: int | None, positions: int) -> tuple[int, ...]:
+    """`LlamaConfig.windows`; () where no layer's window is smaller than the positions."""
+    if window is None or window >= positions or not any(slides):
+        return ()
+    return tuple(window * slide for slide in slides)
+
+
+def fields_to_hf(config: Any) -> dict[str, Any]:
+    """transformers' `config.json` of a config; see `LlamaConfig.to_hf`."""
+    family = FAMILIES[config.family]
+    read = _read(family)
+    published: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": config.family,
+        **{key: getattr(config, field) for field, (key, _) in _plain(family).items()},
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling_to_hf(config.rope_scaling),
+        "initializer_range": config.init_stddev,
+    }
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.kind == "longrope":  # where Phi-3 looks for it
+        published["original_max_position_embeddings"] = scaling.original_positions
+    if "query_pre_attn_scalar" in read:
+        scale = config.attention_scale
+        published["query_pre_attn_scalar"] = round(scale**-2) if scale else config.head_size
+    if family.local:
+        published |= _local_to_hf(config, published["rope_scaling"])
+        if "rope_local_base_freq" in read:
+            published["rope_local_base_freq"] = config.local_theta
+    if family.partial:
+        published["partial_rotary_factor"] = config.rotary_fraction
+    if "no_rope_layers" in read:
+        rotated = config.rotated or (True,) * config.layers
+        published["no_rope_layers"] = [int(one) for one in rotated]
+    if "sliding_window" in read:
+        published |= _windows_to_hf(config, read)
+    again = type(config)(**fields_from_hf(published, "the exported config.json"))
+    names = [field.name for field in dataclasses.fields(config) if field.name not in _OWN]
+    for name in (*names, "head_size", "biases"):
+        if getattr(again, name) != getattr(config, name):
+            raise UserError(
+                f"model.{name} is {getattr(config, name)!r}, for which {family.architecture} has "
+                "no key in its config.json; it cannot be exported."
+            )
+    return published
+
+
+def _local_to_hf(config: Any, scaling: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What `_both_ropes` reads."""
+    far = {"rope_type": "default", "rope_theta": config.rope_theta, **(scaling or {})}
+    near = {"rope_type": "default", "rope_theta": config.local_theta}
+    return {"rope_parameters": {_FULL: far, _SLIDING: near}}
+
+
+def _windows_to_hf(config: Any, read: Mapping[str, str]) -> dict[str, Any]:
+    sizes = {window for window in config.windows if window}
+    window = max(sizes, default=None)
+    if window and config.bidirectional:
+        window = 2 * (window - 1)
+    published: dict[str, Any] = {"sliding_window": window}
+    if "use_sliding_window" in read:
+        published["use_sliding_window"] = bool(sizes)
+    if "layer_types" in read:
+        near = config.local or config.windows or (0,) * config.layers
+        published["layer_types"] = [_SLIDING if one else _FULL for one in near]
+        if any(config.local) and not sizes:  # it is no smaller than the positions
+            published["sliding_window"] = (1 + config.bidirectional) * config.positions
+    if "max_window_layers" in read:
+        published["max_window_layers"] = config.layers  # layer_types say it
+    return published

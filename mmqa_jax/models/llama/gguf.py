@@ -1,0 +1,220 @@
+"""A config from the metadata of a GGUF file, of LLaMA or a relative.
+
+Keys: llama.cpp gguf-py/gguf/constants.py and conversion/ (convert_hf_to_gguf.py); what they do not
+hold, llama.cpp's code has for each architecture (src/llama-model.cpp, load_hparams).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.common.rope import scaling_from_hf
+from mmqa_jax.models.llama.config import LlamaConfig, RopeScaling
+from mmqa_jax.models.llama.families import FAMILIES
+from mmqa_jax.models.llama.network import inverse_frequencies
+from mmqa_jax.weights.formats.gguf import GGUFSource
+from mmqa_jax.weights.gguf_metadata import (
+    check_metadata,
+    head_size_of,
+    heads_of,
+    layers_of,
+    vocabulary_of,
+)
+
+ROPE_FACTORS = "rope_freqs.weight"
+_LONGROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+# Keys of an architecture that are read, that change nothing, and that have these values in a LLaMA.
+_READ = (
+    *("attention.head_count", "attention.head_count_kv", "attention.key_length"),
+    "attention.value_length",
+    *("attention.layer_norm_rms_epsilon", "embedding_length", "block_count"),
+    *("feed_forward_length", "context_length", "rope.freq_base", "rope.dimension_count"),
+    *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
+)
+_HARMLESS = ("vocab_size", "tensor_data_layout")
+_WINDOW = ("attention.sliding_window", "attention.sliding_window_pattern")
+_FURTHER = {
+    "phi3": (*_WINDOW, "rope.scaling.attn_factor"),
+    "granite": ("embedding_scale", "residual_scale", "attention.scale", "logit_scale"),
+    "olmo2": (*_WINDOW, "rope.freq_base_swa"),
+    "qwen3moe": ("expert_count", "expert_used_count", "expert_feed_forward_length"),
+    "gemma2": (*_WINDOW, "attn_logit_softcapping", "final_logit_softcapping"),
+    "gemma3": (*_WINDOW, "final_logit_softcapping", "rope.freq_base_swa"),
+}
+_MULTIPLIERS = {  # our field -> its key
+    "embedding_scale": "embedding_scale",
+    "residual_scale": "residual_scale",
+    "attention_scale": "attention.scale",
+    "logit_divisor": "logit_scale",
+    "attention_cap": "attn_logit_softcapping",
+    "logit_cap": "final_logit_softcapping",
+}
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.layer_norm_epsilon": (),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "use_parallel_residual": (False,),
+    "rope.scaling.finetuned": (True, False),  # a note
+    "logit_scale": (1.0,),
+    "embedding_scale": (1.0,),
+    "residual_scale": (1.0,),
+    "attention.scale": (),
+    "attention.sliding_window": (0,),
+}
+# llama.cpp's names of architectures, and the families'. Its LLaMA is also Mistral's.
+ARCHITECTURES = {
+    **{name: name for name in ("llama", "qwen2", "qwen3", "phi3", "olmo2", "granite", "smollm3")},
+    **{"gemma2": "gemma2", "gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"},
+}
+# Families whose rows of queries and keys llama.cpp turns (`llama.interleaved_rows`).
+TURNED = ("llama", "granite", "smollm3")
+# Layers of Gemmas whose scores are divided by the root of hidden / heads, not of a head's size.
+_LARGEST = {"gemma2": 46, "gemma3": 62}
+
+
+def gguf_config(source: GGUFSource) -> LlamaConfig:
+    """Our config from a GGUF file's metadata."""
+    architecture = source.metadata("general.architecture")
+    if architecture not in ARCHITECTURES:
+        names = ", ".join(map(repr, ARCHITECTURES))
+        raise UserError(
+            f"{source.name}: general.architecture is {architecture!r}, expected one of {names}; "
+            "give such a file, or the safetensors files of this model."
+        )
+    of = f"{architecture}."
+    check_metadata(source, of, (*_READ, *_HARMLESS, *_FURTHER.get(architecture, ())), _FIXED)
+    specs = source.specs()
+    heads = heads_of(source, of)
+    hidden = source.integer(f"{of}embedding_length")
+    head_size = head_size_of(source, of, hidden // heads)
+    rotated = source.integer(f"{of}rope.dimension_count", head_size)
+    name = ARCHITECTURES[architecture]
+    if name == "olmo2" and source.metadata(f"{of}attention.sliding_window", 0):
+        name = "olmo3"
+    family = FAMILIES[name]
+    if rotated != head_size and not family.partial:
+        raise UserError(
+            f"{source.name}: {of}rope.dimension_count is {rotated}, a head has {head_size}; use "
+            "a model that rotates whole heads."
+        )
+    config = LlamaConfig(
+        family=name,
+        vocab_size=vocabulary_of(source),
+        hidden=hidden,
+        layers=layers_of(source, f"{of}block_count"),
+        heads=heads,
+        kv_heads=source.integer(f"{of}attention.head_count_kv", heads),
+        head_dim=None if head_size * heads == hidden else head_size,
+        positions=source.integer(f"{of}context_length"),
+        eps=source.number(f"{of}attention.layer_norm_rms_epsilon"),
+        rope_theta=source.number(f"{of}rope.freq_base", 10000.0),
+        rotary_fraction=rotated / head_size,
+        tied="output.weight" not in specs,
+        **{
+            "mlp": source.integer(f"{of}feed_forward_length"),
+            "attention_bias": "blk.0.attn_q.bias" in specs,
+            "mlp_bias": "blk.0.ffn_gate.bias" in specs,
+            **family.computes,
+            **_experts(source, of, name),
+        },
+    )
+    config = _with_multipliers(_with_windows(config, source, of), source, of)
+    return _with_scaling(config, source, of)
+
+
+def _experts(source: GGUFSource, of: str, name: str) -> dict[str, Any]:
+    """Fields of a mixture of experts."""
+    if name != "qwen3_moe":
+        return {}
+    return {
+        "experts": source.integer(f"{of}expert_count"),
+        "active_experts": source.integer(f"{of}expert_used_count"),
+        "mlp": source.integer(f"{of}expert_feed_forward_length"),
+        "normed_experts": True,  # llama.cpp has no key for it
+    }
+
+
+def _with_windows(config: LlamaConfig, source: GGUFSource, of: str) -> LlamaConfig:
+    """Adds windows, local layers and layers without positions."""
+    family, layers = FAMILIES[config.family], config.layers
+    changes: dict[str, Any] = {}
+    window = source.integer(f"{of}attention.sliding_window", 0)
+    pattern = source.metadata(f"{of}attention.sliding_window_pattern", family.full_every)
+    if not isinstance(pattern, list):  # layers up to one that sees all; 0: none does
+        pattern = source.integer(f"{of}attention.sliding_window_pattern", family.full_every)
+        pattern = [not pattern or (number + 1) % pattern != 0 for number in range(layers)]
+    if len(pattern) != layers:
+        raise UserError(
+            f"{source.name}: {of}attention.sliding_window_pattern has {len(pattern)} values for "
+            f"{layers} layers; fetch the file again."
+        )
+    slides = tuple(bool(one and window) for one in pattern)
+    if any(slides) and window < config.positions:
+        changes["windows"] = tuple(window * one for one in slides)
+    if family.local and any(slides):
+        changes["local"] = slides
+        usual = config.rope_theta if config.family == "olmo3" else 10000.0
+        changes["local_theta"] = source.number(f"{of}rope.freq_base_swa", usual)
+    if config.family == "smollm3":  # llama.cpp has no key for it
+        rotated = tuple((number + 1) % 4 != 0 for number in range(layers))
+        changes["rotated"] = () if all(rotated) else rotated
+    return dataclasses.replace(config, **changes)
+
+
+def _with_multipliers(config: LlamaConfig, source: GGUFSource, of: str) -> LlamaConfig:
+    """Adds Granite's multipliers, and Gemma's with its caps."""
+    changes: dict[str, Any] = {}
+    architecture = of.removesuffix(".")
+    for field, key in _MULTIPLIERS.items():
+        if key in _FURTHER.get(architecture, ()) and f"{of}{key}" in source.metadata_keys():
+            changes[field] = source.number(f"{of}{key}")
+    if architecture in _LARGEST:
+        changes["activation"] = "gelu_pytorch_tanh"
+        if config.layers == _LARGEST[architecture]:
+            changes["attention_scale"] = (config.hidden // config.heads) ** -0.5
+    if FAMILIES[config.family].scaled:
+        changes["embedding_scale"] = config.hidden**0.5
+    return dataclasses.replace(config, **changes)
+
+
+def _with_scaling(config: LlamaConfig, source: GGUFSource, of: str) -> LlamaConfig:
+    """Adds the rope scaling, which GGUF keeps as metadata (linear) or tensors (llama3, longrope).
+
+    of: in front of the architecture's keys.
+    """
+    kind = source.metadata(f"{of}rope.scaling.type", "none")
+    if kind == "linear":
+        factor = source.number(f"{of}rope.scaling.factor")
+        return dataclasses.replace(config, rope_scaling=RopeScaling("linear", factor))
+    if kind != "none":
+        raise UserError(
+            f"{source.name}: {of}rope.scaling.type {kind!r} is not supported; use a model "
+            "without scaling, or with linear, llama3 or longrope."
+        )
+    if all(name in source.specs() for name in _LONGROPE.values()):
+        rope = {key: source.read(name).tolist() for key, name in _LONGROPE.items()}
+        if f"{of}rope.scaling.attn_factor" in source.metadata_keys():
+            rope["attention_factor"] = source.number(f"{of}rope.scaling.attn_factor")
+        original = source.integer(f"{of}rope.scaling.original_context_length")
+        scaling = scaling_from_hf(
+            {"rope_type": "longrope", **rope}, original, config.positions, source.name
+        )
+        return dataclasses.replace(config, rope_scaling=scaling)
+    if ROPE_FACTORS not in source.specs():
+        return config
+    # The tensor holds each frequency's divisor; the slowest one's is llama3's factor.
+    divisors = source.read(ROPE_FACTORS)
+    scaling = RopeScaling("llama3", float(divisors.max()))
+    scaled = dataclasses.replace(config, rope_scaling=scaling)
+    expected = inverse_frequencies(config) / inverse_frequencies(scaled)
+    if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4):
+        raise UserError(
+            f"{source.name}: {ROPE_FACTORS} is not llama3's scaling of 8192 positions; use the "
+            "safetensors files of this model."
+        )
+    return scaled

@@ -1,0 +1,412 @@
+"""LLaMA's checkpoints and its relatives': layouts of transformers, Meta, llama.cpp and llama2.c.
+
+Names and row order: llama.cpp gguf-py/gguf/tensor_mapping.py and convert_hf_to_gguf.py
+(LlamaModel.permute), meta-llama/llama llama/model.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.families import FAMILIES
+from mmqa_jax.models.llama.fused_rows import apart, phi3_gguf_rows, phi3_rows, together
+from mmqa_jax.models.llama.gguf import ROPE_FACTORS, TURNED, gguf_config
+from mmqa_jax.models.llama.meta import read_meta, unknown_scaling
+from mmqa_jax.models.llama.network import inverse_frequencies
+from mmqa_jax.weights.formats.gguf import GGUFSource
+from mmqa_jax.weights.formats.llama2c import Header, Llama2cSource
+from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
+from mmqa_jax.weights.keymap import IDENTITY, TRANSPOSE, KeyMap, Rule, Transform, untied_source
+from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, read_hf_config
+from mmqa_jax.weights.published_keys import check_keys, kinds
+from mmqa_jax.weights.sources import gguf_file, open_source, read_magic
+
+# Part of the model: its name in transformers, Meta's (and llama2.c's), and llama.cpp's layout.
+_LAYOUTS = ("transformers", "meta", "gguf")
+_NAMES = {
+    "tokens": ("model.embed_tokens", "tok_embeddings", "token_embd"),
+    "layer": ("model.layers.{layer}", "layers.{layer}", "blk.{layer}"),
+    "norm": ("model.norm", "norm", "output_norm"),
+    "head": ("lm_head", "output", "output"),
+    "input_norm": ("input_layernorm", "attention_norm", "attn_norm"),
+    "mlp_norm": ("post_attention_layernorm", "ffn_norm", "ffn_norm"),
+    "q_norm": ("self_attn.q_norm", "", "attn_q_norm"),
+    "k_norm": ("self_attn.k_norm", "", "attn_k_norm"),
+    "q": ("self_attn.q_proj", "attention.wq", "attn_q"),
+    "k": ("self_attn.k_proj", "attention.wk", "attn_k"),
+    "v": ("self_attn.v_proj", "attention.wv", "attn_v"),
+    "out": ("self_attn.o_proj", "attention.wo", "attn_output"),
+    "gate": ("mlp.gate_proj", "feed_forward.w1", "ffn_gate"),
+    "up": ("mlp.up_proj", "feed_forward.w3", "ffn_up"),
+    "down": ("mlp.down_proj", "feed_forward.w2", "ffn_down"),
+}
+_NORMS_AFTER = {  # OLMo 2's and Gemma's, in transformers and llama.cpp
+    "out_norm": ("post_attention_layernorm", "", "post_attention_norm"),
+    "down_norm": ("post_feedforward_layernorm", "", "post_ffw_norm"),
+}
+_EXPERTS = {  # of a mixture, all of a layer in one tensor (see expert_tensors)
+    "router": ("mlp.gate", "", "ffn_gate_inp"),
+    "gate": ("mlp.experts.gate_proj", "", "ffn_gate_exps"),
+    "up": ("mlp.experts.up_proj", "", "ffn_up_exps"),
+    "down": ("mlp.experts.down_proj", "", "ffn_down_exps"),
+}
+_NORMS_BOTH = {**_NORMS_AFTER, "mlp_norm": ("pre_feedforward_layernorm", "", "ffn_norm")}
+_COMPUTED = {  # tensors that the model computes
+    "transformers": r"rotary_emb\.inv_freq$",
+    "meta": r"^rope\.freqs$",
+    "gguf": rf"^({ROPE_FACTORS}|rope_factors_(short|long)\.weight)$",
+}
+
+
+LESS_ONE = Transform(lambda x: x - 1, lambda x: x + 1)
+SWAPPED = Transform(lambda x: x.swapaxes(-1, -2), lambda x: x.swapaxes(-1, -2))
+
+
+def interleaved_rows(heads: int) -> Transform:
+    """Rows of a query or key projection as Meta and llama.cpp keep them, to our kernel.
+
+    Within each head their rows 2n and 2n + 1 are a rotary pair; in ours (transformers') n and
+    n + head_dim / 2 are. Takes a weight (heads * head_dim, in) or a bias (heads * head_dim).
+    """
+
+    def forward(x):
+        halves = x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2)
+        return halves.reshape(x.shape).T
+
+    def inverse(x):
+        x = x.T
+        return x.reshape(heads, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+
+    return Transform(forward, inverse)
+
+
+def split_rows(heads: int, size: int, rotated: int) -> Transform:
+    """Rows of a query or key projection of which the first `rotated` of each head's `size` are
+    rotated, to our kernel, in which rotary pairs are the halves of the whole head."""
+    half = rotated // 2
+    rest = np.arange(rotated, size)
+    ours = np.concatenate([np.arange(half), rest[: len(rest) // 2]])
+    ours = np.concatenate([ours, np.arange(half, rotated), rest[len(rest) // 2 :]])
+
+    def taken(x, order):
+        return x.reshape(heads, size, *x.shape[1:])[:, order].reshape(x.shape)
+
+    return Transform(lambda x: taken(x, ours).T, lambda x: taken(x.T, np.argsort(ours)))
+
+
+def llama_rules(
+    config: LlamaConfig, layout: str = "transformers", prefix: str = "", path: str = ""
+) -> list[Rule]:
+    """Rules of one published layout.
+
+    Args:
+      config: decides on biases and the head.
+      layout: transformers (LlamaForCausalLM), meta (llama2.c too) or gguf.
+      prefix: in front of the keys; ends in a dot.
+      path: in front of the parameters' paths; ends in a slash.
+    """
+    column = _LAYOUTS.index(layout)
+    further = {"before": {}, "after": _NORMS_AFTER, "both": _NORMS_BOTH}[config.norms]
+    rows = _NAMES | further
+    names = {part: row[column] for part, row in rows.items()}
+    # llama.cpp keeps what is multiplied by.
+    of_norms = LESS_ONE if layout == "gguf" and config.unit_norms else IDENTITY
+    rules = [
+        Rule(f"{prefix}{names['tokens']}.weight", f"{path}tokens/table"),
+        Rule(f"{prefix}{names['norm']}.weight", f"{path}norm/scale", of_norms),
+    ]
+    if not config.tied:
+        rules.append(Rule(f"{prefix}{names['head']}.weight", f"{path}head/kernel", TRANSPOSE))
+    layer = f"{prefix}{names['layer']}."
+    norms = () if config.norms == "after" else ("input_norm", "mlp_norm")
+    norms += () if config.norms == "before" else ("out_norm", "down_norm")
+    norms += () if config.qk_norm == "none" else ("q_norm", "k_norm")
+    for norm in norms:
+        rules.append(Rule(f"{layer}{names[norm]}.weight", f"{path}layers/{norm}/scale", of_norms))
+    turns: dict[str, Transform] = {}
+    for linear, heads in (("q", config.heads), ("k", config.kv_heads)):
+        if layout == "meta" or (layout == "gguf" and config.family in TURNED):
+            turns[linear] = interleaved_rows(heads)
+        elif config.rotary_size != config.head_size:
+            turns[linear] = split_rows(heads, config.head_size, config.rotary_size)
+    for linear in config.linears:
+        turned = turns.get(linear)
+        key, ours = f"{layer}{names[linear]}", f"{path}layers/{linear}"
+        rules.append(Rule(f"{key}.weight", f"{ours}/kernel", turned or TRANSPOSE))
+        if linear in config.biases:
+            rules.append(Rule(f"{key}.bias", f"{ours}/bias", turned or IDENTITY))
+    for part, keys in _EXPERTS.items() if config.experts else ():
+        ours = "router" if part == "router" else f"{part}/kernels"
+        rules.append(Rule(f"{layer}{keys[column]}.weight", f"{path}layers/experts/{ours}", SWAPPED))
+    return rules
+
+
+def llama_key_map(config: LlamaConfig, layout: str = "transformers") -> KeyMap:
+    """Key map of one published layout, see `llama_rules`."""
+    tied = (("lm_head.weight", "model.embed_tokens.weight"),) if config.tied else ()
+    if layout != "transformers":
+        tied = ()
+    return KeyMap(llama_rules(config, layout), ignore=(_COMPUTED[layout],), tied=tied)
+
+
+_META = functools.partial(llama_key_map, layout="meta")
+_GGUF = functools.partial(llama_key_map, layout="gguf")
+
+
+def with_layers_apart(checkpoint: Checkpoint) -> Checkpoint:
+    """Returns the checkpoint for a model whose layers `unstack_layers` has taken apart.
+
+    Each layer has arrays of its own, its kernels are [out, in], as most files keep them.
+    """
+
+    def moved(rule: Rule) -> Rule:
+        if not rule.stacked:
+            return rule
+        turn = rule.path.endswith("/kernel")
+        return dataclasses.replace(
+            rule,
+            path=rule.path.replace("layers/", "layers/{layer}/", 1),
+            transform=_transposed(rule.transform) if turn else rule.transform,
+        )
+
+    def key_map(config: LlamaConfig) -> KeyMap:
+        stacked = checkpoint.key_map(config)
+        return dataclasses.replace(stacked, rules=[moved(rule) for rule in stacked.rules])
+
+    return checkpoint._replace(key_map=key_map)
+
+
+def _transposed(transform: Transform) -> Transform:
+    inverse = transform.inverse
+    return Transform(
+        lambda x: transform.forward(x).T,
+        inverse and (lambda x: inverse(x.T)),
+    )
+
+
+def open_llama(path: Path) -> Checkpoint:
+    """Opens a LLaMA checkpoint of any layout, known by its content; reads headers only.
+
+    Args:
+      path: a GGUF file or a folder with one, a llama2.c `.bin` file, a folder with Meta's
+        `params.json` and `consolidated.*.pth`, or transformers' folder, or file beside its
+        `config.json`, of safetensors or torch tensors.
+    """
+    if not path.exists():
+        raise UserError(
+            f"{path}: no such file, neither a folder nor a checkpoint's file; check the path."
+        )
+    if (path / "params.json").exists() or any(path.glob("consolidated.*.pth")):
+        config, source = read_meta(path)
+        return Checkpoint(config, _META, source, "meta", unknown=unknown_scaling(config))
+    gguf = gguf_file(path)
+    if gguf is not None:
+        source = GGUFSource(gguf)
+        config = gguf_config(source)
+        if FAMILIES[config.family].fused:
+            source = apart(source, phi3_gguf_rows(config))
+        return Checkpoint(config, _GGUF, source, "gguf")
+    kind = "folder" if path.is_dir() else read_magic(path)
+    if kind == "other" and path.suffix == ".bin":
+        source = Llama2cSource(path)
+        config = _llama2c_config(source.header)
+        return Checkpoint(config, _META, source, "llama2.c", _check_angles)
+    if kind == "other":
+        raise UserError(
+            f"{path}: not a checkpoint that is known (GGUF, llama2.c's .bin, safetensors, torch); "
+            "give the file or folder as it was published."
+        )
+    published, where = read_hf_config(path, *FAMILIES, *WITH_TOWER), str(config_file(path))
+    source = open_source(path)
+    if published["model_type"] in WITH_TOWER:
+        published, source = language_model(published, source, where)
+    config = LlamaConfig.from_hf(published, where)
+    return Checkpoint(config, llama_key_map, to_rule_tensors(source, config), "transformers")
+
+
+def to_rule_tensors(source: TensorSource, config: LlamaConfig) -> TensorSource:
+    """The tensors of a transformers checkpoint as `llama_rules` names them.
+
+    Fused tensors (Phi-3's) are apart, and those of all experts of a layer are one.
+    """
+    if FAMILIES[config.family].fused:
+        source = apart(source, phi3_rows(config))
+    return experts_together(source, config.experts) if config.experts else source
+
+
+def to_published_tensors(
+    source: TensorSource, config: LlamaConfig, prefix: str = ""
+) -> TensorSource:
+    """The reverse of `to_rule_tensors`; `prefix` is in front of the decoder's keys."""
+    if FAMILIES[config.family].fused:
+        source = together(source, phi3_rows(config), prefix)
+    return experts_apart(source) if config.experts else source
+
+
+def publish_llama(config: LlamaConfig, state: nnx.State) -> Published:
+    """LlamaForCausalLM, or the class of the config's family."""
+    source = untied_source(state, llama_key_map(config))
+    return Published(to_published_tensors(source, config), config.to_hf())
+
+
+def _check_angles(source: TensorSource, config: LlamaConfig) -> None:
+    """Refuses a llama2.c file whose rotary angles, kept in version 0, are not the config's."""
+    stored = source.cosines()
+    if stored is None or not (stored[0] == 1).all():  # left empty: there is nothing to compare
+        return
+    theirs = stored[1:2]  # [1, head_dim / 2], of the second position
+    ours = np.cos(np.asarray(inverse_frequencies(config)))[None]
+    if np.abs(theirs - ours).max(initial=0.0) > 1e-4:
+        raise UserError(
+            f"{source.name}: its rotary angles are not those of rope_theta {config.rope_theta:g}; "
+            "add `--set rope_theta=VALUE` with the model's own."
+        )
+
+
+def _llama2c_config(header: Header) -> LlamaConfig:
+    """eps (1e-5) and theta (10,000) are run.c's."""
+    return LlamaConfig(
+        vocab_size=header.vocab_size,
+        hidden=header.dim,
+        layers=header.layers,
+        heads=header.heads,
+        kv_heads=header.kv_heads,
+        mlp=header.hidden_dim,
+        positions=header.context,
+        tied=header.tied,
+    )
+
+
+# Experts of a mixture as a checkpoint keeps them, and as one tensor of a layer.
+#
+# Published files hold each linear of each expert, `mlp.experts.N.gate_proj.weight` (out, in);
+# transformers 5 holds in memory what its models compute with, `mlp.experts.gate_up_proj` (E,
+# gate's rows then up's, in) and `mlp.experts.down_proj` (E, out, in). Our key maps have
+# `mlp.experts.gate_proj.weight` (E, out, in), and alike `up_proj` and `down_proj`.
+
+
+_ONE = re.compile(r"(.*\.experts\.)(\d{1,4})\.((?:gate|up|down)_proj\.weight)")
+_STACKED = re.compile(r"(.*\.experts\.)((?:gate|up|down)_proj\.weight)")
+_BOTH, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+
+
+def experts_together(source: TensorSource, experts: int) -> TensorSource:
+    """The tensors of a checkpoint of either layout with those of all experts as one."""
+    tensors: dict[str, Any] = {}
+    parts: dict[str, dict[int, str]] = {}  # name of the whole -> key of each expert
+    for key, spec in source.specs().items():
+        if one := _ONE.fullmatch(key):
+            parts.setdefault(f"{one[1]}{one[3]}", {})[int(one[2])] = key
+        elif key.endswith(_BOTH):
+            half = spec.shape[1] // 2
+            of_half = jax.ShapeDtypeStruct((spec.shape[0], half, *spec.shape[2:]), spec.dtype)
+            for name, rows in (("gate", slice(half)), ("up", slice(half, None))):
+                read = functools.partial(_rows, source, key, rows)
+                tensors[key.replace("gate_up_proj", f"{name}_proj.weight")] = of_half, read
+        else:
+            name = f"{key}.weight" if key.endswith(_DOWN) else key
+            tensors[name] = spec, functools.partial(source.read, key)
+    for name, keys in parts.items():
+        if sorted(keys) != list(range(experts)):
+            wrong = sorted(set(keys) ^ set(range(experts)))
+            raise UserError(
+                f"{source.name}: {name.removesuffix('.weight')} is of {len(keys)} experts, of the "
+                f"config's {experts} without or beyond numbers {wrong[:8]}; fetch the checkpoint "
+                "again, or correct num_experts in its config.json."
+            )
+        spec = source.specs()[keys[0]]
+        of_all = jax.ShapeDtypeStruct((experts, *spec.shape), spec.dtype)
+        in_order = [keys[number] for number in range(experts)]
+        tensors[name] = of_all, functools.partial(_stack, source, in_order, of_all)
+    return DerivedSource(source.name, tensors)
+
+
+def experts_apart(source: TensorSource) -> TensorSource:
+    """The reverse, in the published layout, which all versions of transformers read."""
+    tensors = {}
+    read_layer = functools.lru_cache(maxsize=1)(source.read)  # for one expert after another
+    for key, spec in source.specs().items():
+        stacked = _STACKED.fullmatch(key)
+        if not stacked:
+            tensors[key] = spec, functools.partial(source.read, key)
+            continue
+        of_one = jax.ShapeDtypeStruct(spec.shape[1:], spec.dtype)
+        for number in range(spec.shape[0]):
+            read = functools.partial(_one, read_layer, key, number)
+            tensors[f"{stacked[1]}{number}.{stacked[2]}"] = of_one, read
+    return DerivedSource(source.name, tensors)
+
+
+def _rows(source: TensorSource, key: str, rows: slice) -> np.ndarray:
+    return source.read(key)[:, rows]
+
+
+def _stack(source: TensorSource, keys: list[str], spec: jax.ShapeDtypeStruct) -> np.ndarray:
+    """One tensor is in memory beside the whole at a time."""
+    whole = np.empty(spec.shape, spec.dtype)
+    for number, key in enumerate(keys):
+        whole[number] = source.read(key)
+    return whole
+
+
+def _one(read_layer: Callable[[str], np.ndarray], key: str, number: int) -> np.ndarray:
+    return np.ascontiguousarray(read_layer(key)[number])
+
+
+# The language model in a Gemma 3 checkpoint that has a vision tower; the tower is left out.
+
+
+WITH_TOWER = ("gemma3",)
+_READ = kinds(object="text_config", object_or_null="vision_config", flag="tie_word_embeddings")
+_OF_PICTURES = (
+    *("mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"),
+    "vision_config",
+)
+# As published, and as transformers 4.52 and later write it.
+_LANGUAGE_MODEL = re.compile(
+    r"^(?:language_model\.(model\.|lm_head\.)|model\.language_model\.|(lm_head\.))"
+)
+_TOWER = re.compile(r"^(?:model\.)?(vision_tower|multi_modal_projector)\.")
+
+
+def language_model(
+    published: Mapping[str, Any], source: TensorSource, where: str
+) -> tuple[dict[str, Any], TensorSource]:
+    """The config.json and the tensors of the language model alone, as Gemma3ForCausalLM has them.
+
+    A warning names the parts that are left out.
+
+    Args:
+      published: the config.json of a Gemma3ForConditionalGeneration.
+      source: its tensors.
+      where: what messages call the file.
+    """
+    check_keys(published, where, read=_READ, harmless=_OF_PICTURES)
+    inherited = {key: published[key] for key in ("tie_word_embeddings",) if key in published}
+    text = {**inherited, "model_type": "gemma3_text", **published["text_config"]}
+    text["final_logit_softcapping"] = None  # the class with a tower does not use it
+    tensors, left_out = {}, set()
+    for key, spec in source.specs().items():
+        if found := _TOWER.match(key):
+            left_out.add(found[1])
+            continue
+        ours = _LANGUAGE_MODEL.sub(lambda match: match[1] or match[2] or "model.", key)
+        tensors[ours] = spec, functools.partial(source.read, key)
+    logging.getLogger(__name__).warning(
+        "%s: of this Gemma 3 the language model is read; %s left out, it sees no pictures",
+        where,
+        f"its {' and '.join(sorted(left_out))} are" if left_out else "a vision tower is",
+    )
+    return text, DerivedSource(source.name, tensors)

@@ -1,0 +1,508 @@
+"""LLaMA (Touvron et al. 2023): the decoder of LLaMA-1/2/3, Vicuna, SmolLM2 and llama2.c's stories,
+and with other switches of its relatives (`decoder_families.FAMILIES`).
+
+Pre-norm blocks of grouped-query attention with rotary positions and a gated MLP; weights in
+transformers' order (rotary pairs are the two halves of a head). Originals: meta-llama/llama
+llama/model.py, transformers models/llama/modeling_llama.py.
+
+Training and scoring run the stacked layers (`Llama.__call__`). Generation on CPU and GPU runs them
+one by one over a KV cache (`decoding.kv_cache.forward`), best after `unstack_layers`: XLA copies a
+slice of a stack before it multiplies by it, which doubles the cost of a decode step on CPU. On TPU,
+where it does not, generation scans the stack (`decoding.scanned_cache`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mmqa_jax.core.mesh import platform
+from mmqa_jax.models.attention.masked import capped
+from mmqa_jax.models.common.activations import ACTIVATIONS
+from mmqa_jax.models.common.config_checks import check_length
+from mmqa_jax.models.common.layers import (
+    Embedding,
+    Linear,
+    TransposedLinear,
+    attention,
+    merge_heads,
+    normal_init,
+    ones_init,
+    param,
+    product,
+    scan_layers,
+    split_heads,
+    stack_layers,
+    zeros_init,
+)
+from mmqa_jax.models.common.rope import axes_of_pairs, frequencies
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.experts import Experts
+from mmqa_jax.models.llama.layer_traits import NO_TRAITS, LayerTraits, layer_traits
+
+LINEARS = ("q", "k", "v", "out", "gate", "up", "down")  # of a layer
+
+
+def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
+    """Angle per position of each rotary pair, float32 [head_size / 2], with the config's scaling.
+
+    Where a part of a head is rotated, the rest are pairs that do not turn. Where some layers are
+    local, theirs follow those of the others, [head_size].
+    """
+    turning = frequencies(config.rotary_size, config.rope_theta, config.rope_scaling)
+    turning = np.pad(turning, (0, (config.head_size - config.rotary_size) // 2))
+    if config.local:
+        near = frequencies(config.head_size, config.local_theta, None)
+        turning = np.concatenate([turning, near])
+    return turning
+
+
+def turned_by(config: LlamaConfig, positions: jax.Array) -> np.ndarray | jax.Array:
+    """`inverse_frequencies` for whole texts with these positions: of LongRoPE's two sets the one
+    for the longest of them, as transformers chooses it for a batch."""
+    scaling = config.rope_scaling
+    if scaling is None or not scaling.by_length:
+        return inverse_frequencies(config)
+    short, long = (
+        inverse_frequencies(config.within(length))
+        for length in (scaling.original_positions, scaling.original_positions + 1)
+    )
+    return jnp.where(positions.max() < scaling.original_positions, short, long)
+
+
+def rotary_angles(
+    config: LlamaConfig, positions: jax.Array, turning: np.ndarray | jax.Array | None = None
+) -> jax.Array:
+    """Positions times angles per position, float32 [B, L, 1, as many].
+
+    Args:
+      config: of the model.
+      positions: int [B, L]; or [B, L, 3] of time, row and column, for `config.mrope`.
+      turning: angles per position; None is `inverse_frequencies`.
+    """
+    turning = inverse_frequencies(config) if turning is None else turning
+    if positions.ndim == 2:
+        positions = positions[:, :, None, None]
+    else:
+        axes = axes_of_pairs(config.mrope, config.mrope_interleaved)
+        positions = positions[:, :, None, axes]
+    return positions.astype(jnp.float32) * turning
+
+
+def shifted(positions: jax.Array, shifts: jax.Array | None) -> jax.Array:
+    """int [B, L], and by how much they move: None, [B, L] or [B, L, 3]; as `rotary_angles` takes
+    them."""
+    if shifts is None:
+        return positions
+    return (positions if shifts.ndim == 2 else positions[..., None]) + shifts
+
+
+def added(x: jax.Array, deepstack: jax.Array | None, number: jax.Array | int) -> jax.Array:
+    """What follows layer `number`: x [B, L, H] with its part of `deepstack` [n, B, L, H] added."""
+    if deepstack is None:
+        return x
+    if isinstance(number, int):
+        return x + deepstack[number] if number < len(deepstack) else x
+    last = len(deepstack) - 1
+    part = deepstack[jnp.minimum(number, last)]
+    return x + jnp.where(number <= last, part, 0).astype(x.dtype)
+
+
+def rotation(config: LlamaConfig, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What `rotate` takes, [..., head_size / 2], of cosines and sines of positions times
+    `inverse_frequencies`: YaRN multiplies what is rotated."""
+    factor = rotary_factor(config)
+    return (cos, sin) if factor is None else (cos * factor, sin * factor)
+
+
+def rotary_factor(config: LlamaConfig) -> np.ndarray | None:
+    """What the rotation of each pair of `inverse_frequencies` is multiplied by; None is 1."""
+    scaling = config.rope_scaling
+    if scaling is None or scaling.attention_factor == 1:
+        return None
+    turned = np.full(config.rotary_size // 2, scaling.attention_factor, np.float32)
+    rest = (config.head_size - config.rotary_size + config.head_size * bool(config.local)) // 2
+    return np.pad(turned, (0, rest), constant_values=1)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding: x [B, L, heads, D]; cos, sin float32 [B or 1, L, 1, D / 2]."""
+    # As one sum over whole heads: XLA on CPU is slow at concatenations of computed halves.
+    cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+    x32 = x.astype(jnp.float32)
+    return (x32 * cos + jnp.roll(x32, x.shape[-1] // 2, axis=-1) * sin).astype(x.dtype)
+
+
+@jax.custom_vjp
+def rotate_rows(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """`rotate` of whole texts in training; cos and sin get no gradient.
+
+    On TPU the halves of a head change places by a product with a permutation, which is exact in
+    bfloat16: XLA else writes both halves to memory in float32, each padded to a whole head.
+    """
+    if platform() != "tpu" or x.dtype != jnp.bfloat16:
+        return rotate(x, cos, sin)
+    x = jax.lax.optimization_barrier(x)  # else the product before it writes float32
+    swap = jnp.roll(jnp.eye(x.shape[-1], dtype=x.dtype), x.shape[-1] // 2, axis=1)
+    swapped = jnp.einsum("blhd,de->blhe", x, swap, preferred_element_type=jnp.float32)
+    cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+    return (x.astype(jnp.float32) * cos + swapped * sin).astype(x.dtype)
+
+
+def _rotated_forward(x: jax.Array, cos: jax.Array, sin: jax.Array) -> Any:
+    return rotate_rows(x, cos, sin), (cos, sin)
+
+
+def _rotated_backward(angles: tuple[jax.Array, jax.Array], dy: jax.Array) -> Any:
+    cos, sin = angles  # the gradient is rotated back
+    return rotate_rows(dy, cos, -sin), None, None
+
+
+rotate_rows.defvjp(_rotated_forward, _rotated_backward)
+
+
+class RMSNorm(nnx.Module):
+    """x / root mean square * scale over the last axis; float32 inside, returned in x's dtype.
+
+    unit: it is multiplied by 1 + scale (Gemma).
+    """
+
+    def __init__(
+        self,
+        features: int,
+        eps: float,
+        *,
+        rngs: nnx.Rngs,
+        name: str = "embed",
+        unit: bool = False,
+    ):
+        self.scale = param(rngs, zeros_init if unit else ones_init, (features,), (name,))
+        self.eps, self.unit = eps, unit
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        mean_square = jnp.square(x32).mean(-1, keepdims=True)
+        y = x32 * jax.lax.rsqrt(mean_square + self.eps)
+        scale = self.scale[...].astype(jnp.float32)
+        return (y * (scale + 1 if self.unit else scale)).astype(x.dtype)
+
+
+class LlamaLayer(nnx.Module):
+    """x = x + attention(norm(x)); x = x + down(act(gate(norm(x))) * up(norm(x))).
+
+    By `norms` they are outside, x + norm(attention(x)), or inside and outside. With experts
+    `Experts` are in the place of the MLP.
+    """
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        linear = functools.partial(Linear, rngs=rngs, kernel_init=normal_init(config.init_stddev))
+        biases = config.biases
+        size, width = config.hidden, config.heads * config.head_size
+        kv_width = config.kv_heads * config.head_size
+        norm = functools.partial(RMSNorm, eps=config.eps, rngs=rngs, unit=config.unit_norms)
+        # In this order, since each parameter's draw depends on its place.
+        if config.norms == "after":
+            self.out_norm = norm(size)
+        else:
+            self.input_norm = norm(size)
+        self.q = linear(size, width, ("embed", "heads"), use_bias="q" in biases)
+        self.k = linear(size, kv_width, ("embed", "heads"), use_bias="k" in biases)
+        self.v = linear(size, kv_width, ("embed", "heads"), use_bias="v" in biases)
+        self.out = linear(width, size, ("heads", "embed"), use_bias="out" in biases)
+        if config.norms == "after":
+            self.down_norm = norm(size)
+        else:
+            self.mlp_norm = norm(size)
+        if config.experts:
+            self.experts = Experts(config, rngs=rngs)
+        else:
+            self.gate = linear(size, config.mlp, ("embed", "mlp"), use_bias=config.mlp_bias)
+            self.up = linear(size, config.mlp, ("embed", "mlp"), use_bias=config.mlp_bias)
+            self.down = linear(config.mlp, size, ("mlp", "embed"), use_bias=config.mlp_bias)
+        if config.qk_norm == "head":
+            self.q_norm, self.k_norm = (norm(config.head_size, name="head_dim") for _ in "qk")
+        elif config.qk_norm == "whole":
+            self.q_norm = norm(width, name="heads")
+            self.k_norm = norm(kv_width, name="heads")
+        if config.norms == "both":
+            self.out_norm, self.down_norm = norm(size), norm(size)
+        self.config = config
+
+    def project(
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array, *, apart: bool = False
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x [B, L, H] -> rotated query [B, L, heads, D] and key, and value [B, L, kv_heads, D]."""
+        q, k, v = self.products(x, apart=apart)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def products(
+        self, x: jax.Array, *, apart: bool = False
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """`project` without the rotation.
+
+        apart: the products end before they are split into heads. XLA on TPU else gives them the
+        heads' layout, for which it transposes the weights of a layer that is read from a stack.
+        """
+        config = self.config
+        y = x if config.norms == "after" else self.input_norm(x)
+        q, k, v = self.q(y), self.k(y), self.v(y)
+        if apart:
+            q, k, v = jax.lax.optimization_barrier((q, k, v))
+        if config.qk_norm == "whole":
+            q, k = self.q_norm(q), self.k_norm(k)
+        k, v = split_heads(k, config.kv_heads), split_heads(v, config.kv_heads)
+        q = split_heads(q, config.heads)
+        if config.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if config.attention_scale is not None:  # attention divides by the root of a head's size
+            q = q * (config.attention_scale * config.head_size**0.5)
+        return q, k, v
+
+    def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        """The rest of the layer: x [B, L, H], attended [B, L, heads, D] -> [B, L, H]."""
+        config = self.config
+        x = x + self._given(self.out(merge_heads(attended)), "out_norm")
+        y = x if config.norms == "after" else self.mlp_norm(x)
+        if config.experts:
+            y = self.experts(y)
+        else:
+            y = self.down(ACTIVATIONS[config.activation](self.gate(y)) * self.up(y))
+        return x + self._given(y, "down_norm")
+
+    def _given(self, y: jax.Array, norm: str) -> jax.Array:
+        """What attention or MLP adds to x."""
+        y = y if self.config.norms == "before" else getattr(self, norm)(y)
+        return y if self.config.residual_scale == 1 else y * self.config.residual_scale
+
+    def __call__(
+        self,
+        x: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        mask: jax.Array | None = None,
+        dropout_key: jax.Array | None = None,
+        traits: LayerTraits = NO_TRAITS,
+        segments: jax.Array | None = None,
+    ) -> jax.Array:
+        """x [B, L, H], mask bool [B, 1, 1, L], false at keys that are not seen -> [B, L, H].
+
+        Causal, unless the config is bidirectional. traits: this layer's. segments int [B, L]: a
+        token sees its own segment alone.
+        """
+        both = self.config.bidirectional
+        q, k, v = self.products(x)
+        q, k = (rotate_rows(one, *traits.turned(cos, sin)) for one in (q, k))
+        attended = attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            segments=segments,
+            window=traits.sight,
+            is_causal=not both,
+            implementation=self.config.attention,
+            dropout_rate=self.config.attention_dropout,
+            dropout_key=dropout_key,
+            cap=self.config.attention_cap,
+        )
+        return self.finish(x, attended)
+
+
+class Llama(nnx.Module):
+    """Decoder with its output head; `embed` and `encode` are separate for LLaVA."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        init = normal_init(config.init_stddev)
+        self.tokens = Embedding(
+            config.vocab_size, config.hidden, ("vocab", "embed"), rngs=rngs, init=init
+        )
+        self.layers = stack_layers(lambda r: LlamaLayer(config, rngs=r), config.layers, rngs)
+        self.norm = RMSNorm(config.hidden, config.eps, rngs=rngs, unit=config.unit_norms)
+        self.head = (
+            None
+            if config.tied
+            else Linear(
+                config.hidden,
+                config.vocab_size,
+                ("embed", "vocab"),
+                rngs=rngs,
+                use_bias=False,
+                kernel_init=init,
+            )
+        )
+        self.config = config
+
+    def embed(self, input_ids: jax.Array) -> jax.Array:
+        """int [B, L] -> [B, L, H] in the compute dtype."""
+        x, scale = self.tokens(input_ids).astype(self.config.dtype), self.config.embedding_scale
+        return x if scale == 1 else x * scale
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Hidden states as `encode` gives them [..., H] -> token logits [..., V], float32."""
+        tied = self.head is None
+        weights = self.tokens.table[...] if tied else self.head.kernel[...]  # [V, H] or [H, V]
+        logits = product(hidden, weights.astype(hidden.dtype), int(tied), jnp.float32)
+        divisor = self.config.logit_divisor
+        return capped(logits if divisor == 1 else logits / divisor, self.config.logit_cap)
+
+    def __call__(
+        self,
+        input_ids: jax.Array,
+        attention_mask: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Logits of the next token at every position, [B, L, V] float32; see `encode`."""
+        embedded = self.embed(input_ids)
+        return self.logits(
+            self.encode(embedded, attention_mask, positions, dropout_key=dropout_key)
+        )
+
+    def encode(
+        self,
+        embedded: jax.Array,
+        attention_mask: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        *,
+        segments: jax.Array | None = None,
+        deepstack: jax.Array | None = None,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Normed hidden states of the last layer.
+
+        Args:
+          embedded: [B, L, H].
+          attention_mask: [B, L], true at real tokens; not needed where padding is on the right
+            and no token sees what follows it.
+          positions: int [B, L] of rotary positions; None is 0..L-1 in every row, also behind
+            padding on the left (only distances matter). Or [B, L, 3], see `LlamaConfig.mrope`.
+          segments: int [B, L], the number of a token's text in its row: several texts in a row do
+            not see each other.
+          deepstack: [n, B, L, H], added to what the first n layers give (Qwen3-VL); None: nothing.
+          dropout_key: drops attention weights at `config.attention_dropout`.
+
+        Returns:
+          [B, L, H]. Rows of padding are finite and mean nothing.
+        """
+
+        def body(layer: LlamaLayer, x, traits, key):
+            x = layer(x, *angles, mask, key, traits, segments)
+            return added(x, deepstack, traits.number), None
+
+        angles, mask = self._prepare(embedded, attention_mask, positions)
+        numbered = deepstack is not None
+        return self.norm(self._scan(embedded, body, dropout_key, numbered)[0])
+
+    def layer_outputs(
+        self,
+        embedded: jax.Array,
+        attention_mask: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        deepstack: jax.Array | None = None,
+        segments: jax.Array | None = None,
+    ) -> jax.Array:
+        """Every layer's output before the last norm: [layers, B, L, H]; see `encode`."""
+
+        def body(layer: LlamaLayer, x, traits, key):
+            x = layer(x, *angles, mask, traits=traits, segments=segments)
+            x = added(x, deepstack, traits.number)
+            return x, x
+
+        angles, mask = self._prepare(embedded, attention_mask, positions)
+        return self._scan(embedded, body, None, deepstack is not None)[1]
+
+    def each_layer(self) -> Iterator[LlamaLayer]:
+        """The layers one by one, stacked or not."""
+        if isinstance(self.layers, nnx.List):
+            yield from self.layers
+            return
+        graphdef, params = nnx.split(self.layers)
+        for number in range(self.config.layers):
+            yield nnx.merge(graphdef, jax.tree.map(lambda p, n=number: p[n], params))
+
+    def _prepare(self, embedded, attention_mask, positions):
+        """((cos, sin) [B or 1, L, 1, D / 2] float32, mask [B, 1, 1, L] or None)."""
+        length = embedded.shape[1]
+        if positions is None:
+            check_length(length, self.config.positions)
+            positions = jnp.arange(length)[None]
+        angles = rotary_angles(self.config, positions, turned_by(self.config, positions))
+        if attention_mask is not None:
+            attention_mask = attention_mask.astype(bool)[:, None, None]
+        return rotation(self.config, jnp.cos(angles), jnp.sin(angles)), attention_mask
+
+    def _scan(
+        self, x: jax.Array, body: Callable, dropout_key: jax.Array | None, numbered: bool = False
+    ):
+        if isinstance(self.layers, nnx.List):
+            raise TypeError("unstacked layers only run in decoding.kv_cache.forward")
+        return scan_layers(
+            self.layers,
+            x,
+            body,
+            xs=layer_traits(self.config, x.shape[1], numbered=numbered),
+            dropout_key=dropout_key,
+            remat=self.config.remat,
+            unroll=self.config.unroll,
+        )
+
+
+def last_token(hidden: jax.Array, lengths: jax.Array) -> jax.Array:
+    """hidden [B, L, H], lengths int [B] -> the state of each row's last real token, [B, H]."""
+    return jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+
+
+def for_length(model: Llama, length: int) -> Llama:
+    """The model, of the same arrays, for texts of up to `length` tokens and no others, so that of
+    LongRoPE's two sets of frequencies one is used."""
+    config = model.config.within(length)
+    if config == model.config:
+        return model
+    model = nnx.merge(*nnx.split(model))
+    model.config = config
+    return model
+
+
+def unstack_layers(model: Llama) -> None:
+    """Replaces the stack of layers by one array per layer, in place, for generation.
+
+    Kernels are transposed (see TransposedLinear). The stacks are freed one by one (whoever else
+    held them loses them): the peak is the model and its largest stack. Shardings are kept, since
+    the layer axis is never split.
+    """
+    graphdef, state = nnx.split(model.layers)
+    layers: list[list] = [[] for _ in range(model.config.layers)]
+    for path, stack in nnx.to_flat_state(state):
+        value, names = stack.get_value(), stack.get_metadata()["out_sharding"][1:]
+        transposed = path[-1] == "kernel"
+        names = names[::-1] if transposed else names
+        for number, layer in enumerate(layers):
+            own = _take_layer(value, number, transposed)
+            layer.append((path, nnx.Param(own, out_sharding=names, eager_sharding=False)))
+        if not isinstance(value, jax.core.Tracer):
+            value.delete()
+    model.layers = nnx.List(nnx.merge(graphdef, nnx.from_flat_state(layer)) for layer in layers)
+    for layer in model.layers:
+        for name in model.config.linears:
+            linear = getattr(layer, name)
+            setattr(layer, name, TransposedLinear(linear.kernel, linear.bias))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _take_layer(stack: jax.Array, number: int, transposed: bool) -> jax.Array:
+    one = jax.lax.dynamic_index_in_dim(stack, number, 0, keepdims=False)
+    return one.T if transposed else one
+
+
+def unstacked_llama(config: LlamaConfig, *, rngs: nnx.Rngs) -> Llama:
+    """A new model as `unstack_layers` leaves it."""
+    model = Llama(config, rngs=rngs)
+    unstack_layers(model)
+    return model

@@ -1,0 +1,291 @@
+"""LLaVA (Liu et al. 2023): a decoder that reads a vision tower's patches as if they were tokens.
+
+LLaVA-1.5's are CLIP-L/336's hidden states after its second-to-last layer, without the class token:
+576 vectors per picture. A projector (linear, GELU, linear) maps them to the decoder's width, where
+they replace the embeddings of the picture's placeholder; the rest is the decoder alone. The tower
+is a CLIP or a SigLIP, the decoder a LLaMA or one of its relatives (`decoder_families`).
+Originals: haotian-liu/LLaVA llava/model/llava_arch.py, multimodal_encoder/clip_encoder.py and
+multimodal_projector/builder.py; transformers models/llava/modeling_llava.py.
+
+Shapes are static: `expand_images` repeats every placeholder once per patch on the host and pads
+the rows to a bucket; `Llava.embed` then substitutes the patches. Generation runs the LLaMA on
+those embeddings (`decoding.kv_cache.forward`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.clip.network import VisionConfig, VisionTower, blocks_before, vit_l_14_336
+from mmqa_jax.models.common.activations import ACTIVATIONS
+from mmqa_jax.models.common.config_checks import check_known
+from mmqa_jax.models.common.layers import Linear, normal_init
+from mmqa_jax.models.llama.config import LlamaConfig, llama2_7b, llama2_13b
+from mmqa_jax.models.llama.families import FAMILIES
+from mmqa_jax.models.llama.network import Llama
+from mmqa_jax.models.siglip.network import SiglipVisionConfig, SiglipVisionTower
+
+# The placeholder's id in haotian-liu/LLaVA (llava/constants.py), outside the vocabulary.
+ORIGINAL_IMAGE_TOKEN = -200
+SELECTS = ("default", "full")
+RESIZES = ("pad", "squash", "squash_bilinear")
+
+
+@dataclasses.dataclass(frozen=True)
+class LlavaConfig:
+    """Both towers and the projector; the defaults are LLaVA-1.5's in transformers' layout.
+
+    Attributes:
+      vision: the CLIP or SigLIP tower; CLIP's `embed_dim` is not used (LLaVA drops its own
+        projection).
+      llama: the language model.
+      feature_layer: which of the tower's layers is read, counted as in `clip.blocks_before`.
+      select: of its states all are read ("full"), or all but the first ("default"): CLIP's class
+        token; of a SigLIP, which has none, transformers leaves out the first patch.
+      resize: how a picture becomes a square: padded with the tower's mean color, or scaled to it
+        (`data.images.to_pixels`).
+      projector_activation: between the projector's two linears.
+      projector_bias: whether these have biases.
+      image_token: id of a picture's placeholder; it is never looked up in the embedding table, and
+        may be outside of it (`ORIGINAL_IMAGE_TOKEN`).
+    """
+
+    vision: VisionConfig | SiglipVisionConfig
+    llama: LlamaConfig
+    feature_layer: int = -2
+    select: str = "default"
+    resize: str = "pad"
+    projector_activation: str = "gelu"
+    projector_bias: bool = True
+    image_token: int = 32000
+
+    def __post_init__(self):
+        check_known("model.projector_activation", self.projector_activation, ACTIVATIONS)
+        check_known("model.select", self.select, SELECTS)
+        check_known("model.resize", self.resize, RESIZES)
+        if isinstance(self.vision, SiglipVisionConfig) and self.vision.flexible:
+            raise UserError(
+                "model.vision.flexible is True: expected False, since a LLaVA's pictures have one "
+                "size; use a SigLIP of a fixed size."
+            )
+        blocks_before(self.feature_layer, self.vision.layers, "model.feature_layer")
+
+    @property
+    def expected_pixels(self) -> str:
+        """See PictureConfig."""
+        size = self.vision.image_size
+        return f"uint8 [{size}, {size}, 3]; use data.llava_images.llava_pixels"
+
+    def picture_tokens(self, shape: Sequence[int]) -> int:
+        """`features` for pixels [S, S, 3], S the tower's; 0 for another shape."""
+        size = self.vision.image_size
+        return self.features if tuple(shape) == (size, size, 3) else 0
+
+    @property
+    def features(self) -> int:
+        """How many of the tower's states a picture has: its tokens."""
+        class_token = isinstance(self.vision, VisionConfig)
+        return self.vision.patches + class_token - (self.select == "default")
+
+    @property
+    def feature_scale(self) -> float:
+        """What pictures' features are multiplied by where the decoder scales all it is given."""
+        return self.llama.embedding_scale if FAMILIES[self.llama.family].scales_all else 1.0
+
+    def position_shifts(self, tokens: Sequence[int], shapes: Sequence[Sequence[int]]) -> None:
+        """None: positions are columns."""
+
+
+def llava_1_5_7b(**changes) -> LlavaConfig:
+    """llava-hf/llava-1.5-7b-hf: Vicuna-1.5 7B with the tokens 32,000 `<image>` and 32,001 `<pad>`.
+
+    The embedding table is padded to 32,064 rows. The original, liuhaotian/llava-v1.5-7b, has
+    32,000 rows and `ORIGINAL_IMAGE_TOKEN`; see `models.llava.keys`.
+    """
+    sizes = LlavaConfig(vit_l_14_336().vision, llama2_7b(vocab_size=32064))
+    return dataclasses.replace(sizes, **changes)
+
+
+def llava_1_5_13b(**changes) -> LlavaConfig:
+    """llava-hf/llava-1.5-13b-hf: as the 7B, on Vicuna-1.5 13B."""
+    sizes = LlavaConfig(vit_l_14_336().vision, llama2_13b(vocab_size=32064))
+    return dataclasses.replace(sizes, **changes)
+
+
+class LlavaVision(VisionTower):
+    """CLIP's vision tower without its projection.
+
+    The layers after `feature_layer` and the last norm are not used. They are kept, as in both
+    published layouts, so that conversion loses no tensor of a checkpoint.
+    """
+
+    def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        del self.proj
+
+
+class Projector(nnx.Module):
+    """linear, activation, linear: the tower's width to the decoder's."""
+
+    def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
+        linear = functools.partial(
+            Linear,
+            rngs=rngs,
+            use_bias=config.projector_bias,
+            kernel_init=normal_init(config.llama.init_stddev),
+        )
+        width = config.llama.hidden
+        self.linear_1 = linear(config.vision.width, width, ("embed", "mlp"))
+        self.linear_2 = linear(width, width, ("mlp", "embed"))
+        self.activation = config.projector_activation
+
+    def __call__(self, states: jax.Array) -> jax.Array:  # [..., vision width] -> [..., H]
+        return self.linear_2(ACTIVATIONS[self.activation](self.linear_1(states)))
+
+
+def picture_features(
+    vision: LlavaVision | SiglipVisionTower,
+    projector: Projector,
+    pixels: jax.Array,
+    config: LlavaConfig,
+) -> jax.Array:
+    """[N, S, S, 3] normalized pixels (the tower's `normalize`) -> [N, features, H]."""
+    states = vision.states_of(pixels, config.feature_layer)
+    if config.select == "default":
+        states = states[:, 1:]
+    features = projector(states.astype(config.llama.dtype))
+    return features if config.feature_scale == 1 else features * config.feature_scale
+
+
+class Llava(nnx.Module):
+    """Vision tower, projector and decoder."""
+
+    def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
+        is_clip = isinstance(config.vision, VisionConfig)
+        self.vision = (LlavaVision if is_clip else SiglipVisionTower)(config.vision, rngs=rngs)
+        self.projector = Projector(config, rngs=rngs)
+        self.llama = Llama(config.llama, rngs=rngs)
+        self.config = config
+
+    def encode_images(self, pixels: jax.Array) -> jax.Array:
+        """See `picture_features`."""
+        return picture_features(self.vision, self.projector, pixels, self.config)
+
+    def embed(self, input_ids: jax.Array, features: jax.Array | None = None) -> jax.Array:
+        """Token embeddings, with every placeholder replaced by its picture's patches.
+
+        Args:
+          input_ids: int [B, L] from `expand_images`.
+          features: [N, features, H] from `encode_images`, pictures in the order of their
+            placeholders, row after row; extra pictures at the end (padding to a fixed N) are
+            ignored. None if no row has a picture.
+
+        Returns:
+          [B, L, H] in the LLaMA's compute dtype. A placeholder without a picture is NaN, which
+          cannot go unnoticed; `expand_images` rejects it on the host.
+        """
+        placeholder = input_ids == self.config.image_token  # [B, L]
+        tokens = self.llama.embed(jnp.where(placeholder, 0, input_ids))
+        if features is None:
+            patches = jnp.full_like(tokens, jnp.nan)
+        else:
+            # Index of the patch that each placeholder takes, counted row after row.
+            index = jnp.cumsum(placeholder.reshape(-1)).reshape(placeholder.shape) - 1
+            flat = features.reshape(-1, features.shape[-1]).astype(tokens.dtype)  # [N * patches, H]
+            patches = flat.at[index].get(mode="fill", fill_value=jnp.nan)  # [B, L, H]
+        return jnp.where(placeholder[..., None], patches, tokens)
+
+    def __call__(
+        self,
+        input_ids: jax.Array,
+        pixels: jax.Array | None = None,
+        attention_mask: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Logits of the next token at every position, [B, L, V] float32.
+
+        Args:
+          input_ids: int [B, L] from `expand_images`.
+          pixels: [N, S, S, 3], see `embed` and `encode_images`.
+          attention_mask, positions, dropout_key: see `Llama.encode`.
+        """
+        features = None if pixels is None else self.encode_images(pixels)
+        hidden = self.llama.encode(
+            self.embed(input_ids, features), attention_mask, positions, dropout_key=dropout_key
+        )
+        return self.llama.logits(hidden)
+
+
+class Prompts(NamedTuple):
+    """A padded batch of prompts."""
+
+    input_ids: np.ndarray  # int32 [B, L], one placeholder per patch
+    mask: np.ndarray  # bool [B, L], true at real tokens
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Real tokens of each row, int32 [B]: with padding on the right, for `last_token`."""
+        return self.mask.sum(axis=1, dtype=np.int32)
+
+
+def expand_images(
+    rows: Sequence[Sequence[int]],
+    pictures: Sequence[int],
+    config: LlavaConfig,
+    *,
+    length: int | None = None,
+    pad_token: int = 0,
+    pad_left: bool = False,
+) -> Prompts:
+    """Repeats every placeholder once per patch, and pads the rows to one length.
+
+    The sequence then has its final length before the model runs, as in transformers'
+    LlavaProcessor; the original inserts the patches inside the model (llava_arch.py
+    `prepare_inputs_labels_for_multimodal`), which is equivalent.
+
+    Args:
+      rows: token ids of each prompt, with one `config.image_token` per picture.
+      pictures: number of pictures of each prompt.
+      config: of the model.
+      length: L, a bucket; None is the longest row's.
+      pad_token: any id but the placeholder's.
+      pad_left: pad on the left, as transformers does for generation; `decoding.kv_cache` needs
+        padding on the right.
+    """
+    assert pad_token != config.image_token, f"pad_token is {pad_token}, the placeholder's id"
+    patches = config.features
+    expanded = []
+    for number, (row, given) in enumerate(zip(rows, pictures, strict=True)):
+        ids = np.asarray(row, np.int32)
+        placeholder = ids == config.image_token
+        if placeholder.sum() != given:
+            raise UserError(
+                f"prompt {number}: {placeholder.sum()} image placeholders (token "
+                f"{config.image_token}) for {given} pictures; put exactly one into the prompt for "
+                "each picture."
+            )
+        expanded.append(np.repeat(ids, np.where(placeholder, patches, 1)))
+    length = max(map(len, expanded)) if length is None else length
+    input_ids = np.full((len(expanded), length), pad_token, np.int32)
+    mask = np.zeros(input_ids.shape, bool)
+    for number, row in enumerate(expanded):
+        if len(row) > length:
+            raise UserError(
+                f"prompt {number}: {len(row)} tokens with its pictures ({patches} each), the "
+                f"batch holds {length}; shorten the prompt or use longer batches."
+            )
+        positions = slice(length - len(row), None) if pad_left else slice(len(row))
+        input_ids[number, positions] = row
+        mask[number, positions] = True
+    return Prompts(input_ids, mask)

@@ -1,0 +1,122 @@
+"""MPNet (Song et al. 2020): BERT's layers with a bias of relative positions, no token types."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mmqa_jax.models.attention.masked import MASKED
+from mmqa_jax.models.bert.network import BertConfig, BertLayer
+from mmqa_jax.models.common.config_checks import check_length
+from mmqa_jax.models.common.layers import (
+    Embedding,
+    LayerNorm,
+    dropout,
+    normal_init,
+    scan_layers,
+    split_key,
+    stack_layers,
+)
+from mmqa_jax.models.common.relative_positions import biased_attention, pair_buckets
+
+BUCKETS = 32  # of relative positions, half of them for each direction
+_FARTHEST = 128  # positions from which on all share a bucket
+
+
+class MPNetEmbeddings(nnx.Module):
+    """Word + position embeddings, LayerNorm, dropout."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
+        init = normal_init(config.init_stddev)
+        size = config.hidden
+        self.word = Embedding(config.vocab_size, size, ("vocab", "embed"), rngs=rngs, init=init)
+        self.position = Embedding(
+            config.positions, size, ("positions", "embed"), rngs=rngs, init=init
+        )
+        self.norm = LayerNorm(size, config.eps, rngs=rngs)
+        self.config = config
+
+    def __call__(self, input_ids: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
+        """ids [B, L] -> [B, L, H] in the compute dtype."""
+        x = self.word(input_ids) + self.position.table[: input_ids.shape[1]]
+        return dropout(self.norm(x), self.config.dropout, dropout_key).astype(self.config.dtype)
+
+
+class MPNetLayer(BertLayer):
+    """BERT's layer, whose attention scores have a bias."""
+
+    def __call__(
+        self,
+        x: jax.Array,
+        bias: jax.Array,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """x [B, L, H], bias float32 broadcastable to [B, heads, L, L] -> [B, L, H].
+
+        The bias is MASKED where a column is not seen.
+        """
+        first, second = split_key(dropout_key, 2)
+        q, k, v = self.project(x)  # [B, L, heads, head_dim]
+        attended = biased_attention(
+            q,
+            k,
+            v,
+            bias,
+            scale=q.shape[-1] ** -0.5,
+            dropout_rate=self.config.attention_dropout,
+            dropout_key=first,
+        )
+        return self.finish(x, attended, second)
+
+
+class MPNet(nnx.Module):
+    """MPNet's encoder; `config.types` and `config.pooler` are not used."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
+        self.embeddings = MPNetEmbeddings(config, rngs=rngs)
+        self.layers = stack_layers(lambda r: MPNetLayer(config, rngs=r), config.layers, rngs)
+        # One table for all layers.
+        self.relative = Embedding(
+            BUCKETS, config.heads, (None, "heads"), rngs=rngs, init=normal_init(config.init_stddev)
+        )
+        self.config = config
+
+    def bias(self, mask: jax.Array) -> jax.Array:
+        """Columns that are seen, bool[B, L] -> what scores get, float32 [B, heads, L, L]."""
+        of_pairs = self.relative(
+            pair_buckets(mask.shape[1], buckets=BUCKETS, farthest=_FARTHEST)
+        )  # [L, L, heads]
+        of_pairs = of_pairs.astype(jnp.float32).transpose(2, 0, 1)[None]
+        return jnp.where(mask.astype(bool)[:, None, None, :], of_pairs, MASKED)
+
+    def layer_outputs(self, embedded: jax.Array, mask: jax.Array) -> jax.Array:
+        """Every layer's output, without dropout: [layers, B, L, H]; mask bool[B, L]."""
+        bias = self.bias(mask)
+
+        def body(layer: MPNetLayer, x, _, key):
+            x = layer(x, bias, key)
+            return x, x
+
+        return scan_layers(self.layers, embedded, body)[1]
+
+    def __call__(
+        self, input_ids: jax.Array, mask: jax.Array, *, dropout_key: jax.Array | None = None
+    ) -> jax.Array:
+        """input_ids int[B, L], mask bool[B, L] -> hidden states of the last layer [B, L, H]."""
+        check_length(input_ids.shape[1], self.config.positions)
+        first, second = split_key(dropout_key, 2)
+        embedded, bias = self.embeddings(input_ids, first), self.bias(mask)
+
+        def body(layer: MPNetLayer, x, _, key):
+            return layer(x, bias, key), None
+
+        return scan_layers(
+            self.layers,
+            embedded,
+            body,
+            dropout_key=second,
+            remat=self.config.remat,
+            products=False,
+            unroll=self.config.unroll,
+        )[0]

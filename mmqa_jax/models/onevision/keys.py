@@ -1,0 +1,150 @@
+"""LLaVA-OneVision's checkpoints: transformers' layouts, and export to them.
+
+Keys and config are LLaVA's (`models.llava.keys`) with a newline and the resolutions beside. The
+authors' folders (lmms-lab/llava-onevision-qwen2-*) are refused: those on the hub under llava-hf are
+the same weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json
+from mmqa_jax.models.llama.keys import to_published_tensors, to_rule_tensors
+from mmqa_jax.models.llava.keys import (
+    HF_HARMLESS,
+    HF_READ,
+    LLAMA_PREFIX,
+    fields_from_hf,
+    llava_key_map,
+    llava_to_hf,
+)
+from mmqa_jax.models.onevision.network import RESOLUTIONS, SIGLIP, OnevisionConfig
+from mmqa_jax.models.siglip.processor import read_preparation
+from mmqa_jax.weights.keymap import KeyMap, Rule, untied_source
+from mmqa_jax.weights.layouts import (
+    Checkpoint,
+    Published,
+    check_model_type,
+    config_file,
+    read_hf_config,
+)
+from mmqa_jax.weights.published_keys import check_keys, kinds
+from mmqa_jax.weights.sources import open_source
+
+_NEWLINE = "image_newline"
+_READ = HF_READ | kinds(
+    integer="video_token_index video_token_id",
+    list_or_null="image_grid_pinpoints",
+    name="vision_aspect_ratio",
+)
+_ANYRES = "anyres_max_"
+_FIXED = {"use_image_newline_parameter": (True,)}  # of old versions
+
+
+def onevision_key_map(config: OnevisionConfig) -> KeyMap:
+    """Key map of every layout, see the module."""
+    llava = llava_key_map(config)
+    return dataclasses.replace(
+        llava,
+        rules=[*llava.rules, Rule(_NEWLINE, "newline")],
+        rename=((rf"^model\.{_NEWLINE}$", _NEWLINE), *llava.rename),
+    )
+
+
+def open_onevision(path: Path) -> Checkpoint:
+    """Opens a checkpoint of LLaVA-OneVision, reading headers only.
+
+    Args:
+      path: transformers' folder.
+    """
+    file = config_file(path)
+    config = onevision_config(read_hf_config(path, "llava_onevision"), str(file))
+    _check_processor(file.parent, config)
+    source = to_rule_tensors(open_source(path), config.llama)
+    return Checkpoint(config, onevision_key_map, source, "transformers")
+
+
+def publish_onevision(config: OnevisionConfig, state: nnx.State) -> Published:
+    """LlavaOnevisionForConditionalGeneration."""
+    source = untied_source(state, onevision_key_map(config))
+    source = to_published_tensors(source, config.llama, LLAMA_PREFIX)
+    return Published(source, onevision_to_hf(config))
+
+
+def onevision_config(published: Mapping[str, Any], where: str = "config.json") -> OnevisionConfig:
+    """Our config from transformers' `config.json`; absent values are transformers' defaults."""
+    check_model_type(published, where, "llava_onevision")
+    check_keys(published, where, read=_READ, harmless=HF_HARMLESS, fixed=_FIXED)
+    resolutions = published.get("image_grid_pinpoints") or RESOLUTIONS
+    return OnevisionConfig(
+        **fields_from_hf(published, where, OnevisionConfig, SIGLIP),
+        resolutions=_resolutions(resolutions, where),
+        most_tiles=_most_tiles(published.get("vision_aspect_ratio", f"{_ANYRES}9"), where),
+        video_token=published.get("video_token_index", published.get("video_token_id", 151647)),
+    )
+
+
+def onevision_to_hf(config: OnevisionConfig) -> dict[str, Any]:
+    """transformers' `config.json`, without token ids but the placeholders'."""
+    entries = llava_to_hf(config)
+    del entries["image_seq_length"]
+    return {
+        **entries,
+        "architectures": ["LlavaOnevisionForConditionalGeneration"],
+        "model_type": "llava_onevision",
+        "video_token_index": config.video_token,
+        "image_grid_pinpoints": [list(pair) for pair in config.resolutions],
+        "vision_aspect_ratio": f"{_ANYRES}{config.most_tiles}",
+    }
+
+
+def _resolutions(value: Any, where: str) -> tuple[tuple[int, int], ...]:
+    pairs = [tuple(pair) if isinstance(pair, list | tuple) else () for pair in value]
+    if not all(len(pair) == 2 and all(type(side) is int for side in pair) for pair in pairs):
+        raise UserError(
+            f"{where}: image_grid_pinpoints is {value!r}, expected pairs of a height and a width; "
+            "fetch the file again."
+        )
+    return tuple(pairs)
+
+
+def _most_tiles(value: str, where: str) -> int:
+    found = re.fullmatch(rf"{_ANYRES}(\d{{1,4}})", value)
+    if found is None:
+        raise UserError(
+            f"{where}: vision_aspect_ratio is {value!r}, expected {_ANYRES}NUMBER; use a "
+            "checkpoint of LLaVA-OneVision."
+        )
+    return int(found[1])
+
+
+def _check_processor(folder: Path, config: OnevisionConfig) -> None:
+    """Checks that the processor's files in a folder say of pictures what the config does."""
+    preparation = read_preparation(folder, config.vision)
+    if preparation.resample != "bicubic":
+        raise UserError(
+            f"{folder}: its processor's resample is {preparation.resample}, expected bicubic; use "
+            "a checkpoint of LLaVA-OneVision."
+        )
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        file = folder / name
+        content = read_json(file) if file.is_file() else {}
+        ratio = content.get("vision_aspect_ratio")
+        found = {**content, **(content.get("image_processor") or {})}.get("image_grid_pinpoints")
+        if ratio is not None and _most_tiles(ratio, str(file)) != config.most_tiles:
+            raise UserError(
+                f"{file}: vision_aspect_ratio is {ratio!r}, but config.json says "
+                f"{_ANYRES}{config.most_tiles}; make them equal."
+            )
+        if found is not None and _resolutions(found, str(file)) != config.resolutions:
+            raise UserError(
+                f"{file}: image_grid_pinpoints are not those of config.json; make them equal."
+            )

@@ -1,0 +1,426 @@
+"""Qwen2.5-VL's and Qwen3-VL's checkpoints: transformers' layouts, and export to them.
+
+Keys are those of Qwen/Qwen2.5-VL-7B-Instruct on the hub (`visual.`, `model.`, `lm_head.`), to which
+those of transformers 4.52 and later, and of Qwen3-VL, are renamed (`model.visual.`,
+`model.language_model.`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json
+from mmqa_jax.models.clip.processor import close
+from mmqa_jax.models.common.config_checks import check_known
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.keys import llama_rules
+from mmqa_jax.models.qwen_vl.network import QwenVLConfig
+from mmqa_jax.models.qwen_vl.vision import FAMILIES, QwenVisionConfig
+from mmqa_jax.weights.keymap import KeyMap, Rule, Transform, linear_rules, norm_rules, untied_source
+from mmqa_jax.weights.layouts import (
+    Checkpoint,
+    Published,
+    check_model_type,
+    config_file,
+    read_hf_config,
+    with_prefixes,
+)
+from mmqa_jax.weights.published_keys import check_keys, kinds
+from mmqa_jax.weights.sources import open_source
+
+_RENAME = ((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model."))
+_ARCHITECTURES = {
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+}
+_TOKENS = {
+    "image_token": "image_token_id",
+    "video_token": "video_token_id",
+    "vision_start_token": "vision_start_token_id",
+    "vision_end_token": "vision_end_token_id",
+}
+_READ = kinds(
+    integer=" ".join(_TOKENS.values()), flag="tie_word_embeddings", object="vision_config"
+)
+# Of the language model: its family, and what transformers takes for absent keys where that is not
+# the family's own.
+_TEXT_FAMILY = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
+_TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "qwen2_5_vl": {
+        "vocab_size": 152064,
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+    },
+    "qwen3_vl": {"max_position_embeddings": 128000},
+}
+_THETA = {"qwen2_5_vl": 1000000.0, "qwen3_vl": 500000.0}
+_SECTIONS = {"qwen2_5_vl": (16, 24, 24), "qwen3_vl": (24, 20, 20)}
+_TOWER = {  # our field -> key, and transformers' default of each family
+    "layers": ("depth", 32, 27),
+    "width": ("hidden_size", 3584, 1152),
+    "heads": ("num_heads", 16, 16),
+    "mlp": ("intermediate_size", 3420, 4304),
+    "out": ("out_hidden_size", 3584, 3584),
+    "patch": ("patch_size", 14, 16),
+    "temporal": ("temporal_patch_size", 2, 2),
+    "merge": ("spatial_merge_size", 2, 2),
+}
+_SIZES = " ".join(key for key, _, _ in _TOWER.values())
+_TOWER_READ = {
+    "qwen2_5_vl": kinds(
+        size=f"{_SIZES} window_size",
+        name="hidden_act",
+        list="fullatt_block_indexes",
+        object_or_null="rope_parameters",
+    ),
+    "qwen3_vl": kinds(
+        size=f"{_SIZES} num_position_embeddings",
+        name="hidden_act",
+        list="deepstack_visual_indexes",
+        object_or_null="rope_parameters",
+    ),
+}
+_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new"}  # theirs -> ours
+
+
+def open_qwen_vl(path: Path) -> Checkpoint:
+    """Opens a checkpoint of Qwen2.5-VL or Qwen3-VL, reading headers only.
+
+    Args:
+      path: transformers' folder.
+    """
+    file = config_file(path)
+    config = qwen_vl_config(read_hf_config(path, *FAMILIES), str(file))
+    config = dataclasses.replace(config, vision=with_processor(config.vision, file.parent))
+    return Checkpoint(config, qwen_vl_key_map, open_source(path), "transformers")
+
+
+def publish_qwen_vl(config: QwenVLConfig, state: nnx.State) -> Published:
+    """Qwen2_5_VLForConditionalGeneration or Qwen3VLForConditionalGeneration, as on the hub."""
+    source = untied_source(state, qwen_vl_key_map(config))
+    if config.vision.family == "qwen3_vl":
+        source = with_prefixes(
+            source, {"model.visual.": "visual.", "model.language_model.": "model."}
+        )
+    return Published(source, qwen_vl_to_hf(config), processor_to_hf(config.vision))
+
+
+def qwen_vl_key_map(config: QwenVLConfig) -> KeyMap:
+    """Key map of every layout, see the module."""
+    vision = config.vision
+    rules = [
+        Rule("visual.patch_embed.proj.weight", "vision/patch/kernel", _patches_in_time(vision)),
+        *_layer_rules(vision),
+        *llama_rules(config.llama, path="llama/"),
+    ]
+    if vision.family == "qwen2_5_vl":
+        rules.append(Rule("visual.merger.ln_q.weight", "vision/merger/norm/scale"))
+        for theirs, ours in (("mlp.0", "linear_1"), ("mlp.2", "linear_2")):
+            rules += linear_rules(f"visual.merger.{theirs}", f"vision/merger/{ours}")
+    else:
+        rules.append(Rule("visual.patch_embed.proj.bias", "vision/patch/bias"))
+        rules.append(Rule("visual.pos_embed.weight", "vision/positions"))
+        mergers = [("visual.merger", "vision/merger")]
+        if vision.deepstack:
+            mergers.append(("visual.deepstack_merger_list.{layer}", "vision/deepstack"))
+        for theirs, ours in mergers:
+            rules += norm_rules(f"{theirs}.norm", f"{ours}/norm")
+            rules += linear_rules(f"{theirs}.linear_fc1", f"{ours}/linear_1")
+            rules += linear_rules(f"{theirs}.linear_fc2", f"{ours}/linear_2")
+    tied = (("lm_head.weight", "model.embed_tokens.weight"),) if config.llama.tied else ()
+    return KeyMap(rules, rename=_RENAME, ignore=(r"rotary_(pos_)?emb\.inv_freq$",), tied=tied)
+
+
+def _layer_rules(vision: QwenVisionConfig) -> list[Rule]:
+    theirs, ours = "visual.blocks.{layer}.", "vision/layers/"
+    linears = {"attn.qkv": "qkv", "attn.proj": "out"}
+    if vision.family == "qwen2_5_vl":
+        linears |= {"mlp.gate_proj": "gate", "mlp.up_proj": "up", "mlp.down_proj": "down"}
+        norms = [Rule(f"{theirs}norm{n}.weight", f"{ours}norm_{n}/scale") for n in "12"]
+    else:
+        linears |= {"mlp.linear_fc1": "up", "mlp.linear_fc2": "down"}
+        norms = [rule for n in "12" for rule in norm_rules(f"{theirs}norm{n}", f"{ours}norm_{n}")]
+    of_linears = [linear_rules(f"{theirs}{key}", f"{ours}{path}") for key, path in linears.items()]
+    return norms + [rule for rules in of_linears for rule in rules]
+
+
+def _patches_in_time(vision: QwenVisionConfig) -> Transform:
+    """Conv3d weight (out, 3, time, patch, patch) <-> kernel [time * patch * patch * 3, out]."""
+    shape = (vision.temporal, vision.patch, vision.patch, 3, vision.width)
+    return Transform(
+        lambda x: x.transpose(2, 3, 4, 1, 0).reshape(-1, x.shape[0]),
+        lambda x: x.reshape(shape).transpose(4, 3, 0, 1, 2),
+    )
+
+
+def qwen_vl_config(published: Mapping[str, Any], where: str = "config.json") -> QwenVLConfig:
+    """Our config from transformers' `config.json`; absent values are transformers' defaults.
+
+    Reads the language model's keys in `text_config`, or beside `vision_config` (Qwen2.5-VL on the
+    hub).
+    """
+    check_model_type(published, where, *FAMILIES)
+    family = published["model_type"]
+    own = {*_READ, "text_config", "vision_token_id"}
+    text, of_text = published.get("text_config"), f"{where}, text_config"
+    if text is None:
+        if family == "qwen3_vl":
+            raise UserError(f"{where}: lacks its text_config; fetch the file again.")
+        text = {key: value for key, value in published.items() if key not in own}
+        text, of_text = {**text, "model_type": f"{family}_text"}, where
+        published = {key: value for key, value in published.items() if key in (*own, "model_type")}
+    check_keys(published, where, read={**_READ, **kinds(object_or_null="text_config")})
+    if "vision_config" not in published:
+        raise UserError(f"{where}: lacks its vision_config; fetch the file again.")
+    tied = published.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)
+    tokens = {ours: published[key] for ours, key in _TOKENS.items() if key in published}
+    return QwenVLConfig(
+        vision=_tower(published["vision_config"], f"{where}, vision_config", family),
+        llama=_llama({**text, "tie_word_embeddings": bool(tied)}, of_text, family),
+        **tokens,
+    )
+
+
+def _llama(text: Mapping[str, Any], where: str, family: str) -> LlamaConfig:
+    """The language model's config, with M-RoPE."""
+    check_model_type(text, where, f"{family}_text")
+    if text.get("use_sliding_window"):
+        raise UserError(
+            f"{where}: use_sliding_window is True, which is not supported with pictures; use a "
+            "checkpoint without windows."
+        )
+    given = dict(text.get("rope_scaling") or text.get("rope_parameters") or {})
+    sections = given.pop("mrope_section", _SECTIONS[family])
+    interleaved = given.pop("mrope_interleaved", family == "qwen3_vl")
+    if interleaved is not (family == "qwen3_vl"):
+        raise UserError(
+            f"{where}: mrope_interleaved is {interleaved!r}, which {_ARCHITECTURES[family]} does "
+            "not have; use a checkpoint as it was published."
+        )
+    if not isinstance(sections, list | tuple) or not all(isinstance(one, int) for one in sections):
+        raise UserError(
+            f"{where}: mrope_section is {sections!r}, expected three whole numbers; fetch the file "
+            "again."
+        )
+    kind = given.pop("type", None) or "default"
+    given.setdefault("rope_type", kind)
+    if given["rope_type"] == "mrope":
+        given["rope_type"] = "default"
+    given.setdefault("rope_theta", text.get("rope_theta") or _THETA[family])
+    rest = {key: value for key, value in text.items() if not key.startswith("rope_")}
+    rest = {**_TEXT_DEFAULTS[family], **rest, "model_type": _TEXT_FAMILY[family]}
+    config = LlamaConfig.from_hf({**rest, "rope_parameters": given}, where)
+    return dataclasses.replace(
+        config, mrope=tuple(sections), mrope_interleaved=family == "qwen3_vl"
+    )
+
+
+def _tower(published: Mapping[str, Any], where: str, family: str) -> QwenVisionConfig:
+    check_model_type({"model_type": family, **published}, where, family, f"{family}_vision")
+    patch = published.get("patch_size")
+    check_keys(
+        published,
+        where,
+        read=_TOWER_READ[family],
+        harmless=("tokens_per_second",),  # of videos
+        fixed={"in_channels": (3,), "in_chans": (3,), "spatial_patch_size": (patch,)},
+    )
+    column = 1 + FAMILIES.index(family)
+    sizes = {ours: published.get(row[0], row[column]) for ours, row in _TOWER.items()}
+    rope = published.get("rope_parameters") or {}
+    check_keys(
+        rope,
+        f"{where}, rope_parameters",
+        read=kinds(number="rope_theta"),
+        fixed={"rope_type": ("axial", "default")},
+    )
+    activation = published.get(
+        "hidden_act", "silu" if family == "qwen2_5_vl" else "gelu_pytorch_tanh"
+    )
+    shared = {
+        "family": family,
+        "activation": _ACTIVATIONS.get(activation, activation),
+        "rope_theta": float(rope.get("rope_theta", 10000.0)),
+        **sizes,
+    }
+    if family == "qwen2_5_vl":
+        full = published.get("fullatt_block_indexes", (7, 15, 23, 31))
+        window = published.get("window_size", 112)
+        unit = sizes["patch"] * sizes["merge"]
+        # transformers rounds down to whole units.
+        window = window // sizes["merge"] // sizes["patch"] * unit
+        if not window:
+            raise UserError(
+                f"{where}: window_size is {published.get('window_size')}, less than a unit of "
+                f"{unit} pixels; use a checkpoint as it was published."
+            )
+        return QwenVisionConfig(**shared, window=window, full_layers=tuple(sorted(full)))
+    count = published.get("num_position_embeddings", 2304)
+    side = math.isqrt(count)
+    check_known(f"{where}: num_position_embeddings", count, [side**2])
+    return QwenVisionConfig(
+        **shared,
+        window=0,
+        full_layers=(),
+        positions=side,
+        deepstack=tuple(published.get("deepstack_visual_indexes", (8, 16, 24))),
+    )
+
+
+def qwen_vl_to_hf(config: QwenVLConfig) -> dict[str, Any]:
+    """transformers' `config.json`, without token ids but those of pictures."""
+    vision, family = config.vision, config.vision.family
+    activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+    tower: dict[str, Any] = {
+        "model_type": f"{family}_vision",
+        **{key: getattr(vision, ours) for ours, (key, _, _) in _TOWER.items()},
+        "in_channels": 3,
+        "hidden_act": activations.get(vision.activation, vision.activation),
+        "initializer_range": vision.init_stddev,
+        "rope_parameters": {"rope_type": "axial", "rope_theta": vision.rope_theta},
+    }
+    if family == "qwen2_5_vl":
+        tower |= {
+            "window_size": vision.window,
+            "fullatt_block_indexes": list(vision.full_layers),
+        }
+    else:
+        tower |= {
+            "num_position_embeddings": vision.positions**2,
+            "deepstack_visual_indexes": list(vision.deepstack),
+        }
+    plain = dataclasses.replace(config.llama, mrope=(), mrope_interleaved=False)
+    text = plain.to_hf()
+    del text["architectures"]
+    rope = {"rope_type": "default", **(text.pop("rope_scaling") or {})}
+    rope |= {"rope_theta": text.pop("rope_theta"), "mrope_section": list(config.llama.mrope)}
+    if family == "qwen3_vl":
+        rope["mrope_interleaved"] = True
+    text |= {"model_type": f"{family}_text", "rope_parameters": rope}
+    return {
+        "architectures": [_ARCHITECTURES[family]],
+        "model_type": family,
+        **{key: getattr(config, ours) for ours, key in _TOKENS.items()},
+        "tie_word_embeddings": config.llama.tied,
+        "text_config": text,
+        "vision_config": tower,
+    }
+
+
+# transformers' image processor beside a Qwen-VL: which sizes and colors its pictures get.
+
+
+_FILES = ("preprocessor_config.json", "processor_config.json")  # before transformers 5, and since
+# Of transformers' Qwen2VLImageProcessor, where a file does not say otherwise.
+_LEAST, _MOST = 56 * 56, 28 * 28 * 1280
+_LARGEST = 1 << 28  # pixels; smaller pictures are drawn up to the least
+_FIXED: Mapping[str, tuple[Any, ...]] = {
+    "resample": (3, "bicubic", "BICUBIC"),
+    "do_resize": (True,),
+    "do_rescale": (True,),
+    "do_normalize": (True,),
+    "do_convert_rgb": (True,),
+}
+
+
+def with_processor(config: QwenVisionConfig, folder: Path) -> QwenVisionConfig:
+    """The tower's config with the sizes and colors that the files of a folder say.
+
+    Without such a file they are transformers' Qwen2VLImageProcessor's own.
+    """
+    found: dict[str, Any] = {}
+    where = folder / _FILES[0]
+    for name in reversed(_FILES):
+        if (folder / name).is_file():
+            content = read_json(folder / name)
+            if not isinstance(content, dict):
+                raise UserError(
+                    f"{folder / name}: is no JSON object of an image processor; fetch the file "
+                    "again."
+                )
+            inner = content.get("image_processor", content if name == _FILES[0] else {})
+            if isinstance(inner, dict) and inner:
+                found, where = inner, folder / name
+    _check(found, where, config)
+    size = found.get("size") or {}
+    if not isinstance(size, dict) or set(size) - {
+        *("shortest_edge", "longest_edge", "min_pixels", "max_pixels")
+    }:
+        raise UserError(
+            f"{where}: size is {size!r}, expected shortest_edge and longest_edge, the least and "
+            "the most pixels; use a checkpoint of Qwen2.5-VL or Qwen3-VL."
+        )
+    least = found.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or _LEAST
+    most = found.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or _MOST
+    for keys, value in (
+        ("min_pixels or shortest_edge", least),
+        ("max_pixels or longest_edge", most),
+    ):
+        if type(value) is not int or not 1 <= value <= _LARGEST:
+            raise UserError(
+                f"{where}: {keys} is {value!r}, expected a whole number from 1 to {_LARGEST:,}; "
+                "fetch the file again."
+            )
+    changes: dict[str, Any] = {"min_pixels": least, "max_pixels": most}
+    for key, field in (("image_mean", "pixel_mean"), ("image_std", "pixel_std")):
+        if found.get(key) is not None:
+            changes[field] = _of_channels(found[key], f"{where}: {key}")
+    if 0.0 in changes.get("pixel_std", ()):
+        raise UserError(f"{where}: image_std has a 0, which divides; fetch the file again.")
+    return dataclasses.replace(config, **changes)
+
+
+def processor_to_hf(config: QwenVisionConfig) -> dict[str, Any]:
+    """transformers' preprocessor_config.json."""
+    return {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        **{key: values[0] for key, values in _FIXED.items()},
+        "rescale_factor": 1 / 255,
+        "patch_size": config.patch,
+        "merge_size": config.merge,
+        "temporal_patch_size": config.temporal,
+        "image_mean": list(config.pixel_mean),
+        "image_std": list(config.pixel_std),
+        "size": {"shortest_edge": config.min_pixels, "longest_edge": config.max_pixels},
+    }
+
+
+def _check(found: Mapping[str, Any], where: Path, config: QwenVisionConfig) -> None:
+    expected = {
+        **_FIXED,
+        "patch_size": (config.patch,),
+        "merge_size": (config.merge,),
+        "temporal_patch_size": (config.temporal,),
+    }
+    for key, values in expected.items():
+        value = found.get(key)
+        if value is not None and value not in values:
+            raise UserError(
+                f"{where}: {key} is {value!r}, expected {values[0]!r}, as Qwen's pictures are "
+                "prepared here; use a checkpoint that was trained so."
+            )
+    factor = found.get("rescale_factor")
+    if factor is not None and not close(factor, 1 / 255):
+        raise UserError(
+            f"{where}: rescale_factor is {factor!r}, expected 1/255; use a checkpoint that was "
+            "trained so."
+        )
+
+
+def _of_channels(value: Any, where: str) -> tuple[float, float, float]:
+    fits = isinstance(value, list) and len(value) == 3
+    if not fits or not all(isinstance(one, int | float) for one in value):
+        raise UserError(f"{where} is {value!r}, expected three numbers; fetch the file again.")
+    return tuple(map(float, value))

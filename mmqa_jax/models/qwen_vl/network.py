@@ -1,0 +1,509 @@
+"""Qwen2.5-VL (Bai et al. 2025) and Qwen3-VL: a Qwen that reads pictures of any size.
+
+A picture becomes one token for each unit of 2 x 2 patches (`qwen_vl_tower`), which takes the place
+of a placeholder in the text. Rotary positions are three (M-RoPE): of time, row and column, the
+same for text; a picture has one time, and what follows it goes on behind its longer side. Qwen3-VL
+adds what its tower's layers hold to the first layers' states at these tokens (deepstack).
+Originals: transformers models/qwen2_5_vl/modeling_qwen2_5_vl.py and qwen3_vl/modeling_qwen3_vl.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import gather_columns, on_device
+from mmqa_jax.models.common.activations import ACTIVATIONS
+from mmqa_jax.models.common.layers import (
+    LayerNorm,
+    Linear,
+    attention,
+    keep,
+    merge_heads,
+    normal_init,
+    param,
+    scan_layers,
+    split_heads,
+    stack_layers,
+)
+from mmqa_jax.models.llama.config import RELATIVES, LlamaConfig
+from mmqa_jax.models.llama.network import Llama, RMSNorm, rotate
+from mmqa_jax.models.qwen_vl.layout import Grid, PatchBatch, grid_of
+from mmqa_jax.models.qwen_vl.vision import QwenVisionConfig
+
+if TYPE_CHECKING:
+    from jaxtyping import Int32
+
+
+@dataclasses.dataclass(frozen=True)
+class QwenVLConfig:
+    """Tower and language model.
+
+    Attributes:
+      vision: the tower; its `out` is the language model's width.
+      llama: the language model, with `mrope`.
+      image_token: id of a picture's placeholder; one stands for each token of a picture.
+      video_token, vision_start_token, vision_end_token: ids that prompts have around pictures, and
+        of videos, which are not read here.
+    """
+
+    vision: QwenVisionConfig
+    llama: LlamaConfig
+    image_token: int = 151655
+    video_token: int = 151656
+    vision_start_token: int = 151652
+    vision_end_token: int = 151653
+
+    def __post_init__(self):
+        if self.vision.out != self.llama.hidden:
+            raise UserError(
+                f"model.vision.out is {self.vision.out}: expected model.llama.hidden = "
+                f"{self.llama.hidden}; make them equal."
+            )
+        if not self.llama.mrope:
+            raise UserError("model.llama.mrope is (): expected three numbers; give them.")
+        if len(self.vision.deepstack) > self.llama.layers:
+            raise UserError(
+                f"model.vision.deepstack is {self.vision.deepstack}: expected at most as many as "
+                f"model.llama.layers = {self.llama.layers}; shorten it."
+            )
+
+    @property
+    def expected_pixels(self) -> str:
+        """See PictureConfig."""
+        unit = self.vision.unit
+        return f"uint8 [H, W, 3], multiples of {unit}; use data.qwen_images.qwen_pixels"
+
+    def picture_tokens(self, shape: Sequence[int]) -> int:
+        """One for each unit of pixels [H, W, 3] whose sides are whole units; 0 for others."""
+        fits = len(shape) == 3 and shape[2] == 3 and min(shape) > 0
+        fits = fits and shape[0] % self.vision.unit == shape[1] % self.vision.unit == 0
+        return grid_of(shape, self.vision).units if fits else 0
+
+    def position_shifts(
+        self, tokens: Sequence[int], shapes: Sequence[Sequence[int]]
+    ) -> Int32[np.ndarray, "L+1 3"]:
+        """M-RoPE's positions less the columns; see PictureConfig."""
+        grids = [grid_of(shape, self.vision) for shape in shapes]
+        positions = token_positions(tokens, grids, self.image_token)
+        columns = np.arange(len(positions), dtype=np.int32)
+        return positions - columns[:, None]
+
+
+def token_positions(
+    tokens: Sequence[int], grids: Sequence[Grid], image_token: int
+) -> Int32[np.ndarray, "L+1 3"]:
+    """Time, row and column of each token of a prompt whose pictures have one placeholder each.
+
+    The last row is that of the token after the prompt.
+    """
+    parts, now, waiting = [], 0, iter(grids)
+    for token in tokens:
+        if token != image_token:
+            parts.append(np.full((1, 3), now, np.int32))
+            now += 1
+            continue
+        grid = next(waiting)
+        places = np.zeros((grid.units, 3), np.int32)
+        places[:, 1:] = np.stack(np.indices(grid), axis=-1).reshape(-1, 2)
+        parts.append(places + now)
+        now += max(grid)
+    return np.concatenate([*parts, np.full((1, 3), now, np.int32)])
+
+
+class QwenVL(nnx.Module):
+    """Tower and language model."""
+
+    def __init__(self, config: QwenVLConfig, *, rngs: nnx.Rngs):
+        self.vision = QwenVision(config.vision, rngs=rngs)
+        self.llama = Llama(config.llama, rngs=rngs)
+        self.config = config
+
+    def encode_images(self, pictures: PatchBatch) -> jax.Array:
+        """Pictures -> [B, U, features] in the language model's compute dtype."""
+        return self.vision(pictures).astype(self.config.llama.dtype)
+
+    def embed(
+        self, input_ids: jax.Array, features: jax.Array | None, rows: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Token embeddings with the pictures' in their places, and what deepstack adds.
+
+        Args:
+          input_ids: int [B, L].
+          features: [..., features] of `encode_images`; None if no row has a picture.
+          rows: int [B, L], which of the features' rows a token takes; -1: none.
+
+        Returns:
+          [B, L, H], and [n, B, L, H] or None.
+        """
+        picture = input_ids == self.config.image_token
+        tokens = self.llama.embed(jnp.where(picture, 0, input_ids))
+        if features is None:
+            return jnp.where(picture[..., None], jnp.nan, tokens), None
+        flat = features.reshape(-1, features.shape[-1]).astype(tokens.dtype)
+        own = flat.at[jnp.where(rows < 0, len(flat), rows)].get(mode="fill", fill_value=jnp.nan)
+        return spread(tokens, own, picture)
+
+    def __call__(
+        self,
+        input_ids: jax.Array,
+        features: jax.Array | None = None,
+        rows: jax.Array | None = None,
+        attention_mask: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Logits of the next token at every position, [B, L, V] float32.
+
+        Args:
+          input_ids, features, rows: see `embed`, and `expand_pictures`.
+          attention_mask, positions, dropout_key: see `Llama.encode`; positions [B, L, 3].
+        """
+        embedded, deepstack = self.embed(input_ids, features, rows)
+        hidden = self.llama.encode(
+            embedded, attention_mask, positions, deepstack=deepstack, dropout_key=dropout_key
+        )
+        return self.llama.logits(hidden)
+
+
+def spread(
+    tokens: jax.Array, features: jax.Array, picture: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """The first layer's input and what is added to the next ones'.
+
+    Args:
+      tokens: [B, L, H], embeddings.
+      features: [B, L, (1 + n) * H], of the pictures' tokens.
+      picture: bool [B, L], which those are.
+
+    Returns:
+      [B, L, H] and [n, B, L, H], zeros where there is no picture; None where n is 0.
+    """
+    if features.shape == tokens.shape:
+        return jnp.where(picture[..., None], features.astype(tokens.dtype), tokens), None
+    parts = jnp.stack(jnp.split(features, features.shape[-1] // tokens.shape[-1], axis=-1))
+    embedded = jnp.where(picture[..., None], parts[0].astype(tokens.dtype), tokens)
+    return embedded, jnp.where(picture[..., None], parts[1:], 0)
+
+
+class Prompts(NamedTuple):
+    """A padded batch of prompts."""
+
+    input_ids: np.ndarray  # int32 [B, L], one placeholder for each token of a picture
+    mask: np.ndarray  # bool [B, L], true at real tokens
+    positions: np.ndarray  # int32 [B, L, 3]
+    rows: np.ndarray  # int32 [B, L], see `QwenVL.embed`
+
+
+def expand_pictures(
+    rows: Sequence[Sequence[int]],
+    pictures: Sequence[Sequence[Sequence[int]]],
+    config: QwenVLConfig,
+    *,
+    first_rows: Iterator[int] | None = None,
+    length: int | None = None,
+    pad_token: int = 0,
+) -> Prompts:
+    """Repeats every placeholder once for each token of its picture, and pads the rows.
+
+    Args:
+      rows: token ids of each prompt, with one `config.image_token` per picture.
+      pictures: of each prompt, the shapes [H, W, 3] of its pictures.
+      config: of the model.
+      first_rows: where each picture's features begin, in order; None: one behind the other.
+      length: of the padded rows; None is the longest one's.
+      pad_token: any id but the placeholder's.
+    """
+    expanded, begin = [], 0
+    for number, (row, shapes) in enumerate(zip(rows, pictures, strict=True)):
+        ids = np.asarray(row, np.int32)
+        placeholder = ids == config.image_token
+        if placeholder.sum() != len(shapes):
+            raise UserError(
+                f"prompt {number}: {placeholder.sum()} image placeholders (token "
+                f"{config.image_token}) for {len(shapes)} pictures; put exactly one into the "
+                "prompt for each picture."
+            )
+        counts = np.ones(len(ids), np.int64)
+        counts[placeholder] = [config.picture_tokens(shape) for shape in shapes]
+        taken = np.full(counts.sum(), -1, np.int32)
+        starts = np.cumsum(counts) - counts
+        for start, count in zip(starts[placeholder], counts[placeholder], strict=True):
+            first = begin if first_rows is None else next(first_rows)
+            taken[start : start + count] = np.arange(first, first + count)
+            begin += count
+        grids = [grid_of(shape, config.vision) for shape in shapes]
+        positions = token_positions(ids, grids, config.image_token)[:-1]
+        expanded.append((np.repeat(ids, counts), positions, taken))
+    length = max(len(ids) for ids, _, _ in expanded) if length is None else length
+    made = Prompts(
+        np.full((len(expanded), length), pad_token, np.int32),
+        np.zeros((len(expanded), length), bool),
+        np.zeros((len(expanded), length, 3), np.int32),
+        np.full((len(expanded), length), -1, np.int32),
+    )
+    for number, (ids, positions, taken) in enumerate(expanded):
+        if len(ids) > length:
+            raise UserError(
+                f"prompt {number}: {len(ids)} tokens with its pictures, the batch holds {length}; "
+                "shorten the prompt or use longer batches."
+            )
+        real = slice(len(ids))
+        made.input_ids[number, real], made.mask[number, real] = ids, True
+        made.positions[number, real], made.rows[number, real] = positions, taken
+    return made
+
+
+def qwen25_vl_7b(**changes) -> QwenVLConfig:
+    """Qwen/Qwen2.5-VL-7B-Instruct."""
+    llama = RELATIVES["qwen25_7b"](positions=128000, mrope=(16, 24, 24))
+    vision = QwenVisionConfig(max_pixels=28 * 28 * 16384)
+    return dataclasses.replace(QwenVLConfig(vision, llama), **changes)
+
+
+def qwen3_vl_vision(**changes) -> QwenVisionConfig:
+    """The tower of Qwen/Qwen3-VL-8B-Instruct."""
+    sizes = QwenVisionConfig(
+        family="qwen3_vl",
+        width=1152,
+        layers=27,
+        mlp=4304,
+        out=4096,
+        patch=16,
+        window=0,
+        full_layers=(),
+        positions=48,
+        deepstack=(8, 16, 24),
+        activation="gelu_new",
+        pixel_mean=(0.5, 0.5, 0.5),
+        pixel_std=(0.5, 0.5, 0.5),
+        min_pixels=65536,
+        max_pixels=16777216,
+    )
+    return dataclasses.replace(sizes, **changes)
+
+
+def qwen3_vl_2b(**changes) -> QwenVLConfig:
+    """Qwen/Qwen3-VL-2B-Instruct; Qwen3-VL-Embedding-2B and -Reranker-2B have its sizes."""
+    llama = RELATIVES["qwen3_17b"](
+        positions=262144, rope_theta=5e6, mrope=(24, 20, 20), mrope_interleaved=True
+    )
+    vision = qwen3_vl_vision(width=1024, layers=24, mlp=4096, out=2048, deepstack=(5, 11, 17))
+    return dataclasses.replace(QwenVLConfig(vision, llama), **changes)
+
+
+def qwen3_vl_8b(**changes) -> QwenVLConfig:
+    """Qwen/Qwen3-VL-8B-Instruct."""
+    llama = RELATIVES["qwen3_8b"](
+        positions=262144, rope_theta=5e6, mrope=(24, 20, 20), mrope_interleaved=True
+    )
+    return dataclasses.replace(QwenVLConfig(qwen3_vl_vision(), llama), **changes)
+
+
+# The vision towers of Qwen2.5-VL (Bai et al. 2025) and Qwen3-VL.
+#
+# Both are transformers over the patches of a picture of any size with rotary positions in two
+# dimensions, after which a merger makes one vector of 2 x 2 patches. Videos are pairs of frames;
+# a picture is such a pair twice the same. Qwen2.5-VL attends within windows but in a few layers,
+# with RMS norms and gated MLPs; Qwen3-VL attends to all, adds learned positions interpolated to
+# the picture's size, and gives what some of its layers hold as well (deepstack). Originals:
+# transformers models/qwen2_5_vl/modeling_qwen2_5_vl.py and qwen3_vl/modeling_qwen3_vl.py.
+
+
+_EPS = 1e-6  # of all norms; no key of a config.json says it
+
+
+def _norm(config: QwenVisionConfig, size: int, rngs: nnx.Rngs) -> RMSNorm | LayerNorm:
+    kind = RMSNorm if config.family == "qwen2_5_vl" else LayerNorm
+    return kind(size, _EPS, rngs=rngs)
+
+
+class QwenVisionLayer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: QwenVisionConfig, *, rngs: nnx.Rngs):
+        linear = functools.partial(Linear, rngs=rngs, kernel_init=normal_init(config.init_stddev))
+        width, hidden = config.width, config.mlp
+        self.norm_1 = _norm(config, width, rngs)
+        self.qkv = linear(width, 3 * width, ("embed", "heads"))
+        self.out = linear(width, width, ("heads", "embed"))
+        self.norm_2 = _norm(config, width, rngs)
+        if config.family == "qwen2_5_vl":
+            self.gate = linear(width, hidden, ("embed", "mlp"))
+        self.up = linear(width, hidden, ("embed", "mlp"))
+        self.down = linear(hidden, width, ("mlp", "embed"))
+        self.config = config
+
+    def __call__(
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array, real: jax.Array, whole: jax.Array | bool
+    ) -> jax.Array:
+        """x [B, N, width]; cos, sin [B, N, 1, D / 2]; real bool [B, N]; whole: no windows."""
+        q, k, v = jnp.split(self.qkv(self.norm_1(x)), 3, axis=-1)
+        q, k, v = (split_heads(part, self.config.heads) for part in (q, k, v))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if self.config.window:
+            attended = jax.lax.cond(whole, self._attend, self._attend_in_windows, q, k, v, real)
+        else:
+            attended = self._attend(q, k, v, real)
+        x = x + self.out(keep(merge_heads(attended)))
+        y = self.norm_2(x)
+        activation = ACTIVATIONS[self.config.activation]
+        if self.config.family == "qwen2_5_vl":
+            return x + self.down(activation(self.gate(y)) * self.up(y))
+        return x + self.down(activation(self.up(y)))
+
+    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, real: jax.Array) -> jax.Array:
+        mask = real[:, None, None]
+        return attention(q, k, v, mask=mask, implementation=self.config.attention)
+
+    def _attend_in_windows(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, real: jax.Array
+    ) -> jax.Array:
+        size = (self.config.window_units * self.config.merge) ** 2
+
+        def apart(x: jax.Array) -> jax.Array:  # [B, N, ...] -> [B * windows, size, ...]
+            return x.reshape(-1, size, *x.shape[2:])
+
+        return self._attend(*map(apart, (q, k, v, real))).reshape(q.shape)
+
+
+class Merger(nnx.Module):
+    """norm, linear, GELU, linear: the patches of a unit become one vector.
+
+    whole: the norm is over a unit, not over each patch.
+    """
+
+    def __init__(self, config: QwenVisionConfig, *, whole: bool, rngs: nnx.Rngs):
+        linear = functools.partial(Linear, rngs=rngs, kernel_init=normal_init(config.init_stddev))
+        joined = config.width * config.merge**2
+        self.norm = _norm(config, joined if whole else config.width, rngs)
+        self.linear_1 = linear(joined, joined, ("embed", "mlp"))
+        self.linear_2 = linear(joined, config.out, ("mlp", "embed"))
+        self.joined, self.whole = joined, whole
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # [B, N, width] -> [B, U, out]
+        if self.whole:
+            x = self.norm(x.reshape(len(x), -1, self.joined))
+        else:
+            x = self.norm(x).reshape(len(x), -1, self.joined)
+        return self.linear_2(ACTIVATIONS["gelu"](self.linear_1(x)))
+
+
+class QwenVision(nnx.Module):
+    """A tower with its mergers."""
+
+    def __init__(self, config: QwenVisionConfig, *, rngs: nnx.Rngs):
+        init = normal_init(config.init_stddev)
+        self.patch = Linear(
+            config.temporal * config.patch**2 * 3,
+            config.width,
+            ("patch", "embed"),
+            rngs=rngs,
+            use_bias=config.family == "qwen3_vl",
+            kernel_init=init,
+        )
+        if config.positions:
+            shape = (config.positions**2, config.width)
+            self.positions = param(rngs, init, shape, ("positions", "embed"))
+        self.layers = stack_layers(lambda r: QwenVisionLayer(config, rngs=r), config.layers, rngs)
+        self.merger = Merger(config, whole=False, rngs=rngs)
+        if config.deepstack:
+            self.deepstack = stack_layers(
+                lambda r: Merger(config, whole=True, rngs=r), len(config.deepstack), rngs
+            )
+        self.config = config
+
+    def embed(self, pictures: PatchBatch) -> jax.Array:
+        """The layers' input, [B, N, width] in the compute dtype."""
+        config = self.config
+        pixels = pictures.patches.astype(jnp.float32).reshape(*pictures.patches.shape[:2], -1, 3)
+        pixels = (pixels / 255.0 - jnp.array(config.pixel_mean)) / jnp.array(config.pixel_std)
+        pixels = pixels.reshape(*pixels.shape[:2], -1).astype(config.dtype)
+        kernel = self.patch.kernel[...].astype(jnp.float32)
+        kernel = kernel.reshape(config.temporal, -1, config.width).sum(0)  # all frames are the same
+        x = jnp.einsum("bnp,pw->bnw", pixels, kernel.astype(pixels.dtype))
+        if self.patch.bias is not None:
+            x = x + self.patch.bias[...].astype(x.dtype)
+        if config.positions:
+            x = x + self._interpolated(pictures).astype(x.dtype)
+        return x
+
+    def _interpolated(self, pictures: PatchBatch) -> jax.Array:
+        """Learned positions at the patches' places, corners on corners: [B, N, width] float32."""
+        side, table = self.config.positions, self.positions[...].astype(jnp.float32)
+        places = jnp.maximum(pictures.places, 0).astype(jnp.float32)
+        at = places * (side - 1) / jnp.maximum(pictures.grid - 1, 1)[:, None]  # [B, N, 2]
+        low = jnp.floor(at)
+        high_share = at - low
+        low = low.astype(jnp.int32)
+        high = jnp.minimum(low + 1, side - 1)
+        total = jnp.zeros((), jnp.float32)
+        for rows, of_rows in ((low, 1 - high_share), (high, high_share)):
+            for columns, of_columns in ((low, 1 - high_share), (high, high_share)):
+                weight = of_rows[..., 0] * of_columns[..., 1]
+                total += table[rows[..., 0] * side + columns[..., 1]] * weight[..., None]
+        return total
+
+    def _angles(self, places: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Cosines and sines of rows and columns, [B, N, 1, D / 2] each."""
+        half = self.config.width // self.config.heads // 2
+        exponents = (np.arange(0, half, 2) / half).astype(np.float32)
+        turning = np.float32(1) / (self.config.rope_theta**exponents).astype(np.float32)
+        angles = places[..., None].astype(jnp.float32) * turning  # [B, N, 2, D / 4]
+        angles = angles.reshape(*places.shape[:2], 1, half)
+        return jnp.cos(angles), jnp.sin(angles)
+
+    def __call__(self, pictures: PatchBatch) -> jax.Array:
+        """Pictures -> [B, U, features], a picture's units row by row; behind them anything.
+
+        The first `out` of each are the merged vector, then those of `deepstack`.
+        """
+        config, x = self.config, self.embed(pictures)
+        (cos, sin), real = self._angles(pictures.places), pictures.places[..., 0] >= 0
+        kept = jnp.zeros((*x.shape[:2], len(config.deepstack), x.shape[2]), x.dtype)
+
+        def body(layer: QwenVisionLayer, carry, of_layer, _):
+            (x, kept), (whole, place) = carry, of_layer
+            x = layer(x, cos, sin, real, whole)
+            if config.deepstack:  # a place behind the last is not written
+                kept = kept.at[:, :, place].set(x, mode="drop")
+            return (x, kept), None
+
+        options = {"remat": config.remat, "unroll": config.unroll}
+        (x, kept), _ = scan_layers(self.layers, (x, kept), body, xs=self._of_layers(), **options)
+        merged = [self.merger(x)]
+        if config.deepstack:
+            graphdef, params = nnx.split(self.deepstack)
+            params = on_device(params)
+            for number in range(len(config.deepstack)):
+                own = jax.tree.map(lambda p, n=number: p[n], params)
+                merged.append(nnx.merge(graphdef, own)(kept[:, :, number]))
+        features = gather_columns(jnp.concatenate(merged, axis=-1))
+        return jnp.take_along_axis(features, pictures.order[..., None], axis=1)
+
+    def _of_layers(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tells which layers attend to the whole picture, and their places in deepstack."""
+        numbers = range(self.config.layers)
+        count = len(self.config.deepstack)
+        whole = np.array([number in self.config.full_layers for number in numbers])
+        places = dict(zip(self.config.deepstack, range(count), strict=True))
+        return whole, np.array([places.get(number, count) for number in numbers], np.int32)
+
+    def layer_outputs(self, pictures: PatchBatch) -> jax.Array:
+        """Every layer's output, [layers, B, N, width]."""
+        (cos, sin), real = self._angles(pictures.places), pictures.places[..., 0] >= 0
+
+        def body(layer: QwenVisionLayer, x, of_layer, _):
+            x = layer(x, cos, sin, real, of_layer[0])
+            return x, x
+
+        return scan_layers(self.layers, self.embed(pictures), body, xs=self._of_layers())[1]

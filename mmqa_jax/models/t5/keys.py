@@ -1,0 +1,125 @@
+"""T5, Flan-T5 and mT5 checkpoints: transformers' folders both ways, llama.cpp's GGUF files in.
+
+Fusion-in-Decoder's and KAT's (`FiDT5`) are read too: a T5's tensors, with the names that their
+wrappers of the encoder and of its layers give them, and the relative positions between the stacks
+of transformers 3.0.2, where training has changed them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from flax import nnx
+
+from mmqa_jax.models.t5.config import FAMILIES, T5Config
+from mmqa_jax.models.t5.gguf import check_head, gguf_names, t5_gguf_config
+from mmqa_jax.weights.formats.gguf import GGUFSource
+from mmqa_jax.weights.formats.safetensors import DerivedSource
+from mmqa_jax.weights.keymap import TRANSPOSE, KeyMap, Rule, untied_source
+from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, read_hf_config
+from mmqa_jax.weights.sources import gguf_file, open_source
+
+_ATTENTION = {"q": "query", "k": "key", "v": "value", "o": "out"}
+_TABLE, _HEAD = "shared.weight", "lm_head.weight"
+_BETWEEN = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+_WRAPPED = "encoder.encoder."  # of FiD's EncoderWrapper; its CheckpointWrapper adds `module`
+_UNWRAPPED = (
+    (r"^encoder\.encoder\.", "encoder."),
+    (r"^(encoder\.block\.\d+\.)module\.", r"\1"),
+)
+
+
+def t5_rules(config: T5Config) -> list[Rule]:
+    """Rules of transformers' T5ForConditionalGeneration."""
+    rules = [Rule(_TABLE, "tokens/table")]
+    if not config.tied:
+        rules.append(Rule(_HEAD, "head/kernel", TRANSPOSE))
+    if config.between:
+        rules.append(Rule(_BETWEEN, "decoder/between/table"))
+    mlp = {"wi_0": "gate", "wi_1": "up"} if config.gated else {"wi": "up"}
+    mlp["wo"] = "down"
+    self_attention, cross = ("SelfAttention", "attention"), ("EncDecAttention", "cross")
+    for stack, attentions in (("encoder", (self_attention,)), ("decoder", (self_attention, cross))):
+        first = f"{stack}.block.0.layer.0.SelfAttention"
+        rules += [
+            Rule(f"{first}.relative_attention_bias.weight", f"{stack}/relative/table"),
+            Rule(f"{stack}.final_layer_norm.weight", f"{stack}/norm/scale"),
+        ]
+        block, path = f"{stack}.block.{{layer}}.layer", f"{stack}/layers"
+        for number, (theirs, ours) in enumerate(attentions):
+            rules.append(Rule(f"{block}.{number}.layer_norm.weight", f"{path}/{ours}_norm/scale"))
+            for their_linear, our_linear in _ATTENTION.items():
+                key = f"{block}.{number}.{theirs}.{their_linear}.weight"
+                rules.append(Rule(key, f"{path}/{ours}/{our_linear}/kernel", TRANSPOSE))
+        last = f"{block}.{len(attentions)}"
+        rules.append(Rule(f"{last}.layer_norm.weight", f"{path}/mlp_norm/scale"))
+        for their_linear, our_linear in mlp.items():
+            key = f"{last}.DenseReluDense.{their_linear}.weight"
+            rules.append(Rule(key, f"{path}/{our_linear}/kernel", TRANSPOSE))
+    return rules
+
+
+def t5_key_map(config: T5Config, rename: Sequence[tuple[str, str]] = ()) -> KeyMap:
+    """Key map of transformers' T5ForConditionalGeneration.
+
+    The embedding table has up to four names, of which a file may hold any.
+
+    Args:
+      rename: see KeyMap.
+    """
+    aliases = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
+    if config.tied:
+        aliases.append(_HEAD)
+    return KeyMap(
+        t5_rules(config),
+        rename=rename,
+        # A table that the first T5s had between the stacks; transformers from 4 on ignores it.
+        ignore=() if config.between else (f"^{re.escape(_BETWEEN)}$",),
+        tied=tuple((alias, _TABLE) for alias in aliases),
+    )
+
+
+def _gguf_key_map(config: T5Config) -> KeyMap:
+    return t5_key_map(config, gguf_names(config))
+
+
+def open_t5(path: Path) -> Checkpoint:
+    """A T5, Flan-T5 or mT5 of transformers or llama.cpp (GGUF), or Fusion-in-Decoder's."""
+    gguf = gguf_file(path) if path.exists() else None
+    if gguf is not None:
+        source = GGUFSource(gguf)
+        config, unknown = t5_gguf_config(source)
+        return Checkpoint(config, _gguf_key_map, source, "gguf", check_head, unknown)
+    published = read_hf_config(path, *FAMILIES)
+    source = open_source(path)
+    has_head = _HEAD in source.specs()
+    config = T5Config.from_hf(published, str(config_file(path)), has_head=has_head)
+    if not any(key.startswith(_WRAPPED) for key in source.specs()):
+        return Checkpoint(config, t5_key_map, source, "transformers")
+    if _BETWEEN in source.specs() and np.any(source.read(_BETWEEN)):
+        config = dataclasses.replace(config, between=True)
+    return Checkpoint(config, functools.partial(t5_key_map, rename=_UNWRAPPED), source, "FiD")
+
+
+def publish_t5(config: T5Config, state: nnx.State) -> Published:
+    """T5ForConditionalGeneration, or MT5ForConditionalGeneration; FiDT5 of one with `between`."""
+    source, published = untied_source(state, t5_key_map(config)), config.to_hf()
+    if not config.between:
+        return Published(source, published)
+    tensors = {
+        _wrapped(key): (spec, functools.partial(source.read, key))
+        for key, spec in source.specs().items()
+    }
+    return Published(DerivedSource(source.name, tensors), {**published, "architectures": ["FiDT5"]})
+
+
+def _wrapped(key: str) -> str:
+    """FiD's name of a T5's tensor."""
+    if not key.startswith("encoder."):
+        return key
+    return "encoder." + re.sub(r"^(encoder\.block\.\d+\.)", r"\1module.", key)

@@ -1,0 +1,128 @@
+"""VLP and WebQA_Baseline checkpoints.
+
+Keys: WebQnA/WebQA_Baseline pytorch_pretrained_bert/modeling.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from mmqa_jax.models.bert.keys import (
+    BUFFERS,
+    OLD_NAMES,
+    bert_rules,
+    bert_size_keys,
+    bert_sizes,
+    mlm_rules,
+    mlm_tied,
+    unknown_heads,
+)
+from mmqa_jax.models.vlp.atlas_reader import AtlasVLPConfig
+from mmqa_jax.models.vlp.network import VLPConfig
+from mmqa_jax.models.vlp.pixels import ClipVLPConfig
+from mmqa_jax.weights.config_json import config_from_json
+from mmqa_jax.weights.keymap import KeyMap, Transform, linear_rules, untied_source
+from mmqa_jax.weights.layouts import (
+    Checkpoint,
+    Published,
+    numbered_keys,
+    own_config,
+    read_own_config,
+    require_keys,
+    shapes_of,
+)
+from mmqa_jax.weights.sources import open_source
+
+# Rows of a two-row type table that fill VLP's six (modeling.py l.693-700): 2, 3, 4 <- 0; 5 <- 1.
+_TYPE_ROWS = np.array([0, 1, 0, 0, 0, 1])
+_EXPAND_TYPES = Transform(lambda table: table[_TYPE_ROWS], None)
+TYPE_TABLE = "bert.embeddings.token_type_embeddings.weight"
+_WORDS = "bert.embeddings.word_embeddings.weight"
+
+SOURCE_HEAD = r"^source_head/"
+# Of our own additions (AtlasVLPConfig, ClipVLPConfig): older folders of any VLP hold all of them.
+_OFF = {"region_tags": False, "copy_head": False, "written_words": None, "vision": None}
+
+
+def read_vlp(value: Any, where: str) -> VLPConfig:
+    """The config of a VLP, ours included, that a folder of weights holds (config_to_json)."""
+    if isinstance(value, Mapping):
+        value = {key: one for key, one in value.items() if key not in _OFF or one != _OFF[key]}
+        if "vision" not in value:
+            value.pop("vision_layer", None)
+    return config_from_json(VLPConfig | AtlasVLPConfig | ClipVLPConfig, value, where)
+
+
+def vlp_key_map(config: VLPConfig, *, source_head: bool = True) -> KeyMap:
+    """Key map of WebQA_Baseline's BertForWebqa.
+
+    Args:
+      config: the model's sizes; the frontend's number of linears decides the keys.
+      source_head: the checkpoint has `context_classifier`. VLP's own pretraining checkpoints
+        have none: the head then stays as it is.
+    """
+    content = [
+        rule
+        for index in range(len(config.visual_hidden) + 1)
+        # A torch Sequential of Linear, ReLU, Linear, ...: linears have even numbers.
+        for rule in linear_rules(f"vis_embed.{2 * index}", f"region_content/linears/{index}")
+    ]
+    head = linear_rules("context_classifier", "source_head") if source_head else []
+    return KeyMap(
+        rules=[
+            *bert_rules("bert.", "bert/"),
+            *mlm_rules("mlm_head"),
+            *content,
+            *linear_rules("vis_pe_embed.0", "region_place/linears/0"),
+            *head,
+        ],
+        rename=OLD_NAMES,
+        # The pooler exists and is used by neither task; the VQA head belongs to VLP's VQA2 runs.
+        ignore=[BUFFERS, r"^bert\.pooler\.", r"^ans_classifier\."],
+        fresh=() if source_head else (SOURCE_HEAD,),
+        tied=mlm_tied("bert.")[:1],  # the original's decoder has no bias of its own
+    )
+
+
+def open_vlp(path: Path) -> Checkpoint:
+    """A VLP or WebQA_Baseline checkpoint; a missing source head is newly initialized."""
+    source = open_source(path)
+    config = read_own_config(read_vlp, path)
+    shapes = shapes_of(source)
+    content = "vis_embed.0.weight"
+    require_keys(
+        shapes, (content, "vis_pe_embed.0.weight", *bert_size_keys("bert.")), source, "VLP"
+    )
+    linears = [shapes[key] for key in numbered_keys(shapes, r"vis_embed\.(\d{1,4})\.weight")]
+    types = shapes["bert.embeddings.token_type_embeddings.weight"][0]
+    unknown = {} if config else unknown_heads(shapes[_WORDS][1], "bert.heads")
+    config = config or VLPConfig(
+        bert=dataclasses.replace(bert_sizes(shapes, "bert."), types=6, eps=1e-5),
+        region_features=linears[0][1],
+        region_positions=shapes["vis_pe_embed.0.weight"][1],
+        visual_hidden=tuple(shape[0] for shape in linears[:-1]),
+    )
+
+    def key_map(config: VLPConfig) -> KeyMap:
+        found = vlp_key_map(config, source_head="context_classifier.weight" in shapes)
+        return fit_types(found, types, config.bert.types)
+
+    return Checkpoint(config, key_map, source, "vlp", unknown=unknown)
+
+
+def publish_vlp(config: VLPConfig, state: nnx.State) -> Published:
+    """BertForWebqa's keys, with six token types."""
+    return Published(untied_source(state, vlp_key_map(config)), own_config("vlp", config))
+
+
+def fit_types(key_map: KeyMap, theirs: int, ours: int) -> KeyMap:
+    """The key map that makes two token types (BERT's) six (VLP's), where that is the difference."""
+    if (theirs, ours) != (2, 6):
+        return key_map  # equal, or a difference that loading reports
+    return key_map.with_transform(TYPE_TABLE, _EXPAND_TYPES)
