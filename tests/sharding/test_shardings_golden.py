@@ -35,10 +35,10 @@ from mmqa_jax.models.modified_resnet import network as modified_resnet
 from mmqa_jax.models.oscar import network as oscar
 from mmqa_jax.models.t5 import config as t5_config
 from mmqa_jax.models.t5 import network as t5
+from mmqa_jax.models.vlp import atlas_reader
 from mmqa_jax.models.vlp import network as vlp
 from mmqa_jax.models.vlp import pixels as vlp_pixels
 from mmqa_jax.models.vlp import two_sided as two_sided_vlp
-from mmqa_jax.models.vlp.network import atlas_reader
 
 GOLDEN = Path(__file__).with_name("shardings.txt")
 MESHES = {
