@@ -43,7 +43,7 @@ from mmqa_jax.evaluation.scores import (
     scores_of,
 )
 from mmqa_jax.evaluation.scoring import Evaluation
-from mmqa_jax.evaluation.squad import squad_exact_match
+from mmqa_jax.evaluation.vqa import squad_exact_match
 
 # Keys of Question.extra: what is not in train, the range of a numerical answer, the entity.
 UNSEEN, RANGE, ENTITY, ENTITY_NAME = "unseen", "answer_range", "entity_id", "entity_text"

@@ -35,8 +35,7 @@ from mmqa_jax.data.datasets.benchmark import BenchmarkFiles, OfficialFiles, Pict
 from mmqa_jax.data.datasets.parquet import ParquetPictures, parquet_rows
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.data.table_files import real_number
-from mmqa_jax.evaluation.choices import by_choice
-from mmqa_jax.evaluation.multiple_choice import LETTERS
+from mmqa_jax.evaluation.multiple_choice import LETTERS, by_choice
 from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.scores import (
     group_of,

@@ -46,7 +46,7 @@ from mmqa_jax.data.datasets.benchmark import (
 from mmqa_jax.data.schema import SPLITS, Material, Prediction, Question, Source
 from mmqa_jax.data.splits import fold_of
 from mmqa_jax.data.table_files import whole_number
-from mmqa_jax.evaluation.found_sources import FORMATS, has_positives, read_found
+from mmqa_jax.evaluation.retrieval import FORMATS, has_positives, read_found
 from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
 from mmqa_jax.evaluation.scoring import Evaluation
 from mmqa_jax.evaluation.tables import Table

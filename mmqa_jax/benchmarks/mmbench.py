@@ -46,7 +46,7 @@ from mmqa_jax.data.picture_bounds import PictureError, check_bytes
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.data.table_files import SUFFIXES, read_table, whole_number, write_spreadsheet
 from mmqa_jax.evaluation import multiple_choice as rules
-from mmqa_jax.evaluation.choices import (
+from mmqa_jax.evaluation.multiple_choice import (
     choices_of,
     chosen_by,
     has_answer,

@@ -38,8 +38,14 @@ from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.datasets.benchmark import BenchmarkFiles, OfficialFiles
 from mmqa_jax.data.datasets.parquet import PictureColumns, parquet_rows
 from mmqa_jax.data.schema import Material, Prediction, Question
-from mmqa_jax.evaluation.choices import Given, Rule, chosen_by
-from mmqa_jax.evaluation.multiple_choice import LETTERS, exact_letter_choice, mmmu_choice
+from mmqa_jax.evaluation.multiple_choice import (
+    LETTERS,
+    Given,
+    Rule,
+    chosen_by,
+    exact_letter_choice,
+    mmmu_choice,
+)
 from mmqa_jax.evaluation.prediction_lines import read_answers_by
 from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
 from mmqa_jax.evaluation.scoring import Evaluation

@@ -33,8 +33,13 @@ from mmqa_jax.data.datasets.benchmark import BenchmarkFiles, OfficialFiles, Pict
 from mmqa_jax.data.datasets.parquet import PictureColumns, parquet_rows
 from mmqa_jax.data.picture_bounds import PictureError
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
-from mmqa_jax.evaluation.choices import chosen_by, has_answer, right_choices
-from mmqa_jax.evaluation.multiple_choice import LETTERS, mmmu_choice
+from mmqa_jax.evaluation.multiple_choice import (
+    LETTERS,
+    chosen_by,
+    has_answer,
+    mmmu_choice,
+    right_choices,
+)
 from mmqa_jax.evaluation.prediction_lines import read_answers_by
 from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
 from mmqa_jax.evaluation.scoring import Evaluation

@@ -55,7 +55,7 @@ from mmqa_jax.data.datasets.parquet import (
 from mmqa_jax.data.schema import SPLITS, Material, Prediction, Question
 from mmqa_jax.data.table_files import whole_number
 from mmqa_jax.evaluation import multiple_choice as rules
-from mmqa_jax.evaluation.choices import (
+from mmqa_jax.evaluation.multiple_choice import (
     chosen_by,
     has_answer,
     read_choice_lines,

@@ -43,7 +43,7 @@ from mmqa_jax.data.datasets.benchmark import (
 from mmqa_jax.data.datasets.coco import with_captions
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation import multiple_choice as rules
-from mmqa_jax.evaluation.choices import (
+from mmqa_jax.evaluation.multiple_choice import (
     by_choice,
     has_answer,
     read_choice_lines,

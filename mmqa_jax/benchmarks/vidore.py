@@ -33,8 +33,7 @@ from mmqa_jax.data.datasets.benchmark import BenchmarkFiles
 from mmqa_jax.data.datasets.parquet import ParquetPictures, parquet_columns, parquet_rows
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
 from mmqa_jax.data.table_files import whole_number
-from mmqa_jax.evaluation.found_sources import FORMATS, has_positives, read_found
-from mmqa_jax.evaluation.retrieval import score_rankings
+from mmqa_jax.evaluation.retrieval import FORMATS, has_positives, read_found, score_rankings
 from mmqa_jax.evaluation.scores import (
     Scores,
     predictions_by_question,

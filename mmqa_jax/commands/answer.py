@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.retrieval.modality import of_modality
     from mmqa_jax.retrieval.rankings import check_gold, read_rankings
     from mmqa_jax.runs import identity
-    from mmqa_jax.runs.opened_parts import OpenedParts
+    from mmqa_jax.runs.part import OpenedParts
     from mmqa_jax.runs.parts import ReaderSpec
     from mmqa_jax.runs.stages import Stage, answering
     from mmqa_jax.tasks.registry import reader_modality

@@ -84,8 +84,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _of_questions(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.core.host import cache_dir
+    from mmqa_jax.runs.captioning import PROMPT, caption_questions
     from mmqa_jax.runs.parts import LLMSpec, open_llm
-    from mmqa_jax.runs.question_captions import PROMPT, caption_questions
 
     spec = LLMSpec(arguments.model, arguments.backend or "engine")
     model = open_llm(spec, cache_dir() / "responses", "--model")

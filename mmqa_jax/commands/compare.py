@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.evaluation.tables import show
 
     if arguments.report:
-        from mmqa_jax.runs.compare_report import check_number, write_comparison
+        from mmqa_jax.runs.reports.comparison import check_number, write_comparison
 
         check_number(len(arguments.workdirs))
         check_out(Path(arguments.report), flag="--report")

@@ -93,8 +93,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.benchmarks import benchmark as benchmarks
     from mmqa_jax.core.files import check_out, write_json
     from mmqa_jax.evaluation.scores import count_empty, predictions_by_question
-    from mmqa_jax.evaluation.webqa import check_installed
-    from mmqa_jax.evaluation.webqa_formats import unknown_sources
+    from mmqa_jax.evaluation.webqa import check_installed, unknown_sources
     from mmqa_jax.retrieval.rankings import holds_rankings
     from mmqa_jax.retrieval.trec import is_qrels, is_run
 
@@ -236,7 +235,7 @@ def read_references(references: Path | None, predictions: Path, split: str) -> R
     from mmqa_jax.data.corpus import Corpus, open_corpus
     from mmqa_jax.data.datasets.webqa import read_release
     from mmqa_jax.data.splits import split_questions
-    from mmqa_jax.evaluation.webqa_formats import is_output_tsv, read_output_tsv
+    from mmqa_jax.evaluation.webqa import is_output_tsv, read_output_tsv
 
     if references is None:
         if not is_output_tsv(predictions):
@@ -267,7 +266,7 @@ def _evaluate_answers(
     from mmqa_jax.core.files import write_json
     from mmqa_jax.evaluation.scores import predictions_by_question
     from mmqa_jax.evaluation.scoring import notes_of_counts, score_predictions
-    from mmqa_jax.evaluation.webqa_formats import is_output_tsv
+    from mmqa_jax.evaluation.webqa import is_output_tsv
 
     options = {"lemmatizer": arguments.lemmatizer}
     evaluation = score_predictions(
@@ -357,7 +356,7 @@ def _evaluate_articles(arguments: argparse.Namespace, path: Path) -> dict[str, A
     """Scores rankings of sources by the articles that they are of."""
     from mmqa_jax.benchmarks import benchmark as benchmarks
     from mmqa_jax.data.corpus import open_sources
-    from mmqa_jax.evaluation.articles import know_articles, score_articles
+    from mmqa_jax.evaluation.retrieval import know_articles, score_articles
     from mmqa_jax.evaluation.tables import answer_table, show
     from mmqa_jax.retrieval.rankings import read_rankings
 
@@ -417,7 +416,7 @@ def _evaluate_by_qrels(arguments: argparse.Namespace, qrels: Path, path: Path) -
 
 def _read(predictions: Path, corpus: Any) -> list:
     from mmqa_jax.evaluation.prediction_lines import read_answers
-    from mmqa_jax.evaluation.webqa_formats import (
+    from mmqa_jax.evaluation.webqa import (
         is_output_tsv,
         read_output_tsv,
         read_prediction_json,

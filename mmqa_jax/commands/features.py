@@ -186,8 +186,7 @@ def _detected(arguments: argparse.Namespace) -> dict[str, Any]:
 def _drawn(arguments: argparse.Namespace, out: Path) -> str:
     """Draws; returns the page."""
     from mmqa_jax.data.region_records import RegionRecords
-    from mmqa_jax.runs.drawn_regions import PAGE, draw_regions
-    from mmqa_jax.runs.region_features import open_pictures
+    from mmqa_jax.runs.region_features import PAGE, draw_regions, open_pictures
 
     pictures = open_pictures(Path(arguments.data), arguments.of)
     folder, records = out / "drawn", RegionRecords(out)

@@ -164,7 +164,7 @@ def serving_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def say_where(verb: str, part: str, placed: dict[str, Any]) -> Callable[[str, Serving], None]:
-    """What prints where a verb's model runs, and keeps it for --json (runs/opened_parts.py).
+    """What prints where a verb's model runs, and keeps it for --json (runs/part.py).
 
     Args:
       part: the key of the model in a row's section `parts`; of others nothing is said.

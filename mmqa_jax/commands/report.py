@@ -22,12 +22,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Writes the report of what the workdir holds."""
-    from mmqa_jax.runs.workdirs import kind_of
+    from mmqa_jax.runs.status import kind_of
 
     folder = Path(arguments.workdir)
     kind = kind_of(folder)
     if kind == "training":
-        from mmqa_jax.runs.training_report import write_training_report
+        from mmqa_jax.runs.reports.training import write_training_report
 
         return write_training_report(folder)
     if kind not in ("row", "rows", "sweep", "trainings"):
@@ -35,10 +35,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
         return write_demo_report(folder)
     from mmqa_jax.evaluation.tables import show
-    from mmqa_jax.runs.row_report import report_row
-    from mmqa_jax.runs.rows_report import report_rows
-    from mmqa_jax.runs.sweep import report_sweep
-    from mmqa_jax.runs.training_sweep import report_trainings
+    from mmqa_jax.runs.reports.row import report_row, report_rows
+    from mmqa_jax.runs.sweep import report_sweep, report_trainings
 
     if kind == "trainings":
         path, *tables = report_trainings(folder)

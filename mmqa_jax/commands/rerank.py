@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.papers import webqa
     from mmqa_jax.retrieval.rankings import check_rankings_out, read_rankings, write_rankings
     from mmqa_jax.runs import identity
-    from mmqa_jax.runs.opened_parts import OpenedParts
+    from mmqa_jax.runs.part import OpenedParts
     from mmqa_jax.runs.parts import RerankerSpec, RetrieverSpec
     from mmqa_jax.runs.stages import Stage, answering
 

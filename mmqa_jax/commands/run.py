@@ -11,7 +11,7 @@ from mmqa_jax.commands import flags
 from mmqa_jax.core.paths import as_path
 
 if TYPE_CHECKING:
-    from mmqa_jax.runs.results import RowRun
+    from mmqa_jax.runs.run import RowRun
 
 SUMMARY = "run one row of a paper's table end to end; continues where it was interrupted."
 EXAMPLE = "mmqa run --config=configs/webqa/tables.py:clip20_vlp --workdir=runs/tables/clip20_vlp"
@@ -73,7 +73,7 @@ def show_results(result: RowRun, folder: Path) -> dict[str, Any]:
     """Prints what a row's run came to; returns scores.json."""
     from mmqa_jax.evaluation.chain import losses_tables
     from mmqa_jax.evaluation.tables import show
-    from mmqa_jax.runs.row_report import row_title
+    from mmqa_jax.runs.reports.row import row_title
     from mmqa_jax.runs.traces import counts_table
 
     for note in result.scores["notes"]:

@@ -119,8 +119,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.core.files import check_out
     from mmqa_jax.data.corpus import open_corpus
     from mmqa_jax.data.splits import split_questions
-    from mmqa_jax.evaluation.articles import know_articles, score_articles
-    from mmqa_jax.evaluation.retrieval import score_retrieval, show_retrieval
+    from mmqa_jax.evaluation.retrieval import (
+        know_articles,
+        score_articles,
+        score_retrieval,
+        show_retrieval,
+    )
     from mmqa_jax.evaluation.tables import answer_table, show
     from mmqa_jax.extensions.fusion_tuning import check_gold, tune_fusion
     from mmqa_jax.papers import webqa
@@ -133,7 +137,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     from mmqa_jax.retrieval.trec import check_qrels, write_qrels
     from mmqa_jax.runs import identity
-    from mmqa_jax.runs.opened_parts import OpenedParts
+    from mmqa_jax.runs.part import OpenedParts
     from mmqa_jax.runs.parts import RetrieverSpec, open_fusions, open_predictor
     from mmqa_jax.runs.stages import Stage, answering
 

@@ -23,7 +23,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Prints what is known of a training run, or a line per shard of a job and one for all."""
-    from mmqa_jax.runs.training_status import is_training, status_lines, training_status
+    from mmqa_jax.runs.status import is_training, status_lines, training_status
 
     path = as_path(arguments.path)
     check_store(path)
@@ -67,11 +67,11 @@ def _of_workdir(path: Path) -> dict[str, Any] | None:
     """Prints how far a demo, a finished row or a folder of rows is; None: it is none of these."""
     if in_store(path):  # where none of these lies
         return None
-    from mmqa_jax.runs.workdirs import kind_of
+    from mmqa_jax.runs.status import kind_of
 
     kind = kind_of(path)
     if kind == "trainings":
-        from mmqa_jax.runs.training_status import sweep_lines, sweep_status
+        from mmqa_jax.runs.status import sweep_lines, sweep_status
 
         sweep = sweep_status(path)
         print("\n".join(sweep_lines(sweep)))

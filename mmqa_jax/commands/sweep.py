@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def _sweep_trainings(arguments: argparse.Namespace, axes: Sequence[Axis]) -> dict[str, Any]:
     """Trains all combinations and prints their table."""
     from mmqa_jax.evaluation.tables import show
-    from mmqa_jax.runs.training_sweep import read_trainings, run_trainings, trainings_table
+    from mmqa_jax.runs.sweep import read_trainings, run_trainings, trainings_table
 
     of_rows = {"split": None, "limit": None, "chunk": _CHUNK}
     for flag, default in of_rows.items():

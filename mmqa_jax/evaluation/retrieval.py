@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mmqa_jax.core.errors import UserError, check_several
+from mmqa_jax.data.articles import Articles, answering_articles
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.schema import Question, Ranking
+from mmqa_jax.data.schema import Prediction, Question, Ranking
+from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.scores import Scores
 from mmqa_jax.evaluation.tables import Table, show
 from mmqa_jax.evaluation.webqa import source_f1
 from mmqa_jax.retrieval.modality import MODALITIES, gold_modality
+from mmqa_jax.retrieval.rankings import holds_rankings, read_rankings
+from mmqa_jax.retrieval.trec import is_run
 
 # The nine values of WebQA's CLIP retrieval (vlp/CLIP_retrieval_experiments), and 1 and 5.
 KS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
@@ -222,3 +228,97 @@ def _scores(
         "recall": {name: value for name, value in scored.scores.items() if "recall@" in name},
         "source_f1_top_2": float(np.mean(f1)),
     }
+
+
+# Rankings as predictions: what benchmarks of retrieval score, whichever file they come from.
+
+
+FORMATS = (
+    "rankings of `mmqa search`, a run of TREC (.trec), UniIR's (_run.txt), predictions.jsonl of "
+    "`mmqa run`, or a folder or pattern (*) of them"
+)
+
+
+def has_positives(question: Question) -> bool:
+    """Whether it is known what is relevant for a question."""
+    return bool(question.positives)
+
+
+def read_found(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
+    """Reads each question's sources, best first, from all files of a folder or pattern."""
+    found: dict[str, tuple[Path, Prediction]] = {}
+    for file in _files(path):
+        if holds_rankings(file):
+            given = [
+                Prediction(x.question_id, "", x.sources, x.scores) for x in read_rankings(file)
+            ]
+        else:
+            given = read_answers(file, question_ids={question.id for question in questions})
+        for one in given:
+            other, _ = found.setdefault(one.question_id, (file, one))
+            if other != file:
+                raise UserError(
+                    f"{file}: ranks question {one.question_id!r}, as {other} does; name the files "
+                    "of one system and one pool."
+                )
+    return [one for _, one in found.values()]
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        files = [one for one in sorted(path.iterdir()) if is_run(one) or one.suffix == ".jsonl"]
+    elif "*" in str(path):
+        files = [Path(name) for name in sorted(glob.glob(str(path)))]
+    else:
+        return [path]
+    if not files:
+        raise UserError(f"{path}: no file of rankings is there; give {FORMATS}.")
+    return files
+
+
+# Retrieval of entities: whether the right article is among the first k.
+#
+# A ranking of passages or pictures counts by the articles that they are of, each at the rank of
+# its first source, as EchoSight counts them (Go2Heart/EchoSight, test/test_reranker.py).
+
+
+ARTICLE_KS = (1, 5, 10, 20, 50)
+# Key of Prediction.trace: the articles that a system found -> the best source of each, best first.
+ARTICLES = "articles"
+PREFIX = "article_"  # before the names of score_rankings: article_recall@1, article_mrr
+
+
+def know_articles(questions: Sequence[Question]) -> bool:
+    """Whether the articles that answer any of the questions are known."""
+    return any(map(answering_articles, questions))
+
+
+def score_articles(
+    articles: Articles, questions: Sequence[Question], rankings: Sequence[Ranking]
+) -> Scores:
+    """article_recall@k and article_mrr; of a question with two articles recall is the part found.
+
+    Args:
+      rankings: of sources, one for each question; k goes up to the longest.
+    """
+    deepest = max([1, *(len(ranking.sources) for ranking in rankings)])
+    gold = [set(answering_articles(question)) for question in questions]
+    scored = score_rankings(
+        gold,
+        [
+            articles.ranked(ranking, wanted).sources
+            for ranking, wanted in zip(rankings, gold, strict=True)
+        ],
+        [k for k in ARTICLE_KS if k <= deepest],
+    )
+    kept = [questions[row] for row in scored.rows]
+    return Scores(
+        tuple(question.id for question in kept),
+        tuple(question.category for question in kept),
+        {
+            PREFIX + name: values
+            for name, values in scored.per_question.items()
+            if name.startswith(("recall", "mrr"))
+        },
+        unscored=scored.excluded,
+    )

@@ -12,6 +12,8 @@ A score is named by its benchmark and its rule.
 
 from __future__ import annotations
 
+import re
+import string
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -19,17 +21,14 @@ import numpy as np
 from mmqa_jax.core.errors import check_several
 from mmqa_jax.data.answer_text import (
     normalize_answer,
+    official_of_weight,
     process_punctuation,
     strip_whitespace,
 )
 from mmqa_jax.data.datasets.benchmark import DIFFICULT, SOFT_LABELS
 from mmqa_jax.data.datasets.webqa import has_keywords
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.scores import (
-    Scores,
-    scores_of,
-)
-from mmqa_jax.evaluation.squad import normalize_squad
+from mmqa_jax.evaluation.scores import Scores, scores_of
 from mmqa_jax.evaluation.webqa import keyword_accuracy
 
 
@@ -156,3 +155,66 @@ def answer_scores(
         for name, score in scorers.items()
     }
     return scores_of(questions, scored, given, per_question, groups)
+
+
+# Exact match as SQuAD and open-domain question answering count it.
+
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalize_squad(text: str) -> str:
+    """Lower case, without ASCII punctuation and articles, single spaces (SQuAD's evaluate-v1.1)."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def squad_exact_match(answer: str, references: Sequence[str]) -> float:
+    """1.0 if an answer equals any of the references once normalized (FiD's `ems`).
+
+    Word boundaries are Python's, as in SQuAD's script. FiD's are those of the package regex, where
+    `a` before a combining accent is no article.
+    """
+    return float(normalize_squad(answer) in map(normalize_squad, references))
+
+
+# How good a VQA model's answer candidates are.
+
+
+RECALL_AT = (1, 3, 5, 10)
+
+
+def score_candidates(
+    questions: Sequence[Question], candidates: Mapping[str, Sequence[tuple[str, float]]]
+) -> dict[str, float]:
+    """Scores over the questions; one without candidates counts 0.
+
+        accuracy     VQA accuracy of the first candidate: official, from annotators' answers, or
+                     from soft labels where those stand for them; WebQA's without lemmas, from
+                     keywords
+        recall@k     share of questions with an answer of any annotator among the first k
+        oracle@k     accuracy of the best of the first k
+
+    Args:
+      questions: with answers.
+      candidates: question_id -> (answer, confidence), best first.
+    """
+    worth = np.zeros((len(questions), max(RECALL_AT)))
+    for row, question in enumerate(questions):
+        for column, (answer, _) in enumerate(candidates.get(question.id, ())[: max(RECALL_AT)]):
+            worth[row, column] = _accuracy(answer, question)
+    scores = {"accuracy": float(worth[:, 0].mean())}
+    for k in RECALL_AT:
+        best = worth[:, :k].max(axis=1)
+        scores[f"recall@{k}"] = float((best > 0).mean())
+        scores[f"oracle@{k}"] = float(best.mean())
+    return scores
+
+
+def _accuracy(answer: str, question: Question) -> float:
+    if has_keywords(question):
+        return keyword_accuracy(answer, question)
+    labels = question.extra.get(SOFT_LABELS)
+    if labels is None:
+        return official_accuracy(answer, question.answers)
+    return official_of_weight(soft_label_accuracy(answer, labels))

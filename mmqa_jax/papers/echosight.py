@@ -22,7 +22,7 @@ from mmqa_jax.data.articles import SECTION, Articles, answering_articles
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking, Source
 from mmqa_jax.decoding.requests import TooLong, Unanswerable
-from mmqa_jax.evaluation.articles import ARTICLES, know_articles
+from mmqa_jax.evaluation.retrieval import ARTICLES, know_articles
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.papers.webqa import Reranker
 from mmqa_jax.prompting.backends import Backend, Chat, Decoding, Message

@@ -31,19 +31,19 @@ from mmqa_jax.data.atlas.strangers import strangers
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.data.splits import evenly
-from mmqa_jax.evaluation.cards import (
+from mmqa_jax.evaluation.prediction_lines import read_answers
+from mmqa_jax.evaluation.report import (
     Card,
     CardAnswer,
+    ReportData,
     SourcesOfCards,
     best_first,
     cites_picture,
     evenly_by_category,
+    write_report,
 )
-from mmqa_jax.evaluation.prediction_lines import read_answers
-from mmqa_jax.evaluation.refusals import tune_refusal
-from mmqa_jax.evaluation.report import ReportData, write_report
 from mmqa_jax.evaluation.significance import Interval, bootstrap_interval
-from mmqa_jax.evaluation.source_selection import SELECTIONS, tune_threshold
+from mmqa_jax.evaluation.source_selection import SELECTIONS, tune_refusal, tune_threshold
 from mmqa_jax.evaluation.tables import Cell, Table, retrieval_table, to_rich
 from mmqa_jax.evaluation.webqa import (
     Normalizer,
@@ -56,15 +56,15 @@ from mmqa_jax.extensions.fusion_tuning import tune_fusion
 from mmqa_jax.retrieval.fusion import DEPTH
 from mmqa_jax.retrieval.rankings import nearest_similarities, read_rankings
 from mmqa_jax.runs.indexing import embed, index
-from mmqa_jax.runs.opened_parts import OpenedParts
+from mmqa_jax.runs.part import OpenedParts
 from mmqa_jax.runs.parts import RetrieverSpec, open_dense, open_fusions, with_similarity
 from mmqa_jax.runs.prepare import prepare_atlas
+from mmqa_jax.runs.reports.row import run_facts, verdict_note
+from mmqa_jax.runs.reports.training import run_curves
 from mmqa_jax.runs.row import Row, read_row
-from mmqa_jax.runs.row_report import run_facts, verdict_note
 from mmqa_jax.runs.run import run_row
 from mmqa_jax.runs.status import seconds_left
 from mmqa_jax.runs.traces import reference_rows
-from mmqa_jax.runs.training_report import run_curves
 from mmqa_jax.tasks.registry import check_config, known_tasks
 from mmqa_jax.tasks.rerank import load_reranker
 from mmqa_jax.tasks.run import run_training

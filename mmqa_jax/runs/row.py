@@ -56,7 +56,7 @@ from mmqa_jax.papers import (
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.runs import identity
-from mmqa_jax.runs.opened_parts import OpenedParts, Part
+from mmqa_jax.runs.part import OpenedParts, Part
 from mmqa_jax.runs.parts import (
     LLM_FREE,
     LLMS,

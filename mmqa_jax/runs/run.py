@@ -8,23 +8,45 @@ finished, journals/ the finished batches of the others.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
+from mmqa_jax.benchmarks import NAMES
+from mmqa_jax.benchmarks.benchmark import open_benchmark, scorer_of
 from mmqa_jax.core.chunks import PARTS, Engine
 from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.files import write_json, write_jsonl
 from mmqa_jax.core.host import cache_dir
 from mmqa_jax.core.local_copies import with_local_copies
 from mmqa_jax.core.paths import in_store, key_of
 from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.core.workdir import claim_workdir, read_config
-from mmqa_jax.runs.opened_parts import OpenedParts
-from mmqa_jax.runs.results import RowRun, write_results
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Prediction, Question, Ranking, prediction_row
+from mmqa_jax.evaluation.chain import losses_by_stage
+from mmqa_jax.evaluation.retrieval import (
+    ARTICLES,
+    know_articles,
+    score_articles,
+    score_modality,
+    score_rankings,
+)
+from mmqa_jax.evaluation.scores import Scores, count_empty
+from mmqa_jax.evaluation.scoring import Evaluation, notes_of_counts, score_cited, score_predictions
+from mmqa_jax.retrieval.rankings import write_rankings
+from mmqa_jax.runs.part import OpenedParts
+from mmqa_jax.runs.parts import RetrieverSpec
+from mmqa_jax.runs.reports.agents import agent_summary
+from mmqa_jax.runs.reports.row import verdict_scorer, write_row_report
 from mmqa_jax.runs.row import FREE, Row, read_row
 from mmqa_jax.runs.stages import Answered, answering
+from mmqa_jax.runs.traces import llm_cost, trace_counts, trace_rows
 
 CHUNK = 512  # questions
 
@@ -121,3 +143,238 @@ def _journals(folder: Path, shard: Shard, *, worker: bool) -> Path:
     if worker:
         journals /= f"worker-{socket.gethostname()}-{os.getpid()}"
     return journals
+
+
+# The results of a row: scores and the files of its workdir, report.html among them.
+
+
+@dataclasses.dataclass(frozen=True)
+class RowRun:
+    """The results of one row.
+
+    Attributes:
+      rankings: `candidates` of the retriever and `relevance` of the reranker, if the row has them.
+      scores: the content of scores.json.
+    """
+
+    questions: Sequence[Question]
+    corpus: Corpus
+    rankings: Mapping[str, Sequence[Ranking]]
+    predictions: Sequence[Prediction]
+    evaluation: Evaluation
+    scores: Mapping[str, Any]
+
+
+def write_results(
+    folder: Path,
+    row: Row,
+    corpus: Corpus,
+    questions: Sequence[Question],
+    answered: Answered,
+    limit: int | None,
+) -> RowRun:
+    """Scores a row's answers to the questions, and writes all that it writes to its workdir."""
+    predictions, rankings = answered.predictions, answered.rankings
+    benchmark = open_benchmark(row.dataset) if row.dataset in NAMES else None
+    if benchmark is not None and benchmark.write_submission and _is_hidden(row, questions):
+        benchmark.write_submission(questions, predictions, folder / benchmark.submission)
+    evaluation = _evaluate(row, corpus, questions, predictions, rankings)
+    evaluation.notes += row.answering.notes(questions, row.options)
+    if row.answers:
+        evaluation.notes += notes_of_counts(evaluation, predictions)
+    if answered.unscored:
+        evaluation.notes.append(
+            f"pairs of question and source without a score, which count as 0: {answered.unscored:,}"
+        )
+    scores = _scores(row, questions, predictions, evaluation, limit, answered.llm)
+    scores["materials"] = list(map(dataclasses.asdict, row.materials(corpus)))
+    found = rankings.get("candidates") or rankings.get("relevance")
+    if row.answers and found:
+        scores |= _lost(row, questions, predictions, evaluation, found)
+    if answered.engine is not None:
+        scores["engine"] = answered.engine
+    if answered.serving:
+        scores["serving"] = answered.serving
+    row_run = RowRun(questions, corpus, rankings, predictions, evaluation, scores)
+    _write(folder, row_run, answered.seconds, limit)
+    return row_run
+
+
+def _is_hidden(row: Row, questions: Sequence[Question]) -> bool:
+    """Whether none of a benchmark's questions has a published answer."""
+    return not any(map(open_benchmark(row.dataset).has_reference, questions))
+
+
+def _evaluate(
+    row: Row,
+    corpus: Corpus,
+    questions: Sequence[Question],
+    predictions: Sequence[Prediction],
+    rankings: Mapping[str, Sequence[Ranking]],
+) -> Evaluation:
+    if row.dataset in NAMES:
+        benchmark = open_benchmark(row.dataset)
+        if _is_hidden(row, questions):
+            note = "the answers of this split are not published"
+            if benchmark.write_submission is not None:
+                note = (
+                    f"{note}: nothing is scored; {benchmark.submission} is the leaderboard's file"
+                )
+            return Evaluation(notes=[note])
+        evaluation = Evaluation(has_modalities=False)
+        if row.answers or benchmark.ranks:
+            score = scorer_of(row.dataset, row.scoring.bem, "config key scoring.bem")
+            evaluation = score(questions, predictions)
+        score_cited(
+            evaluation,
+            questions,
+            predictions,
+            sources=row.finds_sources and not benchmark.ranks,
+            citations=row.answers and row.reads_its_corpus,
+        )
+    else:
+        hidden = not any(q.answers or q.positives or q.keywords for q in questions)
+        if hidden:  # WebQA's test split
+            return Evaluation(notes=["gold answers and sources of this split are not published"])
+        evaluation = score_predictions(
+            row.dataset,
+            questions,
+            predictions,
+            lemmatizer=row.scoring.lemmatizer or None,
+            bart=Path(row.scoring.bart) if row.scoring.bart else None,
+            sources=row.finds_sources,
+            answers=row.answers,
+            citations=row.reads_its_corpus,
+        )
+        if row.answers and row.dataset == "webqa" and not row.scoring.bart:
+            evaluation.notes.append("no fluency (webqa_fl): scoring.bart names no weights")
+    retriever = row.parts.get("retriever")
+    if isinstance(retriever, RetrieverSpec) and retriever.modality == "classified":
+        modality = score_modality(questions, corpus, rankings["candidates"])
+        evaluation.scored += [modality] if modality.n else []
+    ranked = rankings.get("relevance") or rankings.get("candidates")
+    if ranked and any(question.positives for question in questions):
+        retrieval = score_rankings(
+            [set(question.positives) for question in questions], [r.sources for r in ranked]
+        )
+        kept = [questions[number] for number in retrieval.rows]
+        metrics = retrieval.per_question.items()
+        evaluation.retrieval = Scores(
+            tuple(question.id for question in kept),
+            tuple(question.category for question in kept),
+            {name: x for name, x in metrics if name.startswith(("recall", "mrr"))},
+            unscored=retrieval.excluded,
+        )
+    if row.finds_sources and know_articles(questions):
+        found = _rankings_of_articles(row, predictions, ranked)
+        if found is not None:
+            evaluation.retrieval = score_articles(corpus.articles, questions, found)
+    return evaluation
+
+
+def _rankings_of_articles(
+    row: Row, predictions: Sequence[Prediction], ranked: Sequence[Ranking] | None
+) -> Sequence[Ranking] | None:
+    """What tells which articles a row found: its own order of them, its sources, its parts'."""
+    if any(ARTICLES in prediction.trace for prediction in predictions):
+        return [
+            Ranking(one.question_id, names, (0.0,) * len(names))
+            for one in predictions
+            for names in (tuple(one.trace.get(ARTICLES, {}).values()),)
+        ]
+    if row.answers:
+        return ranked
+    return [Ranking(one.question_id, one.sources, one.source_scores) for one in predictions]
+
+
+def _scores(
+    row: Row,
+    questions: Sequence[Question],
+    predictions: Sequence[Prediction],
+    evaluation: Evaluation,
+    limit: int | None,
+    llm: Mapping[str, int],
+) -> dict[str, Any]:
+    prompted = any(prediction.trace for prediction in predictions)
+    shots = row.options.get("shots", 0)
+    # A corpus of one's own need not have pictures or captions.
+    with_pictures = questions if row.dataset in NAMES else ()
+    return {
+        "dataset": row.dataset,
+        "row": row.row,
+        "setting": row.setting,
+        "split": row.data.split,
+        "limit": limit,
+        "sample": row.data.questions,
+        "questions": len(questions),
+        **evaluation.summary(),
+        "intervals": evaluation.intervals(),
+        "notes": evaluation.notes,
+        "empty": count_empty(predictions),
+        **({"prompts": trace_counts(with_pictures, predictions, shots)} if prompted else {}),
+        **({"llm": llm_cost(llm, len(questions))} if llm else {}),
+        **agent_summary(predictions),
+    }
+
+
+def _lost(
+    row: Row,
+    questions: Sequence[Question],
+    predictions: Sequence[Prediction],
+    evaluation: Evaluation,
+    candidates: Sequence[Ranking],
+) -> dict[str, Any]:
+    """The key `lost`, what each stage of a chain loses; {} without gold sources or scores."""
+    scorer = verdict_scorer(row.dataset, evaluation, predictions)
+    right = {
+        question_id: scores[scorer]
+        for question_id, scores in evaluation.per_question().items()
+        if scorer in scores
+    }
+    losses = losses_by_stage(questions, candidates, predictions, right)
+    return {"lost": {"scorer": scorer, "stages": losses}} if losses else {}
+
+
+def _seconds(spent: float) -> dict[str, float]:
+    """The key of per_question.jsonl; left out where no part tells its questions' time.
+
+    A language model answers many questions at once, or finds their answers in its cache.
+    """
+    return {"seconds": round(spent, 6)} if spent else {}
+
+
+def _write(folder: Path, run: RowRun, seconds: Mapping[str, float], limit: int | None) -> None:
+    limited = {} if limit is None else {"limit": limit}
+    for name, rankings in run.rankings.items():
+        write_rankings(folder / "retrieval" / f"{name}.jsonl", rankings)
+    write_jsonl(
+        folder / "predictions.jsonl",
+        ({**prediction_row(prediction), **limited} for prediction in run.predictions),
+    )
+    scores = run.evaluation.per_question()
+    if any(prediction.trace for prediction in run.predictions):
+        write_jsonl(folder / "trace.jsonl", trace_rows(run.questions, run.predictions, scores))
+    write_jsonl(
+        folder / "per_question.jsonl",
+        (
+            {
+                "question_id": prediction.question_id,
+                "scores": scores.get(prediction.question_id, {}),
+                "answer": prediction.answer,
+                "sources": prediction.sources,
+                **_seconds(seconds.get(prediction.question_id, 0.0)),
+                **limited,
+            }
+            for prediction in run.predictions
+        ),
+    )
+    write_json(folder / "scores.json", run.scores)
+    write_row_report(
+        folder,
+        run.scores,
+        run.evaluation,
+        run.corpus,
+        run.questions,
+        run.predictions,
+        run.rankings,
+    )

@@ -14,7 +14,7 @@ from mmqa_jax.core.chunks import Part as ChunkPart
 from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.data.schema import Prediction, Question, Ranking, prediction_of
 from mmqa_jax.retrieval.rankings import ranking_of, ranking_row
-from mmqa_jax.runs.opened_parts import OpenedParts, Part
+from mmqa_jax.runs.part import OpenedParts, Part
 from mmqa_jax.runs.parts import LLMS, PARTS
 
 # The parts of a row that rank sources -> the file of retrieval/ that their rankings go to.

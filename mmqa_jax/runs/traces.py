@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.cards import TraceNode
+from mmqa_jax.evaluation.report import TraceNode
 from mmqa_jax.evaluation.tables import Table
 from mmqa_jax.prompting.few_shot import lacks_caption
 from mmqa_jax.prompting.llm_reader import READER
-from mmqa_jax.runs.agent_report import agent_tree
+from mmqa_jax.runs.reports.agents import agent_tree
 from mmqa_jax.tasks.library import has_picture
 
 # Counts of `trace_counts` -> what is shown of those above 0.

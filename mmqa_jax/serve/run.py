@@ -26,10 +26,10 @@ from mmqa_jax.prompting.llm_reader import LLMReaderOptions
 from mmqa_jax.runs.ask import Answerer
 from mmqa_jax.runs.ask_corpus import AskedCorpus
 from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, open_folder
-from mmqa_jax.runs.opened_parts import OpenedParts
+from mmqa_jax.runs.part import OpenedParts
 from mmqa_jax.runs.prepare import folder_notes
 from mmqa_jax.runs.row import recorded_row
-from mmqa_jax.runs.workdirs import finished_rows, kind_of
+from mmqa_jax.runs.status import finished_rows, kind_of
 from mmqa_jax.serve.app import make_app
 from mmqa_jax.serve.options import LOOPBACK, ServeOptions
 from mmqa_jax.serve.parts import Parts

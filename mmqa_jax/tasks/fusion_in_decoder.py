@@ -28,7 +28,7 @@ from mmqa_jax.data.passage_texts import question_texts, source_passage
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.data.truncation import cut_before_end
 from mmqa_jax.decoding.t5_generate import beam_search
-from mmqa_jax.evaluation.squad import squad_exact_match
+from mmqa_jax.evaluation.vqa import squad_exact_match
 from mmqa_jax.inference.fusion_reader import FusionReader
 from mmqa_jax.models.t5.config import T5Config
 from mmqa_jax.models.t5.inputs import Passages

@@ -30,8 +30,7 @@ from mmqa_jax.data.question_words import QuestionWords, read_glove
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.splits import trains_on
 from mmqa_jax.data.vqa_inputs import CaptionInputs, GridInputs, PatchInputs, RegionInputs, VQAInputs
-from mmqa_jax.evaluation.candidates import score_candidates
-from mmqa_jax.evaluation.vqa import has_answers
+from mmqa_jax.evaluation.vqa import has_answers, score_candidates
 from mmqa_jax.inference.vqa_model import VQAModel, make_answer_scores
 from mmqa_jax.models.bert.network import minilm_l6
 from mmqa_jax.models.presets import GridModel, VQAModelSection, vqa_model
@@ -122,7 +121,7 @@ class ValidateVQA:
     Attributes:
       split: the questions', of those with answers.
       questions: how many, evenly over the split; 0: all.
-      metric: decides on the best step (evaluation.candidates).
+      metric: decides on the best step (evaluation.vqa).
     """
 
     split: str

@@ -19,7 +19,7 @@ import numpy as np
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.host import device_name
 from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.evaluation.refusals import refused_share, tune_refusal
+from mmqa_jax.evaluation.source_selection import refused_share, tune_refusal
 from mmqa_jax.runs.ask_folder import MINILM, open_passages
 from tests.bench import Options
 

@@ -22,7 +22,7 @@ from mmqa_jax.evaluation.fluency import (
     load_bart_tokenizer,
     score_fluency,
 )
-from mmqa_jax.evaluation.webqa_formats import COLUMNS, read_output_tsv
+from mmqa_jax.evaluation.webqa import COLUMNS, read_output_tsv
 from mmqa_jax.weights.published import load_published
 
 POSITIONS = 40

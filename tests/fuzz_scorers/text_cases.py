@@ -25,7 +25,7 @@ from mmqa_jax.benchmarks.multimodalqa import (
     score_multimodalqa,
 )
 from mmqa_jax.data.schema import Question
-from mmqa_jax.evaluation.squad import squad_exact_match
+from mmqa_jax.evaluation.vqa import squad_exact_match
 from tests.fuzz_scorers import traps
 from tests.fuzz_scorers.case import Case, Known, Score
 from tests.fuzz_scorers.files import written

@@ -8,11 +8,10 @@ from report_pages import card_data
 from test_mavl import by_tools
 
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.evaluation.cards import Card, CardAnswer, TraceNode
-from mmqa_jax.evaluation.report import ReportData, render_report
+from mmqa_jax.evaluation.report import Card, CardAnswer, ReportData, TraceNode, render_report
 from mmqa_jax.papers.mavl import answer_mavl
-from mmqa_jax.runs.agent_report import agent_summary, agent_tables, agent_tree
-from mmqa_jax.runs.row_report import row_cards
+from mmqa_jax.runs.reports.agents import agent_summary, agent_tables, agent_tree
+from mmqa_jax.runs.reports.row import row_cards
 from mmqa_jax.runs.traces import trace_counts
 
 

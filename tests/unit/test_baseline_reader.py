@@ -25,7 +25,7 @@ from mmqa_jax.data.packing import Example, Packer, SourceTokens, clean
 from mmqa_jax.data.schema import Question, Ranking, Source
 from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import minilm_tokenizer
-from mmqa_jax.evaluation.webqa_formats import read_output_tsv, read_prediction_json
+from mmqa_jax.evaluation.webqa import read_output_tsv, read_prediction_json
 from mmqa_jax.inference import reader as reader_module
 from mmqa_jax.inference import reranker as reranker_module
 from mmqa_jax.inference.batches import vlp_inputs

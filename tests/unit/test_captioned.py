@@ -14,7 +14,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.papers import mavl, pica, prophet
 from mmqa_jax.prompting.examples.captions import Captions
 from mmqa_jax.prompting.examples.library import ExampleLibrary
-from mmqa_jax.runs.row_report import row_cards
+from mmqa_jax.runs.reports.row import row_cards
 from mmqa_jax.runs.traces import counts_table, trace_counts
 
 CAPTIONS = Captions({"q0": "a file's scene", "q1": "another", "e0": "a file's view"})

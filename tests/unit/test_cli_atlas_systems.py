@@ -14,7 +14,7 @@ from mmqa_jax.data.picture_store import PictureStore
 from mmqa_jax.data.question_pictures import with_gold_sources
 from mmqa_jax.prompting.examples.heuristics import load_candidates
 from mmqa_jax.prompting.examples.library import Embedders, ExampleLibrary
-from mmqa_jax.runs.opened_parts import OpenedParts
+from mmqa_jax.runs.part import OpenedParts
 from mmqa_jax.runs.parts import HeuristicsSpec, KnowledgeSpec, open_knowledge
 from mmqa_jax.runs.row import find_setting
 from mmqa_jax.tasks.library import LibrarySpec, open_library

@@ -10,7 +10,7 @@ from cli_runs import TEST, done, mmqa, rows_of, write_rows
 from shared_data import IMAGE_TSV, require
 
 from mmqa_jax.evaluation import webqa
-from mmqa_jax.evaluation.webqa_formats import COLUMNS, read_output_tsv
+from mmqa_jax.evaluation.webqa import COLUMNS, read_output_tsv
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

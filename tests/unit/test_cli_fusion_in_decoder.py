@@ -18,9 +18,9 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.kat_knowledge import KATKnowledge
 from mmqa_jax.data.passage_texts import question_texts
 from mmqa_jax.data.schema import Question
-from mmqa_jax.evaluation.squad import squad_exact_match
+from mmqa_jax.evaluation.vqa import squad_exact_match
 from mmqa_jax.papers.kat import answer_kat
-from mmqa_jax.runs.opened_parts import Resumable
+from mmqa_jax.runs.part import Resumable
 from mmqa_jax.tasks.registry import open_published_reader, open_reader
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]

@@ -41,7 +41,7 @@ from mmqa_jax.data.question_words import read_glove, read_words
 from mmqa_jax.data.regions import RegionError, VinVLFeatures, VinVLRows, X101Features, read_sizes
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.table_files import write_spreadsheet
-from mmqa_jax.evaluation import webqa_formats
+from mmqa_jax.evaluation import webqa as webqa_scores
 from mmqa_jax.evaluation.compare import compare_runs, compare_tables, read_run
 from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.report import read_curves
@@ -401,10 +401,10 @@ READERS = {
         one("p.jsonl", lines({"question_id": "7", "losses": [1, 2, 0.5]})),
         lambda f: read_seed_bench_predictions(f / "p.jsonl", ASKED),
     ),
-    "webqa_tsv": (one("p.tsv", OUTPUT_TSV), lambda f: webqa_formats.read_output_tsv(f / "p.tsv")),
+    "webqa_tsv": (one("p.tsv", OUTPUT_TSV), lambda f: webqa_scores.read_output_tsv(f / "p.tsv")),
     "webqa_json": (
         one("p.json", END_TO_END),
-        lambda f: webqa_formats.read_prediction_json(f / "p.json"),
+        lambda f: webqa_scores.read_prediction_json(f / "p.json"),
     ),
     "rankings": (
         one("r.jsonl", lines({"question_id": "7", "sources": ["s", "t"], "scores": [2, 1.5]})),

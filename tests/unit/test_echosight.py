@@ -15,7 +15,7 @@ from fake_llm import FakeLLM
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking, Source
-from mmqa_jax.evaluation.articles import score_articles
+from mmqa_jax.evaluation.retrieval import score_articles
 from mmqa_jax.papers import echosight
 from mmqa_jax.retrieval.rankings import rescored
 

@@ -19,7 +19,7 @@ from mmqa_jax.data.images import BrokenPictures, PictureError, decode_to_pixels
 from mmqa_jax.models.clip.network import normalize_pixels
 from mmqa_jax.models.modified_resnet.network import ModifiedResNet, ModifiedResNetConfig
 from mmqa_jax.models.presets import GridModel
-from mmqa_jax.runs.grid_features import embed_grids
+from mmqa_jax.runs.indexing import embed_grids
 from mmqa_jax.tasks.vqa import PictureFeaturesSection
 from mmqa_jax.weights.folder import save_trained
 from tests.drawn_weights import drawn

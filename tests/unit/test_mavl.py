@@ -26,7 +26,7 @@ from mmqa_jax.data.splits import fold_of
 from mmqa_jax.extensions.mavl_votes import revote, vote_on_draws
 from mmqa_jax.papers.mavl import answer_mavl
 from mmqa_jax.prompting.backends.cache import Cached, ResponseCache
-from mmqa_jax.runs.agent_report import agent_summary, agent_tree
+from mmqa_jax.runs.reports.agents import agent_summary, agent_tree
 
 # What the manager's prompt for q0 must be, with the nearest example (figures 1b and 9).
 MANAGERS = """Please answer the question according to the context, candidate answers, KBs_knowledge and LLM_knowledge.

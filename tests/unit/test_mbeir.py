@@ -19,7 +19,7 @@ from mmqa_jax.core.config import config_beside
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.schema import Prediction, Question, Source
-from mmqa_jax.evaluation.found_sources import read_found
+from mmqa_jax.evaluation.retrieval import read_found
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

@@ -29,7 +29,7 @@ from mmqa_jax.retrieval.rankings import (
     to_rankings,
 )
 from mmqa_jax.retrieval.vectors import not_finite
-from mmqa_jax.runs.opened_parts import Resumable, Seconds
+from mmqa_jax.runs.part import Resumable, Seconds
 
 NOT_FINITE = [math.nan, math.inf, -math.inf, 1e30]  # of 1e30 the square is infinite
 kinds = [kind for kind in KINDS if kind not in ("auto", "scann") or scann_available()]

@@ -13,8 +13,8 @@ from tiny_llm import flag
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.data.schema import Question
 from mmqa_jax.prompting.examples.captions import open_captions
-from mmqa_jax.runs import question_captions
-from mmqa_jax.runs.question_captions import caption_questions
+from mmqa_jax.runs import captioning
+from mmqa_jax.runs.captioning import caption_questions
 
 QUESTIONS = [
     Question(f"q{n}", split, f"what is {n}?", image)
@@ -31,8 +31,8 @@ def corpus(monkeypatch):
         questions=lambda split: [q for q in QUESTIONS if split in (None, q.split)],
         question_picture=lambda q: None if q.image == "broken.png" else flag().data,
     )
-    monkeypatch.setattr(question_captions, "open_corpus", lambda data: made)
-    monkeypatch.setattr(question_captions, "_AT_ONCE", 2)
+    monkeypatch.setattr(captioning, "open_corpus", lambda data: made)
+    monkeypatch.setattr(captioning, "_AT_ONCE", 2)
 
 
 def test_each_picture_is_described_for_its_question(tmp_path, capsys):

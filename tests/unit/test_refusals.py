@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.evaluation.refusals import refused_share, tune_refusal
+from mmqa_jax.evaluation.source_selection import refused_share, tune_refusal
 
 
 def test_the_threshold_lies_between_both_kinds():

@@ -14,15 +14,19 @@ from report_pages import card_data, cards_of
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Material
 from mmqa_jax.evaluation import tables
-from mmqa_jax.evaluation.cards import (
+from mmqa_jax.evaluation.report import (
+    Bar,
     Card,
     CardAnswer,
     CardFilter,
     CardSource,
+    ReportData,
     best_first,
     passes,
+    read_curves,
+    render_report,
+    write_report,
 )
-from mmqa_jax.evaluation.report import Bar, ReportData, read_curves, render_report, write_report
 from mmqa_jax.evaluation.scores import Scores
 from mmqa_jax.evaluation.significance import Interval
 

@@ -18,8 +18,14 @@ from typing import Any, NamedTuple
 import pytest
 from PIL import Image
 
-from mmqa_jax.evaluation.cards import Card, CardAnswer, CardFilter, CardSource
-from mmqa_jax.evaluation.report import ReportData, render_report
+from mmqa_jax.evaluation.report import (
+    Card,
+    CardAnswer,
+    CardFilter,
+    CardSource,
+    ReportData,
+    render_report,
+)
 from mmqa_jax.evaluation.tables import Table
 
 BROWSER = next(

@@ -19,7 +19,7 @@ from mmqa_jax.core.flops import jaxpr_flops, traced_flops
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.metrics import MetricsWriter, check_wandb, read_metrics
 from mmqa_jax.models.vlp.atlas_reader import ProbedInputs
-from mmqa_jax.runs.training_status import training_status
+from mmqa_jax.runs.status import training_status
 from mmqa_jax.training import loop
 from mmqa_jax.training.attempts import FILE, PHASES, Attempts, TimeSplit, goodput, read_attempts
 from mmqa_jax.training.loop import CLOCK_COLUMNS, Throughput, tokens_of

@@ -14,7 +14,7 @@ from vqa_files import prepare_team
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.core.workdir import read_config
-from mmqa_jax.evaluation.plots import lines_plot
+from mmqa_jax.evaluation.report import lines_plot
 from mmqa_jax.prompting.backends.cache import Cached, ResponseCache
 from mmqa_jax.prompting.examples.heuristics import write_candidates
 from mmqa_jax.runs import parts

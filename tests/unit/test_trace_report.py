@@ -9,9 +9,8 @@ from report_pages import card_data, cards_of
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.cards import Card, CardAnswer
-from mmqa_jax.evaluation.report import ReportData, render_report
-from mmqa_jax.runs.row_report import row_cards
+from mmqa_jax.evaluation.report import Card, CardAnswer, ReportData, render_report
+from mmqa_jax.runs.reports.row import row_cards
 from mmqa_jax.runs.traces import trace_counts, trace_rows
 
 EVIL = "</script><script>alert('x')</script> & <b>bold</b>"

@@ -12,10 +12,17 @@ from cli_runs import done, mmqa, rows_of, train_flags, tree, weights_of
 
 from mmqa_jax.core.files import read_json
 from mmqa_jax.core.workdir import read_config
-from mmqa_jax.evaluation.plots import COLORS, DASHES, line_style, lines_plot
-from mmqa_jax.evaluation.report import LinePlot, ReportData, render_report
+from mmqa_jax.evaluation.report import (
+    COLORS,
+    DASHES,
+    LinePlot,
+    ReportData,
+    line_style,
+    lines_plot,
+    render_report,
+)
 from mmqa_jax.evaluation.tables import Table
-from mmqa_jax.runs import training_sweep
+from mmqa_jax.runs import sweep as sweeps
 from mmqa_jax.training.loop import StopSignals
 from tests.drawn_weights import drawn_starts
 from tests.forks import server
@@ -121,7 +128,7 @@ def test_finished_runs_are_left_alone(whole, data):
 
 def run_until_killed(words: list[str]) -> None:
     """In a process of its own: kill -9 at the third run's second step."""
-    train = training_sweep.run_training
+    train = sweeps.run_training
 
     def kill_in_third(config, folder):
         if folder.name == NAMES[2]:
@@ -138,7 +145,7 @@ def run_until_killed(words: list[str]) -> None:
             Checkpoints.save = saved
         return train(config, folder)
 
-    training_sweep.run_training = kill_in_third
+    sweeps.run_training = kill_in_third
     sweep(*words)
 
 

@@ -7,7 +7,7 @@ from shared_data import GOLDEN, require
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.webqa_formats import COLUMNS, read_output_tsv, read_prediction_json
+from mmqa_jax.evaluation.webqa import COLUMNS, read_output_tsv, read_prediction_json
 
 ROWS = [
     {

@@ -15,11 +15,11 @@ from mmqa_jax.evaluation.scores import Scores, merged_scores
 from mmqa_jax.evaluation.tables import answer_table
 from mmqa_jax.evaluation.webqa import (
     Normalizer,
+    read_output_tsv,
     score_answers,
     score_answers_without_keywords,
     score_sources,
 )
-from mmqa_jax.evaluation.webqa_formats import read_output_tsv
 
 TEXT_TSV = "txt_queries_VLP_x101fpn_combinedTraining_val_beam5_txt_step11_cleaned.tsv"
 PER_SAMPLE = "test_vinvl_txt_per_sample_scores.txt"

@@ -9,10 +9,16 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.progress import Screen
 from mmqa_jax.core.workdir import read_config
-from mmqa_jax.evaluation.plots import Points, curve_name
-from mmqa_jax.evaluation.report import LinePlot, ReportData, read_curves, write_report
+from mmqa_jax.evaluation.report import (
+    LinePlot,
+    Points,
+    ReportData,
+    curve_name,
+    read_curves,
+    write_report,
+)
 from mmqa_jax.evaluation.tables import Table, show
-from mmqa_jax.runs.row_report import run_facts
+from mmqa_jax.runs.reports.row import run_facts
 from mmqa_jax.tasks.registry import known_tasks
 from mmqa_jax.training.attempts import Goodput, goodput, read_attempts
 from mmqa_jax.training.best_weights import read_best

@@ -12,18 +12,20 @@ from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.records import materials_of
 from mmqa_jax.data.schema import Question, united
-from mmqa_jax.evaluation.cards import (
+from mmqa_jax.evaluation.compare import ScoredRun, compare_tables
+from mmqa_jax.evaluation.report import (
     MOST_CARDS,
     RIGHT,
+    Bar,
     Card,
     CardAnswer,
     CardFilter,
+    ReportData,
     SourcesOfCards,
+    write_report,
 )
-from mmqa_jax.evaluation.compare import ScoredRun, compare_tables
-from mmqa_jax.evaluation.report import Bar, ReportData, write_report
-from mmqa_jax.evaluation.score_names import score_name
 from mmqa_jax.evaluation.significance import Interval
+from mmqa_jax.evaluation.tables import score_name
 from mmqa_jax.runs.traces import reference_rows
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mmqa_jax.data.schema import Prediction
-from mmqa_jax.evaluation.cards import TraceNode
+from mmqa_jax.evaluation.report import TraceNode
 from mmqa_jax.evaluation.tables import Cell, Table
 from mmqa_jax.papers.mavl import TOOL_NAMES
 from mmqa_jax.prompting.voting import vote
