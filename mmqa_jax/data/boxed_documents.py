@@ -27,7 +27,7 @@ def text(data: bytes, ending: str, least_pixels: int, scans: bool = False) -> Re
         if ending == ".pdf":
             document = read_pdf(data, least_pixels, scans)
         else:
-            document = READERS[ending].read(data, least_pixels)
+            document = READERS[ending].read(data)
     except DocumentError as error:
         return _bad(error)
     pictures: dict[str, bytes] = {}

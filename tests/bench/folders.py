@@ -258,7 +258,7 @@ def _by_reader(folder: Path) -> dict[str, float]:
 
     cpu = _cpu_seconds()
     for file in sorted(folder.rglob("*.pdf")):
-        READERS[".pdf"].read(file.read_bytes(), 64)
+        READERS[".pdf"].read(file.read_bytes())
     return {"cpu": _cpu_seconds() - cpu}
 
 

@@ -489,6 +489,6 @@ def test_samples_of_the_parsers_trial_are_read_by_ours(form):
     """Those that the trial makes itself; the others come from packages of Debian's."""
     module = importlib.import_module(f"tests.bench.parsers.{form}")
     for name, data in module.SAMPLES().items():
-        document = READERS[ending_of(name)].read(data, 64)
+        document = READERS[ending_of(name)].read(data)
         assert document.letters_read > 20, name
         assert document.missing == 0, name

@@ -216,7 +216,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path, monkeypatch, changes):
 
 def kept_of(monkeypatch, *paragraphs, **more):
     made = document.Document(paragraphs, **more)
-    monkeypatch.setitem(read.READERS, ".txt", read.Reader(lambda data, _: made))
+    monkeypatch.setitem(read.READERS, ".txt", read.Reader(lambda data: made))
     return boxed_documents.text(b"", ".txt", 64)
 
 

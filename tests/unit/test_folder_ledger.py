@@ -316,7 +316,7 @@ def test_no_letter_vanishes_without_being_counted(ending, texts):
         written.append(unicodedata.normalize("NFC", texts[len(written) % _MOST]))
         return written[-1]
 
-    document = READERS[ending].read(MAKE[ending](take), 64)
+    document = READERS[ending].read(MAKE[ending](take))
     if ending == ".pdf":
         written = ["".join(filter(str.isascii, text)) for text in written]
     unread = letters_of(written) - read_of(document)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -202,16 +203,9 @@ def _cut(piece: _Piece, most: _Size, tokens: TokenLimit | None) -> Iterator[_Pie
         (piece.paragraph, match.start(), match.end())
         for match in _WORD.finditer(piece.paragraph.text, piece.start, piece.end)
     ]
-    part: _Piece | None = None
-    for word in _cut_words(spans, most, tokens):
-        if part is not None and (part.size + word.size).fits(most):
-            part = part._replace(end=word.end, size=part.size + word.size)
-        else:
-            if part is not None:
-                yield part
-            part = word
-    if part is not None:
-        yield part
+    for words in _packed(_cut_words(spans, most, tokens), most, 0):
+        size = functools.reduce(_Size.__add__, (word.size for word in words))
+        yield words[0]._replace(end=words[-1].end, size=size)
 
 
 def _cut_words(

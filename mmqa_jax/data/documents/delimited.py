@@ -8,10 +8,8 @@ import io
 import re
 from collections import Counter
 
-from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import decode_text
-from mmqa_jax.data.documents.document import Document, DocumentError, letters, one_line
-from mmqa_jax.data.documents.office import MOST_CELLS, Reading, add_sheet
+from mmqa_jax.data.documents.document import Document, DocumentError, decoded, letters, one_line
+from mmqa_jax.data.documents.office import MOST_CELLS, Reading
 
 # Tabs and semicolons first: commas stand in figures and sentences, too.
 _DELIMITERS = "\t;|,"
@@ -27,9 +25,6 @@ def read_delimited(data: bytes, delimiter: str = "") -> Document:
 
     Args:
       delimiter: between values; "": the one by which most lines have equally many values.
-
-    Raises:
-      DocumentError: in another encoding, too many cells, or a line that is too long.
     """
     text = _decoded(data)
     reading = Reading()
@@ -43,19 +38,17 @@ def read_delimited(data: bytes, delimiter: str = "") -> Document:
         row = {column: one_line(value) for column, value in enumerate(values) if value.strip()}
         if any(row.values()):
             rows[number] = row
-    add_sheet(reading, "", rows, {})
+    reading.sheet("", rows, {})
     return reading.document()
 
 
 def _decoded(data: bytes) -> str:
+    if not data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return decoded(data)
     try:
-        if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            return data.decode("utf-16").replace("\r\n", "\n").replace("\r", "\n")
-        return decode_text(data, "")
+        return data.decode("utf-16").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise DocumentError("its UTF-16 is damaged; save the file as UTF-8") from error
-    except UserError as error:
-        raise DocumentError(str(error).removeprefix(": ")) from error
 
 
 def _records(text: str, delimiter: str) -> list[list[str]]:

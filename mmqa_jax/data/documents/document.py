@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import decode_text
 
 # No text, though files hold them: control characters, halves of a character (surrogates), soft
 # hyphens, and what is no character at all.
@@ -22,7 +24,25 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 class DocumentError(UserError):
-    """A document that cannot be read: the message says why, without the file's name."""
+    """A document that cannot be read: the message says why, without the file's name.
+
+    Every reader of documents raises it where a file is encrypted, damaged, of another kind, or
+    unpacks to too much.
+    """
+
+
+@contextlib.contextmanager
+def naming_damage(what: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turns errors of a library, which meets what is no such document, into DocumentErrors."""
+    try:
+        yield
+    except UserError:
+        raise
+    except RecursionError as error:
+        raise DocumentError("its parts are nested too deep; save it anew") from error
+    except errors as error:
+        reason = one_line(f"{type(error).__name__}: {error}")[:120]
+        raise DocumentError(f"no {what} that can be read ({reason})") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +127,14 @@ class Document:
     def missing(self) -> int:
         """Letters that the file holds and that were neither read nor left out on purpose."""
         return max(0, self.letters - self.letters_read - sum(self.left_out.values()))
+
+
+def decoded(data: bytes) -> str:
+    """The text of UTF-8 bytes; DocumentError for others."""
+    try:
+        return decode_text(data, "")
+    except UserError as error:
+        raise DocumentError(str(error).removeprefix(": ")) from error
 
 
 class Content:

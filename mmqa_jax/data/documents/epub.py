@@ -10,7 +10,13 @@ import urllib.parse
 import zipfile
 from typing import Any
 
-from mmqa_jax.data.documents.document import Document, DocumentError, letters, one_line
+from mmqa_jax.data.documents.document import (
+    Document,
+    DocumentError,
+    letters,
+    naming_damage,
+    one_line,
+)
 from mmqa_jax.data.documents.html import Page
 
 _CONTAINER = "META-INF/container.xml"
@@ -18,40 +24,28 @@ _XML_ENTITIES = ("amp", "lt", "gt", "quot", "apos")
 
 
 def read_epub(data: bytes) -> Document:
-    """A book's chapters (EPUB 2 and 3) with their pictures.
-
-    Raises:
-      DocumentError: encrypted, damaged, or no EPUB.
-    """
+    """A book's chapters (EPUB 2 and 3) with their pictures."""
     import turbohtml
 
-    page = Page()
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            if "META-INF/rights.xml" in archive.namelist():
-                raise DocumentError("encrypted; save it without its protection")
-            name = _xml(archive.read(_CONTAINER)).find("rootfile").attr("full-path")
-            package = _xml(archive.read(name))
-            chapters = {
-                item.attr("id"): _resolved(name, item.attr("href") or "")
-                for item in package.find_all("item")
-                if item.attr("media-type") in ("application/xhtml+xml", "text/html")
-            }
-            page.set_title(title.text if (title := package.find("dc:title")) else "")
-            order = [item.attr("idref") for item in package.find_all("itemref")]
-            for number in dict.fromkeys(order):
-                if chapter := chapters.pop(number, ""):
-                    _add_chapter(page, archive, chapter)
-            rest = sum(letters(one_line(_xml(archive.read(c)).text)) for c in chapters.values())
-            page.add_left_out("parts outside the reading order", rest)
-    except DocumentError:
-        raise
-    except (
-        *(zipfile.BadZipFile, KeyError, AttributeError, RuntimeError, NotImplementedError, OSError),
-        *(ValueError, turbohtml.HTMLParseError),
-    ) as error:
-        reason = one_line(f"{type(error).__name__}: {error}")[:120]
-        raise DocumentError(f"no EPUB that can be read ({reason})") from error
+    page, of_content = Page(), (KeyError, AttributeError, ValueError, turbohtml.HTMLParseError)
+    errors = zipfile.BadZipFile, RuntimeError, OSError, *of_content
+    with naming_damage("EPUB", *errors), zipfile.ZipFile(io.BytesIO(data)) as archive:
+        if "META-INF/rights.xml" in archive.namelist():
+            raise DocumentError("encrypted; save it without its protection")
+        name = _xml(archive.read(_CONTAINER)).find("rootfile").attr("full-path")
+        package = _xml(archive.read(name))
+        chapters = {
+            item.attr("id"): _resolved(name, item.attr("href") or "")
+            for item in package.find_all("item")
+            if item.attr("media-type") in ("application/xhtml+xml", "text/html")
+        }
+        page.set_title(title.text if (title := package.find("dc:title")) else "")
+        order = [item.attr("idref") for item in package.find_all("itemref")]
+        for number in dict.fromkeys(order):
+            if chapter := chapters.pop(number, ""):
+                _add_chapter(page, archive, chapter)
+        rest = sum(letters(one_line(_xml(archive.read(c)).text)) for c in chapters.values())
+        page.add_left_out("parts outside the reading order", rest)
     return page.document()
 
 

@@ -59,9 +59,6 @@ def read_html(data: bytes) -> Document:
     A caption is the figcaption, or else the text that stands for the picture (alt). Pictures with
     neither are decoration and left out. The encoding is found as browsers find it (the WHATWG's
     standard); a page that declares none is UTF-8, or what its bytes look like.
-
-    Raises:
-      DocumentError: no text.
     """
     page = Page()
     page.add_bytes(data)

@@ -10,7 +10,13 @@ import email.policy
 from email.message import EmailMessage
 from typing import Any
 
-from mmqa_jax.data.documents.document import Document, DocumentError, letters, one_line
+from mmqa_jax.data.documents.document import (
+    Document,
+    DocumentError,
+    letters,
+    naming_damage,
+    one_line,
+)
 from mmqa_jax.data.documents.html import Page
 
 _HEADERS = ("From", "To", "Cc", "Date")
@@ -18,34 +24,25 @@ _OTHER_FORM = "the same text in another form"
 
 
 def read_eml(data: bytes) -> Document:
-    """A mail's subject, sender, date, text, and those of the mails that it forwards.
-
-    Raises:
-      DocumentError: no mail.
-    """
+    """A mail's subject, sender, date, text, and those of the mails that it forwards."""
     page = Page()
-    try:
+    with naming_damage("mail"):
         message = email.message_from_bytes(data, policy=email.policy.default)
         if not any(message.get(name) for name in (*_HEADERS, "Subject", "Received", "Message-ID")):
             raise DocumentError("no mail: it has no header of one")
         page.set_title(_header(message, "Subject"))
         _add_mail(page, message, 1)
-    except RecursionError as error:
-        raise DocumentError("its parts are nested too deep") from error
     return page.document()
 
 
 def read_msg(data: bytes) -> Document:
-    """A mail of Outlook's.
-
-    Raises:
-      DocumentError: no mail of Outlook's.
-    """
+    """A mail of Outlook's."""
     import oxmsg
     from oxmsg.domain import constants
 
     page = Page()
-    try:
+    # python-oxmsg and olefile raise errors of many kinds.
+    with naming_damage("mail of Outlook's", Exception):
         message = oxmsg.Message.load(data)
         properties = message.properties
         page.set_title(message.subject or "")
@@ -59,21 +56,17 @@ def read_msg(data: bytes) -> Document:
         plain = message.body or ""
         if markup := properties.binary_prop_value(constants.PID_HTML):
             page.add_bytes(markup, properties.body_encoding)
-            page.add_left_out(_OTHER_FORM, letters(one_line(plain)))
         elif markup := properties.str_prop_value(constants.PID_BODY_HTML):
             page.add_markup(markup)
-            page.add_left_out(_OTHER_FORM, letters(one_line(plain)))
         else:
             _add_plain(page, plain)
+        page.add_left_out(_OTHER_FORM, letters(one_line(plain)) if markup else 0)
         for attachment in message.attachments:
             name = attachment.file_name or attachment.properties.str_prop_value(
                 constants.PID_DISPLAY_NAME
             )
             is_picture = (attachment.mime_type or "").startswith("image/")
             _add_attachment(page, name or "", attachment.file_bytes if is_picture else None)
-    except Exception as error:  # python-oxmsg and olefile raise errors of many kinds
-        reason = one_line(f"{type(error).__name__}: {error}")[:120]
-        raise DocumentError(f"no mail of Outlook's that can be read ({reason})") from error
     return page.document()
 
 
@@ -118,9 +111,9 @@ def _add_part(page: Page, part: EmailMessage, level: int) -> None:
 
 def _add_head(page: Page, level: int, subject: str, fields: dict[str, str]) -> None:
     line = "; ".join(f"{name}: {one_line(value)}" for name, value in fields.items() if value)
-    page.held += letters(one_line(subject)) + letters(one_line(line))
+    page.held += letters(one_line(subject))
     page.enter(level, one_line(subject))
-    page.add_text(line)
+    _add_plain(page, line)
 
 
 def _add_plain(page: Page, text: str) -> None:

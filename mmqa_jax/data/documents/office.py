@@ -7,7 +7,7 @@ local names alone, because strict and transitional files differ in their namespa
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import io
 import posixpath
 import re
@@ -15,15 +15,8 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
-from mmqa_jax.data.documents.document import (
-    CELL,
-    Content,
-    DocumentError,
-    Place,
-    is_caption,
-    letters,
-    one_line,
-)
+from mmqa_jax.data.documents import document
+from mmqa_jax.data.documents.document import CELL, DocumentError, letters, one_line
 from mmqa_jax.data.picture_bounds import MOST_BYTES
 
 # What XML may unpack to. Word's packs 10 to 30 times; its tree takes some ten times its bytes.
@@ -35,6 +28,12 @@ _MOST_HEADER = 1000  # characters of a table's header, which every row repeats
 _MOST_COLUMNS = 100  # up to which empty cells keep their place in a row
 _OLE = b"\xd0\xcf\x11\xe0"  # what Office encrypts, and its old formats, are files of this kind
 _YEAR = re.compile(r"\b(?:19|20)\d\d\b")
+DUBLIN_CORE = "{http://purl.org/dc/elements/"  # who wrote a text, when, and its title
+# Nothing is fetched or expanded; elements may be deep and long.
+PARSING: Mapping[str, bool] = {
+    "resolve_entities": False, "no_network": True, "load_dtd": False, "huge_tree": True,
+    "remove_comments": True, "remove_pis": True,
+}  # fmt: skip
 
 
 class Related(NamedTuple):
@@ -45,11 +44,7 @@ class Related(NamedTuple):
 
 
 class Package:
-    """The parts of a file of Office; how much they may unpack to is bounded first.
-
-    Raises:
-      DocumentError: encrypted, an old format, damaged, or it unpacks to too much.
-    """
+    """The parts of a file of Office; how much they may unpack to is bounded first."""
 
     def __init__(self, data: bytes, ending: str) -> None:
         self._ending = ending
@@ -74,10 +69,6 @@ class Package:
     def __contains__(self, part: str) -> bool:
         return part in self._members
 
-    def parts(self, folder: str) -> Iterator[str]:
-        """The names of the parts in a folder."""
-        return (name for name in self._members if name.startswith(folder))
-
     def read(self, part: str) -> bytes:
         """A part's bytes. zipfile never unpacks more of a member than it claims."""
         try:
@@ -89,22 +80,35 @@ class Package:
 
     def open(self, part: str) -> IO[bytes]:
         """A part as a file, for XML that is never in memory as a whole."""
-        self.check(part)
+        self._check(part)
         return self._zip.open(self._members[part])
 
     def xml(self, part: str) -> Any:
-        """The root element of a part, whatever its name ends with."""
+        """The root element of a part, with tags that have no namespace but Dublin Core's.
+
+        Of alternate content the first choice is there, or else what programs fall back on.
+        """
         from lxml import etree
 
         if part in self._members:
-            self.check(part)
+            self._check(part)
         root = etree.fromstring(self.read(part), etree.XMLParser(**PARSING))
         dtd = root.getroottree().docinfo.internalDTD
         if dtd is not None and any(True for _ in dtd.iterentities()):
             raise DocumentError(f"{part} declares entities, which Office never does; save it anew")
+        for element in root.iter("{*}*"):
+            if not element.tag.startswith(DUBLIN_CORE):
+                element.tag = element.tag.rpartition("}")[2]
+        for alternate in list(root.iter("AlternateContent")):
+            choice = alternate.find("Choice")
+            choice = alternate.find("Fallback") if choice is None else choice
+            if (above := alternate.getparent()) is not None:
+                for element in () if choice is None else list(choice):
+                    alternate.addprevious(element)
+                above.remove(alternate)
         return root
 
-    def check(self, part: str) -> None:
+    def _check(self, part: str) -> None:
         """DocumentError where the XML that was parsed, with this part, is worth a zip bomb."""
         self._xml += self._members[part].file_size
         most = min(_FREE_XML + _XML_PER_BYTE * self._size, _MOST_XML)
@@ -142,31 +146,12 @@ class Package:
         return next((one_line(e.text or "") for e in self.xml(part).iter("{*}title")), "")
 
 
-@contextlib.contextmanager
-def naming_damage(ending: str) -> Iterator[None]:
-    """Turns the errors of damaged XML into DocumentErrors."""
+def read(reader: Callable[[Package], Any], data: bytes, ending: str) -> document.Document:
+    """Reads a file of Office; `reader` makes what reads it of its parts."""
     from lxml import etree
 
-    try:
-        yield
-    except RecursionError as error:
-        raise DocumentError("its elements stand in each other too deeply; save it anew") from error
-    except (etree.LxmlError, ValueError) as error:
-        message = f"no {ending} that can be read ({one_line(str(error))[:120]})"
-        raise DocumentError(message) from error
-
-
-# Nothing is fetched or expanded; elements may be deep and long.
-PARSING: Mapping[str, bool] = {
-    "resolve_entities": False, "no_network": True, "load_dtd": False, "huge_tree": True,
-    "remove_comments": True, "remove_pis": True,
-}  # fmt: skip
-
-
-def local(element: Any) -> str:
-    """The name of an element without its namespace."""
-    tag = element.tag
-    return tag[tag.rfind("}") + 1 :] if isinstance(tag, str) else ""
+    with document.naming_damage(ending, etree.LxmlError, ValueError):
+        return reader(Package(data, ending)).read()
 
 
 def attribute(element: Any, name: str, default: str = "") -> str:
@@ -177,27 +162,16 @@ def attribute(element: Any, name: str, default: str = "") -> str:
     return default
 
 
-def reference(element: Any, name: str) -> str:
-    """The id of a relationship that an element's attribute holds; "" without one."""
-    for key, value in element.attrib.items():
-        if key.endswith(f"/relationships}}{name}"):
-            return value
-    return ""
+def value(element: Any, path: str) -> str:
+    """The `val` of the element at the end of a path; "" where there is none."""
+    holder = None if element is None else element.find(path)
+    return "" if holder is None else attribute(holder, "val")
 
 
-def child(element: Any, *path: str) -> Any:
-    """The first element below another on a path of local names; None without one."""
-    for name in path:
-        if element is None:
-            return None
-        element = next((inner for inner in element if local(inner) == name), None)
-    return element
-
-
-def children(element: Any, *path: str) -> list[Any]:
-    """The elements in another at the end of a path of local names."""
-    last = child(element, *path)
-    return [] if last is None else list(last)
+def reference(element: Any, *names: str) -> str:
+    """The id of a relationship that one of an element's attributes holds; "" without one."""
+    ends = tuple(f"/relationships}}{name}" for name in names)
+    return next((value for key, value in element.attrib.items() if key.endswith(ends)), "")
 
 
 def is_on(element: Any) -> bool:
@@ -210,36 +184,44 @@ def number(text: str, default: int = 0) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 12 else default
 
 
-def chosen(element: Any) -> Any:
-    """Returns the first choice of alternate content, or else what programs fall back on."""
-    choice = child(element, "Choice")
-    return choice if choice is not None else child(element, "Fallback")
+def held_letters(root: Any, *tags: str) -> int:
+    """Letters of all elements of these tags."""
+    return sum(letters(one_line(element.text or "")) for element in root.iter(*tags))
 
 
-def held_letters(root: Any, names: Iterable[str]) -> int:
-    """Letters of all elements of these local names; of alternate content, of one alternative."""
-    wanted, alternatives = frozenset(names), set()
-    for alternate in root.iter("{*}AlternateContent"):
-        kept = chosen(alternate)
-        alternatives.update(other for other in alternate if other is not kept)
-    held = 0
-    skipped = {inner for other in alternatives for inner in other.iter()}
-    for element in root.iter():
-        if local(element) in wanted and element not in skipped:
-            held += letters(one_line(element.text or ""))
-    return held
-
-
-class Reading(Content):
-    """What a document says, with its tables, its pictures and the places of programs.
+class Row(NamedTuple):
+    """A row of a table.
 
     Attributes:
+      cells: column, from 0 -> its text; a merged cell stands in its first column.
+      place: where the row stands, as a name.
+      after: called to add what stands in the row beside its text: nested tables, notes, pictures.
+    """
+
+    cells: Mapping[int, str]
+    place: str = ""
+    after: Sequence[Callable[[], None]] = ()
+
+
+# Row, from 1 -> column, from 0, and what adds that which stands in the cell beside its text.
+Beside = dict[int, list[tuple[int, Callable[[], None]]]]
+
+
+class Reading(document.Content):
+    """What a document says, with its tables, its pictures and the places of programs.
+
+    Args:
+      package: that it is read from; None: a file of text.
+
+    Attributes:
+      related: the relationships of the part that is being read.
       place: where stands what is added next, as a name; "" where the format has no places.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, package: Package | None = None) -> None:
         super().__init__()
-        self.place = ""
+        self.package, self.place = package, ""
+        self.related: Mapping[str, Related] = {}
         self._pictures: set[str] = set()  # parts that were added
         self._uncaptioned: list[int] = []  # figures that wait for a caption
         self._characters = 0
@@ -264,53 +246,69 @@ class Reading(Content):
         self._characters += len(text)
         if self._characters > MOST_TEXT:
             raise DocumentError(f"says more than {MOST_TEXT:,} characters; split it")
-        places = (Place(0, len(text), self.place),) if self.place else ()
+        places = (document.Place(0, len(text), self.place),) if self.place else ()
         self.add(text, is_row=is_row, header=header, places=places)
-        if style == "caption" or is_caption(text):
+        if style == "caption" or document.is_caption(text):
             for figure in self._uncaptioned:
                 self.caption(figure, text)
         self._uncaptioned = []
 
-    def picture(self, package: Package, part: str, alt: str) -> None:
-        """Adds a picture, once; one that the file does not hold leaves its alternative text."""
-        alt = one_line(alt)
-        self.held += letters(alt)
-        if not part:
-            self.say(alt)
-        elif part in self._pictures:
-            self.left_out["alternative texts"] += letters(alt)
-        else:
-            self._pictures.add(part)
-            self._uncaptioned.append(self.add_figure(alt, package.read(part)))
+    def hold(self, text: str) -> None:
+        """Adds a paragraph whose letters are yet to be counted."""
+        self.held += letters(one_line(text))
+        self.say(text)
 
-    def table(self, table: Table) -> None:
-        """Adds the rows of a table, the header with each of them."""
-        columns = sorted({column for row in table.rows for column in row.cells})
-        rows = [row for row in table.rows if any(row.cells.values())]
+    def edge(self, text: str, held: int, known: set[str], add: Callable[[], None]) -> None:
+        """Adds a header or a footer: each text once, and none that is a page's number alone."""
+        if text in known:
+            self.left_out["repeated headers and footers"] += held
+        elif not any(map(str.isalpha, text)):
+            self.left_out["page numbers"] += held
+        else:
+            add()
+        known.add(text)
+
+    def targets(self, *kinds: str) -> list[Related]:
+        """The parts of the file to which the part that is being read is related so."""
+        return [target for target in self.related.values() if target.part and target.kind in kinds]
+
+    def target(self, element: Any, *names: str) -> str:
+        """The part to which an element's attribute refers; "" where it is not in the file."""
+        related = self.related.get(reference(element, *names))
+        return related.part if related is not None else ""
+
+    # Tables
+
+    def table(self, rows: Sequence[Row], headers: int | None = None) -> None:
+        """Adds the rows of a table, the header with each of them.
+
+        Args:
+          headers: how many rows are headers; None: the first one, if it looks like one.
+        """
+        columns = sorted({column for row in rows for column in row.cells})
+        rows = [row for row in rows if any(row.cells.values())]
         # A line above the table that stands alone in its row is a title of it.
-        while len(columns) > 1 and table.headers is None and rows and rows[0].filled == 1:
+        while len(columns) > 1 and headers is None and rows and _filled(rows[0]) == 1:
             self._add_row(rows.pop(0), columns, "", is_row=False)
-        count = _header_rows(rows, columns) if table.headers is None else table.headers
+        count = _header_rows(rows, columns) if headers is None else headers
         header = "; ".join(_row_text(row.cells, columns) for row in rows[:count])
         if count >= len(rows) or len(header) > _MOST_HEADER:
             count, header = 0, ""
         self.begin_table(header)
         for row in rows[:count]:
-            self._add_after(row)
+            self._at(row.place, row.after)
         for row in rows[count:]:
             self._add_row(row, columns, header, is_row=True)
 
     def _add_row(self, row: Row, columns: Sequence[int], header: str, is_row: bool) -> None:
-        outer = self.place
-        self.place = row.place or outer
-        self.say(_row_text(row.cells, columns), is_row=is_row, header=header)
-        self.place = outer
-        self._add_after(row)
+        text = _row_text(row.cells, columns)
+        say = functools.partial(self.say, text, is_row=is_row, header=header)
+        self._at(row.place, [say, *row.after])
 
-    def _add_after(self, row: Row) -> None:
-        outer = self.place
-        for add in row.after:
-            self.place = row.place or outer
+    def _at(self, place: str, adding: Iterable[Callable[[], None]]) -> None:
+        """Adds what stands at a place."""
+        outer, self.place = self.place, place or self.place
+        for add in adding:
             add()
         self.place = outer
 
@@ -329,31 +327,134 @@ class Reading(Content):
         self.held += letters(merged)
         return f"{merged} {inside}" if inside and merged else merged or inside
 
+    def sheet(self, name: str, rows: Mapping[int, Mapping[int, str]], beside: Beside) -> None:
+        """Adds the tables of a sheet, which empty rows divide, with the places of their cells.
 
-class Row(NamedTuple):
-    """A row of a table.
+        Args:
+          name: of the sheet; "" where a file has one sheet without a name.
+          rows: row, from 1 -> column, from 0 -> text.
+        """
+        quoted = name if name.isidentifier() else "'" + name.replace("'", "''") + "'"
+        prefix = f"{quoted}!" if name else ""
+        after = {
+            row: [
+                functools.partial(self._at, f"{prefix}{column_name(column)}{row}", [add])
+                for column, add in items
+            ]
+            for row, items in beside.items()
+        }
+        for block in _blocks(rows):
+            lines = []
+            for row in block:
+                columns = sorted(column for column, text in rows[row].items() if text)
+                ends = (f"{column_name(column)}{row}" for column in (columns[0], columns[-1]))
+                place = prefix + ":".join(dict.fromkeys(ends))
+                lines.append(Row(rows[row], place, after.pop(row, ())))
+            self.table(lines)
+        for _, adding in sorted(after.items()):
+            self._at("", adding)
 
-    Attributes:
-      cells: column, from 0 -> its text; a merged cell stands in its first column.
-      place: where the row stands, as a name.
-      after: called to add what stands in the row beside its text: nested tables, notes, pictures.
-    """
+    # Drawings: slides, the drawings of sheets, and what stands in Word's documents as such
 
-    cells: Mapping[int, str]
-    place: str = ""
-    after: Sequence[Any] = ()
+    def picture(self, part: str, alt: str) -> None:
+        """Adds a picture, once; one that the file does not hold leaves its alternative text."""
+        alt = one_line(alt)
+        self.held += letters(alt)
+        if not part:
+            self.say(alt)
+        elif part in self._pictures:
+            self.left_out["alternative texts"] += letters(alt)
+        else:
+            self._pictures.add(part)
+            self._uncaptioned.append(self.add_figure(alt, self.package.read(part)))
 
-    @property
-    def filled(self) -> int:
-        """Counts how many of its cells say something."""
-        return sum(map(bool, self.cells.values()))
+    def shapes(
+        self, shapes: Iterable[Any], is_left_out: Callable[[Any], str] = lambda shape: ""
+    ) -> None:
+        """Adds the text, pictures, tables, charts and diagrams of shapes, in the order of the file.
+
+        Args:
+          is_left_out: of a shape, why it is left out on purpose; "" where it is not.
+        """
+        for shape in shapes:
+            tag = shape.tag
+            if tag in ("sp", "cxnSp", "pic", "graphicFrame", "grpSp"):
+                about = next(shape.iter("cNvPr"), None)
+                is_hidden = about is not None and about.get("hidden") in ("1", "true")
+                if cause := "hidden shapes" if is_hidden else is_left_out(shape):
+                    self.left_out[cause] += held_letters(shape, "t")
+                    continue
+                alt = about.get("descr", "") if about is not None else ""
+            if tag == "pic":
+                blip = next(shape.iter("blip"), None)
+                self.picture(self.target(blip, "embed") if blip is not None else "", alt)
+            elif tag in ("sp", "cxnSp"):
+                lines = [drawn_text(paragraph) for paragraph in shape.iter("p")]
+                for line in lines:
+                    self.say(line)
+                if alt and not "".join(lines).strip():
+                    self.picture("", alt)
+            elif tag == "graphicFrame":
+                for element in shape.iter("tbl", "pic", "chart", "relIds"):
+                    if element.tag == "tbl":
+                        self._drawn_table(element)
+                    elif element.tag == "pic":  # of an embedded file
+                        self.shapes([element])
+                    else:
+                        self.chart(element)
+            elif not tag.endswith("Pr"):  # groups, anchors
+                self.shapes(shape, is_left_out)
+
+    def _drawn_table(self, table: Any) -> None:
+        """Adds a table of DrawingML; merged cells in each row that they cover."""
+        above: dict[int, str] = {}
+        rows = []
+        for row in table.iter("tr"):
+            texts: dict[int, str] = {}
+            for column, cell in enumerate(row.iterfind("tc")):
+                text = one_line(" ".join(drawn_text(paragraph) for paragraph in cell.iter("p")))
+                if attribute(cell, "vMerge") in ("1", "true"):
+                    text = self.merged(above.get(column, ""), text)
+                elif number(attribute(cell, "rowSpan"), 1) > 1:
+                    above[column] = text
+                texts[column] = text
+            rows.append(Row(texts))
+        self.table(rows)
+
+    def chart(self, element: Any) -> None:
+        """Adds the chart, or the diagram (SmartArt), to which an element refers.
+
+        A chart is its titles, and its values as a table: a row for each category.
+        """
+        if not (part := self.target(element, "id", "dm")):
+            return
+        root = self.package.xml(part)
+        if element.tag == "relIds":
+            self.held += held_letters(root, "t")
+            for paragraph in (p for point in root.iter("pt") for p in point.iter("p")):
+                self.say(drawn_text(paragraph))
+            return
+        for paragraph in root.iter("p"):
+            self.hold(drawn_text(paragraph))
+        names: dict[int, str] = {}
+        rows: dict[int, dict[int, str]] = {}
+        for column, series in enumerate(root.iter("ser"), start=1):
+            names[column] = " ".join(_points(series.find("tx")).values())
+            for kind in ("cat", "xVal"):
+                for row, text in _points(series.find(kind)).items():
+                    rows.setdefault(row, {}).setdefault(0, text)
+            for kind in ("val", "yVal"):
+                for row, text in _points(series.find(kind)).items():
+                    rows.setdefault(row, {})[column] = text
+        header = [Row(names)] if any(names.values()) else []
+        lines = [*header, *(Row(cells) for _, cells in sorted(rows.items()))]
+        self.held += sum(letters(text) for row in lines for text in row.cells.values())
+        self.table(lines, len(header))
 
 
-class Table(NamedTuple):
-    """Rows, and how many of them are headers; None: the first one, if it looks like one."""
-
-    rows: Sequence[Row]
-    headers: int | None = None
+def _filled(row: Row) -> int:
+    """Counts how many cells of a row say something."""
+    return sum(map(bool, row.cells.values()))
 
 
 def _row_text(cells: Mapping[int, str], columns: Sequence[int]) -> str:
@@ -383,46 +484,6 @@ def _is_figure(text: str) -> bool:
     return 2 * sum(map(str.isdigit, rest)) > letters(rest)
 
 
-# Sheets
-
-# Row, from 1 -> column, from 0, and what adds that which stands in the cell beside its text.
-Beside = dict[int, list[tuple[int, Callable[[], None]]]]
-
-
-def add_sheet(
-    reading: Reading, name: str, rows: Mapping[int, Mapping[int, str]], beside: Beside
-) -> None:
-    """Adds the tables of a sheet, which empty rows divide, with the places of their cells.
-
-    Args:
-      name: of the sheet; "" where a file has one sheet without a name.
-      rows: row, from 1 -> column, from 0 -> text.
-    """
-    quoted = name if name.isidentifier() else "'" + name.replace("'", "''") + "'"
-    prefix = f"{quoted}!" if name else ""
-
-    def adding(row: int, column: int, add: Callable[[], None]) -> Callable[[], None]:
-        def add_in_place() -> None:
-            reading.place = f"{prefix}{column_name(column)}{row}"
-            add()
-
-        return add_in_place
-
-    after = {row: [adding(row, *item) for item in items] for row, items in beside.items()}
-    for block in _blocks(rows):
-        lines = []
-        for row in block:
-            columns = sorted(column for column, text in rows[row].items() if text)
-            first, last = (f"{column_name(column)}{row}" for column in (columns[0], columns[-1]))
-            place = prefix + (first if first == last else f"{first}:{last}")
-            lines.append(Row(rows[row], place, after.pop(row, ())))
-        reading.table(Table(lines))
-    for row in sorted(after):
-        for add in after[row]:
-            add()
-    reading.place = ""
-
-
 def _blocks(rows: Mapping[int, Any]) -> Iterator[list[int]]:
     """The numbers of rows that follow each other."""
     block: list[int] = []
@@ -444,139 +505,10 @@ def column_name(column: int) -> str:
     return name
 
 
-# Drawings: slides, the drawings of sheets, and what stands in Word's documents as such
-
-
 def drawn_text(paragraph: Any) -> str:
     """The text of a paragraph of DrawingML; formulas by their letters."""
-    text = []
-    for element in walk(paragraph):
-        name = local(element)
-        if name == "t":
-            text.append(element.text or "")
-        elif name in ("br", "tab"):
-            text.append(" ")
-    return "".join(text)
-
-
-def walk(element: Any) -> Iterator[Any]:
-    """An element and all below it in order; of alternate content, one alternative."""
-    open_elements = [element]
-    while open_elements:
-        element = open_elements.pop()
-        yield element
-        inner = list(element)
-        if local(element) == "AlternateContent":
-            inner = [kept for kept in [chosen(element)] if kept is not None]
-        open_elements += reversed(inner)
-
-
-def add_shapes(
-    reading: Reading,
-    package: Package,
-    related: Mapping[str, Related],
-    shapes: Any,
-    is_left_out: Callable[[Any], str] = lambda shape: "",
-) -> None:
-    """Adds the text, pictures, tables, charts and diagrams of shapes, in the order of the file.
-
-    Args:
-      related: the relationships of the part in which the shapes stand.
-      is_left_out: of a shape, why it is left out on purpose; "" where it is not.
-    """
-    for shape in shapes:
-        name = local(shape)
-        if name in ("sp", "cxnSp", "pic", "graphicFrame", "grpSp"):
-            about = next(shape.iter("{*}cNvPr"), None)
-            is_hidden = about is not None and about.get("hidden") in ("1", "true")
-            if cause := "hidden shapes" if is_hidden else is_left_out(shape):
-                reading.left_out[cause] += held_letters(shape, ["t"])
-                continue
-            alt = about.get("descr", "") if about is not None else ""
-        if name == "pic":
-            blip = next(shape.iter("{*}blip"), None)
-            target = related.get(reference(blip, "embed")) if blip is not None else None
-            part = target.part if target is not None else ""
-            reading.picture(package, part, alt)
-        elif name in ("sp", "cxnSp"):
-            lines = [drawn_text(paragraph) for paragraph in shape.iter("{*}p")]
-            for line in lines:
-                reading.say(line)
-            if alt and not "".join(lines).strip():
-                reading.picture(package, "", alt)
-        elif name == "graphicFrame":
-            _add_frame(reading, package, related, shape)
-        elif name == "AlternateContent":
-            if (kept := chosen(shape)) is not None:
-                add_shapes(reading, package, related, kept, is_left_out)
-        elif not name.endswith("Pr"):  # groups, anchors
-            add_shapes(reading, package, related, shape, is_left_out)
-
-
-def _add_frame(
-    reading: Reading, package: Package, related: Mapping[str, Related], frame: Any
-) -> None:
-    """Adds what a frame holds: tables, charts, diagrams, and pictures of embedded files."""
-    for element in walk(frame):
-        name = local(element)
-        if name == "tbl":
-            reading.table(_drawn_table(reading, element))
-        elif name in ("chart", "relIds"):
-            target = related.get(reference(element, "id") or reference(element, "dm"))
-            if target is not None and target.part:
-                add = add_chart if name == "chart" else add_diagram
-                add(reading, package, target.part)
-        elif name == "pic":
-            add_shapes(reading, package, related, [element])
-
-
-def _drawn_table(reading: Reading, table: Any) -> Table:
-    """A table of DrawingML; merged cells in each row that they cover."""
-    above: dict[int, str] = {}
-    rows = []
-    for row in table.iter("{*}tr"):
-        texts: dict[int, str] = {}
-        for column, cell in enumerate(e for e in row if local(e) == "tc"):
-            text = one_line(" ".join(drawn_text(paragraph) for paragraph in cell.iter("{*}p")))
-            if attribute(cell, "vMerge") in ("1", "true"):
-                text = reading.merged(above.get(column, ""), text)
-            elif number(attribute(cell, "rowSpan"), 1) > 1:
-                above[column] = text
-            texts[column] = text
-        rows.append(Row(texts))
-    return Table(rows)
-
-
-def add_diagram(reading: Reading, package: Package, part: str) -> None:
-    """Adds the texts of SmartArt, a paragraph for each of its points."""
-    root = package.xml(part)
-    reading.held += held_letters(root, ["t"])
-    for point in root.iter("{*}pt"):
-        for paragraph in point.iter("{*}p"):
-            reading.say(drawn_text(paragraph))
-
-
-def add_chart(reading: Reading, package: Package, part: str) -> None:
-    """Adds a chart's titles, and its values as a table: a row for each category."""
-    root = package.xml(part)
-    for paragraph in root.iter("{*}p"):
-        text = drawn_text(paragraph)
-        reading.held += letters(text)
-        reading.say(text)
-    names: dict[int, str] = {}
-    rows: dict[int, dict[int, str]] = {}
-    for column, series in enumerate(root.iter("{*}ser"), start=1):
-        names[column] = " ".join(_points(child(series, "tx")).values())
-        for kind in ("cat", "xVal"):
-            for row, text in _points(child(series, kind)).items():
-                rows.setdefault(row, {}).setdefault(0, text)
-        for kind in ("val", "yVal"):
-            for row, text in _points(child(series, kind)).items():
-                rows.setdefault(row, {})[column] = text
-    header = [Row(names)] if any(names.values()) else []
-    lines = [*header, *(Row(cells) for _, cells in sorted(rows.items()))]
-    reading.held += sum(letters(text) for row in lines for text in row.cells.values())
-    reading.table(Table(lines, len(header)))
+    pieces = paragraph.iter("t", "br", "tab")
+    return "".join((piece.text or "") if piece.tag == "t" else " " for piece in pieces)
 
 
 def _points(values: Any) -> dict[int, str]:
@@ -584,9 +516,9 @@ def _points(values: Any) -> dict[int, str]:
     if values is None:
         return {}
     points = {}
-    for count, point in enumerate(values.iter("{*}v")):
+    for count, point in enumerate(values.iter("v")):
         text, above = one_line(point.text or ""), point.getparent()
-        if above is not None and local(above) == "pt" and "numCache" in local(above.getparent()):
+        if above.tag == "pt" and "numCache" in above.getparent().tag:
             text = shown_number(text)
         points[number(attribute(above, "idx"), count)] = text
     return points

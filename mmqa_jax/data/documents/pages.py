@@ -37,9 +37,6 @@ def page_pictures(data: bytes, numbers: Collection[int] | None = None) -> Iterat
 
     Args:
       numbers: of the pages, from 1; None: all.
-
-    Raises:
-      DocumentError: encrypted, damaged, or without a page.
     """
     import pypdfium2
 

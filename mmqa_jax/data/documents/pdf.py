@@ -74,7 +74,7 @@ class _Page:
     is_scan: bool
 
 
-def read_pdf(data: bytes, least_pixels: int, scans: bool = True) -> Document:
+def read_pdf(data: bytes, least_pixels: int = 64, scans: bool = True) -> Document:
     """A document's paragraphs with their places, and its embedded pictures with their captions.
 
     Text is read column by column and tables row by row. Values of form fields and notes stand
@@ -88,9 +88,6 @@ def read_pdf(data: bytes, least_pixels: int, scans: bool = True) -> Document:
       least_pixels: pictures with a shorter side are left out, as are those that are shown smaller
         than half an inch, and repetitions of one.
       scans: whether pages that are pictures are read, where that is installed.
-
-    Raises:
-      DocumentError: encrypted, damaged, or without a page.
     """
     with open_pdf(data) as document:
         reading = _Reading(least_pixels, scans and ocr.is_installed())

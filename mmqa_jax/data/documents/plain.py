@@ -13,9 +13,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import ONE_A_LINE, decode_text
+from mmqa_jax.core.files import ONE_A_LINE
 from mmqa_jax.core.json_text import parse_json
-from mmqa_jax.data.documents.document import Document, DocumentError, letters, one_line
+from mmqa_jax.data.documents.document import (
+    Document,
+    DocumentError,
+    decoded,
+    letters,
+    naming_damage,
+    one_line,
+)
 from mmqa_jax.data.documents.html import Page
 
 _DEEPEST_KEY = 8  # a key of JSON that is nested deeper stands in the text and is no heading
@@ -45,11 +52,7 @@ def read_markdown(data: bytes) -> Document:
 
 
 def read_rst(data: bytes) -> Document:
-    """A UTF-8 text in reStructuredText; no file is included, and directives of Sphinx are read.
-
-    Raises:
-      DocumentError: docutils gives up.
-    """
+    """A UTF-8 text in reStructuredText; no file is included, and directives of Sphinx are read."""
     import docutils.core
     import docutils.utils
     from docutils import nodes
@@ -68,8 +71,8 @@ def read_rst(data: bytes) -> Document:
         "math_output": "LaTeX",
         "output_encoding": "unicode",
     }
-    page = Page()
-    try:
+    page, errors = Page(), (docutils.utils.SystemMessage, ValueError, LookupError)
+    with naming_damage("reStructuredText", *errors):
         tree = docutils.core.publish_doctree(text, settings_overrides=settings)
         for message in list(tree.findall(nodes.system_message)):
             blocks = [block.deepcopy() for block in message.findall(nodes.literal_block)]
@@ -79,9 +82,6 @@ def read_rst(data: bytes) -> Document:
         markup = docutils.core.publish_from_doctree(
             tree, writer="html5", settings_overrides=settings
         )
-    except (docutils.utils.SystemMessage, RecursionError, ValueError, LookupError) as error:
-        reason = one_line(str(error))[:120]
-        raise DocumentError(f"no reStructuredText that can be read ({reason})") from error
     page.add_markup(markup)
     return page.document()
 
@@ -103,33 +103,16 @@ def read_json_lines(data: bytes) -> Document:
 
 
 def read_notebook(data: bytes) -> Document:
-    """A notebook's Markdown, code, and what its code wrote and drew.
-
-    Raises:
-      DocumentError: no notebook.
-    """
+    """A notebook's Markdown, code, and what its code wrote and drew."""
     import nbformat
 
-    try:
+    page = Page()
+    with naming_damage("notebook", Exception):  # nbformat raises errors of many kinds
         notebook = nbformat.reads(decoded(data), as_version=4)
-        page = Page()
         page.set_title(str(notebook.metadata.get("title", "")))
         for cell in notebook.cells:
             _add_cell(page, cell)
-    except UserError:
-        raise
-    except Exception as error:  # nbformat raises errors of many kinds for damaged files
-        reason = one_line(f"{type(error).__name__}: {error}")[:120]
-        raise DocumentError(f"no notebook that can be read ({reason})") from error
     return page.document()
-
-
-def decoded(data: bytes) -> str:
-    """The text of UTF-8 bytes; DocumentError for others."""
-    try:
-        return decode_text(data, "")
-    except UserError as error:
-        raise DocumentError(str(error).removeprefix(": ")) from error
 
 
 def _add_markdown(page: Page, text: str) -> None:

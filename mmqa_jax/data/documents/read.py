@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import posixpath
@@ -43,46 +44,50 @@ class Reader(NamedTuple):
     """How documents of one ending are read.
 
     Attributes:
-      read: (the file's bytes, the shortest side of an embedded picture) -> the document.
+      read: the file's bytes -> the document.
       module, package: the library that it needs, and its name on PyPI; "": none.
       rate: bytes of a file that are worth a second of processor time: fewer than are read.
     """
 
-    read: Callable[[bytes, int], Document]
+    read: Callable[[bytes], Document]
     module: str = ""
     package: str = ""
     rate: int = _RATE
 
 
-def _read_tex(data: bytes, _: int) -> Document:
+def _read_tex(data: bytes) -> Document:
     from mmqa_jax.data.documents.tex import read_tex  # which is made of a library's classes
 
     return read_tex(data)
 
 
-_HTML = Reader(lambda data, _: read_html(data), "turbohtml", "turbohtml")
+def _office(read: Callable[[bytes], Document]) -> Reader:
+    return Reader(read, "lxml", "lxml", 50_000)
+
+
+_HTML = Reader(read_html, "turbohtml", "turbohtml")
 READERS: Mapping[str, Reader] = {
-    ".txt": Reader(lambda data, _: read_plain(data)),
-    ".md": Reader(lambda data, _: read_markdown(data), "pyromark", "pyromark"),
+    ".txt": Reader(read_plain),
+    ".md": Reader(read_markdown, "pyromark", "pyromark"),
     ".html": _HTML,
     ".htm": _HTML,
     ".pdf": Reader(read_pdf, "pypdfium2", "pypdfium2", 20_000),
-    ".docx": Reader(lambda data, _: read_docx(data), "lxml", "lxml", rate=50_000),
-    ".pptx": Reader(lambda data, _: read_pptx(data), "lxml", "lxml", rate=50_000),
-    ".xlsx": Reader(lambda data, _: read_xlsx(data), "lxml", "lxml", rate=50_000),
-    ".csv": Reader(lambda data, _: read_delimited(data)),
-    ".tsv": Reader(lambda data, _: read_delimited(data, "\t")),
-    ".odt": Reader(lambda data, _: read_odf(data, ".odt"), "lxml", "lxml", rate=50_000),
-    ".ods": Reader(lambda data, _: read_odf(data, ".ods"), "lxml", "lxml", rate=50_000),
-    ".odp": Reader(lambda data, _: read_odf(data, ".odp"), "lxml", "lxml", rate=50_000),
-    ".rst": Reader(lambda data, _: read_rst(data), "docutils", "docutils", 50_000),
+    ".docx": _office(read_docx),
+    ".pptx": _office(read_pptx),
+    ".xlsx": _office(read_xlsx),
+    ".csv": Reader(read_delimited),
+    ".tsv": Reader(functools.partial(read_delimited, delimiter="\t")),
+    ".odt": _office(functools.partial(read_odf, ending=".odt")),
+    ".ods": _office(functools.partial(read_odf, ending=".ods")),
+    ".odp": _office(functools.partial(read_odf, ending=".odp")),
+    ".rst": Reader(read_rst, "docutils", "docutils", 50_000),
     ".tex": Reader(_read_tex, "pylatexenc", "pylatexenc", 20_000),
-    ".json": Reader(lambda data, _: read_json(data)),
-    ".jsonl": Reader(lambda data, _: read_json_lines(data)),
-    ".ipynb": Reader(lambda data, _: read_notebook(data), "nbformat", "nbformat"),
-    ".epub": Reader(lambda data, _: read_epub(data), "turbohtml", "turbohtml", rate=50_000),
-    ".eml": Reader(lambda data, _: read_eml(data), "turbohtml", "turbohtml"),
-    ".msg": Reader(lambda data, _: read_msg(data), "oxmsg", "python-oxmsg"),
+    ".json": Reader(read_json),
+    ".jsonl": Reader(read_json_lines),
+    ".ipynb": Reader(read_notebook, "nbformat", "nbformat"),
+    ".epub": Reader(read_epub, "turbohtml", "turbohtml", rate=50_000),
+    ".eml": Reader(read_eml, "turbohtml", "turbohtml"),
+    ".msg": Reader(read_msg, "oxmsg", "python-oxmsg"),
 }
 
 

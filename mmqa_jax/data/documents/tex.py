@@ -14,9 +14,8 @@ from typing import Any
 from pylatexenc import latex2text, latexwalker, macrospec
 
 from mmqa_jax.core.errors import decimal_number
-from mmqa_jax.data.documents.document import Document, DocumentError, letters, one_line
+from mmqa_jax.data.documents.document import Document, decoded, letters, naming_damage
 from mmqa_jax.data.documents.html import Page
-from mmqa_jax.data.documents.plain import decoded
 
 # Environments of code, which are read as LaTeX's own.
 _CODE = re.compile(r"\\(begin|end)\{(?:lstlisting|minted|Verbatim|alltt)\}(?:\[[^\]\n]{0,400}+\])?")
@@ -76,26 +75,17 @@ _ENVIRONMENT_TEXTS = {
 
 
 def read_tex(data: bytes) -> Document:
-    """A UTF-8 text in LaTeX: sections, lists, tables, formulas' letters, figures with captions.
-
-    Raises:
-      DocumentError: nested too deep, or no LaTeX.
-    """
+    """A UTF-8 text in LaTeX: sections, lists, tables, formulas' letters, figures with captions."""
     text = _CODE.sub(r"\\\1{verbatim}", decoded(data)).replace("}{", "} {")
     before, begin, body = text.partition(_BEGIN)
     if before.count(r"\begin{verbatim}") > before.count(r"\end{verbatim}"):
         begin = ""  # the one that was found is an example
     reader, page = _Reader(), Page()
-    try:
+    with naming_damage("LaTeX", latexwalker.LatexWalkerError, LookupError, ValueError, TypeError):
         if begin:
             reader.read(before)  # its definitions and its title
             reader.unseen = letters(before) - letters("".join(reader.head.values()))
         markup = reader.read(body.partition(_END)[0] if begin else text)
-    except RecursionError as error:
-        raise DocumentError("its groups are nested too deep") from error
-    except (latexwalker.LatexWalkerError, LookupError, ValueError, TypeError) as error:
-        reason = one_line(str(error))[:120]
-        raise DocumentError(f"no LaTeX that can be read ({reason})") from error
     if title := reader.head.get("title"):
         markup = f"<title>{title.replace('<br>', ' ')}</title>{markup}"
     page.add_markup(markup)

@@ -13,30 +13,14 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mmqa_jax.data.documents import office
 from mmqa_jax.data.documents.document import Document, DocumentError, letters, one_line
-from mmqa_jax.data.documents.office import (
-    MOST_CELLS,
-    MOST_TEXT,
-    PARSING,
-    Beside,
-    Package,
-    Reading,
-    add_shapes,
-    add_sheet,
-    attribute,
-    child,
-    children,
-    held_letters,
-    local,
-    naming_damage,
-    number,
-    reference,
-    shown_number,
-)
+from mmqa_jax.data.documents.office import MOST_CELLS, MOST_TEXT, attribute, number, shown_number
 
 _REFERENCE = re.compile(r"([A-Z]{1,3})([0-9]{1,7})")
 _COLUMNS = 2**14  # of a sheet
 _COPY = "[Threaded comment]"  # what old programs are shown in place of a comment with replies
+_TRUE = ("1", "true")
 
 
 def read_xlsx(data: bytes) -> Document:
@@ -44,63 +28,52 @@ def read_xlsx(data: bytes) -> Document:
 
     An empty row ends a table. Comments follow their rows; text boxes, charts and pictures their
     sheet. Hidden sheets, rows and columns are left out and counted.
-
-    Raises:
-      DocumentError: encrypted, damaged, not an .xlsx, or it holds too much.
     """
-    package = Package(data, ".xlsx")
-    with naming_damage(".xlsx"):
-        return _Workbook(package).read()
+    return office.read(_Workbook, data, ".xlsx")
 
 
-class _Workbook:
+class _Workbook(office.Reading):
     """One reading of a workbook."""
 
-    def __init__(self, package: Package) -> None:
-        self._package = package
-        self._reading = Reading()
-        self._cells = self._characters = 0
+    def __init__(self, package: office.Package) -> None:
+        super().__init__(package)
+        self._cells = self._cell_characters = 0
         main = package.main()
-        self._root, self._related = package.xml(main), package.related(main)
-        parts = {target.kind: target.part for target in self._related.values() if target.part}
-        self._strings = [_text(s) for s in package.xml(parts["sharedStrings"])] \
-            if "sharedStrings" in parts else []  # fmt: skip
-        self._formats = _formats(package.xml(parts["styles"])) if "styles" in parts else []
-        properties = child(self._root, "workbookPr")
-        self._from_1904 = properties is not None and attribute(properties, "date1904") in (
-            "1",
-            "true",
-        )
+        self._root, self.related = package.xml(main), package.related(main)
+        parts = {kind: package.xml(part) for kind, part in self.targets("sharedStrings", "styles")}
+        self._strings = [_text(item) for item in parts.get("sharedStrings", ())]
+        self._formats = _formats(parts["styles"]) if "styles" in parts else []
+        properties = self._root.find("workbookPr")
+        self._from_1904 = properties is not None and attribute(properties, "date1904") in _TRUE
 
     def read(self) -> Document:
-        for sheet in children(self._root, "sheets"):
-            target = self._related.get(reference(sheet, "id"))
-            if target is None or not target.part:
-                name = sheet.get("name")
+        for sheet in self._root.iterfind("sheets/*"):
+            name, workbook = sheet.get("name", ""), self.related
+            if not (part := self.target(sheet, "id")):
                 raise DocumentError(f"no .xlsx that can be read: sheet {name!r} is not in the file")
-            self._sheet(sheet.get("name", ""), target.part, sheet.get("state", "visible"))
-        self._reading.set_title(self._package.title())
-        return self._reading.document()
+            self.related = self.package.related(part)
+            self._sheet(name, part, sheet.get("state", "visible"))
+            self.related = workbook
+        self.set_title(self.package.title())
+        return self.document()
 
     def _sheet(self, name: str, part: str, state: str) -> None:
-        reading = self._reading
         rows, merged, hidden = self._rows(part)
         count = sum(letters(text) for cells in rows.values() for text in cells.values())
-        reading.held += count
+        self.held += count
         if state != "visible":
-            reading.left_out["hidden sheets"] += count
+            self.left_out["hidden sheets"] += count
             return
-        reading.part(name)
-        reading.held += letters(name)
+        self.part(name)
+        self.held += letters(name)
         for row in hidden & rows.keys():
-            reading.left_out["hidden rows"] += sum(map(letters, rows.pop(row).values()))
+            self.left_out["hidden rows"] += sum(map(letters, rows.pop(row).values()))
         self._merge(rows, merged)
-        comments, drawings = self._beside(part)
-        add_sheet(reading, name, rows, comments)
-        for drawing in drawings:
-            root = self._package.xml(drawing)
-            reading.held += held_letters(root, ["t"])
-            add_shapes(reading, self._package, self._package.related(drawing), root)
+        self.sheet(name, rows, self._comments())
+        for _, drawing in self.targets("drawing"):
+            root, self.related = self.package.xml(drawing), self.package.related(drawing)
+            self.held += office.held_letters(root, "t")
+            self.shapes(root)
 
     def _rows(self, part: str) -> tuple[dict[int, dict[int, str]], list[str], set[int]]:
         """Row, from 1 -> column, from 0 -> what the cell shows; merged areas; hidden rows."""
@@ -112,13 +85,12 @@ class _Workbook:
         hidden_columns = bytearray(_COLUMNS)
         row = 0
         tags = ("{*}row", "{*}mergeCell", "{*}col")
-        with self._package.open(part) as file:
-            for _, element in etree.iterparse(file, tag=tags, **PARSING):
-                kind = local(element)
-                if kind == "mergeCell":
+        with self.package.open(part) as file:
+            for _, element in etree.iterparse(file, tag=tags, **office.PARSING):
+                if element.tag.endswith("mergeCell"):
                     merged.append(element.get("ref", ""))
-                elif kind == "col":
-                    if element.get("hidden") in ("1", "true"):
+                elif element.tag.endswith("col"):
+                    if element.get("hidden") in _TRUE:
                         first = max(0, number(element.get("min", "")) - 1)
                         last = min(number(element.get("max", "")), _COLUMNS)
                         hidden_columns[first:last] = bytes([1]) * (last - first)
@@ -127,11 +99,11 @@ class _Workbook:
                     cells = dict(self._shown(element))
                     for column in [c for c in cells if c < _COLUMNS and hidden_columns[c]]:
                         count = letters(cells.pop(column))
-                        self._reading.held += count
-                        self._reading.left_out["hidden columns"] += count
+                        self.held += count
+                        self.left_out["hidden columns"] += count
                     if any(cells.values()):
                         rows[row] = cells
-                    if element.get("hidden") in ("1", "true"):
+                    if element.get("hidden") in _TRUE:
                         hidden.add(row)
                 element.clear()
                 while element.getprevious() is not None:
@@ -146,8 +118,8 @@ class _Workbook:
             column = column_number(place[1]) if place else column + 1
             if text := self._cell(cell):
                 self._count(1)
-                self._characters += len(text)
-                if self._characters > MOST_TEXT:
+                self._cell_characters += len(text)
+                if self._cell_characters > MOST_TEXT:
                     raise DocumentError(f"says more than {MOST_TEXT:,} characters; split it")
                 yield column, text
 
@@ -157,20 +129,18 @@ class _Workbook:
             raise DocumentError(f"more than {MOST_CELLS:,} cells; split it")
 
     def _cell(self, cell: Any) -> str:
-        kind, value = cell.get("t", "n"), child(cell, "v")
-        text = (value.text or "") if value is not None else ""
+        kind, text = cell.get("t", "n"), cell.findtext("{*}v") or ""
         if kind == "s":
             place = number(text, len(self._strings))
             return self._strings[place] if place < len(self._strings) else ""
         if kind == "inlineStr":
-            return _text(child(cell, "is"))
+            return _text(cell.find("{*}is"))
         if kind == "b":
             return {"1": "TRUE", "0": "FALSE"}.get(text, text)
         if not text:
-            formula = child(cell, "f")
-            count = letters((formula.text or "") if formula is not None else "")
-            self._reading.held += count
-            self._reading.left_out["formulas without a value"] += count
+            count = letters(cell.findtext("{*}f") or "")
+            self.held += count
+            self.left_out["formulas without a value"] += count
             return ""
         if kind != "n":  # text of a formula, an error, a date in words
             return one_line(text)
@@ -190,34 +160,30 @@ class _Workbook:
             covered = numbers[bisect.bisect(numbers, first) : bisect.bisect(numbers, last)]
             self._count(len(covered))
             for row in covered if text else ():
-                rows[row][column] = self._reading.merged(text, rows[row].get(column, ""))
+                rows[row][column] = self.merged(text, rows[row].get(column, ""))
 
-    def _beside(self, part: str) -> tuple[Beside, list[str]]:
-        """Comments by their rows, and the parts of drawings."""
-        comments: Beside = {}
-        drawings = []
-        for kind, target in self._package.related(part).values():
-            if kind in ("comments", "threadedComment") and target:
-                for comment in self._package.xml(target).iter("{*}comment", "{*}threadedComment"):
-                    place = _REFERENCE.fullmatch(comment.get("ref", ""))
-                    text = _text(child(comment, "text"))
-                    if place and not text.startswith(_COPY):
-                        self._reading.held += letters(text)
-                        add = functools.partial(self._reading.say, text)
-                        comment_place = (column_number(place[1]), add)
-                        comments.setdefault(int(place[2]), []).append(comment_place)
-            elif kind == "drawing" and target:
-                drawings.append(target)
-        return comments, drawings
+    def _comments(self) -> office.Beside:
+        """What adds the comments of the sheet that is being read."""
+        comments: office.Beside = {}
+        for _, part in self.targets("comments", "threadedComment"):
+            for comment in self.package.xml(part).iter("comment", "threadedComment"):
+                place, text = (
+                    _REFERENCE.fullmatch(comment.get("ref", "")),
+                    _text(comment.find("text")),
+                )
+                if place and not text.startswith(_COPY):
+                    add = functools.partial(self.hold, text)
+                    comments.setdefault(int(place[2]), []).append((column_number(place[1]), add))
+        return comments
 
 
 def _text(item: Any) -> str:
     """The text of a string, without the readings that stand above its characters."""
     if item is None:
         return ""
-    if local(item) == "text" and not len(item):
+    if item.tag == "text" and not len(item):
         return one_line(item.text or "")
-    pieces = (e.text or "" for e in item.iter("{*}t") if local(e.getparent()) != "rPh")
+    pieces = (e.text or "" for e in item.iter("{*}t") if not e.getparent().tag.endswith("rPh"))
     return one_line("".join(pieces))
 
 
@@ -261,9 +227,9 @@ _PRECISE = decimal.Context(prec=400, rounding=decimal.ROUND_HALF_UP)
 def _formats(styles: Any) -> list[str]:
     """The formats of cells by the number of their style."""
     codes = dict(_BUILT_IN)
-    for element in styles.iter("{*}numFmt"):
+    for element in styles.iter("numFmt"):
         codes[number(element.get("numFmtId", ""))] = element.get("formatCode", "")
-    ids = [number(style.get("numFmtId", "")) for style in children(styles, "cellXfs")]
+    ids = [number(style.get("numFmtId", "")) for style in styles.iterfind("cellXfs/*")]
     return [codes.get(identity, "") for identity in ids]
 
 
@@ -375,23 +341,18 @@ def _date(days: float, tokens: Sequence[tuple[str, str]]) -> str:
             pieces.append(token)
         elif name in ("am/pm", "a/p"):
             pieces.append(token.split("/")[time.hour >= 12])
-        elif name[0] == "y":
-            pieces.append(f"{time:%Y}" if len(name) > 2 else f"{time:%y}")
-        elif name[0] == "d":
-            pieces.append(
-                [str(time.day), f"{time:%d}", f"{time:%a}", f"{time:%A}"][min(len(name), 4) - 1]
-            )
-        elif name[0] == "h":
-            pieces.append(f"{hour:0{min(len(name), 2)}d}")
-        elif name[0] == "s":
-            pieces.append(f"{time.second:0{min(name.count('s'), 2)}d}")
-            if digits:
+        elif name[0] in "hs" or (name[0] == "m" and _is_minute(place, tokens)):
+            figure = {"h": hour, "m": time.minute, "s": time.second}[name[0]]
+            pieces.append(f"{figure:0{min(name.count(name[0]), 2)}d}")
+            if name[0] == "s" and digits:
                 pieces.append(f".{time.microsecond:06d}"[: digits + 1])
-        elif _is_minute(place, tokens):
-            pieces.append(f"{time.minute:0{min(len(name), 2)}d}")
         else:
-            names = [str(time.month), f"{time:%m}", f"{time:%b}", f"{time:%B}", f"{time:%b}"[0]]
-            pieces.append(names[min(len(name), 5) - 1])
+            forms = {
+                "y": (f"{time:%y}", f"{time:%y}", f"{time:%Y}"),
+                "m": (str(time.month), f"{time:%m}", f"{time:%b}", f"{time:%B}", f"{time:%b}"[0]),
+                "d": (str(time.day), f"{time:%d}", f"{time:%a}", f"{time:%A}"),
+            }[name[0]]
+            pieces.append(forms[min(len(name), len(forms)) - 1])
     return "".join(pieces)
 
 

@@ -129,7 +129,7 @@ def child() -> None:
     for sample, data in samples.items():
         try:
             if name == OURS:
-                document = READERS[ending_of(sample)].read(data, 64)
+                document = READERS[ending_of(sample)].read(data)
                 held += document.letters or document.letters_read
                 count += document.letters_read
                 text = " ".join(_texts(document))
@@ -146,7 +146,7 @@ def child() -> None:
         for sample, data in samples.items():
             if sample not in failed:
                 if name == OURS:
-                    READERS[ending_of(sample)].read(data, 64)
+                    READERS[ending_of(sample)].read(data)
                 else:
                     module.CANDIDATES[name](data)
         seconds.append(time.process_time() - began)
