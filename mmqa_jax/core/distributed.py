@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -19,15 +20,30 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.core import joining
-from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.errors import RunError, UserError, decimal_number
 from mmqa_jax.core.host import cache_dir
-from mmqa_jax.core.peers import may_be_a_loss
+from mmqa_jax.core.meeting import Meeting, join
+from mmqa_jax.core.peers import Peers, heartbeat_seconds, may_be_a_loss, speak_before_abort
 
 _NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 # An interactive Slurm shell (salloc) sets SLURM_NTASKS too; only a task of srun is one of many.
 _LAUNCHED = ("SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK")
 _FAILED = "mmqa/failed"
+DEFAULT_JOIN_SECONDS = 1800  # hosts of a pod come up minutes apart
+_JOIN, _BIND = "MMQA_JOIN_SECONDS", "MMQA_COORDINATOR_BIND"
+# gRPC's and Python's variables for proxies, in either case.
+_PROXIES = ("grpc_proxy", "http_proxy", "https_proxy", "all_proxy")
+
+
+@dataclasses.dataclass
+class _Launch:
+    """One a process, as JAX's own connection is."""
+
+    peers: Peers | None = None
+    handler: Any = None
+
+
+_LAUNCH = _Launch()
 
 
 def start(compilation_cache_dir: str | os.PathLike | None = None, *, join: bool = True) -> None:
@@ -61,7 +77,7 @@ def start(compilation_cache_dir: str | os.PathLike | None = None, *, join: bool 
     if arguments is None:
         return
     try:
-        joining.initialize(arguments, os.environ)
+        _initialize(arguments, os.environ)
     except ValueError as error:
         if arguments or "coordinator_address should be defined" not in str(error):
             raise UserError(
@@ -81,6 +97,106 @@ def start(compilation_cache_dir: str | os.PathLike | None = None, *, join: bool 
             f"the hosts of this launch could not be joined ({first_line}); check that all of them "
             "were started and reach process 0, or set JAX_NUM_PROCESSES=1 to use this host alone."
         ) from error
+
+
+def peers() -> Peers | None:
+    """The other processes; None if there are none."""
+    return _LAUNCH.peers
+
+
+def _initialize(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+    """jax.distributed.initialize, which names who does not come, or is lost later.
+
+    What JAX finds out about a cluster stays JAX's.
+
+    Args:
+      arguments: what is known of address, number of processes and this one's; JAX finds the rest.
+      environment: MMQA_JOIN_SECONDS and MMQA_HEARTBEAT_SECONDS, how long others are waited for at
+        the start and later; MMQA_COORDINATOR_BIND, the address that process 0 listens at.
+    """
+    import jax
+    from jax._src import distributed as of_jax
+
+    limit, heartbeat = join_seconds(environment), heartbeat_seconds(environment)
+    jaxlib = of_jax._jax
+    make_service = jaxlib.get_distributed_runtime_service
+    make_client = jaxlib.get_distributed_runtime_client
+
+    def service(address: str, count: int, **options: Any) -> Any:
+        """Process 0: JAX's service, when all have come."""
+        address = bound(address, environment)
+        if count > 1:
+            Meeting(address, count, limit).wait()
+        return make_service(address, count, **options)
+
+    def client(address: str, me: int, **options: Any) -> Any:
+        """Every process: JAX's client, which ends this process by `Peers.report`."""
+        if (count := of_jax.global_state.num_processes) > 1:
+            if me:
+                join(address, me, count, limit)
+            _LAUNCH.peers = Peers(me, count, address, heartbeat)
+            callback, _LAUNCH.handler = speak_before_abort(_LAUNCH.peers.report)
+            if callback is not None:
+                options["missed_heartbeat_callback"] = callback
+        return make_client(address, me, **options)
+
+    jaxlib.get_distributed_runtime_service = service
+    jaxlib.get_distributed_runtime_client = client
+    try:
+        with without_proxies():
+            jax.distributed.initialize(
+                **arguments, initialization_timeout=limit, heartbeat_timeout_seconds=heartbeat
+            )
+    finally:
+        jaxlib.get_distributed_runtime_service = make_service
+        jaxlib.get_distributed_runtime_client = make_client
+    if (others := peers()) is not None:
+        connection = of_jax.global_state.client
+        others.watch(connection)
+        others.hold_errors_of_threads()
+        atexit.register(others.leave, connection)  # before JAX's own, which waits for the others
+
+
+@contextlib.contextmanager
+def without_proxies() -> Iterator[None]:
+    """Hides the environment's proxies: what is connected to meanwhile is reached directly.
+
+    gRPC would ask an HTTP proxy for the way to process 0, which a cluster's proxy to the outside
+    does not know: the processes would wait for each other until the time is up.
+    """
+    hidden = {name: os.environ[name] for name in os.environ if name.lower() in _PROXIES}
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def join_seconds(environment: Mapping[str, str]) -> int:
+    """How long the start waits for the other processes: MMQA_JOIN_SECONDS, or half an hour."""
+    text = environment.get(_JOIN) or str(DEFAULT_JOIN_SECONDS)
+    if not (seconds := decimal_number(text)):
+        raise UserError(f"environment: {_JOIN}={text}: whole seconds were expected, at least 1.")
+    return seconds
+
+
+def bound(address: str, environment: Mapping[str, str]) -> str:
+    """HOST:PORT to listen at: JAX's choice, with the host of MMQA_COORDINATOR_BIND if it is set."""
+    host = environment.get(_BIND, "")
+    if not host:
+        if not address.rpartition(":")[2].isdecimal():
+            raise UserError(
+                f"environment: JAX_COORDINATOR_BIND_ADDRESS={address}: host:port was expected."
+            )
+        return address
+    if "/" in host or (":" in host and not host.startswith("[") and host.count(":") == 1):
+        raise UserError(
+            f"environment: {_BIND}={host}: an address of this host was expected, without a port, "
+            "which is that of the coordinator's address."
+        )
+    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return f"{host}:{address.rpartition(':')[2]}"
 
 
 def multi_host_arguments(
@@ -232,7 +348,7 @@ def fail_together() -> Iterator[None]:
 def _tell_failure(error: Exception) -> None:
     if (service := _service()) is None:
         return
-    others = joining.peers()
+    others = peers()
     if others is not None:
         others.fails(2 if isinstance(error, UserError) else 1)
     if isinstance(error, UserError | RunError):
@@ -253,7 +369,7 @@ def _naming_the_lost() -> Iterator[None]:
     except (UserError, RunError):
         raise
     except Exception as error:
-        if (others := joining.peers()) is not None and may_be_a_loss(error):
+        if (others := peers()) is not None and may_be_a_loss(error):
             others.settle(raise_others_failure)
         raise
 
@@ -264,7 +380,7 @@ def at(step: int, doing: str, resumes: Callable[[], int | None] | None = None) -
     Args:
       resumes: the step that a restart continues from, None if there is none.
     """
-    if (others := joining.peers()) is not None:
+    if (others := peers()) is not None:
         others.at(step, doing, resumes)
 
 
@@ -281,19 +397,13 @@ def raise_others_failure() -> None:
             raise error_class(f"process {process} on {host}: {message}")
 
 
-def publish(name: str, value: Any) -> None:
-    """Shows a JSON value to the other processes, in place of its last one; see `published`."""
-    if (service := _service()) is not None:
-        key = f"mmqa/published/{name}/{service.process_id}"
-        service.client.key_value_set(key, json.dumps(value), allow_overwrite=True)
-
-
-def published(name: str) -> dict[int, Any]:
-    """What the processes have published under a name, by process."""
-    if (service := _service()) is None:
-        return {}
-    found = service.client.key_value_dir_get(f"mmqa/published/{name}")
-    return {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
+def others_failure() -> UserError | RunError | None:
+    """What another process has failed with, or None."""
+    try:
+        raise_others_failure()
+    except (UserError, RunError) as error:
+        return error
+    return None
 
 
 def _service() -> Any:

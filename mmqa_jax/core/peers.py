@@ -1,14 +1,13 @@
 """A process of a launch that is lost is named by all others, which then end with exit code 1.
 
 JAX's coordination service finds out: its heartbeats come from threads outside Python, so that
-neither compiling nor loading delays them, and a closed connection to process 0 is seen at once. It
-would then end this process by abort(), with a stack trace and a core. A callback that it calls
-instead exists, but what it is called with cannot be passed to Python (jaxlib 0.10), which ends in
-C++'s std::terminate: that is taken over here, for this one cause.
+neither compiling nor loading delays them, and a closed connection to process 0 is seen at once.
+Beats in its key-value store say who is lost, and what each process was doing. A process that was
+itself stopped meanwhile (SIGSTOP, a suspended machine) has heard nothing of the others and is lost
+to them: it says so, and names nobody.
 
-Who is lost is known from beats in the key-value store, which also say what each was doing. A
-process that was itself stopped meanwhile (SIGSTOP, a suspended machine) has heard nothing of the
-others and is lost to them: it says so, and names nobody.
+JAX alone would end this process by abort() at that moment, with a stack trace (training/HOSTS.md):
+`speak_before_abort` lets it say who is lost instead.
 """
 
 from __future__ import annotations
@@ -78,12 +77,12 @@ class Peers:
         self._long_away = heartbeat / 2
         self._ticked, self._woke, self._away = float("inf"), float("-inf"), 0.0
         self._fails: int | None = None
-        self._step, self._doing = 0, "starting"
+        self._step, self._doing, self._moves = 0, "starting", 0
         self._resumes: Callable[[], int | None] | None = None
         self._beat = 0
         self._answered = time.monotonic()
         self._heard: dict[int, float] = {}  # when a beat of a process came
-        self._last: dict[int, list[Any]] = {}  # host, beat, step, doing
+        self._last: dict[int, list[Any]] = {}  # host, beat, step, doing, moves
         self._stop, self._once = threading.Event(), threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -103,6 +102,7 @@ class Peers:
           resumes: the step that a restart continues from, None if there is none.
         """
         self._step, self._doing, self._resumes = step, doing, resumes
+        self._moves += 1
 
     def fails(self, exit_code: int) -> None:
         """This process has failed, and said so: it ends with that code, whatever JAX finds."""
@@ -116,6 +116,15 @@ class Peers:
         self._doing = _ENDED
         with contextlib.suppress(Exception):
             self._publish(client)
+
+    def states(self) -> dict[int, tuple[str, int, int, str]] | None:
+        """Host, moves, step and what it does of each process that was heard; None: 0 is silent."""
+        if self.me and time.monotonic() - self._answered > _SILENT_BEATS * self._beat_seconds:
+            return None
+        return {
+            process: (host, moves, step, doing)
+            for process, (host, _, step, doing, moves) in sorted(self._last.items())
+        }
 
     def lost(self) -> str | None:
         """Who is lost and how that is known, as far as can be seen from here."""
@@ -132,7 +141,7 @@ class Peers:
             for process in range(self.count)
             if process != self.me
             and now - self._heard.get(process, now) > silent_after
-            and self._last.get(process, [_ENDED, 0, 0, ""])[3] != _ENDED
+            and self._last.get(process, [None] * 3 + [""])[3] != _ENDED
         ]
         if silent:
             names = first_names(map(self._name, silent))
@@ -222,7 +231,7 @@ class Peers:
         known = self._last.get(process)
         if known is None:
             return f"process {process}"
-        host, _, step, doing = known
+        host, _, step, doing, _ = known
         return f"process {process} on {host} (last seen at step {step}, {doing})"
 
     def _tick_on(self) -> None:
@@ -256,7 +265,7 @@ class Peers:
 
     def _publish(self, client: Any) -> None:
         self._beat += 1
-        value = [socket.gethostname(), self._beat, self._step, self._doing]
+        value = [socket.gethostname(), self._beat, self._step, self._doing, self._moves]
         client.key_value_set(f"{_KEY}/{self.me}", json.dumps(value), allow_overwrite=True)
 
     def _exchange(self, client: Any) -> None:
@@ -282,40 +291,28 @@ def _flush() -> None:
             stream.flush()
 
 
-def callback(*_: Any) -> None:
-    """What JAX's client is given to call; see `on_failed_callback`."""
+def speak_before_abort(report: Callable[[], None]) -> tuple[Callable[..., None] | None, Any]:
+    """What `missed_heartbeat_callback` of JAX's client is to be, for `report` to be called.
 
-
-def on_failed_callback(report: Callable[[], None]) -> Any:
-    """Calls `report` instead of abort() when JAX's client could not call `callback`.
+    jaxlib 0.10 cannot pass the callback its argument, which ends in C++'s std::terminate: that is
+    taken over here, with `report` in front of it.
 
     Returns:
-      What has to be kept as long as the process lives; None where C++'s runtime is another one
-      than jaxlib's for Linux: JAX ends the process there as it always does.
+      The callback, and what has to be kept as long as the process lives; None in its place where
+      C++'s runtime is another one than jaxlib's for Linux: JAX ends the process as it always does.
     """
     try:
         library = ctypes.CDLL("libstdc++.so.6", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        set_handler = library["_ZSt13set_terminatePFvvE"]  # std::set_terminate(void (*)())
-        current = library["__cxa_current_exception_type"]
+        set_terminate = library["_ZSt13set_terminatePFvvE"]  # std::set_terminate(void (*)())
     except (OSError, AttributeError):
-        return None
+        return None, None
     handler_type = ctypes.CFUNCTYPE(None)
-    set_handler.argtypes, set_handler.restype = [handler_type], ctypes.c_void_p
-    current.argtypes, current.restype = [], ctypes.c_void_p
+    set_terminate.argtypes, set_terminate.restype = [handler_type], ctypes.c_void_p
 
     def handle() -> None:
-        if _type_name(current()) == b"St8bad_cast":
-            report()
+        report()
         before()
 
-    kept = handler_type(handle)
-    before = handler_type(set_handler(kept))
-    return kept
-
-
-def _type_name(type_info: int | None) -> bytes | None:
-    """The mangled name in a std::type_info: the pointer behind that of its virtual table."""
-    if not type_info:
-        return None
-    place = type_info + ctypes.sizeof(ctypes.c_void_p)
-    return ctypes.cast(ctypes.c_void_p.from_address(place).value, ctypes.c_char_p).value
+    handler = handler_type(handle)
+    before = handler_type(set_terminate(handler))
+    return lambda *_: None, handler

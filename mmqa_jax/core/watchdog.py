@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import socket
 import sys
 import threading
 import time
@@ -13,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from mmqa_jax.core import distributed
-from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.errors import UserError
 
 EXIT_HANGING = 75  # of sysexits.h: a temporary failure, try again
 DEFAULT_LIMIT_SECONDS = 1800
@@ -50,19 +49,13 @@ class Watchdog:
     ):
         self._limit, self._resumes, self._end = limit, resumes, end
         self._tick = min(5.0, limit / 10) if limit else 5.0
-        self._at: dict[str, Any] = {"beat": 0, "step": 0, "doing": "starting"}
-        self._idle = 0.0
-        self._others: Mapping[int, Any] = {}
+        self._at, self._idle = (0, "starting"), 0.0
         self._stop = threading.Event()
-        self._asked, self._answered = threading.Event(), threading.Event()
-        self._threads = [
-            threading.Thread(target=work, daemon=True) for work in (self._watch, self._exchange)
-        ]
 
     def __enter__(self) -> Self:
         if self._limit:
-            for thread in self._threads:
-                thread.start()
+            for work in (self._watch, self._hear):
+                threading.Thread(target=work, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -70,7 +63,7 @@ class Watchdog:
 
     def beat(self, step: int, doing: str) -> None:
         """The run moves: all processes make the same beats in the same order."""
-        self._at = {"beat": self._at["beat"] + 1, "step": step, "doing": doing}
+        self._at = step, doing
         self._idle = 0.0
         distributed.at(step, doing, self._resumes)
 
@@ -85,65 +78,51 @@ class Watchdog:
             self._idle += min(now - last, 2 * self._tick)
             last = now
             if self._idle > self._limit:
-                # Process 0 may be the one that hangs, and then nobody answers.
-                self._asked.set()
-                self._answered.wait(20)
                 self._report()
                 self._end(EXIT_HANGING)
                 return
 
-    def _exchange(self) -> None:
-        """Exchanges states in a thread of its own, which blocks while process 0 does not answer."""
-        while not self._stop.is_set():
+    def _hear(self) -> None:
+        """Asks in a thread of its own, which blocks while process 0 does not answer."""
+        while not self._stop.wait(self._tick):
+            failure = None
             with contextlib.suppress(RuntimeError):  # JAX's: process 0 is lost, which is told
-                self._tell()
-            self._stop.wait(self._tick)
-
-    def _tell(self) -> None:
-        distributed.publish("watchdog", [socket.gethostname(), self._at])
-        if self._idle > min(10.0, self._limit / 2):
-            try:
-                distributed.raise_others_failure()
-            except (UserError, RunError) as error:
-                print(f"mmqa: {error}", file=sys.stderr, flush=True)
-                self._end(2 if isinstance(error, UserError) else 1)
-        if self._asked.is_set():
-            self._others = distributed.published("watchdog")
-            self._answered.set()
+                if self._idle > min(10.0, self._limit / 2):
+                    failure = distributed.others_failure()
+            if failure is not None:
+                print(f"mmqa: {failure}", file=sys.stderr, flush=True)
+                self._end(2 if isinstance(failure, UserError) else 1)
 
     def _report(self) -> None:
-        import jax
-
         lines = [f"mmqa: the run hangs: nothing has moved for {self._limit:.0f} seconds."]
-        if self._answered.is_set():
-            lines += last_seen(self._others, jax.process_count())
-        else:
-            lines.append("process 0, which knows the steps of all, does not answer: it hangs.")
+        if (others := distributed.peers()) is not None:
+            if (states := others.states()) is None:
+                lines.append("process 0, which knows the steps of all, does not answer: it hangs.")
+            else:
+                lines += last_seen(states, others.count)
+        step, doing = self._at
         lines.append(
-            f"This process was at step {self._at['step']}, {self._at['doing']}; it ends with exit "
-            f"code {EXIT_HANGING}, start the launch again ({_VARIABLE} is the limit). Its stacks:"
+            f"This process was at step {step}, {doing}; it ends with exit code {EXIT_HANGING}, "
+            f"start the launch again ({_VARIABLE} is the limit). Its stacks:"
         )
         print("\n".join(lines), file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
 
 
-def last_seen(published: Mapping[int, Any], processes: int) -> list[str]:
+def last_seen(states: Mapping[int, tuple[str, int, int, str]], processes: int) -> list[str]:
     """Lines that say where the processes are, those behind the others first.
 
     Args:
-      published: host name, and step, beat and what it is doing, by process.
-      processes: how many there are; those that have published nothing are named.
+      states: host name, how often it moved, step and what it is doing, by process.
+      processes: how many there are; those that were not heard are named.
     """
-    if not published:
-        return []
-    silent = [f"process {n}" for n in range(processes) if n not in published]
-    furthest = max(at["beat"] for _, at in published.values())
-    order = sorted(published, key=lambda process: (published[process][1]["beat"], process))
+    silent = [f"process {n}" for n in range(processes) if n not in states]
     lines = [f"nothing was heard from {', '.join(silent[:_SHOWN])}"] if silent else []
-    for process in order[:_SHOWN]:
-        host, at = published[process]
-        behind = ", behind the others" if at["beat"] < furthest else ""
-        lines.append(f"process {process} on {host}: step {at['step']}, {at['doing']}{behind}")
+    furthest = max((moves for _, moves, _, _ in states.values()), default=0)
+    order = sorted(states.items(), key=lambda item: (item[1][1], item[0]))
+    for process, (host, moves, step, doing) in order[:_SHOWN]:
+        behind = ", behind the others" if moves < furthest else ""
+        lines.append(f"process {process} on {host}: step {step}, {doing}{behind}")
     if len(order) > _SHOWN:
         lines.append(f"and {len(order) - _SHOWN} more processes")
     return lines
@@ -154,13 +133,13 @@ def hang_limit(environment: Mapping[str, str]) -> float:
 
     It is a property of the cluster and not of the experiment: a run resumes with another one.
     """
-    given = environment.get(_VARIABLE, "")
-    if not given:
+    text = environment.get(_VARIABLE, "")
+    if not text:
         return DEFAULT_LIMIT_SECONDS
     try:
-        limit = float(given)
+        limit = float(text)
     except ValueError:
         limit = -1.0
     if not limit >= 0:
-        raise UserError(f"environment: {_VARIABLE}={given}: seconds were expected, 0 for no limit.")
+        raise UserError(f"environment: {_VARIABLE}={text}: seconds were expected, 0 for no limit.")
     return limit

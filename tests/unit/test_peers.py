@@ -25,7 +25,7 @@ class Store:
         return [pair for pair in self.values.items() if pair[0].startswith(f"{folder}/")]
 
     def beat(self, process, number, doing="computing"):
-        self.values[f"mmqa/alive/{process}"] = json.dumps([f"host{process}", number, 12, doing])
+        self.values[f"mmqa/alive/{process}"] = json.dumps([f"host{process}", number, 12, doing, 3])
 
 
 @pytest.fixture

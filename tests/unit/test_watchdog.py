@@ -49,16 +49,15 @@ def test_a_suspended_process_does_not_count_as_hanging(monkeypatch):
 
 
 def test_the_process_behind_the_others_is_named_first():
-    at = {"beat": 41, "step": 20, "doing": "computing"}
-    behind = {"beat": 40, "step": 20, "doing": "reading the batch"}
-    published = {0: ["a", at], 1: ["b", behind], 2: ["c", at]}
+    computing, reading = (41, 20, "computing"), (40, 20, "reading the batch")
+    states = {0: ("a", *computing), 1: ("b", *reading), 2: ("c", *computing)}
     lines = [
         "process 1 on b: step 20, reading the batch, behind the others",
         "process 0 on a: step 20, computing",
         "process 2 on c: step 20, computing",
     ]
-    assert last_seen(published, 3) == lines
-    assert last_seen(published, 5) == ["nothing was heard from process 3, process 4", *lines]
+    assert last_seen(states, 3) == lines
+    assert last_seen(states, 5) == ["nothing was heard from process 3, process 4", *lines]
 
 
 def test_the_limit_comes_from_the_environment():
