@@ -33,9 +33,13 @@ from mmqa_jax.inference.cross_encoder import open_cross_encoder
 from mmqa_jax.models.encoders.text_encoders import published_folder
 from mmqa_jax.papers.webqa import Reranker, top
 from mmqa_jax.prompting.backends import Backend
-from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
-from mmqa_jax.prompting.llm_reranker import LLMReranker, LLMRerankerOptions
-from mmqa_jax.prompting.source_prompts import Pictures
+from mmqa_jax.prompting.few_shot import Pictures
+from mmqa_jax.prompting.llm_reader import (
+    LLMReader,
+    LLMReaderOptions,
+    LLMReranker,
+    LLMRerankerOptions,
+)
 from mmqa_jax.retrieval.bm25.in_memory import BM25Retriever
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, RankFusion, check_weight
 from mmqa_jax.retrieval.rankings import Retriever as Ranker

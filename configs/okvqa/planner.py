@@ -13,8 +13,8 @@ The run's folder is then `--config.parts.planner.model` of the row `smollm2_mavl
 
 from ml_collections import ConfigDict
 
-# Importing them makes their tasks known.
-from mmqa_jax.extensions import mavl_planner, mavl_planner_reward
+# Importing it makes its tasks known.
+from mmqa_jax.extensions import mavl_planner
 
 MODES = ("reward", "runlocal", "reward_runlocal")
 
@@ -29,7 +29,7 @@ def get_config(mode: str = "") -> ConfigDict:
     """
     by_reward = mode.startswith("reward")
     config = ConfigDict()
-    config.task = (mavl_planner_reward.RewardedPlans if by_reward else mavl_planner.RightPlans).name
+    config.task = (mavl_planner.RewardedPlans if by_reward else mavl_planner.RightPlans).name
     config.seed = 0
     config.data = {
         "dir": "data/okvqa",

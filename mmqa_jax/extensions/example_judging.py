@@ -19,12 +19,11 @@ import numpy as np
 from mmqa_jax.data.example_scores import ExampleScores
 from mmqa_jax.data.schema import Question
 from mmqa_jax.prompting.backends import Backend, Choices
-from mmqa_jax.prompting.backends.stream import Answers, answer_all
+from mmqa_jax.prompting.backends.cache import Answers, answer_all
 from mmqa_jax.prompting.examples.library import ExampleLibrary, Shot, Similarity
-from mmqa_jax.prompting.few_shot import FewShot, few_shot
+from mmqa_jax.prompting.few_shot import FewShot, few_shot, load_template
 from mmqa_jax.prompting.multiple_choice import Normalization, option_scores
-from mmqa_jax.prompting.rmr_fields import fields
-from mmqa_jax.prompting.templates import load_template
+from mmqa_jax.prompting.rationales import fields
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,12 +30,12 @@ from mmqa_jax.papers.mavl import (
     elect_answer,
     used_actions,
 )
+from mmqa_jax.papers.prophet import vote
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting.backends import Backend, Decoding
 from mmqa_jax.prompting.examples.heuristics import AnswerHeuristics, ShotSelection
 from mmqa_jax.prompting.examples.library import ExampleLibrary
 from mmqa_jax.prompting.few_shot import Order, ask, outputs_record, prompts_record
-from mmqa_jax.prompting.voting import vote
 
 _OF_AN_AGENT = ("agent", "answer", "probability")  # what another vote needs of it
 # Keys of trace.jsonl that belong to the finished run, not to its agents.

@@ -26,9 +26,9 @@ from mmqa_jax.evaluation.retrieval import ARTICLES, know_articles
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.papers.webqa import Reranker
 from mmqa_jax.prompting.backends import Backend, Chat, Decoding, Message
-from mmqa_jax.prompting.backends.stream import answer_all
+from mmqa_jax.prompting.backends.cache import answer_all
+from mmqa_jax.prompting.few_shot import load_template
 from mmqa_jax.prompting.llm_reader import READER, shortened
-from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.retrieval.rankings import Retriever, by_score
 
 # How the authors' Mistral-7B-Instruct decodes, the default of all settings.

@@ -21,8 +21,14 @@ from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.multiple_choice import LETTERS
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting.backends import Backend, Chat, Decoding, Message
-from mmqa_jax.prompting.few_shot import ask, few_shot_prompts, one_prompt, pictures_of, read_one
-from mmqa_jax.prompting.templates import load_template
+from mmqa_jax.prompting.few_shot import (
+    ask,
+    few_shot_prompts,
+    load_template,
+    one_prompt,
+    pictures_of,
+    read_one,
+)
 
 Template = Literal["query", "built"]
 Extract = Literal["rules", "quick", "llm"]

@@ -17,7 +17,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.multiple_choice import letter_index
 from mmqa_jax.papers.setting import Setting
-from mmqa_jax.prompting.mmcot_prompts import (
+from mmqa_jax.prompting.rationales import (
     Format,
     is_rationale,
     source_text,
@@ -64,7 +64,7 @@ def answer_mmcot(
     random.
 
     Args:
-      rationale_format, answer_format: see prompting.mmcot_prompts.
+      rationale_format, answer_format: see prompting.rationales.
       captions: whether the picture's caption is read.
       decoding: `written` generates both texts (the authors' --use_generate). `forced` takes the
         likeliest token in each place behind the right text, as the commands of the authors' first

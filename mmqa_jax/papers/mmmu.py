@@ -18,15 +18,16 @@ from mmqa_jax.evaluation.multiple_choice import LETTERS
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting.backends import Backend, Chat, Decoding, Picture
 from mmqa_jax.prompting.few_shot import (
+    MARK,
     FewShot,
+    as_prompt,
     ask,
     few_shot_prompts,
+    load_template,
     one_prompt,
     pictures_of,
     read_one,
 )
-from mmqa_jax.prompting.source_prompts import MARK, as_prompt
-from mmqa_jax.prompting.templates import load_template
 
 Shown = Literal["placed", "first", "none"]
 _PLACE = re.compile(r"<image (\d)>")

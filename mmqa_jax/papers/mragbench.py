@@ -24,15 +24,17 @@ from mmqa_jax.evaluation.multiple_choice import LETTERS
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting.backends import Backend, Chat, Decoding, Picture
 from mmqa_jax.prompting.few_shot import (
+    MARK,
     FewShot,
+    as_prompt,
     ask,
     few_shot_prompts,
+    load_template,
     one_prompt,
     pictures_of,
     read_one,
+    source_picture,
 )
-from mmqa_jax.prompting.source_prompts import MARK, as_prompt, source_picture
-from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.retrieval.rankings import Retriever, find_candidates, gold_ranking
 
 MOST_NEW = 4096  # tokens of an answer, as in the authors' eval/models/llava_one_vision.py

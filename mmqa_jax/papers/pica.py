@@ -39,6 +39,7 @@ from mmqa_jax.prompting.few_shot import (
     citing_passages,
     continued,
     few_shot_prompts,
+    load_template,
     majority_answer,
     one_prompt,
     outputs_record,
@@ -47,7 +48,6 @@ from mmqa_jax.prompting.few_shot import (
     several_prompts,
 )
 from mmqa_jax.prompting.multiple_choice import Normalization, choose_options
-from mmqa_jax.prompting.templates import load_template
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
 
 ShotAnswer = Literal["first", "majority"]

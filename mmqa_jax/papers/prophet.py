@@ -27,14 +27,13 @@ from mmqa_jax.prompting.few_shot import (
     ask,
     continued,
     few_shot_prompts,
+    load_template,
     majority_answer,
     outputs_record,
     prompts_record,
     several_prompts,
 )
 from mmqa_jax.prompting.multiple_choice import Normalization, choose_options
-from mmqa_jax.prompting.templates import load_template
-from mmqa_jax.prompting.voting import vote
 
 _TEMPLATE = "prophet.okvqa"
 
@@ -155,3 +154,22 @@ SETTINGS = {
     "prophet_choice": Setting(choose_prophet, of_choices=True, captions_of="questions"),
     "prophet_candidate": Setting(answer_first_candidate),
 }
+
+
+# A weighted vote among short answers.
+
+
+def vote(ballots: Sequence[tuple[str, float]]) -> tuple[str, dict[str, float]]:
+    """The answer with the largest sum of weights, and the sums.
+
+    Answers are equal if Prophet's `prep_ans` makes them so; empty ones lose their vote. Of equal
+    sums the answer that comes first wins. "" if no answer is left.
+
+    Args:
+      ballots: (answer, weight of at least 0).
+    """
+    sums: dict[str, float] = {}
+    for answer, weight in ballots:
+        if answer := prep_ans(answer):
+            sums[answer] = sums.get(answer, 0.0) + weight
+    return max(sums, key=lambda answer: sums[answer], default=""), sums

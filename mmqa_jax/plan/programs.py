@@ -58,8 +58,8 @@ from mmqa_jax.plan.encoders import (
     vlm_encoder_program,
 )
 from mmqa_jax.plan.program import Program, shard_bytes, tree_bytes
-from mmqa_jax.prompting.backends.local_t5 import engine_sizes as t5_engine_sizes
-from mmqa_jax.prompting.backends.local_t5 import mesh_of
+from mmqa_jax.prompting.backends.t5 import engine_sizes as t5_engine_sizes
+from mmqa_jax.prompting.backends.t5 import mesh_of
 from mmqa_jax.tasks.base_llm import SCRATCH, base_path
 from mmqa_jax.tasks.registry import check_config, known_tasks, read_task
 from mmqa_jax.tasks.solved_questions import SolvedQuestions

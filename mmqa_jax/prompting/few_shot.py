@@ -11,20 +11,23 @@ import collections
 import dataclasses
 import functools
 import math
+import string
+import tomllib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from importlib import resources
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.datasets.benchmark import CAPTION, HAS_PICTURE, SOFT_LABELS
 from mmqa_jax.data.datasets.webqa import has_keywords
-from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.data.schema import Prediction, Question, Source
 from mmqa_jax.decoding.requests import Candidate, Result, TooLong, Unanswerable
-from mmqa_jax.prompting.backends import Backend, Completion, Decoding, Picture, Query
-from mmqa_jax.prompting.backends.stream import answer_all
+from mmqa_jax.prompting.backends import Backend, Completion, Decoding, Message, Picture, Query
+from mmqa_jax.prompting.backends.cache import answer_all
 from mmqa_jax.prompting.examples.library import Shot, shots_record
-from mmqa_jax.prompting.source_prompts import IMAGE, MARK
-from mmqa_jax.prompting.templates import PromptTemplate
+from mmqa_jax.prompting.llava_prompt import PLACEHOLDER as IMAGE
 from mmqa_jax.retrieval.knowledge import KnowledgeBase, Passage, passages_of
 
 Order = Literal["most_similar_first", "most_similar_last"]
@@ -315,3 +318,137 @@ def output_record(text: str | None, logprob: float) -> dict[str, Any]:
 def outputs_record(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
     """What trace.jsonl keeps of several outputs."""
     return [output_record(one.text, one.total) for one in candidates]
+
+
+# Few-shot prompts: templates as TOML beside the systems that use them.
+
+
+_PACKAGE = "mmqa_jax.papers"
+_FOLDER = "templates"
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptTemplate:
+    """A prompt of solved examples and one open question.
+
+    Attributes:
+      head: in front of everything; without `$` fields.
+      shot: of one solved example, with fields such as `$question` and `$answer`.
+      query: of the open question; the model continues it.
+      single_spaces: whether two spaces that follow each other become one, once: in the template's
+        text where a field is empty, and in the fields.
+    """
+
+    head: str
+    shot: str
+    query: str
+    single_spaces: bool = False
+
+    def without_head(self) -> PromptTemplate:
+        """Returns its shots and its query alone."""
+        return dataclasses.replace(self, head="")
+
+    def render(self, shots: Sequence[Mapping[str, str]], query: Mapping[str, str]) -> str:
+        """Fields of the shots and of the query -> the prompt.
+
+        Raises:
+          KeyError: a field that the template names is missing.
+        """
+        parts = [self._filled(self.shot, shot) for shot in shots]
+        return "".join((self.head, *parts, self._filled(self.query, query)))
+
+    def solve(self, example: Mapping[str, str]) -> str:
+        """What completes the query of a solved example: its shot without its query."""
+        shot, query = (self._filled(text, example) for text in (self.shot, self.query))
+        if not shot.startswith(query):
+            raise UserError(
+                "option template: a shot of it does not begin with its query, so that nothing "
+                "can be learned from it; use one whose shots do, such as rmr.rationale."
+            )
+        return shot.removeprefix(query).rstrip()
+
+    def spaced(self, text: str) -> str:
+        """A text with its spaces as this template's prompts have them."""
+        return text.replace("  ", " ") if self.single_spaces else text
+
+    def _filled(self, text: str, fields: Mapping[str, str]) -> str:
+        return self.spaced(string.Template(text).substitute(fields))
+
+
+@functools.cache
+def load_template(name: str) -> PromptTemplate:
+    """The template `FILE.TABLE`: a table of papers/templates/FILE.toml."""
+    file, _, table = name.partition(".")
+    folder = resources.files(_PACKAGE) / _FOLDER
+    known = {
+        f"{path.name.removesuffix('.toml')}.{found}": values
+        for path in folder.iterdir()
+        if path.name.endswith(".toml")
+        for found, values in tomllib.loads(path.read_text(encoding="utf-8")).items()
+    }
+    if name not in known:
+        raise UserError(
+            f"option template={name}: no such prompt template; use one of "
+            f"{', '.join(sorted(known))}."
+        )
+    return PromptTemplate(**known[f"{file}.{table}"])
+
+
+# Sources and their pictures in prompts: what LLMReader and LLMReranker show a model alike.
+#
+# A text is written with a mark where each picture goes; `as_prompt` makes of it a message with
+# the pictures in it, or a text that a model continues.
+
+
+MARK = "\ufffc"  # the object replacement character stands where a picture goes, or IMAGE
+MARKED = f" {MARK}"
+Pictures = Literal["auto", "pixels", "captions"]
+
+
+def prompt_text(source: Source) -> str:
+    """A source as prompts quote it: its title, then its text or caption."""
+    return ": ".join(filter(None, (source.title, source.text))).replace(MARK, " ")
+
+
+def source_picture(corpus: Corpus, row: int, shown: bool) -> Picture | None:
+    """A source's picture, if pictures are shown and it has one."""
+    encoded = corpus.picture(row) if shown else None
+    return None if encoded is None else Picture(encoded, corpus.sources[row].id)
+
+
+def mark_of(picture: Picture | None) -> str:
+    """What a template's field of a picture says: where it goes, or nothing."""
+    return "" if picture is None else MARKED
+
+
+def shows_pictures(llm: Backend, pictures: Pictures) -> bool:
+    """Whether prompts show pictures; see LLMReaderOptions."""
+    return pictures == "pixels" or (pictures == "auto" and llm.takes_pictures is True)
+
+
+def is_chat(llm: Backend, chat: bool | None) -> bool:
+    """Whether a prompt is a message; see LLMReaderOptions."""
+    return llm.takes_messages if chat is None else chat
+
+
+def without_places(text: str, pictures: Sequence[Picture]) -> str:
+    """A text to be continued with pictures, none of whose places is an `<image>` of a source."""
+    return text.replace(IMAGE, "< image>") if pictures else text
+
+
+def as_prompt(
+    marked: str, pictures: Sequence[Picture], *, chat: bool
+) -> tuple[str | tuple[Message, ...], tuple[Picture, ...]]:
+    """A query's prompt of a text with a mark for each picture, and the query's images.
+
+    Returns:
+      A user's message with the pictures in it, or a text with `<image>` in their places, whose
+      images are apart.
+    """
+    if not chat:
+        return without_places(marked, pictures).replace(MARK, IMAGE), tuple(pictures)
+    first, *rest = marked.split(MARK)
+    content: list[str | Picture] = [first]
+    for picture, text in zip(pictures, rest, strict=True):
+        content += [picture, text]
+    return (Message("user", tuple(part for part in content if part != "")),), ()

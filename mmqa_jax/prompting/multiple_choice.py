@@ -12,17 +12,17 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.decoding.requests import Scores, Unanswerable
 from mmqa_jax.prompting.backends import Backend, Choices
-from mmqa_jax.prompting.backends.stream import Answers, answer_all
+from mmqa_jax.prompting.backends.cache import Answers, answer_all
 from mmqa_jax.prompting.examples.library import Shot
 from mmqa_jax.prompting.few_shot import (
     Fields,
     Order,
+    PromptTemplate,
     citing_passages,
     few_shot_prompts,
     one_prompt,
     prompts_record,
 )
-from mmqa_jax.prompting.templates import PromptTemplate
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
 
 Normalization = Literal["sum", "mean"]

@@ -34,14 +34,12 @@ from mmqa_jax.prompting.backends import (
     Message,
     Picture,
     Query,
+    answer_of,
 )
-from mmqa_jax.prompting.backends.cache import Cached, ResponseCache, request_key
+from mmqa_jax.prompting.backends.cache import Cached, ResponseCache, answer_all, request_key
 from mmqa_jax.prompting.backends.config import check_prompt_config, open_backend
-from mmqa_jax.prompting.backends.openai_fields import Fields
-from mmqa_jax.prompting.backends.openai_requests import read_chat
-from mmqa_jax.prompting.backends.stream import answer_all
-from mmqa_jax.prompting.backends.thinking import answer_of
-from mmqa_jax.prompting.source_prompts import IMAGE, MARK, as_prompt
+from mmqa_jax.prompting.backends.openai_requests import Fields, read_chat
+from mmqa_jax.prompting.few_shot import IMAGE, MARK, as_prompt
 
 
 def run_prompts(

@@ -12,8 +12,7 @@ from jaxtyping import Float32, Int
 
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.store import Store
-from mmqa_jax.retrieval.embeddings import BROKEN
-from mmqa_jax.retrieval.vectors import check_finite, not_finite
+from mmqa_jax.retrieval.embeddings import BROKEN, check_finite, not_finite
 
 _MANY = 2_000  # contents, from which on their progress is shown
 

@@ -23,9 +23,8 @@ from mmqa_jax.models.clip.open_clip import squashes
 from mmqa_jax.models.clip.uniir import UNIIR
 from mmqa_jax.models.encoders.dual_encoder import clip_dual_encoder
 from mmqa_jax.retrieval.embedder import Embedder, dual_encoder_cost, one_picture_each
-from mmqa_jax.retrieval.embeddings import BROKEN
+from mmqa_jax.retrieval.embeddings import BROKEN, check_finite
 from mmqa_jax.retrieval.two_towers import as_dual_encoder, check_kind, load_two_towers
-from mmqa_jax.retrieval.vectors import check_finite
 from mmqa_jax.weights.folder import read_record
 from mmqa_jax.weights.record import is_converted
 

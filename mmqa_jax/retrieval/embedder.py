@@ -36,8 +36,13 @@ from mmqa_jax.models.encoders.dual_encoder import DualEncoderConfig
 from mmqa_jax.models.encoders.sentence_pooling import Prompts
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.modernbert.network import ModernBertConfig
-from mmqa_jax.retrieval.embeddings import BROKEN, Embeddings, write_embeddings
-from mmqa_jax.retrieval.vectors import check_finite, not_finite
+from mmqa_jax.retrieval.embeddings import (
+    BROKEN,
+    Embeddings,
+    check_finite,
+    not_finite,
+    write_embeddings,
+)
 
 TextEncoderConfig = BertConfig | ModernBertConfig | LlamaConfig
 

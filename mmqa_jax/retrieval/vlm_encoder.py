@@ -31,7 +31,7 @@ from mmqa_jax.models.encoders.vlm_keys import load_vlm_encoder, read_vlm_config
 from mmqa_jax.models.qwen_vl.network import QwenVLConfig
 from mmqa_jax.models.qwen_vl.vision import QwenVisionConfig
 from mmqa_jax.retrieval.embedder import Embedder, one_picture_each
-from mmqa_jax.retrieval.embeddings import BROKEN
+from mmqa_jax.retrieval.embeddings import BROKEN, check_finite
 from mmqa_jax.retrieval.picture_batches import (
     HELD,
     PicturePrompt,
@@ -39,7 +39,6 @@ from mmqa_jax.retrieval.picture_batches import (
     prompt_batches,
 )
 from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
-from mmqa_jax.retrieval.vectors import check_finite
 
 INSTRUCTION = "Represent the user's input."  # where a folder's prompts name no other
 LONGEST = 8192  # tokens of a prompt, the original's MAX_LENGTH

@@ -41,9 +41,8 @@ from mmqa_jax.decoding.masked_lm import write_captions
 from mmqa_jax.decoding.requests import Unanswerable
 from mmqa_jax.models.oscar.layout import OscarLayout
 from mmqa_jax.models.oscar.network import OscarConfig
-from mmqa_jax.prompting.backends import Chat, Decoding, Message, Picture
+from mmqa_jax.prompting.backends import Chat, Decoding, Message, Picture, answer_of
 from mmqa_jax.prompting.backends.cache import Cached
-from mmqa_jax.prompting.backends.thinking import answer_of
 from mmqa_jax.retrieval.embedder import tower_bytes
 from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.record import read_metadata

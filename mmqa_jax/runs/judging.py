@@ -15,7 +15,7 @@ from mmqa_jax.data.example_scores import FILE, write_example_scores
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.splits import evenly
 from mmqa_jax.extensions.example_judging import JudgeOptions, judge_examples, mean_scores
-from mmqa_jax.prompting.templates import load_template
+from mmqa_jax.prompting.few_shot import load_template
 from mmqa_jax.runs.parts import LLMSpec, open_llm
 from mmqa_jax.tasks.library import LibrarySpec, check_similarity, open_library
 

@@ -29,9 +29,13 @@ from mmqa_jax.prompting.examples.heuristics import (
     load_candidates,
 )
 from mmqa_jax.prompting.examples.library import TEXTS
-from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
-from mmqa_jax.prompting.llm_reranker import LLMReranker, LLMRerankerOptions
-from mmqa_jax.prompting.templates import load_template
+from mmqa_jax.prompting.few_shot import load_template
+from mmqa_jax.prompting.llm_reader import (
+    LLMReader,
+    LLMReaderOptions,
+    LLMReranker,
+    LLMRerankerOptions,
+)
 from mmqa_jax.retrieval.cached_vectors import cached_vectors
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, check_weight
 from mmqa_jax.retrieval.indexes.milvus import PREFIX as MILVUS

@@ -19,11 +19,9 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Source
 from mmqa_jax.decoding.online import Closed, QueueFull
 from mmqa_jax.prompting.backends import Picture
-from mmqa_jax.prompting.backends.openai_fields import read_picture
+from mmqa_jax.prompting.backends.openai_requests import read_picture
 from mmqa_jax.runs.prepare import folder_notes
-from mmqa_jax.serve.door import Door, Entrance, Pieces, visit_of
-from mmqa_jax.serve.errors import ApiError, refusal
-from mmqa_jax.serve.metrics import Metrics
+from mmqa_jax.serve.door import ApiError, Door, Entrance, Metrics, Pieces, refusal, visit_of
 from mmqa_jax.serve.openai_api import OpenAIApi
 from mmqa_jax.serve.options import ServeOptions
 from mmqa_jax.serve.parts import Parts

@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.json_text import parse_json
-from mmqa_jax.prompting.backends.openai_fields import Fields
-from mmqa_jax.serve.errors import ApiError, busy
-from mmqa_jax.serve.metrics import Metrics
+from mmqa_jax.decoding.online import Closed, QueueFull
+from mmqa_jax.decoding.requests import TooLong
+from mmqa_jax.prompting.backends.openai_requests import Fields, WrongField
 from mmqa_jax.serve.options import LOOPBACK, ServeOptions
 
 _CLIENT_LEFT = 499  # nginx's status; nobody reads it but the metrics
@@ -353,3 +357,122 @@ class Pieces:
 
 
 _END: Any = object()
+
+
+# What a request is refused with, in OpenAI's form.
+
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+@dataclasses.dataclass(eq=False)
+class ApiError(Exception):
+    """A request that is refused.
+
+    Attributes:
+      status: of HTTP.
+      message: one sentence that says what was expected.
+      param: the key of the body that it is about.
+      code: OpenAI's short name, for clients that look for it.
+      headers: of the reply.
+    """
+
+    status: int
+    message: str
+    _: dataclasses.KW_ONLY
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """`{"error": {message, type, param, code}}`."""
+        kind = _TYPES.get(
+            self.status, "server_error" if self.status >= 500 else "invalid_request_error"
+        )
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> JSONResponse:
+        """The reply."""
+        return JSONResponse(self.to_json(), self.status, self.headers)
+
+
+def busy(message: str) -> ApiError:
+    """The refusal of what exceeds the queue; clients try again."""
+    sentence = f"{message}; try again in a moment."
+    return ApiError(429, sentence, code="queue_full", headers={"Retry-After": "1"})
+
+
+def refusal(error: Exception) -> ApiError:
+    """What an exception means to a client; raises one that is no refusal."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFull):
+        return busy(str(error))
+    if isinstance(error, TooLong):
+        return too_long(_without_id(error))
+    if isinstance(error, UserError):
+        param = error.param if isinstance(error, WrongField) else None
+        return ApiError(400, _without_id(error), param=param)
+    if isinstance(error, Closed):
+        return ApiError(503, str(error))
+    raise error
+
+
+def too_long(message: str) -> ApiError:
+    """The refusal of a prompt that exceeds the model's context."""
+    return ApiError(400, message, code="context_length_exceeded")
+
+
+def _without_id(error: UserError) -> str:
+    """The sentence without the id that requests have here, which no client gave."""
+    return str(error).removeprefix("request 0: ")
+
+
+# What Prometheus reads: requests, seconds, tokens, and the queue.
+
+
+_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class Metrics:
+    """Counts of one server.
+
+    Args:
+      unfinished: how many requests to the language model wait or are being served.
+    """
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self, unfinished: Callable[[], int]):
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "mmqa_requests", "Requests by route and status", ("route", "status"),
+            registry=self._registry,
+        )  # fmt: skip
+        self._seconds = Histogram(
+            "mmqa_request_seconds", "Seconds until the last byte", ("route",),
+            buckets=_SECONDS, registry=self._registry,
+        )  # fmt: skip
+        self._tokens = Counter(
+            "mmqa_tokens", "Tokens of prompts and of answers", ("kind",), registry=self._registry
+        )
+        queue = Gauge(
+            "mmqa_unfinished_requests", "Requests to the language model that wait or are served",
+            registry=self._registry,
+        )  # fmt: skip
+        queue.set_function(unfinished)
+
+    def tokens(self, prompt: int, completion: int) -> None:
+        """Counts the tokens of an answered request."""
+        self._tokens.labels("prompt").inc(prompt)
+        self._tokens.labels("completion").inc(completion)
+
+    def text(self) -> bytes:
+        """All of it in Prometheus's format."""
+        return generate_latest(self._registry)
+
+    def answered(self, route: str, status: int, seconds: float) -> None:
+        """Counts a request under a route, of which there are few."""
+        self._requests.labels(route, str(status)).inc()
+        self._seconds.labels(route).observe(seconds)

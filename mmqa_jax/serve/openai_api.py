@@ -35,9 +35,7 @@ from mmqa_jax.prompting.backends.openai_requests import (
     read_embedding,
 )
 from mmqa_jax.prompting.backends.served import ServedModel
-from mmqa_jax.serve.door import Pieces, Visit, visit_of
-from mmqa_jax.serve.errors import ApiError, refusal, too_long
-from mmqa_jax.serve.metrics import Metrics
+from mmqa_jax.serve.door import ApiError, Metrics, Pieces, Visit, refusal, too_long, visit_of
 from mmqa_jax.serve.parts import Parts
 from mmqa_jax.serve.systems import Asking
 

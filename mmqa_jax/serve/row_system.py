@@ -9,7 +9,7 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, Ranking, prediction_of
 from mmqa_jax.evaluation.report import TraceNode
-from mmqa_jax.prompting.backends.openai_fields import data_url
+from mmqa_jax.prompting.backends.openai_requests import data_url
 from mmqa_jax.retrieval.rankings import ranking_of
 from mmqa_jax.runs.ask_corpus import AskedCorpus, answer_notes
 from mmqa_jax.runs.part import OpenedParts

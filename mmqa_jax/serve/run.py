@@ -33,12 +33,12 @@ from mmqa_jax.runs.status import finished_rows, kind_of
 from mmqa_jax.serve.app import make_app
 from mmqa_jax.serve.options import LOOPBACK, ServeOptions
 from mmqa_jax.serve.parts import Parts
-from mmqa_jax.serve.row_system import RowSystem
 from mmqa_jax.serve.systems import (
     DemoChain,
     FindPassages,
     FromMemory,
     ReadPassages,
+    RowSystem,
     System,
     Threads,
 )

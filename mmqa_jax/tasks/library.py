@@ -15,8 +15,13 @@ from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.datasets.benchmark import HAS_PICTURE
 from mmqa_jax.data.picture_store import EncodedPicture, PictureStore
 from mmqa_jax.data.schema import Question
-from mmqa_jax.prompting.examples.library import TEXTS, Embedders, ExampleLibrary
-from mmqa_jax.prompting.examples.published_vectors import SIMILARITIES, PublishedVectors
+from mmqa_jax.prompting.examples.library import (
+    SIMILARITIES,
+    TEXTS,
+    Embedders,
+    ExampleLibrary,
+    PublishedVectors,
+)
 from mmqa_jax.retrieval.minilm import load_minilm_embedder
 from mmqa_jax.tasks.embedder import open_embedder
 

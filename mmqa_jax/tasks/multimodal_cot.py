@@ -23,7 +23,7 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.inference.multimodal_t5 import cut_tokens
 from mmqa_jax.models.multimodal_t5.network import MultimodalT5Config
 from mmqa_jax.models.t5.inputs import PicturedTexts
-from mmqa_jax.prompting.mmcot_prompts import Format, source_text, target_text
+from mmqa_jax.prompting.rationales import Format, source_text, target_text
 from mmqa_jax.tasks.base_llm import TextModelTask, base_loader, check_vocabulary, model_config
 from mmqa_jax.tasks.objectives import MultimodalObjective
 from mmqa_jax.tasks.seq2seq import PairBatches
@@ -66,7 +66,7 @@ class MultimodalCoT(TextModelTask):
 
     Attributes:
       init: mm-cot's folder, any T5's, or scratch.
-      format: of its texts, see prompting.mmcot_prompts: `QCM-LE` writes the rationale, `QCMG-A`
+      format: of its texts, see prompting.rationales: `QCM-LE` writes the rationale, `QCMG-A`
         answers with one.
       captions: whether the picture's caption is read.
       labels: `padded`, the authors': the loss is the mean over all `batches.targets` places of

@@ -32,9 +32,8 @@ from mmqa_jax.prompting.examples.training import (
     TrainingExamples,
     training_examples,
 )
-from mmqa_jax.prompting.few_shot import few_shot, majority_answer
-from mmqa_jax.prompting.rmr_fields import fields
-from mmqa_jax.prompting.templates import load_template
+from mmqa_jax.prompting.few_shot import few_shot, load_template, majority_answer
+from mmqa_jax.prompting.rationales import fields
 from mmqa_jax.tasks.base_llm import TextModelTask
 from mmqa_jax.tasks.library import LibrarySpec, check_similarity, open_library
 from mmqa_jax.tasks.task import MixedData

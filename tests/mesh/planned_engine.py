@@ -22,8 +22,8 @@ from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.network import Llama, unstack_layers
 from mmqa_jax.plan import programs
 from mmqa_jax.prompting.backends import Completion, Decoding
+from mmqa_jax.prompting.backends.cache import answer_all
 from mmqa_jax.prompting.backends.config import open_backend
-from mmqa_jax.prompting.backends.stream import answer_all
 from mmqa_jax.weights.registry import architecture
 
 LENGTH, NEW = 128, 6

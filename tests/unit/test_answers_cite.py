@@ -14,8 +14,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Source
 from mmqa_jax.prompting.examples.heuristics import AnswerHeuristics
 from mmqa_jax.prompting.examples.library import ExampleLibrary
-from mmqa_jax.prompting.llm_reader import LLMReader
-from mmqa_jax.prompting.llm_reranker import LLMReranker
+from mmqa_jax.prompting.llm_reader import LLMReader, LLMReranker
 from mmqa_jax.retrieval.bm25.in_memory import BM25Retriever
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
 from mmqa_jax.runs.row import BUILT_IN

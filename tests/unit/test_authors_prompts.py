@@ -24,8 +24,7 @@ from mmqa_jax.papers.pica import answer_pica, answer_promptcap
 from mmqa_jax.papers.prophet import answer_prophet
 from mmqa_jax.prompting.examples.heuristics import AnswerHeuristics
 from mmqa_jax.prompting.examples.library import Shot
-from mmqa_jax.prompting.few_shot import majority_answer
-from mmqa_jax.prompting.templates import load_template
+from mmqa_jax.prompting.few_shot import load_template, majority_answer
 
 pytestmark = pytest.mark.slow
 

@@ -23,7 +23,7 @@ from mmqa_jax.inference.multimodal_t5 import check_width
 from mmqa_jax.models.multimodal_t5.network import MultimodalT5
 from mmqa_jax.models.t5.network import T5
 from mmqa_jax.papers.mmcot import SETTINGS, chosen_option
-from mmqa_jax.prompting.mmcot_prompts import source_text, target_text
+from mmqa_jax.prompting.rationales import source_text, target_text
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

@@ -46,7 +46,7 @@ from mmqa_jax.evaluation.compare import compare_runs, compare_tables, read_run
 from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.report import read_curves
 from mmqa_jax.prompting.examples.heuristics import load_answer_aware, load_candidates
-from mmqa_jax.prompting.examples.published_vectors import PublishedVectors
+from mmqa_jax.prompting.examples.library import PublishedVectors
 from mmqa_jax.prompting.run import read_prompts
 from mmqa_jax.retrieval.rankings import read_rankings
 

@@ -14,8 +14,8 @@ from mmqa_jax.decoding.prefix_cache import PrefixCache, split
 from mmqa_jax.decoding.sizes import SIZES, Demand, choose_sizes
 from mmqa_jax.models.llama.config import llama2_7b, llama2_70b, llama31_8b, smollm2_135m
 from mmqa_jax.prompting.backends import Choices, Completion, Decoding, local_model
+from mmqa_jax.prompting.backends.cache import answer_all
 from mmqa_jax.prompting.backends.local_model import ModelConfig, open_backend
-from mmqa_jax.prompting.backends.stream import answer_all
 
 pytestmark = pytest.mark.slow
 

@@ -9,11 +9,10 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Question
 from mmqa_jax.decoding.requests import Candidate, Result, Score, Scores, TooLong
 from mmqa_jax.prompting.backends import Choices, Completion, Decoding, Failure, Usage
-from mmqa_jax.prompting.backends.stream import Answers, answer_all
+from mmqa_jax.prompting.backends.cache import Answers, answer_all
 from mmqa_jax.prompting.examples.library import Shot
-from mmqa_jax.prompting.few_shot import few_shot, prompts_record
+from mmqa_jax.prompting.few_shot import PromptTemplate, few_shot, load_template, prompts_record
 from mmqa_jax.prompting.multiple_choice import choose_option, option_prior
-from mmqa_jax.prompting.templates import PromptTemplate, load_template
 
 SHOTS = [Shot(Question(f"s{n}", "train", f"shot {n} ?"), 1.0 - n / 10) for n in range(4)]
 QUERY = Question("q", "val", "open ?")

@@ -8,10 +8,9 @@ from mavl_team import FULL, heuristics, library, prompts_of, team_llm
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Source
-from mmqa_jax.papers.mavl import answer_mavl
-from mmqa_jax.prompting.templates import load_template
+from mmqa_jax.papers.mavl import answer_mavl, key_words_of
+from mmqa_jax.prompting.few_shot import load_template
 from mmqa_jax.retrieval.bm25.in_memory import BM25Retriever
-from mmqa_jax.retrieval.key_words import key_words_of
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
 
 CONTEXT = "A snowboarder making a run down a powdery slope on a sunny day."

@@ -14,8 +14,7 @@ from mmqa_jax.papers.pica import answer_pica
 from mmqa_jax.papers.rmr import choose_rmr
 from mmqa_jax.prompting.backends import Completion
 from mmqa_jax.prompting.examples.library import Embedders, ExampleLibrary, Shot
-from mmqa_jax.prompting.few_shot import few_shot, prompts_record
-from mmqa_jax.prompting.templates import PromptTemplate
+from mmqa_jax.prompting.few_shot import PromptTemplate, few_shot, prompts_record
 from mmqa_jax.retrieval.bm25.in_memory import BM25Retriever
 from mmqa_jax.retrieval.knowledge import KnowledgeBase, Passage, RandomRetriever, passages_of
 from mmqa_jax.runs import parts as parts_module

@@ -20,8 +20,8 @@ from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Unanswerable
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.prompting.backends import Completion, Decoding, Picture
+from mmqa_jax.prompting.backends.cache import answer_all
 from mmqa_jax.prompting.backends.engine import EngineBackend, read_ahead
-from mmqa_jax.prompting.backends.stream import answer_all
 
 
 def picture(number: int) -> Picture:

@@ -10,7 +10,7 @@ from test_llm_reader import CORPUS
 
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.prompting.backends import Choices, Message
-from mmqa_jax.prompting.llm_reranker import LLMReranker, LLMRerankerOptions
+from mmqa_jax.prompting.llm_reader import LLMReranker, LLMRerankerOptions
 
 ASKED = [Question("q", "test", "What is the capital?"), Question("r", "test", "Which flag?")]
 FOUND = [Ranking("q", ("b", "a"), (2.0, 1.0)), Ranking("r", ("c", "a", "b"), (1.0, 1.0, 1.0))]

@@ -15,7 +15,7 @@ from mmqa_jax.core.store import Store, read_head
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.extensions.similarity import interpolate
 from mmqa_jax.retrieval.cached_vectors import cached_vectors
-from mmqa_jax.retrieval.embeddings import Embeddings
+from mmqa_jax.retrieval.embeddings import Embeddings, not_finite
 from mmqa_jax.retrieval.fusion import Pool, convex_combination
 from mmqa_jax.retrieval.indexes.exact import search_within
 from mmqa_jax.retrieval.indexes.index import KINDS, build_index, load_index, scann_available
@@ -28,7 +28,6 @@ from mmqa_jax.retrieval.rankings import (
     rescored,
     to_rankings,
 )
-from mmqa_jax.retrieval.vectors import not_finite
 from mmqa_jax.runs.part import Resumable, Seconds
 
 NOT_FINITE = [math.nan, math.inf, -math.inf, 1e30]  # of 1e30 the square is infinite
@@ -45,7 +44,7 @@ def embeddings(bad: float | None = None) -> Embeddings:
 
 @pytest.mark.parametrize("bad", NOT_FINITE)
 def test_which_rows_are_not_finite(bad, monkeypatch):
-    monkeypatch.setattr("mmqa_jax.retrieval.vectors._BLOCK", 10)
+    monkeypatch.setattr("mmqa_jax.retrieval.embeddings._BLOCK", 10)
     assert not_finite(embeddings(bad).vectors).tolist() == [17]
     assert not_finite(embeddings().vectors).tolist() == []
     # The products of rows that are let through are finite, however large they are.

@@ -13,8 +13,7 @@ from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl
 from mmqa_jax.data.schema import Question
-from mmqa_jax.prompting.examples.library import ExampleLibrary
-from mmqa_jax.prompting.examples.published_vectors import PublishedVectors
+from mmqa_jax.prompting.examples.library import ExampleLibrary, PublishedVectors
 from mmqa_jax.runs.parts import check_prompted
 from mmqa_jax.runs.row import read_row
 from mmqa_jax.runs.run import run_row

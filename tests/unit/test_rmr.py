@@ -24,7 +24,7 @@ from mmqa_jax.papers.rmr import (
 )
 from mmqa_jax.prompting.backends import Chat
 from mmqa_jax.prompting.examples.library import Embedders, ExampleLibrary
-from mmqa_jax.prompting.templates import load_template
+from mmqa_jax.prompting.few_shot import load_template
 from mmqa_jax.runs.row import read_row
 
 TRIPLETS = [

@@ -16,7 +16,7 @@ from tiny_llm import flag, text_tokenizer, tiny_backend, tiny_llava
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.decoding.online import TextStream
 from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Message
-from mmqa_jax.prompting.backends.openai_fields import data_url, read_picture
+from mmqa_jax.prompting.backends.openai_requests import data_url, read_picture
 from mmqa_jax.prompting.backends.served import ServedModel
 from mmqa_jax.runs.ask_corpus import AskedCorpus
 from mmqa_jax.serve.app import make_app

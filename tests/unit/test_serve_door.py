@@ -25,8 +25,7 @@ from mmqa_jax.decoding.requests import Candidate, Result
 from mmqa_jax.runs.ask_corpus import AskedCorpus
 from mmqa_jax.serve import run
 from mmqa_jax.serve.app import make_app
-from mmqa_jax.serve.door import Door
-from mmqa_jax.serve.metrics import Metrics
+from mmqa_jax.serve.door import Door, Metrics
 from mmqa_jax.serve.options import ServeOptions
 from mmqa_jax.serve.parts import Parts
 from mmqa_jax.serve.systems import Threads, answer_row

@@ -12,7 +12,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Source
 from mmqa_jax.decoding.online import Closed, QueueFull
-from mmqa_jax.prompting.backends.openai_fields import data_url
+from mmqa_jax.prompting.backends.openai_requests import data_url
 from mmqa_jax.runs.ask_corpus import AskedCorpus
 from mmqa_jax.serve.app import make_app
 from mmqa_jax.serve.options import ServeOptions

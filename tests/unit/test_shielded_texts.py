@@ -35,8 +35,8 @@ from mmqa_jax.prompting.backends import Chat, Choices, Completion, Message
 from mmqa_jax.prompting.backends.engine import EngineBackend
 from mmqa_jax.prompting.backends.t5 import T5Backend
 from mmqa_jax.prompting.examples.training import encode_conversation, encode_text
+from mmqa_jax.prompting.few_shot import MARK, as_prompt
 from mmqa_jax.prompting.picture_format import PictureTemplate, QwenFormat
-from mmqa_jax.prompting.source_prompts import MARK, as_prompt
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer, open_tokenizer
 from mmqa_jax.tasks.fusion_in_decoder import FusionInDecoder
 from mmqa_jax.weights.bundled import smollm2_path

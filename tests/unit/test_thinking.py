@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mmqa_jax.prompting.backends.thinking import answer_of
+from mmqa_jax.prompting.backends import answer_of
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from mmqa_jax.extensions.mavl_votes import fit_weights
-from mmqa_jax.prompting.voting import vote
+from mmqa_jax.papers.prophet import vote
 
 
 @pytest.mark.parametrize("pattern", list(itertools.product("xyz", repeat=3)))

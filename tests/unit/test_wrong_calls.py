@@ -14,8 +14,7 @@ from mmqa_jax.evaluation.vqa import official_accuracy, paper_accuracy, prophet_a
 from mmqa_jax.evaluation.webqa import accuracy, source_f1
 from mmqa_jax.inference.reader import Reader
 from mmqa_jax.inference.reranker import Reranker
-from mmqa_jax.prompting.llm_reader import LLMReader
-from mmqa_jax.prompting.llm_reranker import LLMReranker
+from mmqa_jax.prompting.llm_reader import LLMReader, LLMReranker
 from mmqa_jax.retrieval.bm25.in_memory import BM25, BM25Retriever
 from mmqa_jax.retrieval.bm25.webqa import WebQABM25
 from mmqa_jax.retrieval.dense import DenseRetriever

@@ -229,3 +229,16 @@ class Around:
     def sizes(self) -> dict[str, Any] | None:
         """The backend's."""
         return self._backend.sizes()
+
+
+def answer_of(text: str) -> str:
+    """The text without the thoughts that it begins with, stripped.
+
+    Some chat templates open the tag in the prompt (Qwen3's, DeepSeek-R1's): a text then begins
+    within it. Of thoughts that do not end, as where tokens ran out, there is no answer. Tags behind
+    the beginning are the answer's own.
+    """
+    thoughts, closed, rest = text.partition("</think>")
+    if closed and ("<think>" not in thoughts or thoughts.lstrip().startswith("<think>")):
+        return rest.strip()
+    return "" if text.lstrip().startswith("<think>") else text.strip()

@@ -33,10 +33,10 @@ from mmqa_jax.prompting.backends import (
     Usage,
     openai_replies,
 )
-from mmqa_jax.prompting.backends.event_loop import EventLoop
 from mmqa_jax.prompting.backends.http_client import (
     KEY,
     URL,
+    EventLoop,
     HttpClient,
     NoReply,
     Reply,

@@ -36,8 +36,7 @@ from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.qwen_vl.vision import QwenVisionConfig
 from mmqa_jax.models.siglip.network import SiglipVisionConfig
 from mmqa_jax.prompting.backends.engine import EngineBackend
-from mmqa_jax.prompting.backends.local_t5 import open_t5_backend
-from mmqa_jax.prompting.backends.t5 import T5Backend
+from mmqa_jax.prompting.backends.t5 import T5Backend, open_t5_backend
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.config_json import replace_fields

@@ -6,21 +6,18 @@ does not is refused by name; nothing is ignored that would change the answer.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import dataclasses
+import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data import images
+from mmqa_jax.data.picture_bounds import PictureError
 from mmqa_jax.prompting.backends import Decoding, Message, Picture
-from mmqa_jax.prompting.backends.openai_fields import (
-    Fields,
-    WrongField,
-    read_picture,
-    strings,
-    token_ids,
-    wrong,
-)
 
 _MOST_TOKENS = 2**20
 _MOST_STOPS = 16
@@ -257,3 +254,128 @@ def _content(content: str | list[Any], key: str) -> tuple[str | Picture, ...]:
             raise wrong(name, part, 'expected {"type": "text" or "image_url", ...}')
         parts.append(value if kind == "text" else read_picture(value, f"{name}.image_url"))
     return tuple(parts)
+
+
+# A JSON body of OpenAI's API, read key by key: what is wrong or unknown is refused by name.
+
+
+_REQUIRED: Any = object()
+_SHOWN = 60  # characters of a wrong value in a message
+
+
+class WrongField(UserError):
+    """A body that cannot be served, and the key of it that is wrong.
+
+    Args:
+      param: the key; None: it is no single one.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None):
+        super().__init__(message)
+        self.param = param
+
+
+class Fields:
+    """The keys of a body, each of which is taken once."""
+
+    def __init__(self, body: Mapping[str, Any]):
+        self._left = dict(body)
+
+    def names(self) -> set[str]:
+        """The keys that were given, with another value than null."""
+        return {key for key, value in self._left.items() if value is not None}
+
+    def take(self, key: str, kinds: type | tuple[type, ...], default: Any = _REQUIRED) -> Any:
+        """A value of one of some types (a bool is no number); null, or none, is the default."""
+        value = self._left.pop(key, None)
+        if value is None:
+            if default is _REQUIRED:
+                raise WrongField(f"{key} is missing; give it.", param=key)
+            return default
+        kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            names = " or ".join(kind.__name__ for kind in kinds)
+            raise wrong(key, value, f"expected {names}")
+        return value
+
+    def number(self, key: str, default: float, least: float, most: float) -> float:
+        """A number within bounds."""
+        value = self.take(key, (int, float), default)
+        if not least <= value <= most:
+            raise wrong(key, value, f"expected {least:g} to {most:g}")
+        return float(value)
+
+    def whole(self, key: str, default: Any, least: int, most: int) -> Any:
+        """An integer within bounds, or the default."""
+        value = self.take(key, int, default)
+        if value is not default and not least <= value <= most:
+            raise wrong(key, value, f"expected {least:,} to {most:,}")
+        return value
+
+    def only(self, key: str, *values: Any, why: str = "is not supported here") -> None:
+        """A key that may be given, but changes nothing: one of these values, or none."""
+        value = self._left.pop(key, None)
+        if value is not None and value not in values:
+            raise WrongField(f"{key} {why}; leave it out.", param=key)
+
+    def ignore(self, *keys: str) -> None:
+        """Keys that say nothing about the answer."""
+        for key in keys:
+            self._left.pop(key, None)
+
+    def end(self) -> None:
+        """WrongField for a key that nobody took."""
+        for key in self._left:
+            raise WrongField(f"{key} is no key that is known here; leave it out.", param=key)
+
+
+def wrong(key: str, value: Any, expected: str) -> WrongField:
+    """The refusal of a key's value."""
+    quoted = json.dumps(value, default=str)
+    quoted = quoted if len(quoted) <= _SHOWN else f"{quoted[:_SHOWN]}..."
+    return WrongField(f"{key} is {quoted}, {expected}.", param=key)
+
+
+def strings(value: Any) -> bool:
+    """Whether a value is a list of strings."""
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def token_ids(value: Any) -> bool:
+    """Whether a value is a list of token ids."""
+    return isinstance(value, list) and all(type(one) is int for one in value)
+
+
+def data_url(picture: bytes) -> str | None:
+    """An encoded picture as a URL; None of a kind that browsers do not show."""
+    try:
+        media_type = Picture(picture).media_type
+    except UserError:
+        return None
+    return f"data:{media_type};base64,{base64.b64encode(picture).decode()}"
+
+
+def read_picture(url: str, key: str) -> Picture:
+    """The picture of a `data:` URL, checked before it is decoded.
+
+    Raises:
+      WrongField: another URL (nothing is fetched), broken base64, or no picture that may be
+        decoded.
+    """
+    head, comma, data = url.partition(",")
+    if not head.startswith("data:image/") or not head.endswith(";base64") or not comma:
+        raise WrongField(
+            f"{key} is no data:image/...;base64, URL; no picture is fetched from elsewhere, so "
+            "give its bytes.",
+            param=key,
+        )
+    try:
+        decoded = base64.b64decode(data, validate=True)
+        images.verify(decoded, "the picture")
+        picture = Picture(decoded, "the picture")
+        _ = picture.media_type
+    except binascii.Error as error:
+        raise WrongField(f"{key} is broken base64 ({error}).", param=key) from error
+    except (PictureError, UserError) as error:
+        raise WrongField(str(error), param=key) from error
+    return picture

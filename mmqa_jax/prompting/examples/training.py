@@ -17,9 +17,8 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.decoding.requests import TooLong
 from mmqa_jax.prompting.backends import Message, Picture
 from mmqa_jax.prompting.examples.library import ExampleLibrary, Shot, Similarity
-from mmqa_jax.prompting.few_shot import Order, few_shot
+from mmqa_jax.prompting.few_shot import Order, PromptTemplate, few_shot, load_template
 from mmqa_jax.prompting.picture_format import PictureFormat
-from mmqa_jax.prompting.templates import PromptTemplate, load_template
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 
 _ANSWER = " The answer is"  # begins the answer behind a rationale

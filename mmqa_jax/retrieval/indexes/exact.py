@@ -13,9 +13,8 @@ from jaxtyping import Float32, Int32
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.retrieval.bm25.in_memory import check_top_k
-from mmqa_jax.retrieval.embeddings import BROKEN, Embeddings
+from mmqa_jax.retrieval.embeddings import BROKEN, Embeddings, check_finite
 from mmqa_jax.retrieval.manifest import replace_folder
-from mmqa_jax.retrieval.vectors import check_finite
 
 INDEX_WHAT = "a dense index"  # in the manifest of every kind of index
 

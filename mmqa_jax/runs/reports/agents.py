@@ -12,7 +12,7 @@ from mmqa_jax.data.schema import Prediction
 from mmqa_jax.evaluation.report import TraceNode
 from mmqa_jax.evaluation.tables import Cell, Table
 from mmqa_jax.papers.mavl import TOOL_NAMES
-from mmqa_jax.prompting.voting import vote
+from mmqa_jax.papers.prophet import vote
 
 _ACTIONS = tuple(TOOL_NAMES)
 _RETRIEVES, _GENERATES = 2, 3

@@ -1,19 +1,51 @@
-"""Multimodal-CoT's texts: what its T5 reads of a ScienceQA question, and what it learns to write.
+"""Solved questions with their rationales in words, for prompts and for training.
 
-Formats are those of amazon-science/mm-cot utils_prompt.py: `QCM` reads question, context and
-options, `QCMG` a rationale too; written are lecture `L`, explanation `E` and answer `A` in the
-order of the letters. Runs of white space become one blank, as utils_data.py has it.
+RMR's templates take the fields of a question; Multimodal-CoT's T5 reads and learns whole texts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.datasets.benchmark import CAPTION
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.multiple_choice import LETTERS
-from mmqa_jax.prompting.few_shot import NO_CONTEXT
+from mmqa_jax.prompting.few_shot import NO_CONTEXT, majority_answer
+
+Rationale = Literal["solution", "lecture_solution"]
+
+
+def fields(question: Question, rationale: Rationale = "solution") -> Mapping[str, str]:
+    r"""The fields of RMR's templates; the context is the hint, then the picture's caption.
+
+    A triplet's rationale is its solution, or its lecture and then its solution, as in ScienceQA's
+    format QCM-LEA. Its line breaks are the two characters `\n` in `solution`, as in ScienceQA's
+    prompts, and blanks in `rationale`. The answer of a question without options is its short one.
+    """
+    hint, caption = (str(question.extra.get(key, "")) for key in ("hint", "caption"))
+    listed = (f"({LETTERS[i]}) {choice}" for i, choice in enumerate(question.choices))
+    known = question.answer_index is not None
+    lecture = str(question.extra.get("lecture", "")) if rationale == "lecture_solution" else ""
+    reasons = " ".join(filter(None, (lecture, question.rationale)))
+    return {
+        "question": question.question.strip(),
+        "context": f"{hint} {caption}".strip() or NO_CONTEXT,
+        "options": " ".join(listed),
+        "solution": reasons.replace("\n", "\\n"),
+        "rationale": " ".join(reasons.split()),
+        "answer": question.choices[question.answer_index] if known else majority_answer(question),
+        "letter": LETTERS[question.answer_index] if known else "",
+    }
+
+
+# Multimodal-CoT's texts: what its T5 reads of a ScienceQA question, and what it learns to write.
+#
+# Formats are those of amazon-science/mm-cot utils_prompt.py: `QCM` reads question, context and
+# options, `QCMG` a rationale too; written are lecture `L`, explanation `E` and answer `A` in the
+# order of the letters. Runs of white space become one blank, as utils_data.py has it.
+
 
 Format = Literal["QCM-LE", "QCM-E", "QCM-A", "QCM-LEA", "QCM-ALE", "QCMG-A"]
 _OPTIONS = LETTERS[:5]  # that the authors' code knows
