@@ -201,7 +201,7 @@ def make_row(
         figures, questions (so many, evenly over the split; 0 is all), modality, split, where
         (values that keys of the questions must have), sources (folder of those that are searched,
         if not its own), context (`pictures` or `sources`: what of a question's gold sources is its
-        caption; data/question_pictures.py), folds and fold (a part of the questions).
+        caption; data/batches/vqa.py), folds and fold (a part of the questions).
       made_by: path of an input -> where it comes from.
     """
     config = ConfigDict()

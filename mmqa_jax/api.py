@@ -25,9 +25,9 @@ from typing import Any, Literal, get_args
 from mmqa_jax.core import distributed
 from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.core.host import cache_dir
+from mmqa_jax.data.corpus import PictureOf, corpus_of_lists
 from mmqa_jax.data.folder import FolderOptions, Pages
-from mmqa_jax.data.images import decode, read_picture_file
-from mmqa_jax.data.lists import PictureOf, corpus_of_lists
+from mmqa_jax.data.pictures.decode import decode, read_picture_file
 from mmqa_jax.data.schema import NOT_FOUND, Question, Ranking
 from mmqa_jax.inference.cross_encoder import open_cross_encoder
 from mmqa_jax.models.encoders.text_encoders import published_folder
@@ -77,7 +77,7 @@ def open_corpus(
     Args:
       texts: the snippets, a caption where there is a picture; or a folder's path: documents and
         pictures, an interchange folder, or what `mmqa prepare` wrote.
-      titles, pictures, ids: of the texts, see data/lists.py; pictures are paths or encoded bytes.
+      titles, pictures, ids: of the texts, see data/corpus.py; pictures are paths or encoded bytes.
       pages: of a folder, what is taken of a PDF: its `text` and figures (None, too), its pages as
         `pictures`, for an encoder that sees, or `both`.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mmqa_jax.data.datasets.benchmark import BenchmarkFiles
+from mmqa_jax.data.formats.official import BenchmarkFiles
 
 SHARED = Path(os.environ.get("MMQA_SHARED_DATA", Path(__file__).parents[1] / "../shared/data"))
 GOLDEN = SHARED / "webqa_golden"

@@ -35,8 +35,8 @@ import numpy as np
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_text, read_json, write_json
-from mmqa_jax.data.datasets import coco
-from mmqa_jax.data.datasets.benchmark import (
+from mmqa_jax.data.formats import coco
+from mmqa_jax.data.formats.official import (
     DIFFICULT,
     RATIONALES,
     BenchmarkFiles,
@@ -44,7 +44,7 @@ from mmqa_jax.data.datasets.benchmark import (
     PictureFolders,
     one_file,
 )
-from mmqa_jax.data.datasets.parquet import ParquetPictures, parquet_rows
+from mmqa_jax.data.formats.parquet import ParquetPictures, parquet_rows
 from mmqa_jax.data.schema import SPLITS, Material, Prediction, Question
 from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.scores import (

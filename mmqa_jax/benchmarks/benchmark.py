@@ -10,11 +10,10 @@ from pathlib import Path
 
 from mmqa_jax.benchmarks import NAMES
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.data.datasets.benchmark import BenchmarkFiles
-from mmqa_jax.data.records import MANIFEST
+from mmqa_jax.data.corpus import Corpus, open_corpus, split_questions
+from mmqa_jax.data.formats.official import BenchmarkFiles
+from mmqa_jax.data.records.corpus_records import MANIFEST
 from mmqa_jax.data.schema import Material, Prediction, Question, united
-from mmqa_jax.data.splits import split_questions
 from mmqa_jax.evaluation.scoring import Evaluation
 from mmqa_jax.evaluation.tables import Table
 

@@ -32,9 +32,9 @@ import numpy as np
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl, write_jsonl
-from mmqa_jax.data.datasets.benchmark import BenchmarkFiles, OfficialFiles, PictureFiles
+from mmqa_jax.data.formats.official import BenchmarkFiles, OfficialFiles, PictureFiles
+from mmqa_jax.data.formats.tables import real_number
 from mmqa_jax.data.schema import Material, Prediction, Question
-from mmqa_jax.data.table_files import real_number
 from mmqa_jax.evaluation.prediction_lines import read_answers_by
 from mmqa_jax.evaluation.scores import (
     group_of,

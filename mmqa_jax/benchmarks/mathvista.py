@@ -31,10 +31,10 @@ import numpy as np
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.data.datasets.benchmark import BenchmarkFiles, OfficialFiles, PictureFiles
-from mmqa_jax.data.datasets.parquet import ParquetPictures, parquet_rows
+from mmqa_jax.data.formats.official import BenchmarkFiles, OfficialFiles, PictureFiles
+from mmqa_jax.data.formats.parquet import ParquetPictures, parquet_rows
+from mmqa_jax.data.formats.tables import real_number
 from mmqa_jax.data.schema import Material, Prediction, Question
-from mmqa_jax.data.table_files import real_number
 from mmqa_jax.evaluation.multiple_choice import LETTERS, by_choice
 from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.scores import (

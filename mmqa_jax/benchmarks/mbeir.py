@@ -36,16 +36,10 @@ from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_text
 from mmqa_jax.core.json_text import parse_json
-from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.datasets.benchmark import (
-    BenchmarkFiles,
-    OfficialFiles,
-    PictureFiles,
-    object_rows,
-)
+from mmqa_jax.data.corpus import Corpus, fold_of
+from mmqa_jax.data.formats.official import BenchmarkFiles, OfficialFiles, PictureFiles, object_rows
+from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import SPLITS, Material, Prediction, Question, Source
-from mmqa_jax.data.splits import fold_of
-from mmqa_jax.data.table_files import whole_number
 from mmqa_jax.evaluation.retrieval import FORMATS, has_positives, read_found
 from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
 from mmqa_jax.evaluation.scoring import Evaluation

@@ -40,11 +40,11 @@ import pybase64
 
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.datasets.benchmark import CAPTION, BenchmarkFiles, OfficialFiles, one_file
-from mmqa_jax.data.datasets.coco import with_captions
-from mmqa_jax.data.picture_bounds import PictureError, check_bytes
+from mmqa_jax.data.formats.coco import with_captions
+from mmqa_jax.data.formats.official import CAPTION, BenchmarkFiles, OfficialFiles, one_file
+from mmqa_jax.data.formats.tables import SUFFIXES, read_table, whole_number, write_spreadsheet
+from mmqa_jax.data.pictures.bounds import PictureError, check_bytes
 from mmqa_jax.data.schema import Material, Prediction, Question
-from mmqa_jax.data.table_files import SUFFIXES, read_table, whole_number, write_spreadsheet
 from mmqa_jax.evaluation import multiple_choice as rules
 from mmqa_jax.evaluation.multiple_choice import (
     choices_of,

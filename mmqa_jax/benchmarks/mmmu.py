@@ -35,8 +35,8 @@ import numpy as np
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.data.datasets.benchmark import BenchmarkFiles, OfficialFiles
-from mmqa_jax.data.datasets.parquet import PictureColumns, parquet_rows
+from mmqa_jax.data.formats.official import BenchmarkFiles, OfficialFiles
+from mmqa_jax.data.formats.parquet import PictureColumns, parquet_rows
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation.multiple_choice import (
     LETTERS,

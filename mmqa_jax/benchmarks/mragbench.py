@@ -29,9 +29,9 @@ import numpy as np
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_jsonl
-from mmqa_jax.data.datasets.benchmark import BenchmarkFiles, OfficialFiles, PictureFiles
-from mmqa_jax.data.datasets.parquet import PictureColumns, parquet_rows
-from mmqa_jax.data.picture_bounds import PictureError
+from mmqa_jax.data.formats.official import BenchmarkFiles, OfficialFiles, PictureFiles
+from mmqa_jax.data.formats.parquet import PictureColumns, parquet_rows
+from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
 from mmqa_jax.evaluation.multiple_choice import (
     LETTERS,

@@ -37,15 +37,15 @@ from word2number import w2n
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.data.datasets.benchmark import (
+from mmqa_jax.data.articles import WIKIPEDIA, WIKIPEDIA_PICTURES
+from mmqa_jax.data.formats.official import (
     BenchmarkFiles,
     OfficialFiles,
     PictureFolders,
     object_rows,
 )
-from mmqa_jax.data.picture_bounds import PictureError
+from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
-from mmqa_jax.data.wikipedia.articles import WIKIPEDIA, WIKIPEDIA_PICTURES
 from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
 from mmqa_jax.evaluation.scoring import Evaluation

@@ -26,15 +26,9 @@ from typing import Any
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.data.answer_text import official_of_weight
-from mmqa_jax.data.datasets import coco
-from mmqa_jax.data.datasets.benchmark import (
-    SOFT_LABELS,
-    BenchmarkFiles,
-    OfficialFiles,
-    PictureFolders,
-)
-from mmqa_jax.data.datasets.vqa_json import (
+from mmqa_jax.data.answers import official_of_weight
+from mmqa_jax.data.formats import coco
+from mmqa_jax.data.formats.coco import (
     Reference,
     check_same,
     entries,
@@ -42,8 +36,14 @@ from mmqa_jax.data.datasets.vqa_json import (
     read_questions,
     text_of,
 )
+from mmqa_jax.data.formats.official import (
+    SOFT_LABELS,
+    BenchmarkFiles,
+    OfficialFiles,
+    PictureFolders,
+)
+from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import Material, Prediction, Question
-from mmqa_jax.data.table_files import whole_number
 from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count
 from mmqa_jax.evaluation.scoring import Evaluation

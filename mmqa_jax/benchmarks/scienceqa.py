@@ -37,7 +37,7 @@ from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, read_text, write_json
 from mmqa_jax.core.json_text import parse_json
-from mmqa_jax.data.datasets.benchmark import (
+from mmqa_jax.data.formats.official import (
     CAPTION,
     HAS_HINT,
     HAS_PICTURE,
@@ -46,14 +46,9 @@ from mmqa_jax.data.datasets.benchmark import (
     PictureFiles,
     one_file,
 )
-from mmqa_jax.data.datasets.parquet import (
-    ParquetPictures,
-    parquet_columns,
-    parquet_rows,
-    row_name,
-)
+from mmqa_jax.data.formats.parquet import ParquetPictures, parquet_columns, parquet_rows, row_name
+from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import SPLITS, Material, Prediction, Question
-from mmqa_jax.data.table_files import whole_number
 from mmqa_jax.evaluation import multiple_choice as rules
 from mmqa_jax.evaluation.multiple_choice import (
     chosen_by,

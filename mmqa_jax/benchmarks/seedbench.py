@@ -33,14 +33,14 @@ from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.benchmarks.mmbench import PREDICTION
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_jsonl
-from mmqa_jax.data.datasets.benchmark import (
+from mmqa_jax.data.formats.coco import with_captions
+from mmqa_jax.data.formats.official import (
     CAPTION,
     BenchmarkFiles,
     OfficialFiles,
     PictureFiles,
     one_file,
 )
-from mmqa_jax.data.datasets.coco import with_captions
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation import multiple_choice as rules
 from mmqa_jax.evaluation.multiple_choice import (

@@ -29,10 +29,10 @@ import numpy as np
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_json
-from mmqa_jax.data.datasets.benchmark import BenchmarkFiles
-from mmqa_jax.data.datasets.parquet import ParquetPictures, parquet_columns, parquet_rows
+from mmqa_jax.data.formats.official import BenchmarkFiles
+from mmqa_jax.data.formats.parquet import ParquetPictures, parquet_columns, parquet_rows
+from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
-from mmqa_jax.data.table_files import whole_number
 from mmqa_jax.evaluation.retrieval import FORMATS, has_positives, read_found, score_rankings
 from mmqa_jax.evaluation.scores import (
     Scores,

@@ -23,9 +23,8 @@ from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.benchmarks.okvqa import read_okvqa_predictions, score_okvqa, write_okvqa_submission
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.data.datasets import coco
-from mmqa_jax.data.datasets.benchmark import BenchmarkFiles, OfficialFiles, PictureFolders
-from mmqa_jax.data.datasets.vqa_json import (
+from mmqa_jax.data.formats import coco
+from mmqa_jax.data.formats.coco import (
     Reference,
     check_same,
     number,
@@ -33,6 +32,7 @@ from mmqa_jax.data.datasets.vqa_json import (
     read_questions,
     text_of,
 )
+from mmqa_jax.data.formats.official import BenchmarkFiles, OfficialFiles, PictureFolders
 from mmqa_jax.data.schema import Material, Question
 from mmqa_jax.evaluation.vqa import has_answers
 

@@ -59,9 +59,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     arguments = flags.fetched(arguments, STORE_INPUTS)
     from mmqa_jax.core.chunks import Part
     from mmqa_jax.core.files import check_out, write_jsonl
-    from mmqa_jax.data.corpus import open_corpus
+    from mmqa_jax.data.corpus import open_corpus, split_questions
     from mmqa_jax.data.schema import prediction_row
-    from mmqa_jax.data.splits import split_questions
     from mmqa_jax.evaluation.source_selection import check_threshold
     from mmqa_jax.papers import webqa
     from mmqa_jax.retrieval.modality import of_modality

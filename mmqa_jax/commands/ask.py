@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if not all(text.strip() for text in arguments.question):
         raise UserError("the question is empty; write one in quotes.")
     _check_flags(arguments)
-    from mmqa_jax.data.images import decode, read_picture_file
+    from mmqa_jax.data.pictures.decode import decode, read_picture_file
 
     picture = None
     if arguments.image is not None:

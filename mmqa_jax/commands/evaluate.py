@@ -169,7 +169,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def _evaluate_benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
     """Scores a question-answering benchmark as its BenchmarkScoring says."""
     from mmqa_jax.benchmarks import benchmark as benchmarks
-    from mmqa_jax.data.splits import split_questions
+    from mmqa_jax.data.corpus import split_questions
     from mmqa_jax.evaluation.scores import count_empty, predictions_by_question
     from mmqa_jax.evaluation.scoring import notes_of_counts
     from mmqa_jax.evaluation.tables import show
@@ -232,9 +232,8 @@ def read_references(references: Path | None, predictions: Path, split: str) -> R
       references: a folder of `mmqa prepare`, one of WebQA's own JSON files, or an output TSV, all
         lines of which are used. None: `predictions`, which must be an output TSV.
     """
-    from mmqa_jax.data.corpus import Corpus, open_corpus
-    from mmqa_jax.data.datasets.webqa import read_release
-    from mmqa_jax.data.splits import split_questions
+    from mmqa_jax.data.corpus import Corpus, open_corpus, split_questions
+    from mmqa_jax.data.formats.webqa import read_release
     from mmqa_jax.evaluation.webqa import is_output_tsv, read_output_tsv
 
     if references is None:
@@ -430,7 +429,7 @@ def _read(predictions: Path, corpus: Any) -> list:
 
 
 def _submission_rows(given: Sequence, reference: References) -> dict[str, Any]:
-    from mmqa_jax.data.datasets.webqa import submission_rows
+    from mmqa_jax.data.formats.webqa import submission_rows
 
     if reference.corpus is None:
         raise UserError(
@@ -442,7 +441,7 @@ def _submission_rows(given: Sequence, reference: References) -> dict[str, Any]:
 
 def _is_hidden(questions: Sequence) -> bool:
     """Whether no answer is published, as in WebQA's test split."""
-    from mmqa_jax.data.datasets.webqa import has_keywords
+    from mmqa_jax.data.formats.webqa import has_keywords
 
     return not any(question.answers or has_keywords(question) for question in questions)
 

@@ -17,7 +17,7 @@ EXAMPLE = "mmqa prepare atlas --out=data/atlas"
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     parser.description += (
-        "\n\ncorpus: the interchange format of mmqa_jax/data/interchange.py (sources.jsonl)\n"
+        "\n\ncorpus: the format of mmqa_jax/data/formats/interchange.py (sources.jsonl)\n"
         "folder: documents (.txt .md .html .htm .pdf .docx .pptx .xlsx .csv .tsv .odt .ods .odp)\n"
         "  and pictures (.jpg .jpeg .png .webp) at any depth; paragraphs under their headings\n"
         "  become overlapping chunks, figures and pictures are sources with their captions, and\n"
@@ -96,7 +96,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Prepares the corpus."""
-    from mmqa_jax.data.records import holds_corpus
+    from mmqa_jax.data.records.corpus_records import holds_corpus
     from mmqa_jax.runs.prepare import report_corpus
 
     out = Path(arguments.out)

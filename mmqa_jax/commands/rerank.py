@@ -90,8 +90,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     arguments = flags.fetched(arguments, STORE_INPUTS)
     from mmqa_jax.core.chunks import Part
     from mmqa_jax.core.files import check_out
-    from mmqa_jax.data.corpus import open_corpus
-    from mmqa_jax.data.splits import split_questions
+    from mmqa_jax.data.corpus import open_corpus, split_questions
     from mmqa_jax.evaluation.retrieval import score_retrieval, show_retrieval
     from mmqa_jax.evaluation.source_selection import SELECTIONS, best_threshold
     from mmqa_jax.extensions import similarity

@@ -9,7 +9,7 @@ from typing import Any
 from mmqa_jax.data.documents.document import Document, DocumentError
 from mmqa_jax.data.documents.pdf import read_pdf
 from mmqa_jax.data.documents.read import READERS
-from mmqa_jax.data.picture_bounds import PictureError
+from mmqa_jax.data.pictures.bounds import PictureError
 
 # What is kept of a file, as JSON with the keys of its pictures in order, and these.
 Read = tuple[dict[str, Any], list[bytes]]
@@ -21,7 +21,7 @@ def text(data: bytes, ending: str, least_pixels: int, scans: bool = False) -> Re
     Args:
       scans: of a PDF, whether pages that are pictures are read (documents/ocr.py).
     """
-    from mmqa_jax.data.images import verify
+    from mmqa_jax.data.pictures.decode import verify
 
     try:
         if ending == ".pdf":
@@ -92,7 +92,7 @@ def scans(data: bytes, numbers: list[int]) -> Read:
 
 def picture(data: bytes) -> Read:
     """Returns what is kept of a picture: that it is one."""
-    from mmqa_jax.data.images import verify
+    from mmqa_jax.data.pictures.decode import verify
 
     try:
         verify(data, "")

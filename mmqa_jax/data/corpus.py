@@ -8,20 +8,26 @@ disk (disk_sources.py), and are read when they are asked for.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+import hashlib
+import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from mmqa_jax.core.errors import UserError
-from mmqa_jax.data import records
+from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.data.articles import Articles
 from mmqa_jax.data.disk_sources import DiskSources, RowsById, SelectedRows, SourceSelection
-from mmqa_jax.data.images import read_picture_file
+from mmqa_jax.data.formats.official import CAPTION
+from mmqa_jax.data.pictures.decode import read_picture_file, verify
+from mmqa_jax.data.records import corpus_records
 from mmqa_jax.data.schema import Material, Modality, Question, Source, united
+
+GoldContext = Literal["pictures", "sources"]
 
 
 @runtime_checkable
@@ -69,7 +75,7 @@ class Corpus:
         self.fingerprint = fingerprint
         self.manifest = dict(manifest or {})
         self.materials = united(
-            records.materials_of(self.manifest) if materials is None else materials
+            corpus_records.materials_of(self.manifest) if materials is None else materials
         )
         self.asked_by = ""
         self._questions = list(questions)
@@ -261,12 +267,14 @@ class FolderPictures:
 
 def open_sources(data_dir: str | os.PathLike) -> Corpus:
     """The corpus without its questions, which take as long to read as its sources."""
-    manifest = records.read_manifest(data_dir)
+    manifest = corpus_records.read_manifest(data_dir)
     if "stored" in manifest:
         return _open_streamed(Path(data_dir), manifest)
     folder = Path(data_dir) / manifest["records"]
-    pictures = records.RecordPictures(folder)
-    return Corpus(records.read_sources(folder), (), pictures, manifest["fingerprint"], manifest)
+    pictures = corpus_records.RecordPictures(folder)
+    return Corpus(
+        corpus_records.read_sources(folder), (), pictures, manifest["fingerprint"], manifest
+    )
 
 
 def open_corpus(data_dir: str | os.PathLike, sources_dir: str | os.PathLike = "") -> Corpus:
@@ -282,21 +290,21 @@ def open_corpus(data_dir: str | os.PathLike, sources_dir: str | os.PathLike = ""
         joined = known.with_questions(asked.questions(), pictures, asked.materials)
         joined.asked_by = asked.fingerprint
         return joined
-    manifest = records.read_manifest(data_dir)
+    manifest = corpus_records.read_manifest(data_dir)
     if "stored" in manifest:
         return _open_streamed(Path(data_dir), manifest)
     folder = Path(data_dir) / manifest["records"]
     return Corpus(
-        records.read_sources(folder),
-        records.read_questions(folder, manifest["splits"]),
-        records.RecordPictures(folder),
+        corpus_records.read_sources(folder),
+        corpus_records.read_questions(folder, manifest["splits"]),
+        corpus_records.RecordPictures(folder),
         manifest["fingerprint"],
         manifest,
     )
 
 
 def _open_streamed(data_dir: Path, manifest: Mapping[str, Any]) -> Corpus:
-    """A corpus of streamed_records.py."""
+    """A corpus of records/streamed_records.py."""
     sources = DiskSources(data_dir / manifest["records"], manifest["counts"]["sources"])
     pictures = FolderPictures(Path(manifest["pictures"])) if manifest["pictures"] else None
     return Corpus(
@@ -308,3 +316,174 @@ def _open_streamed(data_dir: Path, manifest: Mapping[str, Any]) -> Corpus:
         row=RowsById(sources),
         image_rows=sources.image_rows,
     )
+
+
+# The questions of a split, even samples, and parts by the hash of an id.
+
+
+T = TypeVar("T")
+
+
+def split_questions(corpus: Corpus, data: Path, split: str) -> list[Question]:
+    """The questions of a split; UserError where there are none.
+
+    Args:
+      data: where the corpus comes from, for the message.
+    """
+    questions = corpus.questions(split)
+    if not questions:
+        known = sorted({question.split for question in corpus.questions()})
+        remedy = f"choose one of {', '.join(known)}"
+        if not known:
+            remedy = "the corpus has no questions at all, prepare it with some"
+        raise UserError(f"--split={split}: {data} has no such questions; {remedy}.")
+    return questions
+
+
+def evenly(items: Sequence[T], count: int) -> list[T]:
+    """`count` of the items, evenly spaced; all for 0 or where there are fewer."""
+    if not 0 < count < len(items):
+        return list(items)
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+def fold_of(name: str, folds: int) -> int:
+    """The part, 0 to folds - 1, to which a question's id is dealt by its hash."""
+    return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % folds
+
+
+def trains_on(data: Any, question: Question) -> bool:
+    """Whether a run with the section `data` (tasks.vqa.FoldedData) trains on a question."""
+    if question.split in data.more_splits:
+        return True
+    return question.split == data.split and fold_of(question.id, data.folds) == data.fold
+
+
+# A corpus from Python lists: texts, and if there are any their titles, pictures and ids.
+
+
+PictureOf = str | os.PathLike | bytes  # a file, or what is in it
+
+
+def corpus_of_lists(
+    texts: Sequence[str],
+    titles: Sequence[str | None] | None = None,
+    pictures: Sequence[PictureOf | None] | None = None,
+    ids: Sequence[str] | None = None,
+) -> Corpus:
+    """The corpus whose sources are the texts.
+
+    Args:
+      texts: the snippet of every source; of one with a picture its caption, which may be empty.
+      titles: by source; "" or None: it has none.
+      pictures: by source, a file or its encoded bytes; None: the source is a text. Files are read
+        again when their picture is used.
+      ids: by source; None: "0", "1" and so on, their places in `texts`.
+
+    Raises:
+      TypeError: one text in place of a list, or a value of another type.
+    """
+    texts = _list(texts, "texts")
+    titles, pictures, ids = (
+        None if values is None else _list(values, name, len(texts))
+        for name, values in (("titles", titles), ("pictures", pictures), ("ids", ids))
+    )
+    if not texts:
+        raise UserError("open_corpus: there are no texts; give at least one.")
+    sources: dict[str, Source] = {}
+    encoded: dict[str, PictureOf] = {}
+    digest = hashlib.sha256()
+    for row, text in enumerate(texts):
+        picture = None if pictures is None else pictures[row]
+        title = "" if titles is None else _text(titles[row] or "", f"titles[{row}]")
+        name = str(row) if ids is None else _text(ids[row], f"ids[{row}]")
+        text = _text(text, f"texts[{row}]")
+        if picture is None and not text.strip():
+            raise UserError(
+                f"open_corpus: texts[{row}] is empty; leave it out, or give its picture."
+            )
+        if not name.strip() or name in sources:
+            there = "is empty" if not name.strip() else f"is {name!r}, as another one is"
+            raise UserError(f"open_corpus: ids[{row}] {there}; give each source its own id.")
+        image = None
+        if picture is not None:
+            image = f"pictures[{row}]"
+            encoded[image] = picture
+            data = _read(picture, image)
+            verify(data, f"open_corpus: {image}")
+            digest.update(hashlib.sha256(data).digest())
+        modality = "text" if picture is None else "image"
+        sources[name] = Source(name, modality, text, title, image)
+        digest.update(json.dumps([name, text, title, image]).encode())
+
+    def read_picture(image: str) -> bytes | None:
+        return _read(encoded[image], image) if image in encoded else None
+
+    return Corpus(sources.values(), (), read_picture, digest.hexdigest())
+
+
+def _list(values: Iterable[Any], name: str, length: int | None = None) -> list[Any]:
+    check_several(values, f"open_corpus: {name}", name)
+    if isinstance(values, Mapping | Set):  # whose order, or keys, would be taken
+        raise TypeError(
+            f"open_corpus: {name} are a {type(values).__name__}, a list was expected; list them, "
+            "and give the ids as `ids`."
+        )
+    found = list(values)
+    if length is not None and len(found) != length:
+        raise UserError(
+            f"open_corpus: {length:,} texts but {len(found):,} {name}; give one for each text, "
+            "None where there is none."
+        )
+    return found
+
+
+def _text(value: Any, place: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"open_corpus: {place} is {value!r:.60}, a text was expected; give a str.")
+    return value
+
+
+def _read(picture: PictureOf, place: str) -> bytes:
+    """The encoded picture."""
+    if isinstance(picture, bytes):
+        return picture
+    if isinstance(picture, str | os.PathLike):
+        return read_picture_file(picture)
+    raise TypeError(
+        f"open_corpus: {place} is {type(picture).__name__}; give a file's path, or its bytes."
+    )
+
+
+def with_gold_sources(corpus: Corpus, context: GoldContext) -> Corpus:
+    """The corpus with its gold sources brought by the questions, as VQA's bring a picture.
+
+    A question's picture is then its first gold picture, and its caption what its gold sources say,
+    in their order. So the systems of picture questions (PICa, Prophet, MAVL, RMR) run on WebQA and
+    Atlas. A question on snippets alone has no picture.
+
+    Args:
+      context: the caption is that of the gold `pictures`, or the text of all gold `sources`.
+    """
+    if not any(question.positives for question in corpus.questions()):
+        raise UserError(
+            f"config key data.context={context}: no question of this corpus names a gold source; "
+            "leave it out."
+        )
+
+    def brought(question: Question) -> Question:
+        gold = [corpus.sources[row] for row in corpus.positive_rows(question)]
+        pictures = [source for source in gold if source.modality == "image"]
+        said = " ".join(map(_sentence, gold if context == "sources" else pictures))
+        return dataclasses.replace(
+            question,
+            image=pictures[0].image if pictures else None,
+            extra={**question.extra, CAPTION: said},
+        )
+
+    return corpus.with_questions([brought(question) for question in corpus.questions()])
+
+
+def _sentence(source: Source) -> str:
+    text = " ".join(source.text.split())
+    return text if text.endswith((".", "!", "?")) else f"{text}."

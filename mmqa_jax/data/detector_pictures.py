@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Float32, Int32
 from PIL import Image
 
-from mmqa_jax.data.picture_bounds import check_made
+from mmqa_jax.data.pictures.bounds import check_made
 
 BUCKET = 128  # sides of batches are multiples of it, so that few shapes are compiled
 

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
 from mmqa_jax.data.documents.document import DocumentError
-from mmqa_jax.data.picture_bounds import MOST_BYTES
+from mmqa_jax.data.pictures.bounds import MOST_BYTES
 
 _TRIES = 3  # readings of a file that another program writes to
 

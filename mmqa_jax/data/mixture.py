@@ -9,8 +9,8 @@ import os
 from collections.abc import Collection, Sequence
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.chats import MESSAGES
 from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.data.formats.chats import MESSAGES
 from mmqa_jax.data.schema import Question, united
 
 _ENDS = ":"  # of the number of its corpus, with which an id or a picture's name begins

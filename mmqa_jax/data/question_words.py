@@ -11,7 +11,7 @@ from jaxtyping import Float32
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.data.table_files import whole_number
+from mmqa_jax.data.formats.tables import whole_number
 
 PAD, UNKNOWN, CLS = "PAD", "UNK", "CLS"  # the first three of the vocabulary
 

@@ -33,11 +33,16 @@ from jaxtyping import Float, Float32, Int32
 from safetensors import SafetensorError
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.record_shards import FeatureError, RecordFiles, RecordKind
+from mmqa_jax.data.records.record_shards import FeatureError, RecordFiles, RecordKind
 from mmqa_jax.data.regions import FEATURES, Detections, RegionError
 
 REGIONS = RecordKind(
-    "regions of pictures", "regions", "regions", "regions", "mmqa features", __name__
+    "regions of pictures",
+    "regions",
+    "regions",
+    "regions",
+    "mmqa features",
+    "data.region_records",
 )
 Precision = Literal["float16", "float32"]
 Layout = Literal["x101", "vinvl"]

@@ -21,9 +21,10 @@ from mmqa_jax.core.array_pickle import ForeignObject, load_arrays
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_text
 from mmqa_jax.core.json_text import parse_json
-from mmqa_jax.data.images import BrokenPictures, patch_boxes, patches
-from mmqa_jax.data.indexed_tsv import CutLine, IndexedTsv
-from mmqa_jax.data.raw_examples import RawSource
+from mmqa_jax.data.batches.packing import RawSource
+from mmqa_jax.data.formats.tables import CutLine, IndexedTsv
+from mmqa_jax.data.pictures.decode import BrokenPictures
+from mmqa_jax.data.pictures.resize import patch_boxes, patches
 from mmqa_jax.data.schema import Source
 
 FEATURES = 2048  # values of a region, for both detectors

@@ -12,7 +12,7 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, read_jsonl
-from mmqa_jax.data.table_files import real_number
+from mmqa_jax.data.formats.tables import real_number
 from mmqa_jax.evaluation.scores import Scores
 from mmqa_jax.evaluation.significance import (
     Interval,

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.datasets.benchmark import HAS_PICTURE
-from mmqa_jax.data.datasets.webqa import has_keywords
+from mmqa_jax.data.formats.official import HAS_PICTURE
+from mmqa_jax.data.formats.webqa import has_keywords
 from mmqa_jax.data.schema import SPLITS, Question, category_modality
 from mmqa_jax.evaluation.report import LinePlot
 from mmqa_jax.evaluation.tables import Cell, Table

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.formats.tables import real_number
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.data.table_files import real_number
 from mmqa_jax.evaluation.prediction_lines import OTHERS, Row, answers_of, id_of, json_rows
 from mmqa_jax.evaluation.scores import NO_OPTION
 

@@ -13,8 +13,8 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import ONE_A_LINE, read_json, read_text
 from mmqa_jax.core.json_text import parse_json
+from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import Prediction, prediction_of
-from mmqa_jax.data.table_files import whole_number
 
 # Keys by which lines give an answer: ours, of which there may be several, and others'.
 OURS = ("answer", "choice", "sources")

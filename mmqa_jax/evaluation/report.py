@@ -27,9 +27,10 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_jsonl
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.images import PictureError, shown
+from mmqa_jax.data.formats.tables import real_number
+from mmqa_jax.data.pictures.bounds import PictureError
+from mmqa_jax.data.pictures.decode import shown
 from mmqa_jax.data.schema import Material, Question, Ranking
-from mmqa_jax.data.table_files import real_number
 from mmqa_jax.evaluation.significance import Interval
 from mmqa_jax.evaluation.tables import (
     Cell,

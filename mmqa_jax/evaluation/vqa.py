@@ -19,14 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from mmqa_jax.core.errors import check_several
-from mmqa_jax.data.answer_text import (
+from mmqa_jax.data.answers import (
     normalize_answer,
     official_of_weight,
     process_punctuation,
     strip_whitespace,
 )
-from mmqa_jax.data.datasets.benchmark import DIFFICULT, SOFT_LABELS
-from mmqa_jax.data.datasets.webqa import has_keywords
+from mmqa_jax.data.formats.official import DIFFICULT, SOFT_LABELS
+from mmqa_jax.data.formats.webqa import has_keywords
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.scores import Scores, scores_of
 from mmqa_jax.evaluation.webqa import keyword_accuracy

@@ -31,9 +31,8 @@ from mmqa_jax.data.batches.language_model import (
     language_model_batches,
     packed_batch,
 )
-from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.corpus import Corpus, evenly, fold_of
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.splits import evenly, fold_of
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Candidate, Request, Result
 from mmqa_jax.decoding.slot_runner import EngineConfig

@@ -21,8 +21,8 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl
+from mmqa_jax.data.corpus import fold_of
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.data.splits import fold_of
 from mmqa_jax.evaluation.vqa import answer_scorer
 from mmqa_jax.papers.mavl import (
     ROLES,

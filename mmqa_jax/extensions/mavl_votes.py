@@ -14,9 +14,9 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import Count
-from mmqa_jax.data.answer_text import prep_ans
+from mmqa_jax.data.answers import prep_ans
+from mmqa_jax.data.corpus import fold_of
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.data.splits import fold_of
 from mmqa_jax.evaluation.vqa import answer_accuracy, answer_scorer
 from mmqa_jax.extensions.mavl_plans import answer_with_one_plan
 from mmqa_jax.papers import mavl

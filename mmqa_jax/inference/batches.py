@@ -21,10 +21,17 @@ import numpy as np
 from mmqa_jax.core.errors import first_names
 from mmqa_jax.core.mesh import DEFAULT_DEVICE, RowPlacement
 from mmqa_jax.core.serving import Serving
-from mmqa_jax.data.packing import INPUT_FIELDS, Packed, Packer, batch, clean
-from mmqa_jax.data.raw_examples import RawExample, RawSource
+from mmqa_jax.data.batches.packing import (
+    INPUT_FIELDS,
+    Packed,
+    Packer,
+    RawExample,
+    RawSource,
+    batch,
+    clean,
+)
+from mmqa_jax.data.batches.source_reader import SourceReader
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import TokenTable
 from mmqa_jax.data.truncation import coins
 from mmqa_jax.models.vlp.network import VLPInputs

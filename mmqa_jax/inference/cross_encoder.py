@@ -25,7 +25,7 @@ from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh, serve
 from mmqa_jax.data.chat_template import MARKS, TEMPLATE, PictureChat, rendered, template_source
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.encoder_tokenizer import EncoderTokenizer, TextsTokenizer, load_encoder_tokenizer
-from mmqa_jax.data.picture_store import PictureStore
+from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.schema import Question, Ranking, source_text
 from mmqa_jax.data.tokenizers import SETTINGS
 from mmqa_jax.inference.reranker import ScoredPairs, gather

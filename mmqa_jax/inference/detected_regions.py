@@ -20,8 +20,8 @@ from mmqa_jax.core.paths import as_path
 from mmqa_jax.core.store import Store
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.detector_pictures import DetectorPicture, detector_picture
-from mmqa_jax.data.images import PictureError, decode_upright, upright_size_of
-from mmqa_jax.data.picture_records import processors
+from mmqa_jax.data.pictures.decode import PictureError, decode_upright, upright_size_of
+from mmqa_jax.data.records.picture_records import processors
 from mmqa_jax.data.region_records import (
     DetectedRegions,
     Precision,

@@ -15,7 +15,7 @@ from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh, serve
 from mmqa_jax.data.batches.seq2seq import target_arrays
-from mmqa_jax.data.picture_vectors import PictureVectors
+from mmqa_jax.data.pictures.vectors import PictureVectors
 from mmqa_jax.data.schema import Question
 from mmqa_jax.decoding.t5_generate import beam_search, score
 from mmqa_jax.models.multimodal_t5.network import MultimodalT5

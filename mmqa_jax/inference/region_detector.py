@@ -28,8 +28,8 @@ from mmqa_jax.data.detector_pictures import (
     detector_picture,
     detector_size,
 )
-from mmqa_jax.data.images import PictureError
-from mmqa_jax.data.picture_records import processors
+from mmqa_jax.data.pictures.decode import PictureError
+from mmqa_jax.data.records.picture_records import processors
 from mmqa_jax.data.region_records import DetectedRegions
 from mmqa_jax.models.detection.faster_rcnn import (
     DetectorConfig,

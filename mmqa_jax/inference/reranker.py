@@ -15,9 +15,8 @@ from mmqa_jax.core.errors import check_questions
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.serving import serve
+from mmqa_jax.data.batches.packing import Example, Packed, RawExample, batch, clean
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.packing import Example, Packed, batch, clean
-from mmqa_jax.data.raw_examples import RawExample
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.data.tokenizers import TokenTable, WordPiece
 from mmqa_jax.data.truncation import coins

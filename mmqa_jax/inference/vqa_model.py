@@ -15,7 +15,7 @@ from jaxtyping import Float32
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.serving import serve
-from mmqa_jax.data.answer_vocabulary import AnswerVocabulary
+from mmqa_jax.data.answers import AnswerVocabulary
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
 

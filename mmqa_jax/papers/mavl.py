@@ -26,7 +26,7 @@ import regex
 
 from mmqa_jax.core.errors import UserError, decimal_number
 from mmqa_jax.core.typed import Count
-from mmqa_jax.data.answer_text import prep_ans
+from mmqa_jax.data.answers import prep_ans
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.data.text_analysis import folded
 from mmqa_jax.decoding.requests import TooLong

@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from mmqa_jax.core.typed import Count
-from mmqa_jax.data.answer_text import pica_answer
+from mmqa_jax.data.answers import pica_answer
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.datasets.benchmark import CAPTION, TAGS
-from mmqa_jax.data.datasets.coco import PEOPLE_CAPTIONS
+from mmqa_jax.data.formats.coco import PEOPLE_CAPTIONS
+from mmqa_jax.data.formats.official import CAPTION, TAGS
 from mmqa_jax.data.schema import Prediction, Question, Source
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting.backends import Backend, Decoding

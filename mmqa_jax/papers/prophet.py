@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from mmqa_jax.core.typed import Count
-from mmqa_jax.data.answer_text import prep_ans
+from mmqa_jax.data.answers import prep_ans
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting.backends import Backend, Decoding

@@ -20,8 +20,8 @@ from typing import Any, Literal, NamedTuple
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.datasets.benchmark import CAPTION, HAS_PICTURE, SOFT_LABELS
-from mmqa_jax.data.datasets.webqa import has_keywords
+from mmqa_jax.data.formats.official import CAPTION, HAS_PICTURE, SOFT_LABELS
+from mmqa_jax.data.formats.webqa import has_keywords
 from mmqa_jax.data.schema import Prediction, Question, Source
 from mmqa_jax.decoding.requests import Candidate, Result, TooLong, Unanswerable
 from mmqa_jax.prompting.backends import Backend, Completion, Decoding, Message, Picture, Query

@@ -13,10 +13,16 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data import images
-from mmqa_jax.data.llava_images import llava_pixels, pad_color
-from mmqa_jax.data.onevision_images import tiled_pixels
-from mmqa_jax.data.qwen_images import PictureSizes, qwen_pixels, qwen_size
+from mmqa_jax.data.pictures import decode
+from mmqa_jax.data.pictures.resize import (
+    PictureSizes,
+    llava_pixels,
+    pad_color,
+    qwen_pixels,
+    qwen_size,
+    tiled_pixels,
+    to_pixels,
+)
 from mmqa_jax.models.llava.network import ORIGINAL_IMAGE_TOKEN, LlavaConfig
 from mmqa_jax.models.onevision.network import OnevisionConfig
 from mmqa_jax.models.onevision.tiles import TiledPicture, best_resolution
@@ -118,12 +124,12 @@ class LlavaFormat:
     def read(self, one: Shown) -> np.ndarray:
         """See PictureFormat."""
         picture = one.picture
-        image = images.decode(picture.data, picture.name)
+        image = decode.decode(picture.data, picture.name)
         vision = self._config.vision
         if self._config.resize == "pad":
             color = pad_color(vision.pixel_mean)
             return llava_pixels(image, vision.image_size, picture.name, color)
-        return images.to_pixels(image, vision.image_size, self._config.resize, picture.name)
+        return to_pixels(image, vision.image_size, self._config.resize, picture.name)
 
 
 class OnevisionFormat(LlavaFormat):
@@ -139,13 +145,13 @@ class OnevisionFormat(LlavaFormat):
 
     def tokens(self, one: Shown) -> int:
         """See PictureFormat."""
-        width, height = images.upright_size_of(one.picture.data, one.picture.name)
+        width, height = decode.upright_size_of(one.picture.data, one.picture.name)
         return self._config.picture_tokens((self._tiles((height, width), one), height, width, 3))
 
     def read(self, one: Shown) -> TiledPicture:
         """See PictureFormat."""
         name, side = one.picture.name, self._config.vision.image_size
-        image = images.decode_upright(one.picture.data, name)
+        image = decode.decode_upright(one.picture.data, name)
         size = image.height, image.width
         if one.alone:
             canvas = best_resolution(size, self._config.resolutions)
@@ -217,14 +223,14 @@ class QwenFormat:
 
     def shape(self, picture: Picture) -> tuple[int, int, int]:
         """[H, W, 3] of what `read` gives, by the picture's header; raises PictureError."""
-        size = images.upright_size_of(picture.data, picture.name)
+        size = decode.upright_size_of(picture.data, picture.name)
         width, height = qwen_size(*size, self._sizes, picture.name)
         return height, width, 3
 
     def read(self, one: Shown) -> np.ndarray:
         """See PictureFormat."""
         picture = one.picture
-        image = images.decode_upright(picture.data, picture.name)
+        image = decode.decode_upright(picture.data, picture.name)
         return qwen_pixels(image, self._sizes, picture.name)
 
 

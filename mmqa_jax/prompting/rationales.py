@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.datasets.benchmark import CAPTION
+from mmqa_jax.data.formats.official import CAPTION
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.multiple_choice import LETTERS
 from mmqa_jax.prompting.few_shot import NO_CONTEXT, majority_answer

@@ -22,7 +22,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl, read_text, write_jsonl
 from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.core.typed import nearest
-from mmqa_jax.data.picture_bounds import check_bytes
+from mmqa_jax.data.pictures.bounds import check_bytes
 from mmqa_jax.decoding.requests import Candidate, Result, Scores
 from mmqa_jax.prompting.backends import (
     Around,

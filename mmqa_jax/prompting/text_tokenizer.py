@@ -36,7 +36,7 @@ from mmqa_jax.prompting import llava_prompt
 from mmqa_jax.prompting.backends import Message, Picture
 
 if TYPE_CHECKING:
-    from mmqa_jax.data.chats import Conversation
+    from mmqa_jax.data.formats.chats import Conversation
     from mmqa_jax.weights.formats.gguf import GGUFSource
 
 Fields = dict[str, Any]  # of a message, as templates take it

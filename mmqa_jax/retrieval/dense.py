@@ -9,7 +9,7 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError, check_questions
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.picture_store import PictureStore
+from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.retrieval.embedder import Embedder
 from mmqa_jax.retrieval.rankings import Asks, to_rankings

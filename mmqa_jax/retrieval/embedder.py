@@ -25,8 +25,9 @@ from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.documents.chunks import TokenLimit
 from mmqa_jax.data.encoder_tokenizer import TextsTokenizer
-from mmqa_jax.data.images import Alpha, NaFlex, PictureShape, cut_patches
-from mmqa_jax.data.picture_store import PictureStore
+from mmqa_jax.data.pictures.decode import Alpha
+from mmqa_jax.data.pictures.resize import NaFlex, PictureShape, cut_patches
+from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.schema import Source, source_text
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.models.bert.network import BertConfig
@@ -102,7 +103,7 @@ class Embedder:
       cost: of a source, for `auto`.
       text_of: the text of a source, as the encoder was trained on it.
       fingerprint: of the encoder; None: computed from all of the above when it is asked for.
-      resize, alpha: how pictures are to be made ready for it, see data/images.py.
+      resize, alpha: how pictures are to be made ready for it, see data/pictures/decode.py.
       prompts: before the texts of questions and of sources.
       recipe: what else decides a vector and is no parameter (config, pooling), for the fingerprint.
 

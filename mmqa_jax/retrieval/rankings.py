@@ -16,8 +16,8 @@ import numpy as np
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl, write_jsonl
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.formats.tables import real_number
 from mmqa_jax.data.schema import Question, Ranking
-from mmqa_jax.data.table_files import real_number
 from mmqa_jax.retrieval.trec import check_ids, is_run, read_run, write_run
 
 # What of a question is searched for: its text and its picture, as one query, or one of them.

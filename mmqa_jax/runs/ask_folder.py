@@ -22,11 +22,11 @@ from mmqa_jax.core.host import best_precision, cache_dir, matmul_rates
 from mmqa_jax.core.mesh import platform
 from mmqa_jax.core.store import Store
 from mmqa_jax.core.typed import at_least
-from mmqa_jax.data import records
 from mmqa_jax.data.corpus import Corpus, open_sources
 from mmqa_jax.data.documents.chunks import TokenLimit
 from mmqa_jax.data.folder import WHOLE_PAGE, FolderOptions
-from mmqa_jax.data.picture_store import PictureStore
+from mmqa_jax.data.pictures.store import PictureStore
+from mmqa_jax.data.records import corpus_records
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, Ranking
 from mmqa_jax.data.text_analysis import Analyzer
 from mmqa_jax.papers.webqa import Reader, top
@@ -245,7 +245,7 @@ def open_folder(
       flag: that named the folder, for messages.
       encoder: of AskOptions: passages are no longer than it reads.
     """
-    if (folder / records.MANIFEST).exists():
+    if (folder / corpus_records.MANIFEST).exists():
         if options is not None and (given := options.flag):
             raise UserError(
                 f"{given}: {folder} was prepared already, with the pages that `mmqa prepare "

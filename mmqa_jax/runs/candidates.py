@@ -13,9 +13,8 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_out
-from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.data.corpus import open_corpus, split_questions, trains_on
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.splits import split_questions, trains_on
 from mmqa_jax.evaluation.vqa import has_answers, score_candidates
 from mmqa_jax.prompting.examples.heuristics import (
     ANSWER_AWARE,

@@ -16,20 +16,15 @@ from mmqa_jax.benchmarks.vidore import Pages, read_vidore
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_out, no_empty_folders
 from mmqa_jax.core.progress import Progress
-from mmqa_jax.data import records
+from mmqa_jax.data.articles import WIKIPEDIA, WIKIPEDIA_PICTURES, WORDS, PassageOptions
 from mmqa_jax.data.atlas.unanswerable import with_unanswerable
-from mmqa_jax.data.chats import ChatFiles
-from mmqa_jax.data.datasets import webqa
 from mmqa_jax.data.folder import FolderOptions, read_folder
-from mmqa_jax.data.interchange import read_interchange
-from mmqa_jax.data.row_files import parse_columns, read_rows
-from mmqa_jax.data.streamed_records import write_streamed
-from mmqa_jax.data.wikipedia.articles import (
-    WIKIPEDIA,
-    WIKIPEDIA_PICTURES,
-    WORDS,
-    PassageOptions,
-)
+from mmqa_jax.data.formats import webqa
+from mmqa_jax.data.formats.chats import ChatFiles
+from mmqa_jax.data.formats.interchange import read_interchange
+from mmqa_jax.data.formats.row_files import parse_columns, read_rows
+from mmqa_jax.data.records import corpus_records
+from mmqa_jax.data.records.streamed_records import write_streamed
 from mmqa_jax.data.wikipedia.dump import DumpStream
 from mmqa_jax.data.wikipedia.streams import DPRStream, InfoSeekStream, KILTStream, Stream
 
@@ -67,7 +62,7 @@ def prepare(
       raw: folder with the files; of M-BEIR also the file of one pool, of STREAMS and `chat` the
         file itself; None for Atlas.
       overwrite: replace the corpus that is in `out`.
-      max_broken_pictures: how many may be broken; see data.images.BrokenPictures.
+      max_broken_pictures: how many may be broken; see data.pictures.decode.BrokenPictures.
       folder: of `folder`, how documents become sources, of `vidore` its `pages` alone; None: the
         defaults.
       unanswerable: of `atlas`, whether some questions of test have no answer in the collection.
@@ -119,7 +114,7 @@ def prepare(
     roles = parse_columns(columns) if columns is not None else {}
     check_out(out, folder=True)
     if not overwrite:
-        records.refuse_corpus(out)
+        corpus_records.refuse_corpus(out)
     options = {"overwrite": overwrite, "max_broken_pictures": max_broken_pictures}
     with no_empty_folders(out):
         if dataset == "atlas":
@@ -199,7 +194,7 @@ def prepare_release(
         )
     questions_from = [path for path in (train_val, test) if path.exists()]
     facts_from = [path for path in [raw / f"{prefix}_corpus.json"] if path.exists()]
-    materials = records.materials_beside(raw) or (webqa.MATERIALS if name == "webqa" else ())
+    materials = corpus_records.materials_beside(raw) or (webqa.MATERIALS if name == "webqa" else ())
     release = webqa.read_release(questions_from, facts_from)
     # By id: in the files' order, gold before negatives, ties would favor gold sources.
     sources = sorted(release.sources, key=lambda source: source.id)
@@ -217,7 +212,7 @@ def prepare_release(
     }
     if name == "webqa":
         origin["published_counts"] = webqa.compared_counts(release)
-    return records.write_records(
+    return corpus_records.write_records(
         out,
         sources,
         questions,
@@ -242,7 +237,7 @@ def prepare_benchmark(
     """
     benchmark = open_benchmark(name)
     found = benchmark.read(raw) if pages is None else read_vidore(raw, pages)
-    return records.write_records(
+    return corpus_records.write_records(
         out,
         found.sources,
         found.questions,
@@ -279,7 +274,7 @@ def prepare_interchange(folder: Path, out: Path, **options: Any) -> dict[str, An
       options: of records.write_records.
     """
     found = read_interchange(folder)
-    return records.write_records(
+    return corpus_records.write_records(
         out,
         found.sources,
         found.questions,
@@ -298,7 +293,7 @@ def prepare_chats(raw: Path, out: Path, **options: Any) -> dict[str, Any]:
       options: of records.write_records.
     """
     found = ChatFiles(raw)
-    return records.write_records(
+    return corpus_records.write_records(
         out,
         (),
         found.questions,
@@ -321,7 +316,7 @@ def prepare_rows(
       options: of records.write_records.
     """
     found = read_rows(kind, raw, columns)
-    return records.write_records(
+    return corpus_records.write_records(
         out,
         found.sources,
         found.questions,
@@ -363,15 +358,15 @@ def prepare_folder(
             return prepare_interchange(folder, out, progress=progress.reach, **more)
     with Progress("Reading", None, "files") as progress:
         content = read_folder(folder, out / KEPT, options, leave_out=out, progress=progress.reach)
-    if (out / records.MANIFEST).exists() and more.get("overwrite"):
-        manifest = records.read_manifest(out)
+    if (out / corpus_records.MANIFEST).exists() and more.get("overwrite"):
+        manifest = corpus_records.read_manifest(out)
         if manifest["origin"].get("digest") == content.digest:
             origin = {**manifest["origin"], "opened": content.report.opened}
             return {**manifest, "origin": origin}
     pictures = sum(source.image is not None for source in content.sources)
     more["max_broken_pictures"] = pictures  # all that is broken has been left out and reported
     with Progress("Preparing", None, "records") as progress:
-        return records.write_records(
+        return corpus_records.write_records(
             out,
             content.sources,
             [],

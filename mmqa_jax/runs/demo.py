@@ -27,10 +27,9 @@ from mmqa_jax.core.progress import Screen, announce, duration
 from mmqa_jax.core.typed import Key, check_section
 from mmqa_jax.core.workdir import Workdir, claim_workdir, read_config
 from mmqa_jax.data.atlas.build import LEAST_COUNTRIES
-from mmqa_jax.data.atlas.strangers import strangers
-from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.data.atlas.unanswerable import strangers
+from mmqa_jax.data.corpus import Corpus, evenly, open_corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
-from mmqa_jax.data.splits import evenly
 from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.report import (
     Card,

@@ -25,13 +25,14 @@ from mmqa_jax.core.paths import as_path, check_store
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh, serve
 from mmqa_jax.core.shards import WHOLE, Shard
+from mmqa_jax.data.batches.vqa import image_id
 from mmqa_jax.data.corpus import Corpus, open_corpus, open_sources
-from mmqa_jax.data.grid_records import write_grids
-from mmqa_jax.data.images import BrokenPictures, PictureError, decode_to_pixels
-from mmqa_jax.data.records import MANIFEST as CORPUS
-from mmqa_jax.data.records import write_notice
+from mmqa_jax.data.pictures.bounds import PictureError
+from mmqa_jax.data.pictures.decode import BrokenPictures, decode_to_pixels
+from mmqa_jax.data.records.corpus_records import MANIFEST as CORPUS
+from mmqa_jax.data.records.corpus_records import write_notice
+from mmqa_jax.data.records.grid_records import write_grids
 from mmqa_jax.data.schema import source_text
-from mmqa_jax.data.vqa_inputs import image_id
 from mmqa_jax.models.clip.network import normalize_pixels
 from mmqa_jax.models.modified_resnet.network import STRIDE
 from mmqa_jax.retrieval.bm25.on_disk import build_bm25

@@ -13,8 +13,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.paths import check_store
 from mmqa_jax.core.shards import Unfinished
 from mmqa_jax.core.store import HEAD
-from mmqa_jax.data import record_shards
-from mmqa_jax.data.grid_records import GRIDS
+from mmqa_jax.data.records import record_shards
+from mmqa_jax.data.records.grid_records import GRIDS
 from mmqa_jax.data.region_records import REGIONS
 from mmqa_jax.retrieval import embeddings
 from mmqa_jax.retrieval.manifest import EMBEDDINGS, MANIFEST

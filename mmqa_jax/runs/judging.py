@@ -10,10 +10,9 @@ from ml_collections import ConfigDict
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import check_section, read_typed, spec_of
 from mmqa_jax.core.workdir import claim_workdir
-from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.data.example_scores import FILE, write_example_scores
+from mmqa_jax.data.batches.example_retrieval import FILE, write_example_scores
+from mmqa_jax.data.corpus import Corpus, evenly, open_corpus
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.splits import evenly
 from mmqa_jax.extensions.example_judging import JudgeOptions, judge_examples, mean_scores
 from mmqa_jax.prompting.few_shot import load_template
 from mmqa_jax.runs.parts import LLMSpec, open_llm
@@ -70,7 +69,7 @@ def _questions(config: ConfigDict, corpus: Corpus, split: str) -> list[Question]
     judged = [q for q in corpus.questions(split) if q.answer_index is not None]
     if not judged:
         raise UserError(
-            f"config key data.splits={tuple(config.data.splits)}: {config.data.dir} holds no "
+            f"config key data.corpus={tuple(config.data.splits)}: {config.data.dir} holds no "
             f"questions of split {split} with choices and a known answer; choose another."
         )
     return evenly(judged, config.judge.questions)

@@ -19,8 +19,8 @@ from mmqa_jax.core.host import cache_dir
 from mmqa_jax.core.serving import OnModel, ignored
 from mmqa_jax.core.typed import at_least, is_section
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.kat_knowledge import KATKnowledge
-from mmqa_jax.data.picture_vectors import PictureVectors
+from mmqa_jax.data.formats.kat_knowledge import KATKnowledge
+from mmqa_jax.data.pictures.vectors import PictureVectors
 from mmqa_jax.data.schema import Material, Modality, Question, source_text
 from mmqa_jax.prompting.examples.captions import Captions, open_captions
 from mmqa_jax.prompting.examples.heuristics import (

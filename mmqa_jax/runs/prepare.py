@@ -11,7 +11,7 @@ from typing import Any
 from mmqa_jax.core.errors import UserError, first_names
 from mmqa_jax.core.files import write_json
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.records import materials_of
+from mmqa_jax.data.records.corpus_records import materials_of
 from mmqa_jax.evaluation.corpus_statistics import (
     corpus_statistics,
     statistics_plots,

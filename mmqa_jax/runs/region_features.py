@@ -18,11 +18,13 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, check_out
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.shards import WHOLE, Shard
+from mmqa_jax.data.batches.vqa import image_id
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.images import BrokenPictures, PictureError, decode_upright, read_picture_file
-from mmqa_jax.data.record_shards import write_records
-from mmqa_jax.data.records import MANIFEST as CORPUS
-from mmqa_jax.data.records import materials_beside, write_notice
+from mmqa_jax.data.pictures.bounds import PictureError
+from mmqa_jax.data.pictures.decode import BrokenPictures, decode_upright, read_picture_file
+from mmqa_jax.data.records.corpus_records import MANIFEST as CORPUS
+from mmqa_jax.data.records.corpus_records import materials_beside, write_notice
+from mmqa_jax.data.records.record_shards import write_records
 from mmqa_jax.data.region_exports import check_exports, check_held, export_folder, export_regions
 from mmqa_jax.data.region_records import (
     REGIONS,
@@ -35,7 +37,6 @@ from mmqa_jax.data.region_records import (
 from mmqa_jax.data.region_words import check_words, read_names, region_words
 from mmqa_jax.data.regions import RegionError
 from mmqa_jax.data.schema import Material
-from mmqa_jax.data.vqa_inputs import image_id
 from mmqa_jax.inference.detected_regions import RegionEncoder, facts_of
 from mmqa_jax.inference.region_detector import RegionDetector
 

@@ -32,11 +32,21 @@ from mmqa_jax.core.typed import (
     spec_of,
 )
 from mmqa_jax.core.workdir import is_free, read_config
-from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.data.question_pictures import GoldContext, with_gold_sources
-from mmqa_jax.data.records import holds_corpus, materials_of, read_manifest
+from mmqa_jax.data.corpus import (
+    Corpus,
+    GoldContext,
+    evenly,
+    fold_of,
+    open_corpus,
+    split_questions,
+    with_gold_sources,
+)
+from mmqa_jax.data.records.corpus_records import (
+    holds_corpus,
+    materials_of,
+    read_manifest,
+)
 from mmqa_jax.data.schema import Material, Prediction, Question, united
-from mmqa_jax.data.splits import evenly, fold_of, split_questions
 from mmqa_jax.evaluation.source_selection import check_threshold
 from mmqa_jax.evaluation.webqa import check_installed
 from mmqa_jax.extensions import mavl_votes
@@ -90,9 +100,9 @@ class RowData:
       modality: those that need snippets (`text`) or pictures (`image`); of a benchmark those
         without and with a picture.
       where: values that keys of the questions' `extra` must have.
-      context: what of a question's gold sources is its caption (data/question_pictures.py); "":
+      context: what of a question's gold sources is its caption (data/batches/vqa.py); "":
         questions are read as they are.
-      folds, fold: of these questions only the part `fold` of `folds` (data.splits.fold_of), for a
+      folds, fold: of these questions only the part `fold` of `folds` (data.corpus.fold_of), for a
         row with a part that was trained on the others.
     """
 

@@ -15,7 +15,7 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.core.metrics import METRICS, read_metrics
 from mmqa_jax.core.progress import duration
 from mmqa_jax.core.workdir import Workdir, read_config, steps_in
-from mmqa_jax.data.table_files import real_number, whole_number
+from mmqa_jax.data.formats.tables import real_number, whole_number
 from mmqa_jax.evaluation.tables import score_name
 from mmqa_jax.training.attempts import FILE, goodput, read_attempts
 from mmqa_jax.weights.record import is_trained

@@ -14,11 +14,11 @@ from jax.sharding import Mesh
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.serving import RowCost
 from mmqa_jax.core.typed import at_least
-from mmqa_jax.data.atlas_reader import AtlasMasking
+from mmqa_jax.data.atlas.reader import AtlasMasking
 from mmqa_jax.data.batches.answer import AnswerSampling, answer_batches
 from mmqa_jax.data.batches.feed import BatchesSection
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.datasets.webqa import has_keywords
+from mmqa_jax.data.formats.webqa import has_keywords
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.decoding.masked_lm import beam_search

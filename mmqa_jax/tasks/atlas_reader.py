@@ -1,6 +1,6 @@
 """What the tasks on VLP add for the small reader of Atlas (ours; configs/atlas).
 
-Its inputs are made by data/atlas_reader.py, its model is vlp/atlas_reader.py. All of it is keys
+Its inputs are made by data/atlas/reader.py, its model is vlp/atlas_reader.py. All of it is keys
 of the sections `model`, `packing`, `masking` and of `new_types`, off unless a config names them, so
 that source selection and answers are one task each, and runs of both kinds are opened alike.
 """
@@ -14,16 +14,16 @@ from typing import Any, ClassVar
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import mapping, spec_of
-from mmqa_jax.data.atlas_reader import (
+from mmqa_jax.data.atlas.reader import (
     AtlasMasking,
     AtlasPacker,
     AtlasPackingConfig,
     AtlasRegions,
     TaggedSources,
 )
-from mmqa_jax.data.packing import Packer, PackingConfig
+from mmqa_jax.data.batches.packing import Packer, PackingConfig
+from mmqa_jax.data.batches.source_reader import SourceReader
 from mmqa_jax.data.regions import FeatureRegions, PatchRegions
-from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.models.vlp.atlas_reader import FRESH, AtlasVLPModel, ProbedInputs, add_types
 from mmqa_jax.models.vlp.network import VLPInputs

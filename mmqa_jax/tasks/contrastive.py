@@ -17,12 +17,11 @@ from mmqa_jax.core.serving import RowCost
 from mmqa_jax.core.typed import at_least, mapping
 from mmqa_jax.data.batches.contrastive import ContrastSampling, contrastive_batches
 from mmqa_jax.data.batches.feed import BatchesSection
+from mmqa_jax.data.batches.source_reader import SourceReader
 from mmqa_jax.data.clip_tokenizer import ClipTokenizer
-from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.corpus import Corpus, evenly
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.siglip_tokenizer import SiglipTokenizer
-from mmqa_jax.data.source_reader import SourceReader
-from mmqa_jax.data.splits import evenly
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.evaluation.retrieval import score_rankings
 from mmqa_jax.models.clip.network import TextConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.picture_store import PictureStore
+from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.models.encoders.text_encoders import published_folder, published_kind
 from mmqa_jax.models.encoders.vlm_keys import FAMILY as VLM
 from mmqa_jax.models.encoders.vlm_keys import check_family

@@ -23,7 +23,7 @@ from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.feed import BatchesSection
 from mmqa_jax.data.batches.passages import PassagesSize, passage_batches
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.kat_knowledge import KATKnowledge
+from mmqa_jax.data.formats.kat_knowledge import KATKnowledge
 from mmqa_jax.data.passage_texts import question_texts, source_passage
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.data.truncation import cut_before_end
@@ -59,8 +59,8 @@ class KnowledgeFiles:
 
     Attributes:
       rankings: file of rankings of the corpus's sources (`mmqa search`).
-      entities, answers: KAT's files, see data.kat_knowledge. Without any of the three a question's
-        own gold sources are read, then its negatives.
+      entities, answers: KAT's files, see data.formats.kat_knowledge. Without any of the three a
+        question's own gold sources are read, then its negatives.
     """
 
     rankings: str = ""

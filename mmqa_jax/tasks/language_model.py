@@ -2,7 +2,7 @@
 
 The language model learns rationale and answer behind the prompts that RMR gives it, with and
 without retrieved triplets, by the same templates and from the same library. Of conversations
-(data/chats.py) it learns the assistant's messages.
+(data/formats/chats.py) it learns the assistant's messages.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from mmqa_jax.data.batches.language_model import (
     pack_rows,
     packed_batch,
 )
-from mmqa_jax.data.chats import is_chat
+from mmqa_jax.data.batches.packing import Packed
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.packing import Packed
+from mmqa_jax.data.formats.chats import is_chat
 from mmqa_jax.data.schema import Question
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.lora import LoraConfig

@@ -12,8 +12,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.serving import OnModel, ignored
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.data.datasets.benchmark import HAS_PICTURE
-from mmqa_jax.data.picture_store import EncodedPicture, PictureStore
+from mmqa_jax.data.formats.official import HAS_PICTURE
+from mmqa_jax.data.pictures.store import EncodedPicture, PictureStore
 from mmqa_jax.data.schema import Question
 from mmqa_jax.prompting.examples.library import (
     SIMILARITIES,

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.serving import RowCost
 from mmqa_jax.core.typed import at_least
-from mmqa_jax.data.atlas_reader import AtlasPackingConfig
+from mmqa_jax.data.atlas.reader import AtlasPackingConfig
 from mmqa_jax.data.batches.feed import BatchesSection
 from mmqa_jax.data.batches.rerank import PairSampling, rerank_batches
 from mmqa_jax.data.corpus import Corpus

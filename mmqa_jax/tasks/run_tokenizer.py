@@ -8,7 +8,7 @@ import jax
 
 from mmqa_jax.core import distributed
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.atlas_reader import restrict_vocabulary
+from mmqa_jax.data.atlas.reader import restrict_vocabulary
 from mmqa_jax.data.clip_tokenizer import ClipTokenizer, open_tokenizer
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.question_words import QuestionWords, make_words

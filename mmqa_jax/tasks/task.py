@@ -36,19 +36,18 @@ from mmqa_jax.core.mesh import (
 from mmqa_jax.core.serving import BatchSize, RowCost, loading_mesh
 from mmqa_jax.core.typed import at_least, check_section, mapping, optional, read_typed, spec_of
 from mmqa_jax.core.workdir import read_config
-from mmqa_jax.data.answer_vocabulary import AnswerVocabulary
-from mmqa_jax.data.batches.feed import BatchesSection, FeedConfig
-from mmqa_jax.data.batches.reading import Batches
+from mmqa_jax.data.answers import AnswerVocabulary
+from mmqa_jax.data.batches.feed import Batches, BatchesSection, FeedConfig
+from mmqa_jax.data.batches.packing import Augment
 from mmqa_jax.data.clip_tokenizer import ClipTokenizer, open_tokenizer
-from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.data.images import Alpha, Resize
+from mmqa_jax.data.corpus import Corpus, evenly, open_corpus
 from mmqa_jax.data.mixture import member_of, open_mixture
-from mmqa_jax.data.picture_store import PictureStore
+from mmqa_jax.data.pictures.decode import Alpha
+from mmqa_jax.data.pictures.resize import Resize
+from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.question_words import QuestionWords
-from mmqa_jax.data.raw_examples import Augment
 from mmqa_jax.data.schema import Modality, Question, Source, source_text
 from mmqa_jax.data.siglip_tokenizer import SiglipTokenizer
-from mmqa_jax.data.splits import evenly
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.models.presets import TRUNKS
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
@@ -141,7 +140,7 @@ class MixedData(DataSection):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PicturesSection:
-    """How pictures are made square for the model; see data/images.py.
+    """How pictures are made square for the model; see data/pictures/resize.py.
 
     Attributes:
       size: side in pixels.

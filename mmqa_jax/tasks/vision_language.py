@@ -2,7 +2,7 @@
 
 It is asked as the rows of RMR with `options.chat` and `options.pictures` ask it: the picture and
 the prompt of a template are a user's message, and what completes the prompt is the model's. Of
-conversations (data/chats.py) it learns the assistant's messages.
+conversations (data/formats/chats.py) it learns the assistant's messages.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from jax.sharding import Mesh
 from mmqa_jax.core.errors import first_names
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.typed import at_least, changes_of, mapping, spec_of
-from mmqa_jax.data import images
 from mmqa_jax.data.batches.feed import BatchesSection
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample
-from mmqa_jax.data.batches.one_a_row import example_batches
-from mmqa_jax.data.chats import is_chat, shown_pictures
+from mmqa_jax.data.batches.packing import Bucket, Packed
+from mmqa_jax.data.batches.seq2seq import example_batches
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.packing import Bucket, Packed
+from mmqa_jax.data.formats.chats import is_chat, shown_pictures
+from mmqa_jax.data.pictures.decode import BrokenPictures, PictureError, verify
 from mmqa_jax.data.schema import Question
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.lora import LoraConfig
@@ -271,8 +271,8 @@ class TrainingPictures:
         self._shapes: dict[str, tuple[int, int, int]] = {}
         self.broken = self._counter(0)
 
-    def _counter(self, total: int) -> images.BrokenPictures:
-        return images.BrokenPictures(
+    def _counter(self, total: int) -> BrokenPictures:
+        return BrokenPictures(
             total,
             self._max_broken,
             "run `mmqa prepare` again or raise pictures.max_broken",
@@ -311,17 +311,17 @@ class TrainingPictures:
     def _look_at(self, name: str, decode: bool) -> None:
         try:
             picture = Picture(self._read(name), name)
-            images.verify(picture.data, name)
+            verify(picture.data, name)
             if decode:
                 self._format.read(Shown(picture, alone=True))
             self._shapes[name] = self._format.shape(picture)
-        except images.PictureError as error:
+        except PictureError as error:
             self.broken.add(name, str(error))
 
     def _read(self, name: str) -> bytes:
         data = self._corpus.read_picture(name)
         if data is None:
-            raise images.PictureError(f"{name}: the corpus has no such picture; prepare it again.")
+            raise PictureError(f"{name}: the corpus has no such picture; prepare it again.")
         return data
 
     def warn_missing(self) -> None:
@@ -346,7 +346,7 @@ class TrainingPictures:
         """Pixels of a readable picture; None, counted, where it is broken behind its header."""
         try:
             return self._format.read(Shown(Picture(self._read(name), name), alone=True))
-        except images.PictureError as error:
+        except PictureError as error:
             self.broken.add(name, str(error))
             return None
 

@@ -19,9 +19,10 @@ from mmqa_jax.core.local_copies import REGION_CACHE, local_copy
 from mmqa_jax.core.paths import as_path, in_store
 from mmqa_jax.core.serving import AUTO, BatchSize
 from mmqa_jax.core.typed import at_least, mapping, spec_of
+from mmqa_jax.data.batches.packing import Bucket, Packer, PackingConfig
+from mmqa_jax.data.batches.source_reader import SourceReader
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.images import BrokenPictures
-from mmqa_jax.data.packing import Bucket, Packer, PackingConfig
+from mmqa_jax.data.pictures.decode import BrokenPictures
 from mmqa_jax.data.region_records import REGIONS, Precision, RecordDetections, RegionRecords
 from mmqa_jax.data.regions import (
     BOX,
@@ -35,7 +36,6 @@ from mmqa_jax.data.regions import (
     read_class_names,
     read_id_map,
 )
-from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import WordPiece
 from mmqa_jax.inference.detected_regions import CorpusRegions, RegionCache
 from mmqa_jax.inference.opened_detector import DetectorChoice, open_detector

@@ -18,18 +18,23 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.serving import RowCost
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.core.typed import at_least, chosen_by, mapping
-from mmqa_jax.data.answer_vocabulary import FILE, AnswerVocabulary, make_vocabulary, read_vocabulary
-from mmqa_jax.data.answer_vocabulary import FILE as ANSWERS
+from mmqa_jax.data.answers import FILE, AnswerVocabulary, make_vocabulary, read_vocabulary
+from mmqa_jax.data.answers import FILE as ANSWERS
 from mmqa_jax.data.batches.feed import BatchesSection
-from mmqa_jax.data.batches.vqa import vqa_batches
+from mmqa_jax.data.batches.vqa import (
+    CaptionInputs,
+    GridInputs,
+    PatchInputs,
+    QuestionPictures,
+    RegionInputs,
+    VQAInputs,
+    vqa_batches,
+)
 from mmqa_jax.data.clip_tokenizer import open_tokenizer
-from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.grid_records import PictureFeatures, open_features
-from mmqa_jax.data.question_pictures import QuestionPictures
+from mmqa_jax.data.corpus import Corpus, trains_on
 from mmqa_jax.data.question_words import QuestionWords, read_glove
+from mmqa_jax.data.records.grid_records import PictureFeatures, open_features
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.splits import trains_on
-from mmqa_jax.data.vqa_inputs import CaptionInputs, GridInputs, PatchInputs, RegionInputs, VQAInputs
 from mmqa_jax.evaluation.vqa import has_answers, score_candidates
 from mmqa_jax.inference.vqa_model import VQAModel, make_answer_scores
 from mmqa_jax.models.bert.network import minilm_l6

@@ -31,8 +31,8 @@ from tests.bench import Options
 from tests.bench.runner import Case, measure, open_journal
 
 if TYPE_CHECKING:
+    from mmqa_jax.data.batches.source_reader import SourceReader
     from mmqa_jax.data.corpus import Corpus
-    from mmqa_jax.data.source_reader import SourceReader
 
 WORKERS = (0, 1, 2)
 TASKS = ("contrastive", "rerank", "answer")
@@ -109,7 +109,7 @@ def _reading(place: str, count: int, wanted: tuple[str, ...]) -> Iterator[Case]:
     import numpy as np
 
     from mmqa_jax.data.corpus import open_sources
-    from mmqa_jax.data.picture_store import PictureStore
+    from mmqa_jax.data.pictures.store import PictureStore
 
     corpus = open_sources(place)
     rows = _pictured(corpus, place)
@@ -307,7 +307,7 @@ def _bare_records(place: Path, names: Sequence[str]) -> Callable[[], Any]:
     from array_record.python.array_record_data_source import ArrayRecordDataSource
 
     from mmqa_jax.core.files import read_json
-    from mmqa_jax.data.records import read_manifest
+    from mmqa_jax.data.records.corpus_records import read_manifest
 
     folder = place / read_manifest(place)["records"]
     number = {name: i for i, name in enumerate(read_json(folder / "pictures.json"))}
@@ -326,9 +326,9 @@ def _pictured(corpus: Corpus, place: str) -> list[int]:
 
 def _reader(place: str) -> SourceReader:
     """Of a corpus, at CLIP's size, every picture decoded whenever it is read."""
+    from mmqa_jax.data.batches.source_reader import SourceReader
     from mmqa_jax.data.corpus import open_corpus
-    from mmqa_jax.data.picture_store import PictureStore
-    from mmqa_jax.data.source_reader import SourceReader
+    from mmqa_jax.data.pictures.store import PictureStore
     from mmqa_jax.data.tokenizers import minilm_tokenizer
 
     corpus = open_corpus(place)
@@ -338,7 +338,7 @@ def _reader(place: str) -> SourceReader:
 
 def _web_corpus(folder: Path, count: int) -> str:
     """A prepared corpus of JPEGs of web size, with a question about each."""
-    from mmqa_jax.data.records import write_records
+    from mmqa_jax.data.records.corpus_records import write_records
     from mmqa_jax.data.schema import Question, Source
     from tests.bench.retrieval_data import queries, snippets, write_pictures
 
@@ -365,7 +365,7 @@ def _demo_corpus(folder: Path, sizes: dict[str, int]) -> str:
     import numpy as np
     from PIL import Image
 
-    from mmqa_jax.data.records import write_records
+    from mmqa_jax.data.records.corpus_records import write_records
     from mmqa_jax.data.schema import Question, Source
     from tests.bench.retrieval_data import queries, snippets
 

@@ -27,8 +27,7 @@ from PIL import Image
 from mmqa_jax.cli import main
 from mmqa_jax.core.metrics import read_metrics
 from mmqa_jax.core.store import Store, read_head
-from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.data.splits import evenly
+from mmqa_jax.data.corpus import Corpus, evenly, open_corpus
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.runs.corpora import prepare_atlas
 from mmqa_jax.training.attempts import read_attempts

@@ -11,7 +11,7 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.llava_images import PAD_COLOR, llava_pixels, pad_to_square
+from mmqa_jax.data.pictures.resize import PAD_COLOR, llava_pixels, pad_to_square
 from mmqa_jax.models.clip.network import normalize_pixels, vit_l_14_336
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llava.network import (

@@ -15,7 +15,7 @@ from compare import LAYER, WHOLE, abstract, alone, compiled, copied, forward, ra
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.answer_vocabulary import AnswerVocabulary
+from mmqa_jax.data.answers import AnswerVocabulary
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.models.bert.network import Bert, minilm_l6
 from mmqa_jax.models.clip.network import VisionConfig

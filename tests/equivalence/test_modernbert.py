@@ -12,7 +12,7 @@ from tiny_encoders import QUESTIONS, save_plain, texts
 from transformers import AutoTokenizer
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.lists import corpus_of_lists
+from mmqa_jax.data.corpus import corpus_of_lists
 from mmqa_jax.inference.cross_encoder import open_cross_encoder
 from mmqa_jax.models.encoders.text_encoders import load_text_encoder
 from mmqa_jax.models.modernbert.keys import modernbert_config

@@ -30,7 +30,7 @@ from qwen_vl_pair import (
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
-from mmqa_jax.data.qwen_images import PictureSizes, qwen_pixels
+from mmqa_jax.data.pictures.resize import PictureSizes, qwen_pixels
 from mmqa_jax.decoding.abstract_programs import engine_programs, feature_bytes, tower_programs
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring, TooLong, Unanswerable

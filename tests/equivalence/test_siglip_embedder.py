@@ -15,7 +15,8 @@ from siglip_pair import TEXT, published, spiece
 from mmqa_jax.cli import main
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.images import NaFlex, decode_to_pixels
+from mmqa_jax.data.pictures.decode import decode_to_pixels
+from mmqa_jax.data.pictures.resize import NaFlex
 from mmqa_jax.data.schema import Source
 from mmqa_jax.models.siglip.network import SiglipVisionConfig
 from mmqa_jax.models.siglip.processor import read_preparation

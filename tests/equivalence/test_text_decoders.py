@@ -17,7 +17,7 @@ from compare import WHOLE, abstract, randomize
 from tiny_encoders import QUESTIONS, texts
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.lists import corpus_of_lists
+from mmqa_jax.data.corpus import corpus_of_lists
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.inference.cross_encoder import open_cross_encoder
 from mmqa_jax.models.encoders.text_encoders import read_decoder_config

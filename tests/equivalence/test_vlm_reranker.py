@@ -12,7 +12,7 @@ from qwen_vl_prompts import Published, make_published, says, small_pictures, wri
 from tiny_encoders import texts
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.lists import corpus_of_lists
+from mmqa_jax.data.corpus import corpus_of_lists
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.inference.cross_encoder import Side
 from mmqa_jax.tasks.rerank import open_reranker

@@ -32,9 +32,8 @@ from updates import (
 
 from mmqa_jax.core.config import load_module
 from mmqa_jax.core.typed import read_typed
-from mmqa_jax.data.answer_text import prep_ans
-from mmqa_jax.data.answer_vocabulary import AnswerVocabulary, make_vocabulary
-from mmqa_jax.data.datasets.benchmark import SOFT_LABELS
+from mmqa_jax.data.answers import AnswerVocabulary, make_vocabulary, prep_ans
+from mmqa_jax.data.formats.official import SOFT_LABELS
 from mmqa_jax.data.schema import Question
 from mmqa_jax.models.mcan.keys import mcan_key_map, mcan_openvqa_key_map, publish_mcan
 from mmqa_jax.models.mcan.network import MCAN

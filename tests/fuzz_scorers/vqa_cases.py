@@ -12,8 +12,8 @@ from mmqa_jax.benchmarks import aokvqa, okvqa
 from mmqa_jax.benchmarks.aokvqa import read_aokvqa_predictions
 from mmqa_jax.benchmarks.okvqa import read_okvqa_predictions
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.answer_text import pica_answer, prep_ans
-from mmqa_jax.data.datasets.benchmark import DIFFICULT
+from mmqa_jax.data.answers import pica_answer, prep_ans
+from mmqa_jax.data.formats.official import DIFFICULT
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation import vqa
 from tests.fuzz_scorers import traps

@@ -24,8 +24,8 @@ from mmqa_jax.core.metrics import read_metrics
 from mmqa_jax.core.shards import Shard
 from mmqa_jax.core.store import Store
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.data.grid_records import GridRecords, write_grids
-from mmqa_jax.data.images import BrokenPictures
+from mmqa_jax.data.pictures.decode import BrokenPictures
+from mmqa_jax.data.records.grid_records import GridRecords, write_grids
 from mmqa_jax.decoding.requests import Candidate, Result
 from mmqa_jax.prompting.backends import Completion, Usage
 from mmqa_jax.prompting.backends.cache import Cached, ResponseCache

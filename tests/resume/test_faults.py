@@ -14,7 +14,7 @@ from test_training_resume import assert_same_run, curve, run, weights
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.batches.feed import FeedConfig, feed_batches
-from mmqa_jax.data.packing import Bucket
+from mmqa_jax.data.batches.packing import Bucket
 from mmqa_jax.training.state import Validation
 
 

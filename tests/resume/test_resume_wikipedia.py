@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mmqa_jax.data import disk_sources, streamed_records
+from mmqa_jax.data import disk_sources
 from mmqa_jax.data.corpus import open_sources
+from mmqa_jax.data.records import streamed_records
 from mmqa_jax.data.wikipedia.streams import KILTStream
 from mmqa_jax.runs.corpora import prepare
 from tests.forks import server
@@ -21,7 +22,8 @@ SHARD = 512
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from mmqa_jax.data import disk_sources, streamed_records
+from mmqa_jax.data import disk_sources
+from mmqa_jax.data.records import streamed_records
 from mmqa_jax.runs.corpora import prepare
 
 disk_sources.SHARD_ROWS = streamed_records.SHARD_ROWS = {shard}

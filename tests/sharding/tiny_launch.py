@@ -36,7 +36,7 @@ import tiny_run  # noqa: E402
 from mmqa_jax.core.errors import RunError, UserError  # noqa: E402
 from mmqa_jax.core.mesh import local_rows, make_mesh  # noqa: E402
 from mmqa_jax.data.batches.feed import FeedConfig, feed_batches  # noqa: E402
-from mmqa_jax.data.packing import Bucket  # noqa: E402
+from mmqa_jax.data.batches.packing import Bucket  # noqa: E402
 from mmqa_jax.weights.folder import load_weights  # noqa: E402
 
 

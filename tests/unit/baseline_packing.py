@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mmqa_jax.data.packing import PackingConfig
+from mmqa_jax.data.batches.packing import PackingConfig
 
 CLS, SEP, UNK, PAD = 101, 102, 100, 0  # BERT's ids
 IMAGE_CONTEXT, REGIONS = 200, 100  # max_len_img_cxt, len_vis_input

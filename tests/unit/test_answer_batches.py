@@ -12,7 +12,7 @@ from tiny_corpus import CORPUS, PACKING, QUESTIONS, REGIONS, ROWS, epoch_of, mak
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.batches.answer import AnswerSampling, answer_batches
 from mmqa_jax.data.batches.feed import FeedConfig
-from mmqa_jax.data.packing import MaskingConfig, Packer
+from mmqa_jax.data.batches.packing import MaskingConfig, Packer
 from mmqa_jax.data.schema import Question
 
 

@@ -6,7 +6,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from mmqa_jax.data import answer_text
+from mmqa_jax.data import answers
 
 # From running github.com/GT-Vision-Lab/VQA, PythonEvaluationTools/vqaEvaluation/vqaEval.py with
 # Python 3.11 (only its print statements changed): the text, after processPunctuation, and after
@@ -82,32 +82,32 @@ OFFICIAL = [
 
 @pytest.mark.parametrize(("text", "punctuation", "whole"), OFFICIAL)
 def test_official_golden_values(text, punctuation, whole):
-    stripped = answer_text.strip_whitespace(text)
-    assert answer_text.process_punctuation(stripped) == punctuation
-    assert answer_text.process_digit_article(punctuation) == whole
-    assert answer_text.normalize_answer(text) == whole
+    stripped = answers.strip_whitespace(text)
+    assert answers.process_punctuation(stripped) == punctuation
+    assert answers.process_digit_article(punctuation) == whole
+    assert answers.normalize_answer(text) == whole
 
 
 def test_only_the_first_32_periods_go():
     """The official script passes re.UNICODE, which is 32, as the number of replacements."""
-    assert answer_text.process_punctuation("x." * 40) == "x" * 32 + "x." * 8
+    assert answers.process_punctuation("x." * 40) == "x" * 32 + "x." * 8
 
 
 def test_the_contraction_table_is_whole():
-    table = answer_text.vqa_contractions()
+    table = answers.vqa_contractions()
     assert len(table) == 120
     # Oddities of the original: an apostrophe lost, capitals that no lower-case word equals.
     assert table["somebody'd"] == "somebodyd"
     assert table["Im"] == "I'm"
-    assert answer_text.process_digit_article("Im") == "im"
+    assert answers.process_digit_article("Im") == "im"
 
 
 @hypothesis.given(st.text(alphabet="aA1.,;- \t'ten", max_size=30))
 def test_digits_articles_and_spaces_are_settled(text):
-    found = answer_text.normalize_answer(text)
+    found = answers.normalize_answer(text)
     assert found == " ".join(found.lower().split())
     assert not {"a", "an", "the", "ten", "none"} & set(found.split())
-    assert answer_text.process_digit_article(found) == found
+    assert answers.process_digit_article(found) == found
 
 
 @pytest.mark.parametrize(
@@ -126,5 +126,5 @@ def test_digits_articles_and_spaces_are_settled(text):
     ],
 )
 def test_prophets_and_picas_answers(text, prophet, pica):
-    assert answer_text.prep_ans(text) == prophet
-    assert answer_text.pica_answer(text) == pica
+    assert answers.prep_ans(text) == prophet
+    assert answers.pica_answer(text) == pica

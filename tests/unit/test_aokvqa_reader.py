@@ -13,7 +13,7 @@ from vqa_files import aokvqa_row, write, write_aokvqa
 
 from mmqa_jax.benchmarks.aokvqa import read_aokvqa
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.images import PictureError
+from mmqa_jax.data.pictures.decode import PictureError
 
 
 def hub_rows(split: str = "val") -> list[dict]:

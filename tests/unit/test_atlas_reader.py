@@ -10,7 +10,7 @@ from test_packing import CLS, SEP, TEXT_LONG, TEXT_SHORT, TWO_PICTURES, UNK, pic
 from test_packing import SMALL as PUBLISHED
 
 from mmqa_jax.data.atlas.pictures import PALETTE
-from mmqa_jax.data.atlas_reader import (
+from mmqa_jax.data.atlas.reader import (
     COLOR_TERMS,
     AtlasMasking,
     AtlasPacker,
@@ -20,11 +20,10 @@ from mmqa_jax.data.atlas_reader import (
     color_shares,
     color_terms,
 )
+from mmqa_jax.data.batches.packing import Example, Packer, RawExample, RawSource, SourceTokens
+from mmqa_jax.data.batches.source_reader import SourceReader
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.packing import Example, Packer, SourceTokens
-from mmqa_jax.data.raw_examples import RawExample, RawSource
 from mmqa_jax.data.schema import Source
-from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 
 SMALL = AtlasPackingConfig(**vars(PUBLISHED))

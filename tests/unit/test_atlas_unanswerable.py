@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mmqa_jax.data.atlas.strangers import strangers
-from mmqa_jax.data.atlas.unanswerable import foreign_questions, with_unanswerable
+from mmqa_jax.data.atlas.unanswerable import foreign_questions, strangers, with_unanswerable
+from mmqa_jax.data.corpus import fold_of
 from mmqa_jax.data.schema import Question, Source, is_answerable
-from mmqa_jax.data.splits import fold_of
 
 LANDS = [f"Land {n}" for n in range(12)]
 GONE = {land for land in LANDS if fold_of(land, 3) == 0}

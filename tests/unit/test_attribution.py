@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.interchange import read_interchange
+from mmqa_jax.data.formats.interchange import read_interchange
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, is_answerable
 from mmqa_jax.evaluation.scoring import (
     is_refusal,

@@ -24,7 +24,7 @@ from tiny_llm import (
 
 from mmqa_jax.core import distributed
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.llava_images import llava_pixels
+from mmqa_jax.data.pictures.resize import llava_pixels
 from mmqa_jax.decoding.requests import Request, Scoring, TooLong
 from mmqa_jax.prompting import llava_prompt
 from mmqa_jax.prompting.backends import (

@@ -10,7 +10,7 @@ import torch
 from test_regions import ID, detections, picture, regions, write_vinvl, write_x101
 
 from mmqa_jax.core.errors import RunError
-from mmqa_jax.data.images import BrokenPictures
+from mmqa_jax.data.pictures.decode import BrokenPictures
 from mmqa_jax.data.regions import FeatureRegions, VinVLFeatures, X101Features
 
 

@@ -20,10 +20,10 @@ from shared_data import GOLDEN
 
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.batches.packing import Example, Packer, SourceTokens, clean
+from mmqa_jax.data.batches.source_reader import SourceReader
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.packing import Example, Packer, SourceTokens, clean
 from mmqa_jax.data.schema import Question, Ranking, Source
-from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.evaluation.webqa import read_output_tsv, read_prediction_json
 from mmqa_jax.inference import reader as reader_module

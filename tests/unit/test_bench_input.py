@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.images import decode_to_pixels
+from mmqa_jax.data.pictures.decode import decode_to_pixels
 from mmqa_jax.training import loop
 from mmqa_jax.training.loop import read_section
 from tests.bench import Options

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from mmqa_jax.data.datasets.webqa import ImagesTsv
+from mmqa_jax.data.formats.webqa import ImagesTsv
 from tests.bench import retrieval as bench
 from tests.bench import retrieval_data as inputs
 from tests.bench.timing import child_environment

@@ -22,9 +22,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample, packed_batch
-from mmqa_jax.data.chats import conversation
+from mmqa_jax.data.batches.packing import Bucket
 from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.data.packing import Bucket
+from mmqa_jax.data.formats.chats import conversation
 from mmqa_jax.data.schema import Question
 from mmqa_jax.prompting.examples.training import chat_example
 from mmqa_jax.prompting.picture_format import QwenFormat

@@ -9,9 +9,8 @@ from test_shots import FakeEmbedder
 
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.picture_store import PictureStore
-from mmqa_jax.data.question_pictures import with_gold_sources
+from mmqa_jax.data.corpus import open_corpus, with_gold_sources
+from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.prompting.examples.heuristics import load_candidates
 from mmqa_jax.prompting.examples.library import Embedders, ExampleLibrary
 from mmqa_jax.runs.part import OpenedParts

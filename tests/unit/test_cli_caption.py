@@ -11,7 +11,7 @@ from flax import nnx
 from test_regions import detections, write_vinvl
 
 from mmqa_jax.core.files import write_json
-from mmqa_jax.data.datasets.coco import read_captions, read_scored_tsv
+from mmqa_jax.data.formats.coco import read_captions, read_scored_tsv
 from mmqa_jax.data.regions import VinVLFeatures, oscar_regions
 from mmqa_jax.data.tokenizers import train_wordpiece
 from mmqa_jax.decoding.masked_lm import write_captions

@@ -16,9 +16,9 @@ from tiny_detectors import tiny
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.shards import Shard
-from mmqa_jax.data import record_shards
 from mmqa_jax.data.detector_pictures import detector_picture
-from mmqa_jax.data.images import decode
+from mmqa_jax.data.pictures.decode import decode
+from mmqa_jax.data.records import record_shards
 from mmqa_jax.data.region_records import RegionRecords
 from mmqa_jax.inference.opened_detector import DetectorChoice, open_detector
 from mmqa_jax.models.detection.faster_rcnn import FasterRCNN

@@ -7,7 +7,7 @@ from cli_runs import ENGINE, ROOT, done, quietly, rows_of
 from science import prepare_science
 from tiny_llm import write_folder
 
-from mmqa_jax.data.example_scores import read_example_scores
+from mmqa_jax.data.batches.example_retrieval import read_example_scores
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -95,7 +95,7 @@ def test_a_row_retrieves_with_the_run(inputs, tmp_path):
     [
         ({"judge.candidates": 1}, r"judge\.candidates=1: at least 2 were expected"),
         ({"judge.template": "rmr.none"}, r"template=rmr\.none: no such prompt template"),
-        ({"data.splits": "('train','none')"}, r"data\.splits=\('train', 'none'\): .* split none"),
+        ({"data.corpus": "('train','none')"}, r"data\.splits=\('train', 'none'\): .* split none"),
         ({"judge.score": "best"}, r"judge\.score='best'"),
         (
             {"parts.llm.model": "nowhere"},

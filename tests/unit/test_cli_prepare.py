@@ -25,9 +25,9 @@ from cli_runs import (
     write_rows,
 )
 
-from mmqa_jax.data import records
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.datasets.webqa import ImagesTsv
+from mmqa_jax.data.formats.webqa import ImagesTsv
+from mmqa_jax.data.records import corpus_records
 from mmqa_jax.data.schema import Question
 from mmqa_jax.retrieval.bm25.in_memory import BM25Retriever
 
@@ -287,8 +287,8 @@ def test_a_killed_prepare_goes_on_with_the_same_bytes(webqa_raw, tmp_path, monke
     program = (
         "import os, signal, sys\n"
         "from mmqa_jax.cli import main\n"
-        "from mmqa_jax.data import picture_records, records\n"
-        "from mmqa_jax.data.datasets.webqa import ImagesTsv\n"
+        "from mmqa_jax.data.records import corpus_records as records, picture_records\n"
+        "from mmqa_jax.data.formats.webqa import ImagesTsv\n"
         "records.PICTURE_SHARD = 1\n"
         "picture_records.processors = lambda: 1\n"
         "read = ImagesTsv.read_named\n"
@@ -299,7 +299,7 @@ def test_a_killed_prepare_goes_on_with_the_same_bytes(webqa_raw, tmp_path, monke
         f"main({flags!r})\n"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
-    monkeypatch.setattr(records, "PICTURE_SHARD", 1)
+    monkeypatch.setattr(corpus_records, "PICTURE_SHARD", 1)
     names, read = [], ImagesTsv.read_named
     monkeypatch.setattr(
         ImagesTsv, "read_named", lambda self, name: names.append(name) or read(self, name)

@@ -32,15 +32,16 @@ from mmqa_jax.benchmarks.seedbench import read_seed_bench_predictions, read_seed
 from mmqa_jax.benchmarks.vqav2 import read_vqav2
 from mmqa_jax.core.array_pickle import load_arrays
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.answer_vocabulary import read_vocabulary
-from mmqa_jax.data.datasets import webqa
-from mmqa_jax.data.grid_records import FeatureError, NpzFiles
-from mmqa_jax.data.images import PictureError
-from mmqa_jax.data.interchange import read_interchange
+from mmqa_jax.data.answers import read_vocabulary
+from mmqa_jax.data.formats import webqa
+from mmqa_jax.data.formats.interchange import read_interchange
+from mmqa_jax.data.formats.tables import write_spreadsheet
+from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.data.question_words import read_glove, read_words
+from mmqa_jax.data.records.grid_records import NpzFiles
+from mmqa_jax.data.records.record_shards import FeatureError
 from mmqa_jax.data.regions import RegionError, VinVLFeatures, VinVLRows, X101Features, read_sizes
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.table_files import write_spreadsheet
 from mmqa_jax.evaluation import webqa as webqa_scores
 from mmqa_jax.evaluation.compare import compare_runs, compare_tables, read_run
 from mmqa_jax.evaluation.prediction_lines import read_answers

@@ -12,10 +12,11 @@ import pyarrow
 import pytest
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data import disk_sources, streamed_records
+from mmqa_jax.data import disk_sources
+from mmqa_jax.data.batches.source_reader import SourceReader
 from mmqa_jax.data.corpus import Corpus, open_corpus, open_sources
+from mmqa_jax.data.records import streamed_records
 from mmqa_jax.data.schema import Question, Source
-from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.retrieval.bm25.in_memory import BM25Retriever
 from mmqa_jax.retrieval.modality import one_modality
 from mmqa_jax.runs import ask_folder

@@ -13,7 +13,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.atlas.augment import PERMUTED, AtlasAugment
 from mmqa_jax.data.atlas.factbook import place_names
 from mmqa_jax.data.atlas.pictures import COLORS, color_map
-from mmqa_jax.data.raw_examples import RawExample, RawSource
+from mmqa_jax.data.batches.packing import RawExample, RawSource
 from mmqa_jax.data.schema import Question
 from mmqa_jax.tasks.task import make_augmentation
 

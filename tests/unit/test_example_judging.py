@@ -13,15 +13,15 @@ from fake_llm import FakeLLM
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.batches.example_retrieval import example_retrieval_batches
-from mmqa_jax.data.batches.feed import FeedConfig
-from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.example_scores import (
+from mmqa_jax.data.batches.example_retrieval import (
     ExampleScores,
+    example_retrieval_batches,
     judged_questions,
     read_example_scores,
     write_example_scores,
 )
+from mmqa_jax.data.batches.feed import FeedConfig
+from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.tokenizers import train_wordpiece
 from mmqa_jax.extensions.example_judging import JudgeOptions, judge_examples, mean_scores

@@ -17,8 +17,8 @@ from test_shards import Counting, run
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.shards import Shard
-from mmqa_jax.data.grid_records import GridRecords, write_grids
-from mmqa_jax.data.images import BrokenPictures
+from mmqa_jax.data.pictures.decode import BrokenPictures
+from mmqa_jax.data.records.grid_records import GridRecords, write_grids
 from mmqa_jax.retrieval.embeddings import Embeddings, open_embeddings, write_embeddings
 from mmqa_jax.retrieval.indexes.index import (
     ScannParameters,

@@ -14,8 +14,9 @@ from flax import nnx
 from vqa_files import write_okvqa
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.grid_records import GridRecords, open_features, write_grids
-from mmqa_jax.data.images import BrokenPictures, PictureError, decode_to_pixels
+from mmqa_jax.data.pictures.bounds import PictureError
+from mmqa_jax.data.pictures.decode import BrokenPictures, decode_to_pixels
+from mmqa_jax.data.records.grid_records import GridRecords, open_features, write_grids
 from mmqa_jax.models.clip.network import normalize_pixels
 from mmqa_jax.models.modified_resnet.network import ModifiedResNet, ModifiedResNetConfig
 from mmqa_jax.models.presets import GridModel

@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.data import images
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.picture_store import PictureStore
+from mmqa_jax.data.pictures import decode, resize
+from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.models.clip.network import PIXEL_MEAN, PIXEL_STD, normalize_pixels
 
@@ -39,7 +39,7 @@ def test_crop_is_clips_preprocessing(shape, size):
     processor = backend(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
     image = noise(*shape)
     expected = processor(image, return_tensors="np")["pixel_values"][0].transpose(1, 2, 0)
-    pixels = images.to_pixels(image, size, "crop")
+    pixels = resize.to_pixels(image, size, "crop")
     assert pixels.shape == (size, size, 3)
     raw = np.array(PIXEL_STD) * expected + np.array(PIXEL_MEAN)
     np.testing.assert_array_equal(pixels, np.round(raw * 255).astype(np.uint8))
@@ -50,7 +50,7 @@ def test_sample_mixes_no_colors():
     """A checkerboard of two colors stays one; squashing it makes gray."""
     board = np.indices((90, 60)).sum(axis=0) % 2 * np.array([[[255]]]).T  # [1, 90, 60]
     image = Image.fromarray(np.repeat(board[0].astype(np.uint8)[..., None], 3, axis=2))
-    sampled, squashed = (images.to_pixels(image, 16, way) for way in ("sample", "squash"))
+    sampled, squashed = (resize.to_pixels(image, 16, way) for way in ("sample", "squash"))
     assert sampled.shape == (16, 16, 3)
     assert set(np.unique(sampled)) <= {0, 255}
     assert squashed.min() > 0  # gray
@@ -59,35 +59,35 @@ def test_sample_mixes_no_colors():
     halves[:, 45:] = 255
     expected = np.zeros((16, 16, 3), np.uint8)
     expected[:, 8:] = 255
-    np.testing.assert_array_equal(images.to_pixels(Image.fromarray(halves), 16, "sample"), expected)
+    np.testing.assert_array_equal(resize.to_pixels(Image.fromarray(halves), 16, "sample"), expected)
 
 
 def test_squash_scales_both_sides():
     image = Image.new("RGB", (80, 20), (255, 0, 0))
     image.paste((0, 0, 255), (40, 0, 80, 20))  # left red, right blue
-    pixels = images.to_pixels(image, 16, "squash")
+    pixels = resize.to_pixels(image, 16, "squash")
     np.testing.assert_array_equal(pixels[:, :6], np.broadcast_to([255, 0, 0], (16, 6, 3)))
     np.testing.assert_array_equal(pixels[:, 10:], np.broadcast_to([0, 0, 255], (16, 6, 3)))
-    assert np.array_equal(images.to_pixels(image, 20, "crop")[:, 0], [[255, 0, 0]] * 20)
+    assert np.array_equal(resize.to_pixels(image, 20, "crop")[:, 0], [[255, 0, 0]] * 20)
     with pytest.raises(UserError, match="resize is 'stretch'"):
-        images.to_pixels(image, 16, "stretch")
+        resize.to_pixels(image, 16, "stretch")
 
 
 def test_alpha_lies_on_white():
     half = Image.new("RGBA", (2, 1), (255, 0, 0, 0))
     half.putpixel((1, 0), (0, 0, 0, 128))
     for form in ("PNG", "WEBP"):
-        decoded = images.decode(
+        decoded = decode.decode(
             encode(half, form, **({"lossless": True} if form == "WEBP" else {}))
         )
         assert decoded.mode == "RGB"
         assert [decoded.getpixel((x, 0)) for x in (0, 1)] == [(255, 255, 255), (127, 127, 127)]
     gray = Image.new("LA", (1, 1), (10, 0))
-    assert images.decode(encode(gray)).getpixel((0, 0)) == (255, 255, 255)
+    assert decode.decode(encode(gray)).getpixel((0, 0)) == (255, 255, 255)
     palette = Image.new("P", (2, 1))
     palette.putpalette([9, 9, 9, 200, 0, 0])
     palette.putpixel((1, 0), 1)
-    decoded = images.decode(encode(palette, "GIF", transparency=0))
+    decoded = decode.decode(encode(palette, "GIF", transparency=0))
     assert [decoded.getpixel((x, 0)) for x in (0, 1)] == [(255, 255, 255), (200, 0, 0)]
 
 
@@ -114,20 +114,20 @@ def test_dropped_alpha_is_clips(mode):
     """WebQA's CLIP (CLIP_img_encodings.py) gives preprocess the picture as Pillow opens it."""
     data = encode(translucent(40, 64, mode), **({"transparency": 0} if mode == "P" else {}))
     dropped, white = (
-        images.decode_to_pixels(data, 16, "crop", alpha=alpha) for alpha in ("dropped", "white")
+        decode.decode_to_pixels(data, 16, "crop", alpha=alpha) for alpha in ("dropped", "white")
     )
     np.testing.assert_array_equal(dropped, clips_pixels(data, 16))
-    np.testing.assert_array_equal(white, images.to_pixels(images.decode(data), 16, "crop"))
+    np.testing.assert_array_equal(white, resize.to_pixels(decode.decode(data), 16, "crop"))
     assert np.abs(dropped.astype(int) - white).max() > 50
     opaque = encode(noise(40, 64))
     np.testing.assert_array_equal(
         *(
-            images.decode_to_pixels(opaque, 16, "crop", alpha=alpha)
+            decode.decode_to_pixels(opaque, 16, "crop", alpha=alpha)
             for alpha in ("dropped", "white")
         )
     )
-    with pytest.raises(images.PictureError, match=r"a\.png: not a picture"):
-        images.decode_to_pixels(b"rotten", 16, alpha="dropped", name="a.png")
+    with pytest.raises(decode.PictureError, match=r"a\.png: not a picture"):
+        decode.decode_to_pixels(b"rotten", 16, alpha="dropped", name="a.png")
 
 
 def test_stores_take_alpha_as_their_model_does():
@@ -144,7 +144,7 @@ def test_large_jpegs_may_be_decoded_at_a_fraction_of_their_size(alpha):
     """By libjpeg's scaled transform, as Pillow's `draft` asks for it; nothing else changes."""
 
     def pixels(data, **options):
-        return images.decode_to_pixels(data, 32, "crop", alpha=alpha, **options)
+        return decode.decode_to_pixels(data, 32, "crop", alpha=alpha, **options)
 
     large = encode(noise(200, 140), "JPEG")
     whole, scaled = pixels(large), pixels(large, scaled=True)
@@ -152,7 +152,7 @@ def test_large_jpegs_may_be_decoded_at_a_fraction_of_their_size(alpha):
     with Image.open(io.BytesIO(large)) as image:
         image.draft(None, (32, 32))
         assert image.size == (50, 35)
-        np.testing.assert_array_equal(scaled, images.to_pixels(image.convert("RGB"), 32, "crop"))
+        np.testing.assert_array_equal(scaled, resize.to_pixels(image.convert("RGB"), 32, "crop"))
     assert 0 < np.abs(whole.astype(int) - scaled).mean() < 10
     for data in (encode(noise(60, 200), "JPEG"), encode(noise(200, 140))):
         np.testing.assert_array_equal(pixels(data), pixels(data, scaled=True))
@@ -160,10 +160,10 @@ def test_large_jpegs_may_be_decoded_at_a_fraction_of_their_size(alpha):
 
 def test_other_modes():
     deep = Image.fromarray(np.array([[0, 0x8000, 0xFFFF]], np.uint16))
-    decoded = images.decode(encode(deep))
+    decoded = decode.decode(encode(deep))
     assert [decoded.getpixel((x, 0)) for x in range(3)] == [(0,) * 3, (128,) * 3, (255,) * 3]
     cmyk = Image.new("CMYK", (8, 8), (0, 255, 255, 0))
-    red, green, blue = images.decode(encode(cmyk, "JPEG")).getpixel((4, 4))
+    red, green, blue = decode.decode(encode(cmyk, "JPEG")).getpixel((4, 4))
     assert red > 200
     assert max(green, blue) < 60
 
@@ -171,36 +171,36 @@ def test_other_modes():
 def test_truncated_jpeg_is_read_as_far_as_it_goes():
     whole = noise(64, 256)
     data = encode(whole, "JPEG", quality=95)
-    full, half = images.decode(data), images.decode(data[: len(data) // 2])
+    full, half = decode.decode(data), decode.decode(data[: len(data) // 2])
     np.testing.assert_array_equal(np.asarray(half)[:80], np.asarray(full)[:80])
-    images.verify(data[: len(data) // 2])
+    decode.verify(data[: len(data) // 2])
 
 
 @pytest.mark.parametrize("data", [b"", b"plain text", b"\x89PNG\r\n\x1a\n", b"<svg/>", b"\xff\xd8"])
 def test_bytes_that_are_no_picture(data):
-    for check in (images.decode, images.verify):
-        with pytest.raises(images.PictureError, match=r"flag\.bin: not a picture"):
+    for check in (decode.decode, decode.verify):
+        with pytest.raises(decode.PictureError, match=r"flag\.bin: not a picture"):
             check(data, "flag.bin")
 
 
 def test_picture_file_of_the_user(tmp_path):
     path = tmp_path / "a.png"
     path.write_bytes(encode(noise(5, 6)))
-    data = images.read_picture_file(path)
-    np.testing.assert_array_equal(images.decode(data, str(path)), noise(5, 6))
+    data = decode.read_picture_file(path)
+    np.testing.assert_array_equal(decode.decode(data, str(path)), noise(5, 6))
     path.write_text("I am a letter")
     with pytest.raises(UserError, match=r"a\.png: not a picture that can be decoded"):
-        images.decode(images.read_picture_file(path), str(path))
+        decode.decode(decode.read_picture_file(path), str(path))
     with pytest.raises(UserError, match=r"b\.png: no such picture file"):
-        images.read_picture_file(tmp_path / "b.png")
+        decode.read_picture_file(tmp_path / "b.png")
     with pytest.raises(UserError, match="cannot be read"):
-        images.read_picture_file(tmp_path)
+        decode.read_picture_file(tmp_path)
 
 
 def test_patches_and_their_boxes_agree():
     pixels = np.asarray(noise(24, 24))
-    cut = images.patches(pixels.astype(np.float32), 8)
-    boxes = images.patch_boxes(24, 8)
+    cut = resize.patches(pixels.astype(np.float32), 8)
+    boxes = resize.patch_boxes(24, 8)
     assert cut.shape == (9, 8 * 8 * 3)
     assert cut.dtype == boxes.dtype == np.float32
     for patch, (x1, y1, x2, y2, area, one) in zip(cut, boxes, strict=True):
@@ -210,23 +210,23 @@ def test_patches_and_their_boxes_agree():
         assert one == 1
     assert boxes[:, 4].sum() == pytest.approx(1)
     with pytest.raises(UserError, match="24 is not a multiple of patch side 7"):
-        images.patches(pixels, 7)
+        resize.patches(pixels, 7)
 
 
 def test_broken_counter():
-    broken = images.BrokenPictures(5000)
+    broken = decode.BrokenPictures(5000)
     assert broken.limit == 50
-    assert images.BrokenPictures(100).limit == 10
-    broken = images.BrokenPictures(100, limit=2)
+    assert decode.BrokenPictures(100).limit == 10
+    broken = decode.BrokenPictures(100, limit=2)
     for name in ("a", "a", "b", "a"):
         broken.add(name, "rotten")
     assert (broken.count, broken.names) == (2, ["a", "b"])
     with pytest.raises(RunError, match=r"3 pictures .* 2 allowed \(a, b, c\)"):
         broken.add("c", "rotten")
     with pytest.raises(RunError, match=r"^1 picture cannot be decoded, more than the 0 allowed"):
-        images.BrokenPictures(100, limit=0).add("a", "rotten")
+        decode.BrokenPictures(100, limit=0).add("a", "rotten")
     with pytest.raises(RunError, match=r"^1 picture has no features, more than the 0 allowed"):
-        images.BrokenPictures(100, 0, problem="have no features").add("a", "none")
+        decode.BrokenPictures(100, 0, problem="have no features").add("a", "none")
 
 
 class Reader:
@@ -250,13 +250,13 @@ def store_of(count, **options):
 def test_store_gives_pixels_and_forgets_the_longest_unused():
     store, reader = store_of(4, cache_bytes=3 * 8 * 8 * 3, resize="squash")
     for row in (0, 1, 2, 0, 3, 0, 1):  # 3 pushes out 1, which is read again
-        expected = images.to_pixels(noise(9, 9, seed=row), 8, "squash")
+        expected = resize.to_pixels(noise(9, 9, seed=row), 8, "squash")
         np.testing.assert_array_equal(store.pixels(row), expected)
     assert reader.reads == ["0", "1", "2", "3", "1"]
     assert store.pixels(5) is None  # a snippet
     question = Question("q", "test", "?", image="2")
     np.testing.assert_array_equal(
-        store.question_pixels(question), images.to_pixels(noise(9, 9, seed=2), 8, "squash")
+        store.question_pixels(question), resize.to_pixels(noise(9, 9, seed=2), 8, "squash")
     )
     assert store.question_pixels(Question("q", "test", "?")) is None
     with pytest.raises(ValueError, match="read-only"):

@@ -14,10 +14,10 @@ from shared_data import SHARED, require
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.images import decode
-from mmqa_jax.data.interchange import read_interchange
-from mmqa_jax.data.picture_bounds import PictureError
-from mmqa_jax.data.picture_tar import PictureTar
+from mmqa_jax.data.formats.interchange import read_interchange
+from mmqa_jax.data.pictures.bounds import PictureError
+from mmqa_jax.data.pictures.decode import decode
+from mmqa_jax.data.pictures.tar import PictureTar
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.runs.corpora import prepare_interchange
 

@@ -8,7 +8,7 @@ from fake_llm import FakeLLM
 from test_shots import FakeEmbedder
 
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.picture_store import PictureStore
+from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.schema import Question, Source, source_text
 from mmqa_jax.papers.pica import answer_pica
 from mmqa_jax.papers.rmr import choose_rmr

@@ -15,7 +15,7 @@ from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import read_typed
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.picture_store import PictureStore
+from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.runs.judging import run_judging
 from mmqa_jax.runs.parts import KnowledgeSpec, check_prompted, open_knowledge

@@ -14,8 +14,8 @@ from test_engine_pictures import MODEL
 from test_llava_features import tiny_llava
 from tiny_llm import flag, text_tokenizer
 
-from mmqa_jax.data.images import PictureError
-from mmqa_jax.data.picture_bounds import FREE_PIXELS
+from mmqa_jax.data.pictures.bounds import FREE_PIXELS
+from mmqa_jax.data.pictures.decode import PictureError
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Unanswerable
 from mmqa_jax.decoding.slot_runner import EngineConfig

@@ -14,10 +14,9 @@ from mmqa_jax.benchmarks import NAMES
 from mmqa_jax.benchmarks.benchmark import open_benchmark, read_corpus
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.data.datasets.benchmark import BenchmarkFiles
-from mmqa_jax.data.lists import corpus_of_lists
-from mmqa_jax.data.records import materials_beside, write_notice
+from mmqa_jax.data.corpus import Corpus, corpus_of_lists, open_corpus
+from mmqa_jax.data.formats.official import BenchmarkFiles
+from mmqa_jax.data.records.corpus_records import materials_beside, write_notice
 from mmqa_jax.data.schema import Material, Question, Source, united
 from mmqa_jax.runs import corpora
 from mmqa_jax.runs.ask_corpus import AskedCorpus

@@ -21,8 +21,8 @@ from mavl_team import (
 )
 
 from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.data.corpus import fold_of
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.splits import fold_of
 from mmqa_jax.extensions.mavl_votes import revote, vote_on_draws
 from mmqa_jax.papers.mavl import answer_mavl
 from mmqa_jax.prompting.backends.cache import Cached, ResponseCache

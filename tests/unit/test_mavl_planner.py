@@ -13,10 +13,9 @@ from tiny_llm import END, text_tokenizer
 
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.answer_text import prep_ans
-from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.answers import prep_ans
+from mmqa_jax.data.corpus import Corpus, fold_of
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.splits import fold_of
 from mmqa_jax.extensions.mavl_planner import (
     PlanPrompt,
     earned,

@@ -122,7 +122,7 @@ def test_the_pool_of_all_sets(raw, tmp_path):
     assert {q.category for q in questions.values()} == {
         "webqa_task1", "webqa_task2", "fashioniq_task7",
     }  # fmt: skip
-    # Its WebQA by the ids of WebQA's own release, as data/datasets/webqa.py has them.
+    # Its WebQA by the ids of WebQA's own release, as data/formats/webqa.py has them.
     assert questions["2:1"].extra["webqa_id"] == "d5bc71b6"
     assert (sources["2:1"].extra["webqa_id"], sources["2:7"].extra["webqa_id"]) == (
         "d5_1", "30000007",

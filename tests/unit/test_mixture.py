@@ -13,19 +13,19 @@ from tiny_llm import flag
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.batches.contrastive import ContrastSampling, contrastive_batches
-from mmqa_jax.data.batches.feed import FeedConfig
-from mmqa_jax.data.batches.language_model import TokenExample, language_model_batches
-from mmqa_jax.data.batches.one_a_row import example_batches
-from mmqa_jax.data.batches.rerank import PairSampling, rerank_batches
-from mmqa_jax.data.batches.sampling import (
+from mmqa_jax.data.batches.feed import (
     BatchPlan,
+    FeedConfig,
     interleaved,
     mixture_counts,
     mixture_epoch,
 )
+from mmqa_jax.data.batches.language_model import TokenExample, language_model_batches
+from mmqa_jax.data.batches.packing import Bucket, Packer
+from mmqa_jax.data.batches.rerank import PairSampling, rerank_batches
+from mmqa_jax.data.batches.seq2seq import example_batches
 from mmqa_jax.data.mixture import member_of, open_mixture
-from mmqa_jax.data.packing import Bucket, Packer
-from mmqa_jax.data.records import write_records
+from mmqa_jax.data.records.corpus_records import write_records
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.tasks.task import MixedData
 

@@ -20,8 +20,8 @@ from mmqa_jax.benchmarks.mmbench import (
 )
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.data.formats.tables import read_table, write_spreadsheet
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.data.table_files import read_table, write_spreadsheet
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

@@ -13,7 +13,7 @@ from fake_llm import FakeLLM
 from mmqa_jax.benchmarks.mragbench import read_mragbench, score_mragbench
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.picture_bounds import PictureError
+from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.evaluation.multiple_choice import LETTERS, mmmu_choice
 from mmqa_jax.papers.mragbench import (

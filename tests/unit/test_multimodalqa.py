@@ -18,9 +18,9 @@ from mmqa_jax.benchmarks.multimodalqa import (
 )
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.datasets import benchmark
-from mmqa_jax.data.datasets.benchmark import object_rows
-from mmqa_jax.data.picture_bounds import PictureError
+from mmqa_jax.data.formats import official
+from mmqa_jax.data.formats.official import object_rows
+from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.data.schema import Prediction
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -261,7 +261,7 @@ def test_pictures_that_are_not_there_or_no_longer(raw):
 def test_lines_that_no_memory_or_disk_gives(raw, monkeypatch):
     with pytest.raises(UserError, match=r"raw: cannot be read \(Is a directory\); check the file"):
         list(object_rows(raw))
-    monkeypatch.setattr(benchmark, "_LONGEST_LINE", 64)
+    monkeypatch.setattr(official, "_LONGEST_LINE", 64)
     with pytest.raises(UserError, match=r"_dev.*, line 1: is longer than 64 bytes; fetch the file"):
         list(object_rows(raw / "MMQA_dev.jsonl.gz"))
 

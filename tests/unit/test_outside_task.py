@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.feed import BatchesSection, feed_batches
-from mmqa_jax.data.packing import Bucket
+from mmqa_jax.data.batches.packing import Bucket
 from mmqa_jax.data.tokenizers import TokenTable, text_inputs
 from mmqa_jax.models.common.layers import Embedding, Linear
 from mmqa_jax.tasks.task import DataSection, Recipe, ServingSection, Task, bools, ints

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.packing import (
+from mmqa_jax.data.batches.packing import (
     INPUT_FIELDS,
     Example,
     MaskingConfig,

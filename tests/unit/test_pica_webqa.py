@@ -11,7 +11,7 @@ from test_shots import FakeEmbedder
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.picture_store import EncodedPicture
+from mmqa_jax.data.pictures.store import EncodedPicture
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.papers import pica
 from mmqa_jax.papers.pica import (

@@ -16,11 +16,16 @@ import pytest
 from PIL import Image
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data import images, picture_bounds
-from mmqa_jax.data.datasets.benchmark import PictureFiles
-from mmqa_jax.data.datasets.parquet import ParquetPictures
-from mmqa_jax.data.exact_resize import resized_on_square, resized_part
-from mmqa_jax.data.llava_images import PAD_COLOR, llava_pixels, pad_to_square
+from mmqa_jax.data.formats.official import PictureFiles
+from mmqa_jax.data.formats.parquet import ParquetPictures
+from mmqa_jax.data.pictures import bounds, decode, resize
+from mmqa_jax.data.pictures.resize import (
+    PAD_COLOR,
+    llava_pixels,
+    pad_to_square,
+    resized_on_square,
+    resized_part,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -88,11 +93,11 @@ def test_thin_picture_of_a_crop_is_pillows(width, height, alpha):
     """40 million pixels when scaled: still small enough to compare."""
     image = noise(np.random.default_rng(2), "RGB", width, height)
     size = 212
-    assert size * size * 900 > picture_bounds.FREE_PIXELS
+    assert size * size * 900 > bounds.FREE_PIXELS
     scaled = size * width, size * height
     left, top = (scaled[0] - size) // 2, (scaled[1] - size) // 2
     wanted = image.resize(scaled, BICUBIC).crop((left, top, left + size, top + size))
-    found = images.decode_to_pixels(encode(image), size, "crop", alpha=alpha)
+    found = decode.decode_to_pixels(encode(image), size, "crop", alpha=alpha)
     np.testing.assert_array_equal(found, wanted)
 
 
@@ -156,8 +161,8 @@ HOSTILE = {
 # A process of its own for each picture, forked from one that has decoded a small one.
 _MEASURE = """
 import json, os, resource, sys
-from mmqa_jax.data import images
-from mmqa_jax.data.llava_images import llava_pixels
+from mmqa_jax.data.pictures import decode as images
+from mmqa_jax.data.pictures.resize import llava_pixels
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 small, *cases = json.loads(sys.argv[1])
 images.decode_to_pixels(open(small, "rb").read(), 8, alpha="white")
@@ -214,13 +219,13 @@ def test_memory_is_bounded(what, measured):
 def test_the_bound_grows_with_the_file(monkeypatch):
     """What a file is worth: a flat picture that zlib packed a thousandfold is read."""
     flat = encode(Image.new("L", (9_000, 4_000)))
-    assert picture_bounds.FREE_PIXELS < 9_000 * 4_000
-    assert images.decode_to_pixels(flat, 8, alpha="white").shape == (8, 8, 3)
-    with pytest.raises(images.PictureError, match="more than the"):
-        images.verify(png(9_000, 4_000, 8, 0), "claims.png")
-    monkeypatch.setattr(picture_bounds, "MOST_BYTES", 100)
-    for read in (images.decode, images.verify):
-        with pytest.raises(images.PictureError, match=r"a\.png: .* bytes, more than the 100 of"):
+    assert bounds.FREE_PIXELS < 9_000 * 4_000
+    assert decode.decode_to_pixels(flat, 8, alpha="white").shape == (8, 8, 3)
+    with pytest.raises(decode.PictureError, match="more than the"):
+        decode.verify(png(9_000, 4_000, 8, 0), "claims.png")
+    monkeypatch.setattr(bounds, "MOST_BYTES", 100)
+    for read in (decode.decode, decode.verify):
+        with pytest.raises(decode.PictureError, match=r"a\.png: .* bytes, more than the 100 of"):
             read(flat, "a.png")
 
 
@@ -229,14 +234,14 @@ def test_files_beyond_the_bound_are_not_read(tmp_path):
     path = tmp_path / "hole.png"
     with open(path, "wb") as file:
         file.truncate(2**33)
-    with pytest.raises(images.PictureError, match=r"hole\.png: 8,589,934,592 bytes, more than"):
-        images.read_picture_file(path)
+    with pytest.raises(decode.PictureError, match=r"hole\.png: 8,589,934,592 bytes, more than"):
+        decode.read_picture_file(path)
 
 
 def test_llava_takes_the_short_way_only_for_large_squares():
     image = noise(np.random.default_rng(4), "RGB", 40, 90)
     np.testing.assert_array_equal(
-        llava_pixels(image, 28), images.to_pixels(pad_to_square(image), 28, "crop")
+        llava_pixels(image, 28), resize.to_pixels(pad_to_square(image), 28, "crop")
     )
 
 
@@ -255,8 +260,8 @@ def test_pictures_of_a_table_are_read_one_by_one(tmp_path, monkeypatch):
     pictures = ParquetPictures([path], "id")
     assert pictures("1999") == picture
     assert pyarrow.total_allocated_bytes() - before < 2**26
-    monkeypatch.setattr(picture_bounds, "MOST_BYTES", 1_000)
-    with pytest.raises(picture_bounds.PictureError, match=r"id 7: .* bytes, more than the 1,000"):
+    monkeypatch.setattr(bounds, "MOST_BYTES", 1_000)
+    with pytest.raises(bounds.PictureError, match=r"id 7: .* bytes, more than the 1,000"):
         pictures("7")
     with pytest.raises(UserError, match=r"train\.parquet, row group 0: .* bytes claim to hold"):
         ParquetPictures([path], "id")("7")

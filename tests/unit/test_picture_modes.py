@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms, ImageOps, TiffImagePlugin
 
-from mmqa_jax.data import images
+from mmqa_jax.data.pictures import decode
 
 WHITE = 255
 
@@ -217,22 +217,22 @@ REFUSED = {
 @pytest.mark.parametrize("what", READ)
 def test_pixels_of_each_mode(what):
     data, expected = READ[what]
-    decoded = images.decode(data, what)
+    decoded = decode.decode(data, what)
     assert decoded.mode == "RGB"
     found = [decoded.getpixel((x, 0)) for x in range(len(expected))]
     near = 6 if what.startswith(("LAB", "YCbCr")) else 0  # through other color spaces
     np.testing.assert_allclose(found, expected, atol=near)
-    images.verify(data, what)
+    decode.verify(data, what)
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_has_no_known_black_and_white_is_a_broken_picture(what):
     data, message = REFUSED[what]
-    for read in (images.decode, images.verify):
-        with pytest.raises(images.PictureError, match=f"^{what}: .*{message}"):
+    for read in (decode.decode, decode.verify):
+        with pytest.raises(decode.PictureError, match=f"^{what}: .*{message}"):
             read(data, what)
-    with pytest.raises(images.PictureError, match=message):
-        images.decode_to_pixels(data, 4, alpha="dropped", name=what)
+    with pytest.raises(decode.PictureError, match=message):
+        decode.decode_to_pixels(data, 4, alpha="dropped", name=what)
 
 
 def test_every_mode_of_pillow_has_a_meaning():
@@ -252,7 +252,7 @@ def test_every_mode_of_pillow_has_a_meaning():
     levels = {"1": 255, "L": 124, "LA": 124, "La": 124}
     for mode, image in pictures.items():
         assert image.mode == mode
-        made = images.rgb_on_white(images.eight_bits(image))
+        made = decode.rgb_on_white(decode.eight_bits(image))
         deep = mode in ("I", "F") or mode.startswith("I;16")
         expected = (128,) * 3 if deep else (levels[mode],) * 3 if mode in levels else (200, 100, 50)
         near = {"P": 26, "PA": 26, "YCbCr": 2, "LAB": 3, "HSV": 2}.get(mode, 0)  # web palette
@@ -284,10 +284,10 @@ def test_what_pillow_can_write_is_read_or_refused():
                 continue  # not this mode
             if form in ("AVIF", "GIF", "WEBP") and mode in ("I;16", "I", "F"):
                 continue  # their writers clip it
-            wanted = images.rgb_on_white(images.eight_bits(image.copy()))
+            wanted = decode.rgb_on_white(decode.eight_bits(image.copy()))
             try:
-                decoded = images.decode(data, f"{form} {mode}")
-            except images.PictureError as error:
+                decoded = decode.decode(data, f"{form} {mode}")
+            except decode.PictureError as error:
                 # SPIDER holds floats alone.
                 assert mode in ("I", "F") or form == "SPIDER", error  # noqa: PT017
                 continue
@@ -309,7 +309,7 @@ def jpegs_of_adobe():
 
 
 def test_inverted_cmyk_jpeg_is_turned():
-    red, green, blue = images.decode(jpegs_of_adobe()).getpixel((4, 4))
+    red, green, blue = decode.decode(jpegs_of_adobe()).getpixel((4, 4))
     assert red > 250
     assert max(green, blue) < 5
 
@@ -332,14 +332,14 @@ def test_ordinary_pictures_are_pillows_own_bit_by_bit(mode, resize):
     if "A" in mode:
         white = Image.new("RGBA", opened.size, "white")
         plain = Image.alpha_composite(white, opened.convert("RGBA"))
-    np.testing.assert_array_equal(images.decode(data), plain.convert("RGB"))
+    np.testing.assert_array_equal(decode.decode(data), plain.convert("RGB"))
     way = Image.Resampling.NEAREST if resize == "sample" else Image.Resampling.BICUBIC
     size = (22, 16) if resize == "crop" else (16, 16)
     for alpha, source in (("white", plain.convert("RGB")), ("dropped", opened)):
         wanted = source.resize(size, way)
         if resize == "crop":
             wanted = wanted.crop((3, 0, 19, 16))
-        found = images.decode_to_pixels(data, 16, resize, alpha=alpha)
+        found = decode.decode_to_pixels(data, 16, resize, alpha=alpha)
         np.testing.assert_array_equal(found, wanted.convert("RGB"), err_msg=alpha)
 
 
@@ -347,7 +347,7 @@ def test_orientation_in_exif_is_not_applied():
     exif = Image.Exif()
     exif[0x0112] = 6
     data = encode(of([[[255, 0, 0]] * 8] * 16), "JPEG", exif=exif)
-    assert images.decode(data).size == (8, 16)
+    assert decode.decode(data).size == (8, 16)
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "TIFF"])
@@ -360,14 +360,14 @@ def test_detectors_read_pictures_upright(orientation, form):
     data = encode(image, form, exif=exif)
     with Image.open(io.BytesIO(data)) as opened:
         wanted = ImageOps.exif_transpose(opened)
-    found = images.decode_upright(data)
+    found = decode.decode_upright(data)
     np.testing.assert_array_equal(found, wanted)
-    assert images.upright_size_of(data) == found.size == wanted.size
+    assert decode.upright_size_of(data) == found.size == wanted.size
 
 
 def test_damaged_exif_turns_nothing():
     data = encode(of([[[255, 0, 0]] * 8] * 16), "JPEG", exif=b"Exif\0\0II*\0" + b"\xff" * 40)
-    assert images.decode_upright(data).size == images.upright_size_of(data) == (8, 16)
+    assert decode.decode_upright(data).size == decode.upright_size_of(data) == (8, 16)
 
 
 def test_lab_is_d50_to_srgb():
@@ -375,7 +375,7 @@ def test_lab_is_d50_to_srgb():
     image = Image.merge("LAB", [of([[150]]), of([[100]]), of([[180]])])
     lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
     wanted = ImageCms.profileToProfile(image, lab, srgb, outputMode="RGB").getpixel((0, 0))
-    found = images.decode(encode(image, "TIFF")).getpixel((0, 0))
+    found = decode.decode(encode(image, "TIFF")).getpixel((0, 0))
     np.testing.assert_allclose(found, wanted, atol=1)
 
 

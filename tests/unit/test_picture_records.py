@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.data import records
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.images import PictureError
+from mmqa_jax.data.pictures.decode import PictureError
+from mmqa_jax.data.records import corpus_records
 from mmqa_jax.data.schema import Question, Source
 from tests.forks import OwnForkServer
 
@@ -36,7 +36,7 @@ def read(name):
 
 def write(out, read=read, inputs="first", **options):
     options = {"name": "toy", "workers": 2, **options}
-    return records.write_records(out, SOURCES, QUESTIONS, read, inputs=inputs, **options)
+    return corpus_records.write_records(out, SOURCES, QUESTIONS, read, inputs=inputs, **options)
 
 
 def contents(out):
@@ -60,7 +60,7 @@ class Reads:
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch):
-    monkeypatch.setattr(records, "PICTURE_SHARD", SHARD)
+    monkeypatch.setattr(corpus_records, "PICTURE_SHARD", SHARD)
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def run():
     """Runs a program on these tests' corpus in a process of its own, whose strings hash otherwise."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONHASHSEED", "1")
-        modules = ("pytest", "mmqa_jax.data.records", "tensorflow_datasets")
+        modules = ("pytest", "mmqa_jax.data.records.corpus_records", "tensorflow_datasets")
         server = OwnForkServer(modules, os.environ | {"JAX_PLATFORMS": "cpu"})
 
     def start(program, out):
@@ -83,7 +83,7 @@ def run():
             import os, signal, sys
             sys.path.insert(0, {str(Path(__file__).parent)!r})
             import test_picture_records as t
-            t.records.PICTURE_SHARD = t.SHARD
+            t.corpus_records.PICTURE_SHARD = t.SHARD
             out = {str(out)!r}
         """
         return server.start(["-c", textwrap.dedent(head) + textwrap.dedent(program)], os.environ)

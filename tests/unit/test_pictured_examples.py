@@ -13,8 +13,8 @@ from transformers.image_utils import load_image
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample
+from mmqa_jax.data.batches.packing import Bucket
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.packing import Bucket
 from mmqa_jax.data.schema import Question
 from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.examples.training import encode_conversation

@@ -23,9 +23,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.batches.answer import AnswerSampling, answer_batches
 from mmqa_jax.data.batches.contrastive import ContrastSampling, contrastive_batches
 from mmqa_jax.data.batches.feed import FeedConfig
+from mmqa_jax.data.batches.packing import INPUT_FIELDS, MaskingConfig, Packer, RawExample
 from mmqa_jax.data.batches.rerank import PairSampling, rerank_batches
-from mmqa_jax.data.packing import INPUT_FIELDS, MaskingConfig, Packer
-from mmqa_jax.data.raw_examples import RawExample
 from mmqa_jax.inference.batches import answer_inputs, rerank_pairs
 
 

@@ -7,16 +7,14 @@ import pytest
 from cli_runs import png
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.answer_vocabulary import make_vocabulary
+from mmqa_jax.data.answers import make_vocabulary
 from mmqa_jax.data.atlas.augment import AtlasAugment
 from mmqa_jax.data.batches.feed import FeedConfig
-from mmqa_jax.data.batches.vqa import vqa_batches
-from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.picture_store import PictureStore
-from mmqa_jax.data.question_pictures import QuestionPictures, stacked, with_gold_sources
+from mmqa_jax.data.batches.vqa import PatchInputs, QuestionPictures, stacked, vqa_batches
+from mmqa_jax.data.corpus import Corpus, with_gold_sources
+from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.data.tokenizers import minilm_tokenizer
-from mmqa_jax.data.vqa_inputs import PatchInputs
 
 # Atlas's flag colors.
 FLAGS = {"red": (0xD2, 0x2F, 0x27), "blue": (0x1E, 0x50, 0xA0), "white": (255, 255, 255)}

@@ -19,8 +19,8 @@ from tiny_detectors import tiny
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data import region_records
+from mmqa_jax.data.batches.packing import RawSource
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.raw_examples import RawSource
 from mmqa_jax.data.region_records import RegionRecords
 from mmqa_jax.data.regions import BOX, FEATURES, X101Features
 from mmqa_jax.inference.region_detector import RegionDetector

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.data import records
 from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.data.images import PictureError
+from mmqa_jax.data.pictures.decode import PictureError
+from mmqa_jax.data.records import corpus_records
 from mmqa_jax.data.schema import Question, Source
 
 
@@ -46,13 +46,13 @@ def read_picture(name):
 def write(out, size=20, **options):
     sources, questions = corpus_of(size)
     options = {"name": "toy", **options}
-    return records.write_records(out, sources, questions, read_picture, **options)
+    return corpus_records.write_records(out, sources, questions, read_picture, **options)
 
 
 def test_everything_comes_back_in_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "TEXT_SHARD", 7)  # several files, and batches across them
-    monkeypatch.setattr(records, "PICTURE_SHARD", 3)
-    monkeypatch.setattr(records, "READ_BATCH", 6)
+    monkeypatch.setattr(corpus_records, "TEXT_SHARD", 7)  # several files, and batches across them
+    monkeypatch.setattr(corpus_records, "PICTURE_SHARD", 3)
+    monkeypatch.setattr(corpus_records, "READ_BATCH", 6)
     write(tmp_path / "out", 50)
     assert len(list((tmp_path / "out").glob("records-*/sources/*.array_record-*"))) == 8
     corpus = open_corpus(tmp_path / "out")
@@ -72,7 +72,7 @@ def test_no_tensorflow_and_no_jax(tmp_path):
     """The whole way in a fresh interpreter, where nothing else could have imported them."""
     program = (
         "import sys\n"
-        "from mmqa_jax.data import records\n"
+        "from mmqa_jax.data.records import corpus_records as records\n"
         "from mmqa_jax.data.corpus import open_corpus\n"
         "from mmqa_jax.data.schema import Source\n"
         "assert 'tensorflow_datasets' not in sys.modules\n"
@@ -100,7 +100,7 @@ def test_fingerprint_follows_texts_pictures_and_questions(tmp_path):
     sources, questions = corpus_of(6)
 
     def fingerprint(name, sources=sources, questions=questions, read=read_picture):
-        made = records.write_records(tmp_path / name, sources, questions, read, name=name)
+        made = corpus_records.write_records(tmp_path / name, sources, questions, read, name=name)
         return made["fingerprint"]
 
     first = fingerprint("a")
@@ -125,7 +125,7 @@ def test_a_failed_write_leaves_the_old_corpus(tmp_path):
 
     sources, questions = corpus_of(10)
     with pytest.raises(OSError, match="fire"):
-        records.write_records(out, sources, questions, fails, name="new", overwrite=True)
+        corpus_records.write_records(out, sources, questions, fails, name="new", overwrite=True)
     corpus = open_corpus(out)
     assert (len(corpus), corpus.manifest["name"], corpus.picture(6)) == (20, "toy", png(6))
     assert len(list(out.iterdir())) == 2  # manifest and records, nothing half-written
@@ -140,7 +140,7 @@ def test_killed_in_the_middle_and_prepared_again(tmp_path):
         "def read(name):\n"
         "    if name == 'p/9': os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return t.read_picture(name)\n"
-        "t.records.write_records({out!r}, *t.corpus_of(20), read, name='toy')\n"
+        "t.corpus_records.write_records({out!r}, *t.corpus_of(20), read, name='toy')\n"
     ).format(here=str(__file__).rpartition("/")[0], out=str(out))
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
     with pytest.raises(UserError, match=r"holds no corpus\.json, so it is not a finished corpus"):
@@ -186,7 +186,7 @@ def test_wrong_input(tmp_path):
 
     def check(message, *arguments):
         with pytest.raises(UserError, match=message):
-            records.write_records(tmp_path / "out", *arguments, name="toy")
+            corpus_records.write_records(tmp_path / "out", *arguments, name="toy")
         assert not (tmp_path / "out" / "corpus.json").exists()
 
     check("toy: the corpus is empty", [], questions)
@@ -211,14 +211,14 @@ def test_broken_pictures_default_limit_is_ten_or_one_percent(tmp_path):
 
     sources, questions = corpus_of(60)
     out = tmp_path / "ten"
-    manifest = records.write_records(out, sources, questions, breaks(10), name="n")
+    manifest = corpus_records.write_records(out, sources, questions, breaks(10), name="n")
     assert manifest["counts"]["broken_pictures"] == 10
     assert manifest["counts"]["pictures"] == 10
     corpus = open_corpus(out)
     assert [corpus.sources[row].image for row in (27, 30)] == [None, "p/30"]
     assert corpus.picture(30) == png(30)  # numbers of the kept pictures do not shift
     with pytest.raises(RunError, match=r"11 pictures cannot be decoded, more than the 10 .*p/30"):
-        records.write_records(tmp_path / "eleven", sources, questions, breaks(11), name="n")
+        corpus_records.write_records(tmp_path / "eleven", sources, questions, breaks(11), name="n")
 
 
 def test_candidates_of_a_question_from_another_corpus():

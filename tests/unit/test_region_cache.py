@@ -22,10 +22,10 @@ from tiny_checkpoints import CONFIGS
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.store import Store
+from mmqa_jax.data.batches.packing import RawSource
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.detector_pictures import VLP
-from mmqa_jax.data.images import BrokenPictures, PictureError
-from mmqa_jax.data.raw_examples import RawSource
+from mmqa_jax.data.pictures.decode import BrokenPictures, PictureError
 from mmqa_jax.data.region_records import DetectedRegions, RecordDetections
 from mmqa_jax.data.regions import FeatureRegions, RegionError
 from mmqa_jax.data.schema import Question, Source

@@ -20,7 +20,7 @@ from mmqa_jax.data.detector_pictures import (
     detector_batch,
     detector_picture,
 )
-from mmqa_jax.data.images import PictureError
+from mmqa_jax.data.pictures.decode import PictureError
 from mmqa_jax.inference.region_detector import RegionDetector, kind_of
 from mmqa_jax.models.detection.faster_rcnn import FasterRCNN, Pictures
 from tests.drawn_weights import drawn

@@ -16,10 +16,10 @@ from test_region_records import regions, write
 
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.batches.packing import RawSource
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.datasets.coco import read_scored_tsv
-from mmqa_jax.data.grid_records import open_features
-from mmqa_jax.data.raw_examples import RawSource
+from mmqa_jax.data.formats.coco import read_scored_tsv
+from mmqa_jax.data.records.grid_records import open_features
 from mmqa_jax.data.region_exports import export_regions
 from mmqa_jax.data.region_records import RecordDetections, RegionFacts, RegionRecords
 from mmqa_jax.data.region_words import read_names, region_words

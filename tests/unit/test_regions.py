@@ -18,9 +18,9 @@ import torch
 
 from mmqa_jax.core.array_pickle import ForeignObject, load_arrays
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.data.images import BrokenPictures
-from mmqa_jax.data.indexed_tsv import CutLine, IndexedTsv
-from mmqa_jax.data.raw_examples import RawSource
+from mmqa_jax.data.batches.packing import RawSource
+from mmqa_jax.data.formats.tables import CutLine, IndexedTsv
+from mmqa_jax.data.pictures.decode import BrokenPictures
 from mmqa_jax.data.regions import (
     FeatureRegions,
     RegionError,

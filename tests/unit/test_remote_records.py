@@ -18,13 +18,13 @@ from array_record.python.array_record_module import ArrayRecordReader, ArrayReco
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.local_copies import IN_STORE, local_copy
+from mmqa_jax.data.batches.source_reader import SourceReader
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.grid_records import GridRecords, write_grids
-from mmqa_jax.data.images import BrokenPictures
 from mmqa_jax.data.mixture import open_mixture
-from mmqa_jax.data.picture_store import PictureStore
-from mmqa_jax.data.remote_records import RemoteRecords, RemoteShard
-from mmqa_jax.data.source_reader import SourceReader
+from mmqa_jax.data.pictures.decode import BrokenPictures
+from mmqa_jax.data.pictures.store import PictureStore
+from mmqa_jax.data.records.grid_records import GridRecords, write_grids
+from mmqa_jax.data.records.remote_records import RemoteRecords, RemoteShard
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 from tests import streamed_batches
 
@@ -320,7 +320,7 @@ def web(tmp_path_factory):
     """A prepared corpus of 240 pictures of 12 to 40 KB in 3 files, each with a question about it."""
     from PIL import Image
 
-    from mmqa_jax.data import records
+    from mmqa_jax.data.records import corpus_records as records
     from mmqa_jax.data.schema import Question, Source
 
     folder, rng = tmp_path_factory.mktemp("web"), np.random.default_rng(0)

@@ -15,9 +15,8 @@ from mmqa_jax.core.chunks import Part
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.workdir import read_config
-from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.corpus import Corpus, fold_of
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.splits import fold_of
 from mmqa_jax.runs.identity import of_questions
 from mmqa_jax.runs.part import OpenedParts
 from mmqa_jax.runs.parts import RetrieverSpec

@@ -13,8 +13,8 @@ import pytest
 from tiny_llm import flag
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.chats import conversation
 from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.data.formats.chats import conversation
 from mmqa_jax.runs.corpora import prepare
 
 RED, GRAY = flag().data, flag((9, 9, 9)).data

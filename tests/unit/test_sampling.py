@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.batches.reading import batch_iterator
-from mmqa_jax.data.batches.sampling import BatchPlan, PlannedBatch, Table, merge_rare
-from mmqa_jax.data.packing import Bucket
+from mmqa_jax.data.batches.feed import BatchPlan, PlannedBatch, Table, batch_iterator, merge_rare
+from mmqa_jax.data.batches.packing import Bucket
 
 SHAPES = [Bucket(0, 32), Bucket(0, 64), Bucket(1, 32)]
 BUCKETS = np.random.default_rng(7).choice([0, 1, 2], 103, p=[0.6, 0.3, 0.1])

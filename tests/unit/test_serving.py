@@ -21,7 +21,7 @@ from mmqa_jax.core.serving import (
     read_mesh,
     serve,
 )
-from mmqa_jax.data.packing import Packer
+from mmqa_jax.data.batches.packing import Packer
 from mmqa_jax.inference.batches import rerank_pairs
 from mmqa_jax.tasks.registry import read_task
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.picture_store import EncodedPicture
+from mmqa_jax.data.corpus import fold_of
+from mmqa_jax.data.pictures.store import EncodedPicture
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.splits import fold_of
 from mmqa_jax.prompting.examples.library import Embedders, ExampleLibrary, bimodal
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.indexes.index import ScannIndex, ScannParameters, scann_available

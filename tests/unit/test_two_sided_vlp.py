@@ -14,9 +14,8 @@ from flax import nnx
 from tiny_corpus import CORPUS, PACKING, QUESTIONS, make_reader
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.atlas_reader import AtlasPackingConfig
-from mmqa_jax.data.packing import INPUT_FIELDS, Example, Packer, batch
-from mmqa_jax.data.raw_examples import RawExample
+from mmqa_jax.data.atlas.reader import AtlasPackingConfig
+from mmqa_jax.data.batches.packing import INPUT_FIELDS, Example, Packer, RawExample, batch
 from mmqa_jax.models.bert.network import BertConfig
 from mmqa_jax.models.common.layers import attention
 from mmqa_jax.models.vlp.network import VLP, VLPConfig, VLPInputs

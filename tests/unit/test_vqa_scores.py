@@ -15,8 +15,8 @@ from mmqa_jax.benchmarks import aokvqa, okvqa
 from mmqa_jax.benchmarks.aokvqa import read_aokvqa
 from mmqa_jax.benchmarks.okvqa import read_okvqa
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data import answer_text
-from mmqa_jax.data.answer_text import normalize_answer
+from mmqa_jax.data import answers
+from mmqa_jax.data.answers import normalize_answer
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation import vqa
 
@@ -58,7 +58,7 @@ def test_accuracy_by_number_of_annotators(same, official, paper):
     assert vqa.paper_accuracy("cat", references) == pytest.approx(paper)
     if same % 2 == 0:
         weight = round(paper, 3)  # as published
-        assert answer_text.official_of_weight(weight) == pytest.approx(official)
+        assert answers.official_of_weight(weight) == pytest.approx(official)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from mmqa_jax.benchmarks.vqav2 import (
     read_vqav2,
 )
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.answer_vocabulary import make_vocabulary
+from mmqa_jax.data.answers import make_vocabulary
 
 ANSWERS = ["yes"] * 7 + ["no"] * 3
 

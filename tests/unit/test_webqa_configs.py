@@ -15,14 +15,8 @@ from baseline_packing import PAD, VLP_WEBQA, training
 from mmqa_jax.core.config import flatten, load_config, to_plain_dict
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import read_typed
-from mmqa_jax.data.atlas_reader import AtlasPackingConfig
-from mmqa_jax.data.packing import (
-    Bucket,
-    Example,
-    MaskingConfig,
-    Packer,
-    SourceTokens,
-)
+from mmqa_jax.data.atlas.reader import AtlasPackingConfig
+from mmqa_jax.data.batches.packing import Bucket, Example, MaskingConfig, Packer, SourceTokens
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.tasks.registry import check_config, read_task
 from mmqa_jax.training.optimizer import OptimizerOptions, make_schedule

@@ -10,8 +10,8 @@ from PIL import Image
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.data.datasets import webqa
-from mmqa_jax.data.images import PictureError, decode
+from mmqa_jax.data.formats import webqa
+from mmqa_jax.data.pictures.decode import PictureError, decode
 from mmqa_jax.data.schema import WEBQA_CATEGORIES, Material, Prediction, Source
 from mmqa_jax.runs.corpora import prepare_release
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.corpus import Corpus, evenly
 from mmqa_jax.data.schema import Prediction, Question, Ranking, Source
-from mmqa_jax.data.splits import evenly
 from mmqa_jax.evaluation.source_selection import (
     SELECTIONS,
     THRESHOLDS,

@@ -23,11 +23,11 @@ from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.core.typed import read_typed
+from mmqa_jax.data.batches.packing import RawSource
+from mmqa_jax.data.batches.source_reader import SourceReader
 from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.data.raw_examples import RawSource
 from mmqa_jax.data.regions import PatchRegions
 from mmqa_jax.data.schema import Question, Ranking, Source
-from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.evaluation.source_selection import THRESHOLDS
 from mmqa_jax.inference.reader import Reader

@@ -13,10 +13,10 @@ from PIL import Image
 
 from mmqa_jax.cli import main
 from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.data.articles import Article, PassageOptions, Section, sources_of
 from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.data.picture_bounds import PictureError
+from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.data.wikipedia import dump, files
-from mmqa_jax.data.wikipedia.articles import Article, PassageOptions, Section, sources_of
 from mmqa_jax.data.wikipedia.dump import PageReader
 from mmqa_jax.data.wikipedia.files import InputFile
 from mmqa_jax.data.wikipedia.streams import json_entries

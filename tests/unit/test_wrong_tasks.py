@@ -14,7 +14,7 @@ from tiny_t5 import t5_config
 
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.answer_vocabulary import AnswerVocabulary
+from mmqa_jax.data.answers import AnswerVocabulary
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.question_words import QuestionWords
 from mmqa_jax.data.schema import Question

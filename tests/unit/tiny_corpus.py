@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from mmqa_jax.data.batches.packing import PackingConfig
+from mmqa_jax.data.batches.source_reader import SourceReader
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.packing import PackingConfig
 from mmqa_jax.data.regions import PatchRegions
 from mmqa_jax.data.schema import Question, Source
-from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 
 SIZE, PATCH, SNIPPETS, PICTURES = 8, 4, 40, 20

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mmqa_jax.data.documents.chunks import TokenLimit
-from mmqa_jax.data.picture_store import PictureStore
+from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.schema import source_text
 from mmqa_jax.runs import ask_folder
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from mmqa_jax.data.atlas.factbook import place_names
 from mmqa_jax.data.atlas.pictures import COLORS, SHADE_COLOR, SHADES, shade_map
-from mmqa_jax.data.raw_examples import RawExample
+from mmqa_jax.data.batches.packing import RawExample
 
 # The colors that are exchanged; gray, maroon, brown, purple and pink are too rare on flags.
 PERMUTED = ("red", "white", "blue", "green", "yellow", "black", "orange")

@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Sequence
 from importlib import resources
 
+from mmqa_jax.data.corpus import fold_of
 from mmqa_jax.data.schema import ANSWERABLE, Question, Source
-from mmqa_jax.data.splits import fold_of
 
 _PARTS = 3  # entities are dealt by the hash of their name into so many; the first is held out
 _TOLD_BY_NEIGHBORS = "longest_border"  # in the names of templates whose answers other sources have
@@ -59,3 +59,16 @@ def with_unanswerable(
 
     asked = [in_collection(question) for question in questions if not told_elsewhere(question)]
     return kept, [*asked, *foreign_questions()]
+
+
+# Questions that a stranger may ask a demo, and that no source of Atlas answers.
+
+
+def strangers() -> list[Question]:
+    """The questions of strangers.txt: general knowledge, none about countries or pictures.
+
+    On them `mmqa demo` chooses which questions `mmqa ask` refuses, so that they say nothing about
+    how many it refuses: measure that on others.
+    """
+    text = (resources.files("mmqa_jax.data.atlas") / "strangers.txt").read_text("utf-8")
+    return [Question(f"stranger{n}", "val", line) for n, line in enumerate(text.splitlines())]

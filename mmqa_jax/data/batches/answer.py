@@ -11,7 +11,9 @@ import numpy as np
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import at_least, mapping
 from mmqa_jax.data.batches.feed import (
+    Batches,
     FeedConfig,
+    PlannedBatch,
     Table,
     augmented,
     check_shares,
@@ -19,12 +21,9 @@ from mmqa_jax.data.batches.feed import (
     feed_batches,
     nest_inputs,
 )
-from mmqa_jax.data.batches.reading import Batches
-from mmqa_jax.data.batches.sampling import PlannedBatch
-from mmqa_jax.data.packing import MaskingConfig, Packed, Packer, batch, clean
-from mmqa_jax.data.raw_examples import RawExample
+from mmqa_jax.data.batches.packing import MaskingConfig, Packed, Packer, RawExample, batch, clean
+from mmqa_jax.data.batches.source_reader import SourceReader
 from mmqa_jax.data.schema import Question, category_modality
-from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import TokenTable
 
 

@@ -9,13 +9,18 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import at_least
-from mmqa_jax.data.batches.feed import FeedConfig, Table, augmented, feed_batches, mixed
-from mmqa_jax.data.batches.reading import Batches
-from mmqa_jax.data.batches.sampling import PlannedBatch
-from mmqa_jax.data.packing import Bucket, Packed
-from mmqa_jax.data.raw_examples import RawExample
+from mmqa_jax.data.batches.feed import (
+    Batches,
+    FeedConfig,
+    PlannedBatch,
+    Table,
+    augmented,
+    feed_batches,
+    mixed,
+)
+from mmqa_jax.data.batches.packing import Bucket, Packed, RawExample
+from mmqa_jax.data.batches.source_reader import SourceReader
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import TokenTable, text_inputs
 from mmqa_jax.data.truncation import Tokens, cut
 

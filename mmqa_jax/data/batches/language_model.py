@@ -8,10 +8,16 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from mmqa_jax.data.batches.feed import FeedConfig, Table, feed_batches
-from mmqa_jax.data.batches.reading import Batches
-from mmqa_jax.data.batches.sampling import PlannedBatch, interleaved, mixture_epoch
-from mmqa_jax.data.packing import Bucket, Packed
+from mmqa_jax.data.batches.feed import (
+    Batches,
+    FeedConfig,
+    PlannedBatch,
+    Table,
+    feed_batches,
+    interleaved,
+    mixture_epoch,
+)
+from mmqa_jax.data.batches.packing import Bucket, Packed
 
 
 class TokenExample(NamedTuple):

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mmqa_jax.data.batches.feed import FeedConfig, Table, feed_batches
-from mmqa_jax.data.batches.reading import Batches
-from mmqa_jax.data.batches.sampling import PlannedBatch
-from mmqa_jax.data.packing import Bucket, Packed
+from mmqa_jax.data.batches.feed import Batches, FeedConfig, PlannedBatch, Table, feed_batches
+from mmqa_jax.data.batches.packing import Bucket, Packed
 from mmqa_jax.data.tokenizers import TokenTable, WordPiece, text_inputs
 
 

@@ -7,11 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmqa_jax.data.batches.feed import FeedConfig, Table, feed_batches
-from mmqa_jax.data.batches.reading import Batches
-from mmqa_jax.data.batches.sampling import PlannedBatch
+from mmqa_jax.data.batches.feed import Batches, FeedConfig, PlannedBatch, Table, feed_batches
+from mmqa_jax.data.batches.packing import Bucket, Packed
 from mmqa_jax.data.batches.seq2seq import target_arrays
-from mmqa_jax.data.packing import Bucket, Packed
 from mmqa_jax.data.truncation import cut_before_end
 
 Tokens = Sequence[int]

@@ -11,7 +11,9 @@ import numpy as np
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.feed import (
+    Batches,
     FeedConfig,
+    PlannedBatch,
     Table,
     augmented,
     check_shares,
@@ -20,12 +22,9 @@ from mmqa_jax.data.batches.feed import (
     mixed,
     nest_inputs,
 )
-from mmqa_jax.data.batches.reading import Batches
-from mmqa_jax.data.batches.sampling import PlannedBatch
-from mmqa_jax.data.packing import Packed, Packer, batch, clean
-from mmqa_jax.data.raw_examples import RawExample
+from mmqa_jax.data.batches.packing import Packed, Packer, RawExample, batch, clean
+from mmqa_jax.data.batches.source_reader import SourceReader
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.source_reader import SourceReader
 from mmqa_jax.data.tokenizers import TokenTable
 
 

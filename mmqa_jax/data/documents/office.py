@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple
 
 from mmqa_jax.data.documents import document
 from mmqa_jax.data.documents.document import CELL, DocumentError, letters, one_line
-from mmqa_jax.data.picture_bounds import MOST_BYTES
+from mmqa_jax.data.pictures.bounds import MOST_BYTES
 
 # What XML may unpack to. Word's packs 10 to 30 times; its tree takes some ten times its bytes.
 _FREE_XML, _XML_PER_BYTE, _MOST_XML = 2**23, 100, 2**26

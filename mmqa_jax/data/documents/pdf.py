@@ -31,7 +31,7 @@ from mmqa_jax.data.documents.document import (
     one_line,
 )
 from mmqa_jax.data.documents.layout import Box, Line, Segment
-from mmqa_jax.data.picture_bounds import PictureError, check_pixels
+from mmqa_jax.data.pictures.bounds import PictureError, check_pixels
 
 MOST_CHARACTERS = 2**20  # of a page: a full one has some 5,000
 _HEADING_SIZE = 1.15  # times the size of the document's text

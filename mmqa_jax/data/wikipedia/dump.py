@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.picture_records import processors
-from mmqa_jax.data.wikipedia.articles import ENGLISH, Article, PassageOptions, Section, page_url
+from mmqa_jax.data.articles import ENGLISH, Article, PassageOptions, Section, page_url
+from mmqa_jax.data.records.picture_records import processors
 from mmqa_jax.data.wikipedia.files import LONGEST_LINE, InputFile
 from mmqa_jax.data.wikipedia.streams import Item, Stream, article_item
 

@@ -18,15 +18,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.json_text import parse_json
+from mmqa_jax.data.articles import Article, PassageOptions, Picture, Section, page_url, sources_of
 from mmqa_jax.data.disk_sources import SourceRow
-from mmqa_jax.data.wikipedia.articles import (
-    Article,
-    PassageOptions,
-    Picture,
-    Section,
-    page_url,
-    sources_of,
-)
 from mmqa_jax.data.wikipedia.files import LONGEST_LINE, InputFile, find_file
 
 

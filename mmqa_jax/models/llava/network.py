@@ -52,7 +52,7 @@ class LlavaConfig:
       select: of its states all are read ("full"), or all but the first ("default"): CLIP's class
         token; of a SigLIP, which has none, transformers leaves out the first patch.
       resize: how a picture becomes a square: padded with the tower's mean color, or scaled to it
-        (`data.images.to_pixels`).
+        (`data.pictures.decode.to_pixels`).
       projector_activation: between the projector's two linears.
       projector_bias: whether these have biases.
       image_token: id of a picture's placeholder; it is never looked up in the embedding table, and
@@ -83,7 +83,7 @@ class LlavaConfig:
     def expected_pixels(self) -> str:
         """See PictureConfig."""
         size = self.vision.image_size
-        return f"uint8 [{size}, {size}, 3]; use data.llava_images.llava_pixels"
+        return f"uint8 [{size}, {size}, 3]; use data.pictures.resize.llava_pixels"
 
     def picture_tokens(self, shape: Sequence[int]) -> int:
         """`features` for pixels [S, S, 3], S the tower's; 0 for another shape."""

@@ -80,7 +80,7 @@ class QwenVLConfig:
     def expected_pixels(self) -> str:
         """See PictureConfig."""
         unit = self.vision.unit
-        return f"uint8 [H, W, 3], multiples of {unit}; use data.qwen_images.qwen_pixels"
+        return f"uint8 [H, W, 3], multiples of {unit}; use data.pictures.resize.qwen_pixels"
 
     def picture_tokens(self, shape: Sequence[int]) -> int:
         """One for each unit of pixels [H, W, 3] whose sides are whole units; 0 for others."""

@@ -1,6 +1,6 @@
 """The model of Atlas's small reader (ours; configs/atlas): VLP that copies words and reads tags.
 
-The data's part is data/atlas_reader.py, the tasks' part tasks/atlas_reader.py.
+The data's part is data/atlas/reader.py, the tasks' part tasks/atlas_reader.py.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class AtlasVLPModel(VLPModel):
 
     Attributes:
       whole, where, colors, tags: of the frontend patches: further regions and position values (see
-        data.atlas_reader.AtlasRegions); with `tags` slots hold tokens.
+        data.atlas.reader.AtlasRegions); with `tags` slots hold tokens.
       copy_head: whether answers may copy the context's tokens.
       written_words: with a copy head: how many tokens are written, the first ones.
     """

@@ -14,8 +14,8 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import MESH_AXES
-from mmqa_jax.data import images
-from mmqa_jax.data.images import PictureError
+from mmqa_jax.data.pictures import decode
+from mmqa_jax.data.pictures.decode import PictureError
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import (
     Request,
@@ -182,9 +182,9 @@ class EngineBackend:
             raise Unanswerable(f"request {request.id!r}: its prompt is empty; give some text.")
         for one in shown(prompt.pictures):
             try:
-                images.verify(one.picture.data, one.picture.name)
+                decode.verify(one.picture.data, one.picture.name)
                 self._pictures.tokens(one)
-            except images.PictureError as error:
+            except decode.PictureError as error:
                 raise Unanswerable(str(error)) from error
         if not isinstance(request, Choices):
             asked = request.decoding.request(request.id, images=prompt.pictures)
@@ -252,7 +252,7 @@ class EngineBackend:
         prompt = self._prompt(query)
         try:
             pixels = [self._pictures.read(one) for one in shown(prompt.pictures)]
-        except images.PictureError as error:
+        except decode.PictureError as error:
             raise Unanswerable(str(error)) from error
         return self._request(query, prompt, pixels)
 
@@ -264,7 +264,7 @@ class EngineBackend:
         for (query, prompt), pixels in read_ahead(
             prompts, lambda one: shown(one[1].pictures), self._pictures.read, ahead
         ):
-            if isinstance(pixels, images.PictureError):
+            if isinstance(pixels, decode.PictureError):
                 self.failures.append(Failure(query.id, str(pixels)))
                 self.usage.failures += 1
             else:

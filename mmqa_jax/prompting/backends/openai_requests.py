@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data import images
-from mmqa_jax.data.picture_bounds import PictureError
+from mmqa_jax.data.pictures import decode as images
+from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.prompting.backends import Decoding, Message, Picture
 
 _MOST_TOKENS = 2**20

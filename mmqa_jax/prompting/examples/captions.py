@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.datasets.benchmark import CAPTION
-from mmqa_jax.data.datasets.coco import read_captions, read_named_captions, read_scored_tsv
+from mmqa_jax.data.formats.coco import read_captions, read_named_captions, read_scored_tsv
+from mmqa_jax.data.formats.official import CAPTION
 from mmqa_jax.data.schema import Prediction, Question, Source
 from mmqa_jax.prompting.examples.library import Shot
 from mmqa_jax.prompting.few_shot import OWN_CAPTION

@@ -22,9 +22,9 @@ from jaxtyping import Bool, Float32, Int
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.core.host import cache_dir
-from mmqa_jax.data.picture_store import EncodedPicture
+from mmqa_jax.data.corpus import fold_of
+from mmqa_jax.data.pictures.store import EncodedPicture
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.splits import fold_of
 from mmqa_jax.retrieval.cached_vectors import cached_vectors
 
 Similarity = Literal[

@@ -12,7 +12,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample
 from mmqa_jax.data.batches.seq2seq import PairSize
-from mmqa_jax.data.chats import conversation
+from mmqa_jax.data.formats.chats import conversation
 from mmqa_jax.data.schema import Question
 from mmqa_jax.decoding.requests import TooLong
 from mmqa_jax.prompting.backends import Message, Picture
@@ -34,7 +34,7 @@ class ExampleOptions:
       with_shots: the share of examples that have them; the others have none.
       similarity, order: as of RMR (papers/rmr.py).
       learn: the whole completion, or only the answer behind the rationale.
-      turns: of a conversation (data/chats.py), which of the assistant's messages are learned.
+      turns: which of the assistant's messages of a conversation (formats/chats.py) are learned.
     """
 
     templates: tuple[str, ...] = ("rmr.rationale",)

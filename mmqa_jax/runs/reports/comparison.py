@@ -10,7 +10,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.data.records import materials_of
+from mmqa_jax.data.records.corpus_records import materials_of
 from mmqa_jax.data.schema import Question, united
 from mmqa_jax.evaluation.compare import ScoredRun, compare_tables
 from mmqa_jax.evaluation.report import (

@@ -17,7 +17,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, read_jsonl
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.records import materials_of
+from mmqa_jax.data.records.corpus_records import materials_of
 from mmqa_jax.data.schema import Prediction, Question, Ranking, is_answerable, united
 from mmqa_jax.evaluation.chain import losses_tables
 from mmqa_jax.evaluation.compare import read_run

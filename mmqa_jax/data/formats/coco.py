@@ -1,0 +1,341 @@
+"""COCO's pictures, and the descriptions of pictures that stand in for pixels.
+
+Four kinds of files describe pictures.
+
+    captions TSV    image_id TAB [{"caption", "conf"}, ...]     VinVL's captions (PICa)
+    tags TSV        image_id TAB [{"class", "conf"}, ...]       object tags (PICa)
+    captions JSON   {name: caption}                             Prophet's by image_id, PromptCap's
+    COCO's JSON     {"annotations": [{"image_id", "caption"}]}  five captions by people
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json, read_text
+from mmqa_jax.core.json_text import parse_json
+from mmqa_jax.data.formats.official import CAPTION, TAGS, OfficialFiles
+from mmqa_jax.data.formats.tables import real_number, whole_number
+from mmqa_jax.data.schema import Material, Question
+
+PICTURES = Material(
+    "COCO, pictures and captions by people", "Lin et al., ECCV 2014", "under Flickr's terms of use"
+)
+VINVL = Material("VinVL captions and tags", "PICa's release", "MIT")
+PEOPLE_CAPTIONS = "coco_captions"  # key of Question.extra: COCO's captions by people
+DESCRIPTIONS = (CAPTION, TAGS, PEOPLE_CAPTIONS)
+
+# Folders that pictures may lie in, below the folder of the official files.
+FOLDERS_2014 = (".", "train2014", "val2014", "images", "images/train2014", "images/val2014")
+FOLDERS_2017 = (
+    *(".", "train2017", "val2017", "test2017", "images"),
+    *("images/train2017", "images/val2017", "images/test2017"),
+)
+
+
+def picture_of(split: str, image_id: int) -> str:
+    """The file name of a picture of train2014, val2014 or test2015."""
+    return f"COCO_{split}_{image_id:012d}.jpg"
+
+
+def picture_2017(image_id: int) -> str:
+    """COCO 2017's file name of a picture, in whatever split."""
+    return f"{image_id:012d}.jpg"
+
+
+@dataclasses.dataclass(frozen=True)
+class Descriptions:
+    """What side files say about COCO's pictures, each by image_id.
+
+    Attributes:
+      captions: one caption, a model's.
+      tags: names of objects with their confidence.
+      by_people: COCO's captions.
+    """
+
+    captions: Mapping[int, str]
+    tags: Mapping[int, list[dict[str, Any]]]
+    by_people: Mapping[int, list[str]]
+
+    def extra(self, image_id: int | None) -> dict[str, Any]:
+        """The entries of Question.extra that describe a picture."""
+        if image_id is None:
+            return {}
+        tables = zip(DESCRIPTIONS, (self.captions, self.tags, self.by_people), strict=True)
+        return {key: table[image_id] for key, table in tables if image_id in table}
+
+
+def read_descriptions(
+    files: OfficialFiles, captions_json: str, folders: Sequence[str] = ("",)
+) -> Descriptions:
+    """Reads what there is of captions, tags and captions by people.
+
+    VinVL's caption of a picture goes before that of the captions JSON.
+
+    Args:
+      captions_json: the name of the captions that Prophet's authors published for the benchmark.
+      folders: where to look for the other files, as prefixes of their names.
+    """
+
+    def find(*names: str, without: str) -> Path | None:
+        places = (f"{folder}{name}" for folder in folders for name in names)
+        return files.optional(*places, without=without)
+
+    captions: dict[int, str] = {}
+    tags: dict[int, list[dict[str, Any]]] = {}
+    by_people: dict[int, list[str]] = {}
+    path = files.optional(captions_json, without="no captions of Prophet's authors")
+    if path is not None:
+        captions |= _by_number(read_named_captions(path), path)
+    for split in ("train", "val"):
+        path = find(
+            f"vinvl_captions_{split}2014.tsv",
+            f"VinVL_base_{split}2014.tsv",
+            without=f"no VinVL captions of {split}2014's pictures",
+        )
+        if path is not None:
+            captions |= read_captions(path)
+        path = find(  # the two releases divide the same pictures and captions otherwise
+            f"captions_{split}2014.json",
+            f"captions_{split}2017.json",
+            without=f"no captions by people of {split}2014's pictures",
+        )
+        if path is not None:
+            by_people |= read_caption_annotations(path)
+    for part in ("train", "val", "test"):  # of other pictures than COCO's splits
+        path = find(f"tags_{part}.tsv", f"{part}.score.json.tsv", without="no tags of its pictures")
+        if path is not None:
+            tags |= read_scored_tsv(path, "class")
+    return Descriptions(captions, tags, by_people)
+
+
+def with_captions(
+    files: OfficialFiles,
+    questions: Sequence[Question],
+    names_of: Callable[[Question], Sequence[str]],
+    expected: str,
+) -> list[Question]:
+    """The questions, with the captions of the optional file captions.json.
+
+    Args:
+      names_of: the names that a question's caption may have, the first that is there counts.
+      expected: what these names are, for messages.
+    """
+    path = files.optional("captions.json", without="no captions stand for pictures")
+    if path is None:
+        return list(questions)
+    captions = read_named_captions(path)
+    found = [
+        next((captions[name] for name in names_of(question) if name in captions), None)
+        for question in questions
+    ]
+    if questions and not any(found):
+        raise UserError(
+            f"{path}: none of its {len(captions):,} names belongs to a question; expected "
+            f"{expected}; rename them or take the file away."
+        )
+    return [
+        dataclasses.replace(question, extra={**question.extra, CAPTION: caption})
+        if caption
+        else question
+        for question, caption in zip(questions, found, strict=True)
+    ]
+
+
+def read_named_captions(path: Path) -> dict[str, str]:
+    """name -> caption of a captions JSON; of several captions the first."""
+    data = read_json(path)
+    if not isinstance(data, dict) or not data:
+        raise UserError(
+            f'{path}: expected an object {{name: caption}} or {{name: {{"pred_captions": [...]}}}};'
+            " fetch or write the file again."
+        )
+    return {name: _first(value, f"{path}, {name}") for name, value in data.items()}
+
+
+def _first(value: Any, where: str) -> str:
+    listed = value.get("pred_captions") if isinstance(value, dict) else [value]
+    if not isinstance(listed, list) or not listed or not isinstance(listed[0], str):
+        raise UserError(f'{where}: holds no caption; expected "pred_captions" with one or a text.')
+    return listed[0]
+
+
+def _by_number(captions: Mapping[str, str], path: Path) -> dict[int, str]:
+    """image_id -> caption; UserError for a name that is no picture's number."""
+    found = {}
+    for name, caption in captions.items():
+        image_id = whole_number(name)
+        if image_id is None:
+            raise UserError(
+                f"{path}, {name:.60}: expected the number of a picture (image_id) as the name of a "
+                "caption; fetch the file again."
+            )
+        found[image_id] = caption
+    return found
+
+
+def read_scored_tsv(path: Path, key: str) -> dict[int, list[dict[str, Any]]]:
+    """image_id -> the objects of a captions or tags TSV, in the file's order.
+
+    Args:
+      key: of each object's text: `caption` or `class`. Its `conf` is a number, or absent.
+    """
+    found: dict[int, list[dict[str, Any]]] = {}
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        name, _, text = line.partition("\t")
+        rows = parse_json(text, f"{where}: expected a picture's number, a tab and a JSON list")
+        valid = isinstance(rows, list) and all(
+            isinstance(row, dict)
+            and isinstance(row.get(key), str)
+            and real_number(row.get("conf", 0.0)) is not None
+            for row in rows
+        )
+        image_id = whole_number(name)
+        if image_id is None or not valid:
+            raise UserError(
+                f"{where}: expected a picture's number, a tab and a JSON list of objects with a "
+                f'text "{key}" and a number "conf"; repair that line or fetch the file again.'
+            )
+        found.setdefault(image_id, []).extend(rows)
+    return found
+
+
+def read_captions(path: Path) -> dict[int, str]:
+    """image_id -> its most confident caption, of a captions TSV."""
+    return {
+        image_id: max(rows, key=lambda row: row.get("conf", 0.0))["caption"]
+        for image_id, rows in read_scored_tsv(path, "caption").items()
+        if rows
+    }
+
+
+def read_caption_annotations(path: Path) -> dict[int, list[str]]:
+    """image_id -> its captions by people, of COCO's captions JSON."""
+    data = read_json(path)
+    rows = data.get("annotations") if isinstance(data, dict) else data
+    if not isinstance(rows, list):
+        raise UserError(f'{path}: holds no list "annotations"; fetch COCO\'s captions again.')
+    found: dict[int, list[str]] = {}
+    for number, row in enumerate(rows, start=1):
+        fields = row if isinstance(row, dict) else {}
+        image_id, caption = whole_number(fields.get("image_id")), fields.get("caption")
+        if image_id is None or not isinstance(caption, str):
+            raise UserError(
+                f"{path}, annotation {number}: expected a number image_id and a text caption; "
+                "fetch COCO's captions again."
+            )
+        found.setdefault(image_id, []).append(caption)
+    return found
+
+
+# Questions and annotations in the JSON of VQA, which VQAv2 and OK-VQA share.
+#
+# Each of the two files is one object.
+#
+#   questions    {"questions": [{"image_id", "question", "question_id"}]}
+#   annotations  {"annotations": [{"question_id", "image_id", "answers": [{"answer"}]}]}
+
+
+class Reference(NamedTuple):
+    """What is known of one question's answer."""
+
+    image_id: int
+    answers: tuple[str, ...]
+    category: str
+    extra: dict[str, Any]
+
+
+def read_questions(path: Path) -> dict[int, tuple[int, str]]:
+    """question_id -> (image_id, question)."""
+    found: dict[int, tuple[int, str]] = {}
+    for where, row, question_id in entries(path, "questions"):
+        found[question_id] = (number(row, "image_id", where), text_of(row, "question", where))
+    return found
+
+
+def read_annotations(path: Path, key: str, names: Mapping[str, str]) -> dict[int, Reference]:
+    """question_id -> the annotators' answers and the category.
+
+    Args:
+      key: of an annotation's category.
+      names: of categories; others keep the name that they have in the file.
+    """
+    found: dict[int, Reference] = {}
+    for where, row, question_id in entries(path, "annotations"):
+        answers = row.get("answers")
+        if not isinstance(answers, list) or not answers:
+            raise UserError(f"{where}: holds no list of answers; fetch the annotations again.")
+        rows = [answer if isinstance(answer, dict) else {} for answer in answers]
+        kind = str(row.get(key, ""))
+        extra: dict[str, Any] = {}
+        if all(isinstance(answer.get("raw_answer"), str) for answer in rows):
+            extra["raw_answers"] = [answer["raw_answer"] for answer in rows]
+        found[question_id] = Reference(
+            number(row, "image_id", where),
+            tuple(text_of(answer, "answer", f"{where}, answers") for answer in rows),
+            names.get(kind, kind),
+            extra,
+        )
+    return found
+
+
+def entries(path: Path, key: str | None) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """(place for messages, entry, question_id) of a JSON list, or of the list under `key`."""
+    data = read_json(path)
+    rows = data.get(key) if key is not None and isinstance(data, dict) else data
+    if not isinstance(rows, list):
+        expected = "a list" if key is None else f'an object with a list "{key}"'
+        raise UserError(f"{path}: {expected} was expected; fetch the file again.")
+    seen: set[int] = set()
+    for count, row in enumerate(rows, start=1):
+        where = f"{path}, entry {count}"
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: an object was expected; fetch the file again.")
+        question_id = number(row, "question_id", where)
+        if question_id in seen:
+            raise UserError(f"{where}: question_id {question_id} appears twice; remove one.")
+        seen.add(question_id)
+        yield where, row, question_id
+
+
+def check_same(
+    known: Mapping[int, Reference],
+    asked: Mapping[int, tuple[int, str]],
+    answers_in: Path | None,
+    asked_in: Path,
+) -> None:
+    """UserError for answers to other questions, or to questions on other pictures."""
+    for question_id, reference in known.items():
+        if question_id not in asked:
+            raise UserError(
+                f"{answers_in}: answers question {question_id}, which is not in {asked_in.name}; "
+                "take both files from the same release and split."
+            )
+        if reference.image_id != asked[question_id][0]:
+            raise UserError(
+                f"{answers_in}: question {question_id} is on picture {reference.image_id} there, "
+                f"but on {asked[question_id][0]} in {asked_in.name}; take both from one release."
+            )
+
+
+def number(row: Mapping[str, Any], key: str, where: str) -> int:
+    """A whole number of an entry, in any of a file's forms; UserError for another value."""
+    found = whole_number(row.get(key))
+    if found is None:
+        raise UserError(f"{where}: {key} is {row.get(key)!r:.60}; expected a whole number.")
+    return found
+
+
+def text_of(row: Mapping[str, Any], key: str, where: str) -> str:
+    """A text of an entry; UserError for another value."""
+    value = row.get(key)
+    if not isinstance(value, str):
+        raise UserError(f"{where}: {key} is {value!r:.60}; expected text.")
+    return value

@@ -1,0 +1,152 @@
+"""Decoded pictures of a corpus, kept in a bounded memory."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from jaxtyping import UInt8
+
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.pictures.decode import Alpha, BrokenPictures, PictureError, decode_to_pixels
+from mmqa_jax.data.pictures.resize import PictureShape
+from mmqa_jax.data.schema import Question
+
+_OWN = ("_lock", "_cache", "_digests")  # what every process has for itself
+
+
+class EncodedPicture(NamedTuple):
+    """A picture that is decoded only where its pixels are needed.
+
+    Attributes:
+      digest: of its encoded bytes and of how they are decoded.
+      decode: uint8[S, S, 3]; None where the picture is broken.
+      caption: what stands for a broken picture.
+    """
+
+    digest: bytes
+    decode: Callable[[], np.ndarray | None]
+    caption: str = ""
+
+
+class PictureStore:
+    """Pixels of a corpus's pictures, decoded on demand and kept in a bounded memory.
+
+    Safe to share between threads; a copy sent to another process starts with an empty cache.
+
+    Args:
+      corpus: where the encoded pictures come from.
+      size: side of the pixels; of NaFlex and PictureSizes, of a square picture's, the largest one.
+      resize: see `to_pixels`.
+      alpha, scaled: see `decode_to_pixels`.
+      cache_bytes: memory for decoded pixels; the least recently used are dropped first.
+      max_broken: see BrokenPictures; broken pictures are counted in `.broken`.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        size: int,
+        resize: PictureShape = "crop",
+        *,
+        alpha: Alpha = "white",
+        scaled: bool = False,
+        cache_bytes: int = 512 * 2**20,
+        max_broken: int | None = None,
+    ):
+        self.corpus, self.size, self.resize = corpus, size, resize
+        self.alpha, self.scaled = alpha, scaled
+        shown = corpus.picture_count()
+        self.broken = BrokenPictures(shown, max_broken, "run `mmqa prepare` again")
+        self._max_broken, self._cache_bytes = max_broken, cache_bytes
+        self._capacity = cache_bytes // (size * size * 3)
+        self._start_cache()
+
+    def over(self, corpus: Corpus) -> Self:
+        """A store of another corpus's pictures, decoded in the same way."""
+        return type(self)(
+            corpus,
+            self.size,
+            self.resize,
+            alpha=self.alpha,
+            scaled=self.scaled,
+            cache_bytes=self._cache_bytes,
+            max_broken=self._max_broken,
+        )
+
+    def pixels(self, row: int) -> UInt8[np.ndarray, "H W 3"] | None:
+        """Pixels of the source in `row`, read-only; None for a snippet or a broken picture."""
+        return self._cached(self.corpus.sources[row].image)
+
+    def look_ahead(self, rows: Iterable[int]) -> None:
+        """Called with the rows of sources before their pixels are asked for."""
+        names = {self.corpus.sources[row].image for row in rows}
+        with self._lock:
+            missing = names - self._cache.keys()
+        self.corpus.look_ahead(missing)
+
+    def question_pixels(self, question: Question) -> UInt8[np.ndarray, "H W 3"] | None:
+        """Pixels of a question's picture; None where it has none."""
+        return self._cached(question.image)
+
+    def encoded(self, name: str | None, caption: str = "") -> EncodedPicture | None:
+        """A picture by its name, not decoded yet; None where the corpus has no such picture.
+
+        Its pixels are not kept in this store's memory.
+        """
+        if name is None:
+            return None
+        if name not in self._digests:
+            self._digests[name] = self._digest(self.corpus.read_picture(name))
+        digest = self._digests[name]
+        return digest and EncodedPicture(digest, lambda: self._decode(name), caption)
+
+    def _digest(self, data: bytes | None) -> bytes | None:
+        if data is None:
+            return None
+        decoding = f"{self.size} {self.resize} {self.alpha} {self.scaled}"
+        return hashlib.sha256(decoding.encode() + hashlib.sha256(data).digest()).digest()
+
+    def _cached(self, name: str | None) -> np.ndarray | None:
+        if name is None:
+            return None
+        with self._lock:
+            if name in self._cache:
+                self._cache.move_to_end(name)
+                return self._cache[name]
+        pixels = self._decode(name)
+        with self._lock:
+            self._cache[name] = pixels
+            while len(self._cache) > self._capacity:
+                self._cache.popitem(last=False)
+        return pixels
+
+    def _decode(self, name: str) -> np.ndarray | None:
+        data = self.corpus.read_picture(name)
+        if data is None:
+            return None
+        try:
+            pixels = decode_to_pixels(
+                data, self.size, self.resize, alpha=self.alpha, name=name, scaled=self.scaled
+            )
+        except PictureError as error:
+            self.broken.add(name, str(error))
+            return None
+        pixels.flags.writeable = False
+        return pixels
+
+    def _start_cache(self) -> None:
+        self._lock = threading.Lock()
+        self._cache: collections.OrderedDict[str, np.ndarray | None] = collections.OrderedDict()
+        self._digests: dict[str, bytes | None] = {}  # of the encoded pictures, by name
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in _OWN}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start_cache()
