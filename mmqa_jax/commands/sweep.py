@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmqa_jax.commands import flags
 from mmqa_jax.core.errors import RunError, UserError
-
-if TYPE_CHECKING:
-    from mmqa_jax.runs.sweep import Axis
 
 SUMMARY = "run one row, or train one model, at several values of its config's keys; table and plot."
 EXAMPLE = (
@@ -67,38 +63,28 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     is_training = "task" in load_config(arguments.config, arguments.overrides, adds=True)
     distributed.start(join=is_training)
     from mmqa_jax.evaluation.tables import show
-    from mmqa_jax.runs.sweep import parse_axes, read_cells, run_sweep, sweep_table
+    from mmqa_jax.runs import sweep
 
-    axes = parse_axes(arguments.over)
     if is_training:
-        return _sweep_trainings(arguments, axes)
-    cells = read_cells(arguments.config, arguments.overrides, axes, arguments.split)
-    folder = Path(arguments.workdir)
-    finished = run_sweep(cells, folder, limit=arguments.limit, chunk=arguments.chunk)
-    show(sweep_table(f"{cells[0].row.dataset}, {cells[0].row.row}", finished))
+        for flag, default in {"split": None, "limit": None, "chunk": _CHUNK}.items():
+            if getattr(arguments, flag) != default:
+                raise UserError(
+                    f"--{flag}: is of a sweep over rows, and {arguments.config} describes a "
+                    "training; leave it out."
+                )
+    axes, folder = sweep.parse_axes(arguments.over), Path(arguments.workdir)
+    cells = sweep.read_cells(arguments.config, arguments.overrides, axes, arguments.split)
+    if is_training:
+        finished = sweep.run_trainings(cells, folder)
+        table = sweep.trainings_table("Sweep", finished)
+    else:
+        finished = sweep.run_sweep(cells, folder, limit=arguments.limit, chunk=arguments.chunk)
+        table = sweep.sweep_table(f"{cells[0].run.dataset}, {cells[0].run.row}", finished)
+    show(table)
     print(f"Report: {folder / 'report.html'}")
-    return {"cells": finished}
-
-
-def _sweep_trainings(arguments: argparse.Namespace, axes: Sequence[Axis]) -> dict[str, Any]:
-    """Trains all combinations and prints their table."""
-    from mmqa_jax.evaluation.tables import show
-    from mmqa_jax.runs.sweep import read_trainings, run_trainings, trainings_table
-
-    of_rows = {"split": None, "limit": None, "chunk": _CHUNK}
-    for flag, default in of_rows.items():
-        if getattr(arguments, flag) != default:
-            raise UserError(
-                f"--{flag}: is of a sweep over rows, and {arguments.config} describes a training; "
-                "leave it out."
-            )
-    folder = Path(arguments.workdir)
-    records = run_trainings(read_trainings(arguments.config, arguments.overrides, axes), folder)
-    show(trainings_table("Sweep", records))
-    print(f"Report: {folder / 'report.html'}")
-    if failed := [record for record in records if "failed" in record]:
+    if failed := [record for record in finished if "failed" in record]:
         raise RunError(
-            f"{len(failed)} of {len(records)} runs ended early, the first of them "
+            f"{len(failed)} of {len(finished)} runs ended early, the first of them "
             f"{failed[0]['workdir']}: {failed[0]['failed']}"
         )
-    return {"cells": records}
+    return {"cells": finished}

@@ -17,7 +17,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.formats.tables import real_number
 from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.data.pictures.decode import shown
-from mmqa_jax.data.schema import Material, Question, Ranking
+from mmqa_jax.data.schema import Material, Prediction, Question, Ranking
 from mmqa_jax.evaluation.significance import Interval
 from mmqa_jax.evaluation.tables import (
     Cell,
@@ -219,40 +219,57 @@ def evenly_by_category(questions: Sequence[Question], count: int) -> list[int]:
     return [i for category in sorted(groups) for i in groups[category][:per_category]]
 
 
-def cites_picture(corpus: Corpus, cited: Sequence[str]) -> bool:
-    """Whether one of the cited sources is a picture."""
-    return any(
-        corpus.sources[corpus.row[name]].modality == "image" for name in cited if name in corpus.row
-    )
-
-
-class SourcesOfCards:
-    """Makes the sources of cards, in the order of the page; counts the pictures on it."""
+class CardMaker:
+    """Makes the cards of a page, in their order; counts the pictures on it."""
 
     def __init__(self, corpus: Corpus):
         self._corpus = corpus
         self._pictures: dict[str, bytes | None] = {}
 
-    def of(
+    def best_first(
+        self,
+        questions: Sequence[Question],
+        predictions: Sequence[Prediction],
+        scores: Sequence[float | None],
+        picked: Sequence[int],
+    ) -> list[int]:
+        """The indices `picked` in the order of the function `best_first`."""
+        corpus = self._corpus
+
+        def cites_picture(cited: Sequence[str]) -> bool:
+            rows = [corpus.row[name] for name in cited if name in corpus.row]
+            return any(corpus.sources[row].modality == "image" for row in rows)
+
+        order = best_first(
+            [scores[i] for i in picked],
+            [cites_picture(predictions[i].sources) for i in picked],
+            [questions[i].category for i in picked],
+        )
+        return [picked[place] for place in order]
+
+    def card(
         self,
         question: Question,
+        answers: Sequence[CardAnswer],
         ranking: Ranking | None,
         cited: Sequence[Sequence[str]],
         read: Sequence[str] = (),
-    ) -> list[CardSource]:
-        """The cited sources, then gold ones that are not, then others.
+        **more: Any,
+    ) -> Card:
+        """The card of a question: the cited sources, then gold ones that are not, then others.
 
         Args:
           ranking: best first; only its first sources are shown. None: there is none.
           cited: of every answer the ids that it cites.
           read: ids of others that the answer was made from.
+          more: other fields of the card.
         """
         ranking = ranking or Ranking(question.id, (), ())
         ranks = {name: rank for rank, name in enumerate(ranking.sources, start=1)}
         scores = dict(zip(ranking.sources, ranking.scores, strict=True))
         named = [name for names in cited for name in names]
         listed = dict.fromkeys((*named, *question.positives, *read, *ranking.sources[:_SHOWN]))
-        return [
+        sources = [
             self._source(
                 name,
                 rank=ranks.get(name),
@@ -262,6 +279,8 @@ class SourcesOfCards:
             )
             for name in listed
         ]
+        about = {"id": question.id, "category": question.category, "sources": sources}
+        return Card(question.question, answers, **about, **more)
 
     def _source(self, name: str, **place: Any) -> CardSource:
         if name not in self._corpus.row:
@@ -288,89 +307,64 @@ def cards_json(cards: Sequence[Card], filters: Sequence[CardFilter]) -> str:
     text is the list of its lines' numbers. Sources and pictures are kept once too.
     """
     lines: dict[str, int] = {}
-    sources: dict[str, int] = {}
-    kept: list[list[Any]] = []
-    pictures: dict[bytes, int] = {}
-    uris: list[str] = []
+    sources: dict[str, tuple[int, list[Any]]] = {}
+    pictures: dict[bytes, tuple[int, str]] = {}
     pixels = _PICTURE_PIXELS if len(cards) <= _MOST_PICTURES else _THUMBNAIL_PIXELS
 
     def numbers(text: str) -> list[int]:
         return [lines.setdefault(line, len(lines)) for line in text.split("\n")]
 
     def picture(encoded: bytes | None, size: int) -> int | None:
-        """The picture's number; None: there is none."""
+        """Returns the number of a picture; None where there is none."""
         if encoded is None:
             return None
         if encoded not in pictures:
-            pictures[encoded] = len(uris)
-            uris.append(picture_uri(encoded, size))
-        return pictures[encoded]
+            pictures[encoded] = len(pictures), picture_uri(encoded, size)
+        return pictures[encoded][0]
 
-    def source(one: CardSource) -> int:
-        if one.id not in sources:
-            sources[one.id] = len(kept)
-            title = "" if one.title == one.text else one.title
-            number = picture(one.picture, _PICTURE_PIXELS)
-            kept.append([one.id, title, one.text, number, one.left_out])
-        return sources[one.id]
-
-    def node(one: TraceNode) -> dict[str, Any]:
+    def source(place: CardSource) -> dict[str, Any]:
+        if place.id not in sources:
+            title = "" if place.title == place.text else place.title
+            image = picture(place.picture, _PICTURE_PIXELS)
+            about = [place.id, title, place.text, image, place.left_out]
+            sources[place.id] = len(sources), about
         return {
-            "text": one.text,
-            "score": one.score,
-            "long": numbers(one.long) if one.long else [],
-            "children": [node(child) for child in one.children],
+            "source": sources[place.id][0],
+            "rank": place.rank,
+            "score": None if place.score is None else f"{place.score:.3f}",
+            "cited": list(place.cited),
+            "gold": place.gold,
         }
+
+    def answer(given: CardAnswer) -> dict[str, Any]:
+        listed = given.scores.items()
+        scores = [[score_name(name), name, round(value, 4)] for name, value in listed]
+        return {**vars(given), "verdict": verdict(given.score), "scores": scores}
+
+    def node(step: TraceNode) -> dict[str, Any]:
+        long = numbers(step.long) if step.long else []
+        return {**vars(step), "long": long, "children": list(map(node, step.children))}
 
     rows = [
         {
-            "id": card.id,
-            "question": card.question,
-            "category": card.category,
+            **vars(card),
             "picture": picture(card.picture, pixels),
-            "answers": [
-                {
-                    "system": one.system,
-                    "answer": one.answer,
-                    "score": one.score,
-                    "verdict": verdict(one.score),
-                    "scores": [
-                        [score_name(name), name, round(value, 4)]
-                        for name, value in one.scores.items()
-                    ],
-                }
-                for one in card.answers
-            ],
-            "rows": card.rows,
-            "sources": [
-                {
-                    "source": source(one),
-                    "rank": one.rank,
-                    "score": None if one.score is None else f"{one.score:.3f}",
-                    "cited": list(one.cited),
-                    "gold": one.gold,
-                }
-                for one in card.sources
-            ],
+            "answers": list(map(answer, card.answers)),
+            "sources": list(map(source, card.sources)),
             "details": [(name, numbers(text)) for name, text in card.details],
-            "tree": [node(one) for one in card.tree],
+            "tree": list(map(node, card.tree)),
         }
         for card in cards
     ]
     data = {
         "cards": rows,
-        "sources": kept,
-        "pictures": uris,
+        "sources": [about for _, about in sources.values()],
+        "pictures": [uri for _, uri in pictures.values()],
         "lines": list(lines),
-        "compared": any(len(one.wanted) > 1 for one in filters),
+        "compared": any(len(button.wanted) > 1 for button in filters),
         "filters": [
-            {
-                "label": one.label,
-                "wanted": one.wanted,
-                "order": one.order,
-                "count": sum(passes(card, one) for card in cards),
-            }
-            for one in filters
+            {**vars(button), "count": sum(passes(card, button) for card in cards)}
+            for button in filters
         ],
     }
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
@@ -393,11 +387,7 @@ def picture_uri(picture: bytes, pixels: int = _PICTURE_PIXELS) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-# Line plots as inline SVG: the page's colors and fonts, values that can be read by hovering.
-#
-# Every line carries its points (`data-points`), which templates/page.js.jinja reads where the
-# pointer is, or the arrow keys lead. Text is escaped; the element needs nothing outside of
-# itself.
+# Line plots as inline SVG.
 
 
 Points = Sequence[tuple[float, float]]
@@ -405,98 +395,126 @@ Points = Sequence[tuple[float, float]]
 COLORS, DASHES = 8, 3  # the page's style sheet has so many (--line-0 ..., d1 ...)
 _MOST_POINTS = 400  # of a drawn curve; a screen shows no more
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 34  # margins
+_PANEL = (340, 210)  # the size of a training's curve, in the units of the SVG's view box
+
+
+@dataclasses.dataclass(frozen=True)
+class LinePlot:
+    """Lines over the values of one setting.
+
+    Attributes:
+      lines: name -> points (x, y), in order of x; one without points keeps its color.
+      log: whether the axis of x is logarithmic; then all x are above 0.
+      steps: whether x are the steps of trainings: ticks are round numbers, and a long curve is
+        drawn thin, with a running mean on top.
+      shares: whether the axis of y is 0 to 1.
+    """
+
+    title: str
+    x_label: str
+    lines: Mapping[str, Points]
+    log: bool = False
+    steps: bool = False
+    shares: bool = False
+
+    def svg(
+        self,
+        slug: str = "",
+        size: tuple[int, int] = (420, 260),
+        first: int = 0,
+        mark: float | None = None,
+    ) -> str:
+        """The plot as an `<svg>` element that needs nothing outside of itself.
+
+        Each line carries its points (`data-points`), which templates/page.js.jinja shows where the
+        pointer is, or the arrow keys lead. Text is escaped.
+
+        Args:
+          slug: begins the ids of its lines; "": the title does.
+          size: width and height in the units of the view box.
+          first: the number of the first line, which gives its color.
+          mark: the x of an upright dashed line.
+        """
+        of_x = math.log if self.log else float
+        xs = sorted({x for points in self.lines.values() for x, _ in points})
+        x_low, x_high = _span([of_x(x) for x in (*xs, *([] if mark is None else [mark]))])
+        x_ticks = _ticks(*_span(xs), whole=True) if self.steps else xs
+        y_low, y_high = _span([y for points in self.lines.values() for _, y in points], margin=0.06)
+        y_ticks = _ticks(y_low, y_high)
+        if self.shares:
+            y_low, y_high, y_ticks = 0.0, 1.0, [0, 0.2, 0.4, 0.6, 0.8, 1.0]
+        width, height = size
+
+        def place(point: tuple[float, float]) -> tuple[float, float]:
+            right = (of_x(point[0]) - x_low) / ((x_high - x_low) or 1)
+            up = (point[1] - y_low) / ((y_high - y_low) or 1)
+            left = _LEFT + right * (width - _LEFT - _RIGHT)
+            return round(left, 2), round(height - _BOTTOM - up * (height - _TOP - _BOTTOM), 2)
+
+        def path(points: Points) -> str:
+            places = " L ".join(f"{x} {y}" for x, y in map(place, points))
+            return f'<path d="M {places}"/>'
+
+        grid = []
+        for y in y_ticks:
+            _, at = place((xs[0], y))
+            grid.append(f'<path d="M{_LEFT} {at}H{width - _RIGHT}"/>')
+            grid.append(f'<text x="{_LEFT - 6}" y="{at + 4}" text-anchor="end">{_tick(y)}</text>')
+        for x in x_ticks:
+            at, _ = place((x, y_low))
+            text = f'<text x="{at}" y="{height - _BOTTOM + 15}" text-anchor="middle">'
+            grid.append(f"{text}{_tick(x)}</text>")
+        label, middle = escape(self.x_label), (_LEFT + width - _RIGHT) / 2
+        grid.append(f'<text x="{middle}" y="{height - 3}" text-anchor="middle">{label}</text>')
+        drawn = []
+        slug = escape(slug or f"line-{_slug(self.title)}")
+        for number, (name, points) in enumerate(self.lines.items(), first):
+            if not points:
+                continue
+            long = self.steps and len(points) >= 80
+            shown = _thinned(points) if self.steps else points
+            dots = (
+                ""
+                if self.steps and len(points) >= 10
+                else "".join(f'<circle cx="{x}" cy="{y}" r="3"/>' for x, y in map(place, shown))
+            )
+            data = escape(json.dumps([[*point, *place(point)] for point in shown]))
+            style = f"line {line_style(number)}"
+            drawn.append(
+                f'<g id="{slug}-{number}" class="{style}{" thin" if long else ""}" '
+                f'data-label="{escape(curve_name(name))}" data-points="{data}">'
+                f"{path(shown)}{dots}</g>"
+            )
+            if long:
+                mean = _running_mean([y for _, y in points]).tolist()
+                trend = _thinned([(x, y) for (x, _), y in zip(points, mean, strict=True)])
+                drawn.append(f'<g class="{style}">{path(trend)}</g>')
+            if mark is not None:
+                upright = path([(mark, y_low), (mark, y_high)])
+                drawn.append(f'<g id="{slug}-{number}-best" class="mark">{upright}</g>')
+        about = f'viewBox="0 0 {width} {height}" data-x="{label.partition(" ")[0]}"'
+        return (
+            f'<svg class="chart wide" role="img" tabindex="0" {about} '
+            f'aria-label="{escape(self.title)}"><g class="grid">{"".join(grid)}</g>'
+            f'{"".join(drawn)}<path class="cursor" d=""/></svg>'
+        )
 
 
 def recall_plot(recall: Mapping[str, Mapping[int, float]]) -> str:
-    """recall@k against k (logarithmic), one line per retriever, as an `<svg>` element."""
+    """recall@k against k, one line per retriever, as an `<svg>` element."""
     lines = {name: sorted(values.items()) for name, values in recall.items()}
-    ks = sorted({k for values in recall.values() for k in values})
-    axes = _Axes(
-        (420, 260),
-        x=(math.log(ks[0]), math.log(ks[-1])),
-        y=(0.0, 1.0),
-        of_x=math.log,
-        x_ticks=ks,
-        y_ticks=[0, 0.2, 0.4, 0.6, 0.8, 1.0],
-        x_label="k (sources retrieved)",
-    )
-    drawn = [
-        axes.line(points, f"recall-line-{number}", name, number, dots=True)
-        for number, (name, points) in enumerate(lines.items())
-    ]
-    return axes.svg("recall@k against k", drawn)
-
-
-def lines_plot(
-    title: str, x_label: str, lines: Mapping[str, Points], *, log: bool = False, steps: bool = False
-) -> str:
-    """Lines over the same few values of x, a dot each, as an `<svg>` element.
-
-    Args:
-      lines: name -> points (x, y), in order of x; one without points keeps its color.
-      log: the axis of x is logarithmic; all x are above 0.
-      steps: x are the steps of trainings, and the lines are drawn as in `curves_plot`.
-    """
-    xs = sorted({x for points in lines.values() for x, _ in points})
-    ys = [y for points in lines.values() for _, y in points]
-    axes = _Axes(
-        (420, 260),
-        x=_span(list(map(math.log, xs)) if log else xs),
-        y=_span(ys, margin=0.06),
-        of_x=math.log if log else float,
-        x_ticks=_ticks(*_span(xs), whole=True) if steps else xs,
-        y_ticks=_ticks(*_span(ys, margin=0.06)),
-        x_label=x_label,
-    )
-    slug = re.sub(r"\W+", "-", title)
-    drawn = []
-    for number, (name, points) in enumerate(lines.items()):
-        place = f"line-{slug}-{number}"
-        if steps and points:
-            drawn += _curve(axes, points, place, name, number)
-        elif points:
-            drawn.append(axes.line(points, place, name, number, dots=True))
-    return axes.svg(title, drawn)
+    title, label = "recall@k against k", "k (sources retrieved)"
+    return LinePlot(title, label, lines, log=True, shares=True).svg("recall-line")
 
 
 def curves_plot(task: str, curves: Mapping[str, Points], best_step: float | None = None) -> str:
-    """Training curves of one task, an `<svg>` element each in a `<figure>`, best_step marked.
-
-    Long curves are drawn thin, with a running mean on top.
-    """
-    slug = re.sub(r"\W+", "-", task)
-    return "".join(
-        _panel(name, points, slug, number, best_step)
-        for number, (name, points) in enumerate(curves.items())
-    )
-
-
-def _panel(name: str, points: Points, slug: str, number: int, best_step: float | None) -> str:
-    (x, y) = map(list, zip(*points, strict=True))
-    axes = _Axes(
-        (340, 210),
-        x=_span(x if best_step is None else [*x, best_step]),
-        y=_span(y, margin=0.06),
-        x_ticks=_ticks(*_span(x), whole=True),
-        y_ticks=_ticks(*_span(y, margin=0.06)),
-        x_label="step",
-    )
-    lines = _curve(axes, points, f"curve-{slug}-{number}", name, number)
-    if best_step is not None:
-        lines.append(axes.mark(best_step, f"best-{slug}-{number}"))
-    title = escape(curve_name(name))
-    return f"<figure><figcaption>{title}</figcaption>{axes.svg(curve_name(name), lines)}</figure>"
-
-
-def _curve(axes: _Axes, points: Points, name: str, label: str, number: int) -> list[str]:
-    """A training curve: a long one thin, with its running mean on top."""
-    long = len(points) >= 80
-    lines = [axes.line(_thinned(points), name, label, number, thin=long, dots=len(points) < 10)]
-    if long:
-        x, y = zip(*points, strict=True)
-        mean = list(zip(x, _running_mean(y).tolist(), strict=True))
-        lines.append(axes.trend(_thinned(mean), number))
-    return lines
+    """Training curves of one task, an `<svg>` element each in a `<figure>`, best_step marked."""
+    figures = []
+    for number, (name, points) in enumerate(curves.items()):
+        plot = LinePlot(curve_name(name), "step", {name: points}, steps=True)
+        drawn = plot.svg(f"curve-{_slug(task)}", _PANEL, number, best_step)
+        figures.append(f"<figure><figcaption>{escape(plot.title)}</figcaption>{drawn}</figure>")
+    return "".join(figures)
 
 
 def line_style(number: int) -> str:
@@ -511,96 +529,8 @@ def curve_name(name: str) -> str:
     return f"validation: {for_people(after)}" if after and not before else for_people(name)
 
 
-class _Axes:
-    """Grid, ticks and the place of every point.
-
-    Args:
-      size: width and height in the units of the SVG's view box.
-      x, y: spans, of x after `of_x`.
-      x_label: below the axis.
-    """
-
-    def __init__(
-        self,
-        size: tuple[int, int],
-        *,
-        x: tuple[float, float],
-        y: tuple[float, float],
-        x_ticks: Sequence[float],
-        y_ticks: Sequence[float],
-        x_label: str,
-        of_x: Callable[[float], float] = float,
-    ):
-        self._size, self._x, self._y, self._of_x = size, x, y, of_x
-        self._x_ticks, self._y_ticks, self._x_label = x_ticks, y_ticks, x_label
-
-    def place(self, x: float, y: float) -> tuple[float, float]:
-        """Where a point is drawn."""
-        width, height = self._size
-        right = (self._of_x(x) - self._x[0]) / ((self._x[1] - self._x[0]) or 1)
-        up = (y - self._y[0]) / ((self._y[1] - self._y[0]) or 1)
-        left = _LEFT + right * (width - _LEFT - _RIGHT)
-        return round(left, 2), round(height - _BOTTOM - up * (height - _TOP - _BOTTOM), 2)
-
-    def line(
-        self,
-        points: Points,
-        name: str,
-        label: str,
-        color: int,
-        *,
-        thin: bool = False,
-        dots: bool = False,
-    ) -> str:
-        """A line whose points can be read; `name` is its id."""
-        places = [self.place(*point) for point in points]
-        data = [[x, y, *place] for (x, y), place in zip(points, places, strict=True)]
-        marks = "".join(f'<circle cx="{x}" cy="{y}" r="3"/>' for x, y in places) if dots else ""
-        return (
-            f'<g id="{escape(name)}" class="line {line_style(color)}{" thin" if thin else ""}" '
-            f'data-label="{escape(curve_name(label))}" data-points="{escape(json.dumps(data))}">'
-            f'<path d="{_path(places)}"/>{marks}</g>'
-        )
-
-    def trend(self, points: Points, color: int) -> str:
-        """A line that cannot be read, above one that can."""
-        places = [self.place(*point) for point in points]
-        return f'<g class="line {line_style(color)}"><path d="{_path(places)}"/></g>'
-
-    def mark(self, x: float, name: str) -> str:
-        """An upright dashed line at `x`."""
-        bottom, top = self.place(x, self._y[0]), self.place(x, self._y[1])
-        path = _path([bottom, top])
-        return f'<g id="{escape(name)}" class="mark"><path d="{path}"/></g>'
-
-    def svg(self, title: str, lines: Sequence[str]) -> str:
-        """The whole element."""
-        width, height = self._size
-        grid = []
-        for y in self._y_ticks:
-            _, at = self.place(self._first_x(), y)
-            grid.append(f'<path d="M{_LEFT} {at}H{width - _RIGHT}"/>')
-            grid.append(f'<text x="{_LEFT - 6}" y="{at + 4}" text-anchor="end">{_tick(y)}</text>')
-        for x in self._x_ticks:
-            at, _ = self.place(x, self._y[0])
-            text = f'<text x="{at}" y="{height - _BOTTOM + 15}" text-anchor="middle">'
-            grid.append(f"{text}{_tick(x)}</text>")
-        label = escape(self._x_label)
-        middle = (_LEFT + width - _RIGHT) / 2
-        grid.append(f'<text x="{middle}" y="{height - 3}" text-anchor="middle">{label}</text>')
-        about = f'viewBox="0 0 {width} {height}" data-x="{label.partition(" ")[0]}"'
-        return (
-            f'<svg class="chart wide" role="img" tabindex="0" {about} aria-label="{escape(title)}">'
-            f'<g class="grid">{"".join(grid)}</g>{"".join(lines)}'
-            '<path class="cursor" d=""/></svg>'
-        )
-
-    def _first_x(self) -> float:
-        return self._x_ticks[0] if self._x_ticks else 1.0
-
-
-def _path(places: Sequence[tuple[float, float]]) -> str:
-    return "M " + " L ".join(f"{x} {y}" for x, y in places)
+def _slug(text: str) -> str:
+    return re.sub(r"\W+", "-", text)
 
 
 def _span(values: Sequence[float], margin: float = 0.0) -> tuple[float, float]:
@@ -651,17 +581,6 @@ class Bar:
     name: str
     value: float | Interval
     link: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class LinePlot:
-    """Lines over the values of one setting: name -> points (x, y); see lines_plot."""
-
-    title: str
-    x_label: str
-    lines: Mapping[str, Points]
-    log: bool = False
-    steps: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -734,10 +653,7 @@ def render_report(data: ReportData) -> str:
         },
         recall_plot=recall_plot(recall) if recall else "",
         recall_names=list(recall),
-        line_plots=[
-            (plot, lines_plot(plot.title, plot.x_label, plot.lines, log=plot.log, steps=plot.steps))
-            for plot in data.line_plots
-        ],
+        line_plots=[(plot, plot.svg()) for plot in data.line_plots],
         longest_stage=max((seconds for _, seconds in data.stages), default=0.0),
         total_seconds=sum(seconds for _, seconds in data.stages),
         cards_json=cards_json(data.cards, data.filters),

@@ -92,6 +92,13 @@ def llm_columns(used: Sequence[Mapping[str, float]]) -> tuple[list[str], list[li
     return [LLM_USE[name] for name in names], cells
 
 
+def score_cell(scores: Mapping[str, Any], scorer: str) -> float | Interval | None:
+    """A score of scores.json or sweep.json, with its interval where there is one."""
+    value = scores["scores"].get(scorer)
+    bounds = (scores.get("intervals") or {}).get(scorer)
+    return Interval(value, *bounds) if value is not None and bounds else value
+
+
 def _count(value: float | None) -> Cell:
     return value if value is None or value < 10 else round(value)
 

@@ -34,10 +34,8 @@ from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.report import (
     Card,
     CardAnswer,
+    CardMaker,
     ReportData,
-    SourcesOfCards,
-    best_first,
-    cites_picture,
     evenly_by_category,
     write_report,
 )
@@ -535,38 +533,35 @@ def _cards(results: Results) -> list[Card]:
 
     A card is right where the setting `full` is.
     """
-    corpus, predictions = results.corpus, results.predictions["full"]
-    picked = evenly_by_category(results.questions, results.examples)
-    order = best_first(
-        [float(results.scores["full"][_SCORER][i]) for i in picked],
-        [cites_picture(corpus, predictions[i].sources) for i in picked],
-        [results.questions[i].category for i in picked],
-    )
-    sources = SourcesOfCards(corpus)
-    return [_card(results, picked[place], sources) for place in order]
-
-
-def _card(results: Results, i: int, sources: SourcesOfCards) -> Card:
-    question = results.questions[i]
-    answers = [
-        CardAnswer(
-            row.replace("_", " "),
-            results.predictions[row][i].answer,
-            float(results.scores[row][_SCORER][i]),
-            {f"{m}/no_lemma": float(results.scores[row][f"{m}/no_lemma"][i]) for m in METRICS},
-        )
+    questions, predictions = results.questions, results.predictions["full"]
+    scores = {
+        row: {f"{metric}/no_lemma": results.scores[row][f"{metric}/no_lemma"] for metric in METRICS}
         for row in ("full", "restricted", "oracle", "question_only")
-    ]
-    cited = results.predictions["full"][i].sources
-    return Card(
-        question=question.question,
-        id=question.id,
-        category=question.category,
-        answers=answers,
-        rows=reference_rows(question),
-        sources=sources.of(question, results.relevance[i], [cited]),
-        picture=results.corpus.question_picture(question),
+    }
+    maker = CardMaker(results.corpus)
+
+    def answer(row: str, i: int) -> CardAnswer:
+        values = {name: float(of_row[i]) for name, of_row in scores[row].items()}
+        text = results.predictions[row][i].answer
+        return CardAnswer(row.replace("_", " "), text, values[_SCORER], values)
+
+    order = maker.best_first(
+        questions,
+        predictions,
+        scores["full"][_SCORER].tolist(),
+        evenly_by_category(questions, results.examples),
     )
+    return [
+        maker.card(
+            questions[i],
+            [answer(row, i) for row in scores],
+            results.relevance[i],
+            [predictions[i].sources],
+            rows=reference_rows(questions[i]),
+            picture=results.corpus.question_picture(questions[i]),
+        )
+        for i in order
+    ]
 
 
 def _settings_table(results: Results, scores: Mapping[str, Any], metric: str, title: str) -> Table:

@@ -11,22 +11,27 @@ import contextlib
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import jax
-from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import config_fingerprint, flatten, load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, no_empty_folders, read_json, write_json
 from mmqa_jax.core.progress import announce
 from mmqa_jax.evaluation.report import LinePlot, ReportData, write_report
-from mmqa_jax.evaluation.significance import Interval
-from mmqa_jax.evaluation.tables import Cell, Table, for_people, llm_columns, llm_use, to_markdown
+from mmqa_jax.evaluation.tables import (
+    Cell,
+    Table,
+    for_people,
+    llm_columns,
+    llm_use,
+    score_cell,
+    to_markdown,
+)
 from mmqa_jax.runs.part import OpenedParts
 from mmqa_jax.runs.reports.training import overlaid_curves, training_report
 from mmqa_jax.runs.row import Row, read_row
@@ -56,16 +61,17 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True)
 class SweepCell:
-    """One cell of the grid.
+    """One combination of the grid's values, which is run in a folder of its own.
 
     Attributes:
       values: by axis, in their order, as the config has them.
       folder: its name below the workdir.
+      run: the row, or the config of the training.
     """
 
     values: Mapping[str, Value]
     folder: str
-    row: Row
+    run: Any
 
 
 def parse_axes(given: Sequence[str]) -> list[Axis]:
@@ -87,19 +93,13 @@ def parse_axes(given: Sequence[str]) -> list[Axis]:
 def read_cells(
     config: str, overrides: Sequence[str], axes: Sequence[Axis], split: str | None = None
 ) -> list[SweepCell]:
-    """The rows of all cells, checked before any runs; see `read_grid`."""
-    grid = read_grid(config, overrides, axes, partial(read_row, split=split))
-    return [SweepCell(*cell) for cell in grid]
+    """The rows, or the trainings, of all combinations, the first axis slowest.
 
-
-def read_grid(
-    config: str, overrides: Sequence[str], axes: Sequence[Axis], read: Callable[[ConfigDict], Any]
-) -> list[tuple[dict[str, Value], str, Any]]:
-    """Returns each cell's values, folder and what `read` makes of it, the first axis slowest.
+    All are checked before any runs.
 
     Args:
-      config: as of `load_config`.
-      read: of a cell's config.
+      config: as of `load_config`; with a key `task` it describes a training.
+      split: of rows, in place of their own.
     """
     known = flatten(load_config(config, overrides, adds=True).to_dict())
     for axis in axes:
@@ -109,14 +109,18 @@ def read_grid(
                 "with one value, or set this one with --config."
             )
     names = _names(axes)
-    cells: dict[str, tuple[dict[str, Value], str, Any]] = {}
+    cells: dict[str, SweepCell] = {}
     configs: dict[str, str] = {}  # fingerprint -> folder
     for values in itertools.product(*(axis.values for axis in axes)):
         chosen = {axis.key: value for axis, value in zip(axes, values, strict=True)}
         given = [*overrides, *(f"{key}={value}" for key, value in chosen.items())]
         try:
             own = load_config(config, given, adds=True)
-            made = read(own)
+            run: Any = own
+            if "task" in own:
+                check_config(own)
+            else:
+                run = read_row(own, split=split)
         except UserError as error:
             listed = " ".join(f"{key}={value}" for key, value in chosen.items())
             raise UserError(f"--over, cell {listed}: {error}") from error
@@ -133,7 +137,7 @@ def read_grid(
                 f"--over: {same} and {folder} are the same run, for their values are equal; name "
                 "one of them."
             )
-        cells[folder] = {names[key]: known[key] for key in chosen}, folder, made
+        cells[folder] = SweepCell({names[key]: known[key] for key in chosen}, folder, run)
     return list(cells.values())
 
 
@@ -152,14 +156,14 @@ def run_sweep(
       limit, chunk: see `run_row`.
     """
     for cell in cells:  # before hours go by
-        cell.row.check_inputs()
+        cell.run.check_inputs()
     records: list[dict[str, Any]] = []
     with _opened(cells, folder) as opened_of:
         for number, cell in enumerate(cells, start=1):
             announce(f"Cell {number} of {len(cells)}: {cell.folder}")
-            opened = opened_of(cell.row)
+            opened = opened_of(cell.run)
             result = run_row(
-                cell.row, folder / cell.folder, limit=limit, opened=opened, chunk=chunk
+                cell.run, folder / cell.folder, limit=limit, opened=opened, chunk=chunk
             )
             assert result is not None, "this process computes all chunks"
             records.append(_record(cell, result.scores))
@@ -201,7 +205,7 @@ def _record(cell: SweepCell, scores: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write(folder: Path, cells: Sequence[SweepCell], finished: list[dict[str, Any]]) -> None:
     """sweep.json, sweep.md and report.html of the cells that are finished."""
-    row = cells[0].row
+    row = cells[0].run
     content = {"row": row.row, "dataset": row.dataset, "of": len(cells), "cells": finished}
     write_json(folder / SWEEP, content)
     _, table = report_sweep(folder)
@@ -240,19 +244,13 @@ def sweep_table(title: str, cells: Sequence[Mapping[str, Any]]) -> Table:
     rows: list[list[Cell]] = []
     for cell, asked in zip(cells, counts, strict=True):
         values = [str(value) for value in cell["values"].values()]
-        found = [_score(cell, scorer) for scorer in scorers]
+        found = [score_cell(cell, scorer) for scorer in scorers]
         alone = [cell["agents"].get(role) for role in roles]
         rows.append([*values, cell["questions"], *found, *alone, *asked])
     columns = (*names, "n", *scorers, *(f"{role} alone" for role in roles), *used)
     links = {i: f"./{quote(cell['workdir'])}/report.html" for i, cell in enumerate(cells)}
     note = "95% intervals, bootstrap over questions. mmqa compare tests the differences of cells."
     return Table(title, columns, rows, note, links)
-
-
-def _score(cell: Mapping[str, Any], scorer: str) -> float | Interval | None:
-    value = cell["scores"].get(scorer)
-    bounds = (cell["intervals"] or {}).get(scorer)
-    return Interval(value, *bounds) if value is not None and bounds else value
 
 
 def sweep_plots(cells: Sequence[Mapping[str, Any]]) -> list[LinePlot]:
@@ -285,31 +283,7 @@ def sweep_plots(cells: Sequence[Mapping[str, Any]]) -> list[LinePlot]:
 # them; the table, the report and `mmqa status` show what the runs' own folders hold.
 
 
-@dataclasses.dataclass(frozen=True)
-class SweptRun:
-    """One training of a sweep.
-
-    Attributes:
-      values: by axis, in their order, as the config has them.
-      folder: its name below the workdir.
-    """
-
-    values: Mapping[str, Value]
-    folder: str
-    config: ConfigDict
-
-
-def read_trainings(config: str, overrides: Sequence[str], axes: Sequence[Axis]) -> list[SweptRun]:
-    """The runs of all combinations, checked before any begins; see `read_grid`."""
-
-    def read(config: ConfigDict) -> ConfigDict:
-        check_config(config)
-        return config
-
-    return [SweptRun(*cell) for cell in read_grid(config, overrides, axes, read)]
-
-
-def run_trainings(runs: Sequence[SweptRun], folder: Path) -> list[dict[str, Any]]:
+def run_trainings(runs: Sequence[SweepCell], folder: Path) -> list[dict[str, Any]]:
     """Trains all runs below `folder`, or resumes them; returns the records of `read_records`.
 
     A run whose loss is not finite ends, and the next one begins; its record says so.
@@ -330,9 +304,9 @@ def run_trainings(runs: Sequence[SweptRun], folder: Path) -> list[dict[str, Any]
         try:
             for number, run in enumerate(runs):
                 announce(f"Run {number + 1} of {len(runs)}: {run.folder}")
-                finished = is_trained(folder / run.folder, run.config.train.steps)
+                finished = is_trained(folder / run.folder, run.run.train.steps)
                 try:
-                    run_training(run.config, folder / run.folder)
+                    run_training(run.run, folder / run.folder)
                 except NotFinite as error:
                     if jax.process_count() > 1:  # the other processes may be elsewhere
                         raise
@@ -351,9 +325,9 @@ def run_trainings(runs: Sequence[SweptRun], folder: Path) -> list[dict[str, Any]
 
 def _write_trainings(
     folder: Path,
-    runs: Sequence[SweptRun],
+    runs: Sequence[SweepCell],
     failed: Mapping[str, str],
-    ended: SweptRun | None = None,
+    ended: SweepCell | None = None,
 ) -> None:
     """sweep.json, sweep.md and report.html of the sweep, and report.html of the run that ended."""
     if jax.process_index() > 0:
@@ -363,7 +337,7 @@ def _write_trainings(
         | ({"failed": failed[run.folder]} if run.folder in failed else {})
         for run in runs
     ]
-    write_json(folder / SWEEP, {"task": runs[0].config.task, "cells": cells})
+    write_json(folder / SWEEP, {"task": runs[0].run.task, "cells": cells})
     if ended is not None and is_training(place := folder / ended.folder):
         write_report(place / "report.html", training_report(place))
     _, table = report_trainings(folder)

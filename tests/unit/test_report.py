@@ -264,11 +264,11 @@ def test_the_best_step_is_marked_where_it_is():
     data = ReportData("Run", curves={"answer": {"loss": points}}, best_steps={"answer": 10})
     source = render_report(data)
     (path,) = re.findall(r'<g id="curve-answer-0"[^>]*><path d="([^"]*)"', source)
-    (mark,) = re.findall(r'<g id="best-answer-0"[^>]*><path d="([^"]*)"', source)
+    (mark,) = re.findall(r'<g id="curve-answer-0-best"[^>]*><path d="([^"]*)"', source)
     of_points = [float(x) for x in re.findall(r"[ML] ([\d.]+) [\d.]+", path)]
     of_mark = [float(x) for x in re.findall(r"[ML] ([\d.]+) [\d.]+", mark)]
     assert of_mark == pytest.approx([of_points[1]] * 2)  # upright, at step 10
-    assert "best-answer" not in render_report(ReportData("Run", curves=data.curves))
+    assert "-best" not in render_report(ReportData("Run", curves=data.curves))
 
 
 def test_tables_show_values_intervals_and_baselines(page):

@@ -14,7 +14,7 @@ from vqa_files import prepare_team
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.core.workdir import read_config
-from mmqa_jax.evaluation.report import lines_plot
+from mmqa_jax.evaluation.report import LinePlot
 from mmqa_jax.prompting.backends.cache import Cached, ResponseCache
 from mmqa_jax.prompting.examples.heuristics import write_candidates
 from mmqa_jax.runs import parts
@@ -254,7 +254,7 @@ def test_no_plot_without_numbers():
 
 
 def test_the_points_of_a_plot():
-    drawn = lines_plot("accuracy", "shots", {"a & b": [(0, 0.1), (8, 0.3)]})
+    drawn = LinePlot("accuracy", "shots", {"a & b": [(0, 0.1), (8, 0.3)]}).svg()
     assert 'data-label="a &amp; b"' in drawn
     assert drawn.count("<circle") == 2
     assert 'data-x="shots"' in drawn

@@ -18,7 +18,6 @@ from mmqa_jax.evaluation.report import (
     LinePlot,
     ReportData,
     line_style,
-    lines_plot,
     render_report,
 )
 from mmqa_jax.evaluation.tables import Table
@@ -249,7 +248,7 @@ def test_long_lines_lie_over_each_other():
     """A few round ticks and a running mean on top; styles recur after all colors and dashes."""
     lines = {"none yet": (), "run": [(step, step % 7) for step in range(200)]}
     plot = LinePlot("loss", "step", lines, steps=True)
-    drawn = lines_plot("loss", "step", lines, steps=True)
+    drawn = plot.svg()
     assert drawn.count("data-points") == 1
     assert drawn.count('class="line c1') == 2
     page = render_report(

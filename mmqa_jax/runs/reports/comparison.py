@@ -20,8 +20,8 @@ from mmqa_jax.evaluation.report import (
     Card,
     CardAnswer,
     CardFilter,
+    CardMaker,
     ReportData,
-    SourcesOfCards,
     write_report,
 )
 from mmqa_jax.evaluation.significance import Interval
@@ -55,9 +55,9 @@ def write_comparison(path: Path, runs: Sequence[ScoredRun], compared: Mapping[st
     asked = {question.id: question for question in corpus.questions()}
     scored = [one for one in runs[0].per_question if all(metric in _of(run, one) for run in runs)]
     scored.sort(key=lambda one: -_spread(runs, metric, one))
-    sources = SourcesOfCards(corpus)
+    maker = CardMaker(corpus)
     cards = [
-        _card(asked.get(name, Question(name, "", name)), runs, letters, answers, metric, sources)
+        _card(asked.get(name, Question(name, "", name)), runs, letters, answers, metric, maker)
         for name in scored[:MOST_CARDS]
     ]
     tables = compare_tables(compared)
@@ -153,20 +153,19 @@ def _card(
     letters: Sequence[str],
     answers: Sequence[Mapping[str, tuple[str, tuple[str, ...]]]],
     metric: str,
-    sources: SourcesOfCards,
+    maker: CardMaker,
 ) -> Card:
     name = question.id
-    given = [one.get(name, ("", ())) for one in answers]
-    return Card(
-        question=question.question,
-        id=name,
-        category=question.category,
-        answers=[
+    given = [answers_of_run.get(name, ("", ())) for answers_of_run in answers]
+    return maker.card(
+        question,
+        [
             CardAnswer(letter, answer, run.per_question[name][metric], run.per_question[name])
             for letter, run, (answer, _) in zip(letters, runs, given, strict=True)
         ],
+        None,
+        [cited for _, cited in given],
         rows=reference_rows(question) if question.answers or question.choices else (),
-        sources=sources.of(question, None, [cited for _, cited in given]),
     )
 
 

@@ -27,17 +27,14 @@ from mmqa_jax.evaluation.report import (
     Bar,
     Card,
     CardAnswer,
+    CardMaker,
     ReportData,
-    SourcesOfCards,
-    best_first,
-    cites_picture,
     evenly_by_category,
     write_report,
 )
 from mmqa_jax.evaluation.scores import Scores
 from mmqa_jax.evaluation.scoring import Evaluation
-from mmqa_jax.evaluation.significance import Interval
-from mmqa_jax.evaluation.tables import Cell, Table, llm_columns, llm_use
+from mmqa_jax.evaluation.tables import Cell, Table, llm_columns, llm_use, score_cell
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.runs.reports.agents import agent_summary, agent_tables
 from mmqa_jax.runs.row import Row, recorded_row
@@ -146,30 +143,23 @@ def row_cards(
       scorer: tells right from wrong.
     """
     ranked = next((rankings[name] for name in _RANKINGS if rankings.get(name)), None)
-    picked = range(len(questions))
+    scored = [per_question.get(question.id, {}) for question in questions]
+    picked: Sequence[int] = range(len(questions))
     if len(questions) > MOST_CARDS:
         picked = evenly_by_category(questions, MOST_CARDS)
-    verdicts = [per_question.get(questions[i].id, {}).get(scorer) for i in picked]
-    order = best_first(
-        verdicts,
-        [cites_picture(corpus, predictions[i].sources) for i in picked],
-        [questions[i].category for i in picked],
-    )
-    sources = SourcesOfCards(corpus)
+    maker = CardMaker(corpus)
     cards = []
-    for place in order:
-        i = picked[place]
+    for i in maker.best_first(questions, predictions, [x.get(scorer) for x in scored], picked):
         question, prediction = questions[i], predictions[i]
-        scores = per_question.get(question.id, {})
-        ranking = ranked[i] if ranked else None
+        answer = CardAnswer("", answer_text(prediction), scored[i].get(scorer), scored[i])
         cards.append(
-            Card(
-                question=question.question,
-                id=question.id,
-                category=question.category,
-                answers=[CardAnswer("", answer_text(prediction), scores.get(scorer), scores)],
+            maker.card(
+                question,
+                [answer],
+                ranked[i] if ranked else None,
+                [prediction.sources],
+                prediction.read,
                 rows=[*reference_rows(question), *answer_rows(question, prediction)],
-                sources=sources.of(question, ranking, [prediction.sources], prediction.read),
                 picture=corpus.question_picture(question),
                 details=trace_details(prediction.trace),
                 tree=trace_tree(prediction),
@@ -350,7 +340,9 @@ def report_rows(folder: Path) -> tuple[Path, list[Table]]:
         names = sorted(own, key=lambda name: -own[name]["scores"][scorer])
         title = f"{dataset}, {split}: {scorer}"
         if len(names) > 1:
-            bars[title] = [Bar(one, _value(own[one], scorer), _link(folder, one)) for one in names]
+            bars[title] = [
+                Bar(one, score_cell(own[one], scorer), _link(folder, one)) for one in names
+            ]
         tables.append(_table(folder, title, {name: own[name] for name in names}))
     data = ReportData(
         title=f"{'/'.join(folder.resolve().parts[-2:])}: {len(rows)} rows",
@@ -369,18 +361,12 @@ def _table(folder: Path, title: str, rows: Mapping[str, Mapping[str, Any]]) -> T
     scorers = scorers[:_MOST_COLUMNS]
     used, counts = llm_columns([llm_use(scores) for scores in rows.values()])
     lines: list[list[Cell]] = [
-        [name, scores.get("n"), *(_value(scores, one) for one in scorers), *asked]
+        [name, scores.get("n"), *(score_cell(scores, one) for one in scorers), *asked]
         for (name, scores), asked in zip(rows.items(), counts, strict=True)
     ]
     links = {i: link for i, name in enumerate(rows) if (link := _link(folder, name))}
     note = "95% intervals, bootstrap over questions. mmqa compare tests the differences of rows."
     return Table(title, ("row", "n", *scorers, *used), lines, note, links)
-
-
-def _value(scores: Mapping[str, Any], scorer: str) -> float | Interval | None:
-    value = scores["scores"].get(scorer)
-    bounds = scores.get("intervals", {}).get(scorer)
-    return Interval(value, *bounds) if value is not None and bounds else value
 
 
 def _link(folder: Path, name: str) -> str:
