@@ -18,8 +18,8 @@ import jinja2
 from mmqa_jax.core.box import Box, Failed, OverBudget
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, read_text
-from mmqa_jax.data.encoder_tokenizer import TextsTokenizer
-from mmqa_jax.data.tokenizers import SETTINGS
+from mmqa_jax.data.tokenizer_files import SETTINGS
+from mmqa_jax.data.tokenizers import Tokenizer
 
 TEMPLATE = "chat_template.jinja"
 _OF_PROCESSOR = "chat_template.json"  # before transformers 5
@@ -130,7 +130,7 @@ class PictureChat:
       source: of the chat template.
     """
 
-    def __init__(self, folder: Path, tokenizer: TextsTokenizer, image_token: int):
+    def __init__(self, folder: Path, tokenizer: Tokenizer, image_token: int):
         file = folder / SETTINGS
         settings = read_json(file) if file.is_file() else {}
         self._settings = settings if isinstance(settings, dict) else {}
@@ -193,7 +193,7 @@ class PictureChat:
                 f"{self._folder}: its chat template makes no prompt of an instruction, texts and "
                 f"pictures ({error}); use a checkpoint as it was published."
             ) from error
-        frame = self._tokenizer.cut(text)
+        frame = self._tokenizer.pieces.cut(text)
         wanted = [mark for part in parts for mark in MARKS if part is not None and mark in part]
         found = [c for piece in frame if isinstance(piece, str) for c in piece if c in MARKS]
         pictures = frame.count(self._image_token)

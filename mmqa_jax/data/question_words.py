@@ -31,6 +31,8 @@ class QuestionWords:
       words: by number; the first three are PAD, UNK and CLS.
     """
 
+    kind = "words"
+
     def __init__(self, words: Sequence[str]):
         self.words = tuple(words)
         self._number = {word: number for number, word in enumerate(self.words)}

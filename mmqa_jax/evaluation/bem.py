@@ -18,7 +18,8 @@ from jaxtyping import Float32
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
-from mmqa_jax.data.encoder_tokenizer import EncoderTokenizer, cut_longest, load_encoder_tokenizer
+from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
+from mmqa_jax.data.tokenizers import Tokenizer, cut_longest
 from mmqa_jax.models.encoders.cross_encoder import CrossEncoder
 from mmqa_jax.models.encoders.text_encoders import load_pair_classifier, published_folder
 
@@ -35,7 +36,7 @@ class BEM:
       tokenizer: of the model.
     """
 
-    def __init__(self, model: CrossEncoder, tokenizer: EncoderTokenizer):
+    def __init__(self, model: CrossEncoder, tokenizer: Tokenizer):
         longest = model.config.positions
         self._buckets = (*(size for size in _BUCKETS if size < longest), longest)
         self._tokenizer = tokenizer

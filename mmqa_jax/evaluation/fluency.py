@@ -26,7 +26,7 @@ from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.core.files import read_text
 from mmqa_jax.core.mesh import platform
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.data.tokenizers import tokenizer_of
+from mmqa_jax.data.tokenizer_files import tokenizer_of
 from mmqa_jax.evaluation.scores import (
     Scores,
     predictions_by_question,

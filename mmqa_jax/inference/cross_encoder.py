@@ -24,10 +24,11 @@ from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh, serve
 from mmqa_jax.data.chat_template import MARKS, TEMPLATE, PictureChat, rendered, template_source
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.encoder_tokenizer import EncoderTokenizer, TextsTokenizer, load_encoder_tokenizer
 from mmqa_jax.data.pictures.store import PictureStore
+from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
 from mmqa_jax.data.schema import Question, Ranking, source_text
-from mmqa_jax.data.tokenizers import SETTINGS
+from mmqa_jax.data.tokenizer_files import SETTINGS
+from mmqa_jax.data.tokenizers import Tokenizer
 from mmqa_jax.inference.reranker import ScoredPairs, gather
 from mmqa_jax.models.encoders.cross_encoder import CrossEncoder
 from mmqa_jax.models.encoders.sentence_pooling import (
@@ -86,7 +87,7 @@ class CrossEncoderReranker:
         self,
         corpus: Corpus,
         model: CrossEncoder | ModernBertCrossEncoder | YesNoDecoder,
-        tokenizer: EncoderTokenizer | YesNoPairs,
+        tokenizer: Tokenizer | YesNoPairs,
         *,
         longest: int | None = None,
         batch_size: BatchSize = AUTO,
@@ -182,7 +183,7 @@ def open_cross_encoder(
         tokenizer = load_encoder_tokenizer(folder, config.vocab_size, pairs=False)
         prompt = read_yes_no(folder, kind, tokenizer)
         model = load_yes_no(folder, prompt.yes, prompt.no, loading_mesh(mesh))
-        pairs: EncoderTokenizer | YesNoPairs = YesNoPairs(tokenizer, prompt)
+        pairs: Tokenizer | YesNoPairs = YesNoPairs(tokenizer, prompt)
         longest: int | None = prompt.longest
     else:
         model = load_cross_encoder(folder, loading_mesh(mesh))
@@ -398,22 +399,22 @@ class YesNoPairs:
     are spelled out in question or text are plain characters.
     """
 
-    def __init__(self, tokenizer: TextsTokenizer, prompt: YesNoPrompt):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, prompt: YesNoPrompt):
+        self._pieces = tokenizer.pieces
         self.pad_id = tokenizer.pad_id
         # The tokens of the last line run on into the question's.
         lines, newline, self._last_line = prompt.before.rpartition("\n")
         self._between = prompt.between
-        self._first, self._last = tokenizer.encode_prompts([lines + newline, prompt.after])
+        self._first, self._last = self._pieces.encode_prompts([lines + newline, prompt.after])
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int]]]:
         """Token ids of what depends on a pair."""
-        shield = self._tokenizer.shield
+        shield = self._pieces.shield
         prompts = [
             f"{self._last_line}{shield(first)}{self._between}{shield(second)}"
             for first, second in pairs
         ]
-        return [(ids,) for ids in self._tokenizer.encode_prompts(prompts)]
+        return [(ids,) for ids in self._pieces.encode_prompts(prompts)]
 
     def pair(self, own: Sequence[int], length: int) -> tuple[list[int], list[int]]:
         """Ids and token types, all 0, of a prompt of at most `length` tokens."""
@@ -426,7 +427,7 @@ class YesNoPairs:
         return len(self._first) + own + len(self._last)
 
 
-def read_yes_no(folder: Path, kind: str, tokenizer: TextsTokenizer) -> YesNoPrompt:
+def read_yes_no(folder: Path, kind: str, tokenizer: Tokenizer) -> YesNoPrompt:
     """What a folder's decoder is asked.
 
     Args:
@@ -449,13 +450,13 @@ def read_yes_no(folder: Path, kind: str, tokenizer: TextsTokenizer) -> YesNoProm
             "sentence-transformers' files with the layer LogitScore, was expected; give one, or a "
             "cross-encoder."
         )
-    if not tokenizer.is_byte_level:
+    if not tokenizer.pieces.is_byte_level:
         raise UserError(
             f"{folder}: its tokenizer is not one of bytes, so that a prompt cannot be made of "
             "parts; use another reranker."
         )
     last = prompt.before.rpartition("\n")[2]
-    if tokenizer.encode_prompts([last]) != tokenizer.encode_batch([last]):
+    if tokenizer.pieces.encode_prompts([last]) != tokenizer.encode_batch([last]):
         raise UserError(
             f"{folder}: its prompt has special tokens in the question's line ({last!r}), which is "
             "not done here; use another reranker."
@@ -463,7 +464,7 @@ def read_yes_no(folder: Path, kind: str, tokenizer: TextsTokenizer) -> YesNoProm
     return prompt
 
 
-def _by_files(folder: Path, modules: Mapping[str, str], tokenizer: TextsTokenizer) -> YesNoPrompt:
+def _by_files(folder: Path, modules: Mapping[str, str], tokenizer: Tokenizer) -> YesNoPrompt:
     for kind, place in modules.items():
         if kind not in ("Transformer", "LogitScore") or (kind == "Transformer" and place):
             raise UserError(
@@ -542,7 +543,7 @@ def _rendered(folder: Path, instruction: str, generation: bool) -> str:
     )
 
 
-def token_of(tokenizer: TextsTokenizer, text: str, folder: Path) -> int:
+def token_of(tokenizer: Tokenizer, text: str, folder: Path) -> int:
     """The id of a token that the prompt needs; UserError where the tokenizer lacks it."""
     found = tokenizer.token_id(text)
     if found is None:

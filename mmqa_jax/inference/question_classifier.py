@@ -15,7 +15,7 @@ from mmqa_jax.core.errors import check_several
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.serving import serve
 from mmqa_jax.data.schema import Modality
-from mmqa_jax.data.tokenizers import WordPiece, text_inputs
+from mmqa_jax.data.tokenizers import Tokenizer, text_inputs
 from mmqa_jax.models.encoders.text_classifier import TextClassifier
 from mmqa_jax.retrieval.modality import MODALITIES, without_quotes
 
@@ -44,7 +44,7 @@ class QuestionClassifier:
       serving: its devices and batches.
     """
 
-    def __init__(self, task: Any, model: TextClassifier, tokenizer: WordPiece):
+    def __init__(self, task: Any, model: TextClassifier, tokenizer: Tokenizer):
         self._tokenizer, self._length = tokenizer, task.batches.length
         graphdef, self._state = nnx.split(model)
         self.serving = serve(task.inference.batch_size, task.cost(), self._state)

@@ -14,7 +14,7 @@ from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.serving import serve
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Modality, Prediction, Question, Ranking, category_modality
-from mmqa_jax.data.tokenizers import WordPiece
+from mmqa_jax.data.tokenizers import Tokenizer
 from mmqa_jax.decoding.masked_lm import beam_search
 from mmqa_jax.inference.batches import answer_inputs, coin_ids, vlp_inputs, warn_truncated
 from mmqa_jax.models.vlp.network import VLP
@@ -33,7 +33,7 @@ class Reader:
       serving: its devices and batches.
     """
 
-    def __init__(self, task: Any, corpus: Corpus, tokenizer: WordPiece, model: VLP):
+    def __init__(self, task: Any, corpus: Corpus, tokenizer: Tokenizer, model: VLP):
         self.corpus, self.tokenizer, self.options = corpus, tokenizer, task.inference
         self.modality: Modality | None = task.data.modality
         self._by_category: bool = task.data.route_by_category
@@ -147,7 +147,7 @@ class Reader:
         return Prediction(cited.question_id, texts[0], sources, cited.scores, beams, read=sources)
 
 
-def _until_end(tokens: np.ndarray, tokenizer: WordPiece) -> list[int]:
+def _until_end(tokens: np.ndarray, tokenizer: Tokenizer) -> list[int]:
     """Tokens before the first [SEP] or [PAD]."""
     kept = []
     for token in tokens.tolist():

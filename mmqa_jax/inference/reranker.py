@@ -18,7 +18,7 @@ from mmqa_jax.core.serving import serve
 from mmqa_jax.data.batches.packing import Example, Packed, RawExample, batch, clean
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking
-from mmqa_jax.data.tokenizers import TokenTable, WordPiece
+from mmqa_jax.data.tokenizers import Tokenizer, TokenTable
 from mmqa_jax.data.truncation import coins
 from mmqa_jax.inference.batches import coin_ids, rerank_pairs, vlp_inputs, warn_truncated
 from mmqa_jax.models.vlp.network import VLP, VLPInputs
@@ -60,7 +60,7 @@ class Reranker:
       serving: its devices and batches.
     """
 
-    def __init__(self, task: Any, corpus: Corpus, tokenizer: WordPiece, model: VLP):
+    def __init__(self, task: Any, corpus: Corpus, tokenizer: Tokenizer, model: VLP):
         self.corpus, self.options = corpus, task.inference
         self._packer = task.packer(tokenizer, inference=True)
         self._reader = task.source_reader(corpus, tokenizer, on_demand=True)
@@ -164,7 +164,7 @@ class CachedReranker:
         self,
         task: Any,
         corpus: Corpus,
-        tokenizer: WordPiece,
+        tokenizer: Tokenizer,
         model: TwoSidedVLP,
         *,
         pairs: int | None = None,

@@ -16,22 +16,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jinja2
-import numpy as np
-from jaxtyping import Int
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import atomic_write, read_json, read_text, write_json
+from mmqa_jax.core.files import atomic_write, write_json
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.data.chat_template import TemplateOverBudget, rendered_marked, template_source
-from mmqa_jax.data.tokenizers import (
-    MarkedTokenizer,
-    add_published_tokens,
-    apply_settings,
+from mmqa_jax.data.tokenizer_files import (
+    FILE,
+    SETTINGS,
+    SPIECE,
     panics_refused,
+    read_object,
+    read_tokenizer,
+    spelling,
     split_as_sentencepiece,
-    tokenizer_of,
 )
+from mmqa_jax.data.tokenizers import MarkedTokenizer
 from mmqa_jax.prompting import llava_prompt
 from mmqa_jax.prompting.backends import Message, Picture
 
@@ -46,78 +47,66 @@ _THOUGHTS = "reasoning_content"  # a template's field: an assistant's, apart fro
 _CUTS_THOUGHTS = re.compile(r"split\(\s*['\"]</think>")  # off an assistant's answer
 
 
-class TextTokenizer:
-    """Text to token ids and back.
+class TextTokenizer(MarkedTokenizer):
+    """Text to a language model's token ids and back.
 
     Special tokens that are spelled out in a prompt are recognized, for templates spell them. What
     users and sources wrote is therefore put through `shield` before it becomes part of a prompt.
 
     Args:
-      tokenizer: its post-processor adds the special tokens that a prompt begins (T5's: ends) with.
+      published: its post-processor adds the special tokens that a prompt begins (T5's: ends) with.
       template: for conversations; None for a model that was not trained on them.
       end_ids: tokens that end an answer.
 
     Attributes:
-      shield: makes a text in which special tokens, and `<image>`, are plain characters; its other
-        tokens stay as they are, and those of shielded texts that are joined, too.
       bos: id of the token that every prompt begins with, None if there is none.
       fingerprint: 16 hex digits that change with ids, text handling, template or end tokens.
     """
 
+    kind = "language model"
+
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        published: Tokenizer,
         template: ChatTemplate | None = None,
         end_ids: Sequence[int] = (),
     ):
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        self._tokenizer, self._prompts = tokenizer, MarkedTokenizer(tokenizer)
-        self.shield = self._prompts.shield
+        super().__init__(published)
         self.template = None if template is None else template.shielding(self.shield)
         self.end_ids = tuple(end_ids)
         first = self.encode("")
         # T5's closes a prompt instead.
         self.bos = first[0] if first and self.encode("a")[0] == first[0] else None
-        parts = [tokenizer.to_str(), template.source if template else "", repr(self.end_ids)]
+        parts = [published.to_str(), template.source if template else "", repr(self.end_ids)]
         self.fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
     def encode(self, prompt: str) -> list[int]:
         """Token ids, with the special tokens that a prompt begins or ends with."""
-        return self._prompts.encode(prompt, around=True)
+        return self.encode_prompts([prompt], around=True)[0]
 
     def encode_plain(self, piece: str) -> list[int]:
         """Token ids of a piece of a prompt, nothing added."""
-        return self._prompts.encode(piece)
-
-    def encode_located(self, prompt: str) -> tuple[list[int], Int[np.ndarray, "n 2"]]:
-        """Encodes as `encode_plain`, with the characters at which each token begins and ends."""
-        return self._prompts.encode_located(prompt)
+        return self.encode_prompts([piece])[0]
 
     @panics_refused()
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens spelled out."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens, special ones included."""
-        return self._tokenizer.get_vocab_size()
+        return self.published.decode(list(ids), skip_special_tokens=False)
 
     @functools.cached_property
     def longest_token(self) -> int:
         """Characters of the longest token: a text of n times as many has n tokens or more."""
-        return max(map(len, self._tokenizer.get_vocab()))
+        return max(map(len, self.published.get_vocab()))
 
     def save(self, folder: Path) -> None:
         """Writes the files from which `open_tokenizer` makes an equal one."""
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         if self.template is not None:
             settings |= {"chat_template": self.template.source, **self.template.tokens}
-        write_json(folder / "tokenizer_config.json", settings)
+        write_json(folder / SETTINGS, settings)
         write_json(folder / "generation_config.json", {"eos_token_id": list(self.end_ids)})
-        with atomic_write(folder / "tokenizer.json") as file:
-            file.write(self._tokenizer.to_str())
+        with atomic_write(folder / FILE) as file:
+            file.write(self.published.to_str())
 
 
 def open_tokenizer(path: str | os.PathLike) -> TextTokenizer:
@@ -132,17 +121,15 @@ def open_tokenizer(path: str | os.PathLike) -> TextTokenizer:
     if path.suffix == ".gguf":
         return _of_gguf(path)
     folder = path if path.is_dir() else path.parent
-    file = path if path.suffix == ".json" else folder / "tokenizer.json"
-    settings = _optional(folder / "tokenizer_config.json")
+    file = path if path.suffix == ".json" else folder / FILE
+    settings = read_object(folder / SETTINGS)
     if file.is_file():
-        tokenizer = tokenizer_of(read_text(file), str(file))
-        apply_settings(tokenizer, folder)
-        add_published_tokens(tokenizer, folder)
+        tokenizer = read_tokenizer(file)
         special = {
-            key: _spelling(value) for key, value in settings.items() if key.endswith("_token")
+            key: spelling(value) or "" for key, value in settings.items() if key.endswith("_token")
         }
     else:
-        tokenizer, special = open_published(folder)
+        tokenizer, special = _open_published(folder)
     source, template = template_source(folder, settings), None
     if source:
         template = ChatTemplate(source, special, name=f"{folder}, chat_template")
@@ -154,31 +141,19 @@ def open_tokenizer(path: str | os.PathLike) -> TextTokenizer:
 def _end_ids(folder: Path, tokenizer: Tokenizer, eos: str) -> tuple[int, ...]:
     """The end tokens of generation_config.json, else config.json, else the tokenizer."""
     for name in ("generation_config.json", "config.json", "model.json"):
-        content = _optional(folder / name)
+        content = read_object(folder / name)
         content = content | content.get("token_ids", {})  # a folder of `mmqa convert`
-        found = content.get("eos_token_id")
-        if found is not None:
-            ids = found if isinstance(found, list) else [found]
+        named = content.get("eos_token_id")
+        if named is not None:
+            ids = named if isinstance(named, list) else [named]
             if len(ids) > _MOST_ENDS or not all(type(t) is int and t >= 0 for t in ids):
                 raise UserError(
-                    f"{folder / name}: eos_token_id is {json.dumps(found)[:80]}, a token's number "
+                    f"{folder / name}: eos_token_id is {json.dumps(named)[:80]}, a token's number "
                     f"or a list of at most {_MOST_ENDS} was expected; fetch the file again."
                 )
             return tuple(ids)
     known = tokenizer.token_to_id(eos) if eos else None
     return () if known is None else (known,)
-
-
-def _optional(file: Path) -> dict[str, Any]:
-    content = read_json(file) if file.is_file() else {}
-    if not isinstance(content, dict):
-        raise UserError(f"{file}: is not an object; fetch the file again.")
-    return content
-
-
-def _spelling(token: Any) -> str:
-    """A special token of tokenizer_config.json: text, or an object with its text, or null."""
-    return (token.get("content") if isinstance(token, dict) else token) or ""
 
 
 def _of_gguf(path: Path) -> TextTokenizer:
@@ -206,7 +181,7 @@ def _of_gguf(path: Path) -> TextTokenizer:
         ids = {"eos": 1, **ids}  # llama.cpp's, where the file does not say it
     else:
         prefix = file.metadata("tokenizer.ggml.add_space_prefix", True)
-        tokenizer, special = open_gguf(path, *kind, prefix)
+        tokenizer, special = _open_gguf(path, *kind, prefix)
     source = file.metadata("tokenizer.chat_template", "")
     template = None
     if source:
@@ -436,7 +411,6 @@ def pictures_of(messages: Sequence[Message]) -> tuple[Picture, ...]:
 # original's rule is put in its place. Importing it takes seconds, so that text_tokenizer opens a
 # tokenizer.json without it.
 
-_SPIECE = "spiece.model"
 _OF_T5 = ("T5Tokenizer", "T5TokenizerFast", "MT5Tokenizer", "MT5TokenizerFast")
 _T5_FIRST = ("<pad>", "</s>", "<unk>")
 _T5_SENTINELS = 100
@@ -459,17 +433,18 @@ class PublishedTokenizer(NamedTuple):
     special: dict[str, str]
 
 
-def open_published(folder: Path) -> PublishedTokenizer:
+def _open_published(folder: Path) -> PublishedTokenizer:
     """Opens the tokenizer of a folder without tokenizer.json.
 
     A tokenizer.model is SentencePiece's, of LLaMA-2, Vicuna and LLaVA-1.5, a spiece.model that of
     T5, Flan-T5 and mT5 unless tokenizer_config.json names another class. Other files
     (vocab.json and merges.txt, ...) are opened as tokenizer_config.json names their class.
     """
-    settings = _optional(folder / "tokenizer_config.json")
+    settings = read_object(folder / SETTINGS)
     if not (folder / "tokenizer.model").is_file():
-        if (folder / _SPIECE).is_file() and settings.get("tokenizer_class", _OF_T5[0]) in _OF_T5:
-            return _of_t5(folder)
+        if (folder / SPIECE).is_file() and settings.get("tokenizer_class", _OF_T5[0]) in _OF_T5:
+            # transformers' own class has mT5's pieces of bytes and does not use them.
+            return _with_bytes(_published(_from_pretrained(_OF_T5[0], folder)))
         if not settings.get("tokenizer_class"):
             raise UserError(
                 f"{folder}: has neither tokenizer.json nor tokenizer.model, nor a "
@@ -485,14 +460,6 @@ def open_published(folder: Path) -> PublishedTokenizer:
         prefix = "never"
     split_as_sentencepiece(opened.tokenizer, prefix)
     return opened
-
-
-def _of_t5(folder: Path) -> PublishedTokenizer:
-    """T5's SentencePiece model; mT5's spells unknown characters in bytes.
-
-    transformers' own class has those pieces and does not use them.
-    """
-    return _with_bytes(_published(_from_pretrained(_OF_T5[0], folder)))
 
 
 def _t5_of_gguf(file: GGUFSource, tokens: list[str]) -> PublishedTokenizer:
@@ -553,7 +520,7 @@ def _with_bytes(opened: PublishedTokenizer) -> PublishedTokenizer:
     return PublishedTokenizer(tokenizer, opened.special)
 
 
-def open_gguf(path: Path, kind: str, splitting: str, prefix_space: bool) -> PublishedTokenizer:
+def _open_gguf(path: Path, kind: str, splitting: str, prefix_space: bool) -> PublishedTokenizer:
     """Opens the tokenizer in a GGUF file's metadata.
 
     Args:

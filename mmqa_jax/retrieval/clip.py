@@ -16,8 +16,9 @@ from jaxtyping import Float32
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
-from mmqa_jax.data.clip_tokenizer import Preprocessing, load_clip_tokenizer
 from mmqa_jax.data.pictures.resize import Resize
+from mmqa_jax.data.published_tokenizers import load_clip_tokenizer
+from mmqa_jax.data.tokenizers import Preprocessing
 from mmqa_jax.models.clip.network import CLIP
 from mmqa_jax.models.clip.open_clip import squashes
 from mmqa_jax.models.clip.uniir import UNIIR

@@ -24,12 +24,11 @@ from mmqa_jax.core.serving import BatchSize, RowCost, Serving, serve
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.documents.chunks import TokenLimit
-from mmqa_jax.data.encoder_tokenizer import TextsTokenizer
 from mmqa_jax.data.pictures.decode import Alpha
 from mmqa_jax.data.pictures.resize import NaFlex, PictureShape, cut_patches
 from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.schema import Source, source_text
-from mmqa_jax.data.tokenizers import WordPiece
+from mmqa_jax.data.tokenizers import Tokenizer, special_tokens
 from mmqa_jax.models.bert.network import BertConfig
 from mmqa_jax.models.clip.network import BlockConfig
 from mmqa_jax.models.common.unstacked import restacked, unstacked
@@ -95,8 +94,7 @@ class Embedder:
     Args:
       graphdef, state: `nnx.split` of a dual encoder (models/encoders/dual_encoder.py), which takes
         pictures as uint8. The state may be abstract if `use` gives the parameters.
-      tokenizer: a WordPiece, which encodes texts as [CLS] tokens [SEP], or a published one with
-        its own tokens around a text (data/encoder_tokenizer.py).
+      tokenizer: of the texts, with the special tokens around one.
       image_size: side of the pictures in pixels; 0: it takes texts alone.
       buckets: lengths in tokens, including special tokens, increasing.
       batch_size: texts or pictures per call, over all devices, or `auto`.
@@ -115,7 +113,7 @@ class Embedder:
         self,
         graphdef: Any,
         state: Any,
-        tokenizer: WordPiece | TextsTokenizer,
+        tokenizer: Tokenizer,
         *,
         image_size: int,
         buckets: Sequence[int] = (16, 32, 64, 96),
@@ -133,11 +131,6 @@ class Embedder:
                 f"embedder: buckets={tuple(buckets)} must increase and start at 3 or more."
             )
         self.tokenizer = tokenizer
-        if isinstance(tokenizer, TextsTokenizer):
-            self._around = tokenizer.before, tokenizer.after
-        else:
-            before = [] if tokenizer.cls_id is None else [tokenizer.cls_id]
-            self._around = before, [tokenizer.sep_id]
         self.image_size, self.resize, self.alpha = image_size, resize, alpha
         self.buckets = tuple(buckets)
         self.prompts, self._recipe = prompts, recipe
@@ -164,7 +157,7 @@ class Embedder:
     @property
     def token_limit(self) -> TokenLimit:
         """What it reads of a source's text."""
-        around = sum(map(len, self._around))
+        around = special_tokens(self.tokenizer)
         prompt = self.prompts.source
         before = len(self.tokenizer.encode_batch([prompt])[0]) if prompt else 0
         return token_limit(self.tokenizer, self.buckets[-1] - around - before)
@@ -343,7 +336,7 @@ class Embedder:
         self, texts: Sequence[str], prompt: str
     ) -> Iterator[tuple[np.ndarray, Int32[np.ndarray, "B L"], Bool[np.ndarray, "B L"]]]:
         """Batches of texts of similar length: (indices into `texts`, ids, attention mask)."""
-        before, after = self._around
+        before, after = self.tokenizer.before, self.tokenizer.after
         longest = self.buckets[-1] - len(before) - len(after)
         whole = self.tokenizer.encode_batch([prompt + text for text in texts])
         tokens = [[*before, *ids[:longest], *after] for ids in whole]
@@ -459,7 +452,7 @@ class Embedder:
         return digest.hexdigest()
 
 
-def token_limit(tokenizer: WordPiece | TextsTokenizer, most: int) -> TokenLimit:
+def token_limit(tokenizer: Tokenizer, most: int) -> TokenLimit:
     """Describes an encoder that reads so many tokens of a text."""
 
     def count(texts: Sequence[str]) -> list[int]:

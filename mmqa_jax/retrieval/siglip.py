@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh
 from mmqa_jax.data.pictures.resize import NaFlex, Resize
-from mmqa_jax.data.siglip_tokenizer import load_siglip_tokenizer
+from mmqa_jax.data.published_tokenizers import load_siglip_tokenizer
 from mmqa_jax.models.encoders.dual_encoder import DualEncoderConfig, siglip_dual_encoder
 from mmqa_jax.models.siglip.network import Siglip, SiglipVisionConfig
 from mmqa_jax.models.siglip.processor import read_preparation

@@ -16,7 +16,7 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import state_shardings
 from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh
-from mmqa_jax.data.encoder_tokenizer import load_encoder_tokenizer
+from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
 from mmqa_jax.models.encoders.sentence_encoder import SentenceEncoder
 from mmqa_jax.models.encoders.sentence_pooling import has_recipe, read_recipe
 from mmqa_jax.models.encoders.text_encoders import (

@@ -23,8 +23,8 @@ from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.core.mesh import state_shardings
 from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
 from mmqa_jax.data.chat_template import MARKS, PictureChat
-from mmqa_jax.data.encoder_tokenizer import load_encoder_tokenizer
 from mmqa_jax.data.pictures.resize import PictureSizes
+from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
 from mmqa_jax.models.common.unstacked import restacked
 from mmqa_jax.models.encoders.sentence_pooling import has_recipe, read_recipe
 from mmqa_jax.models.encoders.vlm_keys import load_vlm_encoder, read_vlm_config

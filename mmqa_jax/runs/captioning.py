@@ -36,7 +36,7 @@ from mmqa_jax.data.regions import (
     tag_words,
 )
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.tokenizers import WordPiece, load_tokenizer
+from mmqa_jax.data.tokenizers import Tokenizer, load_tokenizer
 from mmqa_jax.decoding.masked_lm import write_captions
 from mmqa_jax.decoding.requests import Unanswerable
 from mmqa_jax.models.oscar.layout import OscarLayout
@@ -130,7 +130,7 @@ class OscarCaptioner:
     def __init__(
         self,
         folder: Path,
-        tokenizer: WordPiece,
+        tokenizer: Tokenizer,
         num_beams: int,
         batch_size: BatchSize = AUTO,
         mesh: Mapping[str, int] | None = None,

@@ -20,7 +20,7 @@ from mmqa_jax.data.batches.feed import BatchesSection
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.formats.webqa import has_keywords
 from mmqa_jax.data.schema import Question, Ranking
-from mmqa_jax.data.tokenizers import WordPiece
+from mmqa_jax.data.tokenizers import Tokenizer
 from mmqa_jax.decoding.masked_lm import beam_search
 from mmqa_jax.evaluation.webqa import Normalizer, score_answers
 from mmqa_jax.inference.reader import Reader
@@ -196,7 +196,7 @@ class AnswerEvaluation:
       reader: answers them.
     """
 
-    def __init__(self, task: Answer, corpus: Corpus, tokenizer: WordPiece, model: nnx.Module):
+    def __init__(self, task: Answer, corpus: Corpus, tokenizer: Tokenizer, model: nnx.Module):
         section = task.validate
         assert section is not None
         self.questions = scored_questions(task, corpus, has_keywords, "keywords")

@@ -24,7 +24,7 @@ from mmqa_jax.data.atlas.reader import (
 from mmqa_jax.data.batches.packing import Packer, PackingConfig
 from mmqa_jax.data.batches.source_reader import SourceReader
 from mmqa_jax.data.regions import FeatureRegions, PatchRegions
-from mmqa_jax.data.tokenizers import WordPiece
+from mmqa_jax.data.tokenizers import Tokenizer
 from mmqa_jax.models.vlp.atlas_reader import FRESH, AtlasVLPModel, ProbedInputs, add_types
 from mmqa_jax.models.vlp.network import VLPInputs
 from mmqa_jax.tasks.pretrained import Loader, vlp_loader
@@ -55,7 +55,7 @@ class AtlasVLPTask(VLPTask):
     inference: AtlasServing
     new_types: tuple[int, ...] = ()
 
-    def loader(self, tokenizer: WordPiece) -> Loader | None:
+    def loader(self, tokenizer: Tokenizer) -> Loader | None:
         def after_bert(vlp: Any) -> None:
             add_types(vlp, self.new_types)
 

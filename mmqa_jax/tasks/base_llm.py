@@ -306,8 +306,8 @@ class TextModelTask(Task):
 
     architecture: ClassVar[str]
 
-    def tokenizer_kind(self) -> tuple[type, str]:
-        return TextTokenizer, "that of a language model"
+    def tokenizer_kind(self) -> tuple[str, str]:
+        return TextTokenizer.kind, "that of a language model"
 
     def make_tokenizer(self, corpus: Corpus, folder: Path) -> TextTokenizer:
         return make_text_tokenizer(self, corpus, folder)

@@ -18,11 +18,9 @@ from mmqa_jax.core.typed import at_least, mapping
 from mmqa_jax.data.batches.contrastive import ContrastSampling, contrastive_batches
 from mmqa_jax.data.batches.feed import BatchesSection
 from mmqa_jax.data.batches.source_reader import SourceReader
-from mmqa_jax.data.clip_tokenizer import ClipTokenizer
 from mmqa_jax.data.corpus import Corpus, evenly
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.siglip_tokenizer import SiglipTokenizer
-from mmqa_jax.data.tokenizers import WordPiece
+from mmqa_jax.data.tokenizers import Tokenizer
 from mmqa_jax.evaluation.retrieval import score_rankings
 from mmqa_jax.models.clip.network import TextConfig
 from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig, with_logit_bias
@@ -60,9 +58,6 @@ RetrievalMetric = Literal[
 # What the tasks on dual encoders have in common: contrastive and example_retrieval.
 
 
-DualEncoderTokenizer = WordPiece | ClipTokenizer | SiglipTokenizer
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderServing(ServingSection):
     """The encoder in use; `buckets`: lengths in tokens, increasing."""
@@ -90,11 +85,11 @@ class DualEncoderTask(Task):
         """The model's sizes; `vocab_size`: of the tokenizer."""
         return self.model.config(vocab_size)
 
-    def tokenizer_kind(self) -> tuple[type, str]:
+    def tokenizer_kind(self) -> tuple[str, str]:
         if self.model.clip:
-            return ClipTokenizer, "the folder of a converted CLIP"
+            return "CLIP", "the folder of a converted CLIP"
         if self.model.siglip:
-            return SiglipTokenizer, "the folder of a converted SigLIP"
+            return "SigLIP", "the folder of a converted SigLIP"
         return super().tokenizer_kind()
 
     def _check(self, files: bool) -> None:
@@ -155,7 +150,7 @@ class DualEncoderTask(Task):
         """The cost of a source, or a text."""
         return dual_encoder_cost(self.config(ANY_VOCABULARY), max(self.inference.buckets))
 
-    def embedder(self, tokenizer: DualEncoderTokenizer, model: DualEncoder) -> Embedder:
+    def embedder(self, tokenizer: Tokenizer, model: DualEncoder) -> Embedder:
         """The embedder of a run's model, which may be abstract (see Embedder.use)."""
         graphdef, state = nnx.split(model)
         return Embedder(
@@ -181,7 +176,7 @@ class DualEncoderTask(Task):
         return dataclasses.replace(self, model=model, inference=serving)
 
     def open(
-        self, folder: str | Path, tokenizer: DualEncoderTokenizer, *, one_shape: bool = False
+        self, folder: str | Path, tokenizer: Tokenizer, *, one_shape: bool = False
     ) -> Embedder:
         """The trained embedder of the run in a folder."""
         config = self.config(tokenizer.vocab_size)

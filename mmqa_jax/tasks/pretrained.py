@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.tokenizers import WordPiece, minilm_tokenizer, vocabulary_rows
+from mmqa_jax.data.tokenizers import Tokenizer, minilm_tokenizer, vocabulary_rows
 from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig
 from mmqa_jax.models.encoders.text_classifier import TextClassifier
 from mmqa_jax.weights.bundled import minilm_path
@@ -83,7 +83,7 @@ def dual_encoder_loader(task: Any, tokenizer: Any) -> Loader | None:
     return load
 
 
-def classifier_loader(task: Any, tokenizer: WordPiece) -> Loader | None:
+def classifier_loader(task: Any, tokenizer: Tokenizer) -> Loader | None:
     """Loads a BERT into a text classifier."""
     if task.init == "scratch":
         return None
@@ -97,7 +97,7 @@ def classifier_loader(task: Any, tokenizer: WordPiece) -> Loader | None:
 
 def vlp_loader(
     task: Any,
-    tokenizer: WordPiece,
+    tokenizer: Tokenizer,
     *,
     fresh: Sequence[str] = (),
     after_bert: Loader | None = None,
@@ -137,7 +137,7 @@ def bert_folder(task: Any) -> str | os.PathLike:
     return minilm_path() if task.init == "minilm" else task.init
 
 
-def bert_rows(task: Any, tokenizer: WordPiece) -> np.ndarray | None:
+def bert_rows(task: Any, tokenizer: Tokenizer) -> np.ndarray | None:
     """Rows of MiniLM's embedding table for a smaller vocabulary, None for its own."""
     if task.tokenizer != "minilm:corpus":
         return None

@@ -18,7 +18,7 @@ from mmqa_jax.data.batches.feed import BatchesSection
 from mmqa_jax.data.batches.rerank import PairSampling, rerank_batches
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.tokenizers import WordPiece
+from mmqa_jax.data.tokenizers import Tokenizer
 from mmqa_jax.evaluation.source_selection import CAPS, SELECTIONS, Cap, Select, tune_threshold
 from mmqa_jax.inference.cross_encoder import open_cross_encoder
 from mmqa_jax.inference.reranker import CachedReranker, Reranker, make_relevance
@@ -147,7 +147,7 @@ class Rerank(AtlasVLPTask):
         return InUse(self.cost(), make_relevance, self.planned_model, inputs)
 
     def reranker(
-        self, corpus: Corpus, tokenizer: WordPiece, model: nnx.Module
+        self, corpus: Corpus, tokenizer: Tokenizer, model: nnx.Module
     ) -> Reranker | CachedReranker:
         """The reranker of a run's model, which may be abstract: over pairs or cached sources."""
         kind = CachedReranker if isinstance(model, TwoSidedVLP) else Reranker
@@ -163,7 +163,7 @@ class SelectionEvaluation:
       reranker: scores them.
     """
 
-    def __init__(self, task: Rerank, corpus: Corpus, tokenizer: WordPiece, model: nnx.Module):
+    def __init__(self, task: Rerank, corpus: Corpus, tokenizer: Tokenizer, model: nnx.Module):
         section = task.validate
         assert section is not None
         self.questions = scored_questions(task, corpus, lambda q: bool(q.positives), "gold sources")
@@ -222,7 +222,7 @@ def two_sides(
 
 def load_selector(
     folder: str | Path, options: Options | None = None, *, one_shape: bool = False
-) -> tuple[Rerank, WordPiece, VLP]:
+) -> tuple[Rerank, Tokenizer, VLP]:
     """The task, tokenizer and model of a rerank run; the arguments are those of `load_reranker`."""
     task, tokenizer = read_run(folder, (Rerank,), options)
     task = task.in_one_shape() if one_shape else task

@@ -8,21 +8,20 @@ import jax
 
 from mmqa_jax.core import distributed
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.atlas.reader import restrict_vocabulary
-from mmqa_jax.data.clip_tokenizer import ClipTokenizer, open_tokenizer
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.published_tokenizers import open_tokenizer
 from mmqa_jax.data.question_words import QuestionWords, make_words
-from mmqa_jax.data.siglip_tokenizer import SiglipTokenizer
 from mmqa_jax.data.tokenizers import (
-    WordPiece,
+    Tokenizer,
     minilm_tokenizer,
+    restrict_vocabulary,
     train_wordpiece,
 )
 
-Tokenizer = WordPiece | ClipTokenizer | SiglipTokenizer | QuestionWords
+AnyTokenizer = Tokenizer | QuestionWords
 
 
-def make_tokenizer(name: str, corpus: Corpus, folder: Path) -> Tokenizer:
+def make_tokenizer(name: str, corpus: Corpus, folder: Path) -> AnyTokenizer:
     """The run's tokenizer, saved as tokenizer.json in its folder.
 
     Args:
@@ -40,7 +39,7 @@ def make_tokenizer(name: str, corpus: Corpus, folder: Path) -> Tokenizer:
     return open_tokenizer(kept)
 
 
-def _new_tokenizer(name: str, corpus: Corpus) -> Tokenizer:
+def _new_tokenizer(name: str, corpus: Corpus) -> AnyTokenizer:
     if name == "minilm":
         return minilm_tokenizer()
     if name == "words":

@@ -39,16 +39,15 @@ from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.answers import AnswerVocabulary
 from mmqa_jax.data.batches.feed import Batches, BatchesSection, FeedConfig
 from mmqa_jax.data.batches.packing import Augment
-from mmqa_jax.data.clip_tokenizer import ClipTokenizer, open_tokenizer
 from mmqa_jax.data.corpus import Corpus, evenly, open_corpus
 from mmqa_jax.data.mixture import member_of, open_mixture
 from mmqa_jax.data.pictures.decode import Alpha
 from mmqa_jax.data.pictures.resize import Resize
 from mmqa_jax.data.pictures.store import PictureStore
+from mmqa_jax.data.published_tokenizers import open_tokenizer
 from mmqa_jax.data.question_words import QuestionWords
 from mmqa_jax.data.schema import Modality, Question, Source, source_text
-from mmqa_jax.data.siglip_tokenizer import SiglipTokenizer
-from mmqa_jax.data.tokenizers import WordPiece
+from mmqa_jax.data.tokenizers import Tokenizer
 from mmqa_jax.models.presets import TRUNKS
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 from mmqa_jax.retrieval.modality import of_modality
@@ -61,7 +60,7 @@ from mmqa_jax.weights.folder import load_weights
 from mmqa_jax.weights.keymap import traced_model
 from mmqa_jax.weights.record import read_metadata
 
-Tokenizer = WordPiece | ClipTokenizer | SiglipTokenizer | QuestionWords | TextTokenizer
+AnyTokenizer = Tokenizer | QuestionWords | TextTokenizer
 Struct = jax.ShapeDtypeStruct
 
 ANY_VOCABULARY = 30_522  # of the published BERTs: where it is not known, and no size depends on it
@@ -411,22 +410,22 @@ class Task(abc.ABC):
             raise UserError("config key data.dir is empty: name the folder of `mmqa prepare`.")
         return open_corpus(self.data.dir)
 
-    def make_tokenizer(self, corpus: Corpus, folder: Path) -> Tokenizer:
+    def make_tokenizer(self, corpus: Corpus, folder: Path) -> AnyTokenizer:
         """The run's tokenizer, saved in its folder; one that is already there is used."""
         return make_tokenizer(self.tokenizer, corpus, folder)
 
-    def open_tokenizer(self, folder: Path) -> Tokenizer:
+    def open_tokenizer(self, folder: Path) -> AnyTokenizer:
         """The tokenizer of the run in a folder; UserError if it is damaged."""
         return open_tokenizer(folder / "tokenizer.json")
 
-    def tokenizer_kind(self) -> tuple[type, str]:
-        """The class of the tokenizers that the model reads, and what to name in the config."""
-        return WordPiece, "a WordPiece tokenizer"
+    def tokenizer_kind(self) -> tuple[str, str]:
+        """The kind of tokenizers that the model reads, and what to name in the config."""
+        return "WordPiece", "a WordPiece tokenizer"
 
-    def recipe(self, corpus: Corpus, tokenizer: Tokenizer) -> Recipe:
+    def recipe(self, corpus: Corpus, tokenizer: AnyTokenizer) -> Recipe:
         """What a run on a corpus needs."""
         kind, wanted = self.tokenizer_kind()
-        if not isinstance(tokenizer, kind):
+        if tokenizer.kind != kind:
             raise UserError(
                 f"config key tokenizer={self.tokenizer}: the model reads another kind of tokens; "
                 f"name {wanted}."

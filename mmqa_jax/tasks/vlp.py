@@ -36,7 +36,7 @@ from mmqa_jax.data.regions import (
     read_class_names,
     read_id_map,
 )
-from mmqa_jax.data.tokenizers import WordPiece
+from mmqa_jax.data.tokenizers import Tokenizer
 from mmqa_jax.inference.detected_regions import CorpusRegions, RegionCache
 from mmqa_jax.inference.opened_detector import DetectorChoice, open_detector
 from mmqa_jax.models.presets import VLPModel
@@ -286,12 +286,12 @@ class VLPTask(Task):
             **{**self.packing, **changes},
         )
 
-    def packer(self, tokenizer: WordPiece, *, inference: bool = False) -> Packer:
+    def packer(self, tokenizer: Tokenizer, *, inference: bool = False) -> Packer:
         """The packer of sequences; see `packing_config`."""
         return self.packer_class(tokenizer, self.packing_config(inference=inference))
 
     def source_reader(
-        self, corpus: Corpus, tokenizer: WordPiece, *, on_demand: bool = False
+        self, corpus: Corpus, tokenizer: Tokenizer, *, on_demand: bool = False
     ) -> SourceReader:
         """Tokens and pixels of the corpus's sources as the model takes them.
 
@@ -304,7 +304,7 @@ class VLPTask(Task):
             corpus, tokenizer, pictures, regions, self.data.text_of, on_demand=on_demand
         )
 
-    def loader(self, tokenizer: WordPiece) -> Loader | None:
+    def loader(self, tokenizer: Tokenizer) -> Loader | None:
         """Puts the weights that the run starts from into its model."""
         return vlp_loader(self, tokenizer)
 
@@ -439,7 +439,7 @@ class VLPTask(Task):
         """The model with `vocabulary_size`, of whose weights the shapes are meant."""
         return self.vlp_config(self.vocabulary_size()).build(rngs=nnx.Rngs())
 
-    def open_vlp(self, folder: str | Path, tokenizer: WordPiece, *, one_shape: bool = False) -> VLP:
+    def open_vlp(self, folder: str | Path, tokenizer: Tokenizer, *, one_shape: bool = False) -> VLP:
         """The trained model of the run in a folder; `one_shape`: see `in_one_shape`."""
         facts = self.regions_facts()
         if facts and read_metadata(folder).get(DETECTOR) != facts[DETECTOR]:

@@ -30,8 +30,8 @@ from mmqa_jax.data.batches.vqa import (
     VQAInputs,
     vqa_batches,
 )
-from mmqa_jax.data.clip_tokenizer import open_tokenizer
 from mmqa_jax.data.corpus import Corpus, trains_on
+from mmqa_jax.data.published_tokenizers import open_tokenizer
 from mmqa_jax.data.question_words import QuestionWords, read_glove
 from mmqa_jax.data.records.grid_records import PictureFeatures, open_features
 from mmqa_jax.data.schema import Question
@@ -159,9 +159,9 @@ class VQA(Task):
     augment: Mapping[str, Any] = mapping(dict)
     validate: ValidateVQA | None = None
 
-    def tokenizer_kind(self) -> tuple[type, str]:
+    def tokenizer_kind(self) -> tuple[str, str]:
         if self.model.image == "regions":
-            return QuestionWords, "`words`, or openvqa's token_dict.json"
+            return QuestionWords.kind, "`words`, or openvqa's token_dict.json"
         return super().tokenizer_kind()
 
     def vocabulary_size(self) -> int:

@@ -95,7 +95,7 @@ def convert(
       changes: `FIELD=VALUE` of the config, where the checkpoint does not decide.
       clip: folder of the CLIP that a LLaVA was trained with, where it has no vision tower.
       preprocessing: of a CLIP, whose code prepares texts and pictures (`PREPROCESSING`); None
-        leaves it to the source's layout, see data/clip_tokenizer.py.
+        leaves it to the source's layout, see data/published_tokenizers.py.
       write_more: writes files of a published source to a folder, and names them: the tokenizer
         that a GGUF file holds.
 

@@ -16,9 +16,9 @@ from PIL import Image
 from mmqa_jax.cli import main
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.clip_tokenizer import END, START, load_clip_tokenizer
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.pictures.resize import to_pixels
+from mmqa_jax.data.published_tokenizers import END, START, load_clip_tokenizer
 from mmqa_jax.data.schema import Question, Ranking, Source
 from mmqa_jax.retrieval.clip import load_clip_embedder
 from mmqa_jax.retrieval.dense import DenseRetriever

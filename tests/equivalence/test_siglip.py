@@ -24,8 +24,7 @@ from flax import nnx
 from siglip_pair import TEXT, VISION, published, spiece
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.clip_tokenizer import open_tokenizer
-from mmqa_jax.data.siglip_tokenizer import load_siglip_tokenizer
+from mmqa_jax.data.published_tokenizers import load_siglip_tokenizer, open_tokenizer
 from mmqa_jax.data.tokenizers import text_inputs
 from mmqa_jax.models.encoders.dual_encoder import siglip_dual_encoder
 from mmqa_jax.models.siglip.keys import publish_siglip, siglip_config, siglip_key_map

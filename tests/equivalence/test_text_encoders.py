@@ -15,8 +15,9 @@ from compare import LAYER, WHOLE, alone, compiled
 from tiny_encoders import FAMILIES, QUESTIONS, save_plain, save_sentences, texts
 
 from mmqa_jax.data.corpus import corpus_of_lists
-from mmqa_jax.data.encoder_tokenizer import cut_longest, load_encoder_tokenizer
+from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
 from mmqa_jax.data.schema import Question, Ranking
+from mmqa_jax.data.tokenizers import cut_longest
 from mmqa_jax.inference.cross_encoder import open_cross_encoder
 from mmqa_jax.models.encoders.text_encoders import load_text_encoder
 from mmqa_jax.retrieval.text_encoder import load_text_embedder

@@ -17,7 +17,7 @@ from vqa_files import write_okvqa
 from mmqa_jax.core.mesh import RowPlacement
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.answers import read_vocabulary
-from mmqa_jax.data.clip_tokenizer import open_tokenizer
+from mmqa_jax.data.published_tokenizers import open_tokenizer
 from mmqa_jax.plan.programs import program_in_use
 from mmqa_jax.tasks import vqa
 from mmqa_jax.tasks.registry import read_task

@@ -16,7 +16,7 @@ from mmqa_jax.core.config import load_config
 from mmqa_jax.core.files import read_json
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.schema import source_text
-from mmqa_jax.data.tokenizers import WordPiece
+from mmqa_jax.data.tokenizers import Tokenizer
 from mmqa_jax.inference.reader import Reader
 from mmqa_jax.inference.reranker import Reranker
 from mmqa_jax.retrieval.bm25.in_memory import BM25Retriever, words
@@ -368,7 +368,7 @@ def test_a_split_of_which_nothing_is_known(bare_data, models, index, tmp_path):
 
 def test_empty_answers_are_scored(flags_of, monkeypatch, tmp_path):
     """A reader that says nothing is wrong; it is no retriever."""
-    monkeypatch.setattr(WordPiece, "decode", lambda *_: "")
+    monkeypatch.setattr(Tokenizer, "decode", lambda *_: "")
     result = done(*flags_of("atlas:oracle", tmp_path / "run"))
     assert {row["answer"] for row in rows_of(tmp_path / "run" / "predictions.jsonl")} == {""}
     assert result["scores"]["webqa_acc/no_lemma"] == 0

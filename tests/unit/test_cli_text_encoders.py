@@ -15,7 +15,7 @@ from tiny_encoders import save_plain
 import mmqa_jax
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus, corpus_of_lists
-from mmqa_jax.data.encoder_tokenizer import load_encoder_tokenizer
+from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
 from mmqa_jax.inference.cross_encoder import open_cross_encoder
 from mmqa_jax.models.encoders.sentence_pooling import (
     Prompts,

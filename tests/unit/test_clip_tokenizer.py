@@ -10,8 +10,8 @@ import pytest
 from shared_data import SHARED, require
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data import clip_tokenizer
-from mmqa_jax.data.clip_tokenizer import OPENAI_MERGES, load_clip_tokenizer
+from mmqa_jax.data import published_tokenizers
+from mmqa_jax.data.published_tokenizers import OPENAI_MERGES, load_clip_tokenizer
 from mmqa_jax.weights.output_folder import copy_companions
 
 pytestmark = pytest.mark.slow
@@ -62,7 +62,7 @@ def test_refusals(tmp_path, monkeypatch):
     (tmp_path / OPENAI_MERGES).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match="cannot be read as gzip"):
         load_clip_tokenizer(tmp_path)
-    monkeypatch.setattr(clip_tokenizer, "_MOST_MERGES", 1 << 18)
+    monkeypatch.setattr(published_tokenizers, "_MOST_MERGES", 1 << 18)
     (tmp_path / OPENAI_MERGES).write_bytes(gzip.compress(b"a b\n" * (1 << 20)))
     tracemalloc.start()
     with pytest.raises(UserError, match="does not hold CLIP's 48,894 merges"):

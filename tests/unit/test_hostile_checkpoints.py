@@ -13,8 +13,8 @@ from tiny_checkpoints import CONFIGS, make_source
 from tokenizers import Tokenizer
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.encoder_tokenizer import load_encoder_tokenizer
-from mmqa_jax.data.tokenizers import tokenizer_of
+from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
+from mmqa_jax.data.tokenizer_files import tokenizer_of
 from mmqa_jax.models.llama.gguf import gguf_config
 from mmqa_jax.models.t5.gguf import t5_gguf_config
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer

@@ -45,7 +45,7 @@ OWN_TEXT = ("data/atlas/",)
 MADE_LATER = {
     "core/json_text": 1,  # a number of too many digits
     "data/chat_template": 1,  # the marks of pictures
-    "data/encoder_tokenizer": 1,  # special tokens
+    "data/tokenizers": 1,  # special tokens
     "extensions/second_hop": 1,  # a title
     "training/optimizer": 6,  # the user's own, of parameters' names
     "training/state": 2,

@@ -10,8 +10,7 @@ from tokenizers import AddedToken, Tokenizer, models, processors
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.chat_template import MARKS, PictureChat
-from mmqa_jax.data.encoder_tokenizer import load_encoder_tokenizer
-from mmqa_jax.data.siglip_tokenizer import load_siglip_tokenizer
+from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer, load_siglip_tokenizer
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 
 SPECIAL = ["<s>", "</s>", "<pad>", "<image>"]
@@ -45,7 +44,7 @@ def save(folder, tokens="a", special=SPECIAL, template=None, settings=None, mode
         (True, {"template": SIGLIP_2},
          r"tokenizer\.json: its template makes .* of 'a'; one token before and one after"),
         (False, {"tokens": "b"},
-         r"tokenizer\.json: its template makes \[\] of 'a', which lacks the text's own tokens; put"),
+         r"tokenizer\.json: its template makes \[\] of 'a'; the text's own tokens were expected among them; put"),
         *((pairs, {"model": models.WordPiece, "template": ROBERTA},
            r"tokenizer\.json: cannot split every text \(.*Missing \[UNK\] .*; put the checkpoint's")
           for pairs in (True, False)),

@@ -7,11 +7,11 @@ import pytest
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.atlas.factbook import load_countries
-from mmqa_jax.data.atlas.reader import restrict_vocabulary
 from mmqa_jax.data.tokenizers import (
     SPECIAL_TOKENS,
     load_tokenizer,
     minilm_tokenizer,
+    restrict_vocabulary,
     train_wordpiece,
     vocabulary_rows,
 )

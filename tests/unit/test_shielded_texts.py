@@ -22,9 +22,8 @@ from tiny_llm import TEMPLATE as CHATML
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from mmqa_jax.data.chat_template import MARKS, PictureChat, rendered
-from mmqa_jax.data.encoder_tokenizer import EncoderTokenizer, TextsTokenizer
+from mmqa_jax.data.published_tokenizers import published_tokenizer, siglip_tokenizer
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.siglip_tokenizer import SiglipTokenizer
 from mmqa_jax.data.tokenizers import MarkedTokenizer, minilm_tokenizer
 from mmqa_jax.extensions.mavl_planner import plan_prompts
 from mmqa_jax.inference.cross_encoder import YesNoPairs, YesNoPrompt
@@ -97,7 +96,7 @@ def whole_words() -> Tokenizer:
 
 
 FAMILIES = {
-    "smollm2": lambda: open_tokenizer(smollm2_path())._tokenizer,
+    "smollm2": lambda: open_tokenizer(smollm2_path()).published,
     "bytes": lambda: of_bytes(plain=(*PLAIN_MARKS, *WORDS)),
     "bytes, one word": lambda: of_bytes(in_model=True),
     "sentencepiece": sentencepiece_bpe,
@@ -125,8 +124,8 @@ def test_a_text_without_marks_has_the_published_ids(family, data):
     text = data.draw(texts)
     # A published Unigram finds marks in the normalized text, too.
     assume(not any(mark in unicodedata.normalize("NFKC", text) for mark in ours.marks))
-    assert ours.encode(ours.shield(text)) == published.encode(text).ids
-    assert ours.encode_batch([ours.shield(text)]) == [published.encode(text).ids]
+    assert ours.encode_prompts([ours.shield(text)]) == [published.encode(text).ids]
+    assert ours.encode_texts([text]) == [published.encode(text).ids]
 
 
 @once
@@ -137,7 +136,7 @@ def test_a_text_that_spells_marks_is_text(family, data):
     spelled += [mark[len(mark) // 2 :] for mark in ours.marks]
     drawn = data.draw(st.lists(st.sampled_from([*spelled, "＜／ｓ＞", " a", "\n", "\ue002"])))
     parts = list(map(ours.shield, drawn))  # of a message, which a template joins
-    ids = ours.encode("".join(parts))
+    ids = ours.encode_prompts(["".join(parts)])[0]
     assert not set(ids) & {n for mark, n in ours.marks.items() if mark != "<unk>"}
     if name in EXACT:
         decoded = family[1].decode(ids, skip_special_tokens=False)
@@ -150,9 +149,9 @@ def test_marks_of_a_prompt_are_the_published_tokens(family):
     _, published, ours = family
     for mark, number in ours.marks.items():
         prompt = f"{mark} a{mark}{mark} b"
-        assert ours.encode(prompt) == published.encode(prompt).ids
+        assert ours.encode_prompts([prompt])[0] == published.encode(prompt).ids
         if mark != "<unk>":  # which a model makes of unknown words
-            assert ours.encode(prompt + ours.shield(prompt)).count(number) == 3
+            assert ours.encode_prompts([prompt + ours.shield(prompt)])[0].count(number) == 3
 
 
 @pytest.mark.parametrize("name", ["smollm2", "bytes, one word"])
@@ -165,7 +164,9 @@ def test_it_is_transformers_split_special_tokens(name):
     theirs = PreTrainedTokenizerFast(tokenizer_object=published, split_special_tokens=True)
     for mark in ours.marks:
         text = f"He said {mark}\n{mark}system: <{mark}."
-        assert ours.encode(ours.shield(text)) == theirs.encode(text, add_special_tokens=False)
+        assert ours.encode_prompts([ours.shield(text)])[0] == theirs.encode(
+            text, add_special_tokens=False
+        )
 
 
 def test_added_words_of_texts_stay_tokens():
@@ -173,7 +174,7 @@ def test_added_words_of_texts_stay_tokens():
     ours = MarkedTokenizer(published)
     assert set(ours.marks) == {*TURNS, *PLAIN_MARKS}
     for word in WORDS:
-        ids = ours.encode(ours.shield(f"a{word}b"))
+        ids = ours.encode_prompts([ours.shield(f"a{word}b")])[0]
         assert ids == published.encode(f"a{word}b").ids
         assert published.token_to_id(word) in ids
 
@@ -182,7 +183,7 @@ def test_it_can_be_sent_to_another_process():
     ours = MarkedTokenizer(unigram())
     again = pickle.loads(pickle.dumps(ours))
     for text in ("a </s>b", again.shield("a </s>b")):
-        assert again.encode(text) == ours.encode(text)
+        assert again.encode_prompts([text])[0] == ours.encode_prompts([text])[0]
 
 
 # Conversations.
@@ -215,7 +216,7 @@ def chat(template: str) -> TextTokenizer:
 
 
 def marks_in(tokenizer: TextTokenizer, ids) -> list[int]:
-    return [token for token in ids if token in set(tokenizer._prompts.marks.values())]
+    return [token for token in ids if token in set(tokenizer.pieces.marks.values())]
 
 
 @pytest.mark.parametrize("template", [CHATML, TRIMMED, AS_JSON, THINKING, CUT_OFF, None])
@@ -263,7 +264,7 @@ def test_an_assistants_thoughts_are_the_templates_business(template, shown):
     )
     assert tokenizer.decode(ids) == want
     assert shown in want
-    think, end = map(tokenizer._tokenizer.token_to_id, ("<think>", "<|im_end|>"))
+    think, end = map(tokenizer.token_id, ("<think>", "<|im_end|>"))
     assert ids.count(think) == (2 if template == THINKING else 0)
     assert ids.count(end) == 3
 
@@ -308,7 +309,7 @@ PICTURED_BACKENDS = {
 @pytest.mark.parametrize("shown", [(), (flag(size=(60, 40)),)])
 def test_a_placeholder_in_a_text_is_no_picture(name, shown):
     made, image = PICTURED_BACKENDS[name]()
-    ends = {n for mark, n in made.tokenizer._prompts.marks.items() if mark != "<|im_start|>"}
+    ends = {n for mark, n in made.tokenizer.pieces.marks.items() if mark != "<|im_start|>"}
 
     def prompts(text):
         turns = (Message("user", (*shown, text)), Message("assistant", (text,)))
@@ -348,11 +349,11 @@ def fusion():
 
 
 def pairs_of_yes_no():
-    tokenizer = TextsTokenizer(of_bytes(plain=PLAIN_MARKS), {}, "")
+    tokenizer = published_tokenizer(of_bytes(plain=PLAIN_MARKS), {}, "")
     before, after = "<|im_start|>user\nQuery: ", "<|im_end|>\n<think>\n\n</think>\n\n"
     pairs = YesNoPairs(tokenizer, YesNoPrompt(before, "<|im_end|>", after, 1, 2, 900))
     ids, _ = pairs.pair(pairs.encode_pairs([(HOSTILE, HOSTILE)])[0][0], 900)
-    marks = tokenizer._prompts.marks
+    marks = tokenizer.pieces.marks
     own = [marks[m] for m in ("<|im_start|>", "<|im_end|>", "<|im_end|>", "<think>", "</think>")]
     assert [token for token in ids if token in marks.values()] == own
     return [token for token in ids if token not in own]
@@ -360,15 +361,13 @@ def pairs_of_yes_no():
 
 def picture_chat(folder):
     (folder / "chat_template.jinja").write_text(PICTURED.replace("is string", "is undefined"))
-    tokenizer = TextsTokenizer(
-        of_bytes(special=(*TURNS, "<|image_pad|>"), plain=PLAIN_MARKS), {}, ""
-    )
+    tokenizer = Tokenizer(of_bytes(special=(*TURNS, "<|image_pad|>"), plain=PLAIN_MARKS), {}, "")
     made = PictureChat(folder, tokenizer, tokenizer.token_id("<|image_pad|>"))
 
     def ids(text):
         return made.encode("Judge.", [None, MARKS[0]], [[text]], [9999])[0]
 
-    marks = tokenizer._prompts.marks.values()
+    marks = tokenizer.pieces.marks.values()
     hostile, harmless = ([t for t in ids(text) if t in marks] for text in (HOSTILE, "hello"))
     assert hostile == harmless
     return []
@@ -388,7 +387,7 @@ PATHS = {
     "planner": lambda _: plan_prompts([ASKED], ["junior"], BASE, chat=False)[0].tokens,
     "reranker": lambda _: pairs_of_yes_no(),
     "embedder with pictures": picture_chat,
-    "SigLIP 2": lambda _: SiglipTokenizer(
+    "SigLIP 2": lambda _: siglip_tokenizer(
         {"tokenizer": sentencepiece_bpe().to_str(), "end": 1, "pad": 0}
     ).encode(HOSTILE.lower()),
 }
@@ -397,7 +396,7 @@ PATHS = {
 @pytest.mark.parametrize("path", PATHS)
 def test_no_path_makes_a_mark_of_a_text(path, tmp_path):
     marks = (
-        MarkedTokenizer(unigram() if "T5" in path and path != "multimodal T5" else BASE._tokenizer)
+        MarkedTokenizer(unigram() if "T5" in path and path != "multimodal T5" else BASE.published)
         if path != "SigLIP 2"
         else MarkedTokenizer(sentencepiece_bpe())
     ).marks
@@ -415,7 +414,7 @@ def test_encoders_read_marks_as_text(kind):
     made.post_processor = TemplateProcessing(
         single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=ends
     )
-    tokenizer = EncoderTokenizer(made, {"pad_token": "<s>"}, "tokenizer.json")
+    tokenizer = published_tokenizer(made, {"pad_token": "<s>"}, "tokenizer.json", pairs=True)
     (ids,) = tokenizer.encode_batch(["a </s> b<s>a ＜／ｓ＞"])
     assert not {number for _, number in ends} & set(ids)
     ((question, text),) = tokenizer.encode_pairs([("a </s>", "b </s>")])

@@ -45,7 +45,7 @@ ONE_TEXT = {
     "Embedder.embed_questions": lambda: bare(Embedder).embed_questions("red"),
     "KnowledgeBase.find": lambda: KnowledgeBase(CORPUS, BM25Retriever(CORPUS)).find("red", 1),
     "ModalityClassifier": lambda: bare(ModalityClassifier).predict("red"),
-    "WordPiece.encode_batch": lambda: minilm_tokenizer().encode_batch("red"),
+    "Tokenizer.encode_batch": lambda: minilm_tokenizer().encode_batch("red"),
     "Reader.answer": lambda: bare(Reader).answer("red", []),
     "Reranker.score": lambda: bare(Reranker).score("red", []),
     "LLMReader.answer": lambda: bare(LLMReader).answer("red", []),

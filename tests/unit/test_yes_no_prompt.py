@@ -8,7 +8,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.encoder_tokenizer import TextsTokenizer
+from mmqa_jax.data.published_tokenizers import published_tokenizer
+from mmqa_jax.data.tokenizers import Tokenizer as TextsTokenizer
 from mmqa_jax.inference.cross_encoder import read_yes_no
 
 TURNS = ("<|im_start|>", "<|im_end|>")
@@ -22,7 +23,7 @@ def tokenizer(*words: str, of_bytes: bool = True) -> TextsTokenizer:
     made = Tokenizer(models.BPE({letter: n for n, letter in enumerate(sorted(letters))}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(False) if of_bytes else pre_tokenizers.Metaspace()
     made.add_special_tokens([AddedToken(word, special=True) for word in words])
-    return TextsTokenizer(made, {}, "tokenizer.json")
+    return published_tokenizer(made, {}, "tokenizer.json")
 
 
 def write_reranker(folder, template: str | None) -> None:

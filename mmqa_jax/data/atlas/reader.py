@@ -36,35 +36,7 @@ from mmqa_jax.data.batches.packing import (
 from mmqa_jax.data.batches.source_reader import SourceReader
 from mmqa_jax.data.pictures.resize import patch_boxes
 from mmqa_jax.data.regions import PatchRegions, Tags
-from mmqa_jax.data.tokenizers import SPECIAL_TOKENS, TokenTable, WordPiece
 from mmqa_jax.data.truncation import Tokens, cut, fair_shares
-
-# --- Vocabulary ----------------------------------------------------------------------------------
-
-
-def restrict_vocabulary(
-    tokenizer: WordPiece, texts: Sequence[str], first: Sequence[str] = ()
-) -> WordPiece:
-    """`tokenizer` reduced to the tokens that `texts` need and all single characters.
-
-    Tokens of the texts `first` come first, by falling frequency; the others keep their order.
-
-    These texts are tokenized as with the full vocabulary; an unseen word may fall into smaller
-    pieces, never into more [UNK]s. Tokens keep their spelling, so that their rows of a pretrained
-    embedding table can be selected (`vocabulary_rows`).
-    """
-    early = TokenTable(tokenizer, first).counts(tokenizer.vocab_size)  # [vocab]
-    counts = early + TokenTable(tokenizer, texts).counts(tokenizer.vocab_size)
-    kept = set(counts.nonzero()[0].tolist())
-    kept |= {tokenizer.unk_id, *(tokenizer.token_id(token) for token in SPECIAL_TOKENS)}
-    tokens = [tokenizer.token(i) for i in range(tokenizer.vocab_size)]
-    kept |= {i for i, token in enumerate(tokens) if len(token.removeprefix("##")) == 1}
-    # Special tokens stay first, so that [PAD] is 0.
-    order = [tokenizer.token_id(token) for token in SPECIAL_TOKENS]
-    order += sorted(kept - set(order), key=lambda i: (-early[i], i))
-    vocabulary = {tokens[i]: new for new, i in enumerate(order)}
-    return tokenizer.with_vocabulary(vocabulary)
-
 
 # --- Regions -------------------------------------------------------------------------------------
 

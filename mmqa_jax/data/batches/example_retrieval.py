@@ -16,11 +16,11 @@ from mmqa_jax.data.batches.feed import Batches, FeedConfig, PlannedBatch, Table,
 from mmqa_jax.data.batches.packing import Bucket, Packed
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.tokenizers import TokenTable, WordPiece, text_inputs
+from mmqa_jax.data.tokenizers import Tokenizer, TokenTable, text_inputs
 
 
 def example_retrieval_batches(
-    tokenizer: WordPiece,
+    tokenizer: Tokenizer,
     questions: Mapping[str, Question],
     rows: Sequence[ExampleScores],
     text_of: Callable[[Question], str],

@@ -8,11 +8,11 @@ import numpy as np
 
 from mmqa_jax.data.batches.feed import Batches, FeedConfig, PlannedBatch, Table, feed_batches
 from mmqa_jax.data.batches.packing import Bucket, Packed
-from mmqa_jax.data.tokenizers import TokenTable, WordPiece, text_inputs
+from mmqa_jax.data.tokenizers import Tokenizer, TokenTable, text_inputs
 
 
 def modality_batches(
-    tokenizer: WordPiece,
+    tokenizer: Tokenizer,
     texts: Sequence[str],
     labels: Sequence[int],
     feed: FeedConfig,

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.tokenizers import WordPiece
+from mmqa_jax.data.tokenizers import Tokenizer
 from mmqa_jax.data.truncation import Tokens, cut, cut_pair
 
 Packed = dict[str, np.ndarray]
@@ -254,7 +254,7 @@ class Packer:
     tokens and regions an example lost.
     """
 
-    def __init__(self, tokenizer: WordPiece, config: PackingConfig):
+    def __init__(self, tokenizer: Tokenizer, config: PackingConfig):
         self.tokenizer, self.config = tokenizer, config
 
     def excess(self, question: str) -> int:

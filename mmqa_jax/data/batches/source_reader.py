@@ -15,7 +15,7 @@ from mmqa_jax.data.pictures.decode import BrokenPictures
 from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.regions import FeatureRegions, PatchRegions
 from mmqa_jax.data.schema import Modality, Source
-from mmqa_jax.data.tokenizers import TokensOnDemand, TokenTable, WordPiece
+from mmqa_jax.data.tokenizers import Tokenizer, TokensOnDemand, TokenTable
 
 
 class SourceReader:
@@ -33,7 +33,7 @@ class SourceReader:
     def __init__(
         self,
         corpus: Corpus,
-        tokenizer: WordPiece,
+        tokenizer: Tokenizer,
         pictures: PictureStore | None = None,
         regions: PatchRegions | FeatureRegions | None = None,
         source_text: Callable[[Source], str] | None = None,

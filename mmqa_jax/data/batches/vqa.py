@@ -27,7 +27,7 @@ from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.question_words import QuestionWords
 from mmqa_jax.data.records.grid_records import PictureFeatures
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.tokenizers import WordPiece, text_inputs
+from mmqa_jax.data.tokenizers import Tokenizer, text_inputs
 from mmqa_jax.data.truncation import cut
 
 
@@ -105,7 +105,7 @@ class GridInputs:
       length: tokens of a question, [CLS] and [SEP] among them.
     """
 
-    def __init__(self, tokenizer: WordPiece, features: PictureFeatures, length: int):
+    def __init__(self, tokenizer: Tokenizer, features: PictureFeatures, length: int):
         self._tokenizer, self._features, self._length = tokenizer, features, length
 
     @property
@@ -133,7 +133,7 @@ class PatchInputs:
       slots: pictures of a question, at most.
     """
 
-    def __init__(self, tokenizer: WordPiece, pictures: QuestionPictures, length: int, slots: int):
+    def __init__(self, tokenizer: Tokenizer, pictures: QuestionPictures, length: int, slots: int):
         self._tokenizer, self._pictures = tokenizer, pictures
         self._length, self._slots = length, slots
 
@@ -209,7 +209,7 @@ class CaptionInputs:
       length: tokens of both, special tokens among them.
     """
 
-    def __init__(self, tokenizer: WordPiece, length: int):
+    def __init__(self, tokenizer: Tokenizer, length: int):
         self._tokenizer, self._length = tokenizer, length
 
     @property
@@ -239,7 +239,7 @@ class CaptionInputs:
 
 
 def _question_ids(
-    questions: Sequence[str], length: int, tokenizer: WordPiece
+    questions: Sequence[str], length: int, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
     """Token ids int32[B, L] of questions, and how many tokens each loses."""
     tokens = tokenizer.encode_batch([plain(question) for question in questions])

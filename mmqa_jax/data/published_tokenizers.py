@@ -1,0 +1,431 @@
+"""Opens published tokenizers: of encoders of texts, of CLIP and of SigLIP."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from tokenizers import Regex, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Pipeline
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import decode_text, read_json, read_text
+from mmqa_jax.core.paths import as_path
+from mmqa_jax.data import tokenizer_files
+from mmqa_jax.data.question_words import QuestionWords, read_words
+from mmqa_jax.data.tokenizer_files import FILE, SETTINGS, SPIECE, spelling
+from mmqa_jax.data.tokenizers import (
+    MarkedTokenizer,
+    Preprocessing,
+    SentencePieces,
+    Tokenizer,
+    digest,
+    load_tokenizer,
+)
+
+_PROBE = "a"
+
+# Published encoders of texts, whatever their model: WordPiece, SentencePiece or bytes.
+
+
+def load_encoder_tokenizer(
+    folder: str | os.PathLike, vocab_size: int, *, lowercase: bool = False, pairs: bool = True
+) -> Tokenizer:
+    """The tokenizer of a published encoder's folder.
+
+    Args:
+      vocab_size: of the model, which no id may exceed.
+      lowercase: put texts in lower case first.
+      pairs: whether one token has to stand on each side of a text and some between the texts of a
+        pair; False: of a decoder, with any tokens around a text, or none.
+    """
+    folder = Path(folder)
+    file = folder / FILE
+    if not file.is_file():
+        raise UserError(
+            f"{file}: no such file; save it with transformers' "
+            "`AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)`."
+        )
+    settings, pipeline = tokenizer_files.read_object(folder / SETTINGS), _any_text(file)
+    tokenizer = published_tokenizer(pipeline, settings, str(file), lowercase=lowercase, pairs=pairs)
+    return _within(tokenizer, vocab_size, file)
+
+
+def published_tokenizer(
+    pipeline: Pipeline, settings: Mapping[str, Any], where: str, *, lowercase=False, pairs=False
+) -> Tokenizer:
+    """The tokenizer of a pipeline and a tokenizer_config.json; see `load_encoder_tokenizer`.
+
+    Args:
+      where: the file, for messages.
+    """
+    between: list[int] = []
+    second_type = 0
+    if pairs:
+        wanted = "one token before and one after a text were expected, as BERT and RoBERTa have"
+        before, after = _around(pipeline, where, wanted)
+        size, pair = len(pipeline.encode(_PROBE).ids) - 2, pipeline.encode(_PROBE, _PROBE)
+        text, between = pair.ids[1 : 1 + size], pair.ids[1 + size : len(pair.ids) - size - 1]
+        if (
+            len(before) != 1
+            or len(after) != 1
+            or not between
+            or pair.ids != [*before, *text, *between, *text, *after]
+        ):
+            raise _foreign_template(pipeline, where, wanted)
+        second_type = pair.type_ids[-1]
+    else:
+        before, after = _around(pipeline, where, "the text's own tokens were expected among them")
+    pad = _padding(pipeline, settings)
+    if pad is None and pairs:
+        raise _no_padding(where)
+    if settings.get("truncation_side", "right") != "right":
+        raise UserError(
+            f"{where}: truncation_side {settings['truncation_side']!r} cuts the beginning of "
+            "long texts, which is not done here; take the key out."
+        )
+    if lowercase:
+        _put_in_lower_case(pipeline)
+    longest = settings.get("model_max_length")
+    is_length = isinstance(longest, int | float) and 0 < longest < 1 << 30  # 1e30: not said
+    pieces = MarkedTokenizer(pipeline)
+    # Nothing sees what is behind a text: any token will do where a decoder names none.
+    pad = 0 if pad is None else pad
+    ends = [*before, *after, pad, *between, second_type] if pairs else [before, after, pad]
+    content = json.loads(pipeline.to_str())
+    parts = [content[name] for name in ("model", "normalizer", "pre_tokenizer", "added_tokens")]
+    return Tokenizer(
+        "published",
+        pieces,
+        digest([*parts, ends]),
+        before=before,
+        after=after,
+        pad_id=pad,
+        between=between,
+        second_type=second_type,
+        max_tokens=int(longest) if is_length else None,
+    )
+
+
+def _any_text(file: Path) -> Pipeline:
+    """The tokenizer of a published tokenizer.json, which takes any text."""
+    pipeline = tokenizer_files.read_tokenizer(file)
+    tokenizer_files.check_any_text(pipeline, file)
+    return pipeline
+
+
+def _around(pipeline: Pipeline, where: str, wanted: str) -> tuple[list[int], list[int]]:
+    """What the post-processor puts before and after a text; `wanted`: for a message."""
+    pipeline.no_padding()
+    pipeline.no_truncation()
+    plain = pipeline.encode(_PROBE, add_special_tokens=False).ids
+    whole = pipeline.encode(_PROBE).ids
+    for first in range(len(whole) - len(plain) + 1):
+        before, after = whole[:first], whole[first + len(plain) :]
+        if plain and [*before, *plain, *after] == whole:
+            return before, after
+    raise _foreign_template(pipeline, where, wanted)
+
+
+def _foreign_template(pipeline: Pipeline, where: str, wanted: str) -> UserError:
+    return UserError(
+        f"{where}: its template makes {pipeline.encode(_PROBE).tokens} of {_PROBE!r}; {wanted}; "
+        "put the checkpoint's own tokenizer there."
+    )
+
+
+def _padding(pipeline: Pipeline, settings: Mapping[str, Any]) -> int | None:
+    for token in (spelling(settings.get("pad_token")), "[PAD]", "<pad>"):
+        if token is not None and (known := pipeline.token_to_id(token)) is not None:
+            return known
+    return None
+
+
+def _no_padding(where: str | Path) -> UserError:
+    return UserError(
+        f"{where}: no padding token is known; name one of its tokens as pad_token in {SETTINGS}."
+    )
+
+
+def _put_in_lower_case(pipeline: Pipeline) -> None:
+    steps = [] if pipeline.normalizer is None else [pipeline.normalizer]
+    pipeline.normalizer = normalizers.Sequence([normalizers.Lowercase(), *steps])
+
+
+def _within(tokenizer: Tokenizer, vocab_size: int, place: Path) -> Tokenizer:
+    """The tokenizer; UserError where it has ids that a model's table lacks."""
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"{place}: the tokenizer has {tokenizer.vocab_size:,} tokens, the model "
+            f"{vocab_size:,}; put the checkpoint's own tokenizer there."
+        )
+    return tokenizer
+
+
+# CLIP's byte-pair tokenizer, lower case, from the files published with its weights.
+#
+# OpenAI's code and transformers' make other tokens of the same text: OpenAI's (and open_clip's,
+# which copied it) repairs broken encodings and curly quotes with ftfy and resolves HTML entities
+# first. A checkpoint follows the code that it was published with.
+
+START, END = "<|startoftext|>", "<|endoftext|>"
+OPENAI_MERGES = "bpe_simple_vocab_16e6.txt.gz"
+_OPENAI_TOKENS = 49_408  # of which 256 bytes, the same at a word's end, START and END
+_MOST_MERGES = 1 << 23  # bytes of the file, twice what OpenAI's has
+# openai/CLIP clip/simple_tokenizer.py: contractions, runs of letters, single digits, the rest.
+_PIECES = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+_RECORD = "model.json"  # of a folder of `mmqa convert`
+
+
+def _clip_tokenizer(
+    vocabulary: dict[str, int], merges: Sequence[tuple[str, str]], preprocessing: Preprocessing
+) -> Tokenizer:
+    """CLIP's tokenizer of a vocabulary (token -> id) and of pairs in order of their rank."""
+    pipeline = Pipeline(
+        models.BPE(
+            vocabulary, list(merges), end_of_word_suffix="</w>", unk_token=END, fuse_unk=False
+        )
+    )
+    # ftfy, of OpenAI's `_clean`, composes characters. That its tokenizer.json lacks NFC is how one
+    # that was saved here is known.
+    composed = [normalizers.NFC()] if preprocessing == "transformers" else []
+    pipeline.normalizer = normalizers.Sequence(
+        [*composed, normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
+    )
+    pipeline.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), behavior="removed", invert=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    start, end = vocabulary[START], vocabulary[END]
+    return Tokenizer(
+        "CLIP",
+        MarkedTokenizer(pipeline),
+        digest([sorted(vocabulary.items()), [list(pair) for pair in merges], preprocessing]),
+        before=[start],
+        after=[end],
+        pad_id=end,
+        preprocessing=preprocessing,
+    )
+
+
+def load_clip_tokenizer(
+    folder: str | os.PathLike, preprocessing: Preprocessing | None = None
+) -> Tokenizer:
+    """Reads the files published with CLIP: vocab.json and merges.txt, tokenizer.json, or OpenAI's
+    bpe_simple_vocab_16e6.txt.gz.
+
+    Args:
+      folder: of the files, as published or as `mmqa convert` or training wrote it.
+      preprocessing: None takes what the folder's checkpoint was published with; in a folder
+        without model.json, what the tokenizer's files were.
+    """
+    folder = Path(folder)
+    preprocessing = preprocessing or published_preprocessing(folder)
+    path = folder / "vocab.json"
+    if path.is_file():
+        vocabulary = read_json(path)
+        merges = _merges(read_text(folder / "merges.txt"))
+    elif (folder / FILE).is_file():
+        path = folder / FILE
+        content = read_json(path)
+        model = content.get("model", {})
+        vocabulary, merges = model.get("vocab"), model.get("merges", [])
+        merges = [pair.split() if isinstance(pair, str) else pair for pair in merges]
+        if '"NFC"' not in json.dumps(content.get("normalizer")):
+            preprocessing = preprocessing or "openai"
+    elif (folder / OPENAI_MERGES).is_file():
+        return _from_openai(folder / OPENAI_MERGES, preprocessing or "openai")
+    else:
+        raise UserError(
+            f"{folder}: has no tokenizer (vocab.json with merges.txt, tokenizer.json, or OpenAI's "
+            f"{OPENAI_MERGES}); put the one published with the checkpoint there."
+        )
+    if not isinstance(vocabulary, dict) or not {START, END} <= vocabulary.keys():
+        raise UserError(
+            f"{path}: is not CLIP's vocabulary (it lacks {START} and {END}); put the tokenizer "
+            "published with the checkpoint there."
+        )
+    return _clip_tokenizer(vocabulary, list(map(tuple, merges)), preprocessing or "transformers")
+
+
+def published_preprocessing(folder: str | os.PathLike) -> Preprocessing | None:
+    """Whose code prepared the inputs of the CLIP in a folder of `mmqa convert`; None: not said.
+
+    The record of a conversion names it, or (of older versions) the layout of the source.
+    """
+    file = Path(folder) / _RECORD
+    record = tokenizer_files.read_object(file)
+    if "layout" not in record:  # not of a conversion
+        return None
+    usual = "transformers" if record["layout"] == "transformers" else "openai"
+    named = record.get("preprocessing") or usual
+    if named not in get_args(Preprocessing):
+        raise UserError(
+            f"{file}: preprocessing is {named!r}: expected one of "
+            f"{', '.join(get_args(Preprocessing))}; correct it or convert the model again."
+        )
+    return named
+
+
+def _merges(text: str) -> list[list[str]]:
+    return [line.split() for line in text.split("\n") if line and not line.startswith("#version")]
+
+
+def _from_openai(path: Path, preprocessing: Preprocessing) -> Tokenizer:
+    """The tokenizer of openai/CLIP clip/simple_tokenizer.py; its ids follow from the merges."""
+    try:
+        with gzip.open(path) as file:
+            # The first line is a title; the file has more merges than CLIP uses.
+            lines = decode_text(file.read(_MOST_MERGES), path).split("\n")[1:]
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: cannot be read as gzip ({error}); fetch it again.") from None
+    symbols = _byte_symbols()
+    merges = _merges("\n".join(lines[: _OPENAI_TOKENS - 2 * len(symbols) - 2]))
+    tokens = [*symbols, *(symbol + "</w>" for symbol in symbols), *map("".join, merges), START, END]
+    vocabulary = {token: row for row, token in enumerate(tokens)}
+    whole = len(vocabulary) == len(tokens) == _OPENAI_TOKENS
+    if not whole or any(len(pair) != 2 for pair in merges):
+        raise UserError(
+            f"{path}: does not hold CLIP's {_OPENAI_TOKENS - 514:,} merges; fetch OpenAI's file."
+        )
+    return _clip_tokenizer(vocabulary, [(a, b) for a, b in merges], preprocessing)
+
+
+def _byte_symbols() -> list[str]:
+    """The characters that stand for bytes in byte-level BPE, in the order of their ids: the
+    printable ones of Latin-1 as themselves, then the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = 256 - len(printable)
+    return [chr(code) for code in (*printable, *range(0x100, 0x100 + others))]
+
+
+# SigLIP's tokenizers: SentencePiece over canonical texts, and SigLIP 2's, which is Gemma's.
+#
+# Both put one token after a text and none before it. The model was trained on texts padded to its
+# whole length, and sees the padding.
+
+_SAVED = "siglip"  # the key of a file that `save` wrote
+
+
+def siglip_tokenizer(saved: Mapping[str, Any]) -> Tokenizer:
+    """SigLIP's tokenizer.
+
+    Args:
+      saved: of `spiece` (base64) and `tokenizer` (a tokenizer.json) the one that there is;
+        `lowercase`, whether SentencePiece's texts are put in lower case; `end` and `pad`, ids.
+    """
+    if "spiece" in saved:
+        pieces = SentencePieces(base64.b64decode(saved["spiece"]), saved["lowercase"])
+    else:
+        pieces = MarkedTokenizer(Pipeline.from_str(saved["tokenizer"]))
+    return Tokenizer(
+        "SigLIP",
+        pieces,
+        digest(dict(sorted(saved.items()))),
+        after=[saved["end"]],
+        pad_id=saved["pad"],
+        saved=json.dumps({_SAVED: saved}),
+    )
+
+
+def load_siglip_tokenizer(folder: str | os.PathLike, vocab_size: int) -> Tokenizer:
+    """Reads the files published with a SigLIP: spiece.model, or SigLIP 2's tokenizer.json.
+
+    Args:
+      folder: of the files, as published or as `mmqa convert` copied them.
+      vocab_size: of the model, which no id may exceed.
+    """
+    folder = Path(folder)
+    settings = tokenizer_files.read_object(folder / SETTINGS)
+    for key in ("padding_side", "truncation_side"):
+        if settings.get(key, "right") != "right":
+            raise UserError(
+                f"{folder / SETTINGS}: {key} is {settings[key]!r}, expected 'right', as SigLIP was "
+                "trained; correct it."
+            )
+    if (folder / SPIECE).is_file():
+        saved = _of_pieces(folder / SPIECE, settings)
+    elif (folder / FILE).is_file():
+        saved = _of_gemma(folder / FILE, settings)
+    else:
+        raise UserError(
+            f"{folder}: has no tokenizer ({SPIECE}, or SigLIP 2's {FILE}); put the one published "
+            "with the checkpoint there."
+        )
+    return _within(siglip_tokenizer(saved), vocab_size, folder)
+
+
+def _of_pieces(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    model, lowercase = file.read_bytes(), settings.get("do_lower_case", True)
+    if not isinstance(lowercase, bool):
+        raise UserError(
+            f"{file.parent / SETTINGS}: do_lower_case is {lowercase!r}, expected true or false; "
+            "correct it."
+        )
+    try:
+        pieces = SentencePieces(model, lowercase)
+    except (RuntimeError, OSError) as error:
+        raise UserError(f"{file}: not a SentencePiece model ({error}); fetch it again.") from None
+    saved = {"spiece": base64.b64encode(model).decode(), "lowercase": lowercase}
+    for name, key in (("end", "eos_token"), ("pad", "pad_token")):
+        token = spelling(settings.get(key)) or "</s>"
+        saved[name] = pieces.token_id(token)
+        if saved[name] is None:
+            raise UserError(
+                f"{file}: has no piece {token!r}, the {key}; put the checkpoint's own files there."
+            )
+    return saved
+
+
+def _of_gemma(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    pipeline = _any_text(file)
+    wanted = "one token after a text and none before it was expected, as SigLIP 2 has it"
+    before, after = _around(pipeline, str(file), wanted)
+    named = spelling(settings.get("eos_token"))
+    if not after and settings.get("add_eos_token") and named:
+        after = [pipeline.token_to_id(named)]
+    if before or len(after) != 1 or after[0] is None:
+        raise _foreign_template(pipeline, str(file), wanted)
+    pad = _padding(pipeline, settings)
+    if pad is None:
+        raise _no_padding(file)
+    # SigLIP 2 was trained on lower case (big_vision; transformers' Siglip2Tokenizer).
+    _put_in_lower_case(pipeline)
+    return {"tokenizer": pipeline.to_str(), "end": after[0], "pad": pad}
+
+
+def open_tokenizer(path: str | os.PathLike) -> Tokenizer | QuestionWords:
+    """Opens a tokenizer of texts: a file, or the folder of a CLIP or SigLIP.
+
+    Args:
+      path: a WordPiece's or CLIP's tokenizer.json, or what `save` wrote; openvqa's words; or a
+        folder with converted weights or a tokenizer beside them.
+    """
+    path = as_path(path)
+    if path.is_dir():
+        record = tokenizer_files.read_object(path / _RECORD)
+        if record.get("model") == "siglip":
+            return load_siglip_tokenizer(path, record["config"]["text"]["vocab_size"])
+        return load_clip_tokenizer(path)
+    text = read_text(path) if path.is_file() else ""
+    if text.lstrip().startswith("["):
+        return read_words(path)
+    if text.startswith(f'{{"{_SAVED}"'):
+        saved = read_json(path)[_SAVED]
+        if "tokenizer" in saved:
+            tokenizer_files.tokenizer_of(saved["tokenizer"], str(path))
+        return siglip_tokenizer(saved)
+    if path.name == FILE and '"BPE"' in text:
+        content = read_json(path)
+        model = content.get("model") if isinstance(content, dict) else None
+        if isinstance(model, dict) and model.get("type") == "BPE":
+            return load_clip_tokenizer(path.parent)
+    return load_tokenizer(path)
