@@ -216,7 +216,7 @@ def chat(template: str) -> TextTokenizer:
 
 
 def marks_in(tokenizer: TextTokenizer, ids) -> list[int]:
-    return [token for token in ids if token in set(tokenizer.pieces.marks.values())]
+    return [token for token in ids if token in set(tokenizer.marks.values())]
 
 
 @pytest.mark.parametrize("template", [CHATML, TRIMMED, AS_JSON, THINKING, CUT_OFF, None])
@@ -309,7 +309,7 @@ PICTURED_BACKENDS = {
 @pytest.mark.parametrize("shown", [(), (flag(size=(60, 40)),)])
 def test_a_placeholder_in_a_text_is_no_picture(name, shown):
     made, image = PICTURED_BACKENDS[name]()
-    ends = {n for mark, n in made.tokenizer.pieces.marks.items() if mark != "<|im_start|>"}
+    ends = {n for mark, n in made.tokenizer.marks.items() if mark != "<|im_start|>"}
 
     def prompts(text):
         turns = (Message("user", (*shown, text)), Message("assistant", (text,)))
@@ -361,7 +361,8 @@ def pairs_of_yes_no():
 
 def picture_chat(folder):
     (folder / "chat_template.jinja").write_text(PICTURED.replace("is string", "is undefined"))
-    tokenizer = Tokenizer(of_bytes(special=(*TURNS, "<|image_pad|>"), plain=PLAIN_MARKS), {}, "")
+    special = (*TURNS, "<|image_pad|>")
+    tokenizer = published_tokenizer(of_bytes(special=special, plain=PLAIN_MARKS), {}, "")
     made = PictureChat(folder, tokenizer, tokenizer.token_id("<|image_pad|>"))
 
     def ids(text):
