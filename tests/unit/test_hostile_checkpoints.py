@@ -267,5 +267,7 @@ def test_a_token_number_beyond_the_models_table(tmp_path):
     processor = {"type": "TemplateProcessing", "pair": parts["single"] * 2} | parts
     model = {"type": "WordLevel", "vocab": {"a": 0, "b": 4_000_000}, "unk_token": "a"}
     (tmp_path / "tokenizer.json").write_text(written(model, post_processor=processor))
-    with pytest.raises(UserError, match=r"tokenizer\.json: the tokenizer has 4,000,001 tokens, the model 9;"):
+    with pytest.raises(
+        UserError, match=r"tokenizer\.json: the tokenizer has 4,000,001 tokens, the model 9;"
+    ):
         load_encoder_tokenizer(tmp_path, 9, pairs=False)
