@@ -84,7 +84,7 @@ def judge_examples(
         for shot in (None, *candidates)
     }
     queries = [p.query for p in prompts.values() if p.query is not None and not p.dropped]
-    answers = answer_all(llm, queries, "Judging examples")
+    answers = answer_all(llm, queries, "Judging examples", checked=True)
 
     def score(question: Question, name: str) -> float | None:
         asked = prompts[question.id, name]

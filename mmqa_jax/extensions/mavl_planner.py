@@ -40,17 +40,7 @@ from mmqa_jax.extensions.mavl_plans import PlanTable, read_plan_table
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.lora import merge_lora
 from mmqa_jax.models.llama.network import Llama
-from mmqa_jax.papers.mavl import (
-    ROLES,
-    STOP,
-    Actions,
-    PlanReading,
-    Role,
-    every_plan,
-    parse_plan,
-    planner_prompt,
-    test_input,
-)
+from mmqa_jax.papers import mavl
 from mmqa_jax.prompting.backends import Message
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 from mmqa_jax.tasks.base_llm import TextModelTask, base_loader, check_rows, model_config
@@ -73,17 +63,21 @@ class PlanPrompt(NamedTuple):
     """
 
     question_id: str
-    role: Role
+    role: mavl.Role
     tokens: tuple[int, ...]
 
 
-def written_plan(actions: Actions) -> str:
+def written_plan(actions: mavl.Actions) -> str:
     """A plan as the planner's prompt asks for it."""
     return ", ".join(f"Action_{action}" for action in actions) or _NO_ACTION
 
 
 def plan_prompts(
-    questions: Sequence[Question], agents: Sequence[Role], tokenizer: TextTokenizer, *, chat: bool
+    questions: Sequence[Question],
+    agents: Sequence[mavl.Role],
+    tokenizer: TextTokenizer,
+    *,
+    chat: bool,
 ) -> list[PlanPrompt]:
     """The prompts of all agents' planners, as a row with `task=test_input` asks them.
 
@@ -102,7 +96,7 @@ def plan_prompts(
         return tokenizer.encode_plain(tokenizer.template.render("", [Message("user", (text,))]))
 
     return [
-        PlanPrompt(q.id, role, tuple(encode(planner_prompt(role, test_input(q)))))
+        PlanPrompt(q.id, role, tuple(encode(mavl.planner_prompt(role, mavl.test_input(q)))))
         for q in questions
         for role in agents
     ]
@@ -175,7 +169,7 @@ class PlanSampler:
         requests = [
             Request(
                 number, prompt.tokens, max_new_tokens=new_tokens, temperature=temperature, n=n,
-                stop=STOP, seed=0 if seeds is None else seeds[number],
+                stop=mavl.STOP, seed=0 if seeds is None else seeds[number],
             )
             for number, prompt in enumerate(prompts)
         ]  # fmt: skip
@@ -224,9 +218,9 @@ class PlannedData:
     fold: int = at_least(0, 0)
     cost: float = at_least(0, 0.02)
     taught: Literal["deciding", "all"] = "deciding"
-    agents: tuple[Role, ...] = tuple(ROLES)
+    agents: tuple[mavl.Role, ...] = tuple(mavl.ROLES)
     chat: bool = True
-    reading: PlanReading = "strict"
+    reading: mavl.PlanReading = "strict"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -277,7 +271,8 @@ class PlannerTask(TextModelTask):
                 )
         if not self.data.agents:
             raise UserError(
-                f"config key data.agents=(): some of {', '.join(ROLES)} were expected; name one."
+                f"config key data.agents=(): some of {', '.join(mavl.ROLES)} were expected; name "
+                "one."
             )
         if self.inference.new_tokens >= self.batches.length:
             raise UserError(
@@ -360,7 +355,7 @@ class PlannerTask(TextModelTask):
             sampler.use(model)
             results = sampler.draw(prompts, new_tokens=self.inference.new_tokens)
             plans = [
-                parse_plan(prompt.role, result.text or "", data.reading).actions
+                mavl.parse_plan(prompt.role, result.text or "", data.reading).actions
                 for prompt, result in zip(prompts, results, strict=True)
             ]
             return earned(table, prompts, plans)
@@ -369,7 +364,7 @@ class PlannerTask(TextModelTask):
 
 
 def earned(
-    table: PlanTable, prompts: Sequence[PlanPrompt], plans: Sequence[Actions]
+    table: PlanTable, prompts: Sequence[PlanPrompt], plans: Sequence[mavl.Actions]
 ) -> dict[str, float]:
     """The mean score, reward and tool calls of plans, and each agent's score."""
     pairs = list(zip(prompts, plans, strict=True))
@@ -445,7 +440,7 @@ class RightPlans(PlannerTask):
 # Plans are drawn by the engine in the training process, before the step that learns from them.
 
 
-_PLANS = tuple(plan.actions for plan in every_plan("manager"))
+_PLANS = tuple(plan.actions for plan in mavl.every_plan("manager"))
 _LEAST_SPREAD = 1e-4  # added to a group's spread, as TRL's GRPOTrainer does
 Arrays = dict[str, np.ndarray]
 LogProbs = Callable[[Llama, Arrays], Arrays]
@@ -506,7 +501,7 @@ class GrpoObjective(LanguageModelObjective):
         return mean(self.kl_weight * kl - gain), metrics
 
 
-def _plan_name(plan: Actions) -> str:
+def _plan_name(plan: mavl.Actions) -> str:
     """Names the metric that is the share of a plan among those drawn."""
     return "plan/" + ("+".join(map(str, plan)) or "none")
 
@@ -562,7 +557,7 @@ class PlanGroups:
         per_batch: int,
         size: RowSize,
         options: GrpoSection,
-        reading: PlanReading,
+        reading: mavl.PlanReading,
         seed: int,
     ):
         self._prompts, self._table, self._sampler = prompts, table, sampler
@@ -630,7 +625,7 @@ class PlanGroups:
     def _earned(self, groups: Sequence[tuple[PlanPrompt, Sequence[Candidate]]]) -> Arrays:
         """Returns each drawn plan's advantage, reward, score, calls, and its number, by row."""
         plans = [
-            (prompt, parse_plan(prompt.role, one.text or "", self._reading).actions)
+            (prompt, mavl.parse_plan(prompt.role, one.text or "", self._reading).actions)
             for prompt, drawn in groups
             for one in drawn
         ]

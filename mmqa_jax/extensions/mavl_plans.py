@@ -24,14 +24,7 @@ from mmqa_jax.core.files import read_jsonl
 from mmqa_jax.data.corpus import fold_of
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.vqa import answer_scorer
-from mmqa_jax.papers.mavl import (
-    ROLES,
-    Actions,
-    Role,
-    citing_passages,
-    elect_answer,
-    every_plan,
-)
+from mmqa_jax.papers import mavl
 
 _REMEDY = "run its row again with --config.options.plans=oracle, or name another workdir"
 
@@ -47,39 +40,39 @@ class PlanTable:
       cost: of one action of a plan, in units of the score.
     """
 
-    scores: Mapping[str, Mapping[Actions, float]]
-    given: Mapping[str, Actions]
+    scores: Mapping[str, Mapping[mavl.Actions, float]]
+    given: Mapping[str, mavl.Actions]
     cost: float
 
-    def score(self, question_id: str, plan: Actions) -> float:
+    def score(self, question_id: str, plan: mavl.Actions) -> float:
         """The score of the answer after a plan."""
         return self.scores[question_id][_used(plan, self.given[question_id])]
 
-    def reward(self, question_id: str, plan: Actions) -> float:
+    def reward(self, question_id: str, plan: mavl.Actions) -> float:
         """The score less the cost of the plan's tool calls."""
         return self.score(question_id, plan) - self.cost * len(plan)
 
-    def best(self, question_id: str, role: Role) -> Actions | None:
+    def best(self, question_id: str, role: mavl.Role) -> mavl.Actions | None:
         """The plan of an agent with the highest reward, with fewer actions first.
 
         None where no plan of it has a score above 0: nothing can be learned there.
         """
-        plans = [plan.actions for plan in every_plan(role)]
+        plans = [plan.actions for plan in mavl.every_plan(role)]
         right = [plan for plan in plans if self.score(question_id, plan) > 0]
         return max(right, key=lambda plan: self.reward(question_id, plan), default=None)
 
-    def decides(self, question_id: str, role: Role) -> bool:
+    def decides(self, question_id: str, role: mavl.Role) -> bool:
         """Whether an agent's answers score differently, depending on its plan."""
-        return len({self.score(question_id, plan.actions) for plan in every_plan(role)}) > 1
+        return len({self.score(question_id, plan.actions) for plan in mavl.every_plan(role)}) > 1
 
-    def best_for_all(self, question_ids: Iterable[str], role: Role) -> Actions:
+    def best_for_all(self, question_ids: Iterable[str], role: mavl.Role) -> mavl.Actions:
         """The plan of an agent that earns most if it is the only one, with fewer actions first."""
         names = list(question_ids)
-        plans = [plan.actions for plan in every_plan(role)]
+        plans = [plan.actions for plan in mavl.every_plan(role)]
         return max(plans, key=lambda plan: np.mean([self.reward(name, plan) for name in names]))
 
 
-def _used(plan: Actions, given: Actions) -> Actions:
+def _used(plan: mavl.Actions, given: mavl.Actions) -> mavl.Actions:
     return tuple(action for action in plan if action in given)
 
 
@@ -97,16 +90,16 @@ def read_plan_table(run: str, cost: float) -> PlanTable:
 
 def plan_table(lines: Iterable[tuple[str, Any]], cost: float) -> PlanTable:
     """The table of lines of a finished row's trace.jsonl, each with its place for messages."""
-    scores: dict[str, dict[Actions, float]] = {}
-    given: dict[str, Actions] = {}
+    scores: dict[str, dict[mavl.Actions, float]] = {}
+    given: dict[str, mavl.Actions] = {}
     for place, line in lines:
         try:
             name, tools = line["question_id"], line["tools"]
             answers = {tuple(one["actions"]): one["score"] for one in line["by_actions"]}
         except (KeyError, TypeError):
             raise UserError(f"{place}: not of a row of mavl; {_REMEDY}.") from None
-        own = tuple(action for action in ROLES["manager"] if tools.get(str(action)))
-        used = {_used(plan.actions, own) for plan in every_plan("manager")}
+        own = tuple(action for action in mavl.ROLES["manager"] if tools.get(str(action)))
+        used = {_used(plan.actions, own) for plan in mavl.every_plan("manager")}
         if not used <= answers.keys():
             raise UserError(
                 f"{place}: {len(used - answers.keys())} of {len(used)} plans of question {name} "
@@ -122,7 +115,7 @@ def answer_with_one_plan(
     questions: Sequence[Question],
     finished: Mapping[str, Mapping[str, Any]],
     *,
-    agents: tuple[Role, ...] = tuple(ROLES),
+    agents: tuple[mavl.Role, ...] = tuple(mavl.ROLES),
     votes: tuple[float, ...] = (2.0, 3.0, 4.0),
     cost: float = 0.02,
     folds: int = 2,
@@ -159,13 +152,15 @@ def answer_with_one_plan(
             "scored_by": answer_scorer(question),
         }
         ballots = list(zip(said.values(), votes, strict=True))[::-1]
-        elected = elect_answer(question, ballots, trace, line["fallback"])
+        elected = mavl.elect_answer(question, ballots, trace, line["fallback"])
         team = [{"answer": said[role], "used": actions} for role, actions in used.items()]
-        predictions.append(citing_passages(elected, team, passages))
+        predictions.append(mavl.citing_passages(elected, team, passages))
     return predictions
 
 
-def _chosen(table: PlanTable, agents: Sequence[Role], fold: int, folds: int) -> dict[Role, Actions]:
+def _chosen(
+    table: PlanTable, agents: Sequence[mavl.Role], fold: int, folds: int
+) -> dict[mavl.Role, mavl.Actions]:
     """The plan of each agent for the questions of a part."""
     others = [name for name in table.scores if fold_of(name, folds) != fold]
     if not others:

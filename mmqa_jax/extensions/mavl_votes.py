@@ -20,22 +20,12 @@ from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.vqa import answer_accuracy, answer_scorer
 from mmqa_jax.extensions.mavl_plans import answer_with_one_plan
 from mmqa_jax.papers import mavl
-from mmqa_jax.papers.mavl import (
-    PROBABILITY_OF,
-    Outputs,
-    Weighting,
-    answer_prompt,
-    check_team,
-    elect,
-    elect_answer,
-    used_actions,
-)
 from mmqa_jax.papers.prophet import vote
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting.backends import Backend, Decoding
 from mmqa_jax.prompting.examples.heuristics import AnswerHeuristics, ShotSelection
 from mmqa_jax.prompting.examples.library import ExampleLibrary
-from mmqa_jax.prompting.few_shot import Order, ask, outputs_record, prompts_record
+from mmqa_jax.prompting.few_shot import Order, outputs_record, prompts_record, replies_to
 
 _OF_AN_AGENT = ("agent", "answer", "probability")  # what another vote needs of it
 # Keys of trace.jsonl that belong to the finished run, not to its agents.
@@ -48,7 +38,7 @@ def revote(
     finished: Mapping[str, Mapping[str, Any]],
     *,
     votes: tuple[float, ...] = (2.0, 3.0, 4.0),
-    weighting: Weighting | Literal["fitted"] = "fitted",
+    weighting: mavl.Weighting | Literal["fitted"] = "fitted",
     folds: int = 2,
 ) -> list[Prediction]:
     """Another vote on the answers of a finished run of `mavl`; no model is asked (ours).
@@ -77,7 +67,7 @@ def revote(
             {**agent, "votes": number}
             for agent, number in zip(teams[question.id], of_its_fold, strict=True)
         ]
-        predictions.append(elect(question, team, counted, trace, trace["fallback"]))
+        predictions.append(mavl.elect(question, team, counted, trace, trace["fallback"]))
     return predictions
 
 
@@ -111,18 +101,20 @@ def vote_on_draws(
         question.id: heuristics.listed(question, candidates)
         for question in (*questions, *(shot.question for shots in chosen for shot in shots))
     }
-    outputs: Outputs = {1: listed}
+    outputs: mavl.Outputs = {1: listed}
     prompts = [
-        answer_prompt(q, used_actions(outputs, q, (1,)), examples, outputs, llm, decoding, order)
+        mavl.answer_prompt(
+            q, mavl.used_actions(outputs, q, (1,)), examples, outputs, llm, decoding, order
+        )
         for q, examples in zip(questions, chosen, strict=True)
     ]
     predictions = []
-    for question, replies in zip(questions, ask([[p] for p in prompts], llm), strict=True):
+    for question, replies in zip(questions, replies_to([[p] for p in prompts], llm), strict=True):
         drawn = [draw for result in replies.results for draw in result.candidates]
         trace = prompts_record(replies.prompts, replies.failed)
         trace["outputs"] = outputs_record(drawn)
         ballots = [((c.text or "").strip(), 1.0) for c in drawn]
-        predictions.append(elect_answer(question, ballots, trace, heuristics.best(question)))
+        predictions.append(mavl.elect_answer(question, ballots, trace, heuristics.best(question)))
     return predictions
 
 
@@ -162,7 +154,7 @@ def _check_probabilities(
 ) -> None:
     """Raises UserError if a finished run's probabilities are not of the answers' texts alone."""
     for question in questions:
-        if finished[question.id].get("probability_of") != PROBABILITY_OF:
+        if finished[question.id].get("probability_of") != mavl.PROBABILITY_OF:
             raise UserError(
                 "config key options.weighting=probability: the finished run's probabilities hold "
                 f"the end of each answer as well ({question.id} in its trace.jsonl); run that row "
@@ -278,7 +270,7 @@ SETTINGS = {
     "mavl_draws": Setting(vote_on_draws),
     "mavl_one_plan": Setting(
         answer_with_one_plan,
-        rule_of_row=lambda options, parts: check_team(options["agents"], options["votes"]),
+        rule_of_row=lambda options, parts: mavl.check_team(options["agents"], options["votes"]),
         write_notes=lambda questions, options: [
             "each agent's plan is the one that earned most on the other parts' questions; the "
             "answers are those of a finished run"

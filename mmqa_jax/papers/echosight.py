@@ -182,7 +182,7 @@ def read_best(
         found = {ARTICLES: articles, READER: 1} if articles else {}
         traces[question.id] = {**found, **trace}
         queries += [] if query is None else [query]
-    answers = answer_all(llm, queries)
+    answers = answer_all(llm, queries, checked=True)
     predictions = []
     for question, ranking in zip(questions, ranked, strict=True):
         trace, cited = traces[question.id], ranking.sources[:1]

@@ -19,9 +19,7 @@ from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting.backends import Backend, Chat, Decoding, Message
 from mmqa_jax.prompting.few_shot import (
     ask,
-    few_shot_prompts,
     load_template,
-    one_prompt,
     pictures_of,
     read_one,
 )
@@ -49,9 +47,7 @@ def answer_llava(
     def show(key: Hashable, question: Question, text: str) -> Chat:
         return Chat(key, (Message("user", (*pictures[question.id], text)),), decoding)
 
-    no_shots = one_prompt(questions, [[]] * len(questions))
-    prompts = few_shot_prompts(questions, no_shots, llm, load_template(template), fields, show)
-    replies = ask(prompts, llm)
+    replies = ask(questions, None, llm, load_template(template), fields, show)
     predictions = list(map(read_one, questions, replies))
     if read == "text":
         return predictions

@@ -23,9 +23,7 @@ from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting.backends import Backend, Chat, Decoding, Message
 from mmqa_jax.prompting.few_shot import (
     ask,
-    few_shot_prompts,
     load_template,
-    one_prompt,
     pictures_of,
     read_one,
 )
@@ -77,15 +75,9 @@ def answer_mathvista(
     def show(key: Hashable, question: Question, text: str) -> Chat:
         return Chat(key, (Message("user", (*pictures[question.id], text.strip())),), decoding)
 
-    no_shots = one_prompt(questions, [[]] * len(questions))
     asked = load_template(f"mathvista.{template}")
-    responses = list(
-        map(
-            read_one,
-            questions,
-            ask(few_shot_prompts(questions, no_shots, llm, asked, fields, show), llm),
-        )
-    )
+    replies = ask(questions, None, llm, asked, fields, show)
+    responses = list(map(read_one, questions, replies))
     if extract == "llm":
         return _by_model(questions, responses, llm, template, extraction_tokens)
     return _by_rules(questions, responses, quick=extract == "quick")
@@ -166,11 +158,8 @@ def _by_model(
         asked = query.render([], fields(question)).strip()
         return {"query": asked, "response": said[question.id].answer}
 
-    prompts = few_shot_prompts(
-        left, one_prompt(left, [[]] * len(left)), llm, load_template("mathvista.extract"),
-        of_extraction, show,
-    )  # fmt: skip
-    extracted = dict(zip((q.id for q in left), map(read_one, left, ask(prompts, llm)), strict=True))
+    replies = ask(left, None, llm, load_template("mathvista.extract"), of_extraction, show)
+    extracted = dict(zip((q.id for q in left), map(read_one, left, replies), strict=True))
     predictions = []
     for question in questions:
         response, new = said[question.id], extracted.get(question.id)

@@ -29,25 +29,15 @@ from mmqa_jax.core.typed import Count
 from mmqa_jax.data.answers import prep_ans
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.data.text_analysis import folded
-from mmqa_jax.decoding.requests import TooLong
 from mmqa_jax.evaluation.vqa import answer_accuracy, answer_scorer, has_answers
 from mmqa_jax.papers.prophet import vote
 from mmqa_jax.papers.setting import Setting
+from mmqa_jax.prompting import few_shot
 from mmqa_jax.prompting.backends import Backend, Chat, Completion, Decoding, Message, Query
 from mmqa_jax.prompting.backends.cache import Answers, answer_all
 from mmqa_jax.prompting.examples.captions import Captions, caption_sentence, traced, with_captions
 from mmqa_jax.prompting.examples.heuristics import AnswerHeuristics, ShotSelection
 from mmqa_jax.prompting.examples.library import ExampleLibrary, Shot, seeded
-from mmqa_jax.prompting.few_shot import (
-    FewShot,
-    Order,
-    PromptTemplate,
-    few_shot,
-    load_template,
-    majority_answer,
-    passages_record,
-    prompts_record,
-)
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
 
 Role = Literal["junior", "senior", "manager"]
@@ -93,9 +83,9 @@ def answer_prompt(
     outputs: Outputs,
     llm: Backend,
     decoding: Decoding,
-    order: Order = "most_similar_first",
+    order: few_shot.Order = "most_similar_first",
     role: Role | None = None,
-) -> FewShot:
+) -> few_shot.FewShot:
     """The prompt P_f of a question after the used actions; its query's id is (question id, used).
 
     Shots show what the same tools give for them.
@@ -104,7 +94,7 @@ def answer_prompt(
       role: the agent whose answer is drawn: the end of the query's id; None: of all agents.
     """
     asking = (used,) if role is None else (used, role)
-    return few_shot(
+    return few_shot.few_shot(
         _answer_template(used),
         question,
         shots,
@@ -115,12 +105,12 @@ def answer_prompt(
     )
 
 
-def _answer_template(used: Actions) -> PromptTemplate:
+def _answer_template(used: Actions) -> few_shot.PromptTemplate:
     """The prompt for an answer, whose head names what the used actions add; P_0 without any."""
     names = ["the context", *(_FIELDS[action][2] for action in used)]
     listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
     head = f"Please answer the question according to {listed}.\n=====\n"
-    return dataclasses.replace(load_template("mavl.answer"), head=head)
+    return dataclasses.replace(few_shot.load_template("mavl.answer"), head=head)
 
 
 def _answer_fields(question: Question, outputs: Outputs, used: Actions) -> dict[str, str]:
@@ -128,7 +118,7 @@ def _answer_fields(question: Question, outputs: Outputs, used: Actions) -> dict[
     fields = {
         "context": caption_sentence(question),
         "question": question.question,
-        "answer": majority_answer(question),
+        "answer": few_shot.majority_answer(question),
     }
     for action, (field, name, _) in _FIELDS.items():
         text = outputs[action].get(question.id, "") if action in used else ""
@@ -210,7 +200,7 @@ class Tools:
         texts = {}
         for question, own in zip(questions, searched, strict=True):
             passages = list({one.id: one for _ in own for one in next(found)}.values())
-            self.steps[question.id].passages = passages_record(passages)
+            self.steps[question.id].passages = few_shot.passages_record(passages)
             share = max(self.words // max(len(passages), 1), 1) if self.key_words else self.words
             texts[question.id] = " ".join(_cut(passage.text, share) for passage in passages)
         return texts
@@ -222,20 +212,16 @@ class Tools:
 
     def generate_knowledge(self, questions: Sequence[Question]) -> dict[str, str]:
         """Tool_3: what the language model knows about caption and question (eq. 7, figure 5)."""
-        template = load_template(self.template)
+        template = few_shot.load_template(self.template)
         decoding = Decoding(max_new_tokens=self.new_tokens, stop=("\n",))
         queries = []
         for question in questions:
             fields = {"context": caption_sentence(question), "question": question.question}
-            query = Completion(question.id, template.render([], fields), decoding)
-            try:
-                self.llm.check(query)
-            except TooLong as error:
-                self.steps[question.id].failed.append(f"LLM_Knowledge: {error}")
-            else:
-                self.steps[question.id].knowledge_prompt = query.prompt
-                queries.append(query)
+            queries.append(Completion(question.id, template.render([], fields), decoding))
         answers = answer_all(self.llm, queries, "Generating knowledge")
+        for query in queries:
+            if query.id not in answers.not_sent:
+                self.steps[query.id].knowledge_prompt = query.prompt
         for name, reason in answers.failed.items():
             self.steps[name].failed.append(f"LLM_Knowledge: {reason}")
         texts = {name: _cut(result.text, self.words) for name, result in answers.by_id.items()}
@@ -297,7 +283,7 @@ def planner_prompt(role: Role, task: str) -> str:
     named = ", ".join(f"Action_{action}" for action in ROLES[role])
     meanings = "".join(f"Action_{a} is that {_MEANINGS[a]}.\n" for a in ROLES[role])
     fields = {"role": role, "actions": named, "meanings": meanings, "task": task}
-    return load_template("mavl.planner").render([], fields)
+    return few_shot.load_template("mavl.planner").render([], fields)
 
 
 def parse_plan(role: Role, text: str, reading: PlanReading = "strict") -> Plan:
@@ -343,7 +329,7 @@ def ask_planners(
     task: str,
     reading: PlanReading,
     chat: bool,
-    order: Order,
+    order: few_shot.Order,
     new_tokens: int,
     steps: Mapping[str, Steps],
 ) -> Planned:
@@ -372,7 +358,7 @@ def ask_planners(
     if task == "test_input":
         first = first.without_head()
     prompts = {
-        (question.id, role): few_shot(
+        (question.id, role): few_shot.few_shot(
             first,
             question,
             shots[question.id] if task == "prompt" else (),
@@ -384,7 +370,9 @@ def ask_planners(
         for question in questions
         for role in agents
     }
-    answers = answer_all(llm, [p.query for p in prompts.values() if p.query], "Planning")
+    answers = answer_all(
+        llm, [p.query for p in prompts.values() if p.query], "Planning", checked=True
+    )
     planned = {}
     for (name, role), prompt in prompts.items():
         key = (name, role)
@@ -447,7 +435,7 @@ class Asked(NamedTuple):
     """
 
     question: Question
-    prompts: Mapping[Asking, FewShot]
+    prompts: Mapping[Asking, few_shot.FewShot]
     answers: Answers
     outputs: Outputs
     steps: Steps
@@ -476,7 +464,7 @@ class Asked(NamedTuple):
         return {
             **self.steps.record(),
             "probability_of": PROBABILITY_OF,
-            **prompts_record(list(self.prompts.values()), [*self.steps.failed, *failed]),
+            **few_shot.prompts_record(list(self.prompts.values()), [*self.steps.failed, *failed]),
             "outputs": [
                 {"text": r.text, "logprob": r.candidates[0].total} for r in results if r is not None
             ],
@@ -579,7 +567,7 @@ def answer_mavl(
     shots: Count = 8,
     candidates: Count = 5,
     similarity: ShotSelection = "answer_aware",
-    order: Order = "most_similar_first",
+    order: few_shot.Order = "most_similar_first",
     task: Literal["prompt", "test_input"] = "prompt",
     plan_reading: PlanReading = "strict",
     chat: bool = False,
@@ -656,7 +644,7 @@ def answer_mavl(
     decoding = Decoding(
         max_new_tokens=max_new_tokens, temperature=temperature, stop=("\n",), logprobs=True
     )
-    prompts: dict[str, dict[Asking, FewShot]] = collections.defaultdict(dict)
+    prompts: dict[str, dict[Asking, few_shot.FewShot]] = collections.defaultdict(dict)
     for question, role in itertools.product(questions, agents):
         drawing = role if temperature else None
         if drawing:
@@ -669,7 +657,9 @@ def answer_mavl(
                     question, used, shots_of[question.id], outputs, llm, decoding, order, drawing
                 )
     asked = [prompt for by_used in prompts.values() for prompt in by_used.values()]
-    answers = answer_all(llm, [prompt.query for prompt in asked if prompt.query is not None])
+    answers = answer_all(
+        llm, [prompt.query for prompt in asked if prompt.query is not None], checked=True
+    )
     # A_f = Voting(A_J, A_S, A_M)
     predictions = []
     for question in questions:
@@ -755,7 +745,7 @@ def _check_row(options: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
             f"config key options.temperature={options['temperature']}: 0 (greedy) or a number "
             "above it was expected; change it."
         )
-    load_template(options["knowledge_template"])
+    few_shot.load_template(options["knowledge_template"])
     if "planner" in parts and options["plans"] != "planned":
         raise UserError(
             f"config key parts.planner: has no effect with options.plans={options['plans']}; leave "

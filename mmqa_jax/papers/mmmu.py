@@ -16,18 +16,8 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.multiple_choice import LETTERS
 from mmqa_jax.papers.setting import Setting
+from mmqa_jax.prompting import few_shot
 from mmqa_jax.prompting.backends import Backend, Chat, Decoding, Picture
-from mmqa_jax.prompting.few_shot import (
-    MARK,
-    FewShot,
-    as_prompt,
-    ask,
-    few_shot_prompts,
-    load_template,
-    one_prompt,
-    pictures_of,
-    read_one,
-)
 
 Shown = Literal["placed", "first", "none"]
 _PLACE = re.compile(r"<image (\d)>")
@@ -52,18 +42,14 @@ def answer_mmmu(
     asked = {question.id: _asked(corpus, question, pictures) for question in questions}
 
     def show(key: Hashable, question: Question, text: str) -> Chat:
-        prompt, _ = as_prompt(text, asked[question.id].pictures, chat=True)
+        prompt, _ = few_shot.as_prompt(text, asked[question.id].pictures, chat=True)
         return Chat(key, prompt, decoding)
 
-    def prompts_of(question: Question) -> list[FewShot]:
-        template = load_template("mmmu.choice" if question.choices else "mmmu.open")
-        shots = one_prompt([question], [[]])
-        fields = asked[question.id].fields
-        (prompts,) = few_shot_prompts([question], shots, llm, template, lambda _: fields, show)
-        return prompts
+    def template(question: Question) -> few_shot.PromptTemplate:
+        return few_shot.load_template("mmmu.choice" if question.choices else "mmmu.open")
 
-    replies = ask(list(map(prompts_of, questions)), llm)
-    return list(map(read_one, questions, replies))
+    replies = few_shot.ask(questions, None, llm, template, lambda q: asked[q.id].fields, show)
+    return list(map(few_shot.read_one, questions, replies))
 
 
 class _Asked(NamedTuple):
@@ -78,12 +64,12 @@ def _asked(corpus: Corpus, question: Question, shown: Shown) -> _Asked:
     own = _pictures(corpus, question, shown)
     listed = (f"({LETTERS[n]}) {choice}\n" for n, choice in enumerate(question.choices))
     fields = {"question": question.question, "options": "".join(listed)}
-    fields = {name: text.replace(MARK, " ") for name, text in fields.items()}
+    fields = {name: text.replace(few_shot.MARK, " ") for name, text in fields.items()}
     placed: list[Picture] = []
     if shown == "placed":
         fields = {name: _with_marks(text, own, placed) for name, text in fields.items()}
     first = [picture for picture in own if picture is not None and picture not in placed]
-    fields["question"] = MARK * len(first) + fields["question"]
+    fields["question"] = few_shot.MARK * len(first) + fields["question"]
     return _Asked(fields, (*first, *placed))
 
 
@@ -91,7 +77,7 @@ def _pictures(corpus: Corpus, question: Question, shown: Shown) -> Sequence[Pict
     """Returns the pictures that may be shown, in order; None for one that is absent."""
     if shown == "none":
         return ()
-    first = pictures_of(corpus, question) or (None,)
+    first = few_shot.pictures_of(corpus, question) or (None,)
     if shown == "first":
         return first
     more = ((name, corpus.read_picture(name)) for name in question.more_images)
@@ -107,7 +93,7 @@ def _with_marks(text: str, pictures: Sequence[Picture | None], placed: list[Pict
         if picture is None:
             return found[0]
         placed.append(picture)
-        return MARK
+        return few_shot.MARK
 
     return _PLACE.sub(place, text)
 

@@ -22,19 +22,8 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.evaluation.multiple_choice import LETTERS
 from mmqa_jax.papers.setting import Setting
+from mmqa_jax.prompting import few_shot
 from mmqa_jax.prompting.backends import Backend, Chat, Decoding, Picture
-from mmqa_jax.prompting.few_shot import (
-    MARK,
-    FewShot,
-    as_prompt,
-    ask,
-    few_shot_prompts,
-    load_template,
-    one_prompt,
-    pictures_of,
-    read_one,
-    source_picture,
-)
 from mmqa_jax.retrieval.rankings import Retriever, find_candidates, gold_ranking
 
 MOST_NEW = 4096  # tokens of an answer, as in the authors' eval/models/llava_one_vision.py
@@ -118,38 +107,35 @@ def _answer(
     }
 
     def show(key: Hashable, question: Question, text: str) -> Chat:
-        prompt, _ = as_prompt(text, shown[question.id].pictures, chat=True)
+        prompt, _ = few_shot.as_prompt(text, shown[question.id].pictures, chat=True)
         return Chat(key, prompt, decoding)
 
     def fields(question: Question) -> dict[str, str]:
         listed = (f"{LETTERS[n]}: {choice}" for n, choice in enumerate(question.choices))
         return {
-            "pictures": MARK * len(shown[question.id].pictures),
-            "question": question.question.replace(MARK, " "),
-            "options": "\n".join(listed).replace(MARK, " "),
+            "pictures": few_shot.MARK * len(shown[question.id].pictures),
+            "question": question.question.replace(few_shot.MARK, " "),
+            "options": "\n".join(listed).replace(few_shot.MARK, " "),
         }
 
-    def prompts_of(question: Question) -> list[FewShot]:
+    def template(question: Question) -> few_shot.PromptTemplate:
         kind = "sources" if shown[question.id].sources.sources else "alone"
-        template = load_template(f"mragbench.{kind}")
-        shots = one_prompt([question], [[]])
-        (prompts,) = few_shot_prompts([question], shots, llm, template, fields, show)
-        return prompts
+        return few_shot.load_template(f"mragbench.{kind}")
 
-    replies = ask(list(map(prompts_of, questions)), llm)
+    replies = few_shot.ask(questions, None, llm, template, fields, show)
     return [
         _citing(prediction, shown[prediction.question_id].sources)
-        for prediction in map(read_one, questions, replies)
+        for prediction in map(few_shot.read_one, questions, replies)
     ]
 
 
 def _pictures(corpus: Corpus, question: Question, ranking: Ranking, *, own: bool) -> _Shown:
     """Returns the pictures to show: one for a question of one gold picture, as the authors do."""
     most = 1 if question.category == INCOMPLETE else None
-    pictures = list(pictures_of(corpus, question)) if own else []
+    pictures = list(few_shot.pictures_of(corpus, question)) if own else []
     kept = []
     for name, score in list(zip(ranking.sources, ranking.scores, strict=True))[:most]:
-        picture = source_picture(corpus, corpus.row[name], True)
+        picture = few_shot.source_picture(corpus, corpus.row[name], True)
         if picture is not None:
             pictures.append(picture)
             kept.append((name, score))

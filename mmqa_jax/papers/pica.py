@@ -25,28 +25,10 @@ from mmqa_jax.data.formats.coco import PEOPLE_CAPTIONS
 from mmqa_jax.data.formats.official import CAPTION, TAGS
 from mmqa_jax.data.schema import Prediction, Question, Source
 from mmqa_jax.papers.setting import Setting
+from mmqa_jax.prompting import few_shot
 from mmqa_jax.prompting.backends import Backend, Decoding
 from mmqa_jax.prompting.examples.captions import Captions, traced, with_captions
 from mmqa_jax.prompting.examples.library import ExampleLibrary, Shot, Similarity, seeded
-from mmqa_jax.prompting.few_shot import (
-    NO_CONTEXT,
-    OWN_CAPTION,
-    Fields,
-    MakeQuery,
-    Order,
-    Replies,
-    ask,
-    citing_passages,
-    continued,
-    few_shot_prompts,
-    load_template,
-    majority_answer,
-    one_prompt,
-    outputs_record,
-    prompts_record,
-    read_one,
-    several_prompts,
-)
 from mmqa_jax.prompting.multiple_choice import Normalization, choose_options
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
 
@@ -68,7 +50,7 @@ def answer_pica(
     ensemble: int = 1,
     similarity: Similarity = "question_and_image",
     tags: bool = False,
-    order: Order = "most_similar_first",
+    order: few_shot.Order = "most_similar_first",
     shot_answer: ShotAnswer = "first",
     shot_captions: ShotCaptions = "own",
     template: str = "pica.okvqa",
@@ -90,12 +72,11 @@ def answer_pica(
     if shot_captions == "people":
         chosen = [[_captioned_by_people(shot, seed) for shot in prompt] for prompt in chosen]
         questions = [_as_released(question) for question in questions]
-    prompts = few_shot_prompts(
-        questions, several_prompts(questions, chosen, shots, ensemble), llm,
-        load_template(template), _fields_of(tags, shot_answer), _one_line(max_new_tokens),
+    replies = few_shot.ask(
+        questions, few_shot.several_prompts(questions, chosen, shots, ensemble), llm,
+        few_shot.load_template(template), _fields_of(tags, shot_answer), _one_line(max_new_tokens),
         order, knowledge,
     )  # fmt: skip
-    replies = ask(prompts, llm)
     return [_most_probable(*pair, pica_answer) for pair in zip(questions, replies, strict=True)]
 
 
@@ -126,16 +107,16 @@ def answer_promptcap(
         return {
             "context": f"{caption} {_tags(question)}" if with_tags else caption,
             "question": question.question,
-            "answer": majority_answer(question, last=True),
+            "answer": few_shot.majority_answer(question, last=True),
         }
 
     chosen = library.select(questions, shots, similarity, seed=seed)
     captioned, chosen = with_captions(questions, chosen, captions)
-    prompts = few_shot_prompts(
-        captioned, several_prompts(captioned, chosen, shots, 1), llm,
-        load_template("pica.okvqa"), fields, _one_line(max_new_tokens), "most_similar_last",
+    replies = few_shot.ask(
+        captioned, few_shot.several_prompts(captioned, chosen, shots, 1), llm,
+        few_shot.load_template("pica.okvqa"), fields, _one_line(max_new_tokens),
+        "most_similar_last",
     )  # fmt: skip
-    replies = ask(prompts, llm)
     predictions = [
         _most_probable(*pair, _promptcap_answer) for pair in zip(questions, replies, strict=True)
     ]
@@ -151,7 +132,7 @@ def choose_pica(
     shots: Count = 8,
     similarity: Similarity = "question",
     tags: bool = False,
-    order: Order = "most_similar_first",
+    order: few_shot.Order = "most_similar_first",
     shot_answer: ShotAnswer = "first",
     template: str = "pica.okvqa",
     score: Normalization = "sum",
@@ -166,10 +147,10 @@ def choose_pica(
     """
     chosen = library.select(questions, shots, similarity, seed=seed)
     options = {q.id: tuple(f" {choice}" for choice in q.choices) for q in questions}
-    blank = dict.fromkeys(("context", "question"), NO_CONTEXT) if calibrated else None
+    blank = dict.fromkeys(("context", "question"), few_shot.NO_CONTEXT) if calibrated else None
     return choose_options(
-        questions, chosen, options, llm, load_template(template), _fields_of(tags, shot_answer),
-        order=order, knowledge=knowledge, score=score, blank=blank,
+        questions, chosen, options, llm, few_shot.load_template(template),
+        _fields_of(tags, shot_answer), order=order, knowledge=knowledge, score=score, blank=blank,
     )  # fmt: skip
 
 
@@ -178,7 +159,7 @@ def copy_nearest_answer(
 ) -> list[Prediction]:
     """A baseline without a model: the answer of the most similar example."""
     return [
-        Prediction(question.id, majority_answer(shots[0].question) if shots else "")
+        Prediction(question.id, few_shot.majority_answer(shots[0].question) if shots else "")
         for question, shots in zip(questions, library.select(questions, 1, similarity), strict=True)
     ]
 
@@ -197,7 +178,7 @@ def vote_of_nearest_answers(
     predictions = []
     nearest = library.select(questions, shots, similarity)
     for question, examples in zip(questions, nearest, strict=True):
-        votes = collections.Counter(majority_answer(shot.question) for shot in examples)
+        votes = collections.Counter(few_shot.majority_answer(shot.question) for shot in examples)
         predictions.append(Prediction(question.id, votes.most_common(1)[0][0] if votes else ""))
     return predictions
 
@@ -226,7 +207,7 @@ def _captioned_by_people(shot: Shot, seed: int) -> Shot:
         drawn = seeded(shot.question.id, seed).integers(len(by_people))
         extra[CAPTION] = by_people[drawn]
     else:
-        extra[OWN_CAPTION] = True
+        extra[few_shot.OWN_CAPTION] = True
     return shot._replace(question=dataclasses.replace(shot.question, extra=extra))
 
 
@@ -240,10 +221,10 @@ def _promptcap_answer(text: str) -> str:
     return pica_answer(_PROMPTCAP_ANSWERS.get(text.lower(), text))
 
 
-def _fields_of(tags: bool, shot_answer: ShotAnswer) -> Fields:
+def _fields_of(tags: bool, shot_answer: ShotAnswer) -> few_shot.Fields:
     def fields(question: Question) -> Mapping[str, str]:
         first = question.answers[0] if question.answers else ""
-        answer = first if shot_answer == "first" and first else majority_answer(question)
+        answer = first if shot_answer == "first" and first else few_shot.majority_answer(question)
         return {
             "context": context(question, tags),
             "question": question.question,
@@ -253,20 +234,22 @@ def _fields_of(tags: bool, shot_answer: ShotAnswer) -> Fields:
     return fields
 
 
-def _one_line(max_new_tokens: int) -> MakeQuery:
+def _one_line(max_new_tokens: int) -> few_shot.MakeQuery:
     decoding = Decoding(max_new_tokens=max_new_tokens, stop=("\n",), logprobs=True)
-    return continued(decoding)
+    return few_shot.continued(decoding)
 
 
-def _most_probable(question: Question, replies: Replies, read: Callable[[str], str]) -> Prediction:
+def _most_probable(
+    question: Question, replies: few_shot.Replies, read: Callable[[str], str]
+) -> Prediction:
     """Returns the answer with the largest summed log-probability among a question's prompts."""
-    trace = prompts_record(replies.prompts, replies.failed)
-    trace["outputs"] = outputs_record(replies.best)
+    trace = few_shot.prompts_record(replies.prompts, replies.failed)
+    trace["outputs"] = few_shot.outputs_record(replies.best)
     if not replies.best:
         return Prediction(question.id, trace=trace)
     best = max(replies.best, key=lambda candidate: candidate.total)
     prediction = Prediction(question.id, read(best.text or ""), trace=trace)
-    return citing_passages(prediction, replies.prompts)
+    return few_shot.citing_passages(prediction, replies.prompts)
 
 
 # On WebQA's sources (WebQA, section 6.3). A snippet is its text; a picture its description, and a
@@ -283,7 +266,7 @@ def answer_with_sources(
     *,
     shots: Count = 8,
     similarity: Similarity = "question_and_sources",
-    order: Order = "most_similar_first",
+    order: few_shot.Order = "most_similar_first",
     template: str = "pica.webqa",
     max_new_tokens: int = 64,
     seed: Count = 0,
@@ -318,7 +301,7 @@ def answer_without_sources(
     *,
     shots: Count = 8,
     similarity: Similarity = "question",
-    order: Order = "most_similar_first",
+    order: few_shot.Order = "most_similar_first",
     template: str = "pica.webqa",
     max_new_tokens: int = 64,
     seed: Count = 0,
@@ -354,21 +337,20 @@ def _answer_webqa(
     questions: Sequence[Question],
     shots: Sequence[Sequence[Shot]],
     llm: Backend,
-    fields: Fields,
-    order: Order,
+    fields: few_shot.Fields,
+    order: few_shot.Order,
     template: str,
     max_new_tokens: int,
 ) -> list[Prediction]:
     """The model's sentence up to the end of its bracket or line."""
     decoding = Decoding(max_new_tokens=max_new_tokens, stop=("</Answer>", "\n"), logprobs=True)
-    prompts = few_shot_prompts(
-        questions, one_prompt(questions, shots), llm,
-        load_template(template), fields, continued(decoding), order,
+    replies = few_shot.ask(
+        questions, few_shot.one_prompt(questions, shots), llm,
+        few_shot.load_template(template), fields, few_shot.continued(decoding), order,
     )  # fmt: skip
-    replies = ask(prompts, llm)
 
-    def read(question: Question, replies: Replies) -> Prediction:
-        prediction, (prompt,) = read_one(question, replies), replies.prompts
+    def read(question: Question, replies: few_shot.Replies) -> Prediction:
+        prediction, (prompt,) = few_shot.read_one(question, replies), replies.prompts
         if not prompt.too_long:
             return prediction
         trace = {**prediction.trace, "failed": [prompt.reason]}

@@ -16,23 +16,11 @@ from mmqa_jax.core.typed import Count
 from mmqa_jax.data.answers import prep_ans
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.papers.setting import Setting
+from mmqa_jax.prompting import few_shot
 from mmqa_jax.prompting.backends import Backend, Decoding
 from mmqa_jax.prompting.examples.captions import Captions, caption_sentence, traced, with_captions
 from mmqa_jax.prompting.examples.heuristics import AnswerHeuristics, ShotSelection
 from mmqa_jax.prompting.examples.library import ExampleLibrary, Shot, seeded
-from mmqa_jax.prompting.few_shot import (
-    NO_CONTEXT,
-    Fields,
-    Replies,
-    ask,
-    continued,
-    few_shot_prompts,
-    load_template,
-    majority_answer,
-    outputs_record,
-    prompts_record,
-    several_prompts,
-)
 from mmqa_jax.prompting.multiple_choice import Normalization, choose_options
 
 _TEMPLATE = "prophet.okvqa"
@@ -66,11 +54,11 @@ def answer_prophet(
     nearest = heuristics.select(questions, library, shots * ensemble, similarity, seed=seed)
     captioned, nearest = with_captions(questions, nearest, captions)
     chosen = [_shuffled(near, q, seed) for q, near in zip(captioned, nearest, strict=True)]
-    prompts = few_shot_prompts(
-        captioned, several_prompts(captioned, chosen, shots, ensemble), llm,
-        load_template(_TEMPLATE), _fields_of(heuristics, candidates), continued(decoding),
+    replies = few_shot.ask(
+        captioned, few_shot.several_prompts(captioned, chosen, shots, ensemble), llm,
+        few_shot.load_template(_TEMPLATE), _fields_of(heuristics, candidates),
+        few_shot.continued(decoding),
     )  # fmt: skip
-    replies = ask(prompts, llm)
     predictions = [
         _elected(question, replies_to_it, heuristics.best(question))
         for question, replies_to_it in zip(questions, replies, strict=True)
@@ -103,10 +91,10 @@ def choose_prophet(
     captioned, nearest = with_captions(questions, nearest, captions)
     chosen = [_shuffled(near, q, seed) for q, near in zip(captioned, nearest, strict=True)]
     options = {q.id: tuple(f" {choice}" for choice in q.choices) for q in questions}
-    blank = {"context": NO_CONTEXT, "question": NO_CONTEXT, "candidates": ""}
+    blank = {"context": few_shot.NO_CONTEXT, "question": few_shot.NO_CONTEXT, "candidates": ""}
     predictions = choose_options(
         captioned, chosen, options, llm,
-        load_template(_TEMPLATE), _fields_of(heuristics, candidates),
+        few_shot.load_template(_TEMPLATE), _fields_of(heuristics, candidates),
         score=score, blank=blank if calibrated else None,
     )  # fmt: skip
     return traced(predictions, questions, captions)
@@ -120,14 +108,14 @@ def answer_first_candidate(
     return [Prediction(q.id, prep_ans(heuristics.best(q))) for q in questions]
 
 
-def _fields_of(heuristics: AnswerHeuristics, count: int) -> Fields:
+def _fields_of(heuristics: AnswerHeuristics, count: int) -> few_shot.Fields:
     def fields(question: Question) -> Mapping[str, str]:
         listed = heuristics.listed(question, count)
         return {
             "context": caption_sentence(question),
             "question": question.question,
             "candidates": f"===\nCandidates: {listed}\n" if listed else "",
-            "answer": majority_answer(question),
+            "answer": few_shot.majority_answer(question),
         }
 
     return fields
@@ -137,10 +125,10 @@ def _shuffled(shots: Sequence[Shot], question: Question, seed: int) -> list[Shot
     return [shots[i] for i in seeded(question.id, seed).permutation(len(shots))]
 
 
-def _elected(question: Question, replies: Replies, first_candidate: str) -> Prediction:
+def _elected(question: Question, replies: few_shot.Replies, first_candidate: str) -> Prediction:
     """The answer with the largest sum of probabilities, normalized; else the first candidate."""
-    trace = prompts_record(replies.prompts)
-    trace["outputs"] = outputs_record(replies.best)
+    trace = few_shot.prompts_record(replies.prompts)
+    trace["outputs"] = few_shot.outputs_record(replies.best)
     if replies.failed:
         trace["failed"] = replies.failed
     ballots = [(best.text.strip(), math.exp(best.total)) for best in replies.best]

@@ -23,22 +23,9 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.multiple_choice import LETTERS, letter_index, llava_choice
 from mmqa_jax.papers.setting import Setting
+from mmqa_jax.prompting import few_shot
 from mmqa_jax.prompting.backends import Backend, Chat, Completion, Decoding, Message, Picture, Query
 from mmqa_jax.prompting.examples.library import ExampleLibrary, Shot, Similarity
-from mmqa_jax.prompting.few_shot import (
-    MARK,
-    NO_CONTEXT,
-    Fields,
-    Order,
-    as_prompt,
-    ask,
-    few_shot_prompts,
-    load_template,
-    one_prompt,
-    pictures_of,
-    read_one,
-    without_places,
-)
 from mmqa_jax.prompting.multiple_choice import Normalization, choose_options
 from mmqa_jax.prompting.rationales import Rationale, fields
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
@@ -53,7 +40,7 @@ def answer_rmr(
     *,
     shots: Count = 3,
     similarity: Similarity = "bimodal",
-    order: Order = "most_similar_first",
+    order: few_shot.Order = "most_similar_first",
     template: str = "rmr.rationale",
     rationale: Rationale = "solution",
     chat: bool = False,
@@ -82,7 +69,7 @@ def answer_rmr(
     stop = () if chat else ("\n\n", "\nQuestion:")
     # Few servers of chat models give log-probabilities, some refuse requests that ask for them.
     decoding = Decoding(max_new_tokens=max_new_tokens, stop=stop, logprobs=not chat)
-    seen = {q.id: pictures_of(corpus, q) if pictures else () for q in questions}
+    seen = {q.id: few_shot.pictures_of(corpus, q) if pictures else () for q in questions}
     triplets = library.select(questions, shots, similarity, seed=seed)
     said = functools.partial(fields, rationale=rationale)
     prompt_pictures = ShotPictures(
@@ -92,23 +79,24 @@ def answer_rmr(
 
     def show(key: Hashable, question: Question, text: str) -> Query:
         if shot_pictures:
-            prompt, images = as_prompt(text, prompt_pictures.of_prompt(question, text), chat=chat)
+            prompt, images = few_shot.as_prompt(
+                text, prompt_pictures.of_prompt(question, text), chat=chat
+            )
         elif chat:
             prompt, images = (Message("user", (*seen[question.id], text)),), ()
         else:
             images = seen[question.id]
-            prompt = without_places(text, images)
+            prompt = few_shot.without_places(text, images)
         if chat:
             return Chat(key, prompt, decoding)
         return Completion(key, prompt, decoding, images)
 
-    prompts = few_shot_prompts(
-        questions, one_prompt(questions, triplets), llm, load_template(template),
+    replies = few_shot.ask(
+        questions, few_shot.one_prompt(questions, triplets), llm, few_shot.load_template(template),
         prompt_pictures.marked(said) if shot_pictures else said, show, order, knowledge,
     )  # fmt: skip
-    replies = ask(prompts, llm)
     predictions = []
-    for question, output in zip(questions, map(read_one, questions, replies), strict=True):
+    for question, output in zip(questions, map(few_shot.read_one, questions, replies), strict=True):
         choice = llava_choice(output.answer, len(question.choices))
         if read == "choice":
             predictions.append(dataclasses.replace(output, choice=choice))
@@ -128,7 +116,7 @@ def choose_rmr(
     *,
     shots: Count = 3,
     similarity: Similarity = "bimodal",
-    order: Order = "most_similar_first",
+    order: few_shot.Order = "most_similar_first",
     template: str = "rmr.text",
     rationale: Rationale = "solution",
     options: Literal["text", "letter"] = "text",
@@ -142,7 +130,7 @@ def choose_rmr(
       rationale: of a triplet, where the template shows it, as `answer_rmr`.
       calibrated: less the likelihood after a prompt whose question and context are `N/A`.
     """
-    prompt = load_template(template)
+    prompt = few_shot.load_template(template)
     triplets = library.select(questions, shots, similarity, seed=seed)
     spelled = {
         question.id: tuple(
@@ -151,7 +139,7 @@ def choose_rmr(
         )
         for question in questions
     }
-    blank = dict.fromkeys(("question", "context", "options"), NO_CONTEXT)
+    blank = dict.fromkeys(("question", "context", "options"), few_shot.NO_CONTEXT)
     predictions = choose_options(
         questions, triplets, spelled, llm, prompt, functools.partial(fields, rationale=rationale),
         order=order, knowledge=knowledge, score=score, blank=blank if calibrated else None,
@@ -193,7 +181,7 @@ def _lettered(question: Question, chosen: Prediction) -> Prediction:
 def _check_row(options: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
     """Raises UserError for options without effect: pictures of triplets alone, a rationale."""
     template, rationale = options["template"], options["rationale"]
-    shown = load_template(template).shot
+    shown = few_shot.load_template(template).shot
     if rationale != "solution" and "$solution" not in shown and "$rationale" not in shown:
         raise UserError(
             f"config key options.rationale={rationale}: options.template={template} shows no "
@@ -238,7 +226,7 @@ class ShotPictures:
         shots: Sequence[Sequence[Shot]],
         of_queries: Mapping[str, Sequence[Picture]],
         read: Callable[[Question], bytes | None],
-        order: Order,
+        order: few_shot.Order,
     ):
         self._order = order
         self._of_shots: dict[str, list[Picture]] = {}
@@ -253,13 +241,15 @@ class ShotPictures:
                     self._with_picture.add(id(shot.question))
                     self._of_shots[question.id].append(Picture(encoded, shot.question.image or ""))
 
-    def marked(self, fields: Fields) -> Fields:
+    def marked(self, fields: few_shot.Fields) -> few_shot.Fields:
         """Fields whose question has a mark in front where there is a picture."""
 
         def with_mark(question: Question) -> Mapping[str, str]:
-            plain = {name: text.replace(MARK, " ") for name, text in fields(question).items()}
+            plain = {
+                name: text.replace(few_shot.MARK, " ") for name, text in fields(question).items()
+            }
             if id(question) in self._with_picture:
-                plain["question"] = f"{MARK} {plain['question']}"
+                plain["question"] = f"{few_shot.MARK} {plain['question']}"
             return plain
 
         return with_mark
@@ -271,5 +261,5 @@ class ShotPictures:
           text: of the prompt, in which the least similar shots may have been dropped.
         """
         own = list(self._of_queries[question.id])
-        of_shots = self._of_shots[question.id][: text.count(MARK) - len(own)]
+        of_shots = self._of_shots[question.id][: text.count(few_shot.MARK) - len(own)]
         return [*(of_shots if self._order == "most_similar_first" else of_shots[::-1]), *own]

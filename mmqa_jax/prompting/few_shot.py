@@ -1,8 +1,7 @@
 """Prompts of solved examples and one open question, with as many examples as fit, and replies.
 
 A prompted system chooses shots for its questions (examples/library.py), says what a template's
-fields are, and reads what the model replies. What lies between is the same for all:
-`few_shot_prompts` and `ask`.
+fields are, and reads what the model replies. What lies between is the same for all: `ask`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import tomllib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from importlib import resources
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
@@ -38,6 +37,39 @@ ShotsOfPrompts = Mapping[Hashable, Sequence[Shot]]
 NO_CONTEXT = "N/A"  # what a template's context says where there is none
 # Key of Question.extra: a file of captions lacks this question, whose own caption stands in.
 OWN_CAPTION = "own_caption"
+
+
+class Trace(TypedDict, total=False):
+    """How a prompted system came to one answer: a line of trace.jsonl, which reports count.
+
+    A system writes the keys that it has something for, and may add others.
+    """
+
+    prompts: list[str]  # as they were sent
+    shots: list[list[dict[str, Any]]]  # of each prompt: `id` and `similarity`
+    dropped_shots: int  # that did not fit
+    shots_without_caption: int  # these three over all prompts
+    shots_with_own_caption: int
+    shots_without_candidates: int
+    too_long: list[str]  # why prompts were not sent, which do not fit even without shots
+    failed: list[str]  # why other requests have no answer
+    outputs: list[dict[str, Any]]  # `text`, and `logprob` where the model says it
+    option_scores: list[float]  # log-probabilities, in the order of the choices
+    calibrated_scores: list[float]  # the same, less the model's liking for an option
+    caption: str | None  # of a file of captions; None where that lacks the question
+    knowledge: list[list[dict[str, Any]]]  # of each prompt its passages: `id` and `score`
+    dropped_passages: int
+    vote: dict[str, float]  # answer -> sum of its weights
+    fallback: str  # a VQA model's first candidate; "" where it has none
+    agents: list[dict[str, Any]]  # of MAVL, see papers/mavl.py:Agent.record
+    reader: int  # sources that a question came with; the next ones are of LLMReader
+    dropped_sources: int
+    cut_to_words: int  # of the only source that was shown
+    picture_not_shown: bool
+    refused: str  # why the model was not asked
+    not_found: bool  # no source answers, as the model says
+    uncited: bool
+    wrong_citations: int  # markers that name no source
 
 
 class FewShot(NamedTuple):
@@ -156,9 +188,9 @@ def continued(decoding: Decoding) -> MakeQuery:
 
 def few_shot_prompts(
     questions: Sequence[Question],
-    shots: Sequence[ShotsOfPrompts],
+    shots: Sequence[ShotsOfPrompts] | None,
     llm: Backend,
-    template: PromptTemplate,
+    template: PromptTemplate | Callable[[Question], PromptTemplate],
     fields: Fields,
     make: MakeQuery,
     order: Order = "most_similar_first",
@@ -167,7 +199,9 @@ def few_shot_prompts(
     """The prompts of every question, each with as many of its shots as the context holds.
 
     Args:
-      shots: of every question its prompts (`one_prompt`, `several_prompts`).
+      shots: of every question its prompts (`one_prompt`, `several_prompts`); None: one prompt
+        without shots.
+      template: of all questions, or the one of each.
       make: the query of a prompt (`continued`, or a system's own).
       knowledge: whose passages follow a question's context; None: there are none.
     """
@@ -175,22 +209,39 @@ def few_shot_prompts(
     def prompts_of(
         question: Question, shots_of: ShotsOfPrompts, passages: Sequence[Passage] | None
     ) -> list[FewShot]:
+        of_question = template if isinstance(template, PromptTemplate) else template(question)
         return [
             few_shot(
-                template, question, chosen, fields, functools.partial(make, key, question),
+                of_question, question, chosen, fields, functools.partial(make, key, question),
                 llm.check, order, passages,
             )
             for key, chosen in shots_of.items()
         ]  # fmt: skip
 
+    shots = one_prompt(questions, [()] * len(questions)) if shots is None else shots
     passages = passages_of(knowledge, questions)
     return [prompts_of(*each) for each in zip(questions, shots, passages, strict=True)]
 
 
-def ask(prompts: Sequence[Sequence[FewShot]], llm: Backend) -> list[Replies]:
-    """The replies to the prompts of every question, all asked as one stream."""
+def ask(
+    questions: Sequence[Question],
+    shots: Sequence[ShotsOfPrompts] | None,
+    llm: Backend,
+    template: PromptTemplate | Callable[[Question], PromptTemplate],
+    fields: Fields,
+    make: MakeQuery,
+    order: Order = "most_similar_first",
+    knowledge: KnowledgeBase | None = None,
+) -> list[Replies]:
+    """Asks all prompts of `few_shot_prompts` as one stream; returns each question's replies."""
+    prompts = few_shot_prompts(questions, shots, llm, template, fields, make, order, knowledge)
+    return replies_to(prompts, llm)
+
+
+def replies_to(prompts: Sequence[Sequence[FewShot]], llm: Backend) -> list[Replies]:
+    """Asks the prompts of every question as one stream; returns each question's replies."""
     queries = [p.query for of_question in prompts for p in of_question if p.query is not None]
-    answers = answer_all(llm, queries)
+    answers = answer_all(llm, queries, checked=True)
 
     def replies(of_question: Sequence[FewShot]) -> Replies:
         ids = [prompt.query.id for prompt in of_question if prompt.query is not None]
@@ -283,7 +334,7 @@ def majority_answer(question: Question, *, last: bool = False) -> str:
     return "" if question.answer_index is None else question.choices[question.answer_index]
 
 
-def prompts_record(prompts: Sequence[FewShot], failed: Iterable[str] = ()) -> dict[str, Any]:
+def prompts_record(prompts: Sequence[FewShot], failed: Iterable[str] = ()) -> Trace:
     """What trace.jsonl keeps of a question's prompts.
 
     Args:
@@ -291,7 +342,7 @@ def prompts_record(prompts: Sequence[FewShot], failed: Iterable[str] = ()) -> di
     """
     reasons = [p.reason for p in prompts if p.query is None and not p.too_long]
     reasons += failed
-    record: dict[str, Any] = {
+    record: Trace = {
         "prompts": [p.text.replace(MARK, IMAGE) for p in prompts],
         "shots": [shots_record(p.shots) for p in prompts],
         "dropped_shots": sum(p.dropped for p in prompts),

@@ -20,6 +20,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, Ranking, says_not_found
 from mmqa_jax.decoding.requests import Scores, TooLong, Unanswerable
 from mmqa_jax.evaluation.multiple_choice import LETTERS, vlmeval_choice
+from mmqa_jax.prompting import few_shot
 from mmqa_jax.prompting.backends import (
     Backend,
     Chat,
@@ -31,20 +32,6 @@ from mmqa_jax.prompting.backends import (
     answer_of,
 )
 from mmqa_jax.prompting.backends.cache import Answers, answer_all
-from mmqa_jax.prompting.few_shot import (
-    IMAGE,
-    MARK,
-    MARKED,
-    Pictures,
-    as_prompt,
-    is_chat,
-    load_template,
-    mark_of,
-    pictures_of,
-    prompt_text,
-    shows_pictures,
-    source_picture,
-)
 
 _CITED = re.compile(r"(?<!\s)\s*\[(\d+(?:\s*[,;]\s*\d+)*)\]")
 READER = "reader"  # key of this reader's traces: how many sources each question came with
@@ -76,14 +63,14 @@ class LLMReaderOptions:
     alone: str = "reader.alone"
     options: str = "reader.options"
     chat: bool | None = None
-    pictures: Pictures = "auto"
+    pictures: few_shot.Pictures = "auto"
     uncited: Literal["none", "all"] = "none"
     refuse_without_sources: bool = False
     max_new_tokens: int = at_least(1, 64)
 
     def __post_init__(self) -> None:
         for name in (self.template, self.alone, self.options):
-            load_template(name)  # UserError for an unknown one
+            few_shot.load_template(name)  # UserError for an unknown one
 
 
 class Citations(NamedTuple):
@@ -138,11 +125,11 @@ class LLMReader:
     def __init__(self, corpus: Corpus, llm: Backend, options: LLMReaderOptions | None = None):
         self._corpus, self._llm = corpus, llm
         self.options = options or LLMReaderOptions()
-        self._template = load_template(self.options.template)
-        self._alone = load_template(self.options.alone)
-        self._options = load_template(self.options.options)
-        self._shows_pictures = shows_pictures(llm, self.options.pictures)
-        self._is_chat = is_chat(llm, self.options.chat)
+        self._template = few_shot.load_template(self.options.template)
+        self._alone = few_shot.load_template(self.options.alone)
+        self._options = few_shot.load_template(self.options.options)
+        self._shows_pictures = few_shot.shows_pictures(llm, self.options.pictures)
+        self._is_chat = few_shot.is_chat(llm, self.options.chat)
 
     def answer(self, questions: Sequence[Question], cited: Sequence[Ranking]) -> list[Prediction]:
         """One Prediction per question.
@@ -161,7 +148,7 @@ class LLMReader:
             for question, ranking in zip(questions, cited, strict=True)
         ]
         queries = [prompt.query for prompt in prompts if prompt.query is not None]
-        answers = answer_all(self._llm, queries, "Reading")
+        answers = answer_all(self._llm, queries, "Reading", checked=True)
         return [
             self._read(question, ranking, prompt, answers)
             for question, ranking, prompt in zip(questions, cited, prompts, strict=True)
@@ -206,12 +193,14 @@ class LLMReader:
         if self.options.refuse_without_sources and not ranking.sources:
             return _Prompt(None, "", 0, {"refused": "no source"}, is_refused=True)
         trace: dict[str, Any] = {}
-        own_pictures = pictures_of(self._corpus, question) if self._shows_pictures else ()
+        own_pictures = few_shot.pictures_of(self._corpus, question) if self._shows_pictures else ()
         if question.image and not own_pictures:
             trace["picture_not_shown"] = True
         rows = [self._corpus.row[name] for name in ranking.sources]
-        texts = [prompt_text(self._corpus.sources[row]) for row in rows]
-        pictures = [source_picture(self._corpus, row, self._shows_pictures) for row in rows]
+        texts = [few_shot.prompt_text(self._corpus.sources[row]) for row in rows]
+        pictures = [
+            few_shot.source_picture(self._corpus, row, self._shows_pictures) for row in rows
+        ]
         reason = ""
         for quoted, left_out in shortened(texts):
             text, query = self._query(question, quoted, pictures[: len(quoted)], own_pictures)
@@ -234,20 +223,20 @@ class LLMReader:
     ) -> tuple[str, Query]:
         """The prompt's text, `<image>` where pictures are, and the query."""
         quoted = [
-            {"number": str(number), "text": text, "picture": mark_of(picture)}
+            {"number": str(number), "text": text, "picture": few_shot.mark_of(picture)}
             for number, (text, picture) in enumerate(zip(texts, pictures, strict=True), start=1)
         ]
         asked = {
-            "question": question.question.replace(MARK, " "),
-            "picture": MARKED if own_pictures else "",
+            "question": question.question.replace(few_shot.MARK, " "),
+            "picture": few_shot.MARKED if own_pictures else "",
             "options": self._listed(question),
         }
         template = self._template if texts else self._alone
         marked = template.render(quoted, asked).strip("\n")
         shown = [*(picture for picture in pictures if picture is not None), *own_pictures]
-        prompt, images = as_prompt(marked, shown, chat=self._is_chat)
+        prompt, images = few_shot.as_prompt(marked, shown, chat=self._is_chat)
         most = self.options.max_new_tokens
-        text = marked.replace(MARK, IMAGE)
+        text = marked.replace(few_shot.MARK, few_shot.IMAGE)
         if self._is_chat:
             return text, Chat(question.id, prompt, Decoding(max_new_tokens=most))
         # A base model goes on with another question; a chat model ends its message itself.
@@ -260,7 +249,7 @@ class LLMReader:
             return ""
         options = zip(LETTERS, question.choices, strict=False)
         lettered = [{"letter": letter, "choice": choice} for letter, choice in options]
-        return self._options.render(lettered, {}).rstrip("\n").replace(MARK, " ")
+        return self._options.render(lettered, {}).rstrip("\n").replace(few_shot.MARK, " ")
 
 
 def shortened(texts: Sequence[str]) -> Iterator[tuple[Sequence[str], dict[str, int]]]:
@@ -301,11 +290,11 @@ class LLMRerankerOptions:
 
     template: str = "reader.relevance"
     chat: bool | None = None
-    pictures: Pictures = "auto"
+    pictures: few_shot.Pictures = "auto"
     calibrated: bool = False
 
     def __post_init__(self) -> None:
-        load_template(self.template)  # UserError for an unknown one
+        few_shot.load_template(self.template)  # UserError for an unknown one
 
 
 class LLMReranker:
@@ -322,26 +311,21 @@ class LLMReranker:
     def __init__(self, corpus: Corpus, llm: Backend, options: LLMRerankerOptions | None = None):
         self._corpus, self._llm = corpus, llm
         self.options = options or LLMRerankerOptions()
-        self._template = load_template(self.options.template)
-        self._shows_pictures = shows_pictures(llm, self.options.pictures)
-        self._is_chat = is_chat(llm, self.options.chat)
+        self._template = few_shot.load_template(self.options.template)
+        self._shows_pictures = few_shot.shows_pictures(llm, self.options.pictures)
+        self._is_chat = few_shot.is_chat(llm, self.options.chat)
         self.unscored: Counter[str] = Counter()
 
     def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
         """The candidates by P(yes), in [0, 1], best first; of equal ones the earlier first."""
         check_questions(questions, "LLMReranker.score")
-        queries: dict[tuple[str, str], Choices] = {}
-        for question, ranking in zip(questions, candidates, strict=True):
-            names = [*ranking.sources, *([""] if self.options.calibrated else [])]
-            for name in names:
-                query = self._query(question, name)
-                try:
-                    self._llm.check(query)
-                except Unanswerable:  # too long among them
-                    self.unscored[question.id] += bool(name)
-                else:
-                    queries[question.id, name] = query
-        answers = answer_all(self._llm, list(queries.values()), "Judging")
+        prior = [""] if self.options.calibrated else []
+        queries = [
+            self._query(question, name)
+            for question, ranking in zip(questions, candidates, strict=True)
+            for name in (*ranking.sources, *prior)
+        ]
+        answers = answer_all(self._llm, queries, "Judging")
         for question_id, name in answers.failed:
             self.unscored[question_id] += bool(name)
         log_odds = {pair: _log_odds(scores) for pair, scores in answers.by_id.items()}
@@ -365,21 +349,21 @@ class LLMReranker:
 
     def _query(self, question: Question, name: str) -> Choices:
         """Makes the query for a source by its id; "" is an empty source."""
-        own_pictures = pictures_of(self._corpus, question) if self._shows_pictures else ()
+        own_pictures = few_shot.pictures_of(self._corpus, question) if self._shows_pictures else ()
         text, picture = "(empty)", None
         if name:
             row = self._corpus.row[name]
-            text = prompt_text(self._corpus.sources[row])
-            picture = source_picture(self._corpus, row, self._shows_pictures)
+            text = few_shot.prompt_text(self._corpus.sources[row])
+            picture = few_shot.source_picture(self._corpus, row, self._shows_pictures)
         fields = {
-            "question": question.question.replace(MARK, " "),
-            "picture": MARKED if own_pictures else "",
+            "question": question.question.replace(few_shot.MARK, " "),
+            "picture": few_shot.MARKED if own_pictures else "",
             "text": text,
-            "source_picture": mark_of(picture),
+            "source_picture": few_shot.mark_of(picture),
         }
         marked = self._template.render([], fields).strip("\n")
         shown = [*own_pictures, *([] if picture is None else [picture])]
-        prompt, images = as_prompt(marked, shown, chat=self._is_chat)
+        prompt, images = few_shot.as_prompt(marked, shown, chat=self._is_chat)
         words = ("Yes", "No") if self._is_chat else (" yes", " no")
         return Choices((question.id, name), prompt, words, images)
 

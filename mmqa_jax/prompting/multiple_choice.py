@@ -11,18 +11,10 @@ import numpy as np
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.decoding.requests import Scores, Unanswerable
+from mmqa_jax.prompting import few_shot
 from mmqa_jax.prompting.backends import Backend, Choices
 from mmqa_jax.prompting.backends.cache import Answers, answer_all
 from mmqa_jax.prompting.examples.library import Shot
-from mmqa_jax.prompting.few_shot import (
-    Fields,
-    Order,
-    PromptTemplate,
-    citing_passages,
-    few_shot_prompts,
-    one_prompt,
-    prompts_record,
-)
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
 
 Normalization = Literal["sum", "mean"]
@@ -46,10 +38,10 @@ def choose_options(
     shots: Sequence[Sequence[Shot]],
     options: Mapping[str, Sequence[str]],
     llm: Backend,
-    template: PromptTemplate,
-    fields: Fields,
+    template: few_shot.PromptTemplate,
+    fields: few_shot.Fields,
     *,
-    order: Order = "most_similar_first",
+    order: few_shot.Order = "most_similar_first",
     knowledge: KnowledgeBase | None = None,
     score: Normalization = "sum",
     blank: Mapping[str, str] | None = None,
@@ -63,18 +55,21 @@ def choose_options(
       blank: fields of a prompt without question and shots, after which the options are scored for
         calibration; None: not calibrated.
     """
-    prompts = few_shot_prompts(
-        questions, one_prompt(questions, shots), llm, template, fields,
+    prompts = few_shot.few_shot_prompts(
+        questions, few_shot.one_prompt(questions, shots), llm, template, fields,
         lambda key, question, text: Choices(key, text, tuple(options[question.id])),
         order, knowledge,
     )  # fmt: skip
-    answers = answer_all(llm, [p.query for (p,) in prompts if p.query is not None])
+    queries = [p.query for (p,) in prompts if p.query is not None]
+    answers = answer_all(llm, queries, checked=True)
     prior = None
     if blank is not None:
         prior = option_prior(llm, options, template.render([], blank), score)
     return [
-        citing_passages(
-            choose_option(question, answers, prior, score=score, trace=prompts_record(prompt)),
+        few_shot.citing_passages(
+            choose_option(
+                question, answers, prior, score=score, trace=few_shot.prompts_record(prompt)
+            ),
             prompt,
         )
         for question, prompt in zip(questions, prompts, strict=True)
@@ -102,7 +97,7 @@ def option_prior(
         Choices(f"prior {n}", prompt, tuple(distinct[n : n + _PRIOR_OPTIONS]))
         for n in range(0, len(distinct), _PRIOR_OPTIONS)
     ]
-    answers = answer_all(llm, queries, "Calibrating")
+    answers = answer_all(llm, queries, "Calibrating", checked=True)
     prior: dict[str, float] = {}
     for query in queries:
         if query.id in answers.by_id:

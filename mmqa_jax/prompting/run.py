@@ -144,7 +144,7 @@ def _answer(
 
         def answer(asked: range) -> Part:
             own = lines[asked.start : asked.stop]
-            answers, reasons = answer_all(served, [line.request for line in own])
+            answers, reasons, _ = answer_all(served, [line.request for line in own], checked=True)
             return Part([_row(line, answers, reasons) for line in own])
 
         job.run(lambda: answer)

@@ -24,16 +24,7 @@ from mmqa_jax.decoding.online import Pending, TextStream
 from mmqa_jax.decoding.requests import Candidate, Scores, Scoring, Tokenizer
 from mmqa_jax.decoding.requests import Request as EngineRequest
 from mmqa_jax.decoding.scheduler import GeneratedSequence
-from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Query
-from mmqa_jax.prompting.backends.openai_requests import (
-    ChatRequest,
-    CompletionRequest,
-    Form,
-    Prompt,
-    read_chat,
-    read_completion,
-    read_embedding,
-)
+from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Query, openai_requests
 from mmqa_jax.prompting.backends.served import ServedModel
 from mmqa_jax.serve.door import ApiError, Metrics, Pieces, Visit, refusal, too_long, visit_of
 from mmqa_jax.serve.parts import Parts
@@ -65,7 +56,7 @@ class OpenAIApi:
     async def completions(self, request: Request) -> Response:
         """Continues texts, or scores them (echo)."""
         visit = visit_of(request)
-        asked = read_completion(await visit.fields())
+        asked = openai_requests.read_completion(await visit.fields())
         model = self._llm(asked.model)
         _check_form(model, asked.form)
         _check_length(model, (text for text in asked.prompts if isinstance(text, str)))
@@ -105,7 +96,7 @@ class OpenAIApi:
         visit = visit_of(request)
         fields = await visit.fields()
         named = fields.names()
-        asked = read_chat(fields)
+        asked = openai_requests.read_chat(fields)
         if asked.model in self._parts.systems:
             for key in sorted(named & _DECODING):
                 raise ApiError(
@@ -137,7 +128,7 @@ class OpenAIApi:
     async def embeddings(self, request: Request) -> Response:
         """The vectors of texts."""
         visit = visit_of(request)
-        asked = read_embedding(await visit.fields())
+        asked = openai_requests.read_embedding(await visit.fields())
         self._check_name(asked.model, [self._parts.embedder_name])
         for number, text in enumerate(asked.texts):
             if len(text) > _LONGEST_TEXT:
@@ -157,7 +148,7 @@ class OpenAIApi:
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return JSONResponse({"object": "list", "data": rows, "model": asked.model, "usage": usage})
 
-    async def _chat_with_system(self, visit: Visit, asked: ChatRequest) -> Response:
+    async def _chat_with_system(self, visit: Visit, asked: openai_requests.ChatRequest) -> Response:
         """The last message is the question; earlier ones are no part of it."""
         system = self._parts.systems[asked.model]
         last = asked.messages[-1]
@@ -187,7 +178,7 @@ class OpenAIApi:
         query: Query | EngineRequest,
         model: ServedModel,
         decoding: Decoding,
-        form: Form,
+        form: openai_requests.Form,
         name: str,
         visit: Visit,
     ) -> StreamingResponse:
@@ -283,7 +274,7 @@ def _event(value: Any) -> str:
     return f"data: {json.dumps(value)}\n\n"
 
 
-def _check_form(model: ServedModel, form: Form) -> None:
+def _check_form(model: ServedModel, form: openai_requests.Form) -> None:
     """ApiError for a form that the model cannot answer in."""
     for key, reason in model.backend.cannot.items():
         if getattr(form, key):
@@ -302,13 +293,13 @@ def _check_length(model: ServedModel, texts: Iterable[str]) -> None:
             )
 
 
-def _continuation(prompt: Prompt, decoding: Decoding) -> Query | EngineRequest:
+def _continuation(prompt: openai_requests.Prompt, decoding: Decoding) -> Query | EngineRequest:
     if isinstance(prompt, str):
         return Completion(0, prompt, decoding)
     return decoding.request(0, prompt)
 
 
-def _sized(model: ServedModel, asked: ChatRequest) -> Chat:
+def _sized(model: ServedModel, asked: openai_requests.ChatRequest) -> Chat:
     """The query, with all new tokens that the context holds where none are named."""
     query = Chat(0, asked.messages, asked.decoding)
     most = asked.most
@@ -318,7 +309,9 @@ def _sized(model: ServedModel, asked: ChatRequest) -> Chat:
     return dataclasses.replace(query, decoding=decoding)
 
 
-def _submit_all(model: ServedModel, asked: CompletionRequest, visit: Visit) -> list[Pending]:
+def _submit_all(
+    model: ServedModel, asked: openai_requests.CompletionRequest, visit: Visit
+) -> list[Pending]:
     """Submits each prompt's scores, if it is echoed, and its continuations."""
     pending: list[Pending] = []
     for prompt in asked.prompts:
@@ -332,12 +325,12 @@ def _submit_all(model: ServedModel, asked: CompletionRequest, visit: Visit) -> l
     return pending
 
 
-def _prompt_tokens(model: ServedModel, prompt: Prompt) -> list[int]:
+def _prompt_tokens(model: ServedModel, prompt: openai_requests.Prompt) -> list[int]:
     tokenizer = model.backend.tokenizer
     return tokenizer.encode(tokenizer.shield(prompt)) if isinstance(prompt, str) else list(prompt)
 
 
-def _prompt_scoring(model: ServedModel, prompt: Prompt) -> Scoring:
+def _prompt_scoring(model: ServedModel, prompt: openai_requests.Prompt) -> Scoring:
     """Scores all tokens of a prompt behind the first."""
     tokens = _prompt_tokens(model, prompt)
     if len(tokens) < 2:
@@ -345,7 +338,7 @@ def _prompt_scoring(model: ServedModel, prompt: Prompt) -> Scoring:
     return Scoring(0, tokens[:1], [tokens[1:]])
 
 
-def _echoed(model: ServedModel, prompt: Prompt, scores: Scores) -> list[Token]:
+def _echoed(model: ServedModel, prompt: openai_requests.Prompt, scores: Scores) -> list[Token]:
     """The tokens of a prompt with their log-probabilities."""
     first, *rest = _prompt_tokens(model, prompt)
     (score,) = scores.scores

@@ -60,7 +60,7 @@ def of(folder: Path, changes: dict) -> dict:
     queries = [Completion(n, text, decoding) for n, text in enumerate(texts)]
     for query in queries:
         backend.check(query)
-    answers, _ = answer_all(backend, queries)
+    answers, *_ = answer_all(backend, queries)
     engine = backend.engine
     candidates = [answers[n].candidates[0] for n in range(len(queries))]
     return {

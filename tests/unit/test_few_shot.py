@@ -6,13 +6,20 @@ import numpy as np
 import pytest
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.schema import Question
+from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.decoding.requests import Candidate, Result, Score, Scores, TooLong
 from mmqa_jax.prompting.backends import Choices, Completion, Decoding, Failure, Usage
 from mmqa_jax.prompting.backends.cache import Answers, answer_all
 from mmqa_jax.prompting.examples.library import Shot
-from mmqa_jax.prompting.few_shot import PromptTemplate, few_shot, load_template, prompts_record
+from mmqa_jax.prompting.few_shot import (
+    PromptTemplate,
+    Trace,
+    few_shot,
+    load_template,
+    prompts_record,
+)
 from mmqa_jax.prompting.multiple_choice import choose_option, option_prior
+from mmqa_jax.runs import traces
 
 SHOTS = [Shot(Question(f"s{n}", "train", f"shot {n} ?"), 1.0 - n / 10) for n in range(4)]
 QUERY = Question("q", "val", "open ?")
@@ -160,3 +167,39 @@ def test_the_prior_of_options():
         "r": [-4.0, -7.0],
     }
     assert backend.seen == ["prior 0"]  # all distinct options in one query
+
+
+class _Recorder(dict):
+    """A trace that notes which keys are asked for."""
+
+    def __init__(self, **values):
+        super().__init__(values)
+        self.asked: set[str] = set()
+
+    def get(self, key, default=None):
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key):
+        self.asked.add(key)
+        return super().__contains__(key)
+
+
+def test_reports_count_the_keys_that_a_trace_has():
+    trace = _Recorder(reader=3, fallback="a cat", caption=None, prompts=["..."], shots=[[]])
+    prediction = Prediction("q", trace=trace)
+    traces.trace_counts([QUERY], [prediction])
+    traces.answer_rows(QUERY, prediction)
+    traces.trace_details(trace)
+    assert len(trace.asked) > 15
+    assert trace.asked <= Trace.__annotations__.keys()
+
+
+def test_a_query_that_does_not_fit_fails_and_the_others_are_answered():
+    backend = FakeBackend()
+    backend.check = limit(12)
+    queries = [Completion("long", "a b c d e f g h"), Completion("short", "a b c")]
+    answers = answer_all(backend, queries)
+    assert list(answers.by_id) == ["short"]
+    assert answers.failed.keys() == answers.not_sent == {"long"}
+    assert answer_all(backend, queries, checked=True).by_id.keys() == {"long", "short"}

@@ -118,7 +118,7 @@ def test_a_broken_picture_fails_its_own_query():
     queries[7] = dataclasses.replace(queries[7], images=(thin(),))
     for query in queries:
         backend.check(query)
-    answers, failed = answer_all(backend, queries)
+    answers, failed, _ = answer_all(backend, queries)
     assert answers.keys() == set(range(20)) - {7}
     assert failed.keys() == {7}
     assert failed[7].startswith("thin.png: ")

@@ -189,46 +189,10 @@ class Around:
     def __init__(self, backend: Backend):
         self._backend = backend
 
-    @property
-    def usage(self) -> Usage:
-        """The backend's."""
-        return self._backend.usage
-
-    @property
-    def failures(self) -> list[Failure]:
-        """The backend's."""
-        return self._backend.failures
-
-    @property
-    def takes_pictures(self) -> bool | None:
-        """The backend's."""
-        return self._backend.takes_pictures
-
-    @property
-    def takes_messages(self) -> bool:
-        """The backend's."""
-        return self._backend.takes_messages
-
-    @property
-    def fingerprint(self) -> str:
-        """The backend's."""
-        return self._backend.fingerprint
-
-    def check(self, query: Query) -> None:
-        """The backend's."""
-        self._backend.check(query)
-
-    def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:
-        """The backend's."""
-        return self._backend.answer(queries)
-
-    def rates(self) -> dict[str, float]:
-        """The backend's."""
-        return self._backend.rates()
-
-    def sizes(self) -> dict[str, Any] | None:
-        """The backend's."""
-        return self._backend.sizes()
+    def __getattr__(self, name: str) -> Any:
+        if name == "_backend":  # while a copy is made
+            raise AttributeError(name)
+        return getattr(self._backend, name)
 
 
 def answer_of(text: str) -> str:

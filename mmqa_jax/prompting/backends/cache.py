@@ -18,7 +18,7 @@ import math
 import os
 import sqlite3
 import zlib
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from mmqa_jax.core.json_text import parse_json
 from mmqa_jax.core.paths import as_path, in_store
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.store import HEAD, Store, read_head
-from mmqa_jax.decoding.requests import Candidate, Result, Score, Scores
+from mmqa_jax.decoding.requests import Candidate, Result, Score, Scores, Unanswerable
 from mmqa_jax.prompting.backends import (
     Around,
     Backend,
@@ -428,20 +428,37 @@ class Answers(NamedTuple):
     Attributes:
       by_id: Result or Scores of every query that was answered.
       failed: query id -> why it has no answer.
+      not_sent: the ids of failed queries that the backend cannot take, such as too long ones.
     """
 
     by_id: dict[Hashable, Any]
     failed: dict[Hashable, str]
+    not_sent: Set[Hashable] = frozenset()
 
 
 def answer_all(
-    backend: Backend | Cached, queries: Sequence[Query], title: str = "Answering"
+    backend: Backend | Cached,
+    queries: Sequence[Query],
+    title: str = "Answering",
+    *,
+    checked: bool = False,
 ) -> Answers:
     """Answers queries with unique ids; those in the response cache first.
 
-    The others are sent in the order of their texts, so that prompts with a common beginning follow
-    each other and the engine computes it once.
+    A query that the backend cannot take, because of its own length, text or picture, has failed
+    and does not end the run. The others are sent in the order of their texts, so that prompts with
+    a common beginning follow each other and the engine computes it once.
+
+    Args:
+      checked: all queries passed `backend.check`, as those of `few_shot` did.
     """
+    not_sent: dict[Hashable, str] = {}
+    for query in () if checked else queries:
+        try:
+            backend.check(query)
+        except Unanswerable as error:
+            not_sent[query.id] = str(error)
+    queries = [query for query in queries if query.id not in not_sent]
     answers: dict[Hashable, Result | Scores] = {}
     if isinstance(backend, Cached):
         for query in queries:
@@ -459,7 +476,7 @@ def answer_all(
                 fresh, failed = backend.usage.failures - failed, backend.usage.failures
                 progress.advance(1 + fresh, **rates, **({"failed": failed} if failed else {}))
     reasons = {failure.id: failure.reason for failure in backend.failures[before:]}
-    return Answers(answers, reasons)
+    return Answers(answers, not_sent | reasons, not_sent.keys())
 
 
 def text_of(query: Query) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from mmqa_jax.decoding.online import OnlineEngine, OnToken, Pending, TextStream
 from mmqa_jax.decoding.requests import Request, Result, Scores, Scoring
 from mmqa_jax.decoding.scheduler import GeneratedSequence
-from mmqa_jax.prompting.backends import Choices, Failure, Query, Usage
+from mmqa_jax.prompting.backends import Around, Choices, Failure, Query, Usage
 from mmqa_jax.prompting.backends.engine import EngineBackend
 from mmqa_jax.prompting.backends.t5 import T5Backend
 
@@ -54,37 +53,19 @@ class ServedModel:
         self.online.close()
 
 
-class ServedBackend:
-    """One user's queries to a model that others ask as well; see backends.Backend.
+class ServedBackend(Around):
+    """Asks one user's queries of a model that others ask as well; see backends.Backend.
 
     Args:
       on_text: told of pieces of the answers as they are decoded.
     """
 
     def __init__(self, model: ServedModel, on_text: OnText | None):
+        super().__init__(model.backend)
         self._model, self._on_text = model, on_text
         self.usage, self.failures = Usage(), list[Failure]()
         self._pending: list[Pending] = []
         self._is_cancelled = False
-
-    @property
-    def takes_pictures(self) -> bool:
-        """See Backend."""
-        return self._model.backend.takes_pictures
-
-    @property
-    def takes_messages(self) -> bool:
-        """See Backend."""
-        return self._model.backend.takes_messages
-
-    @property
-    def fingerprint(self) -> str:
-        """See Backend."""
-        return self._model.backend.fingerprint
-
-    def check(self, query: Query) -> None:
-        """See Backend."""
-        self._model.backend.check(query)
 
     def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:
         """See Backend."""
@@ -113,18 +94,10 @@ class ServedBackend:
         for pending in self._pending:
             pending.cancel()
 
-    def rates(self) -> dict[str, float]:
-        """See Backend."""
-        return self._model.backend.rates()
-
-    def sizes(self) -> dict[str, Any] | None:
-        """See Backend."""
-        return self._model.backend.sizes()
-
     def _listener(self, query: Query) -> OnToken | None:
         if self._on_text is None or isinstance(query, Choices):
             return None
-        stream = TextStream(self._model.backend.tokenizer, query.decoding.stop)
+        stream = TextStream(self.tokenizer, query.decoding.stop)
 
         def on_token(sequence: GeneratedSequence) -> None:
             if piece := stream.push(sequence.tokens[-1], sequence.finish):
