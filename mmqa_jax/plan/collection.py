@@ -19,8 +19,8 @@ from mmqa_jax.plan.program import Program, compile_program, shard_bytes
 from mmqa_jax.plan.programs import make_program, program_names
 from mmqa_jax.plan.roofline import Planned
 from mmqa_jax.plan.topology import Topology
+from mmqa_jax.retrieval.indexes.index import IndexSize, index_sizes
 from mmqa_jax.retrieval.indexes.mesh import abstract_search
-from mmqa_jax.retrieval.indexes.sizes import IndexSize, index_sizes
 from mmqa_jax.tasks.registry import read_task
 
 _TOP_K = 100

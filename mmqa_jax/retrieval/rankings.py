@@ -12,6 +12,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
+from jaxtyping import Int32
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl, write_jsonl
@@ -318,3 +319,34 @@ class Retriever(Protocol):
 def nearest_similarities(retriever: Retriever, questions: Sequence[Question]) -> list[float]:
     """The score of each question's best source."""
     return [float(ranking.scores[0]) for ranking in retriever.search(questions, 1)]
+
+
+def candidate_rows(rows: Sequence[int], size: int, what: str) -> Int32[np.ndarray, " m"]:
+    """A question's candidates as an array; UserError for a row that an index of `size` lacks."""
+    candidates = np.asarray(rows, np.int32)
+    if len(candidates) and (candidates.min() < 0 or candidates.max() >= size):
+        raise UserError(
+            f"{what}: candidate rows must be in 0..{size - 1}, got {candidates.min()}.."
+            f"{candidates.max()}; the index belongs to another corpus."
+        )
+    return candidates
+
+
+def check_top_k(top_k: int, rows: int, allowed: np.ndarray | None, what: str) -> None:
+    """UserError unless 1 <= top_k <= number of allowed rows; TypeError for what is no mask."""
+    if allowed is not None and not (isinstance(allowed, np.ndarray) and allowed.dtype == bool):
+        kind = getattr(allowed, "dtype", type(allowed).__name__)
+        raise TypeError(
+            f"{what}: the allowed rows are {kind}, a NumPy mask was expected; give bool[{rows}], "
+            "True for the rows that may be found."
+        )
+    if allowed is not None and allowed.shape != (rows,):
+        raise UserError(
+            f"{what}: the mask of allowed rows has shape {allowed.shape}, ({rows},) was expected."
+        )
+    available = rows if allowed is None else int(np.count_nonzero(allowed))
+    if not 1 <= top_k <= available:
+        raise UserError(
+            f"{what}: top_k={top_k} is out of range, {available} sources are available; "
+            f"choose 1 to {available}."
+        )

@@ -46,9 +46,14 @@ from mmqa_jax.retrieval.indexes.exact import ExactIndex, check_embeddings
 from mmqa_jax.retrieval.indexes.faiss import IDS as FAISS_IDS
 from mmqa_jax.retrieval.indexes.faiss import INDEX as FAISS_INDEX
 from mmqa_jax.retrieval.indexes.faiss import check_export, export_faiss
-from mmqa_jax.retrieval.indexes.index import build_index, is_current, load_index, recall_against
+from mmqa_jax.retrieval.indexes.index import (
+    build_index,
+    build_shards,
+    is_current,
+    load_index,
+    recall_against,
+)
 from mmqa_jax.retrieval.indexes.milvus import ingest, open_milvus
-from mmqa_jax.retrieval.indexes.scann_shards import build_shards, open_shards
 from mmqa_jax.retrieval.manifest import BM25_INDEX, EMBEDDINGS, INDEX, MANIFEST
 from mmqa_jax.tasks.embedder import open_embedder
 from mmqa_jax.weights.folder import load_converted, read_record
@@ -174,7 +179,7 @@ def _index_shards(folder: Path, embeddings: Embeddings, shard_rows: int) -> dict
         built = build_shards(
             folder / INDEX, embeddings, shard_rows, on_progress=lambda done, _: progress.reach(done)
         )
-    made = open_shards(folder / INDEX, embeddings)
+    made = load_index(folder / INDEX, embeddings)
     state = "built" if built else "is up to date"
     print(f"Index of {rows:,} sources ({len(made.spans)} shards) {state}: {folder / INDEX}")
     result = {"rows": rows, "kind": made.kind, "shards": len(made.spans), "built": built}

@@ -347,14 +347,11 @@ def _open_index(index: str, model_fingerprint: str, corpus_fingerprint: str) -> 
     from mmqa_jax.retrieval.embeddings import open_embeddings
     from mmqa_jax.retrieval.indexes.index import load_index
     from mmqa_jax.retrieval.indexes.milvus import open_milvus
-    from mmqa_jax.retrieval.indexes.scann_shards import open_shards
 
     if index.startswith(MILVUS):
         return open_milvus(index, model_fingerprint, corpus_fingerprint)
     embeddings = open_embeddings(Path(index) / EMBEDDINGS, model_fingerprint, corpus_fingerprint)
-    folder = Path(index) / INDEX
-    in_shards = open_shards(folder, embeddings, model_fingerprint)
-    return in_shards or load_index(folder, embeddings, model_fingerprint)
+    return load_index(Path(index) / INDEX, embeddings, model_fingerprint)
 
 
 def open_bm25(corpus: Corpus, spec: RetrieverSpec, *, asks: bool = False) -> Any:

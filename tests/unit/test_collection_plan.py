@@ -15,8 +15,7 @@ from mmqa_jax.plan import collection
 from mmqa_jax.plan.collection import read_sizes
 from mmqa_jax.plan.program import compile_program, trace_program
 from mmqa_jax.retrieval.embeddings import Embeddings
-from mmqa_jax.retrieval.indexes.index import build_index
-from mmqa_jax.retrieval.indexes.sizes import index_sizes
+from mmqa_jax.retrieval.indexes.index import build_index, index_sizes
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 CONFIG = "--config=configs/atlas/contrastive.py:runlocal"

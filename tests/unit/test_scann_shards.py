@@ -9,10 +9,13 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.indexes import index as index_room
-from mmqa_jax.retrieval.indexes import scann_shards
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
-from mmqa_jax.retrieval.indexes.index import ScannParameters, scann_available
-from mmqa_jax.retrieval.indexes.scann_shards import build_shards, open_shards
+from mmqa_jax.retrieval.indexes.index import (
+    ScannParameters,
+    build_shards,
+    load_index,
+    scann_available,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,7 +40,7 @@ def embeddings():
 @pytest.fixture(scope="module", params=[ALL, ScannParameters()], ids=["tree-AH", "brute force"])
 def folder(request, embeddings, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scann_shards, "LEAST_ROWS", 100)
+        patch.setattr(index_room, "LEAST_ROWS", 100)
         folder = tmp_path_factory.mktemp("shards") / "index"
         assert build_shards(folder, embeddings, 1_500, request.param)
     return folder
@@ -45,11 +48,11 @@ def folder(request, embeddings, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    monkeypatch.setattr(scann_shards, "LEAST_ROWS", 100)
+    monkeypatch.setattr(index_room, "LEAST_ROWS", 100)
 
 
 def test_shards_find_what_exact_search_finds(folder, embeddings):
-    index, exact = open_shards(folder, embeddings, "model"), ExactIndex(embeddings)
+    index, exact = load_index(folder, embeddings, "model"), ExactIndex(embeddings)
     assert [len(span) for span in index.spans] == [1_250] * 4
     queries = np.concatenate([unit(40, seed=1), embeddings.vectors[10:20]])
     allowed = np.random.default_rng(2).random(5_000) < 0.3
@@ -77,7 +80,7 @@ def test_without_scann(folder, embeddings, monkeypatch, capsys):
         raise ImportError("no scann")
 
     monkeypatch.setattr(index_room, "_scann", fail)
-    found = open_shards(folder, embeddings, "model").search(embeddings.vectors[:3], 1)[0]
+    found = load_index(folder, embeddings, "model").search(embeddings.vectors[:3], 1)[0]
     assert found.tolist() == [[0], [1], [2]]
     assert "searching exactly instead" in capsys.readouterr().err
     with pytest.raises(
@@ -95,7 +98,7 @@ def test_killed_it_goes_on_and_a_damaged_shard_is_refused(folder, embeddings, tm
     shutil.rmtree(shards / "00002")
     (copy / "manifest.json").unlink()
     with pytest.raises(UserError, match="not found, a dense index was expected"):
-        open_shards(copy, embeddings)
+        load_index(copy, embeddings)
     held = ScannParameters(**read_json(shards / "00000/manifest.json")["parameters"])
     assert build_shards(copy, embeddings, 1_500, held)
     assert (shards / "00001/manifest.json").stat().st_mtime_ns == before
@@ -105,11 +108,11 @@ def test_killed_it_goes_on_and_a_damaged_shard_is_refused(folder, embeddings, tm
     data[-1] ^= 1
     file.write_bytes(data)
     with pytest.raises(UserError, match=rf"00001: {file.name} is damaged"):
-        open_shards(copy, embeddings)
+        load_index(copy, embeddings)
     assert build_shards(copy, embeddings, 1_500, held)
     other = Embeddings(embeddings.vectors, "model", "other")
     with pytest.raises(UserError, match="corpus_fingerprint is 'corpus' but 'other' was expected"):
-        open_shards(copy, other)
+        load_index(copy, other)
     assert build_shards(copy, embeddings, 2_500, held)
     assert len(list(tmp_path.glob("index-shards-*"))) == 1
     with pytest.raises(UserError, match="--shard_rows=99: a shard of ScaNN has at least 100"):

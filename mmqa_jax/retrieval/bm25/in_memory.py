@@ -24,7 +24,7 @@ from mmqa_jax.core.store import Store, digest_of
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking, source_text
 from mmqa_jax.data.text_analysis import Analyzer, Vocabulary
-from mmqa_jax.retrieval.rankings import by_score, to_rankings
+from mmqa_jax.retrieval.rankings import by_score, candidate_rows, check_top_k, to_rankings
 
 _BLOCK = 64  # scores per block when bounding the top k; any size is correct
 _KEPT = 16  # corpora whose words are kept
@@ -144,12 +144,7 @@ class BM25:
           (rows int32[m], scores float32[m]), best first, equal scores in the order of `rows`: at
           most top_k rows, those that share a word with the query.
         """
-        candidates = np.asarray(rows, np.int32)
-        if len(candidates) and (candidates.min() < 0 or candidates.max() >= len(self)):
-            raise UserError(
-                f"BM25: candidate rows must be in 0..{len(self) - 1}, got "
-                f"{candidates.min()}..{candidates.max()}; the index belongs to another corpus."
-            )
+        candidates = candidate_rows(rows, len(self), "BM25")
         of_rows = [self._numbers[self._offsets[r] : self._offsets[r + 1]] for r in candidates]
         local, numbers = np.unique(np.concatenate([*of_rows, []]), return_inverse=True)
         place = {number: i for i, number in enumerate(local.tolist())}
@@ -283,26 +278,6 @@ class BM25Retriever:
             scores = self.bm25.scores(question.question, rows).tolist()
             rankings.append(by_score(question.id, dict(zip(given.sources, scores, strict=True))))
         return rankings
-
-
-def check_top_k(top_k: int, rows: int, allowed: np.ndarray | None, what: str) -> None:
-    """UserError unless 1 <= top_k <= number of allowed rows; TypeError for what is no mask."""
-    if allowed is not None and not (isinstance(allowed, np.ndarray) and allowed.dtype == bool):
-        kind = getattr(allowed, "dtype", type(allowed).__name__)
-        raise TypeError(
-            f"{what}: the allowed rows are {kind}, a NumPy mask was expected; give bool[{rows}], "
-            "True for the rows that may be found."
-        )
-    if allowed is not None and allowed.shape != (rows,):
-        raise UserError(
-            f"{what}: the mask of allowed rows has shape {allowed.shape}, ({rows},) was expected."
-        )
-    available = rows if allowed is None else int(np.count_nonzero(allowed))
-    if not 1 <= top_k <= available:
-        raise UserError(
-            f"{what}: top_k={top_k} is out of range, {available} sources are available; "
-            f"choose 1 to {available}."
-        )
 
 
 def _top_rows(scores: np.ndarray, top_k: int) -> np.ndarray:

@@ -35,9 +35,10 @@ from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.core.locks import alone
 from mmqa_jax.core.paths import remove_tree
 from mmqa_jax.data.text_analysis import VERSION, Analyzer
-from mmqa_jax.retrieval.bm25.in_memory import BM25, check_top_k
+from mmqa_jax.retrieval.bm25.in_memory import BM25
 from mmqa_jax.retrieval.bm25.shard import SHARD_WHAT, Norms, Shard, ShardBuilder, ShardLimits
 from mmqa_jax.retrieval.manifest import MANIFEST, check_manifest, read_manifest
+from mmqa_jax.retrieval.rankings import candidate_rows, check_top_k
 
 _WHAT = "a BM25 index"
 _VERB = "mmqa index --kind=bm25"
@@ -293,12 +294,7 @@ class DiskBM25:
         self, query: str, rows: Sequence[int], top_k: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Searches as `BM25.search_within`: the rows' texts are read again, as their own corpus."""
-        candidates = np.asarray(rows, np.int32)
-        if len(candidates) and (candidates.min() < 0 or candidates.max() >= len(self)):
-            raise UserError(
-                f"BM25: candidate rows must be in 0..{len(self) - 1}, got "
-                f"{candidates.min()}..{candidates.max()}; the index belongs to another corpus."
-            )
+        candidates = candidate_rows(rows, len(self), "BM25")
         texts = [self._text_of(int(row)) for row in candidates]
         if not any(map(self._analyzer.words, texts)):
             return candidates[:0], np.zeros(0, np.float32)

@@ -20,8 +20,7 @@ import numpy as np
 from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking, Source
-from mmqa_jax.retrieval.bm25.in_memory import check_top_k
-from mmqa_jax.retrieval.rankings import to_rankings
+from mmqa_jax.retrieval.rankings import check_top_k, to_rankings
 
 Pair = tuple[str, int]  # a word and its count in a text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,14 +13,77 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.retrieval.bm25.in_memory import check_top_k
 from mmqa_jax.retrieval.embeddings import BROKEN, Embeddings, check_finite
 from mmqa_jax.retrieval.manifest import replace_folder
+from mmqa_jax.retrieval.rankings import candidate_rows, check_top_k
 
 INDEX_WHAT = "a dense index"  # in the manifest of every kind of index
 
 
-class ExactIndex:
+class DenseIndex:
+    """What all indexes over embeddings have alike: they check, rank candidates, and are saved.
+
+    Attributes:
+      kind: of the index, as `mmqa index --kind` names it.
+      is_exact: its search finds what ExactIndex's does.
+      embeddings: what is searched; row i is source i.
+    """
+
+    kind: str
+    is_exact: bool
+    embeddings: Embeddings
+
+    def __len__(self) -> int:
+        return len(self.embeddings.vectors)
+
+    def search(
+        self, queries: np.ndarray, top_k: int, allowed: np.ndarray | None = None
+    ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
+        """Finds the `top_k` rows with the highest dot products, or most of them.
+
+        Args:
+          queries: float32[n, D].
+          top_k: at most the number of (allowed) rows.
+          allowed: bool[rows], the rows that may be returned (known modality); None means all.
+
+        Returns:
+          (rows int32[n, top_k], scores float32[n, top_k]), best first; equal scores in row order.
+        """
+        check_top_k(top_k, len(self), allowed, "index")
+        return self._search(check_queries(queries, self.embeddings), top_k, allowed)
+
+    def _search(
+        self, queries: np.ndarray, top_k: int, allowed: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Searches as `search`, with checked arguments."""
+        raise NotImplementedError
+
+    def search_within(
+        self, queries: np.ndarray, rows: Sequence[Sequence[int]], top_k: int
+    ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
+        """Ranks each query's own candidate rows, exactly (the restricted setting).
+
+        Returns:
+          (rows, scores) as `search`; queries with fewer than top_k candidates are padded with
+          row -1 and score -inf. Equal scores stay in the candidates' order.
+        """
+        return search_within(self.embeddings, queries, rows, top_k)
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Writes what `load_index` opens, whole or not at all; without the embeddings."""
+        manifest = index_manifest(self.embeddings, self.kind, self._parameters())
+        with replace_folder(folder, manifest) as filled:
+            self._write(filled)
+
+    def _parameters(self) -> dict[str, Any]:
+        """Returns what the manifest says of how it was made."""
+        return {}
+
+    def _write(self, folder: Path) -> None:
+        """Writes its files beside the manifest; most kinds need nothing but the embeddings."""
+
+
+class ExactIndex(DenseIndex):
     """Dot products with every row, in blocks: the reference, and fast enough for small corpora.
 
     Args:
@@ -38,24 +102,9 @@ class ExactIndex:
         self._block_rows = min(block_rows, len(embeddings.vectors))
         self._only_block: jax.Array | None = None
 
-    def __len__(self) -> int:
-        return len(self.embeddings.vectors)
-
-    def search(
-        self, queries: np.ndarray, top_k: int, allowed: np.ndarray | None = None
-    ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
-        """The `top_k` rows with the highest dot products.
-
-        Args:
-          queries: float32[n, D].
-          top_k: at most the number of (allowed) rows.
-          allowed: bool[rows], the rows that may be returned (known modality); None means all.
-
-        Returns:
-          (rows int32[n, top_k], scores float32[n, top_k]), best first; equal scores in row order.
-        """
-        check_top_k(top_k, len(self), allowed, "index")
-        queries = check_queries(queries, self.embeddings)
+    def _search(
+        self, queries: np.ndarray, top_k: int, allowed: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
         size = 1 if len(queries) == 1 else self._query_batch
         # From NumPy: of jax.numpy, each would be a program of its own for every `top_k`.
         nothing = (
@@ -78,22 +127,6 @@ class ExactIndex:
         scores = [jax.device_get(state[0]) for state in best] or [np.zeros((0, top_k), np.float32)]
         rows = [jax.device_get(state[1]) for state in best] or [np.zeros((0, top_k), np.int32)]
         return np.concatenate(rows)[: len(queries)], np.concatenate(scores)[: len(queries)]
-
-    def search_within(
-        self, queries: np.ndarray, rows: Sequence[Sequence[int]], top_k: int
-    ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
-        """Ranks each query's own candidate rows (the restricted setting).
-
-        Returns:
-          (rows, scores) as `search`; queries with fewer than top_k candidates are padded with
-          row -1 and score -inf. Equal scores stay in the candidates' order.
-        """
-        return search_within(self.embeddings, queries, rows, top_k)
-
-    def save(self, folder: str | os.PathLike) -> None:
-        """Writes the manifest; exact search needs nothing else but the embeddings."""
-        with replace_folder(folder, index_manifest(self.embeddings, self.kind)):
-            pass
 
     def _block(self, start: int) -> jax.Array:
         if self._only_block is not None:
@@ -136,25 +169,19 @@ def _best_with_block(
 def search_within(
     embeddings: Embeddings, queries: np.ndarray, rows: Sequence[Sequence[int]], top_k: int
 ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
-    """Ranks each query's own candidate rows; see ExactIndex.search_within."""
+    """Ranks each query's own candidate rows; see DenseIndex.search_within."""
     queries = check_queries(queries, embeddings)
     if top_k < 1 or len(rows) != len(queries):
         raise UserError(
             f"index: top_k={top_k} must be at least 1, with one list of candidate rows for each of "
             f"{len(queries)} queries (got {len(rows)})."
         )
-    size = len(embeddings.vectors)
     found = np.full((len(queries), top_k), -1, np.int32)
     scores = np.full((len(queries), top_k), -np.inf, np.float32)
     for number, (query, candidates) in enumerate(zip(queries, rows, strict=True)):
-        candidates = np.asarray(candidates, np.int32)
+        candidates = candidate_rows(candidates, len(embeddings.vectors), "index")
         if not len(candidates):
             continue
-        if candidates.min() < 0 or candidates.max() >= size:
-            raise UserError(
-                f"index: candidate rows must be in 0..{size - 1}, got {candidates.min()}.."
-                f"{candidates.max()}; the index belongs to another corpus."
-            )
         vectors = embeddings.vectors[candidates]
         similarity = vectors @ query  # [candidates]
         if not np.isfinite(similarity).all():

@@ -1,6 +1,7 @@
 """Search over embedded sources: ScaNN (approximate, CPU, Linux), or exact where it is missing.
 
-For sources that outgrow a machine: split over a mesh (mesh.py), or in Milvus (milvus.py).
+For sources that outgrow a machine: ScaNN in shards, or split over a mesh (mesh.py), or in Milvus
+(milvus.py). `build_index` and `load_index` make and open all kinds but the last.
 
 An index stores only what is derived from the embeddings; the vectors themselves stay in their
 memory-mapped file and are passed in again when an index is loaded.
@@ -8,33 +9,36 @@ memory-mapped file and are passed in again when an index is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import importlib
+import itertools
+import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-from jaxtyping import Float32, Int32
 
 from mmqa_jax.core.checksums import check_sums, find_damage
 from mmqa_jax.core.disk_errors import try_disk
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.retrieval.bm25.in_memory import check_top_k
+from mmqa_jax.core.paths import remove_tree
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.indexes.exact import (
     INDEX_WHAT,
+    DenseIndex,
     ExactIndex,
     check_embeddings,
-    check_queries,
     check_wrapped,
     index_manifest,
-    search_within,
 )
 from mmqa_jax.retrieval.indexes.mesh import MeshIndex
+from mmqa_jax.retrieval.indexes.milvus import FLAT_ROWS, GRAPH
 from mmqa_jax.retrieval.manifest import check_manifest, read_manifest, replace_folder
 
 Kind = Literal["auto", "scann", "exact", "mesh", "mesh_approx"]
@@ -87,7 +91,7 @@ class ScannParameters:
         )
 
 
-class ScannIndex:
+class ScannIndex(DenseIndex):
     """ScaNN (Guo et al., 2020): partitions, anisotropic quantization, exact reordering.
 
     Made by `build_index` and `load_index`.
@@ -113,19 +117,14 @@ class ScannIndex:
             builder = builder.reorder(parameters.reorder)
         return cls(embeddings, builder.build(), parameters)
 
-    def __len__(self) -> int:
-        return len(self._exact)
-
-    def search(
-        self, queries: np.ndarray, top_k: int, allowed: np.ndarray | None = None
-    ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
-        """Searches as ExactIndex.search, approximately above 20,000 rows.
+    def _search(
+        self, queries: np.ndarray, top_k: int, allowed: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Searches approximately above 20,000 rows.
 
         With `allowed`, more rows are fetched and filtered; queries left with fewer than `top_k`
         (all of the best are of the other modality) are searched exactly.
         """
-        check_top_k(top_k, len(self), allowed, "index")
-        queries = check_queries(queries, self.embeddings)
         rows = np.zeros((len(queries), top_k), np.int32)
         scores = np.zeros((len(queries), top_k), np.float32)
         for start in range(0, len(queries), _QUERY_BATCH):
@@ -153,17 +152,11 @@ class ScannIndex:
             rows[short], scores[short] = self._exact.search(queries[short], top_k, allowed)
         return rows, scores
 
-    def search_within(
-        self, queries: np.ndarray, rows: Sequence[Sequence[int]], top_k: int
-    ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
-        """Searches as ExactIndex.search_within (exact)."""
-        return search_within(self.embeddings, queries, rows, top_k)
+    def _parameters(self) -> dict[str, Any]:
+        return dataclasses.asdict(self.parameters)
 
-    def save(self, folder: str | os.PathLike) -> None:
-        """Writes ScaNN's files and the manifest, whole or not at all."""
-        manifest = index_manifest(self.embeddings, self.kind, dataclasses.asdict(self.parameters))
-        with replace_folder(folder, manifest) as temporary:
-            write_scann(self._searcher, temporary)
+    def _write(self, folder: Path) -> None:
+        write_scann(self._searcher, folder)
 
     def _fetch(self, queries: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         options: dict[str, int] = {}
@@ -185,7 +178,7 @@ class ScannIndex:
 
 def build_index(
     embeddings: Embeddings, kind: Kind = "auto", parameters: ScannParameters | None = None
-) -> ExactIndex | ScannIndex | MeshIndex:
+) -> DenseIndex:
     """Builds an index.
 
     Args:
@@ -232,7 +225,7 @@ def is_current(
 
 def load_index(
     folder: str | os.PathLike, embeddings: Embeddings, model_fingerprint: str | None = None
-) -> ExactIndex | ScannIndex | MeshIndex:
+) -> DenseIndex:
     """Opens a saved index over the embeddings it was built from.
 
     Args:
@@ -245,6 +238,8 @@ def load_index(
     expected = index_manifest(embeddings, manifest.get("kind", ""))
     expected.pop("parameters")
     check_manifest(folder, manifest, expected, _VERB)
+    if manifest["kind"] == IN_SHARDS:
+        return _open_shards(folder, embeddings, manifest)
     if manifest["kind"] in _ON_MESH:
         return MeshIndex(embeddings, approximate=manifest["kind"] == "mesh_approx")
     if manifest["kind"] == "exact" or not scann_or_note("auto"):
@@ -314,6 +309,202 @@ def scann_or_note(kind: str) -> bool:
     return False
 
 
+# ScaNN in shards, for more vectors than one machine holds, which are searched one shard at a time.
+#
+# A shard has the codes of some consecutive rows, a sixth of their float32 vectors or so, and not
+# the vectors: its best candidates are scored exactly by those in the embeddings' memory-mapped
+# file, and so is the order of all. Whoever searches loads a shard, asks it all the queries, and
+# lets go of it: give many queries at once. Building takes the memory of one shard's vectors,
+# twice; killed, it goes on behind the last whole shard.
+
+IN_SHARDS = "scann_shards"
+LEAST_ROWS = 40_000  # of a shard; half of it is searched exactly in no time
+_SHARD = "a shard of a ScaNN index"
+
+
+class ScannShards(DenseIndex):
+    """ScaNN indexes of consecutive rows.
+
+    Made by `load_index`.
+
+    Args:
+      embeddings: whose vectors are memory-mapped.
+      folder: of the shards.
+      spans: the rows of each.
+    """
+
+    kind = IN_SHARDS
+    is_exact = False
+
+    def __init__(self, embeddings: Embeddings, folder: Path, spans: Sequence[range]):
+        self.embeddings, self.folder, self.spans = embeddings, folder, spans
+        self._exact = ExactIndex(embeddings)
+
+    def _search(
+        self, queries: np.ndarray, top_k: int, allowed: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Orders the best of all shards' candidates by exact scores.
+
+        With `allowed`, more candidates are fetched and filtered; queries left with fewer than
+        `top_k` are searched exactly.
+        """
+        rows = np.full((len(queries), top_k), -1, np.int32)
+        scores = np.full((len(queries), top_k), -np.inf, np.float32)
+        if not len(queries):
+            return rows, scores
+        for number, span in enumerate(self.spans):
+            mask = None if allowed is None else allowed[span.start : span.stop]
+            if mask is not None and not mask.any():
+                continue
+            for i, found in enumerate(self._candidates(number, span, queries, top_k, mask)):
+                vectors = np.asarray(self.embeddings.vectors[found])
+                own_rows = np.concatenate([rows[i], found])
+                own = np.concatenate([scores[i], vectors @ queries[i]])
+                order = np.lexsort((own_rows, -own))[:top_k]  # -1, of no score, stays behind
+                rows[i], scores[i] = own_rows[order], own[order]
+        short = np.flatnonzero((rows < 0).any(axis=1))
+        if len(short):
+            rows[short], scores[short] = self._exact.search(queries[short], top_k, allowed)
+        return rows, scores
+
+    def _candidates(
+        self,
+        number: int,
+        span: range,
+        queries: np.ndarray,
+        top_k: int,
+        allowed: np.ndarray | None,
+    ) -> list[np.ndarray]:
+        """Returns each query's rows of one shard to score, ascending; loads the shard for it."""
+        place = self.folder / _name(number)
+        parameters, searcher = load_scann(place, read_manifest(place, _SHARD, _VERB))
+        fetch = max(parameters.reorder, 4 * top_k)
+        if allowed is not None:
+            fetch = math.ceil(1.5 * fetch * len(span) / np.count_nonzero(allowed))
+        fetch = min(fetch, len(span))
+        needed = math.ceil(8 * fetch / 4 * parameters.leaves / len(span))
+        leaves = min(parameters.leaves, max(parameters.leaves_to_search, needed))
+        options = {"leaves_to_search": leaves} if parameters.leaves else {}
+        found, codes = searcher.search_batched_parallel(
+            queries, final_num_neighbors=fetch, **options
+        )
+        candidates = []
+        for rows, scores in zip(found, codes, strict=True):
+            rows = rows[np.isfinite(scores)].astype(np.int64)
+            rows = np.unique(rows if allowed is None else rows[allowed[rows]])
+            candidates.append(rows + span.start)
+        return candidates
+
+
+def build_shards(
+    folder: str | os.PathLike,
+    embeddings: Embeddings,
+    shard_rows: int,
+    parameters: ScannParameters | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> bool:
+    """Writes the shards that are missing, and at last the manifest; whether there were any.
+
+    Args:
+      shard_rows: most rows of a shard; all have the same number, but for one row.
+      parameters: of every shard; None: chosen from its rows.
+      on_progress: called with (rows done, rows).
+    """
+    if not scann_available():
+        raise UserError(
+            "--shard_rows: ScaNN cannot be imported (it is Linux-only); install `scann`, or give "
+            "--kind=exact without this flag."
+        )
+    folder = Path(folder)
+    manifest, spans = _manifest(embeddings, shard_rows), spans_of(embeddings, shard_rows)
+    parameters = parameters or ScannParameters.for_rows(min(map(len, spans)))
+    shards, built = _shards(folder, manifest), False
+    for number, span in enumerate(spans):
+        about = {
+            "what": _SHARD,
+            "rows": [span.start, span.stop],
+            "parameters": dataclasses.asdict(parameters),
+        }
+        if not _is_whole(shards / _name(number), about):
+            _build_shard(shards / _name(number), embeddings.vectors[span.start : span.stop], about)
+            built = True
+        if on_progress is not None:
+            on_progress(span.stop, len(embeddings.vectors))
+    if built or _manifest_of(folder) != manifest:
+        with replace_folder(folder, manifest):
+            pass
+        built = True
+    for old in folder.parent.glob(f"{folder.name}-shards-*"):
+        if old != shards:
+            with contextlib.suppress(OSError):
+                remove_tree(old)
+    return built
+
+
+def _open_shards(
+    folder: Path, embeddings: Embeddings, manifest: Mapping[str, Any]
+) -> ScannShards | ExactIndex:
+    """Opens an index in shards; where ScaNN cannot be imported, search is exact."""
+    spans = spans_of(embeddings, manifest["parameters"]["shard_rows"])
+    shards = _shards(folder, manifest)
+    for number in range(len(spans)):
+        read_manifest(shards / _name(number), _SHARD, _VERB)
+        check_sums(shards / _name(number), remedy=_REMEDY)
+    if not scann_or_note("auto"):
+        return ExactIndex(embeddings)
+    return ScannShards(embeddings, shards, spans)
+
+
+def _build_shard(place: Path, vectors: np.ndarray, about: dict[str, Any]) -> None:
+    searcher = scann_builder(vectors, ScannParameters(**about["parameters"])).build()
+    with replace_folder(place, about) as filled:
+        write_scann(searcher, filled)
+
+
+def _is_whole(place: Path, about: dict[str, Any]) -> bool:
+    try:
+        same = read_manifest(place, _SHARD, _VERB) == about
+    except UserError:
+        return False
+    return same and find_damage(place) is None
+
+
+def _manifest_of(folder: Path) -> dict[str, Any] | None:
+    try:
+        found = read_manifest(folder, INDEX_WHAT, _VERB)
+    except UserError:
+        return None
+    return found if find_damage(folder) is None else None
+
+
+def spans_of(embeddings: Embeddings, shard_rows: int) -> list[range]:
+    """The rows of every shard."""
+    rows = len(embeddings.vectors)
+    if shard_rows < LEAST_ROWS:
+        raise UserError(
+            f"--shard_rows={shard_rows}: a shard of ScaNN has at least {LEAST_ROWS:,} sources; "
+            "give more, such as 1000000."
+        )
+    count = -(-rows // shard_rows)
+    ends = [rows * number // count for number in range(count + 1)]
+    return [range(start, stop) for start, stop in itertools.pairwise(ends)]
+
+
+def _manifest(embeddings: Embeddings, shard_rows: int) -> dict[str, Any]:
+    return index_manifest(embeddings, IN_SHARDS, {"shard_rows": shard_rows})
+
+
+def _shards(folder: Path, manifest: Mapping[str, Any]) -> Path:
+    """Beside the index's folder, which is replaced as a whole."""
+    job = json.dumps(manifest, sort_keys=True).encode()
+    name = hashlib.blake2b(job, digest_size=8).hexdigest()
+    return folder.with_name(f"{folder.name}-shards-{name}")
+
+
+def _name(number: int) -> str:
+    return f"{number:05d}"
+
+
 # How much of exact search's results an approximate index finds.
 
 _QUERIES = 200
@@ -335,3 +526,84 @@ def recall_against(index: Any, exact: ExactIndex, top_k: int, *, seed: int = 0) 
     rows, wanted = index.search(queries, top_k)[0], exact.search(queries, top_k)[0]
     shared = [len({*a} & {*b}) for a, b in zip(rows.tolist(), wanted.tolist(), strict=True)]
     return float(np.mean(shared) / top_k)
+
+
+# What each kind of index holds and reads for so many sources, before there are any.
+
+_FLOAT = 4  # bytes
+SHARD_ROWS = 1_000_000  # of `mmqa index --kind=scann --shard_rows`, as planned here
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexSize:
+    """Bytes of an index outside of accelerators.
+
+    Attributes:
+      place: what holds them: `disk`, `host memory` or `Milvus`.
+      held: while it is searched; building needs more.
+      read: per batch of queries if `shared`, else per query; None: not known beforehand.
+      shared: one pass over the sources serves a whole batch.
+    """
+
+    kind: str
+    place: str
+    held: float
+    read: float | None
+    shared: bool = False
+
+
+def index_sizes(rows: int, dim: int) -> tuple[IndexSize, ...]:
+    """Exact search from disk, ScaNN on one host and in shards, and Milvus, for float32 vectors
+    [rows, dim]."""
+    vectors = float(rows * dim * _FLOAT)
+    return (
+        IndexSize("exact", "disk", vectors, vectors, shared=True),
+        _scann_size(rows, dim),
+        *([_shards_size(rows, dim)] if rows > SHARD_ROWS else []),
+        _milvus_size(rows, dim),
+    )
+
+
+def _scann_size(rows: int, dim: int) -> IndexSize:
+    """Vectors for reordering; codes of two dimensions each, in one or two partitions of a row.
+
+    A code is a byte in the files, of which searching reads 4 bits.
+    """
+    parameters, vectors = ScannParameters.for_rows(rows), rows * dim * _FLOAT
+    if not parameters.leaves:
+        return IndexSize("scann", "host memory", vectors, vectors)
+    codes, centers = _codes(rows, dim, parameters), parameters.leaves * dim * _FLOAT
+    members = _partitions(parameters) * rows * 4  # the numbers of the partitions
+    share = parameters.leaves_to_search / parameters.leaves
+    read = centers + share * codes / 2 + parameters.reorder * dim * _FLOAT
+    return IndexSize("scann", "host memory", vectors + codes + members + centers, read)
+
+
+def _shards_size(rows: int, dim: int) -> IndexSize:
+    """What of SHARD_ROWS is in memory but the vectors; a batch of queries reads all shards' codes.
+
+    Building one takes its vectors twice, as ScaNN copies them.
+    """
+    whole = _scann_size(SHARD_ROWS, dim).held - SHARD_ROWS * dim * _FLOAT
+    return IndexSize("scann_shards", "host memory", whole, whole * rows / SHARD_ROWS, shared=True)
+
+
+def _codes(rows: int, dim: int, parameters: ScannParameters) -> float:
+    return _partitions(parameters) * rows * dim / 2
+
+
+def _partitions(parameters: ScannParameters) -> int:
+    """Returns in how many partitions a row lies."""
+    return 2 if parameters.soar else 1
+
+
+def _milvus_size(rows: int, dim: int) -> IndexSize:
+    """HNSW: vectors, and 2 M neighbors of each on the lowest level, where nearly all of them are.
+
+    How many of them a search visits depends on the vectors.
+    """
+    vectors = rows * dim * _FLOAT
+    if rows <= FLAT_ROWS:
+        return IndexSize("milvus", "Milvus", vectors, vectors)
+    links = rows * 2 * GRAPH["M"] * 4
+    return IndexSize("milvus", "Milvus", vectors + links, None)

@@ -10,26 +10,20 @@ approx_max_k is exact, so that only the rounding of the vectors remains.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Float32, Int32
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
-from mmqa_jax.retrieval.bm25.in_memory import check_top_k
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.indexes.exact import (
+    DenseIndex,
     check_embeddings,
-    check_queries,
-    index_manifest,
-    search_within,
 )
-from mmqa_jax.retrieval.manifest import replace_folder
 
 _AXIS = "rows"
 _BLOCK_ROWS = 65_536  # rows of a device that are scored at once
@@ -38,7 +32,7 @@ _RECALL_TARGET = 0.98  # of approx_max_k, per block
 _CANDIDATES = 4  # per result, of which float32 finds the best
 
 
-class MeshIndex:
+class MeshIndex(DenseIndex):
     """Vectors split over devices, searched on all of them at once.
 
     Every process of a launch makes it and calls `search` with the same queries; all get the result.
@@ -68,15 +62,9 @@ class MeshIndex:
         self._dtype = _dtype(approximate)
         self._check_fits()
 
-    def __len__(self) -> int:
-        return len(self.embeddings.vectors)
-
-    def search(
-        self, queries: np.ndarray, top_k: int, allowed: np.ndarray | None = None
-    ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
-        """Searches as ExactIndex.search."""
-        check_top_k(top_k, len(self), allowed, "index")
-        queries = check_queries(queries, self.embeddings)
+    def _search(
+        self, queries: np.ndarray, top_k: int, allowed: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
         mask = self._mask(allowed)
         available = len(self) if allowed is None else int(np.count_nonzero(allowed))
         fetch = _fetched(top_k, available, self.is_exact)
@@ -96,17 +84,6 @@ class MeshIndex:
                 best_rows, best_scores = self._rescored(given, best_rows, best_scores)
             rows[here], scores[here] = best_rows[:, :top_k], best_scores[:, :top_k]
         return rows, scores
-
-    def search_within(
-        self, queries: np.ndarray, rows: Sequence[Sequence[int]], top_k: int
-    ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
-        """Searches as ExactIndex.search_within (exact)."""
-        return search_within(self.embeddings, queries, rows, top_k)
-
-    def save(self, folder: str | os.PathLike) -> None:
-        """Writes the manifest; the vectors are read from the embeddings."""
-        with replace_folder(folder, index_manifest(self.embeddings, self.kind)):
-            pass
 
     def _rescored(
         self, queries: np.ndarray, rows: np.ndarray, rounded: np.ndarray

@@ -20,9 +20,9 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.retrieval.bm25.in_memory import check_top_k
 from mmqa_jax.retrieval.embeddings import Embeddings
-from mmqa_jax.retrieval.indexes.exact import check_embeddings, check_queries, search_within
+from mmqa_jax.retrieval.indexes.exact import DenseIndex, check_embeddings, search_within
+from mmqa_jax.retrieval.rankings import candidate_rows
 
 PREFIX = "milvus://"
 _VERB = "mmqa index"
@@ -61,11 +61,11 @@ def parse_place(text: str) -> Place:
     return Place(f"http://{where}" if server else where, collection)
 
 
-class MilvusIndex:
+class MilvusIndex(DenseIndex):
     """The rows of a finished collection.
 
-    Made by `open_milvus`. `search` and `search_within` are those of ExactIndex, approximate above
-    20,000 rows.
+    Made by `open_milvus`. Search is approximate above 20,000 rows; the vectors stay in Milvus, and
+    those of candidates are fetched.
     """
 
     kind = "milvus"
@@ -74,22 +74,21 @@ class MilvusIndex:
         self._client, self._place = client, place
         self._rows, self._dim = record["rows"], record["dim"]
         self._fingerprints = record["model_fingerprint"], record["corpus_fingerprint"]
+        # Queries are checked by its dimension.
+        self.embeddings = Embeddings(np.zeros((0, self._dim), np.float32), *self._fingerprints)
         self.is_exact = self._rows <= FLAT_ROWS
 
     def __len__(self) -> int:
         return self._rows
 
-    def search(
-        self, queries: np.ndarray, top_k: int, allowed: np.ndarray | None = None
-    ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
-        """Searches as ExactIndex.search; UserError for a `top_k` that Milvus does not give."""
-        check_top_k(top_k, len(self), allowed, "index")
+    def _search(
+        self, queries: np.ndarray, top_k: int, allowed: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
         if top_k > _MOST_RESULTS:
             raise UserError(
                 f"index: top_k={top_k} is more than Milvus gives, {_MOST_RESULTS}; ask for less or "
                 "search with --kind=mesh."
             )
-        queries = check_queries(queries, self._no_vectors())
         within = "" if allowed is None else _expression(allowed)
         # Graph search keeps a list of `ef` candidates: at least top_k.
         options = {
@@ -120,13 +119,9 @@ class MilvusIndex:
     def search_within(
         self, queries: np.ndarray, rows: Sequence[Sequence[int]], top_k: int
     ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
-        """Searches as ExactIndex.search_within (exact); the candidates' vectors are fetched."""
-        wanted = sorted({int(row) for own in rows for row in own})
-        if wanted and not 0 <= wanted[0] <= wanted[-1] < len(self):
-            raise UserError(
-                f"index: candidate rows must be in 0..{len(self) - 1}, got {wanted[0]}.."
-                f"{wanted[-1]}; the index belongs to another corpus."
-            )
+        """Fetches the candidates' vectors, and ranks them as every index does."""
+        wanted = sorted({int(row) for candidates in rows for row in candidates})
+        candidate_rows(wanted, len(self), "index")
         vectors = np.zeros((max(1, len(wanted)), self._dim), np.float32)
         for start in range(0, len(wanted), 1024):
             part = wanted[start : start + 1024]
@@ -141,9 +136,6 @@ class MilvusIndex:
         found_places, scores = search_within(held, queries, places, top_k)
         numbers = np.asarray(wanted or [0], np.int32)
         return np.where(found_places < 0, -1, numbers[found_places]).astype(np.int32), scores
-
-    def _no_vectors(self) -> Embeddings:
-        return Embeddings(np.zeros((0, self._dim), np.float32), *self._fingerprints)
 
 
 def ingest(
