@@ -26,21 +26,12 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
-from mmqa_jax.core import distributed
+from mmqa_jax.core import distributed, paths
 from mmqa_jax.core.checksums import files_below, find_damage, write_sums
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.local_checkpoints import LocalCheckpoints
 from mmqa_jax.core.orbax_s3 import teach_orbax_s3
-from mmqa_jax.core.paths import (
-    absolute,
-    filesystem,
-    in_store,
-    listing,
-    named_errors,
-    remove_tree,
-    scheme_of,
-)
 from mmqa_jax.core.progress import announce
 from mmqa_jax.core.trees import flatten_named, nest, unflatten_named, unnest
 from mmqa_jax.core.workdir import steps_in
@@ -90,8 +81,8 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         self._ocp = ocp
-        self.folder = absolute(folder)
-        if scheme_of(self.folder) == "s3":
+        self.folder = paths.absolute(folder)
+        if paths.scheme_of(self.folder) == "s3":
             teach_orbax_s3()
         self._fingerprint, self._former = fingerprint, former
         self._saving = 0  # the step that was saved last
@@ -113,7 +104,7 @@ class Checkpoints:
                 best_fn=_rank,
                 # A step that is no longer kept leaves its place at once, and not file by file: what
                 # a kill left of it would look like damage. Objects in a store cannot be renamed.
-                todelete_subdir=None if in_store(self.folder) else _DELETED,
+                todelete_subdir=None if paths.in_store(self.folder) else _DELETED,
                 # The loop decides when; Orbax would also skip some at its own discretion.
                 save_decision_policy=ocp.checkpoint_managers.FixedIntervalPolicy(1),
                 enable_async_checkpointing=True,
@@ -295,7 +286,7 @@ class Checkpoints:
 
     def _remove_deleted(self) -> None:
         """Removes the steps that are no longer kept, which stand beside the others."""
-        if jax.process_index() == 0 and not in_store(self.folder):
+        if jax.process_index() == 0 and not paths.in_store(self.folder):
             shutil.rmtree(Path(self.folder) / _DELETED, ignore_errors=True)
 
     def __enter__(self) -> Self:
@@ -312,7 +303,7 @@ class Checkpoints:
 
     def _remove_made_again(self) -> None:
         """Removes the empty folders that a save under way made again in a workdir that is gone."""
-        if not in_store(self.folder):
+        if not paths.in_store(self.folder):
             with contextlib.suppress(OSError):  # not empty, as they are where nothing was deleted
                 Path(self.folder).rmdir()
                 Path(self.folder).parent.rmdir()
@@ -452,7 +443,9 @@ def write_step_sums(folder: Path, step: int) -> None:
       folder: of all checkpoints.
     """
     begun = folder / str(step)
-    if not in_store(folder):  # a store cannot rename: its objects have their names from the start
+    if not paths.in_store(
+        folder
+    ):  # a store cannot rename: its objects have their names from the start
         begun = begun.with_name(begun.name + _UNCOMMITTED)
     write_sums(begun, [name for name in files_below(begun) if name not in _WRITTEN_LATER])
 
@@ -515,12 +508,12 @@ def _set_aside(place: Path) -> Path:
     while aside.exists():
         number += 1
         aside = place.with_name(f"{place.name}.{_DAMAGED}{number}")
-    if not in_store(place):
+    if not paths.in_store(place):
         place.rename(aside)
         return aside
     name = os.fspath(place)
-    with named_errors(name, RunError):
-        for key in listing(name):
-            filesystem(name).cp_file(f"{name}/{key}", f"{aside}/{key}")
-    remove_tree(place)
+    with paths.named_errors(name, RunError):
+        for key in paths.listing(name):
+            paths.filesystem(name).cp_file(f"{name}/{key}", f"{aside}/{key}")
+    paths.remove_tree(place)
     return aside

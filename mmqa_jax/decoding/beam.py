@@ -1,21 +1,30 @@
 """Beam bookkeeping: scores, sequences and finished answers, independent of any model.
 
+Two kinds of search keep their candidates differently.
+
 The search of VLP and WebQA (BertForWebqaDecoder.beam_search): in every step each beam proposes
 its K best tokens, the K best of the K^2 proposals survive, and a beam that ended in [SEP] gets
 -10000, so that it survives only if nothing else is left. Candidates for the n-best list: for
-every beam slot, the first time that the slot's beam ends in [SEP], or else the last step.
+every beam slot, the first time that the slot's beam ends in [SEP], or else the last step. That is
+`advance`.
+
+The searches of transformers (for T5's answers, and by an earlier version for Oscar's captions) let
+no beam continue after its end token: the K best continuations that go on are the next beams, and
+what ends becomes a hypothesis, of which the K best are kept. Its score is its summed
+log-probability, end token included, over length^length_penalty. That is `advance_hypotheses`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, Self
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.attention.ancestry import Ancestry
 
 ENDED = -10000.0
 
@@ -76,23 +85,39 @@ def start(questions: int, beams: int, max_new_tokens: int) -> BeamState:
     )
 
 
+class Cache(Protocol):
+    """A model's keys and values of B * K rows."""
+
+    def select(self, rows: jax.Array) -> Self:
+        """The cache of rows [B * K], after the beams were reordered."""
+
+
+@flax.struct.dataclass
+class WrittenCache:
+    """Keys and values of the new tokens of K sequences a prompt."""
+
+    layers: tuple[tuple[jax.Array, jax.Array], ...]  # keys, values of B prompts and T * K tokens
+    ancestry: Ancestry
+
+    def select(self, rows: jax.Array) -> WrittenCache:
+        """The cache of beams `rows` [B * K], after the beams were reordered."""
+        return WrittenCache(self.layers, self.ancestry.select(rows))
+
+
 def run(
     state: BeamState,
-    cache: Any,
+    cache: Cache,
     *,
     propose: Callable[[BeamState, Any], tuple[jax.Array, Any]],
     advance: Callable[[BeamState, jax.Array], tuple[BeamState, jax.Array]],
-    reorder: Callable[[Any, jax.Array], Any],
     complete: Callable[[BeamState], jax.Array],
-) -> BeamState:
+) -> BeamResult:
     """Runs a search to its end, inside jit.
 
     Args:
-      state: of the search.
-      cache: the model's, of B * K rows.
+      state: what the search has so far.
       propose: (state, cache) -> log-probabilities [B, K, V] of the next token, and the cache.
       advance: (state, log-probabilities) -> the next state and parents [B, K].
-      reorder: (cache, rows [B * K]) -> the cache of those rows.
       complete: state -> bool [B]: this row can stop.
     """
     questions, beams, max_new_tokens = state.tokens.shape
@@ -105,9 +130,9 @@ def run(
         log_probs, cache = propose(*carry)
         state, parents = advance(carry[0], log_probs)
         rows = jnp.arange(questions)[:, None] * beams + parents
-        return state, reorder(cache, rows.reshape(-1))
+        return state, cache.select(rows.reshape(-1))
 
-    return jax.lax.while_loop(unfinished, step, (state, cache))[0]
+    return ranked(jax.lax.while_loop(unfinished, step, (state, cache))[0])
 
 
 def forbid_repeats(
@@ -165,6 +190,62 @@ def advance(
         final_lengths=jnp.where(closes, step, state.final_lengths),
     )
     return new_state, parents
+
+
+def advance_hypotheses(
+    state: BeamState,
+    log_probs: jax.Array,
+    *,
+    ends: tuple[int, ...],
+    length_penalty: float,
+    candidates: int,
+    closing: Callable[[jax.Array, jax.Array], jax.Array],
+    stored: int | None = None,
+) -> tuple[BeamState, jax.Array]:
+    """One step of a search that keeps hypotheses: log_probs [B, K, V] -> new state and parents.
+
+    `final_*` hold the K best hypotheses; among equal scores earlier ones are kept. A slot whose
+    beam cannot continue is `ended`, with score -inf.
+
+    Args:
+      ends: the tokens that end an answer.
+      candidates: how many continuations C of a question are looked at, best first.
+      closing: (which of them [B, C] end, whether this is the last step) -> which become hypotheses.
+      stored: the token in a hypothesis's last place; None: the one that was chosen.
+    """
+    rows, beams, most = state.tokens.shape
+    vocabulary, step = log_probs.shape[-1], state.step + 1
+    totals = (state.scores[:, :, None] + log_probs).reshape(rows, -1)  # [B, K * V]
+    scores, choice = jax.lax.top_k(totals, candidates)  # [B, C]
+    parents, chosen = choice // vocabulary, choice % vocabulary
+    ending = jnp.isin(chosen, jnp.array(ends))
+    past = jnp.take_along_axis(state.tokens, parents[:, :, None], axis=1)  # [B, C, T]
+
+    def with_last(chosen):
+        new = chosen[:, :, None].astype(past.dtype)
+        return jax.lax.dynamic_update_slice(past, new, (0, 0, state.step))
+
+    tokens = with_last(chosen)
+    closed = tokens if stored is None else with_last(jnp.full_like(chosen, stored))
+    closes = closing(ending, step == most)
+    of_length = jnp.where(closes, scores / step**length_penalty, -jnp.inf)
+    pool = jnp.concatenate([state.final_scores, of_length], axis=1)  # [B, K + C]
+    final_scores, best = jax.lax.top_k(pool, beams)
+    final_tokens = jnp.concatenate([state.final_tokens, closed], axis=1)
+    lengths = jnp.where(of_length > -jnp.inf, step, 0)
+    final_lengths = jnp.concatenate([state.final_lengths, lengths], axis=1)
+
+    onward = jnp.argsort(ending, axis=1, stable=True)[:, :beams]  # [B, K]
+    new_state = BeamState(
+        step=step,
+        tokens=jnp.take_along_axis(tokens, onward[:, :, None], axis=1),
+        scores=jnp.take_along_axis(jnp.where(ending, -jnp.inf, scores), onward, axis=1),
+        ended=jnp.take_along_axis(ending, onward, axis=1),
+        final_tokens=jnp.take_along_axis(final_tokens, best[:, :, None], axis=1),
+        final_scores=final_scores,
+        final_lengths=jnp.take_along_axis(final_lengths, best, axis=1),
+    )
+    return new_state, jnp.take_along_axis(parents, onward, axis=1)
 
 
 def complete(

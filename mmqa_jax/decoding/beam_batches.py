@@ -6,7 +6,6 @@ import collections
 import functools
 from collections.abc import Sequence
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,23 +14,17 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.mesh import placement_of
 from mmqa_jax.decoding import beam, kv_cache
-from mmqa_jax.decoding.beam import BeamResult
+from mmqa_jax.decoding.beam import BeamResult, WrittenCache
 from mmqa_jax.decoding.kv_cache import KVCache
 from mmqa_jax.decoding.requests import Result, check_one_end
 from mmqa_jax.decoding.scheduler import TokenizedRequest, TokenizedScoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.attention.ancestry import Ancestry
 from mmqa_jax.models.common.layers import group_queries, prefix_attention, ungroup_queries
-from mmqa_jax.models.llama import layer_traits
+from mmqa_jax.models.llama import network as llama
 from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.layer_traits import layer_traits
 from mmqa_jax.models.llama.lora import with_chosen
-from mmqa_jax.models.llama.network import (
-    Llama,
-    for_length,
-    inverse_frequencies,
-    last_token,
-    rotation,
-)
 
 
 class BeamBatches:
@@ -44,7 +37,7 @@ class BeamBatches:
 
     def __init__(
         self,
-        model: Llama,
+        model: llama.Llama,
         config: EngineConfig,
         end_ids: frozenset[int],
         *,
@@ -136,32 +129,14 @@ class BeamBatches:
 # tokens of the beams, which are never copied when beams are reordered (`attention.ancestry`).
 
 
-@flax.struct.dataclass
-class WrittenCache:
-    """Keys and values of the new tokens of K beams a prompt."""
-
-    layers: tuple[tuple[jax.Array, jax.Array], ...]  # keys, values [B, kv_heads, T * K, D]
-    ancestry: Ancestry
-
-    @classmethod
-    def empty(
-        cls,
-        config: LlamaConfig,
-        prompts: int,
-        beams: int,
-        max_new_tokens: int,
-        mesh: Mesh | None = None,
-    ) -> WrittenCache:
-        """Zeros for `beams` sequences of `max_new_tokens` tokens for each of `prompts` prompts."""
-        columns = beams * max_new_tokens
-        held = kv_cache.layout(config, prompts, columns, config.dtype, mesh)
-        # Keys lie as values do: a token's are then written as whole vectors.
-        layers = tuple((one.segments[0].value,) * 2 for one in held)
-        return cls(kv_cache.zeros(layers), Ancestry.empty(prompts, beams, max_new_tokens))
-
-    def select(self, rows: jax.Array) -> WrittenCache:
-        """The cache of beams `rows` [B * K], after the beams were reordered."""
-        return WrittenCache(self.layers, self.ancestry.select(rows))
+def _empty(
+    config: LlamaConfig, prompts: int, beams: int, max_new_tokens: int, mesh: Mesh | None
+) -> WrittenCache:
+    """Zeros for `beams` sequences of `max_new_tokens` tokens for each of `prompts` prompts."""
+    layout = kv_cache.layout(config, prompts, beams * max_new_tokens, config.dtype, mesh)
+    # Keys lie as values do: a token's are then written as whole vectors.
+    layers = tuple((layer.segments[0].value,) * 2 for layer in layout)
+    return WrittenCache(kv_cache.zeros(layers), Ancestry.empty(prompts, beams, max_new_tokens))
 
 
 @functools.partial(
@@ -203,7 +178,7 @@ def beam_search(
     One compilation per batch shape.
     """
     model = nnx.merge(graphdef, state)
-    model = for_length(model, input_ids.shape[1] + max_new_tokens)
+    model = llama.for_length(model, input_ids.shape[1] + max_new_tokens)
     config, (prompts, length) = model.config, input_ids.shape
     beam.check_size(
         num_beams=num_beams,
@@ -225,7 +200,7 @@ def beam_search(
         mesh=mesh,
     )
     of_beams = None if adapters is None else jnp.repeat(adapters, num_beams)[None]
-    first = jax.nn.log_softmax(model.logits(last_token(hidden, lengths)))  # [B, V]
+    first = jax.nn.log_softmax(model.logits(llama.last_token(hidden, lengths)))  # [B, V]
     mask = jnp.arange(length) < lengths[:, None]
 
     advance = functools.partial(beam.advance, end_id=end_id, length_penalty=length_penalty)
@@ -238,21 +213,19 @@ def beam_search(
 
     log_probs = jnp.broadcast_to(first[:, None], (prompts, num_beams, first.shape[-1]))
     begun, _ = advance(beam.start(prompts, num_beams, max_new_tokens), log_probs)
-    beams = beam.run(
+    return beam.run(
         begun,
-        WrittenCache.empty(config, prompts, num_beams, max_new_tokens, mesh),
+        _empty(config, prompts, num_beams, max_new_tokens, mesh),
         propose=propose,
         advance=advance,
-        reorder=lambda cache, rows: cache.select(rows),
         complete=functools.partial(
             beam.complete, only_best=only_best, length_penalty=length_penalty
         ),
     )
-    return beam.ranked(beams)
 
 
 def _decode(
-    model: Llama,
+    model: llama.Llama,
     prefix: KVCache,
     prefix_mask: jax.Array,
     lengths: jax.Array,
@@ -266,8 +239,8 @@ def _decode(
     adapters: int [1, B * K], see `beam_search`.
     """
     config, size = model.config, tokens.shape
-    angles = jnp.repeat(lengths + step, size[1])[:, None, None] * inverse_frequencies(config)
-    cos, sin = rotation(config, jnp.cos(angles)[None], jnp.sin(angles)[None])
+    angles = jnp.repeat(lengths + step, size[1])[:, None, None] * llama.inverse_frequencies(config)
+    cos, sin = llama.rotation(config, jnp.cos(angles)[None], jnp.sin(angles)[None])
     traits = layer_traits(config, prefix_mask.shape[1] + cache.ancestry.slots.shape[2])
     ancestry = cache.ancestry.written(step)
     seen = ancestry.visible(step + 1)  # [B, K, T * K]

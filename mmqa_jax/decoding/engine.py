@@ -21,6 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.decoding import scheduler
 from mmqa_jax.decoding.beam_batches import BeamBatches
 from mmqa_jax.decoding.cached_attention import Branches
 from mmqa_jax.decoding.image_features import PictureFeatures
@@ -39,15 +40,6 @@ from mmqa_jax.decoding.requests import (
     TooLong,
 )
 from mmqa_jax.decoding.sampling import SamplingParameters, draw_key
-from mmqa_jax.decoding.scheduler import (
-    CANCELLED,
-    GeneratedSequence,
-    RequestTokenizer,
-    ScoredSequence,
-    Target,
-    TokenizedRequest,
-    TokenizedScoring,
-)
 from mmqa_jax.decoding.sizes import repeat_key_heads
 from mmqa_jax.decoding.slot_runner import EngineConfig, SlotRunner, scans
 from mmqa_jax.models.llama.lora import Additions, add_adapters
@@ -60,10 +52,12 @@ if TYPE_CHECKING:
     from mmqa_jax.core.progress import Progress
 
 Shorten = Callable[[Request, int], Request | None]
-AnySequence = GeneratedSequence | ScoredSequence
+AnySequence = scheduler.GeneratedSequence | scheduler.ScoredSequence
 Batch = dict[int, AnySequence]  # by row
-Tokenized = TokenizedRequest | TokenizedScoring
-OnToken = Callable[[GeneratedSequence], None]  # called after a sequence got its next token
+Tokenized = scheduler.TokenizedRequest | scheduler.TokenizedScoring
+OnToken = Callable[
+    [scheduler.GeneratedSequence], None
+]  # called after a sequence got its next token
 
 _END: Any = object()  # of an iterator of requests
 _LOOK_AHEAD = 4  # times the slots: this many requests are sorted so that common prefixes meet
@@ -152,7 +146,7 @@ class Engine:
         model, whole = for_length(self._model, config.length), self._whole
         self.config = config
         self._runner = SlotRunner(model, config, self.mesh)
-        self._tokenizer = RequestTokenizer(
+        self._tokenizer = scheduler.RequestTokenizer(
             self._text,
             self._end_ids,
             model.config.vocab_size,
@@ -175,7 +169,7 @@ class Engine:
         self._on_token: OnToken | None = None
         self._cancelling = self._taking_all = False
         # The output of a decode step that the host has not read yet.
-        self._unread: tuple[dict[int, GeneratedSequence], Any] | None = None
+        self._unread: tuple[dict[int, scheduler.GeneratedSequence], Any] | None = None
 
     def generate(
         self,
@@ -267,7 +261,7 @@ class Engine:
             self._encoding = []
             self._running = False
 
-    def cancel(self, request: TokenizedRequest) -> None:
+    def cancel(self, request: scheduler.TokenizedRequest) -> None:
         """Drops a request that was handed to `serve`; it gives no result.
 
         To be called in the thread that serves, between two results or while it takes requests.
@@ -275,7 +269,7 @@ class Engine:
         """
         for one in request.sequences:
             if not one.finish:
-                one.finish = CANCELLED
+                one.finish = scheduler.CANCELLED
         self._cancelling = True
 
     def take_all(self) -> None:
@@ -322,7 +316,7 @@ class Engine:
     ) -> Iterator[Result | Scores]:
         slots = self.config.slots
         waiting: collections.deque[AnySequence] = collections.deque()
-        active: list[GeneratedSequence | None] = [None] * slots
+        active: list[scheduler.GeneratedSequence | None] = [None] * slots
         waited, exhausted, all_here = 0, False, False
         while True:
             finished: list[Result | Scores] = []
@@ -350,7 +344,11 @@ class Engine:
             if batches:
                 ended = self._prefill(batches)
                 for one in (one for batch in batches for one in batch.values()):
-                    if isinstance(one, GeneratedSequence) and one.whole and not one.finish:
+                    if (
+                        isinstance(one, scheduler.GeneratedSequence)
+                        and one.whole
+                        and not one.finish
+                    ):
                         active[one.slot] = one
             elif decoding:
                 waited += len(self._encoding) > 0
@@ -369,7 +367,7 @@ class Engine:
     def _drop_cancelled(
         self,
         waiting: collections.deque[AnySequence],
-        active: list[GeneratedSequence | None],
+        active: list[scheduler.GeneratedSequence | None],
     ) -> None:
         """Takes what was cancelled out of those that wait, and out of the slots that decode."""
         self._cancelling = False
@@ -497,7 +495,9 @@ class Engine:
 
         outputs = []
         begun = {
-            row: one for row, (one, _) in pairs if isinstance(one, GeneratedSequence) and one.whole
+            row: one
+            for row, (one, _) in pairs
+            if isinstance(one, scheduler.GeneratedSequence) and one.whole
         }
         if begun:
             outputs.append(
@@ -506,7 +506,7 @@ class Engine:
         targets = [
             (row, offset, one, target)
             for row, (one, chunk) in pairs
-            if isinstance(one, ScoredSequence)
+            if isinstance(one, scheduler.ScoredSequence)
             for offset, target in one.targets(chunk)
         ]
         most = self.config.scored_tokens
@@ -515,7 +515,7 @@ class Engine:
         ]
         return outputs
 
-    def _begin(self, begun: Mapping[int, GeneratedSequence], hidden: jax.Array):
+    def _begin(self, begun: Mapping[int, scheduler.GeneratedSequence], hidden: jax.Array):
         """Draws the first tokens after prompts that are completely encoded."""
         count = hidden.shape[0]
         lengths, positions = np.ones(count, np.int32), np.zeros(count, np.int32)
@@ -540,7 +540,11 @@ class Engine:
             parameters.key[row] = draw_key(request.seed, one.draw)
         return self._runner.begin(hidden, lengths, rows, positions, parameters, shifts)
 
-    def _score(self, targets: Sequence[tuple[int, int, ScoredSequence, Target]], hidden: jax.Array):
+    def _score(
+        self,
+        targets: Sequence[tuple[int, int, scheduler.ScoredSequence, scheduler.Target]],
+        hidden: jax.Array,
+    ):
         """Log-probabilities of (row, offset, sequence, target); returns as `_encode`."""
         rows, offsets, tokens = np.zeros((3, self.config.scored_tokens), np.int32)
         for n, (row, offset, _, target) in enumerate(targets):
@@ -548,7 +552,7 @@ class Engine:
         read = functools.partial(_append_scores, [(one, target) for _, _, one, target in targets])
         return read, self._runner.score(hidden, rows, offsets, tokens)
 
-    def _decode(self, active: list[GeneratedSequence | None]) -> list[AnySequence]:
+    def _decode(self, active: list[scheduler.GeneratedSequence | None]) -> list[AnySequence]:
         """Starts a step of all slots and reads the previous one; returns what that one finished.
 
         The device then does not wait for the host. A slot whose sequence was finished by the
@@ -588,14 +592,17 @@ class Engine:
         return numbers
 
     def _append_tokens(
-        self, rows: Mapping[int, GeneratedSequence], tokens: np.ndarray, logprobs: np.ndarray
+        self,
+        rows: Mapping[int, scheduler.GeneratedSequence],
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
     ) -> list[AnySequence]:
         """Gives every sequence the token of its row; returns those that it finished."""
         finished: list[AnySequence] = []
         for row, one in rows.items():
             if one.append(int(tokens[row]), float(logprobs[row])):
                 finished.append(one)
-            if self._on_token is not None and one.finish != CANCELLED:
+            if self._on_token is not None and one.finish != scheduler.CANCELLED:
                 self._on_token(one)
         return finished
 
@@ -616,7 +623,7 @@ def _serve_ready(model: Llama, config: EngineConfig, mesh: Mesh | None) -> None:
 
 
 def _is_cancelled(one: AnySequence | None) -> bool:
-    return isinstance(one, GeneratedSequence) and one.finish == CANCELLED
+    return isinstance(one, scheduler.GeneratedSequence) and one.finish == scheduler.CANCELLED
 
 
 def _next_requests(
@@ -633,7 +640,7 @@ def _next_requests(
 
 
 def _append_scores(
-    scored: Sequence[tuple[ScoredSequence, Target]],
+    scored: Sequence[tuple[scheduler.ScoredSequence, scheduler.Target]],
     logprobs: np.ndarray,
     likeliest: np.ndarray,
     highest: np.ndarray,

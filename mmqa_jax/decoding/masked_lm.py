@@ -58,15 +58,12 @@ def search(
         log_probs, cache = model.decode_step(prefix, cache, generated, beams.step, **tokens)
         return log_probs.reshape(rows, num_beams, -1), cache
 
-    return beam.ranked(
-        beam.run(
-            beam.start(rows, num_beams, max_new_tokens),
-            model.empty_cache(rows, num_beams, max_new_tokens),
-            propose=propose,
-            advance=advance,
-            reorder=lambda cache, rows: cache.select(rows),
-            complete=complete,
-        )
+    return beam.run(
+        beam.start(rows, num_beams, max_new_tokens),
+        model.empty_cache(rows, num_beams, max_new_tokens),
+        propose=propose,
+        advance=advance,
+        complete=complete,
     )
 
 
@@ -220,47 +217,24 @@ def advance(
 ) -> tuple[BeamState, jax.Array]:
     """One step: log_probs [B, K, V] of the next token -> new state and parents [B, K].
 
-    `ends` are the tokens that end a caption; the first of them is what is stored. A slot whose
-    beam cannot continue is `ended`, with score -inf. `final_*` hold the K best hypotheses.
+    `ends` are the tokens that end a caption; the first of them is what is stored.
     """
-    rows, beams, most = state.tokens.shape
-    vocabulary = log_probs.shape[-1]
-    totals = (state.scores[:, :, None] + log_probs).reshape(rows, -1)  # [B, K * V]
-    # Enough to contain K that continue, whatever ends. Greedy looks only at its best token.
-    count = 1 if beams == 1 else (1 + len(ends)) * beams
-    scores, choice = jax.lax.top_k(totals, count)  # [B, C]
-    parents, chosen = choice // vocabulary, choice % vocabulary
-    ending = jnp.isin(chosen, jnp.array(ends))
-    step = state.step + 1
+    beams = state.tokens.shape[1]
 
-    continuing_before = jnp.cumsum(~ending, axis=1) - ~ending
-    closes = jnp.where(step == most, True, ending & (continuing_before < beams))
-    past = jnp.take_along_axis(state.tokens, parents[:, :, None], axis=1)  # [B, C, T]
-    slot = (0, 0, state.step)
-    closed = jax.lax.dynamic_update_slice(
-        past, jnp.full((rows, count, 1), ends[0], past.dtype), slot
-    )
-    # Earlier hypotheses come first: among equal scores they are kept.
-    of_length = jnp.where(closes, scores / step**length_penalty, -jnp.inf)
-    pool = jnp.concatenate([state.final_scores, of_length], axis=1)  # [B, K + C]
-    final_scores, kept = jax.lax.top_k(pool, beams)  # [B, K]
-    final_tokens = jnp.concatenate([state.final_tokens, closed], axis=1)
-    lengths = jnp.where(of_length > -jnp.inf, step, 0)  # [B, C]
-    final_lengths = jnp.concatenate([state.final_lengths, lengths], axis=1)
+    def closing(ending, last):
+        continuing_before = jnp.cumsum(~ending, axis=1) - ~ending
+        return jnp.where(last, True, ending & (continuing_before < beams))
 
-    onward = jnp.argsort(ending, axis=1, stable=True)[:, :beams]  # [B, K]
-    ended = jnp.take_along_axis(ending, onward, axis=1)
-    tokens = jax.lax.dynamic_update_slice(past, chosen[:, :, None].astype(past.dtype), slot)
-    new_state = BeamState(
-        step=step,
-        tokens=jnp.take_along_axis(tokens, onward[:, :, None], axis=1),
-        scores=jnp.where(ended, -jnp.inf, jnp.take_along_axis(scores, onward, axis=1)),
-        ended=ended,
-        final_tokens=jnp.take_along_axis(final_tokens, kept[:, :, None], axis=1),
-        final_scores=final_scores,
-        final_lengths=jnp.take_along_axis(final_lengths, kept, axis=1),
+    return beam.advance_hypotheses(
+        state,
+        log_probs,
+        ends=ends,
+        length_penalty=length_penalty,
+        # Enough to contain K that continue, whatever ends. Greedy looks only at its best token.
+        candidates=1 if beams == 1 else (1 + len(ends)) * beams,
+        closing=closing,
+        stored=ends[0],
     )
-    return new_state, jnp.take_along_axis(parents, onward, axis=1)
 
 
 def complete(state: BeamState, *, length_penalty: float, only_best: bool) -> jax.Array:

@@ -15,16 +15,8 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from mmqa_jax.decoding import requests
 from mmqa_jax.decoding.engine import Engine, Tokenized
-from mmqa_jax.decoding.requests import (
-    INCOMPLETE,
-    Request,
-    Result,
-    Scores,
-    Scoring,
-    Tokenizer,
-    truncate,
-)
 from mmqa_jax.decoding.scheduler import GeneratedSequence, TokenizedRequest
 from mmqa_jax.decoding.t5_engine import ArrivedRequest, T5Arrivals
 
@@ -103,7 +95,9 @@ class OnlineEngine:
         """False once it is being closed or has failed."""
         return not self._closed
 
-    def submit(self, request: Request | Scoring, on_token: OnToken | None = None) -> Pending:
+    def submit(
+        self, request: requests.Request | requests.Scoring, on_token: OnToken | None = None
+    ) -> Pending:
         """Hands a request to the engine; its own id only stands in messages.
 
         Raises:
@@ -180,7 +174,7 @@ class OnlineEngine:
         if job is not None and job.on_token is not None:
             job.on_token(sequence)
 
-    def _finish(self, result: Result | Scores) -> None:
+    def _finish(self, result: requests.Result | requests.Scores) -> None:
         job = self._pop(result.id)
         # A future that is being cancelled is not set.
         if job is not None and job.future.set_running_or_notify_cancel():
@@ -204,7 +198,7 @@ class TextStream:
       stops: strings that end the text and are cut off.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()):
+    def __init__(self, tokenizer: requests.Tokenizer, stops: Sequence[str] = ()):
         self._tokenizer, self._stops = tokenizer, tuple(stops)
         self._tokens: list[int] = []
         self._context = self._read = 0  # tokens[:read] are decoded; decoding begins at context
@@ -220,11 +214,11 @@ class TextStream:
             self._tokens.append(token)
         known = self._tokenizer.decode(self._tokens[self._context : self._read])
         text = self._tokenizer.decode(self._tokens[self._context :])
-        if finish or not (text.endswith(INCOMPLETE) or len(text) <= len(known)):
+        if finish or not (text.endswith(requests.INCOMPLETE) or len(text) <= len(known)):
             self._held += text[len(known) :]
             self._context, self._read = self._read, len(self._tokens)
         if finish:
-            final, self._held = truncate(self._held, self._stops), ""
+            final, self._held = requests.truncate(self._held, self._stops), ""
             return final
         final = self._held[: len(self._held) - self._begun()]
         self._held = self._held[len(final) :]

@@ -29,18 +29,10 @@ from mmqa_jax.decoding.cached_attention import Branches, first_seen
 from mmqa_jax.decoding.kv_cache import copy_within, first_row, quantize
 from mmqa_jax.models.attention.masked import MASKED, capped
 from mmqa_jax.models.common.layers import attention, scan_layers
+from mmqa_jax.models.llama import network as llama
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.layer_traits import NO_TRAITS, LayerTraits, layer_traits
 from mmqa_jax.models.llama.lora import with_chosen
-from mmqa_jax.models.llama.network import (
-    Llama,
-    added,
-    inverse_frequencies,
-    rotary_angles,
-    rotary_factor,
-    rotation,
-    shifted,
-)
 
 # Rows of queries that make attention a matrix product on a TPU: with one alone (every head has keys
 # of its own) XLA multiplies and adds on the vector unit.
@@ -90,7 +82,7 @@ def ragged_fits(config: LlamaConfig, columns: int, device: jax.Device) -> bool:
 
 
 def decode(
-    model: Llama,
+    model: llama.Llama,
     embedded: jax.Array,
     cache: ScannedCache,
     *,
@@ -133,13 +125,13 @@ def decode(
         return _one_token(q, k, v, held, positions, window, model.config.attention_cap)
 
     traits = layer_traits(model.config, cache.key.shape[3])
-    turned = shifted(positions[:, None], None if shifts is None else shifts[:, None])
+    turned = llama.shifted(positions[:, None], None if shifts is None else shifts[:, None])
     hidden, k, v = _run(model, embedded, turned, attend, traits, adapters=adapters)
     return hidden, _write(cache, k, v, None, active, positions, mesh)
 
 
 def _decode_ragged(
-    model: Llama,
+    model: llama.Llama,
     embedded: jax.Array,
     cache: ScannedCache,
     positions: jax.Array,
@@ -153,13 +145,13 @@ def _decode_ragged(
     alone touches, and XLA does not copy that."""
 
     turned = positions if shifts is None else positions + shifts
-    angles = turned[:, None] * inverse_frequencies(model.config)  # [S, D / 2]
+    angles = turned[:, None] * llama.inverse_frequencies(model.config)  # [S, D / 2]
     attend = attend_on(
         cache,
         positions,
         active,
         angles,
-        factor=rotary_factor(model.config),
+        factor=llama.rotary_factor(model.config),
         cap=model.config.attention_cap,
         read=limit,
         mesh=mesh,
@@ -180,7 +172,7 @@ def _decode_ragged(
 
 
 def prefill(
-    model: Llama,
+    model: llama.Llama,
     embedded: jax.Array,
     cache: ScannedCache,
     *,
@@ -261,7 +253,7 @@ def prefill(
 
     positions = columns if branches is None else branches.positions(columns)
     traits = layer_traits(model.config, cache.key.shape[3])
-    turned = shifted(positions, shifts)
+    turned = llama.shifted(positions, shifts)
     hidden, k, v = _run(model, embedded, turned, attend, traits, deepstack, adapters)
     return hidden, _write(cache, k, v, rows, None, starts, mesh)
 
@@ -327,7 +319,7 @@ def _copy(
 
 
 def _run(
-    model: Llama,
+    model: llama.Llama,
     embedded: jax.Array,
     positions: jax.Array,
     attend: Callable[..., jax.Array],
@@ -339,15 +331,15 @@ def _run(
 
     Returns normed hidden states, and keys and values of all layers [N, R, L, kv_heads, D].
     """
-    angles = rotary_angles(model.config, positions)
-    cos, sin = rotation(model.config, jnp.cos(angles), jnp.sin(angles))
+    angles = llama.rotary_angles(model.config, positions)
+    cos, sin = llama.rotation(model.config, jnp.cos(angles), jnp.sin(angles))
 
     def body(layer, x, of_layer, _):
         number, traits = of_layer
         layer = with_chosen(layer, adapters)
         q, k, v = layer.project(x, *traits.turned(cos, sin), apart=True)
         x = layer.finish(x, attend(q, k, v, number, traits.window))
-        return added(x, deepstack, number), (k, v)
+        return llama.added(x, deepstack, number), (k, v)
 
     xs = jnp.arange(model.config.layers), traits
     x, (k, v) = scan_layers(model.layers, embedded, body, xs=xs, unroll=1)

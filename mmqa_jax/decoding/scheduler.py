@@ -10,21 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.decoding import requests
 from mmqa_jax.decoding.image_tower import PatchIds
 from mmqa_jax.decoding.prefix_cache import Buckets, Chunk, split
-from mmqa_jax.decoding.requests import (
-    Candidate,
-    Likeliest,
-    Request,
-    Result,
-    Score,
-    Scores,
-    Scoring,
-    StopDetector,
-    Tokenizer,
-    TooLong,
-    text_of,
-)
 
 Pictures = Mapping[int, np.ndarray]  # by number, see PatchIds
 CANCELLED = "cancelled"  # how a sequence ended that nobody waits for any more
@@ -84,7 +72,7 @@ class GeneratedSequence(SlotSequence):
         self.logprobs: list[float] = []
         self.finish = ""  # "end", "stop", "length" or CANCELLED
         stops = request.original.stop
-        self._stop_detector = StopDetector(request.tokenizer, stops) if stops else None
+        self._stop_detector = requests.StopDetector(request.tokenizer, stops) if stops else None
 
     @property
     def columns(self) -> int:
@@ -111,10 +99,10 @@ class TokenizedRequest:
 
     def __init__(
         self,
-        original: Request,
+        original: requests.Request,
         prompt: Sequence[int],
         pictures: Pictures,
-        tokenizer: Tokenizer | None,
+        tokenizer: requests.Tokenizer | None,
         end_ids: frozenset[int],
         buckets: Buckets,
         shifts: np.ndarray | None = None,
@@ -129,30 +117,30 @@ class TokenizedRequest:
             GeneratedSequence(self, draw, chunks, pictures, shifts) for draw in range(draws)
         ]
 
-    def beam(self, tokens: Sequence[int], score: float, finish: str) -> Candidate:
+    def beam(self, tokens: Sequence[int], score: float, finish: str) -> requests.Candidate:
         """A beam as a Candidate, with its text."""
         text, _ = self._text(tokens, finish)
-        return Candidate(text, tuple(tokens), score, None, finish)
+        return requests.Candidate(text, tuple(tokens), score, None, finish)
 
-    def _drawn(self, one: GeneratedSequence) -> Candidate:
+    def _drawn(self, one: GeneratedSequence) -> requests.Candidate:
         text, count = self._text(one.tokens, one.finish)
         logprobs = tuple(one.logprobs) if self.original.logprobs else None
         total = math.fsum(one.logprobs[:count])
-        return Candidate(text, tuple(one.tokens), total, logprobs, one.finish)
+        return requests.Candidate(text, tuple(one.tokens), total, logprobs, one.finish)
 
     def _text(self, tokens: Sequence[int], finish: str) -> tuple[str | None, int]:
         """The text without end token and stop string, and how many tokens make it."""
         if self.tokenizer is None:
             return None, len(tokens) - (finish == "end")
-        return text_of(tokens, finish, self.original.stop, self.tokenizer)
+        return requests.text_of(tokens, finish, self.original.stop, self.tokenizer)
 
-    def result(self) -> Result | None:
+    def result(self) -> requests.Result | None:
         """The result once all sequences are finished; None as well of a cancelled request."""
         if not all(one.finish and one.finish != CANCELLED for one in self.sequences):
             return None
         candidates = sorted(map(self._drawn, self.sequences), key=lambda drawn: -drawn.total)
         reused = min(one.chunks[one.reused - 1].end if one.reused else 0 for one in self.sequences)
-        return Result(self.original.id, tuple(candidates), len(self.prompt), reused)
+        return requests.Result(self.original.id, tuple(candidates), len(self.prompt), reused)
 
 
 class Target(NamedTuple):
@@ -206,7 +194,7 @@ class ScoredSequence(SlotSequence):
         self.request = request
         self.continuations = continuations
         self.logprobs: list[list[float]] = [[] for _ in continuations]
-        self.likeliest: list[list[Likeliest]] = [[] for _ in continuations]
+        self.likeliest: list[list[requests.Likeliest]] = [[] for _ in continuations]
         self._unread = sum(map(len, continuations))
 
     def targets(self, chunk: Chunk) -> list[tuple[int, Target]]:
@@ -217,7 +205,7 @@ class ScoredSequence(SlotSequence):
             for target in self._targets.get(chunk.start + offset, ())
         ]
 
-    def append(self, target: Target, logprob: float, likeliest: Likeliest) -> None:
+    def append(self, target: Target, logprob: float, likeliest: requests.Likeliest) -> None:
         """Adds the log-probability of the next token of a continuation."""
         self.logprobs[target.continuation].append(logprob)
         self.likeliest[target.continuation].append(likeliest)
@@ -228,10 +216,10 @@ class ScoredSequence(SlotSequence):
         """Whether all continuations are scored."""
         return not self._unread
 
-    def scores(self) -> list[Score]:
+    def scores(self) -> list[requests.Score]:
         """Returns the scores of its continuations, once it is finished."""
         return [
-            Score(
+            requests.Score(
                 float(np.sum(logprobs)),
                 tuple(logprobs),
                 all(token == best.token for token, best in zip(own, likeliest, strict=True)),
@@ -252,7 +240,7 @@ class TokenizedScoring:
 
     def __init__(
         self,
-        original: Scoring,
+        original: requests.Scoring,
         prompt: Sequence[int],
         continuations: Sequence[Sequence[int]],
         pictures: Pictures,
@@ -276,12 +264,12 @@ class TokenizedScoring:
             ScoredSequence(self, prompt, own, buckets, pictures, shifts, adapter) for own in groups
         ]
 
-    def result(self) -> Scores | None:
+    def result(self) -> requests.Scores | None:
         """The scores once all sequences are finished."""
         if not all(one.finished for one in self.sequences):
             return None
         scores = tuple(score for one in self.sequences for score in one.scores())
-        return Scores(self.original.id, scores, self._prompt_tokens)
+        return requests.Scores(self.original.id, scores, self._prompt_tokens)
 
 
 class RequestTokenizer:
@@ -297,7 +285,7 @@ class RequestTokenizer:
 
     def __init__(
         self,
-        tokenizer: Tokenizer | None,
+        tokenizer: requests.Tokenizer | None,
         end_ids: frozenset[int],
         vocab_size: int,
         length: int,
@@ -309,7 +297,9 @@ class RequestTokenizer:
         self._tokenizer, self._end_ids, self._patches = tokenizer, end_ids, patches
         self._vocab_size, self._length, self._buckets = vocab_size, length, buckets
 
-    def tokenize(self, request: Request | Scoring) -> TokenizedRequest | TokenizedScoring:
+    def tokenize(
+        self, request: requests.Request | requests.Scoring
+    ) -> TokenizedRequest | TokenizedScoring:
         """The request in tokens.
 
         Raises:
@@ -322,12 +312,12 @@ class RequestTokenizer:
                 f"request {request.id!r}: adapter is {request.adapter!r}, and the engine has "
                 f"{names}; name one of its own, or leave it out."
             )
-        if isinstance(request, Scoring):
+        if isinstance(request, requests.Scoring):
             return self._scoring(request, adapter)
         prompt = self._tokens(request.id, "prompt", request.prompt)
         prompt, pictures, shifts = self._expand(request, prompt)
         if len(prompt) + request.max_new_tokens > self._length:
-            raise TooLong(request.id, len(prompt), request.max_new_tokens, self._length)
+            raise requests.TooLong(request.id, len(prompt), request.max_new_tokens, self._length)
         if request.stop and self._tokenizer is None:
             raise UserError(
                 f"request {request.id!r}: stop strings need a tokenizer; give the engine one."
@@ -335,7 +325,7 @@ class RequestTokenizer:
         sizes = self._tokenizer, self._end_ids, self._buckets
         return TokenizedRequest(request, prompt, pictures, *sizes, shifts, adapter)
 
-    def _scoring(self, request: Scoring, adapter: int) -> TokenizedScoring:
+    def _scoring(self, request: requests.Scoring, adapter: int) -> TokenizedScoring:
         if isinstance(request.prompt, str):
             prompt, continuations = self._encode_pairs(request)
         else:
@@ -346,12 +336,12 @@ class RequestTokenizer:
         prompt, pictures, shifts = self._expand(request, prompt)
         longest = max(map(len, continuations))
         if len(prompt) + longest > self._length:
-            raise TooLong(request.id, len(prompt), longest, self._length)
+            raise requests.TooLong(request.id, len(prompt), longest, self._length)
         sizes = self._buckets, self._length
         return TokenizedScoring(request, prompt, continuations, pictures, *sizes, shifts, adapter)
 
     def _expand(
-        self, request: Request | Scoring, prompt: list[int]
+        self, request: requests.Request | requests.Scoring, prompt: list[int]
     ) -> tuple[list[int], Pictures, np.ndarray | None]:
         """The prompt with its pictures' tokens, the pictures, and the shifts of positions."""
         if self._patches is not None:
@@ -364,7 +354,7 @@ class RequestTokenizer:
             )
         return prompt, {}, None
 
-    def _encode_pairs(self, request: Scoring) -> tuple[list[int], list[list[int]]]:
+    def _encode_pairs(self, request: requests.Scoring) -> tuple[list[int], list[list[int]]]:
         """Tokens of prompt and continuations, split as lm-evaluation-harness does.
 
         (TemplateLM._encode_pair.) Trailing spaces of the prompt belong to the continuations;

@@ -16,8 +16,8 @@ import numpy as np
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.decoding import beam, hypotheses
-from mmqa_jax.decoding.beam import BeamResult
+from mmqa_jax.decoding import beam
+from mmqa_jax.decoding.beam import BeamResult, BeamState, WrittenCache
 from mmqa_jax.decoding.sampling import SamplingParameters, choose
 from mmqa_jax.models.attention.ancestry import Ancestry
 from mmqa_jax.models.common.relative_positions import relative_buckets
@@ -25,27 +25,13 @@ from mmqa_jax.models.t5.config import T5Config
 from mmqa_jax.models.t5.inputs import Texts
 from mmqa_jax.models.t5.network import T5, T5Layer, bias_of
 
-KeysValues = tuple[jax.Array, jax.Array]
 
-
-@flax.struct.dataclass
-class WrittenCache:
-    """Keys and values of the new tokens of K sequences a prompt."""
-
-    layers: tuple[KeysValues, ...]  # [B, T * K, heads, D] each
-    ancestry: Ancestry
-
-    @classmethod
-    def empty(cls, config: T5Config, prompts: int, beams: int, most: int) -> WrittenCache:
-        """Zeros for `beams` sequences of `most` tokens for each of `prompts` prompts."""
-        shape = (prompts, most * beams, config.heads, config.head_size)
-        zeros = jnp.zeros(shape, config.dtype)
-        layers = ((zeros, zeros),) * config.decoder_layers
-        return cls(layers, Ancestry.empty(prompts, beams, most))
-
-    def select(self, rows: jax.Array) -> WrittenCache:
-        """The cache of beams `rows` [B * K], after the beams were reordered."""
-        return WrittenCache(self.layers, self.ancestry.select(rows))
+def _empty(config: T5Config, prompts: int, beams: int, most: int) -> WrittenCache:
+    """Zeros for `beams` sequences of `most` tokens for each of `prompts` prompts."""
+    shape = (prompts, most * beams, config.heads, config.head_size)
+    zeros = jnp.zeros(shape, config.dtype)
+    layers = ((zeros, zeros),) * config.decoder_layers
+    return WrittenCache(layers, Ancestry.empty(prompts, beams, most))
 
 
 class _Decoder:
@@ -157,7 +143,7 @@ def draw(
         jnp.full(rows, model.config.start, jnp.int32),
         Drawn(jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.zeros(rows, jnp.int32)),
         most < 1,
-        WrittenCache.empty(model.config, rows, 1, max_new_tokens),
+        _empty(model.config, rows, 1, max_new_tokens),
     )
     return jax.lax.while_loop(unfinished, step, carry)[2]
 
@@ -182,7 +168,7 @@ def beam_search(
     Args:
       inputs: Texts, Passages or PicturedTexts, which the model's encoder reads.
       end_id: ends an answer.
-      length_penalty, early_stopping: see `hypotheses`.
+      length_penalty, early_stopping: see `advance` and `complete`.
 
     One compilation per batch shape.
     """
@@ -203,15 +189,56 @@ def beam_search(
         logits, cache = decoder.step(cache, last, beams.step)
         return jax.nn.log_softmax(logits), cache
 
-    found = beam.run(
+    return beam.run(
         beam.start(prompts, num_beams, max_new_tokens),
-        WrittenCache.empty(model.config, prompts, num_beams, max_new_tokens),
+        _empty(model.config, prompts, num_beams, max_new_tokens),
         propose=propose,
-        advance=functools.partial(hypotheses.advance, end_id=end_id, **scoring),
-        reorder=lambda cache, rows: cache.select(rows),
-        complete=functools.partial(hypotheses.complete, **scoring),
+        advance=functools.partial(advance, end_id=end_id, **scoring),
+        complete=functools.partial(complete, **scoring),
     )
-    return beam.ranked(found)
+
+
+def advance(
+    state: BeamState,
+    log_probs: jax.Array,
+    *,
+    end_id: int,
+    length_penalty: float = 0.0,
+    early_stopping: bool = False,
+) -> tuple[BeamState, jax.Array]:
+    """One step: log_probs [B, K, V] of the next token -> new state and parents [B, K].
+
+    Those among the first K of the 2 K best continuations that end become hypotheses. V is at least
+    2 K. A row that is complete stays so: its beams get the score -inf. Original: transformers
+    generation/utils.py (GenerationMixin._beam_search), one end token, no processors.
+    """
+    beams = state.tokens.shape[1]
+    new_state, parents = beam.advance_hypotheses(
+        state,
+        log_probs,
+        ends=(end_id,),
+        length_penalty=length_penalty,
+        candidates=2 * beams,
+        closing=lambda ending, last: (ending | last) & (jnp.arange(2 * beams) < beams),
+    )
+    done = complete(new_state, length_penalty=length_penalty, early_stopping=early_stopping)
+    return new_state.replace(scores=jnp.where(done[:, None], -jnp.inf, new_state.scores)), parents
+
+
+def complete(
+    state: BeamState, *, length_penalty: float = 0.0, early_stopping: bool = False
+) -> jax.Array:
+    """[B] bool: the hypotheses of a row are final.
+
+    With `early_stopping` once there are K; otherwise once the best beam, were it to end now, would
+    not be better than the worst of them. With a positive length penalty that is a guess, since
+    longer ones count for more; it is transformers' own.
+    """
+    full = jnp.all(state.final_lengths > 0, axis=1)
+    if early_stopping:
+        return full
+    reachable = state.scores.max(axis=1) / jnp.maximum(state.step, 1) ** length_penalty
+    return full & (reachable <= state.final_scores.min(axis=1))
 
 
 @flax.struct.dataclass

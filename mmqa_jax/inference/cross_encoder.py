@@ -30,24 +30,9 @@ from mmqa_jax.data.schema import Question, Ranking, source_text
 from mmqa_jax.data.tokenizer_files import SETTINGS
 from mmqa_jax.data.tokenizers import Tokenizer
 from mmqa_jax.inference.reranker import ScoredPairs, gather
+from mmqa_jax.models.encoders import sentence_pooling, text_encoders
 from mmqa_jax.models.encoders.cross_encoder import CrossEncoder
-from mmqa_jax.models.encoders.sentence_pooling import (
-    PROMPTS,
-    TRANSFORMER,
-    check_logit_prompts,
-    has_recipe,
-    read_modules,
-    read_pair_length,
-)
 from mmqa_jax.models.encoders.text_decoder import YesNoDecoder
-from mmqa_jax.models.encoders.text_encoders import (
-    check_padding,
-    is_classifier,
-    load_cross_encoder,
-    load_yes_no,
-    model_type_of,
-    read_decoder_config,
-)
 from mmqa_jax.models.encoders.vlm_encoder import QwenVLYesNo
 from mmqa_jax.models.encoders.vlm_keys import FAMILY as VLM
 from mmqa_jax.models.encoders.vlm_keys import load_vlm_yes_no, read_vlm_config
@@ -175,21 +160,21 @@ def open_cross_encoder(
       batch_size: pairs a call, over all devices.
       mesh: see core.serving.serving_mesh.
     """
-    kind = model_type_of(folder)
+    kind = text_encoders.model_type_of(folder)
     if kind == VLM:
         return open_vlm_reranker(folder, corpus, batch_size=batch_size, mesh=mesh)
-    if kind in DECODERS and not is_classifier(folder):
-        config = read_decoder_config(folder)
+    if kind in DECODERS and not text_encoders.is_classifier(folder):
+        config = text_encoders.read_decoder_config(folder)
         tokenizer = load_encoder_tokenizer(folder, config.vocab_size, pairs=False)
         prompt = read_yes_no(folder, kind, tokenizer)
-        model = load_yes_no(folder, prompt.yes, prompt.no, loading_mesh(mesh))
+        model = text_encoders.load_yes_no(folder, prompt.yes, prompt.no, loading_mesh(mesh))
         pairs: Tokenizer | YesNoPairs = YesNoPairs(tokenizer, prompt)
         longest: int | None = prompt.longest
     else:
-        model = load_cross_encoder(folder, loading_mesh(mesh))
+        model = text_encoders.load_cross_encoder(folder, loading_mesh(mesh))
         pairs = load_encoder_tokenizer(folder, model.config.vocab_size)
-        check_padding(folder, pairs.pad_id)
-        longest = read_pair_length(folder) or pairs.max_tokens
+        text_encoders.check_padding(folder, pairs.pad_id)
+        longest = sentence_pooling.read_pair_length(folder) or pairs.max_tokens
     return CrossEncoderReranker(corpus, model, pairs, longest=longest, batch_size=batch_size)
 
 
@@ -338,7 +323,7 @@ def open_vlm_reranker(
       batch_size: pairs a call, over all devices.
       mesh: see core.serving.serving_mesh.
     """
-    if has_recipe(folder):
+    if sentence_pooling.has_recipe(folder):
         raise UserError(
             f"{folder}: its files say how vectors are made (modules.json): it is no reranker; "
             "give a Qwen3-VL-Reranker, or use it as an encoder."
@@ -433,7 +418,7 @@ def read_yes_no(folder: Path, kind: str, tokenizer: Tokenizer) -> YesNoPrompt:
     Args:
       kind: its `model_type`.
     """
-    modules = dict(read_modules(folder))
+    modules = dict(sentence_pooling.read_modules(folder))
     if "LogitScore" in modules:
         prompt = _by_files(folder, modules, tokenizer)
     elif kind == "qwen3":
@@ -481,7 +466,10 @@ def _by_files(folder: Path, modules: Mapping[str, str], tokenizer: Tokenizer) ->
             f"{file}: true_token_id and false_token_id are {ids}, two tokens were expected; use "
             "a checkpoint that compares two."
         )
-    said, where = _object(folder / TRANSFORMER), str(folder / TRANSFORMER)
+    said, where = (
+        _object(folder / sentence_pooling.TRANSFORMER),
+        str(folder / sentence_pooling.TRANSFORMER),
+    )
     check_keys(
         said,
         where,
@@ -498,7 +486,7 @@ def _by_files(folder: Path, modules: Mapping[str, str], tokenizer: Tokenizer) ->
         read=kinds(flag="add_generation_prompt"),
         fixed={"restore_suffix": (True,)},
     )
-    instruction = check_logit_prompts(folder / PROMPTS)
+    instruction = sentence_pooling.check_logit_prompts(folder / sentence_pooling.PROMPTS)
     text = _rendered(folder, instruction, bool(options.get("add_generation_prompt")))
     before, query, rest = text.partition(_QUERY)
     between, document, after = rest.partition(_DOCUMENT)

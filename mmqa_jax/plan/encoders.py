@@ -10,21 +10,9 @@ import jax
 import numpy as np
 from flax import nnx
 
-from mmqa_jax.core.mesh import (
-    DEFAULT_DEVICE,
-    RowPlacement,
-    batch_sharding,
-    on_shardings,
-    state_shardings,
-)
+from mmqa_jax.core import mesh as meshes
 from mmqa_jax.core.serving import AUTO, Serving, planned_batch_size, serving_mesh
-from mmqa_jax.models.bert.network import (
-    Bert,
-    BertConfig,
-    bert_base_uncased,
-    bert_large_uncased,
-    minilm_l6,
-)
+from mmqa_jax.models.bert import network as bert
 from mmqa_jax.models.encoders.sentence_encoder import SentenceEncoder
 from mmqa_jax.models.encoders.text_decoder import TextDecoder
 from mmqa_jax.models.encoders.text_encoders import for_reading
@@ -53,26 +41,28 @@ from mmqa_jax.retrieval.vlm_encoder import LONGEST, make_encode_prompts
 TEXTS = "texts"  # the program
 
 
-def _xlm_roberta(base: Callable[..., BertConfig], positions: int = 512) -> Callable[[], BertConfig]:
+def _xlm_roberta(
+    base: Callable[..., bert.BertConfig], positions: int = 512
+) -> Callable[[], bert.BertConfig]:
     """XLM-R's sizes: BERT's with a larger vocabulary."""
     sizes = {"vocab_size": 250002, "types": 1, "eps": 1e-5, "positions": positions}
     return functools.partial(base, **sizes)
 
 
-_SMALL = functools.partial(minilm_l6, layers=12)
+_SMALL = functools.partial(bert.minilm_l6, layers=12)
 _QWEN3 = {"positions": 32768, "vocab_size": 151665}
 _QWEN3_8B = {**_QWEN3, "tied": True}  # without a head, as all of them
 # By name: sizes of its config.json.
 ENCODERS: Mapping[str, Callable[[], TextEncoderConfig]] = {
-    "minilm_l6": minilm_l6,
+    "minilm_l6": bert.minilm_l6,
     "bge_small": _SMALL,
     "e5_small": _SMALL,
-    **dict.fromkeys(("bge_base", "e5_base", "gte_base", "arctic_m"), bert_base_uncased),
-    **dict.fromkeys(("bge_large", "e5_large", "gte_large", "arctic_l"), bert_large_uncased),
-    "multilingual_e5_base": _xlm_roberta(bert_base_uncased),
-    "multilingual_e5_large": _xlm_roberta(bert_large_uncased),
-    "bge_m3": _xlm_roberta(bert_large_uncased, positions=8192),
-    "mpnet_base": functools.partial(bert_base_uncased, vocab_size=30527, types=1, eps=1e-5),
+    **dict.fromkeys(("bge_base", "e5_base", "gte_base", "arctic_m"), bert.bert_base_uncased),
+    **dict.fromkeys(("bge_large", "e5_large", "gte_large", "arctic_l"), bert.bert_large_uncased),
+    "multilingual_e5_base": _xlm_roberta(bert.bert_base_uncased),
+    "multilingual_e5_large": _xlm_roberta(bert.bert_large_uncased),
+    "bge_m3": _xlm_roberta(bert.bert_large_uncased, positions=8192),
+    "mpnet_base": functools.partial(bert.bert_base_uncased, vocab_size=30527, types=1, eps=1e-5),
     **dict.fromkeys(("modernbert_base", "gte_modernbert_base"), modernbert_base),
     "modernbert_large": modernbert_large,
     "qwen3_embedding_06b": functools.partial(
@@ -92,7 +82,7 @@ def encoder_program(name: str, devices: Sequence[jax.Device]) -> Program:
     config, mesh = ENCODERS[name](), serving_mesh(None, devices)
     if isinstance(config, LlamaConfig):
         config = for_reading(config, devices[0].platform)
-    kind: type[nnx.Module] = MPNet if name.startswith("mpnet") else Bert
+    kind: type[nnx.Module] = MPNet if name.startswith("mpnet") else bert.Bert
     if isinstance(config, ModernBertConfig):
         kind = ModernBert
     elif isinstance(config, LlamaConfig):
@@ -104,10 +94,10 @@ def encoder_program(name: str, devices: Sequence[jax.Device]) -> Program:
     graphdef, state = nnx.split(nnx.eval_shape(build))
     if isinstance(config, LlamaConfig):  # whose parameters are of the type that it computes in
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, config.dtype), state)
-    state = on_shardings(state, state_shardings(state, mesh))
+    state = meshes.on_shardings(state, meshes.state_shardings(state, mesh))
     held, length = shard_bytes(state), min(FULL_LENGTH, config.positions)
     examples = planned_batch_size(AUTO, encoder_cost(config, length, TEXTS), mesh, held)
-    rows = batch_sharding(mesh)
+    rows = meshes.batch_sharding(mesh)
     batch = tuple(
         jax.ShapeDtypeStruct((examples, length), kind, sharding=rows)
         for kind in (np.int32, np.bool_)
@@ -148,19 +138,19 @@ def vlm_encoder_program(name: str, model: str, devices: Sequence[jax.Device]) ->
     graphdef, state = nnx.split(nnx.eval_shape(lambda: QwenVLEncoder(config, rngs=nnx.Rngs())))
     # Parameters are of the type that they are computed in.
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, config.llama.dtype), state)
-    state = on_shardings(state, state_shardings(state, mesh))
+    state = meshes.on_shardings(state, meshes.state_shardings(state, mesh))
     held, lengths = shard_bytes(state), length_buckets(LONGEST, config.llama.positions)
     cost = encoder_cost(config.llama, lengths[-1], TEXTS)
     size = planned_batch_size(AUTO, cost, mesh, held)
     prompt = PicturePrompt([0] * min(FULL_LENGTH, lengths[-1]))
     if name == PAGES:
         prompt = PicturePrompt([config.image_token, *[0] * _AROUND], (_largest(config),))
-    alone = Serving(DEFAULT_DEVICE, 1, name)
+    alone = Serving(meshes.DEFAULT_DEVICE, 1, name)
     ((_, one),) = prompt_batches([prompt], config, alone, lengths, pad_token=0)
     bucket = 0 if one.pictures is None else one.pictures.order.shape[-1]
-    full = Serving(RowPlacement(mesh), size, name)
+    full = Serving(meshes.RowPlacement(mesh), size, name)
     count = rows_of_length(full, attended(config, bucket, one.input_ids.shape[1]))
-    rows = batch_sharding(mesh)
+    rows = meshes.batch_sharding(mesh)
     batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=rows), one
     )

@@ -20,15 +20,9 @@ import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
+from mmqa_jax.core import mesh as meshes
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.flops import traced_flops
-from mmqa_jax.core.mesh import (
-    batch_blocks,
-    batch_sharding,
-    make_mesh,
-    on_shardings,
-    state_shardings,
-)
 from mmqa_jax.core.serving import AUTO, free_bytes, planned_batch_size, serving_mesh
 from mmqa_jax.core.typed import nearest
 from mmqa_jax.decoding import sizes as sizes_of_engine
@@ -48,15 +42,8 @@ from mmqa_jax.models.qwen_vl.network import QwenVLConfig, qwen3_vl_2b, qwen3_vl_
 from mmqa_jax.models.t5.config import PUBLISHED as T5S
 from mmqa_jax.models.t5.inputs import Texts
 from mmqa_jax.models.t5.network import T5
+from mmqa_jax.plan import encoders
 from mmqa_jax.plan.detectors import DETECTORS, REGIONS, detector_program
-from mmqa_jax.plan.encoders import (
-    ENCODERS,
-    PAGES,
-    TEXTS,
-    VLM_ENCODERS,
-    encoder_program,
-    vlm_encoder_program,
-)
 from mmqa_jax.plan.program import Program, shard_bytes, tree_bytes
 from mmqa_jax.prompting.backends.t5 import engine_sizes as t5_engine_sizes
 from mmqa_jax.prompting.backends.t5 import mesh_of
@@ -83,9 +70,9 @@ def fluency_program(model: str, devices: Sequence[jax.Device]) -> Program:
     Args:
       model: a name of BARTS.
     """
-    config, mesh = BARTS[model](), make_mesh({"data": 1}, devices[:1])
+    config, mesh = BARTS[model](), meshes.make_mesh({"data": 1}, devices[:1])
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Bart(config, rngs=nnx.Rngs())))
-    state = on_shardings(state, state_shardings(state, mesh))
+    state = meshes.on_shardings(state, meshes.state_shardings(state, mesh))
     length = longest_text(config)
     pairs = max(1, tokens_per_batch(devices[0].platform) // length)
     texts = jax.ShapeDtypeStruct((pairs, length), np.int32)
@@ -139,7 +126,7 @@ UPDATE = "update"  # of a training whose moments lie on the host: `train` has th
 TRAINING = ("train", UPDATE)
 GENERATE = "generate"
 # Programs without a size of their own in a config.
-FIXED = (TOWER, FLUENCY, GENERATE, TEXTS, PAGES, REGIONS)
+FIXED = (TOWER, FLUENCY, GENERATE, encoders.TEXTS, encoders.PAGES, REGIONS)
 
 
 def preset(name: str) -> LlamaConfig:
@@ -161,8 +148,8 @@ def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ..
     """
     alone = {
         **dict.fromkeys(BARTS, (FLUENCY,)),
-        **dict.fromkeys(ENCODERS, (TEXTS,)),
-        **dict.fromkeys(VLM_ENCODERS, (TEXTS, PAGES)),
+        **dict.fromkeys(encoders.ENCODERS, (encoders.TEXTS,)),
+        **dict.fromkeys(encoders.VLM_ENCODERS, (encoders.TEXTS, encoders.PAGES)),
         **dict.fromkeys(DETECTORS, (REGIONS,)),
     }
     if model in alone:
@@ -182,8 +169,8 @@ def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ..
         raise UserError(
             "--config is missing: name a config of `mmqa train` or configs/prompt/default.py; "
             f"without one plan knows --model={', '.join(BARTS)} (fluency of `mmqa evaluate webqa`) "
-            f"and encoders of texts: {', '.join(ENCODERS)}; of pictures, too: "
-            f"{', '.join(VLM_ENCODERS)}; and detectors: {', '.join(DETECTORS)}."
+            f"and encoders of texts: {', '.join(encoders.ENCODERS)}; of pictures, too: "
+            f"{', '.join(encoders.VLM_ENCODERS)}; and detectors: {', '.join(DETECTORS)}."
         )
     if "task" in config:
         kind = known_tasks().get(config.task)
@@ -217,12 +204,12 @@ def make_program(
         return generation_program(config, devices, model)
     if name == FLUENCY and model is not None:
         return fluency_program(model, devices)
-    if model in VLM_ENCODERS:
-        return vlm_encoder_program(name, model, devices)
+    if model in encoders.VLM_ENCODERS:
+        return encoders.vlm_encoder_program(name, model, devices)
     if name == REGIONS and model is not None:
         return detector_program(model, devices)
-    if name == TEXTS and model is not None:
-        return encoder_program(model, devices)
+    if name == encoders.TEXTS and model is not None:
+        return encoders.encoder_program(model, devices)
     if name in TRAINING:
         return _train(config, devices, model)[name]
     task = read_task(config)
@@ -265,7 +252,7 @@ def _train(
 ) -> dict[str, Program]:
     """The jitted step of training, over all devices, and its update where that is apart."""
     task = check_config(_with_preset(config, model), devices, files=False).part()
-    options, mesh = task.loop, make_mesh(task.mesh, devices)
+    options, mesh = task.loop, meshes.make_mesh(task.mesh, devices)
     objective = task.objective(task.vocabulary_size(), mesh)
     optimizer, schedule = make_optimizer(options.optimizer, options.steps)
     split = split_model(objective, task.seed, options.precision, options.ema, options.offload)
@@ -330,11 +317,11 @@ def program_in_use(name: str, task: Task, devices: Sequence[jax.Device]) -> Prog
     """
     used, mesh = task.in_use(), serving_mesh(task.inference.mesh, devices)
     graphdef, state = nnx.split(nnx.eval_shape(used.build))
-    state = on_shardings(state, state_shardings(state, mesh))
+    state = meshes.on_shardings(state, meshes.state_shardings(state, mesh))
     held = shard_bytes(state)
     examples = planned_batch_size(task.inference.batch_size, used.cost, mesh, held)
     batch = used.inputs(examples)
-    rows = batch_sharding(mesh)
+    rows = meshes.batch_sharding(mesh)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch)
     return Program.of(
         name,
@@ -407,7 +394,7 @@ def _gradient_flops(config: ConfigDict) -> float:
         return objective.loss(module, batch, jax.random.key(0))[0]
 
     # For a CPU layers are unrolled, and nothing is recomputed (layers.scan_layers).
-    with jax.set_mesh(make_mesh({"data": 1}, jax.devices("cpu")[:1])):
+    with jax.set_mesh(meshes.make_mesh({"data": 1}, jax.devices("cpu")[:1])):
         fixed = split.frozen, split.constants
         return traced_flops(jax.value_and_grad(loss), split.params, *fixed, batch)
 
@@ -558,13 +545,15 @@ def generation_program(config: ConfigDict, devices: Sequence[jax.Device], model:
         dtype = "float32" if on_cpu else "bfloat16"
     shape = dataclasses.replace(T5S[model](), dtype=dtype)
     sizes = t5_engine_sizes(config.engine.to_dict(), on_cpu=on_cpu)
-    mesh = mesh_of(config.model.mesh.to_dict(), devices) or make_mesh({"data": 1}, devices[:1])
+    mesh = mesh_of(config.model.mesh.to_dict(), devices) or meshes.make_mesh(
+        {"data": 1}, devices[:1]
+    )
     graphdef, state = nnx.split(nnx.eval_shape(lambda: T5(shape, rngs=nnx.Rngs())))
     state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), state)
-    state = on_shardings(state, state_shardings(state, mesh))
-    length, blocks = sizes.padded(sizes.length), batch_blocks(mesh)
+    state = meshes.on_shardings(state, meshes.state_shardings(state, mesh))
+    length, blocks = sizes.padded(sizes.length), meshes.batch_blocks(mesh)
     rows = -(-max(1, min(sizes.slots, sizes.tokens // length)) // blocks) * blocks
-    sharding = batch_sharding(mesh)
+    sharding = meshes.batch_sharding(mesh)
 
     def one(*more: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, *more), dtype, sharding=sharding)

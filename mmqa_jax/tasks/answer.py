@@ -27,26 +27,14 @@ from mmqa_jax.inference.reader import Reader
 from mmqa_jax.models.vlp.network import VLPInputs
 from mmqa_jax.retrieval.embedder import value_bytes
 from mmqa_jax.retrieval.rankings import check_gold, gold_ranking
+from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.atlas_reader import AtlasServing, AtlasVLPTask, inputs_class, with_probes
 from mmqa_jax.tasks.objectives import AnswerObjective
-from mmqa_jax.tasks.task import (
-    ANY_VOCABULARY,
-    DataSection,
-    InUse,
-    OnGraph,
-    Options,
-    Recipe,
-    floats,
-    ints,
-    part_of,
-    read_run,
-    scored_questions,
-)
 from mmqa_jax.tasks.vlp import most_columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AnswerData(DataSection):
+class AnswerData(tasks.DataSection):
     """The section `data`; `route_by_category`: see answer_batches."""
 
     route_by_category: bool = False
@@ -134,12 +122,12 @@ class Answer(AtlasVLPTask):
         rows, most = self.batches.batch_size, self.masking.max_pred
         return {
             "inputs": with_probes(self.vlp_inputs(rows), self.masking),
-            "masked_ids": ints(rows, most),
-            "masked_positions": ints(rows, most),
-            "masked_weights": floats(rows, most),
+            "masked_ids": tasks.ints(rows, most),
+            "masked_positions": tasks.ints(rows, most),
+            "masked_weights": tasks.floats(rows, most),
         }
 
-    def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
+    def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> tasks.Recipe:
         reader = self.source_reader(corpus, tokenizer)
         batches = answer_batches(
             reader,
@@ -152,7 +140,7 @@ class Answer(AtlasVLPTask):
         )
         objective = self.objective(tokenizer.vocab_size)
         facts = self.regions_facts()
-        return Recipe(objective, batches, self.loader(tokenizer), reader, metadata=facts)
+        return tasks.Recipe(objective, batches, self.loader(tokenizer), reader, metadata=facts)
 
     def evaluation(
         self, corpus: Corpus, tokenizer: Any, model: nnx.Module
@@ -161,13 +149,13 @@ class Answer(AtlasVLPTask):
 
     def cost(self) -> RowCost:
         """The cost of a question, with its keys and values and its beams."""
-        bert = self.vlp_config(ANY_VOCABULARY).bert
+        bert = self.vlp_config(tasks.ANY_VOCABULARY).bert
         columns = most_columns(self.packing_config(inference=True))
         cache = 2 * bert.layers * columns * bert.hidden * value_bytes(bert.dtype)
         beams = self.inference.num_beams * bert.vocab_size * 3 * 4
         return RowCost("questions", 64, 64, self.vlp_bytes() + cache + beams)
 
-    def in_use(self) -> InUse:
+    def in_use(self) -> tasks.InUse:
         """Beam search; its loop is counted to `max_new_tokens`, the longest answer."""
         serving = self.inference
         options = {
@@ -184,8 +172,8 @@ class Answer(AtlasVLPTask):
         def inputs(rows: int) -> tuple[VLPInputs]:
             return (self.vlp_inputs(rows, inference=True),)
 
-        make = functools.partial(OnGraph, beam_search)
-        return InUse(self.cost(), make, self.planned_model, inputs, options)
+        make = functools.partial(tasks.OnGraph, beam_search)
+        return tasks.InUse(self.cost(), make, self.planned_model, inputs, options)
 
 
 class AnswerEvaluation:
@@ -199,7 +187,7 @@ class AnswerEvaluation:
     def __init__(self, task: Answer, corpus: Corpus, tokenizer: Tokenizer, model: nnx.Module):
         section = task.validate
         assert section is not None
-        self.questions = scored_questions(task, corpus, has_keywords, "keywords")
+        self.questions = tasks.scored_questions(task, corpus, has_keywords, "keywords")
         if section.sources == "oracle":
             check_gold(self.questions)
             self._cited = [gold_ranking(question) for question in self.questions]
@@ -209,7 +197,7 @@ class AnswerEvaluation:
             serving = dataclasses.replace(task.inference, num_beams=section.num_beams)
             task = dataclasses.replace(task, inference=serving)
         gold = [row for question in self.questions for row in corpus.positive_rows(question)]
-        self.reader = Reader(task, part_of(corpus, gold), tokenizer, model)
+        self.reader = Reader(task, tasks.part_of(corpus, gold), tokenizer, model)
         self._normalizer = Normalizer("none")
 
     def __call__(self, model: nnx.Module) -> Mapping[str, float]:
@@ -221,7 +209,7 @@ class AnswerEvaluation:
 def load_reader(
     folder: str | Path,
     corpus: Corpus,
-    options: Options | None = None,
+    options: tasks.Options | None = None,
     *,
     one_shape: bool = False,
 ) -> Reader:
@@ -231,6 +219,6 @@ def load_reader(
       options: of the section `inference`, in place of the run's own.
       one_shape: for a few questions, see VLPTask.in_one_shape.
     """
-    task, tokenizer = read_run(folder, (Answer,), options)
+    task, tokenizer = tasks.read_run(folder, (Answer,), options)
     task = task.in_one_shape() if one_shape else task
     return Reader(task, corpus, tokenizer, task.open_vlp(folder, tokenizer, one_shape=one_shape))

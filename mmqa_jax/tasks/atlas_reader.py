@@ -14,13 +14,7 @@ from typing import Any, ClassVar
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import mapping, spec_of
-from mmqa_jax.data.atlas.reader import (
-    AtlasMasking,
-    AtlasPacker,
-    AtlasPackingConfig,
-    AtlasRegions,
-    TaggedSources,
-)
+from mmqa_jax.data.atlas import reader as atlas_reader
 from mmqa_jax.data.batches.packing import Packer, PackingConfig
 from mmqa_jax.data.batches.source_reader import SourceReader
 from mmqa_jax.data.regions import FeatureRegions, PatchRegions
@@ -36,7 +30,9 @@ from mmqa_jax.tasks.vlp import OF_REGIONS, VLPServing, VLPTask, check_types
 class AtlasServing(VLPServing):
     """VLP in use; `packing` may hold values of AtlasPackingConfig."""
 
-    packing: Mapping[str, Any] = mapping(spec_of(AtlasPackingConfig, *OF_REGIONS, partial=True))
+    packing: Mapping[str, Any] = mapping(
+        spec_of(atlas_reader.AtlasPackingConfig, *OF_REGIONS, partial=True)
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,11 +43,13 @@ class AtlasVLPTask(VLPTask):
       new_types: token types that BERT weights lack: what they start from (add_types).
     """
 
-    packing_class: ClassVar[type[PackingConfig]] = AtlasPackingConfig
-    packer_class: ClassVar[type[Packer]] = AtlasPacker
+    packing_class: ClassVar[type[PackingConfig]] = atlas_reader.AtlasPackingConfig
+    packer_class: ClassVar[type[Packer]] = atlas_reader.AtlasPacker
 
     model: AtlasVLPModel
-    packing: Mapping[str, Any] = mapping(spec_of(AtlasPackingConfig, *OF_REGIONS), required=True)
+    packing: Mapping[str, Any] = mapping(
+        spec_of(atlas_reader.AtlasPackingConfig, *OF_REGIONS), required=True
+    )
     inference: AtlasServing
     new_types: tuple[int, ...] = ()
 
@@ -66,12 +64,12 @@ class AtlasVLPTask(VLPTask):
         if model.frontend == "clip":
             return super()._pixel_regions()
         options = {"whole": model.whole, "colors": model.colors, "where": model.where}
-        return AtlasRegions(self.pictures.size, model.patch, **options)
+        return atlas_reader.AtlasRegions(self.pictures.size, model.patch, **options)
 
     def _reader_class(self, regions: PatchRegions | FeatureRegions) -> Callable[..., SourceReader]:
         if not self.model.tags:
             return super()._reader_class(regions)
-        return functools.partial(TaggedSources, tags=regions.tags)
+        return functools.partial(atlas_reader.TaggedSources, tags=regions.tags)
 
     def _check(self, files: bool) -> None:
         model = self.model
@@ -92,12 +90,12 @@ class AtlasVLPTask(VLPTask):
         check_types("new_types", self.new_types, types)
 
 
-def inputs_class(masking: AtlasMasking) -> type[VLPInputs]:
+def inputs_class(masking: atlas_reader.AtlasMasking) -> type[VLPInputs]:
     """What holds the arrays of a training batch of answers."""
     return ProbedInputs if masking.probes else VLPInputs
 
 
-def with_probes(inputs: VLPInputs, masking: AtlasMasking) -> VLPInputs:
+def with_probes(inputs: VLPInputs, masking: atlas_reader.AtlasMasking) -> VLPInputs:
     """The shapes of a batch (VLPTask.vlp_inputs) as `masking` makes it for training."""
     if not masking.probes:
         return inputs

@@ -31,22 +31,9 @@ from mmqa_jax.retrieval.embedder import Embedder, dual_encoder_cost, make_encode
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
 from mmqa_jax.retrieval.rankings import find_candidates
+from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.objectives import ContrastiveObjective, SigmoidObjective
 from mmqa_jax.tasks.pretrained import check_two_towers_init, dual_encoder_loader
-from mmqa_jax.tasks.task import (
-    ANY_VOCABULARY,
-    InUse,
-    MixedData,
-    PicturesSection,
-    Recipe,
-    ServingSection,
-    Struct,
-    Task,
-    bools,
-    ints,
-    part_of,
-    scored_questions,
-)
 
 GOLD_SOURCES = 8  # of one question, in a planned batch; WebQA's questions have fewer
 RECALL_AT = (1, 2, 5, 10, 20, 100)
@@ -59,14 +46,14 @@ RetrievalMetric = Literal[
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EncoderServing(ServingSection):
+class EncoderServing(tasks.ServingSection):
     """The encoder in use; `buckets`: lengths in tokens, increasing."""
 
     buckets: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DualEncoderTask(Task):
+class DualEncoderTask(tasks.Task):
     """Texts and pictures in one space of embeddings.
 
     Attributes:
@@ -74,7 +61,7 @@ class DualEncoderTask(Task):
     """
 
     model: DualEncoderModel
-    pictures: PicturesSection
+    pictures: tasks.PicturesSection
     inference: EncoderServing
 
     def lengths(self) -> Mapping[str, int]:
@@ -93,7 +80,7 @@ class DualEncoderTask(Task):
         return super().tokenizer_kind()
 
     def _check(self, files: bool) -> None:
-        dual_encoder = self.config(ANY_VOCABULARY)
+        dual_encoder = self.config(tasks.ANY_VOCABULARY)
         if self.model.published and files:
             check_two_towers_init(self, dual_encoder)
         text = dual_encoder.text
@@ -148,7 +135,7 @@ class DualEncoderTask(Task):
 
     def cost(self) -> RowCost:
         """The cost of a source, or a text."""
-        return dual_encoder_cost(self.config(ANY_VOCABULARY), max(self.inference.buckets))
+        return dual_encoder_cost(self.config(tasks.ANY_VOCABULARY), max(self.inference.buckets))
 
     def embedder(self, tokenizer: Tokenizer, model: DualEncoder) -> Embedder:
         """The embedder of a run's model, which may be abstract (see Embedder.use)."""
@@ -223,7 +210,7 @@ class Contrastive(DualEncoderTask):
     program: ClassVar[str] = "embed"
     limits: ClassVar[tuple[str, ...]] = ("batches.query_length", "batches.source_lengths")
 
-    data: MixedData
+    data: tasks.MixedData
     batches: ContrastiveBatches
     loss: Literal["softmax", "sigmoid"] = "softmax"
     tower_parts: int = at_least(1, 1)
@@ -274,40 +261,40 @@ class Contrastive(DualEncoderTask):
         rows = batches.batch_size
         sources, length = rows * (1 + batches.num_negatives), max(batches.source_lengths)
         return {
-            "query_ids": ints(rows, batches.query_length),
-            "query_mask": bools(rows, batches.query_length),
-            "source_ids": ints(sources, length),
-            "source_mask": bools(sources, length),
-            "pixels": Struct((sources, side, side, 3), jnp.uint8),
-            "has_image": bools(sources),
-            "source_rows": ints(sources),
-            "positive": ints(rows),
-            "gold_rows": ints(rows, GOLD_SOURCES),
+            "query_ids": tasks.ints(rows, batches.query_length),
+            "query_mask": tasks.bools(rows, batches.query_length),
+            "source_ids": tasks.ints(sources, length),
+            "source_mask": tasks.bools(sources, length),
+            "pixels": tasks.Struct((sources, side, side, 3), jnp.uint8),
+            "has_image": tasks.bools(sources),
+            "source_rows": tasks.ints(sources),
+            "positive": tasks.ints(rows),
+            "gold_rows": tasks.ints(rows, GOLD_SOURCES),
         }
 
-    def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
+    def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> tasks.Recipe:
         pictures, text_of = self.pictures.open(corpus), self.data.text_of
         reader = SourceReader(corpus, tokenizer, pictures, None, text_of)
         questions = self.data.chosen(questions, corpus)
         members = self.data.members(questions)
         batches = contrastive_batches(reader, questions, self.feed(), self.batches, members)
         objective = self.objective(tokenizer.vocab_size, make_mesh(self.mesh))
-        return Recipe(objective, batches, dual_encoder_loader(self, tokenizer), reader)
+        return tasks.Recipe(objective, batches, dual_encoder_loader(self, tokenizer), reader)
 
     def evaluation(
         self, corpus: Corpus, tokenizer: Any, model: nnx.Module
     ) -> Callable[[nnx.Module], Mapping[str, float]]:
         return RetrievalEvaluation(self, corpus, tokenizer, model)
 
-    def in_use(self) -> InUse:
+    def in_use(self) -> tasks.InUse:
         """Sources: captions with pictures."""
         length, side = max(self.inference.buckets), self.pictures.size
 
-        def inputs(rows: int) -> tuple[Struct, ...]:
-            pixels = Struct((rows, side, side, 3), jnp.uint8)
-            return ints(rows, length), bools(rows, length), pixels, bools(rows)
+        def inputs(rows: int) -> tuple[tasks.Struct, ...]:
+            pixels = tasks.Struct((rows, side, side, 3), jnp.uint8)
+            return tasks.ints(rows, length), tasks.bools(rows, length), pixels, tasks.bools(rows)
 
-        return InUse(self.cost(), make_encode_source, self.planned_model, inputs)
+        return tasks.InUse(self.cost(), make_encode_source, self.planned_model, inputs)
 
 
 class RetrievalEvaluation:
@@ -322,10 +309,12 @@ class RetrievalEvaluation:
 
     def __init__(self, task: Contrastive, corpus: Corpus, tokenizer: Any, model: nnx.Module):
         assert task.validate is not None
-        self.questions = scored_questions(task, corpus, lambda q: bool(q.positives), "gold sources")
+        self.questions = tasks.scored_questions(
+            task, corpus, lambda q: bool(q.positives), "gold sources"
+        )
         sampled = evenly(range(len(corpus)), task.validate.sources)
         candidates = [row for question in self.questions for row in corpus.candidates(question)]
-        self.pool = part_of(corpus, [*candidates, *sampled])
+        self.pool = tasks.part_of(corpus, [*candidates, *sampled])
         self.pictures = task.pictures.open(self.pool)
         self.embedder = task.embedder(tokenizer, model)
 

@@ -35,21 +35,10 @@ from mmqa_jax.models.t5.inputs import Passages
 from mmqa_jax.models.t5.network import T5
 from mmqa_jax.retrieval.embedder import value_bytes
 from mmqa_jax.retrieval.rankings import read_rankings
+from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.base_llm import TextModelTask, base_loader, check_vocabulary, model_config
 from mmqa_jax.tasks.objectives import Seq2SeqObjective
 from mmqa_jax.tasks.seq2seq import Seq2SeqSection
-from mmqa_jax.tasks.task import (
-    ANY_VOCABULARY,
-    DataSection,
-    InUse,
-    OnGraph,
-    Options,
-    Recipe,
-    ServingSection,
-    ints,
-    read_run,
-    scored_questions,
-)
 from mmqa_jax.weights.folder import load_converted
 
 
@@ -105,7 +94,7 @@ class PassageBatches(BatchesSection):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PassageServing(ServingSection):
+class PassageServing(tasks.ServingSection):
     """The section `inference`: see decoding.t5_generate.beam_search; one beam is greedy."""
 
     num_beams: int = at_least(1, 1)
@@ -143,7 +132,7 @@ class FusionInDecoder(TextModelTask):
     limits: ClassVar[tuple[str, ...]] = ("passages.length", "batches.targets")
     architecture: ClassVar[str] = "t5"
 
-    data: DataSection
+    data: tasks.DataSection
     model: Seq2SeqSection
     passages: PassagesSection
     batches: PassageBatches
@@ -161,7 +150,7 @@ class FusionInDecoder(TextModelTask):
         self.passages.knowledge.check("passages.knowledge")
         if self.validate is not None:
             self.validate.knowledge.check("validate.knowledge")
-        model_config(self, ANY_VOCABULARY)
+        model_config(self, tasks.ANY_VOCABULARY)
 
     def objective(self, vocab_size: int, mesh: Mesh | None = None) -> Seq2SeqObjective:
         return Seq2SeqObjective(model_config(self, vocab_size), Passages, "questions")
@@ -169,10 +158,10 @@ class FusionInDecoder(TextModelTask):
     def batch(self) -> dict[str, Any]:
         rows, size = self.batches.batch_size, self.size
         return {
-            "input_ids": ints(rows, size.count, size.length),
-            "prompt_lengths": ints(rows, size.count),
-            "target_ids": ints(rows, size.targets),
-            "target_lengths": ints(rows),
+            "input_ids": tasks.ints(rows, size.count, size.length),
+            "prompt_lengths": tasks.ints(rows, size.count),
+            "target_ids": tasks.ints(rows, size.targets),
+            "target_lengths": tasks.ints(rows),
         }
 
     def passage_of(self, source: Source) -> str:
@@ -215,7 +204,7 @@ class FusionInDecoder(TextModelTask):
 
         return of_sources
 
-    def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
+    def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> tasks.Recipe:
         objective = self.objective(tokenizer.vocab_size)
         check_vocabulary(self, objective.config, tokenizer)
         chosen = [q for q in self.data.chosen(questions, corpus) if q.answers]
@@ -234,7 +223,9 @@ class FusionInDecoder(TextModelTask):
             return self.encoded(tokenizer, question.question, texts_of(question))
 
         batches = passage_batches(passages, answers, self.feed(), self.size)
-        return Recipe(objective, batches, base_loader(self), metadata=self.metadata(tokenizer))
+        return tasks.Recipe(
+            objective, batches, base_loader(self), metadata=self.metadata(tokenizer)
+        )
 
     def evaluation(
         self, corpus: Corpus, tokenizer: Any, model: nnx.Module
@@ -249,7 +240,7 @@ class FusionInDecoder(TextModelTask):
         bytes_ = tokens * (of_token + held) * value_bytes(config.dtype)
         return RowCost("questions", 4, 32, bytes_)
 
-    def in_use(self) -> InUse:
+    def in_use(self) -> tasks.InUse:
         """Beam search; its loop is counted to `max_new_tokens`, the longest answer."""
         serving = self.inference
 
@@ -260,7 +251,9 @@ class FusionInDecoder(TextModelTask):
 
         def inputs(rows: int) -> tuple[Passages]:
             size = self.size
-            return (Passages(ints(rows, size.count, size.length), ints(rows, size.count)),)
+            return (
+                Passages(tasks.ints(rows, size.count, size.length), tasks.ints(rows, size.count)),
+            )
 
         options = {
             "end_id": 1,  # any token: ids change no shape
@@ -268,8 +261,8 @@ class FusionInDecoder(TextModelTask):
             "max_new_tokens": serving.max_new_tokens,
             "length_penalty": serving.length_penalty,
         }
-        make = functools.partial(OnGraph, beam_search)
-        return InUse(self.cost(config), make, build, inputs, options)
+        make = functools.partial(tasks.OnGraph, beam_search)
+        return tasks.InUse(self.cost(config), make, build, inputs, options)
 
 
 class ExactMatchEvaluation:
@@ -278,7 +271,7 @@ class ExactMatchEvaluation:
     def __init__(self, task: FusionInDecoder, corpus: Corpus, tokenizer: Any, model: nnx.Module):
         section = task.validate
         assert section is not None
-        self.questions = scored_questions(task, corpus, lambda q: bool(q.answers), "answers")
+        self.questions = tasks.scored_questions(task, corpus, lambda q: bool(q.answers), "answers")
         texts_of = task.passages_of(corpus, self.questions, section.knowledge)
         self._passages = [texts_of(question) for question in self.questions]
         self.reader = FusionReader(task, corpus, tokenizer, model)
@@ -292,13 +285,13 @@ class ExactMatchEvaluation:
 
 
 def load_fusion_reader(
-    folder: str | Path, corpus: Corpus, options: Options | None = None
+    folder: str | Path, corpus: Corpus, options: tasks.Options | None = None
 ) -> FusionReader:
     """The trained reader of a fusion_in_decoder run.
 
     Args:
       options: of the section `inference`, in place of the run's own.
     """
-    task, tokenizer = read_run(folder, (FusionInDecoder,), options)
+    task, tokenizer = tasks.read_run(folder, (FusionInDecoder,), options)
     model = load_converted(folder, mesh=task.serving_mesh())
     return FusionReader(task, corpus, tokenizer, model)

@@ -31,16 +31,9 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.lora import LoraConfig
 from mmqa_jax.prompting.examples.training import chat_example, encode_text
+from mmqa_jax.tasks import solved_questions
 from mmqa_jax.tasks.base_llm import base_loader, check_rows, model_config
 from mmqa_jax.tasks.objectives import LanguageModelObjective, target_log_probs
-from mmqa_jax.tasks.solved_questions import (
-    EncodeChat,
-    OptionLikelihood,
-    Rows,
-    Score,
-    SolvedQuestions,
-    row_scores,
-)
 from mmqa_jax.tasks.task import ANY_VOCABULARY, Recipe, ints
 
 
@@ -75,7 +68,7 @@ class RowBatches(BatchesSection):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LanguageModel(SolvedQuestions):
+class LanguageModel(solved_questions.SolvedQuestions):
     """A LLaMA on solved questions.
 
     Attributes:
@@ -114,7 +107,7 @@ class LanguageModel(SolvedQuestions):
     def batch(self) -> dict[str, Any]:
         return self.batches.arrays
 
-    def _encode_chat(self, tokenizer: Any) -> EncodeChat:
+    def _encode_chat(self, tokenizer: Any) -> solved_questions.EncodeChat:
         return lambda question: chat_example(tokenizer, question, self.examples.turns)
 
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
@@ -145,17 +138,19 @@ class LanguageModel(SolvedQuestions):
     def evaluation(
         self, corpus: Corpus, tokenizer: Any, model: nnx.Module
     ) -> Callable[[nnx.Module], Mapping[str, float]]:
-        def make_score(examples: Sequence[TokenExample]) -> Score:
+        def make_score(examples: Sequence[TokenExample]) -> solved_questions.Score:
             sizes = np.array([(len(example.tokens), example.targets) for example in examples])
 
-            def pack(rows: Rows) -> tuple[Packed, np.ndarray]:
+            def pack(rows: solved_questions.Rows) -> tuple[Packed, np.ndarray]:
                 batch = packed_batch([[examples[i] for i in row] for row in rows], self.size)
                 return batch, batch["target_segments"]
 
             rows = pack_rows(sizes, self.size)
-            return row_scores(model, rows, self.inference.batch_size, pack, target_log_probs)
+            return solved_questions.row_scores(
+                model, rows, self.inference.batch_size, pack, target_log_probs
+            )
 
-        return OptionLikelihood(
+        return solved_questions.OptionLikelihood(
             self,
             corpus,
             encode_text(tokenizer),

@@ -20,20 +20,9 @@ from mmqa_jax.models.encoders.text_classifier import TextClassifier, TextClassif
 from mmqa_jax.models.presets import TextClassifierModel
 from mmqa_jax.retrieval.embedder import tower_bytes
 from mmqa_jax.retrieval.modality import MODALITIES, labeled_questions
+from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.objectives import ModalityObjective
 from mmqa_jax.tasks.pretrained import classifier_loader
-from mmqa_jax.tasks.task import (
-    ANY_VOCABULARY,
-    DataSection,
-    InUse,
-    Recipe,
-    ServingSection,
-    Struct,
-    Task,
-    bools,
-    ints,
-    read_run,
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +33,7 @@ class ModalityBatches(BatchesSection):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QuestionModality(Task):
+class QuestionModality(tasks.Task):
     """Questions and the modality of their gold sources."""
 
     name: ClassVar[str] = "modality"
@@ -52,17 +41,17 @@ class QuestionModality(Task):
     program: ClassVar[str] = "modality"
     limits: ClassVar[tuple[str, ...]] = ("batches.length",)
 
-    data: DataSection
+    data: tasks.DataSection
     model: TextClassifierModel
     batches: ModalityBatches
-    inference: ServingSection
+    inference: tasks.ServingSection
 
     def config(self, vocab_size: int) -> TextClassifierConfig:
         """The model's sizes."""
         return self.model.config(vocab_size, len(MODALITIES))
 
     def _check(self, files: bool) -> None:
-        bert = self.config(ANY_VOCABULARY).bert
+        bert = self.config(tasks.ANY_VOCABULARY).bert
         if not 3 <= self.batches.length <= bert.positions:
             raise UserError(
                 f"config key batches.length={self.batches.length}: 3 to {bert.positions} tokens "
@@ -81,39 +70,39 @@ class QuestionModality(Task):
     def batch(self) -> dict[str, Any]:
         rows, length = self.batches.batch_size, self.batches.length
         return {
-            "input_ids": ints(rows, length),
-            "mask": bools(rows, length),
-            "label": ints(rows),
+            "input_ids": tasks.ints(rows, length),
+            "mask": tasks.bools(rows, length),
+            "label": tasks.ints(rows),
         }
 
-    def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
+    def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> tasks.Recipe:
         texts, modalities = labeled_questions(self.data.chosen(questions, corpus), corpus)
         labels = [MODALITIES.index(modality) for modality in modalities]
         length = self.batches.length
         batches = modality_batches(tokenizer, texts, labels, self.feed(), length=length)
         objective = self.objective(tokenizer.vocab_size)
-        return Recipe(objective, batches, classifier_loader(self, tokenizer))
+        return tasks.Recipe(objective, batches, classifier_loader(self, tokenizer))
 
     def cost(self) -> RowCost:
         """The cost of a question."""
-        bytes_each = tower_bytes(self.config(ANY_VOCABULARY).bert, self.batches.length)
+        bytes_each = tower_bytes(self.config(tasks.ANY_VOCABULARY).bert, self.batches.length)
         return RowCost("questions", 64, 512, bytes_each)
 
-    def in_use(self) -> InUse:
+    def in_use(self) -> tasks.InUse:
         length, config = self.batches.length, self.config(self.vocabulary_size())
 
-        def inputs(rows: int) -> tuple[Struct, Struct]:
-            return ints(rows, length), bools(rows, length)
+        def inputs(rows: int) -> tuple[tasks.Struct, tasks.Struct]:
+            return tasks.ints(rows, length), tasks.bools(rows, length)
 
         def build() -> TextClassifier:
             return TextClassifier(config, rngs=nnx.Rngs())
 
-        return InUse(self.cost(), make_probabilities, build, inputs)
+        return tasks.InUse(self.cost(), make_probabilities, build, inputs)
 
 
 def load_question_classifier(folder: str | Path) -> QuestionClassifier:
     """The trained classifier of a modality run."""
-    task, tokenizer = read_run(folder, (QuestionModality,))
+    task, tokenizer = tasks.read_run(folder, (QuestionModality,))
     config = task.config(tokenizer.vocab_size)
     mesh = task.serving_mesh()
     model = task.load(folder, TextClassifier, config, mesh)

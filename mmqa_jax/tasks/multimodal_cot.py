@@ -24,17 +24,10 @@ from mmqa_jax.inference.multimodal_t5 import cut_tokens
 from mmqa_jax.models.multimodal_t5.network import MultimodalT5Config
 from mmqa_jax.models.t5.inputs import PicturedTexts
 from mmqa_jax.prompting.rationales import Format, source_text, target_text
+from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.base_llm import TextModelTask, base_loader, check_vocabulary, model_config
 from mmqa_jax.tasks.objectives import MultimodalObjective
 from mmqa_jax.tasks.seq2seq import PairBatches
-from mmqa_jax.tasks.task import (
-    ANY_VOCABULARY,
-    DataSection,
-    Recipe,
-    ServingSection,
-    floats,
-    ints,
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,20 +70,20 @@ class MultimodalCoT(TextModelTask):
     product: ClassVar[str] = "T5 with pictures"
     architecture: ClassVar[str] = "multimodal_t5"
 
-    data: DataSection
+    data: tasks.DataSection
     model: MultimodalSection
     pictures: VectorsSection
     format: Format
     captions: bool = False
     labels: Literal["padded", "masked"] = "padded"
     batches: PairBatches
-    inference: ServingSection
+    inference: tasks.ServingSection
 
     def _check(self, files: bool) -> None:
         self.check_targets(self.batches.targets)
         self.check_trained()
         self.check_lengths(self.batches.lengths)
-        if (found := model_config(self, ANY_VOCABULARY).features) != self.pictures.features:
+        if (found := model_config(self, tasks.ANY_VOCABULARY).features) != self.pictures.features:
             raise UserError(
                 f"config key pictures.features={self.pictures.features}: the model reads {found} "
                 "values a vector; change one of them (model.changes.features of a new fusion)."
@@ -103,14 +96,14 @@ class MultimodalCoT(TextModelTask):
     def batch(self) -> dict[str, Any]:
         rows, size = self.batches.batch_size, self.batches
         return {
-            "input_ids": ints(rows, size.lengths[-1]),
-            "prompt_lengths": ints(rows),
-            "features": floats(rows, self.pictures.vectors, self.pictures.features),
-            "target_ids": ints(rows, size.targets),
-            "target_lengths": ints(rows),
+            "input_ids": tasks.ints(rows, size.lengths[-1]),
+            "prompt_lengths": tasks.ints(rows),
+            "features": tasks.floats(rows, self.pictures.vectors, self.pictures.features),
+            "target_ids": tasks.ints(rows, size.targets),
+            "target_lengths": tasks.ints(rows),
         }
 
-    def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
+    def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> tasks.Recipe:
         objective = self.objective(tokenizer.vocab_size)
         check_vocabulary(self, objective.config, tokenizer)
         solved = [
@@ -137,7 +130,9 @@ class MultimodalCoT(TextModelTask):
             targets=self.batches.targets,
             more=lambda rows: {"features": np.stack([vectors.of(solved[row]) for row in rows])},
         )
-        return Recipe(objective, batches, base_loader(self), metadata=self.metadata(tokenizer))
+        return tasks.Recipe(
+            objective, batches, base_loader(self), metadata=self.metadata(tokenizer)
+        )
 
     def _example(self, question: Question, tokenizer: Any) -> TokenExample:
         """Both texts, each cut to its length with its end token."""

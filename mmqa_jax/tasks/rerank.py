@@ -27,19 +27,9 @@ from mmqa_jax.models.vlp.atlas_reader import AtlasVLPModel
 from mmqa_jax.models.vlp.network import VLP, VLPConfig, VLPInputs
 from mmqa_jax.models.vlp.two_sided import TwoSidedVLP, TwoSides
 from mmqa_jax.retrieval.rankings import restricted_candidates
+from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.atlas_reader import AtlasVLPTask
 from mmqa_jax.tasks.objectives import RerankObjective
-from mmqa_jax.tasks.task import (
-    InUse,
-    MixedData,
-    Options,
-    Recipe,
-    floats,
-    ints,
-    part_of,
-    read_run,
-    scored_questions,
-)
 
 _PAPERS_THRESHOLD = 0.2
 
@@ -90,7 +80,7 @@ class Rerank(AtlasVLPTask):
     unit: ClassVar[str] = "pairs"
     program: ClassVar[str] = "rerank"
 
-    data: MixedData
+    data: tasks.MixedData
     model: SelectorModel
     batches: RerankBatches
     validate: ValidateSelection | None = None
@@ -112,11 +102,11 @@ class Rerank(AtlasVLPTask):
         rows = self.batches.batch_size
         return {
             "inputs": self.vlp_inputs(rows),
-            "labels": ints(rows),
-            "weights": floats(rows),
+            "labels": tasks.ints(rows),
+            "weights": tasks.floats(rows),
         }
 
-    def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
+    def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> tasks.Recipe:
         reader = self.source_reader(corpus, tokenizer)
         questions = self.data.chosen(questions, corpus)
         batches = rerank_batches(
@@ -129,7 +119,7 @@ class Rerank(AtlasVLPTask):
         )
         objective = self.objective(tokenizer.vocab_size)
         facts = self.regions_facts()
-        return Recipe(objective, batches, self.loader(tokenizer), reader, metadata=facts)
+        return tasks.Recipe(objective, batches, self.loader(tokenizer), reader, metadata=facts)
 
     def evaluation(
         self, corpus: Corpus, tokenizer: Any, model: nnx.Module
@@ -140,11 +130,11 @@ class Rerank(AtlasVLPTask):
         """The cost of a pair of the bucket with the most columns."""
         return RowCost("pairs", 32, 128, self.vlp_bytes())
 
-    def in_use(self) -> InUse:
+    def in_use(self) -> tasks.InUse:
         def inputs(rows: int) -> tuple[VLPInputs]:
             return (self.vlp_inputs(rows, inference=True),)
 
-        return InUse(self.cost(), make_relevance, self.planned_model, inputs)
+        return tasks.InUse(self.cost(), make_relevance, self.planned_model, inputs)
 
     def reranker(
         self, corpus: Corpus, tokenizer: Tokenizer, model: nnx.Module
@@ -166,9 +156,11 @@ class SelectionEvaluation:
     def __init__(self, task: Rerank, corpus: Corpus, tokenizer: Tokenizer, model: nnx.Module):
         section = task.validate
         assert section is not None
-        self.questions = scored_questions(task, corpus, lambda q: bool(q.positives), "gold sources")
+        self.questions = tasks.scored_questions(
+            task, corpus, lambda q: bool(q.positives), "gold sources"
+        )
         candidates = [row for question in self.questions for row in corpus.candidates(question)]
-        self.pool = part_of(corpus, candidates)
+        self.pool = tasks.part_of(corpus, candidates)
         self.reranker = task.reranker(self.pool, tokenizer, model)
         self._candidates = restricted_candidates(self.questions, self.pool, CAPS[section.cap])
         self._selection = SELECTIONS[section.select]
@@ -221,10 +213,10 @@ def two_sides(
 
 
 def load_selector(
-    folder: str | Path, options: Options | None = None, *, one_shape: bool = False
+    folder: str | Path, options: tasks.Options | None = None, *, one_shape: bool = False
 ) -> tuple[Rerank, Tokenizer, VLP]:
     """The task, tokenizer and model of a rerank run; the arguments are those of `load_reranker`."""
-    task, tokenizer = read_run(folder, (Rerank,), options)
+    task, tokenizer = tasks.read_run(folder, (Rerank,), options)
     task = task.in_one_shape() if one_shape else task
     return task, tokenizer, task.open_vlp(folder, tokenizer, one_shape=one_shape)
 
@@ -232,7 +224,7 @@ def load_selector(
 def load_reranker(
     folder: str | Path,
     corpus: Corpus,
-    options: Options | None = None,
+    options: tasks.Options | None = None,
     *,
     one_shape: bool = False,
 ) -> Reranker | CachedReranker:
@@ -250,7 +242,7 @@ def load_reranker(
 # Opens what selects sources: a run of a source head, or a published cross-encoder.
 
 
-def open_reranker(model: str | Path, corpus: Corpus, options: Options | None = None) -> Any:
+def open_reranker(model: str | Path, corpus: Corpus, options: tasks.Options | None = None) -> Any:
     """The reranker that a path or name means, over a corpus.
 
     Args:

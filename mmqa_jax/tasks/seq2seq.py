@@ -27,15 +27,9 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
 from mmqa_jax.models.t5.config import T5Config
 from mmqa_jax.prompting.examples.training import encode_text
+from mmqa_jax.tasks import solved_questions
 from mmqa_jax.tasks.base_llm import base_loader, check_vocabulary, model_config
 from mmqa_jax.tasks.objectives import Seq2SeqObjective, answer_log_probs
-from mmqa_jax.tasks.solved_questions import (
-    OptionLikelihood,
-    Rows,
-    Score,
-    SolvedQuestions,
-    row_scores,
-)
 from mmqa_jax.tasks.task import ANY_VOCABULARY, Recipe, ints
 
 
@@ -61,7 +55,7 @@ class PairBatches(BatchesSection):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Seq2Seq(SolvedQuestions):
+class Seq2Seq(solved_questions.SolvedQuestions):
     """A T5, Flan-T5 or mT5 on solved questions, with options or without.
 
     Attributes:
@@ -123,14 +117,16 @@ class Seq2Seq(SolvedQuestions):
     def evaluation(
         self, corpus: Corpus, tokenizer: Any, model: nnx.Module
     ) -> Callable[[nnx.Module], Mapping[str, float]]:
-        def make_score(examples: Sequence[TokenExample]) -> Score:
-            def pack(rows: Rows) -> tuple[Packed, np.ndarray]:
+        def make_score(examples: Sequence[TokenExample]) -> solved_questions.Score:
+            def pack(rows: solved_questions.Rows) -> tuple[Packed, np.ndarray]:
                 own = [examples[i] for row in rows for i in row]
                 batch = pair_batch(own, self.size, len(rows))
                 places = np.arange(self.size.targets) < batch["target_lengths"][:, None]
                 return batch, places.astype(np.int64)
 
             rows = [[number] for number in range(len(examples))]
-            return row_scores(model, rows, self.inference.batch_size, pack, answer_log_probs)
+            return solved_questions.row_scores(
+                model, rows, self.inference.batch_size, pack, answer_log_probs
+            )
 
-        return OptionLikelihood(self, corpus, encode_text(tokenizer), make_score)
+        return solved_questions.OptionLikelihood(self, corpus, encode_text(tokenizer), make_score)

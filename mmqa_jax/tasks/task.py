@@ -23,16 +23,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from mmqa_jax.core import mesh as meshes
 from mmqa_jax.core.errors import UserError, decimal_number
-from mmqa_jax.core.mesh import (
-    DCN_AXES,
-    MESH_AXES,
-    SEQUENCE,
-    local_rows,
-    make_mesh,
-    on_shardings,
-    state_shardings,
-)
 from mmqa_jax.core.serving import BatchSize, RowCost, loading_mesh
 from mmqa_jax.core.typed import at_least, check_section, mapping, optional, read_typed, spec_of
 from mmqa_jax.core.workdir import read_config
@@ -64,8 +56,10 @@ AnyTokenizer = Tokenizer | QuestionWords | TextTokenizer
 Struct = jax.ShapeDtypeStruct
 
 ANY_VOCABULARY = 30_522  # of the published BERTs: where it is not known, and no size depends on it
-_AXES = dict.fromkeys(MESH_AXES, optional(int))
-_TRAINING_AXES = dict.fromkeys((*MESH_AXES, SEQUENCE, *DCN_AXES), optional(int))
+_AXES = dict.fromkeys(meshes.MESH_AXES, optional(int))
+_TRAINING_AXES = dict.fromkeys(
+    (*meshes.MESH_AXES, meshes.SEQUENCE, *meshes.DCN_AXES), optional(int)
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -297,18 +291,18 @@ class Task(abc.ABC):
           files: whether the weights that it names are looked at, too; planning needs none.
         """
         self.check_sizes(files=files)
-        parts, mesh = self.loop.accumulate * self._parts(), make_mesh(self.mesh, devices)
+        parts, mesh = self.loop.accumulate * self._parts(), meshes.make_mesh(self.mesh, devices)
         check_batch_size(self.batches.batch_size, mesh, parts)
-        shards, length = mesh.shape.get(SEQUENCE, 1), self.row_length
+        shards, length = mesh.shape.get(meshes.SEQUENCE, 1), self.row_length
         if shards > 1 and length is None:
             raise UserError(
-                f"config key mesh.{SEQUENCE}={shards}: task={self.task} has no rows of a decoder "
-                "that could be split; set it to 1."
+                f"config key mesh.{meshes.SEQUENCE}={shards}: task={self.task} has no rows of a "
+                "decoder that could be split; set it to 1."
             )
         if shards > 1 and length % shards:
             raise UserError(
-                f"config key mesh.{SEQUENCE}={shards}: does not divide a row of {length} tokens; "
-                "make batches.length a multiple of it."
+                f"config key mesh.{meshes.SEQUENCE}={shards}: does not divide a row of {length} "
+                "tokens; make batches.length a multiple of it."
             )
 
     def check_sizes(self, *, files: bool = True) -> None:
@@ -467,7 +461,7 @@ class Task(abc.ABC):
             augment=make_augmentation(self.augment),
             inputs=inputs,
             slack=section.slack,
-            rows=local_rows(make_mesh(self.mesh), section.batch_size),
+            rows=meshes.local_rows(meshes.make_mesh(self.mesh), section.batch_size),
             threads=section.threads,
             workers=section.workers,
             mixture=self.data.weights if isinstance(self.data, MixedData) else (),
@@ -485,7 +479,7 @@ class Task(abc.ABC):
         """The trained model of the run in a folder, as `model(config, rngs=...)` makes it."""
         graphdef, abstract = traced_model(model, config)
         if mesh is not None:
-            abstract = on_shardings(abstract, state_shardings(abstract, mesh))
+            abstract = meshes.on_shardings(abstract, meshes.state_shardings(abstract, mesh))
         return nnx.merge(graphdef, load_weights(folder, abstract))
 
 

@@ -39,16 +39,9 @@ from mmqa_jax.models.qwen_vl.vision import QwenVisionConfig
 from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.examples.training import chat_example, encode_conversation
 from mmqa_jax.prompting.picture_format import QwenFormat, Shown
+from mmqa_jax.tasks import solved_questions
 from mmqa_jax.tasks.base_llm import base_loader, check_rows, model_config
 from mmqa_jax.tasks.objectives import VisionLanguageObjective
-from mmqa_jax.tasks.solved_questions import (
-    EncodeChat,
-    OptionLikelihood,
-    Rows,
-    Score,
-    SolvedQuestions,
-    row_scores,
-)
 from mmqa_jax.tasks.task import ANY_VOCABULARY, Recipe
 
 
@@ -94,7 +87,7 @@ class PicturedBatches(BatchesSection):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VisionLanguage(SolvedQuestions):
+class VisionLanguage(solved_questions.SolvedQuestions):
     """A Qwen-VL on solved questions with pictures, or without.
 
     Attributes:
@@ -160,7 +153,7 @@ class VisionLanguage(SolvedQuestions):
             )
         return pictures.readable(few, decode=decode)
 
-    def _encode_chat(self, tokenizer: Any, config: QwenVLConfig) -> EncodeChat:
+    def _encode_chat(self, tokenizer: Any, config: QwenVLConfig) -> solved_questions.EncodeChat:
         turns, token = self.examples.turns, config.image_token
         return lambda question: chat_example(tokenizer, question, turns, token)
 
@@ -210,14 +203,16 @@ class VisionLanguage(SolvedQuestions):
         shown, pictures = self._pictures(corpus, tokenizer, objective.config)
         made = PicturedRows(self.size, objective.config, pictures)
 
-        def make_score(examples: Sequence[TokenExample]) -> Score:
+        def make_score(examples: Sequence[TokenExample]) -> solved_questions.Score:
             buckets = list(map(pictures.bucket, examples))
             of_buckets = []
             for bucket in pictures.buckets(examples):
                 members = np.flatnonzero([one == bucket for one in buckets])
 
                 def pack(
-                    rows: Rows, members: np.ndarray = members, bucket: Bucket = bucket
+                    rows: solved_questions.Rows,
+                    members: np.ndarray = members,
+                    bucket: Bucket = bucket,
                 ) -> tuple[Packed, np.ndarray]:
                     own = [examples[members[row[0]]] if row else None for row in rows]
                     batch = made.batch(own, bucket)
@@ -226,7 +221,10 @@ class VisionLanguage(SolvedQuestions):
                 rows = [[number] for number in range(len(members))]
                 size = self.inference.batch_size
                 of_buckets.append(
-                    (members, row_scores(model, rows, size, pack, objective.log_probs))
+                    (
+                        members,
+                        solved_questions.row_scores(model, rows, size, pack, objective.log_probs),
+                    )
                 )
 
             def score(state: Any) -> np.ndarray:
@@ -240,7 +238,9 @@ class VisionLanguage(SolvedQuestions):
         encode = encode_conversation(tokenizer, shown)
         readable = functools.partial(self._readable, pictures, decode=True)
         encode_chat = self._encode_chat(tokenizer, objective.config)
-        return OptionLikelihood(self, corpus, encode, make_score, readable, encode_chat)
+        return solved_questions.OptionLikelihood(
+            self, corpus, encode, make_score, readable, encode_chat
+        )
 
 
 # The pictures of a Qwen-VL's training: which can be read, and batches of examples with them.

@@ -42,17 +42,8 @@ from mmqa_jax.inference.opened_detector import DetectorChoice, open_detector
 from mmqa_jax.models.presets import VLPModel
 from mmqa_jax.models.vlp.network import VLP, VLPConfig, VLPInputs
 from mmqa_jax.retrieval.embedder import tower_bytes
+from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.pretrained import Loader, check_clip_frontend, vlp_loader
-from mmqa_jax.tasks.task import (
-    ANY_VOCABULARY,
-    DataSection,
-    PicturesSection,
-    ServingSection,
-    Task,
-    bools,
-    floats,
-    ints,
-)
 from mmqa_jax.training.best_weights import BEST
 from mmqa_jax.weights.record import read_metadata
 
@@ -144,7 +135,7 @@ class FeaturesSection:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VLPServing(ServingSection):
+class VLPServing(tasks.ServingSection):
     """VLP in use.
 
     Attributes:
@@ -165,7 +156,7 @@ class RegionSizes(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VLPTask(Task):
+class VLPTask(tasks.Task):
     """VLP on questions and sources.
 
     Attributes:
@@ -182,9 +173,9 @@ class VLPTask(Task):
     packing_class: ClassVar[type[PackingConfig]] = PackingConfig
     packer_class: ClassVar[type[Packer]] = Packer
 
-    data: DataSection
+    data: tasks.DataSection
     model: VLPModel
-    pictures: PicturesSection
+    pictures: tasks.PicturesSection
     packing: Mapping[str, Any] = mapping(spec_of(PackingConfig, *OF_REGIONS), required=True)
     inference: VLPServing
     features: FeaturesSection | None = None
@@ -319,20 +310,20 @@ class VLPTask(Task):
         slots = bucket.pictures * packing.slots_per_picture
         columns = slots + bucket.text
         return VLPInputs(
-            input_ids=ints(rows, columns),
-            token_type_ids=ints(rows, columns),
-            position_ids=ints(rows, columns),
-            context_mask=bools(rows, columns),
-            answer_mask=bools(rows, columns),
-            region_features=floats(rows, slots, packing.region_dim),
-            region_positions=floats(rows, slots, packing.position_dim),
+            input_ids=tasks.ints(rows, columns),
+            token_type_ids=tasks.ints(rows, columns),
+            position_ids=tasks.ints(rows, columns),
+            context_mask=tasks.bools(rows, columns),
+            answer_mask=tasks.bools(rows, columns),
+            region_features=tasks.floats(rows, slots, packing.region_dim),
+            region_positions=tasks.floats(rows, slots, packing.position_dim),
         )
 
     # --- Checks ------------------------------------------------------------------------------
 
     def _check(self, files: bool) -> None:
         model = self.model
-        vlp = model.config(ANY_VOCABULARY)
+        vlp = model.config(tasks.ANY_VOCABULARY)
         self._check_features()
         self._check_detector(files)
         if model.frontend == "clip":
@@ -425,7 +416,7 @@ class VLPTask(Task):
         As in retrieval/embedder.py; compiled for a v5e the programs of configs/webqa use 0.5
         to 0.9 of them.
         """
-        model = self.vlp_config(ANY_VOCABULARY)
+        model = self.vlp_config(tasks.ANY_VOCABULARY)
         packing = self.packing_config(inference=True)
         pictures = max(Bucket(*one).pictures for one in packing.buckets)
         regions = pictures * packing.slots_per_picture * (packing.region_dim + packing.position_dim)

@@ -41,25 +41,9 @@ from mmqa_jax.models.bert.network import minilm_l6
 from mmqa_jax.models.presets import GridModel, VQAModelSection, vqa_model
 from mmqa_jax.retrieval.embedder import layer_bytes
 from mmqa_jax.retrieval.minilm import load_minilm_embedder
+from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.objectives import VQAObjective
 from mmqa_jax.tasks.pretrained import Loader, bert_folder, bert_rows
-from mmqa_jax.tasks.task import (
-    ANY_VOCABULARY,
-    DataSection,
-    InUse,
-    Options,
-    PicturesSection,
-    Recipe,
-    ServingSection,
-    Struct,
-    Task,
-    bools,
-    floats,
-    ints,
-    read_run,
-    scored_questions,
-    with_options,
-)
 from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.pretrained import fill_bert
 from mmqa_jax.weights.record import is_weights_folder
@@ -69,7 +53,7 @@ PLANNED_WORDS = 20_572  # of openvqa's token_dict.json for VQA v2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FoldedData(DataSection):
+class FoldedData(tasks.DataSection):
     """The section `data`.
 
     Attributes:
@@ -135,7 +119,7 @@ class ValidateVQA:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VQA(Task):
+class VQA(tasks.Task):
     """Questions on pictures.
 
     Attributes:
@@ -153,9 +137,9 @@ class VQA(Task):
     model: VQAModelSection = chosen_by(vqa_model)
     answers: AnswersSection
     batches: VQABatches
-    inference: ServingSection
+    inference: tasks.ServingSection
     features: PictureFeaturesSection | None = None
-    pictures: PicturesSection | None = None
+    pictures: tasks.PicturesSection | None = None
     augment: Mapping[str, Any] = mapping(dict)
     validate: ValidateVQA | None = None
 
@@ -172,7 +156,7 @@ class VQA(Task):
 
     def _check(self, files: bool) -> None:
         model, image, lengths = self.model, self.model.image, self.batches.lengths
-        vqa = model.config(ANY_VOCABULARY, answers=2)
+        vqa = model.config(tasks.ANY_VOCABULARY, answers=2)
         most = max(lengths, default=0) if image == "regions" else vqa.text.positions
         rising = bool(lengths) and sorted(set(lengths)) == list(lengths)
         if not rising or lengths[0] < 3 or lengths[-1] > most:
@@ -218,19 +202,24 @@ class VQA(Task):
         """Makes the objective with as many answers as the published vocabularies have."""
         return VQAObjective(self.model.config(vocab_size, PLANNED_ANSWERS))
 
-    def planned_inputs(self, rows: int) -> tuple[Struct, Any]:
+    def planned_inputs(self, rows: int) -> tuple[tasks.Struct, Any]:
         """Shapes of `question_ids` and `image` of the longest questions."""
         model, length = self.model, max(self.batches.lengths)
         if model.image == "caption":
-            return ints(rows, length), bools(rows, length)
+            return tasks.ints(rows, length), tasks.bools(rows, length)
         if isinstance(model, GridModel):
-            return ints(rows, length), floats(rows, model.grid**2, model.image_features)
+            return tasks.ints(rows, length), tasks.floats(rows, model.grid**2, model.image_features)
         if self.pictures is not None:
             side, pictures = self.pictures.size, model.pictures
-            pixels = Struct((rows, pictures, side, side, 3), jnp.uint8)
-            return ints(rows, length), {"pixels": pixels, "shown": bools(rows, pictures)}
+            pixels = tasks.Struct((rows, pictures, side, side, 3), jnp.uint8)
+            return tasks.ints(rows, length), {
+                "pixels": pixels,
+                "shown": tasks.bools(rows, pictures),
+            }
         assert self.features is not None
-        return ints(rows, length), floats(rows, self.features.slots, model.region_features)
+        return tasks.ints(rows, length), tasks.floats(
+            rows, self.features.slots, model.region_features
+        )
 
     def batch(self) -> dict[str, Any]:
         rows = self.batches.batch_size
@@ -238,7 +227,7 @@ class VQA(Task):
         return {
             "question_ids": question_ids,
             "image": image,
-            "targets": floats(rows, PLANNED_ANSWERS),
+            "targets": tasks.floats(rows, PLANNED_ANSWERS),
         }
 
     def open_pictures(self, corpus: Corpus | None) -> PictureFeatures | QuestionPictures | None:
@@ -269,7 +258,7 @@ class VQA(Task):
         """Returns questions with answers, of the config's fold and of further splits."""
         return [q for q in corpus.questions() if q.answers and trains_on(self.data, q)]
 
-    def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
+    def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> tasks.Recipe:
         del questions  # of the split alone
         questions = self.trained_questions(corpus)
         answers = make_answers(self.answers, questions)
@@ -279,7 +268,7 @@ class VQA(Task):
         inputs = [self.inputs(tokenizer, pictures, length) for length in lengths]
         batches = vqa_batches(inputs, questions, answers, self.feed(), lengths=lengths)
         loader = vqa_loader(self, tokenizer, answers)
-        return Recipe(VQAObjective(config), batches, loader, pictures, answers)
+        return tasks.Recipe(VQAObjective(config), batches, loader, pictures, answers)
 
     def evaluation(
         self, corpus: Corpus, tokenizer: Any, model: nnx.Module
@@ -288,7 +277,7 @@ class VQA(Task):
         assert self.validate is not None
         split = corpus.questions(self.validate.split)
         held_out = Corpus([], [q for q in split if not trains_on(self.data, q)])
-        questions = scored_questions(self, held_out, has_answers, "answers")
+        questions = tasks.scored_questions(self, held_out, has_answers, "answers")
         # The answers are the run's own, which it wrote before.
         answers = make_answers(self.answers, self.trained_questions(corpus))
         vqa = VQAModel(self, tokenizer, answers, model, corpus)
@@ -302,7 +291,7 @@ class VQA(Task):
     def cost(self) -> RowCost:
         """The cost of a question with its picture."""
         model, length = self.model, max(self.batches.lengths)
-        config = model.config(ANY_VOCABULARY, answers=1)
+        config = model.config(tasks.ANY_VOCABULARY, answers=1)
         fusion = config.fusion
         if model.image == "grid":
             columns, features = model.grid**2, model.image_features
@@ -318,14 +307,14 @@ class VQA(Task):
         attended = layer_bytes(longest, fusion.hidden, fusion.heads, fusion.mlp, fusion.dtype)
         return RowCost("questions", 64, 128, attended + 2 * 4.0 * columns * features)
 
-    def in_use(self) -> InUse:
+    def in_use(self) -> tasks.InUse:
         objective = self.objective(self.vocabulary_size())
 
-        return InUse(self.cost(), make_answer_scores, objective.outline, self.planned_inputs)
+        return tasks.InUse(self.cost(), make_answer_scores, objective.outline, self.planned_inputs)
 
 
 def load_vqa_model(
-    folder: str | Path, corpus: Corpus | None = None, options: Options | None = None
+    folder: str | Path, corpus: Corpus | None = None, options: tasks.Options | None = None
 ) -> VQAModel:
     """The trained MCAN of a VQA run.
 
@@ -333,7 +322,7 @@ def load_vqa_model(
       corpus: of the questions; only a model on patches needs it.
       options: of the section `inference`, in place of the run's own.
     """
-    task, tokenizer = read_run(folder, (VQA,), options)
+    task, tokenizer = tasks.read_run(folder, (VQA,), options)
     answers = read_vocabulary(folder)
     heads = _answer_heads(read_record(folder).config)
     if heads != len(answers):
@@ -345,7 +334,9 @@ def load_vqa_model(
     return VQAModel(task, tokenizer, answers, model, corpus)
 
 
-def load_prophets_mcan(folder: str | Path, task: VQA, options: Options | None = None) -> VQAModel:
+def load_prophets_mcan(
+    folder: str | Path, task: VQA, options: tasks.Options | None = None
+) -> VQAModel:
     """A checkpoint of Prophet's authors that `mmqa convert` wrote.
 
     Args:
@@ -380,7 +371,7 @@ def load_prophets_mcan(folder: str | Path, task: VQA, options: Options | None = 
         image_features=sizes.image_features,
         fusion={**task.model.fusion, "flat_out": sizes.fusion.flat_out},
     )
-    task = dataclasses.replace(with_options(task, options), model=model)
+    task = dataclasses.replace(tasks.with_options(task, options), model=model)
     weights = load_converted(folder, mesh=task.serving_mesh())
     return VQAModel(task, tokenizer, answers, weights)
 

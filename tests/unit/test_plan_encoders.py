@@ -88,7 +88,7 @@ def test_the_program_is_planned(monkeypatch):
     assert [one.compiled.program.name for one in planned] == ["texts"]
     program = planned[0].compiled.program
     assert program.unit == "texts"
-    made = nnx.eval_shape(lambda: encoders.Bert(tiny, rngs=nnx.Rngs()))
+    made = nnx.eval_shape(lambda: encoders.bert.Bert(tiny, rngs=nnx.Rngs()))
     size = sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(made)))
     assert program.parameters == 4 * size
     with pytest.raises(UserError, match="leave --config out"):
