@@ -34,8 +34,7 @@ import numpy as np
 
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import atomic_write, read_text
-from mmqa_jax.core.json_text import parse_json
+from mmqa_jax.core.files import atomic_write, parse_json, read_text
 from mmqa_jax.data.corpus import Corpus, fold_of
 from mmqa_jax.data.formats.official import BenchmarkFiles, OfficialFiles, PictureFiles, object_rows
 from mmqa_jax.data.formats.tables import whole_number

@@ -35,8 +35,7 @@ import numpy as np
 
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json, read_text, write_json
-from mmqa_jax.core.json_text import parse_json
+from mmqa_jax.core.files import parse_json, read_json, read_text, write_json
 from mmqa_jax.data.formats.official import (
     CAPTION,
     HAS_HINT,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from mmqa_jax.evaluation.tables import Table
     from mmqa_jax.plan.collection import CollectionPlan
-    from mmqa_jax.plan.roofline import Planned
+    from mmqa_jax.plan.program import Planned
     from mmqa_jax.plan.topology import Topology
     from mmqa_jax.plan.verdict import Found, Plan
 
@@ -82,9 +82,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     # not there cannot be read back from the compilation cache.
     from mmqa_jax.evaluation.tables import show
     from mmqa_jax.plan import verdict as planning
-    from mmqa_jax.plan.calibration import read_calibration
     from mmqa_jax.plan.detectors import check_pictures, pictures_cost
-    from mmqa_jax.plan.topology import open_topology
+    from mmqa_jax.plan.topology import open_topology, read_calibration
 
     config = config_of(arguments)
     # What is refused is so before a compiler is loaded.

@@ -31,7 +31,6 @@ from mmqa_jax.core.checksums import files_below, find_damage, write_sums
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.local_checkpoints import LocalCheckpoints
-from mmqa_jax.core.orbax_s3 import teach_orbax_s3
 from mmqa_jax.core.progress import announce
 from mmqa_jax.core.trees import flatten_named, nest, unflatten_named, unnest
 from mmqa_jax.core.workdir import steps_in
@@ -83,7 +82,7 @@ class Checkpoints:
         self._ocp = ocp
         self.folder = paths.absolute(folder)
         if paths.scheme_of(self.folder) == "s3":
-            teach_orbax_s3()
+            paths.teach_orbax_s3()
         self._fingerprint, self._former = fingerprint, former
         self._saving = 0  # the step that was saved last
         _remove_uncommitted(self.folder)

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json, write_json, write_jsonl
-from mmqa_jax.core.json_text import parse_json
+from mmqa_jax.core.files import parse_json, read_json, write_json, write_jsonl
 from mmqa_jax.core.paths import absolute, as_path, in_store, upload
 
 METRICS = "metrics.jsonl"

@@ -19,8 +19,7 @@ from jaxtyping import Float, Int
 
 from mmqa_jax.core.array_pickle import ForeignObject, load_arrays
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_text
-from mmqa_jax.core.json_text import parse_json
+from mmqa_jax.core.files import parse_json, read_text
 from mmqa_jax.data.batches.packing import RawSource
 from mmqa_jax.data.formats.tables import CutLine, IndexedTsv
 from mmqa_jax.data.pictures.decode import BrokenPictures

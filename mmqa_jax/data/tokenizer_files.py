@@ -19,8 +19,7 @@ from tokenizers import Tokenizer as Pipeline
 
 from mmqa_jax.core.box import Box, Failed, OverBudget
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json, read_text
-from mmqa_jax.core.json_text import parse_json
+from mmqa_jax.core.files import parse_json, read_json, read_text
 from mmqa_jax.core.paths import as_path
 
 FILE = "tokenizer.json"

@@ -11,8 +11,7 @@ from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import ONE_A_LINE, read_json, read_text
-from mmqa_jax.core.json_text import parse_json
+from mmqa_jax.core.files import ONE_A_LINE, parse_json, read_json, read_text
 from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import Prediction, prediction_of
 

@@ -23,8 +23,7 @@ import numpy as np
 from word2number import w2n
 
 from mmqa_jax.core.errors import UserError, check_several
-from mmqa_jax.core.files import read_json, read_text
-from mmqa_jax.core.json_text import parse_json
+from mmqa_jax.core.files import parse_json, read_json, read_text
 from mmqa_jax.data.formats.tables import real_number
 from mmqa_jax.data.formats.webqa import has_keywords, parse_submission
 from mmqa_jax.data.schema import WEBQA_CATEGORIES, Prediction, Question

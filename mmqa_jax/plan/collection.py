@@ -15,9 +15,8 @@ from ml_collections import ConfigDict
 from mmqa_jax.core.chips import GIB
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.flops import jaxpr_flops
-from mmqa_jax.plan.program import Program, compile_program, shard_bytes
+from mmqa_jax.plan.program import Planned, Program, compile_program, shard_bytes
 from mmqa_jax.plan.programs import make_program, program_names
-from mmqa_jax.plan.roofline import Planned
 from mmqa_jax.plan.topology import Topology
 from mmqa_jax.retrieval.indexes.index import IndexSize, index_sizes
 from mmqa_jax.retrieval.indexes.mesh import abstract_search

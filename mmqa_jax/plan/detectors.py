@@ -16,8 +16,7 @@ from mmqa_jax.core.serving import AUTO, planned_batch_size, serving_mesh
 from mmqa_jax.data.detector_pictures import bucket, detector_size
 from mmqa_jax.inference.region_detector import KINDS, DetectorKind, detector_cost, make_find
 from mmqa_jax.models.detection.faster_rcnn import FasterRCNN, Pictures
-from mmqa_jax.plan.program import Program, shard_bytes, tree_bytes
-from mmqa_jax.plan.roofline import Planned
+from mmqa_jax.plan.program import Planned, Program, shard_bytes, tree_bytes
 
 REGIONS = "regions"  # the program
 DETECTORS: Mapping[str, DetectorKind] = {kind.name: kind for kind in KINDS}

@@ -427,7 +427,7 @@ def _engine(
             "--model is missing: the config's engine serves any language model; name one of "
             f"{', '.join(sorted(PRESETS | WITH_PICTURES | T5S))}."
         )
-    from mmqa_jax.decoding.abstract_programs import engine_programs
+    from mmqa_jax.decoding.sizes import engine_programs
 
     chosen, llama = engine_sizes(config, devices, model), _llama(config, devices, model)
     mesh, sizes = chosen.mesh(), chosen.engine
@@ -466,7 +466,7 @@ def _engine(
 
 def _tower(config: ConfigDict, devices: Sequence[jax.Device], model: str) -> Program:
     """A full batch of pictures, beside the language model."""
-    from mmqa_jax.decoding.abstract_programs import feature_bytes, tower_programs
+    from mmqa_jax.decoding.sizes import feature_bytes, tower_programs
 
     chosen = engine_sizes(config, devices, model)
     mesh, sizes = chosen.mesh(), chosen.engine

@@ -12,8 +12,15 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.chips import GIB
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.plan.calibration import Calibration
-from mmqa_jax.plan.program import Program, compile_program, trace_program
+from mmqa_jax.plan.program import (
+    Bound,
+    Planned,
+    Program,
+    compile_program,
+    least_time,
+    run_cost,
+    trace_program,
+)
 from mmqa_jax.plan.programs import (
     ENGINE,
     FIXED,
@@ -25,8 +32,7 @@ from mmqa_jax.plan.programs import (
     settled,
     whole_meshes,
 )
-from mmqa_jax.plan.roofline import Bound, Planned, least_time, run_cost
-from mmqa_jax.plan.topology import Topology
+from mmqa_jax.plan.topology import Calibration, Topology
 
 _MOST_REMEDIES = 4  # each is a compilation
 _STRONGER = {"none": ("dots", "full"), "dots": ("full",), "full": ()}

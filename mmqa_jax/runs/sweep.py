@@ -40,7 +40,7 @@ from mmqa_jax.runs.status import SWEEP, is_training, kind_of, read_swept, traini
 from mmqa_jax.tasks.registry import check_config
 from mmqa_jax.tasks.run import run_training
 from mmqa_jax.training.best_weights import read_best
-from mmqa_jax.training.nonfinite import NotFinite
+from mmqa_jax.training.options import NotFinite
 from mmqa_jax.weights.record import is_trained
 
 Value = str | int | float | bool | None

@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.json_text import parse_json
+from mmqa_jax.core.files import parse_json
 from mmqa_jax.decoding.online import Closed, QueueFull
 from mmqa_jax.decoding.requests import TooLong
 from mmqa_jax.prompting.backends.openai_requests import Fields, WrongField

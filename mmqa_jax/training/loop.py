@@ -41,9 +41,9 @@ from mmqa_jax.core.progress import Progress, announce
 from mmqa_jax.core.watchdog import Watchdog, hang_limit
 from mmqa_jax.training.attempts import Attempts, TimeSplit
 from mmqa_jax.training.best_weights import BestWeights
-from mmqa_jax.training.nonfinite import FiniteCheck
 from mmqa_jax.training.optimizer import decay_line, make_optimizer, parameter_table
 from mmqa_jax.training.options import (
+    FiniteCheck,
     LoopOptions,
     check_batch_size,
     check_steps,

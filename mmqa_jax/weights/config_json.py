@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.json_text import parse_json
+from mmqa_jax.core.files import parse_json
 from mmqa_jax.weights.published_keys import LARGEST
 
 C = TypeVar("C")

@@ -30,9 +30,8 @@ from mmqa_jax.models.presets import SIGLIPS
 from mmqa_jax.models.qwen_vl.network import QwenVLConfig
 from mmqa_jax.models.siglip.network import SiglipConfig
 from mmqa_jax.models.t5.config import PUBLISHED
-from mmqa_jax.plan.program import trace_program
+from mmqa_jax.plan.program import Planned, trace_program
 from mmqa_jax.plan.programs import ENGINE, PRESETS, WITH_PICTURES, make_program
-from mmqa_jax.plan.roofline import Planned
 from mmqa_jax.plan.topology import Topology, open_topology
 from mmqa_jax.plan.verdict import place
 from mmqa_jax.weights.registry import architecture

@@ -20,9 +20,8 @@ from mmqa_jax.core.flops import jaxpr_flops
 from mmqa_jax.evaluation.tables import Table
 from mmqa_jax.evaluation.tables import show as show_table
 from mmqa_jax.plan import verdict as planning
-from mmqa_jax.plan.program import Compiled, Program, build, least_bytes
+from mmqa_jax.plan.program import Bound, Compiled, Planned, Program, build, least_bytes, run_cost
 from mmqa_jax.plan.programs import make_program
-from mmqa_jax.plan.roofline import Bound, Planned, run_cost
 from mmqa_jax.plan.topology import Topology, open_topology
 from tests.hlo.collectives import Collective
 from tests.hlo.counts import KERNEL, Counts, count

@@ -24,8 +24,8 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
-from mmqa_jax.decoding.abstract_programs import feature_bytes, tower_programs
 from mmqa_jax.decoding.requests import Request, TooLong
+from mmqa_jax.decoding.sizes import feature_bytes, tower_programs
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.onevision import network as onevision
 from mmqa_jax.models.onevision.keys import (

@@ -31,9 +31,9 @@ from qwen_vl_pair import (
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.data.pictures.resize import PictureSizes, qwen_pixels
-from mmqa_jax.decoding.abstract_programs import engine_programs, feature_bytes, tower_programs
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring, TooLong, Unanswerable
+from mmqa_jax.decoding.sizes import engine_programs, feature_bytes, tower_programs
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.qwen_vl.keys import open_qwen_vl, publish_qwen_vl
 from mmqa_jax.models.qwen_vl.layout import Grid, bucket_of, grid_of, lay_out

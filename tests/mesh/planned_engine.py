@@ -16,7 +16,7 @@ from tiny_llm import write_folder
 
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.mesh import make_mesh
-from mmqa_jax.decoding.abstract_programs import engine_programs
+from mmqa_jax.decoding.sizes import engine_programs
 from mmqa_jax.decoding.slot_runner import EngineConfig, Programs
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.network import Llama, unstack_layers

@@ -13,7 +13,7 @@ import pytest
 import tiny_run
 from test_training_resume import assert_same_run, run
 
-from mmqa_jax.core import orbax_s3
+from mmqa_jax.core import paths
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.training.loop import Resuming
@@ -89,7 +89,7 @@ def test_an_orbax_that_cannot_be_taught_s3_is_named(monkeypatch):
     with pytest.raises(
         UserError, match=r"orbax-checkpoint [\d.]+ has no tensorstore_utils._use_gcs"
     ):
-        orbax_s3.teach_orbax_s3()
+        paths.teach_orbax_s3()
 
 
 @pytest.mark.parametrize(
@@ -112,4 +112,4 @@ def test_the_environment_says_where_s3_is(monkeypatch, environment, expected):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     spec = {"driver": "s3", "bucket": "b", "path": "a/c"}
-    assert orbax_s3.kvstore_spec("s3://b/a/c") == spec | expected
+    assert paths.kvstore_spec("s3://b/a/c") == spec | expected

@@ -18,7 +18,7 @@ import jax
 from flax import nnx
 
 from mmqa_jax.core.mesh import make_mesh
-from mmqa_jax.decoding.abstract_programs import Program, engine_programs
+from mmqa_jax.decoding.sizes import Program, engine_programs
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import LlamaConfig, llama2_7b
 from mmqa_jax.plan.topology import open_topology

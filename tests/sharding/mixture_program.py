@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 
 from mmqa_jax.core.mesh import make_mesh
-from mmqa_jax.decoding.abstract_programs import engine_programs
+from mmqa_jax.decoding.sizes import engine_programs
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import RELATIVES
 from mmqa_jax.plan.program import shard_bytes

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from mmqa_jax.core.mesh import make_mesh
-from mmqa_jax.decoding.abstract_programs import feature_bytes, tower_programs
+from mmqa_jax.decoding.sizes import feature_bytes, tower_programs
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.clip.network import VisionConfig
 from mmqa_jax.models.llama.config import LlamaConfig

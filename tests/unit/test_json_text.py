@@ -7,8 +7,7 @@ import json
 import pytest
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json, read_jsonl, read_text
-from mmqa_jax.core.json_text import DEEPEST, parse_json
+from mmqa_jax.core.files import DEEPEST, parse_json, read_json, read_jsonl, read_text
 
 MARK = "\ufeff"
 

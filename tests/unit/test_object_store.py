@@ -17,7 +17,7 @@ import object_store
 import pytest
 from cli_runs import mmqa
 
-from mmqa_jax.core import locks, orbax_s3
+from mmqa_jax.core import locks, paths
 from mmqa_jax.core.chunks import JobRecord, write_job
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import atomic_write, check_out, read_json, read_jsonl, write_json
@@ -174,7 +174,7 @@ def test_orbax_of_another_version_is_not_taught(monkeypatch):
         r"orbax-checkpoint \d\S* has no gcs_utils\.get_kv.*; install .*launch/constraints\.txt"
     )
     with pytest.raises(UserError, match=message):
-        orbax_s3.teach_orbax_s3.__wrapped__()
+        paths.teach_orbax_s3.__wrapped__()
 
 
 def test_a_config_with_places_in_a_store(store):

@@ -22,19 +22,18 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.plan import topology as topologies
 from mmqa_jax.plan import verdict as planning
-from mmqa_jax.plan.calibration import read_calibration
 from mmqa_jax.plan.exchange import Exchange
 from mmqa_jax.plan.program import (
     Compiled,
     Memory,
+    Planned,
     Program,
     compile_program,
     needed_bytes,
     shard_bytes,
 )
 from mmqa_jax.plan.programs import PRESETS, make_program, program_names
-from mmqa_jax.plan.roofline import Planned
-from mmqa_jax.plan.topology import Topology, open_topology
+from mmqa_jax.plan.topology import Topology, open_topology, read_calibration
 from mmqa_jax.plan.verdict import Plan, Remedy, changed
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]

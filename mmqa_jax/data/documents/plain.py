@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import ONE_A_LINE
-from mmqa_jax.core.json_text import parse_json
+from mmqa_jax.core.files import ONE_A_LINE, parse_json
 from mmqa_jax.data.documents.document import (
     Document,
     DocumentError,

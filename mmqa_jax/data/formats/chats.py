@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import ONE_A_LINE, decode_text
-from mmqa_jax.core.json_text import parse_json
+from mmqa_jax.core.files import ONE_A_LINE, decode_text, parse_json
 from mmqa_jax.data.formats.interchange import InterchangePictures
 from mmqa_jax.data.pictures.bounds import PictureError, check_bytes
 from mmqa_jax.data.schema import SPLITS, Question

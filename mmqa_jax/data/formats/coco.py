@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json, read_text
-from mmqa_jax.core.json_text import parse_json
+from mmqa_jax.core.files import parse_json, read_json, read_text
 from mmqa_jax.data.formats.official import CAPTION, TAGS, OfficialFiles
 from mmqa_jax.data.formats.tables import real_number, whole_number
 from mmqa_jax.data.schema import Material, Question

@@ -15,8 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import ONE_A_LINE
-from mmqa_jax.core.json_text import parse_json
+from mmqa_jax.core.files import ONE_A_LINE, parse_json
 from mmqa_jax.data.pictures.bounds import PictureError, check_bytes
 from mmqa_jax.data.schema import Question, Source
 

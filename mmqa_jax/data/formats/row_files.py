@@ -21,8 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import decode_text
-from mmqa_jax.core.json_text import parse_json
+from mmqa_jax.core.files import decode_text, parse_json
 from mmqa_jax.core.typed import nearest
 from mmqa_jax.data.formats.chats import MESSAGES, TOOLS, conversation
 from mmqa_jax.data.formats.parquet import ParquetPictures, parquet_rows, row_name

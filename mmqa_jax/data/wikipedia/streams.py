@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.json_text import parse_json
+from mmqa_jax.core.files import parse_json
 from mmqa_jax.data.articles import Article, PassageOptions, Picture, Section, page_url, sources_of
 from mmqa_jax.data.disk_sources import SourceRow
 from mmqa_jax.data.wikipedia.files import LONGEST_LINE, InputFile, find_file

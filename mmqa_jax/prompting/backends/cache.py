@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.json_text import parse_json
+from mmqa_jax.core.files import parse_json
 from mmqa_jax.core.paths import as_path, in_store
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.store import HEAD, Store, read_head

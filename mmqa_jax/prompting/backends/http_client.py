@@ -32,7 +32,7 @@ from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, NamedTuple
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.json_text import parse_json
+from mmqa_jax.core.files import parse_json
 
 URL, KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
 _PROXY = "HTTPS_PROXY"

@@ -18,8 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 
-from mmqa_jax.core.orbax_s3 import teach_orbax_s3
-from mmqa_jax.core.paths import absolute, scheme_of
+from mmqa_jax.core.paths import absolute, scheme_of, teach_orbax_s3
 from mmqa_jax.core.trees import nest
 
 # Of a chunk in the file: a shard of a mesh reads its own chunks only.
