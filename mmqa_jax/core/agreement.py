@@ -43,11 +43,7 @@ def check_same_run(config: Any, further: Mapping[str, Any]) -> None:
 
 
 def differences(reports: list[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """One line per fact that is not the same everywhere.
-
-    Args:
-      reports: (host, facts) of each process in order.
-    """
+    """Returns a line for each fact that differs among (host, facts) of the processes in order."""
     (first_host, first), absent = reports[0], "absent"
     names = dict.fromkeys(name for _, facts in reports for name in facts)
     lines = []
@@ -69,11 +65,7 @@ def differences(reports: list[tuple[str, Mapping[str, Any]]]) -> list[str]:
 
 
 def check_shared_folder(folder: Path) -> None:
-    """UserError on every process if they do not all see and write the same folder.
-
-    Args:
-      folder: exists on process 0.
-    """
+    """UserError on every process if they do not all see and write process 0's folder."""
     tokens = distributed.gather("token", uuid.uuid4().hex)
     if len(tokens) == 1:
         return

@@ -436,10 +436,8 @@ _DAMAGED = "damaged"
 
 
 def write_step_sums(folder: Path, step: int) -> None:
-    """Writes the checksums of a checkpoint whose files are all there, before it is committed.
-
-    Args:
-      folder: of all checkpoints.
+    """Writes the checksums of a checkpoint of `folder` whose files are all there, before its
+    commit.
     """
     begun = folder / str(step)
     if not paths.in_store(

@@ -92,7 +92,12 @@ def to_plain_dict(config: ConfigDict | Mapping[str, Any]) -> dict[str, Any]:
 
 def config_fingerprint(config: ConfigDict | Mapping[str, Any]) -> str:
     """16 hex digits that are equal if and only if two configs hold the same values."""
-    text = json.dumps(to_plain_dict(config), sort_keys=True, ensure_ascii=False)
+    return plain_fingerprint(to_plain_dict(config))
+
+
+def plain_fingerprint(plain: Mapping[str, Any]) -> str:
+    """The fingerprint of a config that consists of JSON's types already."""
+    text = json.dumps(plain, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

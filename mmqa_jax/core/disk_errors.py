@@ -55,11 +55,7 @@ class DiskFailure(NamedTuple):
     path: str | None
 
     def sentence(self, places: Iterable[str | os.PathLike] = ()) -> str:
-        """What is said of it: file, what is wrong, what is free, what is kept, what to do.
-
-        Args:
-          places: where the command writes, for want of a path.
-        """
+        """Says which file (or one of `places`), what is wrong, what is free and what to do."""
         path = self.path or next(map(str, places), None)
         wrong, remedy = _KINDS[self.code]
         named = f"{_shown(path)}: cannot be written, because " if path else ""
@@ -96,11 +92,7 @@ def try_disk(folder: str | os.PathLike) -> None:
 
 @contextlib.contextmanager
 def report_full_disk(folder: str | os.PathLike) -> Iterator[None]:
-    """Turns an exception that tells of a failed disk into a RunError.
-
-    Args:
-      folder: that the block writes into.
-    """
+    """Turns what tells of a failed disk, while `folder` is written, into a RunError."""
     try:
         yield
     except RunError:

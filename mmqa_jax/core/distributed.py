@@ -375,11 +375,7 @@ def _naming_the_lost() -> Iterator[None]:
 
 
 def at(step: int, doing: str, resumes: Callable[[], int | None] | None = None) -> None:
-    """What this process does now, told of it if it is lost.
-
-    Args:
-      resumes: the step that a restart continues from, None if there is none.
-    """
+    """Says what this process does, and the step from which a restart goes on (None: none)."""
     if (others := peers()) is not None:
         others.at(step, doing, resumes)
 

@@ -173,8 +173,7 @@ def host_name() -> str:
 def read_bandwidth(size: int | None = None) -> float:
     """Bytes per second that all threads, or the accelerator, read from memory at best.
 
-    Args:
-      size: bytes read each time; None is larger than any cache (1 GiB; 4 GiB on accelerators).
+    `size` bytes are read each time; None is more than any cache (1 GiB; 4 GiB on accelerators).
     """
     import jax
     import jax.numpy as jnp

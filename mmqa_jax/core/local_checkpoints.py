@@ -66,11 +66,7 @@ class HeldStep(NamedTuple):
 
 
 def local_folder(environment: Mapping[str, str], every: int) -> Path | None:
-    """The folder of MMQA_LOCAL_CHECKPOINTS, None without it.
-
-    Args:
-      every: `train.checkpoint_local_every`, which needs the folder.
-    """
+    """The folder of MMQA_LOCAL_CHECKPOINTS, which `train.checkpoint_local_every` needs, or None."""
     place = environment.get(_VARIABLE, "")
     if not place:
         if every:
@@ -126,10 +122,8 @@ class LocalCheckpoints:
         return self._committed if self._is_whole else None
 
     def save(self, step: int, arrays: Mapping[str, jax.Array], record: Mapping[str, Any]) -> None:
-        """Starts to save; returns once all is copied, so that the arrays may be donated.
-
-        Args:
-          record: JSON values, the same in all processes.
+        """Starts to save arrays and a record, JSON values that are the same in all processes;
+        returns once all is copied, so that the arrays may be donated.
         """
         self.wait()
         distributed.barrier("local checkpoint")  # all have the one before: older ones may go
@@ -179,10 +173,8 @@ class LocalCheckpoints:
             self._writer.shutdown()
 
     def newest(self, after: int, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> HeldStep | None:
-        """The newest step above `after` of which the processes hold every block together.
-
-        Args:
-          wanted: the arrays by name; copies of others are left out.
+        """The newest step above `after` of which the processes hold every block of the `wanted`
+        arrays.
         """
         names = sorted(name for name in self._names() if _COPY.fullmatch(name))
         here = [socket.gethostname(), str(self.folder), names]

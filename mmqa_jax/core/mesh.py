@@ -385,10 +385,8 @@ def batch_blocks(mesh: Mesh) -> int:
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> tuple[int, ...] | None:
-    """The rows of a global batch that this process feeds, ascending; None: all of them.
-
-    Args:
-      batch_size: a multiple of `batch_blocks(mesh)`.
+    """The rows of a global batch, a multiple of `batch_blocks(mesh)`, that this process feeds;
+    None: all.
     """
     count, blocks = batch_blocks(mesh), local_blocks(mesh)
     if len(blocks) == count:
@@ -398,11 +396,7 @@ def local_rows(mesh: Mesh, batch_size: int) -> tuple[int, ...] | None:
 
 
 def put_batch(mesh: Mesh, batch: Any) -> Any:
-    """The global arrays of a batch of which every process has its own rows.
-
-    Args:
-      batch: pytree of numpy arrays [n, ...]: those rows, ascending, of `local_blocks`.
-    """
+    """The global arrays of a batch of whose rows each process has its own (`local_blocks`)."""
     sharding, count, blocks = batch_sharding(mesh), batch_blocks(mesh), local_blocks(mesh)
     place = {block: n for n, block in enumerate(blocks)}
 
@@ -422,10 +416,8 @@ def put_batch(mesh: Mesh, batch: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class RowPlacement:
-    """Where the rows of a batch go that is computed with some parameters; see `placement_of`.
-
-    Attributes:
-      mesh: over whose data axes they are split; None: they go to the default device.
+    """Says where the rows of a batch go: they are split over a mesh's data axes, or go to the
+    default device (None). See `placement_of`.
     """
 
     mesh: Mesh | None

@@ -61,11 +61,7 @@ def scheme_of(place: str | os.PathLike) -> str | None:
 
 
 def check_scheme(place: str, what: str) -> None:
-    """UserError for a store of an unknown kind, or one whose package is not installed.
-
-    Args:
-      what: begins the sentence, such as the flag.
-    """
+    """UserError, begun by `what`, for an unknown store or one whose package is missing."""
     scheme = scheme_of(place)
     if scheme not in _PACKAGES:
         known = " or ".join(f"{name}://" for name in _PACKAGES)
@@ -217,9 +213,8 @@ def _bucket(name: str) -> str:
 def named_errors(name: str, kind: type[UserError | RunError] = UserError) -> Iterator[None]:
     """Turns what the store's package raises into one sentence; the packages have no common error.
 
-    Args:
-      kind: what is raised: UserError before the work, RunError within it, after which launchers
-        start a command again. Where the network fails it is a RunError in any case.
+    That is a UserError before the work, and a RunError within it, after which launchers start a
+    command again. Where the network fails it is a RunError in any case.
     """
     try:
         yield

@@ -96,10 +96,8 @@ class Peers:
         self._thread.start()
 
     def at(self, step: int, doing: str, resumes: Callable[[], int | None] | None) -> None:
-        """What this process does now.
-
-        Args:
-          resumes: the step that a restart continues from, None if there is none.
+        """Says what this process does now, and from which step a restart would go on (None: from
+        none).
         """
         self._step, self._doing, self._resumes = step, doing, resumes
         self._moves += 1
@@ -170,10 +168,9 @@ class Peers:
         self._say_and_end(lost or "another process of the launch is lost, not known which")
 
     def settle(self, raise_failure: Callable[[], None]) -> None:
-        """A collective has failed: if a process is lost, ends this one with its name.
+        """Ends this process with a lost one's name after a collective has failed, if one is lost.
 
-        Args:
-          raise_failure: raises what another process has failed with by itself, if one has.
+        `raise_failure` raises what another process has failed with by itself, if one has.
         """
         deadline = time.monotonic() + self.patience
         while time.monotonic() < deadline:

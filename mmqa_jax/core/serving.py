@@ -132,10 +132,8 @@ def serve(
 
 
 def planned_batch_size(given: BatchSize, cost: RowCost, mesh: Mesh, held: float) -> int:
-    """Examples of a whole call on a mesh of devices that need not be there.
-
-    Args:
-      held: bytes of the parameters on one device.
+    """Examples of a whole call on a mesh of absent devices that hold `held` bytes of parameters
+    each.
     """
     if given == AUTO:
         given = chosen_batch_size(cost, batch_blocks(mesh), mesh.devices.flat[0], held)
@@ -147,8 +145,7 @@ def chosen_batch_size(
 ) -> int:
     """Examples of a whole call whose rows are split into `blocks`, on devices of this kind.
 
-    Args:
-      held: bytes of the parameters on one device that is not there; None: what this device holds.
+    `held` are the bytes of parameters on a device that is absent; None: what this device holds.
     """
     if _is_cpu(device):
         return cost.on_cpu
@@ -161,10 +158,8 @@ def _is_cpu(device: jax.Device) -> bool:
 
 
 def free_bytes(device: jax.Device, held: float | None = None) -> float:
-    """Bytes of a device's memory beside what it holds; no limit where it does not say.
-
-    Args:
-      held: by a device that is not there; None: what this device says.
+    """Bytes of a device's memory beside what it, or an absent one, holds; no limit where it is
+    mute.
     """
     stats = {} if held is not None else device.memory_stats() or {}
     chip = chip_of_kind(device.device_kind)

@@ -173,11 +173,7 @@ class Store:
         return [key for key in keys if key not in self._index]
 
     def check(self, keys: Iterable[str] | None = None) -> None:
-        """Reads results, so that damage is found now and not after hours of work.
-
-        Args:
-          keys: of those that are looked at if they are there; None: all.
-        """
+        """Reads the results of these keys, or all, so that damage is found before the work."""
         for key in list(self._index) if keys is None else keys:
             self.get(key)
 
@@ -389,11 +385,7 @@ def digest_of(what: Mapping[str, Any]) -> str:
 
 
 def write_head(folder: Path, what: Mapping[str, Any], **more: Any) -> None:
-    """Writes job.json, whole or not at all.
-
-    Args:
-      more: what else is said about the job, which its results do not depend on.
-    """
+    """Writes job.json, whole or not at all; no result depends on what `more` says about the job."""
     write_sealed(folder / HEAD, {"job": what, **more})
 
 

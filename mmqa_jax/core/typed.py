@@ -38,9 +38,8 @@ def at_least(minimum: float, default: Any = _REQUIRED) -> Any:
 def mapping(spec: Spec | Callable[[Mapping[str, Any]], Spec], *, required: bool = False) -> Any:
     """A field that stays a mapping, checked by a specification; empty where it is left out.
 
-    Args:
-      spec: names with their keys, a kind such as `dict[str, float]`, or a function of the section
-        that has the field, on whose other values the specification depends.
+    The specification is names with their keys, a kind such as `dict[str, float]`, or a function of
+    the section that has the field, on whose other values it depends.
     """
     metadata = {"spec": spec}
     if required:
@@ -59,10 +58,8 @@ def chosen_by(choose: Callable[[Mapping[str, Any]], type]) -> Any:
 
 
 def sections_by_name(choose: Callable[[Mapping[str, Any]], Mapping[str, tuple[type, bool]]]) -> Any:
-    """A section of sections.
-
-    Args:
-      choose: of the section that has the field: name -> its dataclass, and whether it is required.
+    """A section of sections: `choose` makes of the section that has the field a mapping from each
+    name to its dataclass and whether it is required.
     """
     return dataclasses.field(metadata={"named": choose})
 
@@ -196,10 +193,7 @@ def optional(kind: Any, minimum: float | None = None) -> Key:
 
 
 def spec_of(
-    maker: Callable[..., Any],
-    *without: str,
-    minimum: float | None = None,
-    partial: bool = False,
+    maker: Callable[..., Any], *without: str, minimum: float | None = None, partial: bool = False
 ) -> dict[str, Key]:
     """The specification of a section whose values are the arguments of a function or dataclass.
 

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.config import config_fingerprint, flatten, to_plain_dict
+from mmqa_jax.core.config import flatten, plain_fingerprint, to_plain_dict
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import no_empty_folders, read_json, write_json
 from mmqa_jax.core.host import device_facts, host_facts, peak_rss_mib
@@ -45,6 +45,8 @@ class Workdir:
     def __init__(self, path: str | os.PathLike):
         self.path = as_path(path)
         self._lock: Any = None
+        self._plain: dict[str, Any] = {}
+        self._record: dict[str, Any] | None = None
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -81,14 +83,14 @@ class Workdir:
         if _process_index() > 0 and not shared:
             return False
         self._take_lock(shared)
-        plain = to_plain_dict(config)
+        self._plain = to_plain_dict(config)
         file = self.path / "config.json"
         if file.exists():
-            self._check_same(plain, file, free)
+            self._check_same(file, free)
             return True
-        record = {
-            "config": plain,
-            "fingerprint": config_fingerprint(plain),
+        self._record = {
+            "config": self._plain,
+            "fingerprint": plain_fingerprint(self._plain),
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": _versions(),
             "git": _git_commit(Path(__file__).parent),
@@ -98,33 +100,38 @@ class Workdir:
         if shared:
             with alone(self.path / ".claim"):
                 if not file.exists():
-                    write_json(file, record)
-            self._check_same(plain, file, free)
+                    write_json(file, self._record)
+            self._check_same(file, free)
         else:
-            write_json(file, record)
+            write_json(file, self._record)
         return False
 
-    def record_changes(self, config: Any, step: int) -> None:
-        """Makes config.json hold the values that the run goes on with.
+    def recorded_config(self) -> dict[str, Any]:
+        """The config that the folder's config.json had when it was claimed."""
+        if self._record is None:  # another process claimed it
+            self._record = _read_record(self.path / "config.json")
+        return self._record["config"]
+
+    def record_changes(self, step: int) -> None:
+        """Makes config.json hold the values of the claim, with which the run goes on.
 
         What they replace is kept in its list `changes`: date, step and {key: [old, new]}.
 
         Args:
-          config: as of `claim`.
           step: after which the new values hold.
         """
         if self._lock is None:
             return  # another process writes it
-        file, plain = self.path / "config.json", to_plain_dict(config)
-        stored = _read_record(file)
+        stored, plain = self._record, self._plain
         if changed := _differences(stored["config"], plain):
             entry = {
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
                 "step": step,
                 "changed": {key: list(values) for key, values in changed.items()},
             }
-            new = {"config": plain, "fingerprint": config_fingerprint(plain)}
-            write_json(file, {**stored, **new, "changes": [*stored.get("changes", []), entry]})
+            new = {"config": plain, "fingerprint": plain_fingerprint(plain)}
+            self._record = {**stored, **new, "changes": [*stored.get("changes", []), entry]}
+            write_json(self.path / "config.json", self._record)
 
     def check_there(self) -> None:
         """RunError if the folder that this process has claimed was deleted since."""
@@ -185,11 +192,11 @@ class Workdir:
                 "name a folder that can."
             ) from error
 
-    def _check_same(self, plain: dict[str, Any], file: Path, free: Collection[str]) -> None:
-        stored = _read_record(file)
+    def _check_same(self, file: Path, free: Collection[str]) -> None:
+        self._record = _read_record(file)
         changed = [
             f"{key} ({old!r} there, {new!r} now)"
-            for key, (old, new) in _differences(stored["config"], plain).items()
+            for key, (old, new) in _differences(self._record["config"], self._plain).items()
             if not is_free(key, free)
         ]
         if not changed:
@@ -208,6 +215,8 @@ def is_free(key: str, free: Collection[str]) -> bool:
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The keys of two configs whose values differ, with both; `absent` where a key is not there."""
+    if old == new:
+        return {}
     old, new, absent = flatten(old), flatten(new), object()
     return {
         key: (old.get(key, "absent"), new.get(key, "absent"))
@@ -361,7 +370,7 @@ def _read_record(file: Path) -> dict[str, Any]:
     record, remedy = read_json(file), "copy the run again or start it in a new --workdir"
     if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
         raise UserError(f"{file}: is not a run's config.json; {remedy}.")
-    if record.get("fingerprint") not in (None, config_fingerprint(record["config"])):
+    if record.get("fingerprint") not in (None, plain_fingerprint(record["config"])):
         raise UserError(
             f"{file}: is damaged (its values are not those of its key fingerprint); {remedy} (who "
             "changed them on purpose deletes that key)."

@@ -65,11 +65,7 @@ def attend(
         return seen
 
     shape = grouped.shape[:3]
-    carry = (
-        jnp.full((*shape, 1), -jnp.inf),
-        jnp.zeros((*shape, 1)),
-        jnp.zeros((*shape, size)),
-    )
+    carry = (jnp.full((*shape, 1), -jnp.inf), jnp.zeros((*shape, 1)), jnp.zeros((*shape, size)))
     for start, segment in segments:
         read = functools.partial(_read, grouped, segment, start, rows, visible, cap)
         if block >= segment.columns:  # no loop, which costs a GPU a synchronization per block

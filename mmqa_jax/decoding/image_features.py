@@ -92,10 +92,7 @@ class PictureFeatures:
         self._drop()
 
     def rows(
-        self,
-        batch: Mapping[int, SlotSequence],
-        chunks: Sequence[Chunk],
-        shape: tuple[int, int],
+        self, batch: Mapping[int, SlotSequence], chunks: Sequence[Chunk], shape: tuple[int, int]
     ) -> jax.Array | None:
         """The embeddings of the patches in chunks that are about to be encoded.
 

@@ -188,9 +188,7 @@ class SizedTower(TowerPrograms):
         super().__init__(of_pictures, features, rows, mesh)
         self.put = jax.jit(put, donate_argnums=0, out_shardings=rows)
         self._empty = jax.jit(
-            lambda shape: jnp.zeros((*shape, features), dtype),
-            static_argnums=0,
-            out_shardings=rows,
+            lambda shape: jnp.zeros((*shape, features), dtype), static_argnums=0, out_shardings=rows
         )
 
     @abc.abstractmethod
@@ -337,11 +335,7 @@ _MOST = 1 << 32  # patches of a picture
 
 
 class PatchIds:
-    """Numbers pictures by their content, and their patches by picture and position.
-
-    Args:
-      config: of the model.
-    """
+    """Numbers a model's pictures by their content, and their patches by picture and position."""
 
     def __init__(self, config: PictureConfig):
         self.token, self._config = config.image_token, config

@@ -737,9 +737,5 @@ def copy_within(
 
     whole = PartitionSpec()
     return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(specs, whole, whole, whole),
-        out_specs=specs,
-        check_vma=False,
+        local, mesh=mesh, in_specs=(specs, whole, whole, whole), out_specs=specs, check_vma=False
     )

@@ -34,10 +34,8 @@ class Closed(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """A request that waits or is being served.
-
-    Attributes:
-      future: its Result or Scores; an exception if the engine failed.
+    """A request that waits or is being served; its future gets a Result, Scores or the engine's
+    failure.
     """
 
     future: concurrent.futures.Future[Any]
@@ -205,10 +203,8 @@ class TextStream:
         self._held = ""
 
     def push(self, token: int, finish: str = "") -> str:
-        """The text that is final once a token is added.
-
-        Args:
-          finish: how the sequence ended with it (Candidate.finish); "" if it goes on.
+        """The text that is final once a token is added, with which the sequence ended if `finish`
+        says how.
         """
         if finish != "end":  # an end token has no text
             self._tokens.append(token)

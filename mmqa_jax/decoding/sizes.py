@@ -351,10 +351,8 @@ def _numpy(dtype: str) -> str:
 
 
 def _tensor(cost: _Cost, free: float, most_free: float, devices: int, demand: Demand) -> int:
-    """Over how few devices a copy of the weights is split so that a useful cache fits.
-
-    Args:
-      most_free: bytes of a device before any weights are there.
+    """Over how few devices of `most_free` bytes a copy of the weights is split to leave a useful
+    cache.
     """
     splits = [n for n in range(1, devices + 1) if devices % n == 0 and cost.model.heads % n == 0]
     for tensor in splits:

@@ -313,11 +313,7 @@ class Programs:
         )
         if self.by_layer:
             self.encode, self.step = encode_and_step(
-                graphdef,
-                layer_traits(model.config, columns),
-                block,
-                embed,
-                next_tokens,
+                graphdef, layer_traits(model.config, columns), block, embed, next_tokens
             )
         self.score = jax.jit(score, out_shardings=(whole, whole, whole))
         self.copy = jax.jit(copy, donate_argnums=0, out_shardings=of_cache)
@@ -355,11 +351,7 @@ def embed(
 
 
 def next_tokens(
-    model: Llama,
-    slots: Slots,
-    hidden: jax.Array,
-    active: jax.Array,
-    sampled: bool | None,
+    model: Llama, slots: Slots, hidden: jax.Array, active: jax.Array, sampled: bool | None
 ) -> tuple[Slots, jax.Array, jax.Array]:
     """The slots after a step, their tokens [S] and log-probabilities; hidden is [S, 1, H].
 
@@ -395,12 +387,7 @@ class SlotRunner:
       mesh: where the cache goes; None is the default device.
     """
 
-    def __init__(
-        self,
-        model: Llama,
-        config: EngineConfig,
-        mesh: Mesh | None = None,
-    ):
+    def __init__(self, model: Llama, config: EngineConfig, mesh: Mesh | None = None):
         self.config, self._mesh = config, mesh
         graphdef, state = nnx.split(model)
         shapes = nnx.merge(graphdef, jax.eval_shape(lambda: state))
@@ -560,11 +547,7 @@ def split_model(model: Llama) -> tuple[nnx.GraphDef, SplitState]:
 
 
 def encode_and_step(
-    graphdef: nnx.GraphDef,
-    traits: LayerTraits,
-    block: int,
-    embed: Callable,
-    next_tokens: Callable,
+    graphdef: nnx.GraphDef, traits: LayerTraits, block: int, embed: Callable, next_tokens: Callable
 ) -> tuple[Callable, Callable]:
     """`encode` and `step` of `slot_runner.Programs`, for a SplitState.
 

@@ -216,11 +216,9 @@ class T5Engine:
         for place, row in enumerate(rows):
             lengths[place] = len(row.source)
             ids[place, : lengths[place]] = row.source
-        outputs, steps = {
-            "draw": self._draw,
-            "beam": self._search,
-            "score": self._score,
-        }[program.kind](program, rows, ids, lengths)
+        outputs, steps = {"draw": self._draw, "beam": self._search, "score": self._score}[
+            program.kind
+        ](program, rows, ids, lengths)
         counted = self.throughput
         counted.requests += len(rows)
         counted.prefill_tokens += sum(len(row.source) for row in rows)

@@ -50,10 +50,7 @@ class _Decoder:
         self._source = [layer.cross.keys_values(source.states) for layer in self._layers]
         config = model.config
         self._buckets = relative_buckets(
-            np.arange(most),
-            buckets=config.buckets,
-            farthest=config.farthest,
-            bidirectional=False,
+            np.arange(most), buckets=config.buckets, farthest=config.farthest, bidirectional=False
         )
         self._between = model.decoder.source_buckets(np.arange(most), source.states.shape[1])
 
@@ -251,12 +248,7 @@ class Scored:
 
 
 @jax.jit
-def score(
-    graphdef: nnx.GraphDef,
-    state: nnx.State,
-    inputs: Texts,
-    target_ids: jax.Array,
-) -> Scored:
+def score(graphdef: nnx.GraphDef, state: nnx.State, inputs: Texts, target_ids: jax.Array) -> Scored:
     """Log-probabilities of given answers, teacher forced; (graphdef, state) = nnx.split(T5).
 
     Args:

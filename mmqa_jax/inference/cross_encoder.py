@@ -413,11 +413,7 @@ class YesNoPairs:
 
 
 def read_yes_no(folder: Path, kind: str, tokenizer: Tokenizer) -> YesNoPrompt:
-    """What a folder's decoder is asked.
-
-    Args:
-      kind: its `model_type`.
-    """
+    """Reads what a folder's decoder of this `model_type` is asked."""
     modules = dict(sentence_pooling.read_modules(folder))
     if "LogitScore" in modules:
         prompt = _by_files(folder, modules, tokenizer)

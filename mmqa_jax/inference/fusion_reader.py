@@ -91,10 +91,8 @@ class FusionReader:
     def read(
         self, questions: Sequence[Question], passages: Sequence[Sequence[str]]
     ) -> list[Prediction]:
-        """Answers every question from passages that are no sources of the corpus.
-
-        Args:
-          passages: of every question, best first, in the formats of `data.passage_texts`.
+        """Answers every question from its passages, best first, in the formats of
+        `data.passage_texts`.
         """
         check_questions(questions, "FusionReader.read")
         batches = self.read_batches(questions, passages)

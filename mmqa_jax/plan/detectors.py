@@ -24,11 +24,7 @@ PHOTO = (640, 480)  # width and height before resizing; most photos are 4 to 3
 
 
 def detector_program(name: str, devices: Sequence[jax.Device]) -> Program:
-    """A full batch of photos, 4 wide to 3 high, on devices of one process.
-
-    Args:
-      name: of DETECTORS.
-    """
+    """A full batch of photos, 4 wide to 3 high, for one of DETECTORS on devices of one process."""
     kind, mesh = DETECTORS[name], serving_mesh(None, devices)
     dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
     backbone = dataclasses.replace(kind.config.backbone, dtype=dtype)

@@ -74,11 +74,7 @@ ENCODERS: Mapping[str, Callable[[], TextEncoderConfig]] = {
 
 
 def encoder_program(name: str, devices: Sequence[jax.Device]) -> Program:
-    """A full batch of texts of 512 tokens, as `mmqa embed` makes it on devices of one process.
-
-    Args:
-      name: of ENCODERS.
-    """
+    """A full batch of texts of 512 tokens, as `mmqa embed` makes it for one of ENCODERS."""
     config, mesh = ENCODERS[name](), serving_mesh(None, devices)
     if isinstance(config, LlamaConfig):
         config = for_reading(config, devices[0].platform)

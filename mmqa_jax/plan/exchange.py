@@ -157,9 +157,7 @@ def _gradient(leaf: Any, itemsize: int, mesh: Mapping[str, int]) -> Sent:
 class _Reader:
     """Follows weights through a jaxpr, and what their products add up to.
 
-    Attributes:
-      itemsize: number of a weight -> bytes of an element of it in the type in which it is used,
-        which is that of its gradient too.
+    `itemsize` is a weight's bytes an element in the type in which it, and its gradient, is used.
     """
 
     mesh: Mapping[str, int]

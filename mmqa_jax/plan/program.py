@@ -152,8 +152,7 @@ class Compiled:
 def compile_program(program: Program, placement: Placement | None = None) -> Compiled:
     """Compiles a program, and reads from its jaxpr what it has to do.
 
-    Args:
-      placement: None: all devices are of one host, and each reaches all others.
+    Without a placement all devices are of one host, and each reaches all others.
     """
     began = time.perf_counter()
     memory, executable = build(program)

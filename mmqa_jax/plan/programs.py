@@ -458,10 +458,7 @@ def _engine(
 
     bucket = sizes.buckets[-1]
     rows = sizes.rows(bucket, slot_shards(sizes.slots, mesh))
-    return {
-        "decode": program("decode", sizes.slots),
-        "prefill": program("prefill", bucket * rows),
-    }
+    return {"decode": program("decode", sizes.slots), "prefill": program("prefill", bucket * rows)}
 
 
 def _tower(config: ConfigDict, devices: Sequence[jax.Device], model: str) -> Program:

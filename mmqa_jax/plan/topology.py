@@ -164,10 +164,7 @@ def _gpu(name: str, chip: str, hosts: int, each: int) -> Topology:
     described = (_TARGETS / f"{chip}.txtpb").read_text(encoding="utf-8")
     try:
         devices = topologies.get_topology_desc(
-            platform="cuda",
-            topology_name="",
-            topology=f"1x{hosts}x{each}",
-            target_config=described,
+            platform="cuda", topology_name="", topology=f"1x{hosts}x{each}", target_config=described
         ).devices
     except Exception as error:
         raise UserError(

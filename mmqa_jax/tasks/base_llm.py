@@ -112,10 +112,8 @@ _KINDS = {
 
 
 def base_path(name: str, kind: str = "llama") -> Path:
-    """Folder or file of the published, converted or trained model that `init` names.
-
-    Args:
-      kind: its architecture, of _KINDS.
+    """Folder or file of the published, converted or trained model that `init` names, of a kind of
+    _KINDS.
     """
     if is_hub_name(name):
         path = find_model(name, "config key init")

@@ -54,11 +54,7 @@ class EncoderServing(tasks.ServingSection):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DualEncoderTask(tasks.Task):
-    """Texts and pictures in one space of embeddings.
-
-    Attributes:
-      pictures: of sources and questions.
-    """
+    """Texts and pictures, of sources and questions, in one space of embeddings."""
 
     model: DualEncoderModel
     pictures: tasks.PicturesSection

@@ -120,11 +120,7 @@ class ValidateAnswers:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FusionInDecoder(TextModelTask):
-    """A T5, Flan-T5 or mT5 over many passages.
-
-    Attributes:
-      init: any T5, FiD's and KAT's checkpoints among them, or scratch.
-    """
+    """A T5, Flan-T5 or mT5 over many passages; it begins at any T5, FiD's and KAT's among them."""
 
     name: ClassVar[str] = "fusion_in_decoder"
     product: ClassVar[str] = "reader"
@@ -287,10 +283,8 @@ class ExactMatchEvaluation:
 def load_fusion_reader(
     folder: str | Path, corpus: Corpus, options: tasks.Options | None = None
 ) -> FusionReader:
-    """The trained reader of a fusion_in_decoder run.
-
-    Args:
-      options: of the section `inference`, in place of the run's own.
+    """The trained reader of a fusion_in_decoder run, with other `options` of its section
+    `inference`.
     """
     task, tokenizer = tasks.read_run(folder, (FusionInDecoder,), options)
     model = load_converted(folder, mesh=task.serving_mesh())

@@ -69,10 +69,8 @@ class RowBatches(BatchesSection):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LanguageModel(solved_questions.SolvedQuestions):
-    """A LLaMA on solved questions.
-
-    Attributes:
-      init: any LLaMA that `mmqa prompt --model` takes, or scratch.
+    """A LLaMA on solved questions; it begins at any that `mmqa prompt --model` takes, or at
+    scratch.
     """
 
     name: ClassVar[str] = "language_model"

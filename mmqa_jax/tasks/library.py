@@ -80,10 +80,8 @@ def check_similarity(
     key: str = "options.similarity",
     section: str = "parts.library",
 ) -> None:
-    """Refuses a similarity that the models of a library cannot give.
-
-    Args:
-      key, section: where the config has both, for the messages.
+    """Refuses a similarity that a library's models cannot give; `key` and `section` are the
+    config's.
     """
     if similarity == "random":
         return
@@ -128,10 +126,7 @@ def _check_scann(section: str) -> None:
 
 
 def open_library(
-    corpus: Corpus,
-    spec: LibrarySpec,
-    section: str = "parts.library",
-    on_model: OnModel = ignored,
+    corpus: Corpus, spec: LibrarySpec, section: str = "parts.library", on_model: OnModel = ignored
 ) -> ExampleLibrary:
     """The library of in-context examples.
 

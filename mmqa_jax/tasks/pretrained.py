@@ -96,11 +96,7 @@ def classifier_loader(task: Any, tokenizer: Tokenizer) -> Loader | None:
 
 
 def vlp_loader(
-    task: Any,
-    tokenizer: Tokenizer,
-    *,
-    fresh: Sequence[str] = (),
-    after_bert: Loader | None = None,
+    task: Any, tokenizer: Tokenizer, *, fresh: Sequence[str] = (), after_bert: Loader | None = None
 ) -> Loader | None:
     """Loads VLP's own weights or a BERT, and a converted CLIP's vision tower as frontend.
 
@@ -117,13 +113,7 @@ def vlp_loader(
             start_vlp(task.init, vlp)
         elif task.init != "scratch":
             rows, layers = bert_rows(task, tokenizer), vlp.config.bert.layers
-            init_vlp_from_bert(
-                vlp,
-                bert_folder(task),
-                num_layers=layers,
-                rows=rows,
-                fresh=fresh,
-            )
+            init_vlp_from_bert(vlp, bert_folder(task), num_layers=layers, rows=rows, fresh=fresh)
             if after_bert is not None:
                 after_bert(vlp)
         if by_clip:

@@ -72,11 +72,7 @@ def check_config(
 
 
 def open_reader(folder: str | Path, corpus: Corpus, options: Options | None = None) -> Any:
-    """The trained reader of a run, over a corpus.
-
-    Args:
-      options: of the section `inference`, in place of the run's own.
-    """
+    """The trained reader of a run over a corpus, with other `options` of `inference`."""
     task, _ = read_run(folder, (Answer, FusionInDecoder))
     load = load_fusion_reader if isinstance(task, FusionInDecoder) else load_reader
     return load(folder, corpus, options)

@@ -177,10 +177,7 @@ class SelectionEvaluation:
 
 
 def two_sides(
-    joint_layers: int | None,
-    match_type: int | None,
-    packing: AtlasPackingConfig,
-    config: VLPConfig,
+    joint_layers: int | None, match_type: int | None, packing: AtlasPackingConfig, config: VLPConfig
 ) -> TwoSides | None:
     """How a model encodes question and source separately; None if it does not.
 

@@ -18,7 +18,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.local_copies import with_local_copies
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.metrics import check_wandb
-from mmqa_jax.core.workdir import claim_workdir, read_config
+from mmqa_jax.core.workdir import claim_workdir
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.tasks.registry import check_config, read_task
 from mmqa_jax.tasks.vqa import keep_vocabulary
@@ -32,7 +32,7 @@ from mmqa_jax.weights.folder import write_run_sums
 from mmqa_jax.weights.record import RUN_FILES, is_trained
 
 # A run may resume with other values of these, on other hosts: they change no step. Whether another
-# `train.steps` does is found out by training.continued.
+# `train.steps` does is found out by the loop (training/loop.py, `Resuming`).
 _FREE = frozenset(
     {
         *("batches.threads", "batches.workers", "features.cache", "mesh", "train.steps"),
@@ -74,30 +74,23 @@ def run_training(
         check_config(config)
         if only_start and profile is not None:
             raise UserError("--profile: --only_start takes no step; leave one of them out.")
-        observed = Observed(
-            None if profile is None else parse_steps(profile, config.train.steps), wandb
-        )
+        steps = None if profile is None else parse_steps(profile, config.train.steps)
         if wandb is not None:
             check_wandb(wandb)
-        return _run_training(
-            config,
-            folder,
-            corpus,
-            only_start,
-            observed,
-            Resuming(skip_damaged, stretch_schedule),
-        )
+        resuming = Resuming(skip_damaged, stretch_schedule)
+        return _run_training(config, folder, corpus, only_start, Observed(steps, wandb), resuming)
 
 
 def _run_training(
-    config: ConfigDict,
+    named: ConfigDict,
     folder: Path,
     corpus: Corpus | None,
     only_start: bool,
     observed: Observed,
     resuming: Resuming,
 ) -> dict[str, Any]:
-    given, config = config, with_local_copies(config, stream=True)
+    """Trains; `named` is the config whose places may be in an object store."""
+    config = with_local_copies(named, stream=True)
     task = read_task(config).in_folder(folder)
     corpus = corpus or task.open_corpus()
     steps = 0 if only_start else config.train.steps
@@ -107,14 +100,12 @@ def _run_training(
         "--skip_damaged": resuming.skip_damaged,
         "--stretch_schedule": resuming.stretch_schedule,
     }
-    check_same_run(given, {**further, "the prepared corpus": corpus.fingerprint})
-    with claim_workdir(folder, given, work=("checkpoints/[0-9]*",), free=_FREE) as (workdir, _):
+    check_same_run(named, {**further, "the prepared corpus": corpus.fingerprint})
+    with claim_workdir(folder, named, work=("checkpoints/[0-9]*",), free=_FREE) as (workdir, _):
         distributed.barrier("the workdir is claimed")
         check_shared_folder(folder)
         resuming = dataclasses.replace(
-            resuming,
-            former=read_config(folder).train.to_dict(),
-            on_start=lambda step: workdir.record_changes(given, step),
+            resuming, former=workdir.recorded_config()["train"], on_start=workdir.record_changes
         )
         distributed.connect_devices()
         if only_start and any(folder.glob("checkpoints/[0-9]*")):

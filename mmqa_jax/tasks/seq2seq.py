@@ -58,8 +58,7 @@ class PairBatches(BatchesSection):
 class Seq2Seq(solved_questions.SolvedQuestions):
     """A T5, Flan-T5 or mT5 on solved questions, with options or without.
 
-    Attributes:
-      init: any T5 that `mmqa prompt --model` takes, or scratch.
+    It begins at any T5 that `mmqa prompt --model` takes, or at scratch.
     """
 
     name: ClassVar[str] = "seq2seq"

@@ -120,10 +120,7 @@ class SolvedQuestions(TextModelTask):
         """Refuses examples that the library cannot give."""
         if self.examples.shots:
             check_similarity(
-                self.examples.similarity,
-                self.library,
-                key="examples.similarity",
-                section="library",
+                self.examples.similarity, self.library, key="examples.similarity", section="library"
             )
 
     def check_learned(self) -> None:

@@ -437,10 +437,8 @@ class Task(abc.ABC):
         """`questions`: of the split."""
 
     def validation(self, corpus: Corpus, tokenizer: Any, model: nnx.Module) -> Validation | None:
-        """What the section `validate` describes; None without one.
-
-        Args:
-          model: of the run, possibly abstract (nnx.eval_shape).
+        """What the section `validate` makes of the run's model, possibly an abstract one; None
+        without one.
         """
         if self.validate is None:
             return None
@@ -484,10 +482,7 @@ class Task(abc.ABC):
 
 
 def scored_questions(
-    task: Task,
-    corpus: Corpus,
-    counts: Callable[[Question], bool],
-    needed: str,
+    task: Task, corpus: Corpus, counts: Callable[[Question], bool], needed: str
 ) -> list[Question]:
     """The questions of the section `validate` that can be scored, of the model's modality.
 

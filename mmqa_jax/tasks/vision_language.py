@@ -90,8 +90,7 @@ class PicturedBatches(BatchesSection):
 class VisionLanguage(solved_questions.SolvedQuestions):
     """A Qwen-VL on solved questions with pictures, or without.
 
-    Attributes:
-      init: any Qwen2.5-VL or Qwen3-VL that `mmqa prompt --model` takes, or scratch.
+    It begins at any Qwen2.5-VL or Qwen3-VL that `mmqa prompt --model` takes, or at scratch.
     """
 
     name: ClassVar[str] = "vision_language"
@@ -364,11 +363,7 @@ class TrainingPictures:
 
 
 class PicturedRows(NamedTuple):
-    """Makes batches, one example in a row.
-
-    Attributes:
-      size: tokens of a row beside its picture's, and learned ones.
-    """
+    """Makes batches of one example a row, of `size` tokens beside its pictures'."""
 
     size: RowSize
     config: QwenVLConfig

@@ -233,8 +233,7 @@ class VQA(tasks.Task):
     def open_pictures(self, corpus: Corpus | None) -> PictureFeatures | QuestionPictures | None:
         """The pictures, or their features; None where captions stand for them.
 
-        Args:
-          corpus: of the questions, from which a model on patches reads their pictures.
+        A model on patches reads the pictures of the questions' corpus.
         """
         if self.model.image == "caption":
             return None
@@ -337,11 +336,10 @@ def load_vqa_model(
 def load_prophets_mcan(
     folder: str | Path, task: VQA, options: tasks.Options | None = None
 ) -> VQAModel:
-    """A checkpoint of Prophet's authors that `mmqa convert` wrote.
+    """Opens a checkpoint of Prophet's authors that `mmqa convert` wrote.
 
-    Args:
-      task: on grids, for what weights do not tell: `tokenizer`, `answers.file`, `features`,
-        `batches.lengths`, `inference.batch_size`. Its sizes give way to the weights'.
+    The task, on grids, says what weights do not tell: `tokenizer`, `answers.file`, `features`,
+    `batches.lengths`, `inference.batch_size`. Its sizes give way to the weights'.
     """
     record = read_record(folder)
     if record.architecture.name != "mcan" or not isinstance(task.model, GridModel):
@@ -389,11 +387,7 @@ def _answer_heads(sizes: Any) -> int:
 
 
 def make_answers(section: Any, questions: Sequence[Question]) -> AnswerVocabulary:
-    """The answers of a section `answers` (tasks.vqa.AnswersSection).
-
-    Args:
-      questions: the training questions.
-    """
+    """The answers of a section `answers` for these training questions."""
     if section.file:
         return read_vocabulary(section.file)
     base = read_vocabulary(section.base).answers if section.base else ()

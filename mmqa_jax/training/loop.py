@@ -457,10 +457,7 @@ def _restore_or_start(
     load_pretrained: Callable[[nnx.Module], None] | None,
 ) -> tuple[TrainState, int, dict[str, Any]]:
     """The newest checkpoint, or else the weights that the task starts from; step and `meta`."""
-    restored = checkpoints.restore_latest(
-        **_items(abstract),
-        iterator=batches,
-    )
+    restored = checkpoints.restore_latest(**_items(abstract), iterator=batches)
     frozen = abstract.frozen
     if restored is None or jax.tree.leaves(frozen):
         state = (
@@ -693,11 +690,10 @@ class Throughput:
         return is_new
 
     def columns(self, seconds: Mapping[str, float]) -> dict[str, float]:
-        """The columns of a log row, and an empty window.
+        """The columns of a log row, from the seconds of a window (`TimeSplit.take`), and an empty
+        window.
 
-        Args:
-          seconds: of the window, as `TimeSplit.take` gives them. Rates are over the time in which
-            steps were computed or waited for their batch.
+        Rates are over the time in which steps were computed or waited for their batch.
         """
         work, self._window = self._window, Work()
         row = {f"{phase}_seconds": value for phase, value in seconds.items()}

@@ -89,10 +89,8 @@ class Profile:
             self._stop()
 
     def step(self, step: int, wait: Callable[[], Any]) -> AbstractContextManager:
-        """Around a step: reading its batch and dispatching it.
-
-        Args:
-          wait: returns when all dispatched steps are computed.
+        """Wraps a step, its batch's reading included; `wait` returns when all steps so far are
+        computed.
         """
         if self._steps is None or not self._steps.first <= step <= self._steps.last:
             return contextlib.nullcontext()

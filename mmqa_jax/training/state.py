@@ -380,11 +380,8 @@ class Step:
         return jaxpr_flops(traced.jaxpr.jaxpr, recomputed=False)
 
     def abstract_arguments(self, batch: Any) -> tuple[Any, ...]:
-        """What `jitted` takes, as shapes with shardings.
-
-        Args:
-          batch: as the loop's, without the entries that stay on the host, of arrays or
-            jax.ShapeDtypeStructs; sizes are those of the global batch.
+        """What `jitted` takes, as shapes with shardings, for a global batch without its entries for
+        the host.
         """
         split, whole = batch_sharding(self.mesh), replicated(self.mesh)
 

@@ -162,8 +162,8 @@ def test_config_json_keeps_what_changed(tmp_path):
     with Workdir(tmp_path) as workdir:
         workdir.claim(one)
         assert workdir.claim(other, free={"mesh", "train.steps"})
-        workdir.record_changes(other, 4)
-        workdir.record_changes(other, 6)
+        workdir.record_changes(4)
+        workdir.record_changes(6)
     record = json.loads((tmp_path / "config.json").read_text())
     assert record["config"] == other
     (change,) = record["changes"]
