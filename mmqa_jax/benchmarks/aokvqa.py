@@ -23,28 +23,30 @@ either of which may be absent (prepare_predictions.py). Null is an empty answer,
 
 from __future__ import annotations
 
-import ast
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import check_text, read_json, write_json
+from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.formats import coco
 from mmqa_jax.data.formats.official import (
     DIFFICULT,
     RATIONALES,
     BenchmarkFiles,
+    Entry,
     OfficialFiles,
     PictureFolders,
+    json_entries,
     one_file,
+    read_entries,
 )
-from mmqa_jax.data.formats.parquet import ParquetPictures, parquet_rows
+from mmqa_jax.data.formats.parquet import ParquetPictures, hub_tables, parquet_entries
 from mmqa_jax.data.schema import SPLITS, Material, Prediction, Question
 from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.scores import (
@@ -73,14 +75,6 @@ MATERIALS = (
 
 DIRECT, CHOICE = "direct_answer", "multiple_choice"
 _LETTER_OR_NUMBER = re.compile(r"\(?([A-Za-z]|\d+)[).:]?")
-
-
-class _Row(NamedTuple):
-    """One question of a file; `where` names it in messages."""
-
-    where: str
-    split: str
-    values: Mapping[str, Any]
 
 
 class _Pictures:
@@ -130,30 +124,19 @@ def read_aokvqa(path: Path) -> BenchmarkFiles:
         )
     described = coco.read_descriptions(files, "captions_aokvqa.json", folders=("", "../okvqa/"))
     pictures = _Pictures(files.folder, tables)
-    seen: dict[str, str] = {}
-    questions = []
-    for row in rows:
-        question = _question(row, described, pictures)
-        if question.id in seen:
-            raise UserError(
-                f"{row.where}: question_id {question.id!r} is already in {seen[question.id]}; "
-                "remove one."
-            )
-        seen[question.id] = row.where
-        questions.append(question)
+    read = read_entries(rows, lambda row: _question(row, described, pictures), "question_id")
+    questions = list(read.values())
     names = sorted({question.image for question in questions if question.image is not None})
     if not names:
         files.missing["train2017/, val2017/, test2017/"] = "no pictures; captions stand for them"
     return files.content(questions, _counts(questions), PUBLISHED_COUNTS, pictures, names)
 
 
-def _folder_rows(files: OfficialFiles) -> tuple[list[_Row], list[Path]]:
+def _folder_rows(files: OfficialFiles) -> tuple[list[Entry], list[Path]]:
     """The questions of a folder, and its Parquet files."""
     rows, tables = [], []
     for split, prefix in _HUB_PREFIX.items():
-        found = sorted([*files.folder.glob(f"{prefix}*.parquet")]) or sorted(
-            files.folder.glob(f"data/{prefix}*.parquet")
-        )
+        found = hub_tables(files.folder, prefix.removesuffix("-"))
         path = files.optional(f"aokvqa_v1p0_{split}.json", without=f"no {split} questions")
         if path is not None:
             rows += _json_rows(path)
@@ -165,87 +148,50 @@ def _folder_rows(files: OfficialFiles) -> tuple[list[_Row], list[Path]]:
     return rows, tables
 
 
-def _json_rows(path: Path) -> Iterator[_Row]:
-    rows = read_json(path)
-    if not isinstance(rows, list):
-        raise UserError(f"{path}: a list of questions was expected; fetch A-OKVQA's file again.")
-    for number, row in enumerate(rows, start=1):
-        where = f"{path}, entry {number}"
-        if not isinstance(row, dict):
-            raise UserError(f"{where}: an object was expected; fetch A-OKVQA's file again.")
+def _json_rows(path: Path) -> Iterator[Entry]:
+    for row in json_entries(path):
         if row.get("split") not in SPLITS:
-            raise UserError(
-                f"{where}: split is {row.get('split')!r}; expected one of {', '.join(SPLITS)}."
-            )
-        yield _Row(where, row["split"], row)
+            raise row.wrong("split", f"one of {', '.join(SPLITS)}")
+        yield row
 
 
-def _parquet_rows(path: Path) -> Iterator[_Row]:
+def _parquet_rows(path: Path) -> Iterator[Entry]:
     split = next((s for s, prefix in _HUB_PREFIX.items() if path.name.startswith(prefix)), None)
     if split is None:
         raise UserError(
             f"{path}: its name says no split; call it {'*, '.join(_HUB_PREFIX.values())}*."
         )
-    for number, row in parquet_rows(path, _NEEDED, _ANSWERS):
-        yield _Row(f"{path}, row {number}", split, row)
+    for row in parquet_entries([path], _NEEDED, _ANSWERS):
+        row["split"] = split
+        yield row
 
 
-def _question(row: _Row, described: coco.Descriptions, pictures: _Pictures) -> Question:
-    where, values = row.where, row.values
+def _question(row: Entry, described: coco.Descriptions, pictures: _Pictures) -> Question:
     for key in ("question_id", "question"):
-        if not isinstance(values.get(key), str) or not values[key].strip():
-            raise UserError(f"{where}: {key} is {values.get(key)!r}; expected text.")
-    choices = _texts(values.get("choices"), "choices", where)
-    index = values.get("correct_choice_idx")
-    if index is not None and not choices:
-        raise UserError(
-            f"{where}: choices are missing, but correct_choice_idx is {index!r}; fetch A-OKVQA's "
-            "file again."
-        )
-    if index is not None and not (type(index) is int and 0 <= index < len(choices)):
-        raise UserError(
-            f"{where}: correct_choice_idx is {index!r}; expected a number from 0 to "
-            f"{len(choices) - 1}."
-        )
-    image_id = values.get("image_id")
+        if not row.text(key).strip():
+            raise row.wrong(key, "text")
+    choices, answers = row.texts("choices"), row.texts("direct_answers")
+    index = row.index("correct_choice_idx", len(choices))
+    image_id = row.get("image_id")
     if image_id is not None and type(image_id) is not int:
-        raise UserError(f"{where}: image_id is {image_id!r}; expected a whole number.")
-    answers = _texts(values.get("direct_answers"), "direct_answers", where)
-    if answers and type(values.get(DIFFICULT)) is not bool:
-        raise UserError(
-            f"{where}: {DIFFICULT} is {values.get(DIFFICULT)!r}; expected true or false, since "
-            "difficult questions do not count in the score of direct answers; fetch A-OKVQA's file "
-            "again."
+        raise row.wrong("image_id", "a whole number")
+    if answers and type(row.get(DIFFICULT)) is not bool:
+        raise row.wrong(
+            DIFFICULT,
+            "true or false, since difficult questions do not count in the score of direct answers,",
         )
-    rationales = _texts(values.get(RATIONALES), RATIONALES, where)
-    extra = {key: value for key, value in values.items() if key not in _FIELDS}
+    extra = {key: value for key, value in row.items() if key not in _FIELDS}
     return Question(
-        id=values["question_id"],
-        split=row.split,
-        question=values["question"],
-        image=pictures.name_of(values["question_id"], image_id),
+        id=row["question_id"],
+        split=row["split"],
+        question=row["question"],
+        image=pictures.name_of(row["question_id"], image_id),
         answers=answers,
         choices=choices,
         answer_index=index,
-        rationale=rationales[0] if rationales else "",
+        rationale=next(iter(row.texts(RATIONALES)), ""),
         extra={**extra, **described.extra(image_id)},
     )
-
-
-def _texts(value: Any, key: str, where: str) -> tuple[str, ...]:
-    """A list of strings, which the hub's Parquet writes as Python's literal; () where absent."""
-    if value is None or value == "":
-        return ()
-    found = value
-    if isinstance(value, str):
-        try:
-            found = ast.literal_eval(value)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            found = None
-        check_text(found, where)  # a literal may hold half of a character
-    if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
-        raise UserError(f"{where}: {key} is {repr(value)[:60]}; expected a list of texts.")
-    return tuple(found)
 
 
 def _counts(questions: Sequence[Question]) -> dict[str, int]:
@@ -258,8 +204,7 @@ def _counts(questions: Sequence[Question]) -> dict[str, int]:
         for key in coco.DESCRIPTIONS:
             found[f"{split} questions with {key}"] += key in question.extra
         found[f"{split} questions with a picture file"] += question.image is not None
-    names = [*PUBLISHED_COUNTS, *(name for name in found if name not in PUBLISHED_COUNTS)]
-    return {name: found[name] for name in names}
+    return found
 
 
 def read_aokvqa_predictions(path: Path, questions: Sequence[Question]) -> list[Prediction]:

@@ -31,8 +31,15 @@ import numpy as np
 
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_jsonl, write_jsonl
-from mmqa_jax.data.formats.official import BenchmarkFiles, OfficialFiles, PictureFiles
+from mmqa_jax.core.files import write_jsonl
+from mmqa_jax.data.formats.official import (
+    BenchmarkFiles,
+    Entry,
+    OfficialFiles,
+    PictureFiles,
+    line_entries,
+    read_entries,
+)
 from mmqa_jax.data.formats.tables import real_number
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation.prediction_lines import read_answers_by
@@ -80,16 +87,11 @@ def read_infoseek(folder: Path) -> BenchmarkFiles:
             continue
         kinds = _kinds(files, split)
         entities = _entities(files, split)
-        for line, row in read_jsonl(path):
-            question = _question(row, split, kinds, f"{path}, line {line}")
-            if question.id in questions:
-                raise UserError(
-                    f"{path}, line {line}: data_id {question.id} is there twice; fetch it again."
-                )
-            entity = entities.get(question.id, {})
-            questions[question.id] = dataclasses.replace(
-                question, extra={**question.extra, **entity}
-            )
+
+        def question(row: Entry, split=split, kinds=kinds, entities=entities) -> Question:
+            return _question(row, split, kinds, entities)
+
+        questions |= read_entries(line_entries(path), question, "data_id")
     if not questions:
         raise UserError(
             f"{folder}: holds none of InfoSeek's questions; put infoseek_val.jsonl and "
@@ -113,11 +115,10 @@ def _kinds(files: OfficialFiles, split: str) -> dict[str, str]:
         f"infoseek_{split}_qtype.jsonl", without=f"the types of {split} questions are not known"
     )
     kinds = {}
-    for line, row in () if path is None else read_jsonl(path):
-        where = f"{path}, line {line}"
-        kind = _string(row, "question_type", where).lower()
+    for row in () if path is None else line_entries(path):
+        kind = row.text("question_type").lower()
         # The script takes all others for strings.
-        kinds[_string(row, "data_id", where)] = kind if kind in TYPES else "string"
+        kinds[row.text("data_id")] = kind if kind in TYPES else "string"
     return kinds
 
 
@@ -125,45 +126,44 @@ def _entities(files: OfficialFiles, split: str) -> dict[str, dict[str, str]]:
     path = files.optional(
         f"infoseek_{split}_withkb.jsonl", without=f"the entities of {split} are not known"
     )
-    found = {}
-    for line, row in () if path is None else read_jsonl(path):
-        where = f"{path}, line {line}"
-        found[_string(row, "data_id", where)] = {
-            ENTITY: _string(row, "entity_id", where),
-            ENTITY_NAME: _string(row, "entity_text", where),
+    return {
+        row.text("data_id"): {
+            ENTITY: row.text("entity_id"),
+            ENTITY_NAME: row.text("entity_text"),
         }
-    return found
+        for row in (() if path is None else line_entries(path))
+    }
 
 
-def _question(row: Any, split: str, kinds: Mapping[str, str], where: str) -> Question:
-    name = _string(row, "data_id", where)
+def _question(
+    row: Entry,
+    split: str,
+    kinds: Mapping[str, str],
+    entities: Mapping[str, Mapping[str, str]],
+) -> Question:
+    name = row.text("data_id")
     kind = kinds.get(name, "")
     if kinds and not kind:
-        raise UserError(f"{where}: infoseek_{split}_qtype.jsonl has no type of {name}; fetch both.")
-    annotated, counted = row.get("answer", []), row.get("answer_eval", [])
-    extra: dict[str, Any] = {"image_id": _string(row, "image_id", where)}
+        raise row.error(f"infoseek_{split}_qtype.jsonl has no type of {name}")
+    extra: dict[str, Any] = {"image_id": row.text("image_id")}
     unseen = str(row.get("data_split", "")).removeprefix(f"{split}_")
     if unseen in _UNSEEN:
         extra[UNSEEN] = unseen
-    bounds = _range(counted)
+    bounds, annotated = _range(row.get("answer_eval", [])), row.texts("answer")
     if bounds is not None:
         extra[RANGE], counted = bounds, annotated
     elif kind == "numerical":
-        raise UserError(f"{where}: answer_eval has no `range` of two numbers; fetch it again.")
-    for answers in (annotated, counted):
-        if not isinstance(answers, list) or not all(isinstance(one, str) for one in answers):
-            raise UserError(
-                f"{where}: answer and answer_eval must be lists of texts; fetch the file again."
-            )
-    counted = counted or annotated
+        raise row.error("answer_eval has no `range` of two numbers")
+    else:
+        counted = row.texts("answer_eval") or annotated
     return Question(
         id=name,
         split=split,
-        question=_string(row, "question", where),
+        question=row.text("question"),
         image=extra["image_id"],
         answers=tuple(sorted(dict.fromkeys(counted), key=lambda one: one not in annotated)),
         category=kind,
-        extra=extra,
+        extra={**extra, **entities.get(name, {})},
     )
 
 
@@ -185,13 +185,6 @@ def _pictures(folder: Path, questions: Mapping[str, Question]) -> PictureFiles:
     return PictureFiles(folder, {name: sorted(found) for name, found in places.items()})
 
 
-def _string(row: Any, key: str, where: str) -> str:
-    value = row.get(key) if isinstance(row, dict) else None
-    if not isinstance(value, str) or not value:
-        raise UserError(f"{where}: {key} is {value!r:.60}; text was expected; fetch it again.")
-    return value
-
-
 def _counts(questions: list[Question], picture_files: int) -> dict[str, int]:
     found: Counter[str] = Counter(f"{question.split} questions" for question in questions)
     for question in questions:
@@ -199,12 +192,7 @@ def _counts(questions: list[Question], picture_files: int) -> dict[str, int]:
             found[f"{question.split} {question.category} questions"] += 1
         if UNSEEN in question.extra:
             found[f"{question.split} {question.extra[UNSEEN]}"] += 1
-    named = {name: found[name] for name in PUBLISHED_COUNTS}
-    return {
-        **named,
-        **{name: count for name, count in sorted(found.items()) if name not in named},
-        "picture files": picture_files,
-    }
+    return {**dict(sorted(found.items())), "picture files": picture_files}
 
 
 SCORER = "infoseek/official"

@@ -24,15 +24,21 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.data.formats.official import BenchmarkFiles, OfficialFiles, PictureFiles
-from mmqa_jax.data.formats.parquet import ParquetPictures, parquet_rows
+from mmqa_jax.data.formats.official import (
+    BenchmarkFiles,
+    Entry,
+    OfficialFiles,
+    PictureFiles,
+    read_entries,
+)
+from mmqa_jax.data.formats.parquet import ParquetPictures, hub_tables, parquet_entries
 from mmqa_jax.data.formats.tables import real_number
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation.multiple_choice import LETTERS, by_choice
@@ -44,6 +50,7 @@ from mmqa_jax.evaluation.scores import (
     scores_of,
 )
 from mmqa_jax.evaluation.scoring import Evaluation
+from mmqa_jax.evaluation.vqa import has_answers
 
 # Keys of Question.extra that decide how an answer is normalized, and the unit that prompts name.
 KIND, ANSWER_TYPE, PRECISION, UNIT = "question_type", "answer_type", "precision", "unit"
@@ -65,14 +72,7 @@ MATERIALS = (
 _SPLITS = {"testmini": "val", "test": "test"}
 _NEEDED = ("pid", "question", "choices", "answer", KIND, ANSWER_TYPE, PRECISION, UNIT, "metadata")
 _PICTURE = "decoded_image"
-
-
-class _Row(NamedTuple):
-    """A problem before it is checked."""
-
-    where: str
-    split: str
-    problem: Mapping[str, Any]
+_SPLIT = "split"  # added to an entry, where its file says it
 
 
 def read_mathvista(folder: Path) -> BenchmarkFiles:
@@ -81,20 +81,11 @@ def read_mathvista(folder: Path) -> BenchmarkFiles:
     `Question.category` is the task; `extra` keeps unit, precision, both types and the metadata.
     """
     files = OfficialFiles(folder)
-    tables = {
-        split: sorted(folder.glob(f"{name}-*.parquet"))
-        or sorted(folder.glob(f"data/{name}-*.parquet"))
-        for name, split in _SPLITS.items()
-    }
+    tables = {split: hub_tables(folder, name) for name, split in _SPLITS.items()}
     paths = [path for found in tables.values() for path in found]
     files.found += paths
-    rows = list(_table_rows(tables)) if paths else list(_json_rows(files))
-    questions: dict[str, Question] = {}
-    for row in rows:
-        question = _question(row)
-        if question.id in questions:
-            raise UserError(f"{row.where}: pid {question.id} is there twice; keep one of them.")
-        questions[question.id] = question
+    read = _table_rows(tables) if paths else _json_rows(files)
+    questions = read_entries(read, _question, "pid").values()
     if not questions:
         raise UserError(
             f"{folder}: holds none of MathVista's problems; put testmini.json and images/, or the "
@@ -104,35 +95,26 @@ def read_mathvista(folder: Path) -> BenchmarkFiles:
     if paths:
         pictures = ParquetPictures(paths, "pid", _PICTURE)
     else:
-        places = {q.id: tuple(_places(q.extra.get("image"))) for q in questions.values()}
+        places = {q.id: tuple(_places(q.extra.get("image"))) for q in questions}
         pictures = PictureFiles(folder, places)
     shown = [
         dataclasses.replace(question, image=question.id) if question.id in pictures else question
-        for question in questions.values()
+        for question in questions
     ]
     names = [question.image for question in shown if question.image is not None]
     if len(names) < len(shown):
         files.missing["images/"] = f"{len(shown) - len(names):,} questions have no picture file"
-    inputs = pictures.signature() if paths else pictures.signature(names)
-    return BenchmarkFiles(
-        questions=shown,
-        counts=_counts(shown),
-        published=PUBLISHED_COUNTS,
-        files=files.found,
-        missing=files.missing,
-        read_picture=pictures if names else None,
-        inputs=inputs if names else None,
-    )
+    return files.content(shown, _counts(shown), PUBLISHED_COUNTS, pictures, names)
 
 
-def _table_rows(tables: Mapping[str, Sequence[Path]]) -> Iterator[_Row]:
+def _table_rows(tables: Mapping[str, Sequence[Path]]) -> Iterator[Entry]:
     for split, paths in tables.items():
-        for path in paths:
-            for number, row in parquet_rows(path, _NEEDED, ("image",)):
-                yield _Row(f"{path}, row {number}", split, row)
+        for row in parquet_entries(paths, _NEEDED, ("image",)):
+            row[_SPLIT] = split
+            yield row
 
 
-def _json_rows(files: OfficialFiles) -> Iterator[_Row]:
+def _json_rows(files: OfficialFiles) -> Iterator[Entry]:
     for name, split in _SPLITS.items():
         path = files.optional(
             f"{name}.json", f"data/{name}.json", without=f"there are no {split} questions"
@@ -141,17 +123,12 @@ def _json_rows(files: OfficialFiles) -> Iterator[_Row]:
         if not isinstance(data, dict):
             raise UserError(f"{path}: {{pid: problem}} was expected; fetch the file again.")
         for pid, problem in data.items():
-            where = f"{path}, problem {pid}"
-            if not isinstance(problem, dict):
-                raise UserError(f"{where}: is no object; fetch the file again.")
-            yield _Row(where, split, {"pid": pid, **problem})
+            row = Entry(f"{path}, problem {pid}", problem)
+            yield Entry(row.where, {"pid": pid, **row, _SPLIT: split})
 
 
-def _question(row: _Row) -> Question:
-    where, problem = row.where, row.problem
-    choices = problem.get("choices") or []
-    if not isinstance(choices, list) or not all(isinstance(one, str) for one in choices):
-        raise UserError(f"{where}: choices are {choices!r:.60}; a list of texts was expected.")
+def _question(problem: Entry) -> Question:
+    choices, answer = problem.texts("choices"), problem.text("answer", "")
     kind, answer_type = problem.get(KIND), problem.get(ANSWER_TYPE)
     if (
         kind not in (CHOICE, FREE)
@@ -159,32 +136,26 @@ def _question(row: _Row) -> Question:
         or (kind == CHOICE) != (answer_type == "text")
         or (kind == CHOICE and len(choices) < 2)
     ):
-        raise UserError(
-            f"{where}: {KIND} is {kind!r}, {ANSWER_TYPE} {answer_type!r}, with {len(choices)} "
-            f"choices; {CHOICE}, text and two choices at least, or {FREE} and a number or list "
-            "were expected; fetch the file again."
+        raise problem.error(
+            f"{KIND} is {kind!r}, {ANSWER_TYPE} {answer_type!r}, with {len(choices)} choices; "
+            f"{CHOICE}, text and two choices at least, or {FREE} and a number or list were expected"
         )
-    text, answer = problem.get("question"), problem.get("answer") or ""
-    pid, metadata = problem.get("pid"), problem.get("metadata")
-    texts = (text, answer, pid)
-    if not all(isinstance(one, str) for one in texts) or not text or not isinstance(metadata, dict):
-        raise UserError(f"{where}: pid, question, answer or metadata is wrong; fetch it again.")
-    precision = problem.get(PRECISION)
+    metadata, precision = problem.entry("metadata"), problem.get(PRECISION)
     number = None if precision is None else real_number(precision)
     if answer_type == "float" and number is None:
-        raise UserError(f"{where}: precision is {precision!r}; a number was expected; correct it.")
+        raise problem.wrong(PRECISION, "a number")
     kept = {
         **{key: problem[key] for key in (KIND, ANSWER_TYPE, UNIT, "image") if problem.get(key)},
         **({} if number is None else {PRECISION: int(number)}),
         **{key: metadata[key] for key in GROUPS if metadata.get(key)},
     }
     return Question(
-        id=pid,
-        split=row.split,
-        question=text,
+        id=problem.text("pid"),
+        split=problem[_SPLIT],
+        question=problem.text("question"),
         answers=(answer,) if answer else (),
         category=str(metadata.get("task", "")),
-        choices=tuple(choices),
+        choices=choices,
         answer_index=choices.index(answer) if answer in choices else None,
         extra=kept,
     )
@@ -208,11 +179,6 @@ def _counts(questions: Sequence[Question]) -> dict[str, int]:
 
 OFFICIAL, EMPTY_WRONG = "mathvista/official", "mathvista/empty_wrong"
 _BRACKETED = re.compile(r"\(([a-zA-Z])\)")
-
-
-def has_answer(question: Question) -> bool:
-    """Whether a question's answer is published."""
-    return bool(question.answers)
 
 
 def extracted_by_rule(response: str, question: Question, *, quick: bool = False) -> str | None:
@@ -284,7 +250,7 @@ def edit_distance(first: str, second: str) -> int:
 def score_mathvista(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
     """Accuracy overall and by each of the official script's keys; a missing prediction is wrong."""
     given = predictions_by_question(questions, predictions)
-    scored = questions_that_count(questions, has_answer, "a published answer")
+    scored = questions_that_count(questions, has_answers, "a published answer")
 
     def right(*, ignore_empty: bool) -> np.ndarray:
         return np.array(
@@ -386,7 +352,7 @@ BENCHMARK = Benchmark(
     split="val",
     formats="predictions.jsonl, or {pid: problem with `extraction` or `response`} as JSON",
     read_predictions=read_mathvista_predictions,
-    has_reference=has_answer,
+    has_reference=has_answers,
     score=score_mathvista,
     write_submission=write_mathvista_submission,
     split_names={"testmini": "val"},

@@ -24,6 +24,7 @@ table says how often.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +37,14 @@ from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, parse_json, read_text
 from mmqa_jax.data.corpus import Corpus, fold_of
-from mmqa_jax.data.formats.official import BenchmarkFiles, OfficialFiles, PictureFiles, object_rows
+from mmqa_jax.data.formats.official import (
+    BenchmarkFiles,
+    Entry,
+    OfficialFiles,
+    PictureFiles,
+    line_entries,
+    read_entries,
+)
 from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import SPLITS, Material, Prediction, Question, Source
 from mmqa_jax.evaluation.retrieval import FORMATS, has_positives, read_found
@@ -108,22 +116,16 @@ def read_mbeir(path: Path) -> BenchmarkFiles:
             f"{pool}: is not named as M-BEIR's pools are (mbeir_SET_cand_pool.jsonl); give it its "
             "name again."
         )
-    sources: dict[str, Source] = {}
-    for where, row in object_rows(pool):
-        source = _candidate(row, where)
-        if source.id in sources:
-            raise UserError(f"{where}: did {source.id} is there twice; {_AGAIN}.")
-        sources[source.id] = source
+    sources = read_entries(line_entries(pool), _candidate, "did")
     instructions = _instructions(files)
     questions: dict[str, Question] = {}
     for split, queries in _query_files(folder, named["name"], named["split"]):
         files.found.append(queries)
         judged = _judged(files, queries, split)
-        for where, row in object_rows(queries):
-            question = _query(row, split, sources, judged, instructions, where)
-            if question.id in questions:
-                raise UserError(f"{where}: qid {question.id} is there twice; {_AGAIN}.")
-            questions[question.id] = question
+        read = functools.partial(
+            _query, split=split, sources=sources, judged=judged, instructions=instructions
+        )
+        questions |= read_entries(line_entries(queries), read, "qid")
     if not questions:
         split, name = named["split"] or "test", named["name"]
         name = "SET" if name == "union" else name
@@ -227,16 +229,16 @@ def _instructions(files: OfficialFiles) -> Mapping[tuple[str, str, str], list[st
     return wordings
 
 
-def _candidate(row: dict[str, Any], where: str) -> Source:
-    name, kind = _id(row.get("did"), "did", where), _modality(row, "modality", where)
+def _candidate(row: Entry) -> Source:
+    name, kind = _id(row, "did", row.get("did")), _modality(row, "modality")
     extra: dict[str, Any] = {}
     if dataset_of(name) == "webqa":
-        listed = _inner(row, "src_content", where)
+        listed = _inner(row, "src_content")
         own = listed.get("snippet_id") or listed.get("image_id")
         extra = {WEBQA_ID: own} if own else {}
-    text, picture = as_sentence(_text(row, "txt", where)), _text(row, "img_path", where)
+    text, picture = as_sentence(row.text("txt", "")), row.text("img_path", "")
     if not text and not picture:
-        raise UserError(f"{where}: has neither txt nor img_path; {_AGAIN}.")
+        raise row.error("has neither txt nor img_path")
     if kind != "text" and (kind == "image,text") != bool(text):
         extra[_MODALITY] = kind
     modality = "text" if kind == "text" else "image"
@@ -244,54 +246,49 @@ def _candidate(row: dict[str, Any], where: str) -> Source:
 
 
 def _query(
-    row: dict[str, Any],
+    row: Entry,
     split: str,
     sources: Mapping[str, Source],
     judged: Mapping[str, list[str]] | None,
     instructions: Mapping[tuple[str, str, str], list[str]] | None,
-    where: str,
 ) -> Question:
-    name, kind = _id(row.get("qid"), "qid", where), _modality(row, "query_modality", where)
-    positives = _ids(row, "pos_cand_list", where)
+    name, kind = _id(row, "qid", row.get("qid")), _modality(row, "query_modality")
+    positives = _ids(row, "pos_cand_list")
     if judged is not None:
         if name not in judged:
-            raise UserError(f"{where}: the file of qrels judges nothing for {name}; fetch both.")
+            raise row.error(f"the file of qrels judges nothing for {name}")
         positives = judged[name]
     # OVEN's and InfoSeek's positives are in both pools, of which a local one has its own alone.
     positives = [one for one in dict.fromkeys(positives) if one in sources]
     if not positives:
-        raise UserError(
-            f"{where}: none of the positives of {name} is in the pool; fetch the pool again."
-        )
+        raise row.error(f"none of the positives of {name} is in the pool")
     own = [one for one in positives if dataset_of(one) == dataset_of(name)]
     wanted = candidate_modality(sources[(own or positives)[0]])
     if (kind, wanted) not in TASKS:
-        raise UserError(f"{where}: asks from {kind!r} to {wanted!r}, no task of M-BEIR; {_AGAIN}.")
-    query = _text(row, "query_txt", where)
+        raise row.error(f"asks from {kind!r} to {wanted!r}, no task of M-BEIR")
+    query = row.text("query_txt", "")
     asked = query
     if instructions is not None:
         key = name.partition(":")[0], kind, wanted
         if not instructions.get(key):
-            raise UserError(
-                f"{where}: {_INSTRUCTIONS} has no prompt for {', '.join(key)}; fetch it."
-            )
+            raise row.error(f"{_INSTRUCTIONS} has no prompt for {', '.join(key)}")
         wording = instructions[key][fold_of(name, len(instructions[key]))]
         asked = f"{as_sentence(wording)} {query}"
     extra = {QUERY: query}
     if dataset_of(name) == "webqa":
-        guid = _inner(row, "query_src_content", where).get("Guid")
+        guid = _inner(row, "query_src_content").get("Guid")
         extra |= {WEBQA_ID: guid} if guid else {}
     return Question(
         # The ids of a data set begin at 1 in every split; those of test are as they are.
         id=name if split == "test" else f"{split}:{name}",
         split=split,
         question=as_sentence(asked),
-        image=_text(row, "query_img_path", where) or None,
+        image=row.text("query_img_path", "") or None,
         category=f"{dataset_of(name)}_task{TASKS[kind, wanted]}",
         positives=tuple(positives),
         negatives=tuple(
             one
-            for one in dict.fromkeys(_ids(row, "neg_cand_list", where))
+            for one in dict.fromkeys(_ids(row, "neg_cand_list"))
             if one in sources and one not in positives
         ),
         extra=extra,
@@ -304,38 +301,30 @@ def _with_picture(one: Any, found: set[str]) -> Any:
     return one if there else dataclasses.replace(one, image=None)
 
 
-def _id(value: Any, key: str, where: str) -> str:
+def _id(row: Entry, key: str, value: Any) -> str:
     if not isinstance(value, str) or not _ID.fullmatch(value):
-        raise UserError(f"{where}: {key} is {value!r:.60}; DATASET:NUMBER was expected; {_AGAIN}.")
+        raise row.error(f"{key} is {value!r:.60}; DATASET:NUMBER was expected")
     return value
 
 
-def _ids(row: dict[str, Any], key: str, where: str) -> list[str]:
+def _ids(row: Entry, key: str) -> list[str]:
     value = row.get(key) or []
     if not isinstance(value, list):
-        raise UserError(f"{where}: {key} must be a list of ids; {_AGAIN}.")
-    return [_id(one, key, where) for one in value]
+        raise row.wrong(key, "a list of ids")
+    return [_id(row, key, one) for one in value]
 
 
-def _modality(row: dict[str, Any], key: str, where: str) -> str:
-    value = row.get(key)
-    kind = ",".join(sorted(value.split(","))) if isinstance(value, str) else ""
+def _modality(row: Entry, key: str) -> str:
+    kind = ",".join(sorted(row.text(key, "").split(",")))
     if kind not in ("text", "image", "image,text"):
-        raise UserError(f"{where}: {key} is {value!r:.60}; text, image or both; {_AGAIN}.")
+        raise row.wrong(key, "text, image or both")
     return kind
 
 
-def _text(row: dict[str, Any], key: str, where: str) -> str:
-    value = row.get(key)
-    if not isinstance(value, str | None):
-        raise UserError(f"{where}: {key} is {value!r:.60}; text was expected; {_AGAIN}.")
-    return value or ""
-
-
-def _inner(row: dict[str, Any], key: str, where: str) -> dict[str, Any]:
+def _inner(row: Entry, key: str) -> dict[str, Any]:
     """What the original data set says, JSON in a text; {} where nothing is kept."""
-    text = _text(row, key, where)
-    content = parse_json(text, f"{where}, {key}") if text else {}
+    text = row.text(key, "")
+    content = parse_json(text, f"{row.where}, {key}") if text else {}
     return content if isinstance(content, dict) else {}
 
 

@@ -21,22 +21,19 @@ An open question is right if one of the numbers and phrases in the response is a
 
 from __future__ import annotations
 
-import ast
-import dataclasses
 import random
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.data.formats.official import BenchmarkFiles, OfficialFiles
-from mmqa_jax.data.formats.parquet import PictureColumns, parquet_rows
+from mmqa_jax.data.formats.official import BenchmarkFiles, Entry, OfficialFiles, read_entries
+from mmqa_jax.data.formats.parquet import PictureColumns, parquet_entries
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation.multiple_choice import (
     LETTERS,
@@ -49,6 +46,7 @@ from mmqa_jax.evaluation.multiple_choice import (
 from mmqa_jax.evaluation.prediction_lines import read_answers_by
 from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
 from mmqa_jax.evaluation.scoring import Evaluation
+from mmqa_jax.evaluation.vqa import has_answers
 
 # Keys of Question.extra: `multiple-choice` or `open`, and the topic's difficulty.
 KIND, DIFFICULTY = "question_type", "topic_difficulty"
@@ -82,7 +80,6 @@ _ID = re.compile(r"(dev|validation|test)_(\w+)_(\d{1,9})")
 _NEEDED = ("id", "question", "options", "answer", KIND)
 _MORE = ("explanation", "subfield", DIFFICULTY, "img_type")
 _PICTURES = tuple(f"image_{number}" for number in range(1, 8))
-_LONGEST = 100_000  # characters of a list as text; MMMU's longest has 2,000
 _HIDDEN = "?"
 
 
@@ -101,23 +98,10 @@ def read_mmmu(folder: Path) -> BenchmarkFiles:
         )
     files.found += tables
     pictures = PictureColumns(tables, "id", _PICTURES)
-    questions: dict[str, Question] = {}
-    for path in tables:
-        for number, row in parquet_rows(path, _NEEDED, _MORE):
-            where = f"{path}, row {number}"
-            question = _question(where, row)
-            if question.id in questions:
-                raise UserError(f"{where}: id {question.id} is there twice; keep one file of it.")
-            questions[question.id] = _with_pictures(where, question, pictures)
+    rows = parquet_entries(tables, _NEEDED, _MORE)
+    questions = read_entries(rows, lambda row: _question(row, pictures), "id")
     ordered = sorted(questions.values(), key=place_of)
-    return BenchmarkFiles(
-        questions=ordered,
-        counts=_counts(ordered),
-        published=PUBLISHED_COUNTS,
-        files=files.found,
-        read_picture=pictures,
-        inputs=pictures.signature(),
-    )
+    return files.content(ordered, _counts(ordered), PUBLISHED_COUNTS, pictures, ordered)
 
 
 def place_of(question: Question) -> tuple[str, int]:
@@ -125,72 +109,37 @@ def place_of(question: Question) -> tuple[str, int]:
     return question.category, int(question.id.rpartition("_")[2])
 
 
-def _question(where: str, row: dict[str, Any]) -> Question:
+def _question(row: Entry, pictures: PictureColumns) -> Question:
     named = _ID.fullmatch(str(row["id"]))
     if named is None or named[2] not in SUBJECTS:
-        raise UserError(
-            f"{where}: id is {row['id']!r:.60}; SPLIT_SUBJECT_NUMBER of one of MMMU's 30 subjects "
-            "was expected; fetch MMMU's own files."
-        )
-    text, answer, kind = row["question"], row["answer"], row[KIND]
-    texts = (text, answer, kind, row.get("explanation") or "")
-    if not all(isinstance(one, str) for one in texts) or not text or not kind:
-        raise UserError(
-            f"{where}: question, answer, {KIND} or explanation is no text; fetch the file again."
-        )
+        raise row.wrong("id", "SPLIT_SUBJECT_NUMBER of one of MMMU's 30 subjects")
     choices, index, answers = (), None, ()
-    if kind == CHOICE:
-        choices = _texts(row["options"], f"{where}: options")
+    answer = row.text("answer", empty=True)
+    if row.text(KIND) == CHOICE:
+        choices = row.texts("options")
         if len(choices) < 2:
-            raise UserError(f"{where}: has {len(choices)} options; two at least were expected.")
-        if answer and answer != _HIDDEN:
-            index = ord(answer[0]) - ord("A")
-            if len(answer) > 1 or not 0 <= index < len(choices):
-                raise UserError(
-                    f"{where}: answer is {answer!r:.60}; the letter of one of {len(choices)} "
-                    "options was expected; fetch the file again."
-                )
-            answers = (choices[index],)
+            raise row.error(f"has {len(choices)} options; two at least were expected")
+        index = row.letter("answer", len(choices), (None, "", _HIDDEN))
+        answers = () if index is None else (choices[index],)
     elif answer and answer != _HIDDEN:
-        listed = answer.startswith("['") or answer.startswith('["')
-        answers = _texts(answer, f"{where}: answer") if listed else (answer,)
+        answers = row.texts("answer") if answer.startswith(("['", '["')) else (answer,)
+    names = [f"{named[0]}/{column}" for column in _PICTURES]
+    there = [name in pictures for name in names]
+    if not all(there[: sum(there)]):  # `<image 3>` would stand for another one
+        raise row.error(f"has image_{there.index(True) + 1} and not all before it")
     return Question(
         id=named[0],
         split=_SPLITS[named[1]],
-        question=text,
+        question=row.text("question"),
+        image=names[0] if any(there) else None,
+        more_images=tuple(names[1 : sum(there)]),
         answers=answers,
         category=named[2],
         choices=choices,
         answer_index=index,
-        rationale=row.get("explanation") or "",
+        rationale=row.text("explanation", ""),
         extra={key: row[key] for key in (KIND, *_MORE[1:]) if row.get(key)},
     )
-
-
-def _with_pictures(where: str, question: Question, pictures: PictureColumns) -> Question:
-    names = [f"{question.id}/{column}" for column in _PICTURES]
-    there = [name in pictures for name in names]
-    count = sum(there)
-    if not all(there[:count]):  # `<image 3>` would stand for another one
-        raise UserError(
-            f"{where}: has image_{there.index(True) + 1} and not all before it; fetch it again."
-        )
-    if not count:
-        return question
-    return dataclasses.replace(question, image=names[0], more_images=tuple(names[1:count]))
-
-
-def _texts(value: Any, where: str) -> tuple[str, ...]:
-    """A list of texts, which the hub's files write as Python's literal."""
-    found = value
-    if isinstance(value, str):
-        try:
-            found = ast.literal_eval(value) if len(value) <= _LONGEST else None
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            found = None
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-        raise UserError(f"{where} are {repr(value)[:60]}; a list of texts was expected.")
-    return tuple(found)
 
 
 def _counts(questions: Sequence[Question]) -> dict[str, int]:
@@ -219,11 +168,6 @@ _NUMBERS = (
     re.compile(r"-?(?<!\d)\d+(?:\.\d+)?[eE][+-]?\d+"),
     re.compile(r"-?(?:(?<!\d)\d+\.\d+|\.\d+|(?<!\d)\d+\b)(?![eE][+-]?\d+)(?![,\d])"),
 )
-
-
-def has_answer(question: Question) -> bool:
-    """Whether a question's answer is published."""
-    return bool(question.answers)
 
 
 def open_answers(response: str) -> list[str | float]:
@@ -270,7 +214,7 @@ def score_mmmu(questions: Sequence[Question], predictions: Sequence[Prediction])
     A missing prediction is wrong; the scripts leave it out.
     """
     given = predictions_by_question(questions, predictions)
-    scored = questions_that_count(questions, has_answer, "a published answer")
+    scored = questions_that_count(questions, has_answers, "a published answer")
     found = _choices(scored, given, _by_script)
     letters = _choices(scored, given, _by_letter)
     drawn = found | _drawn(questions, given)
@@ -375,7 +319,7 @@ BENCHMARK = Benchmark(
     split="val",
     formats='predictions.jsonl, {id: answer} as JSON, or a list of {"id", "response"}',
     read_predictions=read_mmmu_predictions,
-    has_reference=has_answer,
+    has_reference=has_answers,
     score=score_mmmu,
     write_submission=write_mmmu_submission,
     split_names={"dev": "train", "validation": "val"},

@@ -20,17 +20,22 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_jsonl
-from mmqa_jax.data.formats.official import BenchmarkFiles, OfficialFiles, PictureFiles
-from mmqa_jax.data.formats.parquet import PictureColumns, parquet_rows
+from mmqa_jax.data.formats.official import (
+    BenchmarkFiles,
+    Entry,
+    OfficialFiles,
+    PictureFiles,
+    read_entries,
+)
+from mmqa_jax.data.formats.parquet import PictureColumns, hub_tables, parquet_entries
 from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
 from mmqa_jax.evaluation.multiple_choice import (
@@ -74,8 +79,8 @@ class _Pictures:
         """Encoded bytes; PictureError where there are none."""
         return self._columns(name) if name in self._columns else self._files(name)
 
-    def signature(self) -> str:
-        """Identifies the files in their present state."""
+    def signature(self, names: Iterable[str] = ()) -> str:
+        """Identifies the files in their present state, whatever the names of pictures."""
         return f"{self._columns.signature()}\n{self._files.signature(self._names)}"
 
 
@@ -86,7 +91,7 @@ def read_mragbench(folder: Path) -> BenchmarkFiles:
     pictures, `extra["retrieved"]` those that the authors retrieved.
     """
     files = OfficialFiles(folder)
-    tables = sorted(folder.glob("test-*.parquet")) or sorted(folder.glob("data/test-*.parquet"))
+    tables = hub_tables(folder, "test")
     if not tables:
         raise UserError(f"{folder}: holds no test-*.parquet; put MRAG-Bench's Parquet files there.")
     files.found += tables
@@ -110,60 +115,41 @@ def read_mragbench(folder: Path) -> BenchmarkFiles:
         sources.setdefault(digest, Source(digest, "image", "", image=name))
         return digest
 
-    questions: dict[str, Question] = {}
-    for path in tables:
-        for number, row in parquet_rows(path, _NEEDED, _MORE):
-            where = f"{path}, row {number}"
-            name = str(row["id"])
-            if name in questions:
-                raise UserError(f"{where}: id {name} is there twice; keep one file of it.")
-            gold, given = (
-                tuple(dict.fromkeys(map(known, columns.listed(name, column))))
-                for column in (_GOLD, _GIVEN)
-            )
-            image = f"{name}/image"
-            shown = image if image in columns else None
-            questions[name] = _question(where, row, shown, gold, given)
+    def question(row: Entry) -> Question:
+        gold, given = (
+            tuple(dict.fromkeys(map(known, columns.listed(str(row["id"]), column))))
+            for column in (_GOLD, _GIVEN)
+        )
+        image = f"{row['id']}/image"
+        return _question(row, image if image in columns else None, gold, given)
+
+    rows = parquet_entries(tables, _NEEDED, _MORE)
+    questions = list(read_entries(rows, question, "id").values())
     for name in names:
         known(name)
-    return BenchmarkFiles(
-        questions=list(questions.values()),
-        counts=_counts(list(questions.values()), len(sources)),
-        published=PUBLISHED_COUNTS,
-        files=files.found,
-        missing=files.missing,
-        read_picture=pictures,
-        inputs=pictures.signature(),
-        # By id: in the files' order, gold before retrieved, ties would favor gold pictures.
-        sources=[sources[name] for name in sorted(sources)],
-    )
+    # By id: in the files' order, gold before retrieved, ties would favor gold pictures.
+    listed = [sources[name] for name in sorted(sources)]
+    counts = _counts(questions, len(sources))
+    return files.content(questions, counts, PUBLISHED_COUNTS, pictures, [*sources], listed)
 
 
 def _question(
-    where: str, row: dict[str, Any], image: str | None, gold: Sequence[str], given: Sequence[str]
+    row: Entry, image: str | None, gold: tuple[str, ...], given: Sequence[str]
 ) -> Question:
-    for key in ("question", *_LETTERS, "scenario", ASPECT):
-        if not isinstance(row[key], str) or not row[key]:
-            raise UserError(f"{where}: {key} is {row[key]!r:.60}; text was expected.")
-    if row["answer_choice"] not in tuple(_LETTERS):
-        raise UserError(
-            f"{where}: answer_choice is {row['answer_choice']!r:.60}; a letter from A to D was "
-            "expected; fetch the file again."
-        )
-    choices = tuple(row[letter] for letter in _LETTERS)
-    index = _LETTERS.index(row["answer_choice"])
+    choices = tuple(map(row.text, _LETTERS))
+    index = row.letter("answer_choice", len(choices), hidden=())
     return Question(
         id=str(row["id"]),
         split="test",
-        question=row["question"],
+        question=row.text("question"),
         image=image,
         answers=(choices[index],),
-        category=row["scenario"],
-        positives=tuple(gold),
+        category=row.text("scenario"),
+        positives=gold,
         choices=choices,
         answer_index=index,
         extra={
-            ASPECT: row[ASPECT],
+            ASPECT: row.text(ASPECT),
             **{key: row[key] for key in _MORE if row.get(key)},
             RETRIEVED: list(given),
         },

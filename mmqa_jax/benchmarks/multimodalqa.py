@@ -40,9 +40,11 @@ from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.articles import WIKIPEDIA, WIKIPEDIA_PICTURES
 from mmqa_jax.data.formats.official import (
     BenchmarkFiles,
+    Entry,
     OfficialFiles,
     PictureFolders,
-    object_rows,
+    line_entries,
+    read_entries,
 )
 from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
@@ -97,11 +99,8 @@ def read_multimodalqa(folder: Path) -> BenchmarkFiles:
     pictures = PictureFolders(folder, (PICTURES, "images"))
     sources: dict[str, Source] = {}
     for part, read in (("text", _text), ("table", _table), ("image", _image)):
-        for where, row in object_rows(_file(files, f"{part}s", required=True)):
-            source = read(row, where)
-            if source.id in sources:
-                raise UserError(f"{where}: id {source.id} is there twice; fetch the file again.")
-            sources[source.id] = source
+        rows = line_entries(_file(files, f"{part}s", required=True))
+        sources |= read_entries(rows, read, "id")
     names = [source.image for source in sources.values() if source.image is not None]
     found = [name for name in names if name in pictures]
     if not found:
@@ -110,11 +109,10 @@ def read_multimodalqa(folder: Path) -> BenchmarkFiles:
     questions: dict[str, Question] = {}
     for split in _SPLITS:
         path = _file(files, split, required=False)
-        for where, row in () if path is None else object_rows(path):
-            question = _question(row, split, sources, where)
-            if question.id in questions:
-                raise UserError(f"{where}: qid {question.id} is there twice; fetch the file again.")
-            questions[question.id] = question
+        rows = () if path is None else line_entries(path)
+        questions |= read_entries(
+            rows, lambda row, split=split: _question(row, split, sources), "qid"
+        )
     if not questions:
         raise UserError(
             f"{folder}: holds no questions; put MMQA_dev.jsonl.gz there, or another split's file."
@@ -147,45 +145,26 @@ def _reading(pictures: PictureFolders) -> Callable[[str], bytes]:
     return read
 
 
-def _text(row: dict[str, Any], where: str) -> Source:
-    return Source(
-        id=_string(row, "id", where),
-        modality="text",
-        text=_string(row, "text", where),
-        title=_string(row, "title", where),
-        extra={DOC_PART: "text", **_url(row)},
-    )
+def _text(row: Entry) -> Source:
+    text, extra = row.text("text"), {DOC_PART: "text", **_url(row)}
+    return Source(row.text("id"), "text", text, row.text("title"), extra=extra)
 
 
-def _image(row: dict[str, Any], where: str) -> Source:
-    return Source(
-        id=_string(row, "id", where),
-        modality="image",
-        text="",
-        title=_string(row, "title", where),
-        image=_string(row, "path", where),
-        extra={DOC_PART: "image", **_url(row)},
-    )
+def _image(row: Entry) -> Source:
+    extra = {DOC_PART: "image", **_url(row)}
+    return Source(row.text("id"), "image", "", row.text("title"), row.text("path"), extra)
 
 
-def _table(row: dict[str, Any], where: str) -> Source:
+def _table(row: Entry) -> Source:
     table = row.get("table")
     try:
         columns = [str(column["column_name"]) for column in table["header"]]
         rows = [[str(cell["text"]) for cell in cells] for cells in table["table_rows"]]
         name = str(table.get("table_name") or "")
     except (TypeError, KeyError, AttributeError) as error:
-        raise UserError(
-            f"{where}: `table` has not the form of the release (header, table_rows); fetch the "
-            "file again."
-        ) from error
-    return Source(
-        id=_string(row, "id", where),
-        modality="text",
-        text=table_text(name, columns, rows),
-        title=_string(row, "title", where),
-        extra={DOC_PART: "table", **_url(row)},
-    )
+        raise row.error("`table` has not the form of the release (header, table_rows)") from error
+    text, extra = table_text(name, columns, rows), {DOC_PART: "table", **_url(row)}
+    return Source(row.text("id"), "text", text, row.text("title"), extra=extra)
 
 
 def table_text(name: str, columns: list[str], rows: list[list[str]]) -> str:
@@ -203,63 +182,40 @@ def table_text(name: str, columns: list[str], rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-def _question(row: dict[str, Any], split: str, sources: dict[str, Source], where: str) -> Question:
-    metadata = row.get("metadata")
-    if not isinstance(metadata, dict):
-        raise UserError(f"{where}: has no object `metadata`; fetch the file again.")
-    context = [name for key in _CONTEXT for name in _texts(metadata, key, where)]
+def _question(row: Entry, split: str, sources: dict[str, Source]) -> Question:
+    metadata = row.entry("metadata")
+    context = [name for key in _CONTEXT for name in metadata.texts(key)]
     if metadata.get("table_id") is not None:
-        context.append(_string(metadata, "table_id", where))
-    supporting = row.get("supporting_context", [])
+        context.append(metadata.text("table_id"))
     try:
-        gold = dict.fromkeys(str(one["doc_id"]) for one in supporting)
+        gold = dict.fromkeys(str(one["doc_id"]) for one in row.get("supporting_context", []))
         items = [str(one["answer"]) for one in row.get("answers", [])]
         found_in = sorted({str(one["modality"]) for one in row.get("answers", [])})
     except (TypeError, KeyError) as error:
-        raise UserError(
-            f"{where}: `answers` or `supporting_context` has not the form of the release; fetch "
-            "the file again."
+        raise row.error(
+            "`answers` or `supporting_context` has not the form of the release"
         ) from error
     unknown = next((name for name in (*gold, *context) if name not in sources), None)
     if unknown is not None:
-        raise UserError(
-            f"{where}: names source {unknown}, which is in none of the files of sources; fetch "
-            "them again."
-        )
+        raise row.error(f"names source {unknown}, which is in none of the files of sources")
     kind = metadata.get("type", "")
     if kind not in ("", *TYPES):
-        raise UserError(f"{where}: type is {kind!r}, none of the release's; fetch the file again.")
+        raise metadata.wrong("type", "one of the release's")
     extra: dict[str, Any] = {}
     if metadata.get("modalities"):
-        extra[MODALITIES] = _texts(metadata, "modalities", where)
+        extra[MODALITIES] = list(metadata.texts("modalities"))
     if items:
         extra |= {ANSWER_LIST: items, ANSWER_MODALITY: SEPARATOR.join(found_in)}
     return Question(
-        id=_string(row, "qid", where),
+        id=row.text("qid"),
         split=_SPLITS[split],
-        question=_string(row, "question", where),
+        question=row.text("question"),
         answers=(SEPARATOR.join(items),) if items else (),
         category=kind,
         positives=tuple(gold),
         negatives=tuple(name for name in dict.fromkeys(context) if name not in gold),
         extra=extra,
     )
-
-
-def _texts(metadata: dict[str, Any], key: str, where: str) -> list[str]:
-    texts = metadata.get(key, [])
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise UserError(f"{where}: {key} must be a list of texts; fetch the file again.")
-    return texts
-
-
-def _string(row: dict[str, Any], key: str, where: str) -> str:
-    value = row.get(key)
-    if not isinstance(value, str) or not value:
-        raise UserError(
-            f"{where}: {key} is {value!r:.60}; text was expected; fetch the file again."
-        )
-    return value
 
 
 def _url(row: dict[str, Any]) -> dict[str, str]:

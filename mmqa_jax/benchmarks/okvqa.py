@@ -28,14 +28,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.answers import official_of_weight
 from mmqa_jax.data.formats import coco
-from mmqa_jax.data.formats.coco import (
-    Reference,
-    check_same,
-    entries,
-    read_annotations,
-    read_questions,
-    text_of,
-)
+from mmqa_jax.data.formats.coco import Reference, check_same, read_annotations, read_questions
 from mmqa_jax.data.formats.official import (
     SOFT_LABELS,
     BenchmarkFiles,
@@ -161,25 +154,22 @@ def _soft_labels(path: Path) -> dict[int, tuple[int, str, Reference]]:
     """question_id -> (image_id, question, soft labels and the category)."""
     names = list(CATEGORIES.values())
     found: dict[int, tuple[int, str, Reference]] = {}
-    for where, row, question_id in entries(path, None):
+    for question_id, row in coco.by_question(path, None).items():
         labels = row.get("label")
         if not isinstance(labels, dict) or not all(
             isinstance(weight, int | float) and 0 <= weight <= 1 for weight in labels.values()
         ):
-            raise UserError(
-                f"{where}: `label` must be an object of answer -> weight in 0..1; fetch the file "
-                "again."
-            )
-        image_id = whole_number(text_of(row, "img_id", where).rpartition("_")[2])
+            raise row.error("`label` must be an object of answer -> weight in 0..1")
+        image_id = whole_number(row.text("img_id").rpartition("_")[2])
         if image_id is None:
-            raise UserError(f"{where}: img_id ends in no number; fetch the file again.")
+            raise row.error("img_id ends in no number")
         kind = row.get("class")
         known = type(kind) is int and 0 <= kind < len(names)
         ordered = sorted(labels, key=lambda answer: -labels[answer])
         reference = Reference(
             image_id, tuple(ordered), names[kind] if known else "", {SOFT_LABELS: labels}
         )
-        found[question_id] = (image_id, text_of(row, "sent", where), reference)
+        found[question_id] = (image_id, row.text("sent", empty=True), reference)
     return found
 
 
@@ -193,8 +183,7 @@ def _counts(questions: list[Question], picture_files: int) -> dict[str, int]:
         found[f"{question.split} questions with annotators' answers"] += ten
     found["pictures"] = len({question.extra["image_id"] for question in questions})
     found["picture files"] = picture_files
-    names = [*PUBLISHED_COUNTS, *(name for name in found if name not in PUBLISHED_COUNTS)]
-    return {name: found[name] for name in names}
+    return found
 
 
 def read_okvqa_predictions(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:

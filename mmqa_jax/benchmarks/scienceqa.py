@@ -41,11 +41,18 @@ from mmqa_jax.data.formats.official import (
     HAS_HINT,
     HAS_PICTURE,
     BenchmarkFiles,
+    Entry,
     OfficialFiles,
     PictureFiles,
     one_file,
 )
-from mmqa_jax.data.formats.parquet import ParquetPictures, parquet_columns, parquet_rows, row_name
+from mmqa_jax.data.formats.parquet import (
+    ParquetPictures,
+    hub_tables,
+    parquet_columns,
+    parquet_rows,
+    row_name,
+)
 from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import SPLITS, Material, Prediction, Question
 from mmqa_jax.evaluation import multiple_choice as rules
@@ -84,12 +91,11 @@ _GRADES = {"G1-6": range(1, 7), "G7-12": range(7, 13)}
 
 
 class _Row(NamedTuple):
-    """A problem before it is checked."""
+    """A problem, its id and split, and the name of its picture."""
 
-    where: str
+    problem: Entry
     id: str
     split: str
-    problem: Mapping[str, Any]
     picture: str | None
 
 
@@ -125,16 +131,7 @@ def read_scienceqa(path: Path) -> BenchmarkFiles:
             f"{len(shown) - len(names):,} of {len(shown):,} questions with a picture have no file "
             "of it; captions stand for them where known"
         )
-    signature = pictures.signature() if tables else pictures.signature(names)
-    return BenchmarkFiles(
-        questions=questions,
-        counts=_counts(questions),
-        published=PUBLISHED_COUNTS,
-        files=files.found,
-        missing=files.missing,
-        read_picture=pictures if names else None,
-        inputs=signature if names else None,
-    )
+    return files.content(questions, _counts(questions), PUBLISHED_COUNTS, pictures, names)
 
 
 def parse_conversation(text: str) -> tuple[str, tuple[str, ...]]:
@@ -193,12 +190,7 @@ def _folder_rows(files: OfficialFiles) -> list[_Row]:
 
 def _hub_tables(folder: Path) -> list[Path]:
     """The hub's Parquet files, in the order of the splits."""
-    return [
-        path
-        for prefix in _HUB_PREFIX.values()
-        for path in sorted(folder.glob(f"{prefix}*.parquet"))
-        or sorted(folder.glob(f"data/{prefix}*.parquet"))
-    ]
+    return [path for p in _HUB_PREFIX.values() for path in hub_tables(folder, p.removesuffix("-"))]
 
 
 def _problems_file(folder: Path) -> Path | None:
@@ -229,20 +221,13 @@ def _problem_rows(data: Any, path: Path, splits_file: Path | None) -> list[_Row]
     splits = {} if splits_file is None else _splits(splits_file)
     rows = []
     for pid, problem in data.items():
-        where = f"{path}, problem {pid}"
-        if not isinstance(problem, dict):
-            raise UserError(f"{where}: is no object; fetch the file again.")
+        problem = Entry(f"{path}, problem {pid}", problem)
         split = splits.get(pid) if splits_file else problem.get("split")
         if split not in SPLITS:
             source = f"{splits_file} does not name it" if splits_file else f"split is {split!r}"
-            raise UserError(
-                f"{where}: {source}; expected one of {', '.join(SPLITS)}: fetch both files again."
-            )
-        image = problem.get("image")
-        if image is not None and not isinstance(image, str):
-            raise UserError(f"{where}: image is {image!r}; a file name or null was expected.")
-        picture = f"{split}/{pid}/{image}" if image else None
-        rows.append(_Row(where, pid, split, problem, picture))
+            raise problem.error(f"{source}; one of {', '.join(SPLITS)} was expected")
+        image = problem.text("image", "")
+        rows.append(_Row(problem, pid, split, f"{split}/{pid}/{image}" if image else None))
     return rows
 
 
@@ -270,7 +255,7 @@ def _conversation_rows(data: list[Any], path: Path) -> list[_Row]:
             HAS_HINT: question.startswith("Context: "),
         }
         picture = f"test/{pid}/image.png" if item.get("image") else None
-        rows.append(_Row(where, pid, "test", problem, picture))
+        rows.append(_Row(Entry(where, problem), pid, "test", picture))
     return rows
 
 
@@ -289,7 +274,7 @@ def _parquet_rows(tables: Sequence[Path], pictures: ParquetPictures) -> list[_Ro
             picture = row_name(path, number)
             pid = f"{split}-{counts[split]}"
             shown = picture if picture in pictures else None
-            rows.append(_Row(f"{path}, row {number}", pid, split, problem, shown))
+            rows.append(_Row(Entry(f"{path}, row {number}", problem), pid, split, shown))
             counts[split] += 1
     return rows
 
@@ -304,22 +289,14 @@ def _require_pictures(path: Path) -> None:
 
 
 def _question(row: _Row, captions: Mapping[str, str], pictures: Container[str]) -> Question:
-    where, pid, split, problem, picture = row
+    problem, pid, split, picture = row
     extra = {k: v for k, v in problem.items() if k not in ("split", "image", *_PROBLEM)}
-    for key in ("question", *_GROUPING, *_MORE):
-        if not isinstance(problem.get(key) or "", str):
-            raise UserError(f"{where}: {key} is {problem[key]!r}; text was expected; correct it.")
-    choices = problem.get("choices")
-    if not isinstance(choices, list) or not choices:
-        raise UserError(f"{where}: choices is {choices!r}; a list of texts was expected.")
-    if not problem.get("question") or not all(isinstance(choice, str) for choice in choices):
-        raise UserError(f"{where}: expected a question and choices that are texts; correct it.")
-    answer = problem.get("answer")
-    if answer is not None and not (type(answer) is int and 0 <= answer < len(choices)):
-        raise UserError(
-            f"{where}: answer is {answer!r}; a number from 0 to {len(choices) - 1} was expected; "
-            "correct it."
-        )
+    for key in (*_GROUPING, *_MORE):
+        problem.text(key, "")  # refuses another value
+    choices = problem.texts("choices")
+    if not choices:
+        raise problem.wrong("choices", "a list of texts")
+    answer = problem.index("answer", len(choices))
     extra[HAS_PICTURE] = picture is not None
     extra.setdefault(HAS_HINT, bool(problem.get("hint")))
     if pid in captions and picture is not None:
@@ -327,11 +304,11 @@ def _question(row: _Row, captions: Mapping[str, str], pictures: Container[str]) 
     return Question(
         id=pid,
         split=split,
-        question=problem["question"],
+        question=problem.text("question"),
         image=picture if picture in pictures else None,
         answers=() if answer is None else (choices[answer],),
         category=problem.get("subject") or "",
-        choices=tuple(choices),
+        choices=choices,
         answer_index=answer,
         rationale=problem.get("solution") or "",
         extra={key: value for key, value in extra.items() if key != "solution"},

@@ -25,7 +25,6 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -37,9 +36,12 @@ from mmqa_jax.data.formats.coco import with_captions
 from mmqa_jax.data.formats.official import (
     CAPTION,
     BenchmarkFiles,
+    Entry,
     OfficialFiles,
     PictureFiles,
+    json_entries,
     one_file,
+    read_entries,
 )
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation import multiple_choice as rules
@@ -64,7 +66,6 @@ MATERIALS = (
 )
 
 _CHOICES = ("choice_a", "choice_b", "choice_c", "choice_d")
-_LETTERS = "ABCD"
 _READ = {"question_id", "question", "answer", *_CHOICES}
 
 _SEED_SCORED = {  # why SEED-Bench's predictions are scored by this scorer
@@ -95,24 +96,18 @@ def read_seedbench(path: Path) -> BenchmarkFiles:
             remedy="fetch AILab-CVC/SEED-Bench from the hub",
         )
     data = read_json(source)
-    rows = data.get("questions") if isinstance(data, dict) else None
     names = data.get("question_type") if isinstance(data, dict) else None
-    valid = isinstance(rows, list) and rows and isinstance(names, dict)
+    rows = list(json_entries(source, "questions"))
+    valid = rows and isinstance(names, dict)
     if not valid or any(type(number) is not int for number in names.values()):
         raise UserError(
             f'{source}: {{"questions": [...], "question_type": {{name: number}}}} was expected; '
             "fetch it again."
         )
     dimensions = {number: name for name, number in names.items()}
-    questions, places, seen = [], {}, set()
-    for number, row in enumerate(rows, start=1):
-        where = f"{source}, question {number}"
-        question = _question(where, row, dimensions)
-        if question.id in seen:
-            raise UserError(f"{where}: question_id {question.id!r} appears twice; remove one.")
-        seen.add(question.id)
-        questions.append(question)
-        places[question.id] = _places(question)
+    read = read_entries(rows, lambda row: _question(row, dimensions), "question_id")
+    questions = list(read.values())
+    places = {question.id: _places(question) for question in questions}
     questions = with_captions(files, questions, _caption_names, "a question_id or a data_id")
     pictures = PictureFiles(files.folder, places)
     questions = [
@@ -128,31 +123,22 @@ def read_seedbench(path: Path) -> BenchmarkFiles:
     return files.content(questions, counts, PUBLISHED_COUNTS, pictures, names)
 
 
-def _question(where: str, row: Any, dimensions: Mapping[int, str]) -> Question:
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: an object was expected; fetch the file again.")
-    for key in ("question", *_CHOICES):
-        if not isinstance(row.get(key), str) or not row[key]:
-            raise UserError(f"{where}: {key} is {row.get(key)!r}; text was expected; correct it.")
+def _question(row: Entry, dimensions: Mapping[int, str]) -> Question:
     name = row.get("question_id")
     if not isinstance(name, str | int) or name == "":
-        raise UserError(f"{where}: question_id is {name!r}; text or a number was expected.")
-    answer = row.get("answer")
-    if answer is not None and answer not in tuple(_LETTERS):
-        raise UserError(f"{where}: answer is {answer!r}; a letter from A to D was expected.")
+        raise row.wrong("question_id", "text or a number")
     dimension, kind = row.get(DIMENSION), row.get(DATA_TYPE)
     if type(dimension) is not int or dimension not in dimensions or kind not in ("image", "video"):
-        raise UserError(
-            f"{where}: {DIMENSION} is {dimension!r} and {DATA_TYPE} {kind!r}; a number of "
-            "question_type, and `image` or `video`, were expected: SEED-Bench-2 is another "
-            "benchmark."
+        raise row.error(
+            f"{DIMENSION} is {dimension!r} and {DATA_TYPE} {kind!r}; a number of question_type, "
+            "and `image` or `video`, were expected: SEED-Bench-2 is another benchmark"
         )
-    choices = tuple(row[key] for key in _CHOICES)
-    index = None if answer is None else _LETTERS.index(answer)
+    choices = tuple(map(row.text, _CHOICES))
+    index = row.letter("answer", len(choices), hidden=(None,))
     return Question(
         id=str(name),
         split="test",
-        question=row["question"],
+        question=row.text("question"),
         answers=() if index is None else (choices[index],),
         category=dimensions[dimension],
         choices=choices,

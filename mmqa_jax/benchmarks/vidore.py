@@ -20,7 +20,7 @@ notes. Questions without a relevant page are left out.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,8 +29,8 @@ import numpy as np
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_json
-from mmqa_jax.data.formats.official import BenchmarkFiles
-from mmqa_jax.data.formats.parquet import ParquetPictures, parquet_columns, parquet_rows
+from mmqa_jax.data.formats.official import BenchmarkFiles, Entry, read_entries
+from mmqa_jax.data.formats.parquet import ParquetPictures, parquet_columns, parquet_entries
 from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
 from mmqa_jax.evaluation.retrieval import FORMATS, has_positives, read_found, score_rankings
@@ -106,20 +106,16 @@ def read_vidore(folder: Path, pages: Pages = "pictures") -> BenchmarkFiles:
         if "image" not in parquet_columns(path):
             raise UserError(f"{path}: has no column image; fetch the set's own files.")
     texts = texts if pages != "pictures" else []
-    sources: dict[str, Source] = {}
-    for where, row in _rows(corpus, (pages_key, *texts), ("doc_id", "page_number_in_doc")):
-        source = _page(f"{name}/{_id(row, pages_key, where)}", row, texts, pages)
-        if source.id in sources:
-            raise UserError(f"{where}: page {source.id} is there twice; fetch the file again.")
-        sources[source.id] = source
+    rows = parquet_entries(corpus, (pages_key, *texts), ("doc_id", "page_number_in_doc"))
+    sources = read_entries(
+        rows, lambda row: _page(f"{name}/{_id(row, pages_key)}", row, texts, pages), pages_key
+    )
     judged = _judgments(qrels, name, sources)
-    questions: dict[str, Question] = {}
     key = _key(queries[0], "query-id", "query_id")
-    for where, row in _rows(queries, (key, "query"), (LANGUAGE, "answer", *_KEPT)):
-        question = _question(f"{name}/{_id(row, key, where)}", row, name, judged, where)
-        if question.id in questions:
-            raise UserError(f"{where}: question {question.id} is there twice; fetch it again.")
-        questions[question.id] = question
+    rows = parquet_entries(queries, (key, "query"), (LANGUAGE, "answer", *_KEPT))
+    questions = read_entries(
+        rows, lambda row: _question(f"{name}/{_id(row, key)}", row, name, judged), key
+    )
     languages = Counter(one.extra.get(LANGUAGE, "") for one in questions.values())
     pictures = ParquetPictures(corpus, pages_key) if pages != "text" else None
     return BenchmarkFiles(
@@ -168,15 +164,7 @@ def _key(path: Path, *names: str) -> str:
     return next((name for name in names if name in columns), names[0])
 
 
-def _rows(
-    paths: Sequence[Path], needed: Sequence[str], optional: Sequence[str] = ()
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    for path in paths:
-        for number, row in parquet_rows(path, needed, optional):
-            yield f"{path}, row {number}", row
-
-
-def _page(name: str, row: dict[str, Any], texts: Sequence[str], pages: Pages) -> Source:
+def _page(name: str, row: Entry, texts: Sequence[str], pages: Pages) -> Source:
     text = str(row[texts[0]] or "") if texts else ""
     extra = {
         key: row[column]
@@ -195,39 +183,25 @@ def _judgments(
     judged: dict[str, dict[str, int]] = {}
     query = _key(paths[0], "query-id", "query_id")
     page = _key(paths[0], "corpus-id", "corpus_id")
-    for where, row in _rows(paths, (query, page, "score")):
-        found = f"{name}/{_id(row, page, where)}"
+    for row in parquet_entries(paths, (query, page, "score")):
+        found, grade = f"{name}/{_id(row, page)}", row["score"]
         if found not in sources:
-            raise UserError(f"{where}: judges page {found}, which corpus/ has not; fetch both.")
-        grade = row["score"]
+            raise row.error(f"judges page {found}, which corpus/ has not")
         if not isinstance(grade, int | float) or not float(grade).is_integer():
-            raise UserError(
-                f"{where}: score is {grade!r}; a whole number was expected; fetch the file again."
-            )
+            raise row.wrong("score", "a whole number")
         if grade > 0:
-            judged.setdefault(f"{name}/{_id(row, query, where)}", {})[found] = int(grade)
+            judged.setdefault(f"{name}/{_id(row, query)}", {})[found] = int(grade)
     return judged
 
 
-def _question(
-    name: str, row: dict[str, Any], category: str, judged: dict[str, dict[str, int]], where: str
-) -> Question:
-    if not isinstance(row["query"], str) or not row["query"]:
-        raise UserError(
-            f"{where}: query is {row['query']!r:.60}; text was expected; fetch it again."
-        )
-    language = row.get(LANGUAGE)
-    if not isinstance(language, str | None):
-        raise UserError(
-            f"{where}: language is {language!r:.60}; text was expected; fetch it again."
-        )
-    grades = judged.get(name, {})
+def _question(name: str, row: Entry, category: str, judged: dict[str, dict[str, int]]) -> Question:
+    grades, answer = judged.get(name, {}), row.get("answer")
+    row.text(LANGUAGE, "")  # refuses another value
     extra = {key: row[key] for key in (LANGUAGE, *_KEPT) if row.get(key) is not None}
-    answer = row.get("answer")
     return Question(
         id=name,
         split="test",
-        question=row["query"],
+        question=row.text("query"),
         answers=(answer,) if isinstance(answer, str) and answer else (),
         category=category,
         positives=tuple(grades),
@@ -235,12 +209,10 @@ def _question(
     )
 
 
-def _id(row: dict[str, Any], key: str, where: str) -> str:
+def _id(row: Entry, key: str) -> str:
     value = row[key]
     if whole_number(value) is None and (not isinstance(value, str) or not value):
-        raise UserError(
-            f"{where}: {key} is {value!r:.60}; a number or text was expected; fetch the file again."
-        )
+        raise row.wrong(key, "a number or text")
     return str(value)
 
 

@@ -8,31 +8,29 @@ OK-VQA's test questions are on pictures of val2014. Where OK-VQA's file lies bes
 (OpenEnded_mscoco_val2014_questions.json), the questions on these pictures are a split of their
 own, so that nobody pretrains on them by mistake (Prophet's `v2valvg_no_ok`).
 
-Visual Genome's questions (visual_genome.py), where their files lie there too, are the split `vg`,
+Visual Genome's questions, where their files lie there too, are the split `vg`,
 and those on OK-VQA's test pictures the split `vg_on_okvqa_test`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.benchmarks.okvqa import read_okvqa_predictions, score_okvqa, write_okvqa_submission
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json
 from mmqa_jax.data.formats import coco
-from mmqa_jax.data.formats.coco import (
-    Reference,
-    check_same,
-    number,
-    read_annotations,
-    read_questions,
-    text_of,
+from mmqa_jax.data.formats.coco import Reference, check_same, read_annotations, read_questions
+from mmqa_jax.data.formats.official import (
+    BenchmarkFiles,
+    Entry,
+    OfficialFiles,
+    PictureFolders,
+    json_entries,
 )
-from mmqa_jax.data.formats.official import BenchmarkFiles, OfficialFiles, PictureFolders
 from mmqa_jax.data.schema import Material, Question
 from mmqa_jax.evaluation.vqa import has_answers
 
@@ -142,16 +140,17 @@ def _counts(questions: list[Question], picture_files: int) -> dict[str, int]:
             found[what] = sum(q.split == split for q in questions)
     found["questions with answers"] = sum(bool(q.answers) for q in questions)
     found["picture files"] = picture_files
-    names = [*PUBLISHED_COUNTS, *(name for name in found if name not in PUBLISHED_COUNTS)]
-    return {name: found[name] for name in names}
+    return found
 
 
 # Visual Genome's questions on COCO's pictures, which Prophet and openvqa add to VQAv2's.
 #
-# question_answers.json the official file: [{"id", "qas": [{"qa_id", "question", "answer"}]}]
-# image_data.json the official file: [{"image_id", "coco_id"}], null where not of COCO
-# VG_questions.json, VG_annotations.json openvqa's selection in VQA's format vg_questions.json,
-# vg_annotations.json Prophet's, the same
+#   question_answers.json                   the official file: [{"id", "qas": [{"qa_id", "question",
+#                                           "answer"}]}]
+#   image_data.json                         the official file: [{"image_id", "coco_id"}], null where
+#                                           not of COCO
+#   VG_questions.json, VG_annotations.json  openvqa's selection in VQA's format
+#   vg_questions.json, vg_annotations.json  Prophet's, the same
 #
 # Pictures are named by COCO's ids in all of them, so that VQAv2's features serve.
 
@@ -199,41 +198,28 @@ def read_visual_genome(files: OfficialFiles) -> dict[int, GenomeQuestion]:
 
 def _official(path: Path, coco: Mapping[int, int]) -> dict[int, GenomeQuestion]:
     found: dict[int, GenomeQuestion] = {}
-    for where, row in _rows(path):
-        image_id = coco.get(number(row, "id", where))
-        pairs = row.get("qas")
-        if not isinstance(pairs, list) or not all(isinstance(pair, dict) for pair in pairs):
-            raise UserError(f"{where}: holds no list of qas; fetch the file again.")
-        for pair in pairs if image_id is not None else ():
-            key = number(pair, "qa_id", f"{where}, qas")
+    for row in json_entries(path):
+        image_id = coco.get(row.number("id"))
+        if not isinstance(row.get("qas"), list):
+            raise row.error("holds no list of qas")
+        for pair in row["qas"] if image_id is not None else ():
+            pair = Entry(f"{row.where}, qas", pair)
+            key = pair.number("qa_id")
             if key in found:
-                raise UserError(f"{where}: qa_id {key} appears twice; remove one.")
-            question, answer = (text_of(pair, name, where) for name in ("question", "answer"))
+                raise row.error(f"qa_id {key} is there twice")
             # Answers are sentences: `Outside.`
-            answers = (answer.strip().rstrip("."),) * _ANNOTATORS
-            found[key] = GenomeQuestion(image_id, question, answers)
+            answers = (pair.text("answer", empty=True).strip().rstrip("."),) * _ANNOTATORS
+            found[key] = GenomeQuestion(image_id, pair.text("question", empty=True), answers)
     return found
 
 
 def _coco_ids(path: Path) -> dict[int, int]:
     """Visual Genome's id of a picture -> COCO's, of those that have one."""
     return {
-        number(row, "image_id", where): number(row, "coco_id", where)
-        for where, row in _rows(path)
+        row.number("image_id"): row.number("coco_id")
+        for row in json_entries(path)
         if row.get("coco_id") is not None
     }
-
-
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place for messages, entry) of a JSON list of objects."""
-    rows = read_json(path)
-    if not isinstance(rows, list):
-        raise UserError(f"{path}: a list was expected; fetch the file again.")
-    for count, row in enumerate(rows, start=1):
-        where = f"{path}, entry {count}"
-        if not isinstance(row, dict):
-            raise UserError(f"{where}: an object was expected; fetch the file again.")
-        yield where, row
 
 
 BENCHMARK = Benchmark(

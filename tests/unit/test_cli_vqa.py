@@ -283,6 +283,6 @@ def test_prepare_refuses_what_it_cannot_read(refused, tmp_path):
     raw = write_aokvqa(tmp_path / "raw")
     write(raw / "aokvqa_v1p0_val.json", [aokvqa_row("q1"), aokvqa_row("q1")])
     flags = (f"--raw={raw}", f"--out={tmp_path / 'out'}")
-    refused("prepare", "aokvqa", *flags, message=r"entry 2: question_id 'q1' is already in .*entry")
+    refused("prepare", "aokvqa", *flags, message=r"entry 2: question_id 'q1' is there twice")
     refused("prepare", "okvqa", *flags, message=r"holds none of OK-VQA's questions")
     assert len(OKVQA["val"]) == 3

@@ -131,7 +131,11 @@ def test_official_lines_in_and_out(raw, tmp_path):
 @pytest.mark.parametrize(
     ("name", "rows", "words"),
     [
-        ("infoseek_val.jsonl", [{**VAL[0], "answer_eval": "Paris"}], ("line 1", "lists of texts")),
+        (
+            "infoseek_val.jsonl",
+            [{**VAL[0], "answer_eval": "Paris"}],
+            ("line 1", "answer_eval is 'Paris'; a list of texts"),
+        ),
         ("infoseek_val.jsonl", [{**VAL[2], "answer_eval": ["3"]}], ("line 1", "`range`")),
         ("infoseek_val.jsonl", [VAL[0], VAL[0]], ("line 2", "twice")),
         ("infoseek_val.jsonl", [{**VAL[0], "question": ""}], ("line 1", "question")),

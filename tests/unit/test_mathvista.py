@@ -311,7 +311,7 @@ def test_official_files_in_and_out(data, tmp_path):
         ({"answer_type": "text"}, "answer_type 'text'"),
         ({"answer_type": "float"}, "precision is None"),
         ({"choices": [1, 2]}, "list of texts"),
-        ({"metadata": None}, "metadata is wrong"),
+        ({"metadata": None}, "metadata is None; an object"),
         ({"question": ""}, "question"),
     ],
 )
@@ -332,8 +332,8 @@ _TWICE = {"1": {**PROBLEMS[1], "pid": "1001"}}
     ("content", "message"),
     [
         ([1], r"testmini\.json: \{pid: problem\} was expected; fetch the file again"),
-        ({"7": [1]}, r"testmini\.json, problem 7: is no object; fetch the file again"),
-        (_TWICE, r"test\.json, problem 1001: pid 1001 is there twice; keep one of them"),
+        ({"7": [1]}, r"testmini\.json, problem 7: an object was expected; fetch the file again"),
+        (_TWICE, r"test\.json, problem 1001: pid '1001' is there twice; keep one of them"),
         ({}, "raw: holds none of MathVista's problems; put testmini.json and images/"),
         (
             {"2": {**PROBLEMS[1], "image": "../2.jpg"}},

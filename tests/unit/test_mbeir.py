@@ -299,7 +299,11 @@ _TASK1 = "query/test/mbeir_webqa_task1_test.jsonl"
             [query("2:1", "?", ["7:3"])],
             ("line 1", "no prompt for 2, text, image"),
         ),
-        (_TASK1, [query("2:1", "?", "2:1")], ("line 1", "pos_cand_list must be a list", "fetch")),
+        (
+            _TASK1,
+            [query("2:1", "?", "2:1")],
+            ("line 1", "pos_cand_list is '2:1'; a list of ids", "fetch"),
+        ),
         (_TASK1, [query("2:1", 5, ["2:1"])], ("line 1", "query_txt is 5; text was", "fetch")),
         (
             _TASK1,

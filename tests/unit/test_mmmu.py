@@ -82,16 +82,22 @@ def test_prepare_official_files(data):
     [
         ([row("val_Music_1", "A", "['a', 'b']")], ("row 0", "val_Music_1")),
         ([row("validation_Cooking_1", "A", "['a', 'b']")], ("row 0", "30 subjects")),
-        ([row("validation_Art_1", "C", "['a', 'b']")], ("row 0", "'C'", "2 options")),
+        (
+            [row("validation_Art_1", "C", "['a', 'b']")],
+            ("row 0", "answer is 'C'; a letter from A to B was expected"),
+        ),
         ([row("validation_Art_1", "A", "open('/etc/passwd')")], ("row 0", "list of texts")),
         ([row("validation_Art_1", "A", "['a']")], ("row 0", "two at least")),
         ([VAL[0], VAL[0]], ("row 1", "twice")),
         ([{**VAL[0], "image_1": None}], ("row 0", "image_2")),
         *(
-            ([{**VAL[0], key: value}], ("row 0", "question_type or explanation is no text; fetch"))
+            ([{**VAL[0], key: value}], ("row 0", f"{key} is {value!r}; text was expected; fetch"))
             for key, value in (("question", ""), ("answer", None), ("explanation", 5))
         ),
-        ([{**VAL[0], "question_type": None}], ("row 0", "question_type or explanation is no text")),
+        (
+            [{**VAL[0], "question_type": None}],
+            ("row 0", "question_type is None; text was expected"),
+        ),
         ([{k: v for k, v in VAL[0].items() if k != "question_type"}], ("no column question_type",)),
     ],
 )

@@ -19,7 +19,7 @@ from mmqa_jax.benchmarks.multimodalqa import (
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.formats import official
-from mmqa_jax.data.formats.official import object_rows
+from mmqa_jax.data.formats.official import line_entries
 from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.data.schema import Prediction
 
@@ -208,17 +208,21 @@ def _with(key: str, value: object) -> str:
         ("dev", [json.dumps(_UNKNOWN)], ("line 1", "source zz")),
         ("dev", 2 * [json.dumps(QUESTIONS[0])], ("line 2", "q1", "twice")),
         ("tables", [json.dumps(_NO_TABLE)], ("MMQA_tables", "line 1", "`table`")),
-        ("texts", 2 * [json.dumps(TEXTS[0])], ("MMQA_texts", "line 2", "id t1 is there twice")),
+        ("texts", 2 * [json.dumps(TEXTS[0])], ("MMQA_texts", "line 2", "id 't1' is there twice")),
         (
             "texts",
             [json.dumps({**TEXTS[0], "text": 5})],
             ("line 1", "text is 5; text was expected"),
         ),
-        ("dev", [json.dumps({**QUESTIONS[0], "metadata": 1})], ("line 1", "no object `metadata`")),
+        (
+            "dev",
+            [json.dumps({**QUESTIONS[0], "metadata": 1})],
+            ("line 1", "metadata is 1; an object was expected"),
+        ),
         ("dev", [json.dumps({**QUESTIONS[0], "answers": [1]})], ("line 1", "`answers` or")),
-        ("dev", [_with("type", "Guess")], ("line 1", "type is 'Guess', none of the release's")),
-        ("dev", [_with("text_doc_ids", "t1")], ("line 1", "text_doc_ids must be a list of texts")),
-        ("dev", [_with("modalities", 5)], ("line 1", "modalities must be a list of texts")),
+        ("dev", [_with("type", "Guess")], ("line 1", "type is 'Guess'; one of the release's was")),
+        ("dev", [_with("text_doc_ids", "t1")], ("line 1", "text_doc_ids is 't1'; a list of texts")),
+        ("dev", [_with("modalities", 5)], ("line 1", "modalities is 5; a list of texts")),
     ],
 )
 def test_malformed_lines(raw, tmp_path, name, rows, words):
@@ -260,10 +264,10 @@ def test_pictures_that_are_not_there_or_no_longer(raw):
 
 def test_lines_that_no_memory_or_disk_gives(raw, monkeypatch):
     with pytest.raises(UserError, match=r"raw: cannot be read \(Is a directory\); check the file"):
-        list(object_rows(raw))
+        list(line_entries(raw))
     monkeypatch.setattr(official, "_LONGEST_LINE", 64)
     with pytest.raises(UserError, match=r"_dev.*, line 1: is longer than 64 bytes; fetch the file"):
-        list(object_rows(raw / "MMQA_dev.jsonl.gz"))
+        list(line_entries(raw / "MMQA_dev.jsonl.gz"))
 
 
 def test_a_cut_file_is_refused(raw, tmp_path):

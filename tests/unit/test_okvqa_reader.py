@@ -74,8 +74,8 @@ def test_coco_captions_by_people(tmp_path):
     found = {question.id: question for question in read_okvqa(tmp_path).questions}
     assert found["26"].extra["coco_captions"] == [f"caption {n}" for n in range(5)]
     for content, message in (
-        ({"annotations": [{"image_id": "2"}]}, "annotation 1: expected a number"),
-        ({"images": []}, 'holds no list "annotations"; fetch COCO\'s captions again'),
+        ({"annotations": [{"image_id": "2"}]}, "entry 1: caption is None; text was expected"),
+        ({"images": []}, 'an object with a list "annotations" was expected; fetch'),
     ):
         write(tmp_path / "captions_val2014.json", content)
         refused(tmp_path, rf"captions_val2014\.json[,:] {message}")
@@ -147,12 +147,12 @@ def test_annotations_of_other_questions(tmp_path):
         (
             "OpenEnded_mscoco_val2014_questions.json",
             {"questions": [{"question_id": 1, "image_id": 1, "question": None}]},
-            r"entry 1: question is None; expected text",
+            r"entry 1: question is None; text was expected",
         ),
         (
             "OpenEnded_mscoco_val2014_questions.json",
             {"questions": [{"question_id": 1, "image_id": 1, "question": "?"}] * 2},
-            r"entry 2: question_id 1 appears twice; remove one",
+            r"entry 2: question_id 1 is there twice; fetch",
         ),
         (
             "mscoco_val2014_annotations.json",
@@ -162,12 +162,12 @@ def test_annotations_of_other_questions(tmp_path):
         (
             "mscoco_val2014_annotations.json",
             {"annotations": [{"question_id": 25, "image_id": 2, "answers": ["a"]}]},
-            r"annotations\.json, entry 1, answers: answer is None; expected text",
+            r"annotations\.json, entry 1, answers: an object was expected",
         ),
         (
             "mscoco_val2014_annotations.json",
             {"annotations": [{"question_id": "x", "image_id": 2}]},
-            r"entry 1: question_id is 'x'; expected a whole number",
+            r"entry 1: question_id is 'x'; a whole number was expected",
         ),
     ],
 )

@@ -169,10 +169,10 @@ def test_conversations_add_the_test_questions_that_problems_lack(raw):
         ({"answer": 3}, r"problem 4: answer is 3; a number from 0 to 2"),
         ({"answer": "0"}, r"problem 4: answer is '0'"),
         ({"choices": "oak"}, r"problem 4: choices is 'oak'; a list of texts"),
-        ({"choices": ["oak", 3]}, r"problem 4: expected a question and choices that are texts"),
-        ({"question": ""}, r"problem 4: expected a question"),
+        ({"choices": ["oak", 3]}, r"problem 4: choices is \['oak', 3\]; a list of texts"),
+        ({"question": ""}, r"problem 4: question is ''; text was expected"),
         ({"lecture": 3}, r"problem 4: lecture is 3; text was expected"),
-        ({"image": 3}, r"problem 4: image is 3; a file name or null"),
+        ({"image": 3}, r"problem 4: image is 3; text was expected"),
     ],
 )
 def test_broken_problems(change, message, raw, tmp_path, refused):

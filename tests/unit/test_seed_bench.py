@@ -154,10 +154,10 @@ def test_published_results(raw, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"choice_c": None}, r"question 2: choice_c is None; text was expected"),
-        ({"answer": "E"}, r"question 2: answer is 'E'; a letter from A to D"),
-        ({"question_id": "101"}, r"question 2: question_id '101' appears twice"),
-        ({"question_id": None}, r"question 2: question_id is None"),
+        ({"choice_c": None}, r"entry 2: choice_c is None; text was expected"),
+        ({"answer": "E"}, r"entry 2: answer is 'E'; a letter from A to D"),
+        ({"question_id": "101"}, r"entry 2: question_id '101' is there twice"),
+        ({"question_id": None}, r"entry 2: question_id is None"),
         ({"question_type_id": 6}, r"question_type_id is 6 and data_type 'image'"),
         ({"question_type_id": [1]}, r"question_type_id is \[1\] and data_type 'image'"),
         ({"question_type_id": True}, r"question_type_id is True and data_type 'image'"),

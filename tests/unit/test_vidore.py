@@ -181,7 +181,7 @@ def test_a_row_reads_the_text_of_pages(raw, tmp_path):
         (
             "corpus",
             {"corpus_id": [0, 0], "image": 2 * [{"bytes": b"", "path": None}]},
-            ("row 1", "page vidore_v3_hr/0 is there twice; fetch"),
+            ("row 1", "corpus_id 'vidore_v3_hr/0' is there twice"),
         ),
         ("queries", {"query_id": [0], "query": [""]}, ("row 0", "query is ''")),
         ("queries", {"query_id": [0, 0], "query": ["a", "b"]}, ("row 1", "twice")),

@@ -135,5 +135,5 @@ def test_visual_genomes_official_files(folder):
     }  # fmt: skip
     assert make_vocabulary(genome.values(), 3).targets(genome["vg7"]) == {0: 1.0}
     write(folder / "question_answers.json", [*rows, rows[0]])
-    with pytest.raises(UserError, match=r"question_answers\.json, entry 4: qa_id 7 appears twice"):
+    with pytest.raises(UserError, match=r"question_answers\.json, entry 4: qa_id 7 is there twice"):
         read_vqav2(folder)

@@ -11,13 +11,13 @@ Four kinds of files describe pictures.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import parse_json, read_json, read_text
-from mmqa_jax.data.formats.official import CAPTION, TAGS, OfficialFiles
+from mmqa_jax.data.formats.official import CAPTION, TAGS, Entry, OfficialFiles, json_entries
 from mmqa_jax.data.formats.tables import real_number, whole_number
 from mmqa_jax.data.schema import Material, Question
 
@@ -217,20 +217,9 @@ def read_captions(path: Path) -> dict[int, str]:
 
 def read_caption_annotations(path: Path) -> dict[int, list[str]]:
     """image_id -> its captions by people, of COCO's captions JSON."""
-    data = read_json(path)
-    rows = data.get("annotations") if isinstance(data, dict) else data
-    if not isinstance(rows, list):
-        raise UserError(f'{path}: holds no list "annotations"; fetch COCO\'s captions again.')
     found: dict[int, list[str]] = {}
-    for number, row in enumerate(rows, start=1):
-        fields = row if isinstance(row, dict) else {}
-        image_id, caption = whole_number(fields.get("image_id")), fields.get("caption")
-        if image_id is None or not isinstance(caption, str):
-            raise UserError(
-                f"{path}, annotation {number}: expected a number image_id and a text caption; "
-                "fetch COCO's captions again."
-            )
-        found.setdefault(image_id, []).append(caption)
+    for row in json_entries(path, "annotations"):
+        found.setdefault(row.number("image_id"), []).append(row.text("caption", empty=True))
     return found
 
 
@@ -253,10 +242,8 @@ class Reference(NamedTuple):
 
 def read_questions(path: Path) -> dict[int, tuple[int, str]]:
     """question_id -> (image_id, question)."""
-    found: dict[int, tuple[int, str]] = {}
-    for where, row, question_id in entries(path, "questions"):
-        found[question_id] = (number(row, "image_id", where), text_of(row, "question", where))
-    return found
+    rows = by_question(path, "questions").items()
+    return {key: (row.number("image_id"), row.text("question", empty=True)) for key, row in rows}
 
 
 def read_annotations(path: Path, key: str, names: Mapping[str, str]) -> dict[int, Reference]:
@@ -267,41 +254,29 @@ def read_annotations(path: Path, key: str, names: Mapping[str, str]) -> dict[int
       names: of categories; others keep the name that they have in the file.
     """
     found: dict[int, Reference] = {}
-    for where, row, question_id in entries(path, "annotations"):
-        answers = row.get("answers")
-        if not isinstance(answers, list) or not answers:
-            raise UserError(f"{where}: holds no list of answers; fetch the annotations again.")
-        rows = [answer if isinstance(answer, dict) else {} for answer in answers]
+    for question_id, row in by_question(path, "annotations").items():
+        if not isinstance(row.get("answers"), list) or not row["answers"]:
+            raise row.error("holds no list of answers")
+        answers = [Entry(f"{row.where}, answers", answer) for answer in row["answers"]]
         kind = str(row.get(key, ""))
         extra: dict[str, Any] = {}
-        if all(isinstance(answer.get("raw_answer"), str) for answer in rows):
-            extra["raw_answers"] = [answer["raw_answer"] for answer in rows]
-        found[question_id] = Reference(
-            number(row, "image_id", where),
-            tuple(text_of(answer, "answer", f"{where}, answers") for answer in rows),
-            names.get(kind, kind),
-            extra,
-        )
+        if all(isinstance(answer.get("raw_answer"), str) for answer in answers):
+            extra["raw_answers"] = [answer["raw_answer"] for answer in answers]
+        texts = tuple(answer.text("answer", empty=True) for answer in answers)
+        category = names.get(kind, kind)
+        found[question_id] = Reference(row.number("image_id"), texts, category, extra)
     return found
 
 
-def entries(path: Path, key: str | None) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """(place for messages, entry, question_id) of a JSON list, or of the list under `key`."""
-    data = read_json(path)
-    rows = data.get(key) if key is not None and isinstance(data, dict) else data
-    if not isinstance(rows, list):
-        expected = "a list" if key is None else f'an object with a list "{key}"'
-        raise UserError(f"{path}: {expected} was expected; fetch the file again.")
-    seen: set[int] = set()
-    for count, row in enumerate(rows, start=1):
-        where = f"{path}, entry {count}"
-        if not isinstance(row, dict):
-            raise UserError(f"{where}: an object was expected; fetch the file again.")
-        question_id = number(row, "question_id", where)
-        if question_id in seen:
-            raise UserError(f"{where}: question_id {question_id} appears twice; remove one.")
-        seen.add(question_id)
-        yield where, row, question_id
+def by_question(path: Path, key: str | None) -> dict[int, Entry]:
+    """question_id -> entry of a JSON list, or of the list under `key`."""
+    found: dict[int, Entry] = {}
+    for row in json_entries(path, key):
+        question_id = row.number("question_id")
+        if question_id in found:
+            raise row.error(f"question_id {question_id} is there twice")
+        found[question_id] = row
+    return found
 
 
 def check_same(
@@ -322,19 +297,3 @@ def check_same(
                 f"{answers_in}: question {question_id} is on picture {reference.image_id} there, "
                 f"but on {asked[question_id][0]} in {asked_in.name}; take both from one release."
             )
-
-
-def number(row: Mapping[str, Any], key: str, where: str) -> int:
-    """A whole number of an entry, in any of a file's forms; UserError for another value."""
-    found = whole_number(row.get(key))
-    if found is None:
-        raise UserError(f"{where}: {key} is {row.get(key)!r:.60}; expected a whole number.")
-    return found
-
-
-def text_of(row: Mapping[str, Any], key: str, where: str) -> str:
-    """A text of an entry; UserError for another value."""
-    value = row.get(key)
-    if not isinstance(value, str):
-        raise UserError(f"{where}: {key} is {value!r:.60}; expected text.")
-    return value

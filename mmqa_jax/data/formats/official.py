@@ -6,18 +6,22 @@ readers are in `benchmarks/`, a file each.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import gzip
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import ONE_A_LINE, parse_json
+from mmqa_jax.core.files import ONE_A_LINE, check_text, parse_json, read_json
+from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.pictures.bounds import PictureError, check_bytes
 from mmqa_jax.data.schema import Question, Source
+
+T = TypeVar("T")
 
 # Keys of Question.extra that several benchmarks have: a description of the picture, and the names
 # of objects in it; {answer: weight}, where the ten answers are absent; whether the benchmark shows
@@ -28,6 +32,8 @@ CAPTION, TAGS = "caption", "tags"
 SOFT_LABELS = "soft_labels"
 HAS_PICTURE, HAS_HINT = "has_picture", "has_hint"
 DIFFICULT, RATIONALES = "difficult_direct_answer", "rationales"
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_LONGEST_LITERAL = 100_000  # characters of a list as text; MMMU's longest has 2,000
 _LONGEST_LINE = 64 * 2**20  # bytes of a line when unpacked; MultimodalQA's longest has 60 KB
 
 
@@ -101,17 +107,20 @@ class OfficialFiles:
 
     def content(
         self,
-        questions: list[Question],
+        questions: Iterable[Question],
         counts: Mapping[str, int],
         published: Mapping[str, int],
         pictures: Pictures,
         names: Sequence[str],
         sources: Sequence[Source] = (),
     ) -> BenchmarkFiles:
-        """Returns what was read of these files, with the `pictures` of these names, if any."""
+        """Returns what was read of these files, with the `pictures` of these names, if any.
+
+        The published counts come first, with 0 for what was not found.
+        """
         return BenchmarkFiles(
-            questions,
-            counts,
+            list(questions),
+            {name: counts.get(name, 0) for name in published} | counts,
             published,
             files=self.found,
             missing=self.missing,
@@ -187,8 +196,112 @@ def one_file(path: Path, suffixes: tuple[str, ...]) -> bool:
     return path.is_file() and path.suffix in suffixes
 
 
-def object_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place for messages, object) of each line of a .jsonl or .jsonl.gz, read one at a time."""
+class Entry(dict[str, Any]):
+    """An object of an official file; a value of another kind is refused by one sentence.
+
+    Attributes:
+      where: its place, which begins the sentence.
+    """
+
+    def __init__(self, where: str, values: Any):
+        if not isinstance(values, Mapping):
+            raise UserError(f"{where}: an object was expected; fetch the file again.")
+        super().__init__(values)
+        self.where = where
+
+    def error(self, problem: str) -> UserError:
+        """The refusal of the entry, for what is wrong with it."""
+        return UserError(f"{self.where}: {problem}; fetch the file again.")
+
+    def wrong(self, key: str, expected: str) -> UserError:
+        """The refusal of a value."""
+        return self.error(f"{key} is {self.get(key)!r:.60}; {expected} was expected")
+
+    def text(self, key: str, default: str | None = None, *, empty: bool = False) -> str:
+        """A text.
+
+        Args:
+          default: what stands for null, and for one that is absent.
+          empty: whether it may be empty where there is no default.
+        """
+        value = self.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, str) or not (value or empty or default is not None):
+            raise self.wrong(key, "text")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of texts, which the hub's files may write as Python's literal; () if absent."""
+        value = self.get(key)
+        found = [] if value is None or value == "" else value
+        if isinstance(found, str):
+            try:
+                found = ast.literal_eval(found) if len(found) <= _LONGEST_LITERAL else None
+            except (ValueError, SyntaxError, MemoryError, RecursionError):
+                found = None
+            check_text(found, self.where)  # a literal may hold half of a character
+        if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+            raise self.wrong(key, "a list of texts")
+        return tuple(found)
+
+    def number(self, key: str) -> int:
+        """A whole number, in any of the forms that files have."""
+        found = whole_number(self.get(key))
+        if found is None:
+            raise self.wrong(key, "a whole number")
+        return found
+
+    def entry(self, key: str) -> Entry:
+        """An object within the object."""
+        if not isinstance(self.get(key), Mapping):
+            raise self.wrong(key, "an object")
+        return Entry(self.where, self[key])
+
+    def index(self, key: str, count: int) -> int | None:
+        """The number from 0 of one of so many options; None if absent."""
+        value = self.get(key)
+        if value is not None and not (type(value) is int and 0 <= value < count):
+            raise self.wrong(key, f"a number from 0 to {count - 1}" if count else "no number")
+        return value
+
+    def letter(self, key: str, count: int, hidden: Sequence[Any] = (None, "")) -> int | None:
+        """The number of the option that a letter names; None for an answer that is hidden."""
+        value = self.get(key)
+        if value in hidden:
+            return None
+        if not isinstance(value, str) or value not in tuple(_LETTERS[:count]):
+            raise self.wrong(key, f"a letter from A to {_LETTERS[count - 1]}")
+        return _LETTERS.index(value)
+
+
+def read_entries(entries: Iterable[Entry], read: Callable[[Entry], T], key: str) -> dict[str, T]:
+    """What `read` makes of entries by its id; UserError for an id that is there twice.
+
+    Args:
+      key: what the file calls the id.
+    """
+    found: dict[str, T] = {}
+    for entry in entries:
+        one = read(entry)
+        if found.setdefault(one.id, one) is not one:
+            raise UserError(f"{entry.where}: {key} {one.id!r} is there twice; keep one of them.")
+    return found
+
+
+def json_entries(path: Path, key: str | None = None) -> Iterator[Entry]:
+    """The objects of a JSON list, or of the list under `key`."""
+    data = read_json(path)
+    rows = data.get(key) if key is not None and isinstance(data, dict) else data
+    if not isinstance(rows, list):
+        expected = "a list" if key is None else f'an object with a list "{key}"'
+        raise UserError(f"{path}: {expected} was expected; fetch the file again.")
+    for number, row in enumerate(rows, start=1):
+        yield Entry(f"{path}, entry {number}", row)
+
+
+def line_entries(path: Path) -> Iterator[Entry]:
+    """The object of each line of a .jsonl or .jsonl.gz, read one at a time."""
     number = 0
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
@@ -199,12 +312,8 @@ def object_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     raise UserError(
                         f"{where}: is longer than {_LONGEST_LINE:,} bytes; fetch the file again."
                     )
-                if not line.strip():
-                    continue
-                row = parse_json(line, where, remedy=ONE_A_LINE)
-                if not isinstance(row, dict):
-                    raise UserError(f"{where}: an object was expected; fetch the file again.")
-                yield where, row
+                if line.strip():
+                    yield Entry(where, parse_json(line, where, remedy=ONE_A_LINE))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(
             f"{path}: is damaged after line {number} ({error}); fetch it again."

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.formats.official import Entry
 from mmqa_jax.data.pictures.bounds import PictureError, check_bytes, check_unpacked
 
 # Row groups of pictures kept in memory; the hub's hold about a hundred pictures each.
@@ -28,6 +29,21 @@ def parquet_rows(
         for row in _values(path, _read(path, file, group, columns)):
             yield number, row
             number += 1
+
+
+def parquet_entries(
+    paths: Iterable[Path], needed: Sequence[str], optional: Sequence[str] = ()
+) -> Iterator[Entry]:
+    """The rows of several files, as `parquet_rows` reads them."""
+    for path in paths:
+        for number, row in parquet_rows(path, needed, optional):
+            yield Entry(f"{path}, row {number}", row)
+
+
+def hub_tables(folder: Path, name: str) -> list[Path]:
+    """The hub's Parquet files of a split, `test-*.parquet`, in a folder or in `data/` below it."""
+    pattern = f"{name}-*.parquet"
+    return sorted(folder.glob(pattern)) or sorted(folder.glob(f"data/{pattern}"))
 
 
 def _check_columns(path: Path, names: Sequence[str], needed: Sequence[str]) -> None:
@@ -95,8 +111,8 @@ class ParquetPictures:
         check_bytes(data.as_buffer().size, where)
         return data.as_buffer().to_pybytes()
 
-    def signature(self) -> str:
-        """Identifies the files in their present state."""
+    def signature(self, names: Iterable[str] = ()) -> str:
+        """Identifies the files in their present state, whatever the names of pictures."""
         statuses = [(path.resolve(), path.stat()) for path in self._paths]
         return "\n".join(f"{path} {s.st_size} {s.st_mtime_ns}" for path, s in statuses)
 
@@ -153,8 +169,8 @@ class PictureColumns:
         column, row, number = self._places[name]
         return self._columns[column](row, number)
 
-    def signature(self) -> str:
-        """Identifies the files in their present state."""
+    def signature(self, names: Iterable[str] = ()) -> str:
+        """Identifies the files in their present state, whatever the names of pictures."""
         return "\n".join(pictures.signature() for pictures in self._columns.values())
 
 
