@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.chips import chip_of_kind
@@ -129,6 +130,24 @@ def serve(
     if given == AUTO and not beside_training and not _is_cpu(devices[0]):
         smaller = tuple(sorted({placement.padded(size // parts) for parts in _PARTS}))
     return Serving(placement, size, cost.unit, smaller)
+
+
+class ServedModel:
+    """A trained model in use; it may be abstract (nnx.eval_shape) if `use` gives the parameters.
+
+    Attributes:
+      serving: its devices and batches.
+    """
+
+    def __init__(self, model: nnx.Module, batch_size: BatchSize, cost: RowCost):
+        self._graphdef, self._state = nnx.split(model)
+        self._batch_size, self._cost = batch_size, cost
+        self.serving = serve(batch_size, cost, self._state)
+
+    def use(self, model: nnx.Module) -> None:
+        """Continues with the parameters of another model of the same config; compiles nothing."""
+        _, self._state = nnx.split(model)
+        self.serving = serve(self._batch_size, self._cost, self._state, beside_training=True)
 
 
 def planned_batch_size(given: BatchSize, cost: RowCost, mesh: Mesh, held: float) -> int:

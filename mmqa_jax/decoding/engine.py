@@ -38,8 +38,9 @@ from mmqa_jax.decoding.requests import (
     Throughput,
     Tokenizer,
     TooLong,
+    check_end_ids,
 )
-from mmqa_jax.decoding.sampling import SamplingParameters, draw_key
+from mmqa_jax.decoding.sampling import parameters_of
 from mmqa_jax.decoding.sizes import repeat_key_heads
 from mmqa_jax.decoding.slot_runner import EngineConfig, SlotRunner, scans
 from mmqa_jax.models.llama.lora import Additions, add_adapters
@@ -104,12 +105,7 @@ class Engine:
                 "the model's tokens see what follows them (use_bidirectional_attention): it writes "
                 "no texts; use it as an encoder of texts."
             )
-        vocab_size = model.config.vocab_size
-        for end in end_ids:
-            if not 0 <= end < vocab_size:
-                raise UserError(
-                    f"end token {end}: expected 0 to {vocab_size - 1}; use the model's own."
-                )
+        check_end_ids(end_ids, model.config.vocab_size)
         _serve_ready(model, config, mesh)
         self._adapters = tuple(adapters or ())
         if adapters:
@@ -521,23 +517,15 @@ class Engine:
         lengths, positions = np.ones(count, np.int32), np.zeros(count, np.int32)
         shifts = np.zeros(count, np.int32) if self._model.config.mrope else None
         rows = np.full(count, self.config.slots, np.int32)
-        parameters = SamplingParameters(
-            np.zeros(count, np.float32),
-            np.zeros(count, np.int32),
-            np.ones(count, np.float32),
-            np.zeros((count, 2), np.uint32),
+        parameters = parameters_of(
+            count, {row: (one.request.original, one.draw) for row, one in begun.items()}
         )
         for row, one in begun.items():
-            request = one.request.original
             lengths[row] = len(one.chunks[-1].tokens)
             positions[row] = end = one.chunks[-1].end
             if shifts is not None:  # the three are the same behind a prompt
                 shifts[row] = np.max(one.shifts(end, end + 1))
             rows[row] = one.slot
-            parameters.temperature[row] = request.temperature
-            parameters.top_k[row] = request.top_k
-            parameters.top_p[row] = request.top_p
-            parameters.key[row] = draw_key(request.seed, one.draw)
         return self._runner.begin(hidden, lengths, rows, positions, parameters, shifts)
 
     def _score(

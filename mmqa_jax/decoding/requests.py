@@ -182,6 +182,15 @@ class TooLong(Unanswerable):
         )
 
 
+def check_end_ids(end_ids: Collection[int], vocab_size: int) -> None:
+    """Rejects end tokens that a model lacks."""
+    for end in end_ids:
+        if not 0 <= end < vocab_size:
+            raise UserError(
+                f"end token {end}: expected 0 to {vocab_size - 1}; use the model's own."
+            )
+
+
 def check_one_end(request: Request | Scoring, end_ids: Collection[int]) -> None:
     """Rejects beam search with a model whose answers end in several tokens, or in none."""
     if isinstance(request, Request) and request.beams and len(set(end_ids)) != 1:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mmqa_jax.core.mesh import platform
+from mmqa_jax.decoding.requests import Request
 
 
 @flax.struct.dataclass
@@ -23,6 +26,22 @@ class SamplingParameters:
 def draw_key(seed: int, draw: int) -> np.ndarray:
     """uint32 [2]: the key of a request's `draw`-th sample, the same on every host and device."""
     return np.random.SeedSequence([seed, draw]).generate_state(2, np.uint32)
+
+
+def parameters_of(rows: int, drawn: Mapping[int, tuple[Request, int]]) -> SamplingParameters:
+    """The parameters of so many rows, from the request and draw of each that is used."""
+    parameters = SamplingParameters(
+        np.zeros(rows, np.float32),
+        np.zeros(rows, np.int32),
+        np.ones(rows, np.float32),
+        np.zeros((rows, 2), np.uint32),
+    )
+    for row, (request, draw) in drawn.items():
+        parameters.temperature[row] = request.temperature
+        parameters.top_k[row] = request.top_k
+        parameters.top_p[row] = request.top_p
+        parameters.key[row] = draw_key(request.seed, draw)
+    return parameters
 
 
 def choose(

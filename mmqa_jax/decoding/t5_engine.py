@@ -32,10 +32,11 @@ from mmqa_jax.decoding.requests import (
     Tokenizer,
     TooLong,
     Unanswerable,
+    check_end_ids,
     check_one_end,
     text_of,
 )
-from mmqa_jax.decoding.sampling import SamplingParameters, draw_key
+from mmqa_jax.decoding.sampling import parameters_of
 from mmqa_jax.decoding.t5_generate import beam_search, draw, score
 from mmqa_jax.models.t5.inputs import Texts
 from mmqa_jax.models.t5.network import T5
@@ -131,13 +132,8 @@ class T5Engine:
         end_ids: Sequence[int],
         config: T5EngineConfig | None = None,
     ):
-        vocab_size = model.config.vocab_size
-        for end in end_ids:
-            if not 0 <= end < vocab_size:
-                raise UserError(
-                    f"end token {end}: expected 0 to {vocab_size - 1}; use the model's own."
-                )
-        self._vocab_size = vocab_size
+        self._vocab_size = model.config.vocab_size
+        check_end_ids(end_ids, self._vocab_size)
         self._graphdef, self._state = nnx.split(model)
         self._placement = placement_of(self._state)
         self._text, self._end_ids = tokenizer, tuple(end_ids)
@@ -240,19 +236,9 @@ class T5Engine:
     ) -> tuple[list[tuple[list[int], list[float]]], list[int]]:
         size = len(ids)
         most = np.zeros(size, np.int32)  # rows of padding end at once
-        parameters = SamplingParameters(
-            np.zeros(size, np.float32),
-            np.zeros(size, np.int32),
-            np.ones(size, np.float32),
-            np.zeros((size, 2), np.uint32),
-        )
-        for place, row in enumerate(rows):
-            request = row.request
-            most[place] = request.max_new_tokens
-            parameters.temperature[place] = request.temperature
-            parameters.top_k[place] = request.top_k
-            parameters.top_p[place] = request.top_p
-            parameters.key[place] = draw_key(request.seed, row.number)
+        most[: len(rows)] = [row.request.max_new_tokens for row in rows]
+        pairs = {place: (row.request, row.number) for place, row in enumerate(rows)}
+        parameters = parameters_of(size, pairs)
         arrays = (Texts(ids, lengths), parameters, most)
         drawn = self._call(draw, arrays, end_ids=self._end_ids, max_new_tokens=program.target)
         counts = drawn.lengths[: len(rows)].tolist()

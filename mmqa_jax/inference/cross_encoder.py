@@ -17,11 +17,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float32
 
-from mmqa_jax.core.errors import UserError, check_questions
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
-from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh, serve
+from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
 from mmqa_jax.data.chat_template import MARKS, TEMPLATE, PictureChat, rendered, template_source
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.pictures.store import PictureStore
@@ -29,7 +29,7 @@ from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
 from mmqa_jax.data.schema import Question, Ranking, source_text
 from mmqa_jax.data.tokenizer_files import SETTINGS
 from mmqa_jax.data.tokenizers import Tokenizer
-from mmqa_jax.inference.reranker import ScoredPairs, gather
+from mmqa_jax.inference.reranker import PairScorer, ScoredPairs
 from mmqa_jax.models.encoders import sentence_pooling, text_encoders
 from mmqa_jax.models.encoders.cross_encoder import CrossEncoder
 from mmqa_jax.models.encoders.text_decoder import YesNoDecoder
@@ -45,13 +45,12 @@ from mmqa_jax.retrieval.picture_batches import (
     beyond_placeholders,
     prompt_batches,
 )
-from mmqa_jax.retrieval.rankings import rescored
 from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
 from mmqa_jax.retrieval.vlm_encoder import picture_sizes, prompt_lengths
 from mmqa_jax.weights.published_keys import check_keys, kinds
 
 
-class CrossEncoderReranker:
+class CrossEncoderReranker(PairScorer):
     """Scores each question's candidates by a model that reads question and source together.
 
     A source is its title and text, a picture its caption. Pairs are padded to the smallest bucket
@@ -63,9 +62,6 @@ class CrossEncoderReranker:
       tokenizer: of the model; what makes prompts of pairs for a decoder.
       longest: tokens of a pair, special tokens included; None: as many as the model takes.
       batch_size: pairs a call, over all devices, or `auto`.
-
-    Attributes:
-      serving: its devices and batches.
     """
 
     def __init__(
@@ -80,17 +76,11 @@ class CrossEncoderReranker:
         self.corpus, self.tokenizer = corpus, tokenizer
         self._buckets = length_buckets(longest, model.config.positions)
         self._has_types = isinstance(model, CrossEncoder) and model.config.types > 1
-        graphdef, self._state = nnx.split(model)
-        cost = encoder_cost(model.config, self._buckets[-1], "pairs")
-        self.serving = serve(batch_size, cost, self._state)
+        super().__init__(model, batch_size, encoder_cost(model.config, self._buckets[-1], "pairs"))
+        graphdef = self._graphdef
         self._relevance = jax.jit(
             lambda state, *inputs: jax.nn.sigmoid(nnx.merge(graphdef, state)(*inputs))
         )
-
-    def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
-        """Ranks the same sources by P(relevant), best first; ties keep their order."""
-        check_questions(questions, "CrossEncoderReranker.score")
-        return rescored(candidates, gather(self.score_batches(questions, candidates), candidates))
 
     def score_batches(
         self, questions: Sequence[Question], candidates: Sequence[Ranking]
@@ -197,7 +187,7 @@ class Side(NamedTuple):
     picture: np.ndarray | None = None
 
 
-class VLMReranker:
+class VLMReranker(PairScorer):
     """Scores each question's candidates by a Qwen-VL that sees the pictures of both.
 
     A source is its title and text, a picture its pixels and then its title and caption. Of too long
@@ -210,9 +200,6 @@ class VLMReranker:
       pad_token: of the tokenizer.
       lengths: to which prompts are padded, see retrieval/picture_batches.py.
       batch_size: pairs a call, over all devices, or `auto`.
-
-    Attributes:
-      serving: its devices and batches.
     """
 
     def __init__(
@@ -231,17 +218,12 @@ class VLMReranker:
         vision = model.config.vision
         sizes, largest = picture_sizes(vision), math.isqrt(vision.max_pixels)
         self._pictures = PictureStore(corpus, largest, sizes, alpha="white")
-        graphdef, self._state = nnx.split(model)
         cost = encoder_cost(model.config.llama, self._lengths[-1], "pairs")
-        self.serving = serve(batch_size, cost, self._state)
+        super().__init__(model, batch_size, cost)
+        graphdef = self._graphdef
         self._relevance = jax.jit(
             lambda state, batch: jax.nn.sigmoid(nnx.merge(graphdef, state)(*batch))
         )
-
-    def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
-        """Ranks the same sources by P(relevant), best first; ties keep their order."""
-        check_questions(questions, "VLMReranker.score")
-        return rescored(candidates, gather(self.score_batches(questions, candidates), candidates))
 
     def score_batches(
         self, questions: Sequence[Question], candidates: Sequence[Ranking]

@@ -10,12 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from flax import nnx
 
 from mmqa_jax.core.errors import check_questions
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
-from mmqa_jax.core.serving import serve
+from mmqa_jax.core.serving import ServedModel
 from mmqa_jax.data.batches.passages import passage_arrays
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
@@ -26,31 +25,19 @@ from mmqa_jax.models.t5.network import T5
 Beams = tuple[tuple[str, float], ...]  # answers with their scores, best first
 
 
-class FusionReader:
+class FusionReader(ServedModel):
     """Answers questions in words from all of their sources at once.
 
     Args:
       task: tasks.fusion_in_decoder.FusionInDecoder, of the run.
       tokenizer: of the run.
-      model: may be abstract (nnx.eval_shape) if `use` gives the parameters.
-
-    Attributes:
-      serving: its devices and batches.
     """
 
     def __init__(self, task: Any, corpus: Corpus, tokenizer: Any, model: T5):
         self.corpus, self.tokenizer, self.options = corpus, tokenizer, task.inference
         self._task = task
-        self._graphdef, self._state = nnx.split(model)
-        self._cost = task.cost(model.config)
         self._silent = {model.config.pad, *tokenizer.end_ids}
-        self.serving = serve(self.options.batch_size, self._cost, self._state)
-
-    def use(self, model: T5) -> None:
-        """Continues with the parameters of another model of the same config; compiles nothing."""
-        _, self._state = nnx.split(model)
-        given = self.options.batch_size
-        self.serving = serve(given, self._cost, self._state, beside_training=True)
+        super().__init__(model, self.options.batch_size, task.cost(model.config))
 
     def answer(self, questions: Sequence[Question], cited: Sequence[Ranking]) -> list[Prediction]:
         """Answers every question from its cited sources, or from the question alone if none.

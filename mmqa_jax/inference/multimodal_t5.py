@@ -8,12 +8,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
-from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh, serve
+from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, ServedModel, loading_mesh
 from mmqa_jax.data.batches.seq2seq import target_arrays
 from mmqa_jax.data.pictures.vectors import PictureVectors
 from mmqa_jax.data.schema import Question
@@ -29,15 +28,12 @@ from mmqa_jax.weights.record import is_weights_folder
 _APART = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 
-class MultimodalWriter:
+class MultimodalWriter(ServedModel):
     """Writes texts about questions with pictures, greedily.
 
     Args:
       vectors: of the questions' pictures.
       length: tokens of a text that is read, its end token included; what is longer is cut.
-
-    Attributes:
-      serving: its devices and batches.
     """
 
     def __init__(
@@ -50,12 +46,11 @@ class MultimodalWriter:
         batch_size: BatchSize = AUTO,
     ):
         self._tokenizer, self._vectors, self._length = tokenizer, vectors, length
-        self._graphdef, self._state = nnx.split(model)
         config = model.config
         self._silent = {config.pad, *tokenizer.end_ids}
         of_token = 8 * config.hidden + 3 * config.mlp + 2 * config.heads * length
         cost = RowCost("questions", 8, 64, 4 * (length * of_token + vectors.shape[0] * 4096))
-        self.serving = serve(batch_size, cost, self._state)
+        super().__init__(model, batch_size, cost)
 
     def write(
         self, questions: Sequence[Question], texts: Sequence[str], max_new_tokens: int

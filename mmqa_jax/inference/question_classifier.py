@@ -13,7 +13,7 @@ from jaxtyping import Float32
 
 from mmqa_jax.core.errors import check_several
 from mmqa_jax.core.mesh import fetch
-from mmqa_jax.core.serving import serve
+from mmqa_jax.core.serving import ServedModel
 from mmqa_jax.data.schema import Modality
 from mmqa_jax.data.tokenizers import Tokenizer, text_inputs
 from mmqa_jax.models.encoders.text_classifier import TextClassifier
@@ -30,7 +30,7 @@ def make_probabilities(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
     return jax.jit(probabilities)
 
 
-class QuestionClassifier:
+class QuestionClassifier(ServedModel):
     """Predicts the modality of the sources that a question needs.
 
     All batches have one size and one length, so that one program is compiled.
@@ -39,16 +39,12 @@ class QuestionClassifier:
       task: tasks.modality.QuestionModality, of the run.
       model: with the classes of MODALITIES.
       tokenizer: of the run.
-
-    Attributes:
-      serving: its devices and batches.
     """
 
     def __init__(self, task: Any, model: TextClassifier, tokenizer: Tokenizer):
         self._tokenizer, self._length = tokenizer, task.batches.length
-        graphdef, self._state = nnx.split(model)
-        self.serving = serve(task.inference.batch_size, task.cost(), self._state)
-        self._probabilities = make_probabilities(graphdef)
+        super().__init__(model, task.inference.batch_size, task.cost())
+        self._probabilities = make_probabilities(self._graphdef)
 
     def probabilities(self, texts: Sequence[str]) -> Float32[np.ndarray, "n 2"]:
         """The probability of each of MODALITIES."""

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from flax import nnx
 
 from mmqa_jax.core.errors import UserError, check_questions
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
-from mmqa_jax.core.serving import serve
+from mmqa_jax.core.serving import ServedModel
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Modality, Prediction, Question, Ranking, category_modality
 from mmqa_jax.data.tokenizers import Tokenizer
@@ -20,17 +19,15 @@ from mmqa_jax.inference.batches import answer_inputs, coin_ids, vlp_inputs, warn
 from mmqa_jax.models.vlp.network import VLP
 
 
-class Reader:
+class Reader(ServedModel):
     """Answers questions in words from cited sources.
 
     Args:
       task: tasks.answer.Answer, of the run.
-      model: may be abstract (nnx.eval_shape) if `use` gives the parameters.
 
     Attributes:
       modality: of the sources it was trained on, if only one (VLP_I, VLP_T), else None.
       max_pictures: the most pictures that it takes at once.
-      serving: its devices and batches.
     """
 
     def __init__(self, task: Any, corpus: Corpus, tokenizer: Tokenizer, model: VLP):
@@ -40,15 +37,7 @@ class Reader:
         self._packer = task.packer(tokenizer, inference=True)
         self.max_pictures = self._packer.config.max_pictures
         self._reader = task.source_reader(corpus, tokenizer, on_demand=True)
-        self._graphdef, self._state = nnx.split(model)
-        self._cost = task.cost()
-        self.serving = serve(self.options.batch_size, self._cost, self._state)
-
-    def use(self, model: VLP) -> None:
-        """Continues with the parameters of another model of the same config; compiles nothing."""
-        _, self._state = nnx.split(model)
-        given = self.options.batch_size
-        self.serving = serve(given, self._cost, self._state, beside_training=True)
+        super().__init__(model, self.options.batch_size, task.cost())
 
     def answer(self, questions: Sequence[Question], cited: Sequence[Ranking]) -> list[Prediction]:
         """Answers every question from its cited sources, or from the question alone if none.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from flax import nnx
 from mmqa_jax.core.errors import check_questions
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
-from mmqa_jax.core.serving import serve
+from mmqa_jax.core.serving import ServedModel
 from mmqa_jax.data.batches.packing import Example, Packed, RawExample, batch, clean
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking
@@ -49,36 +50,34 @@ def make_relevance(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
     return jax.jit(relevance)
 
 
-class Reranker:
+class PairScorer(ServedModel):
+    """A model that scores pairs of a question and a source; `score_batches` gives the scores."""
+
+    def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
+        """Ranks the same sources by P(relevant), best first; ties keep their order."""
+        check_questions(questions, f"{type(self).__name__}.score")
+        return rescored(candidates, gather(self.score_batches(questions, candidates), candidates))
+
+    @abc.abstractmethod
+    def score_batches(
+        self, questions: Sequence[Question], candidates: Sequence[Ranking]
+    ) -> Iterator[ScoredPairs]:
+        """Yields the scores batch by batch, in the order of the batches."""
+
+
+class Reranker(PairScorer):
     """P(relevant) of given sources, with every pair encoded from scratch.
 
     Args:
       task: tasks.rerank.Rerank, of the run.
-      model: may be abstract (nnx.eval_shape) if `use` gives the parameters.
-
-    Attributes:
-      serving: its devices and batches.
     """
 
     def __init__(self, task: Any, corpus: Corpus, tokenizer: Tokenizer, model: VLP):
         self.corpus, self.options = corpus, task.inference
         self._packer = task.packer(tokenizer, inference=True)
         self._reader = task.source_reader(corpus, tokenizer, on_demand=True)
-        graphdef, self._state = nnx.split(model)
-        self._cost = task.cost()
-        self.serving = serve(self.options.batch_size, self._cost, self._state)
-        self._relevance = make_relevance(graphdef)
-
-    def use(self, model: VLP) -> None:
-        """Continues with the parameters of another model of the same config; compiles nothing."""
-        _, self._state = nnx.split(model)
-        given = self.options.batch_size
-        self.serving = serve(given, self._cost, self._state, beside_training=True)
-
-    def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
-        """Ranks the same sources by P(relevant), best first; ties keep their order."""
-        check_questions(questions, "Reranker.score")
-        return rescored(candidates, gather(self.score_batches(questions, candidates), candidates))
+        super().__init__(model, self.options.batch_size, task.cost())
+        self._relevance = make_relevance(self._graphdef)
 
     def score_batches(
         self, questions: Sequence[Question], candidates: Sequence[Ranking]
@@ -148,16 +147,12 @@ class QuestionGroup(NamedTuple):
     states: QuestionStates
 
 
-class CachedReranker:
+class CachedReranker(PairScorer):
     """A Reranker and, over the whole collection, a Retriever of papers.webqa.
 
     Args:
       task: tasks.rerank.Rerank, of the run; `inference.batch_size` sources are encoded at a time.
-      model: may be abstract (nnx.eval_shape) if `use` gives the parameters.
       pairs: that a device scores at a time in `search`; by default chosen for the model.
-
-    Attributes:
-      serving: its devices and batches of sources.
     """
 
     def __init__(
@@ -169,16 +164,14 @@ class CachedReranker:
         *,
         pairs: int | None = None,
     ):
-        self.corpus, self._given = corpus, task.inference.batch_size
-        self._cost = task.cost()
+        super().__init__(model, task.inference.batch_size, task.cost())
+        self.corpus, graphdef = corpus, self._graphdef
         self._pairs = pairs or (
             _PAIRS_ONE_LAYER if model.sides.joint_layers == 1 else _PAIRS_MORE_LAYERS
         )
         self._always_truncate_tail = task.inference.always_truncate_tail
         self._packer = task.packer(tokenizer, inference=True)
         self._reader = task.source_reader(corpus, tokenizer)
-        graphdef, self._state = nnx.split(model)
-        self.serving = serve(self._given, self._cost, self._state)
 
         def log_odds(
             state: Any, sources: SourceMemory, questions: QuestionStates
@@ -229,23 +222,10 @@ class CachedReranker:
             jax.jit, (encode_sources, encode_questions)
         )
 
-    def use(self, model: TwoSidedVLP) -> None:
-        """Continues with the parameters of another model of the same config; compiles nothing."""
-        _, self._state = nnx.split(model)
-        self.serving = serve(self._given, self._cost, self._state, beside_training=True)
-
-    def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
-        """Ranks the same sources by P(relevant), best first; ties keep their order.
-
-        Each source is encoded once, however many questions have it among their candidates.
-        """
-        check_questions(questions, "CachedReranker.score")
-        return rescored(candidates, gather(self.score_batches(questions, candidates), candidates))
-
     def score_batches(
         self, questions: Sequence[Question], candidates: Sequence[Ranking]
     ) -> Iterator[ScoredPairs]:
-        """Yields the scores, one block of sources at a time."""
+        """Yields the scores, one block of sources at a time, each source encoded once."""
         groups = self._questions(questions)
         sizes = [len(given.sources) for given in candidates]
         rows = np.array([self.corpus.row[n] for given in candidates for n in given.sources], int)

@@ -14,7 +14,7 @@ from jaxtyping import Float32
 
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
-from mmqa_jax.core.serving import serve
+from mmqa_jax.core.serving import ServedModel
 from mmqa_jax.data.answers import AnswerVocabulary
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
@@ -34,18 +34,14 @@ def make_answer_scores(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
     return jax.jit(run)
 
 
-class VQAModel:
+class VQAModel(ServedModel):
     """Holds the parameters and the jitted function; all batches have one size and one length.
 
     Args:
       task: tasks.vqa.VQA, of the run.
       tokenizer: of the run.
       answers: of the run.
-      model: possibly abstract, if `use` gives the parameters.
       corpus: of the questions; only a model on patches needs it.
-
-    Attributes:
-      serving: its devices and batches.
     """
 
     def __init__(
@@ -60,16 +56,8 @@ class VQAModel:
         self.features = task.open_pictures(corpus)
         longest = max(task.batches.lengths)
         self._inputs = task.inputs(tokenizer, self.features, longest)
-        graphdef, self._state = nnx.split(model)
-        self._cost = task.cost()
-        self.serving = serve(task.inference.batch_size, self._cost, self._state)
-        self._run = make_answer_scores(graphdef)
-
-    def use(self, model: nnx.Module) -> None:
-        """Continues with the parameters of another model of the same config; compiles nothing."""
-        _, self._state = nnx.split(model)
-        given = self.task.inference.batch_size
-        self.serving = serve(given, self._cost, self._state, beside_training=True)
+        super().__init__(model, task.inference.batch_size, task.cost())
+        self._run = make_answer_scores(self._graphdef)
 
     def candidates(
         self, questions: Sequence[Question], count: int = CANDIDATES

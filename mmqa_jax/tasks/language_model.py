@@ -34,7 +34,7 @@ from mmqa_jax.prompting.examples.training import chat_example, encode_text
 from mmqa_jax.tasks import solved_questions
 from mmqa_jax.tasks.base_llm import base_loader, check_rows, model_config
 from mmqa_jax.tasks.objectives import LanguageModelObjective, target_log_probs
-from mmqa_jax.tasks.task import ANY_VOCABULARY, Recipe, ints
+from mmqa_jax.tasks.task import Recipe, ints
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,9 +94,7 @@ class LanguageModel(solved_questions.SolvedQuestions):
         return question.answer_index is not None or is_chat(question)
 
     def _check(self, files: bool) -> None:
-        self.check_trained()
-        model_config(self, ANY_VOCABULARY)
-        self.check_examples()
+        super()._check(files)
         self.check_learned()
 
     def objective(self, vocab_size: int, mesh: Mesh | None = None) -> LanguageModelObjective:

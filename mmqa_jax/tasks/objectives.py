@@ -6,12 +6,11 @@ run on a bare accelerator image.
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -41,12 +40,18 @@ from mmqa_jax.models.vlp.two_sided import TwoSidedVLP, TwoSides
 from mmqa_jax.training.state import WEIGHT
 
 
-class _OfLayers(abc.ABC):
-    """An objective whose model is of `models.layers`, where a parameter without a key is zeros."""
+class _OfLayers:
+    """An objective whose model is of `models.layers`, where a parameter without a key is zeros.
 
-    @abc.abstractmethod
+    Attributes:
+      network: the model.
+    """
+
+    network: ClassVar[type[nnx.Module]]
+
     def init(self, key: jax.Array | None) -> nnx.Module:
-        """The model; without a key, of zeros."""
+        """A freshly initialized model; without a key, one of zeros."""
+        return self.network(self.config, rngs=nnx.Rngs(key))
 
     def outline(self) -> nnx.Module:
         """The model of zeros; no initializer is traced."""
@@ -67,20 +72,17 @@ class ContrastiveObjective(_OfLayers):
     The reverse direction, source to question, runs over the gold sources.
 
     Attributes:
-      config: the model's.
       mesh: over which the batch is split; None computes the loss on one device.
       tower_parts: the towers run over the batch in this many parts, whose activations are
         recomputed for the gradient, so that only one part's are in memory at a time. The loss is
         that of the whole batch, and so is its gradient (GradCache, Gao et al. 2021, section 3).
     """
 
+    network: ClassVar[type[nnx.Module]] = DualEncoder
+
     config: DualEncoderConfig
     mesh: Mesh | None = None
     tower_parts: int = 1
-
-    def init(self, key: jax.Array | None) -> nnx.Module:
-        """A freshly initialised dual encoder."""
-        return DualEncoder(self.config, rngs=nnx.Rngs(key))
 
     def loss(
         self, model: DualEncoder, batch: dict[str, jax.Array], dropout_key: jax.Array
@@ -262,7 +264,7 @@ class RerankObjective(_OfLayers):
     sides: TwoSides | None = None
 
     def init(self, key: jax.Array | None) -> nnx.Module:
-        """A freshly initialised VLP."""
+        """A freshly initialized VLP."""
         if self.sides is not None:
             return TwoSidedVLP(self.config, self.sides, rngs=nnx.Rngs(key))
         return self.config.build(rngs=nnx.Rngs(key))
@@ -297,7 +299,7 @@ class AnswerObjective(_OfLayers):
     questions_per_mean: int | None = None
 
     def init(self, key: jax.Array | None) -> nnx.Module:
-        """A freshly initialised VLP."""
+        """A freshly initialized VLP."""
         return self.config.build(rngs=nnx.Rngs(key))
 
     def loss(
@@ -331,16 +333,13 @@ class ModalityObjective(_OfLayers):
     """Cross-entropy over the two modalities (WebQA_Baseline bert_classifier.py:113,290).
 
     Attributes:
-      config: the model's.
       frozen: only the linear layer is trained.
     """
 
+    network: ClassVar[type[nnx.Module]] = TextClassifier
+
     config: TextClassifierConfig
     frozen: bool = False
-
-    def init(self, key: jax.Array | None) -> nnx.Module:
-        """A freshly initialized classifier."""
-        return TextClassifier(self.config, rngs=nnx.Rngs(key))
 
     def loss(
         self, model: TextClassifier, batch: dict[str, jax.Array], dropout_key: jax.Array
@@ -370,9 +369,6 @@ class VQAObjective(_OfLayers):
     stage1/pretrain.py, openvqa utils/train_engine.py). Here it is the mean over the batch, so that
     `train.accumulate` changes nothing; with the originals' clipping and eps divided by their batch
     size an update is theirs.
-
-    Attributes:
-      config: the model's.
     """
 
     config: VQAConfig
@@ -408,12 +404,10 @@ class DistillationObjective(_OfLayers):
       target_temperature: low trusts the most helpful candidate alone.
     """
 
+    network: ClassVar[type[nnx.Module]] = DualEncoder
+
     config: DualEncoderConfig
     target_temperature: float = 1.0
-
-    def init(self, key: jax.Array | None) -> nnx.Module:
-        """A freshly initialized dual encoder."""
-        return DualEncoder(self.config, rngs=nnx.Rngs(key))
 
     def loss(
         self, model: DualEncoder, batch: dict[str, jax.Array], dropout_key: jax.Array | None
@@ -449,7 +443,6 @@ class LanguageModelObjective(_OfLayers):
     """Cross-entropy of the next token, the mean over the target tokens of the global batch.
 
     Attributes:
-      config: the model's.
       lora: only these additions are trained; None: everything.
     """
 
@@ -582,7 +575,6 @@ class VisionLanguageObjective(LanguageModelObjective):
     A batch is that of `tasks.vision_language`; one without pictures lacks their arrays.
 
     Attributes:
-      config: the model's.
       lora: additions to the language model, whose rest is frozen; None: all of it is trained.
       tower: the tower with its mergers is trained, too.
     """
@@ -637,7 +629,6 @@ class Seq2SeqObjective(_OfLayers):
     """Cross-entropy of an answer behind its prompt, as a mean over the global batch.
 
     Attributes:
-      config: the model's.
       inputs: of its encoder: Texts, Passages or PicturedTexts.
       mean: what the mean is over. `tokens`: the tokens of all answers. `questions`: each question's
         mean over the tokens of its answer; so it is where every GPU has one question and
@@ -646,13 +637,11 @@ class Seq2SeqObjective(_OfLayers):
         them, where labels hold the pad's id (mm-cot utils_data.py:222-230, model.py:458).
     """
 
+    network: ClassVar[type[nnx.Module]] = T5
+
     config: T5Config
     inputs: type[Texts] = Texts
     mean: Literal["tokens", "questions", "places"] = "tokens"
-
-    def init(self, key: jax.Array | None) -> nnx.Module:
-        """A freshly initialized T5."""
-        return T5(self.config, rngs=nnx.Rngs(key))
 
     def loss(
         self, model: T5, batch: dict[str, jax.Array], dropout_key: jax.Array | None
@@ -677,11 +666,9 @@ class Seq2SeqObjective(_OfLayers):
 class MultimodalObjective(Seq2SeqObjective):
     """The objective of a T5 that sees pictures."""
 
-    config: MultimodalT5Config
+    network: ClassVar[type[nnx.Module]] = MultimodalT5
 
-    def init(self, key: jax.Array | None) -> nnx.Module:
-        """A freshly initialized MultimodalT5."""
-        return MultimodalT5(self.config, rngs=nnx.Rngs(key))
+    config: MultimodalT5Config
 
 
 def answer_log_probs(

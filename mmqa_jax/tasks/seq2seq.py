@@ -30,7 +30,7 @@ from mmqa_jax.prompting.examples.training import encode_text
 from mmqa_jax.tasks import solved_questions
 from mmqa_jax.tasks.base_llm import base_loader, check_vocabulary, model_config
 from mmqa_jax.tasks.objectives import Seq2SeqObjective, answer_log_probs
-from mmqa_jax.tasks.task import ANY_VOCABULARY, Recipe, ints
+from mmqa_jax.tasks.task import Recipe, ints
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,9 +81,7 @@ class Seq2Seq(solved_questions.SolvedQuestions):
     def _check(self, files: bool) -> None:
         self.check_lengths(self.batches.lengths)
         self.check_targets(self.batches.targets)
-        self.check_trained()
-        model_config(self, ANY_VOCABULARY)
-        self.check_examples()
+        super()._check(files)
 
     def objective(self, vocab_size: int, mesh: Mesh | None = None) -> Seq2SeqObjective:
         return Seq2SeqObjective(model_config(self, vocab_size))

@@ -33,9 +33,9 @@ from mmqa_jax.prompting.examples.training import (
 )
 from mmqa_jax.prompting.few_shot import few_shot, load_template, majority_answer
 from mmqa_jax.prompting.rationales import fields
-from mmqa_jax.tasks.base_llm import TextModelTask
+from mmqa_jax.tasks.base_llm import TextModelTask, model_config
 from mmqa_jax.tasks.library import LibrarySpec, check_similarity, open_library
-from mmqa_jax.tasks.task import MixedData
+from mmqa_jax.tasks.task import ANY_VOCABULARY, MixedData
 
 # A model's parameters -> the summed log-probability of every example's targets, float64 [N].
 Score = Callable[[Any], np.ndarray]
@@ -115,6 +115,11 @@ class SolvedQuestions(TextModelTask):
     def is_solved(question: Question) -> bool:
         """Whether a question has what is learned."""
         raise NotImplementedError
+
+    def _check(self, files: bool) -> None:
+        self.check_trained()
+        model_config(self, ANY_VOCABULARY)
+        self.check_examples()
 
     def check_examples(self) -> None:
         """Refuses examples that the library cannot give."""

@@ -120,9 +120,7 @@ class VisionLanguage(solved_questions.SolvedQuestions):
         return "model.changes.remat", "model.vision.remat"
 
     def _check(self, files: bool) -> None:
-        self.check_trained()
-        model_config(self, ANY_VOCABULARY)
-        self.check_examples()
+        super()._check(files)
         self.check_learned()
 
     def objective(self, vocab_size: int, mesh: Mesh | None = None) -> VisionLanguageObjective:
