@@ -94,8 +94,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.core.files import check_out, write_json
     from mmqa_jax.evaluation.scores import count_empty, predictions_by_question
     from mmqa_jax.evaluation.webqa import check_installed, unknown_sources
-    from mmqa_jax.retrieval.rankings import holds_rankings
-    from mmqa_jax.retrieval.trec import is_qrels, is_run
+    from mmqa_jax.retrieval.rankings import holds_rankings, is_qrels, is_run
 
     arguments = flags.fetched(arguments, STORE_INPUTS)
     if arguments.submission:
@@ -388,8 +387,7 @@ def _evaluate_articles(arguments: argparse.Namespace, path: Path) -> dict[str, A
 def _evaluate_by_qrels(arguments: argparse.Namespace, qrels: Path, path: Path) -> dict[str, Any]:
     """Scores rankings by the judgments of a file, which no corpus need be there for."""
     from mmqa_jax.evaluation.retrieval import score_rankings, show_rankings
-    from mmqa_jax.retrieval.rankings import read_rankings
-    from mmqa_jax.retrieval.trec import gold_of, read_qrels
+    from mmqa_jax.retrieval.rankings import gold_of, read_qrels, read_rankings
 
     gold = {name: sources for name, sources in gold_of(read_qrels(qrels)).items() if sources}
     if not gold:

@@ -129,12 +129,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.papers import webqa
     from mmqa_jax.retrieval.modality import modality_report
     from mmqa_jax.retrieval.rankings import (
+        check_qrels,
         check_rankings_out,
         ranking_of,
         ranking_row,
+        write_qrels,
         write_rankings,
     )
-    from mmqa_jax.retrieval.trec import check_qrels, write_qrels
     from mmqa_jax.runs import identity
     from mmqa_jax.runs.part import OpenedParts
     from mmqa_jax.runs.parts import RetrieverSpec, open_fusions, open_predictor

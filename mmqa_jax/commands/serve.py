@@ -8,7 +8,7 @@ from typing import Any
 
 from mmqa_jax.commands import flags
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.serve.options import ServeOptions
+from mmqa_jax.serve import ServeOptions
 
 SUMMARY = "serve a page that answers with its sources, and OpenAI's API, from one process."
 EXAMPLE = "mmqa serve --data=manuals"

@@ -19,8 +19,7 @@ from mmqa_jax.evaluation.scores import Scores
 from mmqa_jax.evaluation.tables import Table, show
 from mmqa_jax.evaluation.webqa import source_f1
 from mmqa_jax.retrieval.modality import MODALITIES, gold_modality
-from mmqa_jax.retrieval.rankings import holds_rankings, read_rankings
-from mmqa_jax.retrieval.trec import is_run
+from mmqa_jax.retrieval.rankings import holds_rankings, is_run, read_rankings
 
 # The nine values of WebQA's CLIP retrieval (vlp/CLIP_retrieval_experiments), and 1 and 5.
 KS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)

@@ -31,9 +31,8 @@ from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, Ranking
 from mmqa_jax.data.text_analysis import Analyzer
 from mmqa_jax.papers.webqa import Reader, top
 from mmqa_jax.retrieval.bm25.in_memory import BM25, BM25Retriever, kept_words
-from mmqa_jax.retrieval.cached_vectors import cached_vectors
 from mmqa_jax.retrieval.dense import DenseRetriever
-from mmqa_jax.retrieval.embeddings import Embeddings
+from mmqa_jax.retrieval.embeddings import Embeddings, cached_vectors
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, HybridSearch, ScoreFusion
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
 from mmqa_jax.retrieval.minilm import minilm_token_limit

@@ -36,7 +36,7 @@ from mmqa_jax.prompting.llm_reader import (
     LLMReranker,
     LLMRerankerOptions,
 )
-from mmqa_jax.retrieval.cached_vectors import cached_vectors
+from mmqa_jax.retrieval.embeddings import cached_vectors
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, check_weight
 from mmqa_jax.retrieval.indexes.milvus import PREFIX as MILVUS
 from mmqa_jax.retrieval.knowledge import KnowledgeBase

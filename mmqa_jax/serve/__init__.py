@@ -1,1 +1,35 @@
-"""`mmqa serve`: a page and OpenAI's API over models that stay loaded."""
+"""`mmqa serve`: a page and OpenAI's API over models that stay loaded.
+
+Where and how much is served stands here, so that `mmqa serve --help` loads nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeOptions:
+    """Where and how much is served.
+
+    Attributes:
+      host, port: to listen at; port 0 takes a free one.
+      key: that requests must carry as `Authorization: Bearer KEY`; "" needs none.
+      queue: requests that may wait or be answered at once, beyond which others are refused (429).
+        A completion of several prompts takes a place for each.
+      timeout: seconds that an answer may take, from the request's header on.
+      body: MiB of a request.
+      header: seconds in which the header of a request has to arrive.
+      upload: seconds in which a body has to arrive; each 64 KiB that arrive add one.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8321
+    key: str = ""
+    queue: int = 64
+    timeout: float = 120.0
+    body: float = 16.0
+    header: float = 10.0
+    upload: float = 10.0

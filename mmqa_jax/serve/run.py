@@ -30,13 +30,13 @@ from mmqa_jax.runs.part import OpenedParts
 from mmqa_jax.runs.prepare import folder_notes
 from mmqa_jax.runs.row import recorded_row
 from mmqa_jax.runs.status import finished_rows, kind_of
+from mmqa_jax.serve import LOOPBACK, ServeOptions
 from mmqa_jax.serve.app import make_app
-from mmqa_jax.serve.options import LOOPBACK, ServeOptions
-from mmqa_jax.serve.parts import Parts
 from mmqa_jax.serve.systems import (
     DemoChain,
     FindPassages,
     FromMemory,
+    Parts,
     ReadPassages,
     RowSystem,
     System,

@@ -23,12 +23,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, Ranking, prediction_of
 from mmqa_jax.evaluation.report import TraceNode
 from mmqa_jax.prompting.backends import answer_of
 from mmqa_jax.prompting.backends.openai_requests import data_url
-from mmqa_jax.prompting.backends.served import ServedBackend
+from mmqa_jax.prompting.backends.served import ServedBackend, ServedModel
 from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
 from mmqa_jax.retrieval.rankings import ranking_of
 from mmqa_jax.runs.ask import Answerer
@@ -508,3 +510,72 @@ def _steps(prediction: Prediction) -> list[dict[str, Any]]:
 
 def _step(node: TraceNode) -> dict[str, Any]:
     return {"who": node.text, "prompt": node.long, "steps": [_step(one) for one in node.children]}
+
+
+_AT_ONCE = 8  # texts that are embedded before others have their turn
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What one server answers with: a language model, an encoder, a corpus, and systems of them.
+
+    Attributes:
+      title: of the page: the folder's name, or the model's.
+      llm: the language model of this process; None: there is none, or a server's is asked.
+      llm_name: its name in the API.
+      embedder: of texts, and its name.
+      systems: by their names.
+      corpus: whose sources the page shows; None: there are none.
+      threads: in which the systems answer.
+      adapters: of the language model, which answer under their names.
+    """
+
+    title: str
+    llm: ServedModel | None
+    llm_name: str
+    embedder: Any
+    embedder_name: str
+    systems: Mapping[str, System]
+    corpus: AskedCorpus | None
+    threads: Threads
+    adapters: Sequence[str] = ()
+
+    @property
+    def llm_names(self) -> list[str]:
+        """The names under which the language model answers."""
+        return [] if self.llm is None else [self.llm_name, *self.adapters]
+
+    @property
+    def model_names(self) -> list[str]:
+        """What requests of OpenAI's API may name."""
+        return [*self.llm_names, *self.systems, self.embedder_name]
+
+    def embed(self, texts: Sequence[str]) -> Asking:
+        """Unit vectors float32 [n, D] of texts, without the encoder's prompts, and their tokens."""
+
+        def answer(turn: Turn) -> tuple[np.ndarray, int]:
+            vectors, tokens = [], 0
+            for begin in range(0, len(texts), _AT_ONCE):
+                some = list(texts[begin : begin + _AT_ONCE])
+                with turn():  # others come in between, and who has left computes no further
+                    vectors.append(self.embedder.embed_texts(some))
+                    tokens += sum(map(len, self.embedder.tokenizer.encode_batch(some)))
+            return np.concatenate(vectors), tokens
+
+        return self.threads.start(answer)
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that the language model has to answer."""
+        return 0 if self.llm is None else self.llm.online.unfinished
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the language model takes requests."""
+        return self.llm is None or self.llm.online.is_serving
+
+    def close(self) -> None:
+        """Ends when all that was taken is answered."""
+        self.threads.close()
+        if self.llm is not None:
+            self.llm.close()

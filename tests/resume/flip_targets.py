@@ -30,8 +30,12 @@ from mmqa_jax.decoding.requests import Candidate, Result
 from mmqa_jax.prompting.backends import Completion, Usage
 from mmqa_jax.prompting.backends.cache import Cached, ResponseCache
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
-from mmqa_jax.retrieval.cached_vectors import cached_vectors
-from mmqa_jax.retrieval.embeddings import Embeddings, open_embeddings, write_embeddings
+from mmqa_jax.retrieval.embeddings import (
+    Embeddings,
+    cached_vectors,
+    open_embeddings,
+    write_embeddings,
+)
 from mmqa_jax.retrieval.indexes.index import (
     ScannParameters,
     build_index,

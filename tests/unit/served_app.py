@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from mmqa_jax.serve.options import ServeOptions
+from mmqa_jax.serve import ServeOptions
 from mmqa_jax.serve.run import make_server
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mmqa_jax.retrieval.cached_vectors import cached_vectors
+from mmqa_jax.retrieval.embeddings import cached_vectors
 
 TEXTS = [f"text {n:0{1 + n % 5}}" for n in range(50)]
 

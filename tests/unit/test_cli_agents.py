@@ -11,7 +11,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.prompting.examples.heuristics import write_candidates
 from mmqa_jax.runs.parts import FinishedSpec
-from mmqa_jax.serve.options import ServeOptions
+from mmqa_jax.serve import ServeOptions
 from mmqa_jax.serve.run import open_parts
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]

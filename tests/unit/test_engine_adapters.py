@@ -21,10 +21,9 @@ from mmqa_jax.models.llama.lora import Additions
 from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.prompting.backends.served import ServedModel
 from mmqa_jax.runs.ask_corpus import AskedCorpus
+from mmqa_jax.serve import ServeOptions
 from mmqa_jax.serve.app import make_app
-from mmqa_jax.serve.options import ServeOptions
-from mmqa_jax.serve.parts import Parts
-from mmqa_jax.serve.systems import Threads
+from mmqa_jax.serve.systems import Parts, Threads
 
 pytestmark = pytest.mark.slow
 

@@ -21,11 +21,10 @@ from mmqa_jax.data.schema import Material, Question, Source, united
 from mmqa_jax.runs import corpora
 from mmqa_jax.runs.ask_corpus import AskedCorpus
 from mmqa_jax.runs.row import Row, read_row
+from mmqa_jax.serve import ServeOptions
 from mmqa_jax.serve.app import make_app
-from mmqa_jax.serve.options import ServeOptions
-from mmqa_jax.serve.parts import Parts
 from mmqa_jax.serve.run import _of_workdir
-from mmqa_jax.serve.systems import Threads
+from mmqa_jax.serve.systems import Parts, Threads
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

@@ -14,8 +14,7 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.core.store import Store, read_head
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.extensions.similarity import interpolate
-from mmqa_jax.retrieval.cached_vectors import cached_vectors
-from mmqa_jax.retrieval.embeddings import Embeddings, not_finite
+from mmqa_jax.retrieval.embeddings import Embeddings, cached_vectors, not_finite
 from mmqa_jax.retrieval.fusion import Pool, convex_combination
 from mmqa_jax.retrieval.indexes.exact import search_within
 from mmqa_jax.retrieval.indexes.index import KINDS, build_index, load_index, scann_available

@@ -328,7 +328,7 @@ EQUAL = [
         lambda m: m._NUMBERS[2],
         r"-?(?:\d+\.\d+|\.\d+|\d+\b)(?![eE][+-]?\d+)(?![,\d])",
     ),
-    ("retrieval.trec", lambda m: m._NUMBER, r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"),
+    ("retrieval.rankings", lambda m: m._NUMBER, r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"),
     ("prompting.llm_reader", lambda m: m._CITED, r"\s*\[(?:\d+(?:\s*[,;]\s*\d+)*)\]"),
     ("data.region_records", lambda m: m._NUMBER, r"(?:\d+)$"),
     ("data.kat_knowledge", lambda m: m._LAST_NUMBER, r"\d+(?:\.\w+)?$"),

@@ -19,10 +19,9 @@ from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Message
 from mmqa_jax.prompting.backends.openai_requests import data_url, read_picture
 from mmqa_jax.prompting.backends.served import ServedModel
 from mmqa_jax.runs.ask_corpus import AskedCorpus
+from mmqa_jax.serve import ServeOptions
 from mmqa_jax.serve.app import make_app
-from mmqa_jax.serve.options import ServeOptions
-from mmqa_jax.serve.parts import Parts
-from mmqa_jax.serve.systems import Threads
+from mmqa_jax.serve.systems import Parts, Threads
 
 pytestmark = pytest.mark.slow
 ASKED = [{"role": "user", "content": "What is it"}]

@@ -23,12 +23,10 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Source
 from mmqa_jax.decoding.requests import Candidate, Result
 from mmqa_jax.runs.ask_corpus import AskedCorpus
-from mmqa_jax.serve import run
+from mmqa_jax.serve import ServeOptions, run
 from mmqa_jax.serve.app import make_app
 from mmqa_jax.serve.door import Door, Metrics
-from mmqa_jax.serve.options import ServeOptions
-from mmqa_jax.serve.parts import Parts
-from mmqa_jax.serve.systems import Threads, answer_row
+from mmqa_jax.serve.systems import Parts, Threads, answer_row
 
 pytestmark = pytest.mark.slow
 SOON = 20.0  # seconds in which a test machine answers

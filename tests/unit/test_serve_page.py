@@ -19,10 +19,9 @@ from mmqa_jax.data.schema import NOT_FOUND
 from mmqa_jax.prompting.backends.served import ServedModel
 from mmqa_jax.prompting.llm_reader import LLMReaderOptions
 from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, open_folder
+from mmqa_jax.serve import ServeOptions
 from mmqa_jax.serve.app import make_app
-from mmqa_jax.serve.options import ServeOptions
-from mmqa_jax.serve.parts import Parts
-from mmqa_jax.serve.systems import FindPassages, FromMemory, ReadPassages, Threads
+from mmqa_jax.serve.systems import FindPassages, FromMemory, Parts, ReadPassages, Threads
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 BROWSER = next(

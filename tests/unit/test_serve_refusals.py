@@ -14,10 +14,9 @@ from mmqa_jax.data.schema import Source
 from mmqa_jax.decoding.online import Closed, QueueFull
 from mmqa_jax.prompting.backends.openai_requests import data_url
 from mmqa_jax.runs.ask_corpus import AskedCorpus
+from mmqa_jax.serve import ServeOptions
 from mmqa_jax.serve.app import make_app
-from mmqa_jax.serve.options import ServeOptions
-from mmqa_jax.serve.parts import Parts
-from mmqa_jax.serve.systems import Asking, Threads
+from mmqa_jax.serve.systems import Asking, Parts, Threads
 
 RED = data_url(flag().data)
 BUSY = QueueFull("4 questions are being answered or wait")

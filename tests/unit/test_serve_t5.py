@@ -13,11 +13,10 @@ from tiny_t5 import EXTRA, VOCABULARY, write_folder
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.runs.ask_corpus import AskedCorpus
+from mmqa_jax.serve import ServeOptions
 from mmqa_jax.serve.app import make_app
-from mmqa_jax.serve.options import ServeOptions
-from mmqa_jax.serve.parts import Parts
 from mmqa_jax.serve.run import _served
-from mmqa_jax.serve.systems import Threads
+from mmqa_jax.serve.systems import Parts, Threads
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,15 @@ from ir_measures import RR, R, nDCG
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.evaluation.retrieval import score_rankings
-from mmqa_jax.retrieval.rankings import holds_rankings, read_rankings, write_rankings
-from mmqa_jax.retrieval.trec import gold_of, is_qrels, read_qrels, write_qrels
+from mmqa_jax.retrieval.rankings import (
+    gold_of,
+    holds_rankings,
+    is_qrels,
+    read_qrels,
+    read_rankings,
+    write_qrels,
+    write_rankings,
+)
 
 KS = (1, 2, 5, 10, 100)
 RUN = "q1 Q0 a 1 0.5 bm25\nq1 Q0 b 2 0.25 bm25\n"

@@ -50,6 +50,10 @@ from mmqa_jax.prompting.backends.openai_replies import is_count
 class OpenAIBackend:
     """Queries a server; see backends.Backend. Candidates have no token ids.
 
+    Attributes:
+      takes_pictures: None: the server does not say.
+      takes_messages: the server is asked by /v1/chat/completions, as far as is known.
+
     Args:
       model: the server's name for it.
       config: see ServerConfig.
@@ -59,33 +63,27 @@ class OpenAIBackend:
       RunError: the server does not answer.
     """
 
+    takes_pictures = None
+    takes_messages = True
+
     def __init__(self, model: str, config: ServerConfig | None = None, flag: str = "--model"):
-        self.model, self.config, self._flag = model, config or ServerConfig(), flag
+        self.model, self.config = model, config or ServerConfig()
         check_environment()
         self.usage = Usage()
         self.failures: list[Failure] = []
         self.system_fingerprints: set[str] = set()  # reported with the answers
         self._seconds = 0.0
         self._in_a_row = 0  # failures since the last answer
-        known = self._fetch_description()
+        named = f"{flag}={model}"
+        self._loop = EventLoop()
+        self._server = Server(model, named, self.config, self.usage, self.system_fingerprints)
+        weakref.finalize(self, _close, self._loop, self._server)
+        known = self._loop.run(self._server.models())
         parts = [address(), model, known]
-        self._fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        # Of the address, the model and the server's description of it.
+        self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         length = (known or {}).get("max_model_len")
-        self._lengths = PromptLengths(model, length, self.config.timeout)
-
-    @property
-    def takes_pictures(self) -> None:
-        """The server does not say."""
-
-    @property
-    def takes_messages(self) -> bool:
-        """Whether the server is asked by /v1/chat/completions, as far as is known."""
-        return True
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of address, model and the server's description of the model."""
-        return self._fingerprint
+        self._lengths = PromptLengths(model, length, self._loop, self._server.client)
 
     def rates(self) -> dict[str, float]:
         """Tokens per second over all requests: prompts (`prefill`) and answers (`decode`)."""
@@ -141,43 +139,38 @@ class OpenAIBackend:
         """
         waiting, running = iter(queries), {}
         began, before = time.monotonic(), self._seconds
-        with EventLoop() as loop:
-            server = loop.run(self._open())
-            try:
-                while True:
-                    while len(running) < self.config.concurrency:
-                        query = next(waiting, None)
-                        if query is None:
-                            break
-                        running[loop.submit(self._send(server, query))] = query
-                    if not running:
-                        return
-                    done, _ = concurrent.futures.wait(
-                        running, return_when=concurrent.futures.FIRST_COMPLETED
-                    )
-                    self._seconds = before + time.monotonic() - began
-                    for future in done:
-                        query = running.pop(future)
-                        try:
-                            result = future.result()
-                        except Failed as error:
-                            self._fail(query.id, error)
-                            continue
-                        self.usage.requests += 1
-                        self._in_a_row = 0
-                        yield result
-            finally:
-                for future in running:
-                    future.cancel()
-                loop.run(server.close())
+        try:
+            while True:
+                while len(running) < self.config.concurrency:
+                    query = next(waiting, None)
+                    if query is None:
+                        break
+                    running[self._loop.submit(self._send(query))] = query
+                if not running:
+                    return
+                done, _ = concurrent.futures.wait(
+                    running, return_when=concurrent.futures.FIRST_COMPLETED
+                )
+                self._seconds = before + time.monotonic() - began
+                for future in done:
+                    query = running.pop(future)
+                    try:
+                        result = future.result()
+                    except Failed as error:
+                        self._fail(query.id, error)
+                        continue
+                    self.usage.requests += 1
+                    self._in_a_row = 0
+                    yield result
+        finally:
+            for future in running:
+                future.cancel()
 
-    async def _send(self, server: Server, query: Query) -> Result | Scores:
+    async def _send(self, query: Query) -> Result | Scores:
         self._check_form(query)
-        if isinstance(query, Choices):
-            return await self._score(server, query)
-        return await self._generate(server, query)
+        return await (self._score(query) if isinstance(query, Choices) else self._generate(query))
 
-    async def _generate(self, server: Server, request: Completion | Chat) -> Result:
+    async def _generate(self, request: Completion | Chat) -> Result:
         decoding = request.decoding
         body: dict[str, Any]
         if isinstance(request, Chat):
@@ -196,7 +189,7 @@ class OpenAIBackend:
             body["stop"] = list(decoding.stop)
         if decoding.n > 1:
             body["n"] = decoding.n
-        found, usage = await server.post(
+        found, usage = await self._server.post(
             path,
             body,
             lambda answer: openai_replies.read_candidates(
@@ -207,7 +200,7 @@ class OpenAIBackend:
         found = sorted(found, key=lambda c: -c.total if not math.isnan(c.total) else 0.0)
         return Result(request.id, tuple(found), usage.prompt, 0)
 
-    async def _score(self, server: Server, request: Choices) -> Scores:
+    async def _score(self, request: Choices) -> Scores:
         """Scores as lm-evaluation-harness: the text is split at the prompt's number of tokens.
 
         Trailing spaces of the prompt belong to the continuations, as in the engine. The API
@@ -223,11 +216,13 @@ class OpenAIBackend:
             body = {**echoing, "prompt": text + spaces + continuation}
             tokens = len(body["prompt"].encode()) + 2  # at most: its bytes, and special tokens
             most = most_bytes(body, tokens)
-            return await server.post("/completions", body, openai_replies.read_echo, most)
+            return await self._server.post("/completions", body, openai_replies.read_echo, most)
 
         try:
             (_, usage), *echoes = await asyncio.gather(
-                server.post("/completions", counted, lambda answer: None, most_bytes(counted, 1)),
+                self._server.post(
+                    "/completions", counted, lambda answer: None, most_bytes(counted, 1)
+                ),
                 *map(scored, request.continuations),
             )
             scores = [
@@ -260,20 +255,10 @@ class OpenAIBackend:
                 f"{error.remedy}."
             )
 
-    def _fetch_description(self) -> dict[str, Any] | None:
-        async def fetch():
-            server = await self._open()
-            try:
-                return await server.models()
-            finally:
-                await server.close()
 
-        with EventLoop() as loop:
-            return loop.run(fetch())
-
-    async def _open(self) -> Server:
-        named = f"{self._flag}={self.model}"
-        return Server(self.model, named, self.config, self.usage, self.system_fingerprints)
+def _close(loop: EventLoop, server: Server) -> None:
+    loop.run(server.client.close())
+    loop.close()
 
 
 # How long a request is on a server that counts tokens: vLLM's /tokenize.
@@ -309,14 +294,12 @@ class PromptLengths:
       model: the server's name for it.
       length: of its context (vLLM's max_model_len), as the server says; where that is no sensible
         number it is unknown, and nothing is refused.
-      timeout: seconds to wait for a count.
+      loop, client: by which it is asked.
     """
 
-    def __init__(self, model: str, length: Any, timeout: float):
-        self._model, self._timeout = model, timeout
+    def __init__(self, model: str, length: Any, loop: EventLoop, client: HttpClient):
+        self._model, self._loop, self._client = model, loop, client
         self._length = length if is_count(length) and 0 < length < _LONGEST_CONTEXT else None
-        self._loop: EventLoop | None = None
-        self._client: Any = None
 
     def check(self, request: Query) -> None:
         """Raises TooLong."""
@@ -339,10 +322,6 @@ class PromptLengths:
 
     def _count(self, body: dict[str, Any]) -> int | None:
         """A request's tokens; None where the server does not say, which is not asked again."""
-        if self._loop is None:
-            self._loop = EventLoop().start()
-            self._client = self._loop.run(_open(self._timeout))
-            weakref.finalize(self, _close, self._loop, self._client)
         asked = {"model": self._model, **body}
         most = _COUNT_BYTES + _COUNT_BYTES_PER_BYTE * len(json.dumps(asked))
         try:
@@ -354,15 +333,6 @@ class PromptLengths:
             self._length = None
             return None
         return count
-
-
-async def _open(timeout: float) -> HttpClient:
-    return HttpClient(timeout)
-
-
-def _close(loop: EventLoop, client: HttpClient) -> None:
-    loop.run(client.close())
-    loop.close()
 
 
 def shown_id(request_id: Hashable) -> str:
@@ -489,7 +459,7 @@ class RefusedAsTooLong(Refused):
 
 
 class Server:
-    """The connection of one run, created in its event loop; `named` is the model in messages."""
+    """The requests to the server of one model, which is `named` so in messages."""
 
     def __init__(
         self, model: str, named: str, config: ServerConfig, usage: Usage, fingerprints: set[str]
@@ -497,12 +467,8 @@ class Server:
         self._model, self._named, self._config = model, named, config
         self._usage, self._fingerprints = usage, fingerprints
         self._slots = asyncio.Semaphore(config.concurrency)
-        self._client = HttpClient(config.timeout)
+        self.client = HttpClient(config.timeout)
         self._others: set[str] = set()  # names of other models that answered
-
-    async def close(self) -> None:
-        """Closes all connections."""
-        await self._client.close()
 
     async def models(self) -> Any:
         """The server's description of the model, without volatile fields; None if there is none.
@@ -559,7 +525,7 @@ class Server:
             retry_after = None  # seconds
             kind = Failed
             try:
-                reply = await self._client.send(path, body, most)
+                reply = await self.client.send(path, body, most)
                 if body is None and reply.status == 404:  # not all servers list their models
                     return {}
                 reason = self._refusal(reply, echo="echo" in (body or ()))

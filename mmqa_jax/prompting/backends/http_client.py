@@ -99,7 +99,7 @@ def _certificates(file: str | None, folder: str | None) -> ssl.SSLContext:
 
 
 class HttpClient:
-    """Asks the server of the environment. Make and use it in one event loop, and close it.
+    """Asks the server of the environment. Use it in one event loop, and close it there.
 
     Args:
       timeout: seconds within which a reply must be there as a whole, from connecting to its last
@@ -274,13 +274,11 @@ def _proxy(url: str) -> str | None:
 class EventLoop:
     """An event loop in its own thread, so that callers may run one too (notebooks)."""
 
-    def start(self) -> EventLoop:
-        """Starts the loop; a `with` block does so too, and closes it."""
+    def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         # A daemon, so that Ctrl-C does not wait for answers.
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        return self
 
     def close(self) -> None:
         """Cancels what is under way, and ends the loop."""
@@ -288,12 +286,6 @@ class EventLoop:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-    def __enter__(self) -> EventLoop:
-        return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future:
         """Starts a coroutine."""

@@ -25,7 +25,7 @@ from mmqa_jax.core.host import cache_dir
 from mmqa_jax.data.corpus import fold_of
 from mmqa_jax.data.pictures.store import EncodedPicture
 from mmqa_jax.data.schema import Question
-from mmqa_jax.retrieval.cached_vectors import cached_vectors
+from mmqa_jax.retrieval.embeddings import cached_vectors
 
 Similarity = Literal[
     *("random", "question", "caption", "image"),
