@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
 
 from mmqa_jax.core.mesh import partition_spec
-from mmqa_jax.models.attention import drop_bits
+from mmqa_jax.models.attention.drop_bits import drop_bits
 from mmqa_jax.models.attention.masked import MASKED
 
 LANES = 128  # columns of a register
