@@ -31,14 +31,14 @@ def check_same_run(config: Any, further: Mapping[str, Any]) -> None:
         return
     facts = {f"config key {key}": value for key, value in flatten(to_plain_dict(config)).items()}
     facts |= further
-    facts |= {f"the version of {name}": found for name, found in _versions().items()}
+    facts |= {f"the version of {name}": different for name, different in _versions().items()}
     facts["the code of mmqa_jax"] = _code_fingerprint()
     reports = distributed.gather("facts", {"host": socket.gethostname(), "facts": facts})
-    if found := differences([(report["host"], report["facts"]) for report in reports]):
-        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    if different := differences([(report["host"], report["facts"]) for report in reports]):
+        more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
         raise UserError(
-            f"the processes of this launch differ: {'; '.join(found[:_SHOWN])}{more}; start all "
-            "of them with the same command, code and environment."
+            f"the processes of this launch differ: {'; '.join(different[:_SHOWN])}{more}; start "
+            "all of them with the same command, code and environment."
         )
 
 
@@ -105,13 +105,13 @@ def _check_marks(folder: Path, mark: Path, hosts: list[Any]) -> None:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "none"
-    return found
+            versions[package] = "none"
+    return versions
 
 
 def _code_fingerprint() -> str:

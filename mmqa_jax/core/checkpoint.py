@@ -201,17 +201,17 @@ class Checkpoints:
         step = self.latest_step()
         if self._local is not None:
             named = _named_items(params, train)
-            found = self._local.newest(after=step or 0, wanted=named)
-            if found is not None:
-                meta = found.record["meta"]
+            held = self._local.newest(after=step or 0, wanted=named)
+            if held is not None:
+                meta = held.record["meta"]
                 self._check_fingerprint(meta["fingerprint"], self._local.folder)
-                arrays = self._local.restore(found, named)
-                _set_iterator_state(iterator, found.record["iterator"], self._local.folder)
+                arrays = self._local.restore(held, named)
+                _set_iterator_state(iterator, held.record["iterator"], self._local.folder)
                 return Restored(
                     unflatten_named(params, _item(arrays, "params")),
                     unflatten_named(train, _item(arrays, "train")),
                     meta,
-                    found.step,
+                    held.step,
                 )
         if step is None:
             return None
@@ -469,19 +469,19 @@ def check_steps(folder: Path, *, skip_damaged: bool) -> None:
             return
         place = folder / str(step)
         others = [one for one in reversed(steps) if one < newest] if step == newest else [newest]
-        if (kept := _first_whole(folder, others)) is None:
+        if (whole := _first_whole(folder, others)) is None:
             raise UserError(
                 f"{place}: {problem}, and no earlier checkpoint is whole; copy that folder again, "
                 f"or delete {folder} to train from the start."
             )
         if not skip_damaged:
             raise UserError(
-                f"{place}: {problem}; checkpoint {kept} is whole: add --skip_damaged to set this "
-                f"one aside (as {place.name}.{_DAMAGED}) and go on from {kept}."
+                f"{place}: {problem}; checkpoint {whole} is whole: add --skip_damaged to set this "
+                f"one aside (as {place.name}.{_DAMAGED}) and go on from {whole}."
             )
         if jax.process_index() == 0:
             aside = _set_aside(place)
-            announce(f"{place}: {problem}; set aside as {aside.name}, going on from step {kept}.")
+            announce(f"{place}: {problem}; set aside as {aside.name}, going on from step {whole}.")
         distributed.barrier("a damaged checkpoint is set aside")
 
 

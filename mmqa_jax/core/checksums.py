@@ -68,9 +68,9 @@ def read_sums(folder: str | os.PathLike) -> dict[str, str] | None:
         head, *lines = (as_path(folder) / SUMS).read_bytes().decode().split("\n")
     except FileNotFoundError:
         return None
-    found = [_LINE.fullmatch(line) for line in lines[:-1]]  # the last one ends too
-    sums = {match[2]: match[1] for match in found if match}
-    if head != _HEAD.format(count=len(sums)) or len(sums) != len(found) or lines[-1:] != [""]:
+    matches = [_LINE.fullmatch(line) for line in lines[:-1]]  # the last one ends too
+    sums = {match[2]: match[1] for match in matches if match}
+    if head != _HEAD.format(count=len(sums)) or len(sums) != len(matches) or lines[-1:] != [""]:
         raise ValueError(f"{SUMS} is not what was written")
     return sums
 
@@ -91,8 +91,8 @@ def find_damage(
     try:
         sums = read_sums(folder)
     except (ValueError, OSError) as error:
-        said = error.strerror if isinstance(error, OSError) else "it is not what was written"
-        return f"{SUMS} is damaged ({said})"
+        reason = error.strerror if isinstance(error, OSError) else "it is not what was written"
+        return f"{SUMS} is damaged ({reason})"
     wanted = [name for name in sorted(sums or {}) if names is None or name in names]
     wanted = wanted[part[0] :: part[1]]
     problems = _in_parallel(lambda name: _damage(folder / name, sums[name]), wanted)
@@ -148,12 +148,12 @@ def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
 
 def _damage(file: Path, expected: str) -> str | None:
     try:
-        found = digest(file)
+        actual = digest(file)
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
-    return None if found == expected else f"is damaged (its SHA-256 is not that of {SUMS})"
+    return None if actual == expected else f"is damaged (its SHA-256 is not that of {SUMS})"
 
 
 def _in_parallel(work: Callable[[str], Any], names: Sequence[str]) -> list[Any]:

@@ -90,14 +90,14 @@ def _tpu(
 
 
 def _memory_share() -> float:
-    given = os.environ.get(_SHARE)
+    text = os.environ.get(_SHARE)
     try:
-        share = float(given) if given else _GPU_SHARE
+        share = float(text) if text else _GPU_SHARE
     except ValueError:
         share = 0.0
     if not 0 < share <= 1:
         raise UserError(
-            f"environment: {_SHARE}={given}: a number above 0 and up to 1 was expected, the share "
+            f"environment: {_SHARE}={text}: a number above 0 and up to 1 was expected, the share "
             "of a GPU's memory; correct or unset it."
         )
     return share

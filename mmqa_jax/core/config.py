@@ -160,10 +160,12 @@ def _mistakes_named(file: Path) -> Iterator[None]:
         # The innermost line of this config or of one beside it that it calls.
         folder = file.resolve().parent
         frames = traceback.extract_tb(error.__traceback__)
-        own = [f for f in frames if Path(f.filename).resolve().parent == folder]
-        place = f"{own[-1].filename}, line {own[-1].lineno}" if own else str(file)
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{place}: the config file fails ({said}); repair it.") from error
+        in_configs = [f for f in frames if Path(f.filename).resolve().parent == folder]
+        place = (
+            f"{in_configs[-1].filename}, line {in_configs[-1].lineno}" if in_configs else str(file)
+        )
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{place}: the config file fails ({reason}); repair it.") from error
 
 
 def _call_get_config(module: Any, file: Path, mode: str) -> ConfigDict:
@@ -236,8 +238,8 @@ def _parse(value: Any, kind: type, current: Any) -> Any:
 
     A whole number, or several, and `auto` may replace each other; the config's check knows where.
     """
-    if current == "auto" and type(given := _literal(value)) in (int, tuple, list):
-        return given
+    if current == "auto" and type(literal := _literal(value)) in (int, tuple, list):
+        return literal
     if value == "auto" and kind in (int, tuple):
         return value
     if isinstance(value, str) and kind is not str:

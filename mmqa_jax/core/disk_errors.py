@@ -69,12 +69,12 @@ class DiskFailure(NamedTuple):
 def find_disk_failure(error: BaseException) -> DiskFailure | None:
     """The failure of a disk that an exception, or one that led to it, tells of; else None."""
     code, path = None, None
-    for one in _chain(error):
-        found = _code_of(one)
-        if found is None:
+    for cause in _chain(error):
+        errno_of_cause = _code_of(cause)
+        if errno_of_cause is None:
             continue
-        code = found if code is None else code
-        path = path or _path_of(one)
+        code = errno_of_cause if code is None else code
+        path = path or _path_of(cause)
     return None if code is None else DiskFailure(code, path)
 
 
@@ -176,22 +176,22 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     """An exception and those that led to it, the last first."""
     waiting, seen = [error], set()
     while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
+        cause = waiting.pop()
+        if id(cause) in seen:
             continue
-        seen.add(id(one))
-        yield one
-        before = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+        seen.add(id(cause))
+        yield cause
+        before = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
         waiting += [before] if before is not None else []
-        waiting += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+        waiting += cause.exceptions if isinstance(cause, BaseExceptionGroup) else ()
 
 
 def _code_of(error: BaseException) -> int | None:
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno if error.errno in _KINDS else None
     text = str(error)
-    if found := _TENSORSTORE.search(text):
-        return int(found[1]) if int(found[1]) in _KINDS else None
+    if match := _TENSORSTORE.search(text):
+        return int(match[1]) if int(match[1]) in _KINDS else None
     if isinstance(error, OSError) and _NUMPY.match(text):
         return errno.ENOSPC
     return next((code for words, code in _TEXTS.items() if words in text), None)
@@ -201,8 +201,8 @@ def _path_of(error: BaseException) -> str | None:
     name = getattr(error, "filename", None)
     if isinstance(name, str | os.PathLike) and name:
         return os.fspath(name)
-    found = _PATH.search(str(error))
-    return found[1] if found else None
+    match = _PATH.search(str(error))
+    return match[1] if match else None
 
 
 def _shown(path: str) -> str:

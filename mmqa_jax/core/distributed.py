@@ -300,11 +300,11 @@ def gather(name: str, value: Any) -> list[Any]:
     client.key_value_set(f"{place}/{me}", json.dumps(value))
     pause = 0.02
     with _naming_the_lost():
-        while len(found := client.key_value_dir_get(place)) < count:
+        while len(entries := client.key_value_dir_get(place)) < count:
             raise_others_failure()
             time.sleep(pause)
             pause = min(1.5 * pause, 1.0)
-    values = {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
+    values = {int(key.rpartition("/")[2]): json.loads(text) for key, text in entries}
     if me == 0 and turn > 1:  # all have read the values of the turn before
         client.key_value_delete(f"mmqa/values/{name}/{turn - 1}/")
     return [values[process] for process in range(count)]
@@ -410,8 +410,8 @@ def _service() -> Any:
     return state if state.client is not None and state.num_processes > 1 else None
 
 
-def _compilation_cache(given: str | os.PathLike | None) -> Path | None:
-    folder = Path(given) if given is not None else cache_dir() / "xla"
+def _compilation_cache(chosen: str | os.PathLike | None) -> Path | None:
+    folder = Path(chosen) if chosen is not None else cache_dir() / "xla"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         writable = os.access(folder, os.W_OK)
@@ -419,7 +419,7 @@ def _compilation_cache(given: str | os.PathLike | None) -> Path | None:
         writable = False
     if writable:
         return folder
-    if given is not None:
+    if chosen is not None:
         raise UserError(
             f"{folder}: the compilation cache cannot be written there; name another folder."
         )

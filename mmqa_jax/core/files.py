@@ -345,9 +345,9 @@ def parse_json(
         raise refused(_TOO_DEEP, _deep_position(text), _SHORTEN) from error
     except ValueError as error:  # an integer of too many digits
         digits = sys.get_int_max_str_digits()
-        found = re.search(_NUMBER % (digits + 1), text)
+        match = re.search(_NUMBER % (digits + 1), text)
         what = f"an integer of more than {digits:,} digits"
-        raise refused(what, found.start() if found else 0, _SHORTEN) from error
+        raise refused(what, match.start() if match else 0, _SHORTEN) from error
     if text.count("[") + text.count("{") > DEEPEST and _is_deep(value):
         raise refused(_TOO_DEEP, _deep_position(text), _SHORTEN)
     if _HALF.search(text) and (half := next(filter(_first_group, _ESCAPE.finditer(text)), None)):
@@ -365,10 +365,10 @@ def _is_deep(value: Any) -> bool:
     level = [value]
     for _ in range(DEEPEST):
         level = [
-            one
+            inner
             for outer in level
-            for one in (outer.values() if type(outer) is dict else outer)
-            if type(one) is dict or type(one) is list
+            for inner in (outer.values() if type(outer) is dict else outer)
+            if type(inner) is dict or type(inner) is list
         ]
         if not level:
             return False

@@ -152,8 +152,8 @@ def _most_turns(condition: Any) -> int | None:
 def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
     """The jaxprs that an equation calls."""
     for value in params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(one, "eqns"):
-                yield one
-            elif hasattr(one, "jaxpr") and hasattr(one.jaxpr, "eqns"):
-                yield one.jaxpr
+        for inner in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(inner, "eqns"):
+                yield inner
+            elif hasattr(inner, "jaxpr") and hasattr(inner.jaxpr, "eqns"):
+                yield inner.jaxpr

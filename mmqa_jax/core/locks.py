@@ -224,11 +224,11 @@ class StoreLock:
         except (FileNotFoundError, ValueError, KeyError):
             return "another process"
 
-    def _beat(self, own: Path | None = None) -> None:
+    def _beat(self, file: Path | None = None) -> None:
         self._beats += 1
         owner = f"process {os.getpid()} on {socket.gethostname()}"
         content = {"owner": owner, "time": round(time.time()), "beats": self._beats}
-        (own or self._own).write_text(json.dumps(content))
+        (file or self._own).write_text(json.dumps(content))
 
     def _keep(self) -> None:
         self._thread = threading.Thread(target=self._beat_on, daemon=True)

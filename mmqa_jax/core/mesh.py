@@ -83,17 +83,17 @@ def make_mesh(
     if shape.get(SEQUENCE, 1) != 1:
         names = (*_BATCH_AXES, SEQUENCE, "tensor")
     sizes = [shape.get(axis, 1) for axis in names]
-    given = ", ".join(f"{axis}={size}" for axis, size in zip(names, sizes, strict=True))
+    named = ", ".join(f"{axis}={size}" for axis, size in zip(names, sizes, strict=True))
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise UserError(
-            f"mesh: {given}: sizes must be positive, with at most one -1 (all remaining devices)."
+            f"mesh: {named}: sizes must be positive, with at most one -1 (all remaining devices)."
         )
     known = math.prod(size for size in sizes if size != -1)
     if -1 in sizes and len(devices) % known == 0:
         sizes[sizes.index(-1)] = len(devices) // known
     if math.prod(sizes) != len(devices):
         raise UserError(
-            f"mesh: {given} does not fit {len(devices)} devices: the product of the sizes must "
+            f"mesh: {named} does not fit {len(devices)} devices: the product of the sizes must "
             "be the number of devices; set one axis to -1 and let the others divide it."
         )
     crossed = _crossed(sizes, [shape.get(axis, -1) for axis in DCN_AXES], devices)
@@ -429,8 +429,8 @@ class RowPlacement:
 
     def rows(self, size: int) -> np.ndarray:
         """The rows int64[n] of a padded batch that this process makes, ascending."""
-        own = None if self.mesh is None else local_rows(self.mesh, size)
-        return np.arange(size) if own is None else np.array(own, np.int64)
+        rows = None if self.mesh is None else local_rows(self.mesh, size)
+        return np.arange(size) if rows is None else np.array(rows, np.int64)
 
     def put(self, batch: Any) -> Any:
         """The arrays of a batch on the devices; a pytree of this process's rows [n, ...]."""

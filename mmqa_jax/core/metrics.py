@@ -52,7 +52,7 @@ class MetricsWriter:
             return
         self._folder = here = as_path(folder)
         rows = read_metrics(folder)
-        kept = [row for row in rows if row["step"] <= restored_step]
+        earlier = [row for row in rows if row["step"] <= restored_step]
         if in_store(folder):
             self._temporary = tempfile.TemporaryDirectory(prefix="mmqa-metrics-")
             here = Path(self._temporary.name)
@@ -61,7 +61,7 @@ class MetricsWriter:
             self._wandb = WandbLog(wandb, self._folder, here)
         self._here, self._put_at = here, time.monotonic()
         if (self._folder / METRICS).exists():
-            write_jsonl(here / METRICS, kept)  # also drops a line that a kill cut short
+            write_jsonl(here / METRICS, earlier)  # also drops a line that a kill cut short
         self._file = open(here / METRICS, "a", encoding="utf-8")  # noqa: SIM115
         # purge_step hides the dropped steps of earlier event files in TensorBoard.
         self._events = _summary_writer()(str(here), purge_step=restored_step + 1 if rows else None)

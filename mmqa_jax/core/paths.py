@@ -56,8 +56,8 @@ def as_path(place: str | os.PathLike) -> Path:
 
 def scheme_of(place: str | os.PathLike) -> str | None:
     """`gs` of gs://BUCKET/NAME; None of a path in the file system, or of a server's address."""
-    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", os.fspath(place))
-    return None if found is None or found[1] in _SERVERS else found[1]
+    match = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", os.fspath(place))
+    return None if match is None or match[1] in _SERVERS else match[1]
 
 
 def check_scheme(place: str, what: str) -> None:
@@ -139,9 +139,9 @@ def remove_tree(folder: Path) -> None:
     name = os.fspath(folder)
     store = filesystem(name)
     with named_errors(name, RunError):
-        found = [one for one in store.find(name) if "/.lock/" not in one]
-        if found:
-            store.rm(found)
+        keys = [key for key in store.find(name) if "/.lock/" not in key]
+        if keys:
+            store.rm(keys)
 
 
 def listing(name: str) -> dict[str, tuple[int, str]]:
@@ -150,14 +150,14 @@ def listing(name: str) -> dict[str, tuple[int, str]]:
     A version is a text that changes with the content.
     """
     with named_errors(name):
-        found = filesystem(name).find(name, detail=True)
+        objects = filesystem(name).find(name, detail=True)
     versions = ("etag", "ETag", "generation", "mtime", "LastModified")
     return {
         key.removeprefix(key_of(name)).lstrip("/"): (
             about["size"],
             str(next((about[v] for v in versions if about.get(v)), "")),
         )
-        for key, about in found.items()
+        for key, about in objects.items()
         if about["type"] == "file" and not key.endswith("/")
     }
 
@@ -174,8 +174,8 @@ def read_ranges(ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
     if not ranges:
         return []
     names, starts, ends = map(list, zip(*ranges, strict=True))
-    found = filesystem(names[0]).cat_ranges(names, starts, ends)
-    for data, (name, start, end) in zip(found, ranges, strict=True):
+    parts = filesystem(names[0]).cat_ranges(names, starts, ends)
+    for data, (name, start, end) in zip(parts, ranges, strict=True):
         if isinstance(data, Exception):
             is_gone = isinstance(data, FileNotFoundError) or "satisfiable" in str(data)  # HTTP 416
         else:
@@ -188,7 +188,7 @@ def read_ranges(ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
         if isinstance(data, Exception):
             with named_errors(name, RunError):
                 raise data
-    return found
+    return parts
 
 
 def filesystem(name: str) -> Any:
@@ -221,11 +221,11 @@ def named_errors(name: str, kind: type[UserError | RunError] = UserError) -> Ite
     except (UserError, RunError, FileNotFoundError, KeyboardInterrupt):
         raise
     except Exception as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        if isinstance(error, ConnectionError | TimeoutError) or _NETWORK.search(said):
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        if isinstance(error, ConnectionError | TimeoutError) or _NETWORK.search(reason):
             kind = RunError
         raise kind(
-            f"{name}: the store refuses or cannot be reached ({said}); check the name, the "
+            f"{name}: the store refuses or cannot be reached ({reason}); check the name, the "
             f"permissions and the credentials ({_ADVICE[scheme_of(name)]})."
         ) from error
 

@@ -40,12 +40,12 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 def heartbeat_seconds(environment: Mapping[str, str]) -> int:
     """After how many seconds a silent process is lost: MMQA_HEARTBEAT_SECONDS, or else 30."""
-    given = environment.get(_VARIABLE, "")
-    if not given:
+    text = environment.get(_VARIABLE, "")
+    if not text:
         return DEFAULT_HEARTBEAT_SECONDS
-    if (seconds := decimal_number(given)) is None or seconds < _LEAST_SECONDS:
+    if (seconds := decimal_number(text)) is None or seconds < _LEAST_SECONDS:
         raise UserError(
-            f"environment: {_VARIABLE}={given}: whole seconds were expected, at least "
+            f"environment: {_VARIABLE}={text}: whole seconds were expected, at least "
             f"{_LEAST_SECONDS}."
         )
     return seconds
@@ -214,15 +214,15 @@ class Peers:
     def _remedy(self) -> str:
         if self._resumes is None:
             return "start the launch again"
-        found: list[int | None] = []
-        ask = threading.Thread(target=lambda: found.append(self._resumes()), daemon=True)
+        steps: list[int | None] = []
+        ask = threading.Thread(target=lambda: steps.append(self._resumes()), daemon=True)
         ask.start()
         ask.join(5)  # the file system may be what is lost
-        if not found:
+        if not steps:
             return "start the launch again, and it resumes from its last checkpoint"
-        if found[0] is None:
+        if steps[0] is None:
             return "start the launch again; no checkpoint was saved yet"
-        return f"start the launch again, and it resumes from step {found[0]}"
+        return f"start the launch again, and it resumes from step {steps[0]}"
 
     def _name(self, process: int) -> str:
         known = self._last.get(process)

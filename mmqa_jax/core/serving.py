@@ -73,9 +73,9 @@ class Serving:
 
     def __str__(self) -> str:
         """`8 devices (data=8), 1,024 pairs a batch`."""
-        said = self.to_json()
-        axes = " ".join(f"{axis}={size}" for axis, size in said["mesh"].items() if size > 1)
-        devices = f"{said['devices']} devices ({axes})" if axes else "1 device"
+        facts = self.to_json()
+        axes = " ".join(f"{axis}={size}" for axis, size in facts["mesh"].items() if size > 1)
+        devices = f"{facts['devices']} devices ({axes})" if axes else "1 device"
         return f"{devices}, {self.batch_size:,} {self.unit} a batch"
 
 
@@ -108,26 +108,26 @@ def loading_mesh(shape: Mapping[str, int] | None = None) -> Mesh | None:
 
 
 def serve(
-    given: BatchSize, cost: RowCost, parameters: Any, *, beside_training: bool = False
+    batch_size: BatchSize, cost: RowCost, parameters: Any, *, beside_training: bool = False
 ) -> Serving:
     """How batches run with a model's parameters, which are on their devices.
 
     Args:
-      given: examples of a whole call, or AUTO.
+      batch_size: examples of a whole call, or AUTO.
       parameters: pytree of arrays.
       beside_training: with AUTO few examples a device, the same on all processes of the mesh.
     """
     placement = placement_of(parameters)
     devices = [jax.local_devices()[0]] if placement.mesh is None else placement.mesh.devices.flat
     blocks = placement.padded(1)
-    if given != AUTO:
-        size = given
+    if batch_size != AUTO:
+        size = batch_size
     elif beside_training:
         size = max(cost.on_cpu, 0 if _is_cpu(devices[0]) else _BESIDE_TRAINING * blocks)
     else:
         size = chosen_batch_size(cost, blocks, devices[0])
     size, smaller = placement.padded(size), ()
-    if given == AUTO and not beside_training and not _is_cpu(devices[0]):
+    if batch_size == AUTO and not beside_training and not _is_cpu(devices[0]):
         smaller = tuple(sorted({placement.padded(size // parts) for parts in _PARTS}))
     return Serving(placement, size, cost.unit, smaller)
 
@@ -150,13 +150,13 @@ class ServedModel:
         self.serving = serve(self._batch_size, self._cost, self._state, beside_training=True)
 
 
-def planned_batch_size(given: BatchSize, cost: RowCost, mesh: Mesh, held: float) -> int:
+def planned_batch_size(size: BatchSize, cost: RowCost, mesh: Mesh, held: float) -> int:
     """Examples of a whole call on a mesh of absent devices that hold `held` bytes of parameters
     each.
     """
-    if given == AUTO:
-        given = chosen_batch_size(cost, batch_blocks(mesh), mesh.devices.flat[0], held)
-    return RowPlacement(mesh).padded(given)
+    if size == AUTO:
+        size = chosen_batch_size(cost, batch_blocks(mesh), mesh.devices.flat[0], held)
+    return RowPlacement(mesh).padded(size)
 
 
 def chosen_batch_size(

@@ -355,13 +355,13 @@ class Store:
                 opened.seek(at)
                 self._read_to[file] = at
 
-    def _refuse(self, file: str, why: str, said: str = "is damaged") -> None:
+    def _refuse(self, file: str, why: str, problem: str = "is damaged") -> None:
         """UserError about a file; or damage is counted, if it is to be dropped."""
         if self._damage == "drop" and why:
             self.damaged += 1
             return
         more = f" ({why})" if why else ""
-        raise UserError(f"{self.folder / file}: {said}{more}; {self._remedy(file)}.")
+        raise UserError(f"{self.folder / file}: {problem}{more}; {self._remedy(file)}.")
 
     def _forget(self, file: str) -> None:
         """Drops what was read of a file."""

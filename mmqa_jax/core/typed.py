@@ -125,7 +125,10 @@ def _value(field: dataclasses.Field, hint: Any, section: Mapping[str, Any], name
     value = section[field.name]
     if "named" in field.metadata:
         named = field.metadata["named"](section)
-        return {key: read_typed(named[key][0], one, f"{name}.{key}") for key, one in value.items()}
+        return {
+            key: read_typed(named[key][0], inner_section, f"{name}.{key}")
+            for key, inner_section in value.items()
+        }
     if "choose" in field.metadata:
         return read_typed(field.metadata["choose"](value), value, name)
     if "spec" in field.metadata:
@@ -233,14 +236,14 @@ def check_section(section: Any, name: str, spec: Mapping[str, Any]) -> None:
     """
     if not fits(section, dict):
         raise UserError(f"config key {name}={section!r}: a section was expected; correct it.")
-    keys = {key: one if isinstance(one, Key) else Key(one) for key, one in spec.items()}
+    keys = {key: known if isinstance(known, Key) else Key(known) for key, known in spec.items()}
     prefix = f"{name}." if name else ""
     for key, value in section.items():
         if key not in keys:
             raise UserError(f"config key {prefix}{key}: unknown; {nearest(key, keys)}")
         _check_value(value, prefix + key, keys[key])
-    for key, one in keys.items():
-        if one.required and key not in section:
+    for key, known in keys.items():
+        if known.required and key not in section:
             raise UserError(f"config key {prefix}{key} is missing; add it.")
 
 
@@ -285,7 +288,7 @@ def fits(value: Any, kind: Any) -> bool:
     """Whether a config value is of a type, given as in an annotation."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return any(fits(value, one) for one in inner)
+        return any(fits(value, alternative) for alternative in inner)
     if origin is Literal:
         return value in inner
     if origin in (tuple, list, Sequence):

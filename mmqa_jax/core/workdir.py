@@ -210,7 +210,7 @@ class Workdir:
 
 def is_free(key: str, free: Collection[str]) -> bool:
     """Whether a key of a config is one of these keys, or in one of these sections."""
-    return any(f"{key}.".startswith(f"{one}.") for one in free)
+    return any(f"{key}.".startswith(f"{free_key}.") for free_key in free)
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -353,8 +353,8 @@ def claim_workdir(
             yield workdir, resumed
             workdir.check_there()
         except undone_by:
-            kept = any(path for glob in work for path in folder.glob(glob))
-            if not resumed and workdir.is_its_only_writer() and not kept:
+            has_work = any(path for glob in work for path in folder.glob(glob))
+            if not resumed and workdir.is_its_only_writer() and not has_work:
                 for path in written | (set(folder.iterdir()) - before):
                     remove_tree(path) if path.is_dir() else path.unlink(missing_ok=True)
             raise

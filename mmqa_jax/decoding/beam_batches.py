@@ -96,13 +96,13 @@ class BeamBatches:
             ids[row, : lengths[row]] = request.prompt
             adapters[row] = request.adapter
         placement = self._placement
-        own = placement.rows(size)
+        rows = placement.rows(size)
         searched = placement.call(
             beam_search,
             self._graphdef,
             self._state,
-            *placement.put((ids[own], lengths[own])),
-            placement.put(adapters[own]) if self._with_adapters else None,
+            *placement.put((ids[rows], lengths[rows])),
+            placement.put(adapters[rows]) if self._with_adapters else None,
             end_id=end_id,
             num_beams=beams,
             max_new_tokens=steps,
@@ -110,14 +110,14 @@ class BeamBatches:
             only_best=only_best,
             mesh=placement.mesh,
         )
-        found = jax.device_get(placement.copied(searched))
+        result = jax.device_get(placement.copied(searched))
         results = []
         for row, request in enumerate(requests):
             candidates = []
             for n in range(request.original.n):
-                tokens = found.tokens[row, n, : found.lengths[row, n]].tolist()
+                tokens = result.tokens[row, n, : result.lengths[row, n]].tolist()
                 finish = "end" if tokens[-1] == end_id else "length"
-                score = float(found.scores[row, n])
+                score = float(result.scores[row, n])
                 candidates.append(request.beam(tokens, score, finish))
             results.append(Result(request.original.id, tuple(candidates), len(request.prompt), 0))
         return results
@@ -248,7 +248,7 @@ def _decode(
     # All tokens as one sequence, for what works on each alone: [1, B * K, H].
     x, written = model.embed(tokens.reshape(1, -1)), []
     of_layers = zip(model.each_layer(), prefix, cache.layers, strict=True)
-    for number, (layer, of_prompt, own) in enumerate(of_layers):
+    for number, (layer, of_prompt, of_beams) in enumerate(of_layers):
         layer = with_chosen(layer, adapters)
         of_layer = traits.of(number)
         turned = of_layer.turned(cos, sin)
@@ -260,20 +260,20 @@ def _decode(
             of_prefix &= column > (lengths + step)[:, None] - of_layer.window
             number_of = jnp.arange(seen.shape[-1]) // size[1]  # of each new column's token
             of_own &= number_of > step - of_layer.window
-        own = tuple(
+        of_beams = tuple(
             jax.lax.dynamic_update_slice(held, new.swapaxes(1, 2), (0, 0, step * size[1], 0))
-            for held, new in zip(own, (k, v), strict=True)
+            for held, new in zip(of_beams, (k, v), strict=True)
         )
         attended = prefix_attention(
             group_queries(q, config.kv_heads),
             *of_prompt.by_token(),
             of_prefix,
-            *(held.swapaxes(1, 2) for held in own),
+            *(held.swapaxes(1, 2) for held in of_beams),
             mask=of_own,
             cap=config.attention_cap,
         )
         attended = ungroup_queries(attended, config.heads)
         x = layer.finish(x, attended.reshape(1, -1, *attended.shape[2:]))
-        written.append(own)
+        written.append(of_beams)
     log_probs = jax.nn.log_softmax(model.logits(model.norm(x)).reshape(*size, -1))
     return log_probs, WrittenCache(tuple(written), ancestry)

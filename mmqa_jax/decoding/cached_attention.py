@@ -233,7 +233,7 @@ class LayerCache:
 
     def within(self, limit: int | None) -> list[tuple[int, Segment]]:
         """Every segment that begins below column `limit` (None: all), after its first column."""
-        starts = itertools.accumulate((one.columns for one in self.segments), initial=0)
+        starts = itertools.accumulate((segment.columns for segment in self.segments), initial=0)
         pairs = zip(starts, self.segments, strict=False)
         return [pair for pair in pairs if limit is None or pair[0] < limit]
 

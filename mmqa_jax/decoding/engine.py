@@ -156,7 +156,7 @@ class Engine:
             whole,
             config.slots,
             self._runner.rows,
-            lambda one: self._prefixes.reusable(one.chunks, one.reusable),
+            lambda sequence: self._prefixes.reusable(sequence.chunks, sequence.reusable),
             self.throughput,
             self.mesh,
         )
@@ -244,8 +244,8 @@ class Engine:
         try:
             yield from self._serve(self._tokenized(requests, shorten), progress)
         except GeneratorExit:  # closed between two results: what is in the cache stays valid
-            for one in self._encoding:
-                self._prefixes.keep(one.slot, one.encoded)
+            for sequence in self._encoding:
+                self._prefixes.keep(sequence.slot, sequence.encoded)
             raise
         except BaseException:
             self._prefixes.clear()  # a prompt may be registered that is not in the cache
@@ -263,9 +263,9 @@ class Engine:
         To be called in the thread that serves, between two results or while it takes requests.
         What is being encoded is encoded to its end, since others may share its prefix.
         """
-        for one in request.sequences:
-            if not one.finish:
-                one.finish = scheduler.CANCELLED
+        for sequence in request.sequences:
+            if not sequence.finish:
+                sequence.finish = scheduler.CANCELLED
         self._cancelling = True
 
     def take_all(self) -> None:
@@ -322,30 +322,30 @@ class Engine:
             while not all_here and (take_all or len(waiting) < slots):
                 more, all_here, exhausted = _next_requests(requests, self.look_ahead)
                 finished += self._beams.serve(more, rest=all_here)
-                sequences = [one for request in more for one in request.sequences]
+                sequences = [sequence for request in more for sequence in request.sequences]
                 # Common prefixes next to each other, so that one slot's prefix serves them all.
-                sequences.sort(key=lambda one: one.chunks)
+                sequences.sort(key=lambda sequence: sequence.chunks)
                 waiting.extend(sequences)
                 if self._pictures is not None:
                     self._pictures.expect(sequences)
             if self._cancelling:
                 self._drop_cancelled(waiting, active)
-            encoding = {one.slot for one in self._encoding}
+            encoding = {sequence.slot for sequence in self._encoding}
             free = [n for n in range(slots) if active[n] is None and n not in encoding]
             self._admit([waiting.popleft() for _ in range(min(len(free), len(waiting)))], free)
-            decoding = any(one is not None for one in active)
+            decoding = any(sequence is not None for sequence in active)
             last = all_here and not waiting
             batches = self._batches(partial=last or not decoding or waited >= _PATIENCE)
             ended: list[AnySequence] = []
             if batches:
                 ended = self._prefill(batches)
-                for one in (one for batch in batches for one in batch.values()):
+                for sequence in (sequence for batch in batches for sequence in batch.values()):
                     if (
-                        isinstance(one, scheduler.GeneratedSequence)
-                        and one.whole
-                        and not one.finish
+                        isinstance(sequence, scheduler.GeneratedSequence)
+                        and sequence.whole
+                        and not sequence.finish
                     ):
-                        active[one.slot] = one
+                        active[sequence.slot] = sequence
             elif decoding:
                 waited += len(self._encoding) > 0
                 ended = self._decode(active)
@@ -353,7 +353,10 @@ class Engine:
                 return
             if not self._encoding:
                 waited = 0
-            results = [request.result() for request in dict.fromkeys(one.request for one in ended)]
+            results = [
+                request.result()
+                for request in dict.fromkeys(sequence.request for sequence in ended)
+            ]
             for result in finished + [result for result in results if result is not None]:
                 self.throughput.requests += 1
                 if progress is not None:
@@ -367,27 +370,27 @@ class Engine:
     ) -> None:
         """Takes what was cancelled out of those that wait, and out of the slots that decode."""
         self._cancelling = False
-        for one in [one for one in waiting if _is_cancelled(one)]:
-            waiting.remove(one)
+        for sequence in [sequence for sequence in waiting if _is_cancelled(sequence)]:
+            waiting.remove(sequence)
             if self._pictures is not None:
-                self._pictures.forget(one)
-        for slot, one in enumerate(active):
-            if _is_cancelled(one):
+                self._pictures.forget(sequence)
+        for slot, sequence in enumerate(active):
+            if _is_cancelled(sequence):
                 active[slot] = None
 
     def _admit(self, admitted: Sequence[AnySequence], free: list[int]) -> None:
         """Gives sequences free slots, in which their prompts are encoded from now on."""
-        for one in admitted:
-            placement = self._prefixes.place(one.chunks, free, one.reusable)
+        for sequence in admitted:
+            placement = self._prefixes.place(sequence.chunks, free, sequence.reusable)
             free.remove(placement.slot)
-            one.slot, one.source, one.reused = placement
-            self._encoding.append(one)
+            sequence.slot, sequence.source, sequence.reused = placement
+            self._encoding.append(sequence)
             if self._pictures is not None:
-                self._pictures.place(one)
-            if one.reused:
-                self.throughput.reused_tokens += one.chunks[one.reused - 1].end
-                if one.source == one.slot:
-                    one.encoded = one.reused
+                self._pictures.place(sequence)
+            if sequence.reused:
+                self.throughput.reused_tokens += sequence.chunks[sequence.reused - 1].end
+                if sequence.source == sequence.slot:
+                    sequence.encoded = sequence.reused
         self._copy_prefixes()
 
     def _batches(self, *, partial: bool) -> list[Batch]:
@@ -399,24 +402,24 @@ class Engine:
           partial: if none is full, the fullest will do.
         """
         groups = collections.defaultdict(list)
-        for one in self._encoding:
-            if one.encoded or not one.reused:  # its prefix is in its slot
-                chunk = one.chunks[one.encoded]
+        for sequence in self._encoding:
+            if sequence.encoded or not sequence.reused:  # its prefix is in its slot
+                chunk = sequence.chunks[sequence.encoded]
                 bucket = bucket_of(len(chunk.tokens), self.config.buckets)
-                groups[bucket, chunk.trunk > 0].append(one)  # branches may be another program
+                groups[bucket, chunk.trunk > 0].append(sequence)  # branches may be another program
         shards = self._runner.shards
         full, rest = [], []
         for (bucket, _), group in groups.items():
             count = self.config.rows(bucket, shards)
             share = count // shards
             of_shard: list[list[AnySequence]] = [[] for _ in range(shards)]
-            for one in group:
-                of_shard[self._prefixes.shard(one.slot)].append(one)
+            for sequence in group:
+                of_shard[self._prefixes.shard(sequence.slot)].append(sequence)
             for first in range(0, max(map(len, of_shard)), share):
                 batch = {
-                    shard * share + row: one
+                    shard * share + row: sequence
                     for shard, own in enumerate(of_shard)
-                    for row, one in enumerate(own[first : first + share])
+                    for row, sequence in enumerate(own[first : first + share])
                 }
                 if len(batch) == count:
                     full.append(batch)
@@ -424,19 +427,19 @@ class Engine:
                     rest.append((len(batch) / count, batch))
         if full or not partial or not rest:
             return full
-        return [max(rest, key=lambda one: one[0])[1]]
+        return [max(rest, key=lambda share_and_batch: share_and_batch[0])[1]]
 
     def _prefill(self, batches: Sequence[Batch]) -> list[AnySequence]:
         """Encodes the next chunks of batches; returns the sequences that this finished."""
         began = time.perf_counter()
         outputs: list[tuple[Callable[..., list[AnySequence]], Any]] = []
         for batch in batches:
-            one = next(iter(batch.values()))
-            chunk = one.chunks[one.encoded]
+            sequence = next(iter(batch.values()))
+            chunk = sequence.chunks[sequence.encoded]
             outputs += self._encode(batch, bucket_of(len(chunk.tokens), self.config.buckets))
         # Before a slot that others copy from can be given away.
         self._copy_prefixes()
-        self._encoding = [one for one in self._encoding if not one.whole]
+        self._encoding = [sequence for sequence in self._encoding if not sequence.whole]
         finished = []
         for read, output in outputs:
             finished += read(*jax.device_get(output))
@@ -445,14 +448,16 @@ class Engine:
 
     def _copy_prefixes(self) -> None:
         """Copies reused prefixes whose source is in the cache."""
-        of_slot = {one.slot: one for one in self._encoding}
-        for one in self._encoding:
-            if one.encoded or not one.reused:
+        of_slot = {sequence.slot: sequence for sequence in self._encoding}
+        for sequence in self._encoding:
+            if sequence.encoded or not sequence.reused:
                 continue
-            source = of_slot.get(one.source)  # None: whole in the cache
-            if source is None or source.encoded >= one.reused:
-                self._runner.copy(one.source, one.slot, one.chunks[one.reused - 1].end)
-                one.encoded = one.reused
+            source = of_slot.get(sequence.source)  # None: whole in the cache
+            if source is None or source.encoded >= sequence.reused:
+                self._runner.copy(
+                    sequence.source, sequence.slot, sequence.chunks[sequence.reused - 1].end
+                )
+                sequence.encoded = sequence.reused
 
     def _encode(
         self, batch: Batch, bucket: int
@@ -466,16 +471,17 @@ class Engine:
         starts, ends = np.zeros(count, np.int32), np.zeros(count, np.int32)
         rows = np.full(count, self.config.slots, np.int32)  # padding rows are not written
         branches = Branches(np.zeros(count, np.int32), np.zeros((count, bucket), np.int32))
-        chunks = [one.chunks[one.encoded] for one in batch.values()]
+        chunks = [sequence.chunks[sequence.encoded] for sequence in batch.values()]
         pairs = [
-            (row, (one, chunk)) for (row, one), chunk in zip(batch.items(), chunks, strict=True)
+            (row, (sequence, chunk))
+            for (row, sequence), chunk in zip(batch.items(), chunks, strict=True)
         ]
-        for row, (one, chunk) in pairs:
+        for row, (sequence, chunk) in pairs:
             tokens[row, : len(chunk.tokens)] = marked(chunk.tokens)
-            starts[row], ends[row], rows[row] = chunk.start, chunk.end, one.slot
+            starts[row], ends[row], rows[row] = chunk.start, chunk.end, sequence.slot
             branches.trunk[row] = chunk.trunk
             branches.begin[row, : len(chunk.branches)] = chunk.branches
-            one.encoded += 1
+            sequence.encoded += 1
             self.throughput.prefill_tokens += len(chunk.tokens)
         patches = None
         if self._pictures is not None:
@@ -483,27 +489,27 @@ class Engine:
         shifts = None
         if self._model.config.mrope:
             shifts = np.zeros((count, bucket, 3), np.int32)
-            for row, (one, chunk) in pairs:
-                shifts[row, : len(chunk.tokens)] = one.shifts(chunk.start, chunk.end)
-        adapters = self._numbers(count, {row: one for row, (one, _) in pairs})
+            for row, (sequence, chunk) in pairs:
+                shifts[row, : len(chunk.tokens)] = sequence.shifts(chunk.start, chunk.end)
+        adapters = self._numbers(count, {row: sequence for row, (sequence, _) in pairs})
         inputs = tokens, starts, ends, rows, branches, patches, shifts, adapters
         hidden = self._runner.encode(*inputs)
 
         outputs = []
         begun = {
-            row: one
-            for row, (one, _) in pairs
-            if isinstance(one, scheduler.GeneratedSequence) and one.whole
+            row: sequence
+            for row, (sequence, _) in pairs
+            if isinstance(sequence, scheduler.GeneratedSequence) and sequence.whole
         }
         if begun:
             outputs.append(
                 (functools.partial(self._append_tokens, begun), self._begin(begun, hidden))
             )
         targets = [
-            (row, offset, one, target)
-            for row, (one, chunk) in pairs
-            if isinstance(one, scheduler.ScoredSequence)
-            for offset, target in one.targets(chunk)
+            (row, offset, sequence, target)
+            for row, (sequence, chunk) in pairs
+            if isinstance(sequence, scheduler.ScoredSequence)
+            for offset, target in sequence.targets(chunk)
         ]
         most = self.config.scored_tokens
         outputs += [
@@ -518,14 +524,15 @@ class Engine:
         shifts = np.zeros(count, np.int32) if self._model.config.mrope else None
         rows = np.full(count, self.config.slots, np.int32)
         parameters = parameters_of(
-            count, {row: (one.request.original, one.draw) for row, one in begun.items()}
+            count,
+            {row: (sequence.request.original, sequence.draw) for row, sequence in begun.items()},
         )
-        for row, one in begun.items():
-            lengths[row] = len(one.chunks[-1].tokens)
-            positions[row] = end = one.chunks[-1].end
+        for row, sequence in begun.items():
+            lengths[row] = len(sequence.chunks[-1].tokens)
+            positions[row] = end = sequence.chunks[-1].end
             if shifts is not None:  # the three are the same behind a prompt
-                shifts[row] = np.max(one.shifts(end, end + 1))
-            rows[row] = one.slot
+                shifts[row] = np.max(sequence.shifts(end, end + 1))
+            rows[row] = sequence.slot
         return self._runner.begin(hidden, lengths, rows, positions, parameters, shifts)
 
     def _score(
@@ -537,7 +544,9 @@ class Engine:
         rows, offsets, tokens = np.zeros((3, self.config.scored_tokens), np.int32)
         for n, (row, offset, _, target) in enumerate(targets):
             rows[n], offsets[n], tokens[n] = row, offset, target.token
-        read = functools.partial(_append_scores, [(one, target) for _, _, one, target in targets])
+        read = functools.partial(
+            _append_scores, [(sequence, target) for _, _, sequence, target in targets]
+        )
         return read, self._runner.score(hidden, rows, offsets, tokens)
 
     def _decode(self, active: list[scheduler.GeneratedSequence | None]) -> list[AnySequence]:
@@ -548,25 +557,29 @@ class Engine:
         """
         began = time.perf_counter()
         # A sequence whose last token is still unread is not decoded further.
-        rows = {slot: one for slot, one in enumerate(active) if one and one.undecoded > 0}
+        rows = {
+            slot: sequence
+            for slot, sequence in enumerate(active)
+            if sequence and sequence.undecoded > 0
+        }
         unread = self._unread
         self._unread = None
         if rows:
             mask = np.isin(np.arange(self.config.slots), list(rows))
-            columns = max(one.columns for one in rows.values())
+            columns = max(sequence.columns for sequence in rows.values())
             adapters = self._numbers(self.config.slots, rows)
             self._unread = rows, self._runner.step(mask, columns, adapters)
-            for one in rows.values():
-                one.undecoded -= 1
+            for sequence in rows.values():
+                sequence.undecoded -= 1
             self.throughput.steps += 1
         finished = []
         if unread is not None:
             rows, output = unread
-            rows = {slot: one for slot, one in rows.items() if not one.finish}
+            rows = {slot: sequence for slot, sequence in rows.items() if not sequence.finish}
             finished = self._append_tokens(rows, *jax.device_get(output))
             self.throughput.decode_tokens += len(rows)
-        for one in finished:
-            active[one.slot] = None
+        for sequence in finished:
+            active[sequence.slot] = None
         self.throughput.decode_seconds += time.perf_counter() - began
         return finished
 
@@ -575,8 +588,8 @@ class Engine:
         if not self._adapters:
             return None
         numbers = np.zeros((count, 1), np.int32)
-        for row, one in rows.items():
-            numbers[row] = one.chunks[0].adapter
+        for row, sequence in rows.items():
+            numbers[row] = sequence.chunks[0].adapter
         return numbers
 
     def _append_tokens(
@@ -587,11 +600,11 @@ class Engine:
     ) -> list[AnySequence]:
         """Gives every sequence the token of its row; returns those that it finished."""
         finished: list[AnySequence] = []
-        for row, one in rows.items():
-            if one.append(int(tokens[row]), float(logprobs[row])):
-                finished.append(one)
-            if self._on_token is not None and one.finish != scheduler.CANCELLED:
-                self._on_token(one)
+        for row, sequence in rows.items():
+            if sequence.append(int(tokens[row]), float(logprobs[row])):
+                finished.append(sequence)
+            if self._on_token is not None and sequence.finish != scheduler.CANCELLED:
+                self._on_token(sequence)
         return finished
 
     def _rates(self) -> dict[str, str]:
@@ -610,8 +623,10 @@ def _serve_ready(model: Llama, config: EngineConfig, mesh: Mesh | None) -> None:
         quantize_weights(model)
 
 
-def _is_cancelled(one: AnySequence | None) -> bool:
-    return isinstance(one, scheduler.GeneratedSequence) and one.finish == scheduler.CANCELLED
+def _is_cancelled(sequence: AnySequence | None) -> bool:
+    return (
+        isinstance(sequence, scheduler.GeneratedSequence) and sequence.finish == scheduler.CANCELLED
+    )
 
 
 def _next_requests(
@@ -634,6 +649,10 @@ def _append_scores(
     highest: np.ndarray,
 ) -> list[AnySequence]:
     """Gives every sequence the log-probabilities of its targets; returns those that it finished."""
-    for n, (one, target) in enumerate(scored):
-        one.append(target, float(logprobs[n]), Likeliest(int(likeliest[n]), float(highest[n])))
-    return [one for one in dict.fromkeys(one for one, _ in scored) if one.finished]
+    for n, (sequence, target) in enumerate(scored):
+        sequence.append(target, float(logprobs[n]), Likeliest(int(likeliest[n]), float(highest[n])))
+    return [
+        sequence
+        for sequence in dict.fromkeys(sequence for sequence, _ in scored)
+        if sequence.finished
+    ]

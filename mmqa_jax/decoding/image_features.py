@@ -68,26 +68,26 @@ class PictureFeatures:
 
     def expect(self, sequences: Iterable[SlotSequence]) -> None:
         """Sequences that wait for slots, behind those that do already."""
-        for one in sequences:
-            if one.pictures:
-                self._waiting[one] = None
-                self._later.update(one.pictures.keys())
+        for sequence in sequences:
+            if sequence.pictures:
+                self._waiting[sequence] = None
+                self._later.update(sequence.pictures.keys())
 
-    def forget(self, one: SlotSequence) -> None:
+    def forget(self, sequence: SlotSequence) -> None:
         """A sequence that waits will get no slot."""
-        if one.pictures:
-            del self._waiting[one]
-            _remove(self._later, one.pictures)
+        if sequence.pictures:
+            del self._waiting[sequence]
+            _remove(self._later, sequence.pictures)
             self._drop()
 
-    def place(self, one: SlotSequence) -> None:
+    def place(self, sequence: SlotSequence) -> None:
         """A sequence has got a slot; its first `reused` chunks are copied there."""
-        if not one.pictures:
+        if not sequence.pictures:
             return
-        del self._waiting[one]
-        _remove(self._later, one.pictures)
-        if needed := self._last_columns(one.chunks[one.reused :]):
-            self._placed[one] = needed
+        del self._waiting[sequence]
+        _remove(self._later, sequence.pictures)
+        if needed := self._last_columns(sequence.chunks[sequence.reused :]):
+            self._placed[sequence] = needed
             self._now.update(needed.keys())
         self._drop()
 
@@ -104,10 +104,10 @@ class PictureFeatures:
           [R, L, features] on the device in the language model's dtype, anything where a token is
           no patch; None if there is no patch at all.
         """
-        found = [self._ids.of(chunk.tokens) for chunk in chunks]
+        patches_of = [self._ids.of(chunk.tokens) for chunk in chunks]
         needed = {
-            number: one.pictures[number]
-            for one, patches in zip(batch.values(), found, strict=True)
+            number: sequence.pictures[number]
+            for sequence, patches in zip(batch.values(), patches_of, strict=True)
             for _, number, _ in patches
         }
         if not needed:
@@ -116,19 +116,19 @@ class PictureFeatures:
         features = [self._resident[number] for number in needed]
         order = {number: n for n, number in enumerate(needed)}
         which, patch_of = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
-        for row, patches in zip(batch, found, strict=True):
+        for row, patches in zip(batch, patches_of, strict=True):
             for position, number, patch in patches:
                 which[row, position], patch_of[row, position] = order[number], patch
         embedded = self._programs.place(self._run, features, which, patch_of)
-        for one, chunk in zip(batch.values(), chunks, strict=True):
-            self._release(one, chunk.end)
+        for sequence, chunk in zip(batch.values(), chunks, strict=True):
+            self._release(sequence, chunk.end)
         self._drop()
         return embedded
 
     def clear(self) -> None:
         """Forgets all sequences, and drops all features."""
-        for kept in (self._resident, self._placed, self._waiting, self._now, self._later):
-            kept.clear()
+        for held in (self._resident, self._placed, self._waiting, self._now, self._later):
+            held.clear()
 
     def _last_columns(self, chunks: Sequence[Chunk]) -> dict[int, int]:
         """The pictures of chunks, each with the column of its last patch."""
@@ -138,15 +138,15 @@ class PictureFeatures:
             for position, number, _ in self._ids.of(chunk.tokens)
         }
 
-    def _release(self, one: SlotSequence, end: int) -> None:
+    def _release(self, sequence: SlotSequence, end: int) -> None:
         """A sequence is encoded up to a column."""
-        last = self._placed.get(one, {})
+        last = self._placed.get(sequence, {})
         done = [number for number, column in last.items() if column < end]
         _remove(self._now, done)
         for number in done:
             del last[number]
         if not last:
-            self._placed.pop(one, None)
+            self._placed.pop(sequence, None)
 
     @property
     def _room(self) -> int:
@@ -158,7 +158,9 @@ class PictureFeatures:
         for number in self._resident.keys() - self._now.keys() - self._later.keys():
             del self._resident[number]
         if len(self._resident) > self._room:
-            order = dict.fromkeys(number for one in self._waiting for number in one.pictures)
+            order = dict.fromkeys(
+                number for sequence in self._waiting for number in sequence.pictures
+            )
             spare = [n for n in order if n in self._resident and n not in self._now]
             for number in spare[self._room - len(self._resident) :]:
                 del self._resident[number]
@@ -187,22 +189,22 @@ class PictureFeatures:
                 inputs = self._programs.inputs([pixels for _, pixels in now], size)
                 encoded = self._run(self._programs.encode, self._state, inputs)
                 self._resident.update(
-                    (number, one) for (number, _), one in zip(now, encoded, strict=False)
+                    (number, features) for (number, _), features in zip(now, encoded, strict=False)
                 )
                 self._throughput.pictures += len(now)
 
     def _following(self) -> Iterator[tuple[int, np.ndarray]]:
         """Pictures that are not on the device, in the order in which they will be needed."""
-        for one, needed in self._placed.items():
+        for sequence, needed in self._placed.items():
             for number in needed:
                 if number not in self._resident:
-                    yield number, one.pictures[number]
-        for one in self._waiting:
-            if one.pictures.keys() <= self._resident.keys():
+                    yield number, sequence.pictures[number]
+        for sequence in self._waiting:
+            if sequence.pictures.keys() <= self._resident.keys():
                 continue
-            for number in self._last_columns(one.chunks[self._reusable(one) :]):
+            for number in self._last_columns(sequence.chunks[self._reusable(sequence) :]):
                 if number not in self._resident:
-                    yield number, one.pictures[number]
+                    yield number, sequence.pictures[number]
 
     def _run(self, program: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a program on the mesh: while it is traced, it asks for that one's platform."""

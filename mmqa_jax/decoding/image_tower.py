@@ -63,8 +63,8 @@ class TowerPrograms(abc.ABC):
     ):
         if mesh is None:
             device = jax.local_devices()[0]
-            count, one = 1, SingleDeviceSharding(device)
-            self.parameters = self.pixels = self.features = one
+            count, single = 1, SingleDeviceSharding(device)
+            self.parameters = self.pixels = self.features = single
         else:
             device, count, axes = mesh.devices.flat[0], mesh.size, mesh.axis_names
             columns = axes if features % count == 0 else None
@@ -216,8 +216,8 @@ class SizedTower(TowerPrograms):
     ) -> jax.Array:
         placed = run(self._empty, which.shape)
         for number, of_picture in enumerate(features):
-            own = np.where(which == number, patch, -1).astype(np.int32)
-            placed = run(self.put, placed, of_picture, jax.device_put(own, self.parameters))
+            of_this = np.where(which == number, patch, -1).astype(np.int32)
+            placed = run(self.put, placed, of_picture, jax.device_put(of_this, self.parameters))
         return placed
 
 
@@ -353,10 +353,10 @@ class PatchIds:
         Returns:
           Token ids, negative for patches, and the pictures by number.
         """
-        found = sum(token == self.token for token in tokens)
-        if found != len(images):
+        placeholders = sum(token == self.token for token in tokens)
+        if placeholders != len(images):
             raise UserError(
-                f"request {request_id!r}: its prompt has {found} image placeholders (token "
+                f"request {request_id!r}: its prompt has {placeholders} image placeholders (token "
                 f"{self.token}) for {len(images)} pictures; put one into the prompt for each."
             )
         pictures, expanded, waiting = {}, [], iter(images)

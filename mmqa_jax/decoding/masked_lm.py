@@ -243,5 +243,5 @@ def complete(state: BeamState, *, length_penalty: float, only_best: bool) -> jax
     Sums only decrease, and the longest caption divides them by the largest length.
     """
     reachable = state.scores.max(axis=1) / state.tokens.shape[-1] ** length_penalty
-    found = state.final_scores.max(axis=1) if only_best else state.final_scores.min(axis=1)
-    return found >= reachable
+    held = state.final_scores.max(axis=1) if only_best else state.final_scores.min(axis=1)
+    return held >= reachable

@@ -62,9 +62,9 @@ def bucket_of(count: int, buckets: Buckets) -> int:
     return next((bucket for bucket in buckets if bucket >= count), buckets[-1])
 
 
-def common_prefix(one: Sequence[Chunk], other: Sequence[Chunk]) -> int:
+def common_prefix(first: Sequence[Chunk], other: Sequence[Chunk]) -> int:
     """The number of chunks that two prompts share at their beginning."""
-    pairs = zip(one, other, strict=False)
+    pairs = zip(first, other, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 

@@ -202,10 +202,8 @@ def check_one_end(request: Request | Scoring, end_ids: Collection[int]) -> None:
 
 
 def _refuse(request_id: Hashable, field: str, value: object, expected: str) -> None:
-    shown = (
-        f"{value!r:.60}" if not isinstance(value, int) or abs(value) < 2**99 else "a huge number"
-    )
-    raise UserError(f"request {request_id!r}: {field} is {shown}, expected {expected}.")
+    text = f"{value!r:.60}" if not isinstance(value, int) or abs(value) < 2**99 else "a huge number"
+    raise UserError(f"request {request_id!r}: {field} is {text}, expected {expected}.")
 
 
 # Counts and rates of an engine's work.
@@ -277,12 +275,12 @@ def text_of(
     tokens: Sequence[int], finish: str, stops: Sequence[str], tokenizer: Tokenizer
 ) -> tuple[str, int]:
     """The text of a candidate's tokens without end token and stop string, and how many make it."""
-    shown = list(tokens[:-1] if finish == "end" else tokens)
-    whole = tokenizer.decode(shown)
+    visible = list(tokens[:-1] if finish == "end" else tokens)
+    whole = tokenizer.decode(visible)
     text = truncate(whole, stops)
     if text == whole:
-        return text, len(shown)
-    return text, tokens_of_text(shown, text, tokenizer)
+        return text, len(visible)
+    return text, tokens_of_text(visible, text, tokenizer)
 
 
 def tokens_of_text(tokens: Sequence[int], text: str, tokenizer: Tokenizer) -> int:

@@ -122,11 +122,11 @@ class TokenizedRequest:
         text, _ = self._text(tokens, finish)
         return requests.Candidate(text, tuple(tokens), score, None, finish)
 
-    def _drawn(self, one: GeneratedSequence) -> requests.Candidate:
-        text, count = self._text(one.tokens, one.finish)
-        logprobs = tuple(one.logprobs) if self.original.logprobs else None
-        total = math.fsum(one.logprobs[:count])
-        return requests.Candidate(text, tuple(one.tokens), total, logprobs, one.finish)
+    def _drawn(self, sequence: GeneratedSequence) -> requests.Candidate:
+        text, count = self._text(sequence.tokens, sequence.finish)
+        logprobs = tuple(sequence.logprobs) if self.original.logprobs else None
+        total = math.fsum(sequence.logprobs[:count])
+        return requests.Candidate(text, tuple(sequence.tokens), total, logprobs, sequence.finish)
 
     def _text(self, tokens: Sequence[int], finish: str) -> tuple[str | None, int]:
         """The text without end token and stop string, and how many tokens make it."""
@@ -136,10 +136,13 @@ class TokenizedRequest:
 
     def result(self) -> requests.Result | None:
         """The result once all sequences are finished; None as well of a cancelled request."""
-        if not all(one.finish and one.finish != CANCELLED for one in self.sequences):
+        if not all(sequence.finish and sequence.finish != CANCELLED for sequence in self.sequences):
             return None
         candidates = sorted(map(self._drawn, self.sequences), key=lambda drawn: -drawn.total)
-        reused = min(one.chunks[one.reused - 1].end if one.reused else 0 for one in self.sequences)
+        reused = min(
+            sequence.chunks[sequence.reused - 1].end if sequence.reused else 0
+            for sequence in self.sequences
+        )
         return requests.Result(self.original.id, tuple(candidates), len(self.prompt), reused)
 
 
@@ -266,9 +269,9 @@ class TokenizedScoring:
 
     def result(self) -> requests.Scores | None:
         """The scores once all sequences are finished."""
-        if not all(one.finished for one in self.sequences):
+        if not all(sequence.finished for sequence in self.sequences):
             return None
-        scores = tuple(score for one in self.sequences for score in one.scores())
+        scores = tuple(score for sequence in self.sequences for score in sequence.scores())
         return requests.Scores(self.original.id, scores, self._prompt_tokens)
 
 
@@ -374,15 +377,15 @@ class RequestTokenizer:
                 )
         return prompt, continuations
 
-    def _tokens(self, request_id: object, what: str, given: str | Sequence[int]) -> list[int]:
-        if isinstance(given, str):
+    def _tokens(self, request_id: object, what: str, text: str | Sequence[int]) -> list[int]:
+        if isinstance(text, str):
             if self._tokenizer is None:
                 raise UserError(
                     f"request {request_id!r}: its {what} is text, but the engine has no "
                     "tokenizer; give it one, or pass token ids."
                 )
-            given = self._tokenizer.encode(given)
-        tokens = [int(token) for token in given]
+            text = self._tokenizer.encode(text)
+        tokens = [int(token) for token in text]
         if not tokens:
             raise UserError(
                 f"request {request_id!r}: its {what} is empty; give at least one token."

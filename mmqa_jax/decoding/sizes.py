@@ -170,25 +170,25 @@ def choose_sizes(
       free: bytes on each device before the weights are there; None: what the devices say.
       beside: bytes of other weights that each device holds, see `tower_bytes`.
     """
-    given = {key: value for key, value in settings.items() if value != AUTO}
+    chosen = {key: value for key, value in settings.items() if value != AUTO}
     cpu = devices[0].platform == "cpu"
-    most = given.get("length", model.positions)
+    most = chosen.get("length", model.positions)
     if most > model.positions:
         raise UserError(
             f"engine.length is {most}: expected at most model.positions = {model.positions}; "
             "lower it."
         )
     needed = min(most, demand.tokens or LENGTH)
-    buckets = given.get("buckets") or (_CPU_BUCKETS if cpu or needed <= _BUCKETS[-1] else _BUCKETS)
-    unit = math.lcm(buckets[-1], given.get("block", EngineConfig.block) or 1)
-    base = EngineConfig(**{"length": unit, **given, "buckets": buckets, "slots": 1})
+    buckets = chosen.get("buckets") or (_CPU_BUCKETS if cpu or needed <= _BUCKETS[-1] else _BUCKETS)
+    unit = math.lcm(buckets[-1], chosen.get("block", EngineConfig.block) or 1)
+    base = EngineConfig(**{"length": unit, **chosen, "buckets": buckets, "slots": 1})
     length = min(most, -(-needed // unit) * unit)
     whole = min(map(free_bytes, devices)) if free is None else free
     most_free, free = whole - beside, _SHARE * whole - beside
     cost = _Cost(model, base, length, cpu)
     tensor = _tensor(cost, free, most_free, len(devices), demand)
-    shape = choose_mesh(mesh, len(devices), tensor, given.get("slots", 0))
-    _check_slots(given.get("slots"), shape)
+    shape = choose_mesh(mesh, len(devices), tensor, chosen.get("slots", 0))
+    _check_slots(chosen.get("slots"), shape)
     copies = shape["data"] * shape["fsdp"]
     of_copy = cost.slots(free, shape["tensor"], shape["fsdp"])
     if cpu:
@@ -199,8 +199,8 @@ def choose_sizes(
     engine = dataclasses.replace(
         base,
         length=length,
-        slots=given.get("slots", copies * of_copy),
-        prefill_tokens=given.get("prefill_tokens", _prefill(cpu, copies, base.buckets)),
+        slots=chosen.get("slots", copies * of_copy),
+        prefill_tokens=chosen.get("prefill_tokens", _prefill(cpu, copies, base.buckets)),
     )
     lacking = _lacking(cost, shape, tensor, most_free)
     return EngineSizes(shape, devices[: math.prod(shape.values())], engine, lacking)
@@ -315,9 +315,9 @@ class _Cost:
 
     def token(self, tensor: int, dtype: str | None = None) -> float:
         """Bytes of a token's keys and values."""
-        kept = dtype or self.sizes.cache_dtype or ("float32" if self.cpu else self.model.dtype)
-        of_head = self.model.head_size * np.dtype(_numpy(kept)).itemsize
-        of_head += 4 if kept == "int8" else 0  # its scale
+        held_as = dtype or self.sizes.cache_dtype or ("float32" if self.cpu else self.model.dtype)
+        of_head = self.model.head_size * np.dtype(_numpy(held_as)).itemsize
+        of_head += 4 if held_as == "int8" else 0  # its scale
         return 2 * self.model.layers * self._kv_heads(tensor) / tensor * of_head
 
     def step(self, tensor: int) -> float:

@@ -226,8 +226,8 @@ class T5Engine:
     def _call(self, function: Any, arrays: tuple[Any, ...], **options: Any) -> Any:
         """The outputs of a program on the host; `arrays` have a row for each of the batch."""
         placement = self._placement
-        own = placement.rows(len(jax.tree.leaves(arrays)[0]))
-        put = placement.put(jax.tree.map(lambda array: array[own], arrays))
+        rows = placement.rows(len(jax.tree.leaves(arrays)[0]))
+        put = placement.put(jax.tree.map(lambda array: array[rows], arrays))
         made = placement.call(function, self._graphdef, self._state, *put, **options)
         return fetch(placement.copied(made))
 
@@ -251,7 +251,7 @@ class T5Engine:
     def _search(
         self, program: _Program, rows: Sequence[_Row], ids: np.ndarray, lengths: np.ndarray
     ) -> tuple[list[list[tuple[list[int], float]]], list[int]]:
-        found = self._call(
+        result = self._call(
             beam_search,
             (Texts(ids, lengths),),
             end_id=self._end_ids[0],
@@ -261,8 +261,8 @@ class T5Engine:
         )
         of_rows = [
             [
-                (found.tokens[place, n, : found.lengths[place, n]].tolist(), float(score))
-                for n, score in enumerate(found.scores[place][: row.request.n])
+                (result.tokens[place, n, : result.lengths[place, n]].tolist(), float(score))
+                for n, score in enumerate(result.scores[place][: row.request.n])
             ]
             for place, row in enumerate(rows)
         ]
@@ -275,12 +275,12 @@ class T5Engine:
         counts = [len(row.request.continuations[row.number]) for row in rows]
         for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
             targets[place, :count] = row.request.continuations[row.number]
-        found = self._call(score, (Texts(ids, lengths), targets))
+        result = self._call(score, (Texts(ids, lengths), targets))
         scores = []
         for place, count in enumerate(counts):
-            log_probs = found.log_probs[place, :count].tolist()
-            likeliest = found.likeliest[place, :count].tolist()
-            highest = found.highest[place, :count].tolist()
+            log_probs = result.log_probs[place, :count].tolist()
+            likeliest = result.likeliest[place, :count].tolist()
+            highest = result.highest[place, :count].tolist()
             scores.append(
                 Score(
                     math.fsum(log_probs),
@@ -296,7 +296,7 @@ class T5Engine:
         if isinstance(request, Scoring):
             return Scores(request.id, tuple(outputs), len(row.source))
         if request.beams:
-            candidates = [self._beam(request, *found) for found in outputs[0]]
+            candidates = [self._beam(request, *beam) for beam in outputs[0]]
         else:
             drawn = (self._drawn(request, *output) for output in outputs)
             candidates = sorted(drawn, key=lambda one: -one.total)
@@ -314,9 +314,9 @@ class T5Engine:
             if detector.push(token):
                 tokens, finish = tokens[:count], "stop"
                 break
-        text, shown = text_of(tokens, finish, request.stop, self._text)
-        kept = tuple(log_probs[: len(tokens)]) if request.logprobs else None
-        return Candidate(text, tuple(tokens), math.fsum(log_probs[:shown]), kept, finish)
+        text, visible = text_of(tokens, finish, request.stop, self._text)
+        logprobs = tuple(log_probs[: len(tokens)]) if request.logprobs else None
+        return Candidate(text, tuple(tokens), math.fsum(log_probs[:visible]), logprobs, finish)
 
     def _finish(self, tokens: Sequence[int]) -> str:
         return "end" if tokens[-1] in self._end_ids else "length"

@@ -93,8 +93,8 @@ def _spellings(texts: Iterable[tuple[str, list[_Word]]]) -> dict[str, str]:
                 spelling = spelling.lower()
             counts.setdefault(word.form, Counter())[not word.first, spelling] += 1
     return {
-        form: max(found.items(), key=lambda item: (item[0][0], item[1]))[0][1]
-        for form, found in counts.items()
+        form: max(count.items(), key=lambda item: (item[0][0], item[1]))[0][1]
+        for form, count in counts.items()
     }
 
 

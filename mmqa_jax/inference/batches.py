@@ -62,9 +62,11 @@ def rerank_pairs(
     """
     assert len(questions) == len(candidates)
     question_tokens = TokenTable(reader.tokenizer, [clean(question) for question in questions])
-    sizes = [len(own) for own in candidates]
+    sizes = [len(rows_of_question) for rows_of_question in candidates]
     question = np.repeat(np.arange(len(questions)), sizes)  # [pairs]
-    source = np.array([row for own in candidates for row in own], np.int64)  # [pairs]
+    source = np.array(
+        [row for rows_of_question in candidates for row in rows_of_question], np.int64
+    )  # [pairs]
     text = reader.text_length(source[:, None]) + question_tokens.lengths[question]
     buckets = packer.config.bucket_indices(reader.is_image[source], text, 2)
 
@@ -111,15 +113,19 @@ def answer_inputs(
     """
     assert len(questions) == len(sources)
     question_tokens = TokenTable(reader.tokenizer, [clean(question) for question in questions])
-    own = [() if p is None else (RawSource("", pixels=p),) for p in question_pixels or ()]
-    own = own or [()] * len(questions)
-    listed = [np.array(given, int) for given in sources]
-    pictures = [len(own[i]) + reader.is_image[given].sum() for i, given in enumerate(listed)]
-    text = [reader.text_length(given, len(own[i])) for i, given in enumerate(listed)]
+    question_pictures = [
+        () if p is None else (RawSource("", pixels=p),) for p in question_pixels or ()
+    ]
+    question_pictures = question_pictures or [()] * len(questions)
+    listed = [np.array(rows, int) for rows in sources]
+    pictures = [
+        len(question_pictures[i]) + reader.is_image[rows].sum() for i, rows in enumerate(listed)
+    ]
+    text = [reader.text_length(rows, len(question_pictures[i])) for i, rows in enumerate(listed)]
     buckets = packer.config.bucket_indices(pictures, text + question_tokens.lengths, 2)
 
     def make(i: int, bucket: int) -> Packed:
-        shown = (*own[i], *(reader.raw(int(row)) for row in listed[i]))
+        shown = (*question_pictures[i], *(reader.raw(int(row)) for row in listed[i]))
         example = reader.example(RawExample(questions[i], shown), question_tokens[i], ())
         example = example._replace(about_pictures=bool(about_pictures and about_pictures[i]))
         rng = None if coin_ids is None else coins(coin_ids[i])
@@ -145,9 +151,9 @@ def _by_bucket(
             size = batch_size if serving is None else serving.size_for(len(chunk))
             rows = np.arange(size) if serving is None else serving.placement.rows(size)
             index = np.concatenate([chunk, np.repeat(chunk[-1], size - len(chunk))])
-            own = np.unique(index[rows])
-            look_ahead(own)
-            packed = {int(i): make(int(i), int(bucket)) for i in own}
+            used = np.unique(index[rows])
+            look_ahead(used)
+            packed = {int(i): make(int(i), int(bucket)) for i in used}
             arrays = batch([packed[int(i)] for i in index[rows]])
             arrays["index"] = index
             arrays["weights"] = (np.arange(size) < len(chunk)).astype(np.float32)

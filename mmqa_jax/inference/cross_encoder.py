@@ -86,11 +86,11 @@ class CrossEncoderReranker(PairScorer):
         self, questions: Sequence[Question], candidates: Sequence[Ranking]
     ) -> Iterator[ScoredPairs]:
         """Yields the scores batch by batch, in the order of the batches."""
-        rows = [[self.corpus.row[name] for name in given.sources] for given in candidates]
+        rows = [[self.corpus.row[name] for name in ranking.sources] for ranking in candidates]
         pairs = [
             (question.question, source_text(self.corpus.sources[row]))
-            for question, own in zip(questions, rows, strict=True)
-            for row in own
+            for question, of_question in zip(questions, rows, strict=True)
+            for row in of_question
         ]
         yield from self._scored(pairs)
 
@@ -113,10 +113,10 @@ class CrossEncoderReranker(PairScorer):
                     chunk = members[start : start + most]
                     batch = self._batch([tokens[i] for i in chunk], self._buckets[number])
                     placement = self.serving.placement
-                    own = placement.rows(len(batch[0]))
-                    put = placement.put(tuple(array[own] for array in batch))
-                    found = fetch(placement.call(self._relevance, self._state, *put))
-                    yield ScoredPairs(chunk, found[: len(chunk)])
+                    rows = placement.rows(len(batch[0]))
+                    put = placement.put(tuple(array[rows] for array in batch))
+                    scores = fetch(placement.call(self._relevance, self._state, *put))
+                    yield ScoredPairs(chunk, scores[: len(chunk)])
                     progress.advance(len(chunk))
 
     def _batch(
@@ -231,8 +231,8 @@ class VLMReranker(PairScorer):
         """Yields the scores batch by batch, in the order of the pairs."""
         asked = [
             (question, self.corpus.row[name])
-            for question, given in zip(questions, candidates, strict=True)
-            for name in given.sources
+            for question, ranking in zip(questions, candidates, strict=True)
+            for name in ranking.sources
         ]
         with Progress("Scoring sources", len(asked), "pairs") as progress:
             for start in range(0, len(asked), HELD):
@@ -252,8 +252,8 @@ class VLMReranker(PairScorer):
         scores = np.zeros(len(pairs), np.float32)
         for indices, batch in batches:
             placement = self.serving.placement
-            found = fetch(placement.call(self._relevance, self._state, placement.put(batch)))
-            scores[indices] = found[: len(indices)]
+            relevance = fetch(placement.call(self._relevance, self._state, placement.put(batch)))
+            scores[indices] = relevance[: len(indices)]
         return scores
 
     def _question(self, question: Question) -> Side:
@@ -267,8 +267,8 @@ class VLMReranker(PairScorer):
         frames = [(*_parts(asked, 0), "\n<Document>:", *_parts(source, 1))
                   for asked, source in pairs]  # fmt: skip
         for frame in set(frames):
-            members = [number for number, one in enumerate(frames) if one == frame]
-            shown = [
+            members = [number for number, other in enumerate(frames) if other == frame]
+            pictures = [
                 tuple(side.picture for side in pairs[n] if side.picture is not None)
                 for n in members
             ]
@@ -276,10 +276,13 @@ class VLMReranker(PairScorer):
                 SYSTEM,
                 [f"<Instruct>: {INSTRUCTION}", "<Query>:", *frame],
                 [[side.text for side in pairs[n]] for n in members],
-                [self._lengths[-1] - beyond_placeholders(own, self._config) for own in shown],
+                [
+                    self._lengths[-1] - beyond_placeholders(of_pair, self._config)
+                    for of_pair in pictures
+                ],
             )
-            for number, ids, own in zip(members, tokens, shown, strict=True):
-                made[number] = PicturePrompt(ids, own)
+            for number, ids, of_pair in zip(members, tokens, pictures, strict=True):
+                made[number] = PicturePrompt(ids, of_pair)
         return made
 
 
@@ -389,9 +392,9 @@ class YesNoPairs:
         ids = [*self._first, *own[: max(room, 0)], *self._last]
         return ids, [0] * len(ids)
 
-    def pair_length(self, own: int) -> int:
+    def pair_length(self, tokens: int) -> int:
         """Tokens of a whole prompt."""
-        return len(self._first) + own + len(self._last)
+        return len(self._first) + tokens + len(self._last)
 
 
 def read_yes_no(folder: Path, kind: str, tokenizer: Tokenizer) -> YesNoPrompt:
@@ -511,13 +514,13 @@ def _rendered(folder: Path, instruction: str, generation: bool) -> str:
 
 def token_of(tokenizer: Tokenizer, text: str, folder: Path) -> int:
     """The id of a token that the prompt needs; UserError where the tokenizer lacks it."""
-    found = tokenizer.token_id(text)
-    if found is None:
+    token = tokenizer.token_id(text)
+    if token is None:
         raise UserError(
             f"{folder}: its tokenizer has no token {text!r}, which the prompt of Qwen's rerankers "
             "needs; give that model's own tokenizer, or a reranker of another kind."
         )
-    return found
+    return token
 
 
 def _object(file: Path) -> dict[str, Any]:

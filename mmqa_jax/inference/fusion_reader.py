@@ -47,16 +47,19 @@ class FusionReader(ServedModel):
         """
         check_questions(questions, "FusionReader.answer")
         batches = self.answer_batches(questions, cited)
-        found = {index: prediction for batch in batches for index, prediction in batch}
-        return [found[index] for index in range(len(questions))]
+        predictions = {index: prediction for batch in batches for index, prediction in batch}
+        return [predictions[index] for index in range(len(questions))]
 
     def answer_batches(
         self, questions: Sequence[Question], cited: Sequence[Ranking]
     ) -> Iterator[list[tuple[int, Prediction]]]:
         """Yields (index of the question, its prediction) batch by batch."""
         passages = [
-            [self._task.passage_of(self.corpus.sources[self.corpus.row[n]]) for n in one.sources]
-            for one in cited
+            [
+                self._task.passage_of(self.corpus.sources[self.corpus.row[n]])
+                for n in ranking.sources
+            ]
+            for ranking in cited
         ]
         count = self._task.passages.count
         for batch in self.read_batches(questions, passages):
@@ -83,10 +86,10 @@ class FusionReader(ServedModel):
         """
         check_questions(questions, "FusionReader.read")
         batches = self.read_batches(questions, passages)
-        found = {index: beams for batch in batches for index, beams in batch}
+        beams_of = {index: beams for batch in batches for index, beams in batch}
         return [
-            read_prediction(question, own, found[index])
-            for index, (question, own) in enumerate(zip(questions, passages, strict=True))
+            read_prediction(question, of_question, beams_of[index])
+            for index, (question, of_question) in enumerate(zip(questions, passages, strict=True))
         ]
 
     def read_batches(
@@ -94,7 +97,7 @@ class FusionReader(ServedModel):
     ) -> Iterator[list[tuple[int, Beams]]]:
         """Yields (index of the question, its answers) batch by batch."""
         placement, size = self.serving.placement, self.serving.batch_size
-        own = placement.rows(size)
+        rows = placement.rows(size)
         with Progress("Answering", len(questions), "questions") as progress:
             for start in range(0, len(questions), size):
                 numbers = range(start, min(start + size, len(questions)))
@@ -104,7 +107,7 @@ class FusionReader(ServedModel):
                 ]
                 arrays = passage_arrays(texts, self._task.size, size)
                 inputs = placement.put(
-                    Passages.of({name: array[own] for name, array in arrays.items()})
+                    Passages.of({name: array[rows] for name, array in arrays.items()})
                 )
                 result = placement.call(
                     beam_search,

@@ -58,14 +58,14 @@ class MultimodalWriter(ServedModel):
         """What is written to each question's text and picture."""
 
         def search(inputs: PicturedTexts, numbers: range) -> list[list[int]]:
-            found = self._call(
+            best = self._call(
                 beam_search,
                 inputs,
                 end_id=self._tokenizer.end_ids[0],
                 num_beams=1,
                 max_new_tokens=max_new_tokens,
             )
-            pairs = zip(found.tokens[:, 0], found.lengths[:, 0], strict=True)
+            pairs = zip(best.tokens[:, 0], best.lengths[:, 0], strict=True)
             return [tokens[:count].tolist() for tokens, count in pairs]
 
         return self._each(questions, texts, search)
@@ -86,8 +86,8 @@ class MultimodalWriter(ServedModel):
         def read(inputs: PicturedTexts, numbers: range) -> list[list[int]]:
             tokens = [cut_tokens(self._tokenizer, targets[n], longest) for n in numbers]
             arrays = target_arrays(tokens, longest, self.serving.batch_size)
-            found = self._call(score, inputs, arrays["target_ids"])
-            pairs = zip(found.likeliest, arrays["target_lengths"], strict=True)
+            scores = self._call(score, inputs, arrays["target_ids"])
+            pairs = zip(scores.likeliest, arrays["target_lengths"], strict=True)
             return [likeliest[:count].tolist() for likeliest, count in pairs]
 
         return self._each(questions, texts, read)
@@ -104,16 +104,16 @@ class MultimodalWriter(ServedModel):
             for start in range(0, len(questions), size):
                 numbers = range(start, min(start + size, len(questions)))
                 asked = [questions[n] for n in numbers]
-                found = run(self._inputs(asked, [texts[n] for n in numbers], size), numbers)
-                written += map(self._text, found[: len(numbers)])
+                tokens = run(self._inputs(asked, [texts[n] for n in numbers], size), numbers)
+                written += map(self._text, tokens[: len(numbers)])
                 progress.advance(len(numbers))
         return written
 
     def _call(self, program: Any, *arrays: Any, **options: Any) -> Any:
         """The outputs of a program on the host; `arrays` have a row for each of the batch."""
         placement = self.serving.placement
-        own = placement.rows(self.serving.batch_size)
-        put = placement.put(jax.tree.map(lambda array: array[own], arrays))
+        rows = placement.rows(self.serving.batch_size)
+        put = placement.put(jax.tree.map(lambda array: array[rows], arrays))
         made = placement.call(program, self._graphdef, self._state, *put, **options)
         return fetch(placement.copied(made))
 

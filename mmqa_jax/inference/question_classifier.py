@@ -50,7 +50,7 @@ class QuestionClassifier(ServedModel):
         """The probability of each of MODALITIES."""
         check_several(texts, "the question classifier")
         tokens = self._tokenizer.encode_batch([without_quotes(text) for text in texts])
-        found = np.zeros((len(tokens), len(MODALITIES)), np.float32)
+        results = np.zeros((len(tokens), len(MODALITIES)), np.float32)
         placement, size = self.serving.placement, self.serving.batch_size
         for start in range(0, len(tokens), size):
             chunk = tokens[start : start + size]
@@ -58,8 +58,8 @@ class QuestionClassifier(ServedModel):
             ids, mask, _ = text_inputs([*chunk, *padding], self._length, self._tokenizer)
             inputs = placement.put((ids, mask))
             batch = fetch(placement.call(self._probabilities, self._state, *inputs))
-            found[start : start + len(chunk)] = batch[: len(chunk)]
-        return found
+            results[start : start + len(chunk)] = batch[: len(chunk)]
+        return results
 
     def predict(self, texts: Sequence[str]) -> list[Modality]:
         """The more likely modality of every question."""

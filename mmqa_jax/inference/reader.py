@@ -138,9 +138,9 @@ class Reader(ServedModel):
 
 def _until_end(tokens: np.ndarray, tokenizer: Tokenizer) -> list[int]:
     """Tokens before the first [SEP] or [PAD]."""
-    kept = []
+    before = []
     for token in tokens.tolist():
         if token in (tokenizer.sep_id, tokenizer.pad_id):
             break
-        kept.append(token)
-    return kept
+        before.append(token)
+    return before

@@ -108,7 +108,7 @@ class Reranker(PairScorer):
 
 def gather(batches: Iterator[ScoredPairs], candidates: Sequence[Ranking]) -> np.ndarray:
     """Scores float32[N] of all candidates of all questions, concatenated."""
-    scores = np.zeros(sum(len(given.sources) for given in candidates), np.float32)
+    scores = np.zeros(sum(len(ranking.sources) for ranking in candidates), np.float32)
     for scored in batches:
         scores[scored.indices] = scored.scores
     return scores
@@ -227,8 +227,10 @@ class CachedReranker(PairScorer):
     ) -> Iterator[ScoredPairs]:
         """Yields the scores, one block of sources at a time, each source encoded once."""
         groups = self._questions(questions)
-        sizes = [len(given.sources) for given in candidates]
-        rows = np.array([self.corpus.row[n] for given in candidates for n in given.sources], int)
+        sizes = [len(ranking.sources) for ranking in candidates]
+        rows = np.array(
+            [self.corpus.row[n] for ranking in candidates for n in ranking.sources], int
+        )
         question = np.repeat(np.arange(len(candidates)), sizes)
         group_of = np.zeros(len(rows), int)
         for number, group in enumerate(groups):
@@ -270,7 +272,7 @@ class CachedReranker(PairScorer):
             for chunk in _chunks(np.arange(len(group.indices)), min(size, len(group.indices)))
         ]
         shapes = [(len(part.indices), top_k) for part in parts]
-        kept = [
+        best = [
             jax.device_put((np.full(shape, -np.inf, np.float32), np.full(shape, -1)))
             for shape in shapes
         ]
@@ -280,12 +282,12 @@ class CachedReranker(PairScorer):
                 rows = np.where(np.arange(len(block.rows)) < block.count, block.rows, -1)
                 rows = jax.device_put(rows)
                 for i, part in enumerate(parts):
-                    kept[i] = self._call(self._best, block.memory, part.states, rows, kept[i])
-                jax.block_until_ready(kept)  # keeps the progress bar from running ahead
+                    best[i] = self._call(self._best, block.memory, part.states, rows, best[i])
+                jax.block_until_ready(best)  # keeps the progress bar from running ahead
                 progress.advance(len(questions) * block.count)
         self._reader.warn_missing()
         odds, rows = np.zeros((len(questions), top_k)), np.zeros((len(questions), top_k), int)
-        for part, (best_odds, best_rows) in zip(parts, fetch(kept), strict=True):
+        for part, (best_odds, best_rows) in zip(parts, fetch(best), strict=True):
             odds[part.indices], rows[part.indices] = best_odds, best_rows
         order = np.lexsort((rows, -odds))  # ties in corpus order
         odds, rows = (np.take_along_axis(x, order, axis=1) for x in (odds, rows))
@@ -339,8 +341,8 @@ class CachedReranker(PairScorer):
     def _put(self, arrays: Packed) -> VLPInputs:
         """A whole batch on the devices."""
         placement = self.serving.placement
-        own = placement.rows(self.serving.batch_size)
-        return vlp_inputs({name: array[own] for name, array in arrays.items()}, placement)
+        rows = placement.rows(self.serving.batch_size)
+        return vlp_inputs({name: array[rows] for name, array in arrays.items()}, placement)
 
     def _call(self, function: Any, *arrays: Any) -> Any:
         return self.serving.placement.call(function, self._state, *arrays)

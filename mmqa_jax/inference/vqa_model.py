@@ -69,16 +69,18 @@ class VQAModel(ServedModel):
         self, questions: Sequence[Question], count: int = CANDIDATES
     ) -> tuple[dict[str, list[tuple[str, float]]], Float32[np.ndarray, "n D"]]:
         """Returns what `candidates` does, and the fused feature of every question."""
-        found: dict[str, list[tuple[str, float]]] = {}
+        candidates: dict[str, list[tuple[str, float]]] = {}
         latents = [np.zeros((0, self.latent_size), np.float32)]
         with Progress("Answer candidates", len(questions), "questions") as progress:
             for batch, scores, latent in self._batches(questions):
                 for question, row in zip(batch, scores, strict=True):
                     best = np.argsort(-row, kind="stable")[:count]
-                    found[question.id] = [(self.answers.answers[i], float(row[i])) for i in best]
+                    candidates[question.id] = [
+                        (self.answers.answers[i], float(row[i])) for i in best
+                    ]
                 latents.append(latent)
                 progress.advance(len(batch))
-        return found, np.concatenate(latents)
+        return candidates, np.concatenate(latents)
 
     @property
     def latent_size(self) -> int:
@@ -89,11 +91,11 @@ class VQAModel(ServedModel):
         self, questions: Sequence[Question]
     ) -> Iterator[tuple[Sequence[Question], np.ndarray, np.ndarray]]:
         placement, size = self.serving.placement, self.serving.batch_size
-        own = placement.rows(size)
+        rows = placement.rows(size)
         for start in range(0, len(questions), size):
             batch = questions[start : start + size]
             filled = [*batch, *[batch[-1]] * (size - len(batch))]
-            arrays = self._inputs([filled[row] for row in own])
+            arrays = self._inputs([filled[row] for row in rows])
             inputs = placement.put((arrays["question_ids"], arrays["image"]))
             scores, latents = map(fetch, placement.call(self._run, self._state, *inputs))
             yield batch, scores[: len(batch)], latents[: len(batch)]

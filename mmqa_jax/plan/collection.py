@@ -77,27 +77,27 @@ class CollectionPlan:
             "indexes": [
                 *(
                     {
-                        "kind": one.kind,
-                        "place": one.place,
-                        "held_gib": one.held / GIB,
-                        "read_gib": None if one.read is None else one.read / GIB,
-                        "read_per": "batch" if one.shared else "query",
+                        "kind": host.kind,
+                        "place": host.place,
+                        "held_gib": host.held / GIB,
+                        "read_gib": None if host.read is None else host.read / GIB,
+                        "read_per": "batch" if host.shared else "query",
                     }
-                    for one in self.hosts
+                    for host in self.hosts
                 ),
                 *(
                     {
                         "kind": kind,
                         "place": "HBM",
-                        "held_gib": one.compiled.memory.parameters * devices / GIB,
-                        "device_gib": one.compiled.memory.total / GIB,
-                        "fits": one.fits,
+                        "held_gib": host.compiled.memory.parameters * devices / GIB,
+                        "device_gib": host.compiled.memory.total / GIB,
+                        "fits": host.fits,
                         "devices_needed": self.devices_needed(kind),
-                        "batch": one.compiled.program.examples,
-                        "seconds_bound": one.bound and one.bound.seconds,
-                        "bound_by": one.bound and one.bound.by,
+                        "batch": host.compiled.program.examples,
+                        "seconds_bound": host.bound and host.bound.seconds,
+                        "bound_by": host.bound and host.bound.by,
                     }
-                    for kind, one in self.mesh.items()
+                    for kind, host in self.mesh.items()
                 ),
             ],
         }
@@ -122,8 +122,8 @@ def read_sizes(text: str) -> list[int]:
     """`10M,100M,1B` -> numbers of sources; UserError for what is not one."""
     sizes = []
     for part in text.split(","):
-        found = _COUNT.fullmatch(part.strip())
-        size = found and round(float(found[1]) * _TIMES[found[2].lower()])
+        match = _COUNT.fullmatch(part.strip())
+        size = match and round(float(match[1]) * _TIMES[match[2].lower()])
         if not size or size > _MOST:
             raise UserError(
                 f"--sources={text}: {part.strip()!r} is not a number of sources from 1 to 2.1B; "

@@ -142,13 +142,13 @@ def vlm_encoder_program(name: str, model: str, devices: Sequence[jax.Device]) ->
     if name == PAGES:
         prompt = PicturePrompt([config.image_token, *[0] * _AROUND], (_largest(config),))
     alone = Serving(meshes.DEFAULT_DEVICE, 1, name)
-    ((_, one),) = prompt_batches([prompt], config, alone, lengths, pad_token=0)
-    bucket = 0 if one.pictures is None else one.pictures.order.shape[-1]
+    ((_, prompts),) = prompt_batches([prompt], config, alone, lengths, pad_token=0)
+    bucket = 0 if prompts.pictures is None else prompts.pictures.order.shape[-1]
     full = Serving(meshes.RowPlacement(mesh), size, name)
-    count = rows_of_length(full, attended(config, bucket, one.input_ids.shape[1]))
+    count = rows_of_length(full, attended(config, bucket, prompts.input_ids.shape[1]))
     rows = meshes.batch_sharding(mesh)
     batch = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=rows), one
+        lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=rows), prompts
     )
     return Program.of(
         name,

@@ -148,8 +148,8 @@ def _gradient(leaf: Any, itemsize: int, mesh: Mapping[str, int]) -> Sent:
     if scattered:
         sent["reduce-scatter", "+".join(scattered)] += size
     if whole:
-        kept = size / math.prod(mesh[axis] for axis in scattered)
-        sent["all-reduce", "+".join(whole)] += kept
+        share = size / math.prod(mesh[axis] for axis in scattered)
+        sent["all-reduce", "+".join(whole)] += share
     return sent
 
 

@@ -211,8 +211,8 @@ def build(program: Program) -> tuple[Memory, jax.stages.Compiled | None]:
             ) from error
         return Memory(*parts, None, max(total, sum(parts))), None
     stats = executable.memory_analysis()
-    kept = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    total = stats.argument_size_in_bytes + kept + stats.temp_size_in_bytes
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    total = stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
     total += stats.generated_code_size_in_bytes
     return Memory(*parts, max(0.0, total - sum(parts)), total), executable
 
@@ -234,8 +234,8 @@ def needed_bytes(message: str) -> float | None:
     """
     if "RESOURCE_EXHAUSTED" not in message and "memory" not in message.lower():
         return None
-    found = next((m for p in (_EXCEEDS, _USED, _ASKED) if (m := p.search(message))), None)
-    return None if found is None else float(found[1]) * _UNIT[found[2]]
+    match = next((m for p in (_EXCEEDS, _USED, _ASKED) if (m := p.search(message))), None)
+    return None if match is None else float(match[1]) * _UNIT[match[2]]
 
 
 def shard_bytes(tree: Any, *, on_host: bool = False) -> float:
@@ -312,8 +312,8 @@ def least_time(compiled: Compiled, chip: Chip) -> Bound:
     return Bound(
         chip.seconds(compiled.flops or {}),
         compiled.floor_bytes / chip.hbm_rate,
-        sum(one.seconds(chip) for one in compiled.exchanges),
-        sum(one.network_bytes for one in compiled.exchanges) / chip.network_rate,
+        sum(exchange.seconds(chip) for exchange in compiled.exchanges),
+        sum(exchange.network_bytes for exchange in compiled.exchanges) / chip.network_rate,
     )
 
 
@@ -373,12 +373,12 @@ def run_cost(planned: Sequence[Planned]) -> dict[str, Any]:
 
     Of several programs the one with a known number of steps counts (training).
     """
-    for one in planned:
-        steps = one.compiled.program.steps
-        if steps is None or one.bound is None:
+    for part in planned:
+        steps = part.compiled.program.steps
+        if steps is None or part.bound is None:
             continue
-        hours = steps * one.bound.seconds / 3600
-        chips = one.compiled.program.devices / one.chip.of_chip
+        hours = steps * part.bound.seconds / 3600
+        chips = part.compiled.program.devices / part.chip.of_chip
         return {"steps": steps, "hours_bound": hours, "chip_hours_bound": hours * chips}
     return {"steps": None, "hours_bound": None, "chip_hours_bound": None}
 

@@ -63,9 +63,9 @@ class Topology:
         """
         tpu = _TPU.fullmatch(self.name)
         if tpu is None:
-            own = [n for n, host in enumerate(self.hosts) if host == self.hosts[0]]
-            devices = tuple(self.devices[n] for n in own)
-            return dataclasses.replace(self, devices=devices, hosts=self.hosts[: len(own)])
+            same = [n for n, host in enumerate(self.hosts) if host == self.hosts[0]]
+            devices = tuple(self.devices[n] for n in same)
+            return dataclasses.replace(self, devices=devices, hosts=self.hosts[: len(same)])
         slices, version, shape = tpu.groups()
         alone = open_topology(f"{version}:{_OF_HOST[version]}")
         if len(alone.devices) * int(slices or 1) < len(self.devices):
@@ -264,22 +264,22 @@ def read_calibration(path: Path | None, topology: Topology) -> Calibration | Non
     if not named and not path.exists():
         return None
     try:
-        found = _calibration(read_json(path))
+        calibration = _calibration(read_json(path))
     except (UserError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        said = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
         if isinstance(error, UserError):  # a sentence with a remedy of its own
-            said = str(error).partition(";")[0]
+            reason = str(error).partition(";")[0]
         raise UserError(
             f"--measured={path}: expected the device_check.json that launch/device_check.sh "
-            f"writes ({said}); run it, or leave the flag out."
+            f"writes ({reason}); run it, or leave the flag out."
         ) from error
     problem = None
-    if found is None:
+    if calibration is None:
         problem = "holds no program whose time was measured; see its failed_steps"
-    elif not _same_kind(found.device, topology):
-        problem = f"was measured on {found.device}, the plan is for {topology.chip.name}"
+    elif not _same_kind(calibration.device, topology):
+        problem = f"was measured on {calibration.device}, the plan is for {topology.chip.name}"
     if problem is None:
-        return found
+        return calibration
     if named:
         raise UserError(
             f"--measured={path}: {problem}; run launch/device_check.sh on such a device."
@@ -287,15 +287,15 @@ def read_calibration(path: Path | None, topology: Topology) -> Calibration | Non
     return None
 
 
-def _calibration(found: dict[str, Any]) -> Calibration | None:
-    rows = found["calibration"]
-    if not rows or not found["device"]:
+def _calibration(record: dict[str, Any]) -> Calibration | None:
+    rows = record["calibration"]
+    if not rows or not record["device"]:
         return None
     return Calibration(
-        str(found["device"]),
-        float(found["typical_over_bound"]),
-        float(found["typical_error"]),
-        None if found["typical_memory"] is None else float(found["typical_memory"]),
+        str(record["device"]),
+        float(record["typical_over_bound"]),
+        float(record["typical_error"]),
+        None if record["typical_memory"] is None else float(record["typical_memory"]),
         tuple(str(row["program"]) for row in rows),
     )
 

@@ -78,16 +78,15 @@ class Plan:
         )
         return f"fits: {most:.1f} of {tightest.chip.hbm_bytes / GIB:.1f} GiB; {bounds}."
 
-    def _lacking(self, one: Planned) -> str:
-        program, memory = one.compiled.program, one.compiled.memory
-        said = (
-            f"{program.name} needs {memory.total / GIB:.1f} of {one.chip.hbm_bytes / GIB:.1f} GiB"
-        )
+    def _lacking(self, planned: Planned) -> str:
+        program, memory = planned.compiled.program, planned.compiled.memory
+        limit = planned.chip.hbm_bytes / GIB
+        problem = f"{program.name} needs {memory.total / GIB:.1f} of {limit:.1f} GiB"
         tried = [
             f"{described(remedy.changes)} needs {remedy.planned.compiled.memory.total / GIB:.1f}"
             for remedy in self.remedies.get(program.name, ())
         ]
-        return f"{said}: {', '.join(tried)}" if tried else said
+        return f"{problem}: {', '.join(tried)}" if tried else problem
 
     def to_json(self) -> dict[str, Any]:
         """What `--json` prints."""
@@ -319,8 +318,8 @@ def _hopeless(refused: Found, settings: Sequence[Changes], topology: Topology) -
     leaves each device as many rows.
     """
     memory = refused.planned.compiled.memory
-    kept = memory.parameters + memory.optimizer + memory.cache
-    alone = memory.total - kept > topology.chip.hbm_bytes
+    held = memory.parameters + memory.optimizer + memory.cache
+    alone = memory.total - held > topology.chip.hbm_bytes
     *_, batch = refused.changes
     free = {batch} | {key for key in refused.changes if alone and key in ("mesh.data", "mesh.fsdp")}
     return [

@@ -125,10 +125,10 @@ def base_path(name: str, kind: str = "llama") -> Path:
             f"`mmqa prompt --model` does ({_KINDS[kind].examples}), or "
             f"{SCRATCH}."
         )
-    own = "" if is_weights_folder(path) else _KINDS[kind].published_as
-    if (found := model_of(path) or "llama") != (own or kind):
+    published_as = "" if is_weights_folder(path) else _KINDS[kind].published_as
+    if (model_type := model_of(path) or "llama") != (published_as or kind):
         raise UserError(
-            f"config key init={name}: holds a {found}, a {kind} was expected; name a "
+            f"config key init={name}: holds a {model_type}, a {kind} was expected; name a "
             f"{_KINDS[kind].title} ({_KINDS[kind].examples})."
         )
     return path
@@ -144,9 +144,9 @@ def model_config(task: Any, vocab_size: int) -> Any:
     """
     kind = _KINDS[task.architecture]
     changes = {section: dict(getattr(task.model, section)) for section in kind.free}
-    own, *of_parts = changes.values()
+    fields, *of_parts = changes.values()
     if task.init == SCRATCH:
-        return kind.config(*of_parts, **{"vocab_size": vocab_size, **own})
+        return kind.config(*of_parts, **{"vocab_size": vocab_size, **fields})
     path = base_path(task.init, task.architecture)
     for section, free in kind.free.items():
         fixed = [name for name in changes[section] if name not in free]
@@ -161,15 +161,15 @@ def model_config(task: Any, vocab_size: int) -> Any:
     else:
         opened = architecture(task.architecture).open(path)
         base, unknown = opened.config, opened.unknown
-    width = own.get("features")
+    width = fields.get("features")
     if width is not None and "features" not in unknown and width != base.features:
         raise UserError(
             f"config key model.changes.features={width}: init={task.init} reads vectors of "
             f"{base.features} values; set it to that, or init to a T5 without pictures."
         )
     if not of_parts:
-        return replace_fields(base, **own)
-    parts = {"llama": own, "vision": changes["vision"]}
+        return replace_fields(base, **fields)
+    parts = {"llama": fields, "vision": changes["vision"]}
     return dataclasses.replace(
         base, **{name: replace_fields(getattr(base, name), **part) for name, part in parts.items()}
     )
@@ -207,8 +207,8 @@ def base_loader(task: Any) -> Callable[[nnx.Module], None] | None:
             base = load_converted(path, **options)
         else:
             unknown = architecture(kind).open(path).unknown
-            given = {name: task.model.changes[name] for name in unknown}
-            base = load_published(kind, path, **options, **given)
+            changed = {name: task.model.changes[name] for name in unknown}
+            base = load_published(kind, path, **options, **changed)
         if lora is not None:
             hold_base(language_model(base), lora)
         nnx.update(model, nnx.state(base, nnx.Param))

@@ -94,13 +94,13 @@ class DualEncoderTask(tasks.Task):
 
     def _check_padded(self, length: int) -> None:
         """SigLIP sees the padding of its texts."""
-        for key, found in (
+        for key, tokens in (
             *self.lengths().items(),
             ("inference.buckets", *self.inference.buckets[:1]),
         ):
-            if found != length:
+            if tokens != length:
                 raise UserError(
-                    f"config key {key}: {found} tokens, but this text tower reads texts padded to "
+                    f"config key {key}: {tokens} tokens, but this text tower reads texts padded to "
                     f"{length}; set it to that alone."
                 )
 

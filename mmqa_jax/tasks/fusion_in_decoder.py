@@ -174,10 +174,10 @@ class FusionInDecoder(TextModelTask):
         whole = [tokenizer.encode_plain(tokenizer.shield(text)) for text in texts]
         if section.end_token:
             whole = [[*tokens, tokenizer.end_ids[0]] for tokens in whole]
-            shown = [cut_before_end(tokens, section.length) for tokens in whole]
+            cut = [cut_before_end(tokens, section.length) for tokens in whole]
         else:
-            shown = [tokens[: section.length] for tokens in whole]
-        return shown, sum(map(len, whole)) - sum(map(len, shown))
+            cut = [tokens[: section.length] for tokens in whole]
+        return cut, sum(map(len, whole)) - sum(map(len, cut))
 
     def passages_of(
         self, corpus: Corpus, questions: Sequence[Question], files: KnowledgeFiles
@@ -192,7 +192,10 @@ class FusionInDecoder(TextModelTask):
         if files.rankings:
             ids = [question.id for question in questions]
             ranked = read_rankings(files.rankings, ids, corpus.row)
-            rows = {one.question_id: [corpus.row[name] for name in one.sources] for one in ranked}
+            rows = {
+                ranking.question_id: [corpus.row[name] for name in ranking.sources]
+                for ranking in ranked
+            }
         count = self.passages.count
 
         def of_sources(question: Question) -> list[str]:
@@ -276,8 +279,10 @@ class ExactMatchEvaluation:
         self.reader.use(model)
         predictions = self.reader.read(self.questions, self._passages)
         pairs = zip(predictions, self.questions, strict=True)
-        found = [squad_exact_match(prediction.answer, asked.answers) for prediction, asked in pairs]
-        return {"exact_match": float(np.mean(found))}
+        matches = [
+            squad_exact_match(prediction.answer, asked.answers) for prediction, asked in pairs
+        ]
+        return {"exact_match": float(np.mean(matches))}
 
 
 def load_fusion_reader(

@@ -216,10 +216,10 @@ def _example_embedders(corpus: Corpus, home: Corpus, spec: LibrarySpec) -> tuple
         image, pictures = None, None
     elif spec.text_model == "minilm" or Path(spec.image_model) != Path(spec.text_model):
         image, pictures = open_embedder(Path(spec.image_model), home)
-    own = _embedders(home, text, image, pictures)
+    embedders = _embedders(home, text, image, pictures)
     if corpus is home:
-        return own, own
-    return own, _embedders(corpus, text, image, pictures and pictures.over(corpus))
+        return embedders, embedders
+    return embedders, _embedders(corpus, text, image, pictures and pictures.over(corpus))
 
 
 def _embedders(corpus: Corpus, text: Any, image: Any, pictures: PictureStore | None) -> Any:
@@ -237,8 +237,8 @@ def _sources(
     corpus: Corpus, pictures: PictureStore | None, question: Question
 ) -> list[str | EncodedPicture]:
     """A question's gold sources: a snippet's text, a picture, or else its caption."""
-    found: list[str | EncodedPicture] = []
+    sources: list[str | EncodedPicture] = []
     for source in (corpus.sources[row] for row in corpus.positive_rows(question)):
         picture = pictures and pictures.encoded(source.image, source.text)
-        found.append(picture or source.text)
-    return found
+        sources.append(picture or source.text)
+    return sources

@@ -83,10 +83,13 @@ class MultimodalCoT(TextModelTask):
         self.check_targets(self.batches.targets)
         self.check_trained()
         self.check_lengths(self.batches.lengths)
-        if (found := model_config(self, tasks.ANY_VOCABULARY).features) != self.pictures.features:
+        if (
+            features := model_config(self, tasks.ANY_VOCABULARY).features
+        ) != self.pictures.features:
             raise UserError(
-                f"config key pictures.features={self.pictures.features}: the model reads {found} "
-                "values a vector; change one of them (model.changes.features of a new fusion)."
+                f"config key pictures.features={self.pictures.features}: the model reads "
+                f"{features} values a vector; change one of them (model.changes.features of a new "
+                "fusion)."
             )
 
     def objective(self, vocab_size: int, mesh: Mesh | None = None) -> MultimodalObjective:

@@ -230,14 +230,14 @@ def _block(
     forward = optax.softmax_cross_entropy_with_integer_labels(logits, positive)
     accuracy = mean((logits.argmax(axis=1) == positive).astype(jnp.float32))
 
-    own = jnp.arange(positive.size)  # [b], these questions among all
+    here = jnp.arange(positive.size)  # [b], these questions among all
     if axes:
-        own = own + jax.lax.axis_index(axes) * positive.size
+        here = here + jax.lax.axis_index(axes) * positive.size
     targets = all_sources[positive]  # [b, D]
     shared = _among(all_rows[positive][:, None], all_golds[None, :, :])  # [b, B]
-    shared &= jnp.arange(all_queries.shape[0])[None, :] != own[:, None]
+    shared &= jnp.arange(all_queries.shape[0])[None, :] != here[:, None]
     logits = jnp.where(shared, -jnp.inf, product(targets, all_queries))  # [b, B]
-    backward = optax.softmax_cross_entropy_with_integer_labels(logits, own)
+    backward = optax.softmax_cross_entropy_with_integer_labels(logits, here)
     return (mean(forward) + mean(backward)) / 2, accuracy
 
 
@@ -426,8 +426,8 @@ class DistillationObjective(_OfLayers):
         cosines = jnp.einsum("bd,bmd->bm", queries, examples, precision=jax.lax.Precision.HIGHEST)
         scale = model.temperature()
         targets = jax.nn.log_softmax(batch["scores"] / self.target_temperature)  # [B, m]
-        found = jax.nn.log_softmax(scale * cosines)
-        loss = (jnp.exp(targets) * (targets - found)).sum(axis=1).mean()
+        predicted = jax.nn.log_softmax(scale * cosines)
+        loss = (jnp.exp(targets) * (targets - predicted)).sum(axis=1).mean()
         nearest = cosines.argmax(axis=1)
         chosen = jnp.take_along_axis(batch["scores"], nearest[:, None], axis=1)
         best = batch["scores"].argmax(axis=1)
@@ -556,10 +556,10 @@ def states_at(hidden: jax.Array, positions: jax.Array) -> jax.Array:
 
     def of_device(hidden: jax.Array, positions: jax.Array) -> jax.Array:
         columns = hidden.shape[1]
-        own = positions - jax.lax.axis_index(SEQUENCE) * columns
-        found = jnp.take_along_axis(hidden, jnp.clip(own, 0, columns - 1)[:, :, None], axis=1)
-        found = jnp.where(((own >= 0) & (own < columns))[:, :, None], found, 0)
-        return jax.lax.psum_scatter(found, SEQUENCE, scatter_dimension=1, tiled=True)
+        column = positions - jax.lax.axis_index(SEQUENCE) * columns
+        states = jnp.take_along_axis(hidden, jnp.clip(column, 0, columns - 1)[:, :, None], axis=1)
+        states = jnp.where(((column >= 0) & (column < columns))[:, :, None], states, 0)
+        return jax.lax.psum_scatter(states, SEQUENCE, scatter_dimension=1, tiled=True)
 
     rows = batch_axes(jax.sharding.get_abstract_mesh(), len(hidden))
     split = PartitionSpec(rows, SEQUENCE)
@@ -606,12 +606,12 @@ class VisionLanguageObjective(LanguageModelObjective):
         picture = ids == self.config.image_token  # [B, L]
         embedded, deepstack = model.llama.embed(jnp.where(picture, 0, ids)), None
         if "patches" in batch:
-            shown = (batch[field.name] for field in dataclasses.fields(PatchBatch))
-            features = model.encode_images(PatchBatch(*shown))  # [B * M, U, features]
+            arrays = (batch[field.name] for field in dataclasses.fields(PatchBatch))
+            features = model.encode_images(PatchBatch(*arrays))  # [B * M, U, features]
             features = features.reshape(len(ids), -1, features.shape[-1])
             rows = jnp.maximum(batch["rows"], 0)[..., None]  # of a row's own pictures
-            own = split_rows(jnp.take_along_axis(features, rows, axis=1))  # [B, L, features]
-            embedded, deepstack = spread(embedded, own, picture)
+            of_tokens = split_rows(jnp.take_along_axis(features, rows, axis=1))  # [B, L, features]
+            embedded, deepstack = spread(embedded, of_tokens, picture)
         hidden = model.llama.encode(
             embedded, None, batch["positions"], deepstack=deepstack, dropout_key=dropout_key
         )
@@ -782,12 +782,12 @@ def _ring(
         (queries, positive, golds, best, d_queries), (total, d_others) = state
         at = (queries, sources, scale, bias), positive, golds
         if gradient:
-            (loss, found), (d_chunk, *d_here) = jax.value_and_grad(chunk, has_aux=True)(*at)
+            (loss, highest), (d_chunk, *d_here) = jax.value_and_grad(chunk, has_aux=True)(*at)
             d_queries = d_queries + d_chunk
             d_others = jax.tree.map(jnp.add, d_others, tuple(d_here))
         else:
-            loss, found = chunk(*at)
-        best = jax.tree.map(jnp.maximum, best, found)
+            loss, highest = chunk(*at)
+        best = jax.tree.map(jnp.maximum, best, highest)
         travelling = queries, positive, golds, best, d_queries
         if axes:
             travelling = jax.lax.ppermute(travelling, axes, onward)
@@ -798,13 +798,13 @@ def _ring(
     state = (queries, positive, gold_rows, (lowest, lowest), d_queries), (0.0, d_others)
     # After as many steps as there are devices everything is where it began.
     travelled, (total, d_others) = jax.lax.fori_loop(0, parts, meet, state)
-    (_, _, _, (own, other), d_queries) = travelled
+    (_, _, _, (of_positive, other), d_queries) = travelled
 
     def over_all(x: Any) -> Any:
         return jax.lax.psum(x, axes) if axes else x
 
     count = parts * len(queries)
-    correct = (own > other).astype(jnp.float32).sum()
+    correct = (of_positive > other).astype(jnp.float32).sum()
     values = over_all(total) / count, over_all(correct) / count
     if not gradient:
         return values, None
@@ -830,7 +830,7 @@ def _chunk(
     is_negative = ~is_positive & ~gold
     likelihood = jax.nn.log_sigmoid(jnp.where(is_positive, logits, -logits))
     loss = -jnp.where(is_positive | is_negative, likelihood, 0.0).sum()
-    own, other = (
+    of_positive, other = (
         jnp.where(those, logits, -jnp.inf).max(axis=1) for those in (is_positive, is_negative)
     )
-    return loss, (own, other)
+    return loss, (of_positive, other)

@@ -151,10 +151,10 @@ def _check(
         )
     differing = []
     for tower, wanted in towers.items():
-        found = dataclasses.asdict(getattr(record.config, tower))
+        has = dataclasses.asdict(getattr(record.config, tower))
         for name, value in dataclasses.asdict(wanted).items():
-            if name not in free and found[name] != value:
-                differing.append(f"{tower}.{name} {found[name]} (config: {value})")
+            if name not in free and has[name] != value:
+                differing.append(f"{tower}.{name} {has[name]} (config: {value})")
     if differing:
         raise UserError(
             f"{place}: this {_TITLES[kind]} has {', '.join(differing)}; {remedy}, or give another "

@@ -46,9 +46,9 @@ def known_tasks() -> dict[str, type[Task]]:
 
 
 def _below(kind: type[Task]) -> Iterator[type[Task]]:
-    for one in kind.__subclasses__():
-        yield one
-        yield from _below(one)
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _below(subclass)
 
 
 def read_task(config: Any) -> Task:

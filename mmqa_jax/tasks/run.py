@@ -151,8 +151,8 @@ def _run_training(
     result = {"task": config.task, "steps": steps, "workdir": str(folder)}
     if (best := read_best(folder)) is not None:
         result["best"] = best
-    if (found := goodput(read_attempts(folder))) is not None:
-        result["goodput"] = found.as_json()
+    if (times := goodput(read_attempts(folder))) is not None:
+        result["goodput"] = times.as_json()
     return result
 
 

@@ -116,8 +116,8 @@ class Seq2Seq(solved_questions.SolvedQuestions):
     ) -> Callable[[nnx.Module], Mapping[str, float]]:
         def make_score(examples: Sequence[TokenExample]) -> solved_questions.Score:
             def pack(rows: solved_questions.Rows) -> tuple[Packed, np.ndarray]:
-                own = [examples[i] for row in rows for i in row]
-                batch = pair_batch(own, self.size, len(rows))
+                members = [examples[i] for row in rows for i in row]
+                batch = pair_batch(members, self.size, len(rows))
                 places = np.arange(self.size.targets) < batch["target_lengths"][:, None]
                 return batch, places.astype(np.int64)
 

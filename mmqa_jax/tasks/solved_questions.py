@@ -163,22 +163,22 @@ class SolvedQuestions(TextModelTask):
                 f"config key data.split={self.data.split}: {self.place} holds no such "
                 f"questions with {self.unsolved}; choose another split."
             )
-        shown = solved if readable is None else readable(solved)
+        usable = solved if readable is None else readable(solved)
         size = self.size
-        asked = [question for question in shown if not is_chat(question)]
+        asked = [question for question in usable if not is_chat(question)]
         examples = TrainingExamples([], [1.0], 0, 0, [])
         if asked:
             examples = training_examples(
                 asked, self.open_library(corpus), fields, self.examples, encode, size
             )
-        if encode_chat is not None and len(asked) < len(shown):
-            chats = [encode_chat(question) for question in shown if is_chat(question)]
+        if encode_chat is not None and len(asked) < len(usable):
+            chats = [encode_chat(question) for question in usable if is_chat(question)]
             fitting = [
-                (question, one)
-                for question, one in zip(filter(is_chat, shown), chats, strict=True)
-                if size.holds(one)
+                (question, example)
+                for question, example in zip(filter(is_chat, usable), chats, strict=True)
+                if size.holds(example)
             ]
-            versions = [[one] * len(examples.shares) for _, one in fitting]
+            versions = [[example] * len(examples.shares) for _, example in fitting]
             examples = examples._replace(
                 versions=[*examples.versions, *versions],
                 dropped=examples.dropped + len(chats) - len(fitting),
@@ -224,21 +224,21 @@ def row_scores(
         totals = np.zeros(sum(map(len, rows)))
         placement = placement_of(state)
         size = placement.padded(batch_size)
-        own = placement.rows(size)
+        local = placement.rows(size)
         for start in range(0, len(rows), size):
             taken = rows[start : start + size]
             batch, numbers = pack([*taken, *[[]] * (size - len(taken))])
             # An array may have several entries a row: pictures.
             arrays = placement.put(
                 {
-                    name: np.reshape(array, (size, -1, *array.shape[1:]))[own].reshape(
+                    name: np.reshape(array, (size, -1, *array.shape[1:]))[local].reshape(
                         -1, *array.shape[1:]
                     )
                     for name, array in batch.items()
                 }
             )
-            found = fetch(compiled(state, arrays)).astype(np.float64)
-            for row, values, of_examples in zip(taken, found, numbers, strict=False):
+            scores = fetch(compiled(state, arrays)).astype(np.float64)
+            for row, values, of_examples in zip(taken, scores, numbers, strict=False):
                 totals[list(row)] = np.bincount(of_examples, values, minlength=len(row) + 1)[1:]
         return totals
 
@@ -328,10 +328,10 @@ class OptionLikelihood:
             if not all(map(self._size.holds, examples)):
                 raise TooLong(question.id, len(examples[0].tokens), 0, self._size.length)
 
-        found = few_shot(template, question, shots, fields, make, check, options.order)
-        if found.query is None:
+        fitted = few_shot(template, question, shots, fields, make, check, options.order)
+        if fitted.query is None:
             raise self._too_long(question)
-        self._examples += found.query
+        self._examples += fitted.query
         return list(range(first, len(self._examples)))
 
     def _too_long(self, question: Question) -> UserError:
@@ -345,14 +345,14 @@ class OptionLikelihood:
         lengths = np.array([example.targets for example in self._examples])
         values: dict[str, float] = {}
         for count, options in zip(self._section.shots, self._rows, strict=True):
-            right = [own[a] for own, a in zip(options, self._answers, strict=True)]
-            best = np.array([int(totals[own].argmax()) for own in options])
+            right = [of_question[a] for of_question, a in zip(options, self._answers, strict=True)]
+            best = np.array([int(totals[of_question].argmax()) for of_question in options])
             if self._has_choices.any():
                 right_ones = (best == self._answers)[self._has_choices]
                 values[f"accuracy@k{count}"] = float(right_ones.mean())
             values[f"log_likelihood@k{count}"] = float(totals[right].sum() / lengths[right].sum())
         for name in ("accuracy", "log_likelihood"):
-            found = [values.get(f"{name}@k{count}") for count in self._section.shots]
-            if None not in found:
-                values[name] = float(np.mean(found))
+            each = [values.get(f"{name}@k{count}") for count in self._section.shots]
+            if None not in each:
+                values[name] = float(np.mean(each))
         return values

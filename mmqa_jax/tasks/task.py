@@ -109,7 +109,7 @@ class MixedData(DataSection):
                 f"config keys data.dir={self.dir} and data.mixture: give one of them; set the "
                 "other to '' or ()."
             )
-        if twice or any(not math.isfinite(one) or one < 0 for one in weights):
+        if twice or any(not math.isfinite(weight) or weight < 0 for weight in weights):
             what = "each folder once" if twice else "weights from 0"
             raise UserError(
                 f"config key data.mixture={self.mixture}: {what} was expected, such as "
@@ -535,21 +535,21 @@ def augmentation_factory(section: Mapping[str, Any]) -> Callable[..., Augment]:
     """What `augment.factory` names, a class or function of this package."""
     named = section.get("factory", "")
     module, _, name = str(named).partition(":")
-    found = None
+    factory = None
     if module.startswith("mmqa_jax."):
         inside = module.removeprefix("mmqa_jax.")
         module = f"mmqa_jax.{_FORMER.get(inside, inside)}"
         try:
-            found = getattr(importlib.import_module(module), name, None)
+            factory = getattr(importlib.import_module(module), name, None)
         except ModuleNotFoundError as error:
             if not module.startswith(error.name or "-"):
                 raise
-    if not callable(found):
+    if not callable(factory):
         raise UserError(
             f"config key augment.factory={named!r}: a class of mmqa_jax was expected as "
             "package.module:Class; correct it or leave augment out."
         )
-    return found
+    return factory
 
 
 def make_augmentation(section: Mapping[str, Any]) -> Augment | None:
@@ -576,19 +576,19 @@ def read_run(
     """
     folder = Path(folder)
     named = {kind.name: kind for kind in kinds}
-    found = read_metadata(folder).get("task")
-    if found not in named:
+    trained = read_metadata(folder).get("task")
+    if trained not in named:
         raise UserError(
-            f"{folder}: holds a model of task {found!r}, {' or '.join(named)} was "
+            f"{folder}: holds a model of task {trained!r}, {' or '.join(named)} was "
             "expected; name the workdir of such a training run."
         )
     config = read_config(folder)
-    if config.get("task") != found:
+    if config.get("task") != trained:
         raise UserError(
             f"{folder / 'config.json'}: belongs to another run than model.json; copy the run "
             "again, or train it again in a new --workdir."
         )
-    task = read_typed(named[found], config)
+    task = read_typed(named[trained], config)
     return with_options(task, options).in_folder(folder), task.open_tokenizer(folder)
 
 

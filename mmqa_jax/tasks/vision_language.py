@@ -157,18 +157,20 @@ class VisionLanguage(solved_questions.SolvedQuestions):
     def _pictures(
         self, corpus: Corpus, tokenizer: Any, config: QwenVLConfig
     ) -> tuple[QwenFormat, TrainingPictures]:
-        shown = QwenFormat(config, tokenizer)
-        return shown, TrainingPictures(corpus, shown, config, self.pictures.max_broken)
+        picture_format = QwenFormat(config, tokenizer)
+        return picture_format, TrainingPictures(
+            corpus, picture_format, config, self.pictures.max_broken
+        )
 
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
         objective = self.objective(tokenizer.vocab_size)
         config = objective.config
         check_rows(self, config.llama, tokenizer, self._slots * largest_bucket(config.vision).text)
-        shown, pictures = self._pictures(corpus, tokenizer, config)
+        picture_format, pictures = self._pictures(corpus, tokenizer, config)
         examples = self.make_examples(
             corpus,
             self.data.chosen(questions, corpus),
-            encode_conversation(tokenizer, shown),
+            encode_conversation(tokenizer, picture_format),
             functools.partial(self._readable, pictures),
             self._encode_chat(tokenizer, config),
         )
@@ -197,22 +199,22 @@ class VisionLanguage(solved_questions.SolvedQuestions):
         self, corpus: Corpus, tokenizer: Any, model: nnx.Module
     ) -> Callable[[nnx.Module], Mapping[str, float]]:
         objective = self.objective(tokenizer.vocab_size)
-        shown, pictures = self._pictures(corpus, tokenizer, objective.config)
+        picture_format, pictures = self._pictures(corpus, tokenizer, objective.config)
         made = PicturedRows(self.size, objective.config, pictures)
 
         def make_score(examples: Sequence[TokenExample]) -> solved_questions.Score:
             buckets = list(map(pictures.bucket, examples))
             of_buckets = []
             for bucket in pictures.buckets(examples):
-                members = np.flatnonzero([one == bucket for one in buckets])
+                members = np.flatnonzero([other == bucket for other in buckets])
 
                 def pack(
                     rows: solved_questions.Rows,
                     members: np.ndarray = members,
                     bucket: Bucket = bucket,
                 ) -> tuple[Packed, np.ndarray]:
-                    own = [examples[members[row[0]]] if row else None for row in rows]
-                    batch = made.batch(own, bucket)
+                    of_rows = [examples[members[row[0]]] if row else None for row in rows]
+                    batch = made.batch(of_rows, bucket)
                     return batch, batch["target_segments"]
 
                 rows = [[number] for number in range(len(members))]
@@ -232,7 +234,7 @@ class VisionLanguage(solved_questions.SolvedQuestions):
 
             return score
 
-        encode = encode_conversation(tokenizer, shown)
+        encode = encode_conversation(tokenizer, picture_format)
         readable = functools.partial(self._readable, pictures, decode=True)
         encode_chat = self._encode_chat(tokenizer, objective.config)
         return solved_questions.OptionLikelihood(
@@ -287,23 +289,27 @@ class TrainingPictures:
         Raises:
           RunError: more broken pictures than are allowed.
         """
-        shown = [shown_pictures(question) for question in questions]
-        names = dict.fromkeys(itertools.chain.from_iterable(shown))
+        names_of = [shown_pictures(question) for question in questions]
+        names = dict.fromkeys(itertools.chain.from_iterable(names_of))
         self.broken = self._counter(len(names))
         with Progress("Reading pictures", len(names), "pictures") as progress:
             for name in names:
                 self._look_at(name, decode)
                 progress.advance(1)
         readable = self._shapes.keys()
-        kept = [q for q, own in zip(questions, shown, strict=True) if readable >= set(own)]
-        if len(kept) < len(questions) and jax.process_index() == 0:
+        usable = [
+            q
+            for q, of_question in zip(questions, names_of, strict=True)
+            if readable >= set(of_question)
+        ]
+        if len(usable) < len(questions) and jax.process_index() == 0:
             print(
-                f"{len(questions) - len(kept)} questions are left out, whose pictures cannot be "
+                f"{len(questions) - len(usable)} questions are left out, whose pictures cannot be "
                 f"read ({first_names(self.broken.names)}), the first because "
                 f"{next(iter(self.broken.reasons.values()))}",
                 file=sys.stderr,
             )
-        return kept
+        return usable
 
     def _look_at(self, name: str, decode: bool) -> None:
         try:
@@ -335,9 +341,9 @@ class TrainingPictures:
         """[H, W, 3] of the pixels of a readable picture."""
         return self._shapes[name]
 
-    def look_ahead(self, shown: Sequence[Sequence[str]]) -> None:
+    def look_ahead(self, names: Sequence[Sequence[str]]) -> None:
         """Called with the pictures of examples before their pixels are asked for."""
-        self._corpus.look_ahead(list(itertools.chain.from_iterable(shown)))
+        self._corpus.look_ahead(list(itertools.chain.from_iterable(names)))
 
     def pixels(self, name: str) -> np.ndarray | None:
         """Pixels of a readable picture; None, counted, where it is broken behind its header."""
@@ -384,20 +390,20 @@ class PicturedRows(NamedTuple):
             for example in examples
         ]
         rows = [
-            None if any(pixels is None for pixels in own) else example
-            for example, own in zip(examples, shown, strict=True)
+            None if any(pixels is None for pixels in of_row) else example
+            for example, of_row in zip(examples, shown, strict=True)
         ]
         pixels = [
-            [] if row is None else [one for one in own if one is not None]
-            for row, own in zip(rows, shown, strict=True)
+            [] if row is None else [picture for picture in of_row if picture is not None]
+            for row, of_row in zip(rows, shown, strict=True)
         ]
-        shapes = [[one.shape for one in own] for own in pixels]
+        shapes = [[picture.shape for picture in of_row] for of_row in pixels]
         expanded = expand_pictures(
             [[] if row is None else row.tokens for row in rows],
             shapes,
             self.config,
             # A row has its own features, each picture `units` of them.
-            first_rows=(number * units for own in shapes for number in range(len(own))),
+            first_rows=(number * units for of_row in shapes for number in range(len(of_row))),
             length=self.size.length + bucket.pictures * units,
         )
         targets = {
@@ -408,7 +414,9 @@ class PicturedRows(NamedTuple):
             if row is not None:
                 counts = np.ones(len(row.tokens), np.int64)
                 is_picture = row.tokens == self.config.image_token
-                counts[is_picture] = [self.config.picture_tokens(one) for one in shapes[number]]
+                counts[is_picture] = [
+                    self.config.picture_tokens(picture) for picture in shapes[number]
+                ]
                 learned = row.targets
                 targets["target_positions"][number, :learned] = counts.cumsum()[row.places] - 2
                 targets["target_ids"][number, :learned] = row.tokens[row.places]
@@ -417,8 +425,8 @@ class PicturedRows(NamedTuple):
         if units:
             vision = self.config.vision
             blank = np.zeros((vision.unit, vision.unit, 3), np.uint8)
-            slots = [own[n] if n < len(own) else blank
-                     for own in pixels for n in range(bucket.pictures)]  # fmt: skip
+            slots = [of_row[n] if n < len(of_row) else blank
+                     for of_row in pixels for n in range(bucket.pictures)]  # fmt: skip
             made |= {"rows": expanded.rows, **vars(lay_out(slots, vision, units))}
         return made
 

@@ -396,14 +396,14 @@ def make_answers(section: Any, questions: Sequence[Question]) -> AnswerVocabular
 
 def keep_vocabulary(answers: AnswerVocabulary, folder: Path) -> None:
     """Writes answers.json of a run; of a run that resumes, compares it."""
-    kept = folder / FILE
-    if kept.exists() and read_vocabulary(kept).answers != answers.answers:
+    file = folder / FILE
+    if file.exists() and read_vocabulary(file).answers != answers.answers:
         raise UserError(
-            f"{kept}: this run began with other answers than the config and data give now; put "
+            f"{file}: this run began with other answers than the config and data give now; put "
             "the data back, or name another --workdir."
         )
-    if jax.process_index() == 0 and not kept.exists():
-        answers.save(kept)
+    if jax.process_index() == 0 and not file.exists():
+        answers.save(file)
     distributed.barrier("answers")
 
 

@@ -177,13 +177,13 @@ def goodput(rows: Sequence[Mapping[str, Any]]) -> Goodput | None:
     for number, attempt in enumerate(attempts):
         last = attempt[-1]
         spent = dict.fromkeys(PHASES, 0.0) | last["seconds"]
-        kept = min((later[0]["step"] for later in attempts[number + 1 :]), default=last["step"])
-        counting = [row for row in attempt if row["step"] <= kept]
+        resumed = min((later[0]["step"] for later in attempts[number + 1 :]), default=last["step"])
+        counting = [row for row in attempt if row["step"] <= resumed]
         # A later attempt may have been set back before the start of this one.
         counted = counting[-1]["seconds"].get("compute", 0.0) if counting else 0.0
         seconds["counted"] += counted
         seconds["lost"] += spent["compute"] - counted
-        lost_steps += last["step"] - min(max(kept, attempt[0]["step"]), last["step"])
+        lost_steps += last["step"] - min(max(resumed, attempt[0]["step"]), last["step"])
         for phase in PHASES:
             if phase != "compute":
                 seconds[phase] += spent[phase]

@@ -75,16 +75,16 @@ class BestWeights:
         written = (self._folder / RECORD).exists()
         places = (self._folder, self._folder / WEIGHTS) if written else ()
         damaged = [place for place in places if find_damage_together(place) is not None]
-        found = read_metadata(self._folder) if written and not damaged else {}
+        record = read_metadata(self._folder) if written and not damaged else {}
         distributed.barrier("the best step is read")
-        self._kept = self._better(found, best)
-        if best is not None and self._kept is None and found.get("step") != best.step:
+        self._kept = self._better(record, best)
+        if best is not None and self._kept is None and record.get("step") != best.step:
             self._write(self._checkpoints.restore_params(best.step, params), frozen, best)
 
-    def _better(self, found: Mapping[str, Any], best: Best | None) -> Best | None:
+    def _better(self, record: Mapping[str, Any], best: Best | None) -> Best | None:
         """The step of the folder's record, if this run has taken it and it beats `best`."""
-        step, value = found.get("step"), found.get("value")
-        if found.get("metric") != self._metric or not isinstance(value, int | float):
+        step, value = record.get("step"), record.get("value")
+        if record.get("metric") != self._metric or not isinstance(value, int | float):
             return None
         if step > (self._checkpoints.latest_step() or 0):
             return None
@@ -92,12 +92,12 @@ class BestWeights:
         return held if best is None or (value, -step) > (best.score, -best.step) else None
 
     def _write(self, params: Any, frozen: Any, best: Best) -> None:
-        kept = [self._workdir / name for name in _KEPT]
+        files = [self._workdir / name for name in _KEPT]
         replace_trained(
             self._folder,
             *finished(self._model, params, frozen, self._finish),
             {**self._metadata, "step": best.step, "metric": self._metric, "value": best.score},
-            [file for file in kept if file.exists()],
+            [file for file in files if file.exists()],
         )
 
 

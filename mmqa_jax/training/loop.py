@@ -388,12 +388,12 @@ class _Run:
         if jax.process_count() == 1:
             self._watchdog.rest()  # no other host waits, and it may take long
         with self._progress.paused():
-            found = _same_on_all(validation.evaluate(model))
-        self._metrics.write(step, {f"eval/{name}": value for name, value in found.items()})
+            values = _same_on_all(validation.evaluate(model))
+        self._metrics.write(step, {f"eval/{name}": value for name, value in values.items()})
         self._split.lap("evaluate")
         if validation.metric is None:
             return None
-        score = found[validation.metric]
+        score = values[validation.metric]
         self._progress.advance(0, **{validation.metric: score})
         return score if math.isfinite(score) else None
 
@@ -438,13 +438,13 @@ class _Run:
         self._split.lap("checkpoint")
         self._outputs.attempts.note(event, step, self._split.total)
         self._show_input_wait(self._split.total)
-        if (found := self._outputs.attempts.goodput()) is not None:
-            self._progress.advance(0, goodput=f"{100 * found.share:.0f} %")
+        if (times := self._outputs.attempts.goodput()) is not None:
+            self._progress.advance(0, goodput=f"{100 * times.share:.0f} %")
 
     def _show_input_wait(self, seconds: Mapping[str, float]) -> None:
         share = seconds["input"] / max(sum(seconds.values()), 1e-9)
-        shown = f"{100 * share:.0f} %" if share > _SHOWN_INPUT_SHARE else None
-        self._progress.advance(0, **{"input wait": shown})
+        text = f"{100 * share:.0f} %" if share > _SHOWN_INPUT_SHARE else None
+        self._progress.advance(0, **{"input wait": text})
 
 
 def _restore_or_start(
@@ -721,8 +721,8 @@ class Throughput:
 
     def _most_bytes(self) -> int | None:
         """Most memory that a device of this process has held; None where it does not say."""
-        found = [device.memory_stats() or {} for device in self._mesh.local_devices]
-        return max((stats.get("peak_bytes_in_use") or 0 for stats in found), default=0) or None
+        statistics = [device.memory_stats() or {} for device in self._mesh.local_devices]
+        return max((stats.get("peak_bytes_in_use") or 0 for stats in statistics), default=0) or None
 
 
 def tokens_of(batch: Any) -> int:

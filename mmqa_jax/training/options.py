@@ -197,26 +197,26 @@ class FiniteCheck:
         bad = [name for name in ("loss", "grad_norm") if not math.isfinite(values[name])]
         if not bad:
             return True
-        found = f"step {step}: {bad[0]} is {float(values[bad[0]])}{_named(ids)}"
+        what = f"step {step}: {bad[0]} is {float(values[bad[0]])}{_named(ids)}"
         remedy = "lower the learning rate, clip the gradient, or look at those examples."
         if self._on_nan == "stop":
-            raise NotFinite(f"{found}; the last good checkpoint is step {saved}; {remedy}")
+            raise NotFinite(f"{what}; the last good checkpoint is step {saved}; {remedy}")
         self.skipped += 1
         if self.skipped > self._limit:
             raise NotFinite(
-                f"{found}: {self.skipped} steps were skipped, train.skip_at_most is {self._limit}; "
+                f"{what}: {self.skipped} steps were skipped, train.skip_at_most is {self._limit}; "
                 f"the last good checkpoint is step {saved}; {remedy}"
             )
-        announce(f"{found}: skipped ({self.skipped} of at most {self._limit})")
+        announce(f"{what}: skipped ({self.skipped} of at most {self._limit})")
         return False
 
 
 def _named(ids: Sequence[Any]) -> str:
     if not all(ids):
         return ""
-    shown = []
+    names = []
     for name in ids[0]:
         listed = [x for part in ids for x in np.asarray(part[name]).reshape(-1).tolist()]
         more = f", ... ({len(listed)} in all)" if len(listed) > _SHOWN else ""
-        shown.append(f"{name} {', '.join(map(str, listed[:_SHOWN]))}{more}")
-    return f" on the batch with {'; '.join(shown)}"
+        names.append(f"{name} {', '.join(map(str, listed[:_SHOWN]))}{more}")
+    return f" on the batch with {'; '.join(names)}"

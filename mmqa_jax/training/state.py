@@ -210,11 +210,11 @@ def pretrained_state(
     # Of a copy: the module shares its variables with what it is merged of.
     module = model.merge(*jax.tree.map(lambda leaf: leaf, (abstract.params, abstract.frozen)))
     load_pretrained(module)
-    found = flatten_named(nnx.state(module, nnx.Param))
+    loaded = flatten_named(nnx.state(module, nnx.Param))
     wanted = flatten_named(abstract.params) | flatten_named(abstract.frozen)
     given = {
         name: _placed(value.astype(wanted[name].dtype, copy=False), wanted[name].sharding)
-        for name, value in found.items()
+        for name, value in loaded.items()
         if not isinstance(value, jax.ShapeDtypeStruct)
     }
 
