@@ -10,7 +10,7 @@ from typing import Any
 from mmqa_jax.commands import flags
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.weights.bundled import MODELS
-from mmqa_jax.weights.registry import NAMES, describe, model_of
+from mmqa_jax.weights.registry import describe, model_of, names
 
 SUMMARY = "turn published weights into Orbax weights for any mesh, or back into safetensors."
 EXAMPLE = "mmqa convert --source=downloads/SmolLM2-135M --out=weights/smollm2"
@@ -27,9 +27,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--model",
-        choices=NAMES,
+        choices=names(),
         metavar="NAME",
-        help=f"one of {', '.join(NAMES)}; needed where the source does not say what it is",
+        help=f"one of {', '.join(names())}; needed where the source does not say what it is",
     )
     parser.add_argument(
         "--source",
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     model = arguments.model or model_of(source)
     if model is None:
         raise UserError(
-            f"--source={name}: does not say which model it holds; add --model={'|'.join(NAMES)}."
+            f"--source={name}: does not say which model it holds; add --model={'|'.join(names())}."
         )
     made = convert(
         model,
@@ -142,7 +142,7 @@ def _check_flags(arguments: argparse.Namespace) -> None:
 def _compared(model: str | None, source: Path, converted: Path | None) -> dict[str, Any]:
     """Prints both sides' deviations; RunError if one is beyond the bound."""
     from mmqa_jax.evaluation.tables import Table, show
-    from mmqa_jax.weights.check import BOUND, check
+    from mmqa_jax.models.check import BOUND, check
 
     rows = check(model, source, converted)
     cells = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,9 @@ from mmqa_jax.decoding.slot_runner import slot_shards
 from mmqa_jax.decoding.t5_engine import room
 from mmqa_jax.decoding.t5_generate import draw
 from mmqa_jax.evaluation.fluency import longest_text, make_likelihoods, tokens_per_batch
-from mmqa_jax.models.bart.config import BartConfig
 from mmqa_jax.models.bart.network import Bart
-from mmqa_jax.models.llama import config as llama_config
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.experts import reached
-from mmqa_jax.models.llava.network import LlavaConfig, llava_1_5_7b, llava_1_5_13b
-from mmqa_jax.models.onevision.network import onevision_05b, onevision_7b
-from mmqa_jax.models.qwen_vl.network import QwenVLConfig, qwen3_vl_2b, qwen3_vl_8b, qwen25_vl_7b
-from mmqa_jax.models.t5.config import PUBLISHED as T5S
 from mmqa_jax.models.t5.inputs import Texts
 from mmqa_jax.models.t5.network import T5
 from mmqa_jax.plan import encoders
@@ -54,12 +48,13 @@ from mmqa_jax.tasks.task import Task
 from mmqa_jax.training.optimizer import make_optimizer
 from mmqa_jax.training.state import TrainState, abstract_state, make_step, split_model
 from mmqa_jax.weights.config_json import replace_fields
+from mmqa_jax.weights.registry import architecture, architectures
 
 # The program of `mmqa evaluate webqa --bart`, as it makes it; see programs.py.
 
 FLUENCY = "fluency"
 # BARTs whose sizes are known without their weights.
-BARTS: Mapping[str, Callable[[], BartConfig]] = {"bart_large_cnn": BartConfig}
+BARTS = dict(architecture("bart").part("presets"))
 
 
 def fluency_program(model: str, devices: Sequence[jax.Device]) -> Program:
@@ -91,36 +86,18 @@ def fluency_program(model: str, devices: Sequence[jax.Device]) -> Program:
 
 
 ENGINE = ("decode", "prefill")
-# Language models whose sizes are known without their weights.
-PRESETS: dict[str, Callable[..., LlamaConfig]] = {
-    "smollm2": llama_config.smollm2_135m,
-    **{
-        name: getattr(llama_config, name)
-        for name in (
-            *("llama_7b", "llama_13b", "llama2_7b", "llama2_13b", "llama2_70b", "llama3_8b"),
-            *("llama31_8b", "smollm2_135m", "stories260k"),
-        )
-    },
-    **llama_config.RELATIVES,
-}
 
 
-# Those with a tower for pictures in front.
-QWEN_VLS: dict[str, Callable[..., QwenVLConfig]] = {
-    "qwen25_vl_7b": qwen25_vl_7b,
-    "qwen3_vl_2b": qwen3_vl_2b,
-    "qwen3_vl_8b": qwen3_vl_8b,
-}
-WITH_PICTURES: dict[str, Callable[..., LlavaConfig | QwenVLConfig]] = {
-    "llava15_7b": llava_1_5_7b,
-    "llava15_13b": llava_1_5_13b,
-    "onevision_05b": onevision_05b,
-    "onevision_7b": onevision_7b,
-    **QWEN_VLS,
-}
+def _presets(writes: str, sees: bool) -> dict[str, Callable[..., Any]]:
+    """Models whose sizes are known without their weights."""
+    entries = [x for x in architectures().values() if (x.writes, x.sees) == (writes, sees)]
+    return {name: made for entry in entries for name, made in entry.part("presets").items()}
+
+
+PRESETS = _presets("decoder", sees=False)  # language models
+WITH_PICTURES = _presets("decoder", sees=True)  # those with a tower for pictures in front
+T5S = _presets("encoder-decoder", sees=False)
 _LANGUAGE_MODELS = PRESETS | WITH_PICTURES | T5S
-# Those that a task of an architecture trains (tasks.solved_questions).
-_TRAINED = {"llama": PRESETS, "t5": T5S, "qwen_vl": QWEN_VLS}
 TOWER = "tower"
 UPDATE = "update"  # of a training whose moments lie on the host: `train` has the gradients alone
 TRAINING = ("train", UPDATE)
@@ -346,7 +323,8 @@ def _with_preset(config: ConfigDict, model: str | None) -> ConfigDict:
                 "language_model, vision_language or seq2seq; leave it out."
             )
         return config
-    named, known = model or config.init, _TRAINED[kind.architecture]
+    entry = architecture(kind.architecture)
+    named, known = model or config.init, entry.part("presets") or {}
     if named == SCRATCH:
         return config
     if model is None and named not in known:
@@ -360,12 +338,14 @@ def _with_preset(config: ConfigDict, model: str | None) -> ConfigDict:
                 f"NAME instead, one of {', '.join(sorted(known))}."
             ) from error
         return config
-    if known is not PRESETS and named not in known:
+    if named in known:
+        sizes = known[named]()
+    elif entry.writes == "decoder" and not entry.sees:
+        sizes = preset(named)
+    else:
         raise UserError(f"--model={named}: sizes are not known; {nearest(named, known)}")
-    sizes = preset(named) if known is PRESETS else known[named]()
-    parts = {"changes": sizes}
-    if known is QWEN_VLS:
-        parts = {"changes": sizes.llama, "vision": sizes.vision}
+    parts = entry.part("base").parts or {"changes": ""}
+    parts = {section: getattr(sizes, part) if part else sizes for section, part in parts.items()}
     changed = ConfigDict(config.to_dict())
     with changed.unlocked(), changed.model.ignore_type():
         changed.init = SCRATCH

@@ -12,13 +12,13 @@ from mmqa_jax.core.mesh import state_shardings
 from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
 from mmqa_jax.data.documents.chunks import TokenLimit
 from mmqa_jax.data.tokenizers import minilm_tokenizer
+from mmqa_jax.models.bert.keys import fill_bert
 from mmqa_jax.models.bert.network import Bert, minilm_l6
 from mmqa_jax.models.encoders.sentence_encoder import SentenceEncoder
 from mmqa_jax.retrieval.embedder import Embedder, text_cost, token_limit
 from mmqa_jax.retrieval.text_encoder import length_buckets
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.keymap import abstract_model
-from mmqa_jax.weights.pretrained import fill_bert
 
 _TOKENS = 256  # the authors' max_seq_length
 

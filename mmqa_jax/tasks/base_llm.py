@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
@@ -15,121 +15,49 @@ from mmqa_jax.core import distributed
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.models.llama.additions import language_model
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.lora import hold_base
-from mmqa_jax.models.multimodal_t5.network import MultimodalT5Config
-from mmqa_jax.models.qwen_vl.network import QwenVLConfig
-from mmqa_jax.models.qwen_vl.vision import QwenVisionConfig
 from mmqa_jax.models.t5.config import T5Config
 from mmqa_jax.prompting import text_tokenizer
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer, open_tokenizer
 from mmqa_jax.tasks.task import Task
-from mmqa_jax.weights.adapters import Adapter, language_model
+from mmqa_jax.weights.adapters import Adapter
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.folder import load_converted, read_record, weights_hash
 from mmqa_jax.weights.hub import find_model, is_hub_name
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.record import is_weights_folder
-from mmqa_jax.weights.registry import architecture, model_of
+from mmqa_jax.weights.registry import Base, architecture, model_of
 
 SCRATCH = "scratch"
-_END = "<|end|>"  # of a tokenizer that is trained here
-_FREE = ("dtype", "attention", "attention_dropout", "remat", "unroll")
-
-# Qwen-VL's special tokens and its chat template, without videos and system messages, of a tokenizer
-# that is trained here.
-_PICTURED = ("<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|video_pad|>",
-             "<|vision_start|>", "<|vision_end|>")  # fmt: skip
-_CHAT = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for part in message['content'] %}"
-    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}"
-    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% endif %}"
-    "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 
-class _Kind(NamedTuple):
-    """An architecture that is fine-tuned.
-
-    Attributes:
-      title, examples: for messages.
-      config: its dataclass, of the section `model.changes` and the vocabulary.
-      free: of each section of `model` with changes, the fields that the weights do not decide.
-      special: tokens of a tokenizer that is trained here, the end of an answer first.
-      chat: template of such a tokenizer.
-      published_as: the architecture of a published base, "" for its own.
-    """
-
-    title: str
-    examples: str
-    config: Callable[..., Any]
-    free: Mapping[str, tuple[str, ...]]
-    special: tuple[str, ...] = (_END,)
-    chat: str | None = None
-    published_as: str = ""
-
-
-def _qwen_vl(vision: Mapping[str, Any], **llama: Any) -> QwenVLConfig:
-    """Makes a Qwen-VL from scratch, with the token ids of a tokenizer that is trained here."""
-    names = ("image", "video", "vision_start", "vision_end")
-    tokens = {f"{name}_token": number for number, name in enumerate(names, start=2)}
-    return QwenVLConfig(QwenVisionConfig(**vision), LlamaConfig(**llama), **tokens)
-
-
-_T5_FREE = ("dtype", "dropout", "remat", "unroll")
-_KINDS = {
-    "llama": _Kind(
-        "LLaMA",
-        f"{', '.join(LANGUAGE_MODELS)}, a folder, a GGUF file or ORG/NAME",
-        LlamaConfig,
-        {"changes": _FREE},
-    ),
-    "t5": _Kind("T5", "a folder or ORG/NAME", T5Config, {"changes": _T5_FREE}),
-    "qwen_vl": _Kind(
-        "Qwen2.5-VL or Qwen3-VL",
-        "a folder or ORG/NAME, such as Qwen/Qwen2.5-VL-7B-Instruct",
-        _qwen_vl,
-        {
-            "changes": _FREE,
-            "vision": ("dtype", "attention", "remat", "unroll", "min_pixels", "max_pixels"),
-        },
-        _PICTURED,
-        _CHAT,
-    ),
-    # Wide as the pictures are where the base is a T5 without any.
-    "multimodal_t5": _Kind(
-        "Multimodal-CoT or T5",
-        "a published folder or ORG/NAME",
-        MultimodalT5Config,
-        {"changes": (*_T5_FREE, "features")},
-        published_as="t5",
-    ),
-}
+def _base(kind: str) -> Base:
+    return architecture(kind).part("base")
 
 
 def base_path(name: str, kind: str = "llama") -> Path:
-    """Folder or file of the published, converted or trained model that `init` names, of a kind of
-    _KINDS.
+    """Folder or file of the published, converted or trained model that `init` names.
+
+    kind: its architecture.
     """
+    wanted = _base(kind)
     if is_hub_name(name):
         path = find_model(name, "config key init")
     else:
         path = LANGUAGE_MODELS[name]() if name in LANGUAGE_MODELS else Path(name)
     if not name or not path.exists():
         raise UserError(
-            f"config key init={name}: no such file or folder; name a {_KINDS[kind].title} as "
-            f"`mmqa prompt --model` does ({_KINDS[kind].examples}), or "
-            f"{SCRATCH}."
+            f"config key init={name}: no such file or folder; name a {wanted.title} as "
+            f"`mmqa prompt --model` does ({wanted.examples}), or {SCRATCH}."
         )
-    published_as = "" if is_weights_folder(path) else _KINDS[kind].published_as
+    published_as = "" if is_weights_folder(path) else wanted.published_as
     if (model_type := model_of(path) or "llama") != (published_as or kind):
         raise UserError(
             f"config key init={name}: holds a {model_type}, a {kind} was expected; name a "
-            f"{_KINDS[kind].title} ({_KINDS[kind].examples})."
+            f"{wanted.title} ({wanted.examples})."
         )
     return path
 
@@ -138,11 +66,10 @@ def model_config(task: Any, vocab_size: int) -> Any:
     """The model's config: the base's, with the changes of the section `model`.
 
     Args:
-      task: its `architecture` is a name of _KINDS. The changes of a Qwen-VL's tower are in the
-        section `model.vision`.
+      task: its `architecture` says which sections of `model` change which part (`Base.parts`).
       vocab_size: of a model from scratch.
     """
-    kind = _KINDS[task.architecture]
+    kind = _base(task.architecture)
     changes = {section: dict(getattr(task.model, section)) for section in kind.free}
     fields, *of_parts = changes.values()
     if task.init == SCRATCH:
@@ -167,12 +94,13 @@ def model_config(task: Any, vocab_size: int) -> Any:
             f"config key model.changes.features={width}: init={task.init} reads vectors of "
             f"{base.features} values; set it to that, or init to a T5 without pictures."
         )
-    if not of_parts:
+    if not kind.parts:
         return replace_fields(base, **fields)
-    parts = {"llama": fields, "vision": changes["vision"]}
-    return dataclasses.replace(
-        base, **{name: replace_fields(getattr(base, name), **part) for name, part in parts.items()}
-    )
+    parts = {
+        part: replace_fields(getattr(base, part), **changes[section])
+        for section, part in kind.parts.items()
+    }
+    return dataclasses.replace(base, **parts)
 
 
 def adapter_of(task: Any) -> Adapter | None:
@@ -232,7 +160,7 @@ def make_text_tokenizer(task: Any, corpus: Corpus, folder: Path) -> TextTokenize
 def _new_tokenizer(task: Any, corpus: Corpus) -> Any:
     name = task.tokenizer
     if name.startswith("corpus:"):
-        size, kind = name.removeprefix("corpus:"), _KINDS[task.architecture]
+        size, kind = name.removeprefix("corpus:"), _base(task.architecture)
         least = len(pre_tokenizers.ByteLevel.alphabet()) + len(kind.special)
         if not size.isdecimal() or len(size) > 9 or int(size) < least:
             raise UserError(
@@ -248,7 +176,7 @@ def _new_tokenizer(task: Any, corpus: Corpus) -> Any:
     return open_tokenizer(name or base_path(task.init, task.architecture))
 
 
-def _train_tokenizer(corpus: Corpus, size: int, kind: _Kind) -> TextTokenizer:
+def _train_tokenizer(corpus: Corpus, size: int, kind: Base) -> TextTokenizer:
     """Byte-level BPE (as GPT-2's) of the train questions, with choices and rationales."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

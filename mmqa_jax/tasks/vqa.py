@@ -37,6 +37,7 @@ from mmqa_jax.data.records.grid_records import PictureFeatures, open_features
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.vqa import has_answers, score_candidates
 from mmqa_jax.inference.vqa_model import VQAModel, make_answer_scores
+from mmqa_jax.models.bert.keys import fill_bert
 from mmqa_jax.models.bert.network import minilm_l6
 from mmqa_jax.models.presets import GridModel, VQAModelSection, vqa_model
 from mmqa_jax.retrieval.embedder import layer_bytes
@@ -45,7 +46,6 @@ from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.objectives import VQAObjective
 from mmqa_jax.tasks.pretrained import Loader, bert_folder, bert_rows
 from mmqa_jax.weights.folder import load_converted, read_record
-from mmqa_jax.weights.pretrained import fill_bert
 from mmqa_jax.weights.record import is_weights_folder
 
 PLANNED_ANSWERS = 3_129  # of openvqa's and Prophet's answer vocabularies for VQA v2

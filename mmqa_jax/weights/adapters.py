@@ -10,26 +10,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flax import nnx
-
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llama.keys import llama_rules
-from mmqa_jax.models.llama.lora import LoraConfig, add_lora, merge_lora
-from mmqa_jax.models.llama.network import Llama
-from mmqa_jax.models.qwen_vl.network import QwenVL
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.formats.safetensors import SafetensorsSource, TensorSource, write_safetensors
 from mmqa_jax.weights.hub import find_model, is_hub_name
-from mmqa_jax.weights.keymap import TRANSPOSE, KeyMap, Rule, abstract_of, model_source
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PEFT_PREFIX = "base_model.model."
 # Fields of adapter_config.json that change what an adapter computes, with the values that are read.
 _PLAIN = {
     "peft_type": ("LORA",),
@@ -68,19 +59,19 @@ class Adapter:
         if entry is None:
             return None
         try:
-            read = cls(**{**entry, "targets": tuple(entry["targets"])})
-            LoraConfig(read.rank, read.alpha, read.targets)
-        except (TypeError, KeyError, AttributeError) as error:
+            found = cls(**{**entry, "targets": tuple(entry["targets"])})
+            texts = (found.base, found.fingerprint, *found.targets)
+            fits = all(isinstance(text, str) for text in texts)
+            fits = fits and isinstance(found.rank, int) and found.rank >= 1
+            fits = fits and isinstance(found.alpha, int | float)
+        except (TypeError, KeyError, AttributeError):
+            fits = False
+        if not fits:
             raise UserError(
                 f"{where}, key adapter: base, fingerprint, rank, alpha and targets were expected; "
                 "copy the folder again."
-            ) from error
-        return read
-
-    @property
-    def lora(self) -> LoraConfig:
-        """The additions; the base is held as it is loaded."""
-        return LoraConfig(self.rank, self.alpha, self.targets, base="float32")
+            )
+        return found
 
     def base_path(self, where: Path) -> Path:
         """Where the base lies.
@@ -102,50 +93,6 @@ class Adapter:
         return path
 
 
-def with_additions(base: nnx.Module, lora: LoraConfig) -> nnx.Module:
-    """A model whose language model has additions, which are zero; in place."""
-    add_lora(language_model(base), lora, rngs=nnx.Rngs())
-    return base
-
-
-def abstract_additions(
-    build: Callable[..., nnx.Module], config: Any, lora: LoraConfig
-) -> nnx.State:
-    """Shapes of what is added to the model that `build(config, rngs=...)` makes."""
-
-    def adapted(config: Any, rngs: nnx.Rngs) -> nnx.Module:
-        return with_additions(build(config, rngs=rngs), lora)
-
-    _, state = abstract_of(adapted, config)
-    leaves = [(path, leaf) for path, leaf in nnx.to_flat_state(state) if is_added(path)]
-    return nnx.from_flat_state(leaves)
-
-
-def language_model(model: nnx.Module) -> Llama:
-    """The LLaMA that a model is, or has."""
-    if isinstance(model, Llama):
-        return model
-    if isinstance(model, QwenVL):
-        return model.llama
-    raise UserError(f"LoRA: a {type(model).__name__} takes no additions; name a LLaMA or Qwen-VL.")
-
-
-def merged(
-    base: nnx.Module, adapter: Adapter, read: Callable[[nnx.State], nnx.State]
-) -> nnx.Module:
-    """A base with an adapter's additions in its kernels; the base is used up.
-
-    Args:
-      read: abstract parameters of the model with additions -> those that the adapter has, read.
-    """
-    model = with_additions(base, adapter.lora)
-    nnx.update(model, read(nnx.state(model, nnx.Param)))
-    if isinstance(model, QwenVL):
-        model.llama = merge_lora(model.llama, consume=True)
-        return model
-    return merge_lora(model, consume=True)
-
-
 # PEFT's folders.
 
 
@@ -154,8 +101,11 @@ def is_peft(path: str | os.PathLike) -> bool:
     return (Path(path) / PEFT_CONFIG).is_file()
 
 
-def open_peft(folder: Path) -> tuple[Adapter, TensorSource]:
-    """A PEFT folder of LoRA over a LLaMA or a relative; headers are read."""
+def open_peft(folder: Path, linears: Mapping[str, str]) -> tuple[Adapter, TensorSource]:
+    """Opens a PEFT folder of LoRA; headers are read.
+
+    linears: names of projections there -> here.
+    """
     file = folder / PEFT_CONFIG
     config = read_json(file)
     if not isinstance(config, dict):
@@ -176,7 +126,6 @@ def open_peft(folder: Path) -> tuple[Adapter, TensorSource]:
     if config.get("use_rslora"):  # its factor is alpha / sqrt(r)
         alpha = alpha * math.sqrt(rank)
     source = SafetensorsSource(folder / PEFT_WEIGHTS)
-    linears = {rule.key.split(".")[-2]: _linear(rule) for rule in _kernels(LlamaConfig())}
     names = {key.split(".")[-3] for key in source.specs()}
     if unknown := sorted(names - linears.keys()):
         raise UserError(
@@ -189,17 +138,17 @@ def open_peft(folder: Path) -> tuple[Adapter, TensorSource]:
 
 
 def write_peft(
-    folder: Path, config: LlamaConfig, adapter: Adapter, additions: nnx.State
+    folder: Path, adapter: Adapter, source: TensorSource, linears: Mapping[str, str]
 ) -> list[str]:
     """Writes an adapter as PEFT reads it; returns the names of the files.
 
     Args:
-      additions: lora_a and lora_b of all targets.
+      source: the additions under PEFT's keys.
+      linears: see `open_peft`.
     """
-    source = model_source(additions, peft_map(config, adapter.targets))
     specs = source.specs()
     write_safetensors(folder / PEFT_WEIGHTS, specs, ((key, source.read(key)) for key in specs))
-    kernels = {_linear(rule): rule.key.split(".")[-2] for rule in _kernels(config)}
+    kernels = {ours: theirs for theirs, ours in linears.items()}
     write_json(
         folder / PEFT_CONFIG,
         {
@@ -216,36 +165,3 @@ def write_peft(
         },
     )
     return [PEFT_CONFIG, PEFT_WEIGHTS]
-
-
-def peft_map(config: LlamaConfig, targets: tuple[str, ...]) -> KeyMap:
-    """PEFT's keys: `base_model.model.` before the layer's name, `.lora_A.weight` [r, in] and
-    `.lora_B.weight` [out, r] behind it."""
-    rules = []
-    for rule in _kernels(config):
-        if _linear(rule) in targets:
-            key, path = rule.key.removesuffix(".weight"), rule.path.removesuffix("/kernel")
-            # B's rows are the projection's, and are in the order of its.
-            for part, transform in (("A", TRANSPOSE), ("B", rule.transform)):
-                name = f"{_PEFT_PREFIX}{key}.lora_{part}.weight"
-                rules.append(Rule(name, f"{path}/lora_{part.lower()}", transform))
-    return KeyMap(rules)
-
-
-def _kernels(config: LlamaConfig) -> list[Rule]:
-    """The rules of a layer's projections, of transformers' layout."""
-    return [
-        rule
-        for rule in llama_rules(config)
-        if rule.path.startswith("layers/") and rule.path.endswith("/kernel")
-        and _linear(rule) in config.linears
-    ]  # fmt: skip
-
-
-def _linear(rule: Rule) -> str:
-    return rule.path.split("/")[1]
-
-
-def is_added(path: tuple[Any, ...]) -> bool:
-    """Whether a parameter's path is that of an addition."""
-    return path[-1] in ("lora_a", "lora_b")

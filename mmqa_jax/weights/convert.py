@@ -26,14 +26,7 @@ from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.host import peak_rss_mib
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.weights import keymap
-from mmqa_jax.weights.adapters import (
-    Adapter,
-    abstract_additions,
-    is_peft,
-    open_peft,
-    peft_map,
-    write_peft,
-)
+from mmqa_jax.weights.adapters import Adapter, is_peft, open_peft, write_peft
 from mmqa_jax.weights.config_json import with_changes
 from mmqa_jax.weights.finite import all_zero
 from mmqa_jax.weights.folder import (
@@ -48,7 +41,7 @@ from mmqa_jax.weights.folder import (
 from mmqa_jax.weights.formats.orbax import StreamedArray, write_weights
 from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
 from mmqa_jax.weights.formats.safetensors import TensorSource
-from mmqa_jax.weights.keymap import KeyMap, abstract_of, load_into
+from mmqa_jax.weights.keymap import KeyMap, abstract_of, load_into, model_source
 from mmqa_jax.weights.layouts import require_given
 from mmqa_jax.weights.output_folder import (
     WRITTEN_BY,
@@ -59,7 +52,7 @@ from mmqa_jax.weights.output_folder import (
 )
 from mmqa_jax.weights.published import with_fresh, write_published
 from mmqa_jax.weights.record import RECORD, WEIGHTS, is_weights_folder
-from mmqa_jax.weights.registry import Architecture, architecture
+from mmqa_jax.weights.registry import Architecture, architecture, model_of
 
 DTYPES = ("bfloat16", "float32")
 EXPORTS = ("hf", "peft")
@@ -214,12 +207,12 @@ def _convert_adapter(
     entry: Architecture, path: Path, out: Path, export: str | None
 ) -> dict[str, Any]:
     """PEFT's folder as a weights folder of additions."""
-    if entry.name != "llama" or export is not None:
+    if not entry.peft or export is not None:
         raise UserError(
-            f"--source={path}: is an adapter of PEFT; convert it with --model=llama and without "
-            "--export (--export=hf of what that writes merges it with its base)."
+            f"--source={path}: is an adapter of PEFT; convert it with --model={model_of(path)} and "
+            "without --export (--export=hf of what that writes merges it with its base)."
         )
-    adapter, source = open_peft(path)
+    adapter, source = open_peft(path, entry.additions.peft_linears())
     base = adapter.base_path(path)
     adapter = dataclasses.replace(adapter, fingerprint=weights_hash(base))
     if is_weights_folder(base):
@@ -227,8 +220,9 @@ def _convert_adapter(
     else:
         config = entry.open(base).config
 
-    additions = abstract_additions(entry.build, config, adapter.lora)
-    arrays = _streamed(additions, peft_map(config, adapter.targets), source)
+    additions = entry.additions.abstract_additions(entry.build, config, adapter)
+    key_map = entry.additions.peft_map(config, adapter.targets)
+    arrays = _streamed(additions, key_map, source)
     facts = {"layout": "peft", "dtype": "float32", "bytes": sum(a.nbytes for a in arrays.values())}
     with whole_folder(out, facts["bytes"]) as folder:
         copied = copy_companions(base if base.is_dir() else base.parent, folder)
@@ -244,7 +238,7 @@ def _export_adapter(path: Path, out: Path) -> dict[str, Any]:
     """The additions of a LoRA run as PEFT's folder."""
     found = read_record(path)
     adapter = Adapter.of(found.record, path / RECORD)
-    if adapter is None or found.architecture.name != "llama":
+    if adapter is None or not found.architecture.peft:
         raise UserError(
             f"--export=peft: {path} holds no additions to a LLaMA; --export=hf writes whole models."
         )
@@ -256,7 +250,9 @@ def _export_adapter(path: Path, out: Path) -> dict[str, Any]:
     )
     with whole_folder(out, size) as folder:
         copied = copy_companions(path, folder)
-        copied += write_peft(folder, found.config, adapter, state)
+        parts = found.architecture.additions
+        published = model_source(state, parts.peft_map(found.config, adapter.targets))
+        copied += write_peft(folder, adapter, published, parts.peft_linears(found.config))
     return {"layout": "orbax", "dtype": "float32", "bytes": size, "files": copied}
 
 

@@ -28,15 +28,7 @@ from mmqa_jax.core.mesh import state_shardings
 from mmqa_jax.core.paths import absolute, copy_file, in_store
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.trees import flatten_named, unflatten_named
-from mmqa_jax.models.llama.lora import Additions
-from mmqa_jax.weights.adapters import (
-    Adapter,
-    abstract_additions,
-    is_peft,
-    merged,
-    open_peft,
-    peft_map,
-)
+from mmqa_jax.weights.adapters import Adapter, is_peft, open_peft
 from mmqa_jax.weights.config_json import config_to_json
 from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
 from mmqa_jax.weights.keymap import abstract_of, load_into, traced_model
@@ -51,7 +43,7 @@ from mmqa_jax.weights.record import (
     read_metadata,
     record_file,
 )
-from mmqa_jax.weights.registry import Architecture, architecture, architecture_of
+from mmqa_jax.weights.registry import Architecture, architecture, architecture_of, model_of
 
 MIB = 1 << 20
 _CHUNK = 1 << 22  # bytes that are hashed at once
@@ -170,23 +162,21 @@ def _load_adapted(
 
         return load_weights(folder, jax.tree.map(abstract, wanted, *shardings))
 
-    return merged(base, adapter, read)
+    return description.architecture.additions.merged(base, adapter, read)
 
 
-def load_additions(
-    folder: Path, base: Path, fingerprint: str, model: str, config: Any
-) -> Additions:
-    """Reads an adapter, to be served beside others over one base.
+def load_additions(folder: Path, base: Path, fingerprint: str, model: str, config: Any) -> Any:
+    """Reads an adapter, to be served beside others over one base; a `lora.Additions`.
 
     Args:
       folder: the workdir of a LoRA run or its folder best, a converted adapter, or PEFT's folder.
       base: where the base's weights lie, with the hash `fingerprint` (`weights_hash`).
       model, config: the base's architecture and config.
     """
-    source = None
+    source, entry = None, architecture(model)
     if is_peft(folder):
-        adapter, source = open_peft(folder)
-        trained_on, architecture_name = _hash_at_hand(adapter, folder, base), "llama"
+        adapter, source = open_peft(folder, entry.additions.peft_linears())
+        trained_on, architecture_name = _hash_at_hand(adapter, folder, base), model_of(folder)
     else:
         record = read_record(folder)
         adapter = Adapter.of(record.record, record_file(folder))
@@ -207,16 +197,12 @@ def load_additions(
             f"{folder}: is an adapter of another model ({adapter.base}) than {base} holds; serve "
             "it over the base of its training."
         )
-    wanted = abstract_additions(architecture(model).build, config, adapter.lora)
+    wanted = entry.additions.abstract_additions(entry.build, config, adapter)
     if source is not None:
-        state = load_into(wanted, peft_map(config, adapter.targets), source)
+        state = load_into(wanted, entry.additions.peft_map(config, adapter.targets), source)
     else:
         state = load_weights(folder, wanted)
-    matrices: dict[str, dict[str, Any]] = {}
-    for path, matrix in nnx.to_flat_state(state):
-        matrices.setdefault(path[-2], {})[path[-1]] = jax.device_get(matrix.get_value())
-    both = {target: (pair["lora_a"], pair["lora_b"]) for target, pair in matrices.items()}
-    return Additions(adapter.alpha / adapter.rank, both)
+    return entry.additions.served(adapter, state)
 
 
 def _hash_at_hand(adapter: Adapter, folder: Path, base: Path) -> str:

@@ -15,8 +15,6 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.files import write_json
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.models.llama.keys import with_layers_apart
-from mmqa_jax.models.llama.network import unstacked_llama
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.formats.safetensors import SHARD_BYTES, TensorSource, write_sharded
 from mmqa_jax.weights.keymap import KeyMap, abstract_of, check_fits, load_into
@@ -37,7 +35,7 @@ def load_published(
     """Reads a published checkpoint of any layout that `mmqa convert` reads.
 
     Args:
-      model: name of the architecture (registry.NAMES).
+      model: name of the architecture (registry.names).
       path: file or folder.
       clip: folder of the CLIP that a LLaVA was trained with, where it has no vision tower.
       mesh: where the parameters go, each tensor straight onto its shards; None is the default
@@ -55,7 +53,7 @@ def load_published(
     config = replace_fields(checkpoint.config, **changes)
     build = entry.build
     if layers_apart:
-        build, checkpoint = unstacked_llama, with_layers_apart(checkpoint)
+        build, checkpoint = entry.part("layers_apart")(checkpoint)
     return load_checkpoint(build, checkpoint, config, mesh, param_dtype)
 
 

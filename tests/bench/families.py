@@ -29,7 +29,7 @@ from mmqa_jax.models.onevision.network import OnevisionConfig
 from mmqa_jax.models.presets import SIGLIPS
 from mmqa_jax.models.qwen_vl.network import QwenVLConfig
 from mmqa_jax.models.siglip.network import SiglipConfig
-from mmqa_jax.models.t5.config import PUBLISHED
+from mmqa_jax.models.t5.config import PRESETS as T5S
 from mmqa_jax.plan.program import Planned, trace_program
 from mmqa_jax.plan.programs import ENGINE, PRESETS, WITH_PICTURES, make_program
 from mmqa_jax.plan.topology import Topology, open_topology
@@ -87,7 +87,7 @@ def run(options: Options) -> dict[str, Any]:
 def presets_by_family() -> dict[str, dict[str, Any]]:
     """Family -> name of a preset -> its config; of one config the first name."""
     found: dict[str, dict[str, Any]] = collections.defaultdict(dict)
-    every: Mapping[str, Callable[[], Any]] = {**PRESETS, **WITH_PICTURES, **PUBLISHED, **SIGLIPS}
+    every: Mapping[str, Callable[[], Any]] = {**PRESETS, **WITH_PICTURES, **T5S, **SIGLIPS}
     for name, make in every.items():
         config = make()
         family = config.family if hasattr(config, "family") else _KINDS[type(config)]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmqa_jax.weights.check import deviation
+from mmqa_jax.models.check import deviation
 
 # Modules whose first parameter names a model, up to a comma.
 _OF_MANY = ("decoder_families", "text_encoders", "text_decoders")

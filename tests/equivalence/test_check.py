@@ -12,7 +12,9 @@ import siglip_pair
 from safetensors.numpy import load_file, save_file
 from tiny_t5 import write_folder
 
-from mmqa_jax.weights.check import TOKENS, _qwen_vl_inputs, check
+from mmqa_jax.models.check import check
+from mmqa_jax.models.common.comparison import TOKENS
+from mmqa_jax.models.qwen_vl.keys import check_inputs
 from mmqa_jax.weights.convert import convert
 
 pytestmark = pytest.mark.slow
@@ -84,7 +86,7 @@ def test_deepstack_up_to_the_last_layer(taken, tmp_path, monkeypatch):
 def test_inputs_are_long_and_have_a_picture(tmp_path):
     """Of a Qwen-VL: as many tokens as the others', the picture's among them."""
     ours = qwen_vl_pair.make_pair("qwen2_5_vl", tmp_path).ours
-    given = _qwen_vl_inputs(ours.config)
+    given = check_inputs(ours.config)
     assert given["ids"].shape == (1, TOKENS)
     assert given["is picture"].sum() == 35
     np.testing.assert_array_equal(given["grid"], [[1, 10, 14]])

@@ -38,9 +38,9 @@ from mmqa_jax.data.batches.language_model import RowSize, TokenExample, packed_b
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Result, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.llama import layer_traits
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.keys import experts_together, publish_llama
+from mmqa_jax.models.llama.layer_traits import layer_traits
 from mmqa_jax.models.llama.network import Llama
 from mmqa_jax.tasks.objectives import LanguageModelObjective
 from mmqa_jax.weights.formats.safetensors import ArraySource

@@ -24,6 +24,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.models.check import check
 from mmqa_jax.models.llama.families import FAMILIES
 from mmqa_jax.models.llava.keys import publish_llava
 from mmqa_jax.models.llava.network import ORIGINAL_IMAGE_TOKEN, Llava, expand_images
@@ -31,7 +32,6 @@ from mmqa_jax.prompting.backends import Chat, Decoding, Message, Picture
 from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.prompting.picture_format import Shown, picture_format
 from mmqa_jax.prompting.text_tokenizer import VicunaV1, open_tokenizer
-from mmqa_jax.weights.check import check
 from mmqa_jax.weights.config_json import config_from_json, config_to_json
 from mmqa_jax.weights.published import load_published, write_published
 

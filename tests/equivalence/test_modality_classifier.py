@@ -24,12 +24,11 @@ from updates import (
     their_updates,
 )
 
-from mmqa_jax.models.bert.keys import bert_key_map
+from mmqa_jax.models.bert.keys import bert_key_map, fill_bert
 from mmqa_jax.models.bert.network import BertConfig
 from mmqa_jax.models.encoders.text_classifier import TextClassifier, TextClassifierConfig
 from mmqa_jax.tasks.objectives import ModalityObjective
 from mmqa_jax.weights.keymap import export
-from mmqa_jax.weights.pretrained import fill_bert
 
 SIZES = BertConfig(vocab_size=50, hidden=32, layers=2, heads=4, mlp=48, positions=20)
 

@@ -31,7 +31,7 @@ from mmqa_jax.data.batches.language_model import TokenExample
 from mmqa_jax.data.batches.seq2seq import PairSize, pair_batch
 from mmqa_jax.decoding.t5_generate import beam_search
 from mmqa_jax.models.common.relative_positions import relative_buckets
-from mmqa_jax.models.t5.config import PUBLISHED
+from mmqa_jax.models.t5.config import PRESETS
 from mmqa_jax.models.t5.inputs import Texts
 from mmqa_jax.models.t5.keys import publish_t5, t5_key_map
 from mmqa_jax.models.t5.network import T5
@@ -286,6 +286,6 @@ def test_buckets_of_all_distances_equal(bidirectional):
 )  # fmt: skip
 def test_presets_have_the_published_parameter_counts(name, count):
     """Those of the hub's pages."""
-    config = PUBLISHED[name]()
+    config = PRESETS[name]()
     model = nnx.eval_shape(lambda: T5(config, rngs=nnx.Rngs()))
     assert sum(x.size for x in jax.tree.leaves(nnx.state(model))) == count

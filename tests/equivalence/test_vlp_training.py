@@ -31,12 +31,11 @@ from mmqa_jax.models.bert import network as bert
 from mmqa_jax.models.common import layers
 from mmqa_jax.models.common.layers import dropout
 from mmqa_jax.models.vlp import network as vlp
-from mmqa_jax.models.vlp.keys import vlp_key_map
+from mmqa_jax.models.vlp.keys import start_vlp, vlp_key_map
 from mmqa_jax.models.vlp.network import VLP, VLPInputs
 from mmqa_jax.tasks.objectives import AnswerObjective, RerankObjective
 from mmqa_jax.training.state import Objective
 from mmqa_jax.weights.keymap import export
-from mmqa_jax.weights.pretrained import start_vlp
 
 NO_GRADIENT = r"attention\.self\.key\.bias"  # nothing but rounding
 

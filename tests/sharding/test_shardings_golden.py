@@ -101,7 +101,7 @@ MODELS = {
     "qwen3_30b_a3b": _of(llama.Llama, llama_config.RELATIVES["qwen3_30b_a3b"]()),
     "smollm2_135m": _of(llama.Llama, llama_config.smollm2_135m()),
     "llava_1_5_13b": _of(llava.Llava, llava.llava_1_5_13b()),
-    "flan_t5_xl": _of(t5.T5, t5_config.PUBLISHED["flan_t5_xl"]()),
+    "flan_t5_xl": _of(t5.T5, t5_config.PRESETS["flan_t5_xl"]()),
 }
 
 

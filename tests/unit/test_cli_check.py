@@ -13,8 +13,9 @@ from safetensors.numpy import save_file
 from tiny_checkpoints import make_source
 from tiny_encoders import save_plain
 
+from mmqa_jax.models.check import Compared, _layers, check, compare
 from mmqa_jax.models.common.activations import ACTIVATIONS
-from mmqa_jax.weights.check import TOKENS, Compared, Outputs, _layers, _tokens, check, compare
+from mmqa_jax.models.common.comparison import TOKENS, Outputs, tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -89,10 +90,10 @@ def test_what_cannot_be_checked_is_refused(tmp_path, monkeypatch):
 
 
 def test_the_input_and_the_bound():
-    ids = _tokens(1000, 4096)
+    ids = tokens(1000, 4096)
     assert ids.shape == (1, TOKENS)
-    np.testing.assert_array_equal(ids, _tokens(1000, 9999))
-    assert _tokens(1000, 77).shape == (1, 77)
+    np.testing.assert_array_equal(ids, tokens(1000, 9999))
+    assert tokens(1000, 77).shape == (1, 77)
     assert Compared("x", 1e-4, 5.0).passed
     assert not Compared("x", 1.1e-4, 5.0).passed
     assert Compared("x", 3e-4, 42.0).passed

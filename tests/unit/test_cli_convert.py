@@ -30,7 +30,7 @@ from mmqa_jax.weights.formats import orbax, orbax_reader
 from mmqa_jax.weights.keymap import load_into
 from mmqa_jax.weights.layouts import require_given
 from mmqa_jax.weights.published import write_published
-from mmqa_jax.weights.registry import ARCHITECTURES, architecture, model_of
+from mmqa_jax.weights.registry import architecture, architectures, model_of
 from mmqa_jax.weights.sources import open_source
 from tests.fake_devices import fake_devices
 from tests.forks import server
@@ -70,7 +70,7 @@ def exported(made, tmp_path_factory):
 
 
 def test_every_architecture_is_tested():
-    assert {entry.name for entry in ARCHITECTURES} == set(CONFIGS)
+    assert set(architectures()) == set(CONFIGS)
 
 
 @pytest.mark.parametrize("model", CONFIGS)

@@ -15,7 +15,7 @@ from cli_runs import done, mmqa
 from safetensors.numpy import save_file
 from tiny_checkpoints import make_source
 
-from mmqa_jax.weights.registry import ARCHITECTURES
+from mmqa_jax.weights.registry import architectures
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -38,7 +38,7 @@ def bert(sources, tmp_path):
 def test_help_names_every_model_and_its_layouts():
     ended = mmqa("convert", "--help")
     assert ended.code == 0
-    for entry in ARCHITECTURES:
+    for entry in architectures().values():
         assert f"\n  {entry.name:<16}{entry.title}\n" in ended.out
         assert all(f"reads   {layout}\n" in ended.out for layout in entry.layouts)
     example = ended.out.partition("example:\n")[2].split()

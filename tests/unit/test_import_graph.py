@@ -18,11 +18,6 @@ import mmqa_jax
 
 PACKAGE = Path(mmqa_jax.__file__).parent
 # What a bare accelerator image lacks.
-# Modules of weights that still know a family (issue 57, move 1).
-ABOUT_TO_MOVE = tuple(
-    f"mmqa_jax.weights.{name} -> mmqa_jax.models"
-    for name in ("adapters", "check", "folder", "pretrained", "published", "registry")
-)
 HEAVY = {"grain", "scann", "tensorflow_datasets"}
 
 
@@ -166,8 +161,7 @@ def test_dependencies_point_down():
     rooms = rooms_from_the_top()
     assert set(rooms) == ours()
     for place, name in enumerate(rooms):
-        found = offending({name}, set(rooms[:place]))
-        assert [one for one in found if not one.startswith(ABOUT_TO_MOVE)] == []
+        assert offending({name}, set(rooms[:place])) == []
 
 
 def test_inference_needs_nothing_of_training():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.t5.config import PUBLISHED, T5Config
+from mmqa_jax.models.t5.config import PRESETS, T5Config
 
 FLAN = {
     "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_ff": 2048, "d_kv": 64,
@@ -21,9 +21,9 @@ FLAN = {
 
 def test_published_configs_are_their_presets():
     """google/flan-t5-base as published, and t5-small without what it leaves to the defaults."""
-    assert T5Config.from_hf(FLAN) == PUBLISHED["flan_t5_base"]()
+    assert T5Config.from_hf(FLAN) == PRESETS["flan_t5_base"]()
     small = {"model_type": "t5", "d_model": 512, "num_layers": 6, "num_heads": 8, "d_ff": 2048}
-    assert T5Config.from_hf(small, has_head=False) == PUBLISHED["t5_small"]()
+    assert T5Config.from_hf(small, has_head=False) == PRESETS["t5_small"]()
 
 
 @pytest.mark.parametrize(

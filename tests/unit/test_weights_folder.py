@@ -129,7 +129,7 @@ ENCODER = dataclasses.asdict(BERT)
             {"dtype": "float16"},
             r": dtype is 'float16', expected 'float32' .* convert the model aga",
         ),
-        ({"model": "brt"}, r": model=brt: unknown; use one of clip, .*, dual_encoder, "),
+        ({"model": "brt"}, r": model=brt: unknown; use one of clip, .*, caption_mcan, "),
         (
             {"config": ENCODER | {"hidden_size": 12}},
             r", key config: unknown field 'hidden_size'; use one of vocab_size, .*, or the version",

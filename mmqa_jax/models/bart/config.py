@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
@@ -176,3 +176,6 @@ def bart_base(**changes) -> BartConfig:
         activation_dropout=0.1,
     )
     return dataclasses.replace(base, **changes)
+
+
+PRESETS: Mapping[str, Callable[..., BartConfig]] = {"bart_large_cnn": bart_large_cnn}

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import jax
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.models.bart.config import BartConfig
+from mmqa_jax.models.bart.network import Bart, BartStack
+from mmqa_jax.models.common import comparison
+from mmqa_jax.models.common.layers import scan_layers
 from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.keymap import (
     KeyMap,
@@ -111,3 +117,32 @@ def _check_large_cnn(source: TensorSource, config: BartConfig, file: Path) -> No
 def publish_bart(config: BartConfig, state: nnx.State) -> Published:
     """BartForConditionalGeneration."""
     return Published(untied_source(state, bart_key_map()), config.to_hf())
+
+
+# Beside transformers.
+
+
+def _run(model: Bart, inputs: Mapping[str, jax.Array]) -> comparison.Outputs:
+    ids, columns = inputs["ids"], inputs["mask"][:, None, None, :]
+
+    def run(stack: BartStack, *given: Any) -> jax.Array:
+        def body(layer: Any, x: jax.Array, _: Any, key: Any):
+            x = layer(x, *given)
+            return x, x
+
+        embedded = stack.embed(model.embed(ids))
+        return comparison.states_of(embedded, scan_layers(stack.layers, embedded, body)[1])
+
+    encoder = run(model.encoder, columns)
+    decoder = run(model.decoder, None, encoder[-1], columns)
+    stacks = {"encoder": encoder, "decoder": decoder}
+    return comparison.Outputs(stacks, {"logits": model.logits(decoder[-1])})
+
+
+CHECK = comparison.Check(
+    "BartForConditionalGeneration",
+    _run,
+    {"logits": "logits"},
+    {"encoder": "model.encoder", "decoder": "model.decoder"},
+    given=lambda x: {**comparison.texts_for_transformers(x), "decoder_input_ids": x["ids"]},
+)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.bert.network import BertConfig
+from mmqa_jax.models.bert.network import Bert, BertConfig
 from mmqa_jax.models.common.activations import ACTIVATIONS
 from mmqa_jax.models.encoders.sentence_pooling import check_mean_pooling
 from mmqa_jax.weights.keymap import (
     KeyMap,
     Rule,
+    Transform,
     linear_rules,
+    load_model,
     norm_rules,
     transformer_rules,
     untied_source,
@@ -242,3 +246,65 @@ def bert_sizes(shapes: Shapes, prefix: str) -> BertConfig:
         positions=position[0],
         types=types[0],
     )
+
+
+def fill_bert(
+    model: Bert,
+    folder: str | os.PathLike,
+    *,
+    num_layers: int | None = None,
+    rows: np.ndarray | None = None,
+) -> None:
+    """Fills a BERT (the text tower of a dual encoder) in place.
+
+    Args:
+      model: its config must have the checkpoint's sizes and constants.
+      folder: `config.json` and weights (see `open_source`), e.g. `minilm_path()`.
+      num_layers: take only the checkpoint's first so many layers, the number of the model's;
+        None requires that the numbers be equal.
+      rows: int[vocab_size], the row of the checkpoint's embedding table for each of the model's
+        tokens (data.tokenizers.vocabulary_rows); None where the vocabularies are the same.
+    """
+    published = read_bert_config(Path(folder))
+    constants = ("heads", "activation", "eps")
+    key_map = bert_key_map(model.config)
+    key_map = fit_trunk(key_map, model.config, published, folder, num_layers, rows, constants)
+    load_model(model, key_map, open_source(folder))
+
+
+def fit_trunk(
+    key_map: KeyMap,
+    ours: BertConfig,
+    published: BertConfig,
+    folder: str | os.PathLike,
+    num_layers: int | None,
+    rows: np.ndarray | None,
+    constants: tuple[str, ...],
+) -> KeyMap:
+    """The map that takes the first `num_layers` layers and `rows` of the embedding table."""
+    wanted = published.layers if num_layers is None else num_layers
+    if wanted != ours.layers:
+        raise UserError(
+            f"{folder}: the model has {ours.layers} layers, {wanted} of the checkpoint's "
+            f"{published.layers} are to be read; give num_layers={ours.layers} to take the first "
+            f"{ours.layers}, or change the model."
+        )
+    for field in constants:
+        mine, theirs = getattr(ours, field), getattr(published, field)
+        if mine != theirs:
+            raise UserError(
+                f"{folder}: the model's {field} is {mine!r}, the checkpoint's {theirs!r}; "
+                "set it to the checkpoint's."
+            )
+    if not 0 < wanted <= published.layers:
+        raise UserError(
+            f"num_layers: {wanted} layers wanted, the checkpoint has {published.layers}; choose "
+            f"1 to {published.layers}."
+        )
+    if dropped := "|".join(map(str, range(wanted, published.layers))):
+        ignore = (*key_map.ignore, rf"encoder\.layer\.({dropped})\.")
+        key_map = dataclasses.replace(key_map, ignore=ignore)
+    if rows is not None:
+        pick = Transform(lambda table: table[rows], None)
+        key_map = key_map.with_transform("embeddings.word_embeddings.weight", pick)
+    return key_map

@@ -20,6 +20,7 @@ from mmqa_jax.models.clip.network import CLIPConfig, TextConfig, VisionConfig
 from mmqa_jax.models.clip.open_clip import open_clip_config, open_clip_file
 from mmqa_jax.models.clip.processor import check_processor
 from mmqa_jax.models.clip.uniir import UNIIR, is_uniir_clip, without_wrapper
+from mmqa_jax.models.common import comparison
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
 from mmqa_jax.weights.keymap import (
     TRANSPOSE,
@@ -389,3 +390,35 @@ def _block_rules(block: str, path: str) -> list[Rule]:
 def _count_blocks(keys: Iterable[str], tower: str) -> int:
     pattern = re.compile(rf"{re.escape(tower + _BLOCK)}(\d{{1,4}})\.")
     return 1 + max(int(match[1]) for key in keys if (match := pattern.match(key)))
+
+
+# Beside transformers.
+
+
+def _inputs(config: CLIPConfig) -> dict[str, np.ndarray]:
+    ids = comparison.tokens(config.text.vocab_size - 1, config.text.context)
+    end = config.text.eos_token_id
+    ids[0, -1] = config.text.vocab_size - 1 if end is None else end
+    return {"ids": ids, "pixels": comparison.picture(config.vision)}
+
+
+def run_towers(model: Any, inputs: Mapping[str, Any]) -> comparison.Outputs:
+    """Both towers of a CLIP or a SigLIP."""
+    ids, pixels = inputs["ids"], inputs["pixels"]
+    stacks = {
+        "text": model.text.hidden_states(ids),
+        "picture": model.vision.hidden_states(pixels),
+    }
+    ends = {"text vector": model.encode_text(ids), "picture vector": model.encode_image(pixels)}
+    return comparison.Outputs(stacks, ends)
+
+
+def text_and_pixels(inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """A text and pixels as transformers' models name them."""
+    pixels = comparison.channels_first(inputs["pixels"])
+    return {"input_ids": inputs["ids"], "pixel_values": pixels}
+
+
+VECTORS = {"text vector": "text_embeds", "picture vector": "image_embeds"}
+TOWERS = {"text": "text_model", "picture": "vision_model"}
+CHECK = comparison.Check("CLIPModel", run_towers, VECTORS, TOWERS, _inputs, text_and_pixels)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
@@ -26,6 +27,7 @@ from mmqa_jax.models.bert.roberta import (
     roberta_key_map,
     roberta_padding,
 )
+from mmqa_jax.models.common import comparison
 from mmqa_jax.models.common.layers import Linear
 from mmqa_jax.models.encoders.cross_encoder import CrossEncoder
 from mmqa_jax.models.encoders.sentence_encoder import Dense
@@ -330,3 +332,40 @@ def _check_activation(published: Mapping[str, Any], where: str) -> None:
                 f"{where}: the logit goes through {name!r}, which is not known here (only "
                 f"{', '.join(ACTIVATIONS)}); use another checkpoint."
             )
+
+
+# Beside transformers.
+
+
+def _states(model: Any, ids: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """An encoder's embeddings and layers [N + 1, B, L, H], and its output."""
+    if isinstance(model, ModernBert):
+        embedded = model.embed(ids)
+        layers = model.layer_outputs(embedded, mask)
+        return comparison.states_of(embedded, layers), model.norm(layers[-1])
+    if isinstance(model, MPNet):
+        embedded = model.embeddings(ids)
+        layers = model.layer_outputs(embedded, mask)
+    else:
+        positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+        embedded = model.embeddings(ids, positions, jnp.zeros_like(ids))
+        layers = model.layer_outputs(embedded, mask[:, None, None, :])
+    return comparison.states_of(embedded, layers), layers[-1]
+
+
+def _run(model: Any, inputs: Mapping[str, jax.Array]) -> comparison.Outputs:
+    states, output = _states(model, inputs["ids"], inputs["mask"])
+    return comparison.Outputs({"": states}, {"output": output})
+
+
+def _run_reranker(model: Any, inputs: Mapping[str, jax.Array]) -> comparison.Outputs:
+    ids, mask = inputs["ids"], inputs["mask"]
+    states, _ = _states(model.bert, ids, mask)
+    logit = model(ids, mask, jnp.zeros_like(ids))[:, None]
+    return comparison.Outputs({"": states}, {"logit": logit})
+
+
+CHECK = comparison.Check("AutoModel", _run, {"output": "last_hidden_state"})
+RERANKER_CHECK = comparison.Check(
+    "AutoModelForSequenceClassification", _run_reranker, {"logit": "logits"}
+)

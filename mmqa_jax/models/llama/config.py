@@ -16,6 +16,8 @@ from mmqa_jax.models.common.config_checks import (
 )
 from mmqa_jax.models.common.rope import RopeScaling
 from mmqa_jax.models.llama import families as decoder_families
+from mmqa_jax.weights.bundled import LANGUAGE_MODELS
+from mmqa_jax.weights.registry import Base
 
 QK_NORMS = ("none", "head", "whole")
 NORMS = ("before", "after", "both")
@@ -406,3 +408,25 @@ def stories260k(**changes) -> LlamaConfig:
         vocab_size=512, hidden=64, layers=5, heads=8, kv_heads=4, mlp=172, positions=512, tied=True
     )
     return dataclasses.replace(sizes, **changes)
+
+
+PRESETS: Mapping[str, Callable[..., LlamaConfig]] = {
+    "smollm2": smollm2_135m,
+    "llama_7b": llama_7b,
+    "llama_13b": llama_13b,
+    "llama2_7b": llama2_7b,
+    "llama2_13b": llama2_13b,
+    "llama2_70b": llama2_70b,
+    "llama3_8b": llama3_8b,
+    "llama31_8b": llama31_8b,
+    "smollm2_135m": smollm2_135m,
+    "stories260k": stories260k,
+    **RELATIVES,
+}
+FREE = ("dtype", "attention", "attention_dropout", "remat", "unroll")
+BASE = Base(
+    "LLaMA",
+    f"{', '.join(LANGUAGE_MODELS)}, a folder, a GGUF file or ORG/NAME",
+    LlamaConfig,
+    {"changes": FREE},
+)

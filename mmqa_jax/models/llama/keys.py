@@ -19,12 +19,13 @@ import numpy as np
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.common import comparison
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.families import FAMILIES
 from mmqa_jax.models.llama.fused_rows import apart, phi3_gguf_rows, phi3_rows, together
 from mmqa_jax.models.llama.gguf import ROPE_FACTORS, TURNED, gguf_config
 from mmqa_jax.models.llama.meta import read_meta, unknown_scaling
-from mmqa_jax.models.llama.network import inverse_frequencies
+from mmqa_jax.models.llama.network import Llama, inverse_frequencies, unstacked_llama
 from mmqa_jax.weights.formats.gguf import GGUFSource
 from mmqa_jax.weights.formats.llama2c import Header, Llama2cSource
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
@@ -165,8 +166,8 @@ _META = functools.partial(llama_key_map, layout="meta")
 _GGUF = functools.partial(llama_key_map, layout="gguf")
 
 
-def with_layers_apart(checkpoint: Checkpoint) -> Checkpoint:
-    """Returns the checkpoint for a model whose layers `unstack_layers` has taken apart.
+def layers_apart(checkpoint: Checkpoint) -> tuple[Callable[..., Llama], Checkpoint]:
+    """The model whose layers `unstack_layers` has taken apart, and the checkpoint for it.
 
     Each layer has arrays of its own, its kernels are [out, in], as most files keep them.
     """
@@ -185,7 +186,7 @@ def with_layers_apart(checkpoint: Checkpoint) -> Checkpoint:
         stacked = checkpoint.key_map(config)
         return dataclasses.replace(stacked, rules=[moved(rule) for rule in stacked.rules])
 
-    return checkpoint._replace(key_map=key_map)
+    return unstacked_llama, checkpoint._replace(key_map=key_map)
 
 
 def _transposed(transform: Transform) -> Transform:
@@ -410,3 +411,16 @@ def language_model(
         f"its {' and '.join(sorted(left_out))} are" if left_out else "a vision tower is",
     )
     return text, DerivedSource(source.name, tensors)
+
+
+# Beside transformers.
+
+
+def _run(model: Llama, inputs: Mapping[str, jax.Array]) -> comparison.Outputs:
+    embedded = model.embed(inputs["ids"])
+    layers = model.layer_outputs(embedded)
+    logits = model.logits(model.norm(layers[-1]))
+    return comparison.Outputs({"": comparison.states_of(embedded, layers)}, {"logits": logits})
+
+
+CHECK = comparison.Check("AutoModelForCausalLM", _run, {"logits": "logits"})

@@ -22,13 +22,14 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.models.clip.keys import clip_config, clip_key_map, vision_to_hf
+from mmqa_jax.models.clip.keys import clip_config, clip_key_map, text_and_pixels, vision_to_hf
 from mmqa_jax.models.clip.network import CLIPConfig, TextConfig, VisionConfig, vit_l_14_336
 from mmqa_jax.models.clip.processor import check_processor
+from mmqa_jax.models.common import comparison
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.families import FAMILIES
 from mmqa_jax.models.llama.keys import llama_rules, to_published_tensors, to_rule_tensors
-from mmqa_jax.models.llava.network import ORIGINAL_IMAGE_TOKEN, LlavaConfig
+from mmqa_jax.models.llava.network import ORIGINAL_IMAGE_TOKEN, Llava, LlavaConfig, expand_images
 from mmqa_jax.models.siglip.keys import (
     FIXED,
     siglip_vision_config,
@@ -378,3 +379,35 @@ def _vision_config(published: Mapping[str, Any], where: str) -> VisionConfig | S
     towers = ("clip", "siglip")
     check_model_type(published, where, *towers, *(f"{tower}_vision_model" for tower in towers))
     return clip_config(published, where).vision
+
+
+# Beside transformers.
+
+
+def _inputs(config: LlavaConfig) -> dict[str, np.ndarray]:
+    row = comparison.around_a_picture(config, config.features)
+    ids = expand_images([row], [1], config).input_ids
+    return {"ids": ids, "pixels": comparison.picture(config.vision)}
+
+
+def run_pictured(model: Llava, ids: jax.Array, pictures: Any, pixels: Any) -> comparison.Outputs:
+    """A prompt with pictures; `pixels` are what the tower's layers get of them."""
+    embedded = model.embed(ids, model.encode_images(pictures))
+    layers = model.llama.layer_outputs(embedded)
+    stacks = {
+        "picture": model.vision.hidden_states(pixels),
+        "": comparison.states_of(embedded, layers),
+    }
+    logits = model.llama.logits(model.llama.norm(layers[-1]))
+    return comparison.Outputs(stacks, {"logits": logits})
+
+
+STACKS = {"picture": "model.vision_tower", "": "model.language_model"}
+CHECK = comparison.Check(
+    "LlavaForConditionalGeneration",
+    lambda model, x: run_pictured(model, x["ids"], x["pixels"], x["pixels"]),
+    {"logits": "logits"},
+    STACKS,
+    _inputs,
+    text_and_pixels,
+)

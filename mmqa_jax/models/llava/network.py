@@ -289,3 +289,6 @@ def expand_images(
         input_ids[number, positions] = row
         mask[number, positions] = True
     return Prompts(input_ids, mask)
+
+
+PRESETS = {"llava15_7b": llava_1_5_7b, "llava15_13b": llava_1_5_13b}

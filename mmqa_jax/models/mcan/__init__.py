@@ -1,0 +1,34 @@
+"""MCAN: questions and pictures attend to each other."""
+
+from mmqa_jax.weights.registry import OWN_KEYS, RESEARCH, Architecture
+
+FAMILIES = (
+    Architecture(
+        name="mcan",
+        title="Prophet's MCAN",
+        model="mcan.network.MCAN",
+        config="mcan.network.MCANConfig",
+        layouts=(RESEARCH,),
+        exports=OWN_KEYS,
+    ),
+    Architecture(
+        name="mcan_openvqa",
+        title="openvqa's MCAN, small and large",
+        model="mcan.openvqa.MCANOpenVQA",
+        config="mcan.openvqa.MCANOpenVQAConfig",
+        layouts=(RESEARCH,),
+        exports=OWN_KEYS,
+    ),
+    Architecture(
+        name="caption_mcan",
+        title="MCAN on captions",
+        model="mcan.captions.CaptionMCAN",
+        config="mcan.captions.CaptionMCANConfig",
+    ),
+    Architecture(
+        name="patch_mcan",
+        title="MCAN on patches",
+        model="mcan.patches.PatchMCAN",
+        config="mcan.patches.PatchMCANConfig",
+    ),
+)

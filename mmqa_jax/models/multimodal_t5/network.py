@@ -14,8 +14,9 @@ from flax import nnx
 
 from mmqa_jax.core.typed import AtLeast  # noqa: F401  as Annotated
 from mmqa_jax.models.common.layers import Linear, torch_linear, uniform_init
-from mmqa_jax.models.t5.config import T5Config
+from mmqa_jax.models.t5.config import FREE, T5Config
 from mmqa_jax.models.t5.network import T5
+from mmqa_jax.weights.registry import Base
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,3 +74,13 @@ class MultimodalT5(T5):
         """
         text = self.encode(input_ids, attention_mask, dropout_key=dropout_key)
         return self.fusion(text, features)
+
+
+# Wide as the pictures are where the base is a T5 without any.
+BASE = Base(
+    "Multimodal-CoT or T5",
+    "a published folder or ORG/NAME",
+    MultimodalT5Config,
+    {"changes": (*FREE, "features")},
+    published_as="t5",
+)

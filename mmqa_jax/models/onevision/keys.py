@@ -8,25 +8,32 @@ the same weights.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
+from mmqa_jax.models.common import comparison
 from mmqa_jax.models.llama.keys import to_published_tensors, to_rule_tensors
 from mmqa_jax.models.llava.keys import (
     HF_HARMLESS,
     HF_READ,
     LLAMA_PREFIX,
+    STACKS,
     fields_from_hf,
     llava_key_map,
     llava_to_hf,
+    run_pictured,
 )
-from mmqa_jax.models.onevision.network import RESOLUTIONS, SIGLIP, OnevisionConfig
+from mmqa_jax.models.onevision.network import RESOLUTIONS, SIGLIP, Onevision, OnevisionConfig
+from mmqa_jax.models.onevision.tiles import TileBatch, TiledPicture, best_resolution, lay_out
+from mmqa_jax.models.siglip.network import PIXEL_MEAN, PIXEL_STD
 from mmqa_jax.models.siglip.processor import read_preparation
 from mmqa_jax.weights.keymap import KeyMap, Rule, untied_source
 from mmqa_jax.weights.layouts import (
@@ -148,3 +155,45 @@ def _check_processor(folder: Path, config: OnevisionConfig) -> None:
             raise UserError(
                 f"{file}: image_grid_pinpoints are not those of config.json; make them equal."
             )
+
+
+# Beside transformers.
+
+
+def _inputs(config: OnevisionConfig) -> dict[str, np.ndarray]:
+    """A picture of a tile's size: the tokens of all tiles, which are no padding."""
+    side, sizes = config.vision.image_size, config.tiles
+    tiles = 1 + math.prod(sizes.grid(best_resolution((side, side), sizes.resolutions)))
+    pixels = comparison.noise().integers(0, 256, (tiles, side, side, 3), np.uint8)
+    picture = TiledPicture(pixels, (side, side))
+    tokens = config.picture_tokens(picture.shape)
+    batch = lay_out([picture], sizes, tiles)
+    row = comparison.around_a_picture(config, tokens)
+    return {
+        "ids": np.repeat(row, np.where(np.equal(row, config.image_token), tokens, 1))[None],
+        "pixels": batch.pixels,
+        "rows": batch.rows[:, :tokens],
+        "weights": batch.weights[:, :tokens],
+        "size": np.array([picture.size]),
+    }
+
+
+def _run(model: Onevision, inputs: Mapping[str, Any]) -> comparison.Outputs:
+    batch = TileBatch(inputs["pixels"], inputs["rows"], inputs["weights"])
+    pixels = model.vision.normalize(batch.pixels[0])
+    return run_pictured(model, inputs["ids"], batch, pixels)
+
+
+def _given(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    mean, std = np.float32(PIXEL_MEAN), np.float32(PIXEL_STD)
+    pixels = (inputs["pixels"][0].astype(np.float32) / 255 - mean) / std
+    return {
+        "input_ids": inputs["ids"],
+        "pixel_values": comparison.channels_first(pixels)[None],
+        "image_sizes": inputs["size"],
+    }
+
+
+CHECK = comparison.Check(
+    "LlavaOnevisionForConditionalGeneration", _run, {"logits": "logits"}, STACKS, _inputs, _given
+)

@@ -151,3 +151,6 @@ def onevision_7b(**changes) -> OnevisionConfig:
     """llava-hf/llava-onevision-qwen2-7b-ov-hf."""
     sizes = OnevisionConfig(SIGLIP, RELATIVES["qwen25_7b"](vocab_size=152128))
     return dataclasses.replace(sizes, **changes)
+
+
+PRESETS = {"onevision_05b": onevision_05b, "onevision_7b": onevision_7b}

@@ -1,0 +1,22 @@
+"""Qwen2.5-VL and Qwen3-VL: pictures of any size."""
+
+from mmqa_jax.weights.registry import HF_FOLDER, Architecture
+
+FAMILIES = (
+    Architecture(
+        name="qwen_vl",
+        model_types=("qwen_vl.vision.FAMILIES",),
+        title="Qwen2.5-VL and Qwen3-VL, without experts",
+        model="qwen_vl.network.QwenVL",
+        config="qwen_vl.network.QwenVLConfig",
+        layouts=(HF_FOLDER,),
+        exports="Qwen2_5_VLForConditionalGeneration, Qwen3VLForConditionalGeneration",
+        noun="Qwen-VL",
+        writes="decoder",
+        sees=True,
+        presets="qwen_vl.network.PRESETS",
+        base="qwen_vl.network.BASE",
+        check="qwen_vl.keys.CHECK",
+        lora="llama.additions",
+    ),
+)

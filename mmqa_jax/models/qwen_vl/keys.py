@@ -13,15 +13,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.models.clip.processor import close
+from mmqa_jax.models.common import comparison
 from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.keys import llama_rules
-from mmqa_jax.models.qwen_vl.network import QwenVLConfig
+from mmqa_jax.models.llama.network import added
+from mmqa_jax.models.qwen_vl.layout import PatchBatch, bucket_of, grid_of, lay_out
+from mmqa_jax.models.qwen_vl.network import QwenVL, QwenVLConfig, expand_pictures
 from mmqa_jax.models.qwen_vl.vision import FAMILIES, QwenVisionConfig
 from mmqa_jax.weights.keymap import KeyMap, Rule, Transform, linear_rules, norm_rules, untied_source
 from mmqa_jax.weights.layouts import (
@@ -424,3 +428,75 @@ def _of_channels(value: Any, where: str) -> tuple[float, float, float]:
     if not fits or not all(isinstance(one, int | float) for one in value):
         raise UserError(f"{where} is {value!r}, expected three numbers; fetch the file again.")
     return tuple(map(float, value))
+
+
+# Beside transformers.
+
+
+def check_inputs(config: QwenVLConfig) -> dict[str, Any]:
+    """Words around a picture, which are as long together as a text of the other checks."""
+    vision = config.vision
+    size = (*(n * vision.unit for n in comparison.GRID), 3)
+    picture = comparison.noise().integers(0, 256, size).astype(np.uint8)
+    grid = grid_of(picture.shape, vision)
+    pictures = lay_out([picture], vision, bucket_of(grid, vision))
+    row = comparison.around_a_picture(config, grid.units)
+    made = expand_pictures([row], [[picture.shape]], config)
+    return {
+        "ids": made.input_ids,
+        "rows": made.rows,
+        "positions": made.positions,
+        "pictures": pictures,
+        "real": np.flatnonzero(pictures.places[0, :, 0] >= 0),
+        "is picture": (made.input_ids == config.image_token).astype(np.int32),
+        "patches": _published_patches(pictures, grid.units, vision),
+        "grid": np.array([[1, *pictures.grid[0]]]),
+    }
+
+
+def _published_patches(pictures: PatchBatch, units: int, vision: QwenVisionConfig) -> np.ndarray:
+    """Normalized, unit by unit in the picture's order: [N, 3 * frames * patch * patch]."""
+    side = vision.patch
+    patches = pictures.patches[0].reshape(-1, vision.merge**2, side, side, 3)
+    patches = patches[pictures.order[0, :units]].reshape(-1, side, side, 3)
+    patches = (patches / 255.0 - vision.pixel_mean) / vision.pixel_std
+    frames = np.repeat(patches.transpose(0, 3, 1, 2)[:, :, None], vision.temporal, axis=2)
+    return frames.reshape(len(frames), -1).astype(np.float32)
+
+
+def _given(inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return {
+        "input_ids": inputs["ids"],
+        "attention_mask": np.ones(inputs["ids"].shape, np.int64),
+        "mm_token_type_ids": inputs["is picture"],
+        "pixel_values": inputs["patches"],
+        "image_grid_thw": inputs["grid"],
+    }
+
+
+def _run(model: QwenVL, inputs: Mapping[str, Any]) -> comparison.Outputs:
+    """The patches are those that are no padding, window by window as in transformers."""
+    pictures, llama = inputs["pictures"], model.llama
+    embedded, deepstack = model.embed(inputs["ids"], model.encode_images(pictures), inputs["rows"])
+    # transformers adds to a layer's output after it, which is seen as the next layer's input.
+    last = llama.config.layers - 1
+    seen = deepstack[:last] if deepstack is not None and last else None
+    layers = llama.layer_outputs(embedded, positions=inputs["positions"], deepstack=seen)
+    hidden = added(layers[-1], deepstack, last)
+    tower = model.vision
+    patches = comparison.states_of(tower.embed(pictures), tower.layer_outputs(pictures))
+    stacks = {
+        "picture": patches[:, 0, inputs["real"]],
+        "": comparison.states_of(embedded, layers),
+    }
+    return comparison.Outputs(stacks, {"logits": llama.logits(llama.norm(hidden))})
+
+
+CHECK = comparison.Check(
+    "AutoModelForImageTextToText",
+    _run,
+    {"logits": "logits"},
+    {"picture": "model.visual", "": "model.language_model"},
+    check_inputs,
+    _given,
+)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +34,11 @@ from mmqa_jax.models.common.layers import (
     split_heads,
     stack_layers,
 )
-from mmqa_jax.models.llama.config import RELATIVES, LlamaConfig
+from mmqa_jax.models.llama.config import FREE, RELATIVES, LlamaConfig
 from mmqa_jax.models.llama.network import Llama, RMSNorm, rotate
 from mmqa_jax.models.qwen_vl.layout import Grid, PatchBatch, grid_of
 from mmqa_jax.models.qwen_vl.vision import QwenVisionConfig
+from mmqa_jax.weights.registry import Base
 
 if TYPE_CHECKING:
     from jaxtyping import Int32
@@ -507,3 +508,44 @@ class QwenVision(nnx.Module):
             return x, x
 
         return scan_layers(self.layers, self.embed(pictures), body, xs=self._of_layers())[1]
+
+
+# The special tokens and the chat template of a tokenizer that is trained with a model from scratch;
+# without videos and system messages.
+_SPECIAL = ("<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|video_pad|>",
+             "<|vision_start|>", "<|vision_end|>")  # fmt: skip
+_CHAT = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def _from_scratch(vision: Mapping[str, Any], **llama: Any) -> QwenVLConfig:
+    """Makes a model from scratch, with the token ids of a tokenizer that is trained with it."""
+    names = ("image", "video", "vision_start", "vision_end")
+    tokens = {f"{name}_token": number for number, name in enumerate(names, start=2)}
+    return QwenVLConfig(QwenVisionConfig(**vision), LlamaConfig(**llama), **tokens)
+
+
+PRESETS = {
+    "qwen25_vl_7b": qwen25_vl_7b,
+    "qwen3_vl_2b": qwen3_vl_2b,
+    "qwen3_vl_8b": qwen3_vl_8b,
+}
+BASE = Base(
+    "Qwen2.5-VL or Qwen3-VL",
+    "a folder or ORG/NAME, such as Qwen/Qwen2.5-VL-7B-Instruct",
+    _from_scratch,
+    {
+        "changes": FREE,
+        "vision": ("dtype", "attention", "remat", "unroll", "min_pixels", "max_pixels"),
+    },
+    {"changes": "llama", "vision": "vision"},
+    _SPECIAL,
+    _CHAT,
+)

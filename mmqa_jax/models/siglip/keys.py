@@ -10,10 +10,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.clip.keys import BLOCK_LINEARS, BLOCK_NORMS
+from mmqa_jax.models.clip.keys import (
+    BLOCK_LINEARS,
+    BLOCK_NORMS,
+    TOWERS,
+    VECTORS,
+    run_towers,
+    text_and_pixels,
+)
+from mmqa_jax.models.common import comparison
 from mmqa_jax.models.siglip.network import SiglipConfig, SiglipTextConfig, SiglipVisionConfig
 from mmqa_jax.models.siglip.processor import read_preparation
 from mmqa_jax.weights.keymap import (
@@ -227,3 +236,31 @@ def open_siglip(path: Path) -> Checkpoint:
 def publish_siglip(config: SiglipConfig, state: nnx.State) -> Published:
     """SiglipModel or Siglip2Model."""
     return Published(untied_source(state, siglip_key_map(config)), siglip_to_hf(config))
+
+
+# Beside transformers.
+
+
+def _inputs(config: SiglipConfig) -> dict[str, Any]:
+    ids = comparison.tokens(config.text.vocab_size, config.text.length)
+    if not config.vision.flexible:
+        return {"ids": ids, "pixels": comparison.picture(config.vision)}
+    shapes = np.array([comparison.GRID], np.int32)
+    size = (1, shapes.prod(), config.vision.patch_size**2 * 3)
+    patches = comparison.noise().standard_normal(size).astype(np.float32)
+    return {"ids": ids, "pixels": (patches, shapes)}
+
+
+def _given(inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    if not isinstance(inputs["pixels"], tuple):
+        return text_and_pixels(inputs)
+    patches, shapes = inputs["pixels"]
+    return {
+        "input_ids": inputs["ids"],
+        "pixel_values": patches,
+        "spatial_shapes": shapes,
+        "pixel_attention_mask": np.ones(patches.shape[:2], np.int64),
+    }
+
+
+CHECK = comparison.Check("AutoModel", run_towers, VECTORS, TOWERS, _inputs, _given)

@@ -11,6 +11,7 @@ from mmqa_jax.core.typed import AtLeast
 from mmqa_jax.models.common.activations import ACTIVATIONS
 from mmqa_jax.models.common.config_checks import check_known, check_layers, check_rate
 from mmqa_jax.weights.published_keys import check_keys, kinds
+from mmqa_jax.weights.registry import Base
 
 FAMILIES = {"t5": "T5ForConditionalGeneration", "mt5": "MT5ForConditionalGeneration"}
 _READ = kinds(
@@ -211,7 +212,11 @@ def _published() -> dict[str, T5Config]:
     return sizes
 
 
-# Published sizes by name; t5_v1_1_* are flan_t5_*'s.
-PUBLISHED: Mapping[str, Callable[[], T5Config]] = {
+# t5_v1_1_* are flan_t5_*'s.
+PRESETS: Mapping[str, Callable[[], T5Config]] = {
     name: (lambda config=config: config) for name, config in _published().items()
 }
+
+
+FREE = ("dtype", "dropout", "remat", "unroll")
+BASE = Base("T5", "a folder or ORG/NAME", T5Config, {"changes": FREE})

@@ -10,14 +10,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
+from mmqa_jax.models.common import comparison
+from mmqa_jax.models.common.layers import scan_layers
 from mmqa_jax.models.t5.config import FAMILIES, T5Config
 from mmqa_jax.models.t5.gguf import check_head, gguf_names, t5_gguf_config
+from mmqa_jax.models.t5.network import T5, T5Stack
 from mmqa_jax.weights.formats.gguf import GGUFSource
 from mmqa_jax.weights.formats.safetensors import DerivedSource
 from mmqa_jax.weights.keymap import TRANSPOSE, KeyMap, Rule, untied_source
@@ -123,3 +128,36 @@ def _wrapped(key: str) -> str:
     if not key.startswith("encoder."):
         return key
     return "encoder." + re.sub(r"^(encoder\.block\.\d+\.)", r"\1module.", key)
+
+
+# Beside transformers: the same tokens as source and as what the decoder has so far.
+
+
+def _run(model: T5, inputs: Mapping[str, Any]) -> comparison.Outputs:
+    ids, mask = inputs["ids"], inputs["mask"]
+
+    def run(stack: T5Stack, *source: Any) -> jax.Array:
+        bias, seen = stack.bias(ids.shape[1]), stack.seen(mask, ids.shape[1])
+
+        def body(layer: Any, x: jax.Array, _: Any, key: Any):
+            x = layer(x, bias, seen, *source)
+            return x, x
+
+        embedded = model.embed(ids)
+        return comparison.states_of(embedded, scan_layers(stack.layers, embedded, body)[1])
+
+    encoder = run(model.encoder)
+    source = model.encoder.norm(encoder[-1])
+    decoder = run(model.decoder, source, mask[:, None, None, :])
+    logits = model.logits(model.decoder.norm(decoder[-1]))
+    stacks = {"encoder": encoder, "decoder": decoder}
+    return comparison.Outputs(stacks, {"encoder output": source, "logits": logits})
+
+
+CHECK = comparison.Check(
+    "AutoModelForSeq2SeqLM",
+    _run,
+    {"encoder output": "encoder_last_hidden_state", "logits": "logits"},
+    {"encoder": "encoder", "decoder": "decoder"},
+    given=lambda x: {**comparison.texts_for_transformers(x), "decoder_input_ids": x["ids"]},
+)

@@ -44,10 +44,7 @@ from mmqa_jax.weights.folder import load_additions, load_converted, read_record,
 from mmqa_jax.weights.hub import find_model, is_hub_name
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.record import is_weights_folder
-from mmqa_jax.weights.registry import architecture, model_of
-
-_KINDS = ("llama", "llava", "onevision", "qwen_vl", "t5")
-_ADAPTED = ("llama", "qwen_vl")  # those that LoRA trains
+from mmqa_jax.weights.registry import architecture, model_of, nouns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,21 +90,18 @@ def open_backend(
     config = config or ModelConfig()
     path = _find(model, flag)
     kind = model_of(path) or "llama"
-    if kind not in _KINDS:
-        raise UserError(
-            f"{flag}={path}: contains a {kind}; give a LLaMA, LLaVA, LLaVA-OneVision, Qwen-VL or "
-            "T5."
-        )
+    family = architecture(kind, flag, trained=True)
+    if not family.writes:
+        raise UserError(f"{flag}={path}: contains a {kind}; give a {nouns('writes')}.")
     shape = _config_of(kind, path)
     if isinstance(engine, EngineConfig):
         engine = dataclasses.asdict(engine)
     engine = {**dict.fromkeys(SIZES, AUTO), **(engine or {})}
-    if adapters and kind not in _ADAPTED:
+    if adapters and not family.lora:
         raise UserError(
-            f"--adapter: {path} holds a {kind}, and a LLaMA or a Qwen-VL takes adapters; leave it "
-            "out."
+            f"--adapter: {path} holds a {kind}, and a {nouns('lora')} takes adapters; leave it out."
         )
-    if kind == "t5":
+    if family.writes == "encoder-decoder":
         text = open_tokenizer(path if tokenizer is None else tokenizer)
         dtype = _dtype(config)
         return open_t5_backend(
@@ -122,8 +116,8 @@ def open_backend(
             load=lambda mesh: _load(kind, path, dtype, mesh, False),
             flag=flag,
         )
-    pictures = None if isinstance(shape, LlamaConfig) else shape
-    llama = shape if pictures is None else pictures.llama
+    pictures = shape if family.sees else None
+    llama = shape.llama if family.sees else shape
     dtype = _dtype(config)
     for folder in map(Path, (adapters or {}).values()):
         if not folder.is_dir():
@@ -152,7 +146,7 @@ def open_backend(
         sizes = sizing.choose(demand)
         print(f"{path.name}: {sizes}", file=sys.stderr)
         mesh = sizes.mesh() if len(sizes.devices) > 1 else None
-        apart = kind == "llama" and not scans(sizes.engine, mesh)
+        apart = bool(family.layers_apart) and not scans(sizes.engine, mesh)
         model = _load(kind, path, dtype, mesh, apart)
         options = {"end_ids": text.end_ids, "config": sizes.engine, "mesh": mesh}
         return Engine(model, text, **options, adapters=additions)
