@@ -17,8 +17,7 @@ EXAMPLE = (
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
-    flags.add_data(parser)
-    flags.add_split(parser)
+    flags.add(parser, "data", "split")
     parser.add_argument(
         "--model",
         required=True,

@@ -35,7 +35,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="converted Oscar captioner; with --data a model that `mmqa prompt --model` takes",
     )
-    flags.add_download(parser)
+    flags.add(parser, "download")
     parser.add_argument("--out", required=True, help="captions to write: TSV, with --data JSON")
     regions = parser.add_argument_group("of --features")
     regions.add_argument("--tokenizer", help="Oscar's tokenizer.json")

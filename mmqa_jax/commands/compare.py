@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from mmqa_jax.commands import flags
 from mmqa_jax.core.files import check_out
 
 SUMMARY = "compare runs question by question: intervals, paired bootstrap, McNemar, Holm."
@@ -31,7 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--report", metavar="FILE.html", help="a page with the runs' answers side by side"
     )
-    parser.add_argument("--markdown", action="store_true", help="tables as markdown, to paste")
+    flags.add(parser, "markdown")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="checkpoint file or folder, ORG/NAME[@REVISION] in the Hugging Face cache, or an "
         f"installed package's: {', '.join(MODELS)}",
     )
-    flags.add_download(parser)
+    flags.add(parser, "download")
     parser.add_argument("--out", metavar="DIR", help="folder to write")
     parser.add_argument(
         "--check",

@@ -20,7 +20,7 @@ _CHUNK = 1024
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
-    flags.add_data(parser)
+    flags.add(parser, "data")
     parser.add_argument(
         "--model",
         required=True,
@@ -29,7 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "minilm); or a "
         "converted CLIP ResNet (modified_resnet), for the grids that Prophet's MCAN reads",
     )
-    flags.add_download(parser)
+    flags.add(parser, "download")
     parser.add_argument("--out", required=True, help="folder for the embeddings")
     flags.add_devices(parser, "sources")
     flags.add_shard(parser, "sources", _CHUNK)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +12,12 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.shards import Shard, launched_shard, parse_shard
 
 if TYPE_CHECKING:
-    from mmqa_jax.core.serving import Serving
     from mmqa_jax.data.documents.ocr import PageReader
     from mmqa_jax.data.folder import FolderOptions
     from mmqa_jax.data.text_analysis import Analyzer
     from mmqa_jax.prompting.llm_reader import LLMReaderOptions
     from mmqa_jax.runs.ask_folder import AskOptions
+    from mmqa_jax.runs.one_stage import StageFiles
 
 _GIVEN = "as_given"  # what `fetched` keeps the arguments under
 # Wikipedia as knowledge, which `prepare` reads as a stream; it has no questions.
@@ -52,46 +51,45 @@ def add_only(parser: argparse.ArgumentParser, what: str, help: str) -> None:
     )
 
 
-def add_data(parser: argparse.ArgumentParser) -> None:
-    """`--data`."""
-    parser.add_argument("--data", required=True, help="folder written by `mmqa prepare`")
-
-
-def add_sources(parser: argparse.ArgumentParser) -> None:
-    """`--sources`."""
-    parser.add_argument(
-        "--sources",
-        default="",
-        metavar="DIR",
-        help="another folder of `mmqa prepare`, such as Wikipedia's, whose sources are meant (the "
-        "questions' own)",
-    )
-
-
-def add_split(parser: argparse.ArgumentParser) -> None:
-    """`--split`."""
-    parser.add_argument("--split", default="test", help="train, val or test (test)")
-
-
-def add_rankings_out(parser: argparse.ArgumentParser) -> None:
-    """`--out` of a verb that writes rankings."""
-    parser.add_argument(
-        "--out",
-        required=True,
-        help="file to write: JSON lines, or a run of TREC if the name ends in .trec; other verbs "
-        "read both",
-    )
-
-
-def add_select(parser: argparse.ArgumentParser) -> None:
-    """`--select`."""
-    parser.add_argument(
-        "--select",
-        choices=("best", "above"),
-        default="best",
-        help="best: always the best source, and the second from the threshold on (WebQA's full "
+# Flags that mean the same to every verb that has them, as `add_argument` takes them.
+_SHARED: dict[str, dict[str, Any]] = {
+    "data": {"required": True, "help": "folder written by `mmqa prepare`"},
+    "sources": {
+        "default": "",
+        "metavar": "DIR",
+        "help": "another folder of `mmqa prepare`, such as Wikipedia's, whose sources are meant "
+        "(the questions' own)",
+    },
+    "split": {"default": "test", "help": "train, val or test (test)"},
+    "out": {  # of a verb that writes rankings
+        "required": True,
+        "help": "file to write: JSON lines, or a run of TREC if the name ends in .trec; other "
+        "verbs read both",
+    },
+    "select": {
+        "choices": ("best", "above"),
+        "default": "best",
+        "help": "best: always the best source, and the second from the threshold on (WebQA's full "
         "scale, 6.2); above: all above it, possibly none (WebQA's restricted setting)",
-    )
+    },
+    "workdir": {"required": True, "help": "everything is written here"},
+    "limit": {
+        "type": int,
+        "metavar": "N",
+        "help": "only the first N questions of the split (all)",
+    },
+    "markdown": {"action": "store_true", "help": "tables as markdown, to paste"},
+    "download": {
+        "action": "store_true",
+        "help": "first fetch what the Hugging Face cache lacks of ORG/NAME (token: HF_TOKEN)",
+    },
+}
+
+
+def add(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Adds flags of `_SHARED`."""
+    for name in names:
+        parser.add_argument(f"--{name}", **_SHARED[name])
 
 
 def add_shard(
@@ -163,20 +161,21 @@ def serving_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def say_where(verb: str, part: str, placed: dict[str, Any]) -> Callable[[str, Serving], None]:
-    """What prints where a verb's model runs, and keeps it for --json (runs/part.py).
+def stage_files(arguments: argparse.Namespace, shard: Shard) -> StageFiles:
+    """Where the questions of `search`, `rerank` or `answer` come from, and where its rows go."""
+    from mmqa_jax.core.paths import as_path
+    from mmqa_jax.runs.one_stage import StageFiles
 
-    Args:
-      part: the key of the model in a row's section `parts`; of others nothing is said.
-      placed: gets devices, mesh and batch size.
-    """
-
-    def say(name: str, serving: Serving) -> None:
-        if name == part:
-            print(f"{verb}: {serving}", file=sys.stderr)
-            placed.update(serving.to_json())
-
-    return say
+    return StageFiles(
+        Path(arguments.data),
+        arguments.split,
+        as_path(arguments.out),
+        arguments.chunk,
+        getattr(arguments, "sources", ""),
+        serving_options(arguments) if hasattr(arguments, "mesh") else None,
+        shard,
+        engine(arguments),
+    )
 
 
 def start(arguments: argparse.Namespace, *, jax: bool = True) -> Shard:
@@ -252,7 +251,7 @@ def add_reading(parser: argparse.ArgumentParser, workdir: str) -> None:
         metavar="PATH|NAME",
         help="with --data, who reads the passages: as `mmqa prompt --model` (smollm2)",
     )
-    add_download(parser)
+    add(parser, "download")
     parser.add_argument(
         "--backend", choices=("engine", "openai"), help="this process, or a server (engine)"
     )
@@ -379,15 +378,6 @@ def check_top_k(top_k: int) -> None:
     """UserError for a --top_k below 1."""
     if top_k < 1:
         raise UserError(f"--top_k={top_k}: at least 1 was expected; give a larger number.")
-
-
-def add_download(parser: argparse.ArgumentParser) -> None:
-    """`--download`."""
-    parser.add_argument(
-        "--download",
-        action="store_true",
-        help="first fetch what the Hugging Face cache lacks of ORG/NAME (token: HF_TOKEN)",
-    )
 
 
 def download(arguments: argparse.Namespace, *names: str) -> None:

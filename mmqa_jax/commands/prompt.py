@@ -43,7 +43,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "LLaVA-OneVision, Qwen-VL or T5 (folder, .gguf, or ORG/NAME[@REVISION] in the Hugging "
         "Face cache); openai: the server's name for it",
     )
-    flags.add_download(parser)
+    flags.add(parser, "download")
     parser.add_argument(
         "--backend",
         choices=("engine", "openai"),

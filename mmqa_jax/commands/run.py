@@ -32,13 +32,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--config.parts.llm.mesh.* and --config.parts.llm.engine.* set a language model's."
     )
     flags.add_config(parser)
-    parser.add_argument("--workdir", required=True, help="everything is written here")
+    flags.add(parser, "workdir")
     parser.add_argument("--split", help="train, val or test (the row's own: val)")
-    parser.add_argument(
-        "--limit", type=int, metavar="N", help="only the first N questions of the split (all)"
-    )
+    flags.add(parser, "limit")
     flags.add_shard(parser, "questions", _CHUNK)
-    flags.add_download(parser)
+    flags.add(parser, "download")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -71,7 +69,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def show_results(result: RowRun, folder: Path) -> dict[str, Any]:
     """Prints what a row's run came to; returns scores.json."""
-    from mmqa_jax.evaluation.chain import losses_tables
+    from mmqa_jax.evaluation.scoring import losses_tables
     from mmqa_jax.evaluation.tables import show
     from mmqa_jax.runs.reports.row import row_title
     from mmqa_jax.runs.traces import counts_table

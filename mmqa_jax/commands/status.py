@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from mmqa_jax.core.paths import as_path, check_store, in_store
+from mmqa_jax.core.paths import as_path, check_store
 
 SUMMARY = "show how far a training run, a row, a demo or a job in parts is, and the time left."
 EXAMPLE = "mmqa status runs/retrieval/dense.jsonl"
@@ -23,16 +22,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Prints what is known of a training run, or a line per shard of a job and one for all."""
-    from mmqa_jax.runs.status import is_training, status_lines, training_status
+    from mmqa_jax.runs.status import workdir_status
 
     path = as_path(arguments.path)
     check_store(path)
-    if is_training(path):
-        training = training_status(path)
-        print("\n".join(status_lines(training)))
-        return training
-    if (known := _of_workdir(path)) is not None:
-        return known
+    if (known := workdir_status(path)) is not None:
+        status, lines = known
+        print("\n".join(lines))
+        return status
     from mmqa_jax.core.chunks import named
     from mmqa_jax.core.progress import duration
     from mmqa_jax.evaluation.tables import Table, show
@@ -61,37 +58,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     print(_sentence(status, named(status["missing"]), duration, last_step))
     return status
-
-
-def _of_workdir(path: Path) -> dict[str, Any] | None:
-    """Prints how far a demo, a finished row or a folder of rows is; None: it is none of these."""
-    if in_store(path):  # where none of these lies
-        return None
-    from mmqa_jax.runs.status import kind_of
-
-    kind = kind_of(path)
-    if kind == "trainings":
-        from mmqa_jax.runs.status import sweep_lines, sweep_status
-
-        sweep = sweep_status(path)
-        print("\n".join(sweep_lines(sweep)))
-        return sweep
-    if kind not in ("demo", "row", "rows", "sweep"):
-        return None
-    from mmqa_jax.runs import status as found
-
-    if kind == "demo":
-        demo = found.demo_status(path)
-        print(found.demo_line(demo))
-        return demo
-    if kind in ("rows", "sweep"):
-        rows = found.rows_status(path)
-        print(found.rows_line(rows))
-        return rows
-    row = found.row_status(path)
-    if row is not None:
-        print(found.row_line(row))
-    return row
 
 
 def _sentence(status: dict[str, Any], missing: str, duration: Any, last_step: str) -> str:

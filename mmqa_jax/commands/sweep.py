@@ -41,11 +41,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="a key of the config and its values; given several times, all combinations are run, "
         "and the first key is the plot's axis",
     )
-    parser.add_argument("--workdir", required=True, help="everything is written here")
+    flags.add(parser, "workdir")
     parser.add_argument("--split", help="train, val or test (the row's own)")
-    parser.add_argument(
-        "--limit", type=int, metavar="N", help="only the first N questions of the split (all)"
-    )
+    flags.add(parser, "limit")
     parser.add_argument(
         "--chunk",
         type=int,

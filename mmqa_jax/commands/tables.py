@@ -31,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="folder with the rows' workdirs (WORKDIR/ROW), or a demo's, for the measured figures "
         "(runs/tables and workdir-demo)",
     )
-    parser.add_argument("--markdown", action="store_true", help="tables as markdown, to paste")
+    flags.add(parser, "markdown")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -13,15 +13,8 @@ import numpy as np
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, read_jsonl
 from mmqa_jax.data.formats.tables import real_number
+from mmqa_jax.evaluation import significance
 from mmqa_jax.evaluation.scores import Scores
-from mmqa_jax.evaluation.significance import (
-    Interval,
-    bootstrap_interval,
-    holm,
-    mcnemar,
-    paired_bootstrap,
-    permutation_test,
-)
 from mmqa_jax.evaluation.tables import Cell, Table, llm_columns, llm_use
 
 
@@ -37,8 +30,8 @@ def compare_scores(
             compared[name] = {
                 "this": float(values.mean()),
                 "other": float(other.mean()),
-                **dataclasses.asdict(paired_bootstrap(values, other)),
-                "p_permutation": permutation_test(values, other),
+                **dataclasses.asdict(significance.paired_bootstrap(values, other)),
+                "p_permutation": significance.permutation_test(values, other),
             }
     return dict(sorted(compared.items()))
 
@@ -50,7 +43,7 @@ def comparison_table(title: str, compared: Mapping[str, Mapping[str, float]]) ->
             name,
             row["this"],
             row["other"],
-            Interval(row["difference"], row["low"], row["high"]),
+            significance.Interval(row["difference"], row["low"], row["high"]),
             row["p_value"],
             row["p_permutation"],
         ]
@@ -136,7 +129,7 @@ def compare_runs(
     binary = all(np.isin(x, (0.0, 1.0)).all() for x in aligned.values())
     pairs = []
     for a, b in _pairs(list(aligned), against_first):
-        bootstrap = paired_bootstrap(aligned[a], aligned[b])
+        bootstrap = significance.paired_bootstrap(aligned[a], aligned[b])
         pair: dict[str, Any] = {
             "a": a,
             "b": b,
@@ -146,15 +139,17 @@ def compare_runs(
             "test": "bootstrap",
         }
         if binary:
-            pair |= {"p": mcnemar(aligned[a], aligned[b]), "test": "McNemar"}
+            pair |= {"p": significance.mcnemar(aligned[a], aligned[b]), "test": "McNemar"}
             pair["p_bootstrap"] = bootstrap.p_value
         pairs.append(pair)
-    for pair, corrected in zip(pairs, holm([pair["p"] for pair in pairs]), strict=True):
+    for pair, corrected in zip(
+        pairs, significance.holm([pair["p"] for pair in pairs]), strict=True
+    ):
         pair["p_holm"] = corrected
     summaries = []
     for run in runs:
         x = aligned[run.name]
-        interval = bootstrap_interval(x)
+        interval = significance.bootstrap_interval(x)
         summary = {
             "name": run.name,
             "n": len(x),
@@ -177,7 +172,7 @@ def compare_tables(compared: Mapping[str, Any]) -> list[Table]:
         [
             run["name"],
             run["n"],
-            Interval(run["score"], *run["interval"]),
+            significance.Interval(run["score"], *run["interval"]),
             *asked,
         ]
         for run, asked in zip(compared["runs"], counts, strict=True)
@@ -185,7 +180,7 @@ def compare_tables(compared: Mapping[str, Any]) -> list[Table]:
     pairs: list[list[Cell]] = [
         [
             f"{pair['a']} - {pair['b']}",
-            Interval(pair["difference"], *pair["interval"]),
+            significance.Interval(pair["difference"], *pair["interval"]),
             _p(pair["p"]),
             _p(pair["p_holm"]),
             pair["test"],
@@ -256,13 +251,13 @@ def _same_questions(values: Mapping[str, Mapping[str, float]], metric: str) -> l
 def _shared_questions(values: Mapping[str, Mapping[str, float]], metric: str) -> list[str]:
     """The questions that every run has; UserError if there is none."""
     first, *others = values.values()
-    found = [q for q in first if all(q in scores for scores in others)]
-    if not found:
+    shared = [q for q in first if all(q in scores for scores in others)]
+    if not shared:
         raise UserError(
             f"--shared: no question was scored by {metric} in all of {', '.join(values)}; run "
             "them on the same questions."
         )
-    return found
+    return shared
 
 
 def _pairs(names: Sequence[str], against_first: bool) -> list[tuple[str, str]]:

@@ -104,24 +104,27 @@ def corpus_statistics(corpus: Corpus) -> CorpusStatistics:
     by_modality: dict[str, list[Question]] = {modality: [] for modality in MODALITIES}
     for question in corpus.questions():
         by_modality[question_modality(question, corpus)].append(question)
-    asked = {modality: own for modality, own in by_modality.items() if own}
+    asked = {modality: questions for modality, questions in by_modality.items() if questions}
     coverage_of, coverage = keyword_coverage(by_modality["image"])
     return CorpusStatistics(
         questions={
-            modality: {split: sum(q.split == split for q in own) for split in SPLITS}
-            for modality, own in asked.items()
+            modality: {split: sum(q.split == split for q in questions) for split in SPLITS}
+            for modality, questions in asked.items()
         },
-        lengths={modality: _lengths(own, corpus) for modality, own in asked.items()},
+        lengths={modality: _lengths(questions, corpus) for modality, questions in asked.items()},
         sources={
             modality: counted
-            for modality, own in asked.items()
-            if (counted := _sources(own, corpus)) is not None
+            for modality, questions in asked.items()
+            if (counted := _sources(questions, corpus)) is not None
         },
-        prefixes={modality: _most_frequent(map(_prefix, own)) for modality, own in asked.items()},
+        prefixes={
+            modality: _most_frequent(map(_prefix, questions))
+            for modality, questions in asked.items()
+        },
         topics={
-            modality: found
-            for modality, own in asked.items()
-            if (found := _most_frequent(str(q.extra.get(_TOPIC, "")) for q in own))
+            modality: topics
+            for modality, questions in asked.items()
+            if (topics := _most_frequent(str(q.extra.get(_TOPIC, "")) for q in questions))
         },
         coverage=coverage,
         coverage_of=coverage_of,
@@ -140,9 +143,9 @@ def keyword_coverage(questions: Sequence[Question]) -> tuple[str, dict[int, floa
         asked = [_class(q) for q in known if q.split == split]
         if classes and asked:
             ranks = {name: rank for rank, (name, _) in enumerate(classes.most_common())}
-            found = np.array([ranks.get(name, len(ranks)) for name in asked])
+            places = np.array([ranks.get(name, len(ranks)) for name in asked])
             ks = [k for k in _COVERED_BY if k < len(ranks)] + [len(ranks)]
-            return split, {k: float((found < k).mean()) for k in ks}
+            return split, {k: float((places < k).mean()) for k in ks}
     return "", {}
 
 
@@ -192,77 +195,85 @@ def _most_frequent(texts: Iterable[str]) -> list[tuple[str, int]]:
     return collections.Counter(filter(None, texts)).most_common(_SHOWN)
 
 
-def statistics_tables(found: CorpusStatistics, *, published: bool = False) -> list[Table]:
+def statistics_tables(statistics: CorpusStatistics, *, published: bool = False) -> list[Table]:
     """The statistics as tables.
 
     Args:
       published: with WebQA's figures in a line below each.
     """
-    tables = [_questions_table(found, published), _lengths_table(found, published)]
-    if found.sources:
-        tables.append(_sources_table(found, published))
-    if found.coverage:
-        rows: list[list[Cell]] = [[k, share] for k, share in found.coverage.items()]
+    tables = [_questions_table(statistics, published), _lengths_table(statistics, published)]
+    if statistics.sources:
+        tables.append(_sources_table(statistics, published))
+    if statistics.coverage:
+        rows: list[list[Cell]] = [[k, share] for k, share in statistics.coverage.items()]
         note = (
-            f"Share of the image questions of {found.coverage_of} whose keywords are among the k "
-            "most frequent of train's image questions; the last k is all of them."
+            f"Share of the image questions of {statistics.coverage_of} whose keywords are among "
+            "the k most frequent of train's image questions; the last k is all of them."
             + (" WebQA's appendix C: about .70 of test by all (over 5,000)." if published else "")
         )
         tables.append(Table("Keyword coverage (appendix C)", ("k", "covered"), rows, note))
     for title, counted in (
-        (f"First {_PREFIX} words of questions (figure 2)", found.prefixes),
-        ("Topics (figure 3)", found.topics),
+        (f"First {_PREFIX} words of questions (figure 2)", statistics.prefixes),
+        ("Topics (figure 3)", statistics.topics),
     ):
         for modality, pairs in counted.items():
-            total = sum(found.questions[modality].values())
+            total = sum(statistics.questions[modality].values())
             rows = [[name, n, n / total] for name, n in pairs]
             columns = ("", "questions", "share")
             tables.append(Table(f"{title}: {modality} questions", columns, rows))
     return tables
 
 
-def _questions_table(found: CorpusStatistics, published: bool) -> Table:
+def _by_modality(
+    title: str,
+    columns: Sequence[str],
+    counted: Mapping[str, Iterable[Cell]],
+    published: Mapping[str, Iterable[Cell]] | None,
+    note: str = "",
+) -> Table:
+    """A line for each modality, and WebQA's figures below it."""
     rows: list[list[Cell]] = []
-    for modality, counts in found.questions.items():
-        rows.append([modality, *counts.values()])
+    for modality, cells in counted.items():
+        rows.append([modality, *cells])
         if published:
-            rows.append([f"{modality}, published", *PUBLISHED_QUESTIONS[modality]])
-    return Table("Questions (table 4)", ("modality", *SPLITS), rows)
+            rows.append([f"{modality}, published", *published[modality]])
+    return Table(title, ("modality", *columns), rows, note)
 
 
-def _lengths_table(found: CorpusStatistics, published: bool) -> Table:
-    rows: list[list[Cell]] = []
-    for modality, lengths in found.lengths.items():
-        rows.append([modality, *(spread and str(spread) for spread in lengths.values())])
-        if published:
-            given = PUBLISHED_LENGTHS[modality]
-            rows.append(
-                [
-                    f"{modality}, published",
-                    *(one and f"{one[0]} ± {one[1]}" for one in given),
-                ]
-            )
+def _questions_table(statistics: CorpusStatistics, published: bool) -> Table:
+    counted = {modality: counts.values() for modality, counts in statistics.questions.items()}
+    theirs = PUBLISHED_QUESTIONS if published else None
+    return _by_modality("Questions (table 4)", SPLITS, counted, theirs)
+
+
+def _lengths_table(statistics: CorpusStatistics, published: bool) -> Table:
+    counted = {
+        modality: [spread and str(spread) for spread in lengths.values()]
+        for modality, lengths in statistics.lengths.items()
+    }
+    theirs = {
+        modality: [pair and f"{pair[0]} ± {pair[1]}" for pair in pairs]
+        for modality, pairs in PUBLISHED_LENGTHS.items()
+    }
     note = (
         "Words between blanks, mean ± standard deviation over all splits: of a question's first "
         "answer, and of the sources that questions with known gold sources list."
     )
-    return Table("Lengths in words (table 3)", ("modality", *_LENGTHS), rows, note)
+    title = "Lengths in words (table 3)"
+    return _by_modality(title, _LENGTHS, counted, theirs if published else None, note)
 
 
-def _sources_table(found: CorpusStatistics, published: bool) -> Table:
-    rows: list[list[Cell]] = []
-    for modality, counts in found.sources.items():
-        rows.append([modality, *counts])
-        if published:
-            rows.append([f"{modality}, published", *PUBLISHED_SOURCES[modality]])
-    columns = ("modality", "gold sources", "other snippets", "other pictures", "two or more gold")
+def _sources_table(statistics: CorpusStatistics, published: bool) -> Table:
+    columns = ("gold sources", "other snippets", "other pictures", "two or more gold")
     note = "Means over the questions whose gold sources are known."
-    return Table("Sources of a question (sections 4.1, 4.2, 4.4)", columns, rows, note)
+    title = "Sources of a question (sections 4.1, 4.2, 4.4)"
+    theirs = PUBLISHED_SOURCES if published else None
+    return _by_modality(title, columns, statistics.sources, theirs, note)
 
 
-def statistics_plots(found: CorpusStatistics) -> list[LinePlot]:
+def statistics_plots(statistics: CorpusStatistics) -> list[LinePlot]:
     """Appendix C's curve, if there are keywords."""
-    if len(found.coverage) < 2:
+    if len(statistics.coverage) < 2:
         return []
-    lines = {f"image questions of {found.coverage_of}": list(found.coverage.items())}
+    lines = {f"image questions of {statistics.coverage_of}": list(statistics.coverage.items())}
     return [LinePlot("Keyword coverage", "k (most frequent keywords of train)", lines, log=True)]

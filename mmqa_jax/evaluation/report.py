@@ -169,13 +169,13 @@ def verdict(score: float | None) -> str:
     return "right" if score >= RIGHT else "partly" if score > 0 else "wrong"
 
 
-def passes(card: Card, one: CardFilter) -> bool:
+def passes(card: Card, button: CardFilter) -> bool:
     """Whether a filter shows a card."""
     scores = [answer.score for answer in card.answers]
-    if one.order:
+    if button.order:
         first, second = scores[:2]
-        return None not in (first, second) and (first - second) * one.order > 0
-    pairs = zip(scores, one.wanted, strict=False)
+        return None not in (first, second) and (first - second) * button.order > 0
+    pairs = zip(scores, button.wanted, strict=False)
     return all(not wanted or verdict(score) in wanted for score, wanted in pairs)
 
 
@@ -336,10 +336,10 @@ def cards_json(cards: Sequence[Card], filters: Sequence[CardFilter]) -> str:
             "gold": place.gold,
         }
 
-    def answer(given: CardAnswer) -> dict[str, Any]:
-        listed = given.scores.items()
+    def answer(reply: CardAnswer) -> dict[str, Any]:
+        listed = reply.scores.items()
         scores = [[score_name(name), name, round(value, 4)] for name, value in listed]
-        return {**vars(given), "verdict": verdict(given.score), "scores": scores}
+        return {**vars(reply), "verdict": verdict(reply.score), "scores": scores}
 
     def node(step: TraceNode) -> dict[str, Any]:
         long = numbers(step.long) if step.long else []

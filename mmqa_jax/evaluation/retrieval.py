@@ -50,6 +50,17 @@ class RetrievalScores:
         """Metric -> mean over the scored questions."""
         return {name: float(values.mean()) for name, values in self.per_question.items()}
 
+    def of(self, questions: Sequence[Question], prefix: str = "") -> Scores:
+        """Recall and MRR as the scores of these questions; `prefix` begins their names."""
+        scored = [questions[row] for row in self.rows]
+        metrics = self.per_question.items()
+        return Scores(
+            tuple(question.id for question in scored),
+            tuple(question.category for question in scored),
+            {prefix + name: x for name, x in metrics if name.startswith(("recall", "mrr"))},
+            unscored=self.excluded,
+        )
+
 
 def score_rankings(
     gold: Sequence[Collection[str]],
@@ -97,12 +108,12 @@ def score_rankings(
 
     per_question: dict[str, np.ndarray] = {}
     for k in ks:
-        found = np.array([(ranks <= k).sum() for ranks, _ in places])
+        hits = np.array([(ranks <= k).sum() for ranks, _ in places])
         gain = np.array([_discounted(ranks[ranks <= k], of[ranks <= k]) for ranks, of in places])
         ideal = np.array([_discounted(np.arange(1, len(of[:k]) + 1), of[:k]) for of in best])
-        per_question[f"recall@{k}"] = found / sizes
-        per_question[f"hit_any@{k}"] = (found > 0).astype(np.float64)
-        per_question[f"hit_all@{k}"] = (found == sizes).astype(np.float64)
+        per_question[f"recall@{k}"] = hits / sizes
+        per_question[f"hit_any@{k}"] = (hits > 0).astype(np.float64)
+        per_question[f"hit_all@{k}"] = (hits == sizes).astype(np.float64)
         per_question[f"ndcg@{k}"] = gain / ideal
     per_question["mrr"] = np.array([1 / ranks[0] if len(ranks) else 0.0 for ranks, _ in places])
     return RetrievalScores(rows, len(gold) - len(rows), per_question)
@@ -245,27 +256,25 @@ def has_positives(question: Question) -> bool:
 
 def read_found(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
     """Reads each question's sources, best first, from all files of a folder or pattern."""
-    found: dict[str, tuple[Path, Prediction]] = {}
+    predictions: dict[str, tuple[Path, Prediction]] = {}
     for file in _files(path):
         if holds_rankings(file):
-            given = [
-                Prediction(x.question_id, "", x.sources, x.scores) for x in read_rankings(file)
-            ]
+            rows = [Prediction(x.question_id, "", x.sources, x.scores) for x in read_rankings(file)]
         else:
-            given = read_answers(file, question_ids={question.id for question in questions})
-        for one in given:
-            other, _ = found.setdefault(one.question_id, (file, one))
+            rows = read_answers(file, question_ids={question.id for question in questions})
+        for row in rows:
+            other, _ = predictions.setdefault(row.question_id, (file, row))
             if other != file:
                 raise UserError(
-                    f"{file}: ranks question {one.question_id!r}, as {other} does; name the files "
+                    f"{file}: ranks question {row.question_id!r}, as {other} does; name the files "
                     "of one system and one pool."
                 )
-    return [one for _, one in found.values()]
+    return [row for _, row in predictions.values()]
 
 
 def _files(path: Path) -> list[Path]:
     if path.is_dir():
-        files = [one for one in sorted(path.iterdir()) if is_run(one) or one.suffix == ".jsonl"]
+        files = [file for file in sorted(path.iterdir()) if is_run(file) or file.suffix == ".jsonl"]
     elif "*" in str(path):
         files = [Path(name) for name in sorted(glob.glob(str(path)))]
     else:
@@ -310,14 +319,4 @@ def score_articles(
         ],
         [k for k in ARTICLE_KS if k <= deepest],
     )
-    kept = [questions[row] for row in scored.rows]
-    return Scores(
-        tuple(question.id for question in kept),
-        tuple(question.category for question in kept),
-        {
-            PREFIX + name: values
-            for name, values in scored.per_question.items()
-            if name.startswith(("recall", "mrr"))
-        },
-        unscored=scored.excluded,
-    )
+    return scored.of(questions, PREFIX)

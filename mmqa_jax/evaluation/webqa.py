@@ -438,15 +438,14 @@ def _load_spacy() -> Callable[[list[str]], list[str]]:
     return lambda texts: [" ".join(t.lemma_ for t in doc) for doc in nlp.pipe(texts)]
 
 
-# Prediction files of WebQA: the official output TSV, the leaderboard's and the baseline's JSON.
+# Prediction files of WebQA.
 #
-# output TSV Guid, Qcate, Q, A (JSON list), Keywords_A, Output_conf, Output (JSON list);
-# references and predictions in one file (read by WebQA_Baseline vlp/eval_1022.py) leaderboard
-# {Guid: {"sources": [image_id | snippet_id], "answer": text}} (EvalAI) end to end {Guid:
-# {"predicted sources", "predicted answers", "answer confidence"}}, as the baseline's released
-# outputs
-#
-# data.datasets.webqa writes and parses the leaderboard's file.
+# - output TSV: Guid, Qcate, Q, A (JSON list), Keywords_A, Output_conf, Output (JSON list);
+#   references and predictions in one file (read by WebQA_Baseline vlp/eval_1022.py)
+# - leaderboard: {Guid: {"sources": [image_id | snippet_id], "answer": text}} (EvalAI), which
+#   data/formats/webqa.py writes and parses
+# - end to end: {Guid: {"predicted sources", "predicted answers", "answer confidence"}}, as the
+#   baseline's released outputs
 
 
 COLUMNS = ("Guid", "Qcate", "Q", "A", "Keywords_A", "Output_conf", "Output")

@@ -16,13 +16,7 @@ from mmqa_jax.core.files import check_out
 from mmqa_jax.data.corpus import open_corpus, split_questions, trains_on
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.vqa import has_answers, score_candidates
-from mmqa_jax.prompting.examples.heuristics import (
-    ANSWER_AWARE,
-    CANDIDATES,
-    Candidates,
-    write_answer_aware,
-    write_candidates,
-)
+from mmqa_jax.prompting.examples import heuristics
 from mmqa_jax.tasks.registry import read_task
 from mmqa_jax.tasks.task import read_run
 from mmqa_jax.tasks.vqa import VQA, FoldedData, load_prophets_mcan, load_vqa_model
@@ -60,8 +54,8 @@ def write_stage(
     trained = [_trained_on(folder, described) for folder in models]
     shares = [_share(data, questions, library) for data in trained]
     _check(models, shares, questions, split, examples_split)
-    served: Candidates = {}
-    of_examples: Candidates = {}
+    served: heuristics.Candidates = {}
+    of_examples: heuristics.Candidates = {}
     examples: dict[str, list[str]] = {}
     missing, placed = 0, {}
     for folder, share in zip(models, shares, strict=True):
@@ -80,8 +74,8 @@ def write_stage(
             model.features.warn_missing()
             missing += model.features.missing.count
     out.mkdir(parents=True, exist_ok=True)
-    write_candidates(out / CANDIDATES, of_examples | served)
-    write_answer_aware(out / ANSWER_AWARE, examples)
+    heuristics.write_candidates(out / heuristics.CANDIDATES, of_examples | served)
+    heuristics.write_answer_aware(out / heuristics.ANSWER_AWARE, examples)
     scored = [question for question in questions if has_answers(question)]
     scores = score_candidates(scored, served) if scored else {}
     for name, value in scores.items():

@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import find_config, load_module
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json, read_jsonl, write_json
+from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.host import best_precision, matmul_rates
 from mmqa_jax.core.mesh import platform
 from mmqa_jax.core.progress import Screen, announce, duration
@@ -30,15 +30,9 @@ from mmqa_jax.data.atlas.build import LEAST_COUNTRIES
 from mmqa_jax.data.atlas.unanswerable import strangers
 from mmqa_jax.data.corpus import Corpus, evenly, open_corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
+from mmqa_jax.evaluation import report
+from mmqa_jax.evaluation.compare import read_run
 from mmqa_jax.evaluation.prediction_lines import read_answers
-from mmqa_jax.evaluation.report import (
-    Card,
-    CardAnswer,
-    CardMaker,
-    ReportData,
-    evenly_by_category,
-    write_report,
-)
 from mmqa_jax.evaluation.significance import Interval, bootstrap_interval
 from mmqa_jax.evaluation.source_selection import SELECTIONS, tune_refusal, tune_threshold
 from mmqa_jax.evaluation.tables import Cell, Table, retrieval_table, to_rich
@@ -103,7 +97,7 @@ def write_demo_report(folder: Path, workdir: Workdir | None = None) -> dict[str,
             f"{folder}: holds no finished demo (no scores.json), no training run and no finished "
             f"row; finish a demo with `mmqa demo --workdir={folder}`."
         )
-    results = _results(folder, read_config(folder), open_corpus(folder / DATA))
+    results = read_results(folder, read_config(folder), open_corpus(folder / DATA))
     scores = read_json(folder / "scores.json")
     records = (workdir or Workdir(folder)).stages()
     show_tables(results, scores, records)
@@ -279,16 +273,8 @@ class _Demo:
         return read_row(config)
 
     def _score(self) -> None:
-        results = _results(self.folder, self.config, self.corpus)
+        results = read_results(self.folder, self.config, self.corpus)
         write_json(self.folder / "scores.json", score_demo(results))
-
-
-def _results(folder: Path, config: ConfigDict, corpus: Corpus) -> Any:
-    questions = evenly(corpus.questions("test"), config["evaluate"]["questions"])
-    return read_results(
-        folder, folder / ROWS, corpus, questions, read_json(folder / SELECTION),
-        config["evaluate"]["examples"],
-    )  # fmt: skip
 
 
 # The results of the demo's rows: scores as JSON, tables, the HTML report.
@@ -343,33 +329,36 @@ class Results:
     examples: int
 
 
-def read_results(
-    folder: Path,
-    rows: Path,
-    corpus: Corpus,
-    questions: Sequence[Question],
-    selection: Mapping[str, Any],
-    examples: int,
-) -> Results:
-    """Reads the outputs of every row in `rows`; adds the constant answers as a row."""
-    scores, predictions = {}, {}
-    for row in sorted(path.parent for path in rows.glob("*/per_question.jsonl")):
-        lines = [line["scores"] for _, line in read_jsonl(row / "per_question.jsonl")]
-        scores[row.name] = {name: np.array([line[name] for line in lines]) for name in lines[0]}
-        predictions[row.name] = read_answers(row / "predictions.jsonl")
-    if missing := sorted({*SETTINGS, *RETRIEVERS, *SOURCE_F1.values()} - scores.keys()):
+def read_results(folder: Path, config: ConfigDict, corpus: Corpus) -> Results:
+    """Reads the outputs of every row below `folder`; adds the constant answers as a row."""
+    rows = folder / ROWS
+    runs = {file.parent.name: read_run(file.parent) for file in sorted(rows.glob("*/scores.json"))}
+    if missing := sorted({*SETTINGS, *RETRIEVERS, *SOURCE_F1.values()} - runs.keys()):
         raise UserError(
             f"{rows}: lacks {', '.join(missing)}, which finished stages of the demo wrote; delete "
             f"search.json, select.json and read.json in {folder / 'stages'}, and run `mmqa demo` "
             "again."
         )
+    questions = evenly(corpus.questions("test"), config.evaluate.questions)
+    ids = [question.id for question in questions]
+    scores: dict[str, Mapping[str, np.ndarray]] = {
+        name: {x: np.array([run.per_question[i][x] for i in ids]) for x in run.scorers}
+        for name, run in runs.items()
+    }
     normalizer = Normalizer("none")
     known = [question for question in corpus.questions() if question.split != "test"]
     constants = constant_predictions(questions, fit_constant_answers(known, lemmatizer=normalizer))
     scores["constant"] = score_answers(questions, constants, lemmatizer=normalizer).per_question
-    ids = [question.id for question in questions]
-    relevance = read_rankings(rows / "full" / "retrieval" / "relevance.jsonl", ids, corpus.row)
-    return Results(folder, corpus, questions, scores, predictions, relevance, selection, examples)
+    return Results(
+        folder,
+        corpus,
+        questions,
+        scores,
+        {name: read_answers(rows / name / "predictions.jsonl") for name in runs},
+        read_rankings(rows / "full" / "retrieval" / "relevance.jsonl", ids, corpus.row),
+        read_json(folder / SELECTION),
+        config.evaluate.examples,
+    )
 
 
 def score_demo(results: Results) -> dict[str, Any]:
@@ -379,34 +368,25 @@ def score_demo(results: Results) -> dict[str, Any]:
     WebQA's categories, with `text` also split by number of hops.
     """
     groups = question_groups(results.questions)
-    named = {
-        **{
-            f"{metric}/{row}": results.scores[row][f"{metric}/no_lemma"]
-            for row in (*SETTINGS, "constant")
-            for metric in METRICS
-        },
-        **{
-            f"source_f1/{name}": results.scores[row]["source_f1/official"]
-            for name, row in SOURCE_F1.items()
-        },
-    }
+    answering, scored = (*SETTINGS, "constant"), results.scores
+    named = {f"{m}/{row}": scored[row][f"{m}/no_lemma"] for row in answering for m in METRICS}
+    f1 = "source_f1/official"
+    named |= {f"source_f1/{name}": scored[row][f1] for name, row in SOURCE_F1.items()}
     intervals = {name: bootstrap_interval(values) for name, values in named.items()}
     recall = {
-        row: {str(k): float(results.scores[row][f"recall@{k}"].mean()) for k in _KS}
-        for row in RETRIEVERS
+        row: {str(k): float(scored[row][f"recall@{k}"].mean()) for k in _KS} for row in RETRIEVERS
     }
-    by_category: dict[str, Any] = {
-        row: {
-            group: {m: float(named[f"{m}/{row}"][members].mean()) for m in METRICS}
+
+    def by_group(values: Mapping[str, np.ndarray]) -> dict[str, dict[str, float]]:
+        """Returns group -> name -> mean of the group's questions."""
+        return {
+            group: {name: float(x[members].mean()) for name, x in values.items()}
             for group, members in groups.items()
         }
-        for row in (*SETTINGS, "constant")
-    }
+
+    by_category = {row: by_group({m: named[f"{m}/{row}"] for m in METRICS}) for row in answering}
     by_category |= {
-        f"retrieval/{row}": {
-            group: {"recall_at_20": float(results.scores[row]["recall@20"][members].mean())}
-            for group, members in groups.items()
-        }
+        f"retrieval/{row}": by_group({"recall_at_20": scored[row]["recall@20"]})
         for row in RETRIEVERS
     }
     return {
@@ -496,7 +476,7 @@ def write_html(
     """Writes report.html."""
     products = {kind.product: results.folder / task for task, kind in known_tasks().items()}
     best = {product: read_best(folder) for product, folder in products.items()}
-    data = ReportData(
+    data = report.ReportData(
         title="Atlas: cited answers from pictures and prose",
         description=(
             f"{len(results.corpus):,} sources; {scores['n']} test questions about countries that "
@@ -525,10 +505,10 @@ def write_html(
         facts=run_facts(results.folder, results.corpus),
         materials=results.corpus.materials,
     )
-    write_report(path, data)
+    report.write_report(path, data)
 
 
-def _cards(results: Results) -> list[Card]:
+def _cards(results: Results) -> list[report.Card]:
     """About `examples` questions, equally many of each category, the best first.
 
     A card is right where the setting `full` is.
@@ -538,18 +518,18 @@ def _cards(results: Results) -> list[Card]:
         row: {f"{metric}/no_lemma": results.scores[row][f"{metric}/no_lemma"] for metric in METRICS}
         for row in ("full", "restricted", "oracle", "question_only")
     }
-    maker = CardMaker(results.corpus)
+    maker = report.CardMaker(results.corpus)
 
-    def answer(row: str, i: int) -> CardAnswer:
+    def answer(row: str, i: int) -> report.CardAnswer:
         values = {name: float(of_row[i]) for name, of_row in scores[row].items()}
         text = results.predictions[row][i].answer
-        return CardAnswer(row.replace("_", " "), text, values[_SCORER], values)
+        return report.CardAnswer(row.replace("_", " "), text, values[_SCORER], values)
 
     order = maker.best_first(
         questions,
         predictions,
         scores["full"][_SCORER].tolist(),
-        evenly_by_category(questions, results.examples),
+        report.evenly_by_category(questions, results.examples),
     )
     return [
         maker.card(

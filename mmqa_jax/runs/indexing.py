@@ -157,8 +157,6 @@ def index(folder: Path, kind: str, place: str = "", shard_rows: int = 0) -> dict
         return _fill(place, embeddings)
     if shard_rows:
         return _index_shards(folder, embeddings, shard_rows)
-    import jax
-
     current = is_current(folder / INDEX, embeddings, kind)
     distributed.barrier("index: all have looked")
     if not current and jax.process_index() == 0:
@@ -241,8 +239,6 @@ def export(folder: Path, out: Path, data: Path | None = None) -> dict[str, Any]:
 
 def _fill(place: str, embeddings: Embeddings) -> dict[str, Any]:
     """Fills a collection of Milvus, or finishes that, and compares it with exact search."""
-    import jax
-
     rows, sent = len(embeddings.vectors), False
     if jax.process_index() == 0:
         with Progress("Filling Milvus", rows, "sources") as progress:

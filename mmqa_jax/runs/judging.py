@@ -69,7 +69,7 @@ def _questions(config: ConfigDict, corpus: Corpus, split: str) -> list[Question]
     judged = [q for q in corpus.questions(split) if q.answer_index is not None]
     if not judged:
         raise UserError(
-            f"config key data.corpus={tuple(config.data.splits)}: {config.data.dir} holds no "
+            f"config key data.splits={tuple(config.data.splits)}: {config.data.dir} holds no "
             f"questions of split {split} with choices and a known answer; choose another."
         )
     return evenly(judged, config.judge.questions)

@@ -32,15 +32,18 @@ class Part(Protocol):
       ranks: the file of retrieval/ that its rankings go to; "": it ranks no sources.
       answers: whether it answers in words.
       materials: what it shows that is of no corpus, for credits.
+      reads: the keys that hold files, folders or names of models.
     """
 
     turn: ClassVar[Literal["file", "model", "last"]] = "model"
     ranks: ClassVar[str] = ""
     answers: ClassVar[bool] = False
     materials: ClassVar[tuple[Material, ...]] = ()
+    reads: ClassVar[tuple[str, ...]] = ()
 
     def paths(self) -> Sequence[str]:
         """The files and folders that it reads, and names of models that are installed packages."""
+        return [getattr(self, name) for name in self.reads]
 
     def open(self, row: OpenedParts) -> Any:
         """The part in use."""
@@ -144,13 +147,17 @@ class OpenedParts:
         self.serving |= told
         return opened
 
-    def once(
-        self,
-        kind: str,
-        made_of: str,
-        load: Callable[[OnModel], Any],
-        name: str,
-    ) -> Any:
+    def model(self, name: str, made_of: str, load: Callable[[], Any]) -> Any:
+        """A reranker or reader that is a model itself, opened once."""
+
+        def load_told(on_model: OnModel) -> Any:
+            part = load()
+            on_model("model", part)
+            return part
+
+        return self.once(name, made_of, load_told, name)
+
+    def once(self, kind: str, made_of: str, load: Callable[[OnModel], Any], name: str) -> Any:
         """A retriever, reranker or reader, opened once.
 
         Args:

@@ -77,6 +77,7 @@ class RetrieverSpec(Part):
       fusion_weight: of the dense scores, from 0 (BM25 alone) to 1 (fused); None: the default.
     """
 
+    reads: ClassVar = ("index", "modality_model", "model")
     ranks: ClassVar = "candidates"
 
     method: Literal["bm25", "dense", "fused", "rrf"]
@@ -128,10 +129,6 @@ class RetrieverSpec(Part):
             needs = in_row if section else " needs --model and --index"
             raise UserError(f"{named}method={self.method}{needs}; give both.")
 
-    def paths(self) -> list[str]:
-        """What it reads: folders, and a collection of Milvus."""
-        return [self.index, self.modality_model, self.model]
-
     def fingerprint(self) -> str:
         """16 hex digits of the settings, model and index.
 
@@ -147,10 +144,7 @@ class RetrieverSpec(Part):
 
     def open(self, row: OpenedParts, name: str = "retriever") -> Any:
         """The retriever over the row's corpus."""
-
-        def load(on_model: OnModel) -> Retriever:
-            return open_retriever(row.corpus, self, on_model)
-
+        load = functools.partial(open_retriever, row.corpus, self)
         return row.once("retriever", self.fingerprint(), load, name)
 
 
@@ -173,21 +167,19 @@ class RerankerSpec(Part):
     similarity_weight: float = 0.0
 
     def paths(self) -> list[str]:
-        """The folders that it reads."""
+        """The folders that it and its similarity read."""
         return [self.model, *([] if self.similarity is None else self.similarity.paths())]
 
     def open(self, row: OpenedParts) -> Any:
         """The reranker over the row's corpus."""
 
-        def load(on_model: OnModel) -> Any:
+        def load() -> Any:
             from mmqa_jax.tasks.rerank import open_reranker
 
-            reranker = open_reranker(self.model, row.corpus, row.inference)
-            on_model("model", reranker)
-            return reranker
+            return open_reranker(self.model, row.corpus, row.inference)
 
         made_of = identity.of_folders(self.model)
-        return _combined(self, row.once("reranker", made_of, load, "reranker"), row)
+        return _combined(self, row.model("reranker", made_of, load), row)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,25 +220,20 @@ class ReaderSpec(Part):
     """How questions are answered: `model` is the workdir of a run of `answer` (VLP) or
     `fusion_in_decoder` (a T5)."""
 
+    reads: ClassVar = ("model",)
     answers: ClassVar = True
 
     model: str
 
-    def paths(self) -> list[str]:
-        """The folder that it reads."""
-        return [self.model]
-
     def open(self, row: OpenedParts) -> Any:
         """The reader over the row's corpus."""
 
-        def load(on_model: OnModel) -> Any:
+        def load() -> Any:
             from mmqa_jax.tasks.registry import open_reader
 
-            reader = open_reader(self.model, row.corpus, row.inference)
-            on_model("model", reader)
-            return reader
+            return open_reader(self.model, row.corpus, row.inference)
 
-        return row.once("reader", identity.of_folders(self.model), load, "reader")
+        return row.model("reader", identity.of_folders(self.model), load)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,10 +243,6 @@ class LLMReaderSpec(LLMReaderOptions, Part):
     turn: ClassVar = "last"
     answers: ClassVar = True
 
-    def paths(self) -> list[str]:
-        """Nothing."""
-        return []
-
     def open(self, row: OpenedParts) -> Any:
         """The reader over the row's corpus; what the model said is kept by its response cache."""
         return LLMReader(row.corpus, row.llm, self)
@@ -268,19 +251,17 @@ class LLMReaderSpec(LLMReaderOptions, Part):
 def open_retriever(corpus: Corpus, spec: RetrieverSpec, on_model: OnModel = ignored) -> Retriever:
     """The retriever over a corpus."""
     weight = DEFAULT_WEIGHT if spec.fusion_weight is None else spec.fusion_weight
-    return _open(corpus, spec, on_model, remember=False)(weight)
+    return open_fusions(corpus, spec, on_model, remember=False)(weight)
 
 
 def open_fusions(
-    corpus: Corpus, spec: RetrieverSpec, on_model: OnModel = ignored
+    corpus: Corpus, spec: RetrieverSpec, on_model: OnModel = ignored, *, remember: bool = True
 ) -> Callable[[float], Retriever]:
-    """`fused` at any weight: the retrievers of all weights search the same questions once."""
-    return _open(corpus, spec, on_model, remember=True)
+    """`fused` at any weight.
 
-
-def _open(
-    corpus: Corpus, spec: RetrieverSpec, on_model: OnModel, *, remember: bool
-) -> Callable[[float], Retriever]:
+    Args:
+      remember: whether the retrievers of all weights search the same questions once.
+    """
     spec.check()
     dense = None
     if spec.method != "bm25":
@@ -306,11 +287,16 @@ def open_predictor(
     corpus: Corpus, spec: RetrieverSpec, on_model: OnModel = ignored
 ) -> Callable[[Sequence[Question]], Sequence[Modality | None]]:
     """The function that tells which modality questions need, of a spec with such a `modality`."""
-    from mmqa_jax.retrieval.modality import modality_predictor
+    from mmqa_jax.retrieval.modality import fit_classifier, modality_predictor
 
-    classifier = None if spec.modality == "known" else _open_classifier(corpus, spec)
-    if classifier is not None and spec.modality_model:
+    classifier = None
+    if spec.modality_model:
+        from mmqa_jax.tasks.modality import load_question_classifier
+
+        classifier = load_question_classifier(spec.modality_model)
         on_model("modality_model", classifier)
+    elif spec.modality != "known":
+        classifier = fit_classifier(corpus.questions("train"), corpus)
     return modality_predictor(corpus, classifier)
 
 
@@ -388,16 +374,6 @@ def with_similarity(reranker: Any, retriever: Any, corpus: Corpus, weight: float
     return SecondHopReranker(SecondHopRetriever(retriever, corpus), reranker, weight)
 
 
-def _open_classifier(corpus: Corpus, spec: RetrieverSpec) -> Any:
-    if spec.modality_model:
-        from mmqa_jax.tasks.modality import load_question_classifier
-
-        return load_question_classifier(spec.modality_model)
-    from mmqa_jax.retrieval.modality import fit_classifier
-
-    return fit_classifier(corpus.questions("train"), corpus)
-
-
 def retrievers_over(
     corpus: Corpus, spec: RetrieverSpec, dense: Any, modality: Any, remember: bool = False
 ) -> Callable[[float], Retriever]:
@@ -473,8 +449,12 @@ class LLMSpec(Part):
 
     def open(self, row: OpenedParts) -> Any:
         """The language model with its response cache."""
-        kept = cache_dir() if row.journals is None else row.journals
-        return row.language_model(str(self), lambda: open_llm(self, kept / "responses"))
+        return self._opened(row, "llm")
+
+    def _opened(self, row: OpenedParts, name: str) -> Any:
+        cache = (cache_dir() if row.journals is None else row.journals) / "responses"
+        flag = f"config key parts.{name}.model"
+        return row.language_model(str(self), lambda: open_llm(self, cache, flag), name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -485,11 +465,7 @@ class PlannerSpec(LLMSpec):
 
     def open(self, row: OpenedParts) -> Any:
         """The language model with its response cache; it stays open beside the row's other one."""
-        kept = cache_dir() if row.journals is None else row.journals
-        flag = "config key parts.planner.model"
-        return row.language_model(
-            str(self), lambda: open_llm(self, kept / "responses", flag), "planner"
-        )
+        return self._opened(row, "planner")
 
 
 # Of an LLMSpec, what changes no answer beyond its last bits: where the engine runs, its sizes (but
@@ -519,6 +495,8 @@ class KnowledgeSpec(Part):
       section_key: see KnowledgeBase; the titles of sources that may be found for a question.
     """
 
+    reads: ClassVar = ("index", "data", "text_model")
+
     data: str = ""
     retriever: Literal["bm25", "dense", "fused", "rrf", "random"] = "bm25"
     top_k: int = at_least(1, 1)
@@ -528,10 +506,6 @@ class KnowledgeSpec(Part):
     index: str = ""
     text: Literal["question", "question_and_choices", "question_and_caption"] = "question"
     section_key: str = ""
-
-    def paths(self) -> list[str]:
-        """The folders that it reads."""
-        return [self.index, self.data, self.text_model]
 
     def open(self, row: OpenedParts) -> KnowledgeBase:
         """The knowledge base."""
@@ -657,15 +631,12 @@ class HeuristicsSpec(Part):
       examples: ids of answer-aware examples; "": shots are chosen as the library does.
     """
 
+    reads: ClassVar = ("candidates", "examples")
     turn: ClassVar = "file"
     answers: ClassVar = True
 
     candidates: str
     examples: str = ""
-
-    def paths(self) -> list[str]:
-        """The files that it reads."""
-        return [self.candidates, self.examples]
 
     def open(self, row: OpenedParts) -> AnswerHeuristics:
         """The answer heuristics; UserError for a file that is malformed."""
@@ -677,14 +648,11 @@ class HeuristicsSpec(Part):
 class FinishedSpec(Part):
     """A finished run of another row: its workdir."""
 
+    reads: ClassVar = ("run",)
     turn: ClassVar = "file"
     answers: ClassVar = True
 
     run: str
-
-    def paths(self) -> list[str]:
-        """The folder that it reads."""
-        return [self.run]
 
     def open(self, row: OpenedParts) -> Mapping[str, Mapping[str, Any]]:
         """Question id -> its line in the run's trace.jsonl."""
@@ -714,14 +682,11 @@ class CaptionsSpec(Part):
       tags: file of tags; "": none.
     """
 
+    reads: ClassVar = ("captions", "tags")
     turn: ClassVar = "file"
 
     captions: str
     tags: str = ""
-
-    def paths(self) -> list[str]:
-        """The files that it reads."""
-        return [self.captions, self.tags]
 
     def open(self, row: OpenedParts) -> Captions:
         """Captions and tags by name."""
@@ -742,34 +707,28 @@ class FusionReaderSpec(Part):
       tokenizer: folder of a published model's tokenizer; "": its own.
     """
 
+    reads: ClassVar = ("model", "tokenizer")
     answers: ClassVar = True
 
     model: str
     config: str = ""
     tokenizer: str = ""
 
-    def paths(self) -> list[str]:
-        """The folders that it reads."""
-        return [self.model, self.tokenizer]
-
     def open(self, row: OpenedParts) -> Any:
         """The reader over the row's corpus."""
 
-        def load(on_model: OnModel) -> Any:
+        def load() -> Any:
             from mmqa_jax.core.config import find_config, load_config
             from mmqa_jax.tasks.fusion_in_decoder import load_fusion_reader
             from mmqa_jax.tasks.registry import open_published_reader
 
-            if self.config:
-                config = load_config(find_config(self.config))
-                reader = open_published_reader(self.model, self.tokenizer, config, row.corpus)
-            else:
-                reader = load_fusion_reader(self.model, row.corpus, row.inference)
-            on_model("model", reader)
-            return reader
+            if not self.config:
+                return load_fusion_reader(self.model, row.corpus, row.inference)
+            config = load_config(find_config(self.config))
+            return open_published_reader(self.model, self.tokenizer, config, row.corpus)
 
         made_of = identity.of_folders(self.model, self.tokenizer, text=self.config)
-        return row.once("fusion_reader", made_of, load, "fusion_reader")
+        return row.model("fusion_reader", made_of, load)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -781,6 +740,7 @@ class FactsSpec(Part):
       answers: implicit knowledge; "": none.
     """
 
+    reads: ClassVar = ("entities", "answers")
     turn: ClassVar = "file"
     materials: ClassVar = (
         Material(
@@ -790,10 +750,6 @@ class FactsSpec(Part):
 
     entities: str = ""
     answers: str = ""
-
-    def paths(self) -> list[str]:
-        """The files that it reads."""
-        return [self.entities, self.answers]
 
     def open(self, row: OpenedParts) -> KATKnowledge:
         """The knowledge; UserError for a file that is malformed."""
@@ -809,15 +765,12 @@ class MultimodalT5Spec(Part):
       vectors, names: of the questions' pictures, see data/picture_vectors.py.
     """
 
+    reads: ClassVar = ("model", "vectors", "names")
     answers: ClassVar = True
 
     model: str
     vectors: str
     names: str = ""
-
-    def paths(self) -> list[str]:
-        """The folder and the files that it reads."""
-        return [self.model, self.vectors, self.names]
 
     def open(self, row: OpenedParts) -> Any:
         """What writes texts about the questions."""

@@ -12,11 +12,7 @@ from mmqa_jax.core.errors import UserError, first_names
 from mmqa_jax.core.files import write_json
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.records.corpus_records import materials_of
-from mmqa_jax.evaluation.corpus_statistics import (
-    corpus_statistics,
-    statistics_plots,
-    statistics_tables,
-)
+from mmqa_jax.evaluation import corpus_statistics as statistics
 from mmqa_jax.evaluation.report import ReportData, write_report
 from mmqa_jax.evaluation.tables import Table, show
 from mmqa_jax.runs import corpora
@@ -47,15 +43,15 @@ def report_corpus(dataset: str, out: Path) -> dict[str, Any]:
         raise UserError(
             f"--out={out}: holds the corpus {name}, not {dataset}; name that, or another folder."
         )
-    found = corpus_statistics(corpus)
-    tables = statistics_tables(found, published=dataset == "webqa")
+    found = statistics.corpus_statistics(corpus)
+    tables = statistics.statistics_tables(found, published=dataset == "webqa")
     for table in tables:
         show(table)
     write_json(out / "statistics.json", found.to_json())
     data = ReportData(
         title=f"{name}: statistics",
         description=f"{len(corpus.questions()):,} questions, {len(corpus):,} sources.",
-        line_plots=statistics_plots(found),
+        line_plots=statistics.statistics_plots(found),
         tables=tables,
         materials=corpus.materials,
     )

@@ -18,6 +18,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, check_out
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.shards import WHOLE, Shard
+from mmqa_jax.data import region_records
 from mmqa_jax.data.batches.vqa import image_id
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.pictures.bounds import PictureError
@@ -26,14 +27,6 @@ from mmqa_jax.data.records.corpus_records import MANIFEST as CORPUS
 from mmqa_jax.data.records.corpus_records import materials_beside, write_notice
 from mmqa_jax.data.records.record_shards import write_records
 from mmqa_jax.data.region_exports import check_exports, check_held, export_folder, export_regions
-from mmqa_jax.data.region_records import (
-    REGIONS,
-    DetectedRegions,
-    Precision,
-    RegionFacts,
-    RegionRecords,
-    facts_to_json,
-)
 from mmqa_jax.data.region_words import check_words, read_names, region_words
 from mmqa_jax.data.regions import RegionError
 from mmqa_jax.data.schema import Material
@@ -145,7 +138,7 @@ class RegionOptions(NamedTuple):
       exports, least: what `export_all` shall do with them, which is checked before it takes hours.
     """
 
-    precision: Precision = "float16"
+    precision: region_records.Precision = "float16"
     class_names: Path | None = None
     attribute_names: Path | None = None
     chunk: int = CHUNK
@@ -202,12 +195,12 @@ def write_regions(
     with Progress("Regions", own, "pictures") as progress:
         complete = write_records(
             out,
-            REGIONS,
+            region_records.REGIONS,
             pictures.names,
             RegionEncoder(pictures.read, detector, options.precision, progress.advance),
-            about={"facts": facts_to_json(facts)},
+            about={"facts": region_records.facts_to_json(facts)},
             broken=broken,
-            facts=[facts_to_json(facts), pictures.fingerprint],
+            facts=[region_records.facts_to_json(facts), pictures.fingerprint],
             shard=options.chunk,
             part=options.shard,
             advance=progress.advance,
@@ -226,14 +219,14 @@ def write_regions(
         print(f"This process's part is in {out}; other processes have not finished theirs.")
         return {**found, "waiting_for_other_shards": True}
     write_notice(out, pictures.materials)
-    print(f"Regions of {len(RegionRecords(out)):,} pictures: {out}")
+    print(f"Regions of {len(region_records.RegionRecords(out)):,} pictures: {out}")
     return found
 
 
 def export_all(out: Path, kinds: Sequence[str], least: float | None = None) -> dict[str, str]:
     """Writes finished records in the formats of originals, below `out`; kind -> folder."""
     check_exports(kinds)
-    records = RegionRecords(out)
+    records = region_records.RegionRecords(out)
     written = {}
     for kind in kinds:
         folder = export_folder(out, kind)
@@ -256,7 +249,7 @@ _COLORS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#008080", "#9
 
 
 def draw_regions(
-    records: RegionRecords,
+    records: region_records.RegionRecords,
     pictures: NamedPictures,
     folder: Path,
     count: int,
@@ -298,7 +291,9 @@ def draw_regions(
 
 
 def region_titles(
-    found: DetectedRegions, facts: RegionFacts, least: float | None = None
+    found: region_records.DetectedRegions,
+    facts: region_records.RegionFacts,
+    least: float | None = None,
 ) -> list[str]:
     """`dog 0.93` for each region; without names the class's number."""
     if facts.class_names:
@@ -308,7 +303,9 @@ def region_titles(
     return [f"{word} {score:.2f}" for word, score in zip(words, found.scores, strict=True)]
 
 
-def drawn(image: Image.Image, found: DetectedRegions, titles: Sequence[str]) -> Image.Image:
+def drawn(
+    image: Image.Image, found: region_records.DetectedRegions, titles: Sequence[str]
+) -> Image.Image:
     """The RGB picture with the boxes of its most certain regions; small ones are enlarged."""
     scale = min(_LARGEST / max(image.size), 8.0)
     image = image.resize([max(1, round(side * scale)) for side in image.size])
@@ -331,7 +328,7 @@ def _png(image: Image.Image) -> bytes:
 
 
 def _page(
-    facts: RegionFacts,
+    facts: region_records.RegionFacts,
     shown: Sequence[tuple[str, str, list[str]]],
     materials: Sequence[Material],
 ) -> str:

@@ -16,21 +16,12 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.benchmarks import NAMES
 from mmqa_jax.benchmarks.benchmark import check_judged
+from mmqa_jax.core import typed
 from mmqa_jax.core.config import config_fingerprint, flatten, to_plain_dict
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.core.paths import as_path, in_store
-from mmqa_jax.core.typed import (
-    Key,
-    as_given,
-    at_least,
-    is_section,
-    mapping,
-    read_typed,
-    sections_by_name,
-    spec_of,
-)
 from mmqa_jax.core.workdir import is_free, read_config
 from mmqa_jax.data.corpus import (
     Corpus,
@@ -109,12 +100,12 @@ class RowData:
     dir: str
     split: str
     sources: str = ""
-    questions: int = at_least(0, 0)
+    questions: int = typed.at_least(0, 0)
     modality: Literal["", "text", "image"] = ""
     where: dict = dataclasses.field(default_factory=dict)
     context: Literal["", *get_args(GoldContext)] = ""
-    folds: int = at_least(1, 1)
-    fold: int = at_least(0, 0)
+    folds: int = typed.at_least(1, 1)
+    fold: int = typed.at_least(0, 0)
 
     def __post_init__(self) -> None:
         if self.fold >= self.folds:
@@ -141,13 +132,13 @@ class Scoring:
 
 def _part_kinds(section: Mapping[str, Any]) -> dict[str, tuple[type[Part], bool]]:
     taken = find_setting(section["system"], section.get("setting")).parts()
-    return kinds_of_parts(taken, section["parts"] if is_section(section.get("parts")) else {})
+    return kinds_of_parts(taken, section["parts"] if typed.is_section(section.get("parts")) else {})
 
 
-def _options(section: Mapping[str, Any]) -> dict[str, Key]:
+def _options(section: Mapping[str, Any]) -> dict[str, typed.Key]:
     """The keyword-only parameters of the setting's function; `Count` where one may be 0."""
     setting = find_setting(section["system"], section.get("setting"))
-    options, keys = setting.options({}), spec_of(setting.answer, minimum=1)
+    options, keys = setting.options({}), typed.spec_of(setting.answer, minimum=1)
     return {name: key for name, key in keys.items() if name in options}
 
 
@@ -171,12 +162,12 @@ class Row:
     setting: str
     dataset: Literal["atlas", "webqa", "corpus", *NAMES]
     data: RowData
-    parts: Mapping[str, Part] = sections_by_name(_part_kinds)
-    options: Mapping[str, Any] = mapping(_options, required=True)
+    parts: Mapping[str, Part] = typed.sections_by_name(_part_kinds)
+    options: Mapping[str, Any] = typed.mapping(_options, required=True)
     scoring: Scoring = Scoring()
     published: tuple[dict, ...] = ()
     made_by: tuple[tuple[str, str], ...] = ()
-    given: Mapping[str, Any] = as_given()
+    given: Mapping[str, Any] = typed.as_given()
 
     def __post_init__(self) -> None:
         library, retriever = self.parts.get("library"), self.parts.get("retriever")
@@ -284,8 +275,8 @@ class Row:
         for part in self.parts.values():
             if isinstance(part, FinishedSpec) and (Path(part.run) / "scores.json").is_file():
                 read.append(read_json(Path(part.run) / "scores.json"))
-        own = [part.materials for part in self.parts.values()]
-        return united(corpus.materials, *own, *map(materials_of, read))
+        of_parts = [part.materials for part in self.parts.values()]
+        return united(corpus.materials, *of_parts, *map(materials_of, read))
 
     def questions(self, corpus: Corpus) -> list[Question]:
         """Returns its questions, sampled evenly down to data.questions; none are a UserError."""
@@ -306,13 +297,13 @@ class Row:
         else:
             questions = of_modality(questions, corpus, data.modality or None)
         taken = evenly(questions, data.questions)
-        own = [question for question in taken if fold_of(question.id, data.folds) == data.fold]
-        if taken and not own:
+        of_fold = [question for question in taken if fold_of(question.id, data.folds) == data.fold]
+        if taken and not of_fold:
             raise UserError(
                 f"config key data.fold={data.fold}: none of the {len(taken):,} questions is of "
                 "this part; take more of them (data.questions), or another part."
             )
-        return own
+        return of_fold
 
     def check_questions(self, questions: Sequence[Question]) -> None:
         """Raises UserError for questions that its setting cannot answer."""
@@ -370,7 +361,7 @@ def read_row(config: ConfigDict, *, split: str | None = None) -> Row:
     if split and isinstance(config.get("data"), ConfigDict):
         with config.data.unlocked():
             config.data.split = split
-    return read_typed(Row, config)
+    return typed.read_typed(Row, config)
 
 
 # The systems that rows name.

@@ -29,7 +29,7 @@ from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.core.workdir import claim_workdir, read_config
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking, prediction_row
-from mmqa_jax.evaluation.chain import losses_by_stage
+from mmqa_jax.evaluation import scoring
 from mmqa_jax.evaluation.retrieval import (
     ARTICLES,
     know_articles,
@@ -37,8 +37,7 @@ from mmqa_jax.evaluation.retrieval import (
     score_modality,
     score_rankings,
 )
-from mmqa_jax.evaluation.scores import Scores, count_empty
-from mmqa_jax.evaluation.scoring import Evaluation, notes_of_counts, score_cited, score_predictions
+from mmqa_jax.evaluation.scores import count_empty
 from mmqa_jax.retrieval.rankings import write_rankings
 from mmqa_jax.runs.part import OpenedParts
 from mmqa_jax.runs.parts import RetrieverSpec
@@ -161,7 +160,7 @@ class RowRun:
     corpus: Corpus
     rankings: Mapping[str, Sequence[Ranking]]
     predictions: Sequence[Prediction]
-    evaluation: Evaluation
+    evaluation: scoring.Evaluation
     scores: Mapping[str, Any]
 
 
@@ -181,16 +180,16 @@ def write_results(
     evaluation = _evaluate(row, corpus, questions, predictions, rankings)
     evaluation.notes += row.answering.notes(questions, row.options)
     if row.answers:
-        evaluation.notes += notes_of_counts(evaluation, predictions)
+        evaluation.notes += scoring.notes_of_counts(evaluation, predictions)
     if answered.unscored:
         evaluation.notes.append(
             f"pairs of question and source without a score, which count as 0: {answered.unscored:,}"
         )
     scores = _scores(row, questions, predictions, evaluation, limit, answered.llm)
     scores["materials"] = list(map(dataclasses.asdict, row.materials(corpus)))
-    found = rankings.get("candidates") or rankings.get("relevance")
-    if row.answers and found:
-        scores |= _lost(row, questions, predictions, evaluation, found)
+    ranked = rankings.get("candidates") or rankings.get("relevance")
+    if row.answers and ranked:
+        scores |= _lost(row, questions, predictions, evaluation, ranked)
     if answered.engine is not None:
         scores["engine"] = answered.engine
     if answered.serving:
@@ -211,7 +210,7 @@ def _evaluate(
     questions: Sequence[Question],
     predictions: Sequence[Prediction],
     rankings: Mapping[str, Sequence[Ranking]],
-) -> Evaluation:
+) -> scoring.Evaluation:
     if row.dataset in NAMES:
         benchmark = open_benchmark(row.dataset)
         if _is_hidden(row, questions):
@@ -220,12 +219,12 @@ def _evaluate(
                 note = (
                     f"{note}: nothing is scored; {benchmark.submission} is the leaderboard's file"
                 )
-            return Evaluation(notes=[note])
-        evaluation = Evaluation(has_modalities=False)
+            return scoring.Evaluation(notes=[note])
+        evaluation = scoring.Evaluation(has_modalities=False)
         if row.answers or benchmark.ranks:
             score = scorer_of(row.dataset, row.scoring.bem, "config key scoring.bem")
             evaluation = score(questions, predictions)
-        score_cited(
+        scoring.score_cited(
             evaluation,
             questions,
             predictions,
@@ -235,8 +234,10 @@ def _evaluate(
     else:
         hidden = not any(q.answers or q.positives or q.keywords for q in questions)
         if hidden:  # WebQA's test split
-            return Evaluation(notes=["gold answers and sources of this split are not published"])
-        evaluation = score_predictions(
+            return scoring.Evaluation(
+                notes=["gold answers and sources of this split are not published"]
+            )
+        evaluation = scoring.score_predictions(
             row.dataset,
             questions,
             predictions,
@@ -254,21 +255,13 @@ def _evaluate(
         evaluation.scored += [modality] if modality.n else []
     ranked = rankings.get("relevance") or rankings.get("candidates")
     if ranked and any(question.positives for question in questions):
-        retrieval = score_rankings(
-            [set(question.positives) for question in questions], [r.sources for r in ranked]
-        )
-        kept = [questions[number] for number in retrieval.rows]
-        metrics = retrieval.per_question.items()
-        evaluation.retrieval = Scores(
-            tuple(question.id for question in kept),
-            tuple(question.category for question in kept),
-            {name: x for name, x in metrics if name.startswith(("recall", "mrr"))},
-            unscored=retrieval.excluded,
-        )
+        gold = [set(question.positives) for question in questions]
+        ranking = score_rankings(gold, [ranking.sources for ranking in ranked])
+        evaluation.retrieval = ranking.of(questions)
     if row.finds_sources and know_articles(questions):
-        found = _rankings_of_articles(row, predictions, ranked)
-        if found is not None:
-            evaluation.retrieval = score_articles(corpus.articles, questions, found)
+        of_articles = _rankings_of_articles(row, predictions, ranked)
+        if of_articles is not None:
+            evaluation.retrieval = score_articles(corpus.articles, questions, of_articles)
     return evaluation
 
 
@@ -278,20 +271,23 @@ def _rankings_of_articles(
     """What tells which articles a row found: its own order of them, its sources, its parts'."""
     if any(ARTICLES in prediction.trace for prediction in predictions):
         return [
-            Ranking(one.question_id, names, (0.0,) * len(names))
-            for one in predictions
-            for names in (tuple(one.trace.get(ARTICLES, {}).values()),)
+            Ranking(prediction.question_id, names, (0.0,) * len(names))
+            for prediction in predictions
+            for names in (tuple(prediction.trace.get(ARTICLES, {}).values()),)
         ]
     if row.answers:
         return ranked
-    return [Ranking(one.question_id, one.sources, one.source_scores) for one in predictions]
+    return [
+        Ranking(prediction.question_id, prediction.sources, prediction.source_scores)
+        for prediction in predictions
+    ]
 
 
 def _scores(
     row: Row,
     questions: Sequence[Question],
     predictions: Sequence[Prediction],
-    evaluation: Evaluation,
+    evaluation: scoring.Evaluation,
     limit: int | None,
     llm: Mapping[str, int],
 ) -> dict[str, Any]:
@@ -321,7 +317,7 @@ def _lost(
     row: Row,
     questions: Sequence[Question],
     predictions: Sequence[Prediction],
-    evaluation: Evaluation,
+    evaluation: scoring.Evaluation,
     candidates: Sequence[Ranking],
 ) -> dict[str, Any]:
     """The key `lost`, what each stage of a chain loses; {} without gold sources or scores."""
@@ -331,7 +327,7 @@ def _lost(
         for question_id, scores in evaluation.per_question().items()
         if scorer in scores
     }
-    losses = losses_by_stage(questions, candidates, predictions, right)
+    losses = scoring.losses_by_stage(questions, candidates, predictions, right)
     return {"lost": {"scorer": scorer, "stages": losses}} if losses else {}
 
 

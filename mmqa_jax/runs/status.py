@@ -1,4 +1,7 @@
-"""`mmqa status` of a demo and of rows; of training runs and jobs: training_status.py, jobs.py."""
+"""What a workdir holds and how far it is: a demo, rows, a training, a sweep; of jobs: jobs.py.
+
+Neither this nor what it imports imports JAX: `mmqa status` answers at once.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,40 @@ from mmqa_jax.core.chunks import PARTS
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.core.metrics import METRICS, read_metrics
+from mmqa_jax.core.paths import in_store
 from mmqa_jax.core.progress import duration
 from mmqa_jax.core.workdir import Workdir, read_config, steps_in
 from mmqa_jax.data.formats.tables import real_number, whole_number
 from mmqa_jax.evaluation.tables import score_name
 from mmqa_jax.training.attempts import FILE, goodput, read_attempts
 from mmqa_jax.weights.record import is_trained
+
+
+def workdir_status(folder: Path) -> tuple[dict[str, Any], list[str]] | None:
+    """How far what a workdir holds is, and the lines that say it; None: jobs.py may know more."""
+    if is_training(folder):
+        status = training_status(folder)
+        return status, status_lines(status)
+    kind = "" if in_store(folder) else kind_of(folder)  # of a store's places trainings alone
+    if kind == "trainings":
+        status = sweep_status(folder)
+        return status, sweep_lines(status)
+    if kind == "demo":
+        status = demo_status(folder)
+        return status, [demo_line(status)]
+    if kind == "row":
+        row = row_status(folder)
+        return None if row is None else (row, [row_line(row)])
+    if kind not in ("rows", "sweep"):
+        return None
+    rows = list(finished_rows(folder))
+    if not rows:
+        raise UserError(
+            f"{folder}: holds a sweep without a finished cell; start `mmqa sweep` again."
+        )
+    status = {"folder": str(folder), "complete": True, "complete_rows": rows}
+    return status, [f"{folder}: {len(rows)} complete rows: {', '.join(rows)}."]
+
 
 # Stage of a demo -> its share of the time of a whole demo on a CPU.
 STAGES = {
@@ -111,22 +142,6 @@ def row_line(status: dict[str, Any]) -> str:
     return f"{name}: {', '.join([known, *first])}."
 
 
-def rows_status(folder: Path) -> dict[str, Any]:
-    """The finished rows below `folder`; UserError for a sweep that lacks them all."""
-    rows = finished_rows(folder)
-    if not rows:
-        raise UserError(
-            f"{folder}: holds a sweep without a finished cell; start `mmqa sweep` again."
-        )
-    return {"folder": str(folder), "complete": True, "complete_rows": list(rows)}
-
-
-def rows_line(status: dict[str, Any]) -> str:
-    """What is printed of a folder of rows."""
-    rows = status["complete_rows"]
-    return f"{status['folder']}: {len(rows)} complete rows: {', '.join(rows)}."
-
-
 # What a workdir holds, as far as `mmqa report` and `mmqa status` have to know.
 
 
@@ -156,18 +171,16 @@ def kind_of(folder: Path) -> Kind:
 
 def finished_rows(folder: Path) -> dict[str, Mapping[str, Any]]:
     """Path of a finished row below `folder`, relative to it -> its scores.json."""
-    found = {}
+    rows = {}
     for depth in range(1, _DEPTH + 1):
         for file in sorted(folder.glob("/".join(["*"] * depth) + "/scores.json")):
             scores = read_json(file)
             if isinstance(scores, Mapping) and {"row", "dataset", "scores"} <= scores.keys():
-                found[file.parent.relative_to(folder).as_posix()] = scores
-    return found
+                rows[file.parent.relative_to(folder).as_posix()] = scores
+    return rows
 
 
 # `mmqa status` of a training run: how far it is, what its wall time went into; and of a sweep.
-#
-# Neither this nor what it imports imports JAX: `status` answers at once.
 
 
 def is_training(folder: Path) -> bool:

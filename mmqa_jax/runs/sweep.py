@@ -22,16 +22,8 @@ from mmqa_jax.core.config import config_fingerprint, flatten, load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, no_empty_folders, read_json, write_json
 from mmqa_jax.core.progress import announce
+from mmqa_jax.evaluation import tables
 from mmqa_jax.evaluation.report import LinePlot, ReportData, write_report
-from mmqa_jax.evaluation.tables import (
-    Cell,
-    Table,
-    for_people,
-    llm_columns,
-    llm_use,
-    score_cell,
-    to_markdown,
-)
 from mmqa_jax.runs.part import OpenedParts
 from mmqa_jax.runs.reports.training import overlaid_curves, training_report
 from mmqa_jax.runs.row import Row, read_row
@@ -74,10 +66,10 @@ class SweepCell:
     run: Any
 
 
-def parse_axes(given: Sequence[str]) -> list[Axis]:
+def parse_axes(texts: Sequence[str]) -> list[Axis]:
     """`KEY=V1,V2,...`, each key once; a value that is named twice counts once."""
     axes: dict[str, Axis] = {}
-    for text in given:
+    for text in texts:
         key, _, listed = text.partition("=")
         values = tuple(dict.fromkeys(value.strip() for value in listed.split(",")))
         if not key or not all(values):
@@ -113,25 +105,25 @@ def read_cells(
     configs: dict[str, str] = {}  # fingerprint -> folder
     for values in itertools.product(*(axis.values for axis in axes)):
         chosen = {axis.key: value for axis, value in zip(axes, values, strict=True)}
-        given = [*overrides, *(f"{key}={value}" for key, value in chosen.items())]
+        changes = [*overrides, *(f"{key}={value}" for key, value in chosen.items())]
         try:
-            own = load_config(config, given, adds=True)
-            run: Any = own
-            if "task" in own:
-                check_config(own)
+            changed = load_config(config, changes, adds=True)
+            run: Any = changed
+            if "task" in changed:
+                check_config(changed)
             else:
-                run = read_row(own, split=split)
+                run = read_row(changed, split=split)
         except UserError as error:
             listed = " ".join(f"{key}={value}" for key, value in chosen.items())
             raise UserError(f"--over, cell {listed}: {error}") from error
-        known = flatten(own.to_dict())
+        known = flatten(changed.to_dict())
         folder = "_".join(f"{names[key]}={value}" for key, value in chosen.items())
         folder = re.sub(r"[^\w.=+-]+", "-", folder)
         if folder in cells:
             raise UserError(
                 f"--over: two cells would share the folder {folder}; leave one to another sweep."
             )
-        same = configs.setdefault(config_fingerprint(own), folder)
+        same = configs.setdefault(config_fingerprint(changed), folder)
         if same != folder:
             raise UserError(
                 f"--over: {same} and {folder} are the same run, for their values are equal; name "
@@ -199,7 +191,7 @@ def _record(cell: SweepCell, scores: Mapping[str, Any]) -> dict[str, Any]:
         "workdir": cell.folder,
         **{key: scores.get(key) for key in ("questions", "limit", "split", "scores", "intervals")},
         "agents": {role: counts["accuracy"] for role, counts in agents.items()},
-        "llm": llm_use(scores),
+        "llm": tables.llm_use(scores),
     }
 
 
@@ -210,10 +202,10 @@ def _write(folder: Path, cells: Sequence[SweepCell], finished: list[dict[str, An
     write_json(folder / SWEEP, content)
     _, table = report_sweep(folder)
     with atomic_write(folder / "sweep.md") as file:
-        file.write(to_markdown(table))
+        file.write(tables.to_markdown(table))
 
 
-def report_sweep(folder: Path) -> tuple[Path, Table]:
+def report_sweep(folder: Path) -> tuple[Path, tables.Table]:
     """Writes report.html of a sweep's finished cells; returns its path and the table."""
     content = read_json(folder / SWEEP)
     try:
@@ -235,22 +227,22 @@ def report_sweep(folder: Path) -> tuple[Path, Table]:
     return folder / "report.html", table
 
 
-def sweep_table(title: str, cells: Sequence[Mapping[str, Any]]) -> Table:
+def sweep_table(title: str, cells: Sequence[Mapping[str, Any]]) -> tables.Table:
     """A line per cell: values, scores with intervals, agents alone, what the model was asked."""
     names = list(cells[0]["values"])
     scorers = list(dict.fromkeys(name for cell in cells for name in cell["scores"]))
     roles = list(dict.fromkeys(role for cell in cells for role in cell["agents"]))
-    used, counts = llm_columns([cell["llm"] for cell in cells])
-    rows: list[list[Cell]] = []
+    used, counts = tables.llm_columns([cell["llm"] for cell in cells])
+    rows: list[list[tables.Cell]] = []
     for cell, asked in zip(cells, counts, strict=True):
         values = [str(value) for value in cell["values"].values()]
-        found = [score_cell(cell, scorer) for scorer in scorers]
+        scores = [tables.score_cell(cell, scorer) for scorer in scorers]
         alone = [cell["agents"].get(role) for role in roles]
-        rows.append([*values, cell["questions"], *found, *alone, *asked])
+        rows.append([*values, cell["questions"], *scores, *alone, *asked])
     columns = (*names, "n", *scorers, *(f"{role} alone" for role in roles), *used)
     links = {i: f"./{quote(cell['workdir'])}/report.html" for i, cell in enumerate(cells)}
     note = "95% intervals, bootstrap over questions. mmqa compare tests the differences of cells."
-    return Table(title, columns, rows, note, links)
+    return tables.Table(title, columns, rows, note, links)
 
 
 def sweep_plots(cells: Sequence[Mapping[str, Any]]) -> list[LinePlot]:
@@ -274,7 +266,7 @@ def sweep_plots(cells: Sequence[Mapping[str, Any]]) -> list[LinePlot]:
         for role, accuracy in () if others else cell["agents"].items():
             if accuracy is not None:
                 lines.setdefault(f"{role} alone", []).append((x, accuracy))
-    return [LinePlot(for_people(scorer), first, lines)]
+    return [LinePlot(tables.for_people(scorer), first, lines)]
 
 
 # `mmqa sweep` over trainings: one run for each combination of values, in a workdir of its own.
@@ -342,7 +334,7 @@ def _write_trainings(
         write_report(place / "report.html", training_report(place))
     _, table = report_trainings(folder)
     with atomic_write(folder / "sweep.md") as file:
-        file.write(to_markdown(table))
+        file.write(tables.to_markdown(table))
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
@@ -363,7 +355,7 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     return sorted(scored, key=lambda record: -record["best"]["value"]) + rest
 
 
-def report_trainings(folder: Path) -> tuple[Path, Table]:
+def report_trainings(folder: Path) -> tuple[Path, tables.Table]:
     """Writes report.html of a sweep over trainings; returns its path and the table."""
     task, records = read_swept(folder)[0], read_records(folder)
     table = trainings_table(f"Sweep of {task}", records)
@@ -387,10 +379,10 @@ def _name(record: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in record["values"].items())
 
 
-def trainings_table(title: str, records: Sequence[Mapping[str, Any]]) -> Table:
+def trainings_table(title: str, records: Sequence[Mapping[str, Any]]) -> tables.Table:
     """A line for each run: its values, last loss, best validation with its step, step, goodput."""
     metrics = dict.fromkeys(record["best"]["metric"] for record in records if record["best"])
-    rows: list[list[Cell]] = []
+    rows: list[list[tables.Cell]] = []
     for record in records:
         best, measured = record["best"] or {}, record["goodput"]
         of_metrics = [best["value"] if best.get("metric") == name else None for name in metrics]
@@ -410,4 +402,4 @@ def trainings_table(title: str, records: Sequence[Mapping[str, Any]]) -> Table:
     failed = [
         f"{record['workdir']}: {record['failed']}" for record in records if "failed" in record
     ]
-    return Table(title, columns, rows, " ".join(failed))
+    return tables.Table(title, columns, rows, " ".join(failed))

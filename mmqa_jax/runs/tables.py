@@ -154,7 +154,9 @@ def paper_tables(listed: list[dict[str, Any]]) -> list[Table]:
     tables = [
         table
         for number in numbers
-        for table in _published(paper, [one for one in published if one["table"] == number])
+        for table in _published(
+            paper, [figure for figure in published if figure["table"] == number]
+        )
     ]
     measured = [figure for figure in listed if figure["measured"] is not None]
     for title in dict.fromkeys(_group(figure) for figure in measured):
@@ -174,18 +176,18 @@ def _published(paper: str, figures: list[dict[str, Any]]) -> Iterator[Table]:
     name = f"{paper}, table {number}" if number.isdigit() else f"{paper}, {number}"
     columns = list(dict.fromkeys(figure["column"] for figure in figures))
     for start in range(0, len(columns), _WIDEST):
-        shown = columns[start : start + _WIDEST]
+        part_columns = columns[start : start + _WIDEST]
         rows: dict[tuple[str, str], dict[str, float]] = {}
         for figure in figures:
             run = figure["config_row"] if figure["command"] else f"({figure['status']})"
-            if figure["column"] in shown:
-                own = rows.setdefault((figure["row"], run), {})
-                own[figure["column"]] = figure["published"]
+            if figure["column"] in part_columns:
+                cells = rows.setdefault((figure["row"], run), {})
+                cells[figure["column"]] = figure["published"]
         part = f" ({start // _WIDEST + 1})" if len(columns) > _WIDEST else ""
         yield Table(
             f"{name}, published{part}",
-            ("row", "config row", *(column.replace("_", " ") for column in shown)),
-            [[*names, *map(values.get, shown)] for names, values in rows.items()],
+            ("row", "config row", *(column.replace("_", " ") for column in part_columns)),
+            [[*names, *map(values.get, part_columns)] for names, values in rows.items()],
         )
 
 
@@ -197,21 +199,23 @@ def _group(figure: Mapping[str, Any]) -> str:
 def _measured_table(title: str, figures: list[dict[str, Any]]) -> Table:
     """A line per measured figure; of the papers' with the published one and whether it is met."""
     ours = figures[0]["published"] is None
-    used, counts = llm_columns([one["llm"] for one in figures])
+    used, counts = llm_columns([figure["llm"] for figure in figures])
     rows: list[list[Cell]] = []
-    for one, asked in zip(figures, counts, strict=True):
-        value: Cell = one["measured"]
-        if one["interval"]:
-            value = Interval(one["measured"], *one["interval"])
-        note = f"first {one['limit']} only" if one["limit"] else ""
-        if one["sample"]:
-            note = f"{one['sample']:,} questions only"
-        if not note and one["status"] == "partial":
-            note = f"split {one['split']}"
+    for figure, asked in zip(figures, counts, strict=True):
+        value: Cell = figure["measured"]
+        if figure["interval"]:
+            value = Interval(figure["measured"], *figure["interval"])
+        note = f"first {figure['limit']} only" if figure["limit"] else ""
+        if figure["sample"]:
+            note = f"{figure['sample']:,} questions only"
+        if not note and figure["status"] == "partial":
+            note = f"split {figure['split']}"
         if not ours:
-            note = one["status"] + (f" ({note})" if note else "")
-        published = () if ours else (one["published"],)
-        rows.append([one["config_row"], one["column"], *published, value, one["n"], *asked, note])
+            note = figure["status"] + (f" ({note})" if note else "")
+        published = () if ours else (figure["published"],)
+        rows.append(
+            [figure["config_row"], figure["column"], *published, value, figure["n"], *asked, note]
+        )
     between = () if ours else ("published",)
     columns = ("config row", "score", *between, "measured [95% interval]", "n", *used, "status")
     return Table(title, columns, rows)
@@ -228,8 +232,8 @@ def commands_table(listed: list[dict[str, Any]]) -> Table:
             if figure["shut_down"]:
                 needs = f"{needs}; model shut down".lstrip("; ")
             rows[figure["command"]] = [config.partition(" ")[0], state or needs or "–"]
-    here = {one["row"] for one in listed if one["command"]}
-    cited = dict.fromkeys(one["row"] for one in listed if one["row"] not in here)
+    here = {figure["row"] for figure in listed if figure["command"]}
+    cited = dict.fromkeys(figure["row"] for figure in listed if figure["row"] not in here)
     gone = dict.fromkeys(figure["shut_down"] for figure in listed if figure["shut_down"])
     note = (
         "Run one with: mmqa run --config=CONFIG --workdir=runs/tables/DATASET/ROW. What is missing "
@@ -247,10 +251,10 @@ def _figure(
     cell: Mapping[str, Any],
     command: str,
     needs: list[str],
-    found: _Measured | None,
+    run: _Measured | None,
     row: Row | None,
 ) -> dict[str, Any]:
-    scores = None if found is None else found.scores
+    scores = None if run is None else run.scores
     measured = None if scores is None else _measured(scores, cell["scorer"], cell["group"])
     status = "needs" if needs else "not run"
     needs_bart = cell["scorer"].startswith("webqa_fl") and row and not row.scoring.bart
@@ -264,7 +268,7 @@ def _figure(
         sample = None
     if measured is not None and cell["published"] is None:
         status = "measured"
-    elif measured is not None and found.whole:
+    elif measured is not None and run.whole:
         within = abs(measured - cell["published"]) <= cell["tolerance"]
         status = "pass" if within else "fail"
     elif measured is not None:
@@ -289,7 +293,7 @@ def _figure(
         "limit": limit,
         "sample": sample,
         "split": None if scores is None else scores["split"],
-        "workdir": None if found is None else str(found.folder),
+        "workdir": None if run is None else str(run.folder),
         "status": status,
     }
 
@@ -299,9 +303,9 @@ def _measured(scores: Mapping[str, Any], scorer: str, group: str) -> float | Non
     if not group:
         return scores["scores"].get(scorer)
     for key in ("by_category", "by_modality"):
-        found = scores.get(key, {}).get(group, {}).get(scorer)
-        if found is not None:
-            return found
+        value = scores.get(key, {}).get(group, {}).get(scorer)
+        if value is not None:
+            return value
     return None
 
 
@@ -330,7 +334,7 @@ def _scores(places: Sequence[Path], folder: str, name: str, row: Row) -> _Measur
 
     A place is a folder of workdirs (PLACE/FOLDER/ROW or PLACE/ROW), a row's workdir or a demo's.
     """
-    found = []
+    runs = []
     for place in places:
         for workdir in (place / folder / name, place / name, place / "rows" / name, place):
             file = workdir / "scores.json"
@@ -343,5 +347,5 @@ def _scores(places: Sequence[Path], folder: str, name: str, row: Row) -> _Measur
                     and (scores.get("sample") or 0) == row.data.questions
                     and scores.get("split") == row.data.split
                 )
-                found.append(_Measured(workdir, scores, whole))
-    return next((run for run in found if run.whole), found[0] if found else None)
+                runs.append(_Measured(workdir, scores, whole))
+    return next((run for run in runs if run.whole), runs[0] if runs else None)

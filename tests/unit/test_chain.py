@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmqa_jax.data.schema import Prediction, Question, Ranking
-from mmqa_jax.evaluation.chain import losses_by_stage, losses_tables, stage_of
+from mmqa_jax.evaluation.scoring import losses_by_stage, losses_tables, stage_of
 
 # question -> gold sources, candidates, what the reader was given, score of the answer.
 ASKED = {

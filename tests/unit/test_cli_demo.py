@@ -8,6 +8,7 @@ import re
 import jax
 import pytest
 from cli_runs import ROOT, done
+from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import load_config, to_plain_dict
 from mmqa_jax.core.errors import UserError
@@ -174,4 +175,4 @@ def test_the_precision_is_measured_once(fast, stages_run, monkeypatch, tmp_path)
 def test_rows_that_are_gone_are_named(tmp_path):
     """Deleted by hand, while the stages that wrote them count as finished."""
     with pytest.raises(UserError, match=r"rows: lacks bm25, .*read\.json in .*stages, and run"):
-        read_results(tmp_path, tmp_path / "rows", None, [], {}, 0)
+        read_results(tmp_path, ConfigDict(), None)

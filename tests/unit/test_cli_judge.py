@@ -95,7 +95,7 @@ def test_a_row_retrieves_with_the_run(inputs, tmp_path):
     [
         ({"judge.candidates": 1}, r"judge\.candidates=1: at least 2 were expected"),
         ({"judge.template": "rmr.none"}, r"template=rmr\.none: no such prompt template"),
-        ({"data.corpus": "('train','none')"}, r"data\.splits=\('train', 'none'\): .* split none"),
+        ({"data.splits": "('train','none')"}, r"data\.splits=\('train', 'none'\): .* split none"),
         ({"judge.score": "best"}, r"judge\.score='best'"),
         (
             {"parts.llm.model": "nowhere"},

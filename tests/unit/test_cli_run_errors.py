@@ -67,39 +67,75 @@ def test_only_missing_inputs_are_named(flags, refused):
     refused(*flags, gone, message=r"1 of its inputs are missing: gone \(no such path")
 
 
-def test_the_similarity_of_a_reranker_is_an_input(data, models, index, refused, tmp_path):
-    flags = row_flags("atlas:restricted", tmp_path / "run", data, models, index)
-    gone = "--config.parts.reranker.similarity.index=gone"
-    refused(*flags, gone, message=r"1 of its inputs are missing: gone \(")
+NO_MODE = r"this file has no such mode"
+FUSION = "--config.parts.retriever.fusion_weight"
+# Row of the working flags, what is changed, and the sentence.
+WRONG = [
+    ("atlas:restricted", "--config.parts.reranker.similarity.index=gone", r"missing: gone \("),
+    *(
+        ("webqa:vlp", f"--limit={limit}", rf"--limit={limit}: at least 1 was expected")
+        for limit in ("0", "-1")
+    ),
+    ("webqa:vlp", "--limit=some", r"--limit: invalid int value: 'some'"),
+    ("webqa:vlp", f"--config={WEBQA}:vlpp", rf"tables\.py:vlpp: {NO_MODE}; did you mean 'vlp"),
+    ("webqa:vlp", f"--config={WEBQA}:xyz", r"tables\.py:xyz: .*the known ones are bm25_"),
+    ("webqa:vlp", f"--config={WEBQA}:human", rf"tables\.py:human: {NO_MODE}"),  # is only cited
+    ("webqa:vlp", "--config=nowhere.py:vlp", r"nowhere\.py: no such config file"),
+    ("webqa:vlp", "--split=dev", r"--split=dev: .*choose one of test, train, val"),
+    ("webqa:vlp", "--workdir={tmp}/file", r"--workdir=.*file: cannot be written"),
+    *(
+        (
+            "webqa:vlp",
+            f"--config.parts.{part}.model={{models}}/{task}",
+            rf"{task}: holds .*'{task}'",
+        )
+        for part, task in (("reader", "rerank"), ("reranker", "answer"))
+    ),
+    *(
+        (
+            "webqa:vlp",
+            f"--config.options.threshold={threshold}",
+            rf"options\.threshold={threshold}: a probability from 0 to 1",
+        )
+        for threshold in ("1.5", "-0.1")
+    ),
+    *(
+        ("atlas:fused", f"{FUSION}={weight}", rf"fusion_weight={weight}: a weight from 0 .* to 1")
+        for weight in ("1.5", "-0.1")
+    ),
+    (
+        "atlas:oracle",
+        "--split=val",
+        r"the gold sources of all 3 questions of this split are hidden",
+    ),
+    (
+        "webqa:clip2",
+        "--config.parts.retriever.modality=unknown --config.data.dir={bare_data}",
+        r"corpus",
+    ),
+]
 
 
-@pytest.mark.parametrize("limit", ["0", "-1"])
-def test_a_limit_below_1(limit, flags, refused):
-    refused(*flags, f"--limit={limit}", message=rf"--limit={limit}: at least 1 was expected")
+@pytest.mark.parametrize(("row", "changes", "message"), WRONG)
+def test_a_flag_that_is_wrong(
+    row, changes, message, data, bare_data, models, index, refused, tmp_path
+):
+    (tmp_path / "file").write_text("")
+    flags = row_flags(row, tmp_path / "run", data, models, index)
+    changes = changes.format(tmp=tmp_path, models=models, bare_data=bare_data).split()
+    refused(*flags, *changes, message=message)
+    assert not (tmp_path / "run").exists()
 
 
-def test_a_limit_that_is_no_number(flags, refused):
-    refused(*flags, "--limit=some", message=r"--limit: invalid int value: 'some'")
-
-
-def test_an_unknown_row(flags, refused):
-    wrong = f"--config={WEBQA}:vlpp"
-    refused(
-        *flags, wrong, message=r"tables\.py:vlpp: this file has no such mode; did you mean 'vlp"
-    )
-    refused(*flags, f"--config={WEBQA}:xyz", message=r"tables\.py:xyz: .*the known ones are bm25_")
-
-
-@pytest.mark.usefixtures("empty")
-def test_a_row_that_is_only_cited(refused, tmp_path):
-    flags = ("run", f"--config={WEBQA}:human", f"--workdir={tmp_path / 'run'}")
-    refused(*flags, message=r"tables\.py:human: this file has no such mode")
+def test_a_flag_that_is_missing(refused):
+    refused("run", "--workdir=x", message=r"required: --config")
+    refused("run", f"--config={WEBQA}:vlp", message=r"required: --workdir")
 
 
 @pytest.mark.parametrize("file", ["atlas/answer.py", "atlas/demo.py", "webqa/vlp_select.py:vinvl"])
 def test_a_config_that_is_no_row(file, refused, tmp_path):
     flags = ("run", f"--config={ROOT}/configs/{file}", f"--workdir={tmp_path / 'run'}")
-    refused(*flags, message=r"--config: the file does not define a row of a table .*tables\.py:vlp")
+    refused(*flags, message=r"does not define a row of a table .*tables\.py:vlp")
 
 
 @pytest.mark.parametrize(
@@ -115,13 +151,6 @@ def test_a_config_file_that_is_no_config(text, message, refused, tmp_path):
     (tmp_path / "notes.py").write_text(text)
     flags = ("run", f"--config={tmp_path / 'notes.py'}", f"--workdir={tmp_path / 'run'}")
     refused(*flags, message=message)
-
-
-def test_a_config_file_that_is_not_there(refused, tmp_path):
-    flags = ("run", "--config=nowhere.py:vlp", f"--workdir={tmp_path / 'run'}")
-    refused(*flags, message=r"nowhere\.py: no such config file")
-    refused("run", "--workdir=x", message=r"required: --config")
-    refused("run", f"--config={WEBQA}:vlp", message=r"required: --workdir")
 
 
 @pytest.mark.parametrize(
@@ -190,18 +219,6 @@ def test_a_row_of_ones_own(data, tmp_path):
     assert done("run", *flags, f"--config.data.dir={data}")["questions"] == 5
 
 
-def test_an_unknown_split(flags, refused, tmp_path):
-    refused(*flags, "--split=dev", message=r"--split=dev: .*choose one of test, train, val")
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(("part", "task"), [("reader", "rerank"), ("reranker", "answer")])
-def test_weights_of_another_task(part, task, flags, models, refused, tmp_path):
-    wrong = f"--config.parts.{part}.model={models / task}"
-    refused(*flags, wrong, message=rf"{task}: holds a model of task '{task}'")
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_dense_retriever_without_its_index(data, refused, tmp_path):
     flags = row_flags("atlas:bm25", tmp_path / "run", data, data, data)
     (tmp_path / "own.py").write_text(OWN_ROW.format("config.parts.retriever.method = 'dense'"))
@@ -213,21 +230,6 @@ def test_a_dense_retriever_without_its_index(data, refused, tmp_path):
     )
 
 
-def test_an_index_of_another_corpus(data, bare_data, models, index, refused, tmp_path):
-    flags = row_flags("webqa:clip2", tmp_path / "run", data, models, index)
-    other = f"--config.data.dir={bare_data}"
-    refused(*flags, "--config.parts.retriever.modality=unknown", other, message=r"corpus")
-
-
-def test_oracle_sources_of_a_hidden_split(data, models, index, refused, tmp_path):
-    flags = row_flags("atlas:oracle", tmp_path / "run", data, models, index)
-    refused(
-        *flags, "--split=val",
-        message=r"oracle sources: the gold sources of all 3 questions of this split are hidden",
-    )  # fmt: skip
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.skipif(not scann_available(), reason="ScaNN is not installed")
 def test_an_index_that_searches_approximately(data, models, index, refused, tmp_path):
     other = tmp_path / "index"
@@ -237,13 +239,6 @@ def test_an_index_that_searches_approximately(data, models, index, refused, tmp_
     message = r"index: searches approximately, but .*index_kind=exact; run `mmqa index .*=exact`"
     refused(*flags, message=message)
     assert done(*flags, "--config.parts.retriever.index_kind=any")["questions"] == 5
-
-
-@pytest.mark.parametrize("weight", ["1.5", "-0.1"])
-def test_a_fusion_weight_out_of_range(weight, data, models, index, refused, tmp_path):
-    flags = row_flags("atlas:fused", tmp_path / "run", data, models, index)
-    message = rf"config key parts\.retriever\.fusion_weight={weight}: a weight from 0 .* to 1"
-    refused(*flags, f"--config.parts.retriever.fusion_weight={weight}", message=message)
 
 
 def test_the_workdir_of_another_row(flags, data, models, index, refused, tmp_path):
@@ -260,13 +255,6 @@ def test_the_workdir_of_another_row(flags, data, models, index, refused, tmp_pat
     # What changes no result is no difference: the published figures.
     (tmp_path / "own.py").write_text(OWN_ROW.format("config.published = ()"))
     assert done(*bm25, f"--config={tmp_path / 'own.py'}")["questions"] == 5
-
-
-def test_a_workdir_that_is_a_file(flags, refused, tmp_path):
-    (tmp_path / "file").write_text("")
-    refused(
-        *flags, f"--workdir={tmp_path / 'file'}", message=r"--workdir=.*file: cannot be written"
-    )
 
 
 def test_the_workdir_of_something_else(flags, models, data, refused, tmp_path):
@@ -291,9 +279,3 @@ def test_damaged_weights(sums, flags, models, refused, tmp_path):
         message = r"answer/weights: SHA256SUMS is damaged .*; copy the folder again, or train"
     refused(*flags, f"--config.parts.reader.model={damaged}", message=message)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("threshold", ["1.5", "-0.1"])
-def test_a_threshold_that_is_no_probability(threshold, flags, refused):
-    wrong = f"--config.options.threshold={threshold}"
-    refused(*flags, wrong, message=rf"options\.threshold={threshold}: a probability from 0 to 1")

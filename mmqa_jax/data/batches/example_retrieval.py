@@ -152,7 +152,7 @@ def judged_questions(path: str | os.PathLike, corpus: Corpus, split: str) -> lis
     rows = [row for row in found if split_of[row.question_id] == split]
     if not rows:
         raise UserError(
-            f"{path}: holds no question of split {split}; name it in data.corpus of `mmqa judge`."
+            f"{path}: holds no question of split {split}; name it in data.splits of `mmqa judge`."
         )
     return rows
 

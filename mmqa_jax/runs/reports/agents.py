@@ -21,15 +21,17 @@ _RETRIEVES, _GENERATES = 2, 3
 def agent_tree(trace: Mapping[str, Any], answer: str) -> list[TraceNode]:
     """A question's agents with plans, tools' outputs, prompts and answers, then the vote."""
     asked = {
-        (tuple(one["actions"]), one.get("agent")): (prompt, one.get("output", ""))
-        for one, prompt in zip(trace["by_actions"], trace["prompts"], strict=True)
+        (tuple(entry["actions"]), entry.get("agent")): (prompt, entry.get("output", ""))
+        for entry, prompt in zip(trace["by_actions"], trace["prompts"], strict=True)
     }
     nodes = []
     for agent in trace["agents"]:
-        said = f"the planner said: {agent['said']}" if agent["said"] else ""
+        planned = f"the planner said: {agent['said']}" if agent["said"] else ""
         refused = f"; refused: {', '.join(agent['refused'])}" if agent["refused"] else ""
         read = _long("the planner's prompt", trace.get("planner_prompts", {}).get(agent["agent"]))
-        steps = [TraceNode(f"plan: {_actions(agent['plan'])}{refused}", long=said, children=read)]
+        steps = [
+            TraceNode(f"plan: {_actions(agent['plan'])}{refused}", long=planned, children=read)
+        ]
         steps += [_tool(trace, action) for action in agent["plan"]]
         used = tuple(agent["used"])  # an agent's own draw, or the answer that agents share
         prompt, output = asked.get((used, agent["agent"]), asked.get((used, None), ("", "")))
@@ -55,7 +57,7 @@ def _tool(trace: Mapping[str, Any], action: int) -> TraceNode:
     text = trace["tools"].get(str(action), "") or "nothing found"
     behind = []
     if action == _RETRIEVES and (passages := trace.get("passages")):
-        listed = " · ".join(f"{one['id']} ({one['score']:.2f})" for one in passages)
+        listed = " · ".join(f"{passage['id']} ({passage['score']:.2f})" for passage in passages)
         behind = [TraceNode(f"passages: {listed}")]
     if action == _GENERATES:
         behind = _long("the tool's prompt", trace.get("knowledge_prompt"))
@@ -175,8 +177,8 @@ def _left_out(
 ) -> Iterable[tuple[Mapping[str, Any], str]]:
     """Every agent, and what the others elect without it."""
     for agent in agents:
-        others = [one for one in reversed(agents) if one is not agent]
-        yield agent, vote([(one["answer"], one["ballot"]) for one in others])[0]
+        others = [other for other in reversed(agents) if other is not agent]
+        yield agent, vote([(other["answer"], other["ballot"]) for other in others])[0]
 
 
 def _changes(trace: Mapping[str, Any], role: str) -> bool:

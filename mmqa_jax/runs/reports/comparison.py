@@ -12,18 +12,8 @@ from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.records.corpus_records import materials_of
 from mmqa_jax.data.schema import Question, united
+from mmqa_jax.evaluation import report
 from mmqa_jax.evaluation.compare import ScoredRun, compare_tables
-from mmqa_jax.evaluation.report import (
-    MOST_CARDS,
-    RIGHT,
-    Bar,
-    Card,
-    CardAnswer,
-    CardFilter,
-    CardMaker,
-    ReportData,
-    write_report,
-)
 from mmqa_jax.evaluation.significance import Interval
 from mmqa_jax.evaluation.tables import score_name
 from mmqa_jax.runs.traces import reference_rows
@@ -53,15 +43,17 @@ def write_comparison(path: Path, runs: Sequence[ScoredRun], compared: Mapping[st
     answers = [_answers(Path(run.name)) for run in runs]
     corpus, lacking = _corpus(runs[0])
     asked = {question.id: question for question in corpus.questions()}
-    scored = [one for one in runs[0].per_question if all(metric in _of(run, one) for run in runs)]
-    scored.sort(key=lambda one: -_spread(runs, metric, one))
-    maker = CardMaker(corpus)
+    scored = [
+        name for name in runs[0].per_question if all(metric in _of(run, name) for run in runs)
+    ]
+    scored.sort(key=lambda name: -_spread(runs, metric, name))
+    maker = report.CardMaker(corpus)
     cards = [
         _card(asked.get(name, Question(name, "", name)), runs, letters, answers, metric, maker)
-        for name in scored[:MOST_CARDS]
+        for name in scored[: report.MOST_CARDS]
     ]
     tables = compare_tables(compared)
-    data = ReportData(
+    data = report.ReportData(
         title=", ".join(map(": ".join, zip(letters, _short(runs), strict=True))),
         description=_summary(compared, letters, len(scored)),
         notice=lacking,
@@ -74,14 +66,14 @@ def write_comparison(path: Path, runs: Sequence[ScoredRun], compared: Mapping[st
         card_note=f"Right: {metric} of 1, wrong: less. A source's letters say who cites it.",
         bars={
             metric: [
-                Bar(f"{letter}: {run['name']}", Interval(run["score"], *run["interval"]))
+                report.Bar(f"{letter}: {run['name']}", Interval(run["score"], *run["interval"]))
                 for letter, run in zip(letters, compared["runs"], strict=True)
             ]
         },
         tables=tables,
         materials=united(corpus.materials, *(materials_of(run.scores) for run in runs)),
     )
-    write_report(path, data)
+    report.write_report(path, data)
 
 
 def _summary(compared: Mapping[str, Any], letters: Sequence[str], count: int) -> str:
@@ -112,7 +104,7 @@ def _short(runs: Sequence[ScoredRun]) -> list[str]:
     """The ends of the runs' paths that tell them apart."""
     parts = [Path(run.name).resolve().parts for run in runs]
     for length in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(one[-length:]) for one in parts]
+        names = ["/".join(path[-length:]) for path in parts]
         if len(set(names)) == len(names):
             return names
     return [run.name for run in runs]
@@ -120,7 +112,7 @@ def _short(runs: Sequence[ScoredRun]) -> list[str]:
 
 def _answers(folder: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
     """Question id -> answer and cited sources, of per_question.jsonl."""
-    found = {}
+    answers = {}
     file = folder / "per_question.jsonl"
     for number, row in read_jsonl(file):
         answer, sources = row.get("answer", ""), row.get("sources", [])
@@ -131,8 +123,8 @@ def _answers(folder: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
                 f'{file}, line {number}: expected a text "answer" and a list of ids "sources"; run '
                 "`mmqa run` again."
             )
-        found[row["question_id"]] = (answer, tuple(sources))
-    return found
+        answers[row["question_id"]] = (answer, tuple(sources))
+    return answers
 
 
 def _corpus(run: ScoredRun) -> tuple[Corpus, str]:
@@ -153,40 +145,44 @@ def _card(
     letters: Sequence[str],
     answers: Sequence[Mapping[str, tuple[str, tuple[str, ...]]]],
     metric: str,
-    maker: CardMaker,
-) -> Card:
+    maker: report.CardMaker,
+) -> report.Card:
     name = question.id
-    given = [answers_of_run.get(name, ("", ())) for answers_of_run in answers]
+    replies = [answers_of_run.get(name, ("", ())) for answers_of_run in answers]
     return maker.card(
         question,
         [
-            CardAnswer(letter, answer, run.per_question[name][metric], run.per_question[name])
-            for letter, run, (answer, _) in zip(letters, runs, given, strict=True)
+            report.CardAnswer(
+                letter, answer, run.per_question[name][metric], run.per_question[name]
+            )
+            for letter, run, (answer, _) in zip(letters, runs, replies, strict=True)
         ],
         None,
-        [cited for _, cited in given],
+        [cited for _, cited in replies],
         rows=reference_rows(question) if question.answers or question.choices else (),
     )
 
 
 def _filters(
     letters: Sequence[str], runs: Sequence[ScoredRun], metric: str, scored: Sequence[str]
-) -> list[CardFilter]:
+) -> list[report.CardFilter]:
     """All, one right and others not, all right, all wrong; of two graded runs which is better."""
     several = len(letters) > 2
     together = "all" if several else "both"
-    filters = [CardFilter("all", [[]] * len(letters))]
+    filters = [report.CardFilter("all", [[]] * len(letters))]
     for number, letter in enumerate(letters):
         others = "others" if several else letters[1 - number]
         wanted = [["right"] if i == number else _NOT_RIGHT for i in range(len(letters))]
-        filters.append(CardFilter(f"{letter} right, {others} wrong", wanted))
-    filters.append(CardFilter(f"{together} right", [["right"]] * len(letters)))
-    filters.append(CardFilter(f"{together} wrong", [_NOT_RIGHT] * len(letters)))
-    graded = any(0 < run.per_question[name][metric] < RIGHT for run in runs for name in scored)
+        filters.append(report.CardFilter(f"{letter} right, {others} wrong", wanted))
+    filters.append(report.CardFilter(f"{together} right", [["right"]] * len(letters)))
+    filters.append(report.CardFilter(f"{together} wrong", [_NOT_RIGHT] * len(letters)))
+    graded = any(
+        0 < run.per_question[name][metric] < report.RIGHT for run in runs for name in scored
+    )
     if graded and not several:
         any_verdict = [[]] * len(letters)
         filters += [
-            CardFilter(f"{letters[0]} better", any_verdict, 1),
-            CardFilter(f"{letters[1]} better", any_verdict, -1),
+            report.CardFilter(f"{letters[0]} better", any_verdict, 1),
+            report.CardFilter(f"{letters[1]} better", any_verdict, -1),
         ]
     return filters

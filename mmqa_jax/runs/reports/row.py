@@ -19,21 +19,11 @@ from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.records.corpus_records import materials_of
 from mmqa_jax.data.schema import Prediction, Question, Ranking, is_answerable, united
-from mmqa_jax.evaluation.chain import losses_tables
+from mmqa_jax.evaluation import report
 from mmqa_jax.evaluation.compare import read_run
 from mmqa_jax.evaluation.prediction_lines import read_answers
-from mmqa_jax.evaluation.report import (
-    MOST_CARDS,
-    Bar,
-    Card,
-    CardAnswer,
-    CardMaker,
-    ReportData,
-    evenly_by_category,
-    write_report,
-)
 from mmqa_jax.evaluation.scores import Scores
-from mmqa_jax.evaluation.scoring import Evaluation
+from mmqa_jax.evaluation.scoring import Evaluation, losses_tables
 from mmqa_jax.evaluation.tables import Cell, Table, llm_columns, llm_use, score_cell
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.runs.reports.agents import agent_summary, agent_tables
@@ -110,10 +100,10 @@ def write_row_report(
         if name.startswith("recall@")
     }
     cards = row_cards(corpus, questions, predictions, rankings, per_question, scorer)
-    shown = "" if len(cards) == len(questions) else f"{len(cards):,} of them are shown."
-    data = ReportData(
+    how_many = "" if len(cards) == len(questions) else f"{len(cards):,} of them are shown."
+    data = report.ReportData(
         title=row_title(scores),
-        description=f"{len(questions):,} questions. {shown}",
+        description=f"{len(questions):,} questions. {how_many}",
         notice="; ".join(scores["notes"]),
         headline={
             name: value for name, value in scores["scores"].items() if name.startswith(_HEADLINE)
@@ -125,7 +115,7 @@ def write_row_report(
         facts=row_facts(folder) | run_facts(folder, corpus),
         materials=materials_of(scores),
     )
-    write_report(folder / "report.html", data)
+    report.write_report(folder / "report.html", data)
     return tables
 
 
@@ -136,7 +126,7 @@ def row_cards(
     rankings: Mapping[str, Sequence[Ranking]],
     per_question: Mapping[str, Mapping[str, float]],
     scorer: str,
-) -> list[Card]:
+) -> list[report.Card]:
     """The questions of a row, the best first; of more than MOST_CARDS some of every category.
 
     Args:
@@ -145,13 +135,13 @@ def row_cards(
     ranked = next((rankings[name] for name in _RANKINGS if rankings.get(name)), None)
     scored = [per_question.get(question.id, {}) for question in questions]
     picked: Sequence[int] = range(len(questions))
-    if len(questions) > MOST_CARDS:
-        picked = evenly_by_category(questions, MOST_CARDS)
-    maker = CardMaker(corpus)
+    if len(questions) > report.MOST_CARDS:
+        picked = report.evenly_by_category(questions, report.MOST_CARDS)
+    maker = report.CardMaker(corpus)
     cards = []
     for i in maker.best_first(questions, predictions, [x.get(scorer) for x in scored], picked):
         question, prediction = questions[i], predictions[i]
-        answer = CardAnswer("", answer_text(prediction), scored[i].get(scorer), scored[i])
+        answer = report.CardAnswer("", answer_text(prediction), scored[i].get(scorer), scored[i])
         cards.append(
             maker.card(
                 question,
@@ -245,13 +235,15 @@ def report_row(folder: Path) -> tuple[Path, list[Table]]:
     corpus = row.open_corpus()
     asked = {question.id: question for question in row.questions(corpus)}
     predictions = _predictions(folder)
-    unknown = [one.question_id for one in predictions if one.question_id not in asked]
+    unknown = [
+        prediction.question_id for prediction in predictions if prediction.question_id not in asked
+    ]
     if unknown:
         raise UserError(
             f"{folder}: the data at {row.data.dir} has no question {unknown[0]!r}, which the run "
             "answered (it was prepared anew since); run the row again."
         )
-    questions = [asked[one.question_id] for one in predictions]
+    questions = [asked[prediction.question_id] for prediction in predictions]
     ids = [question.id for question in questions]
     files = {name: folder / "retrieval" / f"{name}.jsonl" for name in _RANKINGS}
     rankings = {
@@ -269,8 +261,8 @@ def _predictions(folder: Path) -> list[Prediction]:
     file = folder / "trace.jsonl"
     traces = {line["question_id"]: line for _, line in read_jsonl(file)} if file.exists() else {}
     return [
-        dataclasses.replace(one, trace=traces.get(one.question_id, {}))
-        for one in read_answers(folder / "predictions.jsonl")
+        dataclasses.replace(prediction, trace=traces.get(prediction.question_id, {}))
+        for prediction in read_answers(folder / "predictions.jsonl")
     ]
 
 
@@ -294,15 +286,20 @@ def _evaluation(
     by_questions: dict[tuple[str, ...], dict[str, np.ndarray]] = {}
     for name in names:
         ids = tuple(q.id for q in questions if name in per_question.get(q.id, {}))
-        values = np.array([per_question[one][name] for one in ids], float)
+        values = np.array([per_question[question_id][name] for question_id in ids], float)
         by_questions.setdefault(ids, {})[name] = values
     categories = {question.id: question.category for question in questions}
     asked = sum(is_answerable(question) or not row.answers for question in questions)
     for ids, values in by_questions.items():
         for kind in dict.fromkeys(map(_kind, values)):
-            own = {name: x for name, x in values.items() if _kind(name) == kind}
-            unscored = 0 if _REFUSED in next(iter(own)) else asked - len(ids)
-            scores = Scores(ids, tuple(categories[one] for one in ids), own, unscored=unscored)
+            of_kind = {name: x for name, x in values.items() if _kind(name) == kind}
+            unscored = 0 if _REFUSED in next(iter(of_kind)) else asked - len(ids)
+            scores = Scores(
+                ids,
+                tuple(categories[question_id] for question_id in ids),
+                of_kind,
+                unscored=unscored,
+            )
             if kind == "retrieval":
                 evaluation.retrieval = scores
             else:
@@ -333,25 +330,26 @@ def report_rows(folder: Path) -> tuple[Path, list[Table]]:
         key = (str(scores["dataset"]), str(scores.get("split")), scorer)
         groups.setdefault(key, {})[name] = scores
     tables, bars = [], {}
-    answers_first = sorted(groups.items(), key=lambda one: one[0][2].startswith(_OF_SOURCES))
-    for (dataset, split, scorer), own in answers_first:
+    answers_first = sorted(groups.items(), key=lambda keyed: keyed[0][2].startswith(_OF_SOURCES))
+    for (dataset, split, scorer), group in answers_first:
         if not scorer:
             continue
-        names = sorted(own, key=lambda name: -own[name]["scores"][scorer])
+        names = sorted(group, key=lambda name: -group[name]["scores"][scorer])
         title = f"{dataset}, {split}: {scorer}"
         if len(names) > 1:
             bars[title] = [
-                Bar(one, score_cell(own[one], scorer), _link(folder, one)) for one in names
+                report.Bar(name, score_cell(group[name], scorer), _link(folder, name))
+                for name in names
             ]
-        tables.append(_table(folder, title, {name: own[name] for name in names}))
-    data = ReportData(
+        tables.append(_table(folder, title, {name: group[name] for name in names}))
+    data = report.ReportData(
         title=f"{'/'.join(folder.resolve().parts[-2:])}: {len(rows)} rows",
         description="The best first; a row's name leads to its report.",
         bars=bars,
         tables=tables,
         materials=united(*map(materials_of, rows.values())),
     )
-    write_report(folder / "report.html", data)
+    report.write_report(folder / "report.html", data)
     return folder / "report.html", tables
 
 
@@ -361,7 +359,7 @@ def _table(folder: Path, title: str, rows: Mapping[str, Mapping[str, Any]]) -> T
     scorers = scorers[:_MOST_COLUMNS]
     used, counts = llm_columns([llm_use(scores) for scores in rows.values()])
     lines: list[list[Cell]] = [
-        [name, scores.get("n"), *(score_cell(scores, one) for one in scorers), *asked]
+        [name, scores.get("n"), *(score_cell(scores, scorer) for scorer in scorers), *asked]
         for (name, scores), asked in zip(rows.items(), counts, strict=True)
     ]
     links = {i: link for i, name in enumerate(rows) if (link := _link(folder, name))}

@@ -9,14 +9,7 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.progress import Screen
 from mmqa_jax.core.workdir import read_config
-from mmqa_jax.evaluation.report import (
-    LinePlot,
-    Points,
-    ReportData,
-    curve_name,
-    read_curves,
-    write_report,
-)
+from mmqa_jax.evaluation import report
 from mmqa_jax.evaluation.tables import Table, show
 from mmqa_jax.runs.reports.row import run_facts
 from mmqa_jax.tasks.registry import known_tasks
@@ -27,16 +20,16 @@ METRICS = "metrics.jsonl"
 _VALIDATION = "eval/"
 
 
-def run_curves(folder: Path) -> dict[str, Points]:
+def run_curves(folder: Path) -> dict[str, report.Points]:
     """Loss, accuracy and validation of the run in `folder`: name -> [(step, value)]."""
     return {
         name: points
-        for name, points in read_curves(folder / METRICS).items()
+        for name, points in report.read_curves(folder / METRICS).items()
         if name in ("loss", "accuracy") or name.startswith(_VALIDATION)
     }
 
 
-def overlaid_curves(folders: Mapping[str, Path]) -> list[LinePlot]:
+def overlaid_curves(folders: Mapping[str, Path]) -> list[report.LinePlot]:
     """A plot for each metric of `run_curves`, with a line for each run.
 
     Args:
@@ -45,7 +38,9 @@ def overlaid_curves(folders: Mapping[str, Path]) -> list[LinePlot]:
     curves = {run: run_curves(folder) for run, folder in folders.items()}
     names = dict.fromkeys(name for of_run in curves.values() for name in of_run)
     lines = {name: {run: curves[run].get(name, ()) for run in folders} for name in names}
-    return [LinePlot(curve_name(name), "step", lines[name], steps=True) for name in names]
+    return [
+        report.LinePlot(report.curve_name(name), "step", lines[name], steps=True) for name in names
+    ]
 
 
 def write_training_report(folder: Path) -> dict[str, Any]:
@@ -53,13 +48,13 @@ def write_training_report(folder: Path) -> dict[str, Any]:
     data = training_report(folder)
     for table in (*data.tables, *data.run_tables):
         show(table)
-    write_report(folder / "report.html", data)
+    report.write_report(folder / "report.html", data)
     Screen().print(f"Report: {folder / 'report.html'}", soft_wrap=True)
     task, best = read_config(folder).task, read_best(folder)
     return {"task": task, "report": str(folder / "report.html"), "best": best}
 
 
-def training_report(folder: Path) -> ReportData:
+def training_report(folder: Path) -> report.ReportData:
     """What report.html of a training run shows."""
     config = read_config(folder)
     if "task" not in config:
@@ -77,7 +72,7 @@ def training_report(folder: Path) -> ReportData:
     if best is not None:
         facts = {"best step": f"{best['step']} (weights: {best['weights']})", **facts}
     where = f" of {config.data.dir}" if config.data.dir else ""
-    return ReportData(
+    return report.ReportData(
         title=title,
         description=f"{config.train.steps:,} steps on split {config.data.split}{where}.",
         headline=headline,
@@ -109,7 +104,7 @@ def _time_table(measured: Goodput) -> Table:
     )
 
 
-def _validation_table(curves: dict[str, Points]) -> Table:
+def _validation_table(curves: dict[str, report.Points]) -> Table:
     """One row per evaluation, one column per value."""
     values = {
         name.removeprefix(_VALIDATION): dict(points)
