@@ -95,16 +95,16 @@ def judge_examples(
     rows, left_out = [], 0
     for question, candidates in zip(questions, chosen, strict=True):
         scored = [(shot, score(question, shot.question.id)) for shot in candidates]
-        kept = [(shot, value) for shot, value in scored if value is not None]
-        left_out += len(scored) - len(kept)
-        if kept:
+        scored_shots = [(shot, value) for shot, value in scored if value is not None]
+        left_out += len(scored) - len(scored_shots)
+        if scored_shots:
             rows.append(
                 ExampleScores(
                     question.id,
                     score(question, ""),
-                    tuple(shot.question.id for shot, _ in kept),
-                    tuple(shot.similarity for shot, _ in kept),
-                    tuple(value for _, value in kept),
+                    tuple(shot.question.id for shot, _ in scored_shots),
+                    tuple(shot.similarity for shot, _ in scored_shots),
+                    tuple(value for _, value in scored_shots),
                 )
             )
     return Judged(rows, left_out)

@@ -107,13 +107,13 @@ def plan_examples(
 ) -> list[TokenExample]:
     """Every prompt with its best plan and the end token; none where no plan answered right."""
     end = list(tokenizer.end_ids[:1])
-    found = []
+    examples = []
     for prompt in prompts:
         plan = table.best(prompt.question_id, prompt.role)
         if plan is not None:
             tokens = [*prompt.tokens, *tokenizer.encode_plain(written_plan(plan)), *end]
-            found.append(TokenExample(np.array(tokens, np.int32), len(prompt.tokens)))
-    return found
+            examples.append(TokenExample(np.array(tokens, np.int32), len(prompt.tokens)))
+    return examples
 
 
 def learned_plans(prompts: Sequence[PlanPrompt], table: PlanTable) -> str:
@@ -295,20 +295,20 @@ class PlannerTask(TextModelTask):
         self, questions: Sequence[Question], table: PlanTable, fold: int, tokenizer: TextTokenizer
     ) -> list[PlanPrompt]:
         """The planners' prompts of a part of the table's questions that fit a row with a plan."""
-        own = [q for q in questions if q.id in table.scores]
-        own = [q for q in own if fold_of(q.id, self.data.folds) == fold]
-        asked = plan_prompts(own, self.data.agents, tokenizer, chat=self.data.chat)
+        known = [q for q in questions if q.id in table.scores]
+        known = [q for q in known if fold_of(q.id, self.data.folds) == fold]
+        asked = plan_prompts(known, self.data.agents, tokenizer, chat=self.data.chat)
         room = self.batches.length - self.inference.new_tokens
-        kept = [prompt for prompt in asked if len(prompt.tokens) <= room]
-        if not kept:
+        fitting = [prompt for prompt in asked if len(prompt.tokens) <= room]
+        if not fitting:
             raise UserError(
-                f"config key data.outcomes={self.data.outcomes}: of its questions {len(own):,} are "
-                f"of split {self.data.split} and part {fold}, and none has a planner's prompt of "
-                f"at most {room} tokens (batches.length less a plan); change one of them."
+                f"config key data.outcomes={self.data.outcomes}: of its questions {len(known):,} "
+                f"are of split {self.data.split} and part {fold}, and none has a planner's prompt "
+                f"of at most {room} tokens (batches.length less a plan); change one of them."
             )
-        if len(kept) < len(asked) and jax.process_index() == 0:
-            print(f"{len(asked) - len(kept)} prompts that fit no row left out.", file=sys.stderr)
-        return kept
+        if len(fitting) < len(asked) and jax.process_index() == 0:
+            print(f"{len(asked) - len(fitting)} prompts that fit no row left out.", file=sys.stderr)
+        return fitting
 
     def taught(
         self, questions: Sequence[Question], table: PlanTable, tokenizer: TextTokenizer
@@ -317,7 +317,7 @@ class PlannerTask(TextModelTask):
         prompts = self.prompts(questions, table, self.data.fold, tokenizer)
         if self.data.taught == "all":
             return prompts
-        deciding = [one for one in prompts if table.decides(one.question_id, one.role)]
+        deciding = [prompt for prompt in prompts if table.decides(prompt.question_id, prompt.role)]
         if not deciding:
             raise UserError(
                 f"config key data.taught=deciding: none of the {len(prompts):,} planners' prompts "
@@ -375,9 +375,9 @@ def earned(
         "calls": float(np.mean([len(plan) for plan in plans])),
     }
     for role in dict.fromkeys(prompt.role for prompt in prompts):
-        own = [score for score, (prompt, _) in zip(scores, pairs, strict=True)
+        of_role = [score for score, (prompt, _) in zip(scores, pairs, strict=True)
                if prompt.role == role]  # fmt: skip
-        values[f"score_{role}"] = float(np.mean(own))
+        values[f"score_{role}"] = float(np.mean(of_role))
     return values
 
 
@@ -582,8 +582,8 @@ class PlanGroups:
         return self._batch
 
     def get_state(self) -> dict[str, Any]:
-        kept = self._batch if self._left else {}
-        values = {name: [str(array.dtype), array.tolist()] for name, array in kept.items()}
+        batch = self._batch if self._left else {}
+        values = {name: [str(array.dtype), array.tolist()] for name, array in batch.items()}
         return {"drawn": self._drawn, "left": self._left, "batch": values}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -608,7 +608,7 @@ class PlanGroups:
             seeds=seeds.tolist(),
         )
         groups = [(p, r.candidates) for p, r in zip(asked, results, strict=True)]
-        rows = [[_example(prompt, one)] for prompt, drawn in groups for one in drawn]
+        rows = [[_example(prompt, plan)] for prompt, drawn in groups for plan in drawn]
         batch = {**packed_batch(rows, self._size), **self._earned(groups)}
         return {**batch, **self._log_probs(self._model, batch)}
 
@@ -656,11 +656,11 @@ def make_log_probs(objective: GrpoObjective, mesh: Mesh, *, old: bool) -> LogPro
     """
 
     def both(model: Llama, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        found = {"reference_log_probs": _without_additions(model)}
-        found |= {"old_log_probs": model} if old else {}
+        models = {"reference_log_probs": _without_additions(model)}
+        models |= {"old_log_probs": model} if old else {}
         return {
-            name: target_log_probs(one, batch, temperature=objective.temperature)
-            for name, one in found.items()
+            name: target_log_probs(judge, batch, temperature=objective.temperature)
+            for name, judge in models.items()
         }
 
     compiled: dict[nnx.GraphDef, Any] = {}
@@ -671,8 +671,8 @@ def make_log_probs(objective: GrpoObjective, mesh: Mesh, *, old: bool) -> LogPro
             compiled[graphdef] = jax.jit(lambda state, x: both(nnx.merge(graphdef, state), x))
         names = ("input_ids", "segments", "positions", "target_positions", "target_ids")
         with jax.set_mesh(mesh):
-            found = compiled[graphdef](state, put_batch(mesh, {n: batch[n] for n in names}))
-        return jax.device_get(found)
+            on_device = compiled[graphdef](state, put_batch(mesh, {n: batch[n] for n in names}))
+        return jax.device_get(on_device)
 
     return log_probs
 

@@ -62,8 +62,8 @@ def rerank_sections(
     score(section) = visual_weight * (similarity of its article's nearest picture)
                      + (1 - visual_weight) * (relevance of the section)
     """
-    found = retrieve_entities(questions, retriever, pictures=pictures)
-    articles = [corpus.articles.ranked(ranking) for ranking in found]
+    nearest = retrieve_entities(questions, retriever, pictures=pictures)
+    articles = [corpus.articles.ranked(ranking) for ranking in nearest]
     relevance = reranker.score(questions, [sections_of(corpus, one) for one in articles])
     return [
         combined(corpus.articles, *both, visual_weight)
@@ -110,11 +110,11 @@ def answer_oracle(
     max_new_tokens: int = MISTRALS.max_new_tokens,
 ) -> list[Prediction]:
     """The right article is given, the section of it that is read is the reranker's."""
-    given = []
+    sections = []
     for question in questions:
         names = tuple(answering_articles(question))
-        given.append(sections_of(corpus, Ranking(question.id, names, (1.0,) * len(names))))
-    ranked = reranker.score(questions, given)
+        sections.append(sections_of(corpus, Ranking(question.id, names, (1.0,) * len(names))))
+    ranked = reranker.score(questions, sections)
     decoding = Decoding(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
     return read_best(questions, corpus, ranked, llm, decoding, system)
 
@@ -179,8 +179,8 @@ def read_best(
         articles: dict[str, str] = {}
         for name in ranking.sources:
             articles.setdefault(corpus.articles.of(name), name)
-        found = {ARTICLES: articles, READER: 1} if articles else {}
-        traces[question.id] = {**found, **trace}
+        origin = {ARTICLES: articles, READER: 1} if articles else {}
+        traces[question.id] = {**origin, **trace}
         queries += [] if query is None else [query]
     answers = answer_all(llm, queries, checked=True)
     predictions = []
@@ -191,10 +191,10 @@ def read_best(
         if question.id not in answers.by_id:
             predictions.append(Prediction(question.id, read=cited, trace=trace))
             continue
-        said = (answers.by_id[question.id].candidates[0].text or "").strip()
-        trace["outputs"] = [{"text": said}]
+        answer = (answers.by_id[question.id].candidates[0].text or "").strip()
+        trace["outputs"] = [{"text": answer}]
         predictions.append(
-            Prediction(question.id, said, cited, ranking.scores[:1], read=cited, trace=trace)
+            Prediction(question.id, answer, cited, ranking.scores[:1], read=cited, trace=trace)
         )
     return predictions
 

@@ -131,8 +131,8 @@ def _by_rules(
 ) -> list[Prediction]:
     predictions = []
     for question, response in zip(questions, responses, strict=True):
-        found = extracted_by_rule(response.answer, question, quick=quick)
-        answer = response.answer if found is None else found
+        extraction = extracted_by_rule(response.answer, question, quick=quick)
+        answer = response.answer if extraction is None else extraction
         predictions.append(dataclasses.replace(response, answer=answer))
     return predictions
 
@@ -146,8 +146,8 @@ def _by_model(
 ) -> list[Prediction]:
     """Rules first; where the model gives no extraction the answer is empty, as the authors'."""
     decoding = Decoding(max_new_tokens=max_new_tokens)
-    said = {response.question_id: response for response in responses}
-    answers = {q.id: extracted_by_rule(said[q.id].answer, q) for q in questions}
+    response_to = {response.question_id: response for response in responses}
+    answers = {q.id: extracted_by_rule(response_to[q.id].answer, q) for q in questions}
     left = [question for question in questions if answers[question.id] is None]
     query = load_template(f"mathvista.{template}")
 
@@ -156,13 +156,13 @@ def _by_model(
 
     def of_extraction(question: Question) -> Mapping[str, str]:
         asked = query.render([], fields(question)).strip()
-        return {"query": asked, "response": said[question.id].answer}
+        return {"query": asked, "response": response_to[question.id].answer}
 
     replies = ask(left, None, llm, load_template("mathvista.extract"), of_extraction, show)
     extracted = dict(zip((q.id for q in left), map(read_one, left, replies), strict=True))
     predictions = []
     for question in questions:
-        response, new = said[question.id], extracted.get(question.id)
+        response, new = response_to[question.id], extracted.get(question.id)
         answer = answers[question.id]
         trace = {**response.trace, "outputs": [{"text": response.answer}]}
         if new is not None:

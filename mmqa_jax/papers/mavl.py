@@ -196,10 +196,12 @@ class Tools:
         if self.knowledge is None or not questions:
             return {}
         searched = [self._searched(question) for question in questions]
-        found = iter(self.knowledge.find([text for own in searched for text in own], self.passages))
+        per_text = iter(
+            self.knowledge.find([text for searches in searched for text in searches], self.passages)
+        )
         texts = {}
-        for question, own in zip(questions, searched, strict=True):
-            passages = list({one.id: one for _ in own for one in next(found)}.values())
+        for question, searches in zip(questions, searched, strict=True):
+            passages = list({one.id: one for _ in searches for one in next(per_text)}.values())
             self.steps[question.id].passages = few_shot.passages_record(passages)
             share = max(self.words // max(len(passages), 1), 1) if self.key_words else self.words
             texts[question.id] = " ".join(_cut(passage.text, share) for passage in passages)
@@ -295,16 +297,16 @@ def parse_plan(role: Role, text: str, reading: PlanReading = "strict") -> Plan:
       reading: `strict` reads `Action_1` as it was asked for; `lenient` other spellings and lists,
         too: `Action 1`, `action_3`, `actions 1 and 3`, and numbers alone (`1, 3`).
     """
-    found = _NAMED.findall(text)
+    named = _NAMED.findall(text)
     if reading == "lenient":
         spelled = _SPELLED.findall(text)
-        if not found and not spelled:
+        if not named and not spelled:
             first_line = text.strip().partition("\n")[0]
             numbers = _NUMBERS.fullmatch(text) or _NUMBERS.fullmatch(first_line)
             spelled = [numbers[1]] if numbers else []
         digits = (number for listed in spelled for number in re.findall(r"\d+", listed))
-        found += [d if (number := decimal_number(d)) is None else str(number) for d in digits]
-    names = list(dict.fromkeys(found))
+        named += [d if (number := decimal_number(d)) is None else str(number) for d in digits]
+    names = list(dict.fromkeys(named))
     allowed = {str(action) for action in ROLES[role]}
     actions = sorted(int(name) for name in names if name in allowed)
     refused = tuple(f"Action_{name}" for name in names if name not in allowed)
@@ -525,11 +527,11 @@ def citing_passages(
     elected: Prediction, team: Sequence[Mapping[str, Any]], passages: Sequence[Mapping[str, Any]]
 ) -> Prediction:
     """The elected answer with the passages of Tool_2, if an agent that gave it was shown them."""
-    shown = [agent for agent in team if _RETRIEVED in agent.get("used", ())]
-    read = tuple(one["id"] for one in passages) if shown else ()
-    if not any(agent["answer"] == elected.answer for agent in shown):
+    readers = [agent for agent in team if _RETRIEVED in agent.get("used", ())]
+    read = tuple(passage["id"] for passage in passages) if readers else ()
+    if not any(agent["answer"] == elected.answer for agent in readers):
         return dataclasses.replace(elected, read=read)
-    scores = tuple(one["score"] for one in passages)
+    scores = tuple(passage["score"] for passage in passages)
     return dataclasses.replace(elected, sources=read, source_scores=scores, read=read)
 
 

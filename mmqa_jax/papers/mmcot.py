@@ -101,8 +101,8 @@ def answer_mmcot(
 
 def chosen_option(text: str, choices: int) -> int | None:
     """The option of `The answer is (X)`, exactly once (extract_ans of main.py)."""
-    found = _ANSWER.findall(text)
-    return letter_index(found[0], choices) if len(found) == 1 else None
+    letters = _ANSWER.findall(text)
+    return letter_index(letters[0], choices) if len(letters) == 1 else None
 
 
 def _check_formats(options: Mapping[str, Any], parts: Mapping[str, Any]) -> None:

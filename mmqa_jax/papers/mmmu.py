@@ -61,14 +61,14 @@ class _Asked(NamedTuple):
 
 def _asked(corpus: Corpus, question: Question, shown: Shown) -> _Asked:
     """Pictures that no `<image 2>` stands for come first."""
-    own = _pictures(corpus, question, shown)
+    pictures = _pictures(corpus, question, shown)
     listed = (f"({LETTERS[n]}) {choice}\n" for n, choice in enumerate(question.choices))
     fields = {"question": question.question, "options": "".join(listed)}
     fields = {name: text.replace(few_shot.MARK, " ") for name, text in fields.items()}
     placed: list[Picture] = []
     if shown == "placed":
-        fields = {name: _with_marks(text, own, placed) for name, text in fields.items()}
-    first = [picture for picture in own if picture is not None and picture not in placed]
+        fields = {name: _with_marks(text, pictures, placed) for name, text in fields.items()}
+    first = [picture for picture in pictures if picture is not None and picture not in placed]
     fields["question"] = few_shot.MARK * len(first) + fields["question"]
     return _Asked(fields, (*first, *placed))
 

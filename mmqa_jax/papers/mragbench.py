@@ -101,30 +101,30 @@ def _answer(
     picture: bool = True,
 ) -> list[Prediction]:
     decoding = Decoding(max_new_tokens=max_new_tokens)
-    shown = {
+    evidence = {
         question.id: _pictures(corpus, question, ranking, own=picture)
         for question, ranking in zip(questions, rankings, strict=True)
     }
 
     def show(key: Hashable, question: Question, text: str) -> Chat:
-        prompt, _ = few_shot.as_prompt(text, shown[question.id].pictures, chat=True)
+        prompt, _ = few_shot.as_prompt(text, evidence[question.id].pictures, chat=True)
         return Chat(key, prompt, decoding)
 
     def fields(question: Question) -> dict[str, str]:
         listed = (f"{LETTERS[n]}: {choice}" for n, choice in enumerate(question.choices))
         return {
-            "pictures": few_shot.MARK * len(shown[question.id].pictures),
+            "pictures": few_shot.MARK * len(evidence[question.id].pictures),
             "question": question.question.replace(few_shot.MARK, " "),
             "options": "\n".join(listed).replace(few_shot.MARK, " "),
         }
 
     def template(question: Question) -> few_shot.PromptTemplate:
-        kind = "sources" if shown[question.id].sources.sources else "alone"
+        kind = "sources" if evidence[question.id].sources.sources else "alone"
         return few_shot.load_template(f"mragbench.{kind}")
 
     replies = few_shot.ask(questions, None, llm, template, fields, show)
     return [
-        _citing(prediction, shown[prediction.question_id].sources)
+        _citing(prediction, evidence[prediction.question_id].sources)
         for prediction in map(few_shot.read_one, questions, replies)
     ]
 
@@ -133,13 +133,13 @@ def _pictures(corpus: Corpus, question: Question, ranking: Ranking, *, own: bool
     """Returns the pictures to show: one for a question of one gold picture, as the authors do."""
     most = 1 if question.category == INCOMPLETE else None
     pictures = list(few_shot.pictures_of(corpus, question)) if own else []
-    kept = []
+    cited = []
     for name, score in list(zip(ranking.sources, ranking.scores, strict=True))[:most]:
         picture = few_shot.source_picture(corpus, corpus.row[name], True)
         if picture is not None:
             pictures.append(picture)
-            kept.append((name, score))
-    names, scores = tuple(name for name, _ in kept), tuple(score for _, score in kept)
+            cited.append((name, score))
+    names, scores = tuple(name for name, _ in cited), tuple(score for _, score in cited)
     return _Shown(pictures, Ranking(question.id, names, scores))
 
 

@@ -71,7 +71,7 @@ def answer_rmr(
     decoding = Decoding(max_new_tokens=max_new_tokens, stop=stop, logprobs=not chat)
     seen = {q.id: few_shot.pictures_of(corpus, q) if pictures else () for q in questions}
     triplets = library.select(questions, shots, similarity, seed=seed)
-    said = functools.partial(fields, rationale=rationale)
+    fields_of = functools.partial(fields, rationale=rationale)
     prompt_pictures = ShotPictures(
         questions, triplets if shot_pictures else [()] * len(questions), seen,
         library.read_picture, order,
@@ -93,7 +93,7 @@ def answer_rmr(
 
     replies = few_shot.ask(
         questions, few_shot.one_prompt(questions, triplets), llm, few_shot.load_template(template),
-        prompt_pictures.marked(said) if shot_pictures else said, show, order, knowledge,
+        prompt_pictures.marked(fields_of) if shot_pictures else fields_of, show, order, knowledge,
     )  # fmt: skip
     predictions = []
     for question, output in zip(questions, map(few_shot.read_one, questions, replies), strict=True):
@@ -165,8 +165,8 @@ def short_answer(text: str) -> str:
 
     In lower case and without the final period: A-OKVQA's scorer compares strings.
     """
-    _, said, rest = text.rpartition("The answer is")
-    line = (rest if said else text).strip().partition("\n")[0]
+    _, lead, rest = text.rpartition("The answer is")
+    line = (rest if lead else text).strip().partition("\n")[0]
     return line.strip().rstrip(".").strip().lower()
 
 
@@ -181,8 +181,8 @@ def _lettered(question: Question, chosen: Prediction) -> Prediction:
 def _check_row(options: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
     """Raises UserError for options without effect: pictures of triplets alone, a rationale."""
     template, rationale = options["template"], options["rationale"]
-    shown = few_shot.load_template(template).shot
-    if rationale != "solution" and "$solution" not in shown and "$rationale" not in shown:
+    shot = few_shot.load_template(template).shot
+    if rationale != "solution" and "$solution" not in shot and "$rationale" not in shot:
         raise UserError(
             f"config key options.rationale={rationale}: options.template={template} shows no "
             "rationale; set that to rmr.rationale or rmr.text_rationale."
@@ -260,6 +260,6 @@ class ShotPictures:
         Args:
           text: of the prompt, in which the least similar shots may have been dropped.
         """
-        own = list(self._of_queries[question.id])
-        of_shots = self._of_shots[question.id][: text.count(few_shot.MARK) - len(own)]
-        return [*(of_shots if self._order == "most_similar_first" else of_shots[::-1]), *own]
+        of_query = list(self._of_queries[question.id])
+        of_shots = self._of_shots[question.id][: text.count(few_shot.MARK) - len(of_query)]
+        return [*(of_shots if self._order == "most_similar_first" else of_shots[::-1]), *of_query]

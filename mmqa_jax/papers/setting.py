@@ -127,8 +127,8 @@ class Setting:
           One Prediction per question; its answer is "" if the setting only retrieves sources.
         """
         available = {"questions": questions, "corpus": corpus, **parts}
-        taken = parameters_of(self.answer)
-        results = self.answer(**{k: v for k, v in available.items() if k in taken}, **options)
+        parameters = parameters_of(self.answer)
+        results = self.answer(**{k: v for k, v in available.items() if k in parameters}, **options)
         return [
             Prediction(x.question_id, "", x.sources, x.scores) if isinstance(x, Ranking) else x
             for x in results

@@ -124,8 +124,8 @@ def few_shot(
     best_first, none = passages or (), None if passages is None else ()
     with_passages = [(len(shots), read) for read in range(len(best_first), 0, -1)]
     for count, read in [*with_passages, *((count, 0) for count in range(len(shots), -1, -1))]:
-        kept = solved[:count] if order == "most_similar_first" else solved[:count][::-1]
-        text = template.render(kept, _with_passages(asked, best_first[:read]))
+        fitting = solved[:count] if order == "most_similar_first" else solved[:count][::-1]
+        text = template.render(fitting, _with_passages(asked, best_first[:read]))
         try:
             query = make(text)
             check(query)
@@ -269,7 +269,7 @@ def citing_passages(prediction: Prediction, prompts: Iterable[FewShot]) -> Predi
     A model that continues a prompt does not say which passage it used: its answer cites all.
     """
     scores: dict[str, float] = {}
-    for passage in (one for prompt in prompts for one in prompt.passages or ()):
+    for passage in (passage for prompt in prompts for passage in prompt.passages or ()):
         scores.setdefault(passage.id, passage.score)
     answered = prediction.answer.strip() or prediction.choice is not None
     cited = scores if answered else {}
@@ -358,7 +358,7 @@ def prompts_record(prompts: Sequence[FewShot], failed: Iterable[str] = ()) -> Tr
 
 def passages_record(passages: Sequence[Passage]) -> list[dict[str, Any]]:
     """What trace.jsonl keeps of passages."""
-    return [{"id": one.id, "score": round(one.score, 6)} for one in passages]
+    return [{"id": passage.id, "score": round(passage.score, 6)} for passage in passages]
 
 
 def output_record(text: str | None, logprob: float) -> dict[str, Any]:
@@ -368,7 +368,7 @@ def output_record(text: str | None, logprob: float) -> dict[str, Any]:
 
 def outputs_record(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
     """What trace.jsonl keeps of several outputs."""
-    return [output_record(one.text, one.total) for one in candidates]
+    return [output_record(candidate.text, candidate.total) for candidate in candidates]
 
 
 # Few-shot prompts: templates as TOML beside the systems that use them.
@@ -432,10 +432,10 @@ def load_template(name: str) -> PromptTemplate:
     file, _, table = name.partition(".")
     folder = resources.files(_PACKAGE) / _FOLDER
     known = {
-        f"{path.name.removesuffix('.toml')}.{found}": values
+        f"{path.name.removesuffix('.toml')}.{title}": values
         for path in folder.iterdir()
         if path.name.endswith(".toml")
-        for found, values in tomllib.loads(path.read_text(encoding="utf-8")).items()
+        for title, values in tomllib.loads(path.read_text(encoding="utf-8")).items()
     }
     if name not in known:
         raise UserError(

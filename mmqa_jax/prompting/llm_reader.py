@@ -233,8 +233,8 @@ class LLMReader:
         }
         template = self._template if texts else self._alone
         marked = template.render(quoted, asked).strip("\n")
-        shown = [*(picture for picture in pictures if picture is not None), *own_pictures]
-        prompt, images = few_shot.as_prompt(marked, shown, chat=self._is_chat)
+        attached = [*(picture for picture in pictures if picture is not None), *own_pictures]
+        prompt, images = few_shot.as_prompt(marked, attached, chat=self._is_chat)
         most = self.options.max_new_tokens
         text = marked.replace(few_shot.MARK, few_shot.IMAGE)
         if self._is_chat:
@@ -362,8 +362,8 @@ class LLMReranker:
             "source_picture": few_shot.mark_of(picture),
         }
         marked = self._template.render([], fields).strip("\n")
-        shown = [*own_pictures, *([] if picture is None else [picture])]
-        prompt, images = few_shot.as_prompt(marked, shown, chat=self._is_chat)
+        attached = [*own_pictures, *([] if picture is None else [picture])]
+        prompt, images = few_shot.as_prompt(marked, attached, chat=self._is_chat)
         words = ("Yes", "No") if self._is_chat else (" yes", " no")
         return Choices((question.id, name), prompt, words, images)
 

@@ -69,8 +69,8 @@ def source_text(
     )
     read, written = format.split("-")
     if read == "QCMG":
-        own = f"Solution: {_lecture(question)} {_explanation(question)}"
-        text += f"{own if rationale is None else rationale}\n"
+        solution = f"Solution: {_lecture(question)} {_explanation(question)}"
+        text += f"{solution if rationale is None else rationale}\n"
     return _spaced(text + ("Answer:" if written == "A" else "Solution:"))
 
 

@@ -143,9 +143,11 @@ def _answer(
             served = Cached(backend, opened.enter_context(contextlib.closing(ResponseCache(cache))))
 
         def answer(asked: range) -> Part:
-            own = lines[asked.start : asked.stop]
-            answers, reasons, _ = answer_all(served, [line.request for line in own], checked=True)
-            return Part([_row(line, answers, reasons) for line in own])
+            of_chunk = lines[asked.start : asked.stop]
+            answers, reasons, _ = answer_all(
+                served, [line.request for line in of_chunk], checked=True
+            )
+            return Part([_row(line, answers, reasons) for line in of_chunk])
 
         job.run(lambda: answer)
         rows = job.rows()
@@ -178,7 +180,7 @@ def _row(line: Line, answers: Mapping[Any, Any], reasons: Mapping[Any, str]) -> 
         row |= _candidate(answer.candidates[0])
         row["prompt_tokens"] = answer.prompt_tokens
         if len(answer.candidates) > 1:
-            row["candidates"] = [_candidate(one) for one in answer.candidates]
+            row["candidates"] = [_candidate(candidate) for candidate in answer.candidates]
     if line.meta is not None:
         row["meta"] = line.meta
     return row
@@ -384,8 +386,10 @@ def _errors_at(where: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        said = str(error)
-        raise UserError(said if said.startswith(where) else f"{where}: {said}") from error
+        sentence = str(error)
+        raise UserError(
+            sentence if sentence.startswith(where) else f"{where}: {sentence}"
+        ) from error
 
 
 def _read_row(where: str, number: int, row: Any, decoding: Decoding, folder: Path) -> Line:
@@ -402,8 +406,8 @@ def _read_row(where: str, number: int, row: Any, decoding: Decoding, folder: Pat
         if not fits(value):
             raise UserError(f"{key} is {json.dumps(value)[:80]}, expected {expected}.")
     if ("prompt" in row) == ("messages" in row):
-        found = "both" if "prompt" in row else "neither"
-        raise UserError(f"has {found} of `prompt` and `messages`; give one of them.")
+        which = "both" if "prompt" in row else "neither"
+        raise UserError(f"has {which} of `prompt` and `messages`; give one of them.")
     request_id = row.get("id", number)
     changes = {key: value for key, value in row.items() if key in _DECODING}
     if changes and "choices" in row:

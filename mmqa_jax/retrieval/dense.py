@@ -66,13 +66,13 @@ class DenseRetriever:
     def _nearest(
         self, questions: Sequence[Question], vectors: np.ndarray, top_k: int
     ) -> list[Ranking]:
-        found = self.index.search(vectors, min(top_k, len(self.corpus)))
-        return self._rankings(questions, vectors, found)
+        nearest = self.index.search(vectors, min(top_k, len(self.corpus)))
+        return self._rankings(questions, vectors, nearest)
 
     def _within(
         self, questions: Sequence[Question], vectors: np.ndarray, candidates: Sequence[Ranking]
     ) -> list[Ranking]:
-        rows = [[self.corpus.row[name] for name in given.sources] for given in candidates]
+        rows = [[self.corpus.row[name] for name in ranking.sources] for ranking in candidates]
         most = max([1, *map(len, rows)])
         return self._rankings(questions, vectors, self.index.search_within(vectors, rows, most))
 
@@ -95,9 +95,9 @@ class DenseRetriever:
     def _embed_pictures(self, pixels: Sequence[np.ndarray | None]) -> np.ndarray:
         """Unit vectors of pictures; of none zeros, which `_rankings` leaves out."""
         vectors = np.zeros((len(pixels), self.embedder.dim), np.float32)
-        shown = [row for row, picture in enumerate(pixels) if picture is not None]
-        if shown:
-            vectors[shown] = self.embedder.embed_pictures([pixels[row] for row in shown])
+        present = [row for row, picture in enumerate(pixels) if picture is not None]
+        if present:
+            vectors[present] = self.embedder.embed_pictures([pixels[row] for row in present])
         return vectors
 
     def _rankings(

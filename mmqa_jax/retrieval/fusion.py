@@ -91,9 +91,9 @@ class HybridSearch:
         ]
 
     def _search(self, questions: Sequence[Question], depth: int) -> list[Pool]:
-        wanted = depth + any("from_source" in question.extra for question in questions)
-        bm25 = without_own_source(questions, self.bm25.search(questions, wanted), depth)
-        dense, also = self.dense.search_and_score(questions, wanted, bm25)
+        count = depth + any("from_source" in question.extra for question in questions)
+        bm25 = without_own_source(questions, self.bm25.search(questions, count), depth)
+        dense, also = self.dense.search_and_score(questions, count, bm25)
         dense = without_own_source(questions, dense, depth)
         bm25_also = self.bm25.score(questions, dense)
         # A retriever's own score wins, so that its end of the weight has its order to the last bit.
@@ -186,9 +186,9 @@ def convex_combination(pool: Pool, weight: float, top_k: int | None = None) -> R
     counted = [part for part in parts if part[0] > 0]
     total = {
         name: sum(share * scores[name] for share, _, scores in counted)
-        for name in dict.fromkeys(name for _, found, _ in counted for name in found.sources)
+        for name in dict.fromkeys(name for _, ranking, _ in counted for name in ranking.sources)
     }
-    return _ranked(pool.dense.question_id, total, [found for _, found, _ in counted], top_k)
+    return _ranked(pool.dense.question_id, total, [ranking for _, ranking, _ in counted], top_k)
 
 
 def reciprocal_rank_fusion(

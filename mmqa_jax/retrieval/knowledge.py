@@ -65,9 +65,9 @@ class KnowledgeBase:
         if not self._section_key:
             return self.find(texts, self._top_k)
         queries = [Question(str(n), "", text) for n, text in enumerate(texts)]
-        own = [Ranking(q.id, *self._section(question)) for q, question in
+        sections = [Ranking(q.id, *self._section(question)) for q, question in
                zip(queries, questions, strict=True)]  # fmt: skip
-        return self._passages(self.retriever.search_within(queries, own), self._top_k)
+        return self._passages(self.retriever.search_within(queries, sections), self._top_k)
 
     def _section(self, question: Question) -> tuple[tuple[str, ...], tuple[float, ...]]:
         """Ids of the sources of a question's own section, without an order yet."""
@@ -88,8 +88,8 @@ class KnowledgeBase:
     def _passage(self, name: str, score: float) -> Passage:
         source = self.corpus.sources[self.corpus.row[name]]
         words = source.text.split()
-        kept = words[: self._max_words] if self._max_words else words
-        return Passage(name, source.title, " ".join(kept), float(score))
+        shortened = words[: self._max_words] if self._max_words else words
+        return Passage(name, source.title, " ".join(shortened), float(score))
 
 
 def passages_of(
@@ -122,10 +122,10 @@ class RandomRetriever:
         return [
             Ranking(
                 question.id,
-                tuple(self._rng(question).permutation(given.sources).tolist()),
-                tuple(_falling(len(given.sources)).tolist()),
+                tuple(self._rng(question).permutation(ranking.sources).tolist()),
+                tuple(_falling(len(ranking.sources)).tolist()),
             )
-            for question, given in zip(questions, candidates, strict=True)
+            for question, ranking in zip(questions, candidates, strict=True)
         ]
 
     def _rng(self, question: Question) -> np.random.Generator:

@@ -73,10 +73,10 @@ class ModalityIndex:
         self, queries: np.ndarray, rows: Sequence[Sequence[int]], top_k: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Searches as the index's `search_within`; padding stays -1."""
-        of_index = [self._rows[np.asarray(own, np.int32)] for own in rows]
-        found, scores = self._index.search_within(queries, of_index, top_k)
-        own = np.where(found < 0, -1, np.searchsorted(self._rows, found))
-        return own.astype(np.int32), scores
+        of_index = [self._rows[np.asarray(candidates, np.int32)] for candidates in rows]
+        of_whole, scores = self._index.search_within(queries, of_index, top_k)
+        renumbered = np.where(of_whole < 0, -1, np.searchsorted(self._rows, of_whole))
+        return renumbered.astype(np.int32), scores
 
 
 class ByModality:
@@ -100,9 +100,9 @@ class ByModality:
         needed = self.choose(questions)
         rankings: dict[int, Ranking] = {}
         for modality in dict.fromkeys(needed):
-            members = [i for i, wanted in enumerate(needed) if wanted == modality]
-            found = self._over(modality).search([questions[i] for i in members], top_k)
-            rankings.update(zip(members, found, strict=True))
+            members = [i for i, choice in enumerate(needed) if choice == modality]
+            ranked = self._over(modality).search([questions[i] for i in members], top_k)
+            rankings.update(zip(members, ranked, strict=True))
         return [rankings[i] for i in range(len(questions))]
 
 
@@ -182,10 +182,10 @@ class ModalityClassifier:
         for row in rows:
             for feature in row:
                 counts[feature] = counts.get(feature, 0) + 1
-        kept = sorted(feature for feature, count in counts.items() if count >= min_count)
+        frequent = sorted(feature for feature, count in counts.items() if count >= min_count)
         import scipy.optimize  # takes as long to import as jax
 
-        vocabulary = {feature: column for column, feature in enumerate(kept)}
+        vocabulary = {feature: column for column, feature in enumerate(frequent)}
         inputs = _matrix(rows, vocabulary)  # [n, columns]
         signs = np.array([1.0 if modality == "image" else -1.0 for modality in modalities])
 
@@ -200,14 +200,14 @@ class ModalityClassifier:
             return value, gradient
 
         start = np.zeros(len(vocabulary) + 1)
-        found = scipy.optimize.minimize(
+        minimum = scipy.optimize.minimize(
             loss,
             start,
             jac=True,
             method="L-BFGS-B",
             options={"maxiter": 1000, "gtol": 1e-6, "ftol": 1e-14},
         )
-        return cls(vocabulary, found.x[:-1], float(found.x[-1]))
+        return cls(vocabulary, minimum.x[:-1], float(minimum.x[-1]))
 
     def scores(self, texts: Sequence[str]) -> Float64[np.ndarray, " n"]:
         """Log-odds of image over text."""
@@ -281,10 +281,10 @@ def of_modality(
     """The questions whose gold sources are of one modality (VLP_I, VLP_T); None: all."""
     if modality is None:
         return list(questions)
-    kept = [question for question in questions if gold_modality(question, corpus) == modality]
-    if not kept:
+    needing = [question for question in questions if gold_modality(question, corpus) == modality]
+    if not needing:
         raise UserError(
             f"config key data.modality={modality}: none of the {len(questions)} questions needs "
             "such sources; leave it out or choose the other one."
         )
-    return kept
+    return needing

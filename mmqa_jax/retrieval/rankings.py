@@ -225,10 +225,12 @@ def rescored(candidates: Sequence[Ranking], scores: np.ndarray) -> list[Ranking]
     Args:
       scores: float [N], of the sources of all candidates, concatenated.
     """
-    rankings, ends = [], np.cumsum([len(given.sources) for given in candidates])
-    for given, end in zip(candidates, ends, strict=True):
-        values = scores[end - len(given.sources) : end]
-        rankings.append(by_score(given.question_id, dict(zip(given.sources, values, strict=True))))
+    rankings, ends = [], np.cumsum([len(ranking.sources) for ranking in candidates])
+    for ranking, end in zip(candidates, ends, strict=True):
+        values = scores[end - len(ranking.sources) : end]
+        rankings.append(
+            by_score(ranking.question_id, dict(zip(ranking.sources, values, strict=True)))
+        )
     return rankings
 
 
@@ -239,11 +241,11 @@ def best_of(first: Sequence[Ranking], second: Sequence[Ranking]) -> list[Ranking
     `first` before `second`.
     """
     merged = []
-    for one, other in zip(first, second, strict=True):
-        scores = dict(zip(one.sources, one.scores, strict=True))
+    for ranking, other in zip(first, second, strict=True):
+        scores = dict(zip(ranking.sources, ranking.scores, strict=True))
         for name, score in zip(other.sources, other.scores, strict=True):
             scores[name] = max(score, scores.get(name, score))
-        merged.append(by_score(one.question_id, scores))
+        merged.append(by_score(ranking.question_id, scores))
     return merged
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -176,9 +177,9 @@ def answer_rows(question: Question, prediction: Prediction) -> list[tuple[str, s
         return []
     rows = []
     outputs = () if "agents" in trace else trace.get("outputs", ())  # those are in the tree
-    for one in outputs:
-        known = f"  (log-probability {one['logprob']:.2f})" if "logprob" in one else ""
-        rows.append(("output", one["text"] + known))
+    for record in outputs:
+        known = f"  (log-probability {record['logprob']:.2f})" if "logprob" in record else ""
+        rows.append(("output", record["text"] + known))
     if scores := trace.get("calibrated_scores", trace.get("option_scores")):
         pairs = zip(question.choices, scores, strict=True)
         rows.append(("scores", " · ".join(f"{choice}: {score:.2f}" for choice, score in pairs)))
@@ -186,8 +187,9 @@ def answer_rows(question: Question, prediction: Prediction) -> list[tuple[str, s
         rows.append(("caption", str(caption)))
     if dropped := trace.get("dropped_shots"):
         rows.append(("dropped", f"{dropped} shots that did not fit"))
-    if found := trace.get("knowledge"):
-        listed = (f"{one['id']} ({one['score']:.2f})" for own in found for one in own)
+    if knowledge := trace.get("knowledge"):
+        passages = itertools.chain.from_iterable(knowledge)
+        listed = (f"{passage['id']} ({passage['score']:.2f})" for passage in passages)
         rows.append(("knowledge", " · ".join(dict.fromkeys(listed)) or "(none found)"))
     if dropped := trace.get("dropped_passages"):
         rows.append(("dropped", f"{dropped} passages that did not fit"))

@@ -170,7 +170,7 @@ class Door:
             return
         is_sent = scope["method"] != "POST"
         visit = scope["visit"] = Visit(send, self._options.timeout, self, is_sent=is_sent)
-        matched = (one for one in self._entrances if one.matches(scope)[0] is Match.FULL)
+        matched = (door for door in self._entrances if door.matches(scope)[0] is Match.FULL)
         entrance = next(matched, None)
         try:
             headers, is_open = Headers(scope=scope), entrance is not None and entrance.is_open

@@ -113,8 +113,8 @@ def open_parts(
             embedder, embedder_name = demo.embedder, "contrastive"
     if embedder is None:
         embedder, _ = open_text_embedder(asking.encoder, Corpus([]))
-    taken = {model_name, embedder_name, *(system.name for system in systems), *_SYSTEMS}
-    if same := sorted(taken.intersection(adapters)):
+    names = {model_name, embedder_name, *(system.name for system in systems), *_SYSTEMS}
+    if same := sorted(names.intersection(adapters)):
         raise UserError(
             f"--adapter={same[0]}=...: another model has this name already; choose another one."
         )

@@ -262,9 +262,9 @@ class FindPassages:
                 to_read = self.threads.together(self.answerer.find, asked, turn)
             rows = source_rows(self.answerer.corpus, to_read.passages)
             tell("sources", rows)
-            said = NOT_FOUND if to_read.is_refused else "The nearest passages:"
+            sentence = NOT_FOUND if to_read.is_refused else "The nearest passages:"
             seconds = time.perf_counter() - began
-            return answer_row(question, said, not to_read.is_refused, rows, seconds)
+            return answer_row(question, sentence, not to_read.is_refused, rows, seconds)
 
         return self.threads.start(answer)
 
@@ -296,9 +296,9 @@ class FromMemory:
             began = time.perf_counter()
             with self.corpus.asked(question, picture) as asked:
                 reader = LLMReader(self.corpus, backend, self.options)
-                (said,) = reader.answer([asked], [Ranking(asked.id, (), ())])
+                (prediction,) = reader.answer([asked], [Ranking(asked.id, (), ())])
             seconds = time.perf_counter() - began
-            return answer_row(question, said.answer, bool(said.answer), [], seconds)
+            return answer_row(question, prediction.answer, bool(prediction.answer), [], seconds)
 
         return self.threads.start(answer, cancel_of(backend))
 
@@ -486,11 +486,13 @@ class RowSystem:
         candidates = ranking_of(ranked) if ranked else Ranking("", prediction.read, ())
         rows = cited_first(self._corpus, candidates, prediction)
         tell("sources", rows)
-        said = prediction.answer or (NOT_FOUND if self._row.answers else "The sources:")
+        sentence = prediction.answer or (NOT_FOUND if self._row.answers else "The sources:")
         marks = "".join(f" [{row['number']}]" for row in rows if row["cited"] is not None)
-        whole = answer_row(question, said, said != NOT_FOUND, rows, time.perf_counter() - began)
+        whole = answer_row(
+            question, sentence, sentence != NOT_FOUND, rows, time.perf_counter() - began
+        )
         notes = answer_notes(prediction)
-        return {**whole, "marked": said + marks, "notes": notes, "steps": _steps(prediction)}
+        return {**whole, "marked": sentence + marks, "notes": notes, "steps": _steps(prediction)}
 
 
 def _key(text: str) -> str:
@@ -503,13 +505,13 @@ def _steps(prediction: Prediction) -> list[dict[str, Any]]:
     if "agents" in trace:
         return [_step(node) for node in agent_tree(trace, prediction.answer)]
     prompts: Sequence[str] = trace.get("prompts", ())
-    outputs = [str(one.get("text", "")) for one in trace.get("outputs", ())]
+    outputs = [str(output.get("text", "")) for output in trace.get("outputs", ())]
     steps = [{"who": "prompt", "prompt": prompt, "steps": []} for prompt in prompts]
     return [*steps, *({"who": f"output: {text}", "prompt": "", "steps": []} for text in outputs)]
 
 
 def _step(node: TraceNode) -> dict[str, Any]:
-    return {"who": node.text, "prompt": node.long, "steps": [_step(one) for one in node.children]}
+    return {"who": node.text, "prompt": node.long, "steps": list(map(_step, node.children))}
 
 
 _AT_ONCE = 8  # texts that are embedded before others have their turn

@@ -67,8 +67,8 @@ class ResponseCache:
         """What is kept for a key, or None: a JSON value, or the text of an older version."""
         if key not in self._store:
             self._store.refresh()  # another process may have put it
-        kept = self._store.get(key)
-        return self._older.get(key) if kept is None and self._older is not None else kept
+        value = self._store.get(key)
+        return self._older.get(key) if value is None and self._older is not None else value
 
     def put(self, key: str, value: Any) -> None:
         """Keeps a JSON value, which replaces an earlier one; a kill cannot take it any more."""
@@ -220,10 +220,10 @@ class Cached(Around):
         return restored
 
     def _kept(self, key: str, request: Query) -> Result | Scores | None:
-        kept = self._cache.get(key)
+        value = self._cache.get(key)
         self.usage.unreadable += self._cache.newly_damaged()
         try:
-            return None if kept is None else restore(key, request, kept)
+            return None if value is None else restore(key, request, value)
         except Unkeepable:  # a damaged row, or one that a faulty version kept
             self.usage.unreadable += 1
             return None
@@ -288,7 +288,8 @@ def request_key(fingerprint: str, request: Query, *, of_text: bool = True) -> st
 def _is_of_text(older: Result | Scores | None) -> bool:
     """Whether an older cache's answer would be the same today: no total, or no token to cut."""
     return isinstance(older, Result) and all(
-        math.isnan(one.total) or one.finish == "length" for one in older.candidates
+        math.isnan(candidate.total) or candidate.finish == "length"
+        for candidate in older.candidates
     )
 
 
@@ -396,8 +397,8 @@ def _result(request: Query, value: dict[str, Any]) -> Result:
         _check(isinstance(row["tokens"], list) and all(map(_is_count, row["tokens"])), "a token")
         _check(_is_number(row["total"]), "a total")
         logprobs = None if row["logprobs"] is None else _numbers(row["logprobs"])
-        kept = {**row, "tokens": tuple(row["tokens"]), "logprobs": logprobs}
-        candidates.append(Candidate(**kept))
+        values = {**row, "tokens": tuple(row["tokens"]), "logprobs": logprobs}
+        candidates.append(Candidate(**values))
     return Result(request.id, tuple(candidates), value["prompt_tokens"], 0)
 
 
@@ -462,8 +463,8 @@ def answer_all(
     answers: dict[Hashable, Result | Scores] = {}
     if isinstance(backend, Cached):
         for query in queries:
-            if (found := backend.find(query)) is not None:
-                answers[query.id] = found
+            if (cached := backend.find(query)) is not None:
+                answers[query.id] = cached
     missing = sorted((query for query in queries if query.id not in answers), key=text_of)
     before = len(backend.failures)
     if missing:

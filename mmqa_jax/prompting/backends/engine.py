@@ -116,7 +116,7 @@ class EngineBackend:
         It is resized once for more sequences, more than twice the first ones, then for any number;
         and once for longer prompts, then up to LENGTH tokens.
         """
-        tokens = max(self._checked.tokens, *(self._needs(*one) for one in prompts))
+        tokens = max(self._checked.tokens, *(self._needs(*pair) for pair in prompts))
         needed = Demand(sum(_sequences(query) for query, _ in prompts), tokens)
         # All that is checked, so that a job that goes on elsewhere takes the same sizes.
         most = max(needed.sequences, self._checked.sequences)
@@ -180,10 +180,10 @@ class EngineBackend:
         prompt = self._prompt(request)
         if not prompt.tokens:
             raise Unanswerable(f"request {request.id!r}: its prompt is empty; give some text.")
-        for one in shown(prompt.pictures):
+        for picture in shown(prompt.pictures):
             try:
-                decode.verify(one.picture.data, one.picture.name)
-                self._pictures.tokens(one)
+                decode.verify(picture.picture.data, picture.picture.name)
+                self._pictures.tokens(picture)
             except decode.PictureError as error:
                 raise Unanswerable(str(error)) from error
         if not isinstance(request, Choices):
@@ -199,7 +199,9 @@ class EngineBackend:
         """Tokens of the prompt, the longest answer, and all answers that may share its columns."""
         count = self._prompt_tokens(prompt)
         if isinstance(request, Choices):
-            lengths = [len(one) for one in self._continuations(request, prompt)[1]]
+            lengths = [
+                len(continuation) for continuation in self._continuations(request, prompt)[1]
+            ]
             together = max(max(lengths), min(sum(lengths), _SHARED))
         else:
             lengths, together = [request.decoding.max_new_tokens], request.decoding.max_new_tokens
@@ -240,7 +242,7 @@ class EngineBackend:
         return max(self.length - self.prompt_tokens(query), 1)
 
     def _prompt_tokens(self, prompt: _Prompt) -> int:
-        of_pictures = [self._pictures.tokens(one) - 1 for one in shown(prompt.pictures)]
+        of_pictures = [self._pictures.tokens(picture) - 1 for picture in shown(prompt.pictures)]
         return len(prompt.tokens) + sum(of_pictures)
 
     def engine_request(self, query: Query) -> Request | Scoring:
@@ -251,7 +253,7 @@ class EngineBackend:
         """
         prompt = self._prompt(query)
         try:
-            pixels = [self._pictures.read(one) for one in shown(prompt.pictures)]
+            pixels = [self._pictures.read(picture) for picture in shown(prompt.pictures)]
         except decode.PictureError as error:
             raise Unanswerable(str(error)) from error
         return self._request(query, prompt, pixels)
@@ -348,10 +350,10 @@ class EngineBackend:
             )
 
     def _one_each(self, request_id: Hashable, text: str, pictures: Sequence[Picture]) -> None:
-        found = text.count(self._pictures.placeholder)
-        if found != len(pictures):
+        count = text.count(self._pictures.placeholder)
+        if count != len(pictures):
             raise UserError(
-                f"request {request_id!r}: its text has {found} {PLACEHOLDER} "
+                f"request {request_id!r}: its text has {count} {PLACEHOLDER} "
                 f"placeholders for {len(pictures)} pictures; write one for each, or none at all."
             )
 
@@ -398,9 +400,9 @@ def read_ahead(
             item, futures = started.popleft()
             pictures -= len(futures)
             try:
-                found: list[Any] | PictureError = [one.result() for one in futures]
+                arrays: list[Any] | PictureError = [future.result() for future in futures]
             except PictureError as error:
-                found = error
-            yield item, found
+                arrays = error
+            yield item, arrays
     finally:
         pool.shutdown(cancel_futures=True)

@@ -189,7 +189,7 @@ class OpenAIBackend:
             body["stop"] = list(decoding.stop)
         if decoding.n > 1:
             body["n"] = decoding.n
-        found, usage = await self._server.post(
+        candidates, usage = await self._server.post(
             path,
             body,
             lambda answer: openai_replies.read_candidates(
@@ -197,8 +197,8 @@ class OpenAIBackend:
             ),
             most_bytes(body, decoding.n * decoding.max_new_tokens),
         )
-        found = sorted(found, key=lambda c: -c.total if not math.isnan(c.total) else 0.0)
-        return Result(request.id, tuple(found), usage.prompt, 0)
+        candidates = sorted(candidates, key=lambda c: -c.total if not math.isnan(c.total) else 0.0)
+        return Result(request.id, tuple(candidates), usage.prompt, 0)
 
     async def _score(self, request: Choices) -> Scores:
         """Scores as lm-evaluation-harness: the text is split at the prompt's number of tokens.
@@ -226,7 +226,7 @@ class OpenAIBackend:
                 *map(scored, request.continuations),
             )
             scores = [
-                openai_replies.cut_echo(echo, usage.prompt, own.prompt) for echo, own in echoes
+                openai_replies.cut_echo(echo, usage.prompt, whole.prompt) for echo, whole in echoes
             ]
         except openai_replies.NoEcho as error:
             raise UserError(
@@ -566,10 +566,12 @@ class Server:
                 return None
             if isinstance(error.code, int) and 400 <= error.code < 600:
                 status = error.code
-        said = "no reason given" if error is None else clean(error.message)
+        words = "no reason given" if error is None else clean(error.message)
         self._give_up(status, error.code if error else None, error.message if error else "", echo)
         return (
-            f"it says {status} ({said})" if status >= 300 else f"it answers with an error ({said})"
+            f"it says {status} ({words})"
+            if status >= 300
+            else f"it answers with an error ({words})"
         )
 
     def _give_up(self, status: int, code: str | int | None, message: str, echo: bool) -> None:
@@ -596,7 +598,7 @@ class Server:
         """Warns once where another model answers; dated and prefixed names are the same model's."""
         if name is None or name in self._others or len(self._others) == _NAMES:
             return
-        short, asked = (one.casefold().rpartition("/")[2] for one in (name, self._model))
+        short, asked = (full.casefold().rpartition("/")[2] for full in (name, self._model))
         if short.startswith(asked) or asked.startswith(short):
             return
         self._others.add(name)

@@ -186,28 +186,28 @@ class HttpClient:
         # Before the body: a stream of events (text/event-stream) may have no end.
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         if not kind.endswith("json"):
-            found = f"of the type {clean(kind)}" if kind else "without a content type"
-            raise NoReply(f"its answer is malformed ({found}, expected application/json)")
+            described = f"of the type {clean(kind)}" if kind else "without a content type"
+            raise NoReply(f"its answer is malformed ({described}, expected application/json)")
         body = await self._body(response, most)
         try:
             value = parse_json(body, "it", remedy="")
         except UserError as error:
-            said = str(error).removeprefix("it: ").rpartition(";")[0]
-            raise NoReply(f"its answer is malformed ({clean(said)})") from error
+            reason = str(error).removeprefix("it: ").rpartition(";")[0]
+            raise NoReply(f"its answer is malformed ({clean(reason)})") from error
         if _holds_key(value):
             raise NoReply(f"its answer repeats {KEY}, which is written to no file")
         return Reply(status, response.headers, value)
 
     async def _body(self, response: Any, most: int) -> bytes:
         """The body, decompressed piece by piece and no further than `most` bytes."""
-        found = bytearray()
+        body = bytearray()
         async for piece in response.aiter_bytes():
-            found += piece
-            if len(found) > most:
+            body += piece
+            if len(body) > most:
                 raise NoReply(
                     f"its answer is larger than the {most:,} bytes that this request allows"
                 )
-        return bytes(found)
+        return bytes(body)
 
 
 def clean(said: str) -> str:
@@ -261,11 +261,11 @@ def _scheme(url: str) -> str | None:
 
 def _proxy(url: str) -> str | None:
     """The proxy for an address, if there is one."""
-    found = urllib.request.getproxies_environment().get("https")
-    if not found or _scheme(url) != "https":
+    proxy = urllib.request.getproxies_environment().get("https")
+    if not proxy or _scheme(url) != "https":
         return None
     host = urllib.parse.urlsplit(url).netloc.rpartition("@")[2]
-    return None if urllib.request.proxy_bypass_environment(host) else found
+    return None if urllib.request.proxy_bypass_environment(host) else proxy
 
 
 # An event loop beside the caller's own.

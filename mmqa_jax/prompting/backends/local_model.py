@@ -127,7 +127,9 @@ def open_backend(
         name: load_additions(Path(folder), path, digest, kind, shape)
         for name, folder in (adapters or {}).items()
     }
-    values = sum(x.size for one in additions.values() for ab in one.matrices.values() for x in ab)
+    values = sum(
+        x.size for addition in additions.values() for ab in addition.matrices.values() for x in ab
+    )
     sizing = Sizing(
         dataclasses.replace(llama, dtype=dtype),
         engine,

@@ -66,15 +66,18 @@ def read_error(answer: Any, text: str = "") -> ServerError | None:
       answer: the JSON of a server.
       text: of the reply, where its JSON has no message.
     """
-    found = answer.get("error") if isinstance(answer, dict) else None
+    error = answer.get("error") if isinstance(answer, dict) else None
     answer = answer if isinstance(answer, dict) else {}
-    if not found and isinstance(answer.get("choices", answer.get("data")), list):
+    if not error and isinstance(answer.get("choices", answer.get("data")), list):
         return None
-    inner = found if isinstance(found, dict) else answer
-    words = (found, inner.get("message"), inner.get("detail"))
-    message = next((one for one in words if isinstance(one, str) and one), text)
+    inner = error if isinstance(error, dict) else answer
+    words = (error, inner.get("message"), inner.get("detail"))
+    message = next(
+        (text_given for text_given in words if isinstance(text_given, str) and text_given),
+        text,
+    )
     code = inner.get("code")
-    if not message and not found:
+    if not message and not error:
         return None
     return ServerError(message or "no message", code if isinstance(code, str | int) else None)
 
@@ -129,14 +132,14 @@ def read_candidates(
         text = truncate(text, stops)
         # "stop" is an end token or a stop string: the API does not say which.
         finish = _name(choice.get("finish_reason")) or "stop"
-        found, total = None, math.nan
+        reported, total = None, math.nan
         if logprobs:
-            found, tokens = _of_new_tokens(choice.get("logprobs"))
-            if text and not found:
+            reported, tokens = _of_new_tokens(choice.get("logprobs"))
+            if text and not reported:
                 raise NoLogprobs("it lacks the requested log-probabilities")
-            count = tokens_of_text(tokens, text, stops, finish) if tokens else len(found)
-            total = math.fsum(found[:count])
-        candidates.append(Candidate(text, (), total, found, finish))
+            count = tokens_of_text(tokens, text, stops, finish) if tokens else len(reported)
+            total = math.fsum(reported[:count])
+        candidates.append(Candidate(text, (), total, reported, finish))
     return candidates
 
 
@@ -147,10 +150,10 @@ def read_echo(answer: Any) -> Echo:
       NoEcho: there are none of the prompt.
       Malformed: no form of the API's.
     """
-    found = _choices(answer)[0].get("logprobs")
-    if not isinstance(found, dict) or not isinstance(found.get("token_logprobs"), list):
+    reported = _choices(answer)[0].get("logprobs")
+    if not isinstance(reported, dict) or not isinstance(reported.get("token_logprobs"), list):
         raise NoEcho("its answer has none")
-    logprobs, top = found["token_logprobs"], found.get("top_logprobs")
+    logprobs, top = reported["token_logprobs"], reported.get("top_logprobs")
     if not isinstance(top, list) or len(top) != len(logprobs):
         raise NoEcho("its answer has no top_logprobs")
     rows = [row.values() if isinstance(row, dict) else () for row in top]
@@ -174,7 +177,7 @@ def cut_echo(echo: Echo, prompt: int, whole: int) -> Score | None:
         raise NoEcho("some of its tokens have none, or no logarithm of a probability")
     if not logprobs:
         return None
-    greedy = all(own >= other for own, other in zip(logprobs, best, strict=True))
+    greedy = all(logprob >= likeliest for logprob, likeliest in zip(logprobs, best, strict=True))
     return Score(math.fsum(logprobs), tuple(map(float, logprobs)), greedy)
 
 
@@ -226,9 +229,9 @@ def _of_new_tokens(found: Any) -> tuple[tuple[float, ...], list[bytes]]:
     if isinstance(found, dict):
         values, texts = found.get("token_logprobs"), found.get("tokens")
         if isinstance(found.get("content"), list):
-            content = [one for one in found["content"] if isinstance(one, dict)]
-            values = [one.get("logprob") for one in content]
-            texts = [_text_of(one) for one in content]
+            content = [entry for entry in found["content"] if isinstance(entry, dict)]
+            values = [entry.get("logprob") for entry in content]
+            texts = [_text_of(entry) for entry in content]
     if not isinstance(values, list) or None in values:
         raise NoLogprobs("it lacks the requested log-probabilities")
     if not all(map(_is_logprob, values)):
@@ -243,9 +246,9 @@ def _of_new_tokens(found: Any) -> tuple[tuple[float, ...], list[bytes]]:
 
 def _text_of(entry: Mapping[str, Any]) -> Any:
     """The text of an entry of `content`: its bytes, where a token is part of a character."""
-    given = entry.get("bytes")
-    if isinstance(given, list) and all(type(b) is int and 0 <= b < 256 for b in given):
-        return bytes(given)
+    octets = entry.get("bytes")
+    if isinstance(octets, list) and all(type(b) is int and 0 <= b < 256 for b in octets):
+        return bytes(octets)
     return entry.get("token")
 
 
@@ -260,8 +263,8 @@ _BYTES = re.compile(r"bytes:((?:\\x[0-9a-fA-F]{2})+)\Z")  # OpenAI's form of par
 
 def token_bytes(token: str) -> bytes:
     """The bytes of a reported token's text."""
-    if found := _BYTES.match(token):
-        return bytes.fromhex(found[1].replace("\\x", ""))
+    if spelled := _BYTES.match(token):
+        return bytes.fromhex(spelled[1].replace("\\x", ""))
     return token.encode("utf-8", "surrogatepass")
 
 
@@ -277,17 +280,17 @@ def tokens_of_text(tokens: Sequence[bytes], text: str, stops: Sequence[str], fin
       stops: the stop strings that were asked for.
       finish: the server's reason; "length": no end token follows the text.
     """
-    joined, wanted = b"".join(tokens), text.encode("utf-8", "surrogatepass")
+    joined, encoded = b"".join(tokens), text.encode("utf-8", "surrogatepass")
     if finish == "length" and not any(stop.encode() in joined for stop in stops):
         return len(tokens)
-    if joined.startswith(wanted):
-        return _starting_before(len(wanted), tokens)
+    if joined.startswith(encoded):
+        return _starting_before(len(encoded), tokens)
     # Some servers strip the text, or the first token's leading space.
     bare = joined.lstrip()
-    if bare.startswith(wanted.strip()):
-        return _starting_before(len(joined) - len(bare) + len(wanted.strip()), tokens)
+    if bare.startswith(encoded.strip()):
+        return _starting_before(len(joined) - len(bare) + len(encoded.strip()), tokens)
     # Tokens in another spelling than the text: only an end token can be told, as the last.
-    alien = finish == "stop" and not (tokens[-1] and wanted.endswith(tokens[-1]))
+    alien = finish == "stop" and not (tokens[-1] and encoded.endswith(tokens[-1]))
     return len(tokens) - alien
 
 

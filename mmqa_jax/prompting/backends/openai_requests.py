@@ -141,10 +141,10 @@ def read_chat(fields: Fields, default: Decoding | None = None) -> ChatRequest:
 
 def read_embedding(fields: Fields) -> EmbeddingRequest:
     """Reads texts to be embedded; WrongField for what is wrong with them."""
-    model, given = fields.take("model", str), fields.take("input", (str, list))
-    texts = [given] if isinstance(given, str) else given
+    model, value = fields.take("model", str), fields.take("input", (str, list))
+    texts = [value] if isinstance(value, str) else value
     if not strings(texts) or not texts:
-        raise wrong("input", given, "expected a text, or a list of texts")
+        raise wrong("input", value, "expected a text, or a list of texts")
     if len(texts) > _MOST_PROMPTS:
         raise WrongField(f"input has {len(texts):,} texts, up to {_MOST_PROMPTS} at once.")
     form = fields.take("encoding_format", str, "float")
@@ -209,7 +209,7 @@ def _prompts(prompt: Any) -> tuple[Prompt, ...]:
         prompts: Sequence[Prompt] = [prompt]
     elif token_ids(prompt) and prompt:
         prompts = [tuple(prompt)]
-    elif strings(prompt) or (prompt and all(token_ids(one) and one for one in prompt)):
+    elif strings(prompt) or (prompt and all(token_ids(item) and item for item in prompt)):
         prompts = prompt
     else:
         prompts = []
@@ -217,7 +217,7 @@ def _prompts(prompt: Any) -> tuple[Prompt, ...]:
         raise wrong("prompt", prompt, "expected a text, token ids, or a list of either")
     if len(prompts) > _MOST_PROMPTS:
         raise WrongField(f"prompt has {len(prompts):,} prompts, up to {_MOST_PROMPTS} at once.")
-    return tuple(one if isinstance(one, str) else tuple(one) for one in prompts)
+    return tuple(item if isinstance(item, str) else tuple(item) for item in prompts)
 
 
 def _messages(rows: list[Any]) -> tuple[Message, ...]:
@@ -338,12 +338,12 @@ def wrong(key: str, value: Any, expected: str) -> WrongField:
 
 def strings(value: Any) -> bool:
     """Whether a value is a list of strings."""
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def token_ids(value: Any) -> bool:
     """Whether a value is a list of token ids."""
-    return isinstance(value, list) and all(type(one) is int for one in value)
+    return isinstance(value, list) and all(type(item) is int for item in value)
 
 
 def data_url(picture: bytes) -> str | None:

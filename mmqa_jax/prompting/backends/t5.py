@@ -245,13 +245,13 @@ def engine_sizes(engine: Mapping[str, Any], *, on_cpu: bool) -> T5EngineConfig:
                 f"config key engine.{name}={value}: a T5 is served in batches without a shared "
                 f"cache, which has {', '.join(_TAKEN)} alone; leave it out."
             )
-    given = {name: engine[name] for name in _TAKEN if engine.get(name, AUTO) != AUTO}
-    length = given.get("length", T5EngineConfig.length)
+    sizes = {name: engine[name] for name in _TAKEN if engine.get(name, AUTO) != AUTO}
+    length = sizes.get("length", T5EngineConfig.length)
     lengths = [_SHORTEST]
     while lengths[-1] < length:
         lengths.append(2 * lengths[-1])
     chosen = {"slots": _SLOTS[not on_cpu], "length": length, "buckets": tuple(lengths)}
-    return T5EngineConfig(**{**chosen, **given}, tokens=_TOKENS[not on_cpu])
+    return T5EngineConfig(**{**chosen, **sizes}, tokens=_TOKENS[not on_cpu])
 
 
 def mesh_of(mesh: Mapping[str, Any], devices: Sequence[jax.Device]) -> Mesh | None:
@@ -262,5 +262,5 @@ def mesh_of(mesh: Mapping[str, Any], devices: Sequence[jax.Device]) -> Mesh | No
         shape["data"] = -1
     elif math.prod(shape.values()) == 1:
         devices = devices[:1]
-    made = make_mesh(shape, devices)
-    return made if made.size > 1 else None
+    placed = make_mesh(shape, devices)
+    return placed if placed.size > 1 else None

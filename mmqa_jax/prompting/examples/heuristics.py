@@ -103,7 +103,7 @@ Candidates = dict[str, list[tuple[str, float]]]
 
 def load_candidates(path: str | os.PathLike) -> Candidates:
     """question_id -> (answer, confidence in 0..1) of each candidate, best first."""
-    found: Candidates = {}
+    candidates: Candidates = {}
     for where, question_id, rows in _lists(path, "candidates"):
         pairs = []
         for number, row in enumerate(rows, start=1):
@@ -115,13 +115,13 @@ def load_candidates(path: str | os.PathLike) -> Candidates:
                     "expected; write the file again."
                 )
             pairs.append((answer, float(confidence)))
-        found[question_id] = sorted(pairs, key=lambda pair: -pair[1])
-    return found
+        candidates[question_id] = sorted(pairs, key=lambda pair: -pair[1])
+    return candidates
 
 
 def load_answer_aware(path: str | os.PathLike) -> dict[str, list[str]]:
     """question_id -> ids of its examples, most similar first."""
-    found: dict[str, list[str]] = {}
+    examples: dict[str, list[str]] = {}
     for where, question_id, rows in _lists(path, "example ids"):
         for number, row in enumerate(rows, start=1):
             if isinstance(row, bool) or not isinstance(row, str | int):
@@ -129,8 +129,8 @@ def load_answer_aware(path: str | os.PathLike) -> dict[str, list[str]]:
                     f"{where}, example {number}: a question id was expected, found {row!r:.80}; "
                     "write the file again."
                 )
-        found[question_id] = [str(row) for row in rows]
-    return found
+        examples[question_id] = [str(row) for row in rows]
+    return examples
 
 
 def write_candidates(

@@ -167,8 +167,8 @@ class ExampleLibrary:
         """The first `count` of the named examples that the library has and the query may see."""
         allowed = self._allowed(query)
         rows = [self._row[name] for name in names if name in self._row]
-        found = [self.examples[row] for row in rows if allowed[row]][:count]
-        return [Shot(example, float("nan")) for example in found]
+        examples = [self.examples[row] for row in rows if allowed[row]][:count]
+        return [Shot(example, float("nan")) for example in examples]
 
     def _random(self, query: Question, count: int, seed: int) -> list[Shot]:
         allowed = np.flatnonzero(self._allowed(query))
@@ -194,7 +194,10 @@ class ExampleLibrary:
         ]
         for start in range(0, len(queries), _BLOCK):
             block = slice(start, start + _BLOCK)
-            yield sum(of[block] @ own.T for of, own in pairs), queries[block]
+            yield (
+                sum(of_queries[block] @ library.T for of_queries, library in pairs),
+                queries[block],
+            )
 
     def _own(self, kind: str) -> Float32[np.ndarray, "N D"]:
         if kind not in self._kept:
@@ -207,11 +210,11 @@ class ExampleLibrary:
         """Finds the nearest by the index; of equal similarities any comes first."""
         kinds = _SUMS.get(similarity, (similarity,))  # a sum is the product of joined vectors
         if similarity not in self._indexes:
-            own = np.concatenate([self._own(kind) for kind in kinds], axis=1)
-            self._indexes[similarity] = self._make_index(own)
+            library = np.concatenate([self._own(kind) for kind in kinds], axis=1)
+            self._indexes[similarity] = self._make_index(library)
         joined = [self._vectors(queries, kind, self._of_queries) for kind in kinds]
         vectors = np.concatenate(joined, axis=1)
-        found: list[list[Shot]] = [[] for _ in queries]
+        shots_of: list[list[Shot]] = [[] for _ in queries]
         for members, allowed in self._by_fold(queries):
             available = np.count_nonzero(allowed)
             if not available:
@@ -221,11 +224,11 @@ class ExampleLibrary:
             mask = None if available == len(allowed) else allowed
             near = self._indexes[similarity].search(vectors[members], most, mask)
             for member, rows, scores in zip(members, *near, strict=True):
-                own = self._own_row(queries[member])
+                library = self._own_row(queries[member])
                 pairs = zip(rows, scores, strict=True)
-                shots = [Shot(self.examples[i], float(score)) for i, score in pairs if i != own]
-                found[member] = shots[:count]
-        return found
+                shots = [Shot(self.examples[i], float(score)) for i, score in pairs if i != library]
+                shots_of[member] = shots[:count]
+        return shots_of
 
     def _by_fold(
         self, queries: Sequence[Question]
@@ -294,10 +297,10 @@ class ExampleLibrary:
         """The vectors of pictures; zeros where there is none, or it cannot be decoded."""
         embed = functools.partial(self._pictures, embedder or self._embedders.image)
         vectors = np.zeros((len(pictures), self._embedders.image.dim), np.float32)
-        shown = [row for row, picture in enumerate(pictures) if picture is not None]
-        if shown:
-            known = {pictures[row].digest: pictures[row] for row in shown}
-            vectors[shown] = _each_once(embed, known, [pictures[r].digest for r in shown])
+        present = [row for row, picture in enumerate(pictures) if picture is not None]
+        if present:
+            known = {pictures[row].digest: pictures[row] for row in present}
+            vectors[present] = _each_once(embed, known, [pictures[r].digest for r in present])
         return vectors
 
     def _pictures(
@@ -329,19 +332,19 @@ class ExampleLibrary:
         The product of two means is the mean of the pairwise cosines (WebQA, section 6.3). A source
         that several questions share is embedded once, a broken picture by its caption.
         """
-        owned = [(row, source) for row, own in enumerate(sources) for source in own]
+        owned = [(row, source) for row, of_question in enumerate(sources) for source in of_question]
         rows = np.array([row for row, _ in owned], int)
         vectors = np.zeros((len(owned), self._embedders.text.dim), np.float32)
         pictures = [None if isinstance(source, str) else source for _, source in owned]
         if any(pictures):
             vectors = self._images(pictures)
-        shown = vectors.any(axis=1)
+        seen = vectors.any(axis=1)
         texts = [source if isinstance(source, str) else source.caption for _, source in owned]
-        written = [text for text, has in zip(texts, shown, strict=True) if not has]
+        written = [text for text, has in zip(texts, seen, strict=True) if not has]
         if written:
-            vectors[~shown] = _each_once(self._texts, {text: text for text in written}, written)
+            vectors[~seen] = _each_once(self._texts, {text: text for text in written}, written)
         means = np.zeros((len(sources), vectors.shape[1]), np.float32)
-        for kind in (~shown, shown):
+        for kind in (~seen, seen):
             np.add.at(means, rows[kind], vectors[kind])
         counts = np.bincount(rows, minlength=len(sources))
         return means / np.maximum(counts, 1)[:, None].astype(np.float32)
@@ -351,9 +354,9 @@ class ExampleLibrary:
         allowed = np.ones(len(self.examples), bool)
         if self._same_ids and self._folds > 1:
             allowed = self._fold != fold_of(query.id, self._folds)
-        own = self._own_row(query)
-        if own is not None:
-            allowed[own] = False
+        row = self._own_row(query)
+        if row is not None:
+            allowed[row] = False
         return allowed
 
     def _own_row(self, query: Question) -> int | None:
@@ -499,20 +502,20 @@ class PublishedVectors:
 
     def _read(self, kind: str) -> Float32[np.ndarray, "N D"]:
         paths = [self.folder / _FILES[kind].format(split) for split in _SPLITS]
-        found = [_array(path) for path in paths]
-        for path, vectors, split in zip(paths, found, _SPLITS, strict=True):
+        arrays = [_array(path) for path in paths]
+        for path, vectors, split in zip(paths, arrays, _SPLITS, strict=True):
             if len(vectors) != self._lines[split]:
                 raise UserError(
                     f"{path}: has {len(vectors):,} rows, but {_INDEX.format(split)} has "
                     f"{self._lines[split]:,} lines; take both from one release."
                 )
-        train, val = (vectors.shape[1] for vectors in found)
+        train, val = (vectors.shape[1] for vectors in arrays)
         if train != val:
             raise UserError(
                 f"{paths[1]}: its vectors have {val} dimensions, those of {paths[0].name} {train}; "
                 "take both from one release."
             )
-        return np.concatenate(found)
+        return np.concatenate(arrays)
 
 
 def _samples(path: Path) -> list[tuple[str, str]]:
@@ -537,7 +540,7 @@ def _sample(value: Any, where: str) -> tuple[str, str]:
 
 def _array(path: Path) -> Float32[np.ndarray, "N D"]:
     try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
+        stored = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError as error:
         raise UserError(
             f"{path}: no such file; fetch the folder coco_clip_new of github.com/microsoft/PICa."
@@ -547,13 +550,13 @@ def _array(path: Path) -> Float32[np.ndarray, "N D"]:
         raise UserError(
             f"{path}: cannot be read as an array of numbers ({reason:.150}); fetch it again."
         ) from error
-    shape, kind = getattr(found, "shape", ()), getattr(found, "dtype", None)
+    shape, kind = getattr(stored, "shape", ()), getattr(stored, "dtype", None)
     if len(shape) != 2 or not np.issubdtype(kind, np.floating):
         raise UserError(
             f"{path}: holds {'x'.join(map(str, shape)) or 'no array'} of {kind}; floats in rows "
             "and columns were expected; fetch it again."
         )
-    vectors = np.asarray(found, np.float32)
+    vectors = np.asarray(stored, np.float32)
     broken = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
     if len(broken):
         raise UserError(

@@ -116,22 +116,22 @@ def training_examples(
             )
     chosen = library.select(questions, options.shots, options.similarity)
     with_shots = options.with_shots if options.shots else 0.0
-    kept, learned, dropped, dropped_shots = [], [], 0, 0
+    examples, learned, dropped, dropped_shots = [], [], 0, 0
     for question, shots in zip(questions, chosen, strict=True):
         versions: list[TokenExample] = []
         for template in templates:
             plain, _ = _example(template, question, (), fields, options, encode, size)
-            shown, missing = _example(template, question, shots, fields, options, encode, size)
-            if plain is not None and shown is not None:
-                versions += [plain, shown]
+            taught, missing = _example(template, question, shots, fields, options, encode, size)
+            if plain is not None and taught is not None:
+                versions += [plain, taught]
                 dropped_shots += missing
         if len(versions) < 2 * len(templates):
             dropped += 1
             continue
-        kept.append(versions)
+        examples.append(versions)
         learned.append(question)
     shares = [x / len(templates) for _ in templates for x in (1 - with_shots, with_shots)]
-    return TrainingExamples(kept, shares, dropped, dropped_shots, learned)
+    return TrainingExamples(examples, shares, dropped, dropped_shots, learned)
 
 
 def _example(
@@ -145,20 +145,20 @@ def _example(
 ) -> tuple[TokenExample | None, int]:
     """The example with as many shots as fit, None if it never does; and how many were dropped."""
     completion = template.solve(fields(question))
-    given = ""
+    before = ""
     if options.learn == "answer":
-        given, said, rest = completion.rpartition(_ANSWER)
-        completion = said + rest
+        before, lead, rest = completion.rpartition(_ANSWER)
+        completion = lead + rest
 
     def make(prompt: str) -> TokenExample:
-        return encode(question, prompt, given, completion, ended=True)
+        return encode(question, prompt, before, completion, ended=True)
 
     def check(example: TokenExample) -> None:
         if not size.holds(example):
             raise TooLong(question.id, example.start, example.targets, size.length)
 
-    found = few_shot(template, question, shots, fields, make, check, options.order)
-    return found.query, found.dropped
+    fitted = few_shot(template, question, shots, fields, make, check, options.order)
+    return fitted.query, fitted.dropped
 
 
 def encode_text(tokenizer: TextTokenizer) -> Encode:
@@ -249,11 +249,11 @@ def chat_example(
             f"{where}: its last answer has weight 0, so that nothing is learned; set "
             "examples.turns to all, or leave the conversation out."
         )
-    shown = int((tokens == image_token).sum())
-    if shown != len(chat.pictures):
+    pictures = int((tokens == image_token).sum())
+    if pictures != len(chat.pictures):
         raise UserError(
             f"{where}: shows {len(chat.pictures)} pictures, of which its prompt by the model's "
-            f"chat template has {shown}; use the model's own tokenizer."
+            f"chat template has {pictures}; use the model's own tokenizer."
         )
     places = np.flatnonzero(learned).astype(np.int32)
     return TokenExample(tokens, int(places[0]), chat.pictures, places)

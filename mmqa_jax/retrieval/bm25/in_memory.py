@@ -249,8 +249,8 @@ class BM25Retriever:
         """
         check_questions(questions, "BM25Retriever.search")
         texts = [question.question for question in questions]
-        found = self.bm25.search(texts, min(top_k, len(self.corpus)))
-        return to_rankings([question.id for question in questions], *found, self.corpus.ids)
+        best = self.bm25.search(texts, min(top_k, len(self.corpus)))
+        return to_rankings([question.id for question in questions], *best, self.corpus.ids)
 
     def search_within(
         self, questions: Sequence[Question], candidates: Sequence[Ranking]
@@ -260,10 +260,10 @@ class BM25Retriever:
         Those without a word of the question are left out.
         """
         rankings = []
-        for question, given in zip(questions, candidates, strict=True):
-            rows = [self.corpus.row[name] for name in given.sources]
-            found, scores = self.bm25.search_within(question.question, rows, len(rows))
-            names = tuple(self.corpus.sources[int(row)].id for row in found)
+        for question, ranking in zip(questions, candidates, strict=True):
+            rows = [self.corpus.row[name] for name in ranking.sources]
+            best, scores = self.bm25.search_within(question.question, rows, len(rows))
+            names = tuple(self.corpus.sources[int(row)].id for row in best)
             rankings.append(Ranking(question.id, names, tuple(map(float, scores))))
         return rankings
 
@@ -273,10 +273,10 @@ class BM25Retriever:
         Unlike `search_within`, whose statistics are those of the candidates.
         """
         rankings = []
-        for question, given in zip(questions, candidates, strict=True):
-            rows = [self.corpus.row[name] for name in given.sources]
+        for question, ranking in zip(questions, candidates, strict=True):
+            rows = [self.corpus.row[name] for name in ranking.sources]
             scores = self.bm25.scores(question.question, rows).tolist()
-            rankings.append(by_score(question.id, dict(zip(given.sources, scores, strict=True))))
+            rankings.append(by_score(question.id, dict(zip(ranking.sources, scores, strict=True))))
         return rankings
 
 
@@ -288,8 +288,8 @@ def _top_rows(scores: np.ndarray, top_k: int) -> np.ndarray:
         # top_k blocks reach this bound, so the k-th best score does too; few rows remain.
         bound = np.partition(blocks, len(blocks) - top_k)[len(blocks) - top_k]
         candidates = np.flatnonzero(scores >= bound)
-    found = scores[candidates]
-    last = np.partition(found, len(found) - top_k)[len(found) - top_k]
-    above = candidates[found > last]
-    chosen = np.concatenate([above, candidates[found == last][: top_k - len(above)]])
+    values = scores[candidates]
+    last = np.partition(values, len(values) - top_k)[len(values) - top_k]
+    above = candidates[values > last]
+    chosen = np.concatenate([above, candidates[values == last][: top_k - len(above)]])
     return chosen[np.lexsort((chosen, -scores[chosen]))]

@@ -229,8 +229,8 @@ class DiskBM25:
         stated = job.get("analyzer", {})  # of older programs none
         if stated.get("version") != VERSION:
             raise UserError(f"{folder}: its words are those of another version; {_REMEDY}.")
-        wanted = None if analyzer is None else analyzer.to_json()
-        expected = {"corpus_fingerprint": corpus_fingerprint, "analyzer": wanted}
+        of_queries = None if analyzer is None else analyzer.to_json()
+        expected = {"corpus_fingerprint": corpus_fingerprint, "analyzer": of_queries}
         check_manifest(folder, job, expected, _VERB)
         self._analyzer = Analyzer(**{k: v for k, v in stated.items() if k != "version"})
         self._asks = asks
@@ -275,14 +275,14 @@ class DiskBM25:
         room = self._rooms.take()
         for place, group in enumerate(self._groups):
             start = int(self._starts[place])
-            own = None if allowed is None else allowed[start : start + group.rows]
+            mask = None if allowed is None else allowed[start : start + group.rows]
             of_words = _words_of(group, place, numbers)
             for query, best_rows, best in zip(asked, rows, scores, strict=True):
                 here = {i: of_words[w] for i, w in enumerate(query.words) if w in of_words}
-                found, values = _search_group(group, query, here, best, own, room)
-                if len(found):
-                    all_rows = np.concatenate([best_rows, found.astype(np.int64) + start])
-                    all_scores = np.concatenate([best, values])
+                new_rows, new_scores = _search_group(group, query, here, best, mask, room)
+                if len(new_rows):
+                    all_rows = np.concatenate([best_rows, new_rows.astype(np.int64) + start])
+                    all_scores = np.concatenate([best, new_scores])
                     # Places that nothing has filled yet come last; those found are in row order.
                     order = np.argsort(-all_scores, kind="stable")[:top_k]
                     best_rows[:], best[:] = all_rows[order], all_scores[order]
@@ -298,28 +298,28 @@ class DiskBM25:
         texts = [self._text_of(int(row)) for row in candidates]
         if not any(map(self._analyzer.words, texts)):
             return candidates[:0], np.zeros(0, np.float32)
-        own = BM25(texts, self._k1, self._b, analyzer=self._analyzer, asks=self._asks)
-        found, scores = own.search_within(query, range(len(texts)), top_k)
-        return candidates[found], scores
+        bm25 = BM25(texts, self._k1, self._b, analyzer=self._analyzer, asks=self._asks)
+        best, scores = bm25.search_within(query, range(len(texts)), top_k)
+        return candidates[best], scores
 
     def scores(self, query: str, rows: Sequence[int]) -> np.ndarray:
         """The scores that `search` gives the rows."""
-        wanted = np.asarray(rows, np.int64)
-        scores = np.zeros(len(wanted), np.float32)
+        all_rows = np.asarray(rows, np.int64)
+        scores = np.zeros(len(all_rows), np.float32)
         (asked,), numbers = self._read([query])
-        ascending = np.argsort(wanted, kind="stable")
-        of_group = np.searchsorted(self._starts, wanted[ascending], side="right") - 1
+        ascending = np.argsort(all_rows, kind="stable")
+        of_group = np.searchsorted(self._starts, all_rows[ascending], side="right") - 1
         for place in np.unique(of_group).tolist():
             mine, group = ascending[of_group == place], self._groups[place]
-            own = (wanted[mine] - self._starts[place]).astype(np.uint32)
+            group_rows = (all_rows[mine] - self._starts[place]).astype(np.uint32)
             of_words = _words_of(group, place, numbers)
-            norms = group.norms_of(own)
+            norms = group.norms_of(group_rows)
             terms = {
-                i: _term(asked, i, group.counts(of_words[word].numbers, own), norms)
+                i: _term(asked, i, group.counts(of_words[word].numbers, group_rows), norms)
                 for i, word in enumerate(asked.words)
                 if word in of_words
             }
-            scores[mine] = _total(asked, terms, len(own))
+            scores[mine] = _total(asked, terms, len(group_rows))
         return scores
 
     def _read(self, queries: Sequence[str]) -> tuple[list[_Query], dict[str, list[int]]]:
@@ -339,12 +339,12 @@ class DiskBM25:
                 idf = math.log(1 + (len(self) - frequency + 0.5) / (frequency + 0.5))
                 idfs[word] = np.float32(idf)  # as bm25s keeps it
         asked = []
-        for found in split:
-            counts = collections.Counter(word for word in found if word in numbers)
+        for words in split:
+            counts = collections.Counter(word for word in words if word in numbers)
             place = {word: i for i, word in enumerate(counts)}
             own = np.array([idfs[word] for word in counts], np.float64)
             weights = (own * np.array(list(counts.values()), np.float64)).astype(np.float32)
-            order = [place[word] for word in found if word in place]
+            order = [place[word] for word in words if word in place]
             asked.append(_Query(list(counts), order, own, weights))
         return asked, numbers
 
@@ -454,11 +454,11 @@ def _search_group(
             room.sums[touched[i]] += added - behind[i]
     left = sum(behind.values(), np.float32(0))
     need = max(floor - left, np.float32(1e-30))
-    rows, found = _take_above(room.sums, list(touched.values()), need, group.rows)
-    floor = _raised(floor, found, top_k)
-    kept = np.flatnonzero(found + left >= floor)
+    rows, sums = _take_above(room.sums, list(touched.values()), need, group.rows)
+    floor = _raised(floor, sums, top_k)
+    kept = np.flatnonzero(sums + left >= floor)
     kept = kept[np.argsort(rows[kept])]
-    rows, upper = rows[kept], found[kept] + left
+    rows, upper = rows[kept], sums[kept] + left
     room.places[rows] = np.arange(len(rows))
     unread = {i: room.absent(rows, touched[i]) for i in behind if behind[i] > 0}
     rows = _looked_up(group, query, here, rows, upper, unread, behind, floor, top_k)
@@ -511,8 +511,8 @@ def _first_tiers(tiers: dict[int, Tiers], top_k: int) -> Iterator[tuple[int, int
 
     Words are left out that have fewer, or of which too much would be read.
     """
-    for i, own in tiers.items():
-        ends = np.cumsum(own.sizes)
+    for i, of_word in tiers.items():
+        ends = np.cumsum(of_word.sizes)
         taken = int(np.searchsorted(ends, top_k)) + 1
         if taken <= len(ends) and ends[taken - 1] <= _FIRST:
             yield i, taken
@@ -528,10 +528,10 @@ def _take_above(
         sums[:rows] = 0
         return found, values
     taken, values = [], []
-    for one in touched:
-        taken.append(one[sums[one] >= need])
+    for rows_of_word in touched:
+        taken.append(rows_of_word[sums[rows_of_word] >= need])
         values.append(sums[taken[-1]])
-        sums[one] = 0  # what is in the lists that follow too is not taken again
+        sums[rows_of_word] = 0  # what is in the lists that follow too is not taken again
     return np.concatenate(taken), np.concatenate(values)
 
 
@@ -541,14 +541,18 @@ def _choose_tiers(tiers: Sequence[Tiers], weights: np.ndarray, floor: np.float32
     Those come first whose bound falls most for a posting read.
     """
     if floor <= 0:
-        return [len(own.bounds) for own in tiers]
-    total = sum(float(w * own.bounds[0]) for w, own in zip(weights, tiers, strict=True))
+        return [len(of_one_word.bounds) for of_one_word in tiers]
+    total = sum(
+        float(w * of_one_word.bounds[0]) for w, of_one_word in zip(weights, tiers, strict=True)
+    )
     if total < floor:
         return [0] * len(tiers)
-    of_word = np.repeat(np.arange(len(tiers)), [len(own.bounds) for own in tiers])
+    of_word = np.repeat(np.arange(len(tiers)), [len(of_one_word.bounds) for of_one_word in tiers])
     weight = weights[of_word]
-    order = np.argsort(-weight * np.concatenate([own.worth for own in tiers]), kind="stable")
-    drops = weight * np.concatenate([own.drops for own in tiers])
+    order = np.argsort(
+        -weight * np.concatenate([of_one_word.worth for of_one_word in tiers]), kind="stable"
+    )
+    drops = weight * np.concatenate([of_one_word.drops for of_one_word in tiers])
     behind = total - np.cumsum(drops[order], dtype=np.float64)
     count = int(np.count_nonzero(behind >= floor)) + 1
     return np.bincount(of_word[order[:count]], minlength=len(tiers)).tolist()

@@ -379,8 +379,8 @@ class _SortedWords:
         wanted = word.encode("utf-8", "surrogatepass")
         first = max(bisect.bisect_right(self._sampled, wanted) - 1, 0) * _SAMPLED
         place = bisect.bisect_left(self, wanted, first, min(first + _SAMPLED, len(self)))
-        found = place < len(self) and self[place] == wanted
-        return int(self._numbers[place]) if found else -1
+        is_there = place < len(self) and self[place] == wanted
+        return int(self._numbers[place]) if is_there else -1
 
 
 def _mapped(path: Path) -> np.ndarray:

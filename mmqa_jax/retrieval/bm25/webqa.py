@@ -126,8 +126,8 @@ class WebQABM25:
         if not any(text.split() for text in texts):  # all score 0
             order, scores = np.arange(len(texts))[::-1], np.zeros(len(texts), np.float32)
         else:
-            found, found_scores = WebQABM25(texts, *self._settings).search([query], len(texts))
-            order, scores = found[0], found_scores[0]
+            best, found_scores = WebQABM25(texts, *self._settings).search([query], len(texts))
+            order, scores = best[0], found_scores[0]
         return np.asarray(rows, np.int32)[order[:top_k]], scores[:top_k]
 
 
@@ -147,9 +147,9 @@ class WebQABM25Retriever:
     def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
         """The `top_k` sources of every question, best first."""
         top_k = min(top_k, len(self.corpus))
-        found = self.bm25.search([question.question for question in questions], top_k)
+        best = self.bm25.search([question.question for question in questions], top_k)
         ids = [self.corpus.sources[row].id for row in self._order]
-        return to_rankings([question.id for question in questions], *found, ids)
+        return to_rankings([question.id for question in questions], *best, ids)
 
     def search_within(
         self, questions: Sequence[Question], candidates: Sequence[Ranking]
@@ -162,13 +162,13 @@ class WebQABM25Retriever:
         index_of = {row: index for index, row in enumerate(self._order)}
         ids = [self.corpus.sources[row].id for row in self._order]
         rankings = []
-        for question, given in zip(questions, candidates, strict=True):
-            others = [name for name in given.sources if name not in question.positives]
+        for question, ranking in zip(questions, candidates, strict=True):
+            others = [name for name in ranking.sources if name not in question.positives]
             others.sort(key=lambda name: self._source(name).modality == "image")  # stable
-            names = [name for name in question.positives if name in given.sources] + others
+            names = [name for name in question.positives if name in ranking.sources] + others
             rows = [index_of[self.corpus.row[name]] for name in names]
-            found, scores = self.bm25.search_within(question.question, rows, len(rows))
-            rankings += to_rankings([question.id], found[None], scores[None], ids)
+            best, scores = self.bm25.search_within(question.question, rows, len(rows))
+            rankings += to_rankings([question.id], best[None], scores[None], ids)
         return rankings
 
     def _source(self, name: str) -> Source:

@@ -139,14 +139,14 @@ class ScannIndex(DenseIndex):
         if allowed is not None:
             share = np.count_nonzero(allowed) / len(self)
             fetch = min(len(self), math.ceil(1.5 * top_k / share) + 10)
-        found, scores = self._fetch(queries, fetch)
+        fetched, scores = self._fetch(queries, fetch)
         valid = np.isfinite(scores)  # ScaNN pads with NaN where its partitions hold too few rows
         if allowed is not None:
-            valid &= allowed[found]
+            valid &= allowed[fetched]
         short = np.flatnonzero(np.count_nonzero(valid, axis=1) < top_k)
         # Stable: valid results first, in ScaNN's order.
         order = np.argsort(~valid, axis=1, kind="stable")[:, :top_k]
-        rows = np.take_along_axis(found, order, axis=1)
+        rows = np.take_along_axis(fetched, order, axis=1)
         scores = np.take_along_axis(scores, order, axis=1)
         if len(short):
             rows[short], scores[short] = self._exact.search(queries[short], top_k, allowed)
@@ -356,12 +356,12 @@ class ScannShards(DenseIndex):
             mask = None if allowed is None else allowed[span.start : span.stop]
             if mask is not None and not mask.any():
                 continue
-            for i, found in enumerate(self._candidates(number, span, queries, top_k, mask)):
-                vectors = np.asarray(self.embeddings.vectors[found])
-                own_rows = np.concatenate([rows[i], found])
-                own = np.concatenate([scores[i], vectors @ queries[i]])
-                order = np.lexsort((own_rows, -own))[:top_k]  # -1, of no score, stays behind
-                rows[i], scores[i] = own_rows[order], own[order]
+            for i, candidates in enumerate(self._candidates(number, span, queries, top_k, mask)):
+                vectors = np.asarray(self.embeddings.vectors[candidates])
+                new_rows = np.concatenate([rows[i], candidates])
+                new_scores = np.concatenate([scores[i], vectors @ queries[i]])
+                order = np.lexsort((new_rows, -new_scores))[:top_k]  # -1, of no score, stays behind
+                rows[i], scores[i] = new_rows[order], new_scores[order]
         short = np.flatnonzero((rows < 0).any(axis=1))
         if len(short):
             rows[short], scores[short] = self._exact.search(queries[short], top_k, allowed)
@@ -385,11 +385,11 @@ class ScannShards(DenseIndex):
         needed = math.ceil(8 * fetch / 4 * parameters.leaves / len(span))
         leaves = min(parameters.leaves, max(parameters.leaves_to_search, needed))
         options = {"leaves_to_search": leaves} if parameters.leaves else {}
-        found, codes = searcher.search_batched_parallel(
+        nearest, codes = searcher.search_batched_parallel(
             queries, final_num_neighbors=fetch, **options
         )
         candidates = []
-        for rows, scores in zip(found, codes, strict=True):
+        for rows, scores in zip(nearest, codes, strict=True):
             rows = rows[np.isfinite(scores)].astype(np.int64)
             rows = np.unique(rows if allowed is None else rows[allowed[rows]])
             candidates.append(rows + span.start)
@@ -471,10 +471,10 @@ def _is_whole(place: Path, about: dict[str, Any]) -> bool:
 
 def _manifest_of(folder: Path) -> dict[str, Any] | None:
     try:
-        found = read_manifest(folder, INDEX_WHAT, _VERB)
+        manifest = read_manifest(folder, INDEX_WHAT, _VERB)
     except UserError:
         return None
-    return found if find_damage(folder) is None else None
+    return manifest if find_damage(folder) is None else None
 
 
 def spans_of(embeddings: Embeddings, shard_rows: int) -> list[range]:
@@ -523,8 +523,8 @@ def recall_against(index: Any, exact: ExactIndex, top_k: int, *, seed: int = 0) 
     noise = rng.standard_normal((len(drawn), vectors.shape[1]))
     queries = vectors[drawn] + _NOISE * noise / np.linalg.norm(noise, axis=1, keepdims=True)
     queries = (queries / np.linalg.norm(queries, axis=1, keepdims=True)).astype(np.float32)
-    rows, wanted = index.search(queries, top_k)[0], exact.search(queries, top_k)[0]
-    shared = [len({*a} & {*b}) for a, b in zip(rows.tolist(), wanted.tolist(), strict=True)]
+    rows, exact_rows = index.search(queries, top_k)[0], exact.search(queries, top_k)[0]
+    shared = [len({*a} & {*b}) for a, b in zip(rows.tolist(), exact_rows.tolist(), strict=True)]
     return float(np.mean(shared) / top_k)
 
 

@@ -68,20 +68,20 @@ class MeshIndex(DenseIndex):
         mask = self._mask(allowed)
         available = len(self) if allowed is None else int(np.count_nonzero(allowed))
         fetch = _fetched(top_k, available, self.is_exact)
-        found = _search_program(self._mesh, self._block, self._blocks, fetch, self.is_exact)
+        search = _search_program(self._mesh, self._block, self._blocks, fetch, self.is_exact)
         size = 1 if len(queries) == 1 else _QUERY_BATCH
         rows = np.zeros((len(queries), top_k), np.int32)
         scores = np.zeros((len(queries), top_k), np.float32)
         for start in range(0, len(queries), size):
             batch = np.zeros((size, queries.shape[1]), np.float32)
-            given = queries[start : start + size]
-            batch[: len(given)] = given
+            part = queries[start : start + size]
+            batch[: len(part)] = part
             on_all = self._on_all(batch)
-            best_scores, best_rows = map(_local, found(on_all, self._vectors, mask))
-            here = slice(start, start + len(given))
-            best_rows, best_scores = best_rows[: len(given)], best_scores[: len(given)]
+            best_scores, best_rows = map(_local, search(on_all, self._vectors, mask))
+            here = slice(start, start + len(part))
+            best_rows, best_scores = best_rows[: len(part)], best_scores[: len(part)]
             if not self.is_exact:
-                best_rows, best_scores = self._rescored(given, best_rows, best_scores)
+                best_rows, best_scores = self._rescored(part, best_rows, best_scores)
             rows[here], scores[here] = best_rows[:, :top_k], best_scores[:, :top_k]
         return rows, scores
 

@@ -100,7 +100,7 @@ class MilvusIndex(DenseIndex):
         for start in range(0, len(queries), _QUERY_BATCH):
             batch = queries[start : start + _QUERY_BATCH]
             with _spoken_to(self._place):
-                found = self._client.search(
+                hits_of_queries = self._client.search(
                     self._place.collection,
                     data=list(batch),
                     anns_field=_VECTOR,
@@ -109,7 +109,7 @@ class MilvusIndex(DenseIndex):
                     search_params=options,
                     output_fields=[_KEY],
                 )
-            for number, hits in enumerate(found, start):
+            for number, hits in enumerate(hits_of_queries, start):
                 # Of equal scores the earlier row comes first, as everywhere.
                 best = sorted((-hit["distance"], hit[_KEY]) for hit in hits)
                 rows[number, : len(best)] = [row for _, row in best]
@@ -120,21 +120,21 @@ class MilvusIndex(DenseIndex):
         self, queries: np.ndarray, rows: Sequence[Sequence[int]], top_k: int
     ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
         """Fetches the candidates' vectors, and ranks them as every index does."""
-        wanted = sorted({int(row) for candidates in rows for row in candidates})
-        candidate_rows(wanted, len(self), "index")
-        vectors = np.zeros((max(1, len(wanted)), self._dim), np.float32)
-        for start in range(0, len(wanted), 1024):
-            part = wanted[start : start + 1024]
+        distinct = sorted({int(row) for candidates in rows for row in candidates})
+        candidate_rows(distinct, len(self), "index")
+        vectors = np.zeros((max(1, len(distinct)), self._dim), np.float32)
+        for start in range(0, len(distinct), 1024):
+            part = distinct[start : start + 1024]
             with _spoken_to(self._place):
-                found = self._client.get(
+                entities = self._client.get(
                     self._place.collection, ids=part, output_fields=[_KEY, _VECTOR]
                 )
-            for row in found:
-                vectors[np.searchsorted(wanted, row[_KEY])] = row[_VECTOR]
+            for row in entities:
+                vectors[np.searchsorted(distinct, row[_KEY])] = row[_VECTOR]
         held = Embeddings(vectors, *self._fingerprints)
-        places = [np.searchsorted(wanted, own).tolist() for own in rows]
+        places = [np.searchsorted(distinct, candidates).tolist() for candidates in rows]
         found_places, scores = search_within(held, queries, places, top_k)
-        numbers = np.asarray(wanted or [0], np.int32)
+        numbers = np.asarray(distinct or [0], np.int32)
         return np.where(found_places < 0, -1, numbers[found_places]).astype(np.int32), scores
 
 
@@ -169,11 +169,11 @@ def ingest(
     with _spoken_to(place):
         if not client.has_collection(place.collection):
             _create(client, place, record)
-        found = _record(client, place)
+        recorded = _record(client, place)
         for name, value in record.items():
-            if found.get(name) != value:
+            if recorded.get(name) != value:
                 raise UserError(
-                    f"{place}: holds embeddings with {name} {found.get(name)!r}, these have "
+                    f"{place}: holds embeddings with {name} {recorded.get(name)!r}, these have "
                     f"{value!r}; name another collection."
                 )
         client.load_collection(place.collection)  # rows are counted in loaded collections alone
@@ -190,7 +190,7 @@ def ingest(
                 sent = True
             if on_progress is not None:
                 on_progress(stop)
-        if not found["complete"]:
+        if not recorded["complete"]:
             client.flush(place.collection)
             client.alter_collection_properties(
                 place.collection, properties={f"{_PROPERTY}complete": "yes"}
@@ -287,25 +287,25 @@ def _create(client: Any, place: Place, record: dict[str, Any]) -> None:
 def _record(client: Any, place: Place) -> dict[str, Any]:
     """What our properties of a collection say."""
     properties = client.describe_collection(place.collection).get("properties", {})
-    found = {
+    ours = {
         name.removeprefix(_PROPERTY): value
         for name, value in properties.items()
         if name.startswith(_PROPERTY)
     }
-    if not {"rows", "dim"} <= found.keys():
+    if not {"rows", "dim"} <= ours.keys():
         raise UserError(f"{place}: was not made by `{_VERB}`; name another collection.")
-    numbers = {name: int(found[name]) for name in ("rows", "dim")}
-    return {**found, **numbers, "complete": found.get("complete") == "yes"}
+    numbers = {name: int(ours[name]) for name in ("rows", "dim")}
+    return {**ours, **numbers, "complete": ours.get("complete") == "yes"}
 
 
 def _count(client: Any, place: Place, start: int, stop: int) -> int:
     """How many of the rows from start to stop are in the collection."""
-    found = client.query(
+    answer = client.query(
         place.collection,
         filter=f"{_KEY} >= {start} and {_KEY} < {stop}",
         output_fields=["count(*)"],
     )
-    return int(found[0]["count(*)"])
+    return int(answer[0]["count(*)"])
 
 
 def _expression(allowed: np.ndarray) -> str:
