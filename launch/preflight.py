@@ -178,7 +178,7 @@ def run(
     workdir: str, data: str, expected: int | None, expected_slices: int | None
 ) -> list[Verdict]:
     """All checks; every process of the launch calls it, and gets the same verdicts."""
-    from mmqa_jax.core import distributed
+    from mmqa_jax.core.hosts import distributed
 
     began = time.time()
     distributed.start()

@@ -22,9 +22,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from mmqa_jax.core import distributed
 from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.core.host import cache_dir
+from mmqa_jax.core.hosts import distributed
 from mmqa_jax.data.corpus import PictureOf, corpus_of_lists
 from mmqa_jax.data.folder import FolderOptions, Pages
 from mmqa_jax.data.pictures.decode import decode, read_picture_file

@@ -15,7 +15,7 @@ import platform
 import shutil
 from pathlib import Path
 
-from mmqa_jax.core.distributed import is_whole
+from mmqa_jax.core.hosts.distributed import is_whole
 
 _ROOT = Path(__file__).parents[1]
 FOLDER = _ROOT / ".pytest_cache" / "jax"  # of the run

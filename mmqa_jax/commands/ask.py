@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.image is not None:
         picture = read_picture_file(arguments.image)
         decode(picture, arguments.image)  # a broken file is refused before models load
-    from mmqa_jax.core import distributed
+    from mmqa_jax.core.hosts import distributed
 
     distributed.start()
     if arguments.data is None:

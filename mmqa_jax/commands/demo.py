@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     # A mistake in it is told before JAX is imported.
     config = load_config(arguments.config, arguments.overrides)
-    from mmqa_jax.core import distributed
+    from mmqa_jax.core.hosts import distributed
 
     distributed.start()
     from mmqa_jax.runs.demo import run_demo

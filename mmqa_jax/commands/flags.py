@@ -189,7 +189,7 @@ def start(arguments: argparse.Namespace, *, jax: bool = True) -> Shard:
     """
     given = None if arguments.shard is None else parse_shard(arguments.shard, os.environ)
     if jax:
-        from mmqa_jax.core import distributed
+        from mmqa_jax.core.hosts import distributed
 
         distributed.start(join=arguments.shard is None)
     return given or launched_shard()

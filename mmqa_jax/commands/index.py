@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         )
     if arguments.shard_rows and (arguments.kind != "scann" or arguments.index):
         raise UserError("--shard_rows: is of ScaNN; give --kind=scann with it, or leave it out.")
-    from mmqa_jax.core import distributed
+    from mmqa_jax.core.hosts import distributed
 
     distributed.start()
     from mmqa_jax.runs.indexing import index

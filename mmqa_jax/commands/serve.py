@@ -100,8 +100,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     listening = bind(options)
     try:
-        from mmqa_jax.core import distributed
         from mmqa_jax.core.config import load_config
+        from mmqa_jax.core.hosts import distributed
         from mmqa_jax.prompting.backends.config import check_prompt_config, open_backend
 
         distributed.start()

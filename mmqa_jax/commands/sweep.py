@@ -55,8 +55,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Runs all cells and prints their table."""
-    from mmqa_jax.core import distributed
     from mmqa_jax.core.config import load_config
+    from mmqa_jax.core.hosts import distributed
 
     is_training = "task" in load_config(arguments.config, arguments.overrides, adds=True)
     distributed.start(join=is_training)

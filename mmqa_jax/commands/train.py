@@ -59,7 +59,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Trains, or resumes."""
-    from mmqa_jax.core import distributed
+    from mmqa_jax.core.hosts import distributed
 
     distributed.start()
     from mmqa_jax.core.config import load_config

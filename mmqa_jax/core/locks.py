@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import IO, Self
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.hosts.watchdog import EXIT_HANGING
 from mmqa_jax.core.paths import in_store
-from mmqa_jax.core.watchdog import EXIT_HANGING
 
 
 class Busy(Exception):

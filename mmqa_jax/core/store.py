@@ -30,7 +30,7 @@ from typing import IO, Any, Literal, NamedTuple, Self
 
 import numpy as np
 
-from mmqa_jax.core.checksums import read_sealed, write_sealed
+from mmqa_jax.core.checkpoints.checksums import read_sealed, write_sealed
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write
 from mmqa_jax.core.paths import as_path, in_store, listing, remove_tree

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmqa_jax.core.checksums import SUMS, check_sums, write_sums
+from mmqa_jax.core.checkpoints.checksums import SUMS, check_sums, write_sums
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import settle
 from mmqa_jax.data.schema import Source

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Int
 
-from mmqa_jax.core.checksums import check_sums, digest, read_sums, write_sums
+from mmqa_jax.core.checkpoints.checksums import check_sums, digest, read_sums, write_sums
 from mmqa_jax.core.chunks import MOST_PARTS, JobRecord, named
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, write_json

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.core.checksums import write_sums
+from mmqa_jax.core.checkpoints.checksums import write_sums
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_json
 from mmqa_jax.core.paths import as_path, in_store, remove_tree, upload

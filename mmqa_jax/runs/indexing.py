@@ -15,10 +15,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from mmqa_jax.core import distributed
 from mmqa_jax.core.chunks import Engine, check_chunk
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_out, read_json, write_json
+from mmqa_jax.core.hosts import distributed
 from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.paths import as_path, check_store

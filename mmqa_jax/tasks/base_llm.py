@@ -11,8 +11,8 @@ import jax
 from flax import nnx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mmqa_jax.core import distributed
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.hosts import distributed
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.models.llama.additions import language_model

@@ -11,10 +11,10 @@ import jax
 from flax import nnx
 from ml_collections import ConfigDict
 
-from mmqa_jax.core import distributed
-from mmqa_jax.core.agreement import check_same_run, check_shared_folder
-from mmqa_jax.core.checksums import check_sums, read_sums
+from mmqa_jax.core.checkpoints.checksums import check_sums, read_sums
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.hosts import distributed
+from mmqa_jax.core.hosts.agreement import check_same_run, check_shared_folder
 from mmqa_jax.core.local_copies import with_local_copies
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.metrics import check_wandb

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import jax
 
-from mmqa_jax.core import distributed
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.hosts import distributed
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.published_tokenizers import open_tokenizer
 from mmqa_jax.data.question_words import QuestionWords, make_words

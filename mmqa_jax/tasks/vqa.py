@@ -13,8 +13,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from mmqa_jax.core import distributed
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.hosts import distributed
 from mmqa_jax.core.serving import RowCost
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.core.typed import at_least, chosen_by, mapping

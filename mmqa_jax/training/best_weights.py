@@ -8,8 +8,8 @@ from typing import Any
 
 from flax import nnx
 
-from mmqa_jax.core import distributed
-from mmqa_jax.core.checkpoint import Best, Checkpoints, find_damage_together
+from mmqa_jax.core.checkpoints.checkpoint import Best, Checkpoints, find_damage_together
+from mmqa_jax.core.hosts import distributed
 from mmqa_jax.training.state import Model, finished
 from mmqa_jax.weights.folder import replace_trained
 from mmqa_jax.weights.record import RECORD, RUN_FILES, WEIGHTS, read_metadata

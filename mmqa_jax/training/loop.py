@@ -26,19 +26,19 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from mmqa_jax.core.checkpoint import Checkpoints
+from mmqa_jax.core.checkpoints.checkpoint import Checkpoints
+from mmqa_jax.core.checkpoints.local_checkpoints import local_folder
 from mmqa_jax.core.chips import GIB, chip_of_kind
 from mmqa_jax.core.config import config_fingerprint
 from mmqa_jax.core.disk_errors import report_full_disk
 from mmqa_jax.core.errors import RunError
 from mmqa_jax.core.files import write_json
 from mmqa_jax.core.host import matmul_peak
-from mmqa_jax.core.local_checkpoints import local_folder
+from mmqa_jax.core.hosts.watchdog import Watchdog, hang_limit
 from mmqa_jax.core.mesh import batch_blocks, local_blocks, on_device, put_batch
 from mmqa_jax.core.metrics import METRICS, MetricsWriter
 from mmqa_jax.core.paths import as_path, in_store
 from mmqa_jax.core.progress import Progress, announce
-from mmqa_jax.core.watchdog import Watchdog, hang_limit
 from mmqa_jax.training.attempts import Attempts, TimeSplit
 from mmqa_jax.training.best_weights import BestWeights
 from mmqa_jax.training.optimizer import decay_line, make_optimizer, parameter_table

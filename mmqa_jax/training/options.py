@@ -51,7 +51,7 @@ class LoopOptions:
       log_every, checkpoint_every, evaluate_every: in steps, and at the end; with 0 checkpoints
         are only saved at the end, and nothing is evaluated.
       checkpoint_local_every: the same of checkpoints on the hosts' own disks, with 0 none; see
-        core.local_checkpoints.
+        core.checkpoints.local_checkpoints.
       accumulate: parts of an update, one after another: each has `batches.batch_size` / accumulate
         examples and a shape of its own, and only one is in memory (see make_step).
       precision: see Precision.

@@ -20,10 +20,10 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from mmqa_jax.core.checksums import check_sums, files_below, write_sums
-from mmqa_jax.core.distributed import barrier
+from mmqa_jax.core.checkpoints.checksums import check_sums, files_below, write_sums
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write
+from mmqa_jax.core.hosts.distributed import barrier
 from mmqa_jax.core.mesh import state_shardings
 from mmqa_jax.core.paths import absolute, copy_file, in_store
 from mmqa_jax.core.progress import Progress

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.core.checksums import check_sums
+from mmqa_jax.core.checkpoints.checksums import check_sums
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.core.paths import as_path

@@ -195,7 +195,7 @@ def _pipeline_rate(
 def _waiting(task: str, place: str, workdir: Path, steps: int, mode: str) -> Case:
     """The share of a training run's time in which it waits for its next batch."""
     from mmqa_jax.core.config import load_config
-    from mmqa_jax.core.distributed import start
+    from mmqa_jax.core.hosts.distributed import start
     from mmqa_jax.core.mesh import make_mesh
     from mmqa_jax.data.corpus import open_corpus
     from mmqa_jax.tasks.registry import read_task

@@ -158,7 +158,7 @@ def start_device(options: Options) -> str:
     """Prepares jax; returns the size to run: unless one is given, small on a CPU."""
     # Two libraries share the accelerator's memory; jax alone would take three quarters of it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from mmqa_jax.core.distributed import start
+    from mmqa_jax.core.hosts.distributed import start
     from mmqa_jax.core.mesh import platform
 
     start()

@@ -186,7 +186,7 @@ def save(mib: int, rounds: int) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
-    from mmqa_jax.core.checkpoint import Checkpoints
+    from mmqa_jax.core.checkpoints.checkpoint import Checkpoints
     from mmqa_jax.core.host import read_bandwidth
 
     piece = 32  # MiB of an array
@@ -245,7 +245,7 @@ def median_share(mine: Sequence[float], theirs: Sequence[float]) -> float:
 
 def main(name: str, arguments: str) -> None:
     """Runs one of the above; its result is the last line of stdout."""
-    from mmqa_jax.core import distributed
+    from mmqa_jax.core.hosts import distributed
 
     distributed.start()
     given = json.loads(arguments)

@@ -18,7 +18,7 @@ import tiny_run
 from flax import nnx
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from mmqa_jax.core.checkpoint import Checkpoints
+from mmqa_jax.core.checkpoints.checkpoint import Checkpoints
 from mmqa_jax.core.chunks import Job, Part
 from mmqa_jax.core.metrics import read_metrics
 from mmqa_jax.core.shards import Shard

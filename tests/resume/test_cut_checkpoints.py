@@ -19,7 +19,7 @@ import tiny_run
 from orbax.checkpoint._src.handlers.json_checkpoint_handler import JsonCheckpointHandler
 from orbax.checkpoint._src.path import async_path
 
-from mmqa_jax.core.checkpoint import Checkpoints
+from mmqa_jax.core.checkpoints.checkpoint import Checkpoints
 from mmqa_jax.core.errors import UserError
 
 OLD, NEW = 10, 20

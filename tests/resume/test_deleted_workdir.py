@@ -9,8 +9,8 @@ import object_store
 import pytest
 import tiny_run
 
-from mmqa_jax.core.checkpoint import Checkpoints
-from mmqa_jax.core.checksums import find_damage
+from mmqa_jax.core.checkpoints.checkpoint import Checkpoints
+from mmqa_jax.core.checkpoints.checksums import find_damage
 from mmqa_jax.core.errors import RunError
 from mmqa_jax.core.paths import as_path, remove_tree
 from mmqa_jax.core.workdir import claim_workdir

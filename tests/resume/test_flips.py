@@ -11,7 +11,7 @@ from flip_targets import TARGETS
 from flips import REFUSED, SAME, Damage, damaged, each_file, made
 from test_training_resume import assert_same_run
 
-from mmqa_jax.core.checksums import SUMS, find_damage
+from mmqa_jax.core.checkpoints.checksums import SUMS, find_damage
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.training.loop import Resuming
 from mmqa_jax.weights.record import read_metadata

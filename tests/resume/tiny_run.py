@@ -32,7 +32,7 @@ import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.checkpoint import Checkpoints
+from mmqa_jax.core.checkpoints.checkpoint import Checkpoints
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.training import best_weights

@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from mmqa_jax.core import distributed
+from mmqa_jax.core.hosts import distributed
 
 distributed.start()
 

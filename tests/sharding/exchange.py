@@ -10,8 +10,8 @@ import os
 import sys
 from pathlib import Path
 
-from mmqa_jax.core import agreement, distributed
 from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.hosts import agreement, distributed
 
 
 def refused(function, *arguments):

@@ -22,7 +22,7 @@ import sys
 import time
 from pathlib import Path
 
-from mmqa_jax.core import distributed
+from mmqa_jax.core.hosts import distributed
 
 distributed.start()
 

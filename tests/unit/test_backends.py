@@ -22,8 +22,8 @@ from tiny_llm import (
     tiny_llava,
 )
 
-from mmqa_jax.core import distributed
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.hosts import distributed
 from mmqa_jax.data.pictures.resize import llava_pixels
 from mmqa_jax.decoding.requests import Request, Scoring, TooLong
 from mmqa_jax.prompting import llava_prompt

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mmqa_jax.cli import main
-from mmqa_jax.core.checksums import read_sealed, write_sealed
+from mmqa_jax.core.checkpoints.checksums import read_sealed, write_sealed
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.schema import Question, Ranking

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 import pytest
 
-from mmqa_jax.core import distributed
-from mmqa_jax.core.checkpoint import Checkpoints, _open_local
-from mmqa_jax.core.checksums import SUMS, write_sums
+from mmqa_jax.core.checkpoints.checkpoint import Checkpoints, _open_local
+from mmqa_jax.core.checkpoints.checksums import SUMS, write_sums
+from mmqa_jax.core.checkpoints.local_checkpoints import local_folder
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.local_checkpoints import local_folder
+from mmqa_jax.core.hosts import distributed
 
 OLD, NEW = 10, 20
 DELETE = "delete that folder to continue without it"

@@ -8,7 +8,7 @@ import subprocess
 import object_store
 import pytest
 
-from mmqa_jax.core.checksums import SUMS, check_sums, find_damage, read_sums, write_sums
+from mmqa_jax.core.checkpoints.checksums import SUMS, check_sums, find_damage, read_sums, write_sums
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.paths import as_path
 

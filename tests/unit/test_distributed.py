@@ -6,8 +6,8 @@ import jax
 import pytest
 from jax._src import xla_bridge
 
-from mmqa_jax.core import distributed
 from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.hosts import distributed
 
 TWO = {
     "JAX_COORDINATOR_ADDRESS": "127.0.0.1:9",

@@ -36,7 +36,7 @@ def test_no_import_initializes_a_jax_backend():
 def test_light_modules_do_not_import_jax():
     code = (
         "import sys, mmqa_jax.core.config, mmqa_jax.core.progress, mmqa_jax.core.workdir, "
-        "mmqa_jax.core.distributed, mmqa_jax.core.metrics, mmqa_jax.runs.jobs, "
+        "mmqa_jax.core.hosts.distributed, mmqa_jax.core.metrics, mmqa_jax.runs.jobs, "
         "mmqa_jax.runs.status; "
         "print([m for m in ('jax', 'orbax', 'flax', 'torch', 'tensorboardX') if m in sys.modules])"
     )

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from small_disk import small_disk
 
-from mmqa_jax.core.checksums import write_sums
+from mmqa_jax.core.checkpoints.checksums import write_sums
 from mmqa_jax.core.disk_errors import find_disk_failure
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from mmqa_jax.core import meeting as module
-from mmqa_jax.core.distributed import bound, join_seconds
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.core.meeting import Meeting, join
+from mmqa_jax.core.hosts import meeting as module
+from mmqa_jax.core.hosts.distributed import bound, join_seconds
+from mmqa_jax.core.hosts.meeting import Meeting, join
 
 pytestmark = pytest.mark.slow
 

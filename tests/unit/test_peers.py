@@ -7,9 +7,9 @@ import socket
 
 import pytest
 
-from mmqa_jax.core import peers
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.peers import Peers, heartbeat_seconds, may_be_a_loss
+from mmqa_jax.core.hosts import peers
+from mmqa_jax.core.hosts.peers import Peers, heartbeat_seconds, may_be_a_loss
 
 
 class Store:

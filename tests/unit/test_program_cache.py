@@ -11,7 +11,7 @@ import time
 import pytest
 from jax._src import compilation_cache
 
-from mmqa_jax.core.distributed import is_whole, open_cache
+from mmqa_jax.core.hosts.distributed import is_whole, open_cache
 
 ENTRY = compilation_cache.compress_executable(b"program" * 1000)
 HALF = ENTRY[: len(ENTRY) // 2]
@@ -56,7 +56,7 @@ def test_what_others_are_writing_is_left_alone(tmp_path):
 
 def test_a_process_marks_the_cache_while_it_runs(tmp_path):
     code = (
-        "import pathlib, sys; from mmqa_jax.core.distributed import open_cache;"
+        "import pathlib, sys; from mmqa_jax.core.hosts.distributed import open_cache;"
         "folder = pathlib.Path(sys.argv[1]); open_cache(folder);"
         "print(*(file.name for file in folder.iterdir()))"
     )

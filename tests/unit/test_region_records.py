@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from mmqa_jax.core.checksums import read_sealed, write_sealed
+from mmqa_jax.core.checkpoints.checksums import read_sealed, write_sealed
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.shards import Shard
 from mmqa_jax.data.pictures.decode import BrokenPictures, PictureError

@@ -131,7 +131,7 @@ def run_until_killed(words: list[str]) -> None:
 
     def kill_in_third(config, folder):
         if folder.name == NAMES[2]:
-            from mmqa_jax.core.checkpoint import Checkpoints
+            from mmqa_jax.core.checkpoints.checkpoint import Checkpoints
 
             save = Checkpoints.save
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.watchdog import EXIT_HANGING, Watchdog, hang_limit, last_seen
+from mmqa_jax.core.hosts.watchdog import EXIT_HANGING, Watchdog, hang_limit, last_seen
 
 
 def test_a_run_that_moves_or_rests_goes_on():
@@ -41,7 +41,7 @@ def test_a_run_that_stands_still_is_ended_with_what_it_did(capfd):
 
 def test_a_suspended_process_does_not_count_as_hanging(monkeypatch):
     jumps = iter([0.0, *(1000.0 * n for n in range(1, 1000))])
-    monkeypatch.setattr("mmqa_jax.core.watchdog.time.monotonic", lambda: next(jumps))
+    monkeypatch.setattr("mmqa_jax.core.hosts.watchdog.time.monotonic", lambda: next(jumps))
     codes = []
     with Watchdog(1.0, end=codes.append):  # looks ten times a second: a jump counts two looks
         time.sleep(0.3)

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from mmqa_jax.core.distributed import multi_host_arguments
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.hosts.distributed import multi_host_arguments
 from mmqa_jax.core.metrics import MetricsWriter, read_metrics
 from mmqa_jax.core.workdir import Workdir
 

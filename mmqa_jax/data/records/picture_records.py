@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmqa_jax.core.checksums import digest
+from mmqa_jax.core.checkpoints.checksums import digest
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.locks import Busy, alone, hold

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.core.checksums import read_sealed, write_sealed
+from mmqa_jax.core.checkpoints.checksums import read_sealed, write_sealed
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.locks import alone

@@ -16,8 +16,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax import __version__
-from mmqa_jax.core import distributed
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.hosts import distributed
 from mmqa_jax.core.mesh import platform
 from mmqa_jax.core.serving import AUTO, free_bytes
 from mmqa_jax.decoding.engine import Engine

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from mmqa_jax.core.checksums import check_sums, find_damage, read_sealed, write_sealed
+from mmqa_jax.core.checkpoints.checksums import check_sums, find_damage, read_sealed, write_sealed
 from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.core.locks import alone
 from mmqa_jax.core.paths import remove_tree

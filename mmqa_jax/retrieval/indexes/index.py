@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from mmqa_jax.core.checksums import check_sums, find_damage
+from mmqa_jax.core.checkpoints.checksums import check_sums, find_damage
 from mmqa_jax.core.disk_errors import try_disk
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.paths import remove_tree

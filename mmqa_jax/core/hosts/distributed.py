@@ -22,8 +22,8 @@ from typing import Any
 
 from mmqa_jax.core.errors import RunError, UserError, decimal_number
 from mmqa_jax.core.host import cache_dir
-from mmqa_jax.core.meeting import Meeting, join
-from mmqa_jax.core.peers import Peers, heartbeat_seconds, may_be_a_loss, speak_before_abort
+from mmqa_jax.core.hosts.meeting import Meeting, join
+from mmqa_jax.core.hosts.peers import Peers, heartbeat_seconds, may_be_a_loss, speak_before_abort
 
 _NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 # An interactive Slurm shell (salloc) sets SLURM_NTASKS too; only a task of srun is one of many.

@@ -5,7 +5,7 @@ A checkpoint holds four items that are committed together or not at all: `params
 (config fingerprint, seed, what else the loop needs). Arrays are stored under plain names
 (`encoder/layers/query/kernel`). The score of a checkpoint that was evaluated is Orbax's `metrics`
 of it. SHA256SUMS tells whether the files are those that were saved. Between them there may be
-checkpoints on the hosts' own disks, with the same content; see core.local_checkpoints.
+checkpoints on the hosts' own disks, with the same content; see core.checkpoints.local_checkpoints.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
-from mmqa_jax.core import distributed, paths
-from mmqa_jax.core.checksums import files_below, find_damage, write_sums
+from mmqa_jax.core import paths
+from mmqa_jax.core.checkpoints.checksums import files_below, find_damage, write_sums
+from mmqa_jax.core.checkpoints.local_checkpoints import LocalCheckpoints
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.core.local_checkpoints import LocalCheckpoints
+from mmqa_jax.core.hosts import distributed
 from mmqa_jax.core.progress import announce
 from mmqa_jax.core.trees import flatten_named, nest, unflatten_named, unnest
 from mmqa_jax.core.workdir import steps_in

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.core import distributed
 from mmqa_jax.core.config import flatten, to_plain_dict
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.hosts import distributed
 
 # What decides how a program is compiled, or how a checkpoint is written.
 _PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -115,7 +115,7 @@ def _versions() -> dict[str, str]:
 
 
 def _code_fingerprint() -> str:
-    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
         digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:12]

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-from mmqa_jax.core import distributed
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.hosts import distributed
 
 EXIT_HANGING = 75  # of sysexits.h: a temporary failure, try again
 DEFAULT_LIMIT_SECONDS = 1800

@@ -34,10 +34,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from mmqa_jax.core import distributed
-from mmqa_jax.core.checksums import SUMS, find_damage, write_sums
+from mmqa_jax.core.checkpoints.checksums import SUMS, find_damage, write_sums
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.hosts import distributed
 from mmqa_jax.core.paths import in_store
 from mmqa_jax.core.progress import announce
 
