@@ -56,15 +56,12 @@ def read_interchange(folder: str | os.PathLike) -> Interchange:
             raise UserError(f"{folder / name} {problem}.")
     pictures = InterchangePictures(folder)
     path = folder / "sources.jsonl"
-    sources = _unique(
-        (_Row(path, line, value) for line, value in read_jsonl(path)), pictures, _source
-    )
+    sources = _unique(path, lambda row: _source(row, pictures))
     if not sources:
         raise UserError(f"{path}: the corpus is empty; write one source per line.")
     path = folder / "questions.jsonl"
-    rows = read_jsonl(path) if path.exists() else ()
-    questions = _unique(
-        (_Row(path, line, value) for line, value in rows), pictures, _question, sources
+    questions = (
+        _unique(path, lambda row: _question(row, pictures, sources)) if path.exists() else {}
     )
     rows = list(sources.values()), list(questions.values())
     return Interchange(*rows, pictures, materials_beside(folder))
@@ -176,17 +173,16 @@ def _question(row: _Row, pictures: InterchangePictures, sources: Mapping[str, So
     )
 
 
-def _unique(
-    rows: Iterable[_Row], pictures: InterchangePictures, parse: Callable, *arguments: Any
-) -> dict:
+def _unique(path: Path, parse: Callable[[_Row], Any]) -> dict[str, Any]:
     """id -> parsed row; a repeated id is an error that names both lines."""
     parsed: dict[str, Any] = {}
     lines: dict[str, str] = {}
-    for row in rows:
-        value = parse(row, pictures, *arguments)
-        if value.id in parsed:
-            raise row.fail(f"id {value.id!r} is already used in {lines[value.id]}; rename one.")
-        parsed[value.id], lines[value.id] = value, row.where
+    for line, value in read_jsonl(path):
+        row = _Row(path, line, value)
+        made = parse(row)
+        if made.id in parsed:
+            raise row.fail(f"id {made.id!r} is already used in {lines[made.id]}; rename one.")
+        parsed[made.id], lines[made.id] = made, row.where
     return parsed
 
 

@@ -20,6 +20,7 @@ import pybase64
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.formats.official import Entry
 from mmqa_jax.data.formats.tables import CutLine, IndexedTsv, whole_number
 from mmqa_jax.data.pictures.bounds import PictureError, check_bytes
 from mmqa_jax.data.schema import (
@@ -107,55 +108,44 @@ class Release:
         """Reads one json file; with `facts_only` only its facts, not its questions."""
         data = read_json(path, unique_keys=True)
         if not isinstance(data, dict):
-            raise UserError(
-                f"{path}: holds {_kind(data)}; expected one object of Guid -> question data."
-            )
-        for guid, datum in data.items():
-            where = f"{path}, Guid {guid}"
-            if not isinstance(datum, dict):
-                raise UserError(f"{where}: is {_kind(datum)}; expected an object with Q and facts.")
-            listed = {key: self._add_facts(datum, key, where) for key in _FACT_LISTS}
+            raise UserError(f"{path}: one object of Guid -> question data was expected; fetch it.")
+        for guid, values in data.items():
+            datum = Entry(f"{path}, Guid {guid}", values)
+            listed = {key: self._add_facts(datum, key) for key in _FACT_LISTS}
             if facts_only:
                 continue
             if guid in self._guids:
                 raise UserError(
-                    f"{where}: the same Guid is in {self._guids[guid]}; remove one of them."
+                    f"{datum.where}: the same Guid is in {self._guids[guid]}; remove one of them."
                 )
             self._guids[guid] = path
-            self.questions.append(_question(guid, datum, listed, where))
+            self.questions.append(_question(guid, datum, listed))
 
-    def _add_facts(self, datum: dict[str, Any], key: str, where: str) -> list[tuple[str, str]]:
+    def _add_facts(self, datum: Entry, key: str) -> list[tuple[str, str]]:
         """(source id, id in the file) of every fact of a list; [] where the list is missing."""
         facts = datum.get(key)
         if facts is None:
             return []
-        if not isinstance(facts, list) or not all(isinstance(fact, dict) for fact in facts):
-            raise UserError(f"{where}: {key} is {_kind(facts)}; expected a list of objects.")
+        if not isinstance(facts, list):
+            raise datum.wrong(key, "a list of objects")
         add = self._add_picture if key.startswith("img") else self._add_snippet
-        return [add(fact, f"{where}, {key}[{n}]") for n, fact in enumerate(facts)]
+        return [add(Entry(f"{datum.where}, {key}[{n}]", fact)) for n, fact in enumerate(facts)]
 
-    def _add_picture(self, fact: dict[str, Any], where: str) -> tuple[str, str]:
-        number = whole_number(fact.get("image_id"))
-        if number is None:
-            found = repr(fact.get("image_id"))
-            raise UserError(f"{where}: image_id is {found:.60}; expected a whole number.")
-        name = str(number)
+    def _add_picture(self, fact: Entry) -> tuple[str, str]:
+        name = str(fact.number("image_id"))
         if name not in self._sources:
             self._sources[name] = Source(
                 id=name,
                 modality="image",
-                text=_string(fact, "caption", where),
-                title=_string(fact, "title", where),
+                text=fact.text("caption", ""),
+                title=fact.text("title", ""),
                 image=f"images/{name}",
                 extra=_rest(fact, {"image_id", "caption", "title"}),
             )
         return name, name
 
-    def _add_snippet(self, fact: dict[str, Any], where: str) -> tuple[str, str]:
-        snippet = _string(fact, "snippet_id", where)
-        text = _string(fact, "fact", where)
-        if not snippet or not text:
-            raise UserError(f"{where}: needs both snippet_id and fact; fetch the file again.")
+    def _add_snippet(self, fact: Entry) -> tuple[str, str]:
+        snippet, text = fact.text("snippet_id"), fact.text("fact")
         name = self._by_fact.get(text)
         if name is None:
             # An id that another fact already has gets a number, so that no fact is lost.
@@ -167,7 +157,7 @@ class Release:
                 id=name,
                 modality="text",
                 text=text,
-                title=_string(fact, "title", where),
+                title=fact.text("title", ""),
                 extra=_rest(fact, {"snippet_id", "fact", "title"}),
             )
         elif name != snippet:
@@ -314,7 +304,7 @@ def parse_submission(data: Any, path: PathLike, corpus: Corpus | None = None) ->
     the question knows are kept as they are. Guids may be missing.
     """
     if not isinstance(data, dict):
-        raise UserError(f"{path}: holds {_kind(data)}; expected one object of Guid -> prediction.")
+        raise UserError(f"{path}: one object of Guid -> prediction was expected; correct it.")
     canonical: dict[str, dict[str, str]] = {}
     for question in corpus.questions() if corpus is not None else ():
         own = question.extra.get(OWN_SNIPPET_IDS, {})
@@ -338,26 +328,18 @@ def parse_submission(data: Any, path: PathLike, corpus: Corpus | None = None) ->
     return predictions
 
 
-def _question(
-    guid: str, datum: dict[str, Any], listed: dict[str, list[tuple[str, str]]], where: str
-) -> Question:
-    text = _string(datum, "Q", where)
-    if not text:
-        raise UserError(f"{where}: has no Q; every datum needs its question.")
+def _question(guid: str, datum: Entry, listed: dict[str, list[tuple[str, str]]]) -> Question:
     if datum.get("Guid", guid) != guid:
-        raise UserError(f"{where}: its Guid field is {datum['Guid']!r}; make both equal.")
-    category = _string(datum, "Qcate", where)
-    if category and category not in WEBQA_CATEGORIES:
-        raise UserError(
-            f"{where}: Qcate is {category!r}; expected one of {', '.join(WEBQA_CATEGORIES)}."
-        )
-    split = _string(datum, "split", where)
+        raise datum.error(f"its Guid field is {datum['Guid']!r}, and must be equal")
+    category, split = datum.text("Qcate", ""), datum.text("split", "")
+    if category not in ("", *WEBQA_CATEGORIES):
+        raise datum.wrong("Qcate", f"one of {', '.join(WEBQA_CATEGORIES)}")
     if split not in SPLITS:
-        raise UserError(f"{where}: split is {split!r}; expected one of {', '.join(SPLITS)}.")
+        raise datum.wrong("split", f"one of {', '.join(SPLITS)}")
     answers = datum.get("A")
     answers = [answers] if isinstance(answers, str) else answers or []
     if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
-        raise UserError(f"{where}: A is {_kind(answers)}; expected a list of strings.")
+        raise datum.wrong("A", "a list of texts")
     positives = dict.fromkeys(name for key in _POSITIVE for name, _ in listed[key])
     others = dict.fromkeys(name for key in (*_NEGATIVE, *_MERGED) for name, _ in listed[key])
     extra = _rest(datum, _READ_KEYS)
@@ -368,23 +350,14 @@ def _question(
     return Question(
         id=guid,
         split=split,
-        question=text,
+        question=datum.text("Q"),
         answers=tuple(answers),
-        keywords=_string(datum, "Keywords_A", where),
+        keywords=datum.text("Keywords_A", ""),
         category=category,
         positives=tuple(positives),
         negatives=tuple(name for name in others if name not in positives),
         extra=extra,
     )
-
-
-def _string(fields: dict[str, Any], key: str, where: str) -> str:
-    value = fields.get(key)
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise UserError(f"{where}: {key} is {_kind(value)}; expected a string.")
-    return value
 
 
 def _row(name: str) -> int:
@@ -394,12 +367,6 @@ def _row(name: str) -> int:
 
 def _rest(fields: dict[str, Any], read: set[str]) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key not in read}
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
-    names |= {int: "a number", float: "a number", type(None): "null"}
-    return names[type(value)]
 
 
 def has_keywords(question: Question) -> bool:
