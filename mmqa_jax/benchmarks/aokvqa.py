@@ -34,35 +34,18 @@ import numpy as np
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.data.formats import coco
-from mmqa_jax.data.formats.official import (
-    DIFFICULT,
-    RATIONALES,
-    BenchmarkFiles,
-    Entry,
-    OfficialFiles,
-    PictureFolders,
-    json_entries,
-    one_file,
-    read_entries,
-)
+from mmqa_jax.data.formats import coco, official
 from mmqa_jax.data.formats.parquet import ParquetPictures, hub_tables, parquet_entries
 from mmqa_jax.data.schema import SPLITS, Material, Prediction, Question
+from mmqa_jax.evaluation import scores
 from mmqa_jax.evaluation.prediction_lines import read_answers
-from mmqa_jax.evaluation.scores import (
-    NO_OPTION,
-    Scores,
-    predictions_by_question,
-    questions_that_count,
-    scores_of,
-)
 from mmqa_jax.evaluation.scoring import Evaluation
 from mmqa_jax.evaluation.vqa import answer_scores, direct_answer_accuracy, has_answers
 
 # Split -> what the names of the hub's files begin with.
 _HUB_PREFIX = {"train": "train-", "val": "validation-", "test": "test-"}
 _NEEDED = ("question_id", "question", "choices")
-_ANSWERS = ("correct_choice_idx", "direct_answers", DIFFICULT, RATIONALES)
+_ANSWERS = ("correct_choice_idx", "direct_answers", official.DIFFICULT, official.RATIONALES)
 _FIELDS = {"split", *_NEEDED, "correct_choice_idx", "direct_answers"}  # of Question itself
 # The official v1p0 files; the paper (section 3) rounds them to 17.1k, 1.1k and 6.7k.
 PUBLISHED_COUNTS = {"train questions": 17_056, "val questions": 1_145, "test questions": 6_702}
@@ -84,7 +67,7 @@ class _Pictures:
     """
 
     def __init__(self, folder: Path, tables: Sequence[Path]):
-        self._files = PictureFolders(folder, coco.FOLDERS_2017)
+        self._files = official.PictureFolders(folder, coco.FOLDERS_2017)
         self._tables = ParquetPictures(tables, "question_id")
 
     def name_of(self, question_id: str, image_id: int | None) -> str | None:
@@ -102,20 +85,20 @@ class _Pictures:
         return self._files.signature(files) + self._tables.signature()
 
 
-def read_aokvqa(path: Path) -> BenchmarkFiles:
+def read_aokvqa(path: Path) -> official.BenchmarkFiles:
     """Reads what there is of the official files in a folder, or one of its question files.
 
     `Question.answers` are the ten direct answers, `rationale` is the first of the rationales;
     `extra` keeps `image_id`, `difficult_direct_answer`, `rationales`, `caption`, `tags` and
     `coco_captions`.
     """
-    if one_file(path, (".json", ".parquet")):
-        files = OfficialFiles(path.parent)
+    if official.one_file(path, (".json", ".parquet")):
+        files = official.OfficialFiles(path.parent)
         files.found.append(path)
         tables = [path] if path.suffix == ".parquet" else []
         rows = list(_parquet_rows(path) if tables else _json_rows(path))
     else:
-        files = OfficialFiles(path)
+        files = official.OfficialFiles(path)
         rows, tables = _folder_rows(files)
     if not rows:
         raise UserError(
@@ -124,7 +107,9 @@ def read_aokvqa(path: Path) -> BenchmarkFiles:
         )
     described = coco.read_descriptions(files, "captions_aokvqa.json", folders=("", "../okvqa/"))
     pictures = _Pictures(files.folder, tables)
-    read = read_entries(rows, lambda row: _question(row, described, pictures), "question_id")
+    read = official.read_entries(
+        rows, lambda row: _question(row, described, pictures), "question_id"
+    )
     questions = list(read.values())
     names = sorted({question.image for question in questions if question.image is not None})
     if not names:
@@ -132,7 +117,7 @@ def read_aokvqa(path: Path) -> BenchmarkFiles:
     return files.content(questions, _counts(questions), PUBLISHED_COUNTS, pictures, names)
 
 
-def _folder_rows(files: OfficialFiles) -> tuple[list[Entry], list[Path]]:
+def _folder_rows(files: official.OfficialFiles) -> tuple[list[official.Entry], list[Path]]:
     """The questions of a folder, and its Parquet files."""
     rows, tables = [], []
     for split, prefix in _HUB_PREFIX.items():
@@ -148,14 +133,14 @@ def _folder_rows(files: OfficialFiles) -> tuple[list[Entry], list[Path]]:
     return rows, tables
 
 
-def _json_rows(path: Path) -> Iterator[Entry]:
-    for row in json_entries(path):
+def _json_rows(path: Path) -> Iterator[official.Entry]:
+    for row in official.json_entries(path):
         if row.get("split") not in SPLITS:
             raise row.wrong("split", f"one of {', '.join(SPLITS)}")
         yield row
 
 
-def _parquet_rows(path: Path) -> Iterator[Entry]:
+def _parquet_rows(path: Path) -> Iterator[official.Entry]:
     split = next((s for s, prefix in _HUB_PREFIX.items() if path.name.startswith(prefix)), None)
     if split is None:
         raise UserError(
@@ -166,7 +151,7 @@ def _parquet_rows(path: Path) -> Iterator[Entry]:
         yield row
 
 
-def _question(row: Entry, described: coco.Descriptions, pictures: _Pictures) -> Question:
+def _question(row: official.Entry, described: coco.Descriptions, pictures: _Pictures) -> Question:
     for key in ("question_id", "question"):
         if not row.text(key).strip():
             raise row.wrong(key, "text")
@@ -175,9 +160,9 @@ def _question(row: Entry, described: coco.Descriptions, pictures: _Pictures) -> 
     image_id = row.get("image_id")
     if image_id is not None and type(image_id) is not int:
         raise row.wrong("image_id", "a whole number")
-    if answers and type(row.get(DIFFICULT)) is not bool:
+    if answers and type(row.get(official.DIFFICULT)) is not bool:
         raise row.wrong(
-            DIFFICULT,
+            official.DIFFICULT,
             "true or false, since difficult questions do not count in the score of direct answers,",
         )
     extra = {key: value for key, value in row.items() if key not in _FIELDS}
@@ -189,7 +174,7 @@ def _question(row: Entry, described: coco.Descriptions, pictures: _Pictures) -> 
         answers=answers,
         choices=choices,
         answer_index=index,
-        rationale=next(iter(row.texts(RATIONALES)), ""),
+        rationale=next(iter(row.texts(official.RATIONALES)), ""),
         extra={**extra, **described.extra(image_id)},
     )
 
@@ -200,7 +185,7 @@ def _counts(questions: Sequence[Question]) -> dict[str, int]:
         split = question.split
         found[f"{split} questions"] += 1
         found[f"{split} questions with direct answers"] += bool(question.answers)
-        found[f"{split} questions marked difficult"] += bool(question.extra.get(DIFFICULT))
+        found[f"{split} questions marked difficult"] += bool(question.extra.get(official.DIFFICULT))
         for key in coco.DESCRIPTIONS:
             found[f"{split} questions with {key}"] += key in question.extra
         found[f"{split} questions with a picture file"] += question.image is not None
@@ -226,7 +211,7 @@ def read_aokvqa_predictions(path: Path, questions: Sequence[Question]) -> list[P
     said = {p.question_id: rows[p.question_id].get(CHOICE) for p in found}
     chosen = [p for p in found if said[p.question_id] is not None]
     if chosen and all(
-        p.choice == NO_OPTION
+        p.choice == scores.NO_OPTION
         and p.question_id in choices
         and _LETTER_OR_NUMBER.fullmatch(said[p.question_id].strip())
         for p in chosen
@@ -242,7 +227,7 @@ def write_aokvqa_submission(
     questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
 ) -> None:
     """Writes the leaderboard's file: every question, with what was predicted of the two."""
-    given = predictions_by_question(questions, predictions)
+    given = scores.predictions_by_question(questions, predictions)
     rows: dict[str, dict[str, str]] = {}
     for question in questions:
         row = rows.setdefault(question.id, {})
@@ -267,13 +252,13 @@ def _aokvqa_prediction(
     text = row.get(CHOICE)
     if text is not None:
         options = choices.get(name, ())
-        choice = options.index(text) if text in options else NO_OPTION
+        choice = options.index(text) if text in options else scores.NO_OPTION
     return Prediction(name, row.get(DIRECT) or "", choice=choice)
 
 
 def score_aokvqa(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
     """Direct answers and multiple choice, whichever of the two the predictions hold."""
-    given = predictions_by_question(questions, predictions)
+    given = scores.predictions_by_question(questions, predictions)
     evaluation = Evaluation(has_modalities=False)
     chosen = any(prediction.choice is not None for prediction in predictions)
     if not chosen or any(prediction.answer for prediction in predictions):
@@ -285,22 +270,24 @@ def score_aokvqa(questions: Sequence[Question], predictions: Sequence[Prediction
     return evaluation
 
 
-def _score_direct(questions: Sequence[Question], given: Mapping[str, Prediction]) -> Scores:
-    scored = questions_that_count(
+def _score_direct(questions: Sequence[Question], given: Mapping[str, Prediction]) -> scores.Scores:
+    scored = scores.questions_that_count(
         questions,
-        lambda question: bool(question.answers) and not question.extra.get(DIFFICULT, False),
+        lambda question: (
+            bool(question.answers) and not question.extra.get(official.DIFFICULT, False)
+        ),
         "published direct answers (difficult questions do not count)",
     )
     scorer = {"a_okvqa_da/official": lambda said, q: direct_answer_accuracy(said, q.answers)}
     return answer_scores(questions, scored, given, scorer, groups={})
 
 
-def _score_choices(questions: Sequence[Question], given: Mapping[str, Prediction]) -> Scores:
-    scored = questions_that_count(
+def _score_choices(questions: Sequence[Question], given: Mapping[str, Prediction]) -> scores.Scores:
+    scored = scores.questions_that_count(
         questions, lambda question: question.answer_index is not None, "a published correct option"
     )
     right = np.array([_is_right(q, given[q.id]) if q.id in given else 0.0 for q in scored])
-    return scores_of(questions, scored, given, {"a_okvqa_mc/official": right}, groups={})
+    return scores.scores_of(questions, scored, given, {"a_okvqa_mc/official": right}, groups={})
 
 
 def _is_right(question: Question, prediction: Prediction) -> float:

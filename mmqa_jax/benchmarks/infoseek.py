@@ -32,14 +32,7 @@ import numpy as np
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_jsonl
-from mmqa_jax.data.formats.official import (
-    BenchmarkFiles,
-    Entry,
-    OfficialFiles,
-    PictureFiles,
-    line_entries,
-    read_entries,
-)
+from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.tables import real_number
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation.prediction_lines import read_answers_by
@@ -73,13 +66,13 @@ _PICTURES = "oven_images"
 _SUFFIXES = (".jpg", ".JPEG", ".jpeg", ".png")
 
 
-def read_infoseek(folder: Path) -> BenchmarkFiles:
+def read_infoseek(folder: Path) -> official.BenchmarkFiles:
     """Reads the questions that there are; `Question.category` is the type of a val question.
 
     `answers` are the spellings that count, the annotated one first; of a numerical question
     `extra[RANGE]` are the bounds that do.
     """
-    files = OfficialFiles(folder)
+    files = official.OfficialFiles(folder)
     questions: dict[str, Question] = {}
     for split in _SPLITS:
         path = files.optional(f"infoseek_{split}.jsonl", without=f"there are no {split} questions")
@@ -88,10 +81,10 @@ def read_infoseek(folder: Path) -> BenchmarkFiles:
         kinds = _kinds(files, split)
         entities = _entities(files, split)
 
-        def question(row: Entry, split=split, kinds=kinds, entities=entities) -> Question:
+        def question(row: official.Entry, split=split, kinds=kinds, entities=entities) -> Question:
             return _question(row, split, kinds, entities)
 
-        questions |= read_entries(line_entries(path), question, "data_id")
+        questions |= official.read_entries(official.line_entries(path), question, "data_id")
     if not questions:
         raise UserError(
             f"{folder}: holds none of InfoSeek's questions; put infoseek_val.jsonl and "
@@ -109,20 +102,20 @@ def read_infoseek(folder: Path) -> BenchmarkFiles:
     return files.content(shown, counts, PUBLISHED_COUNTS, pictures, names)
 
 
-def _kinds(files: OfficialFiles, split: str) -> dict[str, str]:
+def _kinds(files: official.OfficialFiles, split: str) -> dict[str, str]:
     """data_id -> type; only val's are published."""
     path = files.optional(
         f"infoseek_{split}_qtype.jsonl", without=f"the types of {split} questions are not known"
     )
     kinds = {}
-    for row in () if path is None else line_entries(path):
+    for row in () if path is None else official.line_entries(path):
         kind = row.text("question_type").lower()
         # The script takes all others for strings.
         kinds[row.text("data_id")] = kind if kind in TYPES else "string"
     return kinds
 
 
-def _entities(files: OfficialFiles, split: str) -> dict[str, dict[str, str]]:
+def _entities(files: official.OfficialFiles, split: str) -> dict[str, dict[str, str]]:
     path = files.optional(
         f"infoseek_{split}_withkb.jsonl", without=f"the entities of {split} are not known"
     )
@@ -131,12 +124,12 @@ def _entities(files: OfficialFiles, split: str) -> dict[str, dict[str, str]]:
             ENTITY: row.text("entity_id"),
             ENTITY_NAME: row.text("entity_text"),
         }
-        for row in (() if path is None else line_entries(path))
+        for row in (() if path is None else official.line_entries(path))
     }
 
 
 def _question(
-    row: Entry,
+    row: official.Entry,
     split: str,
     kinds: Mapping[str, str],
     entities: Mapping[str, Mapping[str, str]],
@@ -175,14 +168,14 @@ def _range(counted: Any) -> list[float] | None:
     return numbers if len(numbers) == 2 and None not in numbers else None
 
 
-def _pictures(folder: Path, questions: Mapping[str, Question]) -> PictureFiles:
+def _pictures(folder: Path, questions: Mapping[str, Question]) -> official.PictureFiles:
     """Each picture by its id: below the folder of pictures, whichever part of OVEN it is in."""
     wanted = {question.image for question in questions.values()}
     places: dict[str, list[str]] = {}
     for path in (folder / _PICTURES).rglob("*"):
         if path.suffix in _SUFFIXES and path.stem in wanted:
             places.setdefault(path.stem, []).append(str(path.relative_to(folder)))
-    return PictureFiles(folder, {name: sorted(found) for name, found in places.items()})
+    return official.PictureFiles(folder, {name: sorted(found) for name, found in places.items()})
 
 
 def _counts(questions: list[Question], picture_files: int) -> dict[str, int]:

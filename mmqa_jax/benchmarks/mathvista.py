@@ -31,13 +31,7 @@ import numpy as np
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.data.formats.official import (
-    BenchmarkFiles,
-    Entry,
-    OfficialFiles,
-    PictureFiles,
-    read_entries,
-)
+from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.parquet import ParquetPictures, hub_tables, parquet_entries
 from mmqa_jax.data.formats.tables import real_number
 from mmqa_jax.data.schema import Material, Prediction, Question
@@ -75,28 +69,28 @@ _PICTURE = "decoded_image"
 _SPLIT = "split"  # added to an entry, where its file says it
 
 
-def read_mathvista(folder: Path) -> BenchmarkFiles:
+def read_mathvista(folder: Path) -> official.BenchmarkFiles:
     """Reads what there is of testmini, which becomes `val`, and test.
 
     `Question.category` is the task; `extra` keeps unit, precision, both types and the metadata.
     """
-    files = OfficialFiles(folder)
+    files = official.OfficialFiles(folder)
     tables = {split: hub_tables(folder, name) for name, split in _SPLITS.items()}
     paths = [path for found in tables.values() for path in found]
     files.found += paths
     read = _table_rows(tables) if paths else _json_rows(files)
-    questions = read_entries(read, _question, "pid").values()
+    questions = official.read_entries(read, _question, "pid").values()
     if not questions:
         raise UserError(
             f"{folder}: holds none of MathVista's problems; put testmini.json and images/, or the "
             "hub's Parquet files, there."
         )
-    pictures: ParquetPictures | PictureFiles
+    pictures: ParquetPictures | official.PictureFiles
     if paths:
         pictures = ParquetPictures(paths, "pid", _PICTURE)
     else:
         places = {q.id: tuple(_places(q.extra.get("image"))) for q in questions}
-        pictures = PictureFiles(folder, places)
+        pictures = official.PictureFiles(folder, places)
     shown = [
         dataclasses.replace(question, image=question.id) if question.id in pictures else question
         for question in questions
@@ -107,14 +101,14 @@ def read_mathvista(folder: Path) -> BenchmarkFiles:
     return files.content(shown, _counts(shown), PUBLISHED_COUNTS, pictures, names)
 
 
-def _table_rows(tables: Mapping[str, Sequence[Path]]) -> Iterator[Entry]:
+def _table_rows(tables: Mapping[str, Sequence[Path]]) -> Iterator[official.Entry]:
     for split, paths in tables.items():
         for row in parquet_entries(paths, _NEEDED, ("image",)):
             row[_SPLIT] = split
             yield row
 
 
-def _json_rows(files: OfficialFiles) -> Iterator[Entry]:
+def _json_rows(files: official.OfficialFiles) -> Iterator[official.Entry]:
     for name, split in _SPLITS.items():
         path = files.optional(
             f"{name}.json", f"data/{name}.json", without=f"there are no {split} questions"
@@ -123,11 +117,11 @@ def _json_rows(files: OfficialFiles) -> Iterator[Entry]:
         if not isinstance(data, dict):
             raise UserError(f"{path}: {{pid: problem}} was expected; fetch the file again.")
         for pid, problem in data.items():
-            row = Entry(f"{path}, problem {pid}", problem)
-            yield Entry(row.where, {"pid": pid, **row, _SPLIT: split})
+            row = official.Entry(f"{path}, problem {pid}", problem)
+            yield official.Entry(row.where, {"pid": pid, **row, _SPLIT: split})
 
 
-def _question(problem: Entry) -> Question:
+def _question(problem: official.Entry) -> Question:
     choices, answer = problem.texts("choices"), problem.text("answer", "")
     kind, answer_type = problem.get(KIND), problem.get(ANSWER_TYPE)
     if (

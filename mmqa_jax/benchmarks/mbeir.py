@@ -37,14 +37,7 @@ from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, parse_json, read_text
 from mmqa_jax.data.corpus import Corpus, fold_of
-from mmqa_jax.data.formats.official import (
-    BenchmarkFiles,
-    Entry,
-    OfficialFiles,
-    PictureFiles,
-    line_entries,
-    read_entries,
-)
+from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import SPLITS, Material, Prediction, Question, Source
 from mmqa_jax.evaluation.retrieval import FORMATS, has_positives, read_found
@@ -94,7 +87,7 @@ _ID = re.compile(r"\d:\d+")
 _AGAIN = "fetch the file again"
 
 
-def read_mbeir(path: Path) -> BenchmarkFiles:
+def read_mbeir(path: Path) -> official.BenchmarkFiles:
     """Reads a pool of candidates with the queries that search it.
 
     `Question.category` is the set, `webqa_task1`; `positives` and `negatives` are those that are in
@@ -105,7 +98,7 @@ def read_mbeir(path: Path) -> BenchmarkFiles:
         it, of which the pool of this set.
     """
     folder, pool = _folder_and_pool(path)
-    files = OfficialFiles(folder)
+    files = official.OfficialFiles(folder)
     pool = files.required(
         str(pool.relative_to(folder)),
         remedy="fetch M-BEIR's folders cand_pool, query, qrels, instructions and mbeir_images",
@@ -116,7 +109,7 @@ def read_mbeir(path: Path) -> BenchmarkFiles:
             f"{pool}: is not named as M-BEIR's pools are (mbeir_SET_cand_pool.jsonl); give it its "
             "name again."
         )
-    sources = read_entries(line_entries(pool), _candidate, "did")
+    sources = official.read_entries(official.line_entries(pool), _candidate, "did")
     instructions = _instructions(files)
     questions: dict[str, Question] = {}
     for split, queries in _query_files(folder, named["name"], named["split"]):
@@ -125,7 +118,7 @@ def read_mbeir(path: Path) -> BenchmarkFiles:
         read = functools.partial(
             _query, split=split, sources=sources, judged=judged, instructions=instructions
         )
-        questions |= read_entries(line_entries(queries), read, "qid")
+        questions |= official.read_entries(official.line_entries(queries), read, "qid")
     if not questions:
         split, name = named["split"] or "test", named["name"]
         name = "SET" if name == "union" else name
@@ -134,7 +127,7 @@ def read_mbeir(path: Path) -> BenchmarkFiles:
             ".jsonl there."
         )
     every = [*sources.values(), *questions.values()]
-    pictures = PictureFiles(folder, {one.image: [one.image] for one in every if one.image})
+    pictures = official.PictureFiles(folder, {one.image: [one.image] for one in every if one.image})
     found = {one.image for one in every if one.image is not None and one.image in pictures}
     if not found:
         files.missing["mbeir_images/"] = "no pictures; texts stand alone"
@@ -190,7 +183,9 @@ def _query_files(folder: Path, name: str, split: str | None) -> Iterator[tuple[s
             yield one, path
 
 
-def _judged(files: OfficialFiles, queries: Path, split: str) -> Mapping[str, list[str]] | None:
+def _judged(
+    files: official.OfficialFiles, queries: Path, split: str
+) -> Mapping[str, list[str]] | None:
     """qid -> relevant dids; None without a file of judgments."""
     path = files.optional(
         f"qrels/{split}/{queries.stem}_qrels.txt",
@@ -211,7 +206,7 @@ def _judged(files: OfficialFiles, queries: Path, split: str) -> Mapping[str, lis
     return judged
 
 
-def _instructions(files: OfficialFiles) -> Mapping[tuple[str, str, str], list[str]] | None:
+def _instructions(files: official.OfficialFiles) -> Mapping[tuple[str, str, str], list[str]] | None:
     """(number of a data set, modality of the query, of the candidates) -> wordings."""
     path = files.optional(_INSTRUCTIONS, without="queries stand without instructions")
     if path is None:
@@ -229,7 +224,7 @@ def _instructions(files: OfficialFiles) -> Mapping[tuple[str, str, str], list[st
     return wordings
 
 
-def _candidate(row: Entry) -> Source:
+def _candidate(row: official.Entry) -> Source:
     name, kind = _id(row, "did", row.get("did")), _modality(row, "modality")
     extra: dict[str, Any] = {}
     if dataset_of(name) == "webqa":
@@ -246,7 +241,7 @@ def _candidate(row: Entry) -> Source:
 
 
 def _query(
-    row: Entry,
+    row: official.Entry,
     split: str,
     sources: Mapping[str, Source],
     judged: Mapping[str, list[str]] | None,
@@ -301,27 +296,27 @@ def _with_picture(one: Any, found: set[str]) -> Any:
     return one if there else dataclasses.replace(one, image=None)
 
 
-def _id(row: Entry, key: str, value: Any) -> str:
+def _id(row: official.Entry, key: str, value: Any) -> str:
     if not isinstance(value, str) or not _ID.fullmatch(value):
         raise row.error(f"{key} is {value!r:.60}; DATASET:NUMBER was expected")
     return value
 
 
-def _ids(row: Entry, key: str) -> list[str]:
+def _ids(row: official.Entry, key: str) -> list[str]:
     value = row.get(key) or []
     if not isinstance(value, list):
         raise row.wrong(key, "a list of ids")
     return [_id(row, key, one) for one in value]
 
 
-def _modality(row: Entry, key: str) -> str:
+def _modality(row: official.Entry, key: str) -> str:
     kind = ",".join(sorted(row.text(key, "").split(",")))
     if kind not in ("text", "image", "image,text"):
         raise row.wrong(key, "text, image or both")
     return kind
 
 
-def _inner(row: Entry, key: str) -> dict[str, Any]:
+def _inner(row: official.Entry, key: str) -> dict[str, Any]:
     """What the original data set says, JSON in a text; {} where nothing is kept."""
     text = row.text(key, "")
     content = parse_json(text, f"{row.where}, {key}") if text else {}

@@ -45,15 +45,8 @@ from mmqa_jax.data.formats.official import CAPTION, BenchmarkFiles, OfficialFile
 from mmqa_jax.data.formats.tables import SUFFIXES, read_table, whole_number, write_spreadsheet
 from mmqa_jax.data.pictures.bounds import PictureError, check_bytes
 from mmqa_jax.data.schema import Material, Prediction, Question
+from mmqa_jax.evaluation import multiple_choice
 from mmqa_jax.evaluation import multiple_choice as rules
-from mmqa_jax.evaluation.multiple_choice import (
-    choices_of,
-    chosen_by,
-    has_answer,
-    right_choices,
-    shown_answer,
-    unparsed_choices,
-)
 from mmqa_jax.evaluation.prediction_lines import Row, id_of, json_rows
 from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
 from mmqa_jax.evaluation.scoring import Evaluation
@@ -309,7 +302,7 @@ def read_mmbench_predictions(path: Path, questions: Sequence[Question]) -> list[
     A table's `nan` is an empty answer, unless it is the text of one of the question's choices.
     """
     if path.suffix.lower() not in SUFFIXES:
-        return choices_of(path, _with_passes(json_rows(path), questions), questions)
+        return multiple_choice.choices_of(path, _with_passes(json_rows(path), questions), questions)
     named_nan = {q.id for q in questions if NAN in (choice.lower() for choice in q.choices)}
     predictions = []
     for row in mmbench_rows(path, ("index", PREDICTION)):
@@ -403,7 +396,7 @@ def write_mmbench_submission(
             "category": question.category,
             "split": {"val": "dev"}.get(question.split, question.split),
         }
-        said = shown_answer(given[question.id]) if question.id in given else None
+        said = multiple_choice.shown_answer(given[question.id]) if question.id in given else None
         rows.append([*(cells.get(column) for column in columns), said])
     write_spreadsheet(path, [*columns, PREDICTION], rows)
 
@@ -422,22 +415,24 @@ def score_mmbench(questions: Sequence[Question], predictions: Sequence[Predictio
             f"all {len(questions):,} questions are rotated passes (index 1,000,000 and above), but "
             "a question is scored with its first pass; give the first passes too."
         )
-    scored = questions_that_count(firsts, has_answer, "a published answer")
-    passes = [question for question in questions if has_answer(question)]
+    scored = questions_that_count(firsts, multiple_choice.has_answer, "a published answer")
+    passes = [question for question in questions if multiple_choice.has_answer(question)]
     rotated = any(q.extra.get(PASS, 0) > 0 and q.id in given for q in passes)
     per_question: dict[str, np.ndarray] = {}
     unparsed: dict[str, int] = {}
     firsts_of = [question for question in passes if not question.extra.get(PASS, 0)]
     for year, answer_is in (("", False), ("_2026", True)):
         rule = functools.partial(_vlmeval, answer_is=answer_is)
-        chosen = chosen_by(passes, given, rule)
-        hits = right_choices(passes, chosen)  # [pass]
+        chosen = multiple_choice.chosen_by(passes, given, rule)
+        hits = multiple_choice.right_choices(passes, chosen)  # [pass]
         if rotated:
             per_question[f"mmbench/circular{year}"] = _circular(passes, hits, scored)
-            unparsed[f"mmbench/circular{year}"] = unparsed_choices(passes, given, chosen)
+            unparsed[f"mmbench/circular{year}"] = multiple_choice.unparsed_choices(
+                passes, given, chosen
+            )
         of_pass = dict(zip((question.id for question in passes), hits, strict=True))
         per_question[f"mmbench/vanilla{year}"] = np.array([of_pass[q.id] for q in scored])
-        unparsed[f"mmbench/vanilla{year}"] = unparsed_choices(
+        unparsed[f"mmbench/vanilla{year}"] = multiple_choice.unparsed_choices(
             firsts_of,
             given,
             [c for q, c in zip(passes, chosen, strict=True) if not q.extra.get(PASS, 0)],
@@ -480,7 +475,7 @@ BENCHMARK = Benchmark(
     formats="predictions.jsonl, a .xlsx, .tsv or .json with `index` and `prediction`, or LLaVA's "
     "lines",
     read_predictions=read_mmbench_predictions,
-    has_reference=has_answer,
+    has_reference=multiple_choice.has_answer,
     score=score_mmbench,
     write_submission=write_mmbench_submission,
     submission="submission.xlsx",

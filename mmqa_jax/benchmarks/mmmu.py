@@ -35,14 +35,7 @@ from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.formats.official import BenchmarkFiles, Entry, OfficialFiles, read_entries
 from mmqa_jax.data.formats.parquet import PictureColumns, parquet_entries
 from mmqa_jax.data.schema import Material, Prediction, Question
-from mmqa_jax.evaluation.multiple_choice import (
-    LETTERS,
-    Given,
-    Rule,
-    chosen_by,
-    exact_letter_choice,
-    mmmu_choice,
-)
+from mmqa_jax.evaluation import multiple_choice
 from mmqa_jax.evaluation.prediction_lines import read_answers_by
 from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
 from mmqa_jax.evaluation.scoring import Evaluation
@@ -234,34 +227,38 @@ def score_mmmu(questions: Sequence[Question], predictions: Sequence[Prediction])
 
 
 def _by_script(text: str, question: Question) -> int | None:
-    return mmmu_choice(text, len(question.choices), question.choices)
+    return multiple_choice.mmmu_choice(text, len(question.choices), question.choices)
 
 
 def _by_letter(text: str, question: Question) -> int | None:
-    return exact_letter_choice(text, len(question.choices))
+    return multiple_choice.exact_letter_choice(text, len(question.choices))
 
 
-def _choices(questions: Sequence[Question], given: Given, rule: Rule) -> dict[str, int]:
+def _choices(
+    questions: Sequence[Question], given: multiple_choice.Given, rule: multiple_choice.Rule
+) -> dict[str, int]:
     """Question id -> the choice that its prediction names, where it names one."""
     asked = [question for question in questions if question.choices]
-    found = zip(asked, chosen_by(asked, given, rule), strict=True)
+    found = zip(asked, multiple_choice.chosen_by(asked, given, rule), strict=True)
     return {question.id: choice for question, choice in found if choice is not None}
 
 
-def _drawn(questions: Sequence[Question], given: Given) -> dict[str, int]:
+def _drawn(questions: Sequence[Question], given: multiple_choice.Given) -> dict[str, int]:
     """The choices that the script draws where it finds none, subject by subject."""
     draw = random.Random(SEED)
     failed = [q for q in questions if q.choices and q.id in given]
     found = _choices(failed, given, _by_script)
     return {
-        question.id: LETTERS.index(draw.choice(LETTERS[: len(question.choices)]))
+        question.id: multiple_choice.LETTERS.index(
+            draw.choice(multiple_choice.LETTERS[: len(question.choices)])
+        )
         for question in sorted(failed, key=place_of)
         if question.id not in found
     }
 
 
 def _right(
-    questions: Sequence[Question], given: Given, chosen: Mapping[str, int]
+    questions: Sequence[Question], given: multiple_choice.Given, chosen: Mapping[str, int]
 ) -> np.ndarray:  # float64[question]
     return np.array(
         [
@@ -308,7 +305,7 @@ def write_mmmu_submission(
     given = predictions_by_question(questions, predictions)
     chosen = _choices(questions, given, _by_script) | _drawn(questions, given)
     texts = {q.id: given[q.id].answer for q in questions if q.id in given and not q.choices}
-    letters = {name: LETTERS[index] for name, index in chosen.items()}
+    letters = {name: multiple_choice.LETTERS[index] for name, index in chosen.items()}
     write_json(path, {q.id: (texts | letters).get(q.id, "") for q in questions})
 
 

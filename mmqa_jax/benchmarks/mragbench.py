@@ -28,13 +28,7 @@ import numpy as np
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_jsonl
-from mmqa_jax.data.formats.official import (
-    BenchmarkFiles,
-    Entry,
-    OfficialFiles,
-    PictureFiles,
-    read_entries,
-)
+from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.parquet import PictureColumns, hub_tables, parquet_entries
 from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
@@ -72,7 +66,7 @@ _GOLD, _GIVEN = "gt_images", "retrieved_images"
 class _Pictures:
     """Encoded pictures of the tables and of the corpus's folder."""
 
-    def __init__(self, columns: PictureColumns, files: PictureFiles, names: Sequence[str]):
+    def __init__(self, columns: PictureColumns, files: official.PictureFiles, names: Sequence[str]):
         self._columns, self._files, self._names = columns, files, names
 
     def __call__(self, name: str) -> bytes:
@@ -84,13 +78,13 @@ class _Pictures:
         return f"{self._columns.signature()}\n{self._files.signature(self._names)}"
 
 
-def read_mragbench(folder: Path) -> BenchmarkFiles:
+def read_mragbench(folder: Path) -> official.BenchmarkFiles:
     """Reads the questions, and all pictures once, to tell equal ones.
 
     Questions are of the split `test`. `Question.category` is the scenario, `positives` are the gold
     pictures, `extra["retrieved"]` those that the authors retrieved.
     """
-    files = OfficialFiles(folder)
+    files = official.OfficialFiles(folder)
     tables = hub_tables(folder, "test")
     if not tables:
         raise UserError(f"{folder}: holds no test-*.parquet; put MRAG-Bench's Parquet files there.")
@@ -102,7 +96,9 @@ def read_mragbench(folder: Path) -> BenchmarkFiles:
         files.missing[f"{_CORPUS}/"] = (
             "the pictures that no question names as gold or retrieved are not searched"
         )
-    pictures = _Pictures(columns, PictureFiles(folder, {name: (name,) for name in names}), names)
+    pictures = _Pictures(
+        columns, official.PictureFiles(folder, {name: (name,) for name in names}), names
+    )
     sources: dict[str, Source] = {}
 
     def known(name: str) -> str:
@@ -115,7 +111,7 @@ def read_mragbench(folder: Path) -> BenchmarkFiles:
         sources.setdefault(digest, Source(digest, "image", "", image=name))
         return digest
 
-    def question(row: Entry) -> Question:
+    def question(row: official.Entry) -> Question:
         gold, given = (
             tuple(dict.fromkeys(map(known, columns.listed(str(row["id"]), column))))
             for column in (_GOLD, _GIVEN)
@@ -124,7 +120,7 @@ def read_mragbench(folder: Path) -> BenchmarkFiles:
         return _question(row, image if image in columns else None, gold, given)
 
     rows = parquet_entries(tables, _NEEDED, _MORE)
-    questions = list(read_entries(rows, question, "id").values())
+    questions = list(official.read_entries(rows, question, "id").values())
     for name in names:
         known(name)
     # By id: in the files' order, gold before retrieved, ties would favor gold pictures.
@@ -134,7 +130,7 @@ def read_mragbench(folder: Path) -> BenchmarkFiles:
 
 
 def _question(
-    row: Entry, image: str | None, gold: tuple[str, ...], given: Sequence[str]
+    row: official.Entry, image: str | None, gold: tuple[str, ...], given: Sequence[str]
 ) -> Question:
     choices = tuple(map(row.text, _LETTERS))
     index = row.letter("answer_choice", len(choices), hidden=())

@@ -38,14 +38,7 @@ from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.articles import WIKIPEDIA, WIKIPEDIA_PICTURES
-from mmqa_jax.data.formats.official import (
-    BenchmarkFiles,
-    Entry,
-    OfficialFiles,
-    PictureFolders,
-    line_entries,
-    read_entries,
-)
+from mmqa_jax.data.formats import official
 from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
 from mmqa_jax.evaluation.prediction_lines import read_answers
@@ -88,19 +81,19 @@ _SPLITS = {"train": "train", "dev": "val", "test": "test"}
 _CONTEXT = ("text_doc_ids", "image_doc_ids")
 
 
-def read_multimodalqa(folder: Path) -> BenchmarkFiles:
+def read_multimodalqa(folder: Path) -> official.BenchmarkFiles:
     """Reads the questions that there are, and the sources that they may be answered from.
 
     `Question.category` is its type (one of TYPES); `positives` are the supporting sources,
     `negatives` the rest of its context. `answers` has the answer's items in one text, with
     SEPARATOR between them, and `extra[ANSWER_LIST]` the items.
     """
-    files = OfficialFiles(folder)
-    pictures = PictureFolders(folder, (PICTURES, "images"))
+    files = official.OfficialFiles(folder)
+    pictures = official.PictureFolders(folder, (PICTURES, "images"))
     sources: dict[str, Source] = {}
     for part, read in (("text", _text), ("table", _table), ("image", _image)):
-        rows = line_entries(_file(files, f"{part}s", required=True))
-        sources |= read_entries(rows, read, "id")
+        rows = official.line_entries(_file(files, f"{part}s", required=True))
+        sources |= official.read_entries(rows, read, "id")
     names = [source.image for source in sources.values() if source.image is not None]
     found = [name for name in names if name in pictures]
     if not found:
@@ -109,15 +102,15 @@ def read_multimodalqa(folder: Path) -> BenchmarkFiles:
     questions: dict[str, Question] = {}
     for split in _SPLITS:
         path = _file(files, split, required=False)
-        rows = () if path is None else line_entries(path)
-        questions |= read_entries(
+        rows = () if path is None else official.line_entries(path)
+        questions |= official.read_entries(
             rows, lambda row, split=split: _question(row, split, sources), "qid"
         )
     if not questions:
         raise UserError(
             f"{folder}: holds no questions; put MMQA_dev.jsonl.gz there, or another split's file."
         )
-    return BenchmarkFiles(
+    return official.BenchmarkFiles(
         questions=list(questions.values()),
         sources=sorted(sources.values(), key=lambda source: source.id),
         counts=_counts(list(questions.values()), list(sources.values()), len(found)),
@@ -129,14 +122,14 @@ def read_multimodalqa(folder: Path) -> BenchmarkFiles:
     )
 
 
-def _file(files: OfficialFiles, part: str, *, required: bool) -> Path | None:
+def _file(files: official.OfficialFiles, part: str, *, required: bool) -> Path | None:
     names = f"MMQA_{part}.jsonl.gz", f"MMQA_{part}.jsonl"
     if required:
         return files.required(*names, remedy="fetch the folder `dataset` of allenai/multimodalqa")
     return files.optional(*names, without=f"there are no {_SPLITS[part]} questions")
 
 
-def _reading(pictures: PictureFolders) -> Callable[[str], bytes]:
+def _reading(pictures: official.PictureFolders) -> Callable[[str], bytes]:
     def read(name: str) -> bytes:
         if name not in pictures:
             raise PictureError(f"{name}: no such file in {PICTURES}; fetch it again.")
@@ -145,17 +138,17 @@ def _reading(pictures: PictureFolders) -> Callable[[str], bytes]:
     return read
 
 
-def _text(row: Entry) -> Source:
+def _text(row: official.Entry) -> Source:
     text, extra = row.text("text"), {DOC_PART: "text", **_url(row)}
     return Source(row.text("id"), "text", text, row.text("title"), extra=extra)
 
 
-def _image(row: Entry) -> Source:
+def _image(row: official.Entry) -> Source:
     extra = {DOC_PART: "image", **_url(row)}
     return Source(row.text("id"), "image", "", row.text("title"), row.text("path"), extra)
 
 
-def _table(row: Entry) -> Source:
+def _table(row: official.Entry) -> Source:
     table = row.get("table")
     try:
         columns = [str(column["column_name"]) for column in table["header"]]
@@ -182,7 +175,7 @@ def table_text(name: str, columns: list[str], rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-def _question(row: Entry, split: str, sources: dict[str, Source]) -> Question:
+def _question(row: official.Entry, split: str, sources: dict[str, Source]) -> Question:
     metadata = row.entry("metadata")
     context = [name for key in _CONTEXT for name in metadata.texts(key)]
     if metadata.get("table_id") is not None:

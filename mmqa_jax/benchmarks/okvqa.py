@@ -37,18 +37,10 @@ from mmqa_jax.data.formats.official import (
 )
 from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import Material, Prediction, Question
+from mmqa_jax.evaluation import vqa
 from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count
 from mmqa_jax.evaluation.scoring import Evaluation
-from mmqa_jax.evaluation.vqa import (
-    answer_scores,
-    has_answers,
-    kat_accuracy,
-    official_accuracy,
-    paper_accuracy,
-    prophet_accuracy,
-    soft_label_accuracy,
-)
 
 # Split -> COCO's split, which names the files.
 COCO_SPLIT = {"train": "train", "test": "val"}
@@ -238,7 +230,7 @@ def _question_id(row: Any) -> str | None:
 def score_okvqa(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
     """VQA accuracy by category, from annotators' answers or from soft labels."""
     given = predictions_by_question(questions, predictions)
-    scored = questions_that_count(questions, has_answers, "reference answers")
+    scored = questions_that_count(questions, vqa.has_answers, "reference answers")
     soft = [SOFT_LABELS in question.extra for question in scored]
     if any(soft) and not all(soft):
         raise UserError(
@@ -247,15 +239,17 @@ def score_okvqa(questions: Sequence[Question], predictions: Sequence[Prediction]
         )
     if not any(soft):
         scorers: dict[str, Callable[[str, Question], float]] = {
-            "vqa_accuracy/official": lambda said, q: official_accuracy(said, q.answers),
-            "vqa_accuracy/paper": lambda said, q: paper_accuracy(said, q.answers),
-            "vqa_accuracy/prophet": lambda said, q: prophet_accuracy(said, q.answers),
-            "vqa_accuracy/kat": lambda said, q: kat_accuracy(said, q.answers),
+            "vqa_accuracy/official": lambda said, q: vqa.official_accuracy(said, q.answers),
+            "vqa_accuracy/paper": lambda said, q: vqa.paper_accuracy(said, q.answers),
+            "vqa_accuracy/prophet": lambda said, q: vqa.prophet_accuracy(said, q.answers),
+            "vqa_accuracy/kat": lambda said, q: vqa.kat_accuracy(said, q.answers),
         }
-        return Evaluation([answer_scores(questions, scored, given, scorers)], has_modalities=False)
+        return Evaluation(
+            [vqa.answer_scores(questions, scored, given, scorers)], has_modalities=False
+        )
 
     def weight(said: str, question: Question) -> float:
-        return soft_label_accuracy(said, question.extra[SOFT_LABELS])
+        return vqa.soft_label_accuracy(said, question.extra[SOFT_LABELS])
 
     scorers = {
         "vqa_accuracy/soft_labels": weight,
@@ -268,7 +262,7 @@ def score_okvqa(questions: Sequence[Question], predictions: Sequence[Prediction]
         "the official annotations"
     )
     evaluation = Evaluation(
-        [answer_scores(questions, scored, given, scorers)], has_modalities=False
+        [vqa.answer_scores(questions, scored, given, scorers)], has_modalities=False
     )
     evaluation.notes.append(note)
     return evaluation
@@ -281,7 +275,7 @@ BENCHMARK = Benchmark(
     split="test",
     formats="predictions.jsonl, or the official list of {question_id, answer} as JSON",
     read_predictions=read_okvqa_predictions,
-    has_reference=has_answers,
+    has_reference=vqa.has_answers,
     score=score_okvqa,
     write_submission=write_okvqa_submission,
 )

@@ -36,16 +36,7 @@ import numpy as np
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import parse_json, read_json, read_text, write_json
-from mmqa_jax.data.formats.official import (
-    CAPTION,
-    HAS_HINT,
-    HAS_PICTURE,
-    BenchmarkFiles,
-    Entry,
-    OfficialFiles,
-    PictureFiles,
-    one_file,
-)
+from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.parquet import (
     ParquetPictures,
     hub_tables,
@@ -93,27 +84,27 @@ _GRADES = {"G1-6": range(1, 7), "G7-12": range(7, 13)}
 class _Row(NamedTuple):
     """A problem, its id and split, and the name of its picture."""
 
-    problem: Entry
+    problem: official.Entry
     id: str
     split: str
     picture: str | None
 
 
-def read_scienceqa(path: Path) -> BenchmarkFiles:
+def read_scienceqa(path: Path) -> official.BenchmarkFiles:
     """Reads what there is of the official files in a folder, or one of its question files.
 
     `Question.category` is the subject and `rationale` the solution; `extra` keeps `hint`,
     `lecture`, `grade`, `topic`, `skill`, `caption`, `has_picture` and `has_hint`.
     """
-    alone = one_file(path, (".json", ".parquet"))
-    files = OfficialFiles(path.parent if alone else path)
+    alone = official.one_file(path, (".json", ".parquet"))
+    files = official.OfficialFiles(path.parent if alone else path)
     if alone:
         files.found.append(path)
         tables = [path] if path.suffix == ".parquet" else []
     else:
         tables = [] if _problems_file(path) else _hub_tables(path)
         files.found += tables
-    pictures: ParquetPictures | PictureFiles
+    pictures: ParquetPictures | official.PictureFiles
     captions: dict[str, str] = {}
     if tables:
         pictures = ParquetPictures(tables, key=None)
@@ -122,9 +113,9 @@ def read_scienceqa(path: Path) -> BenchmarkFiles:
         rows = _one_json_file(path) if alone else _folder_rows(files)
         captions = {} if alone else _captions(files)
         places = {row.picture: _picture_places(row.picture) for row in rows if row.picture}
-        pictures = PictureFiles(files.folder, places)
+        pictures = official.PictureFiles(files.folder, places)
     questions = [_question(row, captions, pictures) for row in rows]
-    shown = [question for question in questions if question.extra[HAS_PICTURE]]
+    shown = [question for question in questions if question.extra[official.HAS_PICTURE]]
     names = [question.image for question in shown if question.image is not None]
     if len(names) < len(shown):
         files.missing["images/SPLIT/PID/image.png"] = (
@@ -165,7 +156,7 @@ def _one_json_file(path: Path) -> list[_Row]:
     return _problem_rows(data, path, None)
 
 
-def _folder_rows(files: OfficialFiles) -> list[_Row]:
+def _folder_rows(files: official.OfficialFiles) -> list[_Row]:
     """The rows of the JSON files in a folder."""
     rows: list[_Row] = []
     problems = _problems_file(files.folder)
@@ -221,7 +212,7 @@ def _problem_rows(data: Any, path: Path, splits_file: Path | None) -> list[_Row]
     splits = {} if splits_file is None else _splits(splits_file)
     rows = []
     for pid, problem in data.items():
-        problem = Entry(f"{path}, problem {pid}", problem)
+        problem = official.Entry(f"{path}, problem {pid}", problem)
         split = splits.get(pid) if splits_file else problem.get("split")
         if split not in SPLITS:
             source = f"{splits_file} does not name it" if splits_file else f"split is {split!r}"
@@ -252,10 +243,10 @@ def _conversation_rows(data: list[Any], path: Path) -> list[_Row]:
             "question": question,
             "choices": list(choices),
             "answer": answer,
-            HAS_HINT: question.startswith("Context: "),
+            official.HAS_HINT: question.startswith("Context: "),
         }
         picture = f"test/{pid}/image.png" if item.get("image") else None
-        rows.append(_Row(Entry(where, problem), pid, "test", picture))
+        rows.append(_Row(official.Entry(where, problem), pid, "test", picture))
     return rows
 
 
@@ -274,7 +265,7 @@ def _parquet_rows(tables: Sequence[Path], pictures: ParquetPictures) -> list[_Ro
             picture = row_name(path, number)
             pid = f"{split}-{counts[split]}"
             shown = picture if picture in pictures else None
-            rows.append(_Row(Entry(f"{path}, row {number}", problem), pid, split, shown))
+            rows.append(_Row(official.Entry(f"{path}, row {number}", problem), pid, split, shown))
             counts[split] += 1
     return rows
 
@@ -297,10 +288,10 @@ def _question(row: _Row, captions: Mapping[str, str], pictures: Container[str]) 
     if not choices:
         raise problem.wrong("choices", "a list of texts")
     answer = problem.index("answer", len(choices))
-    extra[HAS_PICTURE] = picture is not None
-    extra.setdefault(HAS_HINT, bool(problem.get("hint")))
+    extra[official.HAS_PICTURE] = picture is not None
+    extra.setdefault(official.HAS_HINT, bool(problem.get("hint")))
     if pid in captions and picture is not None:
-        extra[CAPTION] = captions[pid]
+        extra[official.CAPTION] = captions[pid]
     return Question(
         id=pid,
         split=split,
@@ -343,7 +334,7 @@ def _splits(path: Path) -> dict[str, str]:
     return found
 
 
-def _captions(files: OfficialFiles) -> dict[str, str]:
+def _captions(files: official.OfficialFiles) -> dict[str, str]:
     path = files.optional("captions.json", without="no captions, which stand for absent pictures")
     if path is None:
         return {}
@@ -358,12 +349,12 @@ def _captions(files: OfficialFiles) -> dict[str, str]:
 
 def _counts(questions: list[Question]) -> dict[str, int]:
     by_split = Counter(question.split for question in questions)
-    shown = [question for question in questions if question.extra[HAS_PICTURE]]
+    shown = [question for question in questions if question.extra[official.HAS_PICTURE]]
     counts = {f"{split} questions": by_split[split] for split in SPLITS}
     return counts | {
         "questions with a picture": len(shown),
         "pictures found": sum(question.image is not None for question in shown),
-        "captions": sum(CAPTION in question.extra for question in questions),
+        "captions": sum(official.CAPTION in question.extra for question in questions),
         "rationales": sum(bool(question.rationale) for question in questions),
         "questions with equal choices": sum(
             len(set(question.choices)) < len(question.choices) for question in questions
@@ -528,8 +519,8 @@ def scienceqa_columns(questions: Sequence[Question]) -> dict[str, np.ndarray]:
     NAT, SOC, LAN by subject; TXT with a hint, IMG with a picture, NO with neither; G1-6, G7-12 by
     grade. A picture counts where the benchmark shows one, whether or not the file is there.
     """
-    hint = np.array([bool(q.extra.get(HAS_HINT)) for q in questions])
-    picture = np.array([bool(q.extra.get(HAS_PICTURE)) for q in questions])
+    hint = np.array([bool(q.extra.get(official.HAS_HINT)) for q in questions])
+    picture = np.array([bool(q.extra.get(official.HAS_PICTURE)) for q in questions])
     grades = [str(q.extra.get("grade") or "").removeprefix("grade") for q in questions]
     columns = {
         name: np.array([q.category == subject for q in questions])

@@ -32,17 +32,8 @@ from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.benchmarks.mmbench import PREDICTION
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_jsonl
+from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.coco import with_captions
-from mmqa_jax.data.formats.official import (
-    CAPTION,
-    BenchmarkFiles,
-    Entry,
-    OfficialFiles,
-    PictureFiles,
-    json_entries,
-    one_file,
-    read_entries,
-)
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation import multiple_choice as rules
 from mmqa_jax.evaluation.multiple_choice import (
@@ -79,14 +70,14 @@ _SEED_SCORED = {  # why SEED-Bench's predictions are scored by this scorer
 }
 
 
-def read_seedbench(path: Path) -> BenchmarkFiles:
+def read_seedbench(path: Path) -> official.BenchmarkFiles:
     """Reads SEED-Bench.json and the pictures beside it, or the file alone.
 
     All questions are of the split `test`; `Question.category` is the dimension's name; `extra`
     keeps `question_type_id`, `data_type`, `data_id`, `segment` and `caption`.
     """
-    alone = one_file(path, (".json",))
-    files = OfficialFiles(path.parent if alone else path)
+    alone = official.one_file(path, (".json",))
+    files = official.OfficialFiles(path.parent if alone else path)
     if alone:
         source = path
         files.found.append(path)
@@ -97,7 +88,7 @@ def read_seedbench(path: Path) -> BenchmarkFiles:
         )
     data = read_json(source)
     names = data.get("question_type") if isinstance(data, dict) else None
-    rows = list(json_entries(source, "questions"))
+    rows = list(official.json_entries(source, "questions"))
     valid = rows and isinstance(names, dict)
     if not valid or any(type(number) is not int for number in names.values()):
         raise UserError(
@@ -105,11 +96,11 @@ def read_seedbench(path: Path) -> BenchmarkFiles:
             "fetch it again."
         )
     dimensions = {number: name for name, number in names.items()}
-    read = read_entries(rows, lambda row: _question(row, dimensions), "question_id")
+    read = official.read_entries(rows, lambda row: _question(row, dimensions), "question_id")
     questions = list(read.values())
     places = {question.id: _places(question) for question in questions}
     questions = with_captions(files, questions, _caption_names, "a question_id or a data_id")
-    pictures = PictureFiles(files.folder, places)
+    pictures = official.PictureFiles(files.folder, places)
     questions = [
         dataclasses.replace(question, image=question.id) if question.id in pictures else question
         for question in questions
@@ -123,7 +114,7 @@ def read_seedbench(path: Path) -> BenchmarkFiles:
     return files.content(questions, counts, PUBLISHED_COUNTS, pictures, names)
 
 
-def _question(row: Entry, dimensions: Mapping[int, str]) -> Question:
+def _question(row: official.Entry, dimensions: Mapping[int, str]) -> Question:
     name = row.get("question_id")
     if not isinstance(name, str | int) or name == "":
         raise row.wrong("question_id", "text or a number")
@@ -172,7 +163,9 @@ def _counts(questions: Sequence[Question], dimensions: Mapping[int, str]) -> dic
         "questions on a picture": kinds["image"],
         "questions on a video": kinds["video"],
         "pictures found": sum(question.image is not None for question in questions),
-        f"questions with {CAPTION}": sum(CAPTION in question.extra for question in questions),
+        f"questions with {official.CAPTION}": sum(
+            official.CAPTION in question.extra for question in questions
+        ),
         **{f"{n} {dimensions[n]}": per_dimension[n] for n in sorted(per_dimension)},
     }
 

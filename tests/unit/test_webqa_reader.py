@@ -12,7 +12,7 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.formats import webqa
 from mmqa_jax.data.pictures.decode import PictureError, decode
-from mmqa_jax.data.schema import WEBQA_CATEGORIES, Material, Prediction, Source
+from mmqa_jax.data.schema import SPLITS, WEBQA_CATEGORIES, Material, Prediction, Source
 from mmqa_jax.runs.corpora import prepare_release
 
 COLORS = {30000000: (255, 0, 0), 30000001: (0, 255, 0), 30000002: (0, 0, 255)}
@@ -316,7 +316,7 @@ def test_a_signature_tells_files_apart(release):
 
 
 def test_counts_are_compared_with_the_published_ones(release):
-    assert sum(webqa.PUBLISHED_COUNTS[f"{s} questions"] for s in webqa.SPLITS) == 49_272
+    assert sum(webqa.PUBLISHED_COUNTS[f"{s} questions"] for s in SPLITS) == 49_272
     categories = [webqa.PUBLISHED_COUNTS[f"{c} questions"] for c in WEBQA_CATEGORIES]
     assert sum(categories) == 49_272
     made = webqa.read_release([release / "WebQA_train_val.json", release / "WebQA_test.json"])

@@ -23,16 +23,7 @@ import numpy as np
 from jaxtyping import Float, Int, UInt8
 
 from mmqa_jax.core.typed import at_least
-from mmqa_jax.data.batches.packing import (
-    Example,
-    MaskingConfig,
-    Packed,
-    Packer,
-    PackingConfig,
-    RawSource,
-    SourceTokens,
-    add_targets,
-)
+from mmqa_jax.data.batches import packing
 from mmqa_jax.data.batches.source_reader import SourceReader
 from mmqa_jax.data.pictures.resize import patch_boxes
 from mmqa_jax.data.regions import PatchRegions, Tags
@@ -203,7 +194,7 @@ class TaggedSources(SourceReader):
         text = super().text_length(rows, own_pictures)
         return text + _TYPICAL_TAGS * pictures + self._parts_length * (pictures == 1)
 
-    def _read(self, source: RawSource, alone: bool) -> SourceTokens:
+    def _read(self, source: packing.RawSource, alone: bool) -> packing.SourceTokens:
         plain = super()._read(source, alone)
         if plain.regions is None:
             return plain
@@ -212,7 +203,7 @@ class TaggedSources(SourceReader):
         listed = (*(tags.parts if alone else ()), *tags.picture)
         tokens = [token for tag in listed for token in self._tag(tag)]
         in_slots = [self._tag(tag)[0] for tag in tags.regions]
-        return SourceTokens([*plain.tokens, *tokens], plain.regions, in_slots)
+        return packing.SourceTokens([*plain.tokens, *tokens], plain.regions, in_slots)
 
     def _tag(self, tag: str) -> list[int]:
         if tag not in self._tag_tokens:
@@ -224,7 +215,7 @@ class TaggedSources(SourceReader):
 
 
 @dataclasses.dataclass(frozen=True)
-class AtlasPackingConfig(PackingConfig):
+class AtlasPackingConfig(packing.PackingConfig):
     """Shapes of the sequences, and which token types their sources have.
 
     Attributes:
@@ -249,13 +240,13 @@ class AtlasPackingConfig(PackingConfig):
         return super().text_start * self.positions_after_regions
 
 
-class AtlasPacker(Packer):
+class AtlasPacker(packing.Packer):
     """Packs examples as an AtlasPackingConfig says."""
 
     config: AtlasPackingConfig
 
     def _source_texts(
-        self, sources: Sequence[SourceTokens], budget: int, rng: np.random.Generator | None
+        self, sources: Sequence[packing.SourceTokens], budget: int, rng: np.random.Generator | None
     ) -> list[Tokens]:
         if not self.config.per_source:
             return super()._source_texts(sources, budget, rng)
@@ -278,7 +269,7 @@ class AtlasPacker(Packer):
 
 
 @dataclasses.dataclass(frozen=True)
-class AtlasMasking(MaskingConfig):
+class AtlasMasking(packing.MaskingConfig):
     """Masked-LM training of answers.
 
     Attributes:
@@ -302,8 +293,12 @@ class AtlasMasking(MaskingConfig):
         return 1.0 + is_keyword * self.keyword_weight / max(is_keyword.sum(), 1)
 
     def pack(
-        self, packer: Packer, example: Example, bucket: int, rng: np.random.Generator
-    ) -> Packed:
+        self,
+        packer: packing.Packer,
+        example: packing.Example,
+        bucket: int,
+        rng: np.random.Generator,
+    ) -> packing.Packed:
         """Packs as MaskingConfig does; with `probes` the whole answer, then a [MASK] a token.
 
         The probes have the positions of their tokens and are marked by `probe_mask` bool[L].
@@ -318,7 +313,7 @@ class AtlasMasking(MaskingConfig):
         ids, probes = arrays["input_ids"], slice(end, end + count)
         targets = ids[start:end]
         weights = self.weights(targets, example.keywords)
-        add_targets(arrays, np.arange(end, end + count), targets, weights, self.max_pred)
+        packing.add_targets(arrays, np.arange(end, end + count), targets, weights, self.max_pred)
         ids[probes] = packer.tokenizer.mask_id
         arrays["token_type_ids"][probes] = packer.config.segments[1]
         arrays["position_ids"][probes] = arrays["position_ids"][start:end]

@@ -19,24 +19,17 @@ import pybase64
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.data import schema
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.formats.official import Entry
 from mmqa_jax.data.formats.tables import CutLine, IndexedTsv, whole_number
 from mmqa_jax.data.pictures.bounds import PictureError, check_bytes
-from mmqa_jax.data.schema import (
-    SPLITS,
-    WEBQA_CATEGORIES,
-    Material,
-    Prediction,
-    Question,
-    Source,
-)
 
 PathLike = str | os.PathLike
 
 # Of the paper, G.6; a folder's own notice takes its place.
 MATERIALS = (
-    Material(
+    schema.Material(
         "WebQA",
         "Chang et al., CVPR 2022",
         "texts and pictures belong to the websites that they are from, such as Wikimedia's",
@@ -93,15 +86,15 @@ class Release:
     """
 
     def __init__(self) -> None:
-        self.questions: list[Question] = []
+        self.questions: list[schema.Question] = []
         self.repeated_snippets = 0
         self.reused_snippet_ids = 0
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, schema.Source] = {}
         self._guids: dict[str, PathLike] = {}
         self._by_fact: dict[str, str] = {}  # fact -> source id
 
     @property
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[schema.Source]:
         return list(self._sources.values())
 
     def add_file(self, path: PathLike, *, facts_only: bool = False) -> None:
@@ -134,7 +127,7 @@ class Release:
     def _add_picture(self, fact: Entry) -> tuple[str, str]:
         name = str(fact.number("image_id"))
         if name not in self._sources:
-            self._sources[name] = Source(
+            self._sources[name] = schema.Source(
                 id=name,
                 modality="image",
                 text=fact.text("caption", ""),
@@ -153,7 +146,7 @@ class Release:
             name = next(n for n in itertools.chain([snippet], numbered) if n not in self._sources)
             self.reused_snippet_ids += name != snippet
             self._by_fact[text] = name
-            self._sources[name] = Source(
+            self._sources[name] = schema.Source(
                 id=name,
                 modality="text",
                 text=text,
@@ -267,7 +260,7 @@ class ImagesTsv:
         return data
 
 
-def submission_rows(predictions: Iterable[Prediction], corpus: Corpus) -> dict[str, Any]:
+def submission_rows(predictions: Iterable[schema.Prediction], corpus: Corpus) -> dict[str, Any]:
     """What a leaderboard file holds: {Guid: {"sources": [image_id | snippet_id], "answer"}}.
 
     A snippet that the question lists is written with the id it has there: the server knows no
@@ -292,12 +285,16 @@ def submission_rows(predictions: Iterable[Prediction], corpus: Corpus) -> dict[s
     return rows
 
 
-def write_submission(predictions: Iterable[Prediction], corpus: Corpus, path: PathLike) -> None:
+def write_submission(
+    predictions: Iterable[schema.Prediction], corpus: Corpus, path: PathLike
+) -> None:
     """Writes a leaderboard file, see `submission_rows`."""
     write_json(path, submission_rows(predictions, corpus))
 
 
-def parse_submission(data: Any, path: PathLike, corpus: Corpus | None = None) -> list[Prediction]:
+def parse_submission(
+    data: Any, path: PathLike, corpus: Corpus | None = None
+) -> list[schema.Prediction]:
     """Predictions of a leaderboard file's JSON; `path` is for error messages.
 
     With `corpus` its snippet ids become the corpus's source ids. Ids that neither the corpus nor
@@ -324,18 +321,18 @@ def parse_submission(data: Any, path: PathLike, corpus: Corpus | None = None) ->
                 f"{where}: sources must be a list of image_id and snippet_id; correct it."
             )
         names = [canonical.get(guid, {}).get(str(name), str(name)) for name in sources]
-        predictions.append(Prediction(guid, row["answer"], tuple(names)))
+        predictions.append(schema.Prediction(guid, row["answer"], tuple(names)))
     return predictions
 
 
-def _question(guid: str, datum: Entry, listed: dict[str, list[tuple[str, str]]]) -> Question:
+def _question(guid: str, datum: Entry, listed: dict[str, list[tuple[str, str]]]) -> schema.Question:
     if datum.get("Guid", guid) != guid:
         raise datum.error(f"its Guid field is {datum['Guid']!r}, and must be equal")
     category, split = datum.text("Qcate", ""), datum.text("split", "")
-    if category not in ("", *WEBQA_CATEGORIES):
-        raise datum.wrong("Qcate", f"one of {', '.join(WEBQA_CATEGORIES)}")
-    if split not in SPLITS:
-        raise datum.wrong("split", f"one of {', '.join(SPLITS)}")
+    if category not in ("", *schema.WEBQA_CATEGORIES):
+        raise datum.wrong("Qcate", f"one of {', '.join(schema.WEBQA_CATEGORIES)}")
+    if split not in schema.SPLITS:
+        raise datum.wrong("split", f"one of {', '.join(schema.SPLITS)}")
     answers = datum.get("A")
     answers = [answers] if isinstance(answers, str) else answers or []
     if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
@@ -347,7 +344,7 @@ def _question(guid: str, datum: Entry, listed: dict[str, list[tuple[str, str]]])
     own = dict(reversed([pair for key in _FACT_LISTS for pair in listed[key]]))
     if own := {name: snippet for name, snippet in own.items() if name != snippet}:
         extra[OWN_SNIPPET_IDS] = own
-    return Question(
+    return schema.Question(
         id=guid,
         split=split,
         question=datum.text("Q"),
@@ -369,6 +366,6 @@ def _rest(fields: dict[str, Any], read: set[str]) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key not in read}
 
 
-def has_keywords(question: Question) -> bool:
+def has_keywords(question: schema.Question) -> bool:
     """Whether a question's keywords are published."""
     return question.keywords not in _HIDDEN

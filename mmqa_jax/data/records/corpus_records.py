@@ -35,14 +35,8 @@ from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import atomic_write, read_json, read_text, write_json
 from mmqa_jax.core.local_copies import IN_STORE
 from mmqa_jax.data.pictures.decode import BrokenPictures
-from mmqa_jax.data.records.picture_records import (
-    PictureWriter,
-    finish_folder,
-    inputs_signature,
-    unfinished_folder,
-)
+from mmqa_jax.data.records import picture_records
 from mmqa_jax.data.records.remote_records import RemoteRecords, RemoteShard
-from mmqa_jax.data.records.tfds_files import DatasetFiles, ShardSize
 from mmqa_jax.data.schema import SPLITS, Material, Question, Source, united
 
 MANIFEST = "corpus.json"
@@ -111,10 +105,10 @@ def write_records(
     writer = _CorpusWriter(temporary, sources, questions, progress)
     signature = None
     if inputs is not None:
-        signature = inputs_signature(writer.names, FORMAT, PICTURE_SHARD, inputs)
-    with unfinished_folder(temporary, signature):
+        signature = picture_records.inputs_signature(writer.names, FORMAT, PICTURE_SHARD, inputs)
+    with picture_records.unfinished_folder(temporary, signature):
         facts = writer.write(read_picture, max_broken_pictures, workers)
-        finish_folder(temporary)
+        picture_records.finish_folder(temporary)
     return publish(out, temporary, name, materials, {**facts, "origin": dict(origin or {})})
 
 
@@ -345,9 +339,11 @@ class _CorpusWriter:
                     f"{len(self.names)} sources or questions have a picture but no picture files "
                     "were given; name them (imgs.tsv and imgs.lineidx, or images)."
                 )
-            writer = PictureWriter(
+            writer = picture_records.PictureWriter(
                 self.folder,
-                DatasetFiles(self.folder / "pictures", "picture", text=False, module=_MODULE),
+                picture_records.DatasetFiles(
+                    self.folder / "pictures", "picture", text=False, module=_MODULE
+                ),
                 read_picture,
                 broken=broken,
                 advance=self._advance,
@@ -363,8 +359,10 @@ class _CorpusWriter:
         self, dataset: str, splits: Mapping[str, Sequence[Source | Question]], lost: set[str]
     ) -> None:
         shutil.rmtree(self.folder / dataset, ignore_errors=True)  # of an interrupted attempt
-        files = DatasetFiles(self.folder / dataset, "row", text=True, module=_MODULE)
-        sizes: dict[str, list[ShardSize]] = {}
+        files = picture_records.DatasetFiles(
+            self.folder / dataset, "row", text=True, module=_MODULE
+        )
+        sizes: dict[str, list[picture_records.ShardSize]] = {}
         for split, rows in splits.items():
             sizes[split] = []
             for start in range(0, len(rows), TEXT_SHARD):

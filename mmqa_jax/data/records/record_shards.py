@@ -26,13 +26,14 @@ from mmqa_jax.core.shards import WHOLE, Shard, Unfinished
 from mmqa_jax.data.pictures.decode import BrokenPictures, PictureError
 from mmqa_jax.data.records.corpus_records import column_of, open_records
 from mmqa_jax.data.records.picture_records import (
+    DatasetFiles,
     ShardNotes,
+    ShardSize,
     finish_folder,
     inputs_signature,
     recorded_inputs,
     unfinished_folder,
 )
-from mmqa_jax.data.records.tfds_files import DatasetFiles, ShardSize
 
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"

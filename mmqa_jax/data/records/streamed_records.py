@@ -22,15 +22,7 @@ import numpy as np
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.progress import Progress
-from mmqa_jax.data.disk_sources import (
-    BATCH_ROWS,
-    SHARD_ROWS,
-    ShardFile,
-    SourceRow,
-    arrow,
-    finish_sources,
-    shard_name,
-)
+from mmqa_jax.data import disk_sources
 from mmqa_jax.data.records.corpus_records import (
     ARROW,
     UNFINISHED,
@@ -113,7 +105,7 @@ def write_streamed(
       RunError: more than 1 in 100 lines are broken.
     """
     out = Path(out)
-    arrow()
+    disk_sources.arrow()
     if not overwrite:
         refuse_corpus(out)
     opened = InputFile(stream.file)
@@ -166,7 +158,7 @@ class _Writer:
         self._rows, self._ended = 0, False
         self.count = _Count()
         for number in itertools.count():
-            note = notes.read(number, folder / shard_name(number))
+            note = notes.read(number, folder / disk_sources.shard_name(number))
             if note is None:
                 break
             self._take(note)
@@ -176,22 +168,22 @@ class _Writer:
     def write(self, stream: Stream, opened: InputFile, progress: Progress) -> None:
         """Reads the stream to its end."""
         rows = iter(()) if self._ended else self._sources(stream, opened)
-        while batch := list(itertools.islice(rows, BATCH_ROWS)):
-            path = self._folder / shard_name(len(self._shards))
+        while batch := list(itertools.islice(rows, disk_sources.BATCH_ROWS)):
+            path = self._folder / disk_sources.shard_name(len(self._shards))
             written = 0
-            with ShardFile(path) as shard:
+            with disk_sources.ShardFile(path) as shard:
                 while batch:
                     shard.write(batch)
                     written += len(batch)
                     self._show(progress, opened, self._rows + written)
-                    full = written == SHARD_ROWS
-                    batch = [] if full else list(itertools.islice(rows, BATCH_ROWS))
+                    full = written == disk_sources.SHARD_ROWS
+                    batch = [] if full else list(itertools.islice(rows, disk_sources.BATCH_ROWS))
             note = {
                 "sources": written,
                 "digests": b"".join(shard.digests).hex(),
                 "images": shard.images,
                 "count": dataclasses.asdict(self.count),
-                "ended": written < SHARD_ROWS,
+                "ended": written < disk_sources.SHARD_ROWS,
             }
             self._take(self._notes.write(len(self._shards), path, note))
         for left in self._folder.glob(".*.tmp"):  # of an attempt that was killed
@@ -203,10 +195,12 @@ class _Writer:
     def finish(self) -> dict[str, Any]:
         """Writes what lies beside the shards; returns the manifest's facts."""
         digests = b"".join(shard.digests for shard in self._shards)
-        images = np.concatenate([n * SHARD_ROWS + one.images for n, one in enumerate(self._shards)])
-        known = {shard_name(n): shard.sha256 for n, shard in enumerate(self._shards)}
+        images = np.concatenate(
+            [n * disk_sources.SHARD_ROWS + one.images for n, one in enumerate(self._shards)]
+        )
+        known = {disk_sources.shard_name(n): shard.sha256 for n, shard in enumerate(self._shards)}
         with Progress("Indexing ids", self._rows, "ids") as progress:
-            fingerprint = finish_sources(
+            fingerprint = disk_sources.finish_sources(
                 self._folder, digests, images, self._rows, known, progress.reach
             )
         modalities = {"text": self._rows - len(images), "image": len(images)}
@@ -231,7 +225,7 @@ class _Writer:
         self._rows += note["sources"]
         self._ended = note["ended"]
 
-    def _sources(self, stream: Stream, opened: InputFile) -> Iterator[SourceRow]:
+    def _sources(self, stream: Stream, opened: InputFile) -> Iterator[disk_sources.SourceRow]:
         """All sources that are not written yet; what is counted is up to the last one taken."""
         count = self.count
         for item in stream.items(opened, count.items):
