@@ -26,7 +26,7 @@ from mmqa_jax.data import disk_sources
 from mmqa_jax.data.records import streamed_records
 from mmqa_jax.runs.corpora import prepare
 
-disk_sources.SHARD_ROWS = streamed_records.SHARD_ROWS = {shard}
+disk_sources.SHARD_ROWS = {shard}
 write, left = disk_sources.ShardFile.write, [{batches}]
 
 def counted(self, rows):

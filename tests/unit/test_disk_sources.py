@@ -15,7 +15,6 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data import disk_sources
 from mmqa_jax.data.batches.source_reader import SourceReader
 from mmqa_jax.data.corpus import Corpus, open_corpus, open_sources
-from mmqa_jax.data.records import streamed_records
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.retrieval.bm25.in_memory import BM25Retriever
 from mmqa_jax.retrieval.modality import one_modality
@@ -201,8 +200,7 @@ def test_a_cut_file_is_named(prepared, tmp_path, left):
 
 
 def test_shards_follow_each_other(tsv, prepared, tmp_path, monkeypatch):
-    for module in (disk_sources, streamed_records):
-        monkeypatch.setattr(module, "SHARD_ROWS", 512)
+    monkeypatch.setattr(disk_sources, "SHARD_ROWS", 512)
     manifest = prepare("dpr", tsv, tmp_path / "out")
     corpus = open_sources(tmp_path / "out")
     assert [path.name for path in sorted(corpus.sources.folder.glob("*.arrow"))] == [
