@@ -10,7 +10,6 @@ import pytest
 
 from mmqa_jax.data import disk_sources
 from mmqa_jax.data.corpus import open_sources
-from mmqa_jax.data.records import streamed_records
 from mmqa_jax.data.wikipedia.streams import KILTStream
 from mmqa_jax.runs.corpora import prepare
 from tests.forks import server
@@ -23,7 +22,6 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from mmqa_jax.data import disk_sources
-from mmqa_jax.data.records import streamed_records
 from mmqa_jax.runs.corpora import prepare
 
 disk_sources.SHARD_ROWS = {shard}
@@ -55,8 +53,7 @@ def test_killed_twice_and_the_same_to_the_byte(tmp_path, monkeypatch):
         fork = server().start(["-c", code, str(raw), str(tmp_path / "killed")], os.environ)
         said, _ = fork.communicate()
         assert fork.returncode == -signal.SIGKILL, said
-    for module in (disk_sources, streamed_records):
-        monkeypatch.setattr(module, "SHARD_ROWS", SHARD)
+    monkeypatch.setattr(disk_sources, "SHARD_ROWS", SHARD)
     skipped, items = [], KILTStream.items
 
     def read(self, opened, skip):
