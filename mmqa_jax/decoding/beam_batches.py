@@ -23,8 +23,8 @@ from mmqa_jax.models.attention.ancestry import Ancestry
 from mmqa_jax.models.common.layers import group_queries, prefix_attention, ungroup_queries
 from mmqa_jax.models.llama import network as llama
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llama.layer_traits import layer_traits
 from mmqa_jax.models.llama.lora import with_chosen
+from mmqa_jax.models.llama.network import layer_traits
 
 
 class BeamBatches:

@@ -23,12 +23,24 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import replicated
 from mmqa_jax.models.clip.network import blocks_before
 from mmqa_jax.models.llava.network import Llava, LlavaConfig, picture_features
-from mmqa_jax.models.onevision import tiles as onevision_tiles
-from mmqa_jax.models.onevision.network import Onevision, OnevisionConfig, tile_features
-from mmqa_jax.models.onevision.tiles import TileBatch, TiledPicture
+from mmqa_jax.models.onevision import network as onevision
+from mmqa_jax.models.onevision.network import (
+    Onevision,
+    OnevisionConfig,
+    TileBatch,
+    TiledPicture,
+    tile_features,
+)
 from mmqa_jax.models.pictures import PictureConfig
-from mmqa_jax.models.qwen_vl.layout import Grid, PatchBatch, bucket_of, grid_of, lay_out
-from mmqa_jax.models.qwen_vl.network import QwenVL, QwenVLConfig
+from mmqa_jax.models.qwen_vl.network import (
+    Grid,
+    PatchBatch,
+    QwenVL,
+    QwenVLConfig,
+    bucket_of,
+    grid_of,
+    lay_out,
+)
 
 # Pictures that a device encodes at once, one of these; a CPU gains nothing by more than one, and
 # would compute the padding.
@@ -266,17 +278,17 @@ class OnevisionTower(SizedTower):
         self._sizes = config.tiles
 
     def kind(self, picture: TiledPicture) -> Hashable:
-        return onevision_tiles.bucket_of(len(picture.pixels), self._sizes)
+        return onevision.bucket_of(len(picture.pixels), self._sizes)
 
     def laid(self, pictures: Sequence[TiledPicture]) -> TileBatch:
-        return onevision_tiles.lay_out(pictures, self._sizes, self.kind(pictures[0]))
+        return onevision.lay_out(pictures, self._sizes, self.kind(pictures[0]))
 
     def length(self, kind: Hashable) -> int:
-        return onevision_tiles.most_tokens(kind, self._sizes)
+        return onevision.most_tokens(kind, self._sizes)
 
     def shown(self) -> TiledPicture:
         side, size = self._sizes.image_size, _SHOWN_TILES * self._sizes.image_size
-        canvas = onevision_tiles.best_resolution((size, size), self._sizes.resolutions)
+        canvas = onevision.best_resolution((size, size), self._sizes.resolutions)
         tiles = 1 + math.prod(self._sizes.grid(canvas))
         return TiledPicture(np.zeros((tiles, side, side, 3), np.uint8), (size, size))
 

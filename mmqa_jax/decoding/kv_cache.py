@@ -34,9 +34,16 @@ from mmqa_jax.decoding.cached_attention import (
 from mmqa_jax.models.attention.flash import implementation_for
 from mmqa_jax.models.attention.masked import MASKED
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llama.layer_traits import LayerTraits, layer_traits
 from mmqa_jax.models.llama.lora import with_chosen
-from mmqa_jax.models.llama.network import Llama, added, rotary_angles, rotation, shifted
+from mmqa_jax.models.llama.network import (
+    LayerTraits,
+    Llama,
+    added,
+    layer_traits,
+    rotary_angles,
+    rotation,
+    shifted,
+)
 
 # Logical axes, for `core.mesh.partition_spec`.
 _KEY_NAMES = ("batch", "heads", "head_dim", "positions")

@@ -31,8 +31,8 @@ from mmqa_jax.models.attention.masked import MASKED, capped
 from mmqa_jax.models.common.layers import attention, scan_layers
 from mmqa_jax.models.llama import network as llama
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llama.layer_traits import NO_TRAITS, LayerTraits, layer_traits
 from mmqa_jax.models.llama.lora import with_chosen
+from mmqa_jax.models.llama.network import NO_TRAITS, LayerTraits, layer_traits
 
 # Rows of queries that make attention a matrix product on a TPU: with one alone (every head has keys
 # of its own) XLA multiplies and adds on the vector unit.

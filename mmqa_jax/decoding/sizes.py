@@ -40,8 +40,7 @@ from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.network import Llama, unstack_layers
 from mmqa_jax.models.llama.quantize import quantize_weights
 from mmqa_jax.models.llava.network import Llava, LlavaConfig
-from mmqa_jax.models.qwen_vl.network import QwenVLConfig
-from mmqa_jax.models.qwen_vl.vision import QwenVisionConfig
+from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVLConfig
 from mmqa_jax.models.siglip.network import SiglipVisionConfig
 
 LENGTH = 2048  # tokens of a slot where no prompt is known

@@ -24,8 +24,7 @@ from mmqa_jax.decoding.kv_cache import KVCache, run_layers, tokens_in
 from mmqa_jax.decoding.prefix_cache import Buckets
 from mmqa_jax.decoding.sampling import SamplingParameters, choose
 from mmqa_jax.models.attention.flash import implementation_for
-from mmqa_jax.models.llama.layer_traits import LayerTraits, layer_traits
-from mmqa_jax.models.llama.network import Llama, for_length, last_token
+from mmqa_jax.models.llama.network import LayerTraits, Llama, for_length, last_token, layer_traits
 from mmqa_jax.models.qwen_vl.network import spread
 
 CACHE_TYPES = ("float32", "bfloat16", "int8")

@@ -38,8 +38,7 @@ from mmqa_jax.decoding.requests import (
 )
 from mmqa_jax.decoding.sampling import parameters_of
 from mmqa_jax.decoding.t5_generate import beam_search, draw, score
-from mmqa_jax.models.t5.inputs import Texts
-from mmqa_jax.models.t5.network import T5
+from mmqa_jax.models.t5.network import T5, Texts
 
 _LEAST = 16  # new tokens that a program has room for; more in powers of two
 

@@ -20,10 +20,9 @@ from mmqa_jax.decoding import beam
 from mmqa_jax.decoding.beam import BeamResult, BeamState, WrittenCache
 from mmqa_jax.decoding.sampling import SamplingParameters, choose
 from mmqa_jax.models.attention.ancestry import Ancestry
-from mmqa_jax.models.common.relative_positions import relative_buckets
+from mmqa_jax.models.common.encoder_decoder import relative_buckets
 from mmqa_jax.models.t5.config import T5Config
-from mmqa_jax.models.t5.inputs import Texts
-from mmqa_jax.models.t5.network import T5, T5Layer, bias_of
+from mmqa_jax.models.t5.network import T5, T5Layer, Texts, bias_of
 
 
 def _empty(config: T5Config, prompts: int, beams: int, most: int) -> WrittenCache:

@@ -33,8 +33,7 @@ from mmqa_jax.evaluation.scores import (
     questions_that_count,
     scores_of,
 )
-from mmqa_jax.models.bart.config import BartConfig
-from mmqa_jax.models.bart.network import Bart
+from mmqa_jax.models.bart.network import Bart, BartConfig
 from mmqa_jax.weights.published import load_published
 
 PARABANK = "bart.pth"  # BARTScore's file of ParaBank2 weights

@@ -47,7 +47,7 @@ from mmqa_jax.retrieval.picture_batches import (
 )
 from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
 from mmqa_jax.retrieval.vlm_encoder import picture_sizes, prompt_lengths
-from mmqa_jax.weights.published_keys import check_keys, kinds
+from mmqa_jax.weights.config_json import check_keys, kinds
 
 
 class CrossEncoderReranker(PairScorer):

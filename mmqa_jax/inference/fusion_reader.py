@@ -19,8 +19,7 @@ from mmqa_jax.data.batches.passages import passage_arrays
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.decoding.t5_generate import beam_search
-from mmqa_jax.models.t5.inputs import Passages
-from mmqa_jax.models.t5.network import T5
+from mmqa_jax.models.t5.network import T5, Passages
 
 Beams = tuple[tuple[str, float], ...]  # answers with their scores, best first
 

@@ -17,8 +17,7 @@ from mmqa_jax.data.batches.seq2seq import target_arrays
 from mmqa_jax.data.pictures.vectors import PictureVectors
 from mmqa_jax.data.schema import Question
 from mmqa_jax.decoding.t5_generate import beam_search, score
-from mmqa_jax.models.multimodal_t5.network import MultimodalT5
-from mmqa_jax.models.t5.inputs import PicturedTexts
+from mmqa_jax.models.t5.network import MultimodalT5, PicturedTexts
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer, open_tokenizer
 from mmqa_jax.weights.folder import load_converted
 from mmqa_jax.weights.published import load_published

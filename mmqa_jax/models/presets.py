@@ -17,8 +17,7 @@ from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.encoders.dual_encoder import DualEncoderConfig, siglip_dual_encoder
 from mmqa_jax.models.encoders.text_classifier import TextClassifierConfig
 from mmqa_jax.models.mcan.captions import CaptionMCANConfig
-from mmqa_jax.models.mcan.layers import FusionConfig
-from mmqa_jax.models.mcan.network import MCANConfig
+from mmqa_jax.models.mcan.network import FusionConfig, MCANConfig
 from mmqa_jax.models.mcan.openvqa import MCANOpenVQAConfig
 from mmqa_jax.models.mcan.patches import PatchMCANConfig
 from mmqa_jax.models.siglip import network as siglip

@@ -34,8 +34,7 @@ from mmqa_jax.evaluation.fluency import longest_text, make_likelihoods, tokens_p
 from mmqa_jax.models.bart.network import Bart
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.experts import reached
-from mmqa_jax.models.t5.inputs import Texts
-from mmqa_jax.models.t5.network import T5
+from mmqa_jax.models.t5.network import T5, Texts
 from mmqa_jax.plan import encoders
 from mmqa_jax.plan.detectors import DETECTORS, REGIONS, detector_program
 from mmqa_jax.plan.program import Program, shard_bytes, tree_bytes

@@ -24,8 +24,7 @@ from mmqa_jax.data.pictures.resize import (
     to_pixels,
 )
 from mmqa_jax.models.llava.network import ORIGINAL_IMAGE_TOKEN, LlavaConfig
-from mmqa_jax.models.onevision.network import OnevisionConfig
-from mmqa_jax.models.onevision.tiles import TiledPicture, best_resolution
+from mmqa_jax.models.onevision.network import OnevisionConfig, TiledPicture, best_resolution
 from mmqa_jax.models.pictures import PictureConfig
 from mmqa_jax.models.qwen_vl.network import QwenVLConfig
 from mmqa_jax.prompting import llava_prompt

@@ -15,8 +15,14 @@ import jax
 import numpy as np
 
 from mmqa_jax.core.serving import Serving
-from mmqa_jax.models.qwen_vl.layout import PatchBatch, bucket_of, grid_of, lay_out
-from mmqa_jax.models.qwen_vl.network import QwenVLConfig, expand_pictures
+from mmqa_jax.models.qwen_vl.network import (
+    PatchBatch,
+    QwenVLConfig,
+    bucket_of,
+    expand_pictures,
+    grid_of,
+    lay_out,
+)
 from mmqa_jax.retrieval.embedder import rows_of_length
 
 HELD = 64  # decoded pictures at a time; of a page some 5 MB

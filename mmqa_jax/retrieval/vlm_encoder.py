@@ -28,8 +28,7 @@ from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
 from mmqa_jax.models.common.unstacked import restacked
 from mmqa_jax.models.encoders.sentence_pooling import has_recipe, read_recipe
 from mmqa_jax.models.encoders.vlm_keys import load_vlm_encoder, read_vlm_config
-from mmqa_jax.models.qwen_vl.network import QwenVLConfig
-from mmqa_jax.models.qwen_vl.vision import QwenVisionConfig
+from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVLConfig
 from mmqa_jax.retrieval.embedder import Embedder, one_picture_each
 from mmqa_jax.retrieval.embeddings import BROKEN, check_finite
 from mmqa_jax.retrieval.picture_batches import (

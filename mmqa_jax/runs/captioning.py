@@ -39,8 +39,7 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.data.tokenizers import Tokenizer, load_tokenizer
 from mmqa_jax.decoding.masked_lm import write_captions
 from mmqa_jax.decoding.requests import Unanswerable
-from mmqa_jax.models.oscar.layout import OscarLayout
-from mmqa_jax.models.oscar.network import OscarConfig
+from mmqa_jax.models.oscar.network import OscarConfig, OscarLayout
 from mmqa_jax.prompting.backends import Chat, Decoding, Message, Picture, answer_of
 from mmqa_jax.prompting.backends.cache import Cached
 from mmqa_jax.retrieval.embedder import tower_bytes

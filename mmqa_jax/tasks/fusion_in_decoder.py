@@ -31,8 +31,7 @@ from mmqa_jax.decoding.t5_generate import beam_search
 from mmqa_jax.evaluation.vqa import squad_exact_match
 from mmqa_jax.inference.fusion_reader import FusionReader
 from mmqa_jax.models.t5.config import T5Config
-from mmqa_jax.models.t5.inputs import Passages
-from mmqa_jax.models.t5.network import T5
+from mmqa_jax.models.t5.network import T5, Passages
 from mmqa_jax.retrieval.embedder import value_bytes
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.tasks import task as tasks

@@ -21,8 +21,8 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.pictures.vectors import PictureVectors
 from mmqa_jax.data.schema import Question
 from mmqa_jax.inference.multimodal_t5 import cut_tokens
-from mmqa_jax.models.multimodal_t5.network import MultimodalT5Config
-from mmqa_jax.models.t5.inputs import PicturedTexts
+from mmqa_jax.models.t5.config import MultimodalT5Config
+from mmqa_jax.models.t5.network import PicturedTexts
 from mmqa_jax.prompting.rationales import Format, source_text, target_text
 from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.base_llm import TextModelTask, base_loader, check_vocabulary, model_config

@@ -29,12 +29,9 @@ from mmqa_jax.models.mcan.captions import CaptionMCAN, CaptionMCANConfig
 from mmqa_jax.models.mcan.network import MCAN, MCANConfig
 from mmqa_jax.models.mcan.openvqa import MCANOpenVQA, MCANOpenVQAConfig
 from mmqa_jax.models.mcan.patches import PatchMCAN, PatchMCANConfig
-from mmqa_jax.models.multimodal_t5.network import MultimodalT5, MultimodalT5Config
-from mmqa_jax.models.qwen_vl.layout import PatchBatch
-from mmqa_jax.models.qwen_vl.network import QwenVL, QwenVLConfig, spread
-from mmqa_jax.models.t5.config import T5Config
-from mmqa_jax.models.t5.inputs import Texts
-from mmqa_jax.models.t5.network import T5
+from mmqa_jax.models.qwen_vl.network import PatchBatch, QwenVL, QwenVLConfig, spread
+from mmqa_jax.models.t5.config import MultimodalT5Config, T5Config
+from mmqa_jax.models.t5.network import T5, MultimodalT5, Texts
 from mmqa_jax.models.vlp.network import VLP, VLPConfig, VLPInputs
 from mmqa_jax.models.vlp.two_sided import TwoSidedVLP, TwoSides
 from mmqa_jax.training.state import WEIGHT

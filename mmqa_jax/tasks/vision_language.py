@@ -33,9 +33,16 @@ from mmqa_jax.data.pictures.decode import BrokenPictures, PictureError, verify
 from mmqa_jax.data.schema import Question
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.lora import LoraConfig
-from mmqa_jax.models.qwen_vl.layout import Grid, PatchBatch, bucket_of, grid_of, lay_out
-from mmqa_jax.models.qwen_vl.network import QwenVLConfig, expand_pictures
-from mmqa_jax.models.qwen_vl.vision import QwenVisionConfig
+from mmqa_jax.models.qwen_vl.network import (
+    Grid,
+    PatchBatch,
+    QwenVisionConfig,
+    QwenVLConfig,
+    bucket_of,
+    expand_pictures,
+    grid_of,
+    lay_out,
+)
 from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.examples.training import chat_example, encode_conversation
 from mmqa_jax.prompting.picture_format import QwenFormat, Shown

@@ -28,7 +28,6 @@ from mmqa_jax.core.progress import Progress
 from mmqa_jax.weights import keymap
 from mmqa_jax.weights.adapters import Adapter, is_peft, open_peft, write_peft
 from mmqa_jax.weights.config_json import with_changes
-from mmqa_jax.weights.finite import all_zero
 from mmqa_jax.weights.folder import (
     MIB,
     describe_model,
@@ -41,7 +40,7 @@ from mmqa_jax.weights.folder import (
 from mmqa_jax.weights.formats.orbax import StreamedArray, write_weights
 from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
 from mmqa_jax.weights.formats.safetensors import TensorSource
-from mmqa_jax.weights.keymap import KeyMap, abstract_of, load_into, model_source
+from mmqa_jax.weights.keymap import KeyMap, abstract_of, all_zero, load_into, model_source
 from mmqa_jax.weights.layouts import require_given
 from mmqa_jax.weights.output_folder import (
     WRITTEN_BY,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 FOLDERS = (
     *("clip", "siglip", "modified_resnet", "bert", "vlp", "oscar", "bart", "llama", "t5"),
-    *("multimodal_t5", "llava", "onevision", "qwen_vl", "mcan", "detection", "encoders"),
+    *("llava", "onevision", "qwen_vl", "mcan", "detection", "encoders"),
 )
 
 HF_FOLDER = "folder of transformers (config.json, and safetensors or pytorch_model*.bin, sharded)"
@@ -210,8 +210,8 @@ def model_of(path: Path) -> str | None:
     """
     from mmqa_jax.core.files import read_json
     from mmqa_jax.weights.formats.gguf import GGUFSource
+    from mmqa_jax.weights.layouts import gguf_file
     from mmqa_jax.weights.record import is_weights_folder, read_metadata
-    from mmqa_jax.weights.sources import gguf_file
 
     if is_weights_folder(path):
         return str(read_metadata(path).get("model"))

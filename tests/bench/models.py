@@ -28,9 +28,8 @@ from flax import nnx
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
 from mmqa_jax.decoding import kv_cache
-from mmqa_jax.models.bart.config import BartConfig, bart_base, bart_large_cnn
 from mmqa_jax.models.bart.keys import publish_bart
-from mmqa_jax.models.bart.network import Bart
+from mmqa_jax.models.bart.network import Bart, BartConfig, bart_base, bart_large_cnn
 from mmqa_jax.models.bert.keys import publish_bert
 from mmqa_jax.models.bert.network import Bert, BertConfig, bert_base_uncased
 from mmqa_jax.models.clip.keys import publish_clip

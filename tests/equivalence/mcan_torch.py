@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mmqa_jax.models.mcan.layers import FusionConfig
+from mmqa_jax.models.mcan.network import FusionConfig
 from mmqa_jax.models.mcan.openvqa import MCANOpenVQAConfig
 
 

@@ -11,8 +11,7 @@ import torch
 import transformers
 from oscar_torch import CLS, MASK, PAD, SEP, TorchOscar
 
-from mmqa_jax.models.oscar.layout import OscarLayout
-from mmqa_jax.models.oscar.network import Oscar, OscarInputs
+from mmqa_jax.models.oscar.network import Oscar, OscarInputs, OscarLayout
 from mmqa_jax.weights.published import load_published
 
 VOCAB, FEATURES = 41, 10

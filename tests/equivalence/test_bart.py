@@ -30,9 +30,8 @@ from compare import (
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.bart.config import bart_base, bart_large_cnn
 from mmqa_jax.models.bart.keys import bart_key_map, publish_bart
-from mmqa_jax.models.bart.network import Bart, BartLayer
+from mmqa_jax.models.bart.network import Bart, BartLayer, bart_base, bart_large_cnn
 from mmqa_jax.models.common.encoder_decoder import shift_tokens_right
 from mmqa_jax.weights.keymap import export
 from mmqa_jax.weights.published import load_published, write_published

@@ -12,8 +12,8 @@ import transformers
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.bart.config import BartConfig
 from mmqa_jax.models.bart.keys import bart_key_map
+from mmqa_jax.models.bart.network import BartConfig
 from mmqa_jax.weights.keymap import export
 from mmqa_jax.weights.published import load_published
 

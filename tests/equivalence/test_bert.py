@@ -32,8 +32,8 @@ from mmqa_jax.models.bert import network as B
 from mmqa_jax.models.bert.keys import bert_config, bert_rules, mlm_rules
 from mmqa_jax.models.bert.network import Bert, BertConfig, MlmHead
 from mmqa_jax.weights.keymap import KeyMap, abstract_model, export, load_into
+from mmqa_jax.weights.layouts import open_source
 from mmqa_jax.weights.published import load_published
-from mmqa_jax.weights.sources import open_source
 
 # Nothing at its default: a port that ignores eps, activation or types must fail.
 CONFIG = BertConfig(

@@ -40,8 +40,7 @@ from mmqa_jax.decoding.requests import Request, Result, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.keys import experts_together, publish_llama
-from mmqa_jax.models.llama.layer_traits import layer_traits
-from mmqa_jax.models.llama.network import Llama
+from mmqa_jax.models.llama.network import Llama, layer_traits
 from mmqa_jax.tasks.objectives import LanguageModelObjective
 from mmqa_jax.weights.formats.safetensors import ArraySource
 from mmqa_jax.weights.published import load_published, write_published

@@ -22,9 +22,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from mmqa_jax.data.batches.passages import PassagesSize, passage_arrays
 from mmqa_jax.decoding.t5_generate import beam_search
-from mmqa_jax.models.t5.inputs import Passages
 from mmqa_jax.models.t5.keys import publish_t5
-from mmqa_jax.models.t5.network import T5
+from mmqa_jax.models.t5.network import T5, Passages
 from mmqa_jax.weights.published import load_published, write_published
 
 pytestmark = pytest.mark.slow

@@ -34,12 +34,17 @@ from mmqa_jax.models.mcan.keys import (
     publish_mcan,
     with_new_answers,
 )
-from mmqa_jax.models.mcan.layers import FusionConfig, grid_rotation, rotate_pairs
-from mmqa_jax.models.mcan.network import MCAN, MCANConfig, mcan_prophet
+from mmqa_jax.models.mcan.network import (
+    MCAN,
+    FusionConfig,
+    MCANConfig,
+    grid_rotation,
+    mcan_prophet,
+    rotate_pairs,
+)
 from mmqa_jax.weights.formats.safetensors import write_sharded
-from mmqa_jax.weights.layouts import Checkpoint
+from mmqa_jax.weights.layouts import Checkpoint, open_source
 from mmqa_jax.weights.published import load_checkpoint
-from mmqa_jax.weights.sources import open_source
 
 # Nothing at its published value. 23 x 23 cells: rotary positions past 500 tokens.
 CONFIG = MCANConfig(

@@ -27,7 +27,7 @@ from torch import nn
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.layers import torch_linear
 from mmqa_jax.models.mcan.keys import mcan_openvqa_key_map, open_mcan_openvqa
-from mmqa_jax.models.mcan.layers import FusionConfig, UnbiasedLayerNorm
+from mmqa_jax.models.mcan.network import FusionConfig, UnbiasedLayerNorm
 from mmqa_jax.models.mcan.openvqa import (
     LSTM,
     MCANOpenVQA,

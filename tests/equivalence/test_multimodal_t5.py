@@ -19,9 +19,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.t5_generate import beam_search, score
-from mmqa_jax.models.multimodal_t5.keys import publish_multimodal_t5
-from mmqa_jax.models.multimodal_t5.network import MultimodalT5
-from mmqa_jax.models.t5.inputs import PicturedTexts
+from mmqa_jax.models.t5.keys import publish_multimodal_t5
+from mmqa_jax.models.t5.network import MultimodalT5, PicturedTexts
 from mmqa_jax.weights.published import load_published, write_published
 
 pytestmark = pytest.mark.slow

@@ -34,8 +34,8 @@ from mmqa_jax.models.onevision.keys import (
     open_onevision,
     publish_onevision,
 )
-from mmqa_jax.models.onevision.network import Onevision
-from mmqa_jax.models.onevision.tiles import (
+from mmqa_jax.models.onevision.network import (
+    Onevision,
     TiledPicture,
     best_resolution,
     bucket_of,

@@ -36,8 +36,7 @@ from mmqa_jax.decoding.requests import Request, Scoring, TooLong, Unanswerable
 from mmqa_jax.decoding.sizes import engine_programs, feature_bytes, tower_programs
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.qwen_vl.keys import open_qwen_vl, publish_qwen_vl
-from mmqa_jax.models.qwen_vl.layout import Grid, bucket_of, grid_of, lay_out
-from mmqa_jax.models.qwen_vl.network import expand_pictures
+from mmqa_jax.models.qwen_vl.network import Grid, bucket_of, expand_pictures, grid_of, lay_out
 from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Message, Picture
 from mmqa_jax.prompting.backends.engine import EngineBackend
 from mmqa_jax.prompting.backends.local_model import open_backend

@@ -30,9 +30,9 @@ from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.core.typed import read_typed
 from mmqa_jax.data.batches.passages import passage_arrays
 from mmqa_jax.data.batches.seq2seq import target_arrays
-from mmqa_jax.models.multimodal_t5.keys import multimodal_t5_key_map
-from mmqa_jax.models.multimodal_t5.network import MultimodalT5Config, PictureFusion
-from mmqa_jax.models.t5.keys import t5_key_map
+from mmqa_jax.models.t5.config import MultimodalT5Config
+from mmqa_jax.models.t5.keys import multimodal_t5_key_map, t5_key_map
+from mmqa_jax.models.t5.network import PictureFusion
 from mmqa_jax.tasks.objectives import Seq2SeqObjective
 from mmqa_jax.tasks.registry import read_task
 from mmqa_jax.training.optimizer import OptimizerOptions, make_schedule

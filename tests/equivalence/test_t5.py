@@ -30,11 +30,10 @@ from flax import nnx
 from mmqa_jax.data.batches.language_model import TokenExample
 from mmqa_jax.data.batches.seq2seq import PairSize, pair_batch
 from mmqa_jax.decoding.t5_generate import beam_search
-from mmqa_jax.models.common.relative_positions import relative_buckets
+from mmqa_jax.models.common.encoder_decoder import relative_buckets
 from mmqa_jax.models.t5.config import PRESETS
-from mmqa_jax.models.t5.inputs import Texts
 from mmqa_jax.models.t5.keys import publish_t5, t5_key_map
-from mmqa_jax.models.t5.network import T5
+from mmqa_jax.models.t5.network import T5, Texts
 from mmqa_jax.tasks.objectives import Seq2SeqObjective
 from mmqa_jax.weights.keymap import export
 from mmqa_jax.weights.published import load_published, write_published

@@ -19,8 +19,7 @@ from tiny_t5 import EXTRA, VOCABULARY, add_spiece, write_spiece
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_json
-from mmqa_jax.models.multimodal_t5.keys import open_multimodal_t5
-from mmqa_jax.models.t5.keys import open_t5
+from mmqa_jax.models.t5.keys import open_multimodal_t5, open_t5
 from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.registry import model_of

@@ -40,9 +40,8 @@ from mmqa_jax.models.mcan.network import MCAN
 from mmqa_jax.tasks.objectives import VQAObjective
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
 from mmqa_jax.weights.keymap import export
-from mmqa_jax.weights.layouts import Checkpoint
+from mmqa_jax.weights.layouts import Checkpoint, open_source
 from mmqa_jax.weights.published import load_checkpoint
-from mmqa_jax.weights.sources import open_source
 
 ROWS, STEPS = 3, 3
 EPOCH = 443_757 // 64

@@ -11,7 +11,7 @@ from flax import nnx
 from random_weights import publish
 
 from mmqa_jax.core.mesh import batch_sharding
-from mmqa_jax.models.bart.config import BartConfig
+from mmqa_jax.models.bart.network import BartConfig
 from mmqa_jax.weights.published import load_published
 
 CONFIG = BartConfig(

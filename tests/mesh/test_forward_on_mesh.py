@@ -21,8 +21,7 @@ from mmqa_jax.models.bert.network import BertConfig
 from mmqa_jax.models.clip.keys import clip_key_map
 from mmqa_jax.models.clip.network import CLIPConfig, TextConfig, VisionConfig
 from mmqa_jax.models.mcan.keys import mcan_key_map, mcan_openvqa_key_map
-from mmqa_jax.models.mcan.layers import FusionConfig
-from mmqa_jax.models.mcan.network import MCANConfig
+from mmqa_jax.models.mcan.network import FusionConfig, MCANConfig
 from mmqa_jax.models.mcan.openvqa import MCANOpenVQAConfig
 from mmqa_jax.models.modified_resnet.keys import modified_resnet_key_map
 from mmqa_jax.models.modified_resnet.network import ModifiedResNetConfig

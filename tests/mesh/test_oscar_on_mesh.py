@@ -13,8 +13,7 @@ from random_weights import publish
 from mmqa_jax.core.mesh import batch_sharding
 from mmqa_jax.decoding.masked_lm import write_captions
 from mmqa_jax.models.bert.network import BertConfig
-from mmqa_jax.models.oscar.layout import OscarLayout
-from mmqa_jax.models.oscar.network import OscarConfig
+from mmqa_jax.models.oscar.network import OscarConfig, OscarLayout
 from mmqa_jax.weights.published import load_published
 
 BERT = BertConfig(vocab_size=41, hidden=24, layers=2, heads=4, mlp=40, positions=48, types=2)

@@ -22,8 +22,7 @@ from mmqa_jax.models.attention.masked import Window
 from mmqa_jax.models.common.layers import attention
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.lora import LoraConfig
-from mmqa_jax.models.qwen_vl.network import QwenVLConfig
-from mmqa_jax.models.qwen_vl.vision import QwenVisionConfig
+from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVLConfig
 from mmqa_jax.plan.exchange import Placement, least_exchanges
 from mmqa_jax.tasks import objectives
 from mmqa_jax.tasks.objectives import LanguageModelObjective, VisionLanguageObjective

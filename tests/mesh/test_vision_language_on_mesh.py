@@ -17,8 +17,7 @@ from mmqa_jax.decoding.requests import Request
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.lora import LoraConfig
-from mmqa_jax.models.qwen_vl.network import QwenVLConfig
-from mmqa_jax.models.qwen_vl.vision import QwenVisionConfig
+from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVLConfig
 from mmqa_jax.tasks.objectives import VisionLanguageObjective
 from mmqa_jax.tasks.vision_language import PicturedRows
 

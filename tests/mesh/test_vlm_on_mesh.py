@@ -11,8 +11,7 @@ from mmqa_jax.core.mesh import fetch, make_mesh, state_shardings
 from mmqa_jax.core.serving import RowCost, serve
 from mmqa_jax.models.encoders.vlm_encoder import QwenVLEncoder
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.qwen_vl.network import QwenVLConfig
-from mmqa_jax.models.qwen_vl.vision import QwenVisionConfig
+from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVLConfig
 from mmqa_jax.retrieval.picture_batches import PicturePrompt, prompt_batches
 from mmqa_jax.retrieval.vlm_encoder import make_encode_prompts
 

@@ -18,7 +18,6 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from mmqa_jax.core.mesh import MESH_AXES, state_shardings
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.models.bart import config as bart_config
 from mmqa_jax.models.bart import network as bart
 from mmqa_jax.models.bert import network as bert
 from mmqa_jax.models.clip import network as clip
@@ -30,7 +29,7 @@ from mmqa_jax.models.llava import network as llava
 from mmqa_jax.models.mcan import captions as caption_mcan
 from mmqa_jax.models.mcan import network as mcan
 from mmqa_jax.models.mcan import openvqa as mcan_openvqa
-from mmqa_jax.models.mcan.layers import FusionConfig
+from mmqa_jax.models.mcan.network import FusionConfig
 from mmqa_jax.models.modified_resnet import network as modified_resnet
 from mmqa_jax.models.oscar import network as oscar
 from mmqa_jax.models.t5 import config as t5_config
@@ -93,7 +92,7 @@ MODELS = {
         caption_mcan.CaptionMCANConfig(bert.minilm_l6(), FusionConfig(), 1_000),
     ),
     "oscar_plus_base": _of(oscar.Oscar, oscar.oscar_plus_base()),
-    "bart_large_cnn": _of(bart.Bart, bart_config.bart_large_cnn()),
+    "bart_large_cnn": _of(bart.Bart, bart.bart_large_cnn()),
     "llama2_7b": _of(llama.Llama, llama_config.llama2_7b()),
     "llama2_7b_lora": _with_lora,
     "llama2_70b": _of(llama.Llama, llama_config.llama2_70b()),

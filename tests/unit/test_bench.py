@@ -165,11 +165,11 @@ def test_a_failed_child_stops_the_bench():
 
 def tiny():
     """The suite in sizes that compile fast."""
-    from mmqa_jax.models.bart.config import BartConfig
+    from mmqa_jax.models.bart.network import BartConfig
     from mmqa_jax.models.bert.network import BertConfig
     from mmqa_jax.models.clip.network import CLIPConfig, TextConfig, VisionConfig
     from mmqa_jax.models.llama.config import LlamaConfig
-    from mmqa_jax.models.mcan.layers import FusionConfig
+    from mmqa_jax.models.mcan.network import FusionConfig
     from mmqa_jax.models.mcan.openvqa import MCANOpenVQAConfig
     from mmqa_jax.models.vlp.network import VLPConfig
     from tests.bench.models import Suite

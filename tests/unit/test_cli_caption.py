@@ -16,8 +16,7 @@ from mmqa_jax.data.regions import VinVLFeatures, oscar_regions
 from mmqa_jax.data.tokenizers import train_wordpiece
 from mmqa_jax.decoding.masked_lm import write_captions
 from mmqa_jax.models.bert.network import BertConfig
-from mmqa_jax.models.oscar.layout import OscarLayout
-from mmqa_jax.models.oscar.network import Oscar, OscarConfig
+from mmqa_jax.models.oscar.network import Oscar, OscarConfig, OscarLayout
 from mmqa_jax.runs import captioning
 from mmqa_jax.weights.folder import describe_model, save_trained
 from mmqa_jax.weights.registry import architecture

@@ -28,10 +28,9 @@ from mmqa_jax.models.llama.keys import publish_llama
 from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.formats import orbax, orbax_reader
 from mmqa_jax.weights.keymap import load_into
-from mmqa_jax.weights.layouts import require_given
+from mmqa_jax.weights.layouts import open_source, require_given
 from mmqa_jax.weights.published import write_published
 from mmqa_jax.weights.registry import architecture, architectures, model_of
-from mmqa_jax.weights.sources import open_source
 from tests.fake_devices import fake_devices
 from tests.forks import server
 

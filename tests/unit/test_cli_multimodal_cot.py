@@ -20,8 +20,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.pictures.vectors import PictureVectors
 from mmqa_jax.data.schema import Question
 from mmqa_jax.inference.multimodal_t5 import check_width
-from mmqa_jax.models.multimodal_t5.network import MultimodalT5
-from mmqa_jax.models.t5.network import T5
+from mmqa_jax.models.t5.network import T5, MultimodalT5
 from mmqa_jax.papers.mmcot import SETTINGS, chosen_option
 from mmqa_jax.prompting.rationales import source_text, target_text
 

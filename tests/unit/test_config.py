@@ -9,10 +9,10 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import config_fingerprint, load_config, to_plain_dict
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.bart.config import BartConfig
+from mmqa_jax.models.bart.network import BartConfig
 from mmqa_jax.models.bert.network import BertConfig
 from mmqa_jax.models.llama.config import LlamaConfig, RopeScaling
-from mmqa_jax.models.mcan.layers import FusionConfig
+from mmqa_jax.models.mcan.network import FusionConfig
 
 FILE = """
 from ml_collections import ConfigDict

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_checkpoints import make_source
 from tiny_llm import write_folder
 
-from mmqa_jax.weights.finite import all_finite, all_zero
+from mmqa_jax.weights.keymap import all_finite, all_zero
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ KINDS = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
 def test_one_value_among_many(kind, bad, monkeypatch):
-    monkeypatch.setattr("mmqa_jax.weights.finite._BLOCK", 10)
+    monkeypatch.setattr("mmqa_jax.weights.keymap._BLOCK", 10)
     values = np.linspace(-3, 3, 60).reshape(5, 4, 3).astype(kind)
     values[0, 0, 0], values[0, 0, 1] = 0, np.array(ml_dtypes.finfo(kind).max).astype(kind)
     for part in (values, values.T, values[:, ::2], values[:0], values[4, 3, 2:].reshape(())):
@@ -35,7 +35,7 @@ def test_one_value_among_many(kind, bad, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_zeros(kind, monkeypatch):
-    monkeypatch.setattr("mmqa_jax.weights.finite._BLOCK", 10)
+    monkeypatch.setattr("mmqa_jax.weights.keymap._BLOCK", 10)
     values = np.zeros((5, 7), kind)
     assert all_zero(values)
     assert all_zero(values.T)

@@ -40,8 +40,8 @@ from mmqa_jax.weights.keymap import (
     traced_model,
     untied_source,
 )
+from mmqa_jax.weights.layouts import open_source
 from mmqa_jax.weights.published import load_checkpoint
-from mmqa_jax.weights.sources import open_source
 from tests.drawn_weights import drawn
 
 pytestmark = pytest.mark.slow

@@ -23,8 +23,7 @@ from mmqa_jax.models.llava.network import LlavaConfig
 from mmqa_jax.models.modernbert.network import ModernBertConfig
 from mmqa_jax.models.onevision.network import OnevisionConfig
 from mmqa_jax.models.presets import DualEncoderModel
-from mmqa_jax.models.qwen_vl.network import QwenVLConfig, expand_pictures
-from mmqa_jax.models.qwen_vl.vision import QwenVisionConfig
+from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVLConfig, expand_pictures
 from mmqa_jax.models.siglip.network import (
     Siglip,
     SiglipConfig,
@@ -32,8 +31,7 @@ from mmqa_jax.models.siglip.network import (
     SiglipVisionConfig,
 )
 from mmqa_jax.models.t5.config import T5Config
-from mmqa_jax.models.t5.inputs import Texts
-from mmqa_jax.models.t5.network import T5
+from mmqa_jax.models.t5.network import T5, Texts
 from mmqa_jax.models.vlp.pixels import vlp_clip
 
 VISION = SiglipVisionConfig(8, 4, width=24, layers=2, heads=2, mlp_width=20)

@@ -13,8 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from mmqa_jax.core.chips import GPUS
 from mmqa_jax.evaluation.fluency import BartScorer
-from mmqa_jax.models.bart.config import BartConfig
-from mmqa_jax.models.bart.network import Bart
+from mmqa_jax.models.bart.network import Bart, BartConfig
 from mmqa_jax.plan import programs
 from mmqa_jax.plan.programs import make_program
 from mmqa_jax.plan.topology import Topology, open_topology

@@ -16,7 +16,7 @@ from tiny_checkpoints import CONFIGS, SETTINGS, make_source, published_arrays
 
 from mmqa_jax.cli import main
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.bart.config import BartConfig
+from mmqa_jax.models.bart.network import BartConfig
 from mmqa_jax.models.bert.keys import bert_config, read_bert_config, unknown_heads
 from mmqa_jax.models.bert.network import bert_tiny
 from mmqa_jax.models.clip.keys import clip_config

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.weights.formats.safetensors import SafetensorsSource
 from mmqa_jax.weights.formats.torch import TorchSource
-from mmqa_jax.weights.sources import gguf_file, open_source
+from mmqa_jax.weights.layouts import gguf_file, open_source
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TorchScript's
 

@@ -18,8 +18,8 @@ from mmqa_jax.data.answers import AnswerVocabulary
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.question_words import QuestionWords
 from mmqa_jax.data.schema import Question
-from mmqa_jax.models.multimodal_t5.network import MultimodalT5, MultimodalT5Config
-from mmqa_jax.models.t5.network import T5
+from mmqa_jax.models.t5.config import MultimodalT5Config
+from mmqa_jax.models.t5.network import T5, MultimodalT5
 from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.prompting.examples.training import encode_text
 from mmqa_jax.tasks.objectives import VQAObjective

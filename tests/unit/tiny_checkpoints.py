@@ -13,24 +13,21 @@ import torch
 from flax import nnx
 from safetensors.numpy import save_file
 
-from mmqa_jax.models.bart.config import BartConfig
+from mmqa_jax.models.bart.network import BartConfig
 from mmqa_jax.models.bert.network import BertConfig
 from mmqa_jax.models.clip.network import CLIPConfig, TextConfig, VisionConfig
 from mmqa_jax.models.detection.faster_rcnn import vlp_x101
 from mmqa_jax.models.detection.resnext import ResNeXtConfig
 from mmqa_jax.models.llama.config import LlamaConfig, RopeScaling
 from mmqa_jax.models.llava.network import LlavaConfig
-from mmqa_jax.models.mcan.layers import FusionConfig
-from mmqa_jax.models.mcan.network import MCANConfig
+from mmqa_jax.models.mcan.network import FusionConfig, MCANConfig
 from mmqa_jax.models.mcan.openvqa import MCANOpenVQAConfig
 from mmqa_jax.models.modified_resnet.network import ModifiedResNetConfig
-from mmqa_jax.models.multimodal_t5.network import MultimodalT5Config
 from mmqa_jax.models.onevision.network import OnevisionConfig
 from mmqa_jax.models.oscar.network import OscarConfig
-from mmqa_jax.models.qwen_vl.network import QwenVLConfig
-from mmqa_jax.models.qwen_vl.vision import QwenVisionConfig
+from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVLConfig
 from mmqa_jax.models.siglip.network import SiglipConfig, SiglipTextConfig, SiglipVisionConfig
-from mmqa_jax.models.t5.config import T5Config
+from mmqa_jax.models.t5.config import MultimodalT5Config, T5Config
 from mmqa_jax.models.vlp.network import VLPConfig
 from mmqa_jax.weights.layouts import Published
 from mmqa_jax.weights.registry import architecture

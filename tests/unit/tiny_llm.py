@@ -24,8 +24,7 @@ from mmqa_jax.models.llava.network import Llava, LlavaConfig
 from mmqa_jax.models.onevision.keys import publish_onevision
 from mmqa_jax.models.onevision.network import Onevision, OnevisionConfig
 from mmqa_jax.models.qwen_vl.keys import publish_qwen_vl
-from mmqa_jax.models.qwen_vl.network import QwenVL, QwenVLConfig
-from mmqa_jax.models.qwen_vl.vision import QwenVisionConfig
+from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVL, QwenVLConfig
 from mmqa_jax.models.siglip.network import SiglipVisionConfig
 from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.backends.engine import EngineBackend

@@ -215,7 +215,7 @@ def qwen_size(width: int, height: int, sizes: PictureSizes, name: str) -> tuple[
 def qwen_pixels(
     image: Image.Image, sizes: PictureSizes, name: str = "picture"
 ) -> UInt8[np.ndarray, "H W 3"]:
-    """RGB picture of any shape -> the pixels that `models.qwen_vl.layout.lay_out` takes.
+    """RGB picture of any shape -> the pixels that `models.qwen_vl.network.lay_out` takes.
 
     Raises:
       PictureError: with `name`, it is too long and thin.

@@ -8,10 +8,10 @@ FAMILIES = (
         model_types=("bart",),
         title="BART",
         model="bart.network.Bart",
-        config="bart.config.BartConfig",
+        config="bart.network.BartConfig",
         layouts=(HF_FOLDER, "BARTScore's bart.pth (bart-large-cnn's sizes)"),
         exports="BartForConditionalGeneration",
-        presets="bart.config.PRESETS",
+        presets="bart.network.PRESETS",
         check="bart.keys.CHECK",
     ),
 )

@@ -12,8 +12,7 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.models.bart.config import BartConfig
-from mmqa_jax.models.bart.network import Bart, BartStack
+from mmqa_jax.models.bart.network import Bart, BartConfig, BartStack
 from mmqa_jax.models.common import comparison
 from mmqa_jax.models.common.layers import scan_layers
 from mmqa_jax.weights.formats.safetensors import TensorSource
@@ -25,8 +24,7 @@ from mmqa_jax.weights.keymap import (
     transformer_rules,
     untied_source,
 )
-from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, shapes_of
-from mmqa_jax.weights.sources import open_source
+from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, open_source, shapes_of
 
 _ATTENTION = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
 _BIAS = "final_logits_bias"

@@ -16,6 +16,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bert.network import Bert, BertConfig
 from mmqa_jax.models.common.activations import ACTIVATIONS
 from mmqa_jax.models.encoders.sentence_pooling import check_mean_pooling
+from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.keymap import (
     KeyMap,
     Rule,
@@ -32,10 +33,9 @@ from mmqa_jax.weights.layouts import (
     Shapes,
     config_file,
     numbered_keys,
+    open_source,
     read_hf_config,
 )
-from mmqa_jax.weights.published_keys import check_keys, kinds
-from mmqa_jax.weights.sources import open_source
 
 _LINEARS = {
     "attention.self.query": "query",

@@ -21,6 +21,7 @@ from mmqa_jax.models.clip.open_clip import open_clip_config, open_clip_file
 from mmqa_jax.models.clip.processor import check_processor
 from mmqa_jax.models.clip.uniir import UNIIR, is_uniir_clip, without_wrapper
 from mmqa_jax.models.common import comparison
+from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
 from mmqa_jax.weights.keymap import (
     TRANSPOSE,
@@ -36,10 +37,9 @@ from mmqa_jax.weights.layouts import (
     Checkpoint,
     Published,
     config_file,
+    open_source,
     read_hf_config,
 )
-from mmqa_jax.weights.published_keys import check_keys, kinds
-from mmqa_jax.weights.sources import open_source
 
 BLOCK_LINEARS = {
     "self_attn.q_proj": "q",

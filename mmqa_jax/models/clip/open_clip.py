@@ -15,8 +15,8 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.models.clip.network import PIXEL_MEAN, PIXEL_STD, CLIPConfig, TextConfig, VisionConfig
+from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.layouts import OPEN_CLIP_CONFIG, OPEN_CLIP_WEIGHTS
-from mmqa_jax.weights.published_keys import check_keys, kinds
 
 # What a text or image tower may do otherwise, and how CLIP does it.
 _BLOCKS: Mapping[str, tuple[Any, ...]] = {

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.weights.published_keys import MOST_LAYERS
+from mmqa_jax.weights.config_json import MOST_LAYERS
 
 _MOST_BLOCKS = 200
 

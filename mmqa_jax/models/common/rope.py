@@ -15,7 +15,7 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.config_checks import check_known
-from mmqa_jax.weights.published_keys import check_keys, kinds
+from mmqa_jax.weights.config_json import check_keys, kinds
 
 SCALINGS = ("linear", "llama3", "yarn", "dynamic", "longrope")
 _READ = kinds(

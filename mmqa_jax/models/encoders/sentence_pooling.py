@@ -16,7 +16,7 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_within, read_json
 from mmqa_jax.models.encoders.sentence_encoder import DENSE_ACTIVATIONS, POOLINGS
-from mmqa_jax.weights.published_keys import check_keys, kinds
+from mmqa_jax.weights.config_json import check_keys, kinds
 
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 TRANSFORMER, POOLING = "sentence_bert_config.json", "1_Pooling/config.json"

@@ -35,8 +35,7 @@ from mmqa_jax.models.encoders.sentence_pooling import ACTIVATIONS, DenseLayer
 from mmqa_jax.models.encoders.text_decoder import TextDecoder, YesNoDecoder
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.families import FAMILIES as DECODERS
-from mmqa_jax.models.llama.fused_rows import Fused, apart, phi3_rows
-from mmqa_jax.models.llama.keys import llama_key_map
+from mmqa_jax.models.llama.keys import Fused, apart, llama_key_map, phi3_rows
 from mmqa_jax.models.modernbert.keys import (
     modernbert_classifier_key_map,
     modernbert_config,
@@ -49,10 +48,9 @@ from mmqa_jax.models.mpnet.network import MPNet
 from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.hub import find_model, is_hub_name
 from mmqa_jax.weights.keymap import KeyMap
-from mmqa_jax.weights.layouts import Checkpoint
+from mmqa_jax.weights.layouts import Checkpoint, open_source
 from mmqa_jax.weights.published import load_checkpoint
 from mmqa_jax.weights.record import is_weights_folder
-from mmqa_jax.weights.sources import open_source
 
 CONFIG = "config.json"
 _CLASSIFIER = "ForSequenceClassification"  # how the names of these architectures end

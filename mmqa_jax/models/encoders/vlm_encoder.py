@@ -16,8 +16,7 @@ from flax import nnx
 
 from mmqa_jax.models.clip.network import l2_normalize
 from mmqa_jax.models.encoders.sentence_encoder import last_token
-from mmqa_jax.models.qwen_vl.layout import PatchBatch
-from mmqa_jax.models.qwen_vl.network import QwenVL, QwenVLConfig, spread
+from mmqa_jax.models.qwen_vl.network import PatchBatch, QwenVL, QwenVLConfig, spread
 
 
 class QwenVLPooled(QwenVL):

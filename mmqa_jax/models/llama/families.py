@@ -2,7 +2,7 @@
 
 Each family is one entry: the name of its class, the keys that it has beside the common ones, what
 transformers takes for absent ones, and what its code fixes without a key. A key that a family's
-class in transformers does not read is refused here (`published_keys.check_keys`), whatever other
+class in transformers does not read is refused here (`config_json.check_keys`), whatever other
 families do with it. To add a family: one entry here, its tensors' names in
 `models/llama/keys.py` where they differ, and one case of
 `tests/equivalence/test_decoder_families.py`.
@@ -18,7 +18,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.activations import ACTIVATIONS
 from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.common.rope import scaling_from_hf, scaling_to_hf
-from mmqa_jax.weights.published_keys import check_keys, kinds
+from mmqa_jax.weights.config_json import check_keys, kinds
 
 # Our fields that are plain values in transformers' config.json, with LLaMA's defaults there; a
 # family has those of `_COMMON` and its own `keys`.
@@ -105,7 +105,7 @@ class Family:
     Attributes:
       title: what people call it.
       architecture: its class in transformers.
-      keys: kinds of the keys of its config.json beside the common ones (`published_keys.kinds`).
+      keys: kinds of the keys of its config.json beside the common ones (`config_json.kinds`).
       defaults: of transformers, of all its keys, where they are not LLaMA's.
       computes: our fields that its code fixes, and no key says.
       harmless: keys that change nothing in inference.

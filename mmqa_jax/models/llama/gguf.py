@@ -16,8 +16,8 @@ from mmqa_jax.models.common.rope import scaling_from_hf
 from mmqa_jax.models.llama.config import LlamaConfig, RopeScaling
 from mmqa_jax.models.llama.families import FAMILIES
 from mmqa_jax.models.llama.network import inverse_frequencies
-from mmqa_jax.weights.formats.gguf import GGUFSource
-from mmqa_jax.weights.gguf_metadata import (
+from mmqa_jax.weights.formats.gguf import (
+    GGUFSource,
     check_metadata,
     head_size_of,
     heads_of,

@@ -22,17 +22,23 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common import comparison
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.families import FAMILIES
-from mmqa_jax.models.llama.fused_rows import apart, phi3_gguf_rows, phi3_rows, together
 from mmqa_jax.models.llama.gguf import ROPE_FACTORS, TURNED, gguf_config
 from mmqa_jax.models.llama.meta import read_meta, unknown_scaling
 from mmqa_jax.models.llama.network import Llama, inverse_frequencies, unstacked_llama
+from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.formats.gguf import GGUFSource
 from mmqa_jax.weights.formats.llama2c import Header, Llama2cSource
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
 from mmqa_jax.weights.keymap import IDENTITY, TRANSPOSE, KeyMap, Rule, Transform, untied_source
-from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, read_hf_config
-from mmqa_jax.weights.published_keys import check_keys, kinds
-from mmqa_jax.weights.sources import gguf_file, open_source, read_magic
+from mmqa_jax.weights.layouts import (
+    Checkpoint,
+    Published,
+    config_file,
+    gguf_file,
+    open_source,
+    read_hf_config,
+    read_magic,
+)
 
 # Part of the model: its name in transformers, Meta's (and llama2.c's), and llama.cpp's layout.
 _LAYOUTS = ("transformers", "meta", "gguf")
@@ -424,3 +430,78 @@ def _run(model: Llama, inputs: Mapping[str, jax.Array]) -> comparison.Outputs:
 
 
 CHECK = comparison.Check("AutoModelForCausalLM", _run, {"logits": "logits"})
+
+
+# Linears that a checkpoint keeps as rows of one tensor (q, k and v; gate and up): apart, and
+# back.
+#
+# A family says which: `{name of the whole: {name of a part: its rows}}`.
+
+
+Fused = Mapping[str, Mapping[str, int]]
+_KINDS = ("weight", "bias")
+
+
+def phi3_rows(config: LlamaConfig) -> Fused:
+    """Phi-3's."""
+    of_keys = config.kv_heads * config.head_size
+    return {
+        "self_attn.qkv_proj": {
+            "self_attn.q_proj": config.heads * config.head_size,
+            "self_attn.k_proj": of_keys,
+            "self_attn.v_proj": of_keys,
+        },
+        "mlp.gate_up_proj": {"mlp.gate_proj": config.mlp, "mlp.up_proj": config.mlp},
+    }
+
+
+def phi3_gguf_rows(config: LlamaConfig) -> Fused:
+    """Phi-3's in llama.cpp's names."""
+    of_heads, of_gate = phi3_rows(config).values()
+    parts = zip(("attn_q", "attn_k", "attn_v"), of_heads.values(), strict=True)
+    gate, up = of_gate.values()
+    return {"attn_qkv": dict(parts), "ffn_up": {"ffn_gate": gate, "ffn_up": up}}
+
+
+def apart(source: TensorSource, fused: Fused) -> TensorSource:
+    """The tensors of a checkpoint with the fused ones split; wrong sizes are left as they are."""
+    tensors = {}
+    for key, spec in source.specs().items():
+        name = _of(key, fused)
+        parts = {} if name is None else fused[name]
+        if name is None or spec.shape[0] != sum(parts.values()):
+            tensors[key] = spec, functools.partial(source.read, key)
+            continue
+        first = 0
+        for part, size in parts.items():
+            rows = slice(first, first + size)
+            of_part = jax.ShapeDtypeStruct((size, *spec.shape[1:]), spec.dtype)
+            read = functools.partial(lambda key, rows: source.read(key)[rows], key, rows)
+            tensors[key.replace(name, part)] = of_part, read
+            first += size
+    return DerivedSource(source.name, tensors)
+
+
+def together(source: TensorSource, fused: Fused, prefix: str = "") -> TensorSource:
+    """The reverse of `apart`, of the keys that begin with `prefix`."""
+    tensors = {}
+    whole = {part: name for name, parts in fused.items() for part in parts}
+    for key, spec in source.specs().items():
+        part = _of(key, whole) if key.startswith(prefix) else None
+        if part is None:
+            tensors[key] = spec, functools.partial(source.read, key)
+            continue
+        name = whole[part]
+        keys = [key.replace(part, one) for one in fused[name]]
+        rows = sum(source.specs()[one].shape[0] for one in keys)
+        of_all = jax.ShapeDtypeStruct((rows, *spec.shape[1:]), spec.dtype)
+        read = functools.partial(lambda keys: np.concatenate([*map(source.read, keys)]), keys)
+        tensors[key.replace(part, name)] = of_all, read
+    return DerivedSource(source.name, tensors)
+
+
+def _of(key: str, names: Mapping[str, object]) -> str | None:
+    """The name of the linear whose weight or bias a key is."""
+    ends = (f".{kind}" for kind in _KINDS)
+    stem = next((key.removesuffix(end) for end in ends if key.endswith(end)), key)
+    return next((name for name in names if stem.endswith(f".{name}")), None)

@@ -13,9 +13,9 @@ import numpy as np
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.models.llama.config import LlamaConfig, RopeScaling
+from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
 from mmqa_jax.weights.formats.torch import TorchFile
-from mmqa_jax.weights.published_keys import check_keys, kinds
 
 _READ = kinds(
     size="dim n_layers n_heads multiple_of",

@@ -38,6 +38,7 @@ from mmqa_jax.models.siglip.keys import (
 )
 from mmqa_jax.models.siglip.network import SiglipVisionConfig
 from mmqa_jax.models.siglip.processor import read_preparation
+from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
 from mmqa_jax.weights.keymap import KeyMap, Rule, linear_rules, untied_source
 from mmqa_jax.weights.layouts import (
@@ -46,10 +47,9 @@ from mmqa_jax.weights.layouts import (
     check_model_type,
     config_file,
     joined,
+    open_source,
     with_prefixes,
 )
-from mmqa_jax.weights.published_keys import check_keys, kinds
-from mmqa_jax.weights.sources import open_source
 
 LLAMA_PREFIX = "language_model."
 _TOWER, _PROJECTOR = "vision_tower.", "multi_modal_projector."

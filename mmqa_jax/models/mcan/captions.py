@@ -16,8 +16,7 @@ from flax import nnx
 
 from mmqa_jax.models.bert.network import Bert, BertConfig
 from mmqa_jax.models.common.layers import split_key, torch_linear
-from mmqa_jax.models.mcan.layers import Fusion, FusionConfig
-from mmqa_jax.models.mcan.network import PAD
+from mmqa_jax.models.mcan.network import PAD, Fusion, FusionConfig
 
 
 @dataclasses.dataclass(frozen=True)

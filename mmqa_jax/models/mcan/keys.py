@@ -20,8 +20,7 @@ from mmqa_jax.models.bert.keys import (
     bert_sizes,
     unknown_heads,
 )
-from mmqa_jax.models.mcan.layers import FusionConfig, grid_rotation
-from mmqa_jax.models.mcan.network import MCANConfig, mcan_prophet
+from mmqa_jax.models.mcan.network import FusionConfig, MCANConfig, grid_rotation, mcan_prophet
 from mmqa_jax.models.mcan.openvqa import MCANOpenVQAConfig
 from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.keymap import (
@@ -37,6 +36,7 @@ from mmqa_jax.weights.layouts import (
     Published,
     Shapes,
     numbered_keys,
+    open_source,
     own_config,
     read_own_config,
     renames,
@@ -45,7 +45,6 @@ from mmqa_jax.weights.layouts import (
     with_arrays,
     with_prefixes,
 )
-from mmqa_jax.weights.sources import open_source
 
 _LINEARS = {"linear_q": "query", "linear_k": "key", "linear_v": "value", "linear_merge": "out"}
 # Prophet's rope(q, k) is declared forward(k, q): linear_k makes the queries, linear_q the keys.
@@ -244,7 +243,7 @@ def _prefixes(config: MCANConfig) -> dict[str, str]:
 def _fusion_rules(
     parts: Mapping[str, str], config: FusionConfig, image_linears: Mapping[str, str]
 ) -> list[Rule]:
-    """Rules of models.mcan.layers.Fusion.
+    """Rules of models.mcan.network.Fusion.
 
     Args:
       parts: part of the fusion -> published name.

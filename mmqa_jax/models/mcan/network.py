@@ -12,15 +12,291 @@ shape, so that the key map (weights.mcan) puts each where it is used, and the mo
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bert.network import Bert, BertConfig, bert_large_uncased
-from mmqa_jax.models.common.layers import split_key, torch_linear
-from mmqa_jax.models.mcan.layers import Fusion, FusionConfig, grid_rotation
+from mmqa_jax.models.common.config_checks import (
+    check_divides,
+    check_known,
+    check_layers,
+    check_rate,
+)
+from mmqa_jax.models.common.layers import (
+    Attention,
+    LayerNorm,
+    dropout,
+    scan_layers,
+    split_key,
+    stack_layers,
+    torch_linear,
+    uniform_init,
+)
+
+# What both MCANs share (Yu et al. 2019, Deep Modular Co-Attention Networks).
+#
+# An encoder of self-attention layers over the question, a decoder over the image whose layers
+# attend to the image and then to the encoded question, a learned pooling of each, and the norm of
+# their sum. Prophet's variant and openvqa's differ in the norm, in the bias of the values and in
+# the rotary positions of the image.
+
+
+_MASKED = -1e9  # the published score of a masked token
+
+
+class UnbiasedLayerNorm(LayerNorm):
+    """openvqa's LayerNorm (openvqa/ops/layer_norm.py): divides by (standard deviation + eps).
+
+    The deviation is the unbiased one, with features - 1 in its denominator.
+    """
+
+    def factor(self, x: jax.Array, mean: jax.Array) -> jax.Array:
+        """Computes LayerNorm.factor's value: x [..., features], its mean [..., 1] -> [..., 1]."""
+        variance = jnp.square(x - mean).sum(-1, keepdims=True) / (x.shape[-1] - 1)
+        return 1 / (jnp.sqrt(variance) + self.eps)
+
+
+NORMS = {"layer": LayerNorm, "unbiased": UnbiasedLayerNorm}
+
+
+@dataclasses.dataclass(frozen=True)
+class FusionConfig:
+    """Sizes of encoder, decoder and pooling; the defaults are openvqa's mcan_small.
+
+    Attributes:
+      hidden, heads, mlp, layers: of encoder and decoder each.
+      flat_mlp, glimpses, flat_out: inner width and number of poolings, size of the latent.
+      value_bias: whether the values have a bias (openvqa: yes, Prophet: no).
+      norm: `unbiased` (openvqa's own) or `layer`.
+      eps: of the norms.
+      dropout: on attention weights, on the residual branches and inside the MLPs.
+      dtype: compute type; norms, softmax and the latent stay float32.
+      attention: see layers.attention.
+      remat, unroll: see layers.scan_layers.
+    """
+
+    hidden: int = 512
+    heads: int = 8
+    mlp: int = 2048
+    layers: int = 6
+    flat_mlp: int = 512
+    glimpses: int = 1
+    flat_out: int = 1024
+    value_bias: bool = True
+    norm: str = "unbiased"
+    eps: float = 1e-6
+    dropout: float = 0.1
+    dtype: str = "float32"
+    attention: str = "xla"
+    remat: str = "none"
+    unroll: int | bool | None = None
+
+    def __post_init__(self):
+        check_layers(self, "mcan.fusion", "layers")
+        check_divides("mcan.fusion.heads", self.heads, "mcan.fusion.hidden", self.hidden)
+        check_known("mcan.fusion.norm", self.norm, NORMS)
+        check_rate("mcan.fusion.dropout", self.dropout)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotation:
+    """Cosines and signed sines [tokens, head_dim] that turn queries and keys, float32."""
+
+    cos: np.ndarray
+    sin: np.ndarray
+
+
+def grid_rotation(grid: int, head_dim: int, base: float) -> Rotation:
+    """Two-dimensional rotary positions of a grid x grid picture, row by row.
+
+    prophet/stage1/model/rope2d.py: the first half of a head turns with the column, the second
+    with the row; 2n and 2n + 1 are a pair, with angle position * base^(-2n / (head_dim / 2)).
+    sin is negative at even indices, so that a pair (a, b) becomes (a cos - b sin, b cos + a sin).
+    """
+    half = head_dim // 2
+    exponents = (np.arange(0, half, 2) / half).astype(np.float32)
+    # The power in float64, the rest in float32: the bits of torch's float32 table.
+    frequencies = np.float32(1) / (base ** exponents.astype(np.float64)).astype(np.float32)
+    angles = np.arange(grid, dtype=np.float32)[:, None] * frequencies  # [grid, half / 2]
+    cos = np.repeat(np.cos(angles), 2, axis=1)  # [grid, half]
+    sin = np.stack([-np.sin(angles), np.sin(angles)], axis=-1).reshape(grid, half)
+
+    def over_grid(x: np.ndarray) -> np.ndarray:
+        by_column = np.broadcast_to(x[None], (grid, grid, half))
+        by_row = np.broadcast_to(x[:, None], (grid, grid, half))
+        return np.concatenate([by_column, by_row], axis=-1).reshape(grid * grid, head_dim)
+
+    return Rotation(over_grid(cos), over_grid(sin))
+
+
+def rotate_pairs(x: jax.Array, rotation: Rotation) -> jax.Array:
+    """x [B, tokens, heads, head_dim], turned in float32."""
+    x32 = x.astype(jnp.float32)
+    partner = x32.reshape(*x.shape[:-1], -1, 2)[..., ::-1].reshape(x.shape)
+    turned = x32 * rotation.cos[:, None] + partner * rotation.sin[:, None]
+    return turned.astype(x.dtype)
+
+
+class FeedForward(nnx.Module):
+    """Linear, ReLU, dropout, linear: [..., in] -> [..., out]."""
+
+    def __init__(
+        self,
+        in_features: int,
+        inner: int,
+        out_features: int,
+        rate: float,
+        *,
+        rngs: nnx.Rngs,
+        out_name: str | None = "embed",
+    ):
+        self.up = torch_linear(in_features, inner, ("embed", "mlp"), rngs=rngs)
+        self.down = torch_linear(inner, out_features, ("mlp", out_name), rngs=rngs)
+        self.rate = rate
+
+    def __call__(self, x: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
+        return self.down(dropout(jax.nn.relu(self.up(x)), self.rate, dropout_key))
+
+
+class MCANLayer(nnx.Module):
+    """Post-norm layer: self-attention, if `guided` attention to the question, then an MLP."""
+
+    def __init__(self, config: FusionConfig, *, guided: bool, rngs: nnx.Rngs):
+        norm = functools.partial(NORMS[config.norm], config.hidden, config.eps, rngs=rngs)
+        init = uniform_init(config.hidden**-0.5)  # torch's
+        attention = functools.partial(
+            Attention,
+            config.hidden,
+            config.heads,
+            rngs=rngs,
+            kernel_init=init,
+            bias_init=init,
+            value_bias=config.value_bias,
+            dropout_rate=config.dropout,
+            implementation=config.attention,
+        )
+        self.attention = attention()
+        self.attention_norm = norm()
+        self.guided = attention() if guided else None
+        self.guided_norm = norm() if guided else None
+        self.ffn = FeedForward(config.hidden, config.mlp, config.hidden, config.dropout, rngs=rngs)
+        self.ffn_norm = norm()
+        self.rate = config.dropout
+
+    def __call__(
+        self,
+        x: jax.Array,
+        mask: jax.Array | None,
+        question: jax.Array | None = None,
+        question_mask: jax.Array | None = None,
+        *,
+        rotation: Rotation | None = None,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """One layer.
+
+        Args:
+          x: [B, L, H].
+          mask: bool [B, L], or None (nothing masked).
+          question, question_mask: what is attended to, [B, Q, H] and bool [B, Q]; if guided.
+          rotation: positions of the self-attention.
+
+        Returns:
+          [B, L, H].
+        """
+        keys = split_key(dropout_key, 6)
+        rotate = None if rotation is None else functools.partial(rotate_pairs, rotation=rotation)
+        y = self.attention(x, x, _columns(mask), rotate=rotate, dropout_key=keys[0])
+        x = self.attention_norm(x + dropout(y, self.rate, keys[1]))
+        if self.guided is not None:
+            y = self.guided(x, question, _columns(question_mask), dropout_key=keys[2])
+            x = self.guided_norm(x + dropout(y, self.rate, keys[3]))
+        y = self.ffn(x, keys[4])
+        return self.ffn_norm(x + dropout(y, self.rate, keys[5]))
+
+
+def _columns(mask: jax.Array | None) -> jax.Array | None:
+    """bool [B, L] of visible columns -> [B, 1, 1, L]."""
+    return None if mask is None else mask[:, None, None]
+
+
+class AttentionFlatten(nnx.Module):
+    """AttFlat: an MLP weighs the tokens, once per glimpse; their weighted sums are projected."""
+
+    def __init__(self, config: FusionConfig, *, rngs: nnx.Rngs):
+        self.mlp = FeedForward(
+            config.hidden,
+            config.flat_mlp,
+            config.glimpses,
+            config.dropout,
+            rngs=rngs,
+            out_name=None,
+        )
+        self.merge = torch_linear(
+            config.hidden * config.glimpses, config.flat_out, ("embed", "proj"), rngs=rngs
+        )
+
+    def __call__(
+        self, x: jax.Array, mask: jax.Array | None, dropout_key: jax.Array | None = None
+    ) -> jax.Array:
+        """x [B, L, H], mask bool [B, L] or None -> [B, flat_out]."""
+        scores = self.mlp(x, dropout_key).astype(jnp.float32)  # [B, L, glimpses]
+        if mask is not None:
+            scores = jnp.where(mask[:, :, None], scores, _MASKED)
+        weights = jax.nn.softmax(scores, axis=1).astype(x.dtype)
+        pooled = jnp.einsum("blg,blh->bgh", weights, x)
+        return self.merge(pooled.reshape(x.shape[0], -1))
+
+
+class Fusion(nnx.Module):
+    """Question and image features to one latent vector."""
+
+    def __init__(self, config: FusionConfig, *, rngs: nnx.Rngs):
+        layer = functools.partial(MCANLayer, config)
+        self.encoder = stack_layers(lambda r: layer(guided=False, rngs=r), config.layers, rngs)
+        self.decoder = stack_layers(lambda r: layer(guided=True, rngs=r), config.layers, rngs)
+        self.flatten_question = AttentionFlatten(config, rngs=rngs)
+        self.flatten_image = AttentionFlatten(config, rngs=rngs)
+        self.norm = NORMS[config.norm](config.flat_out, config.eps, rngs=rngs, name="proj")
+        self.config = config
+
+    def __call__(
+        self,
+        question: jax.Array,
+        image: jax.Array,
+        question_mask: jax.Array,
+        image_mask: jax.Array | None,
+        *,
+        rotation: Rotation | None = None,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """The latent that answers and similar questions are read from.
+
+        question [B, L, H], image [B, R, H]; masks bool [B, L] and [B, R], True = a real token,
+        None = all are. Returns [B, flat_out] float32.
+        """
+        keys = split_key(dropout_key, 4)
+        run = functools.partial(scan_layers, remat=self.config.remat, unroll=self.config.unroll)
+
+        def encode(layer: MCANLayer, x, _, key):
+            return layer(x, question_mask, dropout_key=key), None
+
+        encoded, _ = run(self.encoder, question, encode, dropout_key=keys[0])
+
+        def decode(layer: MCANLayer, x, _, key):
+            x = layer(x, image_mask, encoded, question_mask, rotation=rotation, dropout_key=key)
+            return x, None
+
+        image, _ = run(self.decoder, image, decode, dropout_key=keys[1])
+        fused = self.flatten_question(encoded, question_mask, keys[2])
+        fused = fused + self.flatten_image(image, image_mask, keys[3])
+        return self.norm(fused.astype(jnp.float32))
+
 
 PAD = 0  # BERT's
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.layers import Embedding, Linear, normal_init, torch_linear, uniform_init
-from mmqa_jax.models.mcan.layers import Fusion, FusionConfig
+from mmqa_jax.models.mcan.network import Fusion, FusionConfig
 
 PAD = 0
 

@@ -20,8 +20,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bert.network import Bert, BertConfig
 from mmqa_jax.models.clip.network import VisionConfig, VisionTower, normalize_pixels
 from mmqa_jax.models.common.layers import normal_init, param, split_key, torch_linear
-from mmqa_jax.models.mcan.layers import Fusion, FusionConfig, Rotation, grid_rotation
-from mmqa_jax.models.mcan.network import PAD
+from mmqa_jax.models.mcan.network import PAD, Fusion, FusionConfig, Rotation, grid_rotation
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,10 +7,10 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.config_checks import check_known
-from mmqa_jax.models.llama.fused_rows import Fused
+from mmqa_jax.models.llama.keys import Fused
 from mmqa_jax.models.modernbert.network import ModernBertConfig
+from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.keymap import KeyMap, Rule, linear_rules, norm_rules
-from mmqa_jax.weights.published_keys import check_keys, kinds
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _READ = kinds(

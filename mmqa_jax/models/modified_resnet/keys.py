@@ -16,13 +16,13 @@ from mmqa_jax.weights.layouts import (
     OPEN_CLIP_CONFIG,
     Checkpoint,
     Published,
+    open_source,
     own_config,
     read_own_config,
     renames,
     shapes_of,
     with_prefixes,
 )
-from mmqa_jax.weights.sources import open_source
 
 _TOWER = r"^(?=(?:conv\d|bn\d|layer\d|attnpool)\.)"  # keys of the image tower by itself
 # The rest of a whole CLIP; the last three are sizes that OpenAI's archives keep.

@@ -9,6 +9,7 @@ from flax import nnx
 from mmqa_jax.models.attention.masked import MASKED
 from mmqa_jax.models.bert.network import BertConfig, BertLayer
 from mmqa_jax.models.common.config_checks import check_length
+from mmqa_jax.models.common.encoder_decoder import biased_attention, pair_buckets
 from mmqa_jax.models.common.layers import (
     Embedding,
     LayerNorm,
@@ -18,7 +19,6 @@ from mmqa_jax.models.common.layers import (
     split_key,
     stack_layers,
 )
-from mmqa_jax.models.common.relative_positions import biased_attention, pair_buckets
 
 BUCKETS = 32  # of relative positions, half of them for each direction
 _FARTHEST = 128  # positions from which on all share a bucket

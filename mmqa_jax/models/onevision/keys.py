@@ -31,20 +31,28 @@ from mmqa_jax.models.llava.keys import (
     llava_to_hf,
     run_pictured,
 )
-from mmqa_jax.models.onevision.network import RESOLUTIONS, SIGLIP, Onevision, OnevisionConfig
-from mmqa_jax.models.onevision.tiles import TileBatch, TiledPicture, best_resolution, lay_out
+from mmqa_jax.models.onevision.network import (
+    RESOLUTIONS,
+    SIGLIP,
+    Onevision,
+    OnevisionConfig,
+    TileBatch,
+    TiledPicture,
+    best_resolution,
+    lay_out,
+)
 from mmqa_jax.models.siglip.network import PIXEL_MEAN, PIXEL_STD
 from mmqa_jax.models.siglip.processor import read_preparation
+from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.keymap import KeyMap, Rule, untied_source
 from mmqa_jax.weights.layouts import (
     Checkpoint,
     Published,
     check_model_type,
     config_file,
+    open_source,
     read_hf_config,
 )
-from mmqa_jax.weights.published_keys import check_keys, kinds
-from mmqa_jax.weights.sources import open_source
 
 _NEWLINE = "image_newline"
 _READ = HF_READ | kinds(

@@ -26,10 +26,9 @@ from mmqa_jax.models.bert.keys import (
     mlm_tied,
 )
 from mmqa_jax.models.oscar.network import OscarConfig
+from mmqa_jax.weights.config_json import kinds
 from mmqa_jax.weights.keymap import KeyMap, linear_rules, norm_rules, untied_source
-from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, require_keys
-from mmqa_jax.weights.published_keys import kinds
-from mmqa_jax.weights.sources import open_source
+from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, open_source, require_keys
 
 # Values of img_feature_type whose regions are vectors; the others are indices into a code book.
 _VECTORS = ("faster_r-cnn", "frcnn")

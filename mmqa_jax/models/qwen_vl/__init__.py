@@ -5,7 +5,7 @@ from mmqa_jax.weights.registry import HF_FOLDER, Architecture
 FAMILIES = (
     Architecture(
         name="qwen_vl",
-        model_types=("qwen_vl.vision.FAMILIES",),
+        model_types=("qwen_vl.network.FAMILIES",),
         title="Qwen2.5-VL and Qwen3-VL, without experts",
         model="qwen_vl.network.QwenVL",
         config="qwen_vl.network.QwenVLConfig",

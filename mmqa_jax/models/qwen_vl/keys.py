@@ -24,20 +24,28 @@ from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.keys import llama_rules
 from mmqa_jax.models.llama.network import added
-from mmqa_jax.models.qwen_vl.layout import PatchBatch, bucket_of, grid_of, lay_out
-from mmqa_jax.models.qwen_vl.network import QwenVL, QwenVLConfig, expand_pictures
-from mmqa_jax.models.qwen_vl.vision import FAMILIES, QwenVisionConfig
+from mmqa_jax.models.qwen_vl.network import (
+    FAMILIES,
+    PatchBatch,
+    QwenVisionConfig,
+    QwenVL,
+    QwenVLConfig,
+    bucket_of,
+    expand_pictures,
+    grid_of,
+    lay_out,
+)
+from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.keymap import KeyMap, Rule, Transform, linear_rules, norm_rules, untied_source
 from mmqa_jax.weights.layouts import (
     Checkpoint,
     Published,
     check_model_type,
     config_file,
+    open_source,
     read_hf_config,
     with_prefixes,
 )
-from mmqa_jax.weights.published_keys import check_keys, kinds
-from mmqa_jax.weights.sources import open_source
 
 _RENAME = ((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model."))
 _ARCHITECTURES = {

@@ -14,6 +14,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +22,9 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import gather_columns, on_device
+from mmqa_jax.models.clip.network import PIXEL_MEAN, PIXEL_STD
 from mmqa_jax.models.common.activations import ACTIVATIONS
+from mmqa_jax.models.common.config_checks import check_divides, check_known
 from mmqa_jax.models.common.layers import (
     LayerNorm,
     Linear,
@@ -36,12 +39,112 @@ from mmqa_jax.models.common.layers import (
 )
 from mmqa_jax.models.llama.config import FREE, RELATIVES, LlamaConfig
 from mmqa_jax.models.llama.network import Llama, RMSNorm, rotate
-from mmqa_jax.models.qwen_vl.layout import Grid, PatchBatch, grid_of
-from mmqa_jax.models.qwen_vl.vision import QwenVisionConfig
 from mmqa_jax.weights.registry import Base
 
 if TYPE_CHECKING:
-    from jaxtyping import Int32
+    from jaxtyping import Int32, UInt8
+
+
+# The config of Qwen2.5-VL's and Qwen3-VL's vision towers: sizes, switches, and their pictures.
+
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+
+
+@dataclasses.dataclass(frozen=True)
+class QwenVisionConfig:
+    """Sizes and switches of a tower; the defaults are Qwen2.5-VL 7B's.
+
+    Attributes:
+      family: `qwen2_5_vl` (RMS norms, gated MLP) or `qwen3_vl` (layer norms, plain MLP).
+      width, layers, heads, mlp: of the transformer.
+      out: width of the vectors that the language model gets.
+      patch: side of a patch in pixels.
+      temporal: frames that a patch spans.
+      merge: patches along each side of a unit, which becomes one vector.
+      window: side of an attention window in pixels; 0: every layer attends to the whole picture.
+      full_layers: the layers that do so where there are windows.
+      positions: side of the grid of learned positions; 0: none.
+      deepstack: the layers after which states are given beside the last one's.
+      activation: of the MLP.
+      rope_theta: base of the rotary frequencies.
+      pixel_mean, pixel_std: of each channel, of pixels 0..1.
+      min_pixels, max_pixels: area that pictures are resized to where theirs is beyond.
+      init_stddev, dtype, attention, remat, unroll: as LlamaConfig's.
+    """
+
+    family: str = "qwen2_5_vl"
+    width: int = 1280
+    layers: int = 32
+    heads: int = 16
+    mlp: int = 3420
+    out: int = 3584
+    patch: int = 14
+    temporal: int = 2
+    merge: int = 2
+    window: int = 112
+    full_layers: tuple[int, ...] = (7, 15, 23, 31)
+    positions: int = 0
+    deepstack: tuple[int, ...] = ()
+    activation: str = "silu"
+    rope_theta: float = 10000.0
+    pixel_mean: tuple[float, float, float] = PIXEL_MEAN
+    pixel_std: tuple[float, float, float] = PIXEL_STD
+    min_pixels: int = 56 * 56
+    max_pixels: int = 28 * 28 * 1280
+    init_stddev: float = 0.02
+    dtype: str = "float32"
+    attention: str = "auto"
+    remat: str = "none"
+    unroll: int | bool | None = None
+
+    def __post_init__(self):
+        check_known("vision.family", self.family, FAMILIES)
+        check_known("vision.activation", self.activation, ACTIVATIONS)
+        check_divides("vision.heads", self.heads, "vision.width", self.width)
+        if self.width // self.heads % 4:
+            raise UserError(
+                f"vision.heads is {self.heads}: a head of {self.width // self.heads} numbers, "
+                "expected a multiple of 4 for rotary positions of rows and columns; change it."
+            )
+        for name in ("full_layers", "deepstack"):
+            numbers = tuple(getattr(self, name))
+            object.__setattr__(self, name, numbers)
+            if list(numbers) != sorted({n for n in numbers if 0 <= n < self.layers}):
+                raise UserError(
+                    f"vision.{name} is {numbers}: expected ascending numbers of layers, 0 to "
+                    f"{self.layers - 1}; correct it."
+                )
+        if self.window % self.unit:
+            raise UserError(
+                f"vision.window is {self.window}: expected a multiple of {self.unit}, patch times "
+                "merge; change it."
+            )
+        if not 0 < self.min_pixels <= self.max_pixels:
+            raise UserError(
+                f"vision.min_pixels and max_pixels are {self.min_pixels} and {self.max_pixels}: "
+                "expected numbers above 0, the first at most the second; correct them."
+            )
+
+    @property
+    def unit(self) -> int:
+        """Side in pixels of what becomes one vector."""
+        return self.patch * self.merge
+
+    @property
+    def window_units(self) -> int:
+        """Side of a window in units; 1 without windows."""
+        return max(self.window // self.unit, 1)
+
+    @property
+    def most_units(self) -> int:
+        """Units of the largest picture."""
+        return self.max_pixels // self.unit**2
+
+    @property
+    def features(self) -> int:
+        """Width of all that a unit gives: the vector, and one of each layer of `deepstack`."""
+        return self.out * (1 + len(self.deepstack))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -549,3 +652,98 @@ BASE = Base(
     _SPECIAL,
     _CHAT,
 )
+
+
+# A picture of any size as its patches in one of a few sizes, for Qwen's vision towers.
+#
+# A picture's sides are multiples of `unit` pixels; a unit is what becomes one token of the
+# language model: 2 x 2 patches. Units lie window by window (Qwen2.5-VL: 4 x 4 units, fewer at the
+# right and the bottom), each window padded to its whole size, and the whole padded to a bucket: a
+# tower has one program for each bucket, whatever pictures come.
+
+
+_LEAST = 64  # units of the smallest bucket; each next one is a third to a half larger
+
+
+@flax.struct.dataclass
+class PatchBatch:
+    """Pictures of one bucket of U units, with N = U * merge^2 patches; padding is at -1."""
+
+    patches: np.ndarray | jax.Array  # uint8 [B, N, patch * patch * 3], as (row, column, channel)
+    places: np.ndarray | jax.Array  # int32 [B, N, 2], row and column of each patch
+    grid: np.ndarray | jax.Array  # int32 [B, 2], rows and columns of patches
+    order: np.ndarray | jax.Array  # int32 [B, U]: where the units lie, row by row of the picture
+
+
+class Grid(NamedTuple):
+    """Rows and columns of units of a picture."""
+
+    rows: int
+    columns: int
+
+    @property
+    def units(self) -> int:
+        """Tokens of the language model."""
+        return self.rows * self.columns
+
+
+def grid_of(shape: Sequence[int], config: QwenVisionConfig) -> Grid:
+    """The grid of pixels [H, W, 3] whose sides are multiples of `config.unit`."""
+    height, width = shape[:2]
+    assert height % config.unit == width % config.unit == 0, (height, width, config.unit)
+    return Grid(height // config.unit, width // config.unit)
+
+
+def bucket_of(grid: Grid, config: QwenVisionConfig) -> int:
+    """Units of the smallest bucket that holds a picture with the padding of its windows."""
+    side = config.window_units
+    window = side**2
+    needed = -(-grid.rows // side) * -(-grid.columns // side) * window
+    size = _LEAST
+    while size < needed:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return -(-size // window) * window
+
+
+def unit_order(grid: Grid, config: QwenVisionConfig) -> Int32[np.ndarray, " n"]:
+    """Numbers of the units (row by row of the picture) window by window; -1 is padding."""
+    side = config.window_units
+    rows, columns = (-(-count // side) * side for count in grid)
+    numbers = np.full((rows, columns), -1, np.int32)
+    numbers[: grid.rows, : grid.columns] = np.arange(grid.units).reshape(grid)
+    windows = numbers.reshape(rows // side, side, columns // side, side)
+    return windows.swapaxes(1, 2).reshape(-1)
+
+
+def lay_out(
+    pictures: Sequence[UInt8[np.ndarray, "H W 3"]], config: QwenVisionConfig, bucket: int
+) -> PatchBatch:
+    """Pictures, of which none has more than `bucket` units (`bucket_of`), as a batch of one."""
+    made = [_one(picture, config, bucket) for picture in pictures]
+    return PatchBatch(*(np.stack(arrays) for arrays in zip(*made, strict=True)))
+
+
+def _one(picture: np.ndarray, config: QwenVisionConfig, bucket: int) -> tuple[np.ndarray, ...]:
+    grid, merge, patch = grid_of(picture.shape, config), config.merge, config.patch
+    units = unit_order(grid, config)
+    units = np.pad(units, (0, bucket - len(units)), constant_values=-1)  # [U]
+    real = units >= 0
+
+    def by_unit(x: np.ndarray) -> np.ndarray:  # [rows, columns, ...] of patches -> [U, m * m, ...]
+        x = x.reshape(grid.rows, merge, grid.columns, merge, *x.shape[2:]).swapaxes(1, 2)
+        return x.reshape(grid.units, merge**2, *x.shape[4:])[units]
+
+    rows, columns = grid.rows * merge, grid.columns * merge
+    patches = picture.reshape(rows, patch, columns, patch, 3).swapaxes(1, 2)
+    patches = by_unit(patches.reshape(rows, columns, -1))
+    patches[~real] = 0
+    places = by_unit(np.stack(np.indices((rows, columns), np.int32), axis=-1))
+    places[~real] = -1
+    order = np.zeros(bucket, np.int32)
+    order[units[real]] = np.flatnonzero(real)
+    return (
+        patches.reshape(bucket * merge**2, -1),
+        places.reshape(-1, 2),
+        np.array([rows, columns], np.int32),
+        order,
+    )

@@ -25,6 +25,7 @@ from mmqa_jax.models.clip.keys import (
 from mmqa_jax.models.common import comparison
 from mmqa_jax.models.siglip.network import SiglipConfig, SiglipTextConfig, SiglipVisionConfig
 from mmqa_jax.models.siglip.processor import read_preparation
+from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.keymap import (
     TRANSPOSE,
     KeyMap,
@@ -36,9 +37,7 @@ from mmqa_jax.weights.keymap import (
     transformer_rules,
     untied_source,
 )
-from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, read_hf_config
-from mmqa_jax.weights.published_keys import check_keys, kinds
-from mmqa_jax.weights.sources import open_source
+from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, open_source, read_hf_config
 
 FIXED, FLEXIBLE = "siglip", "siglip2"  # model types of transformers
 

@@ -1,4 +1,4 @@
-"""T5, T5 1.1, Flan-T5 and mT5."""
+"""T5, T5 1.1, Flan-T5, mT5, and Multimodal-CoT's T5, which sees pictures."""
 
 from mmqa_jax.weights.registry import HF_FOLDER, Architecture
 
@@ -21,5 +21,18 @@ FAMILIES = (
         presets="t5.config.PRESETS",
         base="t5.config.BASE",
         check="t5.keys.CHECK",
+    ),
+    Architecture(
+        name="multimodal_t5",
+        sign="T5ForMultimodalGeneration",
+        title="Multimodal-CoT's T5",
+        model="t5.network.MultimodalT5",
+        config="t5.config.MultimodalT5Config",
+        layouts=(
+            "folder of mm-cot (T5ForMultimodalGeneration)",
+            "a T5's folder (--set features=256: the fusion is new)",
+        ),
+        exports="T5ForMultimodalGeneration",
+        base="t5.config.MULTIMODAL_BASE",
     ),
 )

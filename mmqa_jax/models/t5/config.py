@@ -10,7 +10,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import AtLeast
 from mmqa_jax.models.common.activations import ACTIVATIONS
 from mmqa_jax.models.common.config_checks import check_known, check_layers, check_rate
-from mmqa_jax.weights.published_keys import check_keys, kinds
+from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.registry import Base
 
 FAMILIES = {"t5": "T5ForConditionalGeneration", "mt5": "MT5ForConditionalGeneration"}
@@ -182,6 +182,13 @@ class T5Config:
         }
 
 
+@dataclasses.dataclass(frozen=True)
+class MultimodalT5Config(T5Config):
+    """A T5's, and `features`: the values of each of a picture's vectors (DETR's have 256)."""
+
+    features: int = 256
+
+
 def _gated(**sizes: Any) -> T5Config:
     """The kind of T5 1.1 and Flan-T5: a gated MLP and a head of its own."""
     kind = {"activation": "gelu_new", "gated": True, "tied": False, "scaled": False}
@@ -220,3 +227,11 @@ PRESETS: Mapping[str, Callable[[], T5Config]] = {
 
 FREE = ("dtype", "dropout", "remat", "unroll")
 BASE = Base("T5", "a folder or ORG/NAME", T5Config, {"changes": FREE})
+# Wide as the pictures are where the base is a T5 without any.
+MULTIMODAL_BASE = Base(
+    "Multimodal-CoT or T5",
+    "a published folder or ORG/NAME",
+    MultimodalT5Config,
+    {"changes": (*FREE, "features")},
+    published_as="t5",
+)

@@ -15,15 +15,15 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.t5.config import T5Config
-from mmqa_jax.weights.formats.gguf import GGUFSource
-from mmqa_jax.weights.formats.safetensors import TensorSource
-from mmqa_jax.weights.gguf_metadata import (
+from mmqa_jax.weights.formats.gguf import (
+    GGUFSource,
     check_metadata,
     head_size_of,
     heads_of,
     layers_of,
     vocabulary_of,
 )
+from mmqa_jax.weights.formats.safetensors import TensorSource
 
 # llama.cpp's architectures of whole T5s, and of encoders alone.
 ARCHITECTURES = ("t5", "t5encoder")

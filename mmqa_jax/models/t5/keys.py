@@ -18,16 +18,24 @@ import jax
 import numpy as np
 from flax import nnx
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common import comparison
 from mmqa_jax.models.common.layers import scan_layers
-from mmqa_jax.models.t5.config import FAMILIES, T5Config
+from mmqa_jax.models.t5.config import FAMILIES, MultimodalT5Config, T5Config
 from mmqa_jax.models.t5.gguf import check_head, gguf_names, t5_gguf_config
 from mmqa_jax.models.t5.network import T5, T5Stack
 from mmqa_jax.weights.formats.gguf import GGUFSource
 from mmqa_jax.weights.formats.safetensors import DerivedSource
 from mmqa_jax.weights.keymap import TRANSPOSE, KeyMap, Rule, untied_source
-from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, read_hf_config
-from mmqa_jax.weights.sources import gguf_file, open_source
+from mmqa_jax.weights.layouts import (
+    Checkpoint,
+    Published,
+    config_file,
+    gguf_file,
+    open_source,
+    read_hf_config,
+    shapes_of,
+)
 
 _ATTENTION = {"q": "query", "k": "key", "v": "value", "o": "out"}
 _TABLE, _HEAD = "shared.weight", "lm_head.weight"
@@ -161,3 +169,62 @@ CHECK = comparison.Check(
     {"encoder": "encoder", "decoder": "decoder"},
     given=lambda x: {**comparison.texts_for_transformers(x), "decoder_input_ids": x["ids"]},
 )
+
+
+# Multimodal-CoT's checkpoints both ways: amazon-science/mm-cot's T5ForMultimodalGeneration.
+#
+# A plain T5 is read too: its fusion with pictures is then new, as where training begins.
+
+
+_PICTURE = "encoder.image_dense.weight"
+_FUSION = {
+    "encoder.image_dense.{kind}": "picture",
+    "encoder.mha_layer.in_proj_{kind}": "attention",
+    "encoder.mha_layer.out_proj.{kind}": "out",
+    "encoder.gate_dense.{kind}": "gate",
+}
+# Until March 2023 these layers were the model's own, not its encoder's.
+_OLDER = ((r"^(image_dense|mha_layer|gate_dense)\.", r"encoder.\1."),)
+
+
+def multimodal_t5_key_map(config: MultimodalT5Config, fused: bool = True) -> KeyMap:
+    """Key map of T5ForMultimodalGeneration; without `fused` of a T5 that has no fusion."""
+    plain = t5_key_map(config)
+    if not fused:
+        return dataclasses.replace(plain, fresh=(r"^fusion/",))
+    rules = [
+        rule
+        for theirs, ours in _FUSION.items()
+        for rule in (
+            Rule(theirs.format(kind="weight"), f"fusion/{ours}/kernel", TRANSPOSE),
+            Rule(theirs.format(kind="bias"), f"fusion/{ours}/bias"),
+        )
+    ]
+    return dataclasses.replace(plain, rules=[*plain.rules, *rules], rename=_OLDER)
+
+
+def open_multimodal_t5(path: Path) -> Checkpoint:
+    """A checkpoint of Multimodal-CoT, or a T5 without pictures."""
+    found = open_t5(path)
+    if found.layout == "gguf":
+        raise UserError(
+            f"{path}: a GGUF file; give the T5's folder, or convert the file by `mmqa convert "
+            "--model=t5 --export=hf` and give what it makes."
+        )
+    shapes = shapes_of(found.source, _OLDER)
+    fields = {
+        field.name: getattr(found.config, field.name) for field in dataclasses.fields(T5Config)
+    }
+    if _PICTURE not in shapes:
+        key_map = functools.partial(multimodal_t5_key_map, fused=False)
+        config = MultimodalT5Config(**fields)
+        unknown = {"features": MultimodalT5Config.features}
+        return Checkpoint(config, key_map, found.source, "transformers' T5", unknown=unknown)
+    config = MultimodalT5Config(**fields, features=shapes[_PICTURE][1])
+    return Checkpoint(config, multimodal_t5_key_map, found.source, "mm-cot")
+
+
+def publish_multimodal_t5(config: MultimodalT5Config, state: nnx.State) -> Published:
+    """T5ForMultimodalGeneration."""
+    published = {**config.to_hf(), "architectures": ["T5ForMultimodalGeneration"]}
+    return Published(untied_source(state, multimodal_t5_key_map(config)), published)

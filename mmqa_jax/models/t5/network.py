@@ -9,15 +9,22 @@ Original: transformers models/t5/modeling_t5.py (T5ForConditionalGeneration). Ge
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Self
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from mmqa_jax.models.common.activations import ACTIVATIONS
-from mmqa_jax.models.common.encoder_decoder import EncoderDecoder
+from mmqa_jax.models.common.encoder_decoder import (
+    EncoderDecoder,
+    biased_attention,
+    pair_buckets,
+    relative_buckets,
+)
 from mmqa_jax.models.common.layers import (
     Embedding,
     Linear,
@@ -30,14 +37,11 @@ from mmqa_jax.models.common.layers import (
     split_heads,
     split_key,
     stack_layers,
-)
-from mmqa_jax.models.common.relative_positions import (
-    biased_attention,
-    pair_buckets,
-    relative_buckets,
+    torch_linear,
+    uniform_init,
 )
 from mmqa_jax.models.llama.network import RMSNorm
-from mmqa_jax.models.t5.config import T5Config
+from mmqa_jax.models.t5.config import MultimodalT5Config, T5Config
 
 
 class T5Attention(nnx.Module):
@@ -313,3 +317,147 @@ class T5(EncoderDecoder):
         tied = self.head is None
         weights = self.tokens.table[...] if tied else self.head.kernel[...]  # [V, H] or [H, V]
         return product(hidden, weights.astype(hidden.dtype), int(tied), jnp.float32)
+
+
+# Multimodal-CoT's T5 (Zhang et al., 2023): a picture's features are fused into the encoded text.
+#
+# Original: amazon-science/mm-cot model.py (JointEncoder, T5ForMultimodalGeneration).
+
+
+class PictureFusion(nnx.Module):
+    """(1 - gate) * text + gate * picture, where each token attends over the picture's vectors."""
+
+    def __init__(self, config: MultimodalT5Config, *, rngs: nnx.Rngs):
+        size = config.hidden
+        self.picture = torch_linear(config.features, size, (None, "embed"), rngs=rngs)
+        # Queries of the text, keys and values of the picture, in this order. Both start as those of
+        # torch's MultiheadAttention, whose biases are 0.
+        xavier, uniform = jax.nn.initializers.xavier_uniform(), uniform_init(size**-0.5)
+        self.attention = Linear(size, 3 * size, ("embed", None), rngs=rngs, kernel_init=xavier)
+        self.out = Linear(size, size, (None, "embed"), rngs=rngs, kernel_init=uniform)
+        self.gate = torch_linear(2 * size, size, (None, "embed"), rngs=rngs)
+
+    def __call__(self, text: jax.Array, features: jax.Array) -> jax.Array:
+        """text [B, L, H], features [B, P, D] -> [B, L, H]."""
+        picture = self.picture(features.astype(text.dtype))
+        queries = jnp.split(self.attention(text), 3, axis=-1)[0]
+        _, keys, values = jnp.split(self.attention(picture), 3, axis=-1)
+        seen = jax.nn.dot_product_attention(  # one head
+            queries[:, :, None], keys[:, :, None], values[:, :, None]
+        )[:, :, 0]
+        seen = self.out(seen)
+        gate = jax.nn.sigmoid(self.gate(jnp.concatenate([text, seen], axis=-1)))
+        return (1 - gate) * text + gate * seen
+
+
+class MultimodalT5(T5):
+    """A T5 whose encoder sees a picture."""
+
+    def __init__(self, config: MultimodalT5Config, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        self.fusion = PictureFusion(config, rngs=rngs)
+
+    def encode_pictured(
+        self,
+        input_ids: jax.Array,
+        attention_mask: jax.Array,
+        features: jax.Array,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """The encoded source, with what each token draws from its picture.
+
+        input_ids, attention_mask [B, S] as of `encode`; features [B, P, D], zeros where there is
+        no picture. Returns [B, S, H].
+        """
+        text = self.encode(input_ids, attention_mask, dropout_key=dropout_key)
+        return self.fusion(text, features)
+
+
+# What a T5's encoder is given, and what the decoder then reads of it.
+#
+# `Texts` is T5 as published. `Passages` is Fusion-in-Decoder (Izacard and Grave, EACL 2021;
+# original: facebookresearch/FiD src/model.py, EncoderWrapper): each passage is encoded by itself,
+# and the decoder reads all of them behind each other. `PicturedTexts` is for models that fuse a
+# picture's features into the encoded text (`models.t5.network`).
+
+
+class Encoded(NamedTuple):
+    """An encoded batch.
+
+    Attributes:
+      states: [B, S, H].
+      mask: bool [B, S], true at real tokens.
+    """
+
+    states: jax.Array
+    mask: jax.Array
+
+
+@flax.struct.dataclass
+class Texts:
+    """A text for each row.
+
+    Attributes:
+      input_ids: int [B, L], padded on the right.
+      lengths: int [B], tokens of each.
+    """
+
+    input_ids: jax.Array
+    lengths: jax.Array
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any]) -> Self:
+        """Takes the inputs of a training batch, whose lengths are `prompt_lengths`."""
+        return cls(batch["input_ids"], batch["prompt_lengths"])
+
+    @property
+    def mask(self) -> jax.Array:
+        """True at real tokens, of the shape of `input_ids`."""
+        return jnp.arange(self.input_ids.shape[-1]) < self.lengths[..., None]
+
+    def encode(self, model: T5, dropout_key: jax.Array | None = None) -> Encoded:
+        """What the decoder reads."""
+        states = model.encode(self.input_ids, self.mask, dropout_key=dropout_key)
+        return Encoded(states, self.mask)
+
+
+@flax.struct.dataclass
+class Passages(Texts):
+    """N passages for each row, read at once; those of length 0 are not there.
+
+    Attributes:
+      input_ids: int [B, N, L], padded on the right.
+      lengths: int [B, N], tokens of each.
+    """
+
+    def encode(self, model: T5, dropout_key: jax.Array | None = None) -> Encoded:
+        """Each passage by itself, then all of a row behind each other: S = N * L."""
+        rows, mask = self.input_ids.shape[0], self.mask
+        length = self.input_ids.shape[-1]
+        apart = self.input_ids.reshape(-1, length), mask.reshape(-1, length)
+        states = model.encode(*apart, dropout_key=dropout_key)
+        return Encoded(states.reshape(rows, -1, states.shape[-1]), mask.reshape(rows, -1))
+
+
+@flax.struct.dataclass
+class PicturedTexts(Texts):
+    """A text and a picture's features for each row; of a MultimodalT5.
+
+    Attributes:
+      features: float [B, P, D], P vectors of a picture.
+    """
+
+    features: jax.Array
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any]) -> Self:
+        """Takes the inputs of a training batch."""
+        return cls(batch["input_ids"], batch["prompt_lengths"], batch["features"])
+
+    def encode(self, model: MultimodalT5, dropout_key: jax.Array | None = None) -> Encoded:
+        """The text with what it draws from the picture."""
+        states = model.encode_pictured(
+            self.input_ids, self.mask, self.features, dropout_key=dropout_key
+        )
+        return Encoded(states, self.mask)

@@ -38,12 +38,12 @@ from mmqa_jax.weights.layouts import (
     Published,
     Shapes,
     numbered_keys,
+    open_source,
     own_config,
     read_own_config,
     require_keys,
     shapes_of,
 )
-from mmqa_jax.weights.sources import open_source
 
 # Rows of a two-row type table that fill VLP's six (modeling.py l.693-700): 2, 3, 4 <- 0; 5 <- 1.
 _TYPE_ROWS = np.array([0, 1, 0, 0, 0, 1])

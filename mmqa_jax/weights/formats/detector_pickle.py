@@ -9,7 +9,7 @@ import numpy as np
 from mmqa_jax.core.array_pickle import load_arrays
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.weights.formats.safetensors import ArraySource, TensorSource
-from mmqa_jax.weights.sources import open_source, read_magic
+from mmqa_jax.weights.layouts import open_source, read_magic
 
 # What torch.save's format before 1.6 begins with: a pickle of a number of ten bytes.
 _LEGACY_TORCH = b"\x8a\x0a"

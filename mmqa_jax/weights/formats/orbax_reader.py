@@ -22,7 +22,7 @@ import tensorstore
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import COMPRESSION, check_claim
-from mmqa_jax.weights.host_memory import aligned_empty
+from mmqa_jax.weights.keymap import aligned_empty
 
 _METADATA = "_METADATA"
 _READ_BYTES = 1 << 26  # decoded at a time
